@@ -1,0 +1,331 @@
+"""Every setting of a run: frozen dataclasses, one per argparse group.
+
+A field is a flag: `lr_decay_style` is `--lr-decay-style`, its type gives the parser, the string under it is its help.
+`flag(...)` adds what a type cannot say: other spellings, the spelling that switches a boolean off, how Megatron-LM differs.
+Rules between fields live in `validate.py`; nothing here imports anything of the project.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def flag(default: Any, *names: str, off: str | None = None, megatron: str | None = None) -> Any:
+    """A field with further option strings `names`, an option `off` that sets a boolean False, and a note for docs/flags.md."""
+    metadata = {"names": names, "off": off, "megatron": megatron}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """model"""
+
+    num_layers: int | None = None
+    """Number of transformer layers."""
+    hidden_size: int | None = None
+    """Width of the residual stream."""
+    ffn_hidden_size: int | None = None
+    """Width of the MLP. Default: 4 x hidden-size; with a gated activation 2/3 of that, rounded down to a multiple of 64."""
+    num_attention_heads: int | None = None
+    """Number of query heads."""
+    kv_channels: int | None = None
+    """Width of one attention head. Default: hidden-size / num-attention-heads."""
+    group_query_attention: bool = False
+    """Share each key/value head between several query heads (--num-query-groups)."""
+    num_query_groups: int = 1
+    """Number of key/value heads when --group-query-attention is given."""
+    max_position_embeddings: int | None = None
+    """Rows of the learned position table, and the longest sequence of rotary positions. Default: seq-length."""
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
+    """How positions enter the model; yarn is rope with YaRN's rescaled frequencies."""
+    rotary_base: float = 10000.0
+    """Base of the rotary frequencies."""
+    rotary_percent: float = 1.0
+    """Share of each head's channels that rotates."""
+    rotary_seq_len_interpolation_factor: float | None = None
+    """Divide rotary positions by this factor (linear scaling)."""
+    use_rope_scaling: bool = False
+    """Rescale the rotary frequencies as Llama 3.x does."""
+    rope_scaling_factor: float = 8.0
+    """Factor of --use-rope-scaling and of YaRN."""
+    rope_original_max_position_embeddings: int = flag(8192, "--yarn-original-max-position-embeddings", megatron="one flag for Llama-3 scaling (fixed to 8192 there) and YaRN")
+    """Sequence length that the unscaled rotary frequencies were trained for."""
+    rope_low_freq_factor: float = flag(1.0, megatron="fixed to 1 there")
+    """Llama-3 scaling: wavelengths above original length / this factor are divided by the full factor."""
+    rope_high_freq_factor: float = flag(4.0, megatron="fixed to 4 there")
+    """Llama-3 scaling: wavelengths below original length / this factor are left alone."""
+    yarn_beta_fast: float = 32.0
+    """YaRN: channels with more rotations than this over the original length are left alone."""
+    yarn_beta_slow: float = 1.0
+    """YaRN: channels with fewer rotations than this over the original length are divided by the full factor."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Kind of normalisation, everywhere."""
+    norm_epsilon: float = flag(1e-5, "--layernorm-epsilon")
+    """Added to the variance inside the normalisation."""
+    activation: Literal["gelu", "gelu-tanh", "swiglu", "geglu", "squared-relu"] = flag("gelu", megatron="one choice instead of --swiglu, --squared-relu, --openai-gelu, which set it too")
+    """Activation of the MLP; swiglu and geglu are gated."""
+    add_bias_linear: bool = flag(True, off="--disable-bias-linear")
+    """Biases in the linear layers."""
+    add_qkv_bias: bool = False
+    """A bias in the QKV projection only, when --disable-bias-linear is given."""
+    qk_layernorm: bool = False
+    """Normalise each head's queries and keys before the rotary embedding."""
+    window_size: int | None = flag(None, megatron="a single number: how many keys a query sees, itself included; Megatron's pair (W-1,0) is accepted too")
+    """Sliding-window attention: each token attends to this many latest tokens, itself included."""
+    attn_logit_softcapping: float | None = flag(None, megatron="absent there")
+    """Bound attention scores smoothly: cap x tanh(score / cap)."""
+    final_logit_softcapping: float | None = flag(None, megatron="absent there")
+    """Bound the logits smoothly: cap x tanh(logit / cap)."""
+    z_loss_coeff: float = flag(0.0, megatron="absent there")
+    """Add coeff x (log sum exp of the logits)^2 to each token's loss during training."""
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output head a matrix of its own."""
+    hidden_dropout: float = 0.1
+    """Dropout after the embedding, attention and MLP."""
+    attention_dropout: float = 0.1
+    """Dropout on attention probabilities (selects the slow plain attention; 0 allows the fused one)."""
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights; residual-output projections use std / sqrt(2 x num-layers)."""
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
+    attention_backend: Literal["auto", "sdpa", "plain"] = flag("auto", megatron="choices differ: auto takes the fastest that supports the settings; Megatron's flash, fused and unfused are accepted")
+    """Implementation of the attention core."""
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """precision"""
+
+    bf16: bool = False
+    """Compute in bfloat16, with fp32 master weights and fp32 gradient accumulation."""
+    fp16: bool = False
+    """Compute in float16, with fp32 master weights, fp32 gradient accumulation and loss scaling."""
+    fp64: bool = flag(False, megatron="absent there")
+    """Everything in float64: for proofs."""
+    loss_scale: float | None = None
+    """Static loss scale for fp16; dynamic when not given."""
+    initial_loss_scale: float = 2.0**32
+    """Where dynamic loss scaling starts."""
+    min_loss_scale: float = 1.0
+    """Lowest dynamic loss scale."""
+    loss_scale_window: int = flag(1000, megatron="an integer")
+    """Clean steps after which the dynamic loss scale doubles."""
+    hysteresis: int = 2
+    """Overflows in a row that are tolerated before the dynamic loss scale halves."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """data"""
+
+    data_path: tuple[str, ...] | None = None
+    """Prefixes of .bin/.idx files, or `weight prefix weight prefix ...`, divided by --split."""
+    split: str | None = flag(None, megatron="default 969,30,1 there too, when --data-path is given")
+    """Shares of train,valid,test in --data-path, contiguous over documents. Default: 969,30,1."""
+    train_data_path: tuple[str, ...] | None = None
+    """Training prefixes, with or without weights (instead of --data-path and --split)."""
+    valid_data_path: tuple[str, ...] | None = None
+    """Validation prefixes, with or without weights."""
+    test_data_path: tuple[str, ...] | None = None
+    """Test prefixes, with or without weights."""
+    mock_data: bool = False
+    """Train on computed tokens instead of files."""
+    seq_length: int | None = None
+    """Tokens in a sample."""
+    reset_position_ids: bool = False
+    """Count positions from zero after each end-of-document token."""
+    reset_attention_mask: bool = False
+    """Let no token attend across an end-of-document token."""
+    eod_mask_loss: bool = False
+    """Take no loss at end-of-document tokens."""
+    check_data: bool = flag(False, megatron="absent there")
+    """Scan the data files fully (monotone offsets, ids below the vocabulary) before training."""
+    tokenizer_type: Literal["SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer", "NullTokenizer"] | None = flag(None, megatron="Llama2Tokenizer is read as SentencePieceTokenizer")
+    """Kind of tokenizer."""
+    tokenizer_model: str | None = None
+    """File of the SentencePiece model, tokenizer.json or tiktoken vocabulary."""
+    vocab_file: str | None = None
+    """GPT-2 BPE vocabulary (JSON)."""
+    merge_file: str | None = None
+    """GPT-2 BPE merges."""
+    vocab_size: int | None = None
+    """Vocabulary of the NullTokenizer (one more is added for the end of document); elsewhere checked against the tokenizer."""
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """training"""
+
+    micro_batch_size: int | None = flag(None, "--batch-size")
+    """Samples in one forward pass of one data-parallel rank."""
+    global_batch_size: int | None = None
+    """Samples in one optimizer step over all ranks. Default: micro-batch-size x data-parallel size."""
+    rampup_batch_size: tuple[int, ...] | None = None
+    """`start increment samples`: grow the global batch from start by increment over the first samples."""
+    train_iters: int | None = None
+    """Optimizer steps of the run."""
+    train_samples: int | None = None
+    """Samples of the run (instead of --train-iters)."""
+    exit_interval: int | None = None
+    """Save and exit at iterations divisible by this."""
+    exit_duration_in_mins: float | None = flag(None, megatron="fractions allowed")
+    """Save and exit after this many minutes."""
+    seed: int = 1234
+    """The run is a pure function of configuration, data, step and this."""
+    nan_policy: Literal["stop", "skip"] = flag("stop", megatron="stop is Megatron's check-for-nan-in-loss-and-grad, skip its --no-check-for-nan-in-loss-and-grad; fp16 overflows are always skipped")
+    """What to do at a NaN or Inf loss or gradient: stop the run, or skip the step and say so."""
+    recompute_granularity: Literal["full"] | None = flag(None, megatron="selective is refused until it is built")
+    """full: keep only each block's input and recompute the block in the backward pass."""
+    recompute_method: Literal["uniform"] | None = flag(None, megatron="block is refused until it is built")
+    """uniform: recompute every layer."""
+    recompute_num_layers: int | None = flag(None, megatron="only 1 until groups are built")
+    """Layers per recomputed unit."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """optimizer"""
+
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """adam is AdamW (decoupled weight decay)."""
+    adam_implementation: Literal["auto", "apex", "torch-fused", "torch"] = flag("auto", megatron="absent there")
+    """auto takes NVIDIA apex's FusedAdam when present on a GPU, else torch's fused AdamW."""
+    lr: float | None = None
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    """Shape of the decay after warm-up."""
+    lr_decay_iters: int | None = None
+    """Iterations over which the learning rate decays, warm-up included. Default: train-iters."""
+    lr_decay_samples: int | None = None
+    """The same in samples. Default: train-samples."""
+    lr_warmup_iters: int = 0
+    """Iterations of linear warm-up."""
+    lr_warmup_samples: int = 0
+    """Samples of linear warm-up."""
+    lr_warmup_fraction: float | None = None
+    """Warm-up as a share of the decay."""
+    lr_warmup_init: float = 0.0
+    """Learning rate at which the warm-up starts."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the final decay of WSD."""
+    lr_wsd_decay_iters: int | None = None
+    """Iterations of the final decay of WSD."""
+    lr_wsd_decay_samples: int | None = None
+    """Samples of the final decay of WSD."""
+    weight_decay: float = 0.01
+    """Weight decay; biases and one-dimensional parameters have none."""
+    start_weight_decay: float | None = None
+    """Weight decay at the start, when it grows."""
+    end_weight_decay: float | None = None
+    """Weight decay at the end, when it grows."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How weight decay moves from start to end over the run."""
+    clip_grad: float = 1.0
+    """Scale gradients down to this global norm; 0 switches clipping off."""
+    adam_beta1: float = 0.9
+    """Decay of Adam's first moment."""
+    adam_beta2: float = 0.999
+    """Decay of Adam's second moment."""
+    adam_eps: float = 1e-8
+    """Added to the root of Adam's second moment."""
+    sgd_momentum: float = 0.9
+    """Momentum of SGD."""
+    override_opt_param_scheduler: bool = flag(False, "--override-opt_param-scheduler")
+    """On resume take the learning-rate and weight-decay schedule of the command line, not the checkpoint's."""
+    use_checkpoint_opt_param_scheduler: bool = flag(False, "--use-checkpoint-opt_param-scheduler")
+    """On resume take the checkpoint's schedule without comparing it with the command line."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """evaluation"""
+
+    eval_iters: int = 100
+    """Global batches of one evaluation: always the same ones."""
+    eval_interval: int | None = flag(1000, megatron="None there")
+    """Training iterations between evaluations."""
+    skip_train: bool = False
+    """Load, evaluate, exit."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """checkpoint"""
+
+    save: str | None = None
+    """Folder for checkpoints and metrics.jsonl."""
+    save_interval: int | None = flag(None, "--persistent-save-interval")
+    """Iterations between checkpoints; one is always written at the end."""
+    load: str | None = None
+    """Folder to resume from. When it equals --save it may still be empty."""
+    ckpt_step: int | None = None
+    """Load this iteration instead of the latest."""
+    finetune: bool = False
+    """Load weights only; start at iteration 0."""
+    load_optim: bool = flag(True, off="--no-load-optim")
+    """Load the optimizer's state."""
+    save_optim: bool = flag(True, off="--no-save-optim")
+    """Write the optimizer's state."""
+    exit_on_missing_checkpoint: bool = False
+    """Refuse a first start: --load must hold a checkpoint."""
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """logging"""
+
+    log_interval: int = 100
+    """Iterations between console lines and logged metrics."""
+    log_params_norm: bool = False
+    """Log the norm of the parameters."""
+    log_num_zeros_in_grad: bool = False
+    """Log how many gradient elements are zero."""
+    timing_log_level: Literal[0, 1] = 0
+    """1 logs `<timer>-time` for data, forward-backward, optimizer, evaluation and checkpoint."""
+    metrics_file: str | None = flag(None, megatron="absent there")
+    """Where metrics.jsonl goes. Default: <save>/metrics.jsonl."""
+    tensorboard_dir: str | None = None
+    """Write TensorBoard files here."""
+    tensorboard_log_interval: int = 1
+    """Iterations between TensorBoard and wandb points (at most one per --log-interval)."""
+    wandb_project: str | None = None
+    """Log to this wandb project (WANDB_MODE=offline works)."""
+    wandb_exp_name: str | None = None
+    """Name of the wandb run."""
+    wandb_save_dir: str | None = None
+    """Folder of wandb's files. Default: <save>/wandb."""
+    wandb_entity: str | None = None
+    """wandb entity."""
+    peak_tflops: float | None = flag(None, megatron="absent there")
+    """Peak TFLOP/s of one device for MFU. Default: known devices by name; unknown ones print no MFU."""
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """distributed"""
+
+    world_size: int | None = flag(None, megatron="set by the launcher there; here only with --dry-run")
+    """With --dry-run: the number of ranks to validate for."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """All groups of one run."""
+
+    model: ModelConfig = ModelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    data: DataConfig = DataConfig()
+    training: TrainingConfig = TrainingConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    distributed: DistributedConfig = DistributedConfig()
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Nested plain dictionaries: what --print-config, wandb and checkpoints store."""
+        return dataclasses.asdict(self)
