@@ -1,0 +1,87 @@
+"""Philox4x32-10, the one generator of the project, on integers: a value depends on a key and a counter and on nothing else.
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11. This is the PyTorch definition that every kernel must equal
+bit for bit. Words are 32 bits wide and held in int64, whose wrapping product keeps the high half recoverable.
+
+A *field* is a matrix of random words addressed by row words and a column: the counter is (row words..., column // 4, 0...), the lane
+column % 4. Any rectangle of a field can be computed alone, so every layout of a run sees the same weights and dropout masks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+# Counters computed at once: the working set of a chunk stays in a core's cache; a GPU wants few launches instead.
+CHUNK = {"cpu": 1 << 14, "cuda": 1 << 22}
+
+Key = tuple[int, int]
+
+
+def key(seed: int, *names: object) -> Key:
+    """The 64-bit key of a stream: a digest of the seed and the stream's name."""
+    digest = hashlib.blake2b("/".join(map(str, (seed, *names))).encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def philox4x32(counter: Sequence[Tensor], key: Key) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four random 32-bit words (int64 tensors of the broadcast shape) for a counter of four words."""
+    c0, c1, c2, c3 = (word.clone() for word in torch.broadcast_tensors(*counter))
+    k0, k1 = key
+    for _ in range(ROUNDS):  # in place: the chunk's few buffers stay in cache
+        p0, p1 = c0.mul_(MULTIPLIERS[0]), c2.mul_(MULTIPLIERS[1])
+        high0, high1 = (p0 >> 32).bitwise_and_(MASK), (p1 >> 32).bitwise_and_(MASK)
+        c0, c1, c2, c3 = high1.bitwise_xor_(c1).bitwise_xor_(k0), p1.bitwise_and_(MASK), high0.bitwise_xor_(c3).bitwise_xor_(k1), p0.bitwise_and_(MASK)
+        k0, k1 = (k0 + KEY_STEPS[0]) & MASK, (k1 + KEY_STEPS[1]) & MASK
+    return c0, c1, c2, c3
+
+
+def fill(out: Tensor, key: Key, rows: Sequence[Tensor], first_column: int, transform: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> None:
+    """Write the rectangle [rows, first_column : first_column + C] of a field, each word passed through `transform`, into out [R, C].
+
+    `rows` are one to three int64 tensors [R], the row words; `transform` maps the four lanes to four tensors of values.
+    """
+    row_count, columns = out.shape
+    first_block = first_column // 4
+    last_block = -(-(first_column + columns) // 4)
+    blocks = torch.arange(first_block, last_block, device=out.device).unsqueeze(0)
+    zeros = [torch.zeros_like(blocks)] * (3 - len(rows))
+    skip = first_column - 4 * first_block
+    step = max(1, CHUNK[out.device.type] // (last_block - first_block))
+    for start in range(0, row_count, step):
+        stop = min(start + step, row_count)
+        words = [word[start:stop, None] for word in rows]
+        values = torch.stack(transform(philox4x32([*words, blocks, *zeros], key)), dim=-1)  # [rows, blocks, lanes]
+        out[start:stop] = values.flatten(1)[:, skip : skip + columns]
+
+
+def _box_muller(lanes: Sequence[Tensor]) -> list[Tensor]:
+    """Four words -> four standard normals in float64; equal on every CPU after rounding to float32."""
+    normals = []
+    for u, v in ((lanes[0], lanes[1]), (lanes[2], lanes[3])):
+        radius = u.double().add_(0.5).div_(2**32).log_().mul_(-2).sqrt_()
+        angle = v.double().mul_(2 * math.pi / 2**32)
+        normals += [angle.cos().mul_(radius), angle.sin_().mul_(radius)]
+    return normals
+
+
+def normal(out: Tensor, key: Key, first_row: int, first_column: int, std: float) -> None:
+    """Fill out [R, C] with the rectangle at (first_row, first_column) of a normal(0, std) matrix: drawn in float64, rounded once to float32."""
+    rows = torch.arange(first_row, first_row + out.shape[0], device=out.device)
+    fill(out, key, [rows], first_column, lambda lanes: [x.mul_(std).float() for x in _box_muller(lanes)])
+
+
+def keep_mask(key: Key, rows: Sequence[Tensor], columns: int, drop: float, first_column: int = 0) -> Tensor:
+    """Dropout mask [R, columns] (bool, True = keep): an element is dropped when its word is below drop x 2^32."""
+    out = torch.empty(rows[0].shape[0], columns, dtype=torch.bool, device=rows[0].device)
+    threshold = round(drop * 2**32)
+    fill(out, key, rows, first_column, lambda lanes: [lane >= threshold for lane in lanes])
+    return out

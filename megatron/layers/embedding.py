@@ -1,0 +1,42 @@
+"""Embedding lookup whose weight gradient accumulates into `main_grad`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.layers.linear import SCRATCH_BYTES
+
+
+def embedding_weight_grad(dy: Tensor, ids: Tensor, main_grad: Tensor) -> None:
+    """main_grad [v, h] += dy [s, b, h] at the rows ids [s, b]; deterministic, no dense matrix of the weight's size."""
+    ids, dy = ids.flatten(), dy.flatten(0, -2)
+    step = max(1, SCRATCH_BYTES // (dy.shape[1] * main_grad.element_size()))
+    for row in range(0, ids.shape[0], step):  # index_put_ sorts on CUDA: equal bits every time, unlike index_add_
+        main_grad.index_put_((ids[row : row + step],), dy[row : row + step].to(main_grad.dtype), accumulate=True)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ids: Tensor, weight: nn.Parameter) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight = weight
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        (ids,) = ctx.saved_tensors
+        embedding_weight_grad(dy, ids, ctx.weight.main_grad)
+        return None, None
+
+
+class Embedding(nn.Module):
+    """Rows of a table [v, h] by ids [s, b] -> [s, b, h]."""
+
+    def __init__(self, rows: int, hidden_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size, device="meta"))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return _Embedding.apply(ids, self.weight)

@@ -1,0 +1,57 @@
+"""The MLP: h -> f -> h with GELU, squared ReLU or a gated activation. s sequence, b batch, h hidden, f ffn width."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.groups import ModelConfig
+from megatron.layers.linear import Linear
+
+GATED = ("swiglu", "geglu")
+
+
+class _Gated(torch.autograd.Function):
+    """act(gate) * up from the fused [..., gate | up]; saves its input alone and recomputes the activation."""
+
+    @staticmethod
+    def forward(ctx, fused: Tensor, activation: str) -> Tensor:
+        ctx.save_for_backward(fused)
+        ctx.activation = activation
+        gate, up = fused.chunk(2, dim=-1)
+        return (F.silu(gate) if activation == "swiglu" else F.gelu(gate)).mul_(up)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        (fused,) = ctx.saved_tensors
+        gate, up = fused.chunk(2, dim=-1)
+        swiglu = ctx.activation == "swiglu"
+        dfused = torch.empty_like(fused)
+        dgate, dup = dfused.chunk(2, dim=-1)
+        torch.mul(F.silu(gate) if swiglu else F.gelu(gate), dy, out=dup)
+        dgate.copy_((torch.ops.aten.silu_backward if swiglu else torch.ops.aten.gelu_backward)(dy * up, gate))
+        return dfused, None
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """The activation on fc1's output [s, b, f or 2f] -> [s, b, f]."""
+    if activation in GATED:
+        return _Gated.apply(x, activation)
+    if activation == "squared-relu":
+        return F.relu(x).square()
+    return F.gelu(x, approximate="tanh" if activation == "gelu-tanh" else "none")
+
+
+class MLP(nn.Module):
+    """x [s, b, h] -> [s, b, h]; with a gated activation fc1's rows are [gate; up]."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.activation = config.activation
+        width = config.ffn_hidden_size * (2 if config.activation in GATED else 1)
+        self.fc1 = Linear(config.hidden_size, width, bias=config.add_bias_linear)
+        self.fc2 = Linear(config.ffn_hidden_size, config.hidden_size, bias=config.add_bias_linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(activate(self.fc1(x), self.activation))

@@ -1,0 +1,77 @@
+"""Rotary position embedding with linear, Llama-3 and YaRN scaling; positions are an argument. s sequence, b batch, n heads, d head dim.
+
+Channels i and i + r/2 of the r rotating ones form a pair (the "halves" convention of GPT-NeoX and Hugging Face).
+Sources: Su et al. 2021 (RoPE); Chen et al. 2023 (linear); Llama 3.1 release (by-parts); Peng et al. 2023 (YaRN).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron.config.groups import ModelConfig
+
+Rotary = tuple[Tensor, Tensor]
+
+
+def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+    """Radians per position of each pair [r / 2] in float64, and the factor on cos and sin (YaRN's temperature, else 1)."""
+    rotating = int(config.kv_channels * config.rotary_percent) // 2 * 2
+    pair = torch.arange(0, rotating, 2, dtype=torch.float64)
+    frequency = config.rotary_base ** -(pair / rotating)
+    if config.rotary_seq_len_interpolation_factor:
+        frequency = frequency / config.rotary_seq_len_interpolation_factor
+    factor, original = config.rope_scaling_factor, config.rope_original_max_position_embeddings
+    if config.use_rope_scaling:
+        rotations = original * frequency / (2 * math.pi)  # full turns over the original length
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        keep = ((rotations - low) / (high - low)).clamp(0, 1)
+        frequency = keep * frequency + (1 - keep) * frequency / factor
+    if config.position_embedding_type == "yarn":
+
+        def pair_with(rotations: float) -> float:
+            return rotating * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.rotary_base))
+
+        low = max(math.floor(pair_with(config.yarn_beta_fast)), 0)
+        high = min(math.ceil(pair_with(config.yarn_beta_slow)), rotating - 1)
+        keep = 1 - ((pair / 2 - low) / max(high - low, 0.001)).clamp(0, 1)
+        frequency = keep * frequency + (1 - keep) * frequency / factor
+        return frequency, 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+    return frequency, 1.0
+
+
+def rotary_table(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rotary:
+    """cos and sin [s, b, 1, r / 2] for positions [s, b]; angles in float64, rounded once to fp32 (fp64 for float64)."""
+    frequency, scale = inverse_frequencies(config)
+    angle = positions.unsqueeze(-1).unsqueeze(-1).double() * frequency.to(positions.device)
+    wide = torch.promote_types(dtype, torch.float32)
+    return (angle.cos() * scale).to(wide), (angle.sin() * scale).to(wide)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    first, second = x[..., :half], x[..., half : 2 * half]
+    y[..., :half] = first * cos - second * sin
+    y[..., half : 2 * half] = second * cos + first * sin
+    y[..., 2 * half :] = x[..., 2 * half :]
+    return y
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        cos, sin = ctx.saved_tensors
+        return _rotate(dy, cos, -sin), None, None  # the transpose of a rotation turns the other way
+
+
+def apply_rotary(x: Tensor, rotary: Rotary | None) -> Tensor:
+    """Rotate x [s, b, n, d] by the table; the identity when there is none."""
+    return x if rotary is None else _Rotary.apply(x, *rotary)
