@@ -1,0 +1,138 @@
+"""The units a model is made of, and the one protocol through which they are called. s sequence, b batch, h hidden, v vocabulary.
+
+A unit is the word embedding, one transformer layer, or the head; each owns the parameters that live and die together (a block of the
+optimizer). Learned positions belong to the first layer and the final norm to the last, so embedding and head hold one matrix each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.groups import ModelConfig
+from megatron.layers.attention import SelfAttention
+from megatron.layers.dropout import Dropout, DropoutState
+from megatron.layers.embedding import Embedding
+from megatron.layers.linear import linear
+from megatron.layers.loss import cross_entropy
+from megatron.layers.mlp import MLP
+from megatron.layers.norm import Norm
+from megatron.layers.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What every unit may read of one micro-batch; sequence first."""
+
+    tokens: Tensor  # [s, b]
+    labels: Tensor  # [s, b]
+    loss_mask: Tensor  # [s, b]
+    position_ids: Tensor  # [s, b]
+    document_starts: Tensor | None  # [b, s]
+    rotary: Rotary | None
+    dropout: DropoutState | None  # None: evaluation
+
+
+class EmbeddingBlock(nn.Module):
+    """Token ids -> [s, b, h]."""
+
+    def __init__(self, config: ModelConfig, padded_vocab: int):
+        super().__init__()
+        self.word = Embedding(padded_vocab, config.hidden_size)
+
+    def forward(self, _: None, micro: MicroBatch) -> Tensor:
+        return self.word(micro.tokens)
+
+
+class LayerBlock(nn.Module):
+    """One pre-norm transformer layer, [s, b, h] -> [s, b, h]."""
+
+    def __init__(self, config: ModelConfig, seed: int, index: int):
+        super().__init__()
+        first, last = index == 0, index == config.num_layers - 1
+
+        def norm() -> Norm:
+            return Norm(config.normalization, config.hidden_size, config.norm_epsilon)
+
+        learned = first and config.position_embedding_type == "learned_absolute"
+        self.position = Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        self.embedding_dropout = Dropout(config.hidden_dropout, seed, "embedding.dropout") if first else None
+        self.input_norm = norm()
+        self.attention = SelfAttention(config, seed, index)
+        self.attention_dropout = Dropout(config.hidden_dropout, seed, "layers", index, "attention.output_dropout")
+        self.mlp_norm = norm()
+        self.mlp = MLP(config)
+        self.mlp_dropout = Dropout(config.hidden_dropout, seed, "layers", index, "mlp.output_dropout")
+        self.final_norm = norm() if last else None
+
+    def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        if self.position is not None:
+            x = x + self.position(micro.position_ids)
+        if self.embedding_dropout is not None:
+            x = self.embedding_dropout.hidden(x, micro.dropout)
+        attended = self.attention(self.input_norm(x), micro.rotary, micro.document_starts, micro.dropout)
+        x = x + self.attention_dropout.hidden(attended, micro.dropout)
+        x = x + self.mlp_dropout.hidden(self.mlp(self.mlp_norm(x)), micro.dropout)
+        return x if self.final_norm is None else self.final_norm(x)
+
+
+class HeadBlock(nn.Module):
+    """[s, b, h] -> logits -> sums of the loss over unmasked tokens. Tied: the weight is the word embedding's."""
+
+    def __init__(self, config: ModelConfig, vocab_size: int, padded_vocab: int, word_weight: nn.Parameter):
+        super().__init__()
+        self.config, self.vocab_size = config, vocab_size
+        self.weight = word_weight
+        if config.untie_embeddings_and_output_weights:
+            self.weight = nn.Parameter(torch.empty(padded_vocab, config.hidden_size, device="meta"))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[s, b, h] -> logits over the real vocabulary [s, b, v], soft-capped."""
+        cap = self.config.final_logit_softcapping
+        z = linear(x, self.weight)[..., : self.vocab_size]
+        return z if cap is None else cap * torch.tanh(z / cap)
+
+    def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        """[2]: the objective to differentiate (with z-loss in training) and the loss to report, summed over unmasked tokens."""
+        logits = linear(x, self.weight)
+        loss, lse = cross_entropy(logits, micro.labels, self.vocab_size, self.config.final_logit_softcapping)
+        mask = micro.loss_mask.to(loss.dtype)
+        reported = (loss.detach() * mask).sum()
+        objective = (loss * mask).sum()
+        if self.config.z_loss_coeff > 0 and micro.dropout is not None:
+            objective = objective + self.config.z_loss_coeff * (lse.square() * mask).sum()
+        return torch.stack([objective, reported])
+
+
+class BlockWrapper(Protocol):
+    """How units are called: recomputation, sharding and offload implement it; a model and a schedule know nothing else of them."""
+
+    def forward(self, unit: nn.Module, x: Tensor | None, micro: MicroBatch) -> tuple[Tensor, Any]:
+        """The unit's output (detached) and what its backward needs."""
+
+    def backward(self, unit: nn.Module, saved: Any, dy: Tensor) -> Tensor | None:
+        """Accumulate the unit's parameter gradients; the gradient of its input (None for the embedding)."""
+
+    def end_micro_batch(self) -> None:
+        """All units of one micro-batch have run backward."""
+
+
+class PlainBlocks:
+    """The identity wrapper: each unit is an autograd graph of its own, from a detached input to its output."""
+
+    def forward(self, unit: nn.Module, x: Tensor | None, micro: MicroBatch) -> tuple[Tensor, Any]:
+        if x is not None:
+            x = x.detach().requires_grad_(torch.is_grad_enabled())
+        y = unit(x, micro)
+        return y.detach(), (x, y)
+
+    def backward(self, unit: nn.Module, saved: Any, dy: Tensor) -> Tensor | None:
+        x, y = saved
+        torch.autograd.backward(y, dy)
+        return None if x is None else x.grad
+
+    def end_micro_batch(self) -> None:
+        pass

@@ -1,0 +1,31 @@
+"""Initial weights: each element of a logical tensor is a function of (seed, name, row, column), whatever the layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.config.groups import ModelConfig
+from megatron.kernels import philox
+from megatron.model.layout import Box
+
+
+def fill_initial(box: Box, local: Tensor, config: ModelConfig, seed: int) -> None:
+    """Write the initial values of one box into the local tensor that holds it (fp32 or fp64; padding is left alone).
+
+    normal(0, init-method-std) for matrices, with std / sqrt(2 x layers) for residual outputs (GPT-2); ones for norm weights; zero biases.
+    """
+    target = box.view(local)
+    if box.name.endswith(".bias"):
+        target.zero_()
+    elif box.name.endswith("norm.weight"):
+        target.fill_(1)
+    else:
+        residual_output = box.name.endswith(("attention.proj.weight", "mlp.down.weight"))
+        std = config.init_method_std / (2 * config.num_layers) ** 0.5 if residual_output else config.init_method_std
+        key = philox.key(seed, box.name)
+        rows = box.extent[0] // box.groups
+        for group in range(box.groups):
+            part = torch.empty(target.shape[1:], dtype=torch.float32, device=local.device)
+            philox.normal(part, key, box.offset[0] + group * rows, box.offset[1], std)
+            target[group].copy_(part)

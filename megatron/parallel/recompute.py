@@ -1,0 +1,36 @@
+"""Full recomputation: keep each layer's input alone and run the layer again in the backward pass.
+
+Dropout masks and everything else in a layer are functions of the micro-batch, so the second run gives the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.model.block import BlockWrapper, LayerBlock, MicroBatch
+
+
+class Recompute:
+    """Wraps another wrapper; embedding and head pass through, since nothing is saved by recomputing them."""
+
+    def __init__(self, inner: BlockWrapper):
+        self.inner = inner
+
+    def forward(self, unit: nn.Module, x: Tensor | None, micro: MicroBatch) -> tuple[Tensor, Any]:
+        if not isinstance(unit, LayerBlock) or not torch.is_grad_enabled():
+            return self.inner.forward(unit, x, micro)
+        with torch.no_grad():
+            y, _ = self.inner.forward(unit, x, micro)
+        return y, (x, micro)
+
+    def backward(self, unit: nn.Module, saved: Any, dy: Tensor) -> Tensor | None:
+        if isinstance(unit, LayerBlock):
+            x, micro = saved
+            _, saved = self.inner.forward(unit, x, micro)
+        return self.inner.backward(unit, saved, dy)
+
+    def end_micro_batch(self) -> None:
+        self.inner.end_micro_batch()
