@@ -1,0 +1,27 @@
+"""The gradient's global norm and the one coefficient that unscales, normalises and clips it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+PIECE = 1 << 16  # elements widened to float64 at once on a CPU: half a megabyte, in cache
+PIECE_CUDA = 1 << 20
+
+
+def sum_of_squares(buffers: Iterable[Tensor]) -> Tensor:
+    """Sum of squares of flat fp32 or fp64 buffers in float64 (an fp32 sum over 60M elements is off by thousands of ulp)."""
+    total = None
+    for buffer in buffers:
+        for piece in buffer.split(PIECE_CUDA if buffer.is_cuda else PIECE):
+            wide = piece.double()
+            part = torch.dot(wide, wide)
+            total = part if total is None else total + part
+    return total
+
+
+def clip_coefficient(norm: Tensor, clip_grad: float) -> Tensor:
+    """min(1, clip / (norm + 1e-6)); 1 when clipping is off. The norm is float64."""
+    return torch.ones_like(norm) if clip_grad == 0 else (clip_grad / (norm + 1e-6)).clamp(max=1.0)

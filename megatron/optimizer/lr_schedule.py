@@ -1,0 +1,85 @@
+"""Learning rate and weight decay as pure functions of samples.
+
+Iteration i uses the value at the samples consumed *including* it, so the printed rate is the one used and the first step is not wasted
+at a rate of zero; a skipped step does not advance `samples`. Shapes and edge cases follow Megatron-LM's schedules.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron.config.groups import Config
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The schedules of a run; all lengths in samples."""
+
+    max_lr: float
+    min_lr: float
+    init_lr: float
+    warmup: float
+    decay: float
+    style: str
+    wsd_style: str
+    wsd_decay: float
+    start_weight_decay: float
+    end_weight_decay: float
+    weight_decay_style: str
+    weight_decay_length: float
+
+    @classmethod
+    def of(cls, config: Config) -> Schedule:
+        """Read a resolved configuration; iterations count as global-batch-size samples each."""
+        opt, training = config.optimizer, config.training
+
+        def samples(iters: float | None, in_samples: float | None) -> float | None:
+            return iters * training.global_batch_size if iters is not None else in_samples
+
+        run = samples(training.train_iters, training.train_samples)
+        decay = samples(opt.lr_decay_iters, opt.lr_decay_samples) or run
+        warmup = samples(opt.lr_warmup_iters or None, opt.lr_warmup_samples)
+        if opt.lr_warmup_fraction is not None:
+            warmup = opt.lr_warmup_fraction * decay
+        constant = opt.weight_decay_incr_style == "constant"
+        return cls(
+            max_lr=opt.lr, min_lr=opt.min_lr, init_lr=opt.lr_warmup_init, warmup=warmup, decay=decay, style=opt.lr_decay_style,
+            wsd_style=opt.lr_wsd_decay_style, wsd_decay=samples(opt.lr_wsd_decay_iters, opt.lr_wsd_decay_samples) or 0,
+            start_weight_decay=opt.weight_decay if constant else opt.start_weight_decay,
+            end_weight_decay=opt.weight_decay if constant else opt.end_weight_decay,
+            weight_decay_style=opt.weight_decay_incr_style, weight_decay_length=run,
+        )
+
+    def learning_rate(self, samples: int) -> float:
+        """Learning rate of the step that brings the run to `samples`."""
+        if self.warmup > 0 and samples <= self.warmup:
+            return self.init_lr + (self.max_lr - self.init_lr) * samples / self.warmup
+        if self.style == "constant":
+            return self.max_lr
+        if samples > self.decay:
+            return self.min_lr
+        if self.style == "inverse-square-root":
+            return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup, 1) / max(samples, 1)))
+        if self.style == "WSD":
+            start = self.decay - self.wsd_decay
+            if samples <= start:
+                return self.max_lr
+            return self.min_lr + (self.max_lr - self.min_lr) * _WSD[self.wsd_style]((samples - start) / self.wsd_decay)
+        ratio = (samples - self.warmup) / max(self.decay - self.warmup, 1)
+        share = 1 - ratio if self.style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1)
+        return self.min_lr + (self.max_lr - self.min_lr) * share
+
+    def weight_decay(self, samples: int) -> float:
+        """Weight decay of the step that brings the run to `samples`."""
+        ratio = min(samples / self.weight_decay_length, 1.0)
+        share = ratio if self.weight_decay_style != "cosine" else 0.5 * (math.cos(math.pi * (1 - ratio)) + 1)
+        return self.start_weight_decay + (self.end_weight_decay - self.start_weight_decay) * share
+
+
+_WSD = {
+    "linear": lambda ratio: 1 - ratio,
+    "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1),
+    "exponential": lambda ratio: 2 * 0.5**ratio - 1,
+    "minus_sqrt": lambda ratio: 1 - math.sqrt(ratio),
+}

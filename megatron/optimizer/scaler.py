@@ -1,0 +1,41 @@
+"""Loss scaling for fp16: dynamic as in Megatron-LM, or constant."""
+
+from __future__ import annotations
+
+from megatron.config.groups import PrecisionConfig
+
+
+class LossScaler:
+    """Halves after `hysteresis` overflows, doubles after `loss_scale_window` clean steps; constant 1 unless fp16."""
+
+    def __init__(self, config: PrecisionConfig):
+        self.config = config
+        self.dynamic = config.fp16 and config.loss_scale is None
+        self.scale = config.initial_loss_scale if self.dynamic else (config.loss_scale or 1.0)
+        self.clean_steps, self.hysteresis = 0, config.hysteresis
+
+    def at_minimum(self) -> bool:
+        """A further overflow cannot be cured by a smaller scale: it is a real NaN or Inf."""
+        return not self.dynamic or self.scale <= self.config.min_loss_scale
+
+    def update(self, overflow: bool) -> None:
+        """Account for one step."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self.clean_steps, self.hysteresis = 0, self.hysteresis - 1
+            if self.hysteresis <= 0:
+                self.scale = max(self.scale / 2, self.config.min_loss_scale)
+            return
+        self.clean_steps += 1
+        if self.clean_steps == self.config.loss_scale_window:
+            self.clean_steps, self.hysteresis, self.scale = 0, self.config.hysteresis, self.scale * 2
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"scale": self.scale, "clean_steps": self.clean_steps, "hysteresis": self.hysteresis}
+
+    def load(self, state: dict[str, float]) -> None:
+        """Take a checkpoint's state; a constant scale stays what the flags say."""
+        if self.dynamic:
+            self.scale, self.clean_steps, self.hysteresis = state["scale"], int(state["clean_steps"]), int(state["hysteresis"])
