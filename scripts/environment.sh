@@ -1,0 +1,113 @@
+# Sourced by quickstart.sh and test.sh. Sets $root (the checkout) and $python (an interpreter that has the versions of
+# requirements/pinned.txt): the one on PATH if it has them already, else .venv, which is made or repaired here.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+pins="$root/requirements/pinned.txt"
+venv="$root/.venv"
+unfinished="$venv/unfinished-installation"  # present while pip writes; found later, it means that pip was interrupted
+export PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+
+fail() {
+    printf '\n%s\n' "$@" >&2
+    exit 1
+}
+
+# has_pins PYTHON: does it have every pinned version? Another torch >= 2.11 counts when it sees a GPU.
+has_pins() {
+    "$1" - "$pins" <<'PYTHON' 2>/dev/null
+import sys
+from importlib.metadata import version
+for line in open(sys.argv[1]):
+    name, _, pinned = line.strip().partition("==")
+    if not pinned or line.startswith("#") or version(name).split("+")[0] == pinned:
+        continue
+    if name != "torch" or tuple(map(int, version(name).split(".")[:2])) < (2, 11):
+        sys.exit(1)
+    import torch
+    if not torch.cuda.is_available():
+        sys.exit(1)
+PYTHON
+}
+
+# gpu_torch PYTHON: prints the version of its torch when that is >= 2.11 and sees a GPU.
+gpu_torch() {
+    "$1" -c 'import torch; v = torch.__version__; assert tuple(map(int, v.split(".")[:2])) >= (2, 11) and torch.cuda.is_available(); print(v)' 2>/dev/null
+}
+
+# find_python: prints the interpreter to build .venv from: one with a torch that sees a GPU, else the first suitable one.
+find_python() {
+    local candidate first=
+    for candidate in python3 python3.12 python3.11 python3.13; do
+        "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || continue
+        first=${first:-$candidate}
+        if gpu_torch "$candidate" >/dev/null; then
+            first=$candidate
+            break
+        fi
+    done
+    [ -n "$first" ] && echo "$first"
+}
+
+# install_pins PYTHON [TORCH]: pip install of the pins, with its progress; TORCH is a version to keep instead of the pinned one.
+install_pins() {
+    local log="$venv/pip.log" wanted="$venv/wanted.txt" total collected start=$SECONDS state pid status=0
+    sed "s/^torch==.*/torch==${2:-$(sed -n 's/^torch==//p' "$pins")}/" "$pins" >"$wanted"
+    total=$(grep -c '==' "$wanted")
+    "$1" -m pip install --only-binary :all: --progress-bar off -r "$wanted" >"$log" 2>&1 </dev/null &
+    pid=$!
+    trap 'kill $pid 2>/dev/null; exit 130' INT TERM
+    while kill -0 $pid 2>/dev/null; do
+        collected=$(grep -cE '^(Collecting|Requirement already satisfied)' "$log")
+        state="found $((collected < total ? collected : total)) of $total packages"
+        if grep -q '^Installing collected' "$log"; then
+            state="installed $(ls -d "$venv"/lib/python3*/site-packages/*.dist-info 2>/dev/null | wc -l) of $total packages"
+        fi
+        if [ -t 1 ]; then
+            printf '\r  %s, %d s ' "$state" $((SECONDS - start))
+        elif [ $(((SECONDS - start) % 10)) -eq 5 ]; then
+            printf '  %s, %d s\n' "$state" $((SECONDS - start))
+        fi
+        sleep 1
+    done
+    wait $pid || status=$?
+    trap - INT TERM
+    [ -t 1 ] && printf '\n'
+    [ $status -eq 0 ] || fail "$(tail -n 15 "$log")" \
+        "pip could not install requirements/pinned.txt (whole log: $log)." \
+        "Without a network: put the wheels into a folder and set PIP_NO_INDEX=1 PIP_FIND_LINKS=that-folder. Behind a mirror: set PIP_INDEX_URL." \
+        "Then run this again; it goes on from here."
+}
+
+make_environment() {
+    local base kept
+    if command -v flock >/dev/null; then  # two scripts started at once must not write the same environment
+        exec 9<"$root"
+        flock -n 9 || { echo "Another installation is writing .venv; waiting for it." && flock 9; }
+    fi
+    if [ ! -e "$unfinished" ] && has_pins "$venv/bin/python"; then
+        return  # the other script made it meanwhile
+    fi
+    if [ -e "$unfinished" ] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        base=$(find_python) || fail "No Python 3.11, 3.12 or 3.13 on PATH." \
+            "Install one (apt install python3.11 python3.11-venv, conda create -n py311 python=3.11, module load python) and run this again."
+        kept=$(gpu_torch "$base" || true)
+        echo "Making .venv from $("$base" -c 'import sys; print(sys.executable, sys.version.split()[0])')${kept:+, keeping its torch $kept}"
+        "$base" -m venv --clear ${kept:+--system-site-packages} "$venv" || fail "python -m venv failed." \
+            "On Debian and Ubuntu its package is separate: apt install python3-venv. Then run this again."
+    else
+        kept=$(gpu_torch "$venv/bin/python" || true)
+        echo "Bringing .venv to the pinned versions${kept:+, keeping its torch $kept}"
+    fi
+    touch "$unfinished"
+    install_pins "$venv/bin/python" "$kept"
+    rm "$unfinished"
+    has_pins "$venv/bin/python" || fail "$venv does not hold the pinned versions after the installation." "Delete it (rm -r .venv) and run this again."
+}
+
+python=$(command -v python3 || true)
+if [ -z "$python" ] || ! has_pins "$python"; then
+    python="$venv/bin/python"
+    if [ -e "$unfinished" ] || ! has_pins "$python"; then
+        (make_environment)
+    fi
+fi

@@ -1,0 +1,31 @@
+"""Builds the distribution megatron-gpt-pretrain; everything declarative stands in pyproject.toml.
+
+The folder kernels/ is installed as the package `megatron.kernels`: PyPI has another top-level package `kernels`,
+which `transformers` imports.
+"""
+
+from setuptools import find_packages, setup
+from setuptools.command.editable_wheel import editable_wheel
+
+PACKAGES = find_packages(include=["megatron", "megatron.*"])
+
+
+class EditableWheel(editable_wheel):
+    """Installs one path entry to the checkout instead of an import hook.
+
+    An import hook is asked last, after the namespace package `megatron` that megatron-core installs;
+    a regular package on the path goes before it. `megatron/__init__.py` finds kernels/ in the checkout.
+    """
+
+    def finalize_options(self):
+        self.distribution.packages = PACKAGES
+        self.distribution.package_dir = {"": "."}
+        super().finalize_options()
+
+
+setup(
+    packages=[*PACKAGES, "megatron.kernels"],
+    package_dir={"megatron.kernels": "kernels"},
+    py_modules=["pretrain_gpt"],
+    cmdclass={"editable_wheel": EditableWheel},
+)
