@@ -1,0 +1,278 @@
+"""Write a checkpoint so that it appears whole or not at all, and never in the place of another one (docs/checkpoint.md).
+
+Shards, digest tables and the manifest are written and fsynced in `.tmp-iter-N-<attempt>/`, which one rename turns into
+`iter_000000N/`. Bytes stream from the tensors to the file in chunks of 1 MiB; no second copy of a tensor is made.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint import manifest as m
+from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.reader import Checkpoint
+
+if TYPE_CHECKING:
+    from megatron.model.layout import Box
+
+FOLDER_MODE, FILE_MODE = 0o750, 0o640  # the umask may take more away
+PIECE = 16 << 20  # bytes copied at a time from tensors that lie on a device or are strided
+
+
+def save_checkpoint(root: str | Path, iteration: int, tensors: Iterable[tuple[Box, Tensor]], state: dict[str, Any]) -> Path:
+    """Write iteration `iteration` under `root` as one shard and return its folder.
+
+    `tensors`: (box, local tensor) pairs whose boxes cover each logical tensor exactly once; `state`: JSON.
+    An iteration that exists already is never overwritten: when it is whole and bit-equal to this one it is kept and returned,
+    when it is whole and differs CheckpointError is raised, when it is damaged it is moved aside and replaced.
+    Raises CheckpointError when anything prevents the save; older checkpoints are untouched by that.
+    """
+    root, pairs, attempt = Path(root), list(tensors), secrets.token_hex(8)
+    with _readable_errors(root, iteration):
+        _make_root(root)
+        _clean(root, attempt)
+        temporary = root / f".tmp-iter-{iteration}-{attempt}"
+        temporary.mkdir(mode=FOLDER_MODE)
+        lock = _hold(temporary)
+        try:
+            shards = [write_shard(temporary, 0, 1, iteration, pairs)]
+            return commit(root, temporary, iteration, attempt, shards, state)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # gone already when the commit succeeded
+            os.close(lock)
+
+
+def write_shard(folder: Path, index: int, shards: int, iteration: int, pairs: list[tuple[Box, Tensor]]) -> dict[str, Any]:
+    """Write shard `index` of `shards` and its digest table into `folder`, durably; return the shard's entry in the manifest."""
+    pairs = sorted(pairs, key=lambda pair: -pair[1].element_size())  # stable; keeps every tensor aligned to its item size
+    shapes = {box.name: list(box.shape) for box, _ in pairs}
+    metadata = {"iteration": str(iteration), "shard": str(index), "shards": str(shards), "shapes": json.dumps(shapes, separators=(",", ":"))}
+    header = m.encode_header([(m.box_key(box.name, box.offset), tensor.dtype, tuple(box.extent)) for box, tensor in pairs], metadata)
+    with _new_file(folder / m.shard_file(index)) as file, ThreadPoolExecutor(1) as digester:
+        _write_all(file, header)
+        stream = _ChunkStream(file, digester)
+        for box, tensor in pairs:
+            for piece in _host_pieces(box.view(tensor.detach())):
+                stream.append(memoryview(piece.reshape(-1).view(torch.uint8).numpy()))
+        stream.finish()
+        size = len(header) + stream.size
+    table = m.DigestTable(m.CHUNK, len(header), size, m.chunk_digest(header), tuple(stream.digests)).encode()
+    with _new_file(folder / m.table_file(index)) as file:
+        _write_all(file, table)
+    return {"file": m.shard_file(index), "bytes": size, "table_digest": m.table_digest(table)}
+
+
+def commit(root: Path, temporary: Path, iteration: int, attempt: str, shards: list[dict[str, Any]], state: dict[str, Any]) -> Path:
+    """Add the manifest to `temporary`, whose shards are durable, and make it the checkpoint of `iteration`; return its folder."""
+    content = {
+        "format": m.FORMAT, "version": m.VERSION, "iteration": iteration, "attempt": attempt,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "shards": shards, "state": state,
+    }
+    with _new_file(temporary / m.MANIFEST) as file:
+        _write_all(file, m.encode_manifest(content))
+    _sync_folder(temporary)
+    target = root / m.iteration_folder(iteration)
+    try:
+        os.rename(temporary, target)  # fails when the target exists and is not empty
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        if _holds_the_same(target, shards, state):
+            return target
+        trash = root / f".trash-iter-{iteration}-{attempt}"
+        os.rename(target, trash)
+        os.rename(temporary, target)
+        shutil.rmtree(trash, ignore_errors=True)
+    _sync_folder(root)
+    _write_tracker(root, iteration, attempt)
+    return target
+
+
+def _holds_the_same(target: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> bool:
+    """True: the existing checkpoint equals what was to be saved. False: it is damaged. Raises CheckpointError: it is whole and differs."""
+    try:
+        with Checkpoint(target) as old:
+            old.verify()
+            differing = [] if old.manifest["shards"] == shards else ["tensors"]
+            new = json.loads(json.dumps(state))
+            differing += [key for key in sorted({*new, *old.state}) if key not in new or key not in old.state or new[key] != old.state[key]]
+    except CheckpointError:
+        return False
+    if differing:
+        raise CheckpointError(
+            f"{target} exists already, is whole, and differs from this run in: {', '.join(differing)}. It was kept and nothing was saved. "
+            "It comes from another run or from an earlier pass over this iteration: give another --save folder, or move it away."
+        )
+    return True
+
+
+def _write_tracker(root: Path, iteration: int, attempt: str) -> None:
+    temporary = root / f".tmp-iter-{iteration}-{attempt}.txt"
+    with _new_file(temporary) as file:
+        _write_all(file, f"{iteration}\n".encode())
+    os.rename(temporary, root / m.TRACKER)
+    _sync_folder(root)
+
+
+class _ChunkStream:
+    """Cuts a stream of bytes into chunks of m.CHUNK; a second thread digests each while it is written."""
+
+    def __init__(self, file: int, digester: Executor) -> None:
+        self.file, self.digester, self.digests, self.size = file, digester, [], 0
+        self.buffer, self.fill = memoryview(bytearray(m.CHUNK)), 0
+
+    def append(self, data: memoryview) -> None:
+        while len(data):
+            if self.fill == 0 and len(data) >= m.CHUNK:
+                whole = min(len(data), PIECE) // m.CHUNK * m.CHUNK
+                self._emit(data[:whole])
+                data = data[whole:]
+                continue
+            take = min(m.CHUNK - self.fill, len(data))
+            self.buffer[self.fill : self.fill + take] = data[:take]
+            self.fill += take
+            data = data[take:]
+            if self.fill == m.CHUNK:
+                self.finish()
+
+    def finish(self) -> None:
+        if self.fill:
+            self._emit(self.buffer[: self.fill])
+            self.fill = 0
+
+    def _emit(self, data: memoryview) -> None:
+        """Write whole chunks, or the last one."""
+        chunks = [data[at : at + m.CHUNK] for at in range(0, len(data), m.CHUNK)]
+        digests = self.digester.map(m.chunk_digest, chunks)
+        _write_all(self.file, data)
+        self.digests.extend(digests)
+        self.size += len(data)
+
+
+def _host_pieces(view: Tensor) -> Iterator[Tensor]:
+    """Contiguous CPU tensors that hold `view`'s elements in order: the memory itself where possible, else copies of at most PIECE bytes."""
+    size = view.numel() * view.element_size()
+    if view.is_contiguous() and (view.device.type == "cpu" or size <= PIECE):
+        yield view.cpu()
+    elif view[0].numel() * view.element_size() > PIECE:
+        for part in view:
+            yield from _host_pieces(part)
+    else:
+        step = max(1, PIECE * len(view) // size)
+        for start in range(0, len(view), step):
+            yield view[start : start + step].contiguous().cpu()
+
+
+# ---- files ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[int]:
+    """A descriptor of a file that did not exist before; durable when the block ends without an error."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+    try:
+        yield file
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _write_all(file: int, data: bytes | memoryview) -> None:
+    written = os.write(file, data)
+    while written < len(data):  # a short write: the next one goes on or raises what is wrong
+        written += os.write(file, data[written:])
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _make_root(root: Path) -> None:
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+        _sync_folder(folder.parent)
+
+
+def _hold(folder: Path) -> int:
+    """Mark `folder` as in use while this process lives: a shared lock, which the kernel drops with the process."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        pass  # a file system without locks: others may clear the folder away, which then ends this save with an error
+    return descriptor
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _clean(root: Path, attempt: str) -> None:
+    """Remove what attempts that are no longer alive have left.
+
+    Renamed before it is deleted: a writer that lives after all (on another node, where locks do not reach) either renames first
+    and has a whole checkpoint, or finds its folder gone and fails; a half-deleted folder can never become a checkpoint.
+    """
+    for entry in list(os.scandir(root)):
+        path = Path(entry.path)
+        if re.fullmatch(r"\.tmp-iter-\d+-[0-9a-f]{16}", entry.name) and not _is_held(path):
+            trash = root / f".trash-{entry.name.removeprefix('.tmp-')}-{attempt}"
+            try:
+                os.rename(path, trash)
+            except FileNotFoundError:
+                continue  # it was committed, or cleared away by another
+            shutil.rmtree(trash, ignore_errors=True)
+        elif re.fullmatch(r"\.trash-iter-\d+-[0-9a-f-]+", entry.name):
+            shutil.rmtree(path, ignore_errors=True)
+        elif re.fullmatch(r"\.tmp-iter-\d+-[0-9a-f]{16}\.txt", entry.name):
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _readable_errors(root: Path, iteration: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or root
+        text = f"{root}: the checkpoint of iteration {iteration} was not saved: {error.strerror or error} ({where})."
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            text += " Free space, raise the quota, or give another --save folder."
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            text += " Give a --save folder that this user may write to."
+        elif error.errno == errno.ENOENT:
+            text += " Its temporary folder vanished: another run is saving to this folder; give each its own --save."
+        kept = m.list_iterations(root)
+        text += f" Older checkpoints are untouched (newest: iteration {kept[0]})." if kept else ""
+        raise CheckpointError(text) from error
