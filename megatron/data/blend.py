@@ -1,0 +1,113 @@
+"""Blends: which source, and which of its samples, sample i of the run is; and the ledger that keeps this true when a blend changes mid-run.
+
+A pattern of 65,536 source numbers, quotas by largest remainder, evenly spread and repeated, so that everything is computed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+import numpy as np
+
+from megatron.data.indexed_dataset import DataError
+
+PATTERN = 65536
+
+
+def quotas(weights: list[float], names: list[str]) -> list[int]:
+    """Weights rounded to whole shares of 65,536 by largest remainder. Raises DataError for a positive weight that rounds to nothing."""
+    total = sum(weights)
+    exact = [weight / total * PATTERN for weight in weights]
+    shares = [int(value) for value in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda d: (shares[d] - exact[d], d))
+    for d in by_remainder[: PATTERN - sum(shares)]:
+        shares[d] += 1
+    lost = [names[d] for d, share in enumerate(shares) if share == 0 and weights[d] > 0]
+    if lost:
+        raise DataError(f"{', '.join(lost)}: a weight below 1/{2 * PATTERN} of the blend would never be read: raise it, merge small sources, or remove it")
+    return shares
+
+
+def pattern(shares: list[int]) -> np.ndarray:
+    """[sum of shares] source numbers, spread so that every prefix holds each source within 1 of its share.
+
+    The k-th turn of a source with share q of P may come in slots [floor(k P / q), ceil((k + 1) P / q)); the earliest deadline goes first, which keeps
+    every window because the windows of any shares that sum to P can be kept (Baruah et al. 1996, proportionate progress).
+    """
+    total = sum(shares)
+    if len(shares) == 1:
+        return np.zeros(total, np.int64)
+    waiting = [(0, -(-total // q), d, 0) for d, q in enumerate(shares) if q]  # release, deadline, source, turn
+    heapq.heapify(waiting)
+    ready: list[tuple[int, int, int]] = []
+    result = []
+    for slot in range(total):
+        while waiting and waiting[0][0] <= slot:
+            _, deadline, source, turn = heapq.heappop(waiting)
+            heapq.heappush(ready, (deadline, source, turn))
+        deadline, source, turn = heapq.heappop(ready)
+        assert deadline > slot
+        result.append(source)
+        turn, q = turn + 1, shares[source]
+        if turn < q:
+            heapq.heappush(waiting, (turn * total // q, -(-(turn + 1) * total // q), source, turn))
+    return np.array(result)
+
+
+class Blend:
+    """Sample number -> (source, index within the source), from `first_sample` of the run on; source d starts at first_index[d]."""
+
+    def __init__(self, shares: list[int], first_sample: int = 0, first_index: list[int] | None = None):
+        self.first_sample = first_sample
+        self.first_index = np.array(first_index or [0] * len(shares), np.int64)
+        self._shares, self._pattern = np.array(shares, np.int64), pattern(shares)
+        self._rank = np.empty(len(self._pattern), np.int64)  # how often the slot's source came before within the pattern
+        for d in range(len(shares)):
+            at = np.flatnonzero(self._pattern == d)
+            self._rank[at] = np.arange(len(at))
+
+    def locate(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[m] sample numbers -> [m] sources, [m] indices. Raises ValueError before the first sample."""
+        if len(sample) and sample.min() < self.first_sample:
+            raise ValueError(f"sample {sample.min()} was read before the blend changed at sample {self.first_sample}: replay it from an earlier checkpoint")
+        turn, slot = np.divmod(sample - self.first_sample, len(self._pattern))
+        source = self._pattern[slot]
+        return source, self.first_index[source] + turn * self._shares[source] + self._rank[slot]
+
+    def indices_at(self, sample: int) -> list[int]:
+        """The index that each source goes on with at a sample number: how many of its samples came before."""
+        turn, slot = divmod(sample - self.first_sample, len(self._pattern))
+        counts = np.bincount(self._pattern[:slot], minlength=len(self._shares))
+        return (self.first_index + turn * self._shares + counts).tolist()
+
+
+def extend_ledger(ledger: dict[str, Any] | None, consumed: int, sources: list[dict[str, Any]]) -> tuple[dict[str, Any], Blend, list[str]]:
+    """Continue a run's ledger with the sources it is given now.
+
+    sources: {"id": order identity, "name": path, "share": of 65,536} each. Unchanged ids and shares go on in the last segment; anything else opens a new
+    one at `consumed`, in which a known id goes on where it was and a new id starts at 0. Returns the ledger (plain JSON), the blend of the
+    last segment and lines that say what changed.
+    """
+    segments = [dict(segment) for segment in ledger["segments"]] if ledger else []
+    now = [(source["id"], source["share"]) for source in sources]
+    shares = [source["share"] for source in sources]
+    if segments and [(source["id"], source["share"]) for source in segments[-1]["sources"]] == now:
+        last = segments[-1]
+        return {"segments": segments}, Blend(shares, last["first_sample"], [source["first_index"] for source in last["sources"]]), []
+    known: dict[str, int] = {}
+    for number, segment in enumerate(segments):
+        end = segments[number + 1]["first_sample"] if number + 1 < len(segments) else consumed
+        blend = Blend([source["share"] for source in segment["sources"]], segment["first_sample"], [source["first_index"] for source in segment["sources"]])
+        known.update(zip((source["id"] for source in segment["sources"]), blend.indices_at(end)))
+    first_sample = consumed if segments else 0
+    entered = [{**source, "first_index": known.get(source["id"], 0)} for source in sources]
+    notes = [
+        f"blend changed at sample {consumed}: {source['name']} goes on at its sample {source['first_index']}"
+        if source["id"] in known
+        else f"blend changed at sample {consumed}: {source['name']} is new here (content, range, seq-length or seed), starts at its sample 0"
+        for source in entered
+        if segments
+    ]
+    segments.append({"first_sample": first_sample, "sources": entered})
+    return {"segments": segments}, Blend(shares, first_sample, [source["first_index"] for source in entered]), notes

@@ -1,0 +1,361 @@
+"""What the training loop reads: batches as a pure function of the sample number.
+
+`build_data` opens and checks every file named on the command line and gives one `Source` for training and one per validation and test source.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from megatron.config.groups import Config, DataConfig
+from megatron.data.blend import PATTERN, Blend, extend_ledger, quotas
+from megatron.data.indexed_dataset import DataError, IndexedDataset
+from megatron.data.token_stream import TokenStream, key_of, mix
+
+SPLITS = ("train", "valid", "test")
+DEFAULT_SPLIT = "969,30,1"
+EVALUATION_SEED = 0  # evaluation reads the same samples whatever --seed is, so that runs compare
+MOCK_DOCUMENT = 100  # tokens, its end-of-document included
+
+
+@dataclass(frozen=True)
+class Batch:
+    """b samples of s tokens; labels are the tokens one position on."""
+
+    tokens: torch.Tensor  # [b, s] int64
+    labels: torch.Tensor  # [b, s] int64
+    loss_mask: torch.Tensor  # [b, s] float32: 0 where the input token is an end of document, under --eod-mask-loss
+    position_ids: torch.Tensor  # [b, s] int64
+    document_starts: torch.Tensor | None  # [b, s] int32: where the token's document begins in its sample, under --reset-attention-mask
+    sample_ids: torch.Tensor  # [b] int64: sample numbers of the run
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on a device; to a GPU from pinned memory, without waiting."""
+        if torch.device(device).type != "cuda":
+            return Batch(**{name: None if value is None else value.to(device) for name, value in vars(self).items()})
+        return Batch(**{name: None if value is None else value.pin_memory().to(device, non_blocking=True) for name, value in vars(self).items()})
+
+
+class Reader(Protocol):
+    """Anything that gives the s + 1 tokens of each sample."""
+
+    def windows(self, sample: np.ndarray) -> np.ndarray:
+        """[m] sample numbers -> [m, s + 1] int64 token ids."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Endless samples: `batch` is a pure function. epoch_samples is None for computed data; bytes_per_token where a sidecar knows it."""
+
+    name: str
+    reader: Reader
+    seq_length: int
+    eod: int
+    eod_mask_loss: bool = False
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    epoch_samples: int | None = None
+    bytes_per_token: float | None = None
+
+    def batch(self, first_sample: int, count: int) -> Batch:
+        """Samples first_sample .. first_sample + count - 1. Raises DataError for a token outside the vocabulary."""
+        sample = np.arange(first_sample, first_sample + count, dtype=np.int64)
+        windows = self.reader.windows(sample)
+        tokens, labels = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
+        positions = np.broadcast_to(np.arange(self.seq_length), tokens.shape)
+        mask = (tokens != self.eod).astype(np.float32) if self.eod_mask_loss else np.ones(tokens.shape, np.float32)
+        starts = None
+        if self.reset_position_ids or self.reset_attention_mask:
+            starts = np.zeros(tokens.shape, np.int64)  # an end-of-document token belongs to its document; the next position begins one
+            starts[:, 1:] = np.where(tokens[:, :-1] == self.eod, positions[:, 1:], 0)
+            starts = np.maximum.accumulate(starts, axis=1)
+            positions = positions - starts if self.reset_position_ids else positions
+        return Batch(
+            tokens=torch.from_numpy(tokens),
+            labels=torch.from_numpy(labels),
+            loss_mask=torch.from_numpy(mask),
+            position_ids=torch.from_numpy(np.array(positions)),
+            document_starts=torch.from_numpy(starts.astype(np.int32)) if self.reset_attention_mask else None,
+            sample_ids=torch.from_numpy(sample),
+        )
+
+
+@dataclass(frozen=True)
+class FileReader:
+    """Samples of one or several token streams, mixed by a blend."""
+
+    streams: list[TokenStream]
+    blend: Blend
+
+    def windows(self, sample: np.ndarray) -> np.ndarray:
+        out = np.empty((len(sample), self.streams[0].seq_length + 1), np.int64)
+        source, index = self.blend.locate(sample)
+        for d in np.unique(source):
+            rows = np.flatnonzero(source == d)
+            self.streams[d].read(index[rows], rows, out)
+        return out
+
+
+@dataclass(frozen=True)
+class MockReader:
+    """Computed tokens that a model can learn: documents of 100 tokens, each an arithmetic progression modulo the real vocabulary (the end of document
+    left out) with a small step and a skewed first token, one token in twenty replaced by a random one, closed by the end-of-document id."""
+
+    seq_length: int
+    vocab_size: int
+    eod: int
+    seed: int
+    split: str
+
+    def windows(self, sample: np.ndarray) -> np.ndarray:
+        key = key_of("mock", self.seed, self.split)
+        position = sample[:, None] * self.seq_length + np.arange(self.seq_length + 1)
+        document, inside = np.divmod(position, MOCK_DOCUMENT)
+        drawn = mix(key + mix(document.astype(np.uint64)))
+        share = (drawn >> np.uint64(11)).astype(np.float64) / 2.0**53  # uniform in [0, 1)
+        ordinary = max(self.vocab_size - 1, 1)
+        token = (ordinary * share**3).astype(np.int64) + inside * (1 + (drawn % np.uint64(3)).astype(np.int64))
+        noise = mix(mix(key) + position.astype(np.uint64))
+        token = np.where(noise % np.uint64(20) == 0, (noise >> np.uint64(20)).astype(np.int64), token) % ordinary
+        token += token >= self.eod  # leave the end-of-document id out
+        return np.where(inside == MOCK_DOCUMENT - 1, self.eod, token)
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data of a run. valid and test are named sources; ledger goes into the checkpoint; notes are lines for the banner."""
+
+    train: Source | None  # None when only evaluation was asked for
+    valid: dict[str, Source]
+    test: dict[str, Source]
+    ledger: dict[str, Any]
+    notes: list[str]
+    eod: int
+
+
+@dataclass
+class _Opener:
+    """Opens each prefix once, and collects faults so that all are reported together."""
+
+    config: Config
+    tokenizer: Any
+    datasets: dict[str, IndexedDataset] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def open(self, prefix: str) -> IndexedDataset | None:
+        """The dataset, checked against the tokenizer and the flags; None after a fault."""
+        if prefix not in self.datasets:
+            try:
+                dataset = IndexedDataset(prefix)
+                self._check(dataset)
+                self.datasets[prefix] = dataset
+            except DataError as error:
+                self.faults.append(str(error))
+                return None
+        return self.datasets[prefix]
+
+    def _check(self, dataset: IndexedDataset) -> None:
+        data, tokenizer, sidecar = self.config.data, self.tokenizer, dataset.sidecar
+        if data.check_data:
+            dataset.check(tokenizer.vocab_size, _progress(f"checking {dataset.prefix}"))
+            self.notes.append(f"{dataset.prefix}: scanned in full, sound")
+        if sidecar and sidecar["max_id"] >= tokenizer.vocab_size:
+            raise DataError(
+                f"{dataset.bin_path}: its largest token id, {sidecar['max_id']}, lies outside the vocabulary of {tokenizer.vocab_size}: "
+                f"the data was made with {sidecar['tokenizer'].get('name')}; give that tokenizer, or preprocess the text again with this one"
+            )
+        if sidecar and sidecar["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
+            self.notes.append(f"{dataset.prefix}: made with another tokenizer ({sidecar['tokenizer'].get('name')}) than this run's ({tokenizer.name})")
+        if not sidecar and not data.check_data:
+            self.notes.append(f"{dataset.prefix}: has no sidecar, so ids are checked as they are read; --check-data scans the files before training")
+        flags = [name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)]
+        if flags:
+            known = sidecar and sidecar["tokenizer"]["eod"] == tokenizer.eod
+            if not (sidecar["eod_count"] if known else dataset.contains(tokenizer.eod)):
+                spelled = ", ".join("--" + name.replace("_", "-") for name in flags)
+                raise DataError(
+                    f"{dataset.bin_path}: holds no end-of-document id ({tokenizer.eod}), so {spelled} cannot act: "
+                    f"preprocess with --append-eod, or drop the flag"
+                )
+
+    def refuse(self) -> None:
+        """Raise everything that was found."""
+        if self.faults:
+            raise DataError("\n".join(dict.fromkeys(self.faults)))
+
+
+def _progress(label: str) -> Callable[[float], None]:
+    """Prints share and time left to stderr about every 5 s."""
+    begun = last = time.monotonic()
+
+    def show(share: float) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last > 5:
+            last = now
+            print(f"{label}: {100 * share:.0f}%, {(now - begun) * (1 - share) / share:.0f} s left", file=sys.stderr, flush=True)
+
+    return show
+
+
+def parse_paths(values: tuple[str, ...], flag: str) -> list[tuple[float | None, str]]:
+    """`weight prefix weight prefix ...` or bare prefixes -> (weight or None, prefix) each. Raises DataError."""
+
+    def number(text: str) -> float | None:
+        try:
+            return float(text)
+        except ValueError:
+            return None
+
+    weights = [number(text) for text in values[0::2]]
+    if weights[0] is None:
+        pairs: list[tuple[float | None, str]] = [(None, prefix) for prefix in values]
+    elif len(values) == 1:
+        pairs = [(None, values[0])]  # a prefix that looks like a number
+    elif len(values) % 2 or None in weights:
+        raise DataError(f"{flag} {' '.join(values)}: give either prefixes only, or a weight before every prefix")
+    else:
+        pairs = list(zip(weights, values[1::2]))
+        if min(weights) < 0 or not 0 < sum(weights) < float("inf"):
+            raise DataError(f"{flag}: weights must be numbers >= 0, not all 0; got {' '.join(values[0::2])}")
+    return [(weight, prefix) for weight, prefix in pairs if weight != 0]
+
+
+def parse_split(text: str) -> list[Fraction]:
+    """`969,30,1` -> the shares of train, valid and test, exactly. Raises DataError."""
+    try:
+        parts = [Fraction(part.strip()) for part in text.replace("/", ",").split(",")]
+    except (ValueError, ZeroDivisionError):
+        parts = []
+    if not 1 <= len(parts) <= 3 or min(parts) < 0 or sum(parts) == 0:
+        raise DataError(f"--split {text}: give up to three shares >= 0 for train, valid and test, like {DEFAULT_SPLIT}")
+    parts += [Fraction(0)] * (3 - len(parts))
+    return [part / sum(parts) for part in parts]
+
+
+def split_range(shares: list[Fraction], split: str, sequences: int) -> tuple[int, int]:
+    """First and stop sequence of one split: [round(lo N), round(hi N))."""
+    k = SPLITS.index(split)
+    return round(sum(shares[:k]) * sequences), round(sum(shares[: k + 1]) * sequences)
+
+
+def _split_paths(data: DataConfig, split: str) -> tuple[list[tuple[float | None, str]], str | None]:
+    """The (weight, prefix) list of one split and the --split to cut it by (None: the whole files)."""
+    own = getattr(data, f"{split}_data_path")
+    if data.data_path and any(getattr(data, f"{name}_data_path") for name in SPLITS):
+        raise DataError("--data-path with --split, or --train-data-path, --valid-data-path and --test-data-path: not both")
+    if data.data_path:
+        return parse_paths(data.data_path, "--data-path"), data.split or DEFAULT_SPLIT
+    return (parse_paths(own, f"--{split}-data-path"), None) if own else ([], None)
+
+
+def _streams(opener: _Opener, split: str) -> tuple[list[TokenStream], list[float | None]]:
+    """The token streams of one split and their weights; faults go to the opener."""
+    config, streams, weights = opener.config, [], []
+    paths, text = _split_paths(config.data, split)
+    shares = parse_split(text) if text else None
+    if shares and shares[SPLITS.index(split)] == 0:
+        return [], []
+    seed = config.training.seed if split == "train" else EVALUATION_SEED
+    for weight, prefix in paths:
+        dataset = opener.open(prefix)
+        if dataset is None:
+            continue
+        first, stop = split_range(shares, split, dataset.num_sequences) if shares else (0, dataset.num_sequences)
+        if first == stop:
+            opener.faults.append(
+                f"{prefix}: --split {text} leaves no document of its {dataset.num_sequences} for {split}: give {split} a larger share, "
+                f"or 0 to do without it, or name separate files with --{split}-data-path"
+            )
+            continue
+        try:
+            streams.append(TokenStream(dataset, first, stop, config.data.seq_length, seed, opener.tokenizer.vocab_size))
+            weights.append(weight)
+        except DataError as error:
+            opener.faults.append(str(error))
+    twice = {stream.identity: stream.dataset.prefix for stream in streams}
+    if len(twice) < len(streams):
+        names = sorted(stream.dataset.prefix for stream in streams if stream.dataset.prefix not in twice.values())
+        opener.faults.append(f"{', '.join(names) or next(iter(twice.values()))}: this data is given twice: name it once, with the sum of the weights")
+    return streams, weights
+
+
+def build_data(config: Config, tokenizer: Any, ledger: dict[str, Any] | None = None, consumed: int = 0) -> Data:
+    """Open, check and mix the data of a run that has consumed so many samples under `ledger` (None: a fresh run).
+
+    Validation and test are opened unless --eval-iters is 0. Raises one DataError with every fault found, before anything is trained.
+    """
+    evaluate = config.evaluation.eval_iters > 0
+    if config.data.mock_data:
+        return _mock_data(config, tokenizer, evaluate)
+    opener = _Opener(config, tokenizer)
+    train, weights = _streams(opener, "train")
+    if not train and not opener.faults and not config.evaluation.skip_train:
+        opener.faults.append("no training data: give --data-path (with a share for train in --split), --train-data-path or --mock-data")
+    held_out = {split: _streams(opener, split)[0] if evaluate else [] for split in ("valid", "test")}
+    opener.refuse()
+    notes, blend = opener.notes, None
+    if train:
+        names = [stream.dataset.prefix for stream in train]
+        shares = quotas([stream.num_tokens if weight is None else weight for stream, weight in zip(train, weights)], names)
+        entries = [{"id": stream.identity, "name": name, "share": share} for stream, name, share in zip(train, names, shares)]
+        ledger, blend, changes = extend_ledger(ledger, consumed, entries)
+        for stream, name, share in zip(train, names, shares):
+            notes.append(f"train: {name}: {stream.num_tokens:,} tokens, {stream.samples:,} samples an epoch, share {share}/{PATTERN} = {share / PATTERN:.6f}")
+        notes += changes
+    for split in ("valid", "test"):
+        if config.data.valid_data_path and split == "valid" and len(held_out[split]) > 1:
+            notes.append("valid: each source is evaluated by itself, so weights among --valid-data-path do not act")
+        notes += [f"{split}: {stream.dataset.prefix}: {stream.num_tokens:,} tokens, {stream.samples:,} samples" for stream in held_out[split]]
+    return Data(
+        train=_source(config, tokenizer, "train", train, blend) if train else None,
+        valid=_named(config, tokenizer, "validation", held_out["valid"]),
+        test=_named(config, tokenizer, "test", held_out["test"]),
+        ledger=ledger or {"segments": []},
+        notes=notes,
+        eod=tokenizer.eod,
+    )
+
+
+def _source(config: Config, tokenizer: Any, name: str, streams: list[TokenStream], blend: Blend) -> Source:
+    sidecars = [stream.dataset.sidecar for stream in streams]
+    known = all(sidecar and sidecar.get("text_bytes") for sidecar in sidecars)
+    size = sum(sidecar["text_bytes"] for sidecar in sidecars) / sum(sidecar["tokens"] for sidecar in sidecars) if known else None
+    return Source(
+        name, FileReader(streams, blend), eod=tokenizer.eod, epoch_samples=sum(stream.samples for stream in streams), bytes_per_token=size, **_flags(config)
+    )
+
+
+def _flags(config: Config) -> dict[str, Any]:
+    return {name: getattr(config.data, name) for name in ("seq_length", "eod_mask_loss", "reset_position_ids", "reset_attention_mask")}
+
+
+def _named(config: Config, tokenizer: Any, title: str, streams: list[TokenStream]) -> dict[str, Source]:
+    """One source per stream: a single one is called `title`, several by the last part of their prefix (the whole prefix where those collide)."""
+    prefixes = [stream.dataset.prefix for stream in streams]
+    short = [prefix.rsplit("/", 1)[-1].removesuffix("_text_document") for prefix in prefixes]
+    names = [title] if len(streams) == 1 else short if len(set(short)) == len(short) else prefixes
+    return {name: _source(config, tokenizer, name, [stream], Blend([1])) for name, stream in zip(names, streams)}
+
+
+def _mock_data(config: Config, tokenizer: Any, evaluate: bool) -> Data:
+    def source(name: str, seed: int) -> Source:
+        reader = MockReader(config.data.seq_length, tokenizer.vocab_size, tokenizer.eod, seed, name)
+        return Source(name, reader, eod=tokenizer.eod, **_flags(config))
+
+    if any(_split_paths(config.data, split)[0] for split in SPLITS):
+        raise DataError("--mock-data computes its tokens: drop the data paths, or drop --mock-data")
+    if tokenizer.vocab_size < 2:
+        raise DataError(f"--mock-data needs a vocabulary of at least 2, got {tokenizer.vocab_size}")
+    held_out = [{name: source(name, EVALUATION_SEED)} if evaluate else {} for name in ("validation", "test")]
+    notes = [f"mock data: computed tokens over the vocabulary of {tokenizer.vocab_size}"]
+    return Data(source("train", config.training.seed), *held_out, {"segments": []}, notes, tokenizer.eod)

@@ -1,0 +1,195 @@
+"""Tokenizers, each from local files: SentencePiece, Hugging Face tokenizer.json, GPT-2 BPE, tiktoken, and whitespace-separated integers.
+
+Text is text: a special token spelled out in it is encoded as ordinary characters where the library can be told so (all but SentencePiece's
+user-defined symbols). No ids are added around a text; the end-of-document id is put in by preprocessing and by nobody else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.config.groups import DataConfig
+
+# The end of document is the first of these that the vocabulary has, where the tokenizer's own files do not name one.
+EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "<EOD>", "</s>", "<eos>", "<|eos|>")
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+CL100K_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+TIKTOKEN_FILES = {"r50k_base": (GPT2_PATTERN, 50256), "p50k_base": (GPT2_PATTERN, 50256), "cl100k_base": (CL100K_PATTERN, 100257)}
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """One tokenizer. encode_many takes a list of texts -> all ids in one array and the number of ids of each text; fingerprint: digest of its files."""
+
+    name: str
+    vocab_size: int
+    eod: int
+    fingerprint: str
+    encode_many: Callable[[list[str]], tuple[np.ndarray, np.ndarray]]
+    decode: Callable[[list[int]], str]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of one text."""
+        return self.encode_many([text])[0].tolist()
+
+
+def build_tokenizer(config: DataConfig) -> Tokenizer:
+    """The tokenizer of --tokenizer-type. Raises ValueError naming the flag or file at fault."""
+    kind = config.tokenizer_type or ("NullTokenizer" if config.mock_data and config.vocab_size else None)
+    if kind is None:
+        raise ValueError("--tokenizer-type is missing: give one (with --mock-data, --vocab-size alone is enough)")
+    if kind == "NullTokenizer":
+        return _null(config.vocab_size)
+    if kind == "GPT2BPETokenizer":
+        tokenizer = _gpt2(_file(config.vocab_file, "--vocab-file", kind), _file(config.merge_file, "--merge-file", kind))
+    else:
+        path = _file(config.tokenizer_model, "--tokenizer-model", kind, "tokenizer.json" if kind == "HuggingFaceTokenizer" else None)
+        tokenizer = {"SentencePieceTokenizer": _sentencepiece, "HuggingFaceTokenizer": _huggingface, "TikTokenizer": _tiktoken}[kind](path)
+    if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
+        raise ValueError(f"--vocab-size {config.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} ids; drop the flag or give another tokenizer")
+    return tokenizer
+
+
+def _file(value: str | None, flag: str, kind: str, inside: str | None = None) -> Path:
+    """The path a flag gives (or the file `inside` it, where it names a folder)."""
+    if value is None:
+        raise ValueError(f"{flag} is missing: --tokenizer-type {kind} needs it")
+    path = Path(value) / inside if inside and Path(value).is_dir() else Path(value)
+    if not path.is_file():
+        raise ValueError(f"{flag} {value}: no such file; tokenizers are read from local files only")
+    return path
+
+
+def _fingerprint(kind: str, *parts: Path | int) -> str:
+    digest = hashlib.blake2b(kind.encode(), digest_size=16)
+    for part in parts:
+        digest.update(part.read_bytes() if isinstance(part, Path) else str(part).encode())
+    return digest.hexdigest()
+
+
+def _joined(lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+    ids = np.fromiter((token for ids in lists for token in ids), np.int64, int(lengths.sum()))
+    return ids, lengths
+
+
+def _eod(path: Path, find: Callable[[str], int | None], named: str | None = None) -> int:
+    for token in ((named,) if named else ()) + EOD_TOKENS:
+        if (found := find(token)) is not None:
+            return found
+    raise ValueError(f"{path}: has none of the end-of-document tokens {', '.join(EOD_TOKENS)}: add one to the tokenizer")
+
+
+def _sentencepiece(path: Path) -> Tokenizer:
+    """End of document: the model's own eos id, else by EOD_TOKENS."""
+    import sentencepiece
+
+    model = sentencepiece.SentencePieceProcessor()
+    try:
+        model.LoadFromSerializedProto(path.read_bytes())
+    except RuntimeError as error:
+        raise ValueError(f"--tokenizer-model {path}: not a SentencePiece model ({error})") from None
+    size = model.GetPieceSize()
+
+    def find(token: str) -> int | None:
+        found = model.PieceToId(token)
+        return found if model.IdToPiece(found) == token else None
+
+    eod = model.eos_id() if model.eos_id() >= 0 else _eod(path, find)
+    encode = lambda texts: _joined(model.Encode(texts, out_type=int, num_threads=1))  # noqa: E731
+    return Tokenizer(f"SentencePieceTokenizer {path.name}", size, eod, _fingerprint("sentencepiece", path), encode, model.Decode)
+
+
+def _huggingface(path: Path) -> Tokenizer:
+    """End of document: eos_token of the tokenizer_config.json beside it, else by EOD_TOKENS."""
+    import tokenizers
+
+    try:
+        model = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"--tokenizer-model {path}: not a tokenizer.json ({error})") from None
+    settings = path.with_name("tokenizer_config.json")
+    named = json.loads(settings.read_text()).get("eos_token") if settings.is_file() else None
+    eod = _eod(path, model.token_to_id, named["content"] if isinstance(named, dict) else named)
+    return _from_tokenizers(f"HuggingFaceTokenizer {path.name}", model, eod, _fingerprint("huggingface", path))
+
+
+def _gpt2(vocab: Path, merges: Path) -> Tokenizer:
+    """End of document: `<|endoftext|>`."""
+    import tokenizers
+
+    try:
+        model = tokenizers.ByteLevelBPETokenizer.from_file(str(vocab), str(merges))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"--vocab-file {vocab}, --merge-file {merges}: not a GPT-2 BPE vocabulary and merges ({error})") from None
+    inner = model._tokenizer
+    return _from_tokenizers(f"GPT2BPETokenizer {vocab.name}", inner, _eod(vocab, inner.token_to_id), _fingerprint("gpt2", vocab, merges))
+
+
+def _from_tokenizers(name: str, model: Any, eod: int, fingerprint: str) -> Tokenizer:
+    model.encode_special_tokens = True  # a special token spelled out in a text is text
+    model.no_truncation()
+    model.no_padding()
+    size = max(model.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        return _joined([encoding.ids for encoding in model.encode_batch_fast(texts, add_special_tokens=False)])
+
+    return Tokenizer(name, size, eod, fingerprint, encode, lambda ids: model.decode(ids, skip_special_tokens=False))
+
+
+def _tiktoken(path: Path) -> Tokenizer:
+    """A .tiktoken file that keeps its published name; its vocabulary ends with `<|endoftext|>`, the end of document."""
+    import tiktoken
+
+    if path.stem not in TIKTOKEN_FILES:
+        raise ValueError(f"--tokenizer-model {path}: a .tiktoken file does not say how text is cut; keep its published name: {', '.join(TIKTOKEN_FILES)}")
+    pattern, eod = TIKTOKEN_FILES[path.stem]
+    try:
+        ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in path.read_bytes().splitlines() if line)}
+        model = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": eod})
+    except ValueError as error:
+        raise ValueError(f"--tokenizer-model {path}: not a tiktoken vocabulary ({error})") from None
+    encode = lambda texts: _joined(model.encode_ordinary_batch(texts, num_threads=1))  # noqa: E731
+    return Tokenizer(f"TikTokenizer {path.name}", model.n_vocab, eod, _fingerprint("tiktoken", path), encode, model.decode)
+
+
+def _null(vocab_size: int | None) -> Tokenizer:
+    """Whitespace-separated integers in [0, vocab_size]; the last is the end of document."""
+    if vocab_size is None or vocab_size < 1:
+        raise ValueError("--vocab-size is missing: --tokenizer-type NullTokenizer needs it")
+    decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
+    return Tokenizer("NullTokenizer", vocab_size + 1, vocab_size, _fingerprint("null", vocab_size), parse_integers, decode)
+
+
+def parse_integers(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Whitespace-separated non-negative integers of up to 18 digits: all values [n] int64 and how many each text holds. Raises ValueError."""
+    joined = "\n".join(texts) + "\n"
+    raw = np.frombuffer(joined.encode(), np.uint8)
+    digits = raw - np.uint8(ord("0"))  # wraps: whatever is no digit becomes >= 10
+    inside = digits < 10
+    strange = ~inside & (raw != 32) & ((raw < 9) | (raw > 13))
+    if strange.any():
+        text = texts[int((raw[: np.argmax(strange)] == 10).sum())] if "\n" not in "".join(texts) else joined
+        raise ValueError(f"NullTokenizer takes non-negative integers separated by whitespace, got {text[:60]!r}")
+    change = np.flatnonzero(inside[1:] != inside[:-1]) + 1
+    change = np.concatenate([[0], change]) if inside[0] else change  # starts and stops in turn; the last byte is a newline
+    starts, stops = change[0::2], change[1::2]
+    width = stops - starts
+    longest = int(width.max()) if len(width) else 0
+    if longest > 18:
+        raise ValueError("NullTokenizer takes integers of up to 18 digits")
+    values, scale = np.zeros(len(starts), np.int64), 1
+    for k in range(1, longest + 1):
+        values += np.where(width >= k, digits[stops - k], 0).astype(np.int64) * scale
+        scale *= 10
+    sizes = np.fromiter(map(len, texts), np.int64, len(texts)) + 1  # every byte is ASCII here
+    return values, np.diff(np.searchsorted(starts, np.concatenate([[0], np.cumsum(sizes)])))
