@@ -1,0 +1,82 @@
+"""What a run prints: the training line, the evaluation lines and the banner, as text. Dashboards parse the lines, so their fields are fixed."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping
+from datetime import datetime
+
+from megatron.observe.metrics import perplexity
+
+BANNER_WIDTH = 120  # columns
+_TITLE_WIDTH = 14
+
+
+def _number(value: float, spec: str) -> str:
+    """`value` in the format `spec`; NaN is spelt NaN (`E` would print NAN)."""
+    return "NaN" if math.isnan(value) else format(value, spec)
+
+
+def duration(seconds: float) -> str:
+    """`hh:mm:ss`, from one day on `2d 03:04:05`; NaN for an unknown time."""
+    if not math.isfinite(seconds):
+        return "NaN"
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    return (f"{days}d " if days else "") + f"{h:02d}:{m:02d}:{s:02d}"
+
+
+def training_line(
+    iteration: int, train_iters: int, metrics: Mapping[str, float], *, skipped: int, nan: int, eta_seconds: float, now: datetime | None = None
+) -> str:
+    """The console line of one log step.
+
+    `metrics` is the row that goes to the trackers (names and units in metrics.py): consumed_samples, iteration-time, throughput, learning-rate,
+    batch-size, lm loss, loss-scale, grad-norm and tokens-per-second-per-gpu are needed; num-zeros, params-norm, mfu and
+    mem-max-allocated-bytes may be missing. `skipped` and `nan` count iterations of the log interval.
+    """
+    line = f" [{(now or datetime.now()).strftime('%Y-%m-%d %H:%M:%S.%f')}]"
+    line += f" iteration {iteration:8d}/{train_iters:8d} |"
+    line += f" consumed samples: {metrics['consumed_samples']:12d} |"
+    line += f" elapsed time per iteration (ms): {_number(metrics['iteration-time'] * 1000, '.1f')} |"
+    line += f" throughput per GPU (TFLOP/s/GPU): {_number(metrics['throughput'], '.1f')} |"
+    line += f" learning rate: {_number(metrics['learning-rate'], '.6E')} |"
+    line += f" global batch size: {metrics['batch-size']:5d} |"
+    line += f" lm loss: {_number(metrics['lm loss'], '.6E')} |"
+    line += f" loss scale: {_number(metrics['loss-scale'], '.1f')} |"
+    line += f" grad norm: {_number(metrics['grad-norm'], '.3f')} |"
+    if "num-zeros" in metrics:
+        line += f" num zeros: {_number(metrics['num-zeros'], '.1f')} |"
+    if "params-norm" in metrics:
+        line += f" params norm: {_number(metrics['params-norm'], '.3f')} |"
+    line += f" number of skipped iterations: {skipped:3d} |"
+    line += f" number of nan iterations: {nan:3d} |"
+    line += f" tokens per second per GPU: {_number(metrics['tokens-per-second-per-gpu'], '.1f')} |"
+    line += f" MFU: {_number(metrics['mfu'] * 100, '.1f') + '%' if 'mfu' in metrics else 'n/a'} |"
+    if "mem-max-allocated-bytes" in metrics:
+        line += f" memory (GiB): {metrics['mem-max-allocated-bytes'] / 2**30:.2f} |"
+    return line + f" ETA: {duration(eta_seconds)} |"
+
+
+def evaluation_lines(iteration: int, loss: float, *, split: str = "validation", source: str | None = None) -> str:
+    """Three lines: the evaluation of `split` (validation or test; of one of its sources when `source` names it) between dashes."""
+    of = "" if source is None else f" on {source}"
+    line = f" {split} loss at iteration {iteration}{of} | lm loss value: {_number(loss, '.6E')} | lm loss PPL: {_number(perplexity(loss), '.6E')} | "
+    dashes = "-" * (len(line) + 1)
+    return f"{dashes}\n{line}\n{dashes}"
+
+
+def banner(sections: Mapping[str, list[str]]) -> str:
+    """One screen about the run: each section's title at the left of its lines, which wrap at BANNER_WIDTH columns; empty sections are left out."""
+    lines = ["=" * BANNER_WIDTH]
+    for title, entries in sections.items():
+        label = title
+        for entry in entries:
+            # A path is not broken: it stays whole for copying, even when it is longer than the banner is wide.
+            wrapped = textwrap.wrap(entry, BANNER_WIDTH - _TITLE_WIDTH - 4, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            for part in wrapped:
+                lines.append(f" {label:<{_TITLE_WIDTH}} {part}")
+                label = ""
+    return "\n".join([*lines, "=" * BANNER_WIDTH])

@@ -1,0 +1,68 @@
+"""Rates, timers and memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.observe.metrics import METRICS, Timers, eta_seconds, evaluation_metrics, is_measured, memory_metrics, rates, timer_metrics
+
+
+def test_rates():
+    row = rates(seconds=2.0, tokens=8192, flops=6e12, padded_flops=8e12, world_size=4, peak_tflops=10.0)
+    assert row == {"iteration-time": 2.0, "throughput": 1.0, "tokens-per-second-per-gpu": 1024.0, "mfu": pytest.approx(0.075)}
+    assert "mfu" not in rates(seconds=2.0, tokens=1, flops=1, padded_flops=1, world_size=1, peak_tflops=None)
+
+
+def test_eta():
+    assert eta_seconds(90, 100, 2.5) == 25.0 and eta_seconds(101, 100, 2.5) == 0.0
+
+
+def test_evaluation_metrics():
+    assert evaluation_metrics(math.log(16), bytes_per_token=4.0) == {
+        "lm loss validation": math.log(16), "lm loss validation ppl": pytest.approx(16), "bits-per-byte": pytest.approx(1.0)}
+    assert set(evaluation_metrics(1.0, split="test", bytes_per_token=4.0)) == {"lm loss test", "lm loss test ppl"}
+    assert set(evaluation_metrics(1.0, source="wiki", bytes_per_token=4.0)) == {"lm loss validation wiki", "lm loss validation ppl wiki", "bits-per-byte wiki"}
+
+
+def test_timers_sum_and_start_again():
+    ticks = iter([0.0, 1.0, 10.0, 12.0, 20.0, 25.0, 30.0, 30.5])
+    timers = Timers(clock=lambda: next(ticks))
+    for name in ("data", "data", "optimizer"):
+        with timers(name):
+            pass
+    with pytest.raises(KeyError), timers("data"):
+        raise KeyError("the time until an exception counts too")
+    seconds = timers.take()
+    assert seconds == {"data": 3.5, "optimizer": 5.0} and timers.take() == {}
+    assert timer_metrics(seconds, iterations=2, elapsed=14.0, timing_log_level=0) == {"data-wait-fraction": 0.25}
+    assert timer_metrics(seconds, iterations=2, elapsed=14.0, timing_log_level=1) == {
+        "data-wait-fraction": 0.25, "data-time": 1.75, "optimizer-time": 2.5}
+
+
+def test_memory_of_a_cpu_process_follows_what_it_holds():
+    before = memory_metrics(torch.device("cpu"))
+    held = torch.ones(16 * 2**20)  # 64 MiB, touched
+    after = memory_metrics(torch.device("cpu"))
+    assert after["mem-allocated-bytes"] - before["mem-allocated-bytes"] > 0.9 * held.nbytes
+    assert after["mem-max-allocated-bytes"] >= after["mem-allocated-bytes"]
+    assert set(after) <= set(METRICS) and "mem-reserved-bytes" not in after
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_of_a_gpu():
+    held = torch.ones(2**20, device="cuda")
+    row = memory_metrics(held.device)
+    assert set(row) == {"mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes"}
+    assert row["mem-reserved-bytes"] >= row["mem-allocated-bytes"] >= held.nbytes
+
+
+def test_what_depends_on_the_machine():
+    measured = {name for name in METRICS if is_measured(name)}
+    assert measured == {
+        "resumed-from-iteration", "world-size", "iteration-time", "throughput", "tokens-per-second-per-gpu", "mfu", "data-wait-fraction",
+        "pipeline-bubble-fraction", "slowest-rank", "mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes"}
+    assert is_measured("forward-backward-time") and not is_measured("lm loss validation wiki")
