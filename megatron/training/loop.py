@@ -1,0 +1,255 @@
+"""The training loop: straight-line, from the first line to the last."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron.config.groups import Config
+from megatron.data.loader import Data
+from megatron.model.arithmetic import flops_per_iteration, global_batch_size_at
+from megatron.model.block import BlockWrapper
+from megatron.model.gpt import GPTModel
+from megatron.observe.console import evaluation_lines, training_line
+from megatron.observe.metrics import Timers, eta_seconds, evaluation_metrics, memory_metrics, rates, timer_metrics
+from megatron.observe.tracking import Tracker
+from megatron.optimizer.lr_schedule import Schedule
+from megatron.optimizer.optimizer import Optimizer
+from megatron.optimizer.scaler import LossScaler
+from megatron.training.evaluate import evaluate
+from megatron.training.exit import Exit, ExitConditions
+from megatron.training.step import Pending, Report, forward_backward, non_finite_micro_batches, update
+
+
+COMPLETE = "training is complete"
+
+
+class NonFiniteError(RuntimeError):
+    """A NaN or Inf loss or gradient under --nan-policy stop."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands: all that changes beside weights and optimizer state, and what a checkpoint keeps of it."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    scheduled_samples: int = 0  # samples of steps that were not skipped: the clock of the schedules
+    skipped_samples: int = 0
+    evaluation_due: bool = False  # a signal cut the evaluation of this iteration short
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything one run is made of, built by pretrain.py."""
+
+    config: Config
+    device: torch.device
+    vocab_size: int
+    padded_vocab: int
+    tokenizer_fingerprint: str
+    model: GPTModel
+    wrapper: BlockWrapper
+    optimizer: Optimizer
+    schedule: Schedule
+    scaler: LossScaler
+    data: Data
+    tracker: Tracker
+    exits: ExitConditions
+    progress: Progress
+    save: Callable[[Run], None]
+    peak_tflops: float | None
+    timers: Timers = field(default_factory=Timers)
+
+
+@dataclass
+class Interval:
+    """Sums over the iterations since the last console line."""
+
+    started: float
+    iterations: int = 0
+    losses: list[float] = field(default_factory=list)
+    skipped: int = 0
+    nan: int = 0
+    outside: float = 0.0  # seconds of evaluation and checkpoints, which are no part of an iteration
+    last: Report | None = None
+
+
+def finished(config: Config, progress: Progress) -> bool:
+    """Whether the run has reached --train-iters or --train-samples."""
+    if config.training.train_iters is not None:
+        return progress.iteration >= config.training.train_iters
+    return progress.consumed_samples >= config.training.train_samples
+
+
+def last_iteration(config: Config, progress: Progress) -> int:
+    """The iteration at which the run ends; under --train-samples counted through the batch-size ramp-up."""
+    if config.training.train_iters is not None:
+        return config.training.train_iters
+    iteration, consumed = progress.iteration, progress.consumed_samples
+    while consumed < config.training.train_samples:
+        size = global_batch_size_at(consumed, config)
+        steps = 1 if size < config.training.global_batch_size else math.ceil((config.training.train_samples - consumed) / size)
+        iteration, consumed = iteration + steps, consumed + steps * size
+    return iteration
+
+
+def settle(run: Run, pending: Pending | None, interval: Interval) -> None:
+    """Read the last step's verdict, which the next step's learning rate and loss scale depend on, and act on it.
+
+    Raises NonFiniteError under --nan-policy stop.
+    """
+    if pending is None:
+        return
+    report, progress = pending.read(), run.progress
+    interval.last = report
+    interval.iterations += 1
+    overflow = report.skipped and sum(report.tokens) > 0
+    real = overflow and run.scaler.at_minimum()
+    run.scaler.update(overflow)
+    if not report.skipped:
+        progress.scheduled_samples += report.batch_size
+        interval.losses.append(report.loss)
+        return
+    progress.skipped_samples += report.batch_size
+    interval.skipped += 1
+    iteration = progress.iteration
+    if sum(report.tokens) == 0:
+        print(f"warning: iteration {iteration}: no valid token in samples {_samples(report)}; the step is skipped", flush=True)
+    elif real and run.config.training.nan_policy == "stop":
+        raise NonFiniteError(_blame(run, report))
+    elif real:
+        interval.nan += 1
+        where = [i for i, loss in enumerate(report.losses) if not math.isfinite(loss)]
+        print(f"warning: iteration {iteration}: NaN or Inf {'loss in micro-batches ' + str(where) if where else 'gradient'}, samples "
+              f"{_samples(report)}; the step is skipped (--nan-policy skip)", flush=True)
+
+
+def _samples(report: Report) -> str:
+    return f"{report.first_sample}..{report.first_sample + report.batch_size - 1}"
+
+
+def _blame(run: Run, report: Report) -> str:
+    failed = non_finite_micro_batches(run.model, run.wrapper, run.optimizer, run.data.train, run.config, run.device, report)
+    size = run.config.training.micro_batch_size
+    lines = [f"iteration {run.progress.iteration}: NaN or Inf; the weights are those of the iteration before, nothing was saved"]
+    for index in failed:
+        first = report.first_sample + index * size
+        kind = "gradient" if math.isfinite(report.losses[index]) else "loss"
+        lines.append(f"  micro-batch {index}: {kind}, samples {first}..{first + size - 1}")
+    lines.append("resume from the last checkpoint with a lower --lr, or with --nan-policy skip to pass over such steps")
+    return "\n".join(lines)
+
+
+def log(run: Run, interval: Interval, learning_rate: float) -> Interval:
+    """Print and track one console line; the next interval."""
+    config, progress, report = run.config, run.progress, interval.last
+    now = time.perf_counter()
+    seconds = (now - interval.started - interval.outside) / interval.iterations
+    seq, batch = config.data.seq_length, report.batch_size
+    metrics = {
+        "consumed_samples": progress.consumed_samples,
+        "consumed-tokens": progress.consumed_samples * seq,
+        "lm loss": sum(interval.losses) / len(interval.losses) if interval.losses else report.loss,
+        "learning-rate": learning_rate,
+        "batch-size": batch,
+        "loss-scale": report.loss_scale,
+        "grad-norm": report.grad_norm,
+        "skipped-train-samples": progress.skipped_samples,
+        "world-size": 1,
+        **rates(
+            seconds=seconds, tokens=batch * seq, flops=flops_per_iteration(config.model, batch, seq, run.vocab_size),
+            padded_flops=flops_per_iteration(config.model, batch, seq, run.padded_vocab), world_size=1, peak_tflops=run.peak_tflops,
+        ),
+        **memory_metrics(run.device),
+        **timer_metrics(run.timers.take(), iterations=interval.iterations, elapsed=seconds * interval.iterations,
+                        timing_log_level=config.logging.timing_log_level),
+    }
+    if config.logging.log_params_norm:
+        metrics["params-norm"] = math.sqrt(run.optimizer.squared_weight_norm().item())
+    if config.logging.log_num_zeros_in_grad:
+        metrics["num-zeros"] = run.optimizer.zero_gradients().item()
+    end = last_iteration(config, progress)
+    print(training_line(progress.iteration, end, metrics, skipped=interval.skipped, nan=interval.nan,
+                        eta_seconds=eta_seconds(progress.iteration, end, seconds)), flush=True)
+    run.tracker.log(progress.iteration, metrics)
+    return Interval(time.perf_counter())
+
+
+def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
+    """Evaluate every source of a split, print and track; None when a signal cut it short."""
+    sources = run.data.valid if split == "validation" else run.data.test
+    losses = {}
+    for name, source in sources.items():
+        with run.timers("evaluation"):
+            loss = evaluate(run.model, run.wrapper, source, run.config, run.device, stop=run.exits.signalled, progress=_progress_line(f"{split} {name}"))
+        if loss is None:
+            return None
+        losses[name] = loss
+        label = name if len(sources) > 1 else None
+        print(evaluation_lines(run.progress.iteration, loss, split=split, source=label), flush=True)
+        run.tracker.log(run.progress.iteration, evaluation_metrics(loss, split=split, source=label, bytes_per_token=source.bytes_per_token))
+    return losses
+
+
+def _progress_line(what: str, quiet_seconds: float = 5.0) -> Callable[[int, int], None]:
+    """Reports `what: done/total, ETA` at most every quiet_seconds."""
+    start = last = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= quiet_seconds and done < total:
+            last = now
+            print(f" {what}: {done}/{total} samples, ETA {(now - start) / done * (total - done):.0f} s", flush=True)
+
+    return report
+
+
+def train(run: Run) -> Exit:
+    """Train until the run ends or an exit condition holds; a checkpoint is written before returning (with --save)."""
+    config, progress, every = run.config, run.progress, run.config.evaluation.eval_interval
+    interval, pending = Interval(time.perf_counter()), None
+    while not finished(config, progress):
+        batch_size = global_batch_size_at(progress.consumed_samples, config)
+        if run.scaler.dynamic:  # this backward's scale depends on the last step's verdict
+            settle(run, pending, interval)
+            pending = None
+        loss_scale = run.scaler.scale
+        gradients = forward_backward(
+            run.model, run.wrapper, run.optimizer, run.data.train, config, run.device, first_sample=progress.consumed_samples,
+            batch_size=batch_size, loss_scale=loss_scale, timers=run.timers,
+        )
+        settle(run, pending, interval)
+        clock = progress.scheduled_samples + batch_size
+        learning_rate = run.schedule.learning_rate(clock)
+        with run.timers("optimizer"):
+            pending = update(run.optimizer, gradients, config, learning_rate=learning_rate, weight_decay=run.schedule.weight_decay(clock))
+        progress.iteration += 1
+        progress.consumed_samples += batch_size
+
+        iteration, last = progress.iteration, finished(config, progress)
+        must_log = iteration % config.logging.log_interval == 0 or last
+        must_evaluate = (bool(every) and iteration % every == 0 or last) and bool(run.data.valid)
+        must_save = config.checkpoint.save_interval is not None and iteration % config.checkpoint.save_interval == 0
+        exit_now = run.exits.check(iteration)
+        if must_log or must_evaluate or must_save or exit_now:
+            settle(run, pending, interval)
+            pending = None
+        if must_log:
+            interval = log(run, interval, learning_rate)
+        paused = time.perf_counter()
+        if must_evaluate:
+            progress.evaluation_due = run.exits.signalled() or evaluate_all(run, "validation") is None
+            exit_now = exit_now or run.exits.check(iteration)
+        if must_save or exit_now or last:
+            with run.timers("save-checkpoint"):
+                run.save(run)
+        interval.outside += time.perf_counter() - paused
+        if exit_now and (progress.evaluation_due or not last):
+            return exit_now
+    return Exit(COMPLETE, 0)

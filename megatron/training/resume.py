@@ -1,0 +1,71 @@
+"""What a checkpoint holds beside tensors, and what a run that loads one must share with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.reader import Checkpoint
+from megatron.config.groups import Config, ModelConfig
+from megatron.optimizer.lr_schedule import Schedule
+
+# Model fields that change neither weights nor results, and those a continued run may change on purpose.
+_FREE_MODEL_FIELDS = {"attention_backend", "hidden_dropout", "attention_dropout", "z_loss_coeff", "init_method_std"}
+
+
+def run_state(run) -> dict[str, Any]:
+    """The JSON state of a checkpoint."""
+    return {
+        **asdict(run.progress),
+        "optimizer_steps": run.optimizer.steps.item(),
+        "scaler": run.scaler.state(),
+        "schedule": asdict(run.schedule),
+        "ledger": run.data.ledger,
+        "config": run.config.to_dict(),
+        "vocab_size": run.vocab_size,
+        "tokenizer": run.tokenizer_fingerprint,
+        "versions": {"torch": torch.__version__},
+    }
+
+
+def refuse_foreign(checkpoint: Checkpoint, config: Config, vocab_size: int, tokenizer_fingerprint: str) -> None:
+    """Raise CheckpointError listing every field in which the run may not differ from the checkpoint, with both values."""
+    state, faults = checkpoint.state, []
+    for field in dataclasses.fields(ModelConfig):
+        ours, theirs = getattr(config.model, field.name), state["config"]["model"].get(field.name, field.default)
+        if ours != theirs and field.name not in _FREE_MODEL_FIELDS:
+            faults.append(f"--{field.name.replace('_', '-')}: checkpoint {theirs}, command line {ours}")
+    if vocab_size != state["vocab_size"]:
+        faults.append(f"vocabulary: checkpoint {state['vocab_size']}, tokenizer {vocab_size}")
+    if config.checkpoint.finetune or state.get("tokenizer") is None:
+        pass  # another tokenizer of the same size is the user's choice when weights alone are taken
+    else:
+        if tokenizer_fingerprint != state["tokenizer"]:
+            faults.append("tokenizer: its files are not those of the checkpoint (--finetune takes the weights alone)")
+        for name, theirs in (("seed", state["config"]["training"]["seed"]), ("seq_length", state["config"]["data"]["seq_length"])):
+            ours = config.training.seed if name == "seed" else config.data.seq_length
+            if ours != theirs:
+                faults.append(f"--{name.replace('_', '-')}: checkpoint {theirs}, command line {ours}; the data order would change (--finetune takes "
+                              "the weights alone)")
+    if faults:
+        raise CheckpointError(f"{checkpoint.path} does not fit this run:\n" + "\n".join(f"  {fault}" for fault in faults))
+
+
+def resumed_schedule(ours: Schedule, theirs: dict[str, Any], config: Config) -> Schedule:
+    """The schedule to go on with: the command line's when equal or overridden, the checkpoint's when asked for.
+
+    Raises CheckpointError when they differ and neither flag chooses.
+    """
+    if config.optimizer.use_checkpoint_opt_param_scheduler:
+        return Schedule(**theirs)
+    different = [f"  {name}: checkpoint {theirs[name]}, command line {value}" for name, value in asdict(ours).items() if theirs[name] != value]
+    if different and not config.optimizer.override_opt_param_scheduler:
+        raise CheckpointError(
+            "the learning-rate or weight-decay schedule differs from the checkpoint's (lengths in samples):\n" + "\n".join(different)
+            + "\nchoose with --override-opt-param-scheduler (command line) or --use-checkpoint-opt-param-scheduler (checkpoint)"
+        )
+    return ours
