@@ -34,7 +34,7 @@ class ModelConfig:
     """Width of one attention head. Default: hidden-size / num-attention-heads."""
     group_query_attention: bool = False
     """Share each key/value head between several query heads (--num-query-groups)."""
-    num_query_groups: int = 1
+    num_query_groups: int | None = None
     """Number of key/value heads when --group-query-attention is given."""
     max_position_embeddings: int | None = None
     """Rows of the learned position table, and the longest sequence of rotary positions. Default: seq-length."""
@@ -90,7 +90,7 @@ class ModelConfig:
     """Standard deviation of the initial weights; residual-output projections use std / sqrt(2 x num-layers)."""
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
-    attention_backend: Literal["auto", "sdpa", "plain"] = flag("auto", megatron="choices differ: auto takes the fastest that supports the settings; Megatron's flash, fused and unfused are accepted")
+    attention_backend: Literal["auto", "sdpa", "plain"] = flag("auto", megatron="choices differ: auto takes the fastest that supports the settings; Megatron's flash and fused are read as auto, its unfused and local as plain")
     """Implementation of the attention core."""
 
 
@@ -234,9 +234,9 @@ class OptimizerConfig:
     """Added to the root of Adam's second moment."""
     sgd_momentum: float = 0.9
     """Momentum of SGD."""
-    override_opt_param_scheduler: bool = flag(False, "--override-opt_param-scheduler")
+    override_opt_param_scheduler: bool = False
     """On resume take the learning-rate and weight-decay schedule of the command line, not the checkpoint's."""
-    use_checkpoint_opt_param_scheduler: bool = flag(False, "--use-checkpoint-opt_param-scheduler")
+    use_checkpoint_opt_param_scheduler: bool = False
     """On resume take the checkpoint's schedule without comparing it with the command line."""
 
 

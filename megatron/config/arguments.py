@@ -1,0 +1,370 @@
+"""The command line: flags generated from the groups of `groups.py`, read so that every fault is reported at once.
+
+Python's argparse formats `--help`, but does not read the line: it stops at the first fault, and an unset shell variable
+(`--lr $LR`) makes it blame the next flag. Here a flag owns every word up to the next flag; what follows is checked per flag.
+Flags of Megatron-LM and Megatron-DeepSpeed that are not fields are answered by the table in `compatibility.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import json
+import math
+import re
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config import compatibility, groups
+from megatron.config.deepspeed import compare_with_deepspeed
+from megatron.config.errors import ArgumentErrors
+from megatron.config.groups import Config
+from megatron.config.validate import cross_field_faults
+
+COMMANDS = {
+    "--config": "Read settings from this JSON or YAML file (as --print-config writes it); flags on the command line win.",
+    "--deepspeed_config": "Compare this DeepSpeed JSON file with the flags: what it equals is noted, what contradicts is refused.",
+    "--print-config": "Print the settings as JSON and exit; --config reads them back.",
+    "--dry-run": "Check everything (files, tokenizer, batch arithmetic, memory) and exit without training.",
+}
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What a command line says: settings, notes for the banner, and what to do instead of training."""
+
+    config: Config
+    notes: list[str]
+    dry_run: bool
+    print_config: bool
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field as a flag: `names` set it (the first is its spelling in messages), `off` set a boolean to False."""
+
+    group: str
+    field: str
+    names: tuple[str, ...]
+    off: tuple[str, ...]
+    kind: type
+    choices: tuple[Any, ...]
+    many: bool
+    optional: bool
+    default: Any
+    help: str
+    megatron: str | None
+
+    def convert(self, text: str) -> Any:
+        """The value of one word; raises ValueError with what was expected."""
+        if self.choices and text not in map(str, self.choices):
+            raise ValueError(f"choose from {', '.join(map(str, self.choices))}{_did_you_mean(text, map(str, self.choices))}")
+        if self.kind is bool:
+            if text.lower() not in ("true", "false"):
+                raise ValueError("it takes no value")
+            return text.lower() == "true"
+        if self.kind is str:
+            return text
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            raise ValueError("expected a number")
+        if self.kind is float:
+            return number
+        if re.fullmatch(r"[-+]?\d[\d_]*", text):
+            return int(text)
+        if number != int(number) or abs(number) > 2**53:
+            raise ValueError("expected a whole number")
+        return int(number)
+
+    def parse(self, words: list[str]) -> Any:
+        """The value of a flag followed by `words`; raises ValueError with what is wrong and the fix."""
+        if self.kind is bool and not words:
+            return True
+        if not words or any(word == "" for word in words):
+            raise ValueError("no value follows it (is a shell variable unset?)")
+        if not self.many and len(words) > 1:
+            raise ValueError(f"takes {'no value' if self.kind is bool else 'one value'}; drop the others, or quote a value with spaces")
+        values = tuple(self.convert(word) for word in words)
+        return values if self.many else values[0]
+
+    def load(self, value: Any) -> Any:
+        """The field's value from one read in a configuration file; raises ValueError."""
+        if value is None and self.optional:
+            return None
+        if isinstance(value, list) and self.many and value:
+            return tuple(self.convert(_word(item)) for item in value)
+        if value is None or isinstance(value, (list, dict)) or isinstance(value, bool) != (self.kind is bool):
+            raise ValueError(f"expected {'a list' if self.many else self.kind.__name__}")
+        if self.kind is str and not isinstance(value, str):
+            raise ValueError("expected a string")
+        converted = self.convert(_word(value))
+        return (converted,) if self.many else converted
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _did_you_mean(word: str, known: typing.Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.7)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _key(flag: str) -> str:
+    """Underscores and hyphens are the same, as DeepSpeed's spellings mix them."""
+    return "--" + flag[2:].replace("_", "-")
+
+
+def _field_help(group: type) -> dict[str, str]:
+    """The string literal under each field of a dataclass, from its source."""
+    body = ast.parse(inspect.getsource(group)).body[0].body  # type: ignore[attr-defined]
+    return {
+        field.target.id: text.value.value
+        for field, text in zip(body, body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+
+
+def _option(group: str, field: dataclasses.Field, annotation: Any, text: str) -> Option:
+    """One option from a field's type: bool, int, float, str, Literal, tuple[X, ...], and each of them or None."""
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    members = typing.get_args(annotation) if union else (annotation,)
+    optional = type(None) in members
+    (inner,) = [member for member in members if member is not type(None)]
+    many = typing.get_origin(inner) is tuple
+    if many:
+        inner = typing.get_args(inner)[0]
+    choices = typing.get_args(inner) if typing.get_origin(inner) is typing.Literal else ()
+    kind = type(choices[0]) if choices else inner
+    assert kind in (bool, int, float, str), f"{group}.{field.name}: no flag for {annotation}"
+    names = ("--" + field.name.replace("_", "-"), *field.metadata.get("names", ()))
+    off = () if kind is not bool else (field.metadata.get("off") or "--no-" + field.name.replace("_", "-"),)
+    return Option(group, field.name, names, off, kind, choices, many, optional, field.default, text, field.metadata.get("megatron"))
+
+
+@functools.cache
+def options() -> tuple[Option, ...]:
+    """Every field of `Config` as an option, in the order of groups.py."""
+    result = []
+    for group in dataclasses.fields(Config):
+        cls = getattr(groups, group.type)
+        hints, texts = typing.get_type_hints(cls), _field_help(cls)
+        result += [_option(group.name, field, hints[field.name], texts[field.name]) for field in dataclasses.fields(cls)]
+    return tuple(result)
+
+
+@functools.cache
+def options_by_flag() -> dict[str, tuple[Option, bool]]:
+    """Option and the boolean it sets (True but for off spellings) for each spelling, with hyphens."""
+    table: dict[str, tuple[Option, bool]] = {}
+    for option in options():
+        for flag in (*option.names, *option.off):
+            assert _key(flag) not in table, f"{flag} belongs to two fields"
+            table[_key(flag)] = (option, flag not in option.off)
+    return table
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """An argparse parser with one group per dataclass, for `--help`."""
+    parser = argparse.ArgumentParser(prog="pretrain_gpt.py", allow_abbrev=False, description=__doc__.split("\n")[0])
+    commands = parser.add_argument_group("command")
+    for name, text in COMMANDS.items():
+        commands.add_argument(name, help=text.replace("%", "%%"), metavar="FILE" if "config" in name and "print" not in name else None)
+    for field in dataclasses.fields(Config):
+        group = parser.add_argument_group(field.name)
+        for option in (option for option in options() if option.group == field.name):
+            text = option.help.replace("%", "%%") + ("" if option.default is None else f" (default: {option.default})")
+            if option.kind is bool:
+                group.add_argument(*option.names, *option.off, action="store_true", help=text)
+            else:
+                metavar = "{%s}" % ",".join(map(str, option.choices)) if option.choices else option.kind.__name__.upper()
+                group.add_argument(*option.names, nargs="+" if option.many else None, metavar=metavar, help=text)
+    return parser
+
+
+def split_words(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """Cut a command line into (flag, its words); returns them and the faults (words before any flag, one-dash flags)."""
+    occurrences: list[tuple[str, list[str]]] = []
+    faults = []
+    for word in argv:
+        if re.match(r"--[A-Za-z]", word):
+            flag, equals, value = word.partition("=")
+            if re.search(r"\s", flag):
+                faults.append(f"{word!r}: flag and value are one word; do not quote them together")
+                flag, equals, value = flag.split()[0], "", ""
+                occurrences.append((flag, word.split()[1:]))
+                continue
+            occurrences.append((flag, [_unquote(value)] if equals else []))
+        elif not occurrences or re.match(r"-[A-Za-z]", word):
+            faults.append(f"{word}: this word belongs to no flag; flags begin with --")
+        else:
+            occurrences[-1][1].append(_unquote(word))
+    return occurrences, faults
+
+
+def _unquote(word: str) -> str:
+    """Drop quotation marks that a shell array left inside a word: '99,1,0' with its quotes."""
+    return word[1:-1] if len(word) >= 2 and word[0] == word[-1] and word[0] in "'\"" else word
+
+
+@dataclass
+class _Reading:
+    """What has been read so far; `set_by` remembers which flag gave each field its value."""
+
+    values: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
+    set_by: dict[tuple[str, str], tuple[str, list[str]]] = dataclasses.field(default_factory=dict)
+    commands: dict[str, str] = dataclasses.field(default_factory=dict)
+    foreign: list[tuple[str, list[str]]] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    faults: list[str] = dataclasses.field(default_factory=list)
+    unsure: set[str] = dataclasses.field(default_factory=set)  # flags whose value is unknown: rules about them say nothing
+
+    def read(self, flag: str, words: list[str], written: str | None = None) -> None:
+        """Take in one occurrence; `written` is the user's own spelling when the table rewrote it."""
+        if _key(flag) in map(_key, COMMANDS):
+            self._command(_key(flag), words)
+        elif _key(flag) in options_by_flag():
+            self._field(flag, words, written or flag)
+        elif (row := compatibility.find(_key(flag))) is None:
+            known = [*options_by_flag(), *COMMANDS, *compatibility.names()]
+            self.faults.append(f"{_shown(flag, words)}: unknown flag{_did_you_mean(_key(flag), known)}")
+        elif row.verdict == "equals":
+            for ours, values in row.rewrite(words):
+                self.read(ours, values, written=flag)
+        else:
+            self.foreign.append((flag, words))
+
+    def _command(self, flag: str, words: list[str]) -> None:
+        takes_file = flag in ("--config", "--deepspeed-config")
+        if len(words) != takes_file or "" in words:
+            self.faults.append(f"{_shown(flag, words)}: takes {'one file' if takes_file else 'no value'}")
+        else:
+            self.commands[flag] = words[0] if takes_file else ""
+
+    def _field(self, flag: str, words: list[str], written: str) -> None:
+        option, on = options_by_flag()[_key(flag)]
+        key = (option.group, option.field)
+        try:
+            words, note = compatibility.translate_value(option.names[0], words)
+            value = option.parse(words)
+            if option.kind is bool:
+                value = value == on
+        except ValueError as problem:
+            self.faults.append(f"{_shown(written, words)}: {problem}")
+            self.unsure.add(option.names[0])
+            return
+        if note:
+            self.notes.append(note)
+        if key in self.values and self.values[key] != value:
+            before, now = _shown(*self.set_by[key]), _shown(written, words)
+            if _key(self.set_by[key][0]) == _key(written):
+                self.notes.append(f"{before} is overridden by the later {now}")
+            else:
+                self.faults.append(f"{now}: contradicts {before}; drop one of them")
+        self.values[key] = value
+        self.set_by[key] = (written, words)
+
+
+def _shown(flag: str, words: list[str]) -> str:
+    """A flag and its words in a message, not longer than a line."""
+    text = " ".join([flag, *(word or "''" for word in words)])
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def load_config(path: str) -> tuple[dict[tuple[str, str], Any], list[str]]:
+    """Read a configuration file: values by (group, field), and the faults in it."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        content = _read_json_or_yaml(text)
+    except (OSError, ValueError) as problem:
+        return {}, [f"--config {path}: cannot be read: {problem}"]
+    known = {(option.group, option.field): option for option in options()}
+    names = dataclasses.asdict(Config())
+    values, faults = {}, []
+    if not isinstance(content, dict):
+        return {}, [f"--config {path}: expected groups with settings, as --print-config writes them"]
+    for group, fields in content.items():
+        if group not in names or not isinstance(fields, dict):
+            faults.append(f"--config {path}: {group!r} is not a group of settings; the groups are {', '.join(names)}")
+            continue
+        for field, value in fields.items():
+            option = known.get((group, field))
+            if option is None:
+                faults.append(f"--config {path}: {group} has no setting {field!r}{_did_you_mean(str(field), names[group])}")
+                continue
+            try:
+                values[group, field] = option.load(value)
+            except ValueError as problem:
+                faults.append(f"--config {path}: {group}.{field} = {value!r}: {problem}")
+    return values, faults
+
+
+def _read_json_or_yaml(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as problem:
+        try:
+            import yaml
+        except ImportError:
+            raise ValueError(f"it is not JSON ({problem}), and PyYAML is not installed to read it as YAML") from None
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as yaml_problem:
+            raise ValueError(" ".join(str(yaml_problem).split())) from None
+
+
+def dump_config(config: Config) -> str:
+    """The text that --print-config prints and --config reads back."""
+    return json.dumps(config.to_dict(), indent=2)
+
+
+def _with_values(config: Config, values: dict[tuple[str, str], Any]) -> Config:
+    for group in {group for group, _ in values}:
+        changes = {field: value for (other, field), value in values.items() if other == group}
+        config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **changes)})
+    return config
+
+
+def parse_arguments(argv: list[str]) -> Parsed:
+    """Settings of a command line. Raises one `ArgumentErrors` with every fault; `--help` prints and exits.
+
+    Rules between fields are the business of `resolve`; when there are faults already, theirs are added, so that nothing
+    waits behind the first mistake (but those about a flag whose value could not be read).
+    """
+    if any(word in ("-h", "--help") for word in argv):
+        build_parser().print_help()
+        raise SystemExit(0)
+    occurrences, faults = split_words(argv)
+    reading = _Reading(faults=faults)
+    for flag, words in occurrences:
+        reading.read(flag, words)
+    config = Config()
+    if "--config" in reading.commands:
+        values, faults = load_config(reading.commands["--config"])
+        reading.faults += faults
+        config = _with_values(config, values)
+    config = _with_values(config, reading.values)
+    notes, faults = compatibility.answer(reading.foreign, config)
+    reading.notes += notes
+    reading.faults += faults
+    if "--deepspeed-config" in reading.commands:
+        notes, faults = compare_with_deepspeed(reading.commands["--deepspeed-config"], config)
+        reading.notes += notes
+        reading.faults += faults
+    if config.distributed.world_size is not None and "--dry-run" not in reading.commands:
+        reading.faults.append(f"--world-size {config.distributed.world_size}: only with --dry-run; a launcher sets the size of a real run")
+    if reading.faults:
+        told = [fault for fault in cross_field_faults(config, config.distributed.world_size or 1, None)
+                if not any(re.search(rf"{flag}(?![\w-])", fault) for flag in reading.unsure)]
+        raise ArgumentErrors([*reading.faults, *told])
+    return Parsed(config, reading.notes, "--dry-run" in reading.commands, "--print-config" in reading.commands)

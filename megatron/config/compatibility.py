@@ -1,0 +1,356 @@
+"""What becomes of flags of Megatron-LM (2026-08) and Megatron-DeepSpeed (2025-07) that are not fields here.
+
+One maintained table, four verdicts:
+- equals: rewritten to our flags; `$` stands for the flag's own values.
+- note: accepted, because leaving it out changes nothing about the result; one line in the banner says why.
+- only: accepted with the listed values (they are what happens here anyway), refused with others.
+- refused: an error line that says what to do.
+A name ending in `*` is a family; an exact name wins over a family, a longer family over a shorter one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.config.groups import Config
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: `flags` share a verdict and its `text` (for equals: the replacement)."""
+
+    flags: tuple[str, ...]
+    verdict: str
+    text: str
+    values: tuple[str, ...] = ()
+    when: Callable[[Config], bool] | None = None  # a note that holds only for such settings; refused otherwise
+
+    def rewrite(self, words: list[str]) -> list[tuple[str, list[str]]]:
+        """The occurrences of our own flags that an equals row stands for."""
+        result: list[tuple[str, list[str]]] = []
+        for word in self.text.split():
+            if word.startswith("--"):
+                result.append((word, []))
+            else:
+                result[-1][1].extend(words if word == "$" else [word])
+        if "$" not in self.text and words:
+            result[0][1].extend(words)  # a switch followed by a stray word: the flag's own parser says so
+        return result
+
+
+def note(flags: str, text: str, when: Callable[[Config], bool] | None = None) -> Row:
+    """A row whose flags are accepted and change nothing."""
+    return Row(tuple(flags.split()), "note", text, when=when)
+
+
+def only(flags: str, values: str, text: str) -> Row:
+    """A row whose flags are accepted with these values alone; `text` says why others are not."""
+    return Row(tuple(flags.split()), "only", text, tuple(values.split()))
+
+
+def equals(flags: str, ours: str) -> Row:
+    """A row whose flags are other names of our flags."""
+    return Row(tuple(flags.split()), "equals", ours)
+
+
+def refused(flags: str, text: str) -> Row:
+    """A row whose flags are errors."""
+    return Row(tuple(flags.split()), "refused", text)
+
+
+EQUALS = (
+    equals("--swiglu", "--activation swiglu"),
+    equals("--geglu", "--activation geglu"),
+    equals("--squared-relu", "--activation squared-relu"),
+    equals("--openai-gelu", "--activation gelu-tanh"),
+    equals("--use-rotary-position-embeddings", "--position-embedding-type rope"),
+    equals("--rotary-position-embeddings-theta", "--rotary-base $"),
+    equals("--num-key-value-heads", "--group-query-attention --num-query-groups $"),
+    equals("--no-weight-tying", "--untie-embeddings-and-output-weights"),
+    equals("--no-pad-vocab-size --disable-pad-vocab-size", "--make-vocab-size-divisible-by 1"),
+    equals("--encoder-num-layers --decoder-num-layers", "--num-layers $"),
+    equals("--encoder-seq-length --decoder-seq-length", "--seq-length $"),
+    equals("--checkpoint-activations", "--recompute-granularity full --recompute-method uniform"),
+    equals("--checkpoint-num-layers", "--recompute-num-layers $"),
+    equals("--no-check-for-nan-in-loss-and-grad", "--nan-policy skip"),
+    equals("--no-load-lr-state", "--override-opt-param-scheduler"),
+)
+
+NOTES = (
+    note("--use-mcore-models --transformer-impl --spec --enable-experimental", "there is one implementation of the model here"),
+    note("--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm "
+         "--no-gradient-accumulation-fusion --cross-entropy-loss-fusion --cross-entropy-fusion-impl --fused-residual-rmsnorm "
+         "--use-fused-weighted-squared-relu --use-te-activation-func --use-transformer-engine-op-fuser --disable-jit-fuser "
+         "--disable-mem-efficient-ln --enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph --cuda-graph-* "
+         "--mlp-chunks-for-training --use-grouped-gemm-for-dense-mlp --onnx-safe", "a choice of kernels, which are chosen here"),
+    note("--no-bias-gelu-fusion", "gelu is the exact (erf) one here, as in Megatron's unfused path; its fused default is --activation gelu-tanh"),
+    note("--use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --use-flash-attn-builder "
+         "--flash-attention-version --use-kitchen-attention --kitchen-attention-backend",
+         "--attention-backend auto takes the fastest kernel that supports the settings"),
+    note("--attention-softmax-in-fp32 --apply-query-key-layer-scaling --no-query-key-layer-scaling",
+         "the softmax is in fp32, where scaling by the layer number cancels"),
+    note("--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --disable-bf16-reduced-precision-matmul",
+         "gradients are accumulated and reduced in fp32 here"),
+    note("--fp16-lm-cross-entropy", "the loss is computed in fp32 here"),
+    note("--calculate-per-token-loss", "the loss is always the mean over all tokens of the global batch here"),
+    note("--apply-layernorm-1p", "storing the scale minus one gives the same model, since norms take no weight decay"),
+    note("--no-position-embedding", "rotary positions have no table",
+         when=lambda config: config.model.position_embedding_type != "learned_absolute"),
+    note("--deterministic-mode", "runs are deterministic on one device type by design"),
+    note("--no-async-tensor-model-parallel-allreduce --sequence-parallel --tp-comm-* --no-tp-comm-* --disable-tp-comm-* "
+         "--no-scatter-gather-tensors-in-pipeline --distribute-saved-activations --distribute-checkpointed-activations "
+         "--no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding --symmetric-ar-type "
+         "--defer-embedding-wgrad-compute --wgrad-deferral-limit --delay-wgrad-compute --use-ring-exchange-p2p "
+         "--overlap-p2p-communication --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush "
+         "--no-pipeline-parallel --pipeline-model-parallel-comm-backend --microbatch-group-size-per-virtual-pipeline-stage "
+         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --cp-comm-type "
+         "--hierarchical-context-parallel-sizes --max-seqlen-per-dp-cp-rank --force-ds-sequence-parallel",
+         "concerns tensor, pipeline or context parallelism, whose sizes are 1"),
+    note("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --overlap-param-gather-with-optimizer-step "
+         "--ddp-* --DDP-impl --no-contiguous-buffers-in-local-ddp --no-align-grad-reduce --disable-align-grad-reduce "
+         "--no-align-param-gather --no-gradient-reduce-div-fusion --use-nccl-ub --disable-symmetric-registration "
+         "--create-all-gather-group --no-use-layer-wise-param-layout --zero-reduce-scatter --zero-contigious-gradients "
+         "--zero-reduce-bucket-size --zero-allgather-bucket-size --suggested-communication-unit-size --remote-device "
+         "--use-pin-memory --scattered-embeddings --split-transformers --memory-centric-tiled-linear --tile-factor",
+         "concerns data parallelism; one process has nothing to share"),
+    note("--distributed-backend --distributed-timeout-minutes --distributed-timeout-seconds-after-init --local-rank "
+         "--nccl-communicator-config-path --use-tp-pp-dp-mapping --disable-gloo-process-groups --use-sharp "
+         "--sharp-enabled-group --high-priority-stream-groups --flight-recorder-* --no-flight-recorder-* "
+         "--disable-flight-recorder-* --lazy-mpu-init --empty-unused-memory-level --standalone-embedding-stage",
+         "process groups, device and memory are set up here"),
+    note("--deepspeed --deepscale --deepspeed-activation-checkpointing --partition-activations --contigious-checkpointing "
+         "--synchronize-each-layer --profile-backward --ds-fused-adam --cpu-torch-adam --checkpoint-in-cpu",
+         "DeepSpeed is not used; training is the same without it"),
+    note("--num-workers --data-cache-path --no-mmap-bin-files --mmap-warmup --no-create-attention-mask-in-dataloader "
+         "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap --num-dataset-builder-threads "
+         "--per-dataset-sequences-path --mid-level-dataset-surplus --object-storage-cache-path --enable-msc --disable-msc "
+         "--no-data-sharding", "data order is computed: there is no index to build, cache or prefetch"),
+    note("--manual-gc --manual-gc-interval --no-manual-gc-eval --disable-manual-gc-eval --train-sync-interval "
+         "--decrease-batch-size-if-needed --gpu-sniff-test-interval --check-weight-hash-across-dp-replicas-interval",
+         "housekeeping of Megatron's loop"),
+    note("--exit-signal-handler --exit-signal-handler-for-training --exit-signal-handler-for-dataloader",
+         "SIGTERM and SIGUSR1 always save and exit"),
+    note("--log-throughput --log-progress --log-timers-to-tensorboard --no-log-loss-scale-to-tensorboard "
+         "--disable-log-loss-scale-to-tensorboard --log-validation-ppl-to-tensorboard --log-memory-to-tensorboard "
+         "--log-memory-interval --log-device-memory-used --log-world-size-to-tensorboard --log-batch-size-to-tensorboard "
+         "--no-log-learnig-rate-to-tensorboard --log-learning-rate-to-tensorboard --log-optimizer-states-to-tensorboard "
+         "--tensorboard-queue-size --timing-log-option --no-barrier-with-level-1-timing --logging-level --log-energy "
+         "--log-max-attention-logit --config-logger-dir --dump-param-to-param-group-map",
+         "logging is fixed here: see docs for the metrics that are always written"),
+    note("--profile --profile-* --use-pytorch-profiler --pytorch-profiler-* --record-memory-history --memory-snapshot-path "
+         "--record-shapes --nvtx-ranges", "no profile is written"),
+    note("--log-straggler --straggler-* --disable-straggler-on-startup --run-workload-inspector-server --no-one-logger "
+         "--one-logger-* --app-tag-* --otel-* --enable-ft-package --calc-ft-timeouts --ft-* --inprocess-* --rerun-mode "
+         "--result-rejected-tracker-filename --adlr-autoresume --adlr-autoresume-interval",
+         "concerns NVIDIA's cluster services, which do not take part in the result"),
+    note("--no-save-rng --no-load-rng --te-rng-tracker --inference-rng-tracker", "there is no random state: every draw is computed"),
+    note("--ckpt-format --dist-ckpt-* --distrib-optim-* --use-dist-ckpt --auto-detect-ckpt-format --async-* --use-persistent-ckpt-worker "
+         "--ckpt-fully-parallel-* --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure --ckpt-pg-tensors-* "
+         "--ckpt-drop-redundant-extra-state --no-ckpt-load-validate-sharding-integrity "
+         "--disable-ckpt-load-validate-sharding-integrity --verify-integrity --no-save-tokenizer-assets "
+         "--disable-save-tokenizer-assets --no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load "
+         "--universal-checkpoint --non-persistent-local-ckpt-algo --replication-jump --replication-factor",
+         "checkpoints have one format here, verified and independent of the layout"),
+    note("--use-cpu-initialization --init-model-with-meta-device", "initial weights do not depend on the device or the layout"),
+    note("--multiple-validation-sets", "every validation source always has its own loss"),
+    note("--moe-* --disable-moe-* --create-moe-param-group --expert-interval --topk --overlap-moe-expert-parallel-comm "
+         "--overlap-dispatch-backward-with-experts-wgrad --ep-overlap-early-attn-memory-release --use-tutel "
+         "--high-priority-a2a-comm-stream --use-grouped-gemm-for-shared-expert --enable-expert-tensor-parallelism",
+         "acts only in mixture-of-experts models (--num-experts), which are refused"),
+    note("--fp8-* --no-fp8-wgrad --disable-fp8-wgrad --fp4-* --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16 "
+         "--keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag", "acts only with --fp8-format or --fp4-format, which are refused"),
+    note("--inference --inference-* --use-legacy-static-engine --max-tokens-to-oom --decode-only-cuda-graphs --enable-chunked-prefill "
+         "--num-speculative-tokens --flash-decode --mamba-inference-* --mlp-chunks-for-prefill --nccl-all-reduce-for-prefill "
+         "--use-same-sampling-seed-across-dp-ranks --ds-inference", "concerns inference, which does not take part in pretraining"),
+    note("--muon-* --lion-* --qk-clip-* --mtp-* --mup-* --dsa-* --no-dsa-* --disable-dsa-* --mhc-* --linear-* --mamba-* "
+         "--disable-mamba-mem-eff-path --gdp-* --fim-* --relative-attention-* --yarn-correction-range-round-to-int "
+         "--optimizer-offload-fraction --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d "
+         "--no-pin-cpu-grads --no-pin-cpu-params --min-offloaded-tensor-size --offload-modules --delay-offload-until-cuda-graph "
+         "--delta-offload-bytes-across-pp-ranks --activation-offload-fraction --cpu-offloading-retain-pinned-cpu-buffers "
+         "--fine-grained-offloading-max-inflight-offloads --megatron-fsdp-* --fsdp-* --data-parallel-sharding-strategy "
+         "--outer-dp-sharding-strategy --num-distributed-optimizer-instances --enable-full-sharding-in-hsdp --gtp-* "
+         "--torch-fsdp2-no-reshard-after-forward --batch-invariant-backend --enable-zbh1-exact-semantics "
+         "--ds-sequence-parallel-fpdt-* --error-injection-type --tokenizer-special-tokens --chat-template "
+         "--sft-tokenizer-prompt-format --logits-* --bert-no-binary-head --mask-prob --short-seq-prob --sample-rate",
+         "acts only together with a main switch, which is refused"),
+    note("--tiktoken-*", "acts only with the TikTokenizer, whose pattern cannot be chosen here",
+         when=lambda config: config.data.tokenizer_type != "TikTokenizer"),
+)
+
+_LATER = "not built yet"
+ONLY = (
+    only("--tensor-model-parallel-size --model-parallel-size --tensor-parallel-num-weight-shards", "1", f"tensor parallelism is {_LATER}"),
+    only("--pipeline-model-parallel-size --num-virtual-stages-per-pipeline-rank", "1", f"pipeline parallelism is {_LATER}"),
+    only("--context-parallel-size --ds-sequence-parallel-size", "1", f"context parallelism is {_LATER}"),
+    only("--zero-stage", "0", f"ZeRO is {_LATER}; one process has nothing to share"),
+    only("--num-experts --num-experts-switch --expert-model-parallel-size --expert-tensor-parallel-size "
+         "--expert-tensor-parallel-num-weight-shards --moe-expert-parallel-size", "1", "mixture of experts is not supported"),
+    only("--mlp-type", "standard", "mixture of experts is not supported"),
+    only("--data-impl", "mmap infer", "only Megatron's memory-mapped .bin/.idx files are read; preprocess again"),
+    only("--dataloader-type", "single", "data order is always computed from the seed"),
+    only("--rope-type", "rope", "use --position-embedding-type yarn"),
+    only("--softmax-type", "vanilla", "attention sinks are not supported"),
+    only("--exit-signal", "SIGTERM SIGUSR1", "SIGTERM and SIGUSR1 save and exit"),
+    only("--main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype --megatron-fsdp-main-params-dtype",
+         "fp32", "master weights, gradients and moments are fp32"),
+    only("--vocab-extra-ids --cpu-offloading-num-layers --error-injection-rate --mtp-num-layers --iterations-to-skip", "0",
+         "not supported; drop it"),
+    only("--glu-linear-offset", "0 0.0", "not supported; drop it"),
+)
+
+REFUSED = (
+    refused("--step-batch-size-schedule", "use --rampup-batch-size START INCREMENT SAMPLES"),
+    refused("--train-tokens", "use --train-samples: tokens / seq-length"),
+    refused("--lr-decay-tokens", "use --lr-decay-samples: tokens / seq-length"),
+    refused("--lr-warmup-tokens", "use --lr-warmup-samples: tokens / seq-length"),
+    refused("--warmup", "use --lr-warmup-fraction: a share of the decay, not a percentage"),
+    refused("--decoupled-lr --decoupled-min-lr --head-lr-mult", "one learning rate serves all parameters; drop it"),
+    refused("--recompute-activations --recompute-modules --moe-layer-recompute",
+            f"selective recompute is {_LATER}; drop it, or use --checkpoint-activations (all of it)"),
+    refused("--use-checkpoint-args --use-mp-args-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args "
+            "--disable-use-tokenizer-model-from-checkpoint-args", "settings come from the command line; save them with --print-config "
+            "and read them with --config FILE"),
+    refused("--yaml-cfg", "use --config FILE (write one with --print-config)"),
+    refused("--pretrained-checkpoint", "use --load DIR --finetune"),
+    refused("--reset-iteration", "use --finetune"),
+    refused("--override-ckpt-iteration --load-tag", "use --ckpt-step ITERATION"),
+    refused("--load-main-params-from-ckpt --ckpt-convert-* --kill-switch-file --replication "
+            "--save-params-interval --save-activations-interval --save-wgrads-interval --save-dgrads-interval "
+            "--save-tokens-per-expert-interval", "not supported; drop it"),
+    refused("--save-retain-interval", "every checkpoint is kept; drop it and delete old ones by hand"),
+    refused("--non-persistent-*", "there is one kind of checkpoint; use --save-interval"),
+    refused("--use-megatron-fsdp --use-torch-fsdp2", f"sharding over data-parallel ranks is {_LATER}; drop it"),
+    refused("--optimizer-cpu-offload --cpu-optimizer --fine-grained-activation-offloading --moe-paged-stash",
+            f"offload to the host is {_LATER}; drop it"),
+    refused("--num-layers-per-virtual-pipeline-stage --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers "
+            "--pipeline-model-parallel-layout --pipeline-model-parallel-split-rank --enable-zbh1-pipeline", f"pipeline parallelism is {_LATER}"),
+    refused("--hybrid-context-parallel --ds-sequence-parallel-fpdt", f"context parallelism is {_LATER}"),
+    refused("--use-precision-aware-optimizer --output-logit-dtype --embedding-weights-in-fp32 --fp32-residual-connection",
+            "precision is what --bf16, --fp16 or --fp64 say (fp32 master weights, gradients and moments); drop it"),
+    refused("--fp8-format --fp8-e4m3 --fp8-hybrid --fp8-param-gather --fp4-format --fp4-param-gather --first-last-layers-bf16 "
+            "--te-precision-config-file --kitchen-* --fp8-output-proj", "fp8 and fp4 are not supported; use --bf16"),
+    refused("--quick-geglu --activation-func-clamp-value", "not an activation here; choose one with --activation"),
+    refused("--init-method-xavier-uniform --embedding-init-method-std --no-initialization --use-mup",
+            "weights are drawn from normal(0, --init-method-std), residual outputs scaled by depth; drop it"),
+    refused("--data-parallel-random-init", "all replicas start from the same weights; drop it"),
+    refused("--rotary-interleaved --no-rope-freq --mrope-section --no-yarn-correction-range-round-to-int",
+            "rotary positions are half-split and the same in every layer; drop it"),
+    refused("--window-attn-skip-freq", "the window is the same in every layer; drop it"),
+    refused("--qk-l2-norm --qk-clip", "use --qk-layernorm"),
+    refused("--attention-output-gate --apply-residual-connection-post-layernorm --enable-mhc-connections --batch-invariant-mode",
+            "not a variant of the model here; drop it"),
+    refused("--no-weight-decay-cond-type --apply-wd-to-qk-layernorm", "biases and one-dimensional parameters take no weight decay; drop it"),
+    refused("--freeze-all-layers --sft --fim-data --data-efficiency-curriculum-learning --curriculum-* --random-ltd --train-idx-path "
+            "--train-desc-path --train-doc-idx-path --train-sample-idx-path --train-shuffle-idx-path --repeated-dataloader "
+            "--train-data-exact-num-epochs --return-data-index --use-dataset-only --phase-transition-iterations "
+            "--aml-data-download-path", "not supported; drop it"),
+    refused("--data-args-path --per-split-data-args-path",
+            "use --data-path, or --train-data-path, --valid-data-path and --test-data-path, e.g. --data-path $(cat FILE)"),
+    refused("--dataloader-inter-document-masking", "use --reset-attention-mask (and --reset-position-ids)"),
+    refused("--allow-ambiguous-pad-tokens", "samples are never padded; drop it"),
+    refused("--eval-global-batch-size --eval-micro-batch-size", "evaluation uses the training batch sizes; drop it"),
+    refused("--start-eval-at-iter --full-validation --validation-set-names --test-mode",
+            "evaluation is --eval-iters global batches every --eval-interval iterations, for each source by its name; drop it"),
+    refused("--padded-vocab-size", "it follows from the tokenizer and --make-vocab-size-divisible-by; drop it"),
+    refused("--null-tokenizer-eod-id --null-tokenizer-pad-id", "the NullTokenizer's end of document is --vocab-size; drop it"),
+    refused("--tokenizer-metadata --tokenizer-sentencepiece-legacy --no-tokenizer-sentencepiece-ignore-extra-whitespaces "
+            "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces --tokenizer-hf-* --trust-remote-code --use-gigatoken",
+            "the tokenizer's own file decides; drop it"),
+    refused("--check-for-spiky-loss --check-for-large-grads --fault-injector-* --fake-process-group",
+            "not supported; NaN and Inf are checked always (--nan-policy); drop it"),
+    refused("--moe-use-upcycling --moe-upcycling-granularity", "mixture of experts is not supported"),
+    refused("--multi-latent-attention --mla-* --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim "
+            "--rotary-scaling-factor --mscale --mscale-all-dim --cache-mla-latents", "multi-latent attention is not supported"),
+    refused("--is-hybrid-model --hybrid-layer-pattern --hybrid-override-pattern --experimental-attention-variant --heterogeneous-* --linear-attention-freq --mtp-standalone", "every layer is the same attention and MLP block"),
+    refused("--retro-* --retriever-* --biencoder-* --ict-* --bert-* --output-bert-embeddings --titles-data-path --query-in-block-prob "
+            "--use-one-sent-docs --evidence-data-path --block-data-path --embedding-path --indexer-*",
+            "retrieval and BERT models are not supported"),
+    refused("--vision-* --num-classes --img-h --img-w --num-channels --patch-dim --classes-fraction --data-per-class-fraction "
+            "--swin-backbone-type --mask-type --mask-factor --iter-per-epoch --dino-*", "vision models are not supported"),
+    refused("--rl-* --grpo-* --langrl-* --perform-rl-step --refit-method", "reinforcement learning is not supported"),
+    refused("--logits-save-dir --logits-load-dir --mos --kd --kd-* --load-teacher --num-layers-teacher --num-experts-teacher "
+            "--hidden-size-teacher --num-attention-heads-teacher", "distillation is not supported"),
+    refused("--deepscale-config", "use --deepspeed_config"),
+)
+
+TABLE: tuple[Row, ...] = (*EQUALS, *NOTES, *ONLY, *REFUSED)
+
+# Other values of our own flags: (flag, word) -> our word, and a note if the meaning deserves one.
+VALUES: dict[tuple[str, str], tuple[str, str]] = {
+    ("--tokenizer-type", "Llama2Tokenizer"): ("SentencePieceTokenizer", ""),
+    ("--tokenizer-type", "GPTSentencePieceTokenizer"): ("SentencePieceTokenizer", ""),
+    ("--normalization", "layernorm"): ("LayerNorm", ""),
+    ("--normalization", "rmsnorm"): ("RMSNorm", ""),
+    ("--attention-backend", "flash"): ("auto", "--attention-backend flash: auto takes the fastest kernel that supports the settings"),
+    ("--attention-backend", "fused"): ("auto", "--attention-backend fused: auto takes the fastest kernel that supports the settings"),
+    ("--attention-backend", "unfused"): ("plain", "--attention-backend unfused is plain here"),
+    ("--attention-backend", "local"): ("plain", "--attention-backend local is plain here"),
+    ("--timing-log-level", "2"): ("1", "--timing-log-level 2: there are no finer timers than level 1's"),
+}
+
+
+def translate_value(flag: str, words: list[str]) -> tuple[list[str], str]:
+    """Our words for another codebase's values of our own flag, and a note; raises ValueError for values that cannot act."""
+    if flag == "--window-size" and len(words) == 1 and "," in words[0]:
+        left, right = (part.strip() for part in words[0].strip("()").split(",", 1))
+        if not left.isdigit() or right != "0":
+            raise ValueError("Megatron's pair must be W-1,0 here: W latest tokens, itself included, none after it")
+        return [str(int(left) + 1)], f"--window-size {words[0]} is a window of {int(left) + 1} tokens, itself included"
+    if flag == "--recompute-granularity" and words == ["selective"]:
+        raise ValueError("selective recompute is not built yet; drop it, or use --recompute-granularity full")
+    if flag == "--recompute-method" and words == ["block"]:
+        raise ValueError("block recompute is not built yet; use --recompute-method uniform")
+    if len(words) == 1 and (flag, words[0]) in VALUES:
+        ours, text = VALUES[flag, words[0]]
+        return [ours], text
+    return words, ""
+
+
+def _key(flag: str) -> str:
+    return "--" + flag[2:].replace("_", "-")
+
+
+@functools.cache
+def _rows() -> dict[str, Row]:
+    """Row by name or family; a name in two rows is a fault of the table."""
+    rows: dict[str, Row] = {}
+    for row in TABLE:
+        for flag in row.flags:
+            assert _key(flag) not in rows, f"{flag} stands twice in the table"
+            rows[_key(flag)] = row
+    return rows
+
+
+def names() -> list[str]:
+    """Every exact name in the table, for suggestions."""
+    return [flag for flag in _rows() if not flag.endswith("*")]
+
+
+def find(flag: str) -> Row | None:
+    """The row that answers a flag, or None."""
+    rows = _rows()
+    if flag in rows:
+        return rows[flag]
+    families = [name for name in rows if name.endswith("*") and flag.startswith(name[:-1])]
+    return rows[max(families, key=len)] if families else None
+
+
+def answer(occurrences: list[tuple[str, list[str]]], config: Config) -> tuple[list[str], list[str]]:
+    """Notes and faults for flags that are not ours; flags that share a row share its note."""
+    accepted: dict[Row, list[str]] = {}
+    faults = []
+    for flag, words in occurrences:
+        row = find(_key(flag))
+        assert row is not None and row.verdict != "equals"
+        shown = " ".join([flag, *words])
+        allowed = row.values and words == [word for word in words if word in row.values] and words
+        if row.verdict == "only" and not allowed:
+            hint = f" (accepted: {', '.join(row.values)})" if row.values else ""
+            faults.append(f"{shown}: {row.text}{hint}" if words else f"{flag}: no value follows it (is a shell variable unset?)")
+        elif row.verdict == "refused" or (row.when is not None and not row.when(config)):
+            faults.append(f"{shown}: {row.text}" if row.verdict == "refused" else f"{shown}: not supported with these settings: {row.text}")
+        elif row.verdict == "note" and flag not in accepted.setdefault(row, []):
+            accepted[row].append(flag)
+    return [f"{', '.join(flags)}: {row.text}" for row, flags in accepted.items()], faults

@@ -1,0 +1,137 @@
+"""A DeepSpeed configuration file read against our flags: never a second source of settings, only a comparison."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.config.groups import Config
+
+# DeepSpeed's key -> our flag; the field follows from the flag.
+SAME = {
+    "train_batch_size": ("training", "global_batch_size"),
+    "train_micro_batch_size_per_gpu": ("training", "micro_batch_size"),
+    "gradient_clipping": ("optimizer", "clip_grad"),
+    "fp16.enabled": ("precision", "fp16"),
+    "fp16.loss_scale": ("precision", "loss_scale"),
+    "fp16.initial_scale_power": ("precision", "initial_loss_scale"),
+    "fp16.loss_scale_window": ("precision", "loss_scale_window"),
+    "fp16.hysteresis": ("precision", "hysteresis"),
+    "fp16.min_loss_scale": ("precision", "min_loss_scale"),
+    "bf16.enabled": ("precision", "bf16"),
+    "bfloat16.enabled": ("precision", "bf16"),
+    "optimizer.type": ("optimizer", "optimizer"),
+    "optimizer.params.lr": ("optimizer", "lr"),
+    "optimizer.params.eps": ("optimizer", "adam_eps"),
+    "optimizer.params.weight_decay": ("optimizer", "weight_decay"),
+    "optimizer.params.momentum": ("optimizer", "sgd_momentum"),
+}
+
+# Keys (and everything under them) that change nothing about the result of one process.
+NOTED = {
+    "steps_per_print": "--log-interval sets how often a line is printed",
+    "wall_clock_breakdown": "--timing-log-level 1 logs timers",
+    "memory_breakdown": "memory is always logged",
+    "dump_state": "--print-config prints the settings",
+    "tensorboard": "use --tensorboard-dir",
+    "wandb": "use --wandb-project",
+    "csv_monitor": "metrics.jsonl is always written",
+    "comet": "metrics.jsonl is always written",
+    "flops_profiler": "throughput and MFU are always logged",
+    "comms_logger": "one process does not communicate",
+    "activation_checkpointing": "--checkpoint-activations switches recompute on",
+    "zero_allow_untested_optimizer": "DeepSpeed's optimizers are not used",
+    "zero_force_ds_cpu_optimizer": "DeepSpeed's optimizers are not used",
+    "prescale_gradients": "gradients are accumulated and reduced in fp32",
+    "gradient_predivide_factor": "gradients are accumulated and reduced in fp32",
+    "communication_data_type": "gradients are accumulated and reduced in fp32",
+    "fp32_allreduce": "gradients are accumulated and reduced in fp32",
+    "data_types.grad_accum_dtype": "gradients are accumulated and reduced in fp32",
+    "zero_optimization": "acts only with ZeRO stages above 0",
+    "fp16.auto_cast": "inputs are token ids",
+    "bf16.immediate_grad_update": "gradients are accumulated and reduced in fp32",
+}
+
+
+def compare_with_deepspeed(path: str, config: Config) -> tuple[list[str], list[str]]:
+    """Notes (keys that equal our flags or need none) and faults (contradictions, unsupported keys) of a DeepSpeed file."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("expected one JSON object")
+    except (OSError, ValueError) as problem:
+        return [], [f"--deepspeed_config {path}: cannot be read: {problem}"]
+    notes, faults = [], []
+    for key, value in _flatten(content):
+        note, fault = _answer(key, value, content, config)
+        if note:
+            notes.append(f"DeepSpeed's {key} = {json.dumps(value)}: {note}")
+        if fault:
+            faults.append(f"--deepspeed_config {path}: {key} = {json.dumps(value)}: {fault}")
+    return notes, faults
+
+
+def _flatten(content: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _answer(key: str, value: Any, content: dict, config: Config) -> tuple[str, str]:
+    """The note or the fault (the other is empty) that answers one key."""
+    section = content.get(key.partition(".")[0])
+    if value == "auto":
+        return "follows the flags", ""
+    if isinstance(section, dict) and section.get("enabled") is False and not key.endswith(".enabled"):
+        return "its section is not enabled", ""
+    if key == "optimizer.params.betas":
+        ours = [config.optimizer.adam_beta1, config.optimizer.adam_beta2]
+        return _compare(value, ours, "--adam-beta1 and --adam-beta2")
+    if key in SAME:
+        group, field = SAME[key]
+        return _compare(_in_our_terms(key, value), getattr(getattr(config, group), field), "--" + field.replace("_", "-"))
+    if key == "gradient_accumulation_steps":
+        return _accumulation(value, config)
+    if key == "zero_optimization.stage":
+        return ("--zero-stage 0", "") if value == 0 else ("", "ZeRO is not built yet; one process has nothing to share: set it to 0")
+    if key.startswith("zero_optimization.offload_") and key.endswith(".device") and value != "none":
+        return "", "offload to the host is not built yet; take it out"
+    names = [name for name in NOTED if key == name or key.startswith(name + ".")]
+    if names:
+        return NOTED[max(names, key=len)], ""
+    if value is False or value is None or value == {}:
+        return "off here too", ""
+    return "", "not supported; take it out"
+
+
+def _in_our_terms(key: str, value: Any) -> Any:
+    """DeepSpeed's value in the units of our flag."""
+    if key == "fp16.loss_scale" and value == 0:
+        return None  # dynamic
+    if key == "fp16.initial_scale_power" and isinstance(value, (int, float)):
+        return 2.0**value
+    if key == "optimizer.type" and str(value).lower() in ("adam", "adamw", "fusedadam"):
+        return "adam"
+    return value.lower() if isinstance(value, str) else value
+
+
+def _compare(theirs: Any, ours: Any, flag: str) -> tuple[str, str]:
+    if theirs == ours:
+        return (f"equals {flag}" if ours is not None else f"equals no {flag}"), ""
+    if ours is None or ours is False:
+        return "", f"give {flag}" + ("" if theirs is True else f" {theirs}")
+    return "", f"contradicts {flag}" + ("" if ours is True else f" {ours}") + "; make them agree"
+
+
+def _accumulation(steps: Any, config: Config) -> tuple[str, str]:
+    micro, batch = config.training.micro_batch_size, config.training.global_batch_size
+    ranks = config.distributed.world_size or 1
+    if not isinstance(steps, int) or micro is None:
+        return "", "give --micro-batch-size and --global-batch-size, which say how many steps are accumulated"
+    if batch is not None and batch == micro * steps * ranks:
+        return f"equals --global-batch-size {batch} with --micro-batch-size {micro} on {ranks} rank(s)", ""
+    return "", f"with --micro-batch-size {micro} on {ranks} rank(s) it means --global-batch-size {micro * steps * ranks}, not {batch}"

@@ -1,0 +1,418 @@
+"""Every rule between flags, and every value that follows from others.
+
+`resolve` first fills in derived values (DERIVED, each with its reason), then collects the faults of all rules: ranges of one
+field (RANGES), flags that could not act (NEEDS), and the rules of RULES, one small function each. A rule whose inputs are
+missing says nothing: the missing flag is a fault of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config.errors import ArgumentErrors
+from megatron.config.groups import Config
+
+GROUP_OF = {field: group for group, fields in Config().to_dict().items() for field in fields}
+DEFAULTS = {field: value for fields in Config().to_dict().values() for field, value in fields.items()}
+GATED = ("swiglu", "geglu")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A complete configuration and one note for each value that was filled in or deserves a word."""
+
+    config: Config
+    notes: list[str]
+
+
+class Run:
+    """What rules look at: every field by its own name (`run.lr`), the number of ranks and the tokenizer's vocabulary."""
+
+    def __init__(self, config: Config, world: int, vocabulary: int | None):
+        self.config, self.world, self.vocabulary = config, world, vocabulary
+
+    def __getattr__(self, field: str) -> Any:
+        return getattr(getattr(self.config, GROUP_OF[field]), field)
+
+    def show(self, field: str) -> str:
+        """`--lr-decay-style cosine`: a flag with its value."""
+        value = getattr(self, field)
+        if value is None or isinstance(value, bool):
+            return "--" + field.replace("_", "-")
+        words = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        return f"--{field.replace('_', '-')} {words if len(words) <= 60 else words[:57] + '...'}"
+
+    def has(self, *fields: str) -> bool:
+        """All of these are given and, where numbers, greater than zero."""
+        values = [getattr(self, field) for field in fields]
+        return all(value is not None and not (isinstance(value, (int, float)) and value <= 0) for value in values)
+
+
+# ---------------------------------------------------------------- derived values: field, value and reason, or None
+
+
+Derivation = Iterator[tuple[str, Any, str]]
+
+
+def _derive_model(run: Run) -> Derivation:
+    if run.ffn_hidden_size is None and run.has("hidden_size"):
+        if run.activation in GATED:
+            yield "ffn_hidden_size", run.hidden_size * 8 // 3 // 64 * 64, f"8/3 x hidden-size in multiples of 64, as {run.activation} is gated"
+        else:
+            yield "ffn_hidden_size", 4 * run.hidden_size, "4 x hidden-size"
+    if run.kv_channels is None and run.has("hidden_size", "num_attention_heads") and run.hidden_size % run.num_attention_heads == 0:
+        yield "kv_channels", run.hidden_size // run.num_attention_heads, "hidden-size / num-attention-heads"
+    if run.num_query_groups is None and not run.group_query_attention and run.num_attention_heads is not None:
+        yield "num_query_groups", run.num_attention_heads, "one for each head without --group-query-attention"
+    if run.max_position_embeddings is None and run.seq_length is not None:
+        yield "max_position_embeddings", run.seq_length, "seq-length"
+
+
+def _derive_data(run: Run) -> Derivation:
+    if run.tokenizer_type is None and run.vocab_file is not None and run.merge_file is not None:
+        yield "tokenizer_type", "GPT2BPETokenizer", "--vocab-file and --merge-file are given"
+    elif run.tokenizer_type is None and run.mock_data and run.vocab_size is not None:
+        yield "tokenizer_type", "NullTokenizer", "--mock-data with --vocab-size"
+    if run.split is None and run.data_path is not None:
+        yield "split", "969,30,1", "shares of train, valid and test when none are given"
+
+
+def _derive_training(run: Run) -> Derivation:
+    if run.global_batch_size is None and run.micro_batch_size is not None:
+        yield "global_batch_size", run.micro_batch_size * run.world, f"micro-batch-size x {run.world} data-parallel rank(s)"
+    if run.recompute_granularity == "full":
+        if run.recompute_method is None:
+            yield "recompute_method", "uniform", "the one method there is"
+        if run.recompute_num_layers is None:
+            yield "recompute_num_layers", 1, "every layer by itself"
+    if run.skip_train and run.train_iters is None and run.train_samples is None:
+        yield "train_iters", 0, "--skip-train trains nothing"
+    if run.skip_train and run.lr is None:
+        yield "lr", 0.0, "--skip-train trains nothing"
+
+
+def _derive_schedule(run: Run) -> Derivation:
+    if run.lr_decay_iters is None and run.train_iters and run.lr_decay_samples is None:
+        yield "lr_decay_iters", run.train_iters, "train-iters"
+    if run.lr_decay_samples is None and run.train_samples and run.lr_decay_iters is None:
+        yield "lr_decay_samples", run.train_samples, "train-samples"
+
+
+DERIVED = (_derive_model, _derive_data, _derive_training, _derive_schedule)
+
+
+# ---------------------------------------------------------------- rules of one field
+
+
+RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("greater than 0", lambda value: value > 0,
+     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups max_position_embeddings rotary_base "
+     "rotary_seq_len_interpolation_factor rope_scaling_factor rope_original_max_position_embeddings rope_low_freq_factor "
+     "rope_high_freq_factor yarn_beta_fast yarn_beta_slow norm_epsilon window_size attn_logit_softcapping final_logit_softcapping "
+     "init_method_std make_vocab_size_divisible_by loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis "
+     "seq_length vocab_size micro_batch_size global_batch_size exit_interval exit_duration_in_mins train_samples lr_decay_iters "
+     "lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples eval_interval save_interval log_interval tensorboard_log_interval "
+     "peak_tflops world_size adam_eps"),
+    ("0 or more", lambda value: value >= 0,
+     "z_loss_coeff lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay start_weight_decay end_weight_decay "
+     "clip_grad eval_iters seed train_iters ckpt_step"),
+    ("at least 0 and below 1", lambda value: 0 <= value < 1, "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction"),
+    ("above 0 and at most 1", lambda value: 0 < value <= 1, "rotary_percent"),
+)
+
+
+def _ranges(run: Run) -> Iterator[str]:
+    for text, holds, fields in RANGES:
+        for field in fields.split():
+            value = getattr(run, field)
+            if value is not None and not holds(value):
+                yield f"{run.show(field)}: must be {text}"
+    if run.train_iters == 0 and not run.skip_train:
+        yield "--train-iters 0: nothing would be trained; to evaluate only, give --skip-train"
+
+
+def _rotary(run: Run) -> bool:
+    return run.position_embedding_type in ("rope", "yarn")
+
+
+# (fields, what they act with, does it hold): a value other than the default that cannot act is a fault.
+NEEDS: tuple[tuple[str, str, Callable[[Run], bool]], ...] = (
+    ("num_query_groups", "--group-query-attention",
+     lambda run: run.group_query_attention or run.num_query_groups == run.num_attention_heads),
+    ("rotary_base rotary_percent", "--position-embedding-type rope or yarn", _rotary),
+    ("rotary_seq_len_interpolation_factor use_rope_scaling", "--position-embedding-type rope",
+     lambda run: run.position_embedding_type == "rope"),
+    ("rope_scaling_factor rope_original_max_position_embeddings", "--use-rope-scaling or --position-embedding-type yarn",
+     lambda run: run.use_rope_scaling or run.position_embedding_type == "yarn"),
+    ("rope_low_freq_factor rope_high_freq_factor", "--use-rope-scaling", lambda run: run.use_rope_scaling),
+    ("yarn_beta_fast yarn_beta_slow", "--position-embedding-type yarn", lambda run: run.position_embedding_type == "yarn"),
+    ("loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis", "--fp16", lambda run: run.fp16),
+    ("initial_loss_scale min_loss_scale loss_scale_window hysteresis", "dynamic loss scaling (no --loss-scale)",
+     lambda run: run.loss_scale is None),
+    ("split", "--data-path", lambda run: run.data_path is not None),
+    ("check_data", "data files (--data-path or --train-data-path)", lambda run: not run.mock_data),
+    ("tokenizer_model", "--tokenizer-type SentencePieceTokenizer, HuggingFaceTokenizer or TikTokenizer",
+     lambda run: run.tokenizer_type not in ("GPT2BPETokenizer", "NullTokenizer")),
+    ("vocab_file merge_file", "--tokenizer-type GPT2BPETokenizer", lambda run: run.tokenizer_type in (None, "GPT2BPETokenizer")),
+    ("recompute_method recompute_num_layers", "--recompute-granularity full", lambda run: run.recompute_granularity is not None),
+    ("adam_implementation adam_beta1 adam_beta2 adam_eps", "--optimizer adam", lambda run: run.optimizer == "adam"),
+    ("sgd_momentum", "--optimizer sgd", lambda run: run.optimizer == "sgd"),
+    ("min_lr", "a --lr-decay-style that decays", lambda run: run.lr_decay_style != "constant"),
+    ("lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", "--lr-decay-style WSD", lambda run: run.lr_decay_style == "WSD"),
+    ("lr_warmup_init", "a warm-up (--lr-warmup-iters, -samples or -fraction)",
+     lambda run: bool(run.lr_warmup_iters or run.lr_warmup_samples or run.lr_warmup_fraction)),
+    ("start_weight_decay end_weight_decay", "--weight-decay-incr-style linear or cosine",
+     lambda run: run.weight_decay_incr_style != "constant"),
+    ("save_interval save_optim", "--save DIR", lambda run: run.save is not None),
+    ("ckpt_step finetune load_optim exit_on_missing_checkpoint override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
+     "--load DIR", lambda run: run.load is not None),
+    ("wandb_exp_name wandb_save_dir wandb_entity", "--wandb-project NAME", lambda run: run.wandb_project is not None),
+    ("tensorboard_log_interval", "--tensorboard-dir or --wandb-project",
+     lambda run: run.tensorboard_dir is not None or run.wandb_project is not None),
+)
+
+
+def _needs(run: Run) -> Iterator[str]:
+    for fields, text, holds in NEEDS:
+        if holds(run):
+            continue
+        for field in fields.split():
+            value = getattr(run, field)
+            if value != DEFAULTS[field]:
+                shown = run.show(field) if value is not False else f"--no-{field.replace('_', '-')}"
+                yield f"{shown}: acts only with {text}; drop it or add that"
+
+
+# ---------------------------------------------------------------- rules between fields
+
+
+def _required(run: Run) -> Iterator[str]:
+    for field in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr"):
+        if getattr(run, field) is None and not (field == "lr" and run.skip_train):
+            yield f"--{field.replace('_', '-')} is required"
+
+
+def _heads(run: Run) -> Iterator[str]:
+    heads, groups = run.num_attention_heads, run.num_query_groups
+    if run.kv_channels is None and run.has("hidden_size", "num_attention_heads") and run.hidden_size % heads:
+        yield f"--hidden-size {run.hidden_size}: not divisible by --num-attention-heads {heads}; change one, or give --kv-channels"
+    if run.group_query_attention and groups is None:
+        yield "--group-query-attention: give --num-query-groups (the number of key/value heads)"
+    if run.has("num_attention_heads", "num_query_groups") and heads % groups:
+        yield f"--num-query-groups {groups}: must divide --num-attention-heads {heads}"
+
+
+def _positions(run: Run) -> Iterator[str]:
+    if run.has("seq_length", "max_position_embeddings") and run.max_position_embeddings < run.seq_length:
+        yield f"{run.show('max_position_embeddings')}: smaller than --seq-length {run.seq_length}; raise it to that"
+    if _rotary(run) and run.has("kv_channels", "rotary_percent"):
+        channels = int(run.kv_channels * run.rotary_percent)
+        if channels == 0 or channels % 2:
+            yield f"{run.show('rotary_percent')}: {channels} of {run.kv_channels} channels would rotate; it must be an even number above 0"
+    if run.use_rope_scaling and run.rope_high_freq_factor <= run.rope_low_freq_factor:
+        yield f"{run.show('rope_high_freq_factor')}: must be greater than {run.show('rope_low_freq_factor')}"
+    if run.use_rope_scaling and run.rotary_seq_len_interpolation_factor is not None:
+        yield "--use-rope-scaling: does not combine with --rotary-seq-len-interpolation-factor; drop one"
+    if run.position_embedding_type == "yarn" and run.yarn_beta_fast <= run.yarn_beta_slow:
+        yield f"{run.show('yarn_beta_fast')}: must be greater than {run.show('yarn_beta_slow')}"
+
+
+def _attention(run: Run) -> Iterator[str]:
+    if run.attention_backend == "sdpa" and run.attention_dropout > 0:
+        yield f"--attention-backend sdpa: cannot apply {run.show('attention_dropout')}; give --attention-dropout 0, or drop the backend"
+    if run.attention_backend == "sdpa" and run.attn_logit_softcapping is not None:
+        yield f"--attention-backend sdpa: cannot apply {run.show('attn_logit_softcapping')}; drop one"
+
+
+def _precision(run: Run) -> Iterator[str]:
+    given = [name for name in ("bf16", "fp16", "fp64") if getattr(run, name)]
+    if len(given) > 1:
+        yield f"{' '.join('--' + name for name in given)}: contradict each other; keep one"
+    if run.initial_loss_scale < run.min_loss_scale:
+        yield f"{run.show('initial_loss_scale')}: below {run.show('min_loss_scale')}"
+
+
+def _sources(run: Run) -> Iterator[str]:
+    by_split = [field for field in ("train_data_path", "valid_data_path", "test_data_path") if getattr(run, field) is not None]
+    kinds = [*(["--data-path"] if run.data_path else []), *(["--mock-data"] if run.mock_data else []),
+             *(["--" + by_split[0].replace("_", "-")] if by_split else [])]
+    if not kinds:
+        yield "--data-path PREFIX is required (or --train-data-path, or --mock-data)"
+    if len(kinds) > 1:
+        yield f"{kinds[0]}: contradicts {' and '.join(kinds[1:])}; keep one kind of data"
+    if by_split and run.train_data_path is None and not run.skip_train:
+        yield f"--{by_split[0].replace('_', '-')}: --train-data-path is missing"
+    for field in ("data_path", *by_split):
+        for prefix in blend_prefixes(getattr(run, field) or ()):
+            missing = [prefix + end for end in (".idx", ".bin") if not Path(prefix + end).is_file()]
+            if missing:
+                flag = "--" + field.replace("_", "-")
+                yield f"{flag} {prefix}: no such file: {' and '.join(missing)}; give the prefix of files from tools/preprocess_data.py"
+
+
+def blend_prefixes(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The file prefixes of `prefix prefix ...` or `weight prefix weight prefix ...`."""
+    weighted = len(words) > 1 and len(words) % 2 == 0 and all(re.fullmatch(r"[0-9.eE+-]+", word) for word in words[::2])
+    return words[1::2] if weighted else words
+
+
+def _split(run: Run) -> Iterator[str]:
+    if run.split is None:
+        return
+    try:
+        shares = [float(word) for word in re.split(r"[,/ ]+", run.split.strip())]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or min(shares) < 0 or not 0 < sum(shares) < float("inf"):
+        yield f"{run.show('split')}: expected up to three shares like 969,30,1 with a sum above 0"
+
+
+def _tokenizer(run: Run) -> Iterator[str]:
+    kind = run.tokenizer_type
+    if kind is None:
+        mock = "; with --mock-data, --vocab-size N is enough" if run.mock_data else ""
+        yield f"--tokenizer-type is required{mock}"
+    if kind == "NullTokenizer" and run.vocab_size is None:
+        yield "--tokenizer-type NullTokenizer: give --vocab-size"
+    files = {"GPT2BPETokenizer": ("vocab_file", "merge_file"), "NullTokenizer": (), None: ()}.get(kind, ("tokenizer_model",))
+    for field in files:
+        path = getattr(run, field)
+        if path is None:
+            yield f"--tokenizer-type {kind}: give --{field.replace('_', '-')}"
+        elif not Path(path).exists():
+            yield f"{run.show(field)}: no such file"
+    if run.vocabulary is not None and run.vocab_size is not None and kind not in (None, "NullTokenizer") and run.vocab_size != run.vocabulary:
+        yield f"{run.show('vocab_size')}: the tokenizer has {run.vocabulary} tokens; drop --vocab-size or take the right tokenizer"
+
+
+def _world(run: Run) -> Iterator[str]:
+    if run.world > 1 and run.config.distributed.world_size is None:
+        yield f"{run.world} processes: data parallelism is not built yet; run one process (--dry-run --world-size {run.world} checks a larger job)"
+
+
+def _batch(run: Run) -> Iterator[str]:
+    if not run.has("micro_batch_size", "global_batch_size"):
+        return
+    unit = run.micro_batch_size * run.world
+    text = f"--micro-batch-size {run.micro_batch_size} x {run.world} data-parallel rank(s) = {unit}"
+    if run.global_batch_size % unit:
+        nearest = max(unit, round(run.global_batch_size / unit) * unit)
+        yield f"{run.show('global_batch_size')}: not divisible by {text}; the nearest is {nearest}"
+    if run.rampup_batch_size is None:
+        return
+    shown = run.show("rampup_batch_size")
+    if len(run.rampup_batch_size) != 3:
+        yield f"{shown}: expected three numbers: start increment samples"
+        return
+    start, increment, samples = run.rampup_batch_size
+    if min(start, increment, samples) <= 0:
+        yield f"{shown}: start, increment and samples must be greater than 0"
+        return
+    if start % unit or increment % unit:
+        yield f"{shown}: start and increment must be divisible by {text}"
+    if start >= run.global_batch_size or (run.global_batch_size - start) % increment:
+        yield f"{shown}: {run.show('global_batch_size')} must be the start plus a number of increments"
+
+
+def _length(run: Run) -> Iterator[str]:
+    if run.train_iters is None and run.train_samples is None and not run.skip_train:
+        yield "--train-iters or --train-samples is required"
+    if run.train_iters is not None and run.train_samples is not None:
+        yield f"{run.show('train_iters')}: contradicts {run.show('train_samples')}; keep one"
+        return
+    for length, wrong in (("train_iters", "samples"), ("train_samples", "iters")):
+        for field in (f"lr_decay_{wrong}", f"lr_warmup_{wrong}", f"lr_wsd_decay_{wrong}"):
+            if getattr(run, length) and getattr(run, field):
+                other = field.replace(wrong, "iters" if wrong == "samples" else "samples").replace("_", "-")
+                yield f"{run.show(field)}: the run is measured in --{length.replace('_', '-')}; use --{other}"
+
+
+def _schedule(run: Run) -> Iterator[str]:
+    unit = "iters" if run.train_samples is None else "samples"
+    warmup, decay, final = (getattr(run, name + unit) for name in ("lr_warmup_", "lr_decay_", "lr_wsd_decay_"))
+    if run.lr_warmup_fraction is not None and (run.lr_warmup_iters or run.lr_warmup_samples):
+        field = "lr_warmup_iters" if run.lr_warmup_iters else "lr_warmup_samples"
+        yield f"{run.show('lr_warmup_fraction')}: contradicts {run.show(field)}; keep one"
+    if decay and warmup >= decay:
+        yield f"--lr-warmup-{unit} {warmup}: must be smaller than --lr-decay-{unit} {decay}"
+    if run.lr_decay_style == "WSD" and not final:
+        yield f"--lr-decay-style WSD: give --lr-wsd-decay-{unit}, the length of its final decay"
+    if run.lr_decay_style == "WSD" and final and decay and final + (warmup or 0) > decay:
+        yield f"--lr-wsd-decay-{unit} {final}: does not fit into --lr-decay-{unit} {decay} after the warm-up"
+    for field in ("min_lr", "lr_warmup_init"):
+        if run.lr is not None and getattr(run, field) > run.lr and not run.skip_train:
+            yield f"{run.show(field)}: greater than {run.show('lr')}"
+    if run.override_opt_param_scheduler and run.use_checkpoint_opt_param_scheduler:
+        yield "--override-opt-param-scheduler: contradicts --use-checkpoint-opt-param-scheduler; keep one"
+
+
+def _weight_decay(run: Run) -> Iterator[str]:
+    if run.weight_decay_incr_style != "constant":
+        for field in ("start_weight_decay", "end_weight_decay"):
+            if getattr(run, field) is None:
+                yield f"{run.show('weight_decay_incr_style')}: give --{field.replace('_', '-')}"
+
+
+def _recompute(run: Run) -> Iterator[str]:
+    if run.recompute_granularity is not None and run.recompute_num_layers != 1:
+        yield f"{run.show('recompute_num_layers')}: groups of layers are not built yet; use 1"
+
+
+def _checkpoint(run: Run) -> Iterator[str]:
+    same = run.load is not None and run.save is not None and Path(run.load).absolute() == Path(run.save).absolute()
+    if run.load is not None and not Path(run.load).is_dir() and (not same or run.exit_on_missing_checkpoint):
+        yield f"{run.show('load')}: no such folder; for a first start give the same folder as --save, or drop --load"
+    if run.save is not None and Path(run.save).exists() and not Path(run.save).is_dir():
+        yield f"{run.show('save')}: is a file, not a folder"
+
+
+RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
+    _world, _required, _ranges, _needs, _heads, _positions, _attention, _precision, _sources, _split, _tokenizer, _batch, _length,
+    _schedule, _weight_decay, _recompute, _checkpoint,
+)
+
+
+# ---------------------------------------------------------------- words to the user about settings that are valid
+
+
+def _remarks(run: Run) -> Iterator[str]:
+    if run.attention_dropout > 0:
+        yield f"{run.show('attention_dropout')} selects plain attention, which is slow and keeps all scores; --attention-dropout 0 allows the fused one"
+    if run.window_size is not None and run.seq_length is not None and run.window_size >= run.seq_length:
+        yield f"{run.show('window_size')} covers the whole --seq-length {run.seq_length}: full causal attention"
+    if run.save is None and not run.skip_train:
+        yield "no --save: nothing of this run is kept"
+
+
+def _derive(config: Config, world: int, vocabulary: int | None) -> tuple[Config, list[str]]:
+    notes = []
+    for derivation in DERIVED:
+        for field, value, reason in derivation(Run(config, world, vocabulary)):
+            group = GROUP_OF[field]
+            config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{field: value})})
+            notes.append(f"{field.replace('_', '-')} = {value}: {reason}")
+    return config, notes
+
+
+def cross_field_faults(config: Config, world_size: int, vocab_size: int | None) -> list[str]:
+    """Every fault of a configuration, after derived values are filled in; an empty list means that it can run."""
+    config, _ = _derive(config, world_size, vocab_size)
+    run = Run(config, world_size, vocab_size)
+    return list(dict.fromkeys(fault for rule in RULES for fault in rule(run)))
+
+
+def resolve(config: Config, world_size: int, vocab_size: int | None) -> Resolved:
+    """The configuration with derived values filled in, for `world_size` data-parallel ranks.
+
+    `vocab_size` is the tokenizer's real vocabulary, None while it is unknown. Raises one `ArgumentErrors` with all faults.
+    """
+    faults = cross_field_faults(config, world_size, vocab_size)
+    if faults:
+        raise ArgumentErrors(faults)
+    config, notes = _derive(config, world_size, vocab_size)
+    return Resolved(config, [*notes, *_remarks(Run(config, world_size, vocab_size))])
