@@ -1,0 +1,81 @@
+"""The generator: known answers, addressability, distribution."""
+
+import pytest
+import torch
+
+from megatron.kernels import philox
+
+
+def words(*values):
+    return [torch.tensor([value], dtype=torch.int64) for value in values]
+
+
+@pytest.mark.parametrize(
+    "counter, key, expected",
+    [  # Random123's published known answers
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((philox.MASK,) * 4, (philox.MASK, philox.MASK), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    ],
+)
+def test_known_answers(counter, key, expected):
+    assert tuple(int(x) for x in philox.philox4x32(words(*counter), key)) == expected
+
+
+def test_key_depends_on_seed_and_name():
+    keys = {philox.key(seed, *name) for seed in range(10) for name in (("a",), ("b",), ("a", "b"))}
+    assert len(keys) == 30
+
+
+def test_counter_is_not_modified():
+    counter = words(1, 2, 3, 4)
+    philox.philox4x32(counter, (5, 6))
+    assert [int(x) for x in counter] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("row, column, rows, columns", [(0, 0, 7, 9), (3, 1, 20, 33), (17, 4, 1, 1), (0, 63, 40, 2), (5, 60, 35, 4)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_any_rectangle_of_weights_alone(row, column, rows, columns, threads):
+    key = philox.key(1234, "layers.0.attention.q.weight")
+    whole = torch.empty(40, 65)
+    philox.normal(whole, key, 0, 0, 0.02)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        part = torch.empty(rows, columns)
+        philox.normal(part, key, row, column, 0.02)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(part, whole[row : row + rows, column : column + columns])
+
+
+def test_chunks_do_not_show(monkeypatch):
+    key = philox.key(1, "x")
+    one, many = torch.empty(64, 40), torch.empty(64, 40)
+    philox.normal(one, key, 0, 0, 1.0)
+    monkeypatch.setitem(philox.CHUNK, "cpu", 17)
+    philox.normal(many, key, 0, 0, 1.0)
+    assert torch.equal(one, many)
+
+
+def test_normal_moments():
+    x = torch.empty(1000, 1000)
+    philox.normal(x, philox.key(7, "moments"), 0, 0, 1.0)
+    x = x.double()
+    n = x.numel()  # standard errors of mean, variance and kurtosis of n normals: 1, sqrt 2, sqrt 24 over sqrt n; five of them
+    assert abs(x.mean()) < 5 / n**0.5
+    assert abs(x.var() - 1) < 5 * (2 / n) ** 0.5
+    assert abs((x**4).mean() - 3) < 5 * (96 / n) ** 0.5
+    assert abs((x[:, :-1] * x[:, 1:]).mean()) < 5 / n**0.5
+    assert abs((x[:-1] * x[1:]).mean()) < 5 / n**0.5
+
+
+def test_keep_mask_share_and_address():
+    key = philox.key(3, "dropout")
+    sample, position = torch.arange(200).repeat_interleave(50), torch.arange(50).repeat(200)
+    mask = philox.keep_mask(key, [sample, position], 101, 0.1)
+    n = mask.numel()
+    assert abs(mask.double().mean() - 0.9) < 5 * (0.09 / n) ** 0.5
+    some = torch.tensor([3, 77, 4001])
+    assert torch.equal(philox.keep_mask(key, [sample[some], position[some]], 101, 0.1), mask[some])
+    assert torch.equal(philox.keep_mask(key, [sample, position], 20, 0.1, first_column=30), mask[:, 30:50])
