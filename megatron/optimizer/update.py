@@ -54,11 +54,12 @@ class UpdateRule:
 
     def apply(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: dict[str, Sequence[Tensor]], step: Tensor, *, lr: float,
               weight_decay: float, coefficient: Tensor, found_inf: Tensor) -> None:
-        """One step in place on lists of flat segments. Gradients are multiplied by `coefficient` (fp32 scalar) first; `step` (fp32
+        """One step in place on lists of flat segments. Gradients are multiplied by `coefficient` (scalar of their dtype) first; `step` (fp32
         scalar) counts the steps taken before and is advanced by the caller; found_inf 1 leaves everything as it is when skips_on_device.
         """
         fused = self.implementation == "torch-fused"
-        if not fused or self.config.optimizer == "sgd":
+        folds = fused and self.config.optimizer == "adam" and coefficient.dtype == torch.float32  # the kernel reads an fp32 word
+        if not folds:
             torch._foreach_mul_(list(grads), coefficient)
         if self.config.optimizer == "sgd":
             sgd(params, grads, list(states["momentum_buffer"]), fused=fused, foreach=False if not fused else None, weight_decay=weight_decay,
@@ -69,7 +70,7 @@ class UpdateRule:
             self._apex(params, grads, states, step, lr, weight_decay)
             return
         steps = [step.clone() for _ in params]  # torch advances one counter per tensor
-        folded = {"grad_scale": 1 / coefficient, "found_inf": found_inf} if fused else {}
+        folded = {"grad_scale": 1 / coefficient if folds else None, "found_inf": found_inf} if fused else {}
         adamw(list(params), list(grads), list(states["exp_avg"]), list(states["exp_avg_sq"]), [], steps, fused=fused,
               foreach=None if fused else False, amsgrad=False, beta1=beta1, beta2=beta2, lr=lr, weight_decay=weight_decay, eps=eps,
               maximize=False, **folded)

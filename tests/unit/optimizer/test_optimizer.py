@@ -1,0 +1,246 @@
+"""The optimizer against torch.optim, its storage, skipped steps, schedules and loss scaling."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from megatron.config.groups import Config, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.model.gpt import GPTModel
+from megatron.optimizer.blocks import ALIGNMENT, build_blocks
+from megatron.optimizer.clip import PIECE, clip_coefficient, sum_of_squares
+from megatron.optimizer.lr_schedule import Schedule
+from megatron.optimizer.optimizer import Optimizer
+from megatron.optimizer.scaler import LossScaler
+from megatron.optimizer.update import choose_adam, find_apex
+
+MODEL = ModelConfig(num_layers=2, hidden_size=24, ffn_hidden_size=40, num_attention_heads=4, kv_channels=6, num_query_groups=2,
+                    max_position_embeddings=16, activation="swiglu")
+
+
+def build(dtype=torch.float32, model=MODEL, **optimizer):
+    config = Config(model=model, optimizer=OptimizerConfig(**optimizer))
+    gpt = GPTModel(model, vocab_size=50, padded_vocab=64, dtype=dtype, seed=1)
+    opt = Optimizer(build_blocks(gpt, torch.device("cpu")), config)
+    opt.initialise(config)
+    return gpt, opt
+
+
+def random_grads(opt, seed, scale=1.0):
+    """Random gradients of the real elements; padding stays zero, as it does in training."""
+    generator = torch.Generator().manual_seed(seed)
+    opt.zero_grad()
+    for block in opt.blocks:
+        for entry in block.entries:
+            for box in entry.boxes:
+                view = box.view(entry.view(block.grad))
+                view.copy_(torch.randn(view.shape, generator=generator, dtype=torch.float64) * scale)
+
+
+def test_blocks_hold_every_parameter_once():
+    for tied in (True, False):
+        model = dataclasses.replace(MODEL, untie_embeddings_and_output_weights=not tied)
+        gpt, opt = build(model=model)
+        assert [b.name for b in opt.blocks] == ["embedding", "layers.0", "layers.1"] + ([] if tied else ["head"])
+        names = [entry.name for block in opt.blocks for entry in block.entries]
+        assert sorted(names) == sorted(name for name, _ in gpt.named_parameters())
+        for block in opt.blocks:
+            end = 0
+            for entry in block.entries:
+                assert entry.start % ALIGNMENT == 0 and entry.start >= end
+                end = entry.start + math.prod(entry.shape)
+                parameter = dict(gpt.named_parameters())[entry.name]
+                assert parameter.data_ptr() == entry.view(block.weight).data_ptr()
+                assert parameter.main_grad.data_ptr() == entry.view(block.grad).data_ptr()
+                assert (entry.start < block.decayed) == (parameter.dim() > 1)
+    assert any("position" in name for name in names) and any("final_norm" in name for name in names)
+
+
+def test_boxes_tile_every_parameter():
+    """Every real element of every parameter belongs to exactly one logical tensor."""
+    gpt, opt = build()
+    for block in opt.blocks:
+        for entry in block.entries:
+            count = torch.zeros(entry.shape)
+            for box in entry.boxes:
+                box.view(count).add_(1)
+                assert box.view(count).numel() == math.prod(box.extent)
+            real = 50 if entry.name == "embedding.word.weight" else entry.shape[0]
+            assert (count[:real] == 1).all() and (count[real:] == 0).all()
+
+
+def test_initial_weights():
+    gpt, opt = build(dtype=torch.float64)
+    weights = dict(gpt.named_parameters())
+    assert (weights["embedding.word.weight"][50:] == 0).all() and (weights["embedding.word.weight"][:50] != 0).all()
+    assert abs(weights["layers.0.mlp.fc1.weight"].std() - 0.02) < 0.002
+    assert abs(weights["layers.0.mlp.fc2.weight"].std() - 0.02 / 2) < 0.001  # two layers: sqrt(4)
+    assert (weights["layers.0.input_norm.weight"] == 1).all() and (weights["layers.0.mlp.fc1.bias"] == 0).all()
+    wider = build(dtype=torch.float32)[1]
+    for (_, a), (_, b) in zip(opt.weight_boxes(), wider.weight_boxes()):
+        assert torch.equal(a, b.double())  # one set of initial weights for every precision
+
+
+@pytest.mark.parametrize("implementation", ["torch-fused", "torch"])
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-13), (torch.float32, 2e-6)])
+def test_adamw_equals_torch(implementation, dtype, bound):
+    gpt, opt = build(dtype, adam_implementation=implementation, weight_decay=0.1, clip_grad=1.0)
+    twins = {name: p.detach().clone().double().requires_grad_() for name, p in gpt.named_parameters()}
+    theirs = torch.optim.AdamW([{"params": [p for p in twins.values() if p.dim() > 1], "weight_decay": 0.1},
+                                {"params": [p for p in twins.values() if p.dim() == 1], "weight_decay": 0.0}], lr=1.0)
+    for step in range(5):
+        random_grads(opt, step)
+        for name, parameter in gpt.named_parameters():
+            twins[name].grad = parameter.main_grad.double() * 0.5
+        expected = torch.nn.utils.clip_grad_norm_(twins.values(), 1.0)
+        lr = 1e-2 / (step + 1)
+        for group in theirs.param_groups:
+            group["lr"] = lr
+        theirs.step()
+        outcome = opt.step(lr=lr, weight_decay=0.1, grad_factor=0.5)
+        assert outcome.grad_norm.item() == pytest.approx(expected.item(), rel=1e-6 if dtype == torch.float32 else 1e-13)
+        assert outcome.skipped == 0
+    for name, parameter in gpt.named_parameters():
+        assert (parameter.double() - twins[name]).norm() <= bound * twins[name].norm(), name
+    assert opt.steps == 5
+
+
+def test_sgd_equals_torch():
+    gpt, opt = build(torch.float64, optimizer="sgd", sgd_momentum=0.8, clip_grad=0.0)
+    twins = {name: p.detach().clone().requires_grad_() for name, p in gpt.named_parameters()}
+    theirs = torch.optim.SGD([{"params": [p for p in twins.values() if p.dim() > 1], "weight_decay": 0.1},
+                              {"params": [p for p in twins.values() if p.dim() == 1]}], lr=0.1, momentum=0.8)
+    for step in range(4):
+        random_grads(opt, step)
+        for name, parameter in gpt.named_parameters():
+            twins[name].grad = parameter.main_grad.clone()
+        theirs.step()
+        opt.step(lr=0.1, weight_decay=0.1, grad_factor=1.0)
+    for name, parameter in gpt.named_parameters():
+        torch.testing.assert_close(parameter.detach(), twins[name].detach(), rtol=1e-12, atol=1e-14)
+
+
+def test_bf16_weights_follow_fp32_masters():
+    gpt, opt = build(torch.bfloat16)
+    wide, wide_opt = build(torch.float32)
+    for step in range(3):
+        random_grads(opt, step)
+        random_grads(wide_opt, step)
+        opt.step(lr=1e-3, weight_decay=0.1, grad_factor=1.0)
+        wide_opt.step(lr=1e-3, weight_decay=0.1, grad_factor=1.0)
+    for ours, master, full in zip(opt.blocks, opt.masters, wide_opt.masters):
+        assert master.dtype == torch.float32 and torch.equal(master, full) and torch.equal(ours.weight, full.bfloat16())
+
+
+@pytest.mark.parametrize("implementation", ["torch-fused", "torch"])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_non_finite_gradient_changes_nothing(implementation, poison):
+    gpt, opt = build(torch.bfloat16, adam_implementation=implementation)
+    random_grads(opt, 0)
+    opt.step(lr=1e-3, weight_decay=0.1, grad_factor=1.0)
+    before = [x.clone() for x in (*opt.masters, *opt.states["exp_avg"], *opt.states["exp_avg_sq"], opt.steps)]
+    random_grads(opt, 1)
+    opt.blocks[1].grad[70] = poison
+    assert opt.step(lr=1e-3, weight_decay=0.1, grad_factor=1.0).skipped == 1
+    random_grads(opt, 2)
+    assert opt.step(lr=1e-3, weight_decay=0.1, grad_factor=float("nan")).skipped == 1
+    after = [*opt.masters, *opt.states["exp_avg"], *opt.states["exp_avg_sq"], opt.steps]
+    assert all(torch.equal(a, b) for a, b in zip(before, after))
+
+
+@pytest.mark.parametrize("cut", [64, 640, 1984])
+def test_fused_adamw_does_not_see_where_a_buffer_is_cut(cut):
+    """What ZeRO will rely on: updating two slices gives the bits of updating the whole."""
+    def run(pieces):
+        state = [torch.empty(2048).uniform_(0.1, 1, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+        rule = build()[1].rule
+        for i in range(3):
+            p, g, m, v = ([x[a:b] for a, b in pieces] for x in state)
+            rule.apply(p, g, {"exp_avg": m, "exp_avg_sq": v}, torch.tensor(float(i)), lr=1e-2, weight_decay=0.1, coefficient=torch.tensor(0.7),
+                       found_inf=torch.tensor(0.0))
+            state[1].uniform_(-1, 1, generator=torch.Generator().manual_seed(9 + i))
+        return state[0]
+
+    assert torch.equal(run([(0, 2048)]), run([(0, cut), (cut, 2048)]))
+
+
+def test_norm_is_accumulated_in_float64():
+    x = torch.full((3 * PIECE + 5,), 1e-3)
+    assert sum_of_squares([x, x]).item() == pytest.approx(2 * x.numel() * float(x[0]) ** 2, rel=1e-13)
+    assert clip_coefficient(torch.tensor(4.0, dtype=torch.float64), 1.0).item() == 1 / (4 + 1e-6)
+    assert clip_coefficient(torch.tensor(0.5, dtype=torch.float64), 1.0) == 1 and clip_coefficient(torch.tensor(9.0), 0.0) == 1
+
+
+def test_num_zeros_leaves_padding_out():
+    gpt, opt = build()
+    random_grads(opt, 0)
+    assert opt.zero_gradients() == 0
+    gpt.layers[0].mlp.fc1.weight.main_grad[3, 4:7] = 0
+    assert opt.zero_gradients() == 3
+
+
+def test_apex_is_refused_with_the_reason():
+    assert find_apex() is not None  # not on a CPU machine
+    with pytest.raises(ValueError, match="--adam-implementation apex"):
+        choose_adam(OptimizerConfig(adam_implementation="apex"), torch.device("cpu"))
+
+
+def test_the_impostor_apex_is_recognised(tmp_path, monkeypatch):
+    for name in ("amp_C", "apex"):
+        (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "not NVIDIA's apex" in find_apex()
+
+
+# ---- schedules ----
+
+
+def schedule(style="cosine", gbs=4, train_iters=100, **optimizer):
+    defaults = {"lr": 1.5e-4, "min_lr": 1e-5, "lr_decay_style": style, "lr_warmup_iters": 10, "lr_decay_iters": 100}
+    return Schedule.of(Config(training=TrainingConfig(global_batch_size=gbs, train_iters=train_iters), optimizer=OptimizerConfig(**{**defaults, **optimizer})))
+
+
+def test_cosine_example():
+    s = schedule()
+    rates = {i: s.learning_rate(4 * i) for i in (1, 5, 10, 50, 100, 101)}
+    assert rates == pytest.approx({1: 1.5e-5, 5: 7.5e-5, 10: 1.5e-4, 50: 9.215537e-5, 100: 1e-5, 101: 1e-5}, rel=1e-6)
+
+
+def test_other_shapes():
+    assert schedule("constant").learning_rate(4000) == 1.5e-4
+    assert schedule("linear").learning_rate(4 * 55) == pytest.approx(1e-5 + 1.4e-4 * 0.5)
+    assert schedule("inverse-square-root").learning_rate(160) == pytest.approx(1.5e-4 * math.sqrt(40 / 160))
+    assert schedule("cosine", lr_warmup_init=1e-6).learning_rate(4) == pytest.approx(1e-6 + (1.5e-4 - 1e-6) * 0.1)
+    assert schedule("cosine", lr_warmup_iters=0, lr_warmup_fraction=0.2).learning_rate(40) == pytest.approx(0.75e-4)
+    for style, share in (("linear", 0.5), ("cosine", 0.5), ("exponential", 2 * 0.5**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5)):
+        s = schedule("WSD", lr_wsd_decay_style=style, lr_wsd_decay_iters=20)
+        assert s.learning_rate(4 * 80) == 1.5e-4
+        assert s.learning_rate(4 * 90) == pytest.approx(1e-5 + 1.4e-4 * share)
+        assert s.learning_rate(4 * 100) == pytest.approx(1e-5)
+
+
+def test_weight_decay_growth():
+    s = schedule(weight_decay_incr_style="linear", start_weight_decay=0.0, end_weight_decay=0.2)
+    assert [s.weight_decay(4 * i) for i in (0, 50, 100, 200)] == pytest.approx([0, 0.1, 0.2, 0.2])
+    s = schedule(weight_decay_incr_style="cosine", start_weight_decay=0.0, end_weight_decay=0.2)
+    assert s.weight_decay(4 * 25) == pytest.approx(0.2 * 0.5 * (math.cos(math.pi * 0.75) + 1))
+    assert schedule(weight_decay=0.3).weight_decay(77) == 0.3
+
+
+# ---- loss scaling ----
+
+
+def test_loss_scaler():
+    scaler = LossScaler(PrecisionConfig(fp16=True, initial_loss_scale=16.0, min_loss_scale=4.0, loss_scale_window=3, hysteresis=2))
+    seen = []
+    for overflow in (True, True, True, False, False, False, True, True, True, True):
+        scaler.update(overflow)
+        seen.append(scaler.scale)
+    assert seen == [16, 8, 4, 4, 4, 8, 8, 4, 4, 4] and scaler.at_minimum()
+    twin = LossScaler(scaler.config)
+    twin.load(scaler.state())
+    assert vars(twin) == vars(scaler)
+    constant = LossScaler(PrecisionConfig(fp16=True, loss_scale=128.0))
+    constant.update(True)
+    assert constant.scale == 128 and LossScaler(PrecisionConfig(bf16=True)).scale == 1
