@@ -198,6 +198,8 @@ def _copy(window: _Window, piece: Piece, dtype: torch.dtype, low: tuple, high: t
     last = sum((h - 1 - o) * s for h, o, s in zip(high[1:], own[1:], strides[1:])) + 1
     columns = tuple(slice(l - o, h - o) for l, h, o in zip(low[1:], high[1:], offset[1:]))
     size, batch = dtype.itemsize, max(1, BATCH // (strides[0] * dtype.itemsize))
+    if strides[0] * size > piece.shard.table.chunk and last - first < strides[0]:
+        batch = 1  # chunks between two rows' needed parts may hold nothing that is needed
     for row in range(low[0], high[0], batch):
         rows = min(batch, high[0] - row)
         begin = piece.start + ((row - own[0]) * strides[0] + first) * size
@@ -281,7 +283,7 @@ class _Window:
             if m.chunk_digest(view[at : at + chunk]) != shard.table.chunks[(position + at) // chunk]:
                 low, high = position + at, min(position + at + chunk, position + done)
                 hit = [name for start, stop, name in shard.spans if start < high and low < stop]
-                names = ", ".join(hit[:3]) + (f" and {len(hit) - 3} more" if len(hit) > 3 else "")
+                names = ", ".join(hit[:16]) + (f" and {len(hit) - 16} more" if len(hit) > 16 else "")
                 raise CheckpointError(
                     f"{shard.path}: damaged: bytes {data_start + low} to {data_start + high} (in tensor {names}) do not match their digest; "
                     "load an older checkpoint with --ckpt-step"

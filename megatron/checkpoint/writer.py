@@ -15,7 +15,7 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,10 +123,11 @@ def _holds_the_same(target: Path, shards: list[dict[str, Any]], state: dict[str,
 
 def _write_tracker(root: Path, iteration: int, attempt: str) -> None:
     temporary = root / f".tmp-iter-{iteration}-{attempt}.txt"
-    with _new_file(temporary) as file:
-        _write_all(file, f"{iteration}\n".encode())
-    os.rename(temporary, root / m.TRACKER)
-    _sync_folder(root)
+    with suppress(OSError):  # only a hint: without it the save has succeeded all the same
+        with _new_file(temporary) as file:
+            _write_all(file, f"{iteration}\n".encode())
+        os.rename(temporary, root / m.TRACKER)
+        _sync_folder(root)
 
 
 class _ChunkStream:

@@ -1,0 +1,68 @@
+"""Small checkpoints for the tests of this folder: tensors by logical name, cut into boxes and shards."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint import writer
+from megatron.checkpoint.reader import Checkpoint
+from megatron.model.layout import Box
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+
+
+def whole(name: str, tensor: Tensor) -> Box:
+    return Box(name, tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape))
+
+
+def pairs(tensors: dict[str, Tensor]) -> list[tuple[Box, Tensor]]:
+    return [(whole(name, tensor), tensor) for name, tensor in tensors.items()]
+
+
+def example(seed: int = 0) -> dict[str, Tensor]:
+    """Vectors and matrices of every dtype, sizes around the digest chunk that the tests use (256 bytes)."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(3,), (64,), (7, 5), (64, 33), (1, 200), (130, 2)]
+    return {f"layers.{i}.{str(d)[6:]}.weight": torch.randn(s, generator=g).to(d) for d in DTYPES for i, s in enumerate(shapes)}
+
+
+def cut(rng: random.Random, shape: tuple[int, ...], pieces: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """A random tiling of `shape` by about `pieces` boxes (offset, extent)."""
+    boxes = [((0,) * len(shape), shape)]
+    for _ in range(pieces - 1):
+        offset, extent = boxes.pop(rng.randrange(len(boxes)))
+        d = rng.randrange(len(shape))
+        if extent[d] < 2:
+            boxes.append((offset, extent))
+            continue
+        at = rng.randrange(1, extent[d])
+        for low, size in ((0, at), (at, extent[d] - at)):
+            boxes.append((tuple(o + low * (i == d) for i, o in enumerate(offset)), tuple(size if i == d else e for i, e in enumerate(extent))))
+    return boxes
+
+
+def save_in_shards(root: Path, iteration: int, shards: list[list[tuple[Box, Tensor]]], state: dict) -> Path:
+    """What many writers do, one after the other: each its own shard, then one commit."""
+    attempt = secrets.token_hex(8)
+    root.mkdir(exist_ok=True)
+    folder = root / f".tmp-iter-{iteration}-{attempt}"
+    folder.mkdir()
+    records = [writer.write_shard(folder, i, len(shards), iteration, part) for i, part in enumerate(shards)]
+    return writer.commit(root, folder, iteration, attempt, records, state)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def loads(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Assert that the checkpoint holds exactly these tensors, bit for bit."""
+    with Checkpoint(path) as checkpoint:
+        assert sorted(checkpoint.names) == sorted(tensors)
+        for name, tensor in tensors.items():
+            assert same_bits(checkpoint.read_tensor(name), tensor), name

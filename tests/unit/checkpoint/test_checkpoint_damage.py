@@ -1,0 +1,275 @@
+"""Damage of any kind gives one CheckpointError that names the file (and the tensor), and an older checkpoint stays loadable."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+
+import pytest
+import torch
+from checkpoint_cases import example, loads, pairs, save_in_shards, whole
+from xxhash import xxh3_128_hexdigest
+
+from megatron.checkpoint import manifest
+from megatron.checkpoint.manifest import CheckpointError, decode_header, decode_manifest, encode_header
+from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.writer import save_checkpoint
+
+STATE = {"iteration": 2, "consumed_samples": 16}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(manifest, "CHUNK", 256)
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Iteration 1, and iteration 2 in two shards."""
+    items = pairs(example())
+    save_checkpoint(tmp_path, 1, pairs(example(1)), STATE)
+    return save_in_shards(tmp_path, 2, [items[::2], items[1::2]], STATE)
+
+
+def load_all(root) -> None:
+    with Checkpoint(find_checkpoint(root, say=lambda line: None)) as checkpoint:
+        for name in checkpoint.names:
+            checkpoint.read_tensor(name)
+
+
+def campaign(root, path, flips: int) -> list[str]:
+    """Flip one random bit at a time; list the flips that were not refused with the damaged file (and tensor) named."""
+    rng, missed = random.Random(1), []
+    files = sorted(path.iterdir())
+    for number in range(flips):
+        file = files[number % len(files)]
+        raw = bytearray(file.read_bytes())
+        bit = rng.randrange(8 * len(raw))
+        if file.suffix == ".safetensors" and number % 2:  # half of a shard's flips in its data; the header takes more bytes here
+            start = 8 + int.from_bytes(raw[:8], "little")
+            bit = rng.randrange(8 * start, 8 * len(raw))
+        original = bytes(raw)
+        raw[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(raw)
+        try:
+            load_all(root)
+            missed.append(f"{file.name} bit {bit}: not noticed")
+        except CheckpointError as error:
+            if file.name not in str(error):
+                missed.append(f"{file.name} bit {bit}: not named in {error}")
+            data_start = 8 + int.from_bytes(original[:8], "little")
+            if file.suffix == ".safetensors" and bit // 8 >= data_start:
+                entries, _ = decode_header(original[:data_start], len(original) - data_start, file)
+                hit = next(key for key, e in entries.items() if e.start <= bit // 8 - data_start < e.stop)
+                if hit.split("@")[0] not in str(error):
+                    missed.append(f"{file.name} bit {bit}: tensor {hit} not named in {error}")
+        file.write_bytes(original)
+    load_all(root)
+    return missed
+
+
+def test_every_bit_flip_is_refused(tmp_path, two):
+    assert campaign(tmp_path, two, 200) == []
+
+
+def test_the_campaign_notices_a_reader_that_does_not_verify(tmp_path, two, monkeypatch):
+    """The negative control: with digests that compare equal to anything, flips in the data go unnoticed and the campaign says so."""
+
+    class Anything(bytes):
+        def __ne__(self, other):
+            return False
+
+    monkeypatch.setattr(manifest, "chunk_digest", lambda data: Anything(16))
+    missed = campaign(tmp_path, two, 60)
+    assert sum("not noticed" in line for line in missed) >= 10
+
+
+def test_every_bit_of_a_manifest_counts(two):
+    raw = (two / "MANIFEST.json").read_bytes()
+    decode_manifest(raw, two)
+    for bit in range(8 * len(raw)):
+        flipped = bytearray(raw)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CheckpointError):
+            decode_manifest(bytes(flipped), two)
+
+
+def test_truncated_at_any_length(tmp_path, two):
+    rng = random.Random(2)
+    for file in sorted(two.iterdir()):
+        raw = file.read_bytes()
+        for size in {0, 1, 7, 8, len(raw) - 1, *(rng.randrange(len(raw)) for _ in range(12))}:
+            file.write_bytes(raw[:size])
+            with pytest.raises(CheckpointError, match=file.name):
+                load_all(tmp_path)
+        file.write_bytes(raw + b"\0")
+        with pytest.raises(CheckpointError, match=file.name):
+            load_all(tmp_path)
+        file.write_bytes(raw)
+
+
+@pytest.mark.parametrize("name", ["MANIFEST.json", "shard-00000.digests", "shard-00001.safetensors"])
+def test_missing_file_names_the_older_checkpoint_and_its_flag(tmp_path, two, name):
+    (two / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"{name}.*incomplete.*--ckpt-step 1\."):
+        find_checkpoint(tmp_path)
+    loads(find_checkpoint(tmp_path, step=1), example(1))
+
+
+def test_truncation_while_a_checkpoint_is_open(two):
+    with Checkpoint(two) as checkpoint:
+        file = two / "shard-00001.safetensors"
+        file.write_bytes(file.read_bytes()[:-300])
+        with pytest.raises(CheckpointError, match="shard-00001.safetensors.*truncated"):
+            checkpoint.verify()
+
+
+def test_foreign_and_swapped_shards(tmp_path, two):
+    items = pairs({name: tensor + 1 for name, tensor in example().items()})
+    other_run = save_in_shards(tmp_path / "other", 2, [items[::2], items[1::2]], STATE)  # the same names and sizes
+    other_iteration = save_in_shards(tmp_path / "third", 3, [items[::2], items[1::2]], STATE)
+    shard, table = "shard-00001.safetensors", "shard-00001.digests"
+    originals = {name: (two / name).read_bytes() for name in (shard, table)}
+    shutil.copy(other_run / shard, two / shard)
+    with pytest.raises(CheckpointError, match=f"{shard}: damaged: bytes .*in tensor layers"):
+        load_all(tmp_path)
+    shutil.copy(other_run / table, two / table)
+    with pytest.raises(CheckpointError, match=f"{table}: .*of another checkpoint"):
+        load_all(tmp_path)
+    (two / table).write_bytes(originals[table])
+    shutil.copy(other_iteration / shard, two / shard)
+    with pytest.raises(CheckpointError, match=f"{shard}: damaged: the header"):  # known without reading any data
+        find_checkpoint(tmp_path)
+    for first, second in ((shard, "shard-00000.safetensors"), (table, "shard-00000.digests")):
+        shutil.copy(two / second, two / first)
+    with pytest.raises(CheckpointError):
+        find_checkpoint(tmp_path)
+    for name, raw in originals.items():
+        (two / name).write_bytes(raw)
+    shutil.copy(two / "shard-00000.safetensors", two / shard)
+    with pytest.raises(CheckpointError, match=shard):
+        find_checkpoint(tmp_path)
+
+
+def forge(path, change) -> None:
+    """Rewrite a manifest as an attacker would: changed, with a right digest."""
+    content = decode_manifest((path / "MANIFEST.json").read_bytes(), path)
+    change(content)
+    (path / "MANIFEST.json").write_bytes(manifest.encode_manifest(content))
+
+
+@pytest.mark.parametrize("name", ["../../secret.safetensors", "/etc/passwd", "shard-00000.safetensors/../x", "", 7, None])
+def test_a_manifest_cannot_point_outside_its_folder(two, name):
+    forge(two, lambda content: content["shards"][0].update(file=name))
+    with pytest.raises(CheckpointError, match="MANIFEST.json: not a manifest of this format"):
+        Checkpoint(two)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: c.update(version=2),
+        lambda c: c.update(format="pickle"),
+        lambda c: c.update(iteration="2"),
+        lambda c: c.update(shards=[]),
+        lambda c: c.update(shards={"a": 1}),
+        lambda c: c.update(state=[1]),
+        lambda c: c.pop("state"),
+        lambda c: c["shards"][1].update(table_digest="00"),
+        lambda c: c["shards"][1].update(bytes=None),
+    ],
+)
+def test_foreign_manifests_are_refused(two, change):
+    forge(two, change)
+    with pytest.raises(CheckpointError, match="MANIFEST.json"):
+        Checkpoint(two)
+
+
+def test_deeply_nested_json_is_an_error_not_a_crash(two):
+    body = b"[" * 100_000
+    (two / "MANIFEST.json").write_bytes(b'{"digest": "' + xxh3_128_hexdigest(body).encode() + b'",\n"manifest": ' + body + b"}\n")
+    with pytest.raises(CheckpointError, match="MANIFEST.json"):
+        Checkpoint(two)
+
+
+def header(change, data: int = 8) -> bytes:
+    raw = encode_header([("a@0", torch.float32, (1,)), ("b@0", torch.float32, (1,))], {})
+    content = json.loads(raw[8:])
+    change(content)
+    return raw[:8] + json.dumps(content).encode()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda h: h["a@0"].update(dtype="OBJ"), "unknown dtype"),
+        (lambda h: h["a@0"].update(shape=[10**12]), "bytes for shape"),
+        (lambda h: h["a@0"].update(shape=[-1], data_offsets=[0, -4]), "natural number"),
+        (lambda h: h["a@0"].update(data_offsets=[4, 8]), "begins at byte 4"),
+        (lambda h: h["b@0"].update(data_offsets=[8, 12]), "begins at byte 8"),
+        (lambda h: h.pop("b@0"), "end at byte 4"),
+        (lambda h: h["a@0"].pop("shape"), "missing field 'shape'"),
+    ],
+)
+def test_malformed_headers(tmp_path, change, text):
+    with pytest.raises(CheckpointError, match=text):
+        decode_header(header(change), 8, tmp_path)
+    entries, _ = decode_header(header(lambda h: None), 8, tmp_path)
+    assert list(entries) == ["a@0", "b@0"]
+
+
+def test_a_wrong_tracker_is_ignored_and_said(tmp_path, two):
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    for content in (b"1\n", b"", b"release\n", b"\xff\xfe" * 500):
+        tracker.write_bytes(content)
+        said: list[str] = []
+        assert find_checkpoint(tmp_path, say=said.append) == two
+        assert len(said) == 1 and "ignored: the newest whole checkpoint is iter_0000002" in said[0]
+    tracker.unlink()
+    assert find_checkpoint(tmp_path, say=said.append) == two and "is missing" in said[-1]
+    tracker.write_text("2\n")
+    assert find_checkpoint(tmp_path, say=pytest.fail) == two
+
+
+def test_choosing_an_iteration(tmp_path, two):
+    loads(find_checkpoint(tmp_path, step=1), example(1))
+    with pytest.raises(CheckpointError, match=r"no checkpoint of iteration 7 \(--ckpt-step\); there: 2, 1"):
+        find_checkpoint(tmp_path, step=7)
+    with pytest.raises(CheckpointError, match="itself a checkpoint: give its parent folder"):
+        find_checkpoint(two)
+    assert find_checkpoint(tmp_path / "nothing") is None
+    for name in ("iter_0000009.bak", ".tmp-iter-9-0123456789abcdef", "iter_9", "iter_00000009"):
+        (tmp_path / name).mkdir()
+    assert find_checkpoint(tmp_path, say=pytest.fail) == two
+
+
+def test_a_renamed_folder_is_refused(tmp_path, two):
+    two.rename(tmp_path / "iter_0000005")
+    with pytest.raises(CheckpointError, match=r"manifest is of iteration 2.*--ckpt-step 1\."):
+        find_checkpoint(tmp_path)
+
+
+def test_nothing_of_a_checkpoint_is_executed(tmp_path, two):
+    """A pickle in the place of any file is refused, and does not run."""
+    proof = tmp_path / "executed"
+    poison = f"cbuiltins\nopen\n(V{proof}\nVw\ntR.".encode()  # pickle: open(proof, "w")
+    for file in sorted(two.iterdir()):
+        raw = file.read_bytes()
+        file.write_bytes(poison)
+        with pytest.raises(CheckpointError):
+            load_all(tmp_path)
+        file.write_bytes(raw)
+    assert not proof.exists()
+
+
+def test_damage_names_the_chunk_and_at_most_sixteen_tensors(tmp_path):
+    tensors = {f"t{i}": torch.zeros(2) for i in range(20)}
+    path = save_checkpoint(tmp_path, 1, [(whole(n, t), t) for n, t in tensors.items()], {})
+    file = path / "shard-00000.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=re.escape("(in tensor t0, t1, t2, t3, t4, t5, t6, t7, t8, t9, t10, t11, t12, t13, t14, t15 and 4 more)")):
+        Checkpoint(path).verify()

@@ -1,0 +1,189 @@
+"""What is saved is what is read, for any cut into boxes and shards, reading only the chunks that are needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import random
+import stat
+import struct
+
+import pytest
+import torch
+from checkpoint_cases import cut, example, loads, pairs, same_bits, save_in_shards, whole
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron.checkpoint import manifest, reader
+from megatron.checkpoint.manifest import CheckpointError, tiles
+from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.writer import save_checkpoint
+from megatron.model.layout import Box
+
+STATE = {"iteration": 3, "consumed_samples": 24, "ledger": {"segments": [[0, 1.5]]}, "text": 'é "quoted" \\', "tiny": 5e-324, "third": 1 / 3}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(manifest, "CHUNK", 256)
+    monkeypatch.setattr(reader, "BATCH", 1000)
+
+
+def test_every_dtype_and_size_comes_back_bit_for_bit(tmp_path):
+    tensors = example()
+    tensors["nan.weight"] = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45])
+    path = save_checkpoint(tmp_path / "new" / "run", 3, pairs(tensors), STATE)
+    assert path == tmp_path / "new" / "run" / "iter_0000003"
+    assert find_checkpoint(tmp_path / "new" / "run", say=pytest.fail) == path
+    loads(path, tensors)
+    with Checkpoint(path) as checkpoint:
+        assert checkpoint.state == STATE and checkpoint.iteration == 3
+        checkpoint.verify()
+
+
+def test_files_are_valid_safetensors_and_aligned(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    tensors = example()
+    path = save_checkpoint(tmp_path, 3, pairs(tensors), STATE)
+    file = path / "shard-00000.safetensors"
+    loaded = safetensors.load_file(file)
+    for name, tensor in tensors.items():
+        assert same_bits(loaded[f"{name}@{','.join('0' * tensor.ndim)}"], tensor)
+    (length,) = struct.unpack("<Q", file.read_bytes()[:8])
+    assert (8 + length) % 4096 == 0
+    assert sorted(p.name for p in path.iterdir()) == ["MANIFEST.json", "shard-00000.digests", "shard-00000.safetensors"]
+
+
+def test_equal_state_gives_equal_bytes(tmp_path):
+    a, b = (save_checkpoint(tmp_path / name, 3, pairs(example()), STATE) for name in "ab")
+    for name in ("shard-00000.safetensors", "shard-00000.digests"):
+        assert (a / name).read_bytes() == (b / name).read_bytes()
+
+
+def test_strided_and_fused_views_are_written_without_their_neighbours(tmp_path):
+    qkv = torch.randn(2 * (3 + 1 + 1) * 4, 6)  # 2 groups of 3 query heads, k and v, head width 4
+    q = Box("q", (24, 6), (0, 0), (24, 6), groups=2, start=0)
+    v = Box("v", (8, 6), (0, 0), (8, 6), groups=2, start=16)
+    transposed = torch.randn(50, 30).t()
+    path = save_checkpoint(tmp_path, 1, [(q, qkv), (v, qkv), (whole("t", transposed), transposed)], {})
+    rows = qkv.view(2, 5, 4, 6)
+    loads(path, {"q": rows[:, :3].reshape(24, 6), "v": rows[:, 4].reshape(8, 6), "t": transposed.contiguous()})
+    into = torch.full_like(qkv, 7.0)
+    with Checkpoint(path) as checkpoint:
+        checkpoint.read(q, into)
+        checkpoint.read(v, into)
+    want = qkv.clone().view(2, 5, 4, 6)
+    want[:, 3] = 7.0  # k was not read
+    assert same_bits(into, want.view_as(qkv))
+
+
+def test_large_strided_tensors_are_copied_in_pieces(tmp_path, monkeypatch):
+    from megatron.checkpoint import writer
+
+    monkeypatch.setattr(writer, "PIECE", 512)
+    tensors = {"a": torch.randn(40, 60).t(), "b": torch.randn(3, 400).t(), "c": torch.randn(700)[::2], "d": torch.randn(4, 300)[:, ::2]}
+    path = save_checkpoint(tmp_path, 1, pairs(tensors), {})
+    loads(path, {name: tensor.contiguous() for name, tensor in tensors.items()})
+
+
+def needed_chunks(checkpoint: Checkpoint, box: Box) -> int:
+    """Bytes of the distinct chunks that hold an element of `box`, by enumerating its elements."""
+    stored, total = checkpoint.tensors[box.name], 0
+    for shard in checkpoint.shards:
+        chunks = set()
+        for piece in (p for p in stored.pieces if p.shard is shard):
+            index = torch.arange(math.prod(piece.extent)).reshape(piece.extent)
+            inside = tuple(slice(max(0, o - po), max(0, o + e - po)) for o, e, po in zip(box.offset, box.extent, piece.offset, strict=True))
+            for element in index[inside].flatten().tolist():
+                byte = piece.start + element * stored.dtype.itemsize
+                chunks.add(byte // shard.table.chunk)
+        total += sum(min(shard.table.chunk, shard.data_bytes - c * shard.table.chunk) for c in chunks)
+    return total
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32))
+def test_any_boxes_resharded_to_any_boxes(tmp_path, seed):
+    """Save boxes of a random tiling in random shards; read boxes of another one; each reads exactly the chunks that it needs, once."""
+    rng = random.Random(seed)
+    shape = tuple(rng.choice([(rng.randint(1, 500),), (rng.randint(1, 40), rng.randint(1, 90)), (rng.randint(1, 6), rng.randint(1, 9), rng.randint(1, 9))]))
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(rng.choice([torch.float32, torch.bfloat16, torch.float64]))
+    tensors = {"w": tensor, "other": torch.randn(rng.randint(1, 99))}
+    shards: list = [[] for _ in range(rng.randint(1, 4))]
+    for name, full in tensors.items():
+        for offset, extent in cut(rng, tuple(full.shape), rng.randint(1, 6)):
+            part = full[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))].clone()
+            rng.choice(shards).append((Box(name, tuple(full.shape), offset, extent), part))
+    path = save_in_shards(tmp_path / str(seed), 1, shards, {})
+    loads(path, tensors)
+    for offset, extent in cut(rng, shape, 4):
+        box = Box("w", shape, offset, extent)
+        want = tensor[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))]
+        with Checkpoint(path) as checkpoint:
+            into = torch.zeros(extent, dtype=tensor.dtype)
+            checkpoint.read(box, into)
+            assert same_bits(into, want)
+            if len(shape) < 3:
+                assert checkpoint.bytes_read == needed_chunks(checkpoint, box)
+
+
+def test_reading_everything_in_order_reads_each_chunk_once(tmp_path):
+    path = save_checkpoint(tmp_path, 1, pairs(example()), {})
+    with Checkpoint(path) as checkpoint:
+        for name in checkpoint.names:
+            checkpoint.read_tensor(name)
+        assert checkpoint.bytes_read == checkpoint.shards[0].data_bytes
+
+
+def test_values_are_converted_to_the_destination(tmp_path):
+    w = torch.randn(9, 4, dtype=torch.float64)
+    path = save_checkpoint(tmp_path, 1, pairs({"w": w}), {})
+    into = torch.empty(9, 4, dtype=torch.bfloat16, requires_grad=True)
+    with Checkpoint(path) as checkpoint:
+        checkpoint.read(whole("w", w), into)
+    assert same_bits(into.detach(), w.to(torch.bfloat16))
+
+
+def test_wrong_names_and_shapes_are_refused(tmp_path):
+    path = save_checkpoint(tmp_path, 1, pairs({"w": torch.zeros(4, 2)}), {})
+    with Checkpoint(path) as checkpoint:
+        box = whole("w", torch.zeros(4, 2))
+        with pytest.raises(CheckpointError, match=r"w has shape \[4, 2\], this model wants \[8, 2\]"):
+            checkpoint.read(dataclasses.replace(box, shape=(8, 2)), torch.zeros(4, 2))
+        with pytest.raises(CheckpointError, match="no tensor optimizer.exp_avg.w.*--no-load-optim"):
+            checkpoint.read(dataclasses.replace(box, name="optimizer.exp_avg.w"), torch.zeros(4, 2))
+
+
+def test_shards_that_do_not_tile_a_tensor_are_refused(tmp_path):
+    upper, lower, late = (Box("w", (4, 2), (row, 0), (2, 2)) for row in (0, 2, 1))
+    part = torch.zeros(2, 2)
+    for name, shards in {"hole": [[(upper, part)]], "overlap": [[(upper, part), (late, part)], [(lower, part)]]}.items():
+        path = save_in_shards(tmp_path / name, 1, shards, {})
+        with pytest.raises(CheckpointError, match="exactly once"):
+            Checkpoint(path)
+
+
+def test_tiles():
+    assert tiles((4, 4), [((0, 0), (4, 1)), ((0, 1), (2, 3)), ((2, 1), (2, 3))])
+    assert not tiles((4, 4), [((0, 0), (4, 1)), ((0, 1), (2, 3))])
+    assert not tiles((4, 4), [((0, 0), (4, 4)), ((0, 1), (2, 3))])
+    assert not tiles((2, 2), [((0, 0), (2, 2)), ((2, 0), (2, 2))])
+    assert not tiles((4,), [((0,), (2,)), ((1,), (2,))])  # the right volume, a hole and an overlap
+
+
+def test_state_that_is_not_json_is_refused_and_leaves_nothing(tmp_path):
+    with pytest.raises(CheckpointError, match="must be JSON"):
+        save_checkpoint(tmp_path, 1, [], {"x": torch.zeros(1)})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_are_not_for_the_world(tmp_path):
+    old = os.umask(0)
+    try:
+        path = save_checkpoint(tmp_path / "run", 1, pairs(example()), {})
+    finally:
+        os.umask(old)
+    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (path.parent, path, *path.iterdir(), path.parent / manifest.TRACKER)}
+    assert {modes.pop("run"), modes.pop("iter_0000001")} == {0o750}
+    assert set(modes.values()) == {0o640}
