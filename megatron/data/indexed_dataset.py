@@ -48,6 +48,13 @@ def _map(path: Path) -> mmap.mmap | bytes:
         return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
 
 
+def _prefetch(path: Path, positions: np.ndarray, length: int) -> None:
+    """Ask the disk for `length` bytes at all positions at once: one latency instead of thousands when the file is cold."""
+    with open(path, "rb") as file:
+        for position in positions.tolist():
+            os.posix_fadvise(file.fileno(), position, length, os.POSIX_FADV_WILLNEED)
+
+
 class IndexedDataset:
     """One opened prefix. Opening costs the same for any corpus size: nothing but the header and spaced entries is read.
 
@@ -69,10 +76,12 @@ class IndexedDataset:
         self.lengths = np.frombuffer(index, "<i4", sequences, start)
         self.offsets = np.frombuffer(index, "<i8", sequences, start + 4 * sequences)
         self.documents = np.frombuffer(index, "<i8", entries, start + 12 * sequences)
-        if isinstance(index, mmap.mmap):
-            index.madvise(mmap.MADV_RANDOM)  # spaced reads: no read-ahead
+        index.madvise(mmap.MADV_RANDOM)  # spaced reads: no read-ahead
         self.num_sequences, self.num_documents = sequences, entries - 1
-        self._check_entries(probes(sequences), probes(entries))
+        at, documents_at = probes(sequences), probes(entries)
+        places = [start + 4 * at, start + 4 * sequences + 8 * at, start + 12 * sequences + 8 * np.maximum(documents_at - 1, 0)]
+        _prefetch(self.idx_path, np.concatenate(places), 16)
+        self._check_entries(at, documents_at)
         self._check_total()
         self.tokens = np.frombuffer(_map(self.bin_path), self.dtype)
         self.num_tokens = len(self.tokens)
@@ -148,7 +157,9 @@ class IndexedDataset:
         digest = hashlib.blake2b(index[: HEADER.size] + struct.pack("<QQ", len(index), self.tokens.nbytes), digest_size=16)
         at = probes(self.num_sequences)
         digest.update(self.lengths[at].tobytes() + self.offsets[at].tobytes())
-        for begin in np.linspace(0, max(self.num_tokens - 512, 0), 64).astype(np.int64):
+        pieces = np.linspace(0, max(self.num_tokens - 512, 0), 64).astype(np.int64)
+        _prefetch(self.bin_path, pieces * self.dtype.itemsize, 512 * self.dtype.itemsize)
+        for begin in pieces:
             digest.update(self.tokens[begin : begin + 512].tobytes())
         return digest.hexdigest()
 

@@ -1,0 +1,194 @@
+"""The file format byte for byte, constant-time opening, and every kind of damage answered by one readable error."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.indexed_dataset import HEADER, MAGIC, DataError, IndexedDataset, IndexedDatasetWriter, best_dtype, probes
+
+FACTS = {"max_id": 10, "eod_count": 0, "tokenizer": {"name": "none", "fingerprint": "0", "eod": 99}}
+
+
+def write(prefix: Path, documents: list[list[int]], dtype: str = "u2", **facts: object) -> str:
+    writer = IndexedDatasetWriter(str(prefix), np.dtype(dtype))
+    for tokens in documents:
+        writer.add(np.array(tokens, dtype), np.array([len(tokens)] if tokens else [], int), np.array([1 if tokens else 0]))
+    writer.finish({**FACTS, **facts})
+    return str(prefix)
+
+
+def test_documented_bytes(tmp_path):
+    prefix = write(tmp_path / "x", [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]])
+    index = Path(prefix + ".idx").read_bytes()
+    begin = "4d4d494449445800 0001000000000000 0008 0300000000000000 0400000000000000 03000000 02000000 05000000"
+    rest = [0, 6, 10, 0, 1, 2, 3]  # byte offsets, then the document index
+    assert len(index) == 102
+    assert index == bytes.fromhex(begin) + b"".join(value.to_bytes(8, "little") for value in rest)
+    assert Path(prefix + ".bin").read_bytes() == b"".join(value.to_bytes(2, "little") for value in range(1, 11))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx", "x.json"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 1023, 1024, 1025, 3001])
+@pytest.mark.parametrize("dtype", ["u1", "i1", "i2", "i4", "i8", "u2"])
+def test_round_trip_with_unaligned_fields(tmp_path, count, dtype):
+    rng = np.random.default_rng(count)
+    documents = [rng.integers(0, 100, rng.integers(0, 5)).tolist() for _ in range(count - 1)] + [[7]]
+    data = IndexedDataset(write(tmp_path / "x", documents, dtype))
+    full = [document for document in documents if document]
+    assert data.num_sequences == len(full) and data.num_documents == count and data.dtype == np.dtype(dtype)
+    assert [data.sequence(k).tolist() for k in range(len(full))] == full
+    assert data.tokens.tolist() == [token for document in full for token in document]
+    assert np.diff(data.documents).tolist() == [1 if document else 0 for document in documents]
+    data.check(100)
+
+
+def test_writer_in_pieces_equals_one_piece(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.data.indexed_dataset.CHUNK", 3)  # offsets are computed in chunks
+    documents = [[1, 2], [], [3], [4, 5, 6], [], [], [7], [8, 9]]
+    one = IndexedDatasetWriter(str(tmp_path / "one"), np.dtype("u2"))
+    full = [document for document in documents if document]
+    one.add(np.array(sum(full, []), "u2"), np.array([len(document) for document in full]), np.array([min(len(document), 1) for document in documents]))
+    one.finish(FACTS)
+    write(tmp_path / "many", documents)
+    for kind in ("bin", "idx"):
+        assert (tmp_path / f"one.{kind}").read_bytes() == (tmp_path / f"many.{kind}").read_bytes()
+    assert json.loads((tmp_path / "one.json").read_text())["empty_documents"] == 3
+    IndexedDataset(str(tmp_path / "one")).check(10)
+
+
+def test_dtype_rule():
+    assert [best_dtype(size).name for size in (2, 65499, 65500, 200000)] == ["uint16", "uint16", "int32", "int32"]
+
+
+def test_unfinished_output_never_appears(tmp_path):
+    prefix = write(tmp_path / "x", [[1, 2]])
+    before = Path(prefix + ".bin").read_bytes()
+    writer = IndexedDatasetWriter(prefix, np.dtype("u2"))
+    writer.add(np.array([9], "u2"), np.array([1]), np.array([1]))
+    assert Path(prefix + ".bin").read_bytes() == before and IndexedDataset(prefix).num_tokens == 2
+    writer.discard()
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".bin", ".idx", ".json"]
+
+
+def sparse(prefix: Path, sequences: int, length: int) -> str:
+    """A corpus of holes: only what a constant-time check may look at is really written."""
+    base, itemsize = HEADER.size, 2
+    with open(f"{prefix}.bin", "wb") as file:
+        file.truncate(sequences * length * itemsize)
+    with open(f"{prefix}.idx", "wb") as file:
+        file.truncate(base + 12 * sequences + 8 * (sequences + 1))
+        file.write(HEADER.pack(MAGIC, 1, 8, sequences, sequences + 1))
+        at = probes(sequences)
+        for k in at.tolist():
+            file.seek(base + 4 * k)
+            file.write(length.to_bytes(4, "little"))
+            for entry in {k, min(k + 1, sequences - 1)}:
+                file.seek(base + 4 * sequences + 8 * entry)
+                file.write((entry * length * itemsize).to_bytes(8, "little"))
+        for k in probes(sequences + 1).tolist():
+            for entry in {max(k - 1, 0), k}:
+                file.seek(base + 12 * sequences + 8 * entry)
+                file.write(entry.to_bytes(8, "little"))
+    return str(prefix)
+
+
+@pytest.mark.parametrize("sequences, length", [(1000, 10**9), (10**8, 10**4)])
+def test_opening_a_trillion_tokens_is_instant_and_small(tmp_path, sequences, length):
+    prefix = sparse(tmp_path / "huge", sequences, length)
+    code = (
+        "import sys, time, resource, numpy; from megatron.data.indexed_dataset import IndexedDataset; from megatron.data.token_stream import TokenStream\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; begun = time.perf_counter()\n"
+        "data = IndexedDataset(sys.argv[1]); stream = TokenStream(data, 0, data.num_sequences, 4096, 1, 50000)\n"
+        "out = numpy.empty((8, 4097), numpy.int64); stream.read(numpy.arange(8), numpy.arange(8), out)\n"
+        "print(data.num_tokens, time.perf_counter() - begun, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)"
+    )
+    run = subprocess.run([sys.executable, "-c", code, prefix], capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    assert run.returncode == 0, run.stderr
+    tokens, seconds, mebibytes = run.stdout.split()
+    assert int(tokens) == 10**12
+    assert float(seconds) < 0.5
+    assert float(mebibytes) < 64
+
+
+def change(prefix: str, kind: str, at: int, raw: bytes) -> None:
+    with open(f"{prefix}.{kind}", "r+b") as file:
+        file.seek(at)
+        file.write(raw)
+
+
+def cut(prefix: str, kind: str, size: int) -> None:
+    with open(f"{prefix}.{kind}", "r+b") as file:
+        file.truncate(size)
+
+
+DAMAGE = {
+    "bin missing": (lambda p: Path(p + ".bin").unlink(), r"x\.bin: no such file"),
+    "idx missing": (lambda p: Path(p + ".idx").unlink(), r"x\.idx: no such file"),
+    "bin cut": (lambda p: cut(p, "bin", 15), r"x\.bin, byte 15: the file has 15 bytes, its index describes 20: cut off"),
+    "bin empty": (lambda p: cut(p, "bin", 0), r"x\.bin, byte 0: the file has 0 bytes"),
+    "bin too long": (lambda p: cut(p, "bin", 40), r"x\.bin, byte 20: the file has 40 bytes, .* longer"),
+    "idx empty": (lambda p: cut(p, "idx", 0), r"x\.idx: only 0 bytes"),
+    "idx cut": (lambda p: cut(p, "idx", 101), r"x\.idx, byte 18: .* need 102 bytes, the file has 101"),
+    "foreign idx": (lambda p: change(p, "idx", 0, b"TNTIDX\0\0\0"), r"x\.idx, byte 0: begins with b'TNTIDX"),
+    "version": (lambda p: change(p, "idx", 9, b"\2"), r"x\.idx, byte 9: version 2"),
+    "unknown dtype": (lambda p: change(p, "idx", 17, b"\x0b"), r"x\.idx, byte 17: dtype code 11 is unknown"),
+    "float dtype": (lambda p: change(p, "idx", 17, b"\6"), r"x\.idx, byte 17: dtype code 6 is float64"),
+    "wrong dtype": (lambda p: change(p, "idx", 17, b"\4"), r"x\.idx, byte 54: sequence 1 begins at byte 6 of \.bin, the one before it ends at 12"),
+    "counts": (lambda p: change(p, "idx", 18, b"\xff" * 8), r"x\.idx, byte 18"),
+    "negative length": (lambda p: change(p, "idx", 38, b"\xff" * 4), r"x\.idx, byte 38: sequence 1 has the length -1"),
+    "offset": (lambda p: change(p, "idx", 54, b"\x08"), r"x\.idx, byte 54: sequence 1 begins at byte 8"),
+    "first offset": (lambda p: change(p, "idx", 46, b"\x02"), r"x\.idx, byte 46: the first sequence begins at byte 2"),
+    "documents": (lambda p: change(p, "idx", 78, b"\x09"), r"x\.idx, byte 78: document entry 1 is 9 with 3 sequences"),
+    "sidecar of other files": (lambda p: write(Path(p + "2"), [[1]]) and Path(p + "2.json").rename(p + ".json"), r"x\.json: describes"),
+    "sidecar not JSON": (lambda p: Path(p + ".json").write_text("{"), r"x\.json: not a sidecar"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_named(tmp_path, kind):
+    prefix = write(tmp_path / "x", [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]])
+    IndexedDataset(prefix)
+    damage, message = DAMAGE[kind]
+    damage(prefix)
+    with pytest.raises(DataError, match=message):
+        IndexedDataset(prefix)
+
+
+def test_a_prefix_with_its_ending_is_explained(tmp_path):
+    prefix = write(tmp_path / "x", [[1, 2, 3]])
+    with pytest.raises(DataError, match="takes the prefix without its ending"):
+        IndexedDataset(prefix + ".bin")
+
+
+def test_no_tokens(tmp_path):
+    with pytest.raises(DataError, match="holds no token"):
+        IndexedDataset(write(tmp_path / "x", [[], []]))
+
+
+def test_full_check_finds_what_spaced_entries_miss(tmp_path):
+    documents = [[k % 50, 1] for k in range(5000)]
+    prefix = write(tmp_path / "x", documents)
+    unseen = next(k for k in range(5000) if k not in set(probes(5000).tolist()) and k - 1 not in set(probes(5000).tolist()))
+    change(prefix, "idx", HEADER.size + 4 * 5000 + 8 * unseen, (1).to_bytes(8, "little"))
+    data = IndexedDataset(prefix)
+    with pytest.raises(DataError, match=f"sequence {unseen} begins at byte 1 of"):
+        data.check(50)
+    write(tmp_path / "x", documents)
+    change(prefix, "bin", 2 * 4321, (1000).to_bytes(2, "little"))
+    with pytest.raises(DataError, match=r"x\.bin, byte 8642: token id 1000 lies outside the vocabulary of 50"):
+        IndexedDataset(prefix).check(50)
+    with pytest.raises(DataError, match="digest differs"):
+        IndexedDataset(prefix).check(2000)
+
+
+def test_fingerprint_follows_content_not_path(tmp_path):
+    first, second = write(tmp_path / "x", [[1, 2, 3], [4]]), write(tmp_path / "y", [[1, 2, 3], [4]])
+    Path(second + ".json").unlink()
+    assert IndexedDataset(first).fingerprint == IndexedDataset(second).fingerprint
+    assert IndexedDataset(write(tmp_path / "z", [[1, 2, 3], [5]])).fingerprint != IndexedDataset(first).fingerprint

@@ -1,0 +1,349 @@
+"""JSON lines -> `<prefix>_<key>_document.{bin,idx,json}`: token ids in Megatron's format, and a sidecar that knows the tokenizer.
+
+    python tools/preprocess_data.py --input books.jsonl --output-prefix data/books --tokenizer-type SentencePieceTokenizer \
+        --tokenizer-model spm.model --append-eod --workers 8
+
+Each line is an object; the text under each of --json-keys becomes a document (a list of texts: a document of several sequences). Files ending in .gz or
+.zst are decompressed on the way. Lines are cut into chunks that worker processes encode; memory is bounded by a few chunks a worker. Nothing appears
+under the final names before everything is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import glob
+import gzip
+import json
+import multiprocessing
+import os
+import sys
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.config.groups import DataConfig  # noqa: E402
+from megatron.data.indexed_dataset import DataError, IndexedDatasetWriter, best_dtype  # noqa: E402
+from megatron.data.tokenizer import Tokenizer, build_tokenizer  # noqa: E402
+
+LARGEST_CHUNK = 4 << 20  # bytes of text that one task encodes
+SMALLEST_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Whole lines of one file: the bytes [begin, end) of a plain file, or `text` where the file is compressed."""
+
+    path: str
+    begin: int  # position in the decompressed file
+    end: int
+    cost: int  # bytes of the file on disk, for the progress line
+    text: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The documents of one chunk under one key."""
+
+    tokens: np.ndarray  # in the dtype of the file
+    lengths: np.ndarray  # of each sequence
+    sequences: np.ndarray  # in each document
+    text_bytes: int
+    max_id: int
+    eod_count: int
+
+
+@functools.cache
+def tokenizer_of(config: DataConfig) -> Tokenizer:
+    """The tokenizer, built once in each process."""
+    return build_tokenizer(config)
+
+
+def plain_chunks(path: str, size: int) -> Iterator[Chunk]:
+    """Cut a plain file at line ends, without reading it."""
+    with open(path, "rb") as file:
+        total, begin = os.fstat(file.fileno()).st_size, 0
+        while begin < total:
+            file.seek(min(begin + size, total))
+            file.readline()
+            end = file.tell()
+            yield Chunk(path, begin, end, end - begin)
+            begin = end
+
+
+def gzip_pieces(file: BinaryIO) -> Iterator[bytes]:
+    """Decompressed pieces of a .gz file. Raises DataError for a damaged or cut one."""
+    try:
+        with gzip.open(file) as stream:
+            while piece := stream.read(1 << 20):
+                yield piece
+    except (EOFError, OSError, zlib.error) as error:
+        raise DataError(f"{file.name}, byte {file.tell()}: cannot be decompressed ({error}): download or compress it again") from None
+
+
+def zstd_pieces(file: BinaryIO) -> Iterator[bytes]:
+    """Decompressed pieces of a .zst file of any number of frames. Raises DataError for a damaged or cut one."""
+    import zstandard
+
+    frame, rest = None, b""
+    try:
+        while piece := rest or file.read(1 << 17):
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(piece)
+            rest, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    except zstandard.ZstdError as error:
+        raise DataError(f"{file.name}, byte {file.tell()}: cannot be decompressed ({error}): download or compress it again") from None
+    if frame:
+        raise DataError(f"{file.name}, byte {file.tell()}: the file is cut off: download or compress it again")
+
+
+def text_pieces(file: BinaryIO) -> Iterator[bytes]:
+    """The text of a plain or compressed file, piece by piece."""
+    if file.name.endswith(".gz"):
+        return gzip_pieces(file)
+    return zstd_pieces(file) if file.name.endswith(".zst") else iter(functools.partial(file.read, 1 << 20), b"")
+
+
+def compressed_chunks(path: str, size: int) -> Iterator[Chunk]:
+    """Cut the text of a compressed file at line ends."""
+    held, begin, counted = bytearray(), 0, 0
+    with open(path, "rb") as file:
+        for piece in text_pieces(file):
+            held += piece
+            cut = held.rfind(b"\n") + 1 if len(held) >= size else 0
+            if cut:
+                yield Chunk(path, begin, begin + cut, file.tell() - counted, bytes(held[:cut]))
+                begin, counted = begin + cut, file.tell()
+                del held[:cut]
+        if held:
+            yield Chunk(path, begin, begin + len(held), file.tell() - counted, bytes(held))
+
+
+def refuse_line(chunk: Chunk, line: int, what: str) -> DataError:
+    """The error for the line-th line of a chunk, with its number in the file (counted only now)."""
+    left, before = chunk.begin, 0
+    with open(chunk.path, "rb") as file:
+        for piece in text_pieces(file):
+            before += piece[:left].count(b"\n")
+            left -= min(left, len(piece))
+            if not left:
+                break
+    return DataError(f"{chunk.path}, line {before + line + 1}: {what}")
+
+
+def read_records(chunk: Chunk) -> list[tuple[int, dict]]:
+    """(line within the chunk, object) of every line that is not blank."""
+    raw = chunk.text
+    if raw is None:
+        with open(chunk.path, "rb") as file:
+            file.seek(chunk.begin)
+            raw = file.read(chunk.end - chunk.begin)
+    records, decode = [], json.JSONDecoder().decode
+    try:
+        lines = raw.decode().split("\n")  # not splitlines: JSON strings may hold other line ends
+    except UnicodeDecodeError as error:
+        raise refuse_line(chunk, raw[: error.start].count(b"\n"), f"not UTF-8 ({error.reason}): convert the file") from None
+    for number, line in enumerate(lines):
+        if not line or line.isspace():
+            continue
+        try:
+            records.append((number, decode(line)))
+        except ValueError as error:
+            raise refuse_line(chunk, number, f"not JSON ({error}): repair or remove the line") from None
+    return records
+
+
+def encode_chunk(chunk: Chunk, config: DataConfig, keys: tuple[str, ...], append_eod: bool) -> list[Encoded]:
+    """All documents of a chunk, one result per key. Raises DataError naming file and line."""
+    tokenizer, records = tokenizer_of(config), read_records(chunk)
+    results = []
+    for key in keys:
+        texts: list[str] = []
+        owner: list[int] = []  # document of each text
+        for document, (line, record) in enumerate(records):
+            value = record.get(key) if isinstance(record, dict) else None
+            parts = value if isinstance(value, list) else [value]
+            if not all(isinstance(part, str) for part in parts):
+                raise refuse_line(chunk, line, f"no text under the key {key!r}: name the right one with --json-keys")
+            texts += parts
+            owner += [document] * len(parts)
+        try:
+            tokens, lengths = tokenizer.encode_many(texts)
+            if len(tokens) and (int(tokens.max()) >= tokenizer.vocab_size):
+                raise ValueError
+        except ValueError:  # find the text at fault
+            for document, text in zip(owner, texts):
+                refuse_text(tokenizer, chunk, records[document][0], text)
+            raise
+        results.append(pack(tokenizer, tokens, lengths, np.array(owner, np.int64), len(records), append_eod, len("".join(texts).encode(errors="replace"))))
+    return results
+
+
+def refuse_text(tokenizer: Tokenizer, chunk: Chunk, line: int, text: str) -> None:
+    """Raise the error for a text that cannot be encoded; return if it can."""
+    try:
+        ids, _ = tokenizer.encode_many([text])
+    except ValueError as error:
+        raise refuse_line(chunk, line, str(error)) from None
+    if len(ids) and int(ids.max()) >= tokenizer.vocab_size:
+        raise refuse_line(chunk, line, f"token id {int(ids.max())} lies outside the vocabulary of {tokenizer.vocab_size}: give a larger --vocab-size")
+
+
+def pack(tokenizer: Tokenizer, tokens: np.ndarray, lengths: np.ndarray, owner: np.ndarray, documents: int, append_eod: bool, text_bytes: int) -> Encoded:
+    """Drop empty texts and put an end-of-document id after each document that is not empty, counted in its last sequence."""
+    owner, lengths = owner[lengths > 0], lengths[lengths > 0]
+    if append_eod and len(owner):
+        last = np.append(owner[1:] != owner[:-1], True)  # the last sequence of its document
+        tokens = np.insert(tokens, np.cumsum(lengths)[last], tokenizer.eod)
+        lengths = lengths + last
+    return Encoded(
+        tokens=tokens.astype(best_dtype(tokenizer.vocab_size)),
+        lengths=lengths.astype(np.int32),
+        sequences=np.bincount(owner, minlength=documents),
+        text_bytes=text_bytes,
+        max_id=int(tokens.max()) if len(tokens) else -1,
+        eod_count=int((tokens == tokenizer.eod).sum()),
+    )
+
+
+def encode_all(chunks: Iterator[Chunk], workers: int, *rest: object) -> Iterator[tuple[Chunk, list[Encoded]]]:
+    """encode_chunk over all chunks, in order, at most three tasks a worker in flight."""
+    if workers == 1:
+        yield from ((chunk, encode_chunk(chunk, *rest)) for chunk in chunks)
+        return
+    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    with ProcessPoolExecutor(workers, multiprocessing.get_context(method), initializer=_one_thread) as pool:
+        waiting: deque = deque()
+        try:
+            for chunk in chunks:
+                waiting.append((chunk, pool.submit(encode_chunk, chunk, *rest)))
+                if len(waiting) >= 3 * workers:
+                    chunk, future = waiting.popleft()
+                    yield chunk, future.result()
+            while waiting:
+                chunk, future = waiting.popleft()
+                yield chunk, future.result()
+        except BrokenProcessPool:
+            raise DataError("a worker process was killed, most likely for memory: give fewer --workers") from None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _one_thread() -> None:
+    """Workers are the parallelism: Hugging Face's library would add its own threads in each."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+class Progress:
+    """A line with rate and time left, after every `interval` documents but at most once a second."""
+
+    def __init__(self, total: int, interval: int):
+        self.total, self.interval, self.begun = total, interval, time.monotonic()
+        self.cost = self.text = self.documents = self.shown = 0
+        self.last = self.begun
+
+    def rate(self) -> str:
+        """Documents and megabytes of input so far, and the rate."""
+        return f"{self.documents:,} documents, {self.text / 1e6:,.1f} MB, {self.text / 1e6 / max(time.monotonic() - self.begun, 1e-9):.1f} MB/s"
+
+    def add(self, chunk: Chunk, documents: int) -> None:
+        self.cost, self.text, self.documents = self.cost + chunk.cost, self.text + chunk.end - chunk.begin, self.documents + documents
+        now = time.monotonic()
+        if now - self.last >= 1 and self.documents - self.shown >= self.interval:
+            left = (now - self.begun) * (self.total - self.cost) / max(self.cost, 1)
+            print(f"{self.rate()}, {100 * self.cost / max(self.total, 1):.0f}%, {left:.0f} s left", file=sys.stderr, flush=True)
+            self.last, self.shown = now, self.documents
+
+
+def input_files(patterns: list[str]) -> list[str]:
+    """Every file that the names and patterns give, in order. Raises DataError where one gives none."""
+    files = []
+    for pattern in patterns:
+        found = sorted(glob.glob(pattern)) if glob.has_magic(pattern) and not os.path.exists(pattern) else [pattern]
+        if not found or not all(os.path.isfile(path) for path in found):
+            raise DataError(f"--input {pattern}: no such file")
+        files += found
+    return files
+
+
+def preprocess(arguments: argparse.Namespace) -> list[dict]:
+    """Do what the flags say; returns the sidecar of each key. Raises ValueError."""
+    begun = time.monotonic()
+    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
+    config = DataConfig(**{name: getattr(arguments, name) for name in names})
+    tokenizer, files = tokenizer_of(config), input_files(arguments.input)
+    keys, prefix = tuple(arguments.json_keys), arguments.output_prefix
+    total = sum(os.path.getsize(path) for path in files)
+    size = min(max(total // (8 * arguments.workers), SMALLEST_CHUNK), LARGEST_CHUNK)
+    chunks = (chunk for path in files for chunk in (compressed_chunks if path.endswith((".gz", ".zst")) else plain_chunks)(path, size))
+    progress = Progress(total, arguments.log_interval)
+    writers = [IndexedDatasetWriter(f"{prefix}_{key}_document", best_dtype(tokenizer.vocab_size)) for key in keys]
+    facts = [{"text_bytes": 0, "max_id": -1, "eod_count": 0} for _ in keys]
+    try:
+        for chunk, results in encode_all(chunks, arguments.workers, config, keys, arguments.append_eod):
+            for writer, fact, result in zip(writers, facts, results):
+                writer.add(result.tokens, result.lengths, result.sequences)
+                fact["text_bytes"] += result.text_bytes
+                fact["max_id"] = max(fact["max_id"], result.max_id)
+                fact["eod_count"] += result.eod_count
+            progress.add(chunk, len(results[0].sequences))
+        for key, writer in zip(keys, writers):
+            if not writer.num_tokens:
+                raise DataError(f"{', '.join(files)}: not one token under the key {key!r}: the input is empty")
+        made = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
+        # Offsets are computed back to back and every id was compared with the vocabulary: this is the full scan.
+        scan = {"offsets_packed": True, "ids_below": tokenizer.vocab_size}
+        sidecars = [writer.finish({"tokenizer": made, "append_eod": arguments.append_eod, "scan": scan, **fact}) for writer, fact in zip(writers, facts)]
+    finally:
+        for writer in writers:
+            writer.discard()
+    for writer, sidecar in zip(writers, sidecars):
+        empty = f" ({sidecar['empty_documents']:,} of them empty)" if sidecar["empty_documents"] else ""
+        print(
+            f"{writer.prefix}.bin: {sidecar['documents']:,} documents{empty}, {sidecar['tokens']:,} tokens, "
+            f"{sidecar['text_bytes'] / sidecar['tokens']:.2f} bytes of text a token, largest id {sidecar['max_id']}"
+        )
+    print(f"{progress.rate()}, {time.monotonic() - begun:.1f} s")
+    return sidecars
+
+
+def parser() -> argparse.ArgumentParser:
+    """Megatron's flags for this tool."""
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSON-lines files or patterns; .gz and .zst are decompressed")
+    flags.add_argument("--json-keys", nargs="+", default=["text"], help="keys whose text is encoded, each to files of its own")
+    flags.add_argument("--output-prefix", required=True, help="files are named <this>_<key>_document.{bin,idx,json}")
+    kinds = ["SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer", "NullTokenizer"]
+    flags.add_argument("--tokenizer-type", required=True, choices=kinds, type=lambda kind: {"Llama2Tokenizer": kinds[0]}.get(kind, kind))
+    flags.add_argument("--tokenizer-model", help="SentencePiece model, tokenizer.json or .tiktoken file")
+    flags.add_argument("--vocab-file", help="GPT-2 BPE vocabulary")
+    flags.add_argument("--merge-file", help="GPT-2 BPE merges")
+    flags.add_argument("--vocab-size", type=int, help="vocabulary of the NullTokenizer, without its end-of-document id")
+    flags.add_argument("--append-eod", action="store_true", help="put the end-of-document id after each document")
+    flags.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="worker processes (default: one a core)")
+    flags.add_argument("--log-interval", type=int, default=1000, help="documents between progress lines (at most one a second)")
+    return flags
+
+
+def main() -> None:
+    arguments = parser().parse_args()
+    if arguments.workers < 1:
+        sys.exit("preprocess_data.py: --workers must be at least 1")
+    try:
+        preprocess(arguments)
+    except (ValueError, OSError) as error:
+        sys.exit(f"preprocess_data.py: {error}")
+
+
+if __name__ == "__main__":
+    main()
