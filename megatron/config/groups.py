@@ -329,3 +329,12 @@ class Config:
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Nested plain dictionaries: what --print-config, wandb and checkpoints store."""
         return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, groups: dict[str, dict[str, Any]]) -> Config:
+        """The inverse of to_dict, also after JSON (its lists become tuples). Raises TypeError for an unknown field."""
+        kinds = {group.name: type(group.default) for group in dataclasses.fields(cls)}
+        return cls(**{
+            name: kind(**{field: tuple(value) if isinstance(value, list) else value for field, value in groups.get(name, {}).items()})
+            for name, kind in kinds.items()
+        })
