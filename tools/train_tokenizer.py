@@ -1,0 +1,72 @@
+"""Train a SentencePiece tokenizer on the JSON lines that preprocess_data.py will encode.
+
+    python tools/train_tokenizer.py --input books.jsonl --vocab-size 32000 --output-prefix data/books
+
+Writes <output-prefix>.model for `--tokenizer-type SentencePieceTokenizer --tokenizer-model <output-prefix>.model`. The tokenizer is lossless:
+no normalisation, spaces and line ends kept, unknown characters as bytes. Its end-of-document id is that of `</s>`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from preprocess_data import LARGEST_CHUNK, compressed_chunks, input_files, plain_chunks, read_records  # noqa: E402
+
+LOUD = 50 << 20  # bytes of input from which SentencePiece reports its own progress
+
+
+def lines(files: list[str], key: str) -> Iterator[str]:
+    """Every line of every text that is not empty: SentencePiece learns within lines. Raises ValueError for a record without the key."""
+    for path in files:
+        for chunk in (compressed_chunks if path.endswith((".gz", ".zst")) else plain_chunks)(path, LARGEST_CHUNK):
+            for _, record in read_records(chunk):
+                if not isinstance(record, dict) or not isinstance(record.get(key), str):
+                    raise ValueError(f"{path}: a record has no text under the key {key!r}: name the right one with --json-key")
+                yield from filter(None, record[key].split("\n"))
+
+
+def train(files: list[str], *, key: str, vocab_size: int, model_type: str, prefix: str, max_lines: int) -> None:
+    """Train and write the model, under its name only once complete. Raises ValueError for input that gives no such tokenizer."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines(files, key), model_writer=model, vocab_size=vocab_size, model_type=model_type,
+            input_sentence_size=max_lines, max_sentence_length=1 << 16, character_coverage=1.0, byte_fallback=True,
+            normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False, user_defined_symbols=["\n"],
+            minloglevel=0 if sum(map(os.path.getsize, files)) > LOUD else 2,
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise ValueError(f"--vocab-size {vocab_size}: SentencePiece refuses ({error})") from None
+    os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
+    Path(prefix + ".model.partial").write_bytes(model.getvalue())
+    os.replace(prefix + ".model.partial", prefix + ".model")
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSON-lines files or patterns; .gz and .zst are decompressed")
+    flags.add_argument("--json-key", default="text", help="key of the text (default: text)")
+    flags.add_argument("--vocab-size", type=int, required=True, help="ids in all, special and byte pieces included")
+    flags.add_argument("--model-type", choices=["bpe", "unigram"], default="bpe")
+    flags.add_argument("--output-prefix", required=True, help="writes <this>.model")
+    flags.add_argument("--max-lines", type=int, default=5_000_000, help="learn from a random sample of this many lines (default: 5,000,000)")
+    given = flags.parse_args()
+    try:
+        train(input_files(given.input), key=given.json_key, vocab_size=given.vocab_size, model_type=given.model_type, prefix=given.output_prefix,
+              max_lines=given.max_lines)
+    except (ValueError, OSError) as error:
+        sys.exit(f"train_tokenizer.py: {error}")
+    print(f"{given.output_prefix}.model: {given.vocab_size} ids, {given.model_type}")
+
+
+if __name__ == "__main__":
+    main()
