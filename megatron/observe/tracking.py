@@ -180,7 +180,10 @@ class _Wandb:
         self._mark = {}
 
     def close(self) -> None:
+        import wandb
+
         self._run.finish()
+        wandb.teardown()  # finish alone may return a moment before its service has written the file
 
 
 def metrics_file(config: Config) -> Path | None:
