@@ -82,7 +82,7 @@ class Source:
             tokens=torch.from_numpy(tokens),
             labels=torch.from_numpy(labels),
             loss_mask=torch.from_numpy(mask),
-            position_ids=torch.from_numpy(np.array(positions)),
+            position_ids=torch.from_numpy(np.array(positions, order="C")),
             document_starts=torch.from_numpy(starts.astype(np.int32)) if self.reset_attention_mask else None,
             sample_ids=torch.from_numpy(sample),
         )
