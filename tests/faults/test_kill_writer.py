@@ -1,0 +1,214 @@
+"""Kill -9 at random times and before every system call of a save, and power loss after every one; each with bad writers that must be caught."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kill_writer import WRITERS, campaign, contents, verdict
+
+from megatron.checkpoint.writer import save_checkpoint
+
+CALLS = ("open", "write", "fsync", "rename", "mkdir", "close")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Forked children may not use the parent's thread pool."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_twenty_random_kills(tmp_path):
+    lines: list[str] = []
+    assert campaign(20, 1, WRITERS["real"], tmp_path / "run", lines.append) == []
+    assert len(lines) == 21
+
+
+@pytest.mark.parametrize("mutant", ["in-place", "overwrite"])
+def test_the_campaign_catches_a_bad_writer(tmp_path, mutant):
+    assert campaign(20, 1, WRITERS[mutant], tmp_path / "run", lambda line: None)
+
+
+def test_the_documented_command(tmp_path):
+    command = [sys.executable, str(Path(__file__).with_name("kill_writer.py")), "--kills", "2", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert "2 kills" in done.stdout and "0 bad recoveries" in done.stdout
+
+
+def die_before(number: int, save, root: Path) -> int:
+    """Fork a process that saves iteration 2 and is killed before its system call `number`; return its wait status."""
+    child = os.fork()
+    if child == 0:
+        try:
+            left = number
+            for name in CALLS:
+
+                def dying(*args, real=getattr(os, name), **kwargs):
+                    nonlocal left
+                    left -= 1
+                    if left < 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return real(*args, **kwargs)
+
+                setattr(os, name, dying)
+            save(root, 2, *contents(2))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.parametrize("name", ["real", "in-place"])
+def test_kill_before_every_system_call(tmp_path, name):
+    save, recovered, faults = WRITERS[name], [], []
+    for number in range(200):
+        root = tmp_path / str(number)
+        save_checkpoint(root, 1, *contents(1))
+        status = die_before(number, save, root)
+        iteration, fault = verdict(root, 2 if status == 0 else 1)
+        recovered.append(iteration)
+        faults += [fault] if fault else []
+        if status == 0:
+            break
+        assert os.WIFSIGNALED(status), "the victim failed by itself"
+        save_checkpoint(root, 3, *contents(3))  # the next attempt is not hindered, and tidies up
+        assert not [p for p in root.iterdir() if p.name.startswith(".")]
+    assert status == 0 and recovered[0] == 1 and recovered[-1] == 2 and len(recovered) > 10
+    if name == "real":
+        assert faults == [] and recovered == sorted(recovered)
+    else:
+        assert faults
+
+
+# ---- power loss: what the disk may hold when only fsync makes things durable --------------------------------------------
+
+
+class Node:
+    """A file's bytes or a folder's entries, as programs see them and as the disk has them."""
+
+    def __init__(self, empty: bytes | dict) -> None:
+        self.now, self.durable = empty, empty
+
+
+class Disk:
+    """Follows the writer's system calls below `root` (carrying them out too) in a model of page cache and disk.
+
+    Before each call `crashes` receives what a crash would leave, as nested dictionaries of bytes, under two adversaries: names reach
+    the disk at once and contents by fsync alone; names, too, only when their folder is fsynced. File systems lie between the two.
+    """
+
+    def __init__(self, root: Path, monkeypatch) -> None:
+        self.root, self.top, self.files, self.crashes, self.acknowledged = root, Node({}), {}, [], 0
+        for name in CALLS:
+            monkeypatch.setattr(os, name, self._followed(name, getattr(os, name)))
+
+    def _followed(self, name: str, real):
+        def call(*args, **kwargs):
+            self.crash()
+            result = real(*args, **kwargs)
+            getattr(self, f"on_{name}")(result, *args)
+            return result
+
+        return call
+
+    def crash(self) -> None:
+        def left(node: Node, names: str) -> dict | bytes:
+            if isinstance(node.now, bytes):
+                return node.durable
+            return {name: left(child, names) for name, child in getattr(node, names).items()}
+
+        self.crashes += [(self.acknowledged, left(self.top, names)) for names in ("now", "durable")]
+
+    def entry(self, path) -> tuple[Node, str]:
+        *folders, last = Path(path).relative_to(self.root).parts
+        node = self.top
+        for name in folders:
+            node = node.now[name]
+        return node, last
+
+    def on_mkdir(self, _, path, mode=0o777):
+        folder, name = self.entry(path)
+        folder.now = folder.now | {name: Node({})}
+
+    def on_open(self, file, path, flags, mode=0o777):
+        if Path(path) == self.root:
+            self.files[file] = self.top
+            return
+        folder, name = self.entry(path)
+        if flags & os.O_CREAT:
+            folder.now = folder.now | {name: Node(b"")}
+        self.files[file] = folder.now[name]
+
+    def on_rename(self, _, source, target):
+        (a, old), (b, new) = self.entry(source), self.entry(target)
+        node = a.now[old]
+        a.now = {name: child for name, child in a.now.items() if name != old}
+        b.now = b.now | {new: node}
+
+    def on_write(self, count, file, data):
+        self.files[file].now += bytes(data[:count])
+
+    def on_fsync(self, _, file):
+        self.files[file].durable = self.files[file].now
+
+    def on_close(self, _, file):
+        self.files.pop(file, None)
+
+
+def put(tree: dict, path: Path) -> Path:
+    path.mkdir()
+    for name, content in tree.items():
+        if isinstance(content, dict):
+            put(content, path / name)
+        else:
+            (path / name).write_bytes(content)
+    return path
+
+
+def power_losses(tmp_path, monkeypatch) -> list[str]:
+    """Save iterations 1, 2 and lose power before each call and at the end; what recovery finds wrong."""
+    root = tmp_path / "run"
+    root.mkdir()
+    with monkeypatch.context() as patch:
+        disk = Disk(root, patch)
+        for iteration in (1, 2):
+            save_checkpoint(root, iteration, *contents(iteration))
+            disk.acknowledged = iteration
+        disk.crash()
+    assert len(disk.crashes) > 60
+    found, faults = [], []
+    for number, (acknowledged, tree) in enumerate(disk.crashes):
+        iteration, fault = verdict(put(tree, tmp_path / str(number)), acknowledged)
+        found.append(iteration)
+        faults += [fault] if fault else []
+    assert faults or (set(found) == {0, 1, 2} and found[-1] == found[-2] == 2)
+    return faults
+
+
+def test_power_loss_after_any_call(tmp_path, monkeypatch):
+    assert power_losses(tmp_path, monkeypatch) == []
+
+
+def only(kind: type):
+    """A mutant's fsync: has no effect on the disk except for nodes of `kind`."""
+
+    def on_fsync(self, _, file):
+        if isinstance(self.files[file].now, kind):
+            self.files[file].durable = self.files[file].now
+
+    return on_fsync
+
+
+@pytest.mark.parametrize("kind", [bytes, dict])
+def test_power_loss_catches_a_missing_fsync(tmp_path, monkeypatch, kind):
+    """Without the fsync of files, or of folders, the same oracle finds torn or vanished checkpoints."""
+    monkeypatch.setattr(Disk, "on_fsync", only(kind))
+    assert power_losses(tmp_path, monkeypatch)

@@ -1,0 +1,205 @@
+"""A save appears whole or not at all, never replaces a whole checkpoint, and a failed one leaves the older ones loadable."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import resource
+import subprocess
+
+import pytest
+import torch
+from checkpoint_cases import example, loads, pairs
+
+from megatron.checkpoint import writer
+from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.writer import save_checkpoint
+
+STATE = {"iteration": 2, "consumed_samples": 16}
+DEAD, ALIVE = ".tmp-iter-2-00000000deadbeef", ".tmp-iter-2-00000000a11fe000"
+
+
+def listing(root) -> list[str]:
+    return sorted(p.name for p in root.iterdir())
+
+
+WHOLE = ["iter_0000001", "latest_checkpointed_iteration.txt"]
+
+
+@pytest.fixture
+def root(tmp_path):
+    save_checkpoint(tmp_path, 1, pairs(example(1)), STATE)
+    return tmp_path
+
+
+# ---- an iteration that exists already ---------------------------------------------------------------------------------
+
+
+def test_saving_the_same_again_keeps_the_old_files(root):
+    before = (root / "iter_0000001" / "MANIFEST.json").stat()
+    assert save_checkpoint(root, 1, pairs(example(1)), STATE) == root / "iter_0000001"
+    after = (root / "iter_0000001" / "MANIFEST.json").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    assert listing(root) == WHOLE
+
+
+@pytest.mark.parametrize(("tensors", "state", "text"), [(2, STATE, "in: tensors"), (1, STATE | {"consumed_samples": 17}, "in: consumed_samples")])
+def test_a_whole_checkpoint_is_never_replaced_by_a_different_one(root, tensors, state, text):
+    with pytest.raises(CheckpointError, match=f"exists already, is whole, and differs from this run {text}"):
+        save_checkpoint(root, 1, pairs(example(tensors)), state)
+    loads(find_checkpoint(root), example(1))
+    assert listing(root) == WHOLE
+
+
+@pytest.mark.parametrize("name", ["MANIFEST.json", "shard-00000.digests", "shard-00000.safetensors"])
+def test_a_damaged_checkpoint_is_replaced(root, name):
+    file = root / "iter_0000001" / name
+    raw = bytearray(file.read_bytes())
+    raw[-2] ^= 4
+    file.write_bytes(raw)
+    save_checkpoint(root, 1, pairs(example(5)), STATE)
+    loads(find_checkpoint(root), example(5))
+    assert listing(root) == WHOLE
+
+
+def test_a_folder_with_foreign_content_is_replaced_only_by_its_name(root):
+    (root / "iter_0000002").mkdir()  # Megatron-LM's layout, or a hand-made folder
+    (root / "iter_0000002" / "mp_rank_00").mkdir()
+    with pytest.raises(CheckpointError, match=r"MANIFEST.json: No such file.*--ckpt-step 1\."):
+        find_checkpoint(root)
+    save_checkpoint(root, 2, pairs(example(2)), STATE)
+    loads(find_checkpoint(root), example(2))
+
+
+# ---- leftovers of attempts ---------------------------------------------------------------------------------------------
+
+
+def test_leftovers_of_dead_attempts_go_and_everything_else_stays(root):
+    for name in (DEAD, ".trash-iter-2-00000000deadbeef-0123456789abcdef", ".tmp-other", "iter_notes", ".tmp-iter-2-short", ALIVE):
+        (root / name).mkdir()
+        (root / name / "shard-00000.safetensors").write_bytes(b"part")
+    (root / f"{DEAD}.txt").write_text("2\n")
+    lock = os.open(root / ALIVE, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    save_checkpoint(root, 2, pairs(example(2)), STATE)
+    os.close(lock)
+    assert listing(root) == sorted([".tmp-other", "iter_notes", ".tmp-iter-2-short", ALIVE, "iter_0000002", *WHOLE])
+    save_checkpoint(root, 3, pairs(example(3)), STATE)  # its owner is gone now
+    assert ALIVE not in listing(root)
+
+
+def test_a_save_holds_its_folder_against_cleaning(root, monkeypatch):
+    """Another run's clean-up in the middle of a save leaves it alone; the lock is what tells them apart (the control drops it)."""
+    whole_write = writer.write_shard
+
+    def clean_in_between(*args):
+        record = whole_write(*args)
+        writer._clean(root, "f" * 16)
+        return record
+
+    monkeypatch.setattr(writer, "write_shard", clean_in_between)
+    loads(save_checkpoint(root, 2, pairs(example(2)), STATE), example(2))
+    monkeypatch.setattr(writer, "_hold", lambda folder: os.open(os.devnull, os.O_RDONLY))
+    with pytest.raises(CheckpointError, match="iteration 3 was not saved.*temporary folder vanished: another run is saving to this folder"):
+        save_checkpoint(root, 3, pairs(example(3)), STATE)
+    assert listing(root) == sorted(["iter_0000002", *WHOLE])
+
+
+def test_a_zombie_of_an_earlier_attempt_cannot_replace_what_was_saved_since(root, monkeypatch):
+    """The zombie stops just before its rename; the new attempt commits the same iteration; the zombie wakes up."""
+    rename = os.rename
+
+    def late(source, target):
+        monkeypatch.setattr(os, "rename", rename)
+        save_checkpoint(root, 2, pairs(example(7)), STATE)
+        return rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    with pytest.raises(CheckpointError, match="iter_0000002 exists already, is whole, and differs"):
+        save_checkpoint(root, 2, pairs(example(2)), STATE)
+    loads(find_checkpoint(root), example(7))
+    assert listing(root) == sorted(["iter_0000002", *WHOLE])
+
+
+# ---- failing writes ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def mounted(folder, options):
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def fails_and_recovers(root, text, big) -> None:
+    with pytest.raises(CheckpointError, match=rf"iteration 2 was not saved: {text}.*Older checkpoints are untouched \(newest: iteration 1\)"):
+        save_checkpoint(root, 2, pairs(big), STATE)
+    loads(find_checkpoint(root, say=pytest.fail), example(1))
+    assert listing(root) == WHOLE
+
+
+def test_full_disk(tmp_path):
+    with mounted(tmp_path, "size=2m"):
+        save_checkpoint(tmp_path, 1, pairs(example(1)), STATE)
+        fails_and_recovers(tmp_path, "No space left on device.*Free space", {"w": torch.zeros(1 << 20)})
+        loads(save_checkpoint(tmp_path, 2, pairs(example(2)), STATE), example(2))
+
+
+def test_read_only_file_system(tmp_path):
+    with mounted(tmp_path, "size=2m"):
+        save_checkpoint(tmp_path, 1, pairs(example(1)), STATE)
+        subprocess.run(["mount", "-o", "remount,ro", tmp_path], check=True)
+        fails_and_recovers(tmp_path, "Read-only file system.*Give a --save folder", example(2))
+
+
+def test_file_size_limit(root):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        fails_and_recovers(root, "File too large.*Free space", {"w": torch.zeros(1 << 20)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("call", ["open", "write", "fsync", "rename"])
+def test_any_failing_system_call_leaves_the_older_checkpoint(root, monkeypatch, call):
+    """Each call of a save fails in turn with an I/O error: one CheckpointError, or the save was complete before it (the tracker)."""
+    real, failed = getattr(os, call), 0
+    for at in range(100):
+        count = -1
+
+        def flaky(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count == at:
+                raise OSError(5, "Input/output error")
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(writer.os, call, flaky)
+        try:
+            path = save_checkpoint(root, 2 + at, pairs(example(at)), STATE)
+        except CheckpointError as error:
+            monkeypatch.setattr(writer.os, call, real)
+            assert f"iteration {2 + at} was not saved: Input/output error" in str(error)
+            failed += 1
+            newest = find_checkpoint(root, say=lambda line: None)
+            with Checkpoint(newest) as checkpoint:
+                checkpoint.verify()
+            assert not [name for name in listing(root) if name.startswith(".tmp")] or call == "open"
+        else:
+            monkeypatch.setattr(writer.os, call, real)
+            loads(path, example(at))
+            if count < at:  # no such call any more
+                break
+    assert failed >= {"open": 4, "write": 3, "fsync": 4, "rename": 1}[call]
+
+
+def test_short_writes_are_completed(root, monkeypatch):
+    real = os.write
+    monkeypatch.setattr(writer.os, "write", lambda file, data: real(file, data[: max(1, len(data) // 3)]))
+    loads(save_checkpoint(root, 2, pairs(example(2)), STATE), example(2))
