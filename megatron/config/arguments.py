@@ -115,9 +115,13 @@ def _word(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def _nearest(word: str, known: typing.Iterable[str]) -> str:
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.7)), "")
+
+
 def _did_you_mean(word: str, known: typing.Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.7)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = _nearest(word, known)
+    return f"; did you mean {near}?" if near else ""
 
 
 def _key(flag: str) -> str:
@@ -236,8 +240,9 @@ class _Reading:
         elif _key(flag) in options_by_flag():
             self._field(flag, words, written or flag)
         elif (row := compatibility.find(_key(flag))) is None:
-            known = [*options_by_flag(), *COMMANDS, *compatibility.names()]
-            self.faults.append(f"{_shown(flag, words)}: unknown flag{_did_you_mean(_key(flag), known)}")
+            near = _nearest(_key(flag), [*options_by_flag(), *COMMANDS, *compatibility.names()])
+            self.faults.append(f"{_shown(flag, words)}: unknown flag" + (f"; did you mean {near}?" if near else ""))
+            self.unsure.update([near] if near else [])
         elif row.verdict == "equals":
             for ours, values in row.rewrite(words):
                 self.read(ours, values, written=flag)

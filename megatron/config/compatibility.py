@@ -135,7 +135,7 @@ NOTES = (
     note("--log-throughput --log-progress --log-timers-to-tensorboard --no-log-loss-scale-to-tensorboard "
          "--disable-log-loss-scale-to-tensorboard --log-validation-ppl-to-tensorboard --log-memory-to-tensorboard "
          "--log-memory-interval --log-device-memory-used --log-world-size-to-tensorboard --log-batch-size-to-tensorboard "
-         "--no-log-learnig-rate-to-tensorboard --log-learning-rate-to-tensorboard --log-optimizer-states-to-tensorboard "
+         "--no-log-learnig-rate-to-tensorboard --no-log-learning-rate-to-tensorboard --log-optimizer-states-to-tensorboard "
          "--tensorboard-queue-size --timing-log-option --no-barrier-with-level-1-timing --logging-level --log-energy "
          "--log-max-attention-logit --config-logger-dir --dump-param-to-param-group-map",
          "logging is fixed here: see docs for the metrics that are always written"),
@@ -161,7 +161,7 @@ NOTES = (
          "acts only in mixture-of-experts models (--num-experts), which are refused"),
     note("--fp8-* --no-fp8-wgrad --disable-fp8-wgrad --fp4-* --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16 "
          "--keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag", "acts only with --fp8-format or --fp4-format, which are refused"),
-    note("--inference --inference-* --use-legacy-static-engine --max-tokens-to-oom --decode-only-cuda-graphs --enable-chunked-prefill "
+    note("--inference --inference-* --no-inference-* --use-legacy-static-engine --max-tokens-to-oom --decode-only-cuda-graphs --enable-chunked-prefill "
          "--num-speculative-tokens --flash-decode --mamba-inference-* --mlp-chunks-for-prefill --nccl-all-reduce-for-prefill "
          "--use-same-sampling-seed-across-dp-ranks --ds-inference", "concerns inference, which does not take part in pretraining"),
     note("--muon-* --lion-* --qk-clip-* --mtp-* --mup-* --dsa-* --no-dsa-* --disable-dsa-* --mhc-* --linear-* --mamba-* "
@@ -195,7 +195,7 @@ ONLY = (
     only("--exit-signal", "SIGTERM SIGUSR1", "SIGTERM and SIGUSR1 save and exit"),
     only("--main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype --megatron-fsdp-main-params-dtype",
          "fp32", "master weights, gradients and moments are fp32"),
-    only("--vocab-extra-ids --cpu-offloading-num-layers --error-injection-rate --mtp-num-layers --iterations-to-skip", "0",
+    only("--vocab-extra-ids --cpu-offloading-num-layers --error-injection-rate --mtp-num-layers", "0",
          "not supported; drop it"),
     only("--glu-linear-offset", "0 0.0", "not supported; drop it"),
 )
@@ -242,7 +242,7 @@ REFUSED = (
     refused("--attention-output-gate --apply-residual-connection-post-layernorm --enable-mhc-connections --batch-invariant-mode",
             "not a variant of the model here; drop it"),
     refused("--no-weight-decay-cond-type --apply-wd-to-qk-layernorm", "biases and one-dimensional parameters take no weight decay; drop it"),
-    refused("--freeze-all-layers --sft --fim-data --data-efficiency-curriculum-learning --curriculum-* --random-ltd --train-idx-path "
+    refused("--iterations-to-skip --freeze-all-layers --sft --fim-data --data-efficiency-curriculum-learning --random-ltd --train-idx-path "
             "--train-desc-path --train-doc-idx-path --train-sample-idx-path --train-shuffle-idx-path --repeated-dataloader "
             "--train-data-exact-num-epochs --return-data-index --use-dataset-only --phase-transition-iterations "
             "--aml-data-download-path", "not supported; drop it"),
@@ -269,7 +269,7 @@ REFUSED = (
             "retrieval and BERT models are not supported"),
     refused("--vision-* --num-classes --img-h --img-w --num-channels --patch-dim --classes-fraction --data-per-class-fraction "
             "--swin-backbone-type --mask-type --mask-factor --iter-per-epoch --dino-*", "vision models are not supported"),
-    refused("--rl-* --grpo-* --langrl-* --perform-rl-step --refit-method", "reinforcement learning is not supported"),
+    refused("--rl-* --no-rl-* --grpo-* --langrl-* --perform-rl-step --refit-method", "reinforcement learning is not supported"),
     refused("--logits-save-dir --logits-load-dir --mos --kd --kd-* --load-teacher --num-layers-teacher --num-experts-teacher "
             "--hidden-size-teacher --num-attention-heads-teacher", "distillation is not supported"),
     refused("--deepscale-config", "use --deepspeed_config"),

@@ -1,26 +1,21 @@
-"""Every rule between flags, and every value that follows from others.
+"""Every rule between flags.
 
-`resolve` first fills in derived values (DERIVED, each with its reason), then collects the faults of all rules: ranges of one
-field (RANGES), flags that could not act (NEEDS), and the rules of RULES, one small function each. A rule whose inputs are
-missing says nothing: the missing flag is a fault of its own.
+`resolve` fills in derived values (`derive.py`), then collects the faults of all rules: ranges of one field (RANGES), flags
+that could not act (NEEDS), and the rules of RULES, one small function each. A rule whose inputs are missing says nothing:
+the missing flag is a fault of its own.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.config.derive import DEFAULTS, Run, derive
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
-
-GROUP_OF = {field: group for group, fields in Config().to_dict().items() for field in fields}
-DEFAULTS = {field: value for fields in Config().to_dict().values() for field, value in fields.items()}
-GATED = ("swiglu", "geglu")
-
 
 @dataclass(frozen=True)
 class Resolved:
@@ -30,84 +25,7 @@ class Resolved:
     notes: list[str]
 
 
-class Run:
-    """What rules look at: every field by its own name (`run.lr`), the number of ranks and the tokenizer's vocabulary."""
-
-    def __init__(self, config: Config, world: int, vocabulary: int | None):
-        self.config, self.world, self.vocabulary = config, world, vocabulary
-
-    def __getattr__(self, field: str) -> Any:
-        return getattr(getattr(self.config, GROUP_OF[field]), field)
-
-    def show(self, field: str) -> str:
-        """`--lr-decay-style cosine`: a flag with its value."""
-        value = getattr(self, field)
-        if value is None or isinstance(value, bool):
-            return "--" + field.replace("_", "-")
-        words = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        return f"--{field.replace('_', '-')} {words if len(words) <= 60 else words[:57] + '...'}"
-
-    def has(self, *fields: str) -> bool:
-        """All of these are given and, where numbers, greater than zero."""
-        values = [getattr(self, field) for field in fields]
-        return all(value is not None and not (isinstance(value, (int, float)) and value <= 0) for value in values)
-
-
-# ---------------------------------------------------------------- derived values: field, value and reason, or None
-
-
-Derivation = Iterator[tuple[str, Any, str]]
-
-
-def _derive_model(run: Run) -> Derivation:
-    if run.ffn_hidden_size is None and run.has("hidden_size"):
-        if run.activation in GATED:
-            yield "ffn_hidden_size", run.hidden_size * 8 // 3 // 64 * 64, f"8/3 x hidden-size in multiples of 64, as {run.activation} is gated"
-        else:
-            yield "ffn_hidden_size", 4 * run.hidden_size, "4 x hidden-size"
-    if run.kv_channels is None and run.has("hidden_size", "num_attention_heads") and run.hidden_size % run.num_attention_heads == 0:
-        yield "kv_channels", run.hidden_size // run.num_attention_heads, "hidden-size / num-attention-heads"
-    if run.num_query_groups is None and not run.group_query_attention and run.num_attention_heads is not None:
-        yield "num_query_groups", run.num_attention_heads, "one for each head without --group-query-attention"
-    if run.max_position_embeddings is None and run.seq_length is not None:
-        yield "max_position_embeddings", run.seq_length, "seq-length"
-
-
-def _derive_data(run: Run) -> Derivation:
-    if run.tokenizer_type is None and run.vocab_file is not None and run.merge_file is not None:
-        yield "tokenizer_type", "GPT2BPETokenizer", "--vocab-file and --merge-file are given"
-    elif run.tokenizer_type is None and run.mock_data and run.vocab_size is not None:
-        yield "tokenizer_type", "NullTokenizer", "--mock-data with --vocab-size"
-    if run.split is None and run.data_path is not None:
-        yield "split", "969,30,1", "shares of train, valid and test when none are given"
-
-
-def _derive_training(run: Run) -> Derivation:
-    if run.global_batch_size is None and run.micro_batch_size is not None:
-        yield "global_batch_size", run.micro_batch_size * run.world, f"micro-batch-size x {run.world} data-parallel rank(s)"
-    if run.recompute_granularity == "full":
-        if run.recompute_method is None:
-            yield "recompute_method", "uniform", "the one method there is"
-        if run.recompute_num_layers is None:
-            yield "recompute_num_layers", 1, "every layer by itself"
-    if run.skip_train and run.train_iters is None and run.train_samples is None:
-        yield "train_iters", 0, "--skip-train trains nothing"
-    if run.skip_train and run.lr is None:
-        yield "lr", 0.0, "--skip-train trains nothing"
-
-
-def _derive_schedule(run: Run) -> Derivation:
-    if run.lr_decay_iters is None and run.train_iters and run.lr_decay_samples is None:
-        yield "lr_decay_iters", run.train_iters, "train-iters"
-    if run.lr_decay_samples is None and run.train_samples and run.lr_decay_iters is None:
-        yield "lr_decay_samples", run.train_samples, "train-samples"
-
-
-DERIVED = (_derive_model, _derive_data, _derive_training, _derive_schedule)
-
-
 # ---------------------------------------------------------------- rules of one field
-
 
 RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("greater than 0", lambda value: value > 0,
@@ -389,19 +307,9 @@ def _remarks(run: Run) -> Iterator[str]:
         yield "no --save: nothing of this run is kept"
 
 
-def _derive(config: Config, world: int, vocabulary: int | None) -> tuple[Config, list[str]]:
-    notes = []
-    for derivation in DERIVED:
-        for field, value, reason in derivation(Run(config, world, vocabulary)):
-            group = GROUP_OF[field]
-            config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{field: value})})
-            notes.append(f"{field.replace('_', '-')} = {value}: {reason}")
-    return config, notes
-
-
 def cross_field_faults(config: Config, world_size: int, vocab_size: int | None) -> list[str]:
     """Every fault of a configuration, after derived values are filled in; an empty list means that it can run."""
-    config, _ = _derive(config, world_size, vocab_size)
+    config, _ = derive(config, world_size, vocab_size)
     run = Run(config, world_size, vocab_size)
     return list(dict.fromkeys(fault for rule in RULES for fault in rule(run)))
 
@@ -414,5 +322,5 @@ def resolve(config: Config, world_size: int, vocab_size: int | None) -> Resolved
     faults = cross_field_faults(config, world_size, vocab_size)
     if faults:
         raise ArgumentErrors(faults)
-    config, notes = _derive(config, world_size, vocab_size)
+    config, notes = derive(config, world_size, vocab_size)
     return Resolved(config, [*notes, *_remarks(Run(config, world_size, vocab_size))])

@@ -1,0 +1,97 @@
+"""Values that follow from others when they are not given, each with its reason, and the view of a run that rules look at."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.config.groups import Config
+
+GROUP_OF = {field: group for group, fields in Config().to_dict().items() for field in fields}
+DEFAULTS = {field: value for fields in Config().to_dict().values() for field, value in fields.items()}
+GATED = ("swiglu", "geglu")
+
+
+class Run:
+    """What rules look at: every field by its own name (`run.lr`), the number of ranks and the tokenizer's vocabulary."""
+
+    def __init__(self, config: Config, world: int, vocabulary: int | None):
+        self.config, self.world, self.vocabulary = config, world, vocabulary
+
+    def __getattr__(self, field: str) -> Any:
+        return getattr(getattr(self.config, GROUP_OF[field]), field)
+
+    def show(self, field: str) -> str:
+        """`--lr-decay-style cosine`: a flag with its value."""
+        value = getattr(self, field)
+        if value is None or isinstance(value, bool):
+            return "--" + field.replace("_", "-")
+        words = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        return f"--{field.replace('_', '-')} {words if len(words) <= 60 else words[:57] + '...'}"
+
+    def has(self, *fields: str) -> bool:
+        """All of these are given and, where numbers, greater than zero."""
+        values = [getattr(self, field) for field in fields]
+        return all(value is not None and not (isinstance(value, (int, float)) and value <= 0) for value in values)
+
+
+Derivation = Iterator[tuple[str, Any, str]]  # field, value, reason
+
+
+def _derive_model(run: Run) -> Derivation:
+    if run.ffn_hidden_size is None and run.has("hidden_size"):
+        if run.activation in GATED:
+            yield "ffn_hidden_size", run.hidden_size * 8 // 3 // 64 * 64, f"8/3 x hidden-size in multiples of 64, as {run.activation} is gated"
+        else:
+            yield "ffn_hidden_size", 4 * run.hidden_size, "4 x hidden-size"
+    if run.kv_channels is None and run.has("hidden_size", "num_attention_heads") and run.hidden_size % run.num_attention_heads == 0:
+        yield "kv_channels", run.hidden_size // run.num_attention_heads, "hidden-size / num-attention-heads"
+    if run.num_query_groups is None and not run.group_query_attention and run.num_attention_heads is not None:
+        yield "num_query_groups", run.num_attention_heads, "one for each head without --group-query-attention"
+    if run.max_position_embeddings is None and run.seq_length is not None:
+        yield "max_position_embeddings", run.seq_length, "seq-length"
+
+
+def _derive_data(run: Run) -> Derivation:
+    if run.tokenizer_type is None and run.vocab_file is not None and run.merge_file is not None:
+        yield "tokenizer_type", "GPT2BPETokenizer", "--vocab-file and --merge-file are given"
+    elif run.tokenizer_type is None and run.mock_data and run.vocab_size is not None:
+        yield "tokenizer_type", "NullTokenizer", "--mock-data with --vocab-size"
+    if run.split is None and run.data_path is not None:
+        yield "split", "969,30,1", "shares of train, valid and test when none are given"
+
+
+def _derive_training(run: Run) -> Derivation:
+    if run.global_batch_size is None and run.micro_batch_size is not None:
+        yield "global_batch_size", run.micro_batch_size * run.world, f"micro-batch-size x {run.world} data-parallel rank(s)"
+    if run.recompute_granularity == "full":
+        if run.recompute_method is None:
+            yield "recompute_method", "uniform", "the one method there is"
+        if run.recompute_num_layers is None:
+            yield "recompute_num_layers", 1, "every layer by itself"
+    if run.skip_train and run.train_iters is None and run.train_samples is None:
+        yield "train_iters", 0, "--skip-train trains nothing"
+    if run.skip_train and run.lr is None:
+        yield "lr", 0.0, "--skip-train trains nothing"
+
+
+def _derive_schedule(run: Run) -> Derivation:
+    if run.lr_decay_iters is None and run.train_iters and run.lr_decay_samples is None:
+        yield "lr_decay_iters", run.train_iters, "train-iters"
+    if run.lr_decay_samples is None and run.train_samples and run.lr_decay_iters is None:
+        yield "lr_decay_samples", run.train_samples, "train-samples"
+
+
+DERIVED = (_derive_model, _derive_data, _derive_training, _derive_schedule)
+
+
+def derive(config: Config, world: int, vocabulary: int | None) -> tuple[Config, list[str]]:
+    """The configuration with every derived value filled in, and one note for each: field = value: reason."""
+    notes = []
+    for derivation in DERIVED:
+        for field, value, reason in derivation(Run(config, world, vocabulary)):
+            group = GROUP_OF[field]
+            config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{field: value})})
+            notes.append(f"{field.replace('_', '-')} = {value}: {reason}")
+    return config, notes

@@ -1,0 +1,126 @@
+"""The arithmetic of a model and a run, without building either: parameters, FLOPs, vocabulary padding, peaks, batch sizes.
+
+`ModelConfig` and `Config` are resolved ones (no None among the sizes). h hidden, f ffn width, q and k total width of the query and of
+the key heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.config.derive import GATED
+from megatron.config.groups import Config, ModelConfig
+
+
+def head_widths(model: ModelConfig) -> tuple[int, int]:
+    """Total width of the query heads and of the key heads (which is that of the value heads)."""
+    return model.kv_channels * model.num_attention_heads, model.kv_channels * model.num_query_groups
+
+
+def padded_vocab_size(vocab_size: int, model: ModelConfig, tp: int = 1) -> int:
+    """Rows of the embedding and head matrices: the vocabulary rounded up to make-vocab-size-divisible-by x tensor-parallel size."""
+    unit = model.make_vocab_size_divisible_by * tp
+    return -(-vocab_size // unit) * unit
+
+
+def parameter_count(model: ModelConfig, vocab_size: int) -> dict[str, int]:
+    """Parameters by kind and in `total`; `vocab_size` is the real vocabulary, or the padded one to count stored rows."""
+    h, f = model.hidden_size, model.ffn_hidden_size
+    q, k = head_widths(model)
+    norm = 2 if model.normalization == "LayerNorm" else 1  # vectors in a norm
+    columns = 2 * f if model.activation in GATED else f
+    bias, qkv_bias = model.add_bias_linear, model.add_bias_linear or model.add_qkv_bias
+    attention = (h + qkv_bias) * (q + 2 * k) + (q + bias) * h + model.qk_layernorm * 2 * norm * model.kv_channels
+    counts = {
+        "embedding": vocab_size * h,
+        "position": model.max_position_embeddings * h if model.position_embedding_type == "learned_absolute" else 0,
+        "attention": model.num_layers * attention,
+        "mlp": model.num_layers * ((h + bias) * columns + (f + bias) * h),
+        "norms": (2 * model.num_layers + 1) * norm * h,
+        "head": vocab_size * h if model.untie_embeddings_and_output_weights else 0,
+    }
+    return {**counts, "total": sum(counts.values())}
+
+
+def flops_per_iteration(model: ModelConfig, batch: int, seq: int, vocab: int) -> float:
+    """Floating-point operations of forward and backward over `batch` samples of `seq` tokens, without recomputation.
+
+    6 t [L (h (q + 2k) + q h + m h f) + h V] + 6 L q batch seq^2, with t = batch x seq tokens, m = 3 for a gated MLP and 2 otherwise, and
+    the causal half of attention. With the padded vocabulary it is Megatron-LM's count, with the real one the count for MFU.
+    """
+    h, layers = model.hidden_size, model.num_layers
+    q, k = head_widths(model)
+    matrices = 3 if model.activation in GATED else 2
+    per_token = layers * (h * (q + 2 * k) + q * h + matrices * h * model.ffn_hidden_size) + h * vocab
+    return float(6 * batch * seq * per_token + 6 * layers * q * batch * seq**2)
+
+
+# Dense peaks in TFLOP/s by vendors' data sheets: pattern of the device's name, bf16 and fp16 with fp32 accumulation, fp32 without
+# tensor cores. The first match counts.
+_PEAKS = (
+    (r"\bMIG\b", None, None),  # a slice of a device: its share is not in the name
+    (r"GB200", 2500, 80), (r"B200", 2250, 75), (r"B100", 1750, 60),
+    (r"H200 NVL|H100 NVL", 835, 60), (r"GH200|H200", 989, 67), (r"H100 PCIe", 756, 51), (r"H100", 989, 67),
+    (r"H800 PCIe", 756, 51), (r"H800", 989, 67), (r"\bH20\b", 148, 44),
+    (r"A100|A800", 312, 19.5), (r"\bA30\b", 165, 10.3), (r"\bA40\b", 149.7, 37.4), (r"\bA10\b", 125, 31.2), (r"\bA10G\b", 70, 35),
+    (r"\bL40S\b", 362, 91.6), (r"\bL40\b", 181, 90.5), (r"\bL4\b", 121, 30.3),
+    (r"MI300X|MI325X", 1307, 163.4), (r"MI250X", 191.5, 23.9),  # MI250X: one of its two dies
+)
+
+
+def peak_tflops(device_name: str, dtype: Any) -> float | None:
+    """Dense peak of a device in TFLOP/s for a torch dtype (or its name); None for unknown devices, CPUs and other precisions."""
+    precision = str(dtype).removeprefix("torch.")
+    for pattern, half, single in _PEAKS:
+        if re.search(pattern, device_name):
+            return {"bfloat16": half, "float16": half, "float32": single}.get(precision)
+    return None
+
+
+def global_batch_size_at(consumed: int, config: Config) -> int:
+    """Samples of the step that starts after `consumed` samples, through the ramp-up of --rampup-batch-size start increment samples.
+
+    start + floor(consumed / (samples / increments)) x increment until `samples` are consumed, global-batch-size from there on.
+    """
+    training = config.training
+    if training.rampup_batch_size is None or consumed >= training.rampup_batch_size[2]:
+        return training.global_batch_size
+    start, increment, samples = training.rampup_batch_size
+    increments = (training.global_batch_size - start) // increment
+    return start + consumed * increments // samples * increment
+
+
+def _stages(config: Config, consumed: int) -> Iterator[tuple[int, int, int | None]]:
+    """(samples consumed before, batch size, steps of that size or None for all that follow), from `consumed` on."""
+    training = config.training
+    while training.rampup_batch_size is not None and consumed < training.rampup_batch_size[2]:
+        start, increment, samples = training.rampup_batch_size
+        increments = (training.global_batch_size - start) // increment
+        size = global_batch_size_at(consumed, config)
+        grows_at = -(-((size - start) // increment + 1) * samples // increments)
+        steps = -(-(grows_at - consumed) // size)
+        yield consumed, size, steps
+        consumed += steps * size
+    yield consumed, training.global_batch_size, None
+
+
+def iterations_for(samples: int, config: Config, consumed: int = 0) -> int:
+    """Steps that bring a run from `consumed` to at least `samples` samples, through the ramp-up."""
+    iterations = 0
+    for before, size, steps in _stages(config, consumed):
+        needed = -(-max(samples - before, 0) // size)
+        if steps is None or needed <= steps:
+            return iterations + needed
+        iterations += steps
+    raise AssertionError("the last stage has no end")
+
+
+def samples_after(iterations: int, config: Config) -> int:
+    """Samples consumed by the first `iterations` steps of a run, through the ramp-up."""
+    for before, size, steps in _stages(config, 0):
+        if steps is None or iterations <= steps:
+            return before + iterations * size
+        iterations -= steps
+    raise AssertionError("the last stage has no end")
