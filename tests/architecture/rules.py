@@ -1,0 +1,132 @@
+"""The rules of the house that a machine can check. `breaches(root)` lists every one that a checkout breaks, as `file:line: what`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+# Room -> what it may import of the others; `config` and the room itself go without saying. Lower rooms know nothing of upper ones.
+BASE = {"kernels", "dist"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "config": set(),
+    "kernels": set(),
+    "dist": set(),
+    "layers": BASE,
+    "model": BASE | {"layers"},
+    "parallel": BASE | {"layers", "model"},
+    "optimizer": BASE | {"layers", "model", "parallel"},
+    "checkpoint": BASE | {"layers", "model", "parallel", "optimizer"},
+    "data": set(),
+    "observe": set(),
+    "plan": {"model.arithmetic", "model.layout", "parallel.schedule", "optimizer.blocks"},
+    "training": BASE | {"layers", "model", "parallel", "optimizer", "checkpoint", "data", "observe", "plan", ""},
+}
+PROGRAM_FOLDERS = ("megatron", "kernels", "tools", "scripts")
+LONGEST_FILE = 600  # lines; the aim is 400
+TABLES = {"megatron/config/compatibility.py"}  # data, one entry a line: any length
+PICKLE_MODULES = {"pickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+PICKLE_CALLS = {"torch.load", "torch.save", "numpy.load", "np.load"}
+MACHINE_PATH = re.compile(r"(?<![\w.~}])/(?:work|root|home|farm|Users|tmp|opt|scratch)/\w")
+
+
+def breaches(root: Path) -> list[str]:
+    """Every broken rule in the checkout at `root`."""
+    found = list(_packages(root))
+    for path in _python_files(root):
+        name = path.relative_to(root).as_posix()
+        text = path.read_text()
+        tree = ast.parse(text, name)
+        lines = text.count("\n") + 1
+        if name not in TABLES and lines > LONGEST_FILE:
+            found.append(f"{name}:{LONGEST_FILE}: {lines} lines; the most is {LONGEST_FILE}: split the file or delete something")
+        for line, module in _imports(tree, name):
+            found += [f"{name}:{line}: {problem}" for problem in _import_problems(name, module)]
+        found += [f"{name}:{line}: {problem}" for line, problem in _statements(tree, name)]
+        found += [f"{name}:{line}: a path of one machine: {value!r}" for line, value in _strings(tree) if MACHINE_PATH.search(value)]
+    for path in sorted([*root.glob("scripts/*.sh"), *root.glob("*.md"), *root.glob("docs/*.md"), root / ".ci/run"]):
+        if path.exists():
+            name = path.relative_to(root).as_posix()
+            lines = enumerate(path.read_text().splitlines(), 1)
+            found += [f"{name}:{number}: a path of one machine: {line.strip()}" for number, line in lines if MACHINE_PATH.search(line)]
+    return found
+
+
+def _python_files(root: Path) -> list[Path]:
+    files = [path for folder in PROGRAM_FOLDERS for path in (root / folder).rglob("*.py")]
+    return sorted([*files, *root.glob("*.py")])
+
+
+def _packages(root: Path) -> Iterator[str]:
+    """`kernels` is no package of its own, everything in megatron/ is one (an install would leave it out otherwise) and has its rule."""
+    if (root / "kernels/__init__.py").exists():
+        yield "kernels/__init__.py:1: must not exist: the import name `kernels` belongs to another project"
+    for folder in sorted({path.parent for path in (root / "megatron").rglob("*.py")}):
+        name = folder.relative_to(root).as_posix()
+        if not (folder / "__init__.py").exists():
+            yield f"{name}/:1: has no __init__.py, so an installation would leave it out"
+        if folder.parent == root / "megatron" and folder.name not in MAY_IMPORT:
+            yield f"{name}/:1: is a room without a rule: add it to MAY_IMPORT in tests/architecture/rules.py"
+
+
+def _imports(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of every import, wherever it stands; `from a import b` gives a.b."""
+    package = name.removesuffix(".py").split("/")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{start}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and _dotted(node.func).split(".")[-1] in ("import_module", "__import__"):
+            literal = node.args and isinstance(node.args[0], ast.Constant)
+            yield node.lineno, str(node.args[0].value) if literal else "<computed>"
+
+
+def _import_problems(name: str, module: str) -> Iterator[str]:
+    top, _, rest = module.partition(".")
+    if module == "<computed>":
+        yield "imports a computed name, which the import rules cannot see"
+    if top == "kernels":
+        yield "imports `kernels`: import megatron.kernels, the other name belongs to another project"
+    if top in PICKLE_MODULES:
+        yield f"imports {top}: nothing here reads or writes pickles"
+    parts = name.split("/")
+    room = parts[0] if parts[0] == "kernels" else parts[1] if parts[0] == "megatron" and len(parts) > 2 else None
+    if name == "megatron/__init__.py" and top == "megatron":
+        yield "the package itself imports nothing of the project"
+    if top != "megatron" or room is None:
+        return
+    target = rest.split(".")[0] if rest.split(".")[0] in MAY_IMPORT else ""
+    allowed = MAY_IMPORT.get(room, set()) | {room, "config"}
+    if target not in allowed and ".".join(rest.split(".")[:2]) not in allowed:
+        yield f"{room} may not import {module} (it may import {', '.join(sorted(allowed - {''}))})"
+
+
+def _statements(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:
+    """Pickle calls anywhere; `global` and environment variables inside the library."""
+    library = name.startswith(("megatron/", "kernels/"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _dotted(node.func) in PICKLE_CALLS:
+            yield node.lineno, f"calls {_dotted(node.func)}: nothing here reads or writes pickles (docs/checkpoint.md)"
+        if library and isinstance(node, ast.Global):
+            yield node.lineno, "global statement: pass the object down"
+        if library and isinstance(node, ast.Call) and _dotted(node.func) in ("os.getenv", "os.environ.get") and not name.startswith("megatron/dist/"):
+            yield node.lineno, "reads an environment variable: make it a flag"
+        reads = isinstance(node, ast.Subscript) and _dotted(node.value) == "os.environ" and isinstance(node.ctx, ast.Load)
+        if library and reads and not name.startswith("megatron/dist/"):
+            yield node.lineno, "reads an environment variable: make it a flag"
+
+
+def _strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    return ((node.lineno, node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def _dotted(node: ast.AST) -> str:
+    """`a.b.c` of a name or attribute, else an empty string."""
+    if isinstance(node, ast.Attribute):
+        inner = _dotted(node.value)
+        return f"{inner}.{node.attr}" if inner else ""
+    return node.id if isinstance(node, ast.Name) else ""

@@ -1,0 +1,83 @@
+"""The checkout keeps the rules of the house, and the checker finds each kind of breach."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rules import LONGEST_FILE, MAY_IMPORT, breaches
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_checkout_keeps_the_rules():
+    found = breaches(ROOT)
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A small checkout in which every room imports what it may."""
+    for room, allowed in MAY_IMPORT.items():
+        folder = tmp_path / ("kernels" if room == "kernels" else f"megatron/{room}")
+        folder.mkdir(parents=True)
+        if room != "kernels":
+            (folder / "__init__.py").write_text("")
+        imports = [f"import megatron.{other}" for other in sorted({*allowed, "config"} - {"", room})]
+        (folder / "good.py").write_text("\n".join(["import torch", *imports, ""]))
+    (tmp_path / "megatron/__init__.py").write_text('__version__ = "0"\n')
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/tool.py").write_text("from megatron.data import good\nfrom megatron.training import good as also\n")
+    assert breaches(tmp_path) == []
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "file, text, expected",
+    [
+        ("megatron/layers/bad.py", "import megatron.parallel.pipeline", "layers may not import megatron.parallel.pipeline"),
+        ("megatron/layers/bad.py", "from megatron import optimizer", "layers may not import megatron.optimizer"),
+        ("megatron/model/bad.py", "def f():\n    from megatron.optimizer.zero import Zero", "model may not import megatron.optimizer.zero.Zero"),
+        ("megatron/model/bad.py", "from ..training import loop", "model may not import megatron.training.loop"),
+        ("megatron/optimizer/bad.py", "import megatron.data.loader", "optimizer may not import megatron.data.loader"),
+        ("megatron/config/bad.py", "import megatron.model.arithmetic", "config may not import megatron.model.arithmetic"),
+        ("megatron/plan/bad.py", "import megatron.model.gpt", "plan may not import megatron.model.gpt"),
+        ("megatron/data/bad.py", "import importlib\nimportlib.import_module('megatron.observe.metrics')", "data may not import megatron.observe.metrics"),
+        ("megatron/data/bad.py", "import importlib\nimportlib.import_module('megatron.' + 'observe')", "imports a computed name"),
+        ("megatron/data/bad.py", "from megatron import __version__", "data may not import megatron.__version__"),
+        ("kernels/bad.py", "from megatron.layers import linear", "kernels may not import megatron.layers.linear"),
+        ("kernels/__init__.py", "", "must not exist"),
+        ("tools/bad.py", "import kernels.philox", "imports `kernels`"),
+        ("megatron/__init__.py", "from megatron.model import gpt", "the package itself imports nothing"),
+        ("megatron/data/extra/bad.py", "", "has no __init__.py"),
+        ("megatron/novelty/__init__.py", "", "is a room without a rule"),
+        ("tools/bad.py", "import torch\ntorch.load('x')", "calls torch.load"),
+        ("megatron/checkpoint/bad.py", "from pickle import loads", "imports pickle"),
+        ("megatron/dist/bad.py", "def f():\n    global state", "global statement"),
+        ("megatron/training/bad.py", "import os\nos.environ['DEBUG']", "reads an environment variable"),
+        ("megatron/training/bad.py", "import os\nos.environ.get('DEBUG')", "reads an environment variable"),
+        ("tools/bad.py", "PATH = '/home/somebody/data'", "a path of one machine"),
+        ("scripts/bad.sh", "cd /work/here", "a path of one machine"),
+        ("megatron/data/bad.py", "x = 1\n" * LONGEST_FILE, "the most is 600"),
+    ],
+)  # fmt: skip
+def test_each_breach_is_found(tree: Path, file: str, text: str, expected: str):
+    (tree / file).parent.mkdir(exist_ok=True)
+    (tree / file).write_text(text)
+    found = breaches(tree)
+    assert len(found) == 1 and expected in found[0] and found[0].startswith(file.rsplit("/", 1)[0]), found
+
+
+def test_kernels_and_libraries_import_side_by_side(tmp_path: Path):
+    """With PyPI's `kernels` and megatron-core's namespace package on the path, both of our import names still reach our files."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels/__init__.py").write_text("theirs = True\n")
+    (tmp_path / "megatron/core").mkdir(parents=True)
+    (tmp_path / "megatron/core/__init__.py").write_text("")
+    code = "import kernels, megatron.kernels.philox as ours, megatron.config; print(kernels.theirs, ours.__file__, megatron.config.__file__)"
+    for path in ([tmp_path, ROOT], [ROOT, tmp_path]):
+        shown = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(map(str, path))}, cwd=tmp_path, capture_output=True, text=True)
+        assert shown.returncode == 0, shown.stderr
+        assert shown.stdout.split() == ["True", str(ROOT / "kernels/philox.py"), str(ROOT / "megatron/config/__init__.py")]

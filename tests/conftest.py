@@ -1,0 +1,83 @@
+"""For all tests: the time each folder may take, the `gpu` marker, and reproducible property tests.
+
+A folder is tests/<name>, or tests/unit/<name>. tests/minutes.json allots each its minutes on two cores; a test that is running when its folder's
+time is used up fails there and then, and the folder's remaining tests fail at once, so a hang or a slow-down ends the run with its cause named.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+MINUTES: dict[str, float] = json.loads((TESTS / "minutes.json").read_text())
+
+hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("reproducible")
+
+
+def folder_of(path: Path) -> str:
+    """`unit/data` of tests/unit/data/test_blend.py; `parity` of tests/parity/test_x.py."""
+    parts = path.resolve().relative_to(TESTS).parts[:-1]
+    return "/".join(parts[: 2 if parts[:1] == ("unit",) else 1])
+
+
+class Clock:
+    """Seconds that each folder's tests have used."""
+
+    def __init__(self) -> None:
+        self.used: dict[str, float] = defaultdict(float)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item):
+        return (yield from self._within_time(item))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item):
+        return (yield from self._within_time(item))
+
+    def _within_time(self, item: pytest.Item):
+        folder = folder_of(item.path)
+        message = f"tests/{folder} used up its {MINUTES[folder]:g} minutes (tests/minutes.json): make its tests faster"
+        left = 60 * MINUTES[folder] - self.used[folder]
+        if left <= 0:
+            pytest.fail(message, pytrace=False)
+
+        def over(_signal: int, _frame: object) -> None:
+            pytest.fail(f"{message}; this test was running")
+
+        previous = signal.signal(signal.SIGALRM, over)
+        signal.setitimer(signal.ITIMER_REAL, left)
+        begun = time.monotonic()
+        try:
+            return (yield)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
+            self.used[folder] += time.monotonic() - begun
+
+    def pytest_terminal_summary(self, terminalreporter) -> None:
+        terminalreporter.section("minutes used, of those in tests/minutes.json")
+        for folder, seconds in sorted(self.used.items()):
+            terminalreporter.line(f"{seconds / 60:6.2f} of {MINUTES[folder]:5.2f}  tests/{folder}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Clock(), "clock")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = {folder_of(item.path) for item in items} - MINUTES.keys()
+    if missing:
+        raise pytest.UsageError(f"tests/minutes.json allots no time to {', '.join(sorted(missing))}: add a line")
+    import torch
+
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
