@@ -23,16 +23,18 @@ def estimate(config: Config, vocab_size: int, world_size: int) -> dict[str, int]
     stored = parameter_count(model, padded_vocab_size(vocab_size, model))["total"]
     moments = 2 if config.optimizer.optimizer == "adam" else 1
     tokens = training.micro_batch_size * config.data.seq_length
-    one = tokens * layer_bytes_per_token(model, config.data.seq_length, compute, wide)
+    one = tokens * layer_bytes_per_token(model, config.data.seq_length, compute, wide) + mask_bytes(config)
     layers = model.num_layers * one
     if training.recompute_granularity == "full":
         layers = one + model.num_layers * tokens * model.hidden_size * compute
-    head_input = tokens * (model.hidden_size * compute * 2 + norm_statistics(model, wide))  # input and output of the final norm
+    ends = tokens * (model.hidden_size * compute * 2 + norm_statistics(model, wide))  # the final norm's input and output
+    if model.hidden_dropout > 0 or model.position_embedding_type == "learned_absolute":
+        ends += tokens * model.hidden_size * (compute + (1 if model.hidden_dropout > 0 else 0))  # the embedding before positions and dropout
     sizes = {
         "parameters": compute * stored,
         "gradients": wide * stored,
         "optimizer": (moments + (compute != wide)) * wide * stored,
-        "activations": layers + head_input,
+        "activations": layers + ends,
         "logits": tokens * padded_vocab_size(vocab_size, model) * compute,
     }
     return {**sizes, "total": sum(sizes.values())}
@@ -60,20 +62,36 @@ def layer_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: int)
 
 
 def attention_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: int) -> int:
-    """Bytes per token between the QKV projection's input and the output projection's, both excluded and included."""
+    """Bytes per token from the QKV projection's output to the output projection's input."""
     q, k = head_widths(model)
-    heads = model.num_attention_heads
+    heads, groups = model.num_attention_heads, model.num_query_groups
     rotates, norms = model.position_embedding_type in ("rope", "yarn"), model.qk_layernorm
-    width = q + 2 * k  # the fused projection, kept through its value part
-    if model.num_query_groups > 1 and (norms or not rotates):
-        width += q  # queries gathered from their groups
-    if rotates or norms:
-        width += q + k  # rotated or normalised queries and keys
-    statistics = (heads + model.num_query_groups) * norm_statistics(model, wide) if norms else 0
-    if model.attention_dropout == 0 and model.attn_logit_softcapping is None and model.attention_backend != "plain":
-        return compute * (width + 2 * q) + wide * heads + statistics  # the core's output in two layouts, log-sum-exp
-    dropped = model.attention_dropout > 0
-    scores = wide + (wide if model.attn_logit_softcapping is not None else 0) + (1 if dropped else 0)  # softmax, tanh, mask
-    if dropped or compute != wide:
-        scores += compute  # the probabilities that multiply the values
-    return compute * (width + 3 * q) + scores * heads * seq + statistics  # keys and values repeated for each head; the core's output
+    statistics = (heads + groups) * norm_statistics(model, wide) if norms else 0
+    gathered = q if 1 < groups < heads else 0  # a copy of the queries, which stand between their groups' keys and values
+    if uses_plain_attention(model):
+        dropped = model.attention_dropout > 0
+        scores = wide + (wide if model.attn_logit_softcapping is not None else 0) + (1 if dropped else 0)  # softmax, tanh, mask
+        if dropped or compute != wide:
+            scores += compute  # the probabilities that multiply the values
+        if norms:
+            width = q + 2 * k + gathered + 4 * q  # inputs of the norms; queries, repeated keys and values; the output
+        else:
+            width = q + 2 * k + 3 * q if groups == heads and not rotates else 4 * q  # one head each: the values stay in the projection
+        return compute * width + scores * heads * seq + statistics
+    width = q + 2 * k + q  # the fused projection, kept through its values; the output
+    width += gathered if norms or not rotates else 0
+    width += q + k if norms or rotates else 0
+    return compute * width + wide * heads + statistics  # with log-sum-exp
+
+
+def uses_plain_attention(model: ModelConfig) -> bool:
+    """Whether training computes attention with all scores in memory."""
+    return model.attention_dropout > 0 or model.attn_logit_softcapping is not None or model.attention_backend == "plain"
+
+
+def mask_bytes(config: Config) -> int:
+    """Bytes of one layer's attention mask: none for plain causality in the fused attention, one per sample with document masking."""
+    model, seq = config.model, config.data.seq_length
+    if config.data.reset_attention_mask:
+        return config.training.micro_batch_size * seq**2
+    return seq**2 if uses_plain_attention(model) or model.window_size is not None else 0
