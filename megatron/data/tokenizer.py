@@ -20,9 +20,18 @@ from megatron.config.groups import DataConfig
 
 # The end of document is the first of these that the vocabulary has, where the tokenizer's own files do not name one.
 EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "<EOD>", "</s>", "<eos>", "<|eos|>")
+# How the published vocabularies cut text before merging, and their `<|endoftext|>`; a .tiktoken file holds neither.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-CL100K_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+CL100K_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 TIKTOKEN_FILES = {"r50k_base": (GPT2_PATTERN, 50256), "p50k_base": (GPT2_PATTERN, 50256), "cl100k_base": (CL100K_PATTERN, 100257)}
+# Megatron's tiktoken JSON: its default pattern (v2), 1,000 special tokens before the vocabulary, `</s>` the third of them.
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+MEGATRON_PATTERN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+MEGATRON_SPECIAL = ["<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"] + [f"<SPECIAL_{k}>" for k in range(7, 1000)]
+MEGATRON_VOCAB = 131072
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,11 @@ class Tokenizer:
 
 def build_tokenizer(config: DataConfig) -> Tokenizer:
     """The tokenizer of --tokenizer-type. Raises ValueError naming the flag or file at fault."""
-    kind = config.tokenizer_type or ("NullTokenizer" if config.mock_data and config.vocab_size else None)
+    kind = config.tokenizer_type
+    if kind is None and config.vocab_file and config.merge_file:
+        kind = "GPT2BPETokenizer"
+    if kind is None and config.mock_data and config.vocab_size:
+        kind = "NullTokenizer"
     if kind is None:
         raise ValueError("--tokenizer-type is missing: give one (with --mock-data, --vocab-size alone is enough)")
     if kind == "NullTokenizer":
@@ -52,7 +65,8 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
         tokenizer = _gpt2(_file(config.vocab_file, "--vocab-file", kind), _file(config.merge_file, "--merge-file", kind))
     else:
         path = _file(config.tokenizer_model, "--tokenizer-model", kind, "tokenizer.json" if kind == "HuggingFaceTokenizer" else None)
-        tokenizer = {"SentencePieceTokenizer": _sentencepiece, "HuggingFaceTokenizer": _huggingface, "TikTokenizer": _tiktoken}[kind](path)
+        read = {"SentencePieceTokenizer": _sentencepiece, "HuggingFaceTokenizer": _huggingface}
+        tokenizer = _tiktoken(path, config.vocab_size) if kind == "TikTokenizer" else read[kind](path)
     if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
         raise ValueError(f"--vocab-size {config.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} ids; drop the flag or give another tokenizer")
     return tokenizer
@@ -146,20 +160,27 @@ def _from_tokenizers(name: str, model: Any, eod: int, fingerprint: str) -> Token
     return Tokenizer(name, size, eod, fingerprint, encode, lambda ids: model.decode(ids, skip_special_tokens=False))
 
 
-def _tiktoken(path: Path) -> Tokenizer:
-    """A .tiktoken file that keeps its published name; its vocabulary ends with `<|endoftext|>`, the end of document."""
+def _tiktoken(path: Path, vocab_size: int | None) -> Tokenizer:
+    """A .tiktoken file under its published name (end of document: `<|endoftext|>`), or Megatron's JSON (`</s>`; cut to --vocab-size)."""
     import tiktoken
 
-    if path.stem not in TIKTOKEN_FILES:
-        raise ValueError(f"--tokenizer-model {path}: a .tiktoken file does not say how text is cut; keep its published name: {', '.join(TIKTOKEN_FILES)}")
-    pattern, eod = TIKTOKEN_FILES[path.stem]
     try:
-        ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in path.read_bytes().splitlines() if line)}
-        model = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": eod})
-    except ValueError as error:
-        raise ValueError(f"--tokenizer-model {path}: not a tiktoken vocabulary ({error})") from None
+        if path.suffix == ".json":
+            size = (vocab_size or MEGATRON_VOCAB) - len(MEGATRON_SPECIAL)
+            entries = json.loads(path.read_text())[:size]
+            ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] + len(MEGATRON_SPECIAL) for entry in entries}
+            pattern, special, eod = MEGATRON_PATTERN, {token: k for k, token in enumerate(MEGATRON_SPECIAL)}, 2
+        else:
+            if path.stem not in TIKTOKEN_FILES:
+                raise ValueError(f"does not say how text is cut; keep its published name: {', '.join(TIKTOKEN_FILES)}")
+            ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in path.read_bytes().splitlines() if line)}
+            pattern, eod = TIKTOKEN_FILES[path.stem]
+            special = {"<|endoftext|>": eod}
+        model = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--tokenizer-model {path}: not a tiktoken vocabulary that can be used ({error})") from None
     encode = lambda texts: _joined(model.encode_ordinary_batch(texts, num_threads=1))  # noqa: E731
-    return Tokenizer(f"TikTokenizer {path.name}", model.n_vocab, eod, _fingerprint("tiktoken", path), encode, model.decode)
+    return Tokenizer(f"TikTokenizer {path.name}", model.n_vocab, eod, _fingerprint("tiktoken", path, model.n_vocab), encode, model.decode)
 
 
 def _null(vocab_size: int | None) -> Tokenizer:

@@ -1,0 +1,223 @@
+"""The preprocessing tool, run as a command: bytes, order over workers and compression, bounded memory, atomic output, errors by file and line."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.config.groups import Config, DataConfig, EvaluationConfig
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.loader import build_data
+from megatron.data.tokenizer import build_tokenizer
+
+ROOT = Path(__file__).parents[3]
+TOOL = ROOT / "tools" / "preprocess_data.py"
+spec = importlib.util.spec_from_file_location("preprocess_data", TOOL)
+tool = importlib.util.module_from_spec(spec)
+sys.modules["preprocess_data"] = tool  # worker processes look their functions up by module name
+spec.loader.exec_module(tool)
+
+
+def run(*flags: object, vocab_size: int = 1000) -> list[dict]:
+    given = [str(flag) for flag in flags]
+    if "--tokenizer-type" not in given:
+        given += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size)]
+    if "--workers" not in given:
+        given += ["--workers", "1"]
+    return tool.preprocess(tool.parser().parse_args(given))
+
+
+def lines(path: Path, texts: list, key: str = "text") -> Path:
+    path.write_text("".join(json.dumps({key: text}) + "\n" for text in texts))
+    return path
+
+
+def integers(documents: int, seed: int = 0, largest: int = 1000) -> list[str]:
+    rng = np.random.default_rng(seed)
+    return [" ".join(map(str, rng.integers(0, largest, size))) for size in rng.integers(0, 60, documents)]
+
+
+def raw(prefix: Path) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def test_the_documented_bytes_from_text(tmp_path):
+    run("--input", lines(tmp_path / "a.jsonl", ["1 2 3", "4 5", "6 7 8 9 10"]), "--output-prefix", tmp_path / "x")
+    index = raw(tmp_path / "x_text_document")[1]
+    assert len(index) == 102 and index.hex().startswith("4d4d4944494458000001000000000000000803000000000000000400000000000000030000000200000005000000")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"] + [f"x_text_document.{kind}" for kind in ("bin", "idx", "json")]
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_documents_sentences_and_empty_texts(tmp_path, append):
+    texts = ["1 2", "", ["3", "", "4 5"], ["", ""], [], "6"]
+    (sidecar,) = run("--input", lines(tmp_path / "a.jsonl", texts), "--output-prefix", tmp_path / "x", *["--append-eod"] * append)
+    data = IndexedDataset(str(tmp_path / "x_text_document"))
+    end = [1000] * append
+    assert [data.sequence(k).tolist() for k in range(data.num_sequences)] == [[1, 2] + end, [3], [4, 5] + end, [6] + end]
+    assert data.documents.tolist() == [0, 1, 1, 3, 3, 3, 4]
+    assert sidecar["empty_documents"] == 3 and sidecar["documents"] == 6 and sidecar["eod_count"] == 3 * append
+    assert sidecar["max_id"] == (1000 if append else 6)
+
+
+def test_workers_compression_and_several_files_give_the_same_bytes(tmp_path, monkeypatch):
+    import zstandard
+
+    monkeypatch.setattr(tool, "SMALLEST_CHUNK", 500)
+    texts = integers(900)
+    run("--input", lines(tmp_path / "all.jsonl", texts), "--output-prefix", tmp_path / "one", "--append-eod")
+    expected = raw(tmp_path / "one_text_document")
+    halves = [lines(tmp_path / f"half{k}.jsonl", part).read_bytes() for k, part in enumerate((texts[:400], texts[400:]))]
+    (tmp_path / "part0.jsonl.gz").write_bytes(gzip.compress(halves[0][:5000]) + gzip.compress(halves[0][5000:]))  # two members
+    pack = zstandard.ZstdCompressor().compress
+    (tmp_path / "part1.jsonl.zst").write_bytes(pack(halves[1][:7000]) + pack(halves[1][7000:]))  # two frames
+    for name, inputs, workers in (
+        ("two", ["all.jsonl"], 2),
+        ("files", ["half0.jsonl", "half1.jsonl"], 3),
+        ("glob", ["half*.jsonl"], 1),
+        ("packed", ["part0.jsonl.gz", "part1.jsonl.zst"], 2),
+        ("packed1", ["part*"], 1),
+    ):
+        run("--input", *[tmp_path / path for path in inputs], "--output-prefix", tmp_path / name, "--append-eod", "--workers", workers)
+        assert raw(tmp_path / f"{name}_text_document") == expected, name
+
+
+def test_line_ends_blank_lines_and_unicode(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('{"text": "1 2"}\r\n\n  \n{"text": "3\u20284"}\n{"text": "5"}'.encode())  # U+2028 ends no line; no newline at the end
+    import tokenizers
+
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"1": 0, "2": 1, "3": 2, "4": 3, "5": 4, "<|endoftext|>": 5, "?": 6}, unk_token="?"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    model.save(str(tmp_path / "tokenizer.json"))
+    run("--input", path, "--output-prefix", tmp_path / "x", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tmp_path / "tokenizer.json")
+    data = IndexedDataset(str(tmp_path / "x_text_document"))
+    assert [data.sequence(k).tolist() for k in range(3)] == [[0, 1], [2, 3], [4]]
+
+
+def test_several_keys_and_int32(tmp_path):
+    records = [{"title": "7", "body": "70000 2"}, {"title": "", "body": "3"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    run("--input", tmp_path / "a.jsonl", "--json-keys", "title", "body", "--output-prefix", tmp_path / "x", vocab_size=80000)
+    title, body = (IndexedDataset(str(tmp_path / f"x_{key}_document")) for key in ("title", "body"))
+    assert title.tokens.tolist() == [7] and body.tokens.tolist() == [70000, 2, 3] and body.dtype == np.int32 and title.num_documents == 2
+
+
+def test_the_sidecar_tells_the_loader(tmp_path):
+    run("--input", lines(tmp_path / "a.jsonl", integers(300)), "--output-prefix", tmp_path / "x", "--append-eod")
+    prefix = str(tmp_path / "x_text_document")
+    data_config = DataConfig(train_data_path=(prefix,), seq_length=32, tokenizer_type="NullTokenizer", vocab_size=1000, check_data=True)
+    tokenizer = build_tokenizer(data_config)
+    data = build_data(Config(data=data_config, evaluation=EvaluationConfig(eval_iters=0)), tokenizer, None, 0)
+    assert not any("another tokenizer" in note or "no sidecar" in note for note in data.notes) and data.train.bytes_per_token > 2
+    sidecar = json.loads(Path(prefix + ".json").read_text())
+    assert sidecar["text_bytes"] == sum(map(len, integers(300))) and sidecar["tokenizer"]["fingerprint"] == tokenizer.fingerprint
+
+
+FAULTS = [
+    ('{"text": "1"}\n{"text": \n{"text": "2"}\n', 2, "not JSON"),
+    ('{"text": "1"}\n[1, 2]\n', 2, "no text under the key 'text'"),
+    ('{"text": "1"}\n\n{"txt": "2"}\n', 3, "no text under the key 'text': name the right one with --json-keys"),
+    ('{"text": "1"}\n{"text": "x"}\n', 2, "NullTokenizer takes"),
+    ('{"text": "1"}\n{"text": "4 1001"}\n', 2, "token id 1001 lies outside the vocabulary of 1001"),
+]
+
+
+@pytest.mark.parametrize("content, line, message", FAULTS)
+@pytest.mark.parametrize("padding", [0, 500])
+@pytest.mark.parametrize("packed", [False, True])
+def test_faults_name_file_and_line_and_leave_nothing(tmp_path, monkeypatch, content, line, message, padding, packed):
+    monkeypatch.setattr(tool, "SMALLEST_CHUNK", 300)
+    text = '{"text": "17"}\n' * padding + content
+    path = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
+    path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
+    with pytest.raises(ValueError, match=f"{path}, line {padding + line}: {message}"):
+        run("--input", path, "--output-prefix", tmp_path / "out" / "x", "--workers", 2 if padding else 1)
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("content", ["", "\n", '{"text": ""}\n'])
+def test_input_without_a_token(tmp_path, content):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(ValueError, match="a.jsonl: not one token under the key 'text': the input is empty"):
+        run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--append-eod")
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_bytes_that_are_not_utf8(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "1"}\n{"text": "\xff"}\n')
+    with pytest.raises(ValueError, match="a.jsonl, line 2: not UTF-8"):
+        run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x")
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_cut_and_foreign_compressed_files(tmp_path, kind):
+    import zstandard
+
+    body = lines(tmp_path / "a.jsonl", integers(2000)).read_bytes()
+    whole = gzip.compress(body) if kind == "gz" else zstandard.ZstdCompressor().compress(body)
+    path = tmp_path / f"b.jsonl.{kind}"
+    for damaged in (whole[: len(whole) // 2], whole[:-3], b"no archive at all"):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"b\.jsonl\.{kind}, byte \d+: "):
+            run("--input", path, "--output-prefix", tmp_path / "x")
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_command_line(tmp_path):
+    lines(tmp_path / "a.jsonl", ["1 2", "", "3"])
+    command = [sys.executable, str(TOOL), "--input", "a.jsonl", "--output-prefix", "x", "--tokenizer-type", "NullTokenizer"]
+    done = subprocess.run(command + ["--vocab-size", "9", "--append-eod"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "3 documents (1 of them empty), 5 tokens" in done.stdout and "MB/s" in done.stdout
+    for extra, message in (([], "--vocab-size is missing"), (["--vocab-size", "2"], "a.jsonl, line 3: token id 3"), (["--workers", "0"], "--workers")):
+        failed = subprocess.run(command + extra, cwd=tmp_path, capture_output=True, text=True)
+        assert failed.returncode == 1 and failed.stderr.startswith("preprocess_data.py: ") and message in failed.stderr and "Traceback" not in failed.stderr
+    missing = subprocess.run([*command, "--vocab-size", "9", "--input", "b*.jsonl"], cwd=tmp_path, capture_output=True, text=True)
+    assert "--input b*.jsonl: no such file" in missing.stderr
+
+
+def test_killed_half_way_leaves_the_old_output_and_a_second_run_repairs(tmp_path):
+    path = lines(tmp_path / "a.jsonl", integers(300))
+    run("--input", path, "--output-prefix", tmp_path / "x")
+    before = raw(tmp_path / "x_text_document")
+    os.mkfifo(tmp_path / "slow.jsonl.gz")  # a reader that waits for input holds the run open
+    flags = ["--output-prefix", str(tmp_path / "x"), "--tokenizer-type", "NullTokenizer", "--vocab-size", "1000", "--workers", "1"]
+    patched = f"import sys; sys.argv = ['preprocess_data.py', '--input', {str(path)!r}, {str(tmp_path / 'slow.jsonl.gz')!r}] + {flags!r}\n"
+    patched += f"import os, runpy; os.path.isfile = lambda path: True; runpy.run_path({str(TOOL)!r}, run_name='__main__')"
+    process = subprocess.Popen([sys.executable, "-c", patched])
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "x_text_document.bin.part").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert process.poll() is None and (tmp_path / "x_text_document.bin.part").exists()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert raw(tmp_path / "x_text_document") == before
+    run("--input", path, "--output-prefix", tmp_path / "x", "--append-eod")
+    assert not list(tmp_path.glob("*.part")) and IndexedDataset(str(tmp_path / "x_text_document")).contains(1000)
+
+
+def test_memory_is_bounded(tmp_path):
+    """48 MB of text through chunks of 4 MiB: the peak stays far below what holding the tokens and texts would take."""
+    line = json.dumps({"text": " ".join(map(str, range(100, 1100)))}) + "\n"
+    path = tmp_path / "a.jsonl"
+    path.write_text(line * (48_000_000 // len(line)))
+    code = (
+        f"import sys, resource; sys.argv = ['t', '--input', {str(path)!r}, '--output-prefix', {str(tmp_path / 'x')!r}, '--tokenizer-type', 'NullTokenizer', "
+        f"'--vocab-size', '2000', '--workers', sys.argv[1]]\nimport runpy, numpy, zstandard\n"
+        f"module = runpy.run_path({str(TOOL)!r}); begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; module['main']()\n"
+        "print('PEAK', (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin) / 1024)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "1"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split("PEAK")[1]) < 120
