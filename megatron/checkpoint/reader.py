@@ -152,6 +152,8 @@ class Checkpoint:
         self._read(name, stored.shape, (0,) * len(stored.shape), stored.shape, result)
         return result
 
+    __getitem__ = read_tensor
+
     def verify(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Read and verify every chunk of every shard; `report` is told (bytes done, bytes in all). Raises CheckpointError at the first damage."""
         done, total = 0, sum(shard.data_bytes for shard in self.shards)

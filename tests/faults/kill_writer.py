@@ -148,7 +148,8 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         faults = campaign(arguments.kills, arguments.seed, WRITERS[arguments.writer], Path(folder) / "run", print)
-    print("\n".join(faults))
+    for fault in faults:
+        print(fault)
     sys.exit(bool(faults))
 
 
