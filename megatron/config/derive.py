@@ -28,7 +28,7 @@ class Run:
         if value is None or isinstance(value, bool):
             return "--" + field.replace("_", "-")
         words = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        return f"--{field.replace('_', '-')} {words if len(words) <= 60 else words[:57] + '...'}"
+        return f"--{field.replace('_', '-')} {words[:57] + '...' if isinstance(value, tuple) and len(words) > 60 else words}"
 
     def has(self, *fields: str) -> bool:
         """All of these are given and, where numbers, greater than zero."""
@@ -42,7 +42,8 @@ Derivation = Iterator[tuple[str, Any, str]]  # field, value, reason
 def _derive_model(run: Run) -> Derivation:
     if run.ffn_hidden_size is None and run.has("hidden_size"):
         if run.activation in GATED:
-            yield "ffn_hidden_size", run.hidden_size * 8 // 3 // 64 * 64, f"8/3 x hidden-size in multiples of 64, as {run.activation} is gated"
+            width = run.hidden_size * 8 // 3 // 64 * 64
+            yield "ffn_hidden_size", width, f"8/3 x hidden-size rounded down to a multiple of 64, as {run.activation} is gated"
         else:
             yield "ffn_hidden_size", 4 * run.hidden_size, "4 x hidden-size"
     if run.kv_channels is None and run.has("hidden_size", "num_attention_heads") and run.hidden_size % run.num_attention_heads == 0:

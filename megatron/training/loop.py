@@ -11,7 +11,7 @@ import torch
 
 from megatron.config.groups import Config
 from megatron.data.loader import Data
-from megatron.model.arithmetic import flops_per_iteration, global_batch_size_at
+from megatron.model.arithmetic import flops_per_iteration, global_batch_size_at, iterations_for
 from megatron.model.block import BlockWrapper
 from megatron.model.gpt import GPTModel
 from megatron.observe.console import evaluation_lines, training_line
@@ -90,12 +90,7 @@ def last_iteration(config: Config, progress: Progress) -> int:
     """The iteration at which the run ends; under --train-samples counted through the batch-size ramp-up."""
     if config.training.train_iters is not None:
         return config.training.train_iters
-    iteration, consumed = progress.iteration, progress.consumed_samples
-    while consumed < config.training.train_samples:
-        size = global_batch_size_at(consumed, config)
-        steps = 1 if size < config.training.global_batch_size else math.ceil((config.training.train_samples - consumed) / size)
-        iteration, consumed = iteration + steps, consumed + steps * size
-    return iteration
+    return progress.iteration + iterations_for(config.training.train_samples, config, progress.consumed_samples)
 
 
 def settle(run: Run, pending: Pending | None, interval: Interval) -> None:

@@ -35,21 +35,19 @@ def test_killed_runs_end_as_the_undisturbed_one(tmp_path):
     undisturbed = start(tmp_path / "a")
     assert undisturbed.wait(120) == 0, undisturbed.stderr.read().decode()
     generator, kills, newest = random.Random(3), 0, -1
-    while True:
+    while kills < 3:
         process = start(tmp_path / "b")
-        while process.poll() is None and not (find_now := iteration_on_disk(tmp_path / "b")) > newest:
+        while process.poll() is None and (now := iteration_on_disk(tmp_path / "b")) <= newest:
             time.sleep(0.01)  # kill only after progress, so that the test ends
         if process.poll() is not None:
-            break
-        newest = find_now
+            raise AssertionError("the run ended before it could be killed three times")
+        newest = now
         time.sleep(generator.uniform(0, 0.4))
         process.send_signal(signal.SIGKILL)
-        if process.wait(60) == 0:
-            break
-        assert process.returncode == -signal.SIGKILL, process.stderr.read().decode()
+        assert process.wait(60) == -signal.SIGKILL, process.stderr.read().decode()
         kills += 1
-    assert process.returncode == 0, process.stderr.read().decode()
-    assert kills >= 2
+    last = start(tmp_path / "b")
+    assert last.wait(120) == 0, last.stderr.read().decode()
     tensors, rows = outcome(tmp_path / "a")
     killed_tensors, killed_rows = outcome(tmp_path / "b")
     assert rows == killed_rows and len(rows) == 240

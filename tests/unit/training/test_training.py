@@ -1,0 +1,234 @@
+"""Whole runs through the command line, in this process: resume, evaluation, exits, precision, batches, bad steps."""
+
+import math
+import signal
+import time
+
+import pytest
+import torch
+
+from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.model.block import HeadBlock
+from megatron.observe.tracking import read_metrics
+from megatron.training import loop
+from pretrain_gpt import main
+
+TINY = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --global-batch-size 4 --train-iters 12
+--mock-data --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 2 --log-interval 1
+--eval-interval 4 --eval-iters 2""".split()
+RESULTS = ("lm loss", "grad-norm", "learning-rate", "loss-scale", "consumed_samples", "batch-size", "lm loss validation")
+
+
+def run(folder, *flags, code=0, base=TINY):
+    """Run pretrain_gpt.py with --save and --load in `folder`; rows of metrics by iteration."""
+    assert main([*map(str, (*base, "--save", folder, "--load", folder, *flags))]) == code
+    return {row["iteration"]: {name: row.get(name) for name in RESULTS} for row in read_metrics(folder / "metrics.jsonl")}
+
+
+def bits(rows):
+    """Rows as text that is equal exactly when all floats are, NaN included."""
+    return {iteration: {name: repr(value) for name, value in row.items()} for iteration, row in rows.items()}
+
+
+def tensors(folder, step=None):
+    """Every tensor of a checkpoint."""
+    with Checkpoint(find_checkpoint(folder, step)) as checkpoint:
+        return {name: checkpoint.read_tensor(name) for name in checkpoint.names}
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different
+
+
+VARIANTS = {
+    "fp32": [],
+    "bf16": ["--bf16"],
+    "fp16-overflows": ["--fp16", "--initial-loss-scale", 2**24, "--loss-scale-window", 3],
+    "no-dropout-llama": "--hidden-dropout 0 --attention-dropout 0 --swiglu --normalization RMSNorm --position-embedding-type rope "
+                        "--untie-embeddings-and-output-weights --disable-bias-linear --qk-layernorm --z-loss-coeff 1e-3".split(),
+    "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split(),
+    "documents": "--reset-attention-mask --reset-position-ids --eod-mask-loss".split(),
+    "ramp-up": "--rampup-batch-size 2 2 16".split(),
+    "sgd": "--optimizer sgd".split(),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_resume_is_bit_exact(tmp_path, name):
+    """Stop at 5, go on in a second run: every metric, weight and moment equals the uninterrupted run's."""
+    whole = run(tmp_path / "whole", *VARIANTS[name])
+    run(tmp_path / "parts", *VARIANTS[name], "--exit-interval", 5)
+    parts = run(tmp_path / "parts", *VARIANTS[name])
+    assert bits(whole) == bits(parts) and len(whole) == 12
+    assert all(math.isfinite(row["lm loss"]) for row in whole.values())
+    assert_same(tensors(tmp_path / "whole"), tensors(tmp_path / "parts"))
+    if name == "fp16-overflows":
+        assert len({row["loss-scale"] for row in whole.values()}) > 3
+
+
+def test_recompute_changes_nothing(tmp_path):
+    assert run(tmp_path / "a") == run(tmp_path / "b", *VARIANTS["recompute"])
+    assert_same(tensors(tmp_path / "a"), tensors(tmp_path / "b"))
+    assert run(tmp_path / "c", "--checkpoint-activations") == run(tmp_path / "a")
+
+
+def test_the_seed_matters(tmp_path):
+    """Negative control of the equalities above."""
+    assert run(tmp_path / "a", "--train-iters", 3) != run(tmp_path / "b", "--train-iters", 3, "--seed", 7)
+
+
+@pytest.mark.parametrize("flags", [[], VARIANTS["documents"], ["--z-loss-coeff", "0.01"]], ids=["plain", "documents", "z-loss"])
+def test_micro_batches_do_not_change_the_run(tmp_path, flags):
+    """Dropout, data and normalisation are functions of the sample, so 4 x 1, 2 x 2 and 1 x 4 are the same run in float64."""
+    a, b, c = (run(tmp_path / str(size), "--fp64", *flags, "--micro-batch-size", size) for size in (1, 2, 4))
+    for other in (b, c):
+        for iteration, row in a.items():
+            for key, value in row.items():
+                assert other[iteration][key] == (value if value is None else pytest.approx(value, rel=1e-10)), (iteration, key)
+    x, y = tensors(tmp_path / "1"), tensors(tmp_path / "4")
+    for name in x:
+        if not name.endswith("k.bias"):  # its gradient is pure rounding noise, which Adam amplifies
+            assert (x[name] - y[name]).norm() <= 1e-10 * x[name].norm(), name
+
+
+def test_precisions_train_alike(tmp_path):
+    """From equal weights the first loss differs by rounding only: eps of the precision times a few hundred operations' root."""
+    losses = {flag: run(tmp_path / flag, flag, "--train-iters", 3)[1]["lm loss"] for flag in ("--fp64", "--bf16", "--fp16")}
+    losses["--fp32"] = run(tmp_path / "fp32", "--train-iters", 3)[1]["lm loss"]
+    for flag, bound in (("--fp32", 2**-20), ("--fp16", 2**-9), ("--bf16", 2**-6)):
+        assert losses[flag] == pytest.approx(losses["--fp64"], rel=bound)
+        assert losses[flag] != losses["--fp64"]
+
+
+def test_evaluation_uses_the_same_batches(tmp_path):
+    row = run(tmp_path / "a")[12]
+    assert main([*TINY, "--load", str(tmp_path / "a"), "--skip-train", "--metrics-file", str(tmp_path / "eval.jsonl")]) == 0
+    assert read_metrics(tmp_path / "eval.jsonl")[-1]["lm loss validation"] == row["lm loss validation"]
+
+
+def test_train_samples_and_ramp_up(tmp_path):
+    at = TINY.index("--train-iters")
+    in_samples = [*TINY[:at], *TINY[at + 2 :], "--train-samples", 40]
+    in_samples[in_samples.index("--lr-warmup-iters")] = "--lr-warmup-samples"
+    rows = run(tmp_path, "--rampup-batch-size", 2, 2, 16, base=in_samples)
+    sizes = [row["batch-size"] for row in rows.values()]
+    consumed = [row["consumed_samples"] for row in rows.values()]
+    assert sizes[0] == 2 and sizes[-1] == 4 and sorted(sizes) == sizes and consumed[-1] >= 40 > consumed[-2]
+
+
+def test_exit_duration(tmp_path):
+    rows = run(tmp_path, "--exit-duration-in-mins", "0.0001", "--train-iters", 12)
+    assert list(rows) == [1] and find_checkpoint(tmp_path).name == "iter_0000001"
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGUSR1, 85)])
+def test_a_signal_saves_and_exits(tmp_path, monkeypatch, number, code):
+    monkeypatch.setattr(loop, "forward_backward", signalling(loop.forward_backward, number, after=3))
+    run(tmp_path / "a", "--train-iters", 12, code=code)
+    assert find_checkpoint(tmp_path / "a").name == "iter_0000003"
+    monkeypatch.undo()
+    assert run(tmp_path / "a", "--train-iters", 12) == run(tmp_path / "b", "--train-iters", 12)
+
+
+def test_a_signal_during_evaluation(tmp_path, monkeypatch):
+    """The evaluation is cut short, the run saved; the next start makes up for it."""
+    monkeypatch.setattr(loop, "evaluate", signalling(loop.evaluate, signal.SIGUSR1, after=1))
+    run(tmp_path / "a", "--train-iters", 12, code=85)
+    assert find_checkpoint(tmp_path / "a").name == "iter_0000004"
+    monkeypatch.undo()
+    assert run(tmp_path / "a", "--train-iters", 12) == run(tmp_path / "b", "--train-iters", 12)
+
+
+def signalling(function, number, after):
+    """`function`, sending this process a signal before its n-th call."""
+    calls = 0
+
+    def wrapped(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == after:
+            signal.raise_signal(number)
+            time.sleep(0)
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def poison(monkeypatch, sample, value=math.nan):
+    """Make the last layer's output of one training sample NaN."""
+    original = HeadBlock.forward
+
+    def forward(self, x, micro):
+        if micro.dropout is not None:
+            x = x + torch.where(micro.dropout.sample_ids == sample, value, 0.0)[None, :, None]
+        return original(self, x, micro)
+
+    monkeypatch.setattr(HeadBlock, "forward", forward)
+
+
+def test_nan_stops_and_names_the_samples(tmp_path, monkeypatch):
+    poison(monkeypatch, 11)
+    with pytest.raises(loop.NonFiniteError) as error:
+        run(tmp_path, "--train-iters", 6)
+    text = str(error.value)
+    assert "iteration 3:" in text and "micro-batch 1: loss, samples 10..11" in text and "--nan-policy skip" in text and "micro-batch 0" not in text
+
+
+def test_nan_is_skipped_on_request(tmp_path, monkeypatch, capsys):
+    poison(monkeypatch, 11)
+    rows = run(tmp_path, "--train-iters", 6, "--nan-policy", "skip")
+    assert "iteration 3" in capsys.readouterr().out
+    assert not math.isfinite(rows[3]["lm loss"] or math.nan) and math.isfinite(rows[4]["lm loss"])
+    monkeypatch.undo()
+    assert rows[4]["learning-rate"] == run(tmp_path / "clean", "--train-iters", 6)[3]["learning-rate"]  # the skipped step did not advance it
+
+
+def test_a_step_without_a_token_is_skipped(tmp_path, monkeypatch, capsys):
+    from megatron.data.loader import Source
+
+    original = Source.batch
+
+    def batch(self, first, count):
+        out = original(self, first, count)
+        out.loss_mask[(out.sample_ids >= 4) & (out.sample_ids < 8)] = 0
+        return out
+
+    monkeypatch.setattr(Source, "batch", batch)
+    run(tmp_path, "--train-iters", 4)
+    assert "iteration 2: no valid token in samples 4..7" in capsys.readouterr().out
+
+
+def test_finetune_takes_weights_alone(tmp_path):
+    run(tmp_path / "a", "--train-iters", 4)
+    rows = main([*TINY, "--train-iters", "3", "--load", str(tmp_path / "a"), "--finetune", "--save", str(tmp_path / "b"), "--seq-length", "8",
+                 "--max-position-embeddings", "16"])
+    assert rows == 0 and find_checkpoint(tmp_path / "b").name == "iter_0000003"
+
+
+def test_another_model_is_refused(tmp_path, capsys):
+    run(tmp_path, "--train-iters", 3)
+    run(tmp_path, "--train-iters", 3, "--hidden-size", 64, "--seed", 9, code=2)
+    message = capsys.readouterr().err
+    assert "--hidden-size: checkpoint 32, command line 64" in message and "--seed: checkpoint 1234, command line 9" in message
+
+
+def test_another_schedule_needs_a_choice(tmp_path, capsys):
+    run(tmp_path, "--train-iters", 12, "--exit-interval", 4)
+    run(tmp_path, "--train-iters", 12, "--lr", 1e-3, code=2)
+    assert "--override-opt-param-scheduler" in capsys.readouterr().err
+    assert run(tmp_path, "--train-iters", 8, "--lr", 1e-3, "--override-opt-param-scheduler")[8]["learning-rate"] < 1e-3
+
+
+def test_missing_checkpoint_is_refused(tmp_path, capsys):
+    for folder, words in ((tmp_path / "nothing", "no such folder"), (tmp_path, "no checkpoint there")):
+        assert main([*TINY, "--load", str(folder)]) == 2
+        message = capsys.readouterr().err
+        assert f"--load {folder}" in message and words in message
+    assert main([*TINY, "--load", str(tmp_path), "--save", str(tmp_path), "--exit-on-missing-checkpoint"]) == 2
+
+
+def test_dry_run_trains_nothing(tmp_path, capsys):
+    assert main([*TINY, "--train-iters", "3", "--save", str(tmp_path / "x"), "--dry-run", "--world-size", "2"]) == 0
+    assert "nothing was trained" in capsys.readouterr().out and not (tmp_path / "x").exists()
