@@ -34,6 +34,7 @@ COMMANDS = {
     "--print-config": "Print the settings as JSON and exit; --config reads them back.",
     "--dry-run": "Check everything (files, tokenizer, batch arithmetic, memory) and exit without training.",
 }
+TAKES_FILE = ("--config", "--deepspeed-config")
 
 
 @dataclass(frozen=True)
@@ -180,10 +181,10 @@ def options_by_flag() -> dict[str, tuple[Option, bool]]:
 
 def build_parser() -> argparse.ArgumentParser:
     """An argparse parser with one group per dataclass, for `--help`."""
-    parser = argparse.ArgumentParser(prog="pretrain_gpt.py", allow_abbrev=False, description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="pretrain_gpt.py", usage="%(prog)s --flag value ...", allow_abbrev=False)
     commands = parser.add_argument_group("command")
     for name, text in COMMANDS.items():
-        commands.add_argument(name, help=text.replace("%", "%%"), metavar="FILE" if "config" in name and "print" not in name else None)
+        commands.add_argument(name, help=text, **({"metavar": "FILE"} if _key(name) in TAKES_FILE else {"action": "store_true"}))
     for field in dataclasses.fields(Config):
         group = parser.add_argument_group(field.name)
         for option in (option for option in options() if option.group == field.name):
@@ -223,34 +224,36 @@ def _unquote(word: str) -> str:
 
 @dataclass
 class _Reading:
-    """What has been read so far; `set_by` remembers which flag gave each field its value."""
+    """What has been read so far; `set_by` remembers what the user wrote to give each field its value."""
 
     values: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
-    set_by: dict[tuple[str, str], tuple[str, list[str]]] = dataclasses.field(default_factory=dict)
+    set_by: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict)
     commands: dict[str, str] = dataclasses.field(default_factory=dict)
     foreign: list[tuple[str, list[str]]] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     faults: list[str] = dataclasses.field(default_factory=list)
     unsure: set[str] = dataclasses.field(default_factory=set)  # flags whose value is unknown: rules about them say nothing
 
-    def read(self, flag: str, words: list[str], written: str | None = None) -> None:
-        """Take in one occurrence; `written` is the user's own spelling when the table rewrote it."""
+    def read(self, flag: str, words: list[str], written: str = "") -> None:
+        """Take in one occurrence; `written` is what the user wrote when the table rewrote it."""
         if _key(flag) in map(_key, COMMANDS):
             self._command(_key(flag), words)
         elif _key(flag) in options_by_flag():
-            self._field(flag, words, written or flag)
+            self._field(flag, words, written or _shown(flag, words))
         elif (row := compatibility.find(_key(flag))) is None:
             near = _nearest(_key(flag), [*options_by_flag(), *COMMANDS, *compatibility.names()])
             self.faults.append(f"{_shown(flag, words)}: unknown flag" + (f"; did you mean {near}?" if near else ""))
             self.unsure.update([near] if near else [])
+        elif row.verdict == "equals" and words and "$" not in row.text:
+            self.faults.append(f"{_shown(flag, words)}: it takes no value")
         elif row.verdict == "equals":
             for ours, values in row.rewrite(words):
-                self.read(ours, values, written=flag)
+                self.read(ours, values, written=_shown(flag, words))
         else:
             self.foreign.append((flag, words))
 
     def _command(self, flag: str, words: list[str]) -> None:
-        takes_file = flag in ("--config", "--deepspeed-config")
+        takes_file = flag in TAKES_FILE
         if len(words) != takes_file or "" in words:
             self.faults.append(f"{_shown(flag, words)}: takes {'one file' if takes_file else 'no value'}")
         else:
@@ -265,19 +268,20 @@ class _Reading:
             if option.kind is bool:
                 value = value == on
         except ValueError as problem:
-            self.faults.append(f"{_shown(written, words)}: {problem}")
+            self.faults.append(f"{written}: {problem}")
             self.unsure.add(option.names[0])
             return
         if note:
             self.notes.append(note)
         if key in self.values and self.values[key] != value:
-            before, now = _shown(*self.set_by[key]), _shown(written, words)
-            if _key(self.set_by[key][0]) == _key(written):
-                self.notes.append(f"{before} is overridden by the later {now}")
+            before = self.set_by[key]
+            own = [_key(text.split()[0]) in options_by_flag() for text in (before, written)]
+            if all(own) or before.split()[0] == written.split()[0]:
+                self.notes.append(f"{before} is overridden by the later {written}")
             else:
-                self.faults.append(f"{now}: contradicts {before}; drop one of them")
+                self.faults.append(f"{written}: contradicts {before}; drop one of them")
         self.values[key] = value
-        self.set_by[key] = (written, words)
+        self.set_by[key] = written
 
 
 def _shown(flag: str, words: list[str]) -> str:

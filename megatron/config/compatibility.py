@@ -35,8 +35,6 @@ class Row:
                 result.append((word, []))
             else:
                 result[-1][1].extend(words if word == "$" else [word])
-        if "$" not in self.text and words:
-            result[0][1].extend(words)  # a switch followed by a stray word: the flag's own parser says so
         return result
 
 
@@ -85,7 +83,8 @@ NOTES = (
          "--use-fused-weighted-squared-relu --use-te-activation-func --use-transformer-engine-op-fuser --disable-jit-fuser "
          "--disable-mem-efficient-ln --enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph --cuda-graph-* "
          "--mlp-chunks-for-training --use-grouped-gemm-for-dense-mlp --onnx-safe", "a choice of kernels, which are chosen here"),
-    note("--no-bias-gelu-fusion", "gelu is the exact (erf) one here, as in Megatron's unfused path; its fused default is --activation gelu-tanh"),
+    note("--no-bias-gelu-fusion",
+         "gelu is the exact (erf) one here, as in Megatron's unfused path; its fused default is --activation gelu-tanh"),
     note("--use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --use-flash-attn-builder "
          "--flash-attention-version --use-kitchen-attention --kitchen-attention-backend",
          "--attention-backend auto takes the fastest kernel that supports the settings"),
@@ -160,9 +159,11 @@ NOTES = (
          "--high-priority-a2a-comm-stream --use-grouped-gemm-for-shared-expert --enable-expert-tensor-parallelism",
          "acts only in mixture-of-experts models (--num-experts), which are refused"),
     note("--fp8-* --no-fp8-wgrad --disable-fp8-wgrad --fp4-* --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16 "
-         "--keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag", "acts only with --fp8-format or --fp4-format, which are refused"),
-    note("--inference --inference-* --no-inference-* --use-legacy-static-engine --max-tokens-to-oom --decode-only-cuda-graphs --enable-chunked-prefill "
-         "--num-speculative-tokens --flash-decode --mamba-inference-* --mlp-chunks-for-prefill --nccl-all-reduce-for-prefill "
+         "--keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag",
+         "acts only with --fp8-format or --fp4-format, which are refused"),
+    note("--inference --inference-* --no-inference-* --use-legacy-static-engine --max-tokens-to-oom "
+         "--decode-only-cuda-graphs --enable-chunked-prefill --num-speculative-tokens --flash-decode "
+         "--mamba-inference-* --mlp-chunks-for-prefill --nccl-all-reduce-for-prefill "
          "--use-same-sampling-seed-across-dp-ranks --ds-inference", "concerns inference, which does not take part in pretraining"),
     note("--muon-* --lion-* --qk-clip-* --mtp-* --mup-* --dsa-* --no-dsa-* --disable-dsa-* --mhc-* --linear-* --mamba-* "
          "--disable-mamba-mem-eff-path --gdp-* --fim-* --relative-attention-* --yarn-correction-range-round-to-int "
@@ -225,7 +226,8 @@ REFUSED = (
     refused("--optimizer-cpu-offload --cpu-optimizer --fine-grained-activation-offloading --moe-paged-stash",
             f"offload to the host is {_LATER}; drop it"),
     refused("--num-layers-per-virtual-pipeline-stage --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers "
-            "--pipeline-model-parallel-layout --pipeline-model-parallel-split-rank --enable-zbh1-pipeline", f"pipeline parallelism is {_LATER}"),
+            "--pipeline-model-parallel-layout --pipeline-model-parallel-split-rank --enable-zbh1-pipeline",
+            f"pipeline parallelism is {_LATER}"),
     refused("--hybrid-context-parallel --ds-sequence-parallel-fpdt", f"context parallelism is {_LATER}"),
     refused("--use-precision-aware-optimizer --output-logit-dtype --embedding-weights-in-fp32 --fp32-residual-connection",
             "precision is what --bf16, --fp16 or --fp64 say (fp32 master weights, gradients and moments); drop it"),
@@ -241,7 +243,8 @@ REFUSED = (
     refused("--qk-l2-norm --qk-clip", "use --qk-layernorm"),
     refused("--attention-output-gate --apply-residual-connection-post-layernorm --enable-mhc-connections --batch-invariant-mode",
             "not a variant of the model here; drop it"),
-    refused("--no-weight-decay-cond-type --apply-wd-to-qk-layernorm", "biases and one-dimensional parameters take no weight decay; drop it"),
+    refused("--no-weight-decay-cond-type --apply-wd-to-qk-layernorm",
+            "biases and one-dimensional parameters take no weight decay; drop it"),
     refused("--iterations-to-skip --freeze-all-layers --sft --fim-data --data-efficiency-curriculum-learning --random-ltd --train-idx-path "
             "--train-desc-path --train-doc-idx-path --train-sample-idx-path --train-shuffle-idx-path --repeated-dataloader "
             "--train-data-exact-num-epochs --return-data-index --use-dataset-only --phase-transition-iterations "
@@ -263,7 +266,9 @@ REFUSED = (
     refused("--moe-use-upcycling --moe-upcycling-granularity", "mixture of experts is not supported"),
     refused("--multi-latent-attention --mla-* --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim "
             "--rotary-scaling-factor --mscale --mscale-all-dim --cache-mla-latents", "multi-latent attention is not supported"),
-    refused("--is-hybrid-model --hybrid-layer-pattern --hybrid-override-pattern --experimental-attention-variant --heterogeneous-* --linear-attention-freq --mtp-standalone", "every layer is the same attention and MLP block"),
+    refused("--is-hybrid-model --hybrid-layer-pattern --hybrid-override-pattern --experimental-attention-variant "
+            "--heterogeneous-* --linear-attention-freq --mtp-standalone",
+            "every layer is the same attention and MLP block"),
     refused("--retro-* --retriever-* --biencoder-* --ict-* --bert-* --output-bert-embeddings --titles-data-path --query-in-block-prob "
             "--use-one-sent-docs --evidence-data-path --block-data-path --embedding-path --indexer-*",
             "retrieval and BERT models are not supported"),

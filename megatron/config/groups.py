@@ -50,7 +50,8 @@ class ModelConfig:
     """Rescale the rotary frequencies as Llama 3.x does."""
     rope_scaling_factor: float = 8.0
     """Factor of --use-rope-scaling and of YaRN."""
-    rope_original_max_position_embeddings: int = flag(8192, "--yarn-original-max-position-embeddings", megatron="one flag for Llama-3 scaling (fixed to 8192 there) and YaRN")
+    rope_original_max_position_embeddings: int = flag(
+        8192, "--yarn-original-max-position-embeddings", megatron="one flag for Llama-3 scaling (fixed to 8192 there) and YaRN")
     """Sequence length that the unscaled rotary frequencies were trained for."""
     rope_low_freq_factor: float = flag(1.0, megatron="fixed to 1 there")
     """Llama-3 scaling: wavelengths above original length / this factor are divided by the full factor."""
@@ -64,7 +65,9 @@ class ModelConfig:
     """Kind of normalisation, everywhere."""
     norm_epsilon: float = flag(1e-5, "--layernorm-epsilon")
     """Added to the variance inside the normalisation."""
-    activation: Literal["gelu", "gelu-tanh", "swiglu", "geglu", "squared-relu"] = flag("gelu", megatron="one choice instead of --swiglu, --squared-relu, --openai-gelu, which set it too")
+    activation: Literal["gelu", "gelu-tanh", "swiglu", "geglu", "squared-relu"] = flag(
+        "gelu", megatron="one choice instead of --swiglu, --squared-relu, --openai-gelu, which set it too; the default there is fused, "
+        "which is gelu-tanh")
     """Activation of the MLP; swiglu and geglu are gated."""
     add_bias_linear: bool = flag(True, off="--disable-bias-linear")
     """Biases in the linear layers."""
@@ -72,7 +75,8 @@ class ModelConfig:
     """A bias in the QKV projection only, when --disable-bias-linear is given."""
     qk_layernorm: bool = False
     """Normalise each head's queries and keys before the rotary embedding."""
-    window_size: int | None = flag(None, megatron="a single number: how many keys a query sees, itself included; Megatron's pair (W-1,0) is accepted too")
+    window_size: int | None = flag(
+        None, megatron="one number: how many keys a query sees, itself included; Megatron's pair W-1,0 is read too")
     """Sliding-window attention: each token attends to this many latest tokens, itself included."""
     attn_logit_softcapping: float | None = flag(None, megatron="absent there")
     """Bound attention scores smoothly: cap x tanh(score / cap)."""
@@ -90,7 +94,8 @@ class ModelConfig:
     """Standard deviation of the initial weights; residual-output projections use std / sqrt(2 x num-layers)."""
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
-    attention_backend: Literal["auto", "sdpa", "plain"] = flag("auto", megatron="choices differ: auto takes the fastest that supports the settings; Megatron's flash and fused are read as auto, its unfused and local as plain")
+    attention_backend: Literal["auto", "sdpa", "plain"] = flag(
+        "auto", megatron="auto takes the fastest that supports the settings; flash and fused are read as auto, unfused and local as plain")
     """Implementation of the attention core."""
 
 
@@ -142,7 +147,9 @@ class DataConfig:
     """Take no loss at end-of-document tokens."""
     check_data: bool = flag(False, megatron="absent there")
     """Scan the data files fully (monotone offsets, ids below the vocabulary) before training."""
-    tokenizer_type: Literal["SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer", "NullTokenizer"] | None = flag(None, megatron="Llama2Tokenizer is read as SentencePieceTokenizer")
+    tokenizer_type: Literal[
+        "SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer", "NullTokenizer"] | None = flag(
+        None, megatron="Llama2Tokenizer and GPTSentencePieceTokenizer are read as SentencePieceTokenizer")
     """Kind of tokenizer."""
     tokenizer_model: str | None = None
     """File of the SentencePiece model, tokenizer.json or tiktoken vocabulary."""
@@ -174,7 +181,8 @@ class TrainingConfig:
     """Save and exit after this many minutes."""
     seed: int = 1234
     """The run is a pure function of configuration, data, step and this."""
-    nan_policy: Literal["stop", "skip"] = flag("stop", megatron="stop is Megatron's check-for-nan-in-loss-and-grad, skip its --no-check-for-nan-in-loss-and-grad; fp16 overflows are always skipped")
+    nan_policy: Literal["stop", "skip"] = flag(
+        "stop", megatron="--no-check-for-nan-in-loss-and-grad sets skip; fp16 overflows are always skipped")
     """What to do at a NaN or Inf loss or gradient: stop the run, or skip the step and say so."""
     recompute_granularity: Literal["full"] | None = flag(None, megatron="selective is refused until it is built")
     """full: keep only each block's input and recompute the block in the backward pass."""

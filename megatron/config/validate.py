@@ -17,6 +17,7 @@ from megatron.config.derive import DEFAULTS, Run, derive
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
 
+
 @dataclass(frozen=True)
 class Resolved:
     """A complete configuration and one note for each value that was filled in or deserves a word."""
@@ -39,7 +40,8 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("0 or more", lambda value: value >= 0,
      "z_loss_coeff lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay start_weight_decay end_weight_decay "
      "clip_grad eval_iters seed train_iters ckpt_step"),
-    ("at least 0 and below 1", lambda value: 0 <= value < 1, "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction"),
+    ("at least 0 and below 1", lambda value: 0 <= value < 1,
+     "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction"),
     ("above 0 and at most 1", lambda value: 0 < value <= 1, "rotary_percent"),
 )
 
@@ -204,13 +206,13 @@ def _tokenizer(run: Run) -> Iterator[str]:
             yield f"--tokenizer-type {kind}: give --{field.replace('_', '-')}"
         elif not Path(path).exists():
             yield f"{run.show(field)}: no such file"
-    if run.vocabulary is not None and run.vocab_size is not None and kind not in (None, "NullTokenizer") and run.vocab_size != run.vocabulary:
+    if kind not in (None, "NullTokenizer") and None not in (run.vocabulary, run.vocab_size) and run.vocab_size != run.vocabulary:
         yield f"{run.show('vocab_size')}: the tokenizer has {run.vocabulary} tokens; drop --vocab-size or take the right tokenizer"
 
 
 def _world(run: Run) -> Iterator[str]:
     if run.world > 1 and run.config.distributed.world_size is None:
-        yield f"{run.world} processes: data parallelism is not built yet; run one process (--dry-run --world-size {run.world} checks a larger job)"
+        yield f"{run.world} processes: data parallelism is not built yet; run one (--dry-run --world-size {run.world} checks a larger job)"
 
 
 def _batch(run: Run) -> Iterator[str]:
@@ -299,8 +301,6 @@ RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
 
 
 def _remarks(run: Run) -> Iterator[str]:
-    if run.attention_dropout > 0:
-        yield f"{run.show('attention_dropout')} selects plain attention, which is slow and keeps all scores; --attention-dropout 0 allows the fused one"
     if run.window_size is not None and run.seq_length is not None and run.window_size >= run.seq_length:
         yield f"{run.show('window_size')} covers the whole --seq-length {run.seq_length}: full causal attention"
     if run.save is None and not run.skip_train:
