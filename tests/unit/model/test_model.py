@@ -1,0 +1,156 @@
+"""The model as units behind one wrapper, its layout, and its initialisation by logical position."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron.config.groups import ModelConfig
+from megatron.model.block import EmbeddingBlock, HeadBlock, LayerBlock, PlainBlocks
+from megatron.model.gpt import GPTModel
+from megatron.model.init import fill_initial
+from megatron.model.layout import Box, model_boxes
+from megatron.optimizer.blocks import build_blocks
+from megatron.parallel.recompute import Recompute
+
+TIED = ModelConfig(num_layers=3, hidden_size=16, ffn_hidden_size=24, num_attention_heads=4, kv_channels=4, num_query_groups=2,
+                   max_position_embeddings=8, activation="swiglu")
+UNTIED = dataclasses.replace(TIED, untie_embeddings_and_output_weights=True, position_embedding_type="rope", normalization="RMSNorm")
+VOCAB, S, B = 30, 8, 2
+
+
+def build(config, dtype=torch.float64):
+    model = GPTModel(config, vocab_size=VOCAB, padded_vocab=32, dtype=dtype, seed=5)
+    for block in build_blocks(model, torch.device("cpu")):
+        for entry in block.entries:
+            for box in entry.boxes:
+                fill_initial(box, entry.view(block.weight), config, 5)
+    return model
+
+
+def batch(model, training=True):
+    ids = torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(1))
+    return model.micro_batch(ids[:, :-1], ids[:, 1:], torch.ones(B, S), torch.arange(S).expand(B, S), torch.arange(B), training=training)
+
+
+class Recording:
+    """Notes every call on its way to the plain wrapper."""
+
+    def __init__(self):
+        self.inner, self.calls = PlainBlocks(), []
+
+    def forward(self, unit, x, micro):
+        self.calls.append(("F", type(unit)))
+        y, saved = self.inner.forward(unit, x, micro)
+        assert not y.requires_grad  # units share no autograd graph
+        return y, saved
+
+    def backward(self, unit, saved, dy):
+        self.calls.append(("B", type(unit)))
+        return self.inner.backward(unit, saved, dy)
+
+    def end_micro_batch(self):
+        self.calls.append("end")
+
+
+def test_every_unit_goes_through_the_wrapper():
+    model, wrapper = build(UNTIED), Recording()
+    out, saved = model(batch(model), wrapper)
+    model.backward(saved, 1.0, wrapper)
+    order = [EmbeddingBlock, LayerBlock, LayerBlock, LayerBlock, HeadBlock]
+    assert wrapper.calls == [("F", unit) for unit in order] + [("B", unit) for unit in reversed(order)] + ["end"]
+    assert saved == []
+
+
+@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+def test_units_differentiate_like_one_graph(config):
+    """Finite differences of the whole loss against the gradients that the units left in main_grad."""
+    model = build(config)
+    wrapper = PlainBlocks()
+    _, saved = model(batch(model), wrapper)
+    model.backward(saved, 1.0, wrapper)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            direction = torch.randn(parameter.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+            if "word" in name or "head" in name:
+                direction[VOCAB:] = 0
+            start = parameter.clone()
+
+            def slope(h, parameter=parameter, start=start, direction=direction):
+                losses = []
+                for step in (h, -h):
+                    parameter.copy_(start + step * direction)
+                    losses.append(model(batch(model), wrapper)[0][0].item())
+                return (losses[0] - losses[1]) / (2 * h)
+
+            # Richardson: the h^2 error of central differences cancels; rounding of a loss near 50 (7e-15) over 2h is left
+            numeric = (4 * slope(1e-5) - slope(2e-5)) / 3
+            parameter.copy_(start)
+            exact = (parameter.main_grad * direction).sum().item()
+            assert numeric == pytest.approx(exact, rel=1e-8, abs=1e-8), name
+
+
+def test_parameters_have_no_grad_and_blocks_are_units():
+    model = build(TIED)
+    wrapper = PlainBlocks()
+    _, saved = model(batch(model), wrapper)
+    model.backward(saved, 1.0, wrapper)
+    assert all(p.grad is None for p in model.parameters())
+    assert [n for n, _ in model.layers[0].named_parameters() if n.startswith("position")] == ["position.weight"]
+    assert [n for n, _ in model.layers[2].named_parameters() if n.startswith("final")] == ["final_norm.weight", "final_norm.bias"]
+    assert model.head.weight is model.embedding.word.weight
+
+
+def test_recompute_keeps_only_inputs_of_layers():
+    """What a layer holds between forward and backward: one [s, b, h] tensor, and no autograd graph."""
+    model = build(TIED)
+    micro = batch(model)
+    _, saved = model(micro, Recompute(PlainBlocks()))
+    for x, kept in saved[1:-1]:
+        assert kept is micro and x.shape == (S, B, 16) and x.grad_fn is None
+    _, plain = model(micro, PlainBlocks())
+    assert all(y.grad_fn is not None for _, y in plain[1:-1])
+
+
+def test_evaluation_has_no_dropout_and_no_graph():
+    model = build(TIED)
+    with torch.no_grad():
+        a, saved = model(batch(model, training=False), PlainBlocks())
+        b, _ = model(batch(model, training=False), PlainBlocks())
+    assert torch.equal(a, b) and not torch.equal(a, model(batch(model), PlainBlocks())[0])
+    assert all(not y.requires_grad for _, y in saved)
+
+
+def test_logits_agree_with_the_loss():
+    model = build(UNTIED)
+    micro = batch(model, training=False)
+    with torch.no_grad():
+        (_, loss), _ = model(micro, PlainBlocks())
+    logits = model.logits(micro.tokens.t())
+    assert logits.shape == (B, S, VOCAB)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), micro.labels.t().flatten(), reduction="sum")
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+
+
+def test_logical_names():
+    names = {box.name for box, _, _ in model_boxes(build(TIED))}
+    layer = {f"layers.1.{rest}" for rest in (
+        "input_norm.weight", "input_norm.bias", "mlp_norm.weight", "mlp_norm.bias",
+        *(f"attention.{x}.{kind}" for x in ("q", "k", "v", "proj") for kind in ("weight", "bias")),
+        *(f"mlp.{x}.{kind}" for x in ("gate", "up", "down") for kind in ("weight", "bias")),
+    )}
+    assert {name for name in names if name.startswith("layers.1.")} == layer
+    outside = {"embedding.word.weight", "embedding.position.weight", "final_norm.weight", "final_norm.bias"}
+    assert {name for name in names if not name.startswith("layers.")} == outside
+    untied = {box.name: box.shape for box, _, _ in model_boxes(build(UNTIED))}
+    assert untied["head.weight"] == (VOCAB, 16) and "embedding.position.weight" not in untied
+
+
+def test_weights_depend_on_the_logical_position_alone():
+    """Any part of a logical tensor, in any fused parameter, gets the values of that part of the whole."""
+    whole = torch.empty(24, 16)
+    fill_initial(Box("layers.0.attention.q.weight", (24, 16), (0, 0), (24, 16)), whole, TIED, 5)
+    fused = torch.full((2 * (6 + 4), 8), 7.0)  # two groups of 6 query rows then 4 others, the right half of the columns
+    fill_initial(Box("layers.0.attention.q.weight", (24, 16), (12, 8), (12, 8), groups=2, start=0), fused, TIED, 5)
+    assert torch.equal(fused.view(2, 10, 8)[:, :6].reshape(12, 8), whole[12:, 8:])
+    assert (fused.view(2, 10, 8)[:, 6:] == 7).all()
