@@ -1,0 +1,194 @@
+"""The two checkpoint tools on checkpoints of a small model, with transformers as the judge of what was exported."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_cases import pairs, same_bits
+from test_huggingface import CASES, VOCAB, build, difference, tokens
+
+from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.writer import save_checkpoint
+from megatron.config.arguments import parse_arguments
+from megatron.config.groups import Config, DataConfig, PrecisionConfig
+from megatron.training.pretrain import pretrain
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+
+import convert_checkpoint  # noqa: E402
+import generate  # noqa: E402
+import inspect_checkpoint  # noqa: E402
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+
+def save_run(root: Path, case: str, precision: PrecisionConfig = PrecisionConfig(fp64=True), iteration: int = 5, **data) -> tuple[Config, object, dict]:
+    """A checkpoint as a run writes it, with optimizer state; its configuration, model and logical tensors."""
+    base, changes, _ = CASES[case]
+    config = Config(model=dataclasses.replace(base, **changes), precision=precision, data=DataConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1, **data))
+    model, held = build(config.model)
+    if not precision.fp64:
+        held = {name: tensor.float() for name, tensor in held.items()}
+    moments = {f"optimizer.exp_avg.{name}": torch.zeros_like(tensor) for name, tensor in held.items()}
+    state = {"iteration": iteration, "consumed_samples": 8 * iteration, "config": config.to_dict(), "vocab_size": VOCAB, "tokenizer": "f" * 32}
+    save_checkpoint(root, iteration, pairs(held | moments), state)
+    return config, model, held
+
+
+def run(tool, *words) -> int:
+    return tool.main([str(word) for word in words])
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama tied, gqa, eps", "mistral", "qwen2", "qwen3 window", "llama yarn"])
+def test_exported_models_load_in_transformers_and_come_back(tmp_path, case, capsys):
+    _, model, held = save_run(tmp_path / "run", case)
+    assert run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf") == 0
+    them = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").eval()
+    assert them.dtype == torch.float64 and them.config.eos_token_id == VOCAB - 1
+    with torch.no_grad():
+        assert difference(model.logits(tokens()), them(tokens()).logits) < (1e-12 if case == "gpt2" else 3e-6)
+
+    them.save_pretrained(tmp_path / "again")  # as transformers writes it
+    capsys.readouterr()
+    assert run(convert_checkpoint, "--from-huggingface", tmp_path / "again", "--save", tmp_path / "back") == 0
+    assert f"--config {tmp_path}/back/model.json --load {tmp_path}/back --finetune" in capsys.readouterr().out
+    with Checkpoint(find_checkpoint(tmp_path / "back")) as checkpoint:
+        assert checkpoint.iteration == 0 and sorted(checkpoint.names) == sorted(held)
+        assert all(same_bits(checkpoint.read_tensor(name), held[name]) for name in held)
+        assert difference(generate.load_model(checkpoint, torch.device("cpu")).logits(tokens()), model.logits(tokens())) == 0
+
+
+def test_a_run_trains_on_from_an_imported_model(tmp_path, capsys):
+    save_run(tmp_path / "run", "llama")
+    run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf", "--dtype", "fp32")
+    run(convert_checkpoint, "--from-huggingface", tmp_path / "hf", "--save", tmp_path / "imported")
+    flags = f"""--config {tmp_path}/imported/model.json --load {tmp_path}/imported --finetune --save {tmp_path}/new --mock-data --vocab-size {VOCAB - 1}
+        --tokenizer-type NullTokenizer --seq-length 24 --micro-batch-size 2 --train-iters 2 --lr 1e-3 --log-interval 1 --eval-iters 0""".split()
+    parsed = parse_arguments(flags)
+    assert pretrain(parsed.config, parsed.notes) == 0
+    assert "loaded checkpoint" in capsys.readouterr().out
+    with Checkpoint(find_checkpoint(tmp_path / "new")) as after, Checkpoint(find_checkpoint(tmp_path / "imported")) as before:
+        assert after.iteration == 2 and "optimizer.exp_avg.head.weight" in after.names
+        moved = (after["head.weight"] - before["head.weight"]).abs()
+        assert 0 < moved.max() < 0.01  # two steps of at most about the learning rate from the imported values
+
+
+@pytest.mark.parametrize(("flag", "dtype"), [(None, torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)])
+def test_precision_of_the_export(tmp_path, flag, dtype):
+    from safetensors.torch import load_file
+
+    _, _, held = save_run(tmp_path / "run", "llama", PrecisionConfig(bf16=True))
+    assert run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf", *(["--dtype", flag] if flag else [])) == 0
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert same_bits(exported["lm_head.weight"], held["head.weight"].to(dtype))
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == str(dtype)[6:]
+
+
+def test_large_exports_are_cut_into_files_with_an_index(tmp_path, monkeypatch):
+    _, model, held = save_run(tmp_path / "run", "gpt2 untied, tanh")
+    monkeypatch.setattr(convert_checkpoint, "SHARD", 30_000)
+    assert run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf") == 0
+    files = sorted(p.name for p in (tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all((tmp_path / "hf" / name).stat().st_size < 40_000 for name in files)
+    them = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").eval()
+    with torch.no_grad():
+        assert difference(model.logits(tokens()), them(tokens()).logits) < 1e-12
+    assert run(convert_checkpoint, "--from-huggingface", tmp_path / "hf", "--save", tmp_path / "back") == 0
+    with Checkpoint(find_checkpoint(tmp_path / "back")) as checkpoint:
+        assert all(same_bits(checkpoint.read_tensor(name), held[name]) for name in held)
+
+
+def test_tokenizer_files_go_along(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {f"w{i}": i for i in range(VOCAB - 1)} | {"<|endoftext|>": VOCAB - 1}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(tmp_path / "my_tokenizer.json"))
+    config, _, held = save_run(tmp_path / "first", "llama")
+    data = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "my_tokenizer.json"))
+    state = {"config": dataclasses.replace(config, data=data).to_dict(), "vocab_size": VOCAB, "tokenizer": None}
+    save_checkpoint(tmp_path / "run", 1, pairs(held), state)
+    assert run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf") == 0
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == (tmp_path / "my_tokenizer.json").read_bytes()
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == VOCAB - 1
+    (tmp_path / "my_tokenizer.json").unlink()  # moved away: the export goes on and says so
+    assert run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "second") == 0
+    assert not (tmp_path / "second" / "tokenizer.json").exists()
+
+
+def test_refusals(tmp_path, capsys):
+    save_run(tmp_path / "run", "llama")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    (tmp_path / "empty").mkdir()
+    base, _, _ = CASES["llama"]
+    _, _, held = save_run(tmp_path / "other", "llama")
+    config = Config(model=dataclasses.replace(base, rotary_percent=0.5, final_logit_softcapping=3.0))
+    save_checkpoint(tmp_path / "inexpressible", 1, pairs(held), {"config": config.to_dict(), "vocab_size": VOCAB})
+    run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf")
+    pickled, traversal = tmp_path / "pickled", tmp_path / "traversal"
+    for folder in (pickled, traversal):
+        folder.mkdir()
+        shutil.copy(tmp_path / "hf" / "config.json", folder)
+    (pickled / "pytorch_model.bin").touch()
+    (traversal / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": "../hf/model.safetensors"}}))
+    for words, text in [
+        (("--load", tmp_path / "run", "--to-huggingface", tmp_path / "full"), "exists and is not empty"),
+        (("--load", tmp_path / "empty", "--to-huggingface", tmp_path / "new"), "no checkpoint there"),
+        (("--load", tmp_path / "run", "--ckpt-step", 4, "--to-huggingface", tmp_path / "new"), "no checkpoint of iteration 4"),
+        (("--load", tmp_path / "inexpressible", "--to-huggingface", tmp_path / "new"), "cannot express: --final-logit-softcapping; --rotary-percent"),
+        (("--from-huggingface", tmp_path / "hf", "--save", tmp_path / "run"), "holds checkpoints already"),
+        (("--from-huggingface", tmp_path / "empty", "--save", tmp_path / "new"), "config.json: cannot be read"),
+        (("--from-huggingface", pickled, "--save", tmp_path / "new"), "pickled weights are not read"),
+        (("--from-huggingface", traversal, "--save", tmp_path / "new"), "not a plain file name"),
+    ]:
+        assert run(convert_checkpoint, *words) == 2
+        assert text in capsys.readouterr().err
+    assert not (tmp_path / "new").exists() and not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+    for words in (("--load", "a"), ("--load", "a", "--from-huggingface", "b"), ("--from-huggingface", "b", "--save", "c", "--dtype", "bf16")):
+        with pytest.raises(SystemExit):
+            run(convert_checkpoint, *words)
+
+
+def test_inspect_shows_verifies_and_names_damage(tmp_path, capsys):
+    save_run(tmp_path, "llama", iteration=4)
+    _, _, held = save_run(tmp_path, "llama", iteration=5)
+    assert run(inspect_checkpoint, tmp_path, "--verify") == 0
+    out = capsys.readouterr().out
+    for text in ("iteration 5, written 2", "other iterations there: 4", "consumed_samples = 40", "model.num_layers = 3", "verified: every byte",
+                 f"weights: {len(held)} tensors", f"optimizer: {len(held)} tensors", "optimizer.exp_avg.head.weight"):
+        assert text in out, text
+    row = next(line for line in out.splitlines() if line.split()[:1] == ["head.weight"])
+    assert row.split()[1:] == ["float64", f"{VOCAB * 32 * 8:,}", "bytes", f"[{VOCAB},", "32]"]
+    assert run(inspect_checkpoint, tmp_path / "iter_0000004") == 0 and "iteration 4" in capsys.readouterr().out
+
+    file = tmp_path / "iter_0000005" / "shard-00000.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    assert run(inspect_checkpoint, tmp_path) == 0  # data is not read without --verify
+    assert run(inspect_checkpoint, tmp_path, "--verify") == 1
+    assert "shard-00000.safetensors: damaged" in capsys.readouterr().err
+    assert run(inspect_checkpoint, tmp_path / "nothing") == 2
+
+
+def test_inspect_diff(tmp_path, capsys):
+    save_run(tmp_path / "a", "llama")
+    save_run(tmp_path / "b", "llama", PrecisionConfig(bf16=True))
+    save_run(tmp_path / "c", "llama biases", iteration=6)
+    assert run(inspect_checkpoint, "--diff", tmp_path / "a", tmp_path / "a") == 0
+    assert "no difference" in capsys.readouterr().out
+    assert run(inspect_checkpoint, "--diff", tmp_path / "a", tmp_path / "b") == 1
+    out = capsys.readouterr().out
+    assert "config.precision.bf16: false -> true" in out and "tensor head.weight: [67, 32] float64 -> [67, 32] float32" in out and "num_layers" not in out
+    assert run(inspect_checkpoint, "--diff", tmp_path / "a", tmp_path / "c") == 1
+    out = capsys.readouterr().out
+    assert "iteration: 5 -> 6" in out and "config.model.add_bias_linear: false -> true" in out and "mlp.up.bias: absent -> [80] float64" in out

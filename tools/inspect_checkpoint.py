@@ -1,0 +1,139 @@
+"""Look into checkpoints: content, sizes, state, integrity, differences.
+
+    python tools/inspect_checkpoint.py FOLDER [--ckpt-step N] [--verify]     # FOLDER: what --save wrote to, or one iter_* folder in it
+    python tools/inspect_checkpoint.py --diff A B                            # configuration and other state of two checkpoints
+
+Exit code: 0 in order (--diff: equal), 1 damaged (--diff: different), 2 not found or wrongly called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.checkpoint.manifest import MANIFEST, CheckpointError, iteration_folder, list_iterations  # noqa: E402
+from megatron.checkpoint.reader import Checkpoint, find_checkpoint  # noqa: E402
+
+
+def locate(folder: str, step: int | None) -> Path:
+    """The folder itself when it is a checkpoint, else the newest (or iteration `step`) in it."""
+    if (Path(folder) / MANIFEST).is_file():
+        return Path(folder)
+    path = find_checkpoint(folder, step)
+    if path is None:
+        raise FileNotFoundError(f"{folder}: no checkpoint there")
+    return path
+
+
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of nested dictionaries by dotted name; lists are leaves."""
+    if isinstance(value, dict) and value:
+        for key, child in value.items():
+            yield from flatten(child, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.3f} GiB" if size >= 1 << 30 else f"{size / 2**20:.3f} MiB"
+
+
+def table(checkpoint: Checkpoint) -> list[str]:
+    """One line a tensor: name, shape, dtype, bytes, boxes."""
+    width = max(map(len, checkpoint.names), default=0)
+    lines = []
+    for name, stored in checkpoint.tensors.items():
+        size = torch.Size(stored.shape).numel() * stored.dtype.itemsize
+        boxes = f"  in {len(stored.pieces)} boxes" if len(stored.pieces) > 1 else ""
+        lines.append(f"  {name:{width}}  {str(stored.dtype).removeprefix('torch.'):8}  {size:>14,} bytes  {list(stored.shape)}{boxes}")
+    return lines
+
+
+def summary(checkpoint: Checkpoint) -> list[str]:
+    """What the checkpoint is and holds; the configuration only where it differs from empty."""
+    manifest, state = checkpoint.manifest, dict(checkpoint.state)
+    config = state.pop("config", {})
+    kinds = {"weights": [], "optimizer": []}
+    for name, stored in checkpoint.tensors.items():
+        kinds["optimizer" if name.startswith("optimizer.") else "weights"].append(torch.Size(stored.shape).numel() * stored.dtype.itemsize)
+    sizes = [record["bytes"] for record in manifest["shards"]]
+    lines = [
+        f"{checkpoint.path}: iteration {checkpoint.iteration}, written {manifest['created']} by attempt {manifest['attempt']}",
+        f"  {len(sizes)} shard(s), {gib(sum(sizes))}; largest / mean {max(sizes) * len(sizes) / sum(sizes):.3f}",
+        *(f"  {kind}: {len(found)} tensors, {gib(sum(found))}" for kind, found in kinds.items()),
+        "state:", *(f"  {name} = {json.dumps(value)}" for name, value in flatten(state)),
+        "configuration:", *(f"  {name} = {json.dumps(value)}" for name, value in flatten(config) if value is not None),
+        "tensors:", *table(checkpoint),
+    ]
+    return lines
+
+
+def verify(checkpoint: Checkpoint) -> str:
+    """Read everything, a line every 5 seconds; raises CheckpointError at the first damage."""
+    begin = last = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last > 5:
+            last = now
+            print(f"verified {gib(done)} of {gib(total)}, {(now - begin) * (total / done - 1):.0f} s left", file=sys.stderr, flush=True)
+
+    checkpoint.verify(report)
+    seconds = time.monotonic() - begin
+    return f"verified: every byte matches its digest ({gib(checkpoint.bytes_read)} of tensors, {checkpoint.bytes_read / 1e9 / max(seconds, 1e-9):.2f} GB/s)"
+
+
+def differences(a: Checkpoint, b: Checkpoint) -> list[str]:
+    """Lines for all state that differs, and for tensors that differ in name, shape or dtype (their values are not read)."""
+    left, right = dict(flatten(a.state)), dict(flatten(b.state))
+    lines = [f"  {name}: {json.dumps(left.get(name))} -> {json.dumps(right.get(name))}" for name in sorted({*left, *right}) if left.get(name) != right.get(name)]
+    for name in sorted({*a.names, *b.names}):
+        described = [f"{list(c.tensors[name].shape)} {str(c.tensors[name].dtype).removeprefix('torch.')}" if name in c.tensors else "absent" for c in (a, b)]
+        if described[0] != described[1]:
+            lines.append(f"  tensor {name}: {described[0]} -> {described[1]}")
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", help="folder that --save wrote to, or one checkpoint in it")
+    parser.add_argument("--ckpt-step", type=int, help="iteration to look at; default: the newest")
+    parser.add_argument("--verify", action="store_true", help="read every byte and compare its digest")
+    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare the state of two checkpoints")
+    flags = parser.parse_args(argv)
+    if (flags.folder is None) == (flags.diff is None):
+        parser.error("give one folder, or --diff A B")
+    try:
+        if flags.diff:
+            with Checkpoint(locate(flags.diff[0], None)) as a, Checkpoint(locate(flags.diff[1], None)) as b:
+                lines = differences(a, b)
+            print("\n".join([f"{a.path} -> {b.path}", *(lines or ["  no difference in state, names, shapes and dtypes"])]))
+            return int(bool(lines))
+        path = locate(flags.folder, flags.ckpt_step)
+        others = [i for i in list_iterations(path.parent) if iteration_folder(i) != path.name]
+        with Checkpoint(path) as checkpoint:
+            print("\n".join(summary(checkpoint)))
+            print(f"other iterations there: {', '.join(map(str, others)) or 'none'}")
+            if flags.verify:
+                print(verify(checkpoint))
+    except FileNotFoundError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
