@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one call: the tests marked gpu, then a 125M-parameter GPT trained for 40 iterations on one device.
+# Usage: bash scripts/gpu.sh [FOLDER for the results]. Takes the Python that has a CUDA torch: PYTHON=/path/to/python, default python3.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python="${PYTHON:-python3}"
+out="${1:-gpu-results}"
+mkdir -p "$out"
+"$python" -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "no CUDA device: torch " + torch.__version__ + " sees none")' || exit 2
+
+"$python" -m pytest -m gpu tests 2>&1 | tee "$out/tests.txt"
+failed=$?
+
+model=(--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --micro-batch-size 16 --global-batch-size 32 --mock-data
+  --tokenizer-type NullTokenizer --vocab-size 50256 --bf16 --lr 6e-4 --train-iters 40 --log-interval 10 --eval-iters 0)
+for case in "dropout-0 --hidden-dropout 0 --attention-dropout 0" "dropout-0.1" \
+  "recompute --hidden-dropout 0 --attention-dropout 0 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"; do
+  read -r name flags <<<"$case"
+  # shellcheck disable=SC2086  # the flags of a case are words
+  "$python" pretrain_gpt.py "${model[@]}" ${flags:-} --metrics-file "$out/$name.jsonl" 2>&1 | tee "$out/$name.txt" || failed=1
+done
+exit "$failed"

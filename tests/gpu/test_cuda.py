@@ -1,0 +1,104 @@
+"""The CUDA paths on one GPU: `pytest -m gpu`. Never run on a machine without one."""
+
+import math
+
+import pytest
+import torch
+
+from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.kernels import philox
+from megatron.layers.attention import attention_core
+from megatron.layers.embedding import embedding_weight_grad
+from megatron.layers.linear import linear_weight_grad
+from megatron.layers.loss import cross_entropy
+from megatron.observe.tracking import read_metrics
+from megatron.training import pretrain as pretrain_module
+from pretrain_gpt import main
+
+pytestmark = pytest.mark.gpu
+
+SMALL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 12
+--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --lr 1e-3 --log-interval 4 --eval-interval 6 --eval-iters 2""".split()
+
+
+def run(folder, *flags):
+    assert main([*map(str, (*SMALL, "--save", folder, "--load", folder, *flags))]) == 0
+    return read_metrics(folder / "metrics.jsonl")
+
+
+def tensors(folder):
+    with Checkpoint(find_checkpoint(folder)) as checkpoint:
+        return {name: checkpoint.read_tensor(name) for name in checkpoint.names}
+
+
+def test_masks_are_bit_equal_and_weights_within_two_ulp():
+    key = philox.key(1, "x")
+    rows = [torch.arange(300), torch.arange(300) * 7]
+    assert torch.equal(philox.keep_mask(key, rows, 77, 0.1), philox.keep_mask(key, [r.cuda() for r in rows], 77, 0.1).cpu())
+    cpu, cuda = torch.empty(500, 333), torch.empty(500, 333, device="cuda")
+    philox.normal(cpu, key, 3, 5, 0.02)
+    philox.normal(cuda, key, 3, 5, 0.02)
+    ulp = torch.nextafter(cpu.abs(), torch.tensor(math.inf)) - cpu.abs()
+    assert ((cuda.cpu() - cpu).abs() <= 2 * ulp).all()
+
+
+@pytest.mark.parametrize("flags", [["--fp64"], ["--fp64", "--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope",
+                                    "--reset-attention-mask", "--reset-position-ids", "--untie-embeddings-and-output-weights"]])
+def test_float64_run_equals_the_cpu(tmp_path, monkeypatch, flags):
+    """From weights that differ by at most 2 ulp of fp32: the losses agree to a few fp32 roundings."""
+    gpu = run(tmp_path / "gpu", *flags)
+    monkeypatch.setattr(pretrain_module, "choose_device", lambda: torch.device("cpu"))
+    cpu = run(tmp_path / "cpu", *flags)
+    for a, b in zip(gpu, cpu):
+        assert a["lm loss"] == pytest.approx(b["lm loss"], rel=1e-5) and a["grad-norm"] == pytest.approx(b["grad-norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("flags", [["--bf16"], ["--fp16", "--initial-loss-scale", 2**24, "--loss-scale-window", 3],
+                                   ["--bf16", "--attention-dropout", 0, "--hidden-dropout", 0]], ids=["bf16", "fp16", "bf16-fused-attention"])
+def test_resume_on_the_gpu(tmp_path, flags):
+    """Plain attention is bit-exact; the fused kernels of torch promise no order of summation, so theirs is close."""
+    run(tmp_path / "whole", *flags)
+    run(tmp_path / "parts", *flags, "--exit-interval", 5)
+    run(tmp_path / "parts", *flags)
+    whole, parts = tensors(tmp_path / "whole"), tensors(tmp_path / "parts")
+    for name, x in whole.items():
+        if "--hidden-dropout" in flags:
+            assert (x - parts[name]).norm() <= 1e-2 * x.norm() + 1e-6, name
+        else:
+            assert torch.equal(x, parts[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gradient_functions(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(64, 2, n, generator=generator).to(dtype) for n in (96, 128))
+    grad = torch.zeros(128, 96, device="cuda")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    linear_weight_grad(dy.cuda(), x.cuda(), grad)
+    expected = dy.flatten(0, 1).double().T @ x.flatten(0, 1).double()
+    assert (grad.cpu() - expected).norm() < 1e-6 * expected.norm()  # narrow inputs, but the product leaves the tensor cores in fp32
+    ids = torch.randint(0, 5, (64, 2), generator=generator)
+    results = []
+    for _ in range(3):
+        rows = torch.zeros(5, 96, device="cuda")
+        embedding_weight_grad(x.cuda(), ids.cuda(), rows)
+        results.append(rows.cpu())
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    expected = torch.zeros(5, 96, dtype=torch.float64).index_add_(0, ids.flatten(), x.flatten(0, 1).double())
+    assert (results[0] - expected).norm() < 1e-6 * expected.norm()
+
+
+def test_loss_and_attention_in_bf16():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 2, 1024, generator=generator).bfloat16().cuda().requires_grad_()
+    labels = torch.randint(0, 1000, (64, 2), generator=generator).cuda()
+    loss, _ = cross_entropy(logits * 1, labels, 1000)
+    loss.sum().backward()
+    wide = logits.detach().double()[..., :1000].requires_grad_()
+    expected = torch.nn.functional.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none")
+    expected.sum().backward()
+    torch.testing.assert_close(loss.flatten().double(), expected, rtol=1e-5, atol=1e-5)
+    assert (logits.grad[..., :1000].double() - wide.grad).norm() < 2**-8 * wide.grad.norm() and (logits.grad[..., 1000:] == 0).all()
+    q, k, v = (torch.randn(128, 2, n, 64, generator=generator).bfloat16().cuda() for n in (8, 2, 2))
+    fused, plain = (attention_core(q, k, v, scale=0.125, backend=backend).double() for backend in ("sdpa", "plain"))
+    assert (fused - plain).norm() < 5e-3 * plain.norm()
