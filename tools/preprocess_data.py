@@ -93,8 +93,10 @@ def gzip_pieces(file: BinaryIO) -> Iterator[bytes]:
 
 def zstd_pieces(file: BinaryIO) -> Iterator[bytes]:
     """Decompressed pieces of a .zst file of any number of frames. Raises DataError for a damaged or cut one."""
-    import zstandard
-
+    try:
+        import zstandard
+    except ImportError as error:
+        raise DataError(f"{file.name}: needs the package zstandard ({error}): pip install zstandard") from None
     frame, rest = None, b""
     try:
         while piece := rest or file.read(1 << 17):

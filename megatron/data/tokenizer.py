@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,6 +84,13 @@ def _file(value: str | None, flag: str, kind: str, inside: str | None = None) ->
     return path
 
 
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(f"--tokenizer-type: this one needs the package {name} ({error}): pip install {name}") from None
+
+
 def _fingerprint(kind: str, *parts: Path | int) -> str:
     digest = hashlib.blake2b(kind.encode(), digest_size=16)
     for part in parts:
@@ -91,7 +100,7 @@ def _fingerprint(kind: str, *parts: Path | int) -> str:
 
 def _joined(lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.fromiter(map(len, lists), np.int64, len(lists))
-    ids = np.fromiter((token for ids in lists for token in ids), np.int64, int(lengths.sum()))
+    ids = np.fromiter(itertools.chain.from_iterable(lists), np.int64, int(lengths.sum()))
     return ids, lengths
 
 
@@ -104,7 +113,7 @@ def _eod(path: Path, find: Callable[[str], int | None], named: str | None = None
 
 def _sentencepiece(path: Path) -> Tokenizer:
     """End of document: the model's own eos id, else by EOD_TOKENS."""
-    import sentencepiece
+    sentencepiece = _library("sentencepiece")
 
     model = sentencepiece.SentencePieceProcessor()
     try:
@@ -124,7 +133,7 @@ def _sentencepiece(path: Path) -> Tokenizer:
 
 def _huggingface(path: Path) -> Tokenizer:
     """End of document: eos_token of the tokenizer_config.json beside it, else by EOD_TOKENS."""
-    import tokenizers
+    tokenizers = _library("tokenizers")
 
     try:
         model = tokenizers.Tokenizer.from_file(str(path))
@@ -138,7 +147,7 @@ def _huggingface(path: Path) -> Tokenizer:
 
 def _gpt2(vocab: Path, merges: Path) -> Tokenizer:
     """End of document: `<|endoftext|>`."""
-    import tokenizers
+    tokenizers = _library("tokenizers")
 
     try:
         model = tokenizers.ByteLevelBPETokenizer.from_file(str(vocab), str(merges))
@@ -162,7 +171,7 @@ def _from_tokenizers(name: str, model: Any, eod: int, fingerprint: str) -> Token
 
 def _tiktoken(path: Path, vocab_size: int | None) -> Tokenizer:
     """A .tiktoken file under its published name (end of document: `<|endoftext|>`), or Megatron's JSON (`</s>`; cut to --vocab-size)."""
-    import tiktoken
+    tiktoken = _library("tiktoken")
 
     try:
         if path.suffix == ".json":
@@ -192,25 +201,10 @@ def _null(vocab_size: int | None) -> Tokenizer:
 
 
 def parse_integers(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Whitespace-separated non-negative integers of up to 18 digits: all values [n] int64 and how many each text holds. Raises ValueError."""
-    joined = "\n".join(texts) + "\n"
-    raw = np.frombuffer(joined.encode(), np.uint8)
-    digits = raw - np.uint8(ord("0"))  # wraps: whatever is no digit becomes >= 10
-    inside = digits < 10
-    strange = ~inside & (raw != 32) & ((raw < 9) | (raw > 13))
-    if strange.any():
-        text = texts[int((raw[: np.argmax(strange)] == 10).sum())] if "\n" not in "".join(texts) else joined
-        raise ValueError(f"NullTokenizer takes non-negative integers separated by whitespace, got {text[:60]!r}")
-    change = np.flatnonzero(inside[1:] != inside[:-1]) + 1
-    change = np.concatenate([[0], change]) if inside[0] else change  # starts and stops in turn; the last byte is a newline
-    starts, stops = change[0::2], change[1::2]
-    width = stops - starts
-    longest = int(width.max()) if len(width) else 0
-    if longest > 18:
-        raise ValueError("NullTokenizer takes integers of up to 18 digits")
-    values, scale = np.zeros(len(starts), np.int64), 1
-    for k in range(1, longest + 1):
-        values += np.where(width >= k, digits[stops - k], 0).astype(np.int64) * scale
-        scale *= 10
-    sizes = np.fromiter(map(len, texts), np.int64, len(texts)) + 1  # every byte is ASCII here
-    return values, np.diff(np.searchsorted(starts, np.concatenate([[0], np.cumsum(sizes)])))
+    """Whitespace-separated non-negative integers: all values [n] int64 (2^63 - 1 where one is larger) and how many each text holds. Raises ValueError."""
+    if "".join(texts).encode(errors="replace").translate(None, b"0123456789 \t\n\r\v\f"):
+        wrong = next(text for text in texts if text.encode(errors="replace").translate(None, b"0123456789 \t\n\r\v\f"))
+        raise ValueError(f"NullTokenizer takes non-negative integers separated by whitespace, got {wrong[:60]!r}")
+    nothing = np.empty(0, np.int64)  # numpy reads one 0 from blank text
+    parts = [np.fromstring(text, np.int64, sep=" ") if text and not text.isspace() else nothing for text in texts]
+    return np.concatenate(parts or [nothing]), np.fromiter(map(len, parts), np.int64, len(parts))

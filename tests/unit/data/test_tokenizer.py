@@ -151,7 +151,7 @@ def test_null_tokenizer():
     tokenizer = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer", vocab_size=100))
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
     assert tokenizer.encode("1 007\n99") == [1, 7, 99] and tokenizer.decode([1, 7, 99]) == "1 7 99" and tokenizer.encode("") == []
-    for wrong in ("1 x", "-1", "1.5", "é", "1" * 19):
+    for wrong in ("1 x", "-1", "1.5", "é", "\ud800"):
         with pytest.raises(ValueError, match="NullTokenizer takes"):
             tokenizer.encode(wrong)
     assert build_tokenizer(DataConfig(mock_data=True, vocab_size=100)).fingerprint == tokenizer.fingerprint
