@@ -66,7 +66,8 @@ def document() -> str:
     lines += ["", COMPATIBILITY, "### Other names of our flags (`$`: the value)", "", "| flag | equals |", "|---|---|", *map(_row, EQUALS)]
     lines += ["", "### Other names of values", "", "| value | equals |", "|---|---|"]
     lines += [f"| `{flag} {theirs}` | `{flag} {ours}` |" for (flag, theirs), (ours, _) in VALUES.items()]
-    lines += ["", "### Accepted with a note: leaving them out changes nothing about the result", "", "| flag | why |", "|---|---|", *map(_row, NOTES)]
+    lines += ["", "### Accepted with a note: leaving them out changes nothing about the result", ""]
+    lines += ["| flag | why |", "|---|---|", *map(_row, NOTES)]
     lines += ["", "### Accepted with these values only", "", "| flag | values | others |", "|---|---|---|", *map(_row, ONLY)]
     lines += ["", "### Refused", "", "| flag | what to do |", "|---|---|", *map(_row, REFUSED)]
     return "\n".join(lines) + "\n"

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import compatibility, groups
+from megatron.config.compatibility import key
 from megatron.config.deepspeed import compare_with_deepspeed
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
@@ -125,11 +126,6 @@ def _did_you_mean(word: str, known: typing.Iterable[str]) -> str:
     return f"; did you mean {near}?" if near else ""
 
 
-def _key(flag: str) -> str:
-    """Underscores and hyphens are the same, as DeepSpeed's spellings mix them."""
-    return "--" + flag[2:].replace("_", "-")
-
-
 def _field_help(group: type) -> dict[str, str]:
     """The string literal under each field of a dataclass, from its source."""
     body = ast.parse(inspect.getsource(group)).body[0].body  # type: ignore[attr-defined]
@@ -174,8 +170,8 @@ def options_by_flag() -> dict[str, tuple[Option, bool]]:
     table: dict[str, tuple[Option, bool]] = {}
     for option in options():
         for flag in (*option.names, *option.off):
-            assert _key(flag) not in table, f"{flag} belongs to two fields"
-            table[_key(flag)] = (option, flag not in option.off)
+            assert key(flag) not in table, f"{flag} belongs to two fields"
+            table[key(flag)] = (option, flag not in option.off)
     return table
 
 
@@ -184,7 +180,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pretrain_gpt.py", usage="%(prog)s --flag value ...", allow_abbrev=False)
     commands = parser.add_argument_group("command")
     for name, text in COMMANDS.items():
-        commands.add_argument(name, help=text, **({"metavar": "FILE"} if _key(name) in TAKES_FILE else {"action": "store_true"}))
+        commands.add_argument(name, help=text, **({"metavar": "FILE"} if key(name) in TAKES_FILE else {"action": "store_true"}))
     for field in dataclasses.fields(Config):
         group = parser.add_argument_group(field.name)
         for option in (option for option in options() if option.group == field.name):
@@ -236,12 +232,12 @@ class _Reading:
 
     def read(self, flag: str, words: list[str], written: str = "") -> None:
         """Take in one occurrence; `written` is what the user wrote when the table rewrote it."""
-        if _key(flag) in map(_key, COMMANDS):
-            self._command(_key(flag), words)
-        elif _key(flag) in options_by_flag():
+        if key(flag) in map(key, COMMANDS):
+            self._command(key(flag), words)
+        elif key(flag) in options_by_flag():
             self._field(flag, words, written or _shown(flag, words))
-        elif (row := compatibility.find(_key(flag))) is None:
-            near = _nearest(_key(flag), [*options_by_flag(), *COMMANDS, *compatibility.names()])
+        elif (row := compatibility.find(key(flag))) is None:
+            near = _nearest(key(flag), [*options_by_flag(), *COMMANDS, *compatibility.names()])
             self.faults.append(f"{_shown(flag, words)}: unknown flag" + (f"; did you mean {near}?" if near else ""))
             self.unsure.update([near] if near else [])
         elif row.verdict == "equals" and words and "$" not in row.text:
@@ -260,8 +256,8 @@ class _Reading:
             self.commands[flag] = words[0] if takes_file else ""
 
     def _field(self, flag: str, words: list[str], written: str) -> None:
-        option, on = options_by_flag()[_key(flag)]
-        key = (option.group, option.field)
+        option, on = options_by_flag()[key(flag)]
+        place = (option.group, option.field)
         try:
             words, note = compatibility.translate_value(option.names[0], words)
             value = option.parse(words)
@@ -273,15 +269,15 @@ class _Reading:
             return
         if note:
             self.notes.append(note)
-        if key in self.values and self.values[key] != value:
-            before = self.set_by[key]
-            own = [_key(text.split()[0]) in options_by_flag() for text in (before, written)]
+        if place in self.values and self.values[place] != value:
+            before = self.set_by[place]
+            own = [key(text.split()[0]) in options_by_flag() for text in (before, written)]
             if all(own) or before.split()[0] == written.split()[0]:
                 self.notes.append(f"{before} is overridden by the later {written}")
             else:
                 self.faults.append(f"{written}: contradicts {before}; drop one of them")
-        self.values[key] = value
-        self.set_by[key] = written
+        self.values[place] = value
+        self.set_by[place] = written
 
 
 def _shown(flag: str, words: list[str]) -> str:

@@ -25,7 +25,8 @@ class Row:
     verdict: str
     text: str
     values: tuple[str, ...] = ()
-    when: Callable[[Config], bool] | None = None  # a note that holds only for such settings; refused otherwise
+    when: Callable[[Config], bool] | None = None  # a note that holds only for such settings, else refused with the next text
+    otherwise: str = ""
 
     def rewrite(self, words: list[str]) -> list[tuple[str, list[str]]]:
         """The occurrences of our own flags that an equals row stands for."""
@@ -38,9 +39,9 @@ class Row:
         return result
 
 
-def note(flags: str, text: str, when: Callable[[Config], bool] | None = None) -> Row:
+def note(flags: str, text: str, when: Callable[[Config], bool] | None = None, otherwise: str = "") -> Row:
     """A row whose flags are accepted and change nothing."""
-    return Row(tuple(flags.split()), "note", text, when=when)
+    return Row(tuple(flags.split()), "note", text, when=when, otherwise=otherwise)
 
 
 def only(flags: str, values: str, text: str) -> Row:
@@ -96,7 +97,8 @@ NOTES = (
     note("--calculate-per-token-loss", "the loss is always the mean over all tokens of the global batch here"),
     note("--apply-layernorm-1p", "storing the scale minus one gives the same model, since norms take no weight decay"),
     note("--no-position-embedding", "rotary positions have no table",
-         when=lambda config: config.model.position_embedding_type != "learned_absolute"),
+         when=lambda config: config.model.position_embedding_type != "learned_absolute",
+         otherwise="use --position-embedding-type rope or none"),
     note("--deterministic-mode", "runs are deterministic on one device type by design"),
     note("--no-async-tensor-model-parallel-allreduce --sequence-parallel --tp-comm-* --no-tp-comm-* --disable-tp-comm-* "
          "--no-scatter-gather-tensors-in-pipeline --distribute-saved-activations --distribute-checkpointed-activations "
@@ -176,8 +178,8 @@ NOTES = (
          "--ds-sequence-parallel-fpdt-* --error-injection-type --tokenizer-special-tokens --chat-template "
          "--sft-tokenizer-prompt-format --logits-* --bert-no-binary-head --mask-prob --short-seq-prob --sample-rate",
          "acts only together with a main switch, which is refused"),
-    note("--tiktoken-*", "acts only with the TikTokenizer, whose pattern cannot be chosen here",
-         when=lambda config: config.data.tokenizer_type != "TikTokenizer"),
+    note("--tiktoken-*", "acts only with the TikTokenizer", when=lambda config: config.data.tokenizer_type != "TikTokenizer",
+         otherwise="pattern and special tokens of the TikTokenizer cannot be chosen; drop it"),
 )
 
 _LATER = "not built yet"
@@ -313,7 +315,8 @@ def translate_value(flag: str, words: list[str]) -> tuple[list[str], str]:
     return words, ""
 
 
-def _key(flag: str) -> str:
+def key(flag: str) -> str:
+    """The spelling by which a flag is looked up: underscores and hyphens are the same, as DeepSpeed's flags mix them."""
     return "--" + flag[2:].replace("_", "-")
 
 
@@ -323,8 +326,8 @@ def _rows() -> dict[str, Row]:
     rows: dict[str, Row] = {}
     for row in TABLE:
         for flag in row.flags:
-            assert _key(flag) not in rows, f"{flag} stands twice in the table"
-            rows[_key(flag)] = row
+            assert key(flag) not in rows, f"{flag} stands twice in the table"
+            rows[key(flag)] = row
     return rows
 
 
@@ -347,15 +350,17 @@ def answer(occurrences: list[tuple[str, list[str]]], config: Config) -> tuple[li
     accepted: dict[Row, list[str]] = {}
     faults = []
     for flag, words in occurrences:
-        row = find(_key(flag))
+        row = find(key(flag))
         assert row is not None and row.verdict != "equals"
         shown = " ".join([flag, *words])
-        allowed = row.values and words == [word for word in words if word in row.values] and words
-        if row.verdict == "only" and not allowed:
-            hint = f" (accepted: {', '.join(row.values)})" if row.values else ""
-            faults.append(f"{shown}: {row.text}{hint}" if words else f"{flag}: no value follows it (is a shell variable unset?)")
-        elif row.verdict == "refused" or (row.when is not None and not row.when(config)):
-            faults.append(f"{shown}: {row.text}" if row.verdict == "refused" else f"{shown}: not supported with these settings: {row.text}")
+        if row.verdict == "only" and not words:
+            faults.append(f"{flag}: no value follows it (is a shell variable unset?)")
+        elif row.verdict == "only" and not set(words) <= set(row.values):
+            faults.append(f"{shown}: {row.text} (accepted: {', '.join(row.values)})")
+        elif row.verdict == "refused":
+            faults.append(f"{shown}: {row.text}")
+        elif row.when is not None and not row.when(config):
+            faults.append(f"{shown}: {row.otherwise}")
         elif row.verdict == "note" and flag not in accepted.setdefault(row, []):
             accepted[row].append(flag)
     return [f"{', '.join(flags)}: {row.text}" for row, flags in accepted.items()], faults

@@ -124,7 +124,9 @@ def _compare(theirs: Any, ours: Any, flag: str) -> tuple[str, str]:
         return (f"equals {flag}" if ours is not None else f"equals no {flag}"), ""
     if ours is None or ours is False:
         return "", f"give {flag}" + ("" if theirs is True else f" {theirs}")
-    return "", f"contradicts {flag}" + ("" if ours is True else f" {ours}") + "; make them agree"
+    if ours is True:
+        return "", f"contradicts {flag}; drop the flag or change the file"
+    return "", f"contradicts {flag} {ours}; " + (f"give {flag} {theirs}" if theirs is not None else "drop the flag") + " or change the file"
 
 
 def _accumulation(steps: Any, config: Config) -> tuple[str, str]:

@@ -74,7 +74,7 @@ NEEDS: tuple[tuple[str, str, Callable[[Run], bool]], ...] = (
     ("loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis", "--fp16", lambda run: run.fp16),
     ("initial_loss_scale min_loss_scale loss_scale_window hysteresis", "dynamic loss scaling (no --loss-scale)",
      lambda run: run.loss_scale is None),
-    ("split", "--data-path", lambda run: run.data_path is not None),
+    ("split", "--data-path", lambda run: run.data_path is not None or run.mock_data),
     ("check_data", "data files (--data-path or --train-data-path)", lambda run: not run.mock_data),
     ("tokenizer_model", "--tokenizer-type SentencePieceTokenizer, HuggingFaceTokenizer or TikTokenizer",
      lambda run: run.tokenizer_type not in ("GPT2BPETokenizer", "NullTokenizer")),
@@ -303,6 +303,8 @@ RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
 def _remarks(run: Run) -> Iterator[str]:
     if run.window_size is not None and run.seq_length is not None and run.window_size >= run.seq_length:
         yield f"{run.show('window_size')} covers the whole --seq-length {run.seq_length}: full causal attention"
+    if run.split is not None and run.mock_data:
+        yield f"{run.show('split')}: mock data has no documents to divide"
     if run.save is None and not run.skip_train:
         yield "no --save: nothing of this run is kept"
 

@@ -1,0 +1,71 @@
+"""A DeepSpeed file is compared with the flags, key by key."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron.config.arguments import parse_arguments
+from megatron.config.deepspeed import compare_with_deepspeed
+from megatron.config.errors import ArgumentErrors
+
+FLAGS = "--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --bf16".split()
+
+
+def compare(tmp_path, content, flags=FLAGS):
+    path = tmp_path / "ds.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return compare_with_deepspeed(str(path), parse_arguments(flags).config)
+
+
+@pytest.mark.parametrize("content, note", [
+    ({"train_batch_size": 16}, "equals --global-batch-size"),
+    ({"gradient_accumulation_steps": 8}, "equals --global-batch-size 16 with --micro-batch-size 2"),
+    ({"gradient_clipping": 1}, "equals --clip-grad"),
+    ({"bf16": {"enabled": True}}, "equals --bf16"),
+    ({"fp16": {"enabled": False, "loss_scale_window": 7}}, "its section is not enabled"),
+    ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.999], "lr": 0.001}}}, "equals --adam-beta1 and --adam-beta2"),
+    ({"zero_optimization": {"stage": 0, "overlap_comm": True}}, "acts only with ZeRO stages above 0"),
+    ({"train_batch_size": "auto"}, "follows the flags"),
+    ({"wall_clock_breakdown": True}, "--timing-log-level 1"),
+    ({"tensorboard": {"enabled": True, "output_path": "x"}}, "use --tensorboard-dir"),
+    ({"some_new_feature": False}, "off here too"),
+])
+def test_keys_that_agree(tmp_path, content, note):
+    notes, faults = compare(tmp_path, content)
+    assert faults == [] and any(note in line for line in notes), notes
+
+
+@pytest.mark.parametrize("content, fault", [
+    ({"train_batch_size": 32}, "train_batch_size = 32: contradicts --global-batch-size 16; give --global-batch-size 32 or change the file"),
+    ({"gradient_accumulation_steps": 4}, "it means --global-batch-size 8, not 16"),
+    ({"fp16": {"enabled": True}}, "give --fp16"),
+    ({"bf16": {"enabled": False}}, "contradicts --bf16; drop the flag or change the file"),
+    ({"zero_optimization": {"stage": 2}}, "ZeRO is not built yet"),
+    ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, "offload to the host is not built yet"),
+    ({"optimizer": {"type": "Lamb"}}, "contradicts --optimizer adam; give --optimizer lamb"),
+    ({"curriculum_learning": {"enabled": True}}, "not supported; take it out"),
+    ({"compression_training": {"weight_quantization": {"shared_parameters": 1}}}, "not supported; take it out"),
+    ("{", "cannot be read"),
+    ("[]", "expected one JSON object"),
+])
+def test_keys_that_do_not(tmp_path, content, fault):
+    _, faults = compare(tmp_path, content)
+    assert any(fault in line and "ds.json" in line for line in faults), faults
+
+
+def test_values_in_other_units(tmp_path):
+    flags = [*FLAGS[:-1], "--fp16", "--initial-loss-scale", "2048"]
+    notes, faults = compare(tmp_path, {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 11}}, flags)
+    assert faults == [] and len(notes) == 3
+    _, faults = compare(tmp_path, {"fp16": {"enabled": True, "loss_scale": 128}}, flags)
+    assert faults[0].endswith("give --loss-scale 128")
+
+
+def test_its_faults_come_with_the_others(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8}')
+    with pytest.raises(ArgumentErrors) as caught:
+        parse_arguments([*FLAGS, "--deepspeed_config", str(path), "--retro-workdir", "x"])
+    assert {"--retro-workdir", "--deepspeed_config"} <= {fault.split()[0] for fault in caught.value.faults}
