@@ -105,6 +105,7 @@ class SelfAttention(nn.Module):
         self.q_norm = Norm(config.normalization, self.head_dim, config.norm_epsilon) if norms else None
         self.k_norm = Norm(config.normalization, self.head_dim, config.norm_epsilon) if norms else None
         self.dropout = Dropout(config.attention_dropout, seed, "layers", layer, "attention.dropout")
+        self.backend = {training: choose_attention(config, training=training) for training in (True, False)}
 
     def forward(self, x: Tensor, rotary: Rotary | None, document_starts: Tensor | None, state: DropoutState | None) -> Tensor:
         s, b, _ = x.shape
@@ -115,7 +116,7 @@ class SelfAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
         out = attention_core(
-            q, k, v, scale=self.head_dim**-0.5, backend=choose_attention(self.config, training=state is not None),
+            q, k, v, scale=self.head_dim**-0.5, backend=self.backend[state is not None],
             document_starts=document_starts, window=self.config.window_size, softcap=self.config.attn_logit_softcapping,
             dropout=self.dropout, state=state,
         )

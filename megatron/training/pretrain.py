@@ -102,7 +102,7 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
     slow = " (--attention-dropout 0 allows the fused one)" if attention == "plain" and model.attention_dropout > 0 else ""
     adam = choose_adam(config.optimizer, device) if config.optimizer.optimizer == "adam" else "torch-fused"
     length = f"{training.train_iters} iterations" if training.train_iters is not None else f"{training.train_samples} samples"
-    gib = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in estimate.items())
+    gib = ", ".join(f"{name} {size / 2**30:.3g}" for name, size in estimate.items())
     return {
         "versions": [f"megatron {__version__}, torch {torch.__version__}, Python {platform.python_version()}"],
         "device": [f"{_device_name(device)}; MFU against {f'{peak:g} TFLOP/s' if peak else 'no known peak (--peak-tflops)'}"],
