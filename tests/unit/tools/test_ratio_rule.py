@@ -1,0 +1,63 @@
+"""The ratio rule: what passes, what does not, and that the interval is the median's."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+
+from tools.ratio_rule import bootstrap, verdict
+
+
+def test_a_clear_win_passes_and_reports_its_median():
+    result = verdict([1.1, 1.2, 1.15, 1.12, 1.3, 1.09, 1.18], goal=1.0)
+    assert result.passed and result.median == 1.15 and result.pairs == 7
+    assert 1.09 <= result.low <= result.median <= result.high <= 1.3
+
+
+def test_the_median_must_reach_the_goal_itself():
+    ratios = [0.99] * 7
+    assert not verdict(ratios, goal=1.0).passed  # within the slack, but only the bound has slack
+    assert verdict(ratios, goal=0.99).passed
+
+
+def test_scatter_below_95_percent_of_the_goal_fails_a_good_median():
+    scattered = [0.5, 0.6, 0.7, 1.2, 1.2, 1.2, 1.2]
+    assert statistics.median(scattered) > 1
+    result = verdict(scattered, goal=1.0)
+    assert result.low < 0.95 and not result.passed
+
+
+def test_six_pairs_are_not_enough():
+    assert not verdict([2.0] * 6, goal=1.0).passed
+    assert verdict([2.0] * 7, goal=1.0).passed
+
+
+def test_an_upper_limit_turns_every_comparison_round():
+    assert verdict([0.9, 0.95, 0.97, 0.98, 0.99, 1.0, 1.01], goal=1.0, upper_limit=True).passed
+    assert not verdict([1.01] * 7, goal=1.0, upper_limit=True).passed
+    assert not verdict([0.9, 0.9, 0.9, 0.9, 1.4, 1.5, 1.6], goal=1.0, upper_limit=True).passed  # upper bound above 1.05
+
+
+def test_the_interval_does_not_depend_on_the_order_and_narrows_with_pairs():
+    ratios = [1 + 0.01 * i for i in range(9)]
+    turned = ratios[:]
+    random.Random(3).shuffle(turned)
+    assert bootstrap(ratios) == bootstrap(turned)
+    few, many = bootstrap(ratios), bootstrap(ratios * 20)
+    assert many[1] - many[0] < few[1] - few[0]
+
+
+def test_the_interval_covers_the_true_median_as_often_as_it_says():
+    draw, covered = random.Random(7), 0
+    for _ in range(60):
+        low, high = bootstrap([draw.gauss(1.0, 0.1) for _ in range(15)])
+        covered += low <= 1.0 <= high
+    assert covered >= 51  # 95% in the limit; the percentile bootstrap of 15 values falls a little short of it
+
+
+@pytest.mark.parametrize("ratios", [[], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")]])
+def test_ratios_that_cannot_be_are_refused(ratios):
+    with pytest.raises(ValueError, match="ratios must be positive"):
+        verdict(ratios, goal=1.0)
