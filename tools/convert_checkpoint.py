@@ -11,7 +11,6 @@ from it with --config RUN/model.json --load RUN --finetune. Weights keep the pre
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import shutil
@@ -50,7 +49,8 @@ def export(load: str, step: int | None, target: Path, dtype: torch.dtype | None)
     with Checkpoint(path) as checkpoint:
         config = Config.from_dict(checkpoint.state["config"])
         if dtype is None:
-            dtype = torch.bfloat16 if config.precision.bf16 else torch.float16 if config.precision.fp16 else checkpoint.tensors["embedding.word.weight"].dtype
+            stored = checkpoint.tensors["embedding.word.weight"].dtype
+            dtype = torch.bfloat16 if config.precision.bf16 else torch.float16 if config.precision.fp16 else stored
         described, tensors = to_huggingface(config.model, checkpoint.state["vocab_size"], checkpoint)
         described |= {"torch_dtype": str(dtype).removeprefix("torch.")}
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,8 @@ def export(load: str, step: int | None, target: Path, dtype: torch.dtype | None)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
             notes = _tokenizer_files(config.data, temporary, described)
-            total = sum(stored.dtype.itemsize * torch.Size(stored.shape).numel() for name, stored in checkpoint.tensors.items() if not name.startswith("optimizer."))
+            weights = [stored for name, stored in checkpoint.tensors.items() if not name.startswith("optimizer.")]
+            total = sum(stored.dtype.itemsize * torch.Size(stored.shape).numel() for stored in weights)
             _write_files(temporary, _reported("exported", tensors, total), dtype)
             (temporary / "config.json").write_text(json.dumps(described, indent=2) + "\n")
             temporary.chmod(0o755 & ~_umask())
@@ -114,7 +115,8 @@ def _tokenizer_files(data: DataConfig, folder: Path, described: dict[str, Any]) 
         return [f"note: no tokenizer was copied and eos_token_id is empty: {error}"]
     described["eos_token_id"] = tokenizer.eod
     given = {
-        "HuggingFaceTokenizer": [(data.tokenizer_model, "tokenizer.json")], "SentencePieceTokenizer": [(data.tokenizer_model, "tokenizer.model")],
+        "HuggingFaceTokenizer": [(data.tokenizer_model, "tokenizer.json")],
+        "SentencePieceTokenizer": [(data.tokenizer_model, "tokenizer.model")],
         "GPT2BPETokenizer": [(data.vocab_file, "vocab.json"), (data.merge_file, "merges.txt")],
     }.get(data.tokenizer_type, [])
     for source, name in given:
@@ -136,15 +138,8 @@ def take_over(source: Path, save: str) -> list[str]:
         fields, logical = from_huggingface(described, tensors)
         pairs = [(Box(name, tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape)), tensor) for name, tensor in logical]
         dtype = pairs[0][1].dtype
-        data = DataConfig()
-        if (source / "tokenizer.json").is_file():
-            data = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(source / "tokenizer.json"))
-        elif (source / "vocab.json").is_file() and (source / "merges.txt").is_file():
-            data = DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(source / "vocab.json"), merge_file=str(source / "merges.txt"))
-        elif (source / "tokenizer.model").is_file():
-            data = DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(source / "tokenizer.model"))
         precision = PrecisionConfig(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16, fp64=dtype == torch.float64)
-        config = Config(model=dataclasses.replace(ModelConfig(), **fields), data=data, precision=precision)
+        config = Config(model=ModelConfig(**fields), data=_tokenizer_of(source), precision=precision)
         vocab_size = next(box.shape[0] for box, _ in pairs if box.name == "embedding.word.weight")
         state = {
             "iteration": 0, "consumed_samples": 0, "config": config.to_dict(), "vocab_size": vocab_size, "tokenizer": None,
@@ -155,6 +150,19 @@ def take_over(source: Path, save: str) -> list[str]:
     model_json.write_text(json.dumps({"model": fields}, indent=2) + "\n")
     return [f"{source} -> {path}: {len(pairs)} tensors, {str(dtype).removeprefix('torch.')}, vocabulary {vocab_size}",
             f"train on from it with: --config {model_json} --load {save} --finetune"]
+
+
+def _tokenizer_of(folder: Path) -> DataConfig:
+    """The tokenizer whose files lie in a Hugging Face folder."""
+    names = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
+    found = {name: str(folder / name) for name in names if (folder / name).is_file()}
+    if "tokenizer.json" in found:
+        return DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=found["tokenizer.json"])
+    if "vocab.json" in found and "merges.txt" in found:
+        return DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=found["vocab.json"], merge_file=found["merges.txt"])
+    if "tokenizer.model" in found:
+        return DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=found["tokenizer.model"])
+    return DataConfig()
 
 
 class _SafetensorsFolder(dict):
@@ -169,7 +177,8 @@ class _SafetensorsFolder(dict):
         elif (folder / "model.safetensors").is_file():
             names = ["model.safetensors"]
         else:
-            raise ValueError(f"--from-huggingface {folder}: no model.safetensors (pickled weights are not read: save them again with transformers' save_pretrained)")
+            fix = "pickled weights are not read: save them again with transformers' save_pretrained"
+            raise ValueError(f"--from-huggingface {folder}: no model.safetensors ({fix})")
         for name in names:
             if Path(name).name != name:
                 raise ValueError(f"{index}: {name!r} is not a plain file name")
@@ -203,7 +212,8 @@ def _reported(verb: str, tensors: Iterable[tuple[str, Tensor]], total: int) -> I
         now = time.monotonic()
         if now - last > 5:
             last = now
-            print(f"{verb} {done / 2**30:.1f} of {total / 2**30:.1f} GiB, {(now - begin) * (total / done - 1):.0f} s left", file=sys.stderr, flush=True)
+            left = (now - begin) * (total / done - 1)
+            print(f"{verb} {done / 2**30:.1f} of {total / 2**30:.1f} GiB, {left:.0f} s left", file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -217,10 +227,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--save", help="where the imported checkpoint goes")
     flags = parser.parse_args(argv)
     exports = flags.to_huggingface is not None
-    if exports != (flags.load is not None) or exports == (flags.save is not None) or (not exports and (flags.dtype or flags.ckpt_step is not None)):
+    foreign = [flags.save] if exports else [flags.load, flags.ckpt_step, flags.dtype]
+    if (flags.load if exports else flags.save) is None or any(value is not None for value in foreign):
         parser.error("--to-huggingface takes --load, --ckpt-step and --dtype; --from-huggingface takes --save")
     try:
-        lines = export(flags.load, flags.ckpt_step, flags.to_huggingface, DTYPES.get(flags.dtype)) if exports else take_over(flags.from_huggingface, flags.save)
+        if exports:
+            lines = export(flags.load, flags.ckpt_step, flags.to_huggingface, DTYPES.get(flags.dtype))
+        else:
+            lines = take_over(flags.from_huggingface, flags.save)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

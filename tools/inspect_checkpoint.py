@@ -90,18 +90,21 @@ def verify(checkpoint: Checkpoint) -> str:
 
     checkpoint.verify(report)
     seconds = time.monotonic() - begin
-    return f"verified: every byte matches its digest ({gib(checkpoint.bytes_read)} of tensors, {checkpoint.bytes_read / 1e9 / max(seconds, 1e-9):.2f} GB/s)"
+    rate = checkpoint.bytes_read / 1e9 / max(seconds, 1e-9)
+    return f"verified: every byte matches its digest ({gib(checkpoint.bytes_read)} of tensors, {rate:.2f} GB/s)"
 
 
 def differences(a: Checkpoint, b: Checkpoint) -> list[str]:
     """Lines for all state that differs, and for tensors that differ in name, shape or dtype (their values are not read)."""
-    left, right = dict(flatten(a.state)), dict(flatten(b.state))
-    lines = [f"  {name}: {json.dumps(left.get(name))} -> {json.dumps(right.get(name))}" for name in sorted({*left, *right}) if left.get(name) != right.get(name)]
-    for name in sorted({*a.names, *b.names}):
-        described = [f"{list(c.tensors[name].shape)} {str(c.tensors[name].dtype).removeprefix('torch.')}" if name in c.tensors else "absent" for c in (a, b)]
-        if described[0] != described[1]:
-            lines.append(f"  tensor {name}: {described[0]} -> {described[1]}")
-    return lines
+
+    def described(checkpoint: Checkpoint) -> dict[str, str]:
+        state = {name: json.dumps(value) for name, value in flatten(checkpoint.state)}
+        kinds = {f"tensor {name}": f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in checkpoint.tensors.items()}
+        return state | kinds
+
+    left, right = described(a), described(b)
+    names = [name for name in sorted({*left, *right}) if left.get(name) != right.get(name)]
+    return [f"  {name}: {left.get(name, 'absent')} -> {right.get(name, 'absent')}" for name in names]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -41,6 +41,7 @@ def family(model: ModelConfig) -> str:
     """The Hugging Face model type that expresses a resolved `model`; raises ValueError naming every flag that stands in the way."""
     gpt2 = model.position_embedding_type == "learned_absolute"
     width = model.kv_channels * model.num_attention_heads
+    scalings = (model.use_rope_scaling, model.position_embedding_type == "yarn", model.rotary_seq_len_interpolation_factor is not None)
     faults = {
         "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
         "--final-logit-softcapping": model.final_logit_softcapping is not None,
@@ -64,10 +65,11 @@ def family(model: ModelConfig) -> str:
             "--normalization LayerNorm with rotary positions": model.normalization != "RMSNorm",
             f"--activation {model.activation} with rotary positions": model.activation not in _GATED_NAMES,
             "--rotary-percent": model.rotary_percent != 1.0,
-            "biases in all linear layers together with --qk-layernorm or --window-size (add --disable-bias-linear)": model.add_bias_linear and kind != "llama",
+            "biases in all linear layers with --qk-layernorm or --window-size (use --disable-bias-linear)":
+                model.add_bias_linear and kind != "llama",
             "--add-qkv-bias with --qk-layernorm": kind == "qwen3" and qkv_bias_only,
-            "--num-attention-heads that do not divide --hidden-size": kind == "llama" and model.hidden_size % model.num_attention_heads != 0,
-            "more than one way of rotary scaling at once": sum((model.use_rope_scaling, model.position_embedding_type == "yarn", model.rotary_seq_len_interpolation_factor is not None)) > 1,
+            "--num-attention-heads that do not divide --hidden-size": kind == "llama" and model.hidden_size % model.num_attention_heads > 0,
+            "more than one way of rotary scaling at once": sum(scalings) > 1,
         }
     refused = [flag for flag, holds in faults.items() if holds]
     if refused:
@@ -179,7 +181,8 @@ def _their_rotary(model: ModelConfig) -> dict[str, Any]:
     elif model.use_rope_scaling or model.position_embedding_type == "yarn":
         scaling = {"factor": model.rope_scaling_factor, "original_max_position_embeddings": model.rope_original_max_position_embeddings}
         if model.use_rope_scaling:
-            scaling |= {"rope_type": "llama3", "low_freq_factor": model.rope_low_freq_factor, "high_freq_factor": model.rope_high_freq_factor}
+            bounds = {"low_freq_factor": model.rope_low_freq_factor, "high_freq_factor": model.rope_high_freq_factor}
+            scaling |= {"rope_type": "llama3", **bounds}
         else:
             scaling |= {"rope_type": "yarn", "beta_fast": model.yarn_beta_fast, "beta_slow": model.yarn_beta_slow}
     old = {} if scaling["rope_type"] == "default" else {"rope_scaling": scaling}
@@ -208,7 +211,8 @@ def from_huggingface(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> t
     tied = config.get("tie_word_embeddings", kind == "gpt2")
     fields["untie_embeddings_and_output_weights"] = not tied
     present = {name if name.startswith(("transformer.", "model.", "lm_head.")) else f"{_prefix(kind)}{name}": name for name in tensors}
-    table = rules(kind, fields["num_layers"], tied=tied, linear_bias=fields["add_bias_linear"], qkv_bias=fields["add_bias_linear"] or fields["add_qkv_bias"])
+    bias = fields["add_bias_linear"]
+    table = rules(kind, fields["num_layers"], tied=tied, linear_bias=bias, qkv_bias=bias or fields["add_qkv_bias"])
     missing = [rule.theirs for rule in table if rule.theirs not in present]
     extra = sorted(set(present) - {rule.theirs for rule in table} - ({"lm_head.weight"} if tied else set()))
     extra = [name for name in extra if not name.endswith(_BUFFERS)]
@@ -269,10 +273,12 @@ def _our_llama(config: dict[str, Any], faults: list[str]) -> dict[str, Any]:
     fields = {
         "num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": config["intermediate_size"], "num_attention_heads": heads,
         "kv_channels": config.get("head_dim") or (128 if kind == "qwen3" else hidden // heads),
-        "group_query_attention": groups != heads, "num_query_groups": groups, "max_position_embeddings": config.get("max_position_embeddings", 2048),
+        "group_query_attention": groups != heads, "num_query_groups": groups,
+        "max_position_embeddings": config.get("max_position_embeddings", 2048),
         "normalization": "RMSNorm", "norm_epsilon": config.get("rms_norm_eps", 1e-6), "activation": _GATED_ACTIVATIONS.get(activation),
-        "add_bias_linear": bias, "add_qkv_bias": kind == "qwen2", "qk_layernorm": kind == "qwen3", "window_size": _our_window(config, faults),
-        "hidden_dropout": 0.0, "attention_dropout": config.get("attention_dropout") or 0.0, "init_method_std": config.get("initializer_range", 0.02),
+        "add_bias_linear": bias, "add_qkv_bias": kind == "qwen2", "qk_layernorm": kind == "qwen3",
+        "window_size": _our_window(config, faults), "hidden_dropout": 0.0, "attention_dropout": config.get("attention_dropout") or 0.0,
+        "init_method_std": config.get("initializer_range", 0.02),
     }
     return fields | _our_rotary(config, faults)
 
@@ -296,9 +302,11 @@ def _our_rotary(config: dict[str, Any], faults: list[str]) -> dict[str, Any]:
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     scaling = {name: value for name, value in given.items() if value is not None}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    fields: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": scaling.get("rope_theta", config.get("rope_theta", 10000.0))}
+    base = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
+    fields: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": float(base)}
     _expect(config | scaling, faults, partial_rotary_factor=1.0)
-    original = scaling.get("original_max_position_embeddings", config.get("max_position_embeddings", 2048))
+    longest = config.get("max_position_embeddings", 2048)
+    original = scaling.get("original_max_position_embeddings", longest)
     if kind == "linear":
         fields["rotary_seq_len_interpolation_factor"] = scaling["factor"]
     elif kind == "llama3":
@@ -309,7 +317,7 @@ def _our_rotary(config: dict[str, Any], faults: list[str]) -> dict[str, Any]:
     elif kind == "yarn":
         _expect(scaling, faults, truncate=True, attention_factor=None, mscale=None, mscale_all_dim=None)
         fields |= {
-            "position_embedding_type": "yarn", "rope_scaling_factor": scaling.get("factor", config.get("max_position_embeddings", 2048) / original),
+            "position_embedding_type": "yarn", "rope_scaling_factor": float(scaling.get("factor", longest / original)),
             "rope_original_max_position_embeddings": original,
             "yarn_beta_fast": float(scaling.get("beta_fast", 32.0)), "yarn_beta_slow": float(scaling.get("beta_slow", 1.0)),
         }

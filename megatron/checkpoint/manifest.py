@@ -183,9 +183,12 @@ def decode_manifest(raw: bytes, path: Path) -> dict[str, Any]:
     try:
         content = json.loads(body)
         if content["format"] != FORMAT or content["version"] != VERSION:
-            raise ValueError(f"format {content['format']!r} version {content['version']!r}; this program reads {FORMAT!r} version {VERSION}")
+            known = f"this program reads {FORMAT!r} version {VERSION}"
+            raise ValueError(f"format {content['format']!r} version {content['version']!r}; {known}")
         if type(content["iteration"]) is not int or not isinstance(content["state"], dict) or not content["shards"]:
             raise ValueError("iteration, state or shards are not what they should be")
+        if not isinstance(content["attempt"], str) or not isinstance(content["created"], str):
+            raise ValueError("attempt or created is not text")
         for index, shard in enumerate(content["shards"]):
             # Names are derived, never followed: a manifest cannot point outside its folder.
             if shard["file"] != shard_file(index):

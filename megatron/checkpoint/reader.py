@@ -34,7 +34,7 @@ def find_checkpoint(root: str | Path, step: int | None = None, say: Callable[[st
     """
     root = Path(root)
     if (root / m.MANIFEST).is_file():
-        raise CheckpointError(f"{root} is itself a checkpoint: give its parent folder {root.parent}, and --ckpt-step to choose an iteration")
+        raise CheckpointError(f"{root} is itself a checkpoint: give its parent folder {root.parent}, and choose with --ckpt-step")
     iterations = m.list_iterations(root)
     if step is not None:
         if step not in iterations:
@@ -53,7 +53,8 @@ def find_checkpoint(root: str | Path, step: int | None = None, say: Callable[[st
     if step is None:
         tracker = _tracker(root)
         if tracker != str(iterations[0]):
-            say(f"{root / m.TRACKER} {'is missing' if tracker is None else f'says {tracker!r}'}; ignored: the newest whole checkpoint is {newest.name}")
+            says = "is missing" if tracker is None else f"says {tracker!r}"
+            say(f"{root / m.TRACKER} {says}; ignored: the newest whole checkpoint is {newest.name}")
     return newest
 
 
@@ -104,7 +105,8 @@ class Checkpoint:
         self.iteration: int = self.manifest["iteration"]
         self.state: dict[str, Any] = self.manifest["state"]
         if self.path.name.startswith("iter_") and self.path.name != m.iteration_folder(self.iteration):
-            raise CheckpointError(f"{self.path}: its manifest is of iteration {self.iteration}: the folder was renamed; name it {m.iteration_folder(self.iteration)}")
+            right = m.iteration_folder(self.iteration)
+            raise CheckpointError(f"{self.path}: its manifest is of iteration {self.iteration}: the folder was renamed; name it {right}")
         self._window = _Window()
         self.shards = [_Shard(self.path, index, record) for index, record in enumerate(self.manifest["shards"])]
         self.tensors: dict[str, Stored] = {}
@@ -155,7 +157,7 @@ class Checkpoint:
     __getitem__ = read_tensor
 
     def verify(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Read and verify every chunk of every shard; `report` is told (bytes done, bytes in all). Raises CheckpointError at the first damage."""
+        """Read and verify every chunk of every shard; `report` is told (bytes done, in all). Raises CheckpointError at the first damage."""
         done, total = 0, sum(shard.data_bytes for shard in self.shards)
         for shard in self.shards:
             for start in range(0, shard.data_bytes, BATCH):
@@ -175,14 +177,17 @@ class Checkpoint:
 
     def _stored(self, name: str) -> Stored:
         if name not in self.tensors:
-            fix = "it was saved without the optimizer's state: load with --no-load-optim" if name.startswith("optimizer.") else "the model's flags differ from those it was saved with"
+            fix = "the model's flags differ from those it was saved with"
+            if name.startswith("optimizer."):
+                fix = "it was saved without the optimizer's state: load with --no-load-optim"
             raise CheckpointError(f"{self.path}: holds no tensor {name}: {fix}")
         return self.tensors[name]
 
     def _read(self, name: str, shape: tuple, offset: tuple, extent: tuple, view: Tensor) -> None:
         stored = self._stored(name)
         if stored.shape != shape:
-            raise CheckpointError(f"{self.path}: {name} has shape {list(stored.shape)}, this model wants {list(shape)}: the model's flags or the tokenizer differ")
+            shapes = f"has shape {list(stored.shape)}, this model wants {list(shape)}"
+            raise CheckpointError(f"{self.path}: {name} {shapes}: the model's flags or the tokenizer differ")
         if not shape:  # a scalar is read as a vector of one
             offset, extent, view = (0,), (1,), view.view(1)
         for piece in stored.pieces:
@@ -230,7 +235,8 @@ class _Shard:
         except OSError as error:
             raise CheckpointError(f"{self.path}: {error.strerror}: the checkpoint is incomplete") from error
         if not size == self.table.size == record["bytes"]:
-            raise CheckpointError(f"{self.path}: has {size} bytes, the manifest says {record['bytes']}: truncated, or of another checkpoint")
+            wanted = f"the manifest says {record['bytes']}"
+            raise CheckpointError(f"{self.path}: has {size} bytes, {wanted}: truncated, or of another checkpoint")
 
 
 class _Window:
@@ -287,8 +293,8 @@ class _Window:
                 hit = [name for start, stop, name in shard.spans if start < high and low < stop]
                 names = ", ".join(hit[:16]) + (f" and {len(hit) - 16} more" if len(hit) > 16 else "")
                 raise CheckpointError(
-                    f"{shard.path}: damaged: bytes {data_start + low} to {data_start + high} (in tensor {names}) do not match their digest; "
-                    "load an older checkpoint with --ckpt-step"
+                    f"{shard.path}: damaged: bytes {data_start + low} to {data_start + high} (in tensor {names}) do not match "
+                    "their digest; load an older checkpoint with --ckpt-step"
                 )
 
 

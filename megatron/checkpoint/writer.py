@@ -60,8 +60,8 @@ def save_checkpoint(root: str | Path, iteration: int, tensors: Iterable[tuple[Bo
 def write_shard(folder: Path, index: int, shards: int, iteration: int, pairs: list[tuple[Box, Tensor]]) -> dict[str, Any]:
     """Write shard `index` of `shards` and its digest table into `folder`, durably; return the shard's entry in the manifest."""
     pairs = sorted(pairs, key=lambda pair: -pair[1].element_size())  # stable; keeps every tensor aligned to its item size
-    shapes = {box.name: list(box.shape) for box, _ in pairs}
-    metadata = {"iteration": str(iteration), "shard": str(index), "shards": str(shards), "shapes": json.dumps(shapes, separators=(",", ":"))}
+    shapes = json.dumps({box.name: list(box.shape) for box, _ in pairs}, separators=(",", ":"))
+    metadata = {"iteration": str(iteration), "shard": str(index), "shards": str(shards), "shapes": shapes}
     header = m.encode_header([(m.box_key(box.name, box.offset), tensor.dtype, tuple(box.extent)) for box, tensor in pairs], metadata)
     with _new_file(folder / m.shard_file(index)) as file, ThreadPoolExecutor(1) as digester:
         _write_all(file, header)

@@ -30,7 +30,7 @@ from megatron.checkpoint.manifest import CheckpointError  # noqa: E402
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint  # noqa: E402
 from megatron.model.layout import Box  # noqa: E402
 
-SHAPES = {"embedding.word.weight": (701, 512), "layers.0.mlp.up.weight": (1024, 512), "layers.0.mlp.up.bias": (1024,), "final_norm.weight": (512,)}
+SHAPES = {"embedding.word.weight": (701, 512), "layers.0.mlp.up.weight": (1024, 512), "layers.0.mlp.up.bias": (1024,)}
 
 
 def contents(iteration: int) -> tuple[list, dict]:
@@ -74,7 +74,8 @@ def in_place(root: Path, iteration: int, pairs: list, state: dict, folder: str |
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     record = writer.write_shard(target, 0, 1, iteration, pairs)
-    content = {"format": manifest.FORMAT, "version": manifest.VERSION, "iteration": iteration, "attempt": "", "created": "", "shards": [record], "state": state}
+    content = {"format": manifest.FORMAT, "version": manifest.VERSION, "iteration": iteration, "attempt": "", "created": ""}
+    content |= {"shards": [record], "state": state}
     (target / manifest.MANIFEST).write_bytes(manifest.encode_manifest(content))
 
 

@@ -1,4 +1,4 @@
-"""Kill -9 at random times and before every system call of a save, and power loss after every one; each with bad writers that must be caught."""
+"""Kill -9 at random times and before every system call of a save, power loss after every one; and bad writers that must be caught."""
 
 from __future__ import annotations
 

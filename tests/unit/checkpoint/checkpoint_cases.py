@@ -42,7 +42,8 @@ def cut(rng: random.Random, shape: tuple[int, ...], pieces: int) -> list[tuple[t
             continue
         at = rng.randrange(1, extent[d])
         for low, size in ((0, at), (at, extent[d] - at)):
-            boxes.append((tuple(o + low * (i == d) for i, o in enumerate(offset)), tuple(size if i == d else e for i, e in enumerate(extent))))
+            begin = tuple(o + low * (i == d) for i, o in enumerate(offset))
+            boxes.append((begin, tuple(size if i == d else e for i, e in enumerate(extent))))
     return boxes
 
 

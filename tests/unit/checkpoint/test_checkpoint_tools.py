@@ -29,15 +29,19 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 
-def save_run(root: Path, case: str, precision: PrecisionConfig = PrecisionConfig(fp64=True), iteration: int = 5, **data) -> tuple[Config, object, dict]:
+FP64 = PrecisionConfig(fp64=True)
+NULL = DataConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1)
+
+
+def save_run(root: Path, case: str, precision: PrecisionConfig = FP64, iteration: int = 5) -> tuple[Config, object, dict]:
     """A checkpoint as a run writes it, with optimizer state; its configuration, model and logical tensors."""
     base, changes, _ = CASES[case]
-    config = Config(model=dataclasses.replace(base, **changes), precision=precision, data=DataConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1, **data))
+    config = Config(model=dataclasses.replace(base, **changes), precision=precision, data=NULL)
     model, held = build(config.model)
     if not precision.fp64:
         held = {name: tensor.float() for name, tensor in held.items()}
     moments = {f"optimizer.exp_avg.{name}": torch.zeros_like(tensor) for name, tensor in held.items()}
-    state = {"iteration": iteration, "consumed_samples": 8 * iteration, "config": config.to_dict(), "vocab_size": VOCAB, "tokenizer": "f" * 32}
+    state = {"iteration": iteration, "consumed_samples": 8 * iteration, "config": config.to_dict(), "vocab_size": VOCAB, "tokenizer": "f"}
     save_checkpoint(root, iteration, pairs(held | moments), state)
     return config, model, held
 
@@ -69,8 +73,9 @@ def test_a_run_trains_on_from_an_imported_model(tmp_path, capsys):
     save_run(tmp_path / "run", "llama")
     run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf", "--dtype", "fp32")
     run(convert_checkpoint, "--from-huggingface", tmp_path / "hf", "--save", tmp_path / "imported")
-    flags = f"""--config {tmp_path}/imported/model.json --load {tmp_path}/imported --finetune --save {tmp_path}/new --mock-data --vocab-size {VOCAB - 1}
-        --tokenizer-type NullTokenizer --seq-length 24 --micro-batch-size 2 --train-iters 2 --lr 1e-3 --log-interval 1 --eval-iters 0""".split()
+    flags = f"""--config {tmp_path}/imported/model.json --load {tmp_path}/imported --finetune --save {tmp_path}/new
+        --mock-data --vocab-size {VOCAB - 1} --tokenizer-type NullTokenizer --seq-length 24
+        --micro-batch-size 2 --train-iters 2 --lr 1e-3 --log-interval 1 --eval-iters 0""".split()
     parsed = parse_arguments(flags)
     assert pretrain(parsed.config, parsed.notes) == 0
     assert "loaded checkpoint" in capsys.readouterr().out
@@ -85,7 +90,8 @@ def test_precision_of_the_export(tmp_path, flag, dtype):
     from safetensors.torch import load_file
 
     _, _, held = save_run(tmp_path / "run", "llama", PrecisionConfig(bf16=True))
-    assert run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf", *(["--dtype", flag] if flag else [])) == 0
+    chosen = ["--dtype", flag] if flag else []
+    assert run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf", *chosen) == 0
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert same_bits(exported["lm_head.weight"], held["head.weight"].to(dtype))
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == str(dtype)[6:]
@@ -132,7 +138,7 @@ def test_refusals(tmp_path, capsys):
     base, _, _ = CASES["llama"]
     _, _, held = save_run(tmp_path / "other", "llama")
     config = Config(model=dataclasses.replace(base, rotary_percent=0.5, final_logit_softcapping=3.0))
-    save_checkpoint(tmp_path / "inexpressible", 1, pairs(held), {"config": config.to_dict(), "vocab_size": VOCAB})
+    save_checkpoint(tmp_path / "odd", 1, pairs(held), {"config": config.to_dict(), "vocab_size": VOCAB})
     run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf")
     pickled, traversal = tmp_path / "pickled", tmp_path / "traversal"
     for folder in (pickled, traversal):
@@ -144,7 +150,7 @@ def test_refusals(tmp_path, capsys):
         (("--load", tmp_path / "run", "--to-huggingface", tmp_path / "full"), "exists and is not empty"),
         (("--load", tmp_path / "empty", "--to-huggingface", tmp_path / "new"), "no checkpoint there"),
         (("--load", tmp_path / "run", "--ckpt-step", 4, "--to-huggingface", tmp_path / "new"), "no checkpoint of iteration 4"),
-        (("--load", tmp_path / "inexpressible", "--to-huggingface", tmp_path / "new"), "cannot express: --final-logit-softcapping; --rotary-percent"),
+        (("--load", tmp_path / "odd", "--to-huggingface", tmp_path / "new"), "cannot express: --final-logit-softcapping; --rotary-percent"),
         (("--from-huggingface", tmp_path / "hf", "--save", tmp_path / "run"), "holds checkpoints already"),
         (("--from-huggingface", tmp_path / "empty", "--save", tmp_path / "new"), "config.json: cannot be read"),
         (("--from-huggingface", pickled, "--save", tmp_path / "new"), "pickled weights are not read"),
@@ -153,9 +159,9 @@ def test_refusals(tmp_path, capsys):
         assert run(convert_checkpoint, *words) == 2
         assert text in capsys.readouterr().err
     assert not (tmp_path / "new").exists() and not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
-    for words in (("--load", "a"), ("--load", "a", "--from-huggingface", "b"), ("--from-huggingface", "b", "--save", "c", "--dtype", "bf16")):
+    for words in ("--load a", "--load a --from-huggingface b", "--from-huggingface b --save c --dtype bf16", "--to-huggingface b"):
         with pytest.raises(SystemExit):
-            run(convert_checkpoint, *words)
+            run(convert_checkpoint, *words.split())
 
 
 def test_inspect_shows_verifies_and_names_damage(tmp_path, capsys):
@@ -163,8 +169,10 @@ def test_inspect_shows_verifies_and_names_damage(tmp_path, capsys):
     _, _, held = save_run(tmp_path, "llama", iteration=5)
     assert run(inspect_checkpoint, tmp_path, "--verify") == 0
     out = capsys.readouterr().out
-    for text in ("iteration 5, written 2", "other iterations there: 4", "consumed_samples = 40", "model.num_layers = 3", "verified: every byte",
-                 f"weights: {len(held)} tensors", f"optimizer: {len(held)} tensors", "optimizer.exp_avg.head.weight"):
+    for text in (
+        "iteration 5, written 2", "other iterations there: 4", "consumed_samples = 40", "model.num_layers = 3", "verified: every byte",
+        f"weights: {len(held)} tensors", f"optimizer: {len(held)} tensors", "optimizer.exp_avg.head.weight",
+    ):
         assert text in out, text
     row = next(line for line in out.splitlines() if line.split()[:1] == ["head.weight"])
     assert row.split()[1:] == ["float64", f"{VOCAB * 32 * 8:,}", "bytes", f"[{VOCAB},", "32]"]
@@ -188,7 +196,9 @@ def test_inspect_diff(tmp_path, capsys):
     assert "no difference" in capsys.readouterr().out
     assert run(inspect_checkpoint, "--diff", tmp_path / "a", tmp_path / "b") == 1
     out = capsys.readouterr().out
-    assert "config.precision.bf16: false -> true" in out and "tensor head.weight: [67, 32] float64 -> [67, 32] float32" in out and "num_layers" not in out
+    assert "config.precision.bf16: false -> true" in out and "num_layers" not in out
+    assert "tensor head.weight: [67, 32] float64 -> [67, 32] float32" in out
     assert run(inspect_checkpoint, "--diff", tmp_path / "a", tmp_path / "c") == 1
     out = capsys.readouterr().out
-    assert "iteration: 5 -> 6" in out and "config.model.add_bias_linear: false -> true" in out and "mlp.up.bias: absent -> [80] float64" in out
+    assert "iteration: 5 -> 6" in out and "config.model.add_bias_linear: false -> true" in out
+    assert "mlp.up.bias: absent -> [80] float64" in out
