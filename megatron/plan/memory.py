@@ -23,13 +23,14 @@ def estimate(config: Config, vocab_size: int, world_size: int) -> dict[str, int]
     stored = parameter_count(model, padded_vocab_size(vocab_size, model))["total"]
     moments = 2 if config.optimizer.optimizer == "adam" else 1
     tokens = training.micro_batch_size * config.data.seq_length
-    one = tokens * layer_bytes_per_token(model, config.data.seq_length, compute, wide) + mask_bytes(config)
+    one = tokens * layer_bytes_per_token(model, config.data.seq_length, compute, wide) + mask_bytes(config, compute)
     layers = model.num_layers * one
     if training.recompute_granularity == "full":
         layers = one + model.num_layers * tokens * model.hidden_size * compute
     ends = tokens * (model.hidden_size * compute * 2 + norm_statistics(model, wide))  # the final norm's input and output
     if model.hidden_dropout > 0 or model.position_embedding_type == "learned_absolute":
-        ends += tokens * model.hidden_size * (compute + (1 if model.hidden_dropout > 0 else 0))  # the embedding before positions and dropout
+        mask = 1 if model.hidden_dropout > 0 else 0
+        ends += tokens * model.hidden_size * (compute + mask)  # the embedding before positions and dropout
     sizes = {
         "parameters": compute * stored,
         "gradients": wide * stored,
@@ -89,9 +90,10 @@ def uses_plain_attention(model: ModelConfig) -> bool:
     return model.attention_dropout > 0 or model.attn_logit_softcapping is not None or model.attention_backend == "plain"
 
 
-def mask_bytes(config: Config) -> int:
-    """Bytes of one layer's attention mask: none for plain causality in the fused attention, one per sample with document masking."""
-    model, seq = config.model, config.data.seq_length
-    if config.data.reset_attention_mask:
-        return config.training.micro_batch_size * seq**2
-    return seq**2 if uses_plain_attention(model) or model.window_size is not None else 0
+def mask_bytes(config: Config, compute: int) -> int:
+    """Bytes of one layer's attention mask: none when the fused attention is causal and no more, one per sample with document masking."""
+    plain, documents = uses_plain_attention(config.model), config.data.reset_attention_mask
+    if not (plain or documents or config.model.window_size is not None):
+        return 0
+    element = 1 if plain else compute  # the fused attention turns a boolean mask into numbers that are added to the scores
+    return element * config.data.seq_length**2 * (config.training.micro_batch_size if documents else 1)

@@ -1,0 +1,243 @@
+"""Rules between flags: each refuses what it should with the flag and the fix; derived values carry their reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from megatron.config.arguments import parse_arguments
+from megatron.config.derive import DEFAULTS
+from megatron.config.errors import ArgumentErrors
+from megatron.config.groups import Config
+from megatron.config.validate import NEEDS, RANGES, blend_prefixes, cross_field_faults, resolve
+
+VALID = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --lr 1e-3 --train-iters 10 "
+         "--mock-data --vocab-size 100")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.bin", "a.idx", "b.bin", "b.idx", "tokenizer.model", "vocab.json", "merges.txt"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "ckpt").mkdir()
+
+
+def configure(extra: str = "", base: str = VALID) -> Config:
+    return parse_arguments(f"{base} {extra}".split()).config
+
+
+def faults(extra: str = "", world: int = 1, vocabulary: int | None = 101, base: str = VALID) -> list[str]:
+    return cross_field_faults(configure(extra, base), world, vocabulary)
+
+
+def without(*flags: str) -> str:
+    kept, dropping = [], False
+    for word in VALID.split():
+        dropping = word in flags if word.startswith("--") else dropping
+        kept += [] if dropping else [word]
+    return " ".join(kept)
+
+
+def test_a_complete_configuration_has_no_faults():
+    assert faults() == []
+
+
+@pytest.mark.parametrize("extra, fault", [
+    # shapes
+    ("--num-attention-heads 5", "--hidden-size 64: not divisible by --num-attention-heads 5; change one, or give --kv-channels"),
+    ("--group-query-attention", "--group-query-attention: give --num-query-groups"),
+    ("--group-query-attention --num-query-groups 3", "--num-query-groups 3: must divide --num-attention-heads 4"),
+    ("--num-query-groups 2", "--num-query-groups 2: acts only with --group-query-attention"),
+    ("--max-position-embeddings 16", "--max-position-embeddings 16: smaller than --seq-length 32"),
+    ("--position-embedding-type rope --rotary-percent 0.2", "--rotary-percent 0.2: 3 of 16 channels would rotate"),
+    ("--position-embedding-type rope --rotary-percent 0", "--rotary-percent 0.0: must be above 0 and at most 1"),
+    ("--rotary-base 500000", "--rotary-base 500000.0: acts only with --position-embedding-type rope"),
+    ("--position-embedding-type rope --rope-scaling-factor 4", "--rope-scaling-factor 4.0: acts only with --use-rope-scaling"),
+    ("--position-embedding-type rope --use-rope-scaling --rope-high-freq-factor 1", "--rope-high-freq-factor 1.0: must be greater"),
+    ("--position-embedding-type rope --use-rope-scaling --rotary-seq-len-interpolation-factor 2", "--use-rope-scaling: does not combine"),
+    ("--position-embedding-type yarn --yarn-beta-fast 1", "--yarn-beta-fast 1.0: must be greater than --yarn-beta-slow 1.0"),
+    ("--position-embedding-type yarn --use-rope-scaling", "--use-rope-scaling: acts only with --position-embedding-type rope"),
+    ("--window-size 0", "--window-size 0: must be greater than 0"),
+    ("--hidden-dropout 1", "--hidden-dropout 1.0: must be at least 0 and below 1"),
+    ("--attention-backend sdpa", "--attention-backend sdpa: cannot apply --attention-dropout 0.1"),
+    ("--attention-backend sdpa --attention-dropout 0 --attn-logit-softcapping 50", "cannot apply --attn-logit-softcapping 50.0"),
+    # precision
+    ("--bf16 --fp64", "--bf16 --fp64: contradict each other"),
+    ("--loss-scale 128", "--loss-scale 128.0: acts only with --fp16"),
+    ("--fp16 --loss-scale 128 --hysteresis 3", "--hysteresis 3: acts only with dynamic loss scaling"),
+    ("--fp16 --initial-loss-scale 0.5", "--initial-loss-scale 0.5: below --min-loss-scale 1.0"),
+    # data and tokenizer
+    ("--data-path a", "--data-path: contradicts --mock-data"),
+    ("--train-data-path a", "--mock-data: contradicts --train-data-path"),
+    ("--check-data", "--check-data: acts only with data files"),
+    ("--split 0,0,0", "--split 0,0,0: expected up to three shares"),
+    ("--split 9,x,1", "--split 9,x,1: expected up to three shares"),
+    ("--tokenizer-type SentencePieceTokenizer --vocab-size 101", "--tokenizer-type SentencePieceTokenizer: give --tokenizer-model"),
+    ("--tokenizer-type HuggingFaceTokenizer --vocab-size 101 --tokenizer-model none.json", "--tokenizer-model none.json: no such file"),
+    ("--tokenizer-type GPT2BPETokenizer --vocab-size 101 --vocab-file vocab.json", "--tokenizer-type GPT2BPETokenizer: give --merge-file"),
+    ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.model", "--vocab-size 100: the tokenizer has 101 tokens"),
+    ("--tokenizer-type NullTokenizer --tokenizer-model tokenizer.model", "--tokenizer-model tokenizer.model: acts only with"),
+    ("--tokenizer-type NullTokenizer --vocab-file vocab.json", "--vocab-file vocab.json: acts only with --tokenizer-type GPT2BPETokenizer"),
+    # batch
+    ("--global-batch-size 15", "not divisible by --micro-batch-size 2 x 1 data-parallel rank(s) = 2; the nearest is 16"),
+    ("--global-batch-size 16 --rampup-batch-size 4 4", "--rampup-batch-size 4 4: expected three numbers"),
+    ("--global-batch-size 16 --rampup-batch-size 4 3 100", "start and increment must be divisible by"),
+    ("--global-batch-size 16 --rampup-batch-size 4 8 100", "--global-batch-size 16 must be the start plus a number of increments"),
+    ("--global-batch-size 16 --rampup-batch-size 16 4 100", "must be the start plus a number of increments"),
+    ("--global-batch-size 16 --rampup-batch-size 4 0 100", "must be greater than 0"),
+    # length and schedule
+    ("--train-samples 100", "--train-iters 10: contradicts --train-samples 100"),
+    ("--train-iters 0", "--train-iters 0: nothing would be trained"),
+    ("--lr-decay-samples 100", "--lr-decay-samples 100: the run is measured in --train-iters; use --lr-decay-iters"),
+    ("--lr-warmup-samples 100", "--lr-warmup-samples 100: the run is measured in --train-iters; use --lr-warmup-iters"),
+    ("--lr-warmup-iters 10", "--lr-warmup-iters 10: must be smaller than --lr-decay-iters 10"),
+    ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "--lr-warmup-fraction 0.1: contradicts --lr-warmup-iters 2"),
+    ("--lr-decay-style WSD", "--lr-decay-style WSD: give --lr-wsd-decay-iters"),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-iters 2", "--lr-wsd-decay-iters 9: does not fit"),
+    ("--lr-wsd-decay-iters 3", "--lr-wsd-decay-iters 3: acts only with --lr-decay-style WSD"),
+    ("--lr-decay-style constant --min-lr 1e-4", "--min-lr 0.0001: acts only with a --lr-decay-style that decays"),
+    ("--min-lr 1", "--min-lr 1.0: greater than --lr 0.001"),
+    ("--lr-warmup-init 1e-5", "--lr-warmup-init 1e-05: acts only with a warm-up"),
+    ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler --load ckpt", "--override-opt-param-scheduler: contradicts"),
+    ("--start-weight-decay 0", "--start-weight-decay 0.0: acts only with --weight-decay-incr-style"),
+    ("--weight-decay-incr-style cosine --end-weight-decay 0.1", "--weight-decay-incr-style cosine: give --start-weight-decay"),
+    # optimizer
+    ("--sgd-momentum 0.5", "--sgd-momentum 0.5: acts only with --optimizer sgd; drop it"),
+    ("--optimizer sgd --adam-beta2 0.95", "--adam-beta2 0.95: acts only with --optimizer adam"),
+    ("--adam-beta1 1", "--adam-beta1 1.0: must be at least 0 and below 1"),
+    ("--clip-grad -1", "--clip-grad -1.0: must be 0 or more"),
+    # recompute, checkpoint, logging, world
+    ("--recompute-method uniform", "--recompute-method uniform: acts only with --recompute-granularity full"),
+    ("--checkpoint-activations --recompute-num-layers 2", "--recompute-num-layers 2: groups of layers are not built yet"),
+    ("--save-interval 5", "--save-interval 5: acts only with --save DIR"),
+    ("--no-save-optim", "--no-save-optim: acts only with --save DIR"),
+    ("--no-load-optim", "--no-load-optim: acts only with --load DIR"),
+    ("--load absent", "--load absent: no such folder; for a first start give the same folder as --save"),
+    ("--load absent --save absent --exit-on-missing-checkpoint", "--load absent: no such folder"),
+    ("--save a.bin", "--save a.bin: is a file, not a folder"),
+    ("--wandb-exp-name x", "--wandb-exp-name x: acts only with --wandb-project NAME"),
+    ("--tensorboard-log-interval 5", "--tensorboard-log-interval 5: acts only with --tensorboard-dir"),
+    ("--eval-interval 0", "--eval-interval 0: must be greater than 0"),
+])
+def test_one_rule(extra, fault):
+    found = faults(extra)
+    assert len(found) == 1 and fault in found[0], found
+
+
+@pytest.mark.parametrize("flag", ["--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size", "--lr"])
+def test_required_flags(flag):
+    assert faults(base=without(flag)) == [f"{flag} is required"]
+
+
+def test_required_alternatives():
+    assert faults(base=without("--train-iters")) == ["--train-iters or --train-samples is required"]
+    assert faults("--vocab-size 100 --tokenizer-type NullTokenizer", base=without("--mock-data")) == [
+        "--data-path PREFIX is required (or --train-data-path, or --mock-data)"]
+    assert faults(base=without("--vocab-size")) == ["--tokenizer-type is required; with --mock-data, --vocab-size N is enough"]
+    assert faults("--tokenizer-type NullTokenizer", base=without("--vocab-size")) == ["--tokenizer-type NullTokenizer: give --vocab-size"]
+
+
+@pytest.mark.parametrize("extra", [
+    "--num-attention-heads 3 --kv-channels 20",
+    "--group-query-attention --num-query-groups 2",
+    "--num-query-groups 4",
+    "--position-embedding-type rope --rotary-percent 0.5 --rotary-base 500000 --use-rope-scaling --rope-scaling-factor 4",
+    "--position-embedding-type yarn --rope-scaling-factor 16 --yarn-original-max-position-embeddings 4096",
+    "--attention-backend sdpa --attention-dropout 0",
+    "--fp16 --loss-scale 128", "--fp16 --initial-loss-scale 4096 --hysteresis 1",
+    "--global-batch-size 16 --rampup-batch-size 4 4 100",
+    "--lr-decay-style constant", "--lr-decay-style WSD --lr-wsd-decay-iters 3",
+    "--lr-decay-iters 100 --lr-warmup-iters 10 --lr-warmup-init 1e-6",
+    "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1",
+    "--optimizer sgd --sgd-momentum 0", "--clip-grad 0",
+    "--checkpoint-activations", "--save new --load new --save-interval 5", "--load ckpt --finetune --no-load-optim",
+    "--wandb-project p --wandb-exp-name e --tensorboard-log-interval 10", "--split 1",
+])
+def test_valid_combinations(extra):
+    assert faults(extra) == []
+
+
+def test_data_files():
+    base = without("--mock-data") + " --tokenizer-type NullTokenizer"
+    assert faults("--data-path 0.3 a 0.7 b", base=base) == faults("--data-path a b --split 90,10", base=base) == []
+    assert faults("--train-data-path a --valid-data-path b", base=base) == []
+    found = faults("--data-path a c 2 d", base=base)
+    assert [fault.split(": no such file")[0] for fault in found] == ["--data-path c", "--data-path 2", "--data-path d"]
+    assert "c.idx and c.bin" in found[0]
+    assert faults("--valid-data-path b", base=base) == ["--valid-data-path: --train-data-path is missing"]
+    assert faults("--data-path a --train-data-path b", base=base) == ["--data-path: contradicts --train-data-path; keep one kind of data"]
+    assert faults("--train-data-path a --split 1", base=base)[0].startswith("--split 1: acts only with --data-path")
+
+
+def test_blend_prefixes():
+    assert blend_prefixes(("a",)) == ("a",) and blend_prefixes(("0.5", "a", "1e-3", "b")) == ("a", "b")
+    assert blend_prefixes(("a", "b")) == ("a", "b") and blend_prefixes(("7",)) == ("7",) and blend_prefixes(()) == ()
+
+
+def test_several_processes_only_in_a_dry_run():
+    assert faults(world=4, extra="--global-batch-size 16")[0].startswith("4 processes: data parallelism is not built yet")
+    config = parse_arguments([*VALID.split(), "--dry-run", "--world-size", "4", "--global-batch-size", "12"]).config
+    assert cross_field_faults(config, 4, 101) == [
+        "--global-batch-size 12: not divisible by --micro-batch-size 2 x 4 data-parallel rank(s) = 8; the nearest is 16"]
+
+
+def test_derived_values_and_their_reasons():
+    resolved = resolve(configure("--swiglu --checkpoint-activations"), 1, 101)
+    config = resolved.config
+    assert config.model.ffn_hidden_size == 128 and "ffn-hidden-size = 128: 8/3 x hidden-size" in " ".join(resolved.notes)
+    assert (config.model.kv_channels, config.model.num_query_groups, config.model.max_position_embeddings) == (16, 4, 32)
+    assert (config.training.global_batch_size, config.training.recompute_method, config.training.recompute_num_layers) == (2, "uniform", 1)
+    assert (config.data.tokenizer_type, config.optimizer.lr_decay_iters) == ("NullTokenizer", 10)
+    assert resolve(configure(), 1, 101).config.model.ffn_hidden_size == 256
+    wide = resolve(configure("--hidden-size 4096 --swiglu"), 1, None).config
+    assert wide.model.ffn_hidden_size == int(4 * 4096 * 2 / 3 / 64) * 64 == 10880
+    changed = {note.split(" = ")[0].replace("-", "_") for note in resolved.notes if " = " in note}
+    before, after = configure("--swiglu --checkpoint-activations").to_dict(), config.to_dict()
+    assert changed == {field for group in after for field in after[group] if after[group][field] != before[group][field]}  # never silently
+
+
+def test_samples_are_derived_like_iterations():
+    config = resolve(configure("--train-samples 100", base=without("--train-iters")), 1, 101).config
+    assert (config.optimizer.lr_decay_samples, config.optimizer.lr_decay_iters, config.training.train_iters) == (100, None, None)
+
+
+def test_evaluation_alone_needs_no_schedule():
+    config = resolve(configure("--skip-train --load ckpt", base=without("--lr", "--train-iters")), 1, 101).config
+    assert (config.training.train_iters, config.optimizer.lr) == (0, 0.0)
+
+
+@pytest.mark.parametrize("extra", ["", "--swiglu --checkpoint-activations --position-embedding-type rope", "--skip-train --load ckpt"])
+def test_resolving_twice_changes_nothing(extra):
+    once = resolve(configure(extra), 1, 101)
+    again = resolve(Config.from_dict(json.loads(json.dumps(once.config.to_dict()))), 1, 101)
+    assert again.config == once.config and not any(" = " in note for note in again.notes)
+
+
+def test_all_faults_in_one_error():
+    with pytest.raises(ArgumentErrors) as caught:
+        resolve(configure("--bf16 --fp16 --save-interval 3 --num-attention-heads 5"), 1, 101)
+    assert len(caught.value.faults) == 3 and str(caught.value).startswith("3 faults in the settings:\n  --")
+
+
+def test_rules_survive_any_single_odd_value():
+    """No combination of one field's extreme value with a valid run makes a rule itself fail."""
+    config = configure()
+    for group in dataclasses.fields(Config):
+        settings = getattr(config, group.name)
+        for field in dataclasses.fields(settings):
+            default = getattr(settings, field.name)
+            odd = [None, -1, 0, 10**9] if isinstance(default, int) and not isinstance(default, bool) else [None] if default is None else []
+            for value in odd:
+                changed = dataclasses.replace(config, **{group.name: dataclasses.replace(settings, **{field.name: value})})
+                if value is not None or DEFAULTS[field.name] is None:
+                    cross_field_faults(changed, 1, 101)
+
+
+def test_the_tables_name_fields():
+    for _, _, fields in RANGES:
+        assert set(fields.split()) <= set(DEFAULTS)
+    for fields, _, _ in NEEDS:
+        assert set(fields.split()) <= set(DEFAULTS)
