@@ -150,19 +150,39 @@ def read_records(chunk: Chunk) -> list[tuple[int, dict]]:
         with open(chunk.path, "rb") as file:
             file.seek(chunk.begin)
             raw = file.read(chunk.end - chunk.begin)
-    records, decode = [], json.JSONDecoder().decode
+    records, scan = [], json.JSONDecoder().scan_once  # decode() without its search for surrounding whitespace
     try:
         lines = raw.decode().split("\n")  # not splitlines: JSON strings may hold other line ends
     except UnicodeDecodeError as error:
         raise refuse_line(chunk, raw[: error.start].count(b"\n"), f"not UTF-8 ({error.reason}): convert the file") from None
     for number, line in enumerate(lines):
-        if not line or line.isspace():
+        line = line.strip()
+        if not line:
             continue
         try:
-            records.append((number, decode(line)))
-        except ValueError as error:
+            record, end = scan(line, 0)
+            if end < len(line):
+                raise ValueError(f"something follows the object at character {end}")
+        except (ValueError, StopIteration) as error:
             raise refuse_line(chunk, number, f"not JSON ({error}): repair or remove the line") from None
+        records.append((number, record))
     return records
+
+
+def texts_of(chunk: Chunk, records: list[tuple[int, dict]], key: str) -> tuple[list[str], np.ndarray]:
+    """Every text under a key, and the document each belongs to. Raises DataError naming the line that has none."""
+    values = [record.get(key) if isinstance(record, dict) else None for _, record in records]
+    if set(map(type, values)) <= {str}:
+        return values, np.arange(len(values))
+    texts: list[str] = []
+    owner: list[int] = []
+    for document, value in enumerate(values):
+        parts = value if isinstance(value, list) else [value]
+        if not all(isinstance(part, str) for part in parts):
+            raise refuse_line(chunk, records[document][0], f"no text under the key {key!r}: name the right one with --json-keys")
+        texts += parts
+        owner += [document] * len(parts)
+    return texts, np.array(owner, np.int64)
 
 
 def encode_chunk(chunk: Chunk, config: DataConfig, keys: tuple[str, ...], append_eod: bool) -> list[Encoded]:
@@ -170,24 +190,17 @@ def encode_chunk(chunk: Chunk, config: DataConfig, keys: tuple[str, ...], append
     tokenizer, records = tokenizer_of(config), read_records(chunk)
     results = []
     for key in keys:
-        texts: list[str] = []
-        owner: list[int] = []  # document of each text
-        for document, (line, record) in enumerate(records):
-            value = record.get(key) if isinstance(record, dict) else None
-            parts = value if isinstance(value, list) else [value]
-            if not all(isinstance(part, str) for part in parts):
-                raise refuse_line(chunk, line, f"no text under the key {key!r}: name the right one with --json-keys")
-            texts += parts
-            owner += [document] * len(parts)
+        texts, owner = texts_of(chunk, records, key)
         try:
             tokens, lengths = tokenizer.encode_many(texts)
-            if len(tokens) and (int(tokens.max()) >= tokenizer.vocab_size):
-                raise ValueError
-        except ValueError:  # find the text at fault
-            for document, text in zip(owner, texts):
+            if len(tokens) and int(tokens.max()) >= tokenizer.vocab_size:
+                raise ValueError("a token id lies outside the vocabulary")
+        except ValueError:
+            for document, text in zip(owner.tolist(), texts):
                 refuse_text(tokenizer, chunk, records[document][0], text)
             raise
-        results.append(pack(tokenizer, tokens, lengths, np.array(owner, np.int64), len(records), append_eod, len("".join(texts).encode(errors="replace"))))
+        text_bytes = len("".join(texts).encode(errors="replace"))
+        results.append(pack(tokenizer, tokens, lengths, owner, len(records), append_eod, text_bytes))
     return results
 
 

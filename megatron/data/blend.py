@@ -6,6 +6,7 @@ A pattern of 65,536 source numbers, quotas by largest remainder, evenly spread a
 from __future__ import annotations
 
 import heapq
+import math
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,7 @@ class Blend:
     def __init__(self, shares: list[int], first_sample: int = 0, first_index: list[int] | None = None):
         self.first_sample = first_sample
         self.first_index = np.array(first_index or [0] * len(shares), np.int64)
+        shares = [share // math.gcd(*shares) for share in shares]  # the pattern repeats that much earlier
         self._shares, self._pattern = np.array(shares, np.int64), pattern(shares)
         self._rank = np.empty(len(self._pattern), np.int64)  # how often the slot's source came before within the pattern
         for d in range(len(shares)):

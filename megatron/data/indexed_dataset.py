@@ -50,9 +50,11 @@ def _map(path: Path) -> mmap.mmap | bytes:
 
 def _prefetch(path: Path, positions: np.ndarray, length: int) -> None:
     """Ask the disk for `length` bytes at all positions at once: one latency instead of thousands when the file is cold."""
+    pages = np.unique(np.concatenate([positions, positions + length - 1]) // mmap.PAGESIZE) * mmap.PAGESIZE
     with open(path, "rb") as file:
-        for position in positions.tolist():
-            os.posix_fadvise(file.fileno(), position, length, os.POSIX_FADV_WILLNEED)
+        descriptor = file.fileno()
+        for page in pages.tolist():
+            os.posix_fadvise(descriptor, page, mmap.PAGESIZE, os.POSIX_FADV_WILLNEED)
 
 
 class IndexedDataset:

@@ -13,7 +13,7 @@ import numpy as np
 from megatron.data.indexed_dataset import DataError, IndexedDataset
 
 ROUNDS = 6
-WINDOW = 4096  # samples whose places are computed at once
+WINDOW = 1024  # samples whose places are computed at once
 
 
 def mix(value: np.ndarray | np.uint64) -> np.ndarray:
