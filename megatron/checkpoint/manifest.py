@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import struct
 from collections.abc import Iterator
@@ -48,10 +49,17 @@ def table_file(index: int) -> str:
 
 
 def list_iterations(root: Path) -> list[int]:
-    """Iterations that have a folder under `root`, newest first; whether each one is whole is another question."""
-    if not root.is_dir():
+    """Iterations that have a folder under `root`, newest first (none when there is no `root`); each may be whole or damaged.
+
+    Raises CheckpointError when `root` cannot be listed.
+    """
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
         return []
-    matches = (re.fullmatch(r"iter_(\d{7,18})", entry.name) for entry in root.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"{root}: cannot be listed: {error.strerror}") from error
+    matches = (re.fullmatch(r"iter_(\d{7,18})", name) for name in names)
     found = {int(match[1]) for match in matches if match and match[0] == iteration_folder(int(match[1]))}
     return sorted(found, reverse=True)
 
@@ -148,7 +156,8 @@ class DigestTable:
             raise CheckpointError(f"{path}: not a digest table")
         _, chunk, data_start, size = _TABLE.unpack_from(raw)
         digests = tuple(raw[at : at + 16] for at in range(_TABLE.size, len(raw), 16))
-        if chunk < 1 or not 8 <= data_start <= size or len(digests) != 1 + -(-(size - data_start) // chunk) or len(digests[-1]) != 16:
+        sound = chunk >= 1 and 8 <= data_start <= min(size, HEADER_LIMIT)
+        if not sound or len(digests) != 1 + -(-(size - data_start) // chunk) or len(digests[-1]) != 16:
             raise CheckpointError(f"{path}: the digest table's fields contradict each other")
         return DigestTable(chunk, data_start, size, digests[0], digests[1:])
 

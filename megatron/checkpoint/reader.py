@@ -33,9 +33,9 @@ def find_checkpoint(root: str | Path, step: int | None = None, say: Callable[[st
     checkpoint is damaged, naming the newest whole one before it, and when `step` is given and missing.
     """
     root = Path(root)
+    iterations = m.list_iterations(root)
     if (root / m.MANIFEST).is_file():
         raise CheckpointError(f"{root} is itself a checkpoint: give its parent folder {root.parent}, and choose with --ckpt-step")
-    iterations = m.list_iterations(root)
     if step is not None:
         if step not in iterations:
             known = ", ".join(map(str, iterations)) or "none"

@@ -274,6 +274,7 @@ def _readable_errors(root: Path, iteration: int) -> Iterator[None]:
             text += " Give a --save folder that this user may write to."
         elif error.errno == errno.ENOENT:
             text += " Its temporary folder vanished: another run is saving to this folder; give each its own --save."
-        kept = m.list_iterations(root)
-        text += f" Older checkpoints are untouched (newest: iteration {kept[0]})." if kept else ""
+        with suppress(CheckpointError):
+            kept = m.list_iterations(root)
+            text += f" Older checkpoints are untouched (newest: iteration {kept[0]})." if kept else ""
         raise CheckpointError(text) from error

@@ -30,7 +30,7 @@ from megatron.checkpoint.manifest import CheckpointError  # noqa: E402
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint  # noqa: E402
 from megatron.model.layout import Box  # noqa: E402
 
-SHAPES = {"embedding.word.weight": (701, 512), "layers.0.mlp.up.weight": (1024, 512), "layers.0.mlp.up.bias": (1024,)}
+SHAPES = {"embedding.word.weight": (307, 512), "layers.0.mlp.up.weight": (512, 512), "layers.0.mlp.up.bias": (512,)}
 
 
 def contents(iteration: int) -> tuple[list, dict]:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from kill_writer import WRITERS, campaign, contents, verdict
+from kill_writer import WRITERS, campaign, check, contents, verdict
 
+from megatron.checkpoint.reader import find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 
 CALLS = ("open", "write", "fsync", "rename", "mkdir", "close")
@@ -86,6 +87,24 @@ def test_kill_before_every_system_call(tmp_path, name):
         assert faults == [] and recovered == sorted(recovered)
     else:
         assert faults
+
+
+def test_kill_while_a_damaged_checkpoint_is_replaced(tmp_path):
+    """Before every system call: the older checkpoint stays, and the next attempt completes the replacement."""
+    for number in range(200):
+        root = tmp_path / str(number)
+        for iteration in (1, 2):
+            save_checkpoint(root, iteration, *contents(iteration))
+        (root / "iter_0000002" / "shard-00000.digests").write_bytes(b"damaged")
+        status = die_before(number, save_checkpoint, root)
+        assert check(find_checkpoint(root, step=1, say=lambda line: None), 1) is None
+        if status != 0:
+            save_checkpoint(root, 2, *contents(2))
+        assert verdict(root, 2) == (2, None)
+        assert not [p for p in root.iterdir() if p.name.startswith(".")]
+        if status == 0:
+            break
+    assert status == 0 and number > 20
 
 
 # ---- power loss: what the disk may hold when only fsync makes things durable --------------------------------------------

@@ -242,6 +242,8 @@ def test_choosing_an_iteration(tmp_path, two):
     with pytest.raises(CheckpointError, match="itself a checkpoint: give its parent folder"):
         find_checkpoint(two)
     assert find_checkpoint(tmp_path / "nothing") is None
+    with pytest.raises(CheckpointError, match="cannot be listed: Not a directory"):
+        find_checkpoint(tmp_path / "latest_checkpointed_iteration.txt")
     for name in ("iter_0000009.bak", ".tmp-iter-9-0123456789abcdef", "iter_9", "iter_00000009"):
         (tmp_path / name).mkdir()
     assert find_checkpoint(tmp_path, say=pytest.fail) == two
