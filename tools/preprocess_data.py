@@ -299,7 +299,7 @@ def preprocess(arguments: argparse.Namespace) -> list[dict]:
     tokenizer, files = tokenizer_of(config), input_files(arguments.input)
     keys, prefix = tuple(arguments.json_keys), arguments.output_prefix
     total = sum(os.path.getsize(path) for path in files)
-    size = min(max(total // (8 * arguments.workers), SMALLEST_CHUNK), LARGEST_CHUNK)
+    size = min(max(total // (32 * arguments.workers), SMALLEST_CHUNK), LARGEST_CHUNK)
     chunks = (chunk for path in files for chunk in (compressed_chunks if path.endswith((".gz", ".zst")) else plain_chunks)(path, size))
     progress = Progress(total, arguments.log_interval)
     writers = [IndexedDatasetWriter(f"{prefix}_{key}_document", best_dtype(tokenizer.vocab_size)) for key in keys]

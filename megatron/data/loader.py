@@ -98,9 +98,10 @@ class FileReader:
     def windows(self, sample: np.ndarray) -> np.ndarray:
         out = np.empty((len(sample), self.streams[0].seq_length + 1), np.int64)
         source, index = self.blend.locate(sample)
-        for d in np.unique(source):
+        for d, stream in enumerate(self.streams):
             rows = np.flatnonzero(source == d)
-            self.streams[d].read(index[rows], rows, out)
+            if len(rows):
+                stream.read(index[rows], rows, out)
         return out
 
 
