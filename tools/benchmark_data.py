@@ -3,8 +3,9 @@
     python tools/benchmark_data.py --setup DIR                               # peer environments (pinned) and corpora, once
     python tools/benchmark_data.py --run DIR --out docs/results/data.json    # every run in the JSON, a table on the screen
 
-Each pair runs ours and each peer once, in turning order, each in its own process and environment, and takes the seconds from after the imports to finished files
-(or first batch, or batches). A ratio is peer seconds / our seconds, judged by ratio_rule.py. The peers are what a user would write with these libraries: a process pool that feeds megatron-core's IndexedDatasetBuilder in order, `datasets.map`
+Each pair runs ours and each peer once, in turning order, each in its own process and environment, and takes the seconds from after the
+imports to finished files (or first batch, or batches). A ratio is peer seconds / our seconds, judged by ratio_rule.py. The peers are
+what a user would write with these libraries: a process pool that feeds megatron-core's IndexedDatasetBuilder in order, `datasets.map`
 with as many processes, megatron-core's GPTDataset read sample by sample and collated. No shims were needed.
 """
 
@@ -48,7 +49,7 @@ GOALS = {  # case: (peer -> ratio to reach)
 
 
 def setup(folder: Path) -> None:
-    """Make the peers' environments and the corpora: Shakespeare's paragraphs as text, and as the integers that its SentencePiece model gives."""
+    """Make the peers' environments and the corpora: paragraphs of Shakespeare as text, and as the ids that SentencePiece gives."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, packages in PEERS.items():
         python = folder / name / "bin" / "python"
@@ -98,7 +99,11 @@ def ours_preprocess(folder: Path, source: Path, prefix: Path, null: bool, worker
     spec.loader.exec_module(tool)
     if not null:
         import sentencepiece  # noqa: F401  imports are not timed
-    kind = ["NullTokenizer", "--vocab-size", str(VOCAB)] if null else ["SentencePieceTokenizer", "--tokenizer-model", str(folder / "spm.model")]
+    kind = (
+        ["NullTokenizer", "--vocab-size", str(VOCAB)]
+        if null
+        else ["SentencePieceTokenizer", "--tokenizer-model", str(folder / "spm.model")]
+    )
     flags = ["--input", str(source), "--output-prefix", str(prefix), "--append-eod", "--workers", str(workers), "--tokenizer-type", *kind]
     begun = time.perf_counter()
     (sidecar,) = tool.preprocess(tool.parser().parse_args(flags))
@@ -158,7 +163,12 @@ def hfds_preprocess(folder: Path, source: Path, prefix: Path, null: bool, worker
     begun = time.perf_counter()
     rows = datasets.Dataset.from_json(str(source), cache_dir=str(prefix) + "_cache")
     done = rows.map(
-        lambda batch: {"ids": many(batch["text"])}, batched=True, num_proc=workers, remove_columns=["text"], features=features, new_fingerprint=prefix.name
+        lambda batch: {"ids": many(batch["text"])},
+        batched=True,
+        num_proc=workers,
+        remove_columns=["text"],
+        features=features,
+        new_fingerprint=prefix.name,
     )
     seconds = time.perf_counter() - begun
     return {"seconds": seconds, "tokens": sum(len(chunk.values) for chunk in done.data.column("ids").chunks)}
@@ -248,7 +258,13 @@ class Runner:
         who = name.split("/")[0]
         python = sys.executable if who == "ours" else str(self.folder / who / "bin" / "python")
         command = [python, str(Path(__file__).resolve()), "--child", name, "--folder", str(self.folder), "--scratch", str(scratch)]
-        settings = {"OMP_NUM_THREADS": "1", "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "HF_HOME": str(scratch / "hf")}
+        settings = {
+            "OMP_NUM_THREADS": "1",
+            "HF_DATASETS_OFFLINE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONWARNINGS": "ignore",
+            "HF_HOME": str(scratch / "hf"),
+        }
         load = os.getloadavg()[0]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **settings}, cwd=scratch)
         if done.returncode:
@@ -313,9 +329,14 @@ def table(runs: list[dict], rows: list[dict]) -> str:
     lines = ["| case | peer | ours, s | peer, s | ratio (95%) | goal | |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         span = f"{row['median']:.2f} ({row['low']:.2f}-{row['high']:.2f})"
-        lines.append(f"| {row['case']} | {row['peer']} | {row['ours_s']:.4f} | {row['peer_s']:.4f} | {span} | {row['goal']} | {'pass' if row['passed'] else 'LOST'} |")
+        lines.append(
+            f"| {row['case']} | {row['peer']} | {row['ours_s']:.4f} | {row['peer_s']:.4f} | {span} | {row['goal']} | "
+            f"{'pass' if row['passed'] else 'LOST'} |"
+        )
     alone, whole = seconds(runs, "share of SentencePiece", "ours"), seconds(runs, "share of SentencePiece, whole run", "ours")
-    lines.append(f"\nSentencePiece's own share of our run with one worker: {100 * statistics.median(a / b for a, b in zip(alone, whole)):.0f}%.")
+    lines.append(
+        f"\nSentencePiece's own share of our run with one worker: {100 * statistics.median(a / b for a, b in zip(alone, whole)):.0f}%."
+    )
     for who in ("ours", "mcore"):
         small, large = (statistics.median(seconds(runs, case, who)) for case in ("start, first time", "start, 4 times the corpus"))
         lines.append(f"Start with 4 times the corpus, {who}: {1000 * small:.1f} -> {1000 * large:.1f} ms.")
@@ -339,7 +360,12 @@ def main() -> None:
     if arguments.run:
         runs = measure(arguments.run.resolve(), arguments.pairs)
         rows = summary(runs)
-        machine = {"date": date.today().isoformat(), "cpus": os.cpu_count(), "machine": platform.processor() or platform.machine(), "python": platform.python_version()}
+        machine = {
+            "date": date.today().isoformat(),
+            "cpus": os.cpu_count(),
+            "machine": platform.processor() or platform.machine(),
+            "python": platform.python_version(),
+        }
         if arguments.out:
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
             arguments.out.write_text(json.dumps({"machine": machine, "peers": PEERS, "summary": rows, "runs": runs}, indent=1) + "\n")

@@ -3,9 +3,9 @@
     python tools/preprocess_data.py --input books.jsonl --output-prefix data/books --tokenizer-type SentencePieceTokenizer \
         --tokenizer-model spm.model --append-eod --workers 8
 
-Each line is an object; the text under each of --json-keys becomes a document (a list of texts: a document of several sequences). Files ending in .gz or
-.zst are decompressed on the way. Lines are cut into chunks that worker processes encode; memory is bounded by a few chunks a worker. Nothing appears
-under the final names before everything is written.
+Each line is an object; the text under each of --json-keys becomes a document (a list of texts: a document of several sequences). Files
+ending in .gz or .zst are decompressed on the way. Lines are cut into chunks that worker processes encode; memory is bounded by a few
+chunks a worker. Nothing appears under the final names before everything is written.
 """
 
 from __future__ import annotations
@@ -211,10 +211,14 @@ def refuse_text(tokenizer: Tokenizer, chunk: Chunk, line: int, text: str) -> Non
     except ValueError as error:
         raise refuse_line(chunk, line, str(error)) from None
     if len(ids) and int(ids.max()) >= tokenizer.vocab_size:
-        raise refuse_line(chunk, line, f"token id {int(ids.max())} lies outside the vocabulary of {tokenizer.vocab_size}: give a larger --vocab-size")
+        raise refuse_line(
+            chunk, line, f"token id {int(ids.max())} lies outside the vocabulary of {tokenizer.vocab_size}: give a larger --vocab-size"
+        )
 
 
-def pack(tokenizer: Tokenizer, tokens: np.ndarray, lengths: np.ndarray, owner: np.ndarray, documents: int, append_eod: bool, text_bytes: int) -> Encoded:
+def pack(
+    tokenizer: Tokenizer, tokens: np.ndarray, lengths: np.ndarray, owner: np.ndarray, documents: int, append_eod: bool, text_bytes: int
+) -> Encoded:
     """Drop empty texts and put an end-of-document id after each document that is not empty, counted in its last sequence."""
     owner, lengths = owner[lengths > 0], lengths[lengths > 0]
     if append_eod and len(owner):
@@ -269,7 +273,8 @@ class Progress:
 
     def rate(self) -> str:
         """Documents and megabytes of input so far, and the rate."""
-        return f"{self.documents:,} documents, {self.text / 1e6:,.1f} MB, {self.text / 1e6 / max(time.monotonic() - self.begun, 1e-9):.1f} MB/s"
+        megabytes, took = self.text / 1e6, max(time.monotonic() - self.begun, 1e-9)
+        return f"{self.documents:,} documents, {megabytes:,.1f} MB, {megabytes / took:.1f} MB/s"
 
     def add(self, chunk: Chunk, documents: int) -> None:
         self.cost, self.text, self.documents = self.cost + chunk.cost, self.text + chunk.end - chunk.begin, self.documents + documents
@@ -318,7 +323,10 @@ def preprocess(arguments: argparse.Namespace) -> list[dict]:
         made = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
         # Offsets are computed back to back and every id was compared with the vocabulary: this is the full scan.
         scan = {"offsets_packed": True, "ids_below": tokenizer.vocab_size}
-        sidecars = [writer.finish({"tokenizer": made, "append_eod": arguments.append_eod, "scan": scan, **fact}) for writer, fact in zip(writers, facts)]
+        sidecars = [
+            writer.finish({"tokenizer": made, "append_eod": arguments.append_eod, "scan": scan, **fact})
+            for writer, fact in zip(writers, facts)
+        ]
     finally:
         for writer in writers:
             writer.discard()
@@ -335,7 +343,9 @@ def preprocess(arguments: argparse.Namespace) -> list[dict]:
 def parser() -> argparse.ArgumentParser:
     """Megatron's flags for this tool."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSON-lines files or patterns; .gz and .zst are decompressed")
+    flags.add_argument(
+        "--input", nargs="+", required=True, metavar="FILE", help="JSON-lines files or patterns; .gz and .zst are decompressed"
+    )
     flags.add_argument("--json-keys", nargs="+", default=["text"], help="keys whose text is encoded, each to files of its own")
     flags.add_argument("--output-prefix", required=True, help="files are named <this>_<key>_document.{bin,idx,json}")
     kinds = ["SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer", "NullTokenizer"]

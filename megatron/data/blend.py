@@ -26,15 +26,19 @@ def quotas(weights: list[float], names: list[str]) -> list[int]:
         shares[d] += 1
     lost = [names[d] for d, share in enumerate(shares) if share == 0 and weights[d] > 0]
     if lost:
-        raise DataError(f"{', '.join(lost)}: a weight below 1/{2 * PATTERN} of the blend would never be read: raise it, merge small sources, or remove it")
+        raise DataError(
+            f"{', '.join(lost)}: a weight below 1/{2 * PATTERN} of the blend would never be read: "
+            f"raise it, merge small sources, or remove it"
+        )
     return shares
 
 
 def pattern(shares: list[int]) -> np.ndarray:
     """[sum of shares] source numbers, spread so that every prefix holds each source within 1 of its share.
 
-    The k-th turn of a source with share q of P may come in slots [floor(k P / q), ceil((k + 1) P / q)); the earliest deadline goes first, which keeps
-    every window because the windows of any shares that sum to P can be kept (Baruah et al. 1996, proportionate progress).
+    The k-th turn of a source with share q of P may come in slots [floor(k P / q), ceil((k + 1) P / q)); the earliest deadline goes
+    first, which keeps every window because the windows of any shares that sum to P can be kept (Baruah et al. 1996, proportionate
+    progress).
     """
     total = sum(shares)
     if len(shares) == 1:
@@ -72,7 +76,10 @@ class Blend:
     def locate(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[m] sample numbers -> [m] sources, [m] indices. Raises ValueError before the first sample."""
         if len(sample) and sample.min() < self.first_sample:
-            raise ValueError(f"sample {sample.min()} was read before the blend changed at sample {self.first_sample}: replay it from an earlier checkpoint")
+            raise ValueError(
+                f"sample {sample.min()} was read before the blend changed at sample {self.first_sample}: "
+                f"replay it from an earlier checkpoint"
+            )
         turn, slot = np.divmod(sample - self.first_sample, len(self._pattern))
         source = self._pattern[slot]
         return source, self.first_index[source] + turn * self._shares[source] + self._rank[slot]
@@ -87,9 +94,9 @@ class Blend:
 def extend_ledger(ledger: dict[str, Any] | None, consumed: int, sources: list[dict[str, Any]]) -> tuple[dict[str, Any], Blend, list[str]]:
     """Continue a run's ledger with the sources it is given now.
 
-    sources: {"id": order identity, "name": path, "share": of 65,536} each. Unchanged ids and shares go on in the last segment; anything else opens a new
-    one at `consumed`, in which a known id goes on where it was and a new id starts at 0. Returns the ledger (plain JSON), the blend of the
-    last segment and lines that say what changed.
+    sources: {"id": order identity, "name": path, "share": of 65,536} each. Unchanged ids and shares go on in the last segment; anything
+    else opens a new one at `consumed`, in which a known id goes on where it was and a new id starts at 0. Returns the ledger (plain
+    JSON), the blend of the last segment and lines that say what changed.
     """
     segments = [dict(segment) for segment in ledger["segments"]] if ledger else []
     now = [(source["id"], source["share"]) for source in sources]
@@ -100,14 +107,21 @@ def extend_ledger(ledger: dict[str, Any] | None, consumed: int, sources: list[di
     known: dict[str, int] = {}
     for number, segment in enumerate(segments):
         end = segments[number + 1]["first_sample"] if number + 1 < len(segments) else consumed
-        blend = Blend([source["share"] for source in segment["sources"]], segment["first_sample"], [source["first_index"] for source in segment["sources"]])
+        blend = Blend(
+            [source["share"] for source in segment["sources"]],
+            segment["first_sample"],
+            [source["first_index"] for source in segment["sources"]],
+        )
         known.update(zip((source["id"] for source in segment["sources"]), blend.indices_at(end)))
     first_sample = consumed if segments else 0
     entered = [{**source, "first_index": known.get(source["id"], 0)} for source in sources]
     notes = [
-        f"blend changed at sample {consumed}: {source['name']} goes on at its sample {source['first_index']}"
-        if source["id"] in known
-        else f"blend changed at sample {consumed}: {source['name']} is new here (content, range, seq-length or seed), starts at its sample 0"
+        f"blend changed at sample {consumed}: {source['name']} "
+        + (
+            f"goes on at its sample {source['first_index']}"
+            if source["id"] in known
+            else "is new (content, range, seq-length or seed), starts at 0"
+        )
         for source in entered
         if segments
     ]

@@ -1,8 +1,8 @@
 """Megatron's indexed dataset, `<prefix>.bin` + `<prefix>.idx`: a checked memory-mapped reader and an atomic writer.
 
-`.bin` holds token ids back to back. `.idx` is little-endian and packed: 9 magic bytes, uint64 version, uint8 dtype code, uint64 S, uint64 D,
-int32[S] lengths in tokens, int64[S] byte offsets in .bin, int64[D] document index (0, then the sequences so far at each document's end).
-`<prefix>.json`, the sidecar, is ours: what preprocessing knew (tokenizer, largest id, end-of-document count, digests).
+`.bin` holds token ids back to back. `.idx` is little-endian and packed: 9 magic bytes, uint64 version, uint8 dtype code, uint64 S,
+uint64 D, int32[S] lengths in tokens, int64[S] byte offsets in .bin, int64[D] document index (0, then the sequences so far at each
+document's end). `<prefix>.json`, the sidecar, is ours: what preprocessing knew (tokenizer, largest id, end-of-document count, digests).
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class IndexedDataset:
     """One opened prefix. Opening costs the same for any corpus size: nothing but the header and spaced entries is read.
 
     tokens [num_tokens]: every token id, memory-mapped. lengths, offsets [S] and documents [D]: the index, memory-mapped.
-    sidecar: the JSON beside the files, or None. fingerprint: hex digest of sizes, header, spaced index entries and spaced pieces of .bin, so
-    a moved or renamed corpus keeps it. Raises DataError.
+    sidecar: the JSON beside the files, or None. fingerprint: hex digest of sizes, header, spaced index entries and spaced pieces of
+    .bin, so a moved or renamed corpus keeps it. Raises DataError.
     """
 
     def __init__(self, prefix: str):
@@ -96,7 +96,9 @@ class IndexedDataset:
             raise DataError(f"{path}: only {size} bytes, the header alone has {HEADER.size}: the file is empty or cut off; {REMAKE}")
         magic, version, code, sequences, entries = HEADER.unpack_from(index)
         if magic != MAGIC:
-            raise DataError(f"{path}, byte 0: begins with {magic!r}, a Megatron index with {MAGIC!r}: not an index of this format; {REMAKE}")
+            raise DataError(
+                f"{path}, byte 0: begins with {magic!r}, a Megatron index with {MAGIC!r}: not an index of this format; {REMAKE}"
+            )
         if version != 1:
             raise DataError(f"{path}, byte 9: version {version}, only version 1 is known; {REMAKE}")
         if code not in DTYPES or np.dtype(DTYPES[code]).kind == "f":
@@ -105,7 +107,8 @@ class IndexedDataset:
         expected = HEADER.size + 12 * sequences + 8 * entries
         if size != expected or entries < 1:
             raise DataError(
-                f"{path}, byte 18: {sequences} sequences and {entries} document entries need {expected} bytes, the file has {size}: cut off or damaged; {REMAKE}"
+                f"{path}, byte 18: {sequences} sequences and {entries} document entries need {expected} bytes, "
+                f"the file has {size}: cut off or damaged; {REMAKE}"
             )
         return np.dtype(DTYPES[code]), sequences, entries
 
@@ -114,7 +117,9 @@ class IndexedDataset:
         base, count = HEADER.size, self.num_sequences
         lengths, offsets = self.lengths[at].astype(np.int64), self.offsets[at]
         if len(at) and at[0] == 0 and offsets[0] != 0:
-            raise DataError(f"{self.idx_path}, byte {base + 4 * count}: the first sequence begins at byte {offsets[0]} of .bin, not 0; {REMAKE}")
+            raise DataError(
+                f"{self.idx_path}, byte {base + 4 * count}: the first sequence begins at byte {offsets[0]} of .bin, not 0; {REMAKE}"
+            )
         for k in np.flatnonzero(lengths < 0)[:1]:
             raise DataError(f"{self.idx_path}, byte {base + 4 * at[k]}: sequence {at[k]} has the length {lengths[k]}; {REMAKE}")
         inner = at + 1 < count
@@ -131,14 +136,18 @@ class IndexedDataset:
         bad |= (documents_at == self.num_documents) & (values != count)
         for k in np.flatnonzero(bad)[:1]:
             byte = base + 12 * count + 8 * documents_at[k]
-            raise DataError(f"{self.idx_path}, byte {byte}: document entry {documents_at[k]} is {values[k]} with {count} sequences; {REMAKE}")
+            raise DataError(
+                f"{self.idx_path}, byte {byte}: document entry {documents_at[k]} is {values[k]} with {count} sequences; {REMAKE}"
+            )
 
     def _check_total(self) -> None:
         total = int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if self.num_sequences else 0
         size = self.bin_path.stat().st_size
         if size != total:
             how = "cut off" if size < total else "longer than indexed"
-            raise DataError(f"{self.bin_path}, byte {min(size, total)}: the file has {size} bytes, its index describes {total}: {how}; {REMAKE}")
+            raise DataError(
+                f"{self.bin_path}, byte {min(size, total)}: the file has {size} bytes, its index describes {total}: {how}; {REMAKE}"
+            )
         if total == 0:
             raise DataError(f"{self.bin_path}: holds no token; was the input of tools/preprocess_data.py empty?")
 
@@ -150,9 +159,13 @@ class IndexedDataset:
             sizes = [sidecar["files"][kind]["bytes"] for kind in ("bin", "idx")]
             sidecar["max_id"], sidecar["eod_count"], sidecar["tokenizer"]["fingerprint"], sidecar["tokenizer"]["eod"]
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{self.sidecar_path}: not a sidecar of tools/preprocess_data.py ({error!r}); delete it or make the data again") from None
+            raise DataError(
+                f"{self.sidecar_path}: not a sidecar of tools/preprocess_data.py ({error!r}); delete it or make the data again"
+            ) from None
         if sizes != [self.bin_path.stat().st_size, self.idx_path.stat().st_size]:
-            raise DataError(f"{self.sidecar_path}: describes .bin and .idx of other sizes ({sizes}); copy all three files again, or delete it")
+            raise DataError(
+                f"{self.sidecar_path}: describes .bin and .idx of other sizes ({sizes}); copy all three files again, or delete it"
+            )
         return sidecar
 
     def _fingerprint(self, index: mmap.mmap | bytes) -> str:
@@ -179,7 +192,7 @@ class IndexedDataset:
         return any(bool((self.tokens[begin : begin + CHUNK] == token).any()) for begin in range(0, self.num_tokens, CHUNK))
 
     def check(self, vocab_size: int, progress: Callable[[float], None] = lambda share: None) -> None:
-        """Read everything: every index entry, every id in [0, vocab_size), digests against the sidecar. Raises DataError at the first fault."""
+        """Read every index entry and every id, compare digests with the sidecar. Raises DataError at the first fault."""
         for begin in range(0, max(self.num_sequences, self.num_documents + 1), CHUNK):
             stop = begin + CHUNK
             self._check_entries(np.arange(begin, min(stop, self.num_sequences)), np.arange(begin, min(stop, self.num_documents + 1)))
@@ -193,7 +206,9 @@ class IndexedDataset:
             found = {"bin": digest.hexdigest(), "idx": file_digest(self.idx_path)}
             for kind, value in found.items():
                 if self.sidecar["files"][kind]["xxh3_128"] != value:
-                    raise DataError(f"{self.prefix}.{kind}: its digest differs from the one in {self.sidecar_path}: changed since it was made; {REMAKE}")
+                    raise DataError(
+                        f"{self.prefix}.{kind}: its digest differs from the one in {self.sidecar_path}: changed since it was made; {REMAKE}"
+                    )
 
     def refuse_foreign_ids(self, ids: np.ndarray, position: int, vocab_size: int) -> None:
         """Raise DataError if one of `ids` (which begin at token `position`) lies outside [0, vocab_size)."""
@@ -201,7 +216,8 @@ class IndexedDataset:
             return
         k = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
         raise DataError(
-            f"{self.bin_path}, byte {(position + k) * self.dtype.itemsize}: token id {int(ids[k])} lies outside the vocabulary of {vocab_size}: "
+            f"{self.bin_path}, byte {(position + k) * self.dtype.itemsize}: token id {int(ids[k])} lies outside "
+            f"the vocabulary of {vocab_size}: "
             f"give the tokenizer the data was made with (or its --vocab-size), or preprocess the text again with this one"
         )
 
@@ -216,7 +232,7 @@ def file_digest(path: Path) -> str:
 
 
 class IndexedDatasetWriter:
-    """Writes one prefix. Nothing appears under the final names before `finish`; memory stays bounded (the index is spooled to `.part` files)."""
+    """Writes one prefix. Nothing appears under the final names before `finish`; the index is spooled, so memory stays bounded."""
 
     def __init__(self, prefix: str, dtype: np.dtype):
         self.prefix, self.dtype = prefix, np.dtype(dtype)
@@ -228,7 +244,7 @@ class IndexedDatasetWriter:
         self.num_sequences = self.num_documents = self.num_tokens = self.empty_documents = 0
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray) -> None:
-        """Append documents: all their token ids, the length of each sequence [S'], the number of sequences of each document [D'] (0 if empty)."""
+        """Append documents: all their token ids, the length of each sequence [S'], each document's number of sequences [D']."""
         assert tokens.dtype == self.dtype and len(tokens) == lengths.sum() and len(lengths) == sequences.sum()
         self._digest.update(np.ascontiguousarray(tokens))
         self._bin.write(tokens.data)

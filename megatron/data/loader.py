@@ -1,6 +1,6 @@
 """What the training loop reads: batches as a pure function of the sample number.
 
-`build_data` opens and checks every file named on the command line and gives one `Source` for training and one per validation and test source.
+`build_data` opens and checks every file named on the command line: one `Source` for training, one for each validation and test source.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Batch:
         """The same batch on a device; to a GPU from pinned memory, without waiting."""
         if torch.device(device).type != "cuda":
             return Batch(**{name: None if value is None else value.to(device) for name, value in vars(self).items()})
-        return Batch(**{name: None if value is None else value.pin_memory().to(device, non_blocking=True) for name, value in vars(self).items()})
+        return Batch(
+            **{name: None if value is None else value.pin_memory().to(device, non_blocking=True) for name, value in vars(self).items()}
+        )
 
 
 class Reader(Protocol):
@@ -107,8 +109,8 @@ class FileReader:
 
 @dataclass(frozen=True)
 class MockReader:
-    """Computed tokens that a model can learn: documents of 100 tokens, each an arithmetic progression modulo the real vocabulary (the end of document
-    left out) with a small step and a skewed first token, one token in twenty replaced by a random one, closed by the end-of-document id."""
+    """Computed tokens that a model can learn. Documents of 100 tokens, closed by the end-of-document id; each an arithmetic progression
+    modulo the rest of the real vocabulary, with a small step and a skewed first token; one token in twenty is a random one."""
 
     seq_length: int
     vocab_size: int
@@ -172,12 +174,16 @@ class _Opener:
         if sidecar and sidecar["max_id"] >= tokenizer.vocab_size:
             raise DataError(
                 f"{dataset.bin_path}: its largest token id, {sidecar['max_id']}, lies outside the vocabulary of {tokenizer.vocab_size}: "
-                f"the data was made with {sidecar['tokenizer'].get('name')}; give that tokenizer, or preprocess the text again with this one"
+                f"the data was made with {sidecar['tokenizer'].get('name')}; give that tokenizer, or preprocess the text again"
             )
         if sidecar and sidecar["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
-            self.notes.append(f"{dataset.prefix}: made with another tokenizer ({sidecar['tokenizer'].get('name')}) than this run's ({tokenizer.name})")
+            self.notes.append(
+                f"{dataset.prefix}: made with another tokenizer ({sidecar['tokenizer'].get('name')}) than this run's ({tokenizer.name})"
+            )
         if not sidecar and not data.check_data:
-            self.notes.append(f"{dataset.prefix}: has no sidecar, so ids are checked as they are read; --check-data scans the files before training")
+            self.notes.append(
+                f"{dataset.prefix}: has no sidecar, so ids are checked as they are read; --check-data scans the files before training"
+            )
         flags = [name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)]
         if flags:
             known = sidecar and sidecar["tokenizer"]["eod"] == tokenizer.eod
@@ -286,7 +292,9 @@ def _streams(opener: _Opener, split: str) -> tuple[list[TokenStream], list[float
     twice = {stream.identity: stream.dataset.prefix for stream in streams}
     if len(twice) < len(streams):
         names = sorted(stream.dataset.prefix for stream in streams if stream.dataset.prefix not in twice.values())
-        opener.faults.append(f"{', '.join(names) or next(iter(twice.values()))}: this data is given twice: name it once, with the sum of the weights")
+        opener.faults.append(
+            f"{', '.join(names) or next(iter(twice.values()))}: this data is given twice: name it once, with the sum of the weights"
+        )
     return streams, weights
 
 
@@ -311,12 +319,17 @@ def build_data(config: Config, tokenizer: Any, ledger: dict[str, Any] | None = N
         entries = [{"id": stream.identity, "name": name, "share": share} for stream, name, share in zip(train, names, shares)]
         ledger, blend, changes = extend_ledger(ledger, consumed, entries)
         for stream, name, share in zip(train, names, shares):
-            notes.append(f"train: {name}: {stream.num_tokens:,} tokens, {stream.samples:,} samples an epoch, share {share}/{PATTERN} = {share / PATTERN:.6f}")
+            notes.append(
+                f"train: {name}: {stream.num_tokens:,} tokens, {stream.samples:,} samples an epoch, "
+                f"share {share}/{PATTERN} = {share / PATTERN:.6f}"
+            )
         notes += changes
     for split in ("valid", "test"):
         if config.data.valid_data_path and split == "valid" and len(held_out[split]) > 1:
             notes.append("valid: each source is evaluated by itself, so weights among --valid-data-path do not act")
-        notes += [f"{split}: {stream.dataset.prefix}: {stream.num_tokens:,} tokens, {stream.samples:,} samples" for stream in held_out[split]]
+        notes += [
+            f"{split}: {stream.dataset.prefix}: {stream.num_tokens:,} tokens, {stream.samples:,} samples" for stream in held_out[split]
+        ]
     return Data(
         train=_source(config, tokenizer, "train", train, blend) if train else None,
         valid=_named(config, tokenizer, "validation", held_out["valid"]),
@@ -332,7 +345,12 @@ def _source(config: Config, tokenizer: Any, name: str, streams: list[TokenStream
     known = all(sidecar and sidecar.get("text_bytes") for sidecar in sidecars)
     size = sum(sidecar["text_bytes"] for sidecar in sidecars) / sum(sidecar["tokens"] for sidecar in sidecars) if known else None
     return Source(
-        name, FileReader(streams, blend), eod=tokenizer.eod, epoch_samples=sum(stream.samples for stream in streams), bytes_per_token=size, **_flags(config)
+        name,
+        FileReader(streams, blend),
+        eod=tokenizer.eod,
+        epoch_samples=sum(stream.samples for stream in streams),
+        bytes_per_token=size,
+        **_flags(config),
     )
 
 
@@ -341,7 +359,7 @@ def _flags(config: Config) -> dict[str, Any]:
 
 
 def _named(config: Config, tokenizer: Any, title: str, streams: list[TokenStream]) -> dict[str, Source]:
-    """One source per stream: a single one is called `title`, several by the last part of their prefix (the whole prefix where those collide)."""
+    """One source per stream: a single one is called `title`, several by the last part of their prefix (all of it where those collide)."""
     prefixes = [stream.dataset.prefix for stream in streams]
     short = [prefix.rsplit("/", 1)[-1].removesuffix("_text_document") for prefix in prefixes]
     names = [title] if len(streams) == 1 else short if len(set(short)) == len(short) else prefixes

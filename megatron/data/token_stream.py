@@ -1,7 +1,8 @@
 """The computed data order: sample k of a stream of T tokens, without an index that must be built, cached or waited for.
 
-With s tokens to a sample and n = floor(T / s), sample j of epoch e is the s + 1 tokens that start at permute(j; seed, e) * s + offset(seed, e), positions
-taken modulo T, offset uniform in [0, s). So every token is a target at most once an epoch, and exactly T - n s are not.
+With s tokens to a sample and n = floor(T / s), sample j of epoch e is the s + 1 tokens that start at
+permute(j; seed, e) * s + offset(seed, e), positions taken modulo T, offset uniform in [0, s).
+So every token is a target at most once an epoch, and exactly T - n s are not.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ WINDOW = 1024  # samples whose places are computed at once
 
 
 def mix(value: np.ndarray | np.uint64) -> np.ndarray:
-    """A bijection of uint64 that scatters neighbours: the finaliser of SplitMix64 (Steele, Lea, Flood 2014), after one golden-ratio step."""
+    """A bijection of uint64 that scatters neighbours: one step of SplitMix64 (Steele, Lea, Flood 2014)."""
     with np.errstate(over="ignore"):
         value = value + np.uint64(0x9E3779B97F4A7C15)
         value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -64,8 +65,9 @@ class TokenStream:
         self.num_tokens = dataset.first_token(stop) - self.begin
         if self.num_tokens < seq_length + 1:
             raise DataError(
-                f"{dataset.prefix}: its part for this split, sequences [{first}, {stop}) of {dataset.num_sequences}, holds {self.num_tokens} tokens, "
-                f"one sample needs seq-length + 1 = {seq_length + 1}: change --split, shorten --seq-length or add data"
+                f"{dataset.prefix}: its part for this split, sequences [{first}, {stop}) of {dataset.num_sequences}, "
+                f"holds {self.num_tokens} tokens, one sample needs seq-length + 1 = {seq_length + 1}: "
+                f"change --split, shorten --seq-length or add data"
             )
         self.samples = self.num_tokens // seq_length  # n: samples of one epoch
         order = (dataset.fingerprint, self.begin, self.num_tokens, seq_length, seed)

@@ -38,7 +38,7 @@ MEGATRON_VOCAB = 131072
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """One tokenizer. encode_many takes a list of texts -> all ids in one array and the number of ids of each text; fingerprint: digest of its files."""
+    """encode_many: a list of texts -> all ids in one array, and the number of ids of each text. fingerprint: digest of its files."""
 
     name: str
     vocab_size: int
@@ -70,7 +70,9 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
         read = {"SentencePieceTokenizer": _sentencepiece, "HuggingFaceTokenizer": _huggingface}
         tokenizer = _tiktoken(path, config.vocab_size) if kind == "TikTokenizer" else read[kind](path)
     if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
-        raise ValueError(f"--vocab-size {config.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} ids; drop the flag or give another tokenizer")
+        raise ValueError(
+            f"--vocab-size {config.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} ids; drop the flag or give another tokenizer"
+        )
     return tokenizer
 
 
@@ -182,7 +184,9 @@ def _tiktoken(path: Path, vocab_size: int | None) -> Tokenizer:
         else:
             if path.stem not in TIKTOKEN_FILES:
                 raise ValueError(f"does not say how text is cut; keep its published name: {', '.join(TIKTOKEN_FILES)}")
-            ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in path.read_bytes().splitlines() if line)}
+            ranks = {
+                base64.b64decode(token): int(rank) for token, rank in (line.split() for line in path.read_bytes().splitlines() if line)
+            }
             pattern, eod = TIKTOKEN_FILES[path.stem]
             special = {"<|endoftext|>": eod}
         model = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
@@ -201,7 +205,9 @@ def _null(vocab_size: int | None) -> Tokenizer:
 
 
 def parse_integers(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Whitespace-separated non-negative integers: all values [n] int64 (2^63 - 1 where one is larger) and how many each text holds. Raises ValueError."""
+    """Whitespace-separated non-negative integers: all values [n] int64 (2^63 - 1 where one is larger) and how many each text holds.
+    Raises ValueError.
+    """
     if "".join(texts).encode(errors="replace").translate(None, b"0123456789 \t\n\r\v\f"):
         wrong = next(text for text in texts if text.encode(errors="replace").translate(None, b"0123456789 \t\n\r\v\f"))
         raise ValueError(f"NullTokenizer takes non-negative integers separated by whitespace, got {wrong[:60]!r}")

@@ -53,7 +53,11 @@ def test_writer_in_pieces_equals_one_piece(tmp_path, monkeypatch):
     documents = [[1, 2], [], [3], [4, 5, 6], [], [], [7], [8, 9]]
     one = IndexedDatasetWriter(str(tmp_path / "one"), np.dtype("u2"))
     full = [document for document in documents if document]
-    one.add(np.array(sum(full, []), "u2"), np.array([len(document) for document in full]), np.array([min(len(document), 1) for document in documents]))
+    one.add(
+        np.array(sum(full, []), "u2"),
+        np.array([len(document) for document in full]),
+        np.array([min(len(document), 1) for document in documents]),
+    )
     one.finish(FACTS)
     write(tmp_path / "many", documents)
     for kind in ("bin", "idx"):
@@ -102,7 +106,8 @@ def sparse(prefix: Path, sequences: int, length: int) -> str:
 def test_opening_a_trillion_tokens_is_instant_and_small(tmp_path, sequences, length):
     prefix = sparse(tmp_path / "huge", sequences, length)
     code = (
-        "import sys, time, resource, numpy; from megatron.data.indexed_dataset import IndexedDataset; from megatron.data.token_stream import TokenStream\n"
+        "import sys, time, resource, numpy; from megatron.data.indexed_dataset import IndexedDataset\n"
+        "from megatron.data.token_stream import TokenStream\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; begun = time.perf_counter()\n"
         "data = IndexedDataset(sys.argv[1]); stream = TokenStream(data, 0, data.num_sequences, 4096, 1, 50000)\n"
         "out = numpy.empty((8, 4097), numpy.int64); stream.read(numpy.arange(8), numpy.arange(8), out)\n"
@@ -139,7 +144,10 @@ DAMAGE = {
     "version": (lambda p: change(p, "idx", 9, b"\2"), r"x\.idx, byte 9: version 2"),
     "unknown dtype": (lambda p: change(p, "idx", 17, b"\x0b"), r"x\.idx, byte 17: dtype code 11 is unknown"),
     "float dtype": (lambda p: change(p, "idx", 17, b"\6"), r"x\.idx, byte 17: dtype code 6 is float64"),
-    "wrong dtype": (lambda p: change(p, "idx", 17, b"\4"), r"x\.idx, byte 54: sequence 1 begins at byte 6 of \.bin, the one before it ends at 12"),
+    "wrong dtype": (
+        lambda p: change(p, "idx", 17, b"\4"),
+        r"x\.idx, byte 54: sequence 1 begins at byte 6 of \.bin, the one before it ends at 12",
+    ),
     "counts": (lambda p: change(p, "idx", 18, b"\xff" * 8), r"x\.idx, byte 18"),
     "negative length": (lambda p: change(p, "idx", 38, b"\xff" * 4), r"x\.idx, byte 38: sequence 1 has the length -1"),
     "offset": (lambda p: change(p, "idx", 54, b"\x08"), r"x\.idx, byte 54: sequence 1 begins at byte 8"),

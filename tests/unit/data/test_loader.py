@@ -36,7 +36,9 @@ def make(prefix: Path, documents: int, seed: int = 0, eod: bool = True, largest:
 def config(eval_iters: int = 2, seed: int = 1234, skip_train: bool = False, **data: object) -> Config:
     settings = {"seq_length": 16, "tokenizer_type": "NullTokenizer", "vocab_size": VOCAB, **data}
     return Config(
-        data=DataConfig(**settings), training=TrainingConfig(seed=seed), evaluation=EvaluationConfig(eval_iters=eval_iters, skip_train=skip_train)
+        data=DataConfig(**settings),
+        training=TrainingConfig(seed=seed),
+        evaluation=EvaluationConfig(eval_iters=eval_iters, skip_train=skip_train),
     )
 
 
@@ -100,7 +102,11 @@ def test_evaluation_samples_do_not_follow_the_seed(tmp_path):
 
 def test_sources_of_validation_are_separate_and_named(tmp_path):
     (tmp_path / "p").mkdir(), (tmp_path / "q").mkdir()
-    a, b, c = make(tmp_path / "p" / "web_text_document", 200, 1), make(tmp_path / "q" / "code", 200, 2), make(tmp_path / "q" / "web_text_document", 200, 3)
+    a, b, c = (
+        make(tmp_path / "p" / "web_text_document", 200, 1),
+        make(tmp_path / "q" / "code", 200, 2),
+        make(tmp_path / "q" / "web_text_document", 200, 3),
+    )
     train = make(tmp_path / "t", 200, 4)
     assert list(build(config(data_path=("0.3", a, "0.7", b), split="80,10,10")).valid) == ["web", "code"]
     data = build(config(train_data_path=(train,), valid_data_path=(a, b), test_data_path=(a,)))

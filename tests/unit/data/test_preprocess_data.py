@@ -1,4 +1,6 @@
-"""The preprocessing tool, run as a command: bytes, order over workers and compression, bounded memory, atomic output, errors by file and line."""
+"""The preprocessing tool, run as a command: bytes, order over workers and compression, bounded memory, atomic output, errors by file and
+line.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def raw(prefix: Path) -> tuple[bytes, bytes]:
 def test_the_documented_bytes_from_text(tmp_path):
     run("--input", lines(tmp_path / "a.jsonl", ["1 2 3", "4 5", "6 7 8 9 10"]), "--output-prefix", tmp_path / "x")
     index = raw(tmp_path / "x_text_document")[1]
-    assert len(index) == 102 and index.hex().startswith("4d4d4944494458000001000000000000000803000000000000000400000000000000030000000200000005000000")
+    assert len(index) == 102 and index.hex().startswith(
+        "4d4d4944494458000001000000000000000803000000000000000400000000000000030000000200000005000000"
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"] + [f"x_text_document.{kind}" for kind in ("bin", "idx", "json")]
 
 
@@ -97,10 +101,21 @@ def test_line_ends_blank_lines_and_unicode(tmp_path):
     path.write_bytes('{"text": "1 2"}\r\n\n  \n{"text": "3\u20284"}\n{"text": "5"}'.encode())  # U+2028 ends no line; no newline at the end
     import tokenizers
 
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"1": 0, "2": 1, "3": 2, "4": 3, "5": 4, "<|endoftext|>": 5, "?": 6}, unk_token="?"))
+    model = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"1": 0, "2": 1, "3": 2, "4": 3, "5": 4, "<|endoftext|>": 5, "?": 6}, unk_token="?")
+    )
     model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     model.save(str(tmp_path / "tokenizer.json"))
-    run("--input", path, "--output-prefix", tmp_path / "x", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tmp_path / "tokenizer.json")
+    run(
+        "--input",
+        path,
+        "--output-prefix",
+        tmp_path / "x",
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        tmp_path / "tokenizer.json",
+    )
     data = IndexedDataset(str(tmp_path / "x_text_document"))
     assert [data.sequence(k).tolist() for k in range(3)] == [[0, 1], [2, 3], [4]]
 
@@ -179,9 +194,18 @@ def test_command_line(tmp_path):
     command = [sys.executable, str(TOOL), "--input", "a.jsonl", "--output-prefix", "x", "--tokenizer-type", "NullTokenizer"]
     done = subprocess.run(command + ["--vocab-size", "9", "--append-eod"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "3 documents (1 of them empty), 5 tokens" in done.stdout and "MB/s" in done.stdout
-    for extra, message in (([], "--vocab-size is missing"), (["--vocab-size", "2"], "a.jsonl, line 3: token id 3"), (["--workers", "0"], "--workers")):
+    for extra, message in (
+        ([], "--vocab-size is missing"),
+        (["--vocab-size", "2"], "a.jsonl, line 3: token id 3"),
+        (["--workers", "0"], "--workers"),
+    ):
         failed = subprocess.run(command + extra, cwd=tmp_path, capture_output=True, text=True)
-        assert failed.returncode == 1 and failed.stderr.startswith("preprocess_data.py: ") and message in failed.stderr and "Traceback" not in failed.stderr
+        assert (
+            failed.returncode == 1
+            and failed.stderr.startswith("preprocess_data.py: ")
+            and message in failed.stderr
+            and "Traceback" not in failed.stderr
+        )
     missing = subprocess.run([*command, "--vocab-size", "9", "--input", "b*.jsonl"], cwd=tmp_path, capture_output=True, text=True)
     assert "--input b*.jsonl: no such file" in missing.stderr
 
@@ -213,8 +237,8 @@ def test_memory_is_bounded(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(line * (48_000_000 // len(line)))
     code = (
-        f"import sys, resource; sys.argv = ['t', '--input', {str(path)!r}, '--output-prefix', {str(tmp_path / 'x')!r}, '--tokenizer-type', 'NullTokenizer', "
-        f"'--vocab-size', '2000', '--workers', sys.argv[1]]\nimport runpy, numpy, zstandard\n"
+        f"import sys, resource; sys.argv = ['t', '--input', {str(path)!r}, '--output-prefix', {str(tmp_path / 'x')!r}, "
+        f"'--tokenizer-type', 'NullTokenizer', '--vocab-size', '2000', '--workers', sys.argv[1]]\nimport runpy, numpy, zstandard\n"
         f"module = runpy.run_path({str(TOOL)!r}); begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; module['main']()\n"
         "print('PEAK', (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin) / 1024)"
     )

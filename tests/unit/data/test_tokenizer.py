@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from megatron.config.groups import DataConfig
 from megatron.data.tokenizer import build_tokenizer, parse_integers
 
-TEXTS = ["The king's crown, the queen's gown.", "", "  Äpfel und 12345 Birnen\n\n", "naïve café\tx", "the the the <|endoftext|> the", "日本語 🎈"]
+TEXTS = [
+    "The king's crown, the queen's gown.",
+    "",
+    "  Äpfel und 12345 Birnen\n\n",
+    "naïve café\tx",
+    "the the the <|endoftext|> the",
+    "日本語 🎈",
+]
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +129,11 @@ def test_tiktoken_cuts_text_as_the_library_does(name, tmp_path, monkeypatch):
     """The vocabulary files are not here; with bytes and all pairs as vocabulary the cuts alone decide the ids."""
     import tiktoken_ext.openai_public as public
 
-    tokens = [bytes([k]) for k in range(256)] + [bytes([a, b]) for a in range(32, 127) for b in range(32, 127)] + [b"\n\n", b"\r\n", b" \n", b"\n "]
+    tokens = (
+        [bytes([k]) for k in range(256)]
+        + [bytes([a, b]) for a in range(32, 127) for b in range(32, 127)]
+        + [b"\n\n", b"\r\n", b" \n", b"\n "]
+    )
     ranks = {token: rank for rank, token in enumerate(tokens)}
     (tmp_path / f"{name}.tiktoken").write_text("\n".join(f"{base64.b64encode(token).decode()} {rank}" for token, rank in ranks.items()))
     tokenizer = build("TikTokenizer", tmp_path, f"{name}.tiktoken")
@@ -139,7 +150,10 @@ def test_tiktoken_cuts_text_as_the_library_does(name, tmp_path, monkeypatch):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.lists(st.tuples(st.integers(0, 10**18 - 1), st.sampled_from([" ", "\n", "\t ", "  ", "\r\n"])), max_size=20), max_size=12), st.booleans())
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 10**18 - 1), st.sampled_from([" ", "\n", "\t ", "  ", "\r\n"])), max_size=20), max_size=12),
+    st.booleans(),
+)
 def test_integers_are_parsed_like_python_does(texts, lead):
     strings = [("  " if lead else "") + "".join(f"{value}{space}" for value, space in text) for text in texts]
     values, lengths = parse_integers(strings)
@@ -163,7 +177,10 @@ def test_null_tokenizer():
         ({}, "--tokenizer-type is missing"),
         ({"tokenizer_type": "NullTokenizer"}, "--vocab-size is missing"),
         ({"tokenizer_type": "SentencePieceTokenizer"}, "--tokenizer-model is missing"),
-        ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "gpt2"}, "--tokenizer-model gpt2: no such file; tokenizers are read from local"),
+        (
+            {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "gpt2"},
+            "--tokenizer-model gpt2: no such file; tokenizers are read from local",
+        ),
         ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": __file__}, "--merge-file is missing"),
         ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": __file__, "merge_file": __file__}, "not a GPT-2 BPE"),
         ({"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": __file__}, "not a SentencePiece model"),
