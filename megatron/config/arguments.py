@@ -202,10 +202,9 @@ def split_words(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]
             flag, equals, value = word.partition("=")
             if re.search(r"\s", flag):
                 faults.append(f"{word!r}: flag and value are one word; do not quote them together")
-                flag, equals, value = flag.split()[0], "", ""
-                occurrences.append((flag, word.split()[1:]))
-                continue
-            occurrences.append((flag, [_unquote(value)] if equals else []))
+                occurrences.append((word.split()[0], word.split()[1:]))
+            else:
+                occurrences.append((flag, [_unquote(value)] if equals else []))
         elif not occurrences or re.match(r"-[A-Za-z]", word):
             faults.append(f"{word}: this word belongs to no flag; flags begin with --")
         else:

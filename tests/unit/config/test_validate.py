@@ -241,3 +241,11 @@ def test_the_tables_name_fields():
         assert set(fields.split()) <= set(DEFAULTS)
     for fields, _, _ in NEEDS:
         assert set(fields.split()) <= set(DEFAULTS)
+
+
+def test_remarks_on_valid_settings():
+    notes = " | ".join(resolve(configure("--window-size 32 --split 9,1"), 1, 101).notes)
+    assert "--window-size 32 covers the whole --seq-length 32" in notes and "--split 9,1: mock data has no documents to divide" in notes
+    assert "no --save: nothing of this run is kept" in notes
+    quiet = resolve(configure("--window-size 31 --save new"), 1, 101).notes
+    assert all(" = " in note for note in quiet)  # derived values alone
