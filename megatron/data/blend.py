@@ -113,7 +113,7 @@ def extend_ledger(ledger: dict[str, Any] | None, consumed: int, sources: list[di
             [source["first_index"] for source in segment["sources"]],
         )
         known.update(zip((source["id"] for source in segment["sources"]), blend.indices_at(end)))
-    first_sample = consumed if segments else 0
+    first_sample = 0 if ledger is None else consumed
     entered = [{**source, "first_index": known.get(source["id"], 0)} for source in sources]
     notes = [
         f"blend changed at sample {consumed}: {source['name']} "

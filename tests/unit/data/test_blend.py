@@ -101,3 +101,8 @@ def test_samples_of_an_earlier_segment_are_refused():
     blend.locate(np.arange(100, 110))
     with pytest.raises(ValueError, match="sample 99 was read before the blend changed at sample 100"):
         blend.locate(np.arange(99, 110))
+
+
+def test_real_data_after_mock_data_begins_at_its_first_sample():
+    ledger, blend, _ = extend_ledger({"segments": []}, 70, [source("a", PATTERN)])
+    assert blend.locate(np.array([70, 71]))[1].tolist() == [0, 1] and ledger["segments"][0]["first_sample"] == 70

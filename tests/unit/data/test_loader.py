@@ -11,7 +11,7 @@ import torch
 
 from megatron.config.groups import Config, DataConfig, EvaluationConfig, TrainingConfig
 from megatron.data.indexed_dataset import DataError, IndexedDatasetWriter
-from megatron.data.loader import Batch, build_data, parse_paths, parse_split, split_range
+from megatron.data.loader import Batch, MockReader, build_data, parse_paths, parse_split, split_range
 from megatron.data.tokenizer import build_tokenizer
 
 VOCAB = 500  # of the NullTokenizer: 501 ids, the last ends a document
@@ -241,3 +241,10 @@ def test_mock_data_is_learnable_pure_and_uses_the_real_vocabulary():
     assert not torch.equal(data.valid["validation"].batch(0, 1).tokens, batch.tokens[:1])
     assert set(data.test) == {"test"} and any("mock" in note for note in data.notes)
     assert not torch.equal(build(config(mock_data=True, seq_length=128, seed=2)).train.batch(0, 1).tokens, batch.tokens[:1])
+
+
+@pytest.mark.parametrize("vocab_size, eod", [(2, 0), (2, 1), (50, 0), (50, 2), (50, 49)])
+def test_mock_data_for_any_end_of_document_id(vocab_size, eod):
+    tokens = MockReader(200, vocab_size, eod, seed=1, split="train").windows(np.arange(200))
+    assert set(np.unique(tokens)) == set(range(vocab_size))
+    assert (np.flatnonzero(tokens[:, :-1].ravel() == eod) % 100 == 99).all()  # only at the end of each 100 tokens

@@ -231,6 +231,18 @@ def test_killed_half_way_leaves_the_old_output_and_a_second_run_repairs(tmp_path
     assert not list(tmp_path.glob("*.part")) and IndexedDataset(str(tmp_path / "x_text_document")).contains(1000)
 
 
+def test_a_killed_worker_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(tool, "read_records", lambda chunk: os._exit(9))  # as the kernel does when memory runs out
+    with pytest.raises(ValueError, match="a worker process was killed, .* give fewer --workers"):
+        run("--input", lines(tmp_path / "a.jsonl", integers(10)), "--output-prefix", tmp_path / "x", "--workers", 2)
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_the_tool_starts_without_torch(tmp_path):
+    code = f"import runpy, sys; runpy.run_path({str(TOOL)!r}); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
 def test_memory_is_bounded(tmp_path):
     """48 MB of text through chunks of 4 MiB: the peak stays far below what holding the tokens and texts would take."""
     line = json.dumps({"text": " ".join(map(str, range(100, 1100)))}) + "\n"
