@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from xxhash import xxh3_128_digest, xxh3_128_hexdigest
+from xxhash import xxh3_128, xxh3_128_hexdigest
 
 CHUNK = 1 << 20  # bytes of shard data under one digest
 ALIGN = 4096  # tensor data starts at a multiple of this
@@ -213,8 +213,12 @@ def table_digest(raw: bytes) -> str:
     return xxh3_128_hexdigest(raw)
 
 
-def chunk_digest(data: Any) -> bytes:
-    return xxh3_128_digest(data)
+def chunk_digest(*parts: Any) -> bytes:
+    """Digest of a chunk given as buffers that follow one another."""
+    hasher = xxh3_128()
+    for part in parts:
+        hasher.update(part)
+    return hasher.digest()
 
 
 # ---- boxes ------------------------------------------------------------------------------------------------------------

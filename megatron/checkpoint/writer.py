@@ -13,8 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -32,14 +31,17 @@ if TYPE_CHECKING:
 
 FOLDER_MODE, FILE_MODE = 0o750, 0o640  # the umask may take more away
 PIECE = 16 << 20  # bytes copied at a time from tensors that lie on a device or are strided
+BUFFERS = 1024  # most buffers that one writev takes
 
 
-def save_checkpoint(root: str | Path, iteration: int, tensors: Iterable[tuple[Box, Tensor]], state: dict[str, Any]) -> Path:
+def save_checkpoint(
+    root: str | Path, iteration: int, tensors: Iterable[tuple[Box, Tensor]], state: dict[str, Any], say: Callable[[str], None] = print
+) -> Path:
     """Write iteration `iteration` under `root` as one shard and return its folder.
 
     `tensors`: (box, local tensor) pairs whose boxes cover each logical tensor exactly once; `state`: JSON.
-    An iteration that exists already is never overwritten: when it is whole and bit-equal to this one it is kept and returned,
-    when it is whole and differs CheckpointError is raised, when it is damaged it is moved aside and replaced.
+    An iteration that exists already is never overwritten: when it is whole and bit-equal to this one it is kept and returned, when it
+    is whole and differs CheckpointError is raised, when it is damaged or foreign it is moved aside, and `say` is told.
     Raises CheckpointError when anything prevents the save; older checkpoints are untouched by that.
     """
     root, pairs, attempt = Path(root), list(tensors), secrets.token_hex(8)
@@ -51,7 +53,7 @@ def save_checkpoint(root: str | Path, iteration: int, tensors: Iterable[tuple[Bo
         lock = _hold(temporary)
         try:
             shards = [write_shard(temporary, 0, 1, iteration, pairs)]
-            return commit(root, temporary, iteration, attempt, shards, state)
+            return commit(root, temporary, iteration, attempt, shards, state, say)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # gone already when the commit succeeded
             os.close(lock)
@@ -63,9 +65,9 @@ def write_shard(folder: Path, index: int, shards: int, iteration: int, pairs: li
     shapes = json.dumps({box.name: list(box.shape) for box, _ in pairs}, separators=(",", ":"))
     metadata = {"iteration": str(iteration), "shard": str(index), "shards": str(shards), "shapes": shapes}
     header = m.encode_header([(m.box_key(box.name, box.offset), tensor.dtype, tuple(box.extent)) for box, tensor in pairs], metadata)
-    with _new_file(folder / m.shard_file(index)) as file, ThreadPoolExecutor(1) as digester:
-        _write_all(file, header)
-        stream = _ChunkStream(file, digester)
+    with _new_file(folder / m.shard_file(index)) as file:
+        _write_all(file, [memoryview(header)])
+        stream = _ChunkStream(file)
         for box, tensor in pairs:
             for piece in _host_pieces(box.view(tensor.detach())):
                 stream.append(memoryview(piece.reshape(-1).view(torch.uint8).numpy()))
@@ -73,18 +75,21 @@ def write_shard(folder: Path, index: int, shards: int, iteration: int, pairs: li
         size = len(header) + stream.size
     table = m.DigestTable(m.CHUNK, len(header), size, m.chunk_digest(header), tuple(stream.digests)).encode()
     with _new_file(folder / m.table_file(index)) as file:
-        _write_all(file, table)
+        _write_all(file, [memoryview(table)])
     return {"file": m.shard_file(index), "bytes": size, "table_digest": m.table_digest(table)}
 
 
-def commit(root: Path, temporary: Path, iteration: int, attempt: str, shards: list[dict[str, Any]], state: dict[str, Any]) -> Path:
+def commit(
+    root: Path, temporary: Path, iteration: int, attempt: str, shards: list[dict[str, Any]], state: dict[str, Any],
+    say: Callable[[str], None],
+) -> Path:
     """Add the manifest to `temporary`, whose shards are durable, and make it the checkpoint of `iteration`; return its folder."""
     content = {
         "format": m.FORMAT, "version": m.VERSION, "iteration": iteration, "attempt": attempt,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "shards": shards, "state": state,
     }
     with _new_file(temporary / m.MANIFEST) as file:
-        _write_all(file, m.encode_manifest(content))
+        _write_all(file, [memoryview(m.encode_manifest(content))])
     _sync_folder(temporary)
     target = root / m.iteration_folder(iteration)
     try:
@@ -92,77 +97,70 @@ def commit(root: Path, temporary: Path, iteration: int, attempt: str, shards: li
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        if _holds_the_same(target, shards, state):
+        fault = _fault_of(target, shards, state)
+        if fault is None:
             return target
-        trash = root / f".trash-iter-{iteration}-{attempt}"
-        os.rename(target, trash)
+        aside = root / f"{target.name}.damaged-{attempt}"
+        os.rename(target, aside)
         os.rename(temporary, target)
-        shutil.rmtree(trash, ignore_errors=True)
+        say(f"{fault}. It was moved to {aside.name}, and a new checkpoint of iteration {iteration} is in its place")
     _sync_folder(root)
     _write_tracker(root, iteration, attempt)
     return target
 
 
-def _holds_the_same(target: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> bool:
-    """True: the existing checkpoint equals what was to be saved. False: it is damaged. Raises CheckpointError: it is whole and differs."""
+def _fault_of(target: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> str | None:
+    """What is damaged in an existing checkpoint; None when it is whole and equals what was to be saved.
+
+    Raises CheckpointError when it is whole and differs.
+    """
     try:
         with Checkpoint(target) as old:
             old.verify()
-            differing = [] if old.manifest["shards"] == shards else ["tensors"]
-            new = json.loads(json.dumps(state))
-            differing += [key for key in sorted({*new, *old.state}) if key not in new or key not in old.state or new[key] != old.state[key]]
-    except CheckpointError:
-        return False
+    except CheckpointError as error:
+        return str(error)
+    theirs, ours = ({key: json.dumps(value) for key, value in each.items()} for each in (old.state, json.loads(json.dumps(state))))
+    differing = [] if old.manifest["shards"] == shards else ["tensors"]
+    differing += [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
     if differing:
         raise CheckpointError(
             f"{target} exists already, is whole, and differs from this run in: {', '.join(differing)}. It was kept and nothing was saved. "
             "It comes from another run or from an earlier pass over this iteration: give another --save folder, or move it away."
         )
-    return True
+    return None
 
 
 def _write_tracker(root: Path, iteration: int, attempt: str) -> None:
     temporary = root / f".tmp-iter-{iteration}-{attempt}.txt"
     with suppress(OSError):  # only a hint: without it the save has succeeded all the same
         with _new_file(temporary) as file:
-            _write_all(file, f"{iteration}\n".encode())
+            _write_all(file, [memoryview(f"{iteration}\n".encode())])
         os.rename(temporary, root / m.TRACKER)
         _sync_folder(root)
 
 
 class _ChunkStream:
-    """Cuts a stream of bytes into chunks of m.CHUNK; a second thread digests each while it is written."""
+    """Cuts a stream of buffers into chunks of m.CHUNK, each digested and written at once: the digest's read leaves it in the cache."""
 
-    def __init__(self, file: int, digester: Executor) -> None:
-        self.file, self.digester, self.digests, self.size = file, digester, [], 0
-        self.buffer, self.fill = memoryview(bytearray(m.CHUNK)), 0
+    def __init__(self, file: int) -> None:
+        self.file, self.digests, self.size = file, [], 0
+        self.parts: list[memoryview] = []  # of the chunk that is not full yet
+        self.room = m.CHUNK
 
     def append(self, data: memoryview) -> None:
         while len(data):
-            if self.fill == 0 and len(data) >= m.CHUNK:
-                whole = min(len(data), PIECE) // m.CHUNK * m.CHUNK
-                self._emit(data[:whole])
-                data = data[whole:]
-                continue
-            take = min(m.CHUNK - self.fill, len(data))
-            self.buffer[self.fill : self.fill + take] = data[:take]
-            self.fill += take
-            data = data[take:]
-            if self.fill == m.CHUNK:
+            part, data = data[: self.room], data[self.room :]
+            self.parts.append(part)
+            self.room -= len(part)
+            if self.room == 0:
                 self.finish()
 
     def finish(self) -> None:
-        if self.fill:
-            self._emit(self.buffer[: self.fill])
-            self.fill = 0
-
-    def _emit(self, data: memoryview) -> None:
-        """Write whole chunks, or the last one."""
-        chunks = [data[at : at + m.CHUNK] for at in range(0, len(data), m.CHUNK)]
-        digests = self.digester.map(m.chunk_digest, chunks)
-        _write_all(self.file, data)
-        self.digests.extend(digests)
-        self.size += len(data)
+        """Write the chunk as far as it has come."""
+        if self.parts:
+            self.digests.append(m.chunk_digest(*self.parts))
+            self.size += _write_all(self.file, self.parts)
+            self.parts, self.room = [], m.CHUNK
 
 
 def _host_pieces(view: Tensor) -> Iterator[Tensor]:
@@ -193,10 +191,16 @@ def _new_file(path: Path) -> Iterator[int]:
         os.close(file)
 
 
-def _write_all(file: int, data: bytes | memoryview) -> None:
-    written = os.write(file, data)
-    while written < len(data):  # a short write: the next one goes on or raises what is wrong
-        written += os.write(file, data[written:])
+def _write_all(file: int, buffers: list[memoryview]) -> int:
+    """Write them one after the other; returns their bytes. A short write is gone on with, or raises what is wrong."""
+    total, left = sum(map(len, buffers)), [data for data in buffers if len(data)]
+    while left:
+        written = os.writev(file, left[:BUFFERS])
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if left:
+            left[0] = left[0][written:]
+    return total
 
 
 def _sync_folder(path: Path) -> None:

@@ -15,7 +15,7 @@ from kill_writer import WRITERS, campaign, check, contents, verdict
 from megatron.checkpoint.reader import find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 
-CALLS = ("open", "write", "fsync", "rename", "mkdir", "close")
+CALLS = ("open", "writev", "fsync", "rename", "mkdir", "close")
 
 
 @pytest.fixture(autouse=True)
@@ -172,8 +172,8 @@ class Disk:
         a.now = {name: child for name, child in a.now.items() if name != old}
         b.now = b.now | {new: node}
 
-    def on_write(self, count, file, data):
-        self.files[file].now += bytes(data[:count])
+    def on_writev(self, count, file, buffers):
+        self.files[file].now += b"".join(buffers)[:count]
 
     def on_fsync(self, _, file):
         self.files[file].durable = self.files[file].now

@@ -54,7 +54,7 @@ def save_in_shards(root: Path, iteration: int, shards: list[list[tuple[Box, Tens
     folder = root / f".tmp-iter-{iteration}-{attempt}"
     folder.mkdir()
     records = [writer.write_shard(folder, i, len(shards), iteration, part) for i, part in enumerate(shards)]
-    return writer.commit(root, folder, iteration, attempt, records, state)
+    return writer.commit(root, folder, iteration, attempt, records, state, print)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import random
 import resource
 import subprocess
 
@@ -55,24 +56,37 @@ def test_a_whole_checkpoint_is_never_replaced_by_a_different_one(root, tensors, 
     assert listing(root) == WHOLE
 
 
+def test_a_state_with_nan_equals_itself(root):
+    state = STATE | {"best": float("nan"), "list": [1, (2, 3)]}
+    for _ in range(2):
+        save_checkpoint(root, 2, pairs(example(2)), state, say=pytest.fail)
+
+
 @pytest.mark.parametrize("name", ["MANIFEST.json", "shard-00000.digests", "shard-00000.safetensors"])
-def test_a_damaged_checkpoint_is_replaced(root, name):
+def test_a_damaged_checkpoint_is_moved_aside_and_said(root, name):
     file = root / "iter_0000001" / name
     raw = bytearray(file.read_bytes())
     raw[-2] ^= 4
     file.write_bytes(raw)
-    save_checkpoint(root, 1, pairs(example(5)), STATE)
+    said: list[str] = []
+    save_checkpoint(root, 1, pairs(example(5)), STATE, say=said.append)
     loads(find_checkpoint(root), example(5))
-    assert listing(root) == WHOLE
+    (aside,) = set(listing(root)) - set(WHOLE)
+    assert len(said) == 1 and f"{name}: " in said[0] and f"moved to {aside}" in said[0]
+    assert (root / aside / name).read_bytes() == raw
+    save_checkpoint(root, 2, pairs(example(2)), STATE)  # and no save removes it
+    assert aside in listing(root)
 
 
-def test_a_folder_with_foreign_content_is_replaced_only_by_its_name(root):
-    (root / "iter_0000002").mkdir()  # Megatron-LM's layout, or a hand-made folder
-    (root / "iter_0000002" / "mp_rank_00").mkdir()
+def test_a_foreign_folder_is_moved_aside_not_deleted(root):
+    (root / "iter_0000002" / "mp_rank_00").mkdir(parents=True)  # Megatron-LM's layout has the same names
     with pytest.raises(CheckpointError, match=r"MANIFEST.json: No such file.*--ckpt-step 1\."):
         find_checkpoint(root)
-    save_checkpoint(root, 2, pairs(example(2)), STATE)
+    said: list[str] = []
+    save_checkpoint(root, 2, pairs(example(2)), STATE, say=said.append)
     loads(find_checkpoint(root), example(2))
+    (aside,) = root.glob("iter_0000002.damaged-*")
+    assert (aside / "mp_rank_00").is_dir() and aside.name in said[0]
 
 
 # ---- leftovers of attempts ---------------------------------------------------------------------------------------------
@@ -169,7 +183,7 @@ def test_file_size_limit(root):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("call", ["open", "write", "fsync", "rename"])
+@pytest.mark.parametrize("call", ["open", "writev", "fsync", "rename"])
 def test_any_failing_system_call_leaves_the_older_checkpoint(root, monkeypatch, call):
     """Each call of a save fails in turn with an I/O error: one CheckpointError, or the save was complete before it (the tracker)."""
     real, failed = getattr(os, call), 0
@@ -199,10 +213,20 @@ def test_any_failing_system_call_leaves_the_older_checkpoint(root, monkeypatch, 
             loads(path, example(at))
             if count < at:  # no such call any more
                 break
-    assert failed >= {"open": 4, "write": 3, "fsync": 4, "rename": 1}[call]
+    assert failed >= {"open": 4, "writev": 3, "fsync": 4, "rename": 1}[call]
 
 
 def test_short_writes_are_completed(root, monkeypatch):
-    real = os.write
-    monkeypatch.setattr(writer.os, "write", lambda file, data: real(file, data[: max(1, len(data) // 3)]))
+    real, rng = os.write, random.Random(4)
+
+    def short(file, buffers):
+        joined = b"".join(buffers)
+        return real(file, joined[: rng.randint(1, len(joined))])
+
+    monkeypatch.setattr(writer.os, "writev", short)
     loads(save_checkpoint(root, 2, pairs(example(2)), STATE), example(2))
+
+
+def test_more_buffers_than_one_call_takes(root):
+    tensors = {f"t{i}": torch.full((1,), float(i)) for i in range(3000)}
+    loads(save_checkpoint(root, 2, pairs(tensors), STATE), tensors)
