@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from megatron.config.groups import Config
+from megatron.model.arithmetic import samples_after
 
 
 @dataclass(frozen=True)
@@ -31,21 +32,21 @@ class Schedule:
 
     @classmethod
     def of(cls, config: Config) -> Schedule:
-        """Read a resolved configuration; iterations count as global-batch-size samples each."""
+        """Read a resolved configuration; lengths in iterations are turned into samples through the batch-size ramp-up."""
         opt, training = config.optimizer, config.training
-
-        def samples(iters: float | None, in_samples: float | None) -> float | None:
-            return iters * training.global_batch_size if iters is not None else in_samples
-
-        run = samples(training.train_iters, training.train_samples)
-        decay = samples(opt.lr_decay_iters, opt.lr_decay_samples) or run
-        warmup = samples(opt.lr_warmup_iters or None, opt.lr_warmup_samples)
+        if training.train_iters is not None:
+            run, decay = (samples_after(iters, config) for iters in (training.train_iters, opt.lr_decay_iters or training.train_iters))
+            warmup = samples_after(opt.lr_warmup_iters, config)
+            wsd_decay = decay - samples_after((opt.lr_decay_iters or 0) - (opt.lr_wsd_decay_iters or 0), config)
+        else:
+            run, decay = training.train_samples, opt.lr_decay_samples
+            warmup, wsd_decay = opt.lr_warmup_samples, opt.lr_wsd_decay_samples or 0
         if opt.lr_warmup_fraction is not None:
             warmup = opt.lr_warmup_fraction * decay
         constant = opt.weight_decay_incr_style == "constant"
         return cls(
             max_lr=opt.lr, min_lr=opt.min_lr, init_lr=opt.lr_warmup_init, warmup=warmup, decay=decay, style=opt.lr_decay_style,
-            wsd_style=opt.lr_wsd_decay_style, wsd_decay=samples(opt.lr_wsd_decay_iters, opt.lr_wsd_decay_samples) or 0,
+            wsd_style=opt.lr_wsd_decay_style, wsd_decay=wsd_decay,
             start_weight_decay=opt.weight_decay if constant else opt.start_weight_decay,
             end_weight_decay=opt.weight_decay if constant else opt.end_weight_decay,
             weight_decay_style=opt.weight_decay_incr_style, weight_decay_length=run,

@@ -133,7 +133,7 @@ def pretrain(config: Config, notes: list[str], *, dry_run: bool = False) -> int:
     """Carry out one run; the exit code of the process. Raises ValueError (with the fix) for everything a user can mend."""
     world_size = config.distributed.world_size or 1
     device = torch.device("cpu") if dry_run else choose_device()
-    tokenizer = build_tokenizer(config.data)
+    tokenizer = build_tokenizer(resolve(config, world_size, None).config.data)  # faults of flags come before those of files
     resolved = resolve(config, world_size, tokenizer.vocab_size)
     config, notes = resolved.config, [*notes, *resolved.notes]
     dtype = compute_dtype(config.precision)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron.config.groups import Config, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.model.arithmetic import global_batch_size_at
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import ALIGNMENT, build_blocks
 from megatron.optimizer.clip import PIECE, clip_coefficient, sum_of_squares
@@ -218,6 +219,18 @@ def test_other_shapes():
         assert s.learning_rate(4 * 80) == 1.5e-4
         assert s.learning_rate(4 * 90) == pytest.approx(1e-5 + 1.4e-4 * share)
         assert s.learning_rate(4 * 100) == pytest.approx(1e-5)
+
+
+def test_iterations_count_through_the_ramp_up():
+    """With --rampup-batch-size the decay of --lr-decay-iters still ends at that iteration, not where full batches would have."""
+    training = TrainingConfig(global_batch_size=8, train_iters=10, rampup_batch_size=(2, 2, 12))
+    config = Config(training=training, optimizer=OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style="cosine", lr_decay_iters=10, lr_warmup_iters=2))
+    s = Schedule.of(config)
+    consumed = [0]
+    for _ in range(10):
+        consumed.append(consumed[-1] + global_batch_size_at(consumed[-1], config))
+    assert consumed[:4] == [0, 2, 4, 8] and s.warmup == 4 and s.decay == consumed[10] == 14 + 8 * 6
+    assert s.learning_rate(consumed[2]) == 1.0 and s.learning_rate(consumed[9]) > 0.1 and s.learning_rate(consumed[10]) == pytest.approx(0.1)
 
 
 def test_weight_decay_growth():
