@@ -76,7 +76,7 @@ def test_kernels_and_libraries_import_side_by_side(tmp_path: Path):
     (tmp_path / "kernels/__init__.py").write_text("theirs = True\n")
     (tmp_path / "megatron/core").mkdir(parents=True)
     (tmp_path / "megatron/core/__init__.py").write_text("")
-    code = "import kernels, megatron.kernels.philox as ours, megatron.config; print(kernels.theirs, ours.__file__, megatron.config.__file__)"
+    code = "import kernels, importlib.util as u; print(kernels.theirs, *(u.find_spec(n).origin for n in ('megatron.kernels.philox', 'megatron.config')))"
     for path in ([tmp_path, ROOT], [ROOT, tmp_path]):
         shown = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(map(str, path))}, cwd=tmp_path, capture_output=True, text=True)
         assert shown.returncode == 0, shown.stderr
