@@ -30,7 +30,11 @@ def attention_mask(q_positions: Tensor, k_positions: Tensor, document_starts: Te
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """torch's fused attention on [b, n, s, d]; mask None means causal."""
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    dtype = q.dtype
+    if not q.is_cuda:  # the backward pass of torch's CPU kernel takes three times as long in bf16
+        q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.to(dtype)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None, dropout: Dropout | None,

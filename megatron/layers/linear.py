@@ -25,10 +25,14 @@ def linear_weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor) -> None:
     if main_grad.dtype == dy.dtype:
         main_grad.addmm_(dy.t(), x)  # the product is added by the GEMM itself
         return
-    out_dtype = {"out_dtype": main_grad.dtype} if dy.is_cuda else {}  # only CUDA has a bf16 x bf16 -> fp32 product
-    step = max(1, SCRATCH_BYTES // (x.shape[1] * main_grad.element_size()))
-    for row in range(0, main_grad.shape[0], step):
-        main_grad[row : row + step].add_(torch.mm(dy[:, row : row + step].t(), x, **out_dtype))
+    if dy.is_cuda:
+        step = max(1, SCRATCH_BYTES // (x.shape[1] * main_grad.element_size()))
+        for row in range(0, main_grad.shape[0], step):
+            main_grad[row : row + step].add_(torch.mm(dy[:, row : row + step].t(), x, out_dtype=main_grad.dtype))
+        return
+    step = max(1, SCRATCH_BYTES // (main_grad.element_size() * max(x.shape[1], dy.shape[1])))  # no bf16 x bf16 -> fp32 product here
+    for token in range(0, x.shape[0], step):
+        main_grad.addmm_(dy[token : token + step].t().to(main_grad.dtype), x[token : token + step].to(main_grad.dtype))
 
 
 def bias_grad(dy: Tensor, main_grad: Tensor) -> None:

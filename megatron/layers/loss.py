@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 # Logits widened and exponentiated at once, in bytes: a CPU core's cache; a GPU wants few launches.
-CHUNK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
+CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 256 << 20}
 
 
 def _chunks(logits: Tensor):
@@ -41,7 +41,7 @@ class _CrossEntropy(torch.autograd.Function):
         for rows in _chunks(logits):
             part = logits[rows, : ctx.vocab_size]
             z = _wide_logits(part, ctx.softcap)
-            dz = (z - lse[rows, None]).exp_().mul_((dloss + dlse)[rows, None])
+            dz = (z.sub_(lse[rows, None]) if ctx.softcap is None else z - lse[rows, None]).exp_().mul_((dloss + dlse)[rows, None])
             dz.scatter_add_(-1, labels[rows, None], -dloss[rows, None])
             if ctx.softcap is not None:
                 dz.mul_(1 - (z / ctx.softcap).square_())

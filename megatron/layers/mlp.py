@@ -10,6 +10,8 @@ from megatron.config.groups import ModelConfig
 from megatron.layers.linear import Linear
 
 GATED = ("swiglu", "geglu")
+_ATEN = torch.ops.aten  # whose forms with `out` write into a half of the fused tensor
+_GATES = {"swiglu": (_ATEN.silu.out, _ATEN.silu_backward.grad_input), "geglu": (_ATEN.gelu.out, _ATEN.gelu_backward.grad_input)}
 
 
 class _Gated(torch.autograd.Function):
@@ -20,17 +22,18 @@ class _Gated(torch.autograd.Function):
         ctx.save_for_backward(fused)
         ctx.activation = activation
         gate, up = fused.chunk(2, dim=-1)
-        return (F.silu(gate) if activation == "swiglu" else F.gelu(gate)).mul_(up)
+        value, _ = _GATES[activation]
+        return value(gate, out=gate.new_empty(gate.shape)).mul_(up)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         (fused,) = ctx.saved_tensors
         gate, up = fused.chunk(2, dim=-1)
-        swiglu = ctx.activation == "swiglu"
+        value, gradient = _GATES[ctx.activation]
         dfused = torch.empty_like(fused)
         dgate, dup = dfused.chunk(2, dim=-1)
-        torch.mul(F.silu(gate) if swiglu else F.gelu(gate), dy, out=dup)
-        dgate.copy_((torch.ops.aten.silu_backward if swiglu else torch.ops.aten.gelu_backward)(dy * up, gate))
+        gradient(torch.mul(dy, up, out=dgate), gate, grad_input=dgate)
+        value(gate, out=dup).mul_(dy)
         return dfused, None
 
 

@@ -43,33 +43,36 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
 
 
 def rotary_table(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rotary:
-    """cos and sin [s, b, 1, r / 2] for positions [s, b]; angles in float64, rounded once to fp32 (fp64 for float64)."""
+    """(cos, cos) and (-sin, sin) over the two halves [s, b, 1, r], from positions [s, b].
+
+    Angles in float64, rounded once to fp32 (fp64 for float64).
+    """
     frequency, scale = inverse_frequencies(config)
     angle = positions.unsqueeze(-1).unsqueeze(-1).double() * frequency.to(positions.device)
     wide = torch.promote_types(dtype, torch.float32)
-    return (angle.cos() * scale).to(wide), (angle.sin() * scale).to(wide)
+    cos, sin = (angle.cos() * scale).to(wide), (angle.sin() * scale).to(wide)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = cos.shape[-1]
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    first, second = x[..., :half], x[..., half : 2 * half]
-    y[..., :half] = first * cos - second * sin
-    y[..., half : 2 * half] = second * cos + first * sin
-    y[..., 2 * half :] = x[..., 2 * half :]
-    return y
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """x * cos + (x with its halves swapped) * sin: three passes over whole rows; direction -1 turns back."""
+    width = cos.shape[-1]
+    turning, rest = x[..., :width], x[..., width:]
+    swapped = torch.cat((turning[..., width // 2 :], turning[..., : width // 2]), dim=-1)
+    y = (turning * cos).addcmul_(swapped, sin, value=direction).to(x.dtype)
+    return torch.cat((y, rest), dim=-1) if rest.shape[-1] else y
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
+        return _rotate(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         cos, sin = ctx.saved_tensors
-        return _rotate(dy, cos, -sin), None, None  # the transpose of a rotation turns the other way
+        return _rotate(dy, cos, sin, -1), None, None  # the transpose of a rotation turns the other way
 
 
 def apply_rotary(x: Tensor, rotary: Rotary | None) -> Tensor:

@@ -90,7 +90,7 @@ def test_weight_gradients_make_no_dense_temporary(dtype, monkeypatch):
         linear_weight_grad(dy, x, grad)
     assert largest.bytes <= 1 << 14 < grad.nbytes
     expected = dy.flatten(0, 1).double().T @ x.flatten(0, 1).double()
-    assert (grad - expected).norm() / expected.norm() < (2**-8 if dtype == torch.bfloat16 else 1e-6)
+    assert (grad - expected).norm() / expected.norm() < 1e-6  # bf16 factors too: their product is formed and added in fp32
     ids, grad = torch.tensor([[3, 3], [1, 0], [3, 2], [0, 9]]), torch.zeros(3000, 256)
     with Largest() as largest:
         embedding_weight_grad(x, ids, grad)
@@ -263,7 +263,7 @@ def test_rotary_gradient_and_percent():
     config = dataclasses.replace(ROPE, rotary_percent=0.5)
     x = randn(3, 1, 2, 8, grad=True)
     table = rotary_table(config, torch.tensor([[0], [1], [2]]), torch.float64)
-    assert table[0].shape[-1] == 2
+    assert table[0].shape[-1] == 4
     assert torch.equal(apply_rotary(x, table)[..., 4:], x[..., 4:])
     assert torch.autograd.gradcheck(lambda z: apply_rotary(z, table), (x,))
 
