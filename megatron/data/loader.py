@@ -258,8 +258,6 @@ def split_range(shares: list[Fraction], split: str, sequences: int) -> tuple[int
 def _split_paths(data: DataConfig, split: str) -> tuple[list[tuple[float | None, str]], str | None]:
     """The (weight, prefix) list of one split and the --split to cut it by (None: the whole files)."""
     own = getattr(data, f"{split}_data_path")
-    if data.data_path and any(getattr(data, f"{name}_data_path") for name in SPLITS):
-        raise DataError("--data-path with --split, or --train-data-path, --valid-data-path and --test-data-path: not both")
     if data.data_path:
         return parse_paths(data.data_path, "--data-path"), data.split or DEFAULT_SPLIT
     return (parse_paths(own, f"--{split}-data-path"), None) if own else ([], None)
@@ -325,8 +323,8 @@ def build_data(config: Config, tokenizer: Any, ledger: dict[str, Any] | None = N
             )
         notes += changes
     for split in ("valid", "test"):
-        if config.data.valid_data_path and split == "valid" and len(held_out[split]) > 1:
-            notes.append("valid: each source is evaluated by itself, so weights among --valid-data-path do not act")
+        if len(held_out[split]) > 1 and any(weight is not None for weight, _ in _split_paths(config.data, split)[0]):
+            notes.append(f"{split}: each source is evaluated by itself, so their weights do not act")
         notes += [
             f"{split}: {stream.dataset.prefix}: {stream.num_tokens:,} tokens, {stream.samples:,} samples" for stream in held_out[split]
         ]
@@ -371,8 +369,6 @@ def _mock_data(config: Config, tokenizer: Any, evaluate: bool) -> Data:
         reader = MockReader(config.data.seq_length, tokenizer.vocab_size, tokenizer.eod, seed, name)
         return Source(name, reader, eod=tokenizer.eod, **_flags(config))
 
-    if any(_split_paths(config.data, split)[0] for split in SPLITS):
-        raise DataError("--mock-data computes its tokens: drop the data paths, or drop --mock-data")
     if tokenizer.vocab_size < 2:
         raise DataError(f"--mock-data needs a vocabulary of at least 2, got {tokenizer.vocab_size}")
     held_out = [{name: source(name, EVALUATION_SEED)} if evaluate else {} for name in ("validation", "test")]

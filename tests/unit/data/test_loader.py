@@ -111,6 +111,9 @@ def test_sources_of_validation_are_separate_and_named(tmp_path):
     assert list(build(config(data_path=("0.3", a, "0.7", b), split="80,10,10")).valid) == ["web", "code"]
     data = build(config(train_data_path=(train,), valid_data_path=(a, b), test_data_path=(a,)))
     assert list(data.valid) == ["web", "code"] and list(data.test) == ["test"]
+    assert not any("weights do not act" in note for note in data.notes)
+    weighted = build(config(train_data_path=(train,), valid_data_path=("1", a, "2", b)))
+    assert list(weighted.valid) == ["web", "code"] and any("weights do not act" in note for note in weighted.notes)
     assert list(build(config(train_data_path=(train,), valid_data_path=(a, c))).valid) == [a, c]
     assert list(build(config(train_data_path=(train,), valid_data_path=(b,))).valid) == ["validation"]
     ids = set(data.valid["code"].batch(0, 30).tokens.ravel().tolist())
@@ -211,14 +214,11 @@ def test_a_split_without_documents_is_an_error_and_without_share_is_not(tmp_path
         build(config())
 
 
-def test_contradicting_flags(tmp_path):
-    prefix = make(tmp_path / "x", 42)
-    with pytest.raises(DataError, match="not both"):
-        build(config(data_path=(prefix,), train_data_path=(prefix,)))
-    with pytest.raises(DataError, match="drop --mock-data"):
-        build(config(data_path=(prefix,), mock_data=True))
-    with pytest.raises(DataError, match="given twice"):
-        build(config(train_data_path=("1", prefix, "2", prefix), eval_iters=0))
+def test_the_same_content_twice_is_refused(tmp_path):
+    prefix, copy = make(tmp_path / "x", 42), make(tmp_path / "copy", 42)
+    for paths in (("1", prefix, "2", prefix), (prefix, copy)):
+        with pytest.raises(DataError, match="given twice"):
+            build(config(train_data_path=paths, eval_iters=0))
 
 
 def test_another_tokenizer_is_noted_and_bytes_per_token_known(tmp_path):
