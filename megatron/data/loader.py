@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -240,7 +241,7 @@ def parse_paths(values: tuple[str, ...], flag: str) -> list[tuple[float | None, 
 def parse_split(text: str) -> list[Fraction]:
     """`969,30,1` -> the shares of train, valid and test, exactly. Raises DataError."""
     try:
-        parts = [Fraction(part.strip()) for part in text.replace("/", ",").split(",")]
+        parts = [Fraction(part) for part in re.split(r"[,/ ]+", text.strip())]
     except (ValueError, ZeroDivisionError):
         parts = []
     if not 1 <= len(parts) <= 3 or min(parts) < 0 or sum(parts) == 0:
