@@ -8,7 +8,7 @@ unfinished="$venv/unfinished-installation"  # present while pip writes; found la
 export PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 fail() {
-    printf '\n%s\n' "$@" >&2
+    printf '%s\n' '' "$@" >&2
     exit 1
 }
 
@@ -34,6 +34,11 @@ gpu_torch() {
     "$1" -c 'import torch; v = torch.__version__; assert tuple(map(int, v.split(".")[:2])) >= (2, 11) and torch.cuda.is_available(); print(v)' 2>/dev/null
 }
 
+# torch_folder PYTHON: prints the folder that holds its torch.
+torch_folder() {
+    "$1" -c 'import importlib.util, pathlib; print(pathlib.Path(importlib.util.find_spec("torch").origin).parents[1])'
+}
+
 # find_python: prints the interpreter to build .venv from: one with a torch that sees a GPU, else the first suitable one.
 find_python() {
     local candidate first=
@@ -50,7 +55,7 @@ find_python() {
 
 # install_pins PYTHON [TORCH]: pip install of the pins, with its progress; TORCH is a version to keep instead of the pinned one.
 install_pins() {
-    local log="$venv/pip.log" wanted="$venv/wanted.txt" total collected start=$SECONDS state pid status=0
+    local log="$venv/pip.log" wanted="$venv/wanted.txt" total collected installed start=$SECONDS state pid status=0
     sed "s/^torch==.*/torch==${2:-$(sed -n 's/^torch==//p' "$pins")}/" "$pins" >"$wanted"
     total=$(grep -c '==' "$wanted")
     "$1" -m pip install --only-binary :all: --no-compile --progress-bar off -r "$wanted" >"$log" 2>&1 </dev/null &
@@ -60,7 +65,8 @@ install_pins() {
         collected=$(grep -cE '^(Collecting|Requirement already satisfied)' "$log")
         state="found $((collected < total ? collected : total)) of $total packages"
         if grep -q '^Installing collected' "$log"; then
-            state="installed $(ls -d "$venv"/lib/python3*/site-packages/*.dist-info 2>/dev/null | wc -l) of $total packages"
+            installed=$(ls -d "$venv"/lib/python3*/site-packages/*.dist-info 2>/dev/null | wc -l)
+            state="installed $((installed < total ? installed : total)) of $total packages"
         fi
         if [ -t 1 ]; then
             printf '\r  %s, %d s ' "$state" $((SECONDS - start))
@@ -92,8 +98,11 @@ make_environment() {
             "Install one (apt install python3.11 python3.11-venv, conda create -n py311 python=3.11, module load python) and run this again."
         kept=$(gpu_torch "$base" || true)
         echo "Making .venv from $("$base" -c 'import sys; print(sys.executable, sys.version.split()[0])')${kept:+, keeping its torch $kept}"
-        "$base" -m venv --clear ${kept:+--system-site-packages} "$venv" || fail "python -m venv failed." \
+        "$base" -m venv --clear "$venv" || fail "python -m venv failed." \
             "On Debian and Ubuntu its package is separate: apt install python3-venv. Then run this again."
+        if [ -n "$kept" ]; then
+            torch_folder "$base" >"$(echo "$venv"/lib/python3*/site-packages)/borrowed.pth"  # seen behind the environment's own packages
+        fi
     else
         kept=$(gpu_torch "$venv/bin/python" || true)
         echo "Bringing .venv to the pinned versions${kept:+, keeping its torch $kept}"
