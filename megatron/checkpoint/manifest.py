@@ -213,12 +213,13 @@ def table_digest(raw: bytes) -> str:
     return xxh3_128_hexdigest(raw)
 
 
-def chunk_digest(*parts: Any) -> bytes:
-    """Digest of a chunk given as buffers that follow one another."""
-    hasher = xxh3_128()
-    for part in parts:
-        hasher.update(part)
-    return hasher.digest()
+def chunk_digest(data: Any) -> bytes:
+    return xxh3_128(data).digest()
+
+
+def chunk_hasher() -> Any:
+    """The same of a chunk given in parts: update(part), digest(), reset()."""
+    return xxh3_128()
 
 
 # ---- boxes ------------------------------------------------------------------------------------------------------------

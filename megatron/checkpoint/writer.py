@@ -140,12 +140,16 @@ def _write_tracker(root: Path, iteration: int, attempt: str) -> None:
 
 
 class _ChunkStream:
-    """Cuts a stream of buffers into chunks of m.CHUNK, each digested and written at once: the digest's read leaves it in the cache."""
+    """Writes a stream of buffers, without copying them, and digests every m.CHUNK bytes of it.
+
+    Half a chunk at a time is written, then digested: the write has left it in the cache.
+    """
 
     def __init__(self, file: int) -> None:
         self.file, self.digests, self.size = file, [], 0
-        self.parts: list[memoryview] = []  # of the chunk that is not full yet
-        self.room = m.CHUNK
+        self.parts: list[memoryview] = []  # of the half chunk that is not full yet
+        self.room = self.half = m.CHUNK // 2
+        self.hasher = m.chunk_hasher()
 
     def append(self, data: memoryview) -> None:
         while len(data):
@@ -153,14 +157,23 @@ class _ChunkStream:
             self.parts.append(part)
             self.room -= len(part)
             if self.room == 0:
-                self.finish()
+                self._write()
+
+    def _write(self) -> None:
+        self.size += _write_all(self.file, self.parts)
+        for part in self.parts:
+            self.hasher.update(part)
+        self.parts, self.room = [], self.half
+        if self.size % m.CHUNK == 0:
+            self.digests.append(self.hasher.digest())
+            self.hasher.reset()
 
     def finish(self) -> None:
-        """Write the chunk as far as it has come."""
+        """Write what has come since the last full half."""
         if self.parts:
-            self.digests.append(m.chunk_digest(*self.parts))
-            self.size += _write_all(self.file, self.parts)
-            self.parts, self.room = [], m.CHUNK
+            self._write()
+        if self.size % m.CHUNK:
+            self.digests.append(self.hasher.digest())
 
 
 def _host_pieces(view: Tensor) -> Iterator[Tensor]:
