@@ -1,0 +1,43 @@
+"""Choosing the device prepares the CPU's allocator."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron.dist.setup import choose_device, keep_freed_memory
+
+FAULTS = """
+import resource, sys, torch
+from megatron.dist.setup import keep_freed_memory
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.full((12 << 20,), 1.0)  # 48 MiB, freed at once
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(mode: str) -> int:
+    return int(subprocess.run([sys.executable, "-c", FAULTS, mode], capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
+def test_freed_memory_is_used_again_without_page_faults():
+    pages = (48 << 20) // resource.getpagesize()
+    assert faults("keep") < pages / 100 < faults("as it is")
+
+
+def test_the_device_is_the_gpu_when_there_is_one():
+    assert choose_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_a_c_library_without_mallopt_is_left_alone(monkeypatch):
+    monkeypatch.setattr("ctypes.CDLL", lambda _: object())
+    assert keep_freed_memory() is False
