@@ -1,0 +1,214 @@
+"""One-process CPU training throughput against Hugging Face Trainer, litgpt and a plain PyTorch loop, as ratios of interleaved runs.
+
+    python tools/benchmark_training.py --setup DIR                                   # the peers' environments, pinned, once
+    python tools/benchmark_training.py --peers DIR --pairs 7 --out docs/results/training_cpu.json
+
+Every run is a whole process that trains the same 8.9M-parameter Llama-style GPT (peers: benchmark_peers/) and is timed from the end of its
+last warm-up step to the end of its last step; ours is `pretrain_gpt.py` itself, timed by the stamps of its console lines. A round runs ours
+and each peer once, in turning order. A ratio is our tokens per second by the peer's in the same round; it passes by tools/ratio_rule.py.
+A pair counts when other processes used less than --quiet cores during both of its runs; the JSON keeps every run, counted or not.
+torch.compile is off everywhere, AdamW is torch's fused kernel, gradients are clipped to 1, master weights and moments are fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+
+import ratio_rule
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = Path(__file__).resolve().parent / "benchmark_peers"
+sys.path.insert(0, str(SCRIPTS))
+
+from common import Work
+
+TORCH = "torch==2.13.0"
+ENVIRONMENTS = {  # torch is installed first, by its pin, so that no requirement replaces it
+    "hf": ["transformers==5.23.0", "accelerate==1.15.0"],
+    "litgpt": ["litgpt==0.5.9", "numpy<2"],
+}
+PEERS = {  # name: (script, environment; None is this interpreter's)
+    "plain loop": ("plain_loop.py", None),
+    "Hugging Face Trainer": ("hf_trainer.py", "hf"),
+    "litgpt": ("litgpt_pretrain.py", "litgpt"),
+}
+SETTINGS = {
+    "fp32": Work(),
+    "bf16": Work(precision="bf16"),
+    "fp32, 4 micro-batches": Work(accumulation=4, steps=20, warmup=5),
+    "bf16, 4 micro-batches": Work(accumulation=4, steps=20, warmup=5, precision="bf16"),
+    "fp32, dropout 0.1": Work(dropout=0.1),
+    "bf16, dropout 0.1": Work(dropout=0.1, precision="bf16"),
+}
+GOAL = 1.0
+STAMP = re.compile(r"^ \[([^]]+)\] iteration +(\d+)/", re.MULTILINE)
+
+
+def setup(folder: Path) -> None:
+    """Make the peers' virtual environments."""
+    for name, packages in ENVIRONMENTS.items():
+        print(f"{folder / name}: {TORCH} {' '.join(packages)}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder / name)], check=True)
+        pip = [str(folder / name / "bin" / "python"), "-m", "pip", "install", "-q"]
+        subprocess.run([*pip, TORCH, *(package for package in packages if package.startswith("numpy"))], check=True)
+        subprocess.run([*pip, TORCH, *packages], check=True)
+
+
+def our_command(work: Work) -> list[str]:
+    """`pretrain_gpt.py` on the same work: rotary, RMSNorm, SwiGLU, untied head, no biases; one console line every `warmup` steps."""
+    assert work.steps % work.warmup == 0
+    flags = f"""--num-layers {work.layers} --hidden-size {work.hidden} --ffn-hidden-size {work.ffn} --num-attention-heads {work.heads}
+        --seq-length {work.seq} --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+        --untie-embeddings-and-output-weights --hidden-dropout {work.dropout} --attention-dropout 0 --mock-data
+        --tokenizer-type NullTokenizer --vocab-size {work.vocab - 1} --micro-batch-size {work.micro_batch} --global-batch-size {work.micro_batch * work.accumulation}
+        --train-iters {work.steps} --lr {work.lr} --lr-decay-style cosine --lr-warmup-iters {work.lr_warmup} --clip-grad 1 --adam-beta2 0.95
+        --weight-decay 0.1 --eval-iters 0 --log-interval {work.warmup}"""
+    return [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags.split(), *(["--bf16"] if work.precision == "bf16" else [])]
+
+
+def our_answer(output: str, work: Work) -> dict:
+    """Throughput between the console lines of the last warm-up step and of the last step."""
+    stamps = {int(iteration): datetime.fromisoformat(stamp) for stamp, iteration in STAMP.findall(output)}
+    seconds = (stamps[work.steps] - stamps[work.warmup]).total_seconds()
+    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", output)]
+    return {"tokens_per_second": (work.steps - work.warmup) * work.step_tokens / seconds, "losses": losses}
+
+
+def busy_seconds() -> float:
+    """CPU seconds that all processes of the machine have used, time stolen by its host included."""
+    user, nice, system, _, _, interrupts, soft, steal = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
+    return (user + nice + system + interrupts + soft + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_until_quiet(quiet: float, patience: float = 120.0) -> None:
+    """Return when other processes use less than `quiet` cores for two seconds, or after `patience` seconds."""
+    start = time.monotonic()
+    while time.monotonic() - start < patience:
+        busy = busy_seconds()
+        time.sleep(2)
+        if (busy_seconds() - busy) / 2 < quiet:
+            return
+
+
+def run(who: str, work: Work, peers: Path) -> dict:
+    """One process from start to end: its answer and how busy the machine was with other work. Raises RuntimeError when it fails."""
+    if who == "ours":
+        command = our_command(work)
+    else:
+        script, environment = PEERS[who]
+        python = sys.executable if environment is None else str(peers / environment / "bin" / "python")
+        command = [python, str(SCRIPTS / script), *work.arguments()]
+    environ = {**os.environ, "OMP_NUM_THREADS": str(work.threads), "TOKENIZERS_PARALLELISM": "false"}
+    load, busy, start = os.getloadavg()[0], busy_seconds(), time.perf_counter()
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environ, cwd=tempfile.gettempdir())
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        wall, others = time.perf_counter() - start, busy_seconds() - busy - usage.ru_utime - usage.ru_stime
+        out.seek(0)
+        output = out.read()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)}\nended with {process.returncode}:\n{output[-3000:]}")
+    answer = our_answer(output, work) if who == "ours" else json.loads(output.split("\nRESULT ")[1].split("\n")[0])
+    return {**answer, "wall_seconds": round(wall, 2), "load_before": load, "others_cores": round(max(0.0, others / wall), 3)}
+
+
+def measure(name: str, work: Work, names: list[str], args: argparse.Namespace, runs: list[dict]) -> None:
+    """Rounds of one setting until every peer has enough counted pairs, at most three times as many; appends to runs."""
+    names = [peer for peer in names if work.dropout == 0 or peer == "plain loop"]  # the others have none in these places
+    for index in range(3 * args.pairs):
+        order = ["ours", *names]
+        order = order[index % len(order) :] + order[: index % len(order)]
+        for who in order:
+            wait_until_quiet(args.quiet)
+            runs.append({"setting": name, "round": index, "who": who, **run(who, work, args.peers)})
+            speed, others = runs[-1]["tokens_per_second"], runs[-1]["others_cores"]
+            print(f"{name}, round {index}, {who}: {speed:.0f} tokens/s; others used {others} cores", flush=True)
+        if all(len(pairs(runs, name, peer, args.quiet)) >= args.pairs for peer in names):
+            return
+
+
+def pairs(runs: list[dict], setting: str, peer: str, quiet: float) -> list[tuple[float, float]]:
+    """(our tokens/s, the peer's) of every round in which both runs had the machine to themselves."""
+    fine = {(r["round"], r["who"]): r["tokens_per_second"] for r in runs if r["setting"] == setting and r["others_cores"] < quiet}
+    return [(speed, fine[index, peer]) for (index, who), speed in fine.items() if who == "ours" and (index, peer) in fine]
+
+
+def summary(runs: list[dict], quiet: float) -> list[dict]:
+    """One row for each setting and peer."""
+    rows = []
+    for setting, peer in dict.fromkeys((r["setting"], r["who"]) for r in runs if r["who"] != "ours"):
+        counted = pairs(runs, setting, peer, quiet)
+        if counted:
+            ours, theirs = zip(*counted)
+            row = {"setting": setting, "peer": peer, "ours": statistics.median(ours), "theirs": statistics.median(theirs)}
+            rows.append(row | asdict(ratio_rule.verdict([a / b for a, b in counted], GOAL)))
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    """The rows as Markdown."""
+    lines = ["| setting | peer | ours, tokens/s | peer's | ratio (95% interval) | pairs | verdict |", "|---|---|---|---|---|---|---|"]
+    for row in rows:
+        interval = f"{row['median']:.3f} ({row['low']:.3f}-{row['high']:.3f})"
+        verdict = "reached" if row["passed"] else "lost" if row["pairs"] >= ratio_rule.PAIRS else "too few quiet pairs"
+        speeds = f"{row['ours']:.0f} | {row['theirs']:.0f}"
+        lines.append(f"| {row['setting']} | {row['peer']} | {speeds} | {interval} | {row['pairs']} | {verdict} |")
+    return "\n".join(lines)
+
+
+def machine() -> dict:
+    """What the figures depend on."""
+    import torch
+
+    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    vectors = [name for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16") if torch.cpu.get_capabilities().get(name)]
+    return {
+        "cpu": model[1] if model else platform.processor(), "cores": os.cpu_count(), "vectors": vectors,
+        "torch": torch.__version__, "python": platform.python_version(), "commit": commit, "packages": ENVIRONMENTS,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setup", type=Path, metavar="DIR", help="make the peers' environments in DIR")
+    parser.add_argument("--peers", type=lambda path: Path(path).resolve(), metavar="DIR", help="where they are: measure")
+    parser.add_argument("--pairs", type=int, default=ratio_rule.PAIRS)
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--against", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quiet", type=float, default=0.2, help="cores that others may use on average during a counted run")
+    parser.add_argument("--out", type=Path, help="JSON of every run")
+    args = parser.parse_args()
+    if args.setup:
+        setup(args.setup)
+    if not args.peers:
+        return
+    started, runs = datetime.now().isoformat(timespec="seconds"), []
+    for name in args.settings:
+        work = replace(SETTINGS[name], threads=args.threads)
+        measure(name, work, args.against, args, runs)
+        rows = summary(runs, args.quiet)
+        if args.out:  # after every setting: an interrupted measurement keeps what it has
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            document = {"started": started, "quiet": args.quiet, "machine": machine(), "rows": rows, "runs": runs,
+                        "settings": {name: asdict(replace(SETTINGS[name], threads=args.threads)) for name in args.settings}}
+            args.out.write_text(json.dumps(document, indent=1) + "\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
