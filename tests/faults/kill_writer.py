@@ -90,14 +90,15 @@ WRITERS: dict[str, Callable] = {"real": writer.save_checkpoint, "in-place": in_p
 
 
 def run_writer(save: Callable, root: Path, first: int, acknowledge: int) -> None:
-    """The victim: saves one iteration after the other and acknowledges each save that has returned."""
+    """The victim: says that it begins, saves one iteration after the other and acknowledges each save that has returned."""
+    os.write(acknowledge, b"begin\n")
     for iteration in range(first, first + 1000):
         save(root, iteration, *contents(iteration))
         os.write(acknowledge, f"{iteration}\n".encode())
 
 
 def kill_once(save: Callable, root: Path, first: int, delay: float) -> int:
-    """Fork a victim, kill it after `delay` seconds; return the newest iteration that it acknowledged, or first - 1."""
+    """Fork a victim, kill it `delay` seconds after it began; return the newest iteration that it acknowledged, or first - 1."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -107,6 +108,7 @@ def kill_once(save: Callable, root: Path, first: int, delay: float) -> int:
         finally:
             os._exit(1)
     os.close(write_end)
+    assert os.read(read_end, 6) == b"begin\n"
     time.sleep(delay)
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
