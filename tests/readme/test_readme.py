@@ -49,13 +49,13 @@ def test_every_command_runs(clone: Path, environment: dict[str, str]):
 
 def quickstart_did_its_work(shown: str, clone: Path) -> None:
     """Two processes trained, the second from the first one's checkpoint; text, page and verdict came out."""
-    assert len(re.findall(r"loaded checkpoint \S+iter_0000150 at iteration 150", shown)) == 1, shown[-4000:]
-    assert re.search(r"iteration +150/ +300 ", shown) and re.search(r"iteration +300/ +300 ", shown)
+    assert len(re.findall(r"loaded checkpoint \S+iter_0000300 at iteration 300", shown)) == 1, shown[-4000:]
+    assert re.search(r"iteration +300/ +600 ", shown) and re.search(r"iteration +600/ +600 ", shown)
     assert re.search(r"validation loss.*expected.*got", shown), shown[-2000:]
     assert re.search(r"ROMEO\.\n.*\w{3}", shown)
     page = (clone / "quickstart/report.html").read_text()
     assert page.count("<svg") >= 4
-    assert (clone / "quickstart/run/metrics.jsonl").exists() and (clone / "quickstart/run/iter_0000300").is_dir()
+    assert (clone / "quickstart/run/metrics.jsonl").exists() and (clone / "quickstart/run/iter_0000600").is_dir()
 
 
 def test_paths_exist_and_every_room_is_on_the_map():
