@@ -1,8 +1,9 @@
-"""The one place that chooses the device."""
+"""The one place that chooses the device and knows launchers."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 
 import torch
 
@@ -15,6 +16,11 @@ def choose_device() -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
     keep_freed_memory()
     return torch.device("cpu")
+
+
+def launched_processes() -> int:
+    """Processes that the launcher started for this job: torchrun sets WORLD_SIZE, srun SLURM_STEP_NUM_TASKS for its tasks; 1 without either."""
+    return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
 
 
 def keep_freed_memory() -> bool:

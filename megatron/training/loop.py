@@ -61,7 +61,7 @@ class Run:
     tracker: Tracker
     exits: ExitConditions
     progress: Progress
-    save: Callable[[Run], None]
+    save: Callable[[Run], bool]
     peak_tflops: float | None
     timers: Timers = field(default_factory=Timers)
 
@@ -206,9 +206,9 @@ def _progress_line(what: str, quiet_seconds: float = 5.0) -> Callable[[int, int]
 
 
 def train(run: Run) -> Exit:
-    """Train until the run ends or an exit condition holds; a checkpoint is written before returning (with --save)."""
+    """Train until the run ends or an exit condition holds; a checkpoint is written before returning (with --save), or the exit code is 1."""
     config, progress, every = run.config, run.progress, run.config.evaluation.eval_interval
-    interval, pending = Interval(time.perf_counter()), None
+    interval, pending, saved = Interval(time.perf_counter()), None, True
     while not finished(config, progress):
         batch_size = global_batch_size_at(progress.consumed_samples, config)
         if run.scaler.dynamic:  # this backward's scale depends on the last step's verdict
@@ -243,8 +243,8 @@ def train(run: Run) -> Exit:
             exit_now = exit_now or run.exits.check(iteration)
         if must_save or exit_now or last:
             with run.timers("save-checkpoint"):
-                run.save(run)
+                saved = run.save(run)
         interval.outside += time.perf_counter() - paused
         if exit_now and (progress.evaluation_due or not last):
-            return exit_now
-    return Exit(COMPLETE, 0)
+            return exit_now if saved else Exit(f"{exit_now.reason}, but the last save failed", 1)
+    return Exit(COMPLETE, 0 if saved else 1)

@@ -14,7 +14,7 @@ from megatron.config.groups import Config, PrecisionConfig
 from megatron.config.validate import resolve
 from megatron.data.loader import Data, build_data
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.dist.setup import choose_device
+from megatron.dist.setup import choose_device, launched_processes
 from megatron.layers.attention import choose_attention
 from megatron.model.arithmetic import flops_per_iteration, padded_vocab_size, parameter_count, peak_tflops
 from megatron.model.block import BlockWrapper, PlainBlocks
@@ -69,20 +69,29 @@ def load(checkpoint: Checkpoint, run: Run) -> None:
     run.optimizer.publish_weights()
     if run.config.checkpoint.finetune or not run.config.checkpoint.load_optim or run.config.evaluation.skip_train:
         return
+    missing = [name for name in run.optimizer.states if not any(held.startswith(f"optimizer.{name}.") for held in checkpoint.names)]
+    if missing:
+        raise CheckpointError(f"{checkpoint.path}: holds no optimizer state {' and '.join(missing)} (--no-save-optim, or another --optimizer); "
+                              "give --no-load-optim to start with fresh state")
     for box, buffer in run.optimizer.state_boxes():
         checkpoint.read(box, buffer)
     run.optimizer.steps.fill_(checkpoint.state["optimizer_steps"])
     run.scaler.load(checkpoint.state["scaler"])
 
 
-def save(run: Run) -> None:
-    """Write a checkpoint of the run as it stands, when --save is given."""
+def save(run: Run) -> bool:
+    """Write a checkpoint of the run as it stands, when --save is given; whether that went well. A failed save is said, and stops nothing."""
     folder = run.config.checkpoint.save
     if folder is None:
-        return
+        return True
     boxes = [*run.optimizer.weight_boxes(), *(run.optimizer.state_boxes() if run.config.checkpoint.save_optim else ())]
-    path = save_checkpoint(folder, run.progress.iteration, boxes, run_state(run))
+    try:
+        path = save_checkpoint(folder, run.progress.iteration, boxes, run_state(run))
+    except (CheckpointError, OSError) as error:
+        print(f"warning: iteration {run.progress.iteration} was NOT saved; older checkpoints are untouched. {error}", flush=True)
+        return False
     print(f" saved checkpoint {path}", flush=True)
+    return True
 
 
 def _device_name(device: torch.device) -> str:
@@ -131,7 +140,7 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
 
 def pretrain(config: Config, notes: list[str], *, dry_run: bool = False) -> int:
     """Carry out one run; the exit code of the process. Raises ValueError (with the fix) for everything a user can mend."""
-    world_size = config.distributed.world_size or 1
+    world_size = config.distributed.world_size or launched_processes()
     device = torch.device("cpu") if dry_run else choose_device()
     tokenizer = build_tokenizer(resolve(config, world_size, None).config.data)  # faults of flags come before those of files
     resolved = resolve(config, world_size, tokenizer.vocab_size)
@@ -144,6 +153,8 @@ def pretrain(config: Config, notes: list[str], *, dry_run: bool = False) -> int:
     if checkpoint is not None:
         refuse_foreign(checkpoint, config, tokenizer.vocab_size, tokenizer.fingerprint)
         if not config.checkpoint.finetune:
+            if "schedule" not in checkpoint.state:
+                raise CheckpointError(f"{checkpoint.path}: holds weights alone (converted from another format), no run to go on with; give --finetune")
             fields = Progress.__dataclass_fields__
             progress = Progress(**{name: checkpoint.state[name] for name in fields})
             schedule = resumed_schedule(schedule, checkpoint.state["schedule"], config)

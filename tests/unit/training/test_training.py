@@ -10,7 +10,7 @@ import torch
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.model.block import HeadBlock
 from megatron.observe.tracking import read_metrics
-from megatron.training import loop
+from megatron.training import loop, pretrain
 from pretrain_gpt import main
 
 TINY = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --global-batch-size 4 --train-iters 12
@@ -227,6 +227,42 @@ def test_missing_checkpoint_is_refused(tmp_path, capsys):
         message = capsys.readouterr().err
         assert f"--load {folder}" in message and words in message
     assert main([*TINY, "--load", str(tmp_path), "--save", str(tmp_path), "--exit-on-missing-checkpoint"]) == 2
+
+
+def test_a_failed_save_does_not_stop_training(tmp_path, capsys, monkeypatch):
+    """A full disk at iteration 4: the run goes on, saves later, and says so; when the last save fails the exit code is 1."""
+    save_checkpoint = pretrain.save_checkpoint
+
+    def full_at(*iterations):
+        def save(root, iteration, *rest):
+            if iteration in iterations:
+                raise OSError(28, "No space left on device")
+            return save_checkpoint(root, iteration, *rest)
+
+        monkeypatch.setattr(pretrain, "save_checkpoint", save)
+
+    full_at(4)
+    assert len(run(tmp_path / "a", "--save-interval", 4)) == 12
+    shown = capsys.readouterr().out
+    assert "iteration 4 was NOT saved" in shown and "No space left" in shown and find_checkpoint(tmp_path / "a").name == "iter_0000012"
+    full_at(12)
+    run(tmp_path / "b", "--save-interval", 4, code=1)
+    assert find_checkpoint(tmp_path / "b").name == "iter_0000008"
+    full_at(5)
+    run(tmp_path / "c", "--exit-interval", 5, code=1)
+
+
+def test_optimizer_state_that_is_not_there(tmp_path, capsys):
+    run(tmp_path, "--exit-interval", 4, "--no-save-optim")
+    run(tmp_path, code=2)
+    assert "--no-load-optim" in capsys.readouterr().err
+    assert len(run(tmp_path, "--no-load-optim")) == 12
+
+
+def test_several_processes_are_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([*TINY, "--save", str(tmp_path)]) == 2
+    assert "2 processes: data parallelism is not built yet" in capsys.readouterr().err
 
 
 def test_dry_run_trains_nothing(tmp_path, capsys):
