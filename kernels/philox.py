@@ -20,8 +20,9 @@ MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
-# Counters computed at once: the working set of a chunk stays in a core's cache; a GPU wants few launches instead.
-CHUNK = {"cpu": 1 << 14, "cuda": 1 << 22}
+# Counters computed at once: on a CPU for each thread (torch gives a thread no less), whose part of the working set stays in its core's
+# cache; a GPU wants few launches instead.
+CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}
 
 Key = tuple[int, int]
 
@@ -38,10 +39,11 @@ def philox4x32(counter: Sequence[Tensor], key: Key) -> tuple[Tensor, Tensor, Ten
     k0, k1 = key
     for _ in range(ROUNDS):  # in place: the chunk's few buffers stay in cache
         p0, p1 = c0.mul_(MULTIPLIERS[0]), c2.mul_(MULTIPLIERS[1])
-        high0, high1 = (p0 >> 32).bitwise_and_(MASK), (p1 >> 32).bitwise_and_(MASK)
-        c0, c1, c2, c3 = high1.bitwise_xor_(c1).bitwise_xor_(k0), p1.bitwise_and_(MASK), high0.bitwise_xor_(c3).bitwise_xor_(k1), p0.bitwise_and_(MASK)
+        high0, high1 = p0 >> 32, p1 >> 32  # c1 and c3 keep their upper halves: the masks take them off a round later
+        c0, c2 = high1.bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(MASK), high0.bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(MASK)
+        c1, c3 = p1, p0
         k0, k1 = (k0 + KEY_STEPS[0]) & MASK, (k1 + KEY_STEPS[1]) & MASK
-    return c0, c1, c2, c3
+    return c0, c1.bitwise_and_(MASK), c2, c3.bitwise_and_(MASK)
 
 
 def fill(out: Tensor, key: Key, rows: Sequence[Tensor], first_column: int, transform: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> None:
@@ -55,7 +57,8 @@ def fill(out: Tensor, key: Key, rows: Sequence[Tensor], first_column: int, trans
     blocks = torch.arange(first_block, last_block, device=out.device).unsqueeze(0)
     zeros = [torch.zeros_like(blocks)] * (3 - len(rows))
     skip = first_column - 4 * first_block
-    step = max(1, CHUNK[out.device.type] // (last_block - first_block))
+    chunk = CHUNK[out.device.type] * (1 if out.is_cuda else torch.get_num_threads())
+    step = max(1, chunk // (last_block - first_block))
     for start in range(0, row_count, step):
         stop = min(start + step, row_count)
         words = [word[start:stop, None] for word in rows]
