@@ -240,6 +240,15 @@ def _json_number(value: float) -> float | str:
     return value if math.isfinite(value) else json.dumps(value)
 
 
+def metrics_path(path: str | Path) -> Path:
+    """The metrics file of a run folder, or `path` itself when it is a file. ValueError when there is none."""
+    path = Path(path)
+    found = path / "metrics.jsonl" if path.is_dir() else path
+    if not found.is_file():
+        raise ValueError(f"{found}: no such file; give a folder that was --save of a run, or the file of its --metrics-file")
+    return found
+
+
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
     """One row an iteration, in order, of a metrics.jsonl file (or of the run folder that holds it).
 
@@ -247,10 +256,7 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     dropped. Of several rows of one iteration each value is the last one logged. A line torn by a kill is skipped; ValueError for a missing
     file and for one in which no line is a row.
     """
-    path = Path(path)
-    path = path / "metrics.jsonl" if path.is_dir() else path
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; give a folder that was --save of a run, or the file of its --metrics-file")
+    path = metrics_path(path)
     lines = [line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
     rows: dict[int, dict[str, float]] = {}
     good = 0
