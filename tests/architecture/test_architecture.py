@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -81,3 +82,9 @@ def test_kernels_and_libraries_import_side_by_side(tmp_path: Path):
         shown = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(map(str, path))}, cwd=tmp_path, capture_output=True, text=True)
         assert shown.returncode == 0, shown.stderr
         assert shown.stdout.split() == ["True", str(ROOT / "kernels/philox.py"), str(ROOT / "megatron/config/__init__.py")]
+
+
+def test_the_minutes_of_all_folders_fit_a_ci_run():
+    minutes = json.loads((ROOT / "tests/minutes.json").read_text())
+    assert sum(minutes.values()) - minutes["gpu"] <= 39, "CI ends a run after 40 minutes"
+    assert not [folder for folder in minutes if not (ROOT / "tests" / folder).is_dir()]
