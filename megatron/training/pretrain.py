@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import platform
+import sys
+import tempfile
+from pathlib import Path
 
 import torch
 
@@ -29,7 +32,7 @@ from megatron.optimizer.update import choose_adam
 from megatron.parallel.recompute import Recompute
 from megatron.plan import memory
 from megatron.training.exit import ExitConditions
-from megatron.training.loop import COMPLETE, Progress, Run, evaluate_all, train
+from megatron.training.loop import COMPLETE, NonFiniteError, Progress, Run, evaluate_all, train
 from megatron.training.resume import refuse_foreign, resumed_schedule, run_state
 
 
@@ -92,6 +95,20 @@ def save(run: Run) -> bool:
         return False
     print(f" saved checkpoint {path}", flush=True)
     return True
+
+
+def prepare_save_folder(config: Config) -> None:
+    """Make --save and write into it once: an unwritable disk is found before training, not at the first checkpoint. Raises CheckpointError."""
+    if config.checkpoint.save is None:
+        return
+    try:
+        Path(config.checkpoint.save).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=config.checkpoint.save) as file:
+            file.write(b"x")
+            file.flush()
+    except OSError as error:
+        raise CheckpointError(f"--save {config.checkpoint.save}: cannot be written to: {error.strerror}; make it writable and free space on its disk, "
+                              "or choose another folder") from error
 
 
 def _device_name(device: torch.device) -> str:
@@ -165,6 +182,7 @@ def pretrain(config: Config, notes: list[str], *, dry_run: bool = False) -> int:
         print(banner(sections) + "\ndry run: everything is in order; nothing was trained", flush=True)
         return 0
 
+    prepare_save_folder(config)
     model = GPTModel(config.model, vocab_size=tokenizer.vocab_size, padded_vocab=padded_vocab, dtype=dtype, seed=config.training.seed)
     optimizer = Optimizer(build_blocks(model, device), config)
     exits = ExitConditions(config.training)
@@ -195,7 +213,11 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
         run.progress.evaluation_due = evaluate_all(run, "validation") is None
     code = 0
     if not run.config.evaluation.skip_train:
-        ended = train(run)
+        try:
+            ended = train(run)
+        except NonFiniteError as error:
+            print(error, file=sys.stderr, flush=True)
+            return 1
         code = ended.code
         print(f" {ended.reason}: exiting at iteration {run.progress.iteration}", flush=True)
         if ended.reason != COMPLETE:

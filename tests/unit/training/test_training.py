@@ -168,11 +168,10 @@ def poison(monkeypatch, sample, value=math.nan):
     monkeypatch.setattr(HeadBlock, "forward", forward)
 
 
-def test_nan_stops_and_names_the_samples(tmp_path, monkeypatch):
+def test_nan_stops_and_names_the_samples(tmp_path, monkeypatch, capsys):
     poison(monkeypatch, 11)
-    with pytest.raises(loop.NonFiniteError) as error:
-        run(tmp_path, "--train-iters", 6)
-    text = str(error.value)
+    run(tmp_path, "--train-iters", 6, code=1)
+    text = capsys.readouterr().err
     assert "iteration 3:" in text and "micro-batch 1: loss, samples 10..11" in text and "--nan-policy skip" in text and "micro-batch 0" not in text
 
 
@@ -257,6 +256,23 @@ def test_optimizer_state_that_is_not_there(tmp_path, capsys):
     run(tmp_path, code=2)
     assert "--no-load-optim" in capsys.readouterr().err
     assert len(run(tmp_path, "--no-load-optim")) == 12
+
+
+def test_an_unwritable_folder_is_found_before_training(tmp_path, capsys):
+    assert main([*TINY, "--save", "/proc/x"]) == 2
+    shown = capsys.readouterr()
+    assert "--save /proc/x: cannot be written to" in shown.err and "iteration" not in shown.out
+
+
+def test_only_our_messages_lose_their_traceback(tmp_path, capsys, monkeypatch):
+    (tmp_path / "tokenizer.model").write_text("hello")
+    flags = [*TINY, "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tmp_path / "tokenizer.model")]
+    flags = [word for word in flags if word not in ("--vocab-size", "49")]
+    assert main(flags) == 2
+    assert "not a SentencePiece model" in capsys.readouterr().err
+    monkeypatch.setattr(pretrain, "choose_device", lambda: int("x"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        main(TINY)
 
 
 def test_several_processes_are_refused(tmp_path, capsys, monkeypatch):
