@@ -7,6 +7,7 @@ Every run is a whole process that trains the same 8.9M-parameter Llama-style GPT
 last warm-up step to the end of its last step; ours is `pretrain_gpt.py` itself, timed by the stamps of its console lines. A round runs ours
 and each peer once, in turning order. A ratio is our tokens per second by the peer's in the same round; it passes by tools/ratio_rule.py.
 A pair counts when other processes used less than --quiet cores during both of its runs; the JSON keeps every run, counted or not.
+On a machine that never is quiet, --cpu-time compares tokens per CPU second on one thread instead: less than the whole truth, but steady.
 torch.compile is off everywhere, AdamW is torch's fused kernel, gradients are clipped to 1, master weights and moments are fp32.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import re
@@ -22,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -47,13 +49,13 @@ PEERS = {  # name: (script, environment; None is this interpreter's)
 SETTINGS = {
     "fp32": Work(),
     "bf16": Work(precision="bf16"),
-    "fp32, 4 micro-batches": Work(accumulation=4, steps=20, warmup=5),
-    "bf16, 4 micro-batches": Work(accumulation=4, steps=20, warmup=5, precision="bf16"),
+    "fp32, 4 micro-batches": Work(accumulation=4, steps=15, warmup=5),
+    "bf16, 4 micro-batches": Work(accumulation=4, steps=15, warmup=5, precision="bf16"),
     "fp32, dropout 0.1": Work(dropout=0.1),
     "bf16, dropout 0.1": Work(dropout=0.1, precision="bf16"),
 }
 GOAL = 1.0
-STAMP = re.compile(r"^ \[([^]]+)\] iteration +(\d+)/", re.MULTILINE)
+STAMP = re.compile(r" \[([^]]+)\] iteration +(\d+)/")
 
 
 def setup(folder: Path) -> None:
@@ -72,18 +74,29 @@ def our_command(work: Work) -> list[str]:
     flags = f"""--num-layers {work.layers} --hidden-size {work.hidden} --ffn-hidden-size {work.ffn} --num-attention-heads {work.heads}
         --seq-length {work.seq} --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
         --untie-embeddings-and-output-weights --hidden-dropout {work.dropout} --attention-dropout 0 --mock-data
-        --tokenizer-type NullTokenizer --vocab-size {work.vocab - 1} --micro-batch-size {work.micro_batch} --global-batch-size {work.micro_batch * work.accumulation}
-        --train-iters {work.steps} --lr {work.lr} --lr-decay-style cosine --lr-warmup-iters {work.lr_warmup} --clip-grad 1 --adam-beta2 0.95
+        --tokenizer-type NullTokenizer --vocab-size {work.vocab - 1} --micro-batch-size {work.micro_batch}
+        --global-batch-size {work.micro_batch * work.accumulation} --train-iters {work.steps} --lr {work.lr} --lr-decay-style cosine --lr-warmup-iters {work.lr_warmup} --clip-grad 1 --adam-beta2 0.95
         --weight-decay 0.1 --eval-iters 0 --log-interval {work.warmup}"""
-    return [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags.split(), *(["--bf16"] if work.precision == "bf16" else [])]
+    precision = ["--bf16"] if work.precision == "bf16" else []
+    return [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags.split(), *precision]
 
 
-def our_answer(output: str, work: Work) -> dict:
-    """Throughput between the console lines of the last warm-up step and of the last step."""
-    stamps = {int(iteration): datetime.fromisoformat(stamp) for stamp, iteration in STAMP.findall(output)}
-    seconds = (stamps[work.steps] - stamps[work.warmup]).total_seconds()
-    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", output)]
-    return {"tokens_per_second": (work.steps - work.warmup) * work.step_tokens / seconds, "losses": losses}
+def our_answer(lines: list[tuple[str, float]], work: Work) -> dict:
+    """Throughput between the console lines of the last warm-up step and of the last step; each line with the CPU seconds used by then."""
+    stamps, losses = {}, []
+    for line, cpu in lines:
+        if match := STAMP.match(line):
+            stamps[int(match[2])] = datetime.fromisoformat(match[1]), cpu
+            losses.append(float(line.split("lm loss:")[1].split()[0]))
+    (start, cpu_start), (end, cpu_end) = stamps[work.warmup], stamps[work.steps]
+    elapsed, cpu = (end - start).total_seconds(), cpu_end - cpu_start
+    return {"tokens_per_second": work.timed_tokens / elapsed, "tokens_per_cpu_second": work.timed_tokens / cpu, "losses": losses}
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds that a process has used so far."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def busy_seconds() -> float:
@@ -112,55 +125,63 @@ def run(who: str, work: Work, peers: Path) -> dict:
         command = [python, str(SCRIPTS / script), *work.arguments()]
     environ = {**os.environ, "OMP_NUM_THREADS": str(work.threads), "TOKENIZERS_PARALLELISM": "false"}
     load, busy, start = os.getloadavg()[0], busy_seconds(), time.perf_counter()
-    with tempfile.TemporaryFile("w+") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environ, cwd=tempfile.gettempdir())
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        wall, others = time.perf_counter() - start, busy_seconds() - busy - usage.ru_utime - usage.ru_stime
-        out.seek(0)
-        output = out.read()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, cwd=tempfile.gettempdir())
+    lines = [(line, cpu_seconds(process.pid)) for line in process.stdout]
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    wall, others = time.perf_counter() - start, busy_seconds() - busy - usage.ru_utime - usage.ru_stime
     if process.returncode:
-        raise RuntimeError(f"{' '.join(command)}\nended with {process.returncode}:\n{output[-3000:]}")
-    answer = our_answer(output, work) if who == "ours" else json.loads(output.split("\nRESULT ")[1].split("\n")[0])
+        raise RuntimeError(f"{' '.join(command)}\nended with {process.returncode}:\n{''.join(line for line, _ in lines[-40:])}")
+    if who == "ours":
+        answer = our_answer(lines, work)
+    else:
+        answer = next(json.loads(line.removeprefix("RESULT ")) for line, _ in lines if line.startswith("RESULT "))
     return {**answer, "wall_seconds": round(wall, 2), "load_before": load, "others_cores": round(max(0.0, others / wall), 3)}
 
 
-def measure(name: str, work: Work, names: list[str], args: argparse.Namespace, runs: list[dict]) -> None:
+@dataclass(frozen=True)
+class Rule:
+    """What is compared, and which runs count."""
+
+    pairs: int
+    quiet: float  # cores that others may use on average during a counted run
+    speed: str  # tokens_per_second or tokens_per_cpu_second
+
+    def counted(self, runs: list[dict], setting: str, peer: str) -> list[tuple[float, float]]:
+        """(our speed, the peer's) in every round in which both runs had the machine to themselves."""
+        fine = {(r["round"], r["who"]): r[self.speed] for r in runs if r["setting"] == setting and r["others_cores"] < self.quiet}
+        return [(speed, fine[index, peer]) for (index, who), speed in fine.items() if who == "ours" and (index, peer) in fine]
+
+
+def measure(name: str, work: Work, peers: list[str], folder: Path, rule: Rule, runs: list[dict]) -> None:
     """Rounds of one setting until every peer has enough counted pairs, at most three times as many; appends to runs."""
-    names = [peer for peer in names if work.dropout == 0 or peer == "plain loop"]  # the others have none in these places
-    for index in range(3 * args.pairs):
-        order = ["ours", *names]
-        order = order[index % len(order) :] + order[: index % len(order)]
-        for who in order:
-            wait_until_quiet(args.quiet)
-            runs.append({"setting": name, "round": index, "who": who, **run(who, work, args.peers)})
-            speed, others = runs[-1]["tokens_per_second"], runs[-1]["others_cores"]
-            print(f"{name}, round {index}, {who}: {speed:.0f} tokens/s; others used {others} cores", flush=True)
-        if all(len(pairs(runs, name, peer, args.quiet)) >= args.pairs for peer in names):
+    peers = [peer for peer in peers if work.dropout == 0 or peer == "plain loop"]  # the others have none in these places
+    for index in range(3 * rule.pairs):
+        order = ["ours", *peers]
+        turn = index % len(order)
+        for who in order[turn:] + order[:turn]:
+            wait_until_quiet(rule.quiet)
+            runs.append({"setting": name, "round": index, "who": who, **run(who, work, folder)})
+            speed, others = runs[-1][rule.speed], runs[-1]["others_cores"]
+            print(f"{name}, round {index}, {who}: {speed:.0f} {rule.speed}; others used {others} cores", flush=True)
+        if all(len(rule.counted(runs, name, peer)) >= rule.pairs for peer in peers):
             return
 
 
-def pairs(runs: list[dict], setting: str, peer: str, quiet: float) -> list[tuple[float, float]]:
-    """(our tokens/s, the peer's) of every round in which both runs had the machine to themselves."""
-    fine = {(r["round"], r["who"]): r["tokens_per_second"] for r in runs if r["setting"] == setting and r["others_cores"] < quiet}
-    return [(speed, fine[index, peer]) for (index, who), speed in fine.items() if who == "ours" and (index, peer) in fine]
-
-
-def summary(runs: list[dict], quiet: float) -> list[dict]:
+def summary(runs: list[dict], rule: Rule) -> list[dict]:
     """One row for each setting and peer."""
     rows = []
     for setting, peer in dict.fromkeys((r["setting"], r["who"]) for r in runs if r["who"] != "ours"):
-        counted = pairs(runs, setting, peer, quiet)
-        if counted:
-            ours, theirs = zip(*counted)
+        if pairs := rule.counted(runs, setting, peer):
+            ours, theirs = zip(*pairs)
             row = {"setting": setting, "peer": peer, "ours": statistics.median(ours), "theirs": statistics.median(theirs)}
-            rows.append(row | asdict(ratio_rule.verdict([a / b for a, b in counted], GOAL)))
+            rows.append(row | asdict(ratio_rule.verdict([a / b for a, b in pairs], GOAL)))
     return rows
 
 
 def table(rows: list[dict]) -> str:
     """The rows as Markdown."""
-    lines = ["| setting | peer | ours, tokens/s | peer's | ratio (95% interval) | pairs | verdict |", "|---|---|---|---|---|---|---|"]
+    lines = ["| setting | peer | our tokens/s | peer's | ratio (95% interval) | pairs | verdict |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         interval = f"{row['median']:.3f} ({row['low']:.3f}-{row['high']:.3f})"
         verdict = "reached" if row["passed"] else "lost" if row["pairs"] >= ratio_rule.PAIRS else "too few quiet pairs"
@@ -191,23 +212,27 @@ def main() -> None:
     parser.add_argument("--against", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quiet", type=float, default=0.2, help="cores that others may use on average during a counted run")
+    parser.add_argument("--cpu-time", action="store_true", help="one thread, CPU seconds instead of elapsed ones, every pair counts")
     parser.add_argument("--out", type=Path, help="JSON of every run")
     args = parser.parse_args()
     if args.setup:
         setup(args.setup)
     if not args.peers:
         return
-    started, runs = datetime.now().isoformat(timespec="seconds"), []
-    for name in args.settings:
-        work = replace(SETTINGS[name], threads=args.threads)
-        measure(name, work, args.against, args, runs)
-        rows = summary(runs, args.quiet)
+    if args.cpu_time:
+        threads, rule = 1, Rule(args.pairs, math.inf, "tokens_per_cpu_second")
+    else:
+        threads, rule = args.threads, Rule(args.pairs, args.quiet, "tokens_per_second")
+    settings = {name: replace(SETTINGS[name], threads=threads) for name in args.settings}
+    document = {"started": datetime.now().isoformat(timespec="seconds"), "command": sys.argv[1:], "machine": machine(), "rule": str(rule),
+                "settings": {name: asdict(work) for name, work in settings.items()}, "rows": [], "runs": []}
+    for name, work in settings.items():
+        measure(name, work, args.against, args.peers, rule, document["runs"])
+        document["rows"] = summary(document["runs"], rule)
         if args.out:  # after every setting: an interrupted measurement keeps what it has
             args.out.parent.mkdir(parents=True, exist_ok=True)
-            document = {"started": started, "quiet": args.quiet, "machine": machine(), "rows": rows, "runs": runs,
-                        "settings": {name: asdict(replace(SETTINGS[name], threads=args.threads)) for name in args.settings}}
             args.out.write_text(json.dumps(document, indent=1) + "\n")
-    print(table(rows))
+    print(table(document["rows"]))
 
 
 if __name__ == "__main__":

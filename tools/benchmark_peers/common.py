@@ -26,7 +26,7 @@ class Work:
     accumulation: int = 1
     dropout: float = 0.0
     precision: str = "fp32"  # fp32 or bf16
-    steps: int = 40
+    steps: int = 30
     warmup: int = 10  # steps before the clock starts
     lr: float = 1e-3
     lr_warmup: int = 5
@@ -35,6 +35,10 @@ class Work:
     @property
     def step_tokens(self) -> int:
         return self.micro_batch * self.accumulation * self.seq
+
+    @property
+    def timed_tokens(self) -> int:
+        return (self.steps - self.warmup) * self.step_tokens
 
     def arguments(self) -> list[str]:
         """The command line that parse_work() reads back."""
@@ -59,17 +63,18 @@ class StepClock:
     """Notes the time after each optimizer step of this process, whichever trainer takes it."""
 
     def __init__(self):
-        self.stamps: list[float] = []
-        register_optimizer_step_post_hook(lambda *_: self.stamps.append(time.perf_counter()))
+        self.stamps: list[tuple[float, float]] = []  # elapsed, CPU seconds of this process
+        register_optimizer_step_post_hook(lambda *_: self.stamps.append((time.perf_counter(), time.process_time())))
 
 
 def report(work: Work, clock: StepClock, losses: list[float], parameters: int, versions: dict[str, str]) -> None:
     """Print the answer as JSON on a line of its own: throughput from the end of the last warm-up step to the end of the last step."""
     stamps = clock.stamps
     assert len(stamps) == work.steps, f"{len(stamps)} steps were timed, {work.steps} were asked for"
+    elapsed, cpu = (last - first for first, last in zip(stamps[work.warmup - 1], stamps[-1]))
     answer = {
-        "tokens_per_second": (work.steps - work.warmup) * work.step_tokens / (stamps[-1] - stamps[work.warmup - 1]),
-        "step_seconds": [round(after - before, 4) for before, after in zip(stamps, stamps[1:])],
+        "tokens_per_second": work.timed_tokens / elapsed, "tokens_per_cpu_second": work.timed_tokens / cpu,
+        "step_seconds": [round(after[0] - before[0], 4) for before, after in zip(stamps, stamps[1:])],
         "losses": losses, "parameters": parameters, "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "python": platform.python_version(), **versions},
     }
