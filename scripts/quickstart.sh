@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # From an empty machine to a trained GPT: real text, a tokenizer, training with a resume in a second process, a report page, generated text, and the
-# validation loss against the expected one (the exit code is 1 when they differ). Expected: 2 to 3 minutes on two CPU cores after the downloads.
+# validation loss against the expected one (the exit code is 1 when they differ). Under 5 minutes on two CPU cores after the downloads.
 #   bash scripts/quickstart.sh
 # Everything goes into quickstart/ and .venv/. Interrupted, it goes on where it stopped when started again; finished, it only reports again.
 set -euo pipefail
 begun=$SECONDS
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"
-expected_loss=4.07 tolerance=0.04
+expected_loss=4.07 tolerance=0.02  # four runs with other seeds, threads and code lay between 4.069 and 4.073
 iterations=600 half=300
 
 step() { printf '\n\033[1m[%3d s] %s\033[0m\n' $((SECONDS - begun)) "$1"; }
