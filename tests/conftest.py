@@ -1,7 +1,8 @@
 """For all tests: the time each folder may take, the `gpu` marker, and reproducible property tests.
 
-A folder is tests/<name>, or tests/unit/<name>. tests/minutes.json allots each its minutes on two cores; a test that is running when its folder's
-time is used up fails there and then, and the folder's remaining tests fail at once, so a hang or a slow-down ends the run with its cause named.
+A folder is tests/<name>, or tests/unit/<name>. tests/minutes.json allots each its minutes on two cores; a test that is running when its
+folder's time is used up fails there and then, and the folder's remaining tests fail at once, so a hang or a slow-down ends the run with its
+cause named.
 """
 
 from __future__ import annotations

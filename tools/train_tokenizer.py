@@ -2,8 +2,8 @@
 
     python tools/train_tokenizer.py --input books.jsonl --vocab-size 32000 --output-prefix data/books
 
-Writes <output-prefix>.model for `--tokenizer-type SentencePieceTokenizer --tokenizer-model <output-prefix>.model`. The tokenizer is lossless:
-no normalisation, spaces and line ends kept, unknown characters as bytes. Its end-of-document id is that of `</s>`.
+Writes <output-prefix>.model for `--tokenizer-type SentencePieceTokenizer --tokenizer-model <output-prefix>.model`. The tokenizer is
+lossless: no normalisation, spaces and line ends kept, unknown characters as bytes. Its end-of-document id is that of `</s>`.
 """
 
 from __future__ import annotations
@@ -53,16 +53,18 @@ def train(files: list[str], *, key: str, vocab_size: int, model_type: str, prefi
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSON-lines files or patterns; .gz and .zst are decompressed")
+    flags.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSON-lines files or patterns, also .gz and .zst")
     flags.add_argument("--json-key", default="text", help="key of the text (default: text)")
     flags.add_argument("--vocab-size", type=int, required=True, help="ids in all, special and byte pieces included")
     flags.add_argument("--model-type", choices=["bpe", "unigram"], default="bpe")
     flags.add_argument("--output-prefix", required=True, help="writes <this>.model")
-    flags.add_argument("--max-lines", type=int, default=5_000_000, help="learn from a random sample of this many lines (default: 5,000,000)")
+    flags.add_argument("--max-lines", type=int, default=5_000_000, help="learn from a random sample of this size (default: 5,000,000)")
     given = flags.parse_args()
     try:
-        train(input_files(given.input), key=given.json_key, vocab_size=given.vocab_size, model_type=given.model_type, prefix=given.output_prefix,
-              max_lines=given.max_lines)
+        train(
+            input_files(given.input), key=given.json_key, vocab_size=given.vocab_size, model_type=given.model_type,
+            prefix=given.output_prefix, max_lines=given.max_lines,
+        )
     except (ValueError, OSError) as error:
         sys.exit(f"train_tokenizer.py: {error}")
     print(f"{given.output_prefix}.model: {given.vocab_size} ids, {given.model_type}")

@@ -114,10 +114,9 @@ def _statements(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"calls {_dotted(node.func)}: nothing here reads or writes pickles (docs/checkpoint.md)"
         if library and isinstance(node, ast.Global):
             yield node.lineno, "global statement: pass the object down"
-        if library and isinstance(node, ast.Call) and _dotted(node.func) in ("os.getenv", "os.environ.get") and not name.startswith("megatron/dist/"):
-            yield node.lineno, "reads an environment variable: make it a flag"
+        asks = isinstance(node, ast.Call) and _dotted(node.func) in ("os.getenv", "os.environ.get")
         reads = isinstance(node, ast.Subscript) and _dotted(node.value) == "os.environ" and isinstance(node.ctx, ast.Load)
-        if library and reads and not name.startswith("megatron/dist/"):
+        if library and (asks or reads) and not name.startswith("megatron/dist/"):
             yield node.lineno, "reads an environment variable: make it a flag"
 
 

@@ -40,12 +40,12 @@ def tree(tmp_path: Path) -> Path:
     [
         ("megatron/layers/bad.py", "import megatron.parallel.pipeline", "layers may not import megatron.parallel.pipeline"),
         ("megatron/layers/bad.py", "from megatron import optimizer", "layers may not import megatron.optimizer"),
-        ("megatron/model/bad.py", "def f():\n    from megatron.optimizer.zero import Zero", "model may not import megatron.optimizer.zero.Zero"),
+        ("megatron/model/bad.py", "def f():\n    from megatron.optimizer import zero", "model may not import megatron.optimizer.zero"),
         ("megatron/model/bad.py", "from ..training import loop", "model may not import megatron.training.loop"),
         ("megatron/optimizer/bad.py", "import megatron.data.loader", "optimizer may not import megatron.data.loader"),
         ("megatron/config/bad.py", "import megatron.model.arithmetic", "config may not import megatron.model.arithmetic"),
         ("megatron/plan/bad.py", "import megatron.model.gpt", "plan may not import megatron.model.gpt"),
-        ("megatron/data/bad.py", "import importlib\nimportlib.import_module('megatron.observe.metrics')", "data may not import megatron.observe.metrics"),
+        ("megatron/data/bad.py", "import importlib\nimportlib.import_module('megatron.plan.memory')", "data may not import megatron.plan.memory"),
         ("megatron/data/bad.py", "import importlib\nimportlib.import_module('megatron.' + 'observe')", "imports a computed name"),
         ("megatron/data/bad.py", "from megatron import __version__", "data may not import megatron.__version__"),
         ("kernels/bad.py", "from megatron.layers import linear", "kernels may not import megatron.layers.linear"),
@@ -77,9 +77,11 @@ def test_kernels_and_libraries_import_side_by_side(tmp_path: Path):
     (tmp_path / "kernels/__init__.py").write_text("theirs = True\n")
     (tmp_path / "megatron/core").mkdir(parents=True)
     (tmp_path / "megatron/core/__init__.py").write_text("")
-    code = "import kernels, importlib.util as u; print(kernels.theirs, *(u.find_spec(n).origin for n in ('megatron.kernels.philox', 'megatron.config')))"
+    found = "*(u.find_spec(name).origin for name in ('megatron.kernels.philox', 'megatron.config'))"
+    code = f"import kernels, importlib.util as u; print(kernels.theirs, {found})"
     for path in ([tmp_path, ROOT], [ROOT, tmp_path]):
-        shown = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(map(str, path))}, cwd=tmp_path, capture_output=True, text=True)
+        environment = {"PYTHONPATH": ":".join(map(str, path))}
+        shown = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
         assert shown.returncode == 0, shown.stderr
         assert shown.stdout.split() == ["True", str(ROOT / "kernels/philox.py"), str(ROOT / "megatron/config/__init__.py")]
 

@@ -17,7 +17,7 @@ print(kernels.theirs, importlib.util.find_spec("megatron.kernels.philox").origin
 
 @pytest.fixture
 def venv(tmp_path: Path) -> Path:
-    """A virtual environment that sees this one's packages behind its own, and in which other projects' `kernels` and `megatron.core` are installed."""
+    """A virtual environment that sees this one's packages behind its own and holds other projects' `kernels` and `megatron.core`."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     site = tmp_path / f"venv/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -32,11 +32,13 @@ def venv(tmp_path: Path) -> Path:
 def test_install(arguments: list[str], venv: Path, clone: Path, tmp_path: Path):
     python = venv / "bin/python"
     offline = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
-    done = subprocess.run([sys.executable, "-m", "pip", "--python", python, "install", *offline, *arguments], cwd=clone, capture_output=True, text=True)
+    install = [sys.executable, "-m", "pip", "--python", python, "install", *offline, *arguments]
+    done = subprocess.run(install, cwd=clone, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     shown = subprocess.run([python, "-c", CHECK], cwd=tmp_path, capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     home = clone if "-e" in arguments else venv
     assert shown.stdout.split()[0] == "True" and all(path.startswith(str(home)) for path in shown.stdout.split()[1:]), shown.stdout
-    page = subprocess.run([python, "-m", "pretrain_gpt", "--print-config", "--seq-length", "8"], cwd=tmp_path, capture_output=True, text=True)
+    program = [python, "-m", "pretrain_gpt", "--print-config", "--seq-length", "8"]
+    page = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
     assert page.returncode == 0 and '"seq_length": 8' in page.stdout, page.stderr
