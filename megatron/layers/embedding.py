@@ -13,8 +13,12 @@ def embedding_weight_grad(dy: Tensor, ids: Tensor, main_grad: Tensor) -> None:
     """main_grad [v, h] += dy [s, b, h] at the rows ids [s, b]; deterministic, no dense matrix of the weight's size."""
     ids, dy = ids.flatten(), dy.flatten(0, -2)
     step = max(1, SCRATCH_BYTES // (dy.shape[1] * main_grad.element_size()))
-    for row in range(0, ids.shape[0], step):  # index_put_ sorts on CUDA: equal bits every time, unlike index_add_
-        main_grad.index_put_((ids[row : row + step],), dy[row : row + step].to(main_grad.dtype), accumulate=True)
+    for row in range(0, ids.shape[0], step):
+        piece, rows = ids[row : row + step], dy[row : row + step].to(main_grad.dtype)
+        if main_grad.device.type == "cpu":  # equal bits every time: index_add_ goes row by row here, index_put_ adds from all threads at once
+            main_grad.index_add_(0, piece, rows)
+        else:  # here index_put_ sorts first, index_add_ adds atomically
+            main_grad.index_put_((piece,), rows, accumulate=True)
 
 
 class _Embedding(torch.autograd.Function):

@@ -340,3 +340,17 @@ def test_cross_entropy_gradient_takes_the_logits_storage():
     inner.register_hook(lambda g: seen.append(g.data_ptr()))
     loss.sum().backward()
     assert seen == [before]
+
+
+def test_embedding_gradient_has_the_same_bits_every_time_on_many_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        ids, dy = torch.randint(0, 50, (4096, 1)), torch.randn(4096, 1, 64)
+        sums = []
+        for _ in range(20):
+            sums.append(torch.zeros(50, 64))
+            embedding_weight_grad(dy, ids, sums[-1])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(sums[0], other) for other in sums)
