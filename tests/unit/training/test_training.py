@@ -68,6 +68,20 @@ def test_resume_is_bit_exact(tmp_path, name):
         assert len({row["loss-scale"] for row in whole.values()}) > 3
 
 
+@pytest.mark.parametrize("flags", [[], ["--bf16", "--attention-dropout", 0, *VARIANTS["no-dropout-llama"][4:]]], ids=["fp32", "bf16-llama"])
+def test_two_threads_give_the_same_bits_every_time(tmp_path, flags):
+    """Tensors large enough that torch divides its work between threads."""
+    large = ["--hidden-size", 128, "--seq-length", 128, "--micro-batch-size", 4, "--vocab-size", 999, "--train-iters", 6, *flags]
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first, second = (run(tmp_path / name, *large) for name in "ab")
+    finally:
+        torch.set_num_threads(before)
+    assert bits(first) == bits(second)
+    assert_same(tensors(tmp_path / "a"), tensors(tmp_path / "b"))
+
+
 def test_recompute_changes_nothing(tmp_path):
     assert run(tmp_path / "a") == run(tmp_path / "b", *VARIANTS["recompute"])
     assert_same(tensors(tmp_path / "a"), tensors(tmp_path / "b"))
