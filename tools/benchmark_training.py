@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -75,8 +76,8 @@ def our_command(work: Work) -> list[str]:
         --seq-length {work.seq} --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
         --untie-embeddings-and-output-weights --hidden-dropout {work.dropout} --attention-dropout 0 --mock-data
         --tokenizer-type NullTokenizer --vocab-size {work.vocab - 1} --micro-batch-size {work.micro_batch}
-        --global-batch-size {work.micro_batch * work.accumulation} --train-iters {work.steps} --lr {work.lr} --lr-decay-style cosine --lr-warmup-iters {work.lr_warmup} --clip-grad 1 --adam-beta2 0.95
-        --weight-decay 0.1 --eval-iters 0 --log-interval {work.warmup}"""
+        --global-batch-size {work.micro_batch * work.accumulation} --train-iters {work.steps} --lr {work.lr} --lr-decay-style cosine
+        --lr-warmup-iters {work.lr_warmup} --clip-grad 1 --adam-beta2 0.95 --weight-decay 0.1 --eval-iters 0 --log-interval {work.warmup}"""
     precision = ["--bf16"] if work.precision == "bf16" else []
     return [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags.split(), *precision]
 
@@ -105,7 +106,7 @@ def busy_seconds() -> float:
     return (user + nice + system + interrupts + soft + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def wait_until_quiet(quiet: float, patience: float = 120.0) -> None:
+def wait_until_quiet(quiet: float, patience: float = 600.0) -> None:
     """Return when other processes use less than `quiet` cores for two seconds, or after `patience` seconds."""
     start = time.monotonic()
     while time.monotonic() - start < patience:
@@ -153,8 +154,8 @@ class Rule:
         return [(speed, fine[index, peer]) for (index, who), speed in fine.items() if who == "ours" and (index, peer) in fine]
 
 
-def measure(name: str, work: Work, peers: list[str], folder: Path, rule: Rule, runs: list[dict]) -> None:
-    """Rounds of one setting until every peer has enough counted pairs, at most three times as many; appends to runs."""
+def rounds(name: str, work: Work, peers: list[str], folder: Path, rule: Rule, runs: list[dict]) -> Iterator[int]:
+    """Measure one setting round by round until every peer has enough counted pairs, at most three times as many; appends to runs."""
     peers = [peer for peer in peers if work.dropout == 0 or peer == "plain loop"]  # the others have none in these places
     for index in range(3 * rule.pairs):
         order = ["ours", *peers]
@@ -164,6 +165,7 @@ def measure(name: str, work: Work, peers: list[str], folder: Path, rule: Rule, r
             runs.append({"setting": name, "round": index, "who": who, **run(who, work, folder)})
             speed, others = runs[-1][rule.speed], runs[-1]["others_cores"]
             print(f"{name}, round {index}, {who}: {speed:.0f} {rule.speed}; others used {others} cores", flush=True)
+        yield index
         if all(len(rule.counted(runs, name, peer)) >= rule.pairs for peer in peers):
             return
 
@@ -227,11 +229,11 @@ def main() -> None:
     document = {"started": datetime.now().isoformat(timespec="seconds"), "command": sys.argv[1:], "machine": machine(), "rule": str(rule),
                 "settings": {name: asdict(work) for name, work in settings.items()}, "rows": [], "runs": []}
     for name, work in settings.items():
-        measure(name, work, args.against, args.peers, rule, document["runs"])
-        document["rows"] = summary(document["runs"], rule)
-        if args.out:  # after every setting: an interrupted measurement keeps what it has
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(document, indent=1) + "\n")
+        for _ in rounds(name, work, args.against, args.peers, rule, document["runs"]):
+            document["rows"] = summary(document["runs"], rule)
+            if args.out:  # after every round: an interrupted measurement keeps what it has
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps(document, indent=1) + "\n")
     print(table(document["rows"]))
 
 
