@@ -17,9 +17,9 @@ import resource, sys, torch
 from megatron.dist.setup import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
-for _ in range(4):
+for _ in range(20):  # the first few freed blocks may be split by small objects, each a few bytes too small for the next tensor
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.full((12 << 20,), 1.0)  # 48 MiB, freed at once
+    torch.full((9 << 20,), 1.0)  # 36 MiB, freed at once
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
@@ -30,7 +30,7 @@ def faults(mode: str) -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
 def test_freed_memory_is_used_again_without_page_faults():
-    pages = (48 << 20) // resource.getpagesize()
+    pages = (36 << 20) // resource.getpagesize()
     assert faults("keep") < pages / 100 < faults("as it is")
 
 
