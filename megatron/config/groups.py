@@ -316,6 +316,22 @@ class LoggingConfig:
 class DistributedConfig:
     """distributed"""
 
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer's matrices (TP)."""
+    sequence_parallel: bool = False
+    """Split the sequence over the TP ranks between the matrices (norms, dropout, residuals), with the same bytes on the wire."""
+    tp_comm_overlap: bool = flag(True, off="--no-tp-comm-overlap", megatron="off there, and needs TransformerEngine")
+    """Run the collectives of tensor parallelism beside the matrix products that do not depend on them."""
+    overlap_grad_reduce: bool = flag(True, off="--no-overlap-grad-reduce", megatron="off there")
+    """Reduce the gradients of finished layers over the data-parallel ranks while the last micro-batch's backward pass goes on."""
+    grad_reduce_in_bf16: bool = False
+    """Send gradients in bf16; they are still accumulated and summed in fp32."""
+    use_tp_pp_dp_mapping: bool = False
+    """Number the ranks tp, cp, pp, dp instead of tp, cp, dp, pp (fastest first)."""
+    distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto", megatron="nccl there")
+    """Library of the collectives: auto takes nccl on GPUs and gloo on CPUs."""
+    distributed_timeout_minutes: float = flag(10.0, megatron="an integer")
+    """How long a rank waits for the others before it ends with an error: at the start, and in every collective."""
     world_size: int | None = flag(None, megatron="set by the launcher there; here only with --dry-run")
     """With --dry-run: the number of ranks to validate for."""
 
