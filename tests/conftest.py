@@ -1,4 +1,4 @@
-"""For all tests: the time each folder may take, the `gpu` marker, and reproducible property tests.
+"""For all tests: the time each folder may take, the `gpu` marker, Gloo worlds, and reproducible property tests.
 
 A folder is tests/<name>, or tests/unit/<name>. tests/minutes.json allots each its minutes on two cores; a test that is running when its
 folder's time is used up fails there and then, and the folder's remaining tests fail at once, so a hang or a slow-down ends the run with its
@@ -82,3 +82,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def gloo_world():
+    """`gloo_world(n).run(function, *args)`: on n processes that live as long as the session (tests/dist/pool.py)."""
+    from dist.pool import Worlds
+
+    worlds = Worlds()
+    yield worlds
+    worlds.close()

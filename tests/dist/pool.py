@@ -1,0 +1,181 @@
+"""Persistent Gloo worlds for tests: processes that stay alive across tests, so that a case costs milliseconds and not a start of Python.
+
+    def work(n):                                   # a top-level function of a module that can be imported
+        x = torch.full((n,), float(dist.get_rank()))
+        dist.all_reduce(x)
+        return x
+
+    def test_sum(gloo_world):
+        assert gloo_world(4).run(work, 3)[0].tolist() == [6, 6, 6]
+
+In each process torch.distributed is initialised over Gloo on the loopback interface and torch has one thread. Process groups that a function
+makes are destroyed before the next one runs. After a failure the world is killed; its next run starts a new one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import functools
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+GRACE = 3.0  # seconds that the other ranks get to report after the first failure
+PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
+
+
+class RankError(AssertionError):
+    """A function raised on some rank; the message holds the tracebacks."""
+
+
+class Hang(AssertionError):
+    """A function did not end in time; the message says where each late rank stands."""
+
+
+def serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
+    """One rank's process: run what comes through the pipe until it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent closes the world
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    stack = open(Path(folder, f"stack{rank}"), "w")  # noqa: SIM115  # open as long as the process lives
+    faulthandler.register(signal.SIGUSR2, stack, all_threads=False)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(minutes=10))
+    made, new_group = [], dist.new_group
+
+    @functools.wraps(new_group)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        made.append(new_group(*args, **kwargs))
+        return made[-1]
+
+    dist.new_group = recorded
+    while True:
+        try:
+            task = pipe.recv_bytes()
+        except EOFError:
+            return
+        while made:  # all ranks have ended the task before
+            group = made.pop()
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+        try:
+            path, module, name, arguments = pickle.loads(task)
+            sys.path[:] = path
+            answer = (True, attrgetter(name)(importlib.import_module(module))(*pickle.loads(arguments)))
+            answer = pickle.dumps(answer)
+        except BaseException:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        pipe.send_bytes(answer)
+
+
+class World:
+    """`size` processes, started at the first run."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.processes: list[multiprocessing.Process] = []
+        self.pipes: list[Connection] = []
+        self.folder: tempfile.TemporaryDirectory | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """`function(*args)` on every rank; the results by rank. Raises RankError with tracebacks, Hang after `timeout` seconds."""
+        assert "<" not in function.__qualname__, "a lambda or an inner function cannot be found by name in another process"
+        task = pickle.dumps((sys.path, function.__module__, function.__qualname__, pickle.dumps(args)))
+        try:
+            if not self.processes:
+                self._start()
+            for pipe in self.pipes:
+                pipe.send_bytes(task)
+            answers = self._collect(timeout)
+        except BaseException:  # time is up, or the user interrupts: nobody knows what the ranks are doing
+            self.close()
+            raise
+        return answers
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory(prefix="gloo_world_")
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"):
+            for rank in range(self.size):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=serve, args=(rank, self.size, self.folder.name, theirs), daemon=True, name=f"rank{rank}")
+                process.start()
+                theirs.close()
+                self.processes.append(process)
+                self.pipes.append(ours)
+
+    def _collect(self, timeout: float) -> list[Any]:
+        end = time.monotonic() + timeout
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        while waiting and (ready := wait(list(waiting), max(0.0, end - time.monotonic()))):
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    good, answer = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionError):
+                    self.processes[rank].join(GRACE)
+                    good, answer = False, f"the process ended with exit code {self.processes[rank].exitcode}"
+                (results if good else errors)[rank] = answer
+                if not good:
+                    end = min(end, time.monotonic() + GRACE)
+        late = sorted(waiting.values())
+        if errors:
+            raise RankError("\n".join([*(f"rank {rank} of {self.size}:\n{text}" for rank, text in sorted(errors.items())),
+                                       *([f"ranks {late} had not ended {GRACE:g} s later"] if late else [])]))
+        if late:
+            raise Hang(f"ranks {late} of {self.size} had not ended after {timeout:g} s\n" + "\n".join(map(self._stack, late)))
+        return [results[rank] for rank in range(self.size)]
+
+    def _stack(self, rank: int) -> str:
+        """Where a rank's Python stands."""
+        os.kill(self.processes[rank].pid, signal.SIGUSR2)
+        path, end = Path(self.folder.name, f"stack{rank}"), time.monotonic() + 1
+        while not (path.exists() and path.stat().st_size) and time.monotonic() < end:
+            time.sleep(0.05)
+        return f"rank {rank}:\n{path.read_text() if path.exists() else '(starting)'}"
+
+    def close(self) -> None:
+        """Kill the processes; a later run starts new ones."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        self.processes, self.pipes = [], []
+        if self.folder is not None:
+            self.folder.cleanup()
+            self.folder = None
+
+
+class Worlds:
+    """The worlds of one test session by size."""
+
+    def __init__(self) -> None:
+        self.worlds: dict[int, World] = {}
+
+    def __call__(self, size: int) -> World:
+        return self.worlds.setdefault(size, World(size))
+
+    def close(self) -> None:
+        for world in self.worlds.values():
+            world.close()

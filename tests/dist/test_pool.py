@@ -1,0 +1,154 @@
+"""The persistent Gloo worlds themselves."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dist.pool import Hang, RankError, World  # noqa: I001  # tests/dist, not torch's
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+def add_ranks(n):
+    x = torch.full((n,), float(dist.get_rank()))
+    dist.all_reduce(x)
+    return os.getpid(), dist.get_rank(), torch.get_num_threads(), x
+
+
+def sum_over_pairs():
+    """Sum of ranks over neighbouring pairs."""
+    groups = [dist.new_group([i, i + 1]) for i in range(0, dist.get_world_size(), 2)]
+    x = torch.tensor([dist.get_rank()])
+    dist.all_reduce(x, group=groups[dist.get_rank() // 2])
+    return x.item()
+
+
+def fail_on(rank):
+    if dist.get_rank() == rank:
+        raise ValueError(f"only rank {rank} knows this")
+    dist.barrier()
+
+
+def wait_without(rank):
+    if dist.get_rank() != rank:
+        dist.barrier()
+
+
+def die_on(rank):
+    if dist.get_rank() == rank:
+        os._exit(7)
+    time.sleep(60)
+
+
+PIDS = {}
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_results_come_by_rank(gloo_world, size):
+    results = gloo_world(size).run(add_ranks, 3)
+    PIDS[size] = [pid for pid, *_ in results]
+    assert len(set(PIDS[size])) == size and os.getpid() not in PIDS[size]
+    for rank, (_, its_rank, threads, x) in enumerate(results):
+        assert its_rank == rank and threads == 1 and x.tolist() == [size * (size - 1) / 2] * 3
+
+
+@pytest.mark.parametrize("size", [8, 2, 4])
+def test_worlds_stay_alive(gloo_world, size):
+    begun = time.monotonic()
+    for _ in range(10):
+        assert [pid for pid, *_ in gloo_world(size).run(add_ranks, 1)] == PIDS[size]
+    assert time.monotonic() - begun < 10
+
+
+def test_groups_made_by_a_task_go_with_it(gloo_world):
+    for _ in range(30):
+        assert gloo_world(4).run(sum_over_pairs) == [1, 1, 5, 5]
+    descriptors = gloo_world(4).run(count_descriptors)
+    for _ in range(30):
+        gloo_world(4).run(sum_over_pairs)
+    assert all(after <= before + 8 for before, after in zip(descriptors, gloo_world(4).run(count_descriptors)))
+
+
+def count_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_an_exception_is_shown_with_its_rank_and_the_world_goes_on(gloo_world):
+    with pytest.raises(RankError) as failure:
+        gloo_world(2).run(fail_on, 1)
+    text = str(failure.value)
+    assert "rank 1 of 2:" in text and "in fail_on" in text and "ValueError: only rank 1 knows this" in text and "rank 0 of 2:" not in text
+    assert "ranks [0] had not ended" in text
+    assert [rank for _, rank, *_ in gloo_world(2).run(add_ranks, 1)] == [0, 1]
+
+
+def test_a_hang_ends_with_the_stacks_and_the_world_is_restarted():
+    world = World(2)
+    try:
+        before = [pid for pid, *_ in world.run(add_ranks, 1)]
+        with pytest.raises(Hang, match=r"ranks \[1\] of 2 had not ended after 1 s\n(.|\n)*in wait_without"):
+            world.run(wait_without, 0, timeout=1)
+        after = [pid for pid, *_ in world.run(add_ranks, 1)]
+        assert not set(before) & set(after)
+        assert not any(alive(pid) for pid in before)
+    finally:
+        world.close()
+    assert not any(alive(pid) for pid in after)
+
+
+def test_a_dead_rank_is_named():
+    world = World(2)
+    with pytest.raises(RankError, match="rank 1 of 2:\nthe process ended with exit code 7"):
+        world.run(die_on, 1)
+    assert not world.processes
+
+
+def test_a_function_that_has_no_name_elsewhere_is_refused(gloo_world):
+    with pytest.raises(AssertionError, match="cannot be found by name"):
+        gloo_world(2).run(lambda: 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_when_pytest_is_interrupted(tmp_path, number):
+    """A pytest that has a world is ended by a signal in the middle of a test."""
+    (tmp_path / "test_wait.py").write_text(
+        "import time\nfrom test_pool import add_ranks\n\n"
+        "def test_wait(gloo_world):\n"
+        f"    pids = [str(pid) for pid, *_ in gloo_world(2).run(add_ranks, 1)]\n"
+        f"    open({str(tmp_path / 'pids')!r}, 'w').write(' '.join(pids) + ' end')\n"
+        "    time.sleep(60)\n")
+    (tmp_path / "conftest.py").write_text("import pytest\nfrom dist.pool import Worlds\n\n@pytest.fixture(scope='session')\ndef gloo_world():\n"
+                                          "    worlds = Worlds()\n    yield worlds\n    worlds.close()\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "dist")])}
+    process = subprocess.Popen([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path)], env=environment, cwd=tmp_path,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        pids = until(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text().endswith("end")) and (tmp_path / "pids").read_text()
+        pids = [int(pid) for pid in pids.split()[:-1]]
+        process.send_signal(number)
+        assert until(lambda: process.poll() is not None)
+        assert until(lambda: not any(alive(pid) for pid in pids))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return met
