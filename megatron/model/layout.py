@@ -25,6 +25,7 @@ class Box:
     extent: tuple[int, ...]  # its size
     groups: int = 1
     start: int = 0
+    replicated: str | None = None  # which tensor-parallel ranks hold this same box: all of the "axis", those of one "kv" head, or no other
 
     def view(self, local: Tensor) -> Tensor:
         """[groups, rows, ...] of the local parameter: strided, C-order equal to `extent`."""
