@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
 from megatron.layers.dropout import Dropout, DropoutState
-from megatron.layers.linear import Linear
+from megatron.layers.linear import ColumnLinear, RowLinear
 from megatron.layers.norm import Norm
 from megatron.layers.rotary import Rotary, apply_rotary
+from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 
 def attention_mask(q_positions: Tensor, k_positions: Tensor, document_starts: Tensor | None, window: int | None) -> Tensor:
@@ -38,7 +39,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) ->
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None, dropout: Dropout | None,
-           state: DropoutState | None) -> tuple[Tensor, Tensor]:
+           state: DropoutState | None, first_head: int) -> tuple[Tensor, Tensor]:
     """The definition: (output [b, n, s, d], log-sum-exp of the scores [b, n, s] in fp32 or fp64)."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -49,7 +50,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap:
     lse = torch.logsumexp(scores, dim=-1)
     probabilities = torch.softmax(scores, dim=-1)
     if dropout is not None:
-        probabilities = dropout.attention(probabilities, state)
+        probabilities = dropout.attention(probabilities, state, first_head)
     return probabilities.to(v.dtype) @ v, lse
 
 
@@ -69,12 +70,12 @@ def choose_attention(config: ModelConfig, *, training: bool) -> str:
 
 def attention_core(q: Tensor, k: Tensor, v: Tensor, *, scale: float, backend: str = "sdpa", q_positions: Tensor | None = None,
                    k_positions: Tensor | None = None, document_starts: Tensor | None = None, window: int | None = None,
-                   softcap: float | None = None, dropout: Dropout | None = None, state: DropoutState | None = None,
+                   softcap: float | None = None, dropout: Dropout | None = None, state: DropoutState | None = None, first_head: int = 0,
                    return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of q [s, b, n, d] over k, v [t, b, g, d] -> [s, b, n, d], with log-sum-exp [b, n, s] when asked.
 
     A query at position p sees keys at positions <= p, within `window` latest ones (itself included), not before its document's first
-    position document_starts [b, s]. q_positions [s] and k_positions [t] count within the sample; None means 0, 1, 2, ... for both.
+    position document_starts [b, s]. first_head numbers q's first head within the model. q_positions [s] and k_positions [t] count within the sample; None means 0, 1, 2, ... for both.
     """
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     plain = backend == "plain" or return_lse
@@ -86,7 +87,7 @@ def attention_core(q: Tensor, k: Tensor, v: Tensor, *, scale: float, backend: st
             k_positions = torch.arange(k.shape[2], device=k.device)
         mask = attention_mask(q_positions, k_positions, document_starts, window)
     if plain:
-        out, lse = _plain(q, k, v, mask, scale, softcap, dropout, state)
+        out, lse = _plain(q, k, v, mask, scale, softcap, dropout, state, first_head)
     else:
         assert softcap is None and (dropout is None or dropout.probability == 0 or state is None)
         out, lse = _sdpa(q, k, v, mask, scale), None
@@ -95,16 +96,22 @@ def attention_core(q: Tensor, k: Tensor, v: Tensor, *, scale: float, backend: st
 
 
 class SelfAttention(nn.Module):
-    """x [s, b, h] -> [s, b, h]. QKV rows: per key/value head [its query heads][key][value]."""
+    """x [s, b, h] -> [s, b, h]. QKV rows: per key/value head [its query heads][key][value].
 
-    def __init__(self, config: ModelConfig, seed: int, layer: int):
+    Each rank computes its part of the heads. With fewer key/value heads than ranks, several ranks hold (and draw) the same one.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int, layer: int, tp: TensorParallel = DENSE):
         super().__init__()
         self.config = config
-        self.head_dim, self.groups = config.kv_channels, config.num_query_groups
-        self.queries_per_group = config.num_attention_heads // self.groups
-        width = self.head_dim * config.num_attention_heads
-        self.qkv = Linear(config.hidden_size, width + 2 * self.head_dim * self.groups, bias=config.add_bias_linear or config.add_qkv_bias)
-        self.proj = Linear(width, config.hidden_size, bias=config.add_bias_linear)
+        self.head_dim, self.heads = config.kv_channels, config.num_attention_heads // tp.size
+        self.groups = max(1, config.num_query_groups // tp.size)
+        self.queries_per_group = self.heads // self.groups
+        self.first_head = tp.axis.rank * self.heads
+        width = self.head_dim * self.heads
+        qkv_bias = config.add_bias_linear or config.add_qkv_bias
+        self.qkv = ColumnLinear(config.hidden_size, width + 2 * self.head_dim * self.groups, qkv_bias, tp)
+        self.proj = RowLinear(width, config.hidden_size, config.add_bias_linear, tp)
         norms = config.qk_layernorm
         self.q_norm = Norm(config.normalization, self.head_dim, config.norm_epsilon) if norms else None
         self.k_norm = Norm(config.normalization, self.head_dim, config.norm_epsilon) if norms else None
@@ -112,8 +119,9 @@ class SelfAttention(nn.Module):
         self.backend = {training: choose_attention(config, training=training) for training in (True, False)}
 
     def forward(self, x: Tensor, rotary: Rotary | None, document_starts: Tensor | None, state: DropoutState | None) -> Tensor:
-        s, b, _ = x.shape
-        qkv = self.qkv(x).view(s, b, self.groups, self.queries_per_group + 2, self.head_dim)
+        qkv = self.qkv(x)
+        s, b, _ = qkv.shape  # the whole sequence, whatever part x is
+        qkv = qkv.view(s, b, self.groups, self.queries_per_group + 2, self.head_dim)
         q, k, v = qkv.split((self.queries_per_group, 1, 1), dim=3)
         q, k, v = q.reshape(s, b, -1, self.head_dim), k.squeeze(3), v.squeeze(3)
         if self.q_norm is not None:
@@ -122,6 +130,6 @@ class SelfAttention(nn.Module):
         out = attention_core(
             q, k, v, scale=self.head_dim**-0.5, backend=self.backend[state is not None],
             document_starts=document_starts, window=self.config.window_size, softcap=self.config.attn_logit_softcapping,
-            dropout=self.dropout, state=state,
+            dropout=self.dropout, state=state, first_head=self.first_head,
         )
         return self.proj(out.reshape(s, b, -1))

@@ -38,12 +38,12 @@ class Dropout:
         keep = philox.keep_mask(self.key, [word.flatten() for word in rows], h, self.probability)
         return _apply(x, keep.view(s, b, h), self.probability)
 
-    def attention(self, p: Tensor, state: DropoutState | None) -> Tensor:
-        """Drop attention probabilities p [b, n, s, t]: counter (sample, head, query, key // 4), lane key % 4."""
+    def attention(self, p: Tensor, state: DropoutState | None, first_head: int = 0) -> Tensor:
+        """Drop attention probabilities p [b, n, s, t] of heads first_head, first_head + 1, ...: counter (sample, head, query, key // 4), lane key % 4."""
         if self.probability == 0 or state is None:
             return p
         b, n, s, t = p.shape
-        heads = torch.arange(n, device=p.device)
+        heads = torch.arange(first_head, first_head + n, device=p.device)
         rows = torch.broadcast_tensors(state.sample_ids[:, None, None], heads[None, :, None], state.token_index[None, None, :])
         keep = philox.keep_mask(self.key, [word.flatten() for word in rows], t, self.probability)
         return _apply(p, keep.view(b, n, s, t), self.probability)

@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.dist.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.layers.linear import SCRATCH_BYTES
+from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 
 def embedding_weight_grad(dy: Tensor, ids: Tensor, main_grad: Tensor) -> None:
@@ -35,6 +37,28 @@ class _Embedding(torch.autograd.Function):
         return None, None
 
 
+class _VocabularyParallelEmbedding(torch.autograd.Function):
+    """Forward: rows of this rank's part of the table, zeros elsewhere, summed over the axis (under SP each rank keeps its part of the
+    sequence). Backward: under SP an all-gather of dy, else nothing."""
+
+    @staticmethod
+    def forward(ctx, ids: Tensor, weight: nn.Parameter, tp: TensorParallel) -> Tensor:
+        local = ids - tp.axis.rank * weight.shape[0]
+        elsewhere = (local < 0) | (local >= weight.shape[0])
+        local.masked_fill_(elsewhere, 0)
+        ctx.save_for_backward(local, elsewhere)
+        ctx.weight, ctx.tp = weight, tp
+        y = F.embedding(local, weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
+        return reduce_scatter(y, tp.axis) if tp.sequence else all_reduce(y, tp.axis)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        local, elsewhere = ctx.saved_tensors
+        dy = all_gather(dy, ctx.tp.axis) if ctx.tp.sequence else dy
+        embedding_weight_grad(dy.masked_fill(elsewhere.unsqueeze(-1), 0), local, ctx.weight.main_grad)
+        return None, None, None
+
+
 class Embedding(nn.Module):
     """Rows of a table [v, h] by ids [s, b] -> [s, b, h]."""
 
@@ -44,3 +68,14 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return _Embedding.apply(ids, self.weight)
+
+
+class VocabularyEmbedding(Embedding):
+    """A table of which each tensor-parallel rank holds v / size rows: ids [s, b] -> [s, b, h] (under SP this rank's s / size)."""
+
+    def __init__(self, rows: int, hidden_size: int, tp: TensorParallel = DENSE):
+        super().__init__(rows // tp.size, hidden_size)
+        self.tp = tp
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) if self.tp.size == 1 else _VocabularyParallelEmbedding.apply(ids, self.weight, self.tp)

@@ -1,7 +1,11 @@
-"""Linear layers with separate input- and weight-gradient functions.
+"""Linear layers with separate input- and weight-gradient functions, whole or shared over tensor-parallel ranks.
 
 Weight gradients never appear as `.grad`: each parameter carries `main_grad`, a view of its block's gradient buffer (fp32, or fp64 in a
-float64 run), and the functions below add into it. s sequence, b batch, i in, o out.
+float64 run), and the functions below add into it. s sequence, b batch, i in, o out; under sequence parallelism s is this rank's part
+wherever a value lies outside a pair of column- and row-parallel layers.
+
+Tensor parallelism (Shoeybi et al. 2019): a column-parallel layer holds some of the outputs, a row-parallel layer some of the inputs.
+Sequence parallelism (Korthikanti et al. 2022) splits each all-reduce into a reduce-scatter and an all-gather along the sequence.
 """
 
 from __future__ import annotations
@@ -9,6 +13,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from megatron.dist.collectives import all_gather, all_reduce, gather_parts, reduce_scatter, scatter_parts
+from megatron.dist.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 # Largest temporary that forming a weight gradient may take, in bytes.
 SCRATCH_BYTES = 8 << 20
@@ -57,18 +65,122 @@ class _Linear(torch.autograd.Function):
         return dx, None, None
 
 
+class _ColumnLinear(torch.autograd.Function):
+    """Forward: all-gather of x under SP, else nothing. Backward: the adjoint, a sum of dx over the axis, beside the weight gradient's product;
+    under SP x is gathered a second time, so that only this rank's part of it is kept."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
+        if not tp.sequence:
+            return F.linear(x, weight, bias)
+        if not tp.overlap:
+            return F.linear(all_gather(x, tp.axis), weight, bias)
+        whole = x.new_empty((tp.size * x.shape[0], *x.shape[1:]))
+        y = x.new_empty((*whole.shape[:-1], weight.shape[0]))
+        parts = y.chunk(tp.size)
+        for rank, part in gather_parts(x, tp.axis, whole):
+            _linear_into(parts[rank], part, weight, bias)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        (x,), tp, weight = ctx.saved_tensors, ctx.tp, ctx.weight
+        if tp.sequence:
+            gathering = start_all_gather(x, tp.axis)
+            if not tp.overlap:
+                gathering.wait()
+            summing = start_reduce_scatter(linear_input_grad(dy, weight), tp.axis)
+            x = gathering.wait()
+        else:
+            summing = start_all_reduce(linear_input_grad(dy, weight), tp.axis)
+        if not tp.overlap:
+            summing.wait()
+        linear_weight_grad(dy, x, weight.main_grad)
+        if ctx.bias is not None:
+            bias_grad(dy, ctx.bias.main_grad)
+        return summing.wait(), None, None, None
+
+
+class _RowLinear(torch.autograd.Function):
+    """Forward: the sum over the axis of the products (under SP each rank keeps its part of the sequence), then the bias once. Backward: under
+    SP an all-gather of dy, else nothing. The bias sees this rank's part of the sequence: PARTIAL_GRADIENTS."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
+        if not tp.sequence:
+            y = all_reduce(F.linear(x, weight), tp.axis)
+        elif tp.overlap:
+            parts = x.chunk(tp.size)
+            y = scatter_parts(lambda rank: F.linear(parts[rank], weight), tp.axis)
+        else:
+            y = reduce_scatter(F.linear(x, weight), tp.axis)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        (x,), tp, weight = ctx.saved_tensors, ctx.tp, ctx.weight
+        if ctx.bias is not None:
+            bias_grad(dy, ctx.bias.main_grad)
+        if tp.sequence and tp.overlap:
+            whole = dy.new_empty((tp.size * dy.shape[0], *dy.shape[1:]))
+            dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+            parts = dx.chunk(tp.size)
+            for rank, part in gather_parts(dy, tp.axis, whole):
+                torch.mm(part.flatten(0, -2), weight, out=parts[rank].flatten(0, -2))
+            dy = whole
+        else:
+            dy = all_gather(dy, tp.axis) if tp.sequence else dy
+            dx = linear_input_grad(dy, weight)
+        linear_weight_grad(dy, x, weight.main_grad)
+        return dx, None, None, None
+
+
+def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    out, x = out.flatten(0, -2), x.flatten(0, -2)
+    torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+
 def linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None = None) -> Tensor:
     """x [s, b, i] times weight [o, i] transposed, plus bias [o]: bit-equal to torch.nn.functional.linear."""
     return _Linear.apply(x, weight, bias)
 
 
-class Linear(nn.Module):
-    """torch.nn.Linear whose gradients accumulate into `main_grad`."""
+def column_linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel) -> Tensor:
+    """x [s, b, i] (under SP this rank's s / size) -> [s, b, o / size]."""
+    return linear(x, weight, bias) if tp.size == 1 else _ColumnLinear.apply(x, weight, bias, tp)
 
-    def __init__(self, in_features: int, out_features: int, bias: bool):
+
+def row_linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel) -> Tensor:
+    """x [s, b, i / size] -> [s, b, o] (under SP this rank's s / size)."""
+    return linear(x, weight, bias) if tp.size == 1 else _RowLinear.apply(x, weight, bias, tp)
+
+
+class Linear(nn.Module):
+    """torch.nn.Linear whose gradients accumulate into `main_grad`; features are those of this rank."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, tp: TensorParallel = DENSE):
         super().__init__()
+        self.tp = tp
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device="meta"))
         self.bias = nn.Parameter(torch.empty(out_features, device="meta")) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
+
+
+class ColumnLinear(Linear):
+    """Each rank holds some of the outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return column_linear(x, self.weight, self.bias, self.tp)
+
+
+class RowLinear(Linear):
+    """Each rank holds some of the inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return row_linear(x, self.weight, self.bias, self.tp)

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
-from megatron.layers.linear import Linear
+from megatron.layers.linear import ColumnLinear, RowLinear
+from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 GATED = ("swiglu", "geglu")
 _ATEN = torch.ops.aten  # whose forms with `out` write into a half of the fused tensor
@@ -47,14 +48,15 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 
 class MLP(nn.Module):
-    """x [s, b, h] -> [s, b, h]; with a gated activation fc1's rows are [gate; up]."""
+    """x [s, b, h] -> [s, b, h]; each rank computes f / size channels. With a gated activation fc1's rows are [gate; up]."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, tp: TensorParallel = DENSE):
         super().__init__()
         self.activation = config.activation
-        width = config.ffn_hidden_size * (2 if config.activation in GATED else 1)
-        self.fc1 = Linear(config.hidden_size, width, bias=config.add_bias_linear)
-        self.fc2 = Linear(config.ffn_hidden_size, config.hidden_size, bias=config.add_bias_linear)
+        width = config.ffn_hidden_size // tp.size
+        columns = width * (2 if config.activation in GATED else 1)
+        self.fc1 = ColumnLinear(config.hidden_size, columns, config.add_bias_linear, tp)
+        self.fc2 = RowLinear(width, config.hidden_size, config.add_bias_linear, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(activate(self.fc1(x), self.activation))

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from megatron.config.groups import ModelConfig
 from megatron.layers.attention import SelfAttention
 from megatron.layers.dropout import Dropout, DropoutState
-from megatron.layers.embedding import Embedding
-from megatron.layers.linear import linear
+from megatron.layers.embedding import Embedding, VocabularyEmbedding
+from megatron.layers.linear import column_linear, linear
 from megatron.layers.loss import cross_entropy
 from megatron.layers.mlp import MLP
 from megatron.layers.norm import Norm
 from megatron.layers.rotary import Rotary
+from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -30,27 +31,28 @@ class MicroBatch:
     tokens: Tensor  # [s, b]
     labels: Tensor  # [s, b]
     loss_mask: Tensor  # [s, b]
-    position_ids: Tensor  # [s, b]
+    position_ids: Tensor  # [s, b]; under sequence parallelism this rank's part, as the hidden states are
     document_starts: Tensor | None  # [b, s]
     rotary: Rotary | None
-    dropout: DropoutState | None  # None: evaluation
+    dropout: DropoutState | None  # of the whole sequence; None: evaluation
+    hidden_dropout: DropoutState | None  # under sequence parallelism of this rank's part
 
 
 class EmbeddingBlock(nn.Module):
     """Token ids -> [s, b, h]."""
 
-    def __init__(self, config: ModelConfig, padded_vocab: int):
+    def __init__(self, config: ModelConfig, padded_vocab: int, tp: TensorParallel = DENSE):
         super().__init__()
-        self.word = Embedding(padded_vocab, config.hidden_size)
+        self.word = VocabularyEmbedding(padded_vocab, config.hidden_size, tp)
 
     def forward(self, _: None, micro: MicroBatch) -> Tensor:
         return self.word(micro.tokens)
 
 
 class LayerBlock(nn.Module):
-    """One pre-norm transformer layer, [s, b, h] -> [s, b, h]."""
+    """One pre-norm transformer layer, [s, b, h] -> [s, b, h] (under sequence parallelism this rank's part of s)."""
 
-    def __init__(self, config: ModelConfig, seed: int, index: int):
+    def __init__(self, config: ModelConfig, seed: int, index: int, tp: TensorParallel = DENSE):
         super().__init__()
         first, last = index == 0, index == config.num_layers - 1
 
@@ -61,10 +63,10 @@ class LayerBlock(nn.Module):
         self.position = Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.embedding_dropout = Dropout(config.hidden_dropout, seed, "embedding.dropout") if first else None
         self.input_norm = norm()
-        self.attention = SelfAttention(config, seed, index)
+        self.attention = SelfAttention(config, seed, index, tp)
         self.attention_dropout = Dropout(config.hidden_dropout, seed, "layers", index, "attention.output_dropout")
         self.mlp_norm = norm()
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, tp)
         self.mlp_dropout = Dropout(config.hidden_dropout, seed, "layers", index, "mlp.output_dropout")
         self.final_norm = norm() if last else None
 
@@ -72,33 +74,34 @@ class LayerBlock(nn.Module):
         if self.position is not None:
             x = x + self.position(micro.position_ids)
         if self.embedding_dropout is not None:
-            x = self.embedding_dropout.hidden(x, micro.dropout)
+            x = self.embedding_dropout.hidden(x, micro.hidden_dropout)
         attended = self.attention(self.input_norm(x), micro.rotary, micro.document_starts, micro.dropout)
-        x = x + self.attention_dropout.hidden(attended, micro.dropout)
-        x = x + self.mlp_dropout.hidden(self.mlp(self.mlp_norm(x)), micro.dropout)
+        x = x + self.attention_dropout.hidden(attended, micro.hidden_dropout)
+        x = x + self.mlp_dropout.hidden(self.mlp(self.mlp_norm(x)), micro.hidden_dropout)
         return x if self.final_norm is None else self.final_norm(x)
 
 
 class HeadBlock(nn.Module):
-    """[s, b, h] -> logits -> sums of the loss over unmasked tokens. Tied: the weight is the word embedding's."""
+    """[s, b, h] -> logits -> sums of the loss over unmasked tokens, on every tensor-parallel rank. Tied: the weight is the word embedding's."""
 
-    def __init__(self, config: ModelConfig, vocab_size: int, padded_vocab: int, word_weight: nn.Parameter):
+    def __init__(self, config: ModelConfig, vocab_size: int, padded_vocab: int, word_weight: nn.Parameter, tp: TensorParallel = DENSE):
         super().__init__()
-        self.config, self.vocab_size = config, vocab_size
+        self.config, self.vocab_size, self.tp = config, vocab_size, tp
         self.weight = word_weight
         if config.untie_embeddings_and_output_weights:
-            self.weight = nn.Parameter(torch.empty(padded_vocab, config.hidden_size, device="meta"))
+            self.weight = nn.Parameter(torch.empty(padded_vocab // tp.size, config.hidden_size, device="meta"))
 
     def logits(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> logits over the real vocabulary [s, b, v], soft-capped."""
+        """[s, b, h] -> logits over the real vocabulary [s, b, v], soft-capped. One tensor-parallel rank alone."""
+        assert self.tp.size == 1
         cap = self.config.final_logit_softcapping
         z = linear(x, self.weight)[..., : self.vocab_size]
         return z if cap is None else cap * torch.tanh(z / cap)
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         """[2]: the objective to differentiate (with z-loss in training) and the loss to report, summed over unmasked tokens."""
-        logits = linear(x, self.weight)
-        loss, lse = cross_entropy(logits, micro.labels, self.vocab_size, self.config.final_logit_softcapping)
+        logits = column_linear(x, self.weight, None, self.tp)
+        loss, lse = cross_entropy(logits, micro.labels, self.vocab_size, self.config.final_logit_softcapping, self.tp)
         mask = micro.loss_mask.to(loss.dtype)
         reported = (loss.detach() * mask).sum()
         objective = (loss * mask).sum()
@@ -116,8 +119,11 @@ class BlockWrapper(Protocol):
     def backward(self, unit: nn.Module, saved: Any, dy: Tensor) -> Tensor | None:
         """Accumulate the unit's parameter gradients; the gradient of its input (None for the embedding)."""
 
-    def end_micro_batch(self) -> None:
-        """All units of one micro-batch have run backward."""
+    def begin_step(self, micro_batches: int) -> None:
+        """Every unit will now run backward for so many micro-batches."""
+
+    def end_step(self) -> None:
+        """All of them have; when it returns the gradients are complete."""
 
 
 class PlainBlocks:
@@ -134,5 +140,8 @@ class PlainBlocks:
         torch.autograd.backward(y, dy)
         return None if x is None else x.grad
 
-    def end_micro_batch(self) -> None:
+    def begin_step(self, micro_batches: int) -> None:
+        pass
+
+    def end_step(self) -> None:
         pass

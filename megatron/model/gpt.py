@@ -10,21 +10,22 @@ from torch import Tensor, nn
 from megatron.config.groups import ModelConfig
 from megatron.layers.dropout import DropoutState
 from megatron.layers.rotary import rotary_table
+from megatron.layers.tensor_parallel import DENSE, TensorParallel
 from megatron.model.block import BlockWrapper, EmbeddingBlock, HeadBlock, LayerBlock, MicroBatch
 
 
 class GPTModel(nn.Module):
     """Decoder-only transformer. Parameters are born on the meta device; `optimizer.blocks` gives them storage, `model.init` values.
 
-    `config` is resolved (no None among its sizes), `vocab_size` the real vocabulary, `padded_vocab` the rows of its matrices.
+    `config` is resolved (no None among its sizes), `vocab_size` the real vocabulary, `padded_vocab` the rows of its matrices over all ranks.
     """
 
-    def __init__(self, config: ModelConfig, *, vocab_size: int, padded_vocab: int, dtype: torch.dtype, seed: int):
+    def __init__(self, config: ModelConfig, *, vocab_size: int, padded_vocab: int, dtype: torch.dtype, seed: int, tp: TensorParallel = DENSE):
         super().__init__()
-        self.config, self.dtype, self.vocab_size = config, dtype, vocab_size
-        self.embedding = EmbeddingBlock(config, padded_vocab)
-        self.layers = nn.ModuleList(LayerBlock(config, seed, i) for i in range(config.num_layers))
-        self.head = HeadBlock(config, vocab_size, padded_vocab, self.embedding.word.weight)
+        self.config, self.dtype, self.vocab_size, self.tp = config, dtype, vocab_size, tp
+        self.embedding = EmbeddingBlock(config, padded_vocab, tp)
+        self.layers = nn.ModuleList(LayerBlock(config, seed, i, tp) for i in range(config.num_layers))
+        self.head = HeadBlock(config, vocab_size, padded_vocab, self.embedding.word.weight, tp)
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """Named units in the order of the forward pass."""
@@ -35,10 +36,16 @@ class GPTModel(nn.Module):
         """Turn a loader's [b, s] tensors into what the units read; sample_ids [b] number the run's samples."""
         tokens, labels, loss_mask, position_ids = (x.t().contiguous() for x in (tokens, labels, loss_mask, position_ids))
         rotates = self.config.position_embedding_type in ("rope", "yarn")
+        token_index = torch.arange(tokens.shape[0], device=tokens.device)
+        own = slice(None)  # the positions of the hidden states that this rank holds
+        if self.tp.sequence:
+            part = tokens.shape[0] // self.tp.size
+            own = slice(self.tp.axis.rank * part, (self.tp.axis.rank + 1) * part)
         return MicroBatch(
-            tokens=tokens, labels=labels, loss_mask=loss_mask, position_ids=position_ids, document_starts=document_starts,
+            tokens=tokens, labels=labels, loss_mask=loss_mask, position_ids=position_ids[own], document_starts=document_starts,
             rotary=rotary_table(self.config, position_ids, self.dtype) if rotates else None,
-            dropout=DropoutState(sample_ids, torch.arange(tokens.shape[0], device=tokens.device)) if training else None,
+            dropout=DropoutState(sample_ids, token_index) if training else None,
+            hidden_dropout=DropoutState(sample_ids, token_index[own]) if training else None,
         )
 
     def forward(self, micro: MicroBatch, wrapper: BlockWrapper) -> tuple[Tensor, list[Any]]:
@@ -57,7 +64,6 @@ class GPTModel(nn.Module):
             if dy is None:
                 dy = torch.tensor([scale, 0.0], dtype=kept[1].dtype, device=kept[1].device)
             dy = wrapper.backward(unit, kept, dy)
-        wrapper.end_micro_batch()
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Where the logical tensors of a model lie in its parameters: one table for initialisation, weight decay and checkpoints.
 
 A *logical tensor* is what a checkpoint names: q, k, v, gate and up apart, the real vocabulary, no parallelism. A parameter may fuse
-several of them or hold padding; a `Box` says which rows of the parameter hold which part of which logical tensor.
+several of them, hold padding, or be one rank's share; a `Box` says which rows of the parameter hold which part of which logical tensor.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
 from megatron.layers.mlp import GATED
+from megatron.layers.tensor_parallel import DENSE, PARTIAL_GRADIENTS, TensorParallel
 from megatron.model.gpt import GPTModel
 
 
@@ -25,7 +26,7 @@ class Box:
     extent: tuple[int, ...]  # its size
     groups: int = 1
     start: int = 0
-    replicated: str | None = None  # which tensor-parallel ranks hold this same box: all of the "axis", those of one "kv" head, or no other
+    replicated: str | None = None  # the field of TensorParallel whose ranks all hold this very part; None: this rank alone
 
     def view(self, local: Tensor) -> Tensor:
         """[groups, rows, ...] of the local parameter: strided, C-order equal to `extent`."""
@@ -33,35 +34,57 @@ class Box:
         stride = local.shape[0] // self.groups
         return local[: stride * self.groups].view(self.groups, stride, *local.shape[1:])[:, self.start : self.start + rows]
 
+    def partial(self, tp: TensorParallel) -> bool:
+        """Whether this rank's gradient of it is only a part of the sum over the ranks that hold it."""
+        rows = (row for row in PARTIAL_GRADIENTS if row.axis == self.replicated and self.name.endswith(row.names))
+        return any(tp.sequence or not row.sequence_only for row in rows)
 
-def _whole(name: str, shape: tuple[int, ...], groups: int = 1, start: int = 0) -> Box:
-    return Box(name, shape, (0,) * len(shape), shape, groups, start)
+
+def _split(dimension: int, name: str, local: tuple[int, ...], tp: TensorParallel, groups: int = 1, start: int = 0) -> Box:
+    """This rank's part `local` of a tensor that is cut along one dimension into equal parts."""
+    shape, offset = list(local), [0] * len(local)
+    shape[dimension] *= tp.size
+    offset[dimension] = local[dimension] * tp.axis.rank
+    return Box(name, tuple(shape), tuple(offset), local, groups, start)
 
 
-def boxes(config: ModelConfig, vocab_size: int, name: str, parameter: Tensor) -> tuple[Box, ...]:
-    """The logical tensors in the parameter called `name` in the model."""
+def _attention_boxes(config: ModelConfig, stem: str, kind: str, rest: tuple[int, ...], tp: TensorParallel) -> tuple[Box, ...]:
+    """q, k and v of the fused projection; several ranks hold the same key/value head when there are fewer heads than ranks."""
+    d, heads, groups = config.kv_channels, config.num_attention_heads // tp.size, max(1, config.num_query_groups // tp.size)
+    per_group = heads // groups * d
+    shape, extent = (config.num_query_groups * d, *rest), (groups * d, *rest)
+    offset = (tp.axis.rank // tp.kv.size * groups * d, *(0 for _ in rest))
+    shared = "kv" if tp.kv.size > 1 else None
+    return (
+        _split(0, f"{stem}q.{kind}", (heads * d, *rest), tp, groups),
+        Box(f"{stem}k.{kind}", shape, offset, extent, groups, per_group, shared),
+        Box(f"{stem}v.{kind}", shape, offset, extent, groups, per_group + d, shared),
+    )
+
+
+def boxes(config: ModelConfig, vocab_size: int, name: str, parameter: Tensor, tp: TensorParallel = DENSE) -> tuple[Box, ...]:
+    """The parts of logical tensors in the parameter called `name` in the model (none where a rank's part of the vocabulary is all padding)."""
     unit, _, kind = name.rpartition(".")  # layers.3.attention.qkv, weight
-    rest = tuple(parameter.shape[1:])
+    shape = tuple(parameter.shape)
+    rest = shape[1:]
     if unit.endswith("attention.qkv"):
-        stem, d, g, n = unit.removesuffix("qkv"), config.kv_channels, config.num_query_groups, config.num_attention_heads
-        per_group = n // g * d
-        return (
-            _whole(f"{stem}q.{kind}", (n * d, *rest), g, 0),
-            _whole(f"{stem}k.{kind}", (g * d, *rest), g, per_group),
-            _whole(f"{stem}v.{kind}", (g * d, *rest), g, per_group + d),
-        )
+        return _attention_boxes(config, unit.removesuffix("qkv"), kind, rest, tp)
     if unit.endswith("mlp.fc1"):
-        stem, f = unit.removesuffix("fc1"), config.ffn_hidden_size
-        if config.activation in GATED:
-            return _whole(f"{stem}gate.{kind}", (f, *rest)), _whole(f"{stem}up.{kind}", (f, *rest), start=f)
-        return (_whole(f"{stem}up.{kind}", (f, *rest)),)
+        stem, f = unit.removesuffix("fc1"), config.ffn_hidden_size // tp.size
+        names = ("gate", "up") if config.activation in GATED else ("up",)
+        return tuple(_split(0, f"{stem}{part}.{kind}", (f, *rest), tp, start=i * f) for i, part in enumerate(names))
     if unit in ("embedding.word", "head"):
-        return (_whole(name, (vocab_size, *rest)),)
+        first = tp.axis.rank * shape[0]
+        rows = min(vocab_size - first, shape[0])
+        return (Box(name, (vocab_size, *rest), (first, 0), (rows, *rest)),) if rows > 0 else ()
+    if kind == "weight" and unit.endswith(("attention.proj", "mlp.fc2")):
+        return (_split(1, name.replace("mlp.fc2", "mlp.down"), shape, tp),)
+    logical = name.replace("mlp.fc2", "mlp.down")
     if unit == "layers.0.position":
-        return (_whole("embedding.position.weight", tuple(parameter.shape)),)
-    if unit.endswith("final_norm"):
-        return (_whole(f"final_norm.{kind}", tuple(parameter.shape)),)
-    return (_whole(name.replace("mlp.fc2", "mlp.down"), tuple(parameter.shape)),)
+        logical = "embedding.position.weight"
+    elif unit.endswith("final_norm"):
+        logical = f"final_norm.{kind}"
+    return (Box(logical, shape, (0,) * len(shape), shape, replicated="axis" if tp.size > 1 else None),)
 
 
 def decays(parameter: Tensor) -> bool:
@@ -74,5 +97,5 @@ def model_boxes(model: GPTModel) -> list[tuple[Box, str, nn.Parameter]]:
     return [
         (box, name, parameter)
         for name, parameter in model.named_parameters()
-        for box in boxes(model.config, model.vocab_size, name, parameter)
+        for box in boxes(model.config, model.vocab_size, name, parameter, model.tp)
     ]

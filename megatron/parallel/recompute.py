@@ -32,5 +32,8 @@ class Recompute:
             _, saved = self.inner.forward(unit, x, micro)
         return self.inner.backward(unit, saved, dy)
 
-    def end_micro_batch(self) -> None:
-        self.inner.end_micro_batch()
+    def begin_step(self, micro_batches: int) -> None:
+        self.inner.begin_step(micro_batches)
+
+    def end_step(self) -> None:
+        self.inner.end_step()

@@ -1,0 +1,233 @@
+"""Collectives over an `Axis`, each started now and awaited later, or both at once. Sizes in dimension 0.
+
+On NCCL they are NCCL's. On Gloo reduce-scatter and all-gather are made of sends and receives: Gloo's own reduce-scatter sends an
+all-reduce's bytes, and hides buffers of the tensor's size. Sums run in rank order, in fp32 for narrower tensors, so that they are the
+same bits for every size of a round and every alignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.dist.groups import Axis
+
+# Received bytes in flight on Gloo: half of what is reduced, or this where that is less.
+ROUND_BYTES = 8 << 20
+
+
+class Pending(Protocol):
+    """A collective on its way; its input may not be written before `wait`."""
+
+    def wait(self) -> Tensor:
+        """The result. On a GPU the current stream waits, not the host."""
+
+
+class _Works:
+    """Torch's own handles, and what they leave to do."""
+
+    def __init__(self, works: list[Any], result: Tensor, finish: Callable[[], None] = lambda: None):
+        self.works, self.result, self.finish = works, result, finish
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        self.finish()
+        self.works, self.finish = [], lambda: None
+        return self.result
+
+
+def is_gloo(axis: Axis) -> bool:
+    """Whether the axis communicates over Gloo, which moves CPU memory."""
+    return dist.get_backend(axis.group) == "gloo"
+
+
+def _staged(x: Tensor, axis: Axis, out: Tensor | None, start: Callable[..., Pending]) -> Pending:
+    """A collective of sends and receives on GPU tensors over Gloo: through the host."""
+    host = start(x.cpu(), axis)
+
+    class Staged:
+        def wait(self) -> Tensor:
+            result = host.wait()
+            return result.to(x.device) if out is None else out.copy_(result)
+
+    return Staged()
+
+
+def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
+    """The sum of x over the axis, in place."""
+    if axis.size == 1:
+        return _Works([], x)
+    return _Works([dist.all_reduce(x, group=axis.group, async_op=True)], x)
+
+
+def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
+    """Every rank's x [n, ...] -> [size * n, ...] in axis order. `x` may be this rank's part of `out`, which then stays where it is."""
+    if axis.size == 1:
+        return _Works([], x if out is None else out)
+    if is_gloo(axis) and x.is_cuda:
+        return _staged(x, axis, out, start_all_gather)
+    out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if out is None else out
+    x = x.contiguous()
+    if not is_gloo(axis):
+        return _Works([dist.all_gather_into_tensor(out, x, group=axis.group, async_op=True)], out)
+    parts = out.chunk(axis.size)
+    works = []
+    for step in range(1, axis.size):  # each rank begins with its neighbour: no rank is everyone's first
+        to, come = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+        works.append(dist.irecv(parts[come], src=axis.ranks[come], group=axis.group))
+        works.append(dist.isend(x, dst=axis.ranks[to], group=axis.group))
+    if parts[axis.rank].data_ptr() != x.data_ptr():
+        parts[axis.rank].copy_(x)
+    return _Works(works, out)
+
+
+class _GlooReduceScatter:
+    """Rounds of irecv and isend of views of x; the own slice is read in place. At most two rounds are in flight."""
+
+    def __init__(self, x: Tensor, axis: Axis, out: Tensor, wire: torch.dtype):
+        self.axis, self.out, self.wire = axis, out.view(-1), wire
+        self.slices = [part.reshape(-1) for part in x.contiguous().chunk(axis.size)]
+        elements, item, others = self.slices[0].numel(), wire.itemsize, axis.size - 1
+        limit = max(ROUND_BYTES, x.numel() * item // 2)
+        step = elements if elements * item * others <= limit else max(1, limit // 2 // (item * others))
+        self.rounds = [(start, min(start + step, elements)) for start in range(0, elements, step)]
+        self.flying: list[tuple[tuple[int, int], dict[int, Tensor], list[Any]]] = []
+        self._post()
+        self._post()
+
+    def _post(self) -> None:
+        if not self.rounds:
+            return
+        (start, stop), axis = self.rounds.pop(0), self.axis
+        works, received, sent = [], {}, []
+        for step in range(1, axis.size):
+            to, come = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+            received[come] = torch.empty(stop - start, dtype=self.wire)
+            works.append(dist.irecv(received[come], src=axis.ranks[come], group=axis.group))
+            sent.append(self.slices[to][start:stop].to(self.wire))
+            works.append(dist.isend(sent[-1], dst=axis.ranks[to], group=axis.group))
+        self.flying.append(((start, stop), received, [works, sent]))
+
+    def wait(self) -> Tensor:
+        while self.flying:
+            (start, stop), received, (works, _) = self.flying.pop(0)
+            for work in works:
+                work.wait()
+            received[self.axis.rank] = self.slices[self.axis.rank][start:stop].to(self.wire)
+            _add_in_rank_order(received, self.axis, self.out[start:stop])
+            self._post()
+        return self.out
+
+
+def _add_in_rank_order(parts: dict[int, Tensor], axis: Axis, out: Tensor) -> None:
+    """The sum of one part from each rank into `out`, in fp32 or wider. `out` may be the own part; the others' are overwritten."""
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    if axis.rank == 0 and out.dtype == wide:
+        total = out if out.data_ptr() == parts[0].data_ptr() else out.copy_(parts[0])
+    else:
+        total = parts[0].to(wide, copy=axis.rank == 0)
+    for rank in range(1, axis.size):
+        total.add_(parts[rank])
+    if total is not out:
+        out.copy_(total)
+
+
+class _Shaped:
+    def __init__(self, pending: Pending, shape: torch.Size):
+        self.pending, self.shape = pending, shape
+
+    def wait(self) -> Tensor:
+        return self.pending.wait().view(self.shape)
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None, wire: torch.dtype | None = None) -> Pending:
+    """The sum over the axis of x [size * n, ...], of which each rank keeps its n rows. `out` may be this rank's part of a contiguous x.
+
+    `wire` is the precision in which it is sent (x's own by default): every rank's part is rounded to it, the sum is not.
+    """
+    if axis.size == 1:
+        return _Works([], x if out is None else out)
+    wire = wire or x.dtype
+    if is_gloo(axis) and x.is_cuda:
+        return _staged(x, axis, out, lambda host, axis: start_reduce_scatter(host, axis, wire=wire))
+    own = x.chunk(axis.size)[axis.rank]
+    out = torch.empty_like(own, memory_format=torch.contiguous_format) if out is None else out
+    if is_gloo(axis):
+        return _Shaped(_GlooReduceScatter(x, axis, out, wire), own.shape)
+    if wire == x.dtype:
+        return _Works([dist.reduce_scatter_tensor(out, x.contiguous(), group=axis.group, async_op=True)], out)
+    narrow = torch.empty_like(own, dtype=wire)  # NCCL adds in the precision of the wire
+    work = dist.reduce_scatter_tensor(narrow, x.to(wire), group=axis.group, async_op=True)
+    return _Works([work], out, lambda: out.copy_(narrow))
+
+
+def _exchange(sends: Tensor, to: int, receives: Tensor, come: int, axis: Axis) -> list[Any]:
+    return dist.batch_isend_irecv([
+        dist.P2POp(dist.irecv, receives, axis.ranks[come], axis.group), dist.P2POp(dist.isend, sends, axis.ranks[to], axis.group),
+    ])
+
+
+def gather_parts(x: Tensor, axis: Axis, out: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """An all-gather of x [n, ...] into out [size * n, ...] that hands out each rank's part as it arrives, the own one first: (rank, part)."""
+    if is_gloo(axis) and x.is_cuda:
+        start_all_gather(x, axis, out).wait()
+        yield from enumerate(out.chunk(axis.size))
+        return
+    x, parts = x.contiguous(), out.chunk(axis.size)
+    steps = [((axis.rank + step) % axis.size, (axis.rank - step) % axis.size) for step in range(1, axis.size)]
+    works = [_exchange(x, to, parts[come], come, axis) for to, come in steps]
+    parts[axis.rank].copy_(x)
+    yield axis.rank, parts[axis.rank]
+    for (_, come), pending in zip(steps, works):
+        for work in pending:
+            work.wait()
+        yield come, parts[come]
+
+
+def scatter_parts(part: Callable[[int], Tensor], axis: Axis) -> Tensor:
+    """A reduce-scatter whose input is computed on the way: part(r) [n, ...] is what rank r shall sum up, the own one is asked for last."""
+    received, works, kept = {}, [], []
+    for step in range(1, axis.size):
+        to, come = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+        kept.append(part(to).contiguous())
+        if is_gloo(axis) and kept[0].is_cuda:
+            return reduce_scatter(torch.cat([part(rank) for rank in range(axis.size)]), axis)
+        received[come] = torch.empty_like(kept[-1])
+        works += _exchange(kept[-1], to, received[come], come, axis)
+    own = received[axis.rank] = part(axis.rank).contiguous()
+    for work in works:
+        work.wait()
+    _add_in_rank_order(received, axis, own)
+    return own
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of x over the axis, in place; x."""
+    return start_all_reduce(x, axis).wait()
+
+
+def all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """Every rank's x [n, ...] -> [size * n, ...]."""
+    return start_all_gather(x, axis).wait()
+
+
+def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over the axis of x [size * n, ...] -> this rank's [n, ...]."""
+    return start_reduce_scatter(x, axis).wait()
+
+
+def gather_bytes(data: bytes, axis: Axis, device: torch.device) -> list[bytes]:
+    """Every rank's bytes (of any length), in axis order, on every rank. Waits."""
+    if axis.size == 1:
+        return [data]
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    sizes = all_gather(torch.tensor([len(data)], device=device), axis).tolist()
+    padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
+    padded[: len(data)] = own
+    rows = all_gather(padded.to(device)[None], axis).cpu()
+    return [bytes(row[:size].numpy()) for row, size in zip(rows, sizes)]
