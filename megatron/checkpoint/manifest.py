@@ -170,11 +170,19 @@ def encode_manifest(content: dict[str, Any]) -> bytes:
 
     Raises CheckpointError when `content` is not JSON.
     """
+    return _frame(_json(content, indent=1))
+
+
+def state_digests(state: dict[str, Any]) -> dict[str, str]:
+    """A short digest of each value of `state`, by which ranks compare theirs; raises CheckpointError when it is not JSON."""
+    return {key: xxh3_128_hexdigest(_json(value))[:8] for key, value in state.items()}
+
+
+def _json(content: Any, indent: int | None = None) -> bytes:
     try:
-        body = json.dumps(content, indent=1).encode()
+        return json.dumps(content, indent=indent).encode()
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's state must be JSON (numbers, strings, lists, dictionaries): {error}") from error
-    return _frame(body)
 
 
 def _frame(body: bytes) -> bytes:

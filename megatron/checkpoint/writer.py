@@ -1,7 +1,7 @@
 """Write a checkpoint so that it appears whole or not at all, and never in the place of another one (docs/checkpoint.md).
 
 Shards, digest tables and the manifest are written and fsynced in `.tmp-iter-N-<attempt>/`, which one rename turns into
-`iter_000000N/`. Bytes stream from the tensors to the file in chunks of 1 MiB; no second copy of a tensor is made.
+`iter_000000N/`. Every rank writes its own shard; the first adds the manifest and renames when it has word from all. Bytes stream from the tensors to the file in chunks of 1 MiB; no second copy of a tensor is made.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import re
 import secrets
@@ -16,6 +17,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import Checkpoint
 
 if TYPE_CHECKING:
@@ -35,28 +38,104 @@ BUFFERS = 1024  # most buffers that one writev takes
 
 
 def save_checkpoint(
-    root: str | Path, iteration: int, tensors: Iterable[tuple[Box, Tensor]], state: dict[str, Any], say: Callable[[str], None] = print
+    root: str | Path, iteration: int, tensors: Iterable[tuple[Box, Tensor]], state: dict[str, Any], say: Callable[[str], None] = print,
+    ranks: Ranks = ONE,
 ) -> Path:
-    """Write iteration `iteration` under `root` as one shard and return its folder.
+    """Write iteration `iteration` under `root` and return its folder. All `ranks` call this together; each that owns boxes writes one shard.
 
-    `tensors`: (box, local tensor) pairs whose boxes cover each logical tensor exactly once; `state`: JSON.
+    `tensors`: (box, local tensor) pairs that this rank owns; the boxes of all ranks cover each logical tensor exactly once. `state`: JSON,
+    the same on every rank. `root` lies on a file system that all ranks share.
     An iteration that exists already is never overwritten: when it is whole and bit-equal to this one it is kept and returned, when it
-    is whole and differs CheckpointError is raised, when it is damaged or foreign it is moved aside, and `say` is told.
-    Raises CheckpointError when anything prevents the save; older checkpoints are untouched by that.
+    is whole and differs CheckpointError is raised, when it is damaged or foreign it is moved aside, and the first rank's `say` is told.
+    Raises the same CheckpointError on every rank when anything prevents the save on one of them; older checkpoints are untouched by that.
     """
-    root, pairs, attempt = Path(root), list(tensors), secrets.token_hex(8)
-    with _readable_errors(root, iteration):
-        _make_root(root)
-        _clean(root, attempt)
-        temporary = root / f".tmp-iter-{iteration}-{attempt}"
-        temporary.mkdir(mode=FOLDER_MODE)
-        lock = _hold(temporary)
+    root, pairs = Path(root), [(box, tensor) for box, tensor in tensors if math.prod(box.extent)]
+    with _Attempt(root, iteration, ranks, partial(_not_saved, root, iteration)) as attempt:
+        told = attempt.agree(lambda: (bool(pairs), m.state_digests({"iteration": iteration, **state})))
+        for rank, (_, digests) in enumerate(told):
+            differing = [key for key in {**told[0][1], **digests} if digests.get(key) != told[0][1].get(key)]
+            if differing:
+                raise CheckpointError(f"{root}: the checkpoint of iteration {iteration} was not saved: rank {rank}'s {', '.join(differing)} differ from "
+                                      "rank 0's: the ranks no longer carry out the same run. Stop it, and go on from an older checkpoint.")
+        owners = [rank for rank, (owns, _) in enumerate(told) if owns]
+        assert owners, "a checkpoint without tensors"
+
+        def write() -> dict[str, Any] | None:
+            return write_shard(attempt.folder, owners.index(ranks.world.rank), len(owners), iteration, pairs) if pairs else None
+
+        shards = [record for record in attempt.agree(write) if record is not None]
+        attempt.agree(lambda: commit(root, attempt.folder, iteration, attempt.name, shards, state, say).name if ranks.first else None)
+    return root / m.iteration_folder(iteration)
+
+
+def try_folder(root: str | Path, ranks: Ranks = ONE) -> None:
+    """Write a byte from every rank where checkpoints will go: a full disk is found before there is something to save.
+
+    Raises the same CheckpointError on every rank when one cannot write there, or does not see what the first has made.
+    """
+    root = Path(root)
+
+    def write() -> None:
+        with _new_file(attempt.folder / f"rank-{ranks.world.rank}") as file:
+            _write_all(file, [memoryview(b"x")])
+
+    with _Attempt(root, 0, ranks, partial(_not_writable, root)) as attempt:
+        attempt.agree(write)
+
+
+class _Attempt:
+    """The temporary `folder` of one save: made and in the end removed by the first rank, held by all while they live."""
+
+    def __init__(self, root: Path, iteration: int, ranks: Ranks, explain: Callable[[OSError], str]) -> None:
+        self.root, self.ranks, self.explain, self.lock = root, ranks, explain, -1
+        self._choose(iteration, secrets.token_hex(8))
+
+    def _choose(self, iteration: int, name: str) -> None:
+        self.iteration, self.name, self.folder = iteration, name, self.root / f".tmp-iter-{iteration}-{name}"
+
+    def agree(self, part: Callable[[], Any]) -> list[Any]:
+        """As Ranks.agree, with errors of the file system in words."""
+
+        def explained() -> Any:
+            try:
+                return part()
+            except OSError as error:
+                raise CheckpointError(self.explain(error)) from error
+
+        return self.ranks.agree(explained)
+
+    def __enter__(self) -> _Attempt:
         try:
-            shards = [write_shard(temporary, 0, 1, iteration, pairs)]
-            return commit(root, temporary, iteration, attempt, shards, state, say)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # gone already when the commit succeeded
-            os.close(lock)
+            self._choose(self.iteration, self.agree(self._make)[0])
+            self.agree(self._join)
+        except BaseException as error:
+            self.__exit__(error)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.ranks.first:
+            shutil.rmtree(self.folder, ignore_errors=True)  # gone already when it was committed
+        if self.lock >= 0:
+            os.close(self.lock)
+
+    def _make(self) -> str | None:
+        if not self.ranks.first:
+            return None
+        _make_root(self.root)
+        _clean(self.root, self.name)
+        self.folder.mkdir(mode=FOLDER_MODE)
+        self.lock = _hold(self.folder)
+        return self.name
+
+    def _join(self) -> None:
+        if self.ranks.first:
+            return
+        try:
+            self.lock = _hold(self.folder)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.root}: the folder {self.folder.name} that rank 0 made there cannot be seen from this rank: "
+                                  "is --save on a file system that all nodes share?") from error
 
 
 def write_shard(folder: Path, index: int, shards: int, iteration: int, pairs: list[tuple[Box, Tensor]]) -> dict[str, Any]:
@@ -76,6 +155,8 @@ def write_shard(folder: Path, index: int, shards: int, iteration: int, pairs: li
     table = m.DigestTable(m.CHUNK, len(header), size, m.chunk_digest(header), tuple(stream.digests)).encode()
     with _new_file(folder / m.table_file(index)) as file:
         _write_all(file, [memoryview(table)])
+    if index > 0:
+        _sync_folder(folder)  # the commit syncs it for the first rank, on whose node this one's names may not be known yet
     return {"file": m.shard_file(index), "bytes": size, "table_digest": m.table_digest(table)}
 
 
@@ -91,6 +172,7 @@ def commit(
     with _new_file(temporary / m.MANIFEST) as file:
         _write_all(file, [memoryview(m.encode_manifest(content))])
     _sync_folder(temporary)
+    Checkpoint(temporary).close()  # what could not be opened later is not committed now
     target = root / m.iteration_folder(iteration)
     try:
         os.rename(temporary, target)  # fails when the target exists and is not empty
@@ -120,7 +202,8 @@ def _fault_of(target: Path, shards: list[dict[str, Any]], state: dict[str, Any])
     except CheckpointError as error:
         return str(error)
     theirs, ours = ({key: json.dumps(value) for key, value in each.items()} for each in (old.state, json.loads(json.dumps(state))))
-    differing = [] if old.manifest["shards"] == shards else ["tensors"]
+    what = "tensors" if len(old.shards) == len(shards) else "how tensors are cut into shards"
+    differing = [] if old.manifest["shards"] == shards else [what]
     differing += [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
     if differing:
         raise CheckpointError(
@@ -278,20 +361,19 @@ def _clean(root: Path, attempt: str) -> None:
             path.unlink(missing_ok=True)
 
 
-@contextmanager
-def _readable_errors(root: Path, iteration: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        where = error.filename or root
-        text = f"{root}: the checkpoint of iteration {iteration} was not saved: {error.strerror or error} ({where})."
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            text += " Free space, raise the quota, or give another --save folder."
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            text += " Give a --save folder that this user may write to."
-        elif error.errno == errno.ENOENT:
-            text += " Its temporary folder vanished: another run is saving to this folder; give each its own --save."
-        with suppress(CheckpointError):
-            kept = m.list_iterations(root)
-            text += f" Older checkpoints are untouched (newest: iteration {kept[0]})." if kept else ""
-        raise CheckpointError(text) from error
+def _not_saved(root: Path, iteration: int, error: OSError) -> str:
+    text = f"{root}: the checkpoint of iteration {iteration} was not saved: {error.strerror or error} ({error.filename or root})."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        text += " Free space, raise the quota, or give another --save folder."
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        text += " Give a --save folder that this user may write to."
+    elif error.errno == errno.ENOENT:
+        text += " Its temporary folder vanished: another run is saving to this folder; give each its own --save."
+    with suppress(CheckpointError):
+        kept = m.list_iterations(root)
+        text += f" Older checkpoints are untouched (newest: iteration {kept[0]})." if kept else ""
+    return text
+
+
+def _not_writable(root: Path, error: OSError) -> str:
+    return f"--save {root}: cannot be written to: {error.strerror}; make it writable and free space on its disk, or choose another folder"

@@ -18,7 +18,7 @@ from checkpoint_cases import cut, example, loads, pairs, same_bits, save_in_shar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpoint import manifest, reader
+from megatron.checkpoint import manifest, reader, writer
 from megatron.checkpoint.manifest import CheckpointError, tiles
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
@@ -82,8 +82,6 @@ def test_strided_and_fused_views_are_written_without_their_neighbours(tmp_path):
 
 
 def test_large_strided_tensors_are_copied_in_pieces(tmp_path, monkeypatch):
-    from megatron.checkpoint import writer
-
     monkeypatch.setattr(writer, "PIECE", 512)
     tensors = {"a": torch.randn(40, 60).t(), "b": torch.randn(3, 400).t(), "c": torch.randn(700)[::2], "d": torch.randn(4, 300)[:, ::2]}
     path = save_checkpoint(tmp_path, 1, pairs(tensors), {})
@@ -159,11 +157,17 @@ def test_wrong_names_and_shapes_are_refused(tmp_path):
             checkpoint.read(dataclasses.replace(box, name="optimizer.exp_avg.w"), torch.zeros(4, 2))
 
 
-def test_shards_that_do_not_tile_a_tensor_are_refused(tmp_path):
+def test_shards_that_do_not_tile_a_tensor_are_refused(tmp_path, monkeypatch):
+    """By the writer, before anything is committed; and by the reader, if one had been."""
     upper, lower, late = (Box("w", (4, 2), (row, 0), (2, 2)) for row in (0, 2, 1))
     part = torch.zeros(2, 2)
     for name, shards in {"hole": [[(upper, part)]], "overlap": [[(upper, part), (late, part)], [(lower, part)]]}.items():
-        path = save_in_shards(tmp_path / name, 1, shards, {})
+        with pytest.raises(CheckpointError, match="exactly once"):
+            save_in_shards(tmp_path / name, 1, shards, {})
+        assert find_checkpoint(tmp_path / name) is None
+        with monkeypatch.context() as patch:
+            patch.setattr(writer, "Checkpoint", lambda path: open(path / "MANIFEST.json"))  # a writer that does not look
+            path = save_in_shards(tmp_path / name, 1, shards, {})
         with pytest.raises(CheckpointError, match="exactly once"):
             Checkpoint(path)
 
@@ -178,7 +182,7 @@ def test_tiles():
 
 def test_state_that_is_not_json_is_refused_and_leaves_nothing(tmp_path):
     with pytest.raises(CheckpointError, match="must be JSON"):
-        save_checkpoint(tmp_path, 1, [], {"x": torch.zeros(1)})
+        save_checkpoint(tmp_path, 1, pairs(example()), {"x": torch.zeros(1)})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -220,8 +224,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.mark.gpu
 def test_tensors_on_a_device(tmp_path, monkeypatch):
-    from megatron.checkpoint import writer
-
     monkeypatch.setattr(writer, "PIECE", 512)
     tensors = {name: tensor.cuda() for name, tensor in example().items()} | {"t": torch.randn(40, 30, device="cuda").t()}
     path = save_checkpoint(tmp_path, 1, pairs(tensors), {})
