@@ -75,6 +75,8 @@ EQUALS = (
     equals("--checkpoint-num-layers", "--recompute-num-layers $"),
     equals("--no-check-for-nan-in-loss-and-grad", "--nan-policy skip"),
     equals("--no-load-lr-state", "--override-opt-param-scheduler"),
+    equals("--model-parallel-size", "--tensor-model-parallel-size $"),
+    equals("--no-async-tensor-model-parallel-allreduce", "--no-tp-comm-overlap"),
 )
 
 NOTES = (
@@ -91,8 +93,11 @@ NOTES = (
          "--attention-backend auto takes the fastest kernel that supports the settings"),
     note("--attention-softmax-in-fp32 --apply-query-key-layer-scaling --no-query-key-layer-scaling",
          "the softmax is in fp32, where scaling by the layer number cancels"),
-    note("--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --disable-bf16-reduced-precision-matmul",
-         "gradients are accumulated and reduced in fp32 here"),
+    note("--accumulate-allreduce-grads-in-fp32", "gradients are always accumulated in fp32 here, and sent in fp32 without --grad-reduce-in-bf16",
+         when=lambda config: not config.distributed.grad_reduce_in_bf16, otherwise="contradicts --grad-reduce-in-bf16; drop one of them"),
+    note("--disable-bf16-reduced-precision-matmul --ddp-reduce-scatter-with-fp32-accumulation "
+         "--ddp-param-name-patterns-for-fp32-local-accumulation",
+         "products and gradients are summed in fp32 here, whatever they are read or sent in"),
     note("--fp16-lm-cross-entropy", "the loss is computed in fp32 here"),
     note("--calculate-per-token-loss", "the loss is always the mean over all tokens of the global batch here"),
     note("--apply-layernorm-1p", "storing the scale minus one gives the same model, since norms take no weight decay"),
@@ -100,27 +105,31 @@ NOTES = (
          when=lambda config: config.model.position_embedding_type != "learned_absolute",
          otherwise="use --position-embedding-type rope or none"),
     note("--deterministic-mode", "runs are deterministic on one device type by design"),
-    note("--no-async-tensor-model-parallel-allreduce --sequence-parallel --tp-comm-* --no-tp-comm-* --disable-tp-comm-* "
-         "--no-scatter-gather-tensors-in-pipeline --distribute-saved-activations --distribute-checkpointed-activations "
-         "--no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding --symmetric-ar-type "
-         "--defer-embedding-wgrad-compute --wgrad-deferral-limit --delay-wgrad-compute --use-ring-exchange-p2p "
-         "--overlap-p2p-communication --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush "
+    note("--tp-comm-* --no-tp-comm-* --disable-tp-comm-* --symmetric-ar-type",
+         "how the collectives of tensor parallelism run is chosen here; --no-tp-comm-overlap takes them out from beside the matrix products"),
+    note("--distribute-saved-activations --distribute-checkpointed-activations --scattered-embeddings "
+         "--no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding",
+         "a choice of memory: --sequence-parallel divides the activations between matrices over the tensor-parallel ranks"),
+    note("--no-scatter-gather-tensors-in-pipeline --defer-embedding-wgrad-compute --wgrad-deferral-limit --delay-wgrad-compute "
+         "--use-ring-exchange-p2p --overlap-p2p-communication --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush "
          "--no-pipeline-parallel --pipeline-model-parallel-comm-backend --microbatch-group-size-per-virtual-pipeline-stage "
-         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --cp-comm-type "
-         "--hierarchical-context-parallel-sizes --max-seqlen-per-dp-cp-rank --force-ds-sequence-parallel",
-         "concerns tensor, pipeline or context parallelism, whose sizes are 1"),
-    note("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --overlap-param-gather-with-optimizer-step "
-         "--ddp-* --DDP-impl --no-contiguous-buffers-in-local-ddp --no-align-grad-reduce --disable-align-grad-reduce "
-         "--no-align-param-gather --no-gradient-reduce-div-fusion --use-nccl-ub --disable-symmetric-registration "
-         "--create-all-gather-group --no-use-layer-wise-param-layout --zero-reduce-scatter --zero-contigious-gradients "
-         "--zero-reduce-bucket-size --zero-allgather-bucket-size --suggested-communication-unit-size --remote-device "
-         "--use-pin-memory --scattered-embeddings --split-transformers --memory-centric-tiled-linear --tile-factor",
-         "concerns data parallelism; one process has nothing to share"),
-    note("--distributed-backend --distributed-timeout-minutes --distributed-timeout-seconds-after-init --local-rank "
-         "--nccl-communicator-config-path --use-tp-pp-dp-mapping --disable-gloo-process-groups --use-sharp "
-         "--sharp-enabled-group --high-priority-stream-groups --flight-recorder-* --no-flight-recorder-* "
-         "--disable-flight-recorder-* --lazy-mpu-init --empty-unused-memory-level --standalone-embedding-stage",
-         "process groups, device and memory are set up here"),
+         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --standalone-embedding-stage --cp-comm-type "
+         "--hierarchical-context-parallel-sizes --max-seqlen-per-dp-cp-rank --force-ds-sequence-parallel --no-align-grad-reduce "
+         "--disable-align-grad-reduce --no-align-param-gather",
+         "concerns pipeline or context parallelism, whose sizes are 1"),
+    note("--use-distributed-optimizer --overlap-param-gather --overlap-param-gather-with-optimizer-step "
+         "--num-distributed-optimizer-instances --no-use-layer-wise-param-layout",
+         "optimizer state is not sharded yet: every data-parallel rank holds all of it, with the same result"),
+    note("--ddp-* --DDP-impl --no-contiguous-buffers-in-local-ddp --no-gradient-reduce-div-fusion --suggested-communication-unit-size",
+         "gradients are summed block by block over the data-parallel ranks and scaled once: there is no bucket to choose"),
+    note("--zero-reduce-scatter --zero-contigious-gradients --zero-reduce-bucket-size --zero-allgather-bucket-size --remote-device "
+         "--use-pin-memory", "acts only with ZeRO stages above 0"),
+    note("--split-transformers --memory-centric-tiled-linear --tile-factor", "a choice of memory, without effect on the result"),
+    note("--use-nccl-ub --disable-symmetric-registration --create-all-gather-group --nccl-communicator-config-path --use-sharp "
+         "--sharp-enabled-group --high-priority-stream-groups --disable-gloo-process-groups --local-rank --lazy-mpu-init "
+         "--distributed-timeout-seconds-after-init --flight-recorder-* --no-flight-recorder-* --disable-flight-recorder-* "
+         "--empty-unused-memory-level",
+         "process groups, device and memory are set up here; NCCL's own settings are its environment variables"),
     note("--deepspeed --deepscale --deepspeed-activation-checkpointing --partition-activations --contigious-checkpointing "
          "--synchronize-each-layer --profile-backward --ds-fused-adam --cpu-torch-adam --checkpoint-in-cpu",
          "DeepSpeed is not used; training is the same without it"),
@@ -173,7 +182,7 @@ NOTES = (
          "--no-pin-cpu-grads --no-pin-cpu-params --min-offloaded-tensor-size --offload-modules --delay-offload-until-cuda-graph "
          "--delta-offload-bytes-across-pp-ranks --activation-offload-fraction --cpu-offloading-retain-pinned-cpu-buffers "
          "--fine-grained-offloading-max-inflight-offloads --megatron-fsdp-* --fsdp-* --data-parallel-sharding-strategy "
-         "--outer-dp-sharding-strategy --num-distributed-optimizer-instances --enable-full-sharding-in-hsdp --gtp-* "
+         "--outer-dp-sharding-strategy --enable-full-sharding-in-hsdp --gtp-* "
          "--torch-fsdp2-no-reshard-after-forward --batch-invariant-backend --enable-zbh1-exact-semantics "
          "--ds-sequence-parallel-fpdt-* --error-injection-type --tokenizer-special-tokens --chat-template "
          "--sft-tokenizer-prompt-format --logits-* --bert-no-binary-head --mask-prob --short-seq-prob --sample-rate",
@@ -184,10 +193,10 @@ NOTES = (
 
 _LATER = "not built yet"
 ONLY = (
-    only("--tensor-model-parallel-size --model-parallel-size --tensor-parallel-num-weight-shards", "1", f"tensor parallelism is {_LATER}"),
+    only("--tensor-parallel-num-weight-shards", "1", f"sharding weights further than over the tensor-parallel ranks is {_LATER}"),
     only("--pipeline-model-parallel-size --num-virtual-stages-per-pipeline-rank", "1", f"pipeline parallelism is {_LATER}"),
     only("--context-parallel-size --ds-sequence-parallel-size", "1", f"context parallelism is {_LATER}"),
-    only("--zero-stage", "0", f"ZeRO is {_LATER}; one process has nothing to share"),
+    only("--zero-stage", "0", f"ZeRO is {_LATER}"),
     only("--num-experts --num-experts-switch --expert-model-parallel-size --expert-tensor-parallel-size "
          "--expert-tensor-parallel-num-weight-shards --moe-expert-parallel-size", "1", "mixture of experts is not supported"),
     only("--mlp-type", "standard", "mixture of experts is not supported"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config
 
 # DeepSpeed's key -> our flag; the field follows from the flag.
@@ -29,7 +30,10 @@ SAME = {
     "optimizer.params.momentum": ("optimizer", "sgd_momentum"),
 }
 
-# Keys (and everything under them) that change nothing about the result of one process.
+# What gradients are sent in: values of communication_data_type and of fp32_allreduce -> --grad-reduce-in-bf16.
+WIRE = {"fp32": False, "true": False, "bf16": True, "bfp16": True}
+
+# Keys (and everything under them) that change nothing about the result.
 NOTED = {
     "steps_per_print": "--log-interval sets how often a line is printed",
     "wall_clock_breakdown": "--timing-log-level 1 logs timers",
@@ -40,18 +44,16 @@ NOTED = {
     "csv_monitor": "metrics.jsonl is always written",
     "comet": "metrics.jsonl is always written",
     "flops_profiler": "throughput and MFU are always logged",
-    "comms_logger": "one process does not communicate",
+    "comms_logger": "communication is not logged",
     "activation_checkpointing": "--checkpoint-activations switches recompute on",
     "zero_allow_untested_optimizer": "DeepSpeed's optimizers are not used",
     "zero_force_ds_cpu_optimizer": "DeepSpeed's optimizers are not used",
-    "prescale_gradients": "gradients are accumulated and reduced in fp32",
-    "gradient_predivide_factor": "gradients are accumulated and reduced in fp32",
-    "communication_data_type": "gradients are accumulated and reduced in fp32",
-    "fp32_allreduce": "gradients are accumulated and reduced in fp32",
-    "data_types.grad_accum_dtype": "gradients are accumulated and reduced in fp32",
+    "prescale_gradients": "gradients are summed over ranks, and scaled once",
+    "gradient_predivide_factor": "gradients are summed over ranks, and scaled once",
+    "data_types.grad_accum_dtype": "gradients are accumulated in fp32",
     "zero_optimization": "acts only with ZeRO stages above 0",
     "fp16.auto_cast": "inputs are token ids",
-    "bf16.immediate_grad_update": "gradients are accumulated and reduced in fp32",
+    "bf16.immediate_grad_update": "gradients are accumulated in fp32",
 }
 
 
@@ -91,13 +93,17 @@ def _answer(key: str, value: Any, content: dict, config: Config) -> tuple[str, s
     if key == "optimizer.params.betas":
         ours = [config.optimizer.adam_beta1, config.optimizer.adam_beta2]
         return _compare(value, ours, "--adam-beta1 and --adam-beta2")
+    if key in ("communication_data_type", "fp32_allreduce") and value not in (None, False):
+        if str(value).lower() not in WIRE:
+            return "", "gradients are sent in fp32, or in bf16 with --grad-reduce-in-bf16; take it out"
+        return _compare(WIRE[str(value).lower()], config.distributed.grad_reduce_in_bf16, "--grad-reduce-in-bf16")
     if key in SAME:
         group, field = SAME[key]
         return _compare(_in_our_terms(key, value), getattr(getattr(config, group), field), "--" + field.replace("_", "-"))
     if key == "gradient_accumulation_steps":
         return _accumulation(value, config)
     if key == "zero_optimization.stage":
-        return ("--zero-stage 0", "") if value == 0 else ("", "ZeRO is not built yet; one process has nothing to share: set it to 0")
+        return ("--zero-stage 0", "") if value == 0 else ("", "ZeRO is not built yet: set it to 0")
     if key.startswith("zero_optimization.offload_") and key.endswith(".device") and value != "none":
         return "", "offload to the host is not built yet; take it out"
     names = [name for name in NOTED if key == name or key.startswith(name + ".")]
@@ -121,7 +127,7 @@ def _in_our_terms(key: str, value: Any) -> Any:
 
 def _compare(theirs: Any, ours: Any, flag: str) -> tuple[str, str]:
     if theirs == ours:
-        return (f"equals {flag}" if ours is not None else f"equals no {flag}"), ""
+        return (f"equals no {flag}" if ours is None or ours is False else f"equals {flag}"), ""
     if ours is None or ours is False:
         return "", f"give {flag}" + ("" if theirs is True else f" {theirs}")
     if ours is True:
@@ -130,10 +136,12 @@ def _compare(theirs: Any, ours: Any, flag: str) -> tuple[str, str]:
 
 
 def _accumulation(steps: Any, config: Config) -> tuple[str, str]:
-    micro, batch = config.training.micro_batch_size, config.training.global_batch_size
-    ranks = config.distributed.world_size or 1
-    if not isinstance(steps, int) or micro is None:
+    micro, batch, world = config.training.micro_batch_size, config.training.global_batch_size, config.distributed.world_size
+    if not isinstance(steps, int) or steps < 1 or not micro or not batch:
         return "", "give --micro-batch-size and --global-batch-size, which say how many steps are accumulated"
-    if batch is not None and batch == micro * steps * ranks:
-        return f"equals --global-batch-size {batch} with --micro-batch-size {micro} on {ranks} rank(s)", ""
-    return "", f"with --micro-batch-size {micro} on {ranks} rank(s) it means --global-batch-size {micro * steps * ranks}, not {batch}"
+    unit = micro * steps
+    ranks = batch // unit if world is None else data_parallel_size(config, world)  # only a dry run knows its ranks here
+    if ranks and batch == unit * ranks:
+        return f"equals --global-batch-size {batch} with --micro-batch-size {micro} on {ranks} data-parallel rank(s)", ""
+    means = f"a multiple of {unit}" if world is None else f"{unit * ranks} on {ranks} data-parallel rank(s)"
+    return "", f"with --micro-batch-size {micro} the --global-batch-size is {means}, not {batch}"

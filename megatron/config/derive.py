@@ -13,11 +13,21 @@ DEFAULTS = {field: value for fields in Config().to_dict().values() for field, va
 GATED = ("swiglu", "geglu")
 
 
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """How many times `world_size` ranks hold the model; 0 where --tensor-model-parallel-size does not divide them, which `resolve` refuses."""
+    tp = config.distributed.tensor_model_parallel_size
+    return world_size // tp if tp > 0 and world_size > 0 and world_size % tp == 0 else 0
+
+
 class Run:
-    """What rules look at: every field by its own name (`run.lr`), the number of ranks and the tokenizer's vocabulary."""
+    """What rules look at: every field by its own name (`run.lr`), the numbers of ranks and the tokenizer's vocabulary.
+
+    `tp` ranks share each matrix, and `dp` times so many make the `world` (dp 0: they do not).
+    """
 
     def __init__(self, config: Config, world: int, vocabulary: int | None):
         self.config, self.world, self.vocabulary = config, world, vocabulary
+        self.tp, self.dp = config.distributed.tensor_model_parallel_size, data_parallel_size(config, world)
 
     def __getattr__(self, field: str) -> Any:
         return getattr(getattr(self.config, GROUP_OF[field]), field)
@@ -64,8 +74,8 @@ def _derive_data(run: Run) -> Derivation:
 
 
 def _derive_training(run: Run) -> Derivation:
-    if run.global_batch_size is None and run.micro_batch_size is not None:
-        yield "global_batch_size", run.micro_batch_size * run.world, f"micro-batch-size x {run.world} data-parallel rank(s)"
+    if run.global_batch_size is None and run.micro_batch_size is not None and run.dp:
+        yield "global_batch_size", run.micro_batch_size * run.dp, f"micro-batch-size x {run.dp} data-parallel rank(s)"
     if run.recompute_granularity == "full":
         if run.recompute_method is None:
             yield "recompute_method", "uniform", "the one method there is"
@@ -84,7 +94,12 @@ def _derive_schedule(run: Run) -> Derivation:
         yield "lr_decay_samples", run.train_samples, "train-samples"
 
 
-DERIVED = (_derive_model, _derive_data, _derive_training, _derive_schedule)
+def _derive_distributed(run: Run) -> Derivation:
+    if run.sequence_parallel and run.tp == 1:
+        yield "sequence_parallel", False, "with --tensor-model-parallel-size 1 there are no ranks to split the sequence over"
+
+
+DERIVED = (_derive_model, _derive_data, _derive_training, _derive_schedule, _derive_distributed)
 
 
 def derive(config: Config, world: int, vocabulary: int | None) -> tuple[Config, list[str]]:

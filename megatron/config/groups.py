@@ -324,7 +324,7 @@ class DistributedConfig:
     """Run the collectives of tensor parallelism beside the matrix products that do not depend on them."""
     overlap_grad_reduce: bool = flag(True, off="--no-overlap-grad-reduce", megatron="off there")
     """Reduce the gradients of finished layers over the data-parallel ranks while the last micro-batch's backward pass goes on."""
-    grad_reduce_in_bf16: bool = False
+    grad_reduce_in_bf16: bool = flag(False, megatron="gradients are accumulated in bf16 too there")
     """Send gradients in bf16; they are still accumulated and summed in fp32."""
     use_tp_pp_dp_mapping: bool = False
     """Number the ranks tp, cp, pp, dp instead of tp, cp, dp, pp (fastest first)."""

@@ -36,7 +36,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
      "init_method_std make_vocab_size_divisible_by loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis "
      "seq_length vocab_size micro_batch_size global_batch_size exit_interval exit_duration_in_mins train_samples lr_decay_iters "
      "lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples eval_interval save_interval log_interval tensorboard_log_interval "
-     "peak_tflops world_size adam_eps"),
+     "peak_tflops adam_eps tensor_model_parallel_size distributed_timeout_minutes world_size"),
     ("0 or more", lambda value: value >= 0,
      "z_loss_coeff lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay start_weight_decay end_weight_decay "
      "clip_grad eval_iters seed train_iters ckpt_step"),
@@ -60,8 +60,10 @@ def _rotary(run: Run) -> bool:
     return run.position_embedding_type in ("rope", "yarn")
 
 
-# (fields, what they act with, does it hold): a value other than the default that cannot act is a fault.
-NEEDS: tuple[tuple[str, str, Callable[[Run], bool]], ...] = (
+Table = tuple[tuple[str, str, Callable[[Run], bool]], ...]  # fields, what they act with, does it hold
+
+# A value other than the default that cannot act is a fault.
+NEEDS: Table = (
     ("num_query_groups", "--group-query-attention",
      lambda run: run.group_query_attention or run.num_query_groups == run.num_attention_heads),
     ("rotary_base rotary_percent", "--position-embedding-type rope or yarn", _rotary),
@@ -97,15 +99,27 @@ NEEDS: tuple[tuple[str, str, Callable[[Run], bool]], ...] = (
 )
 
 
-def _needs(run: Run) -> Iterator[str]:
-    for fields, text, holds in NEEDS:
-        if holds(run):
-            continue
-        for field in fields.split():
+# Remarks, not faults: the same line of flags should run in every layout.
+IDLE: Table = (
+    ("tp_comm_overlap", "--tensor-model-parallel-size above 1", lambda run: run.tp > 1),
+    ("overlap_grad_reduce grad_reduce_in_bf16", "several data-parallel ranks", lambda run: run.dp > 1),
+    ("distributed_backend distributed_timeout_minutes", "several ranks", lambda run: run.world > 1),
+    ("use_tp_pp_dp_mapping", "pipeline stages", lambda run: False),
+)
+
+
+def _cannot_act(run: Run, table: Table) -> Iterator[tuple[str, str]]:
+    """(flag as given, what it acts with) for each field of a table that is not at its default and cannot act."""
+    for fields, text, holds in table:
+        for field in () if holds(run) else fields.split():
             value = getattr(run, field)
             if value != DEFAULTS[field]:
-                shown = run.show(field) if value is not False else f"--no-{field.replace('_', '-')}"
-                yield f"{shown}: acts only with {text}; drop it or add that"
+                yield run.show(field) if value is not False else f"--no-{field.replace('_', '-')}", text
+
+
+def _needs(run: Run) -> Iterator[str]:
+    for shown, text in _cannot_act(run, NEEDS):
+        yield f"{shown}: acts only with {text}; drop it or add that"
 
 
 # ---------------------------------------------------------------- rules between fields
@@ -153,6 +167,8 @@ def _precision(run: Run) -> Iterator[str]:
     given = [name for name in ("bf16", "fp16", "fp64") if getattr(run, name)]
     if len(given) > 1:
         yield f"{' '.join('--' + name for name in given)}: contradict each other; keep one"
+    if run.grad_reduce_in_bf16 and run.fp64:
+        yield "--grad-reduce-in-bf16: contradicts --fp64; drop one"
     if run.initial_loss_scale < run.min_loss_scale:
         yield f"{run.show('initial_loss_scale')}: below {run.show('min_loss_scale')}"
 
@@ -215,14 +231,49 @@ def _world(run: Run) -> Iterator[str]:
         yield f"{run.world} processes: data parallelism is not built yet; run one (--dry-run --world-size {run.world} checks a larger job)"
 
 
-def _batch(run: Run) -> Iterator[str]:
-    if not run.has("micro_batch_size", "global_batch_size"):
+def _nearest(value: int, unit: int) -> int:
+    """The multiple of `unit` that is nearest to a value, above 0."""
+    return max(unit, (value + unit // 2) // unit * unit)
+
+
+def _shares(size: int, groups: int) -> bool:
+    """Whether `size` ranks hold equal numbers of key/value heads, or equal numbers of ranks hold each head."""
+    return groups % size == 0 or size % groups == 0
+
+
+def _fitting_tp(run: Run) -> int:
+    """The tensor-parallel size nearest to the one given that divides the ranks and the heads."""
+    heads = run.num_attention_heads if run.has("num_attention_heads") else run.world
+    groups = run.num_query_groups if run.has("num_query_groups") else heads
+    fitting = (size for size in range(1, min(run.world, heads) + 1) if run.world % size == heads % size == 0 and _shares(size, groups))
+    return min(fitting, key=lambda size: abs(size - run.tp))
+
+
+def _tensor_parallel(run: Run) -> Iterator[str]:
+    if run.tp <= 0 or run.world <= 0:
         return
-    unit = run.micro_batch_size * run.world
-    text = f"--micro-batch-size {run.micro_batch_size} x {run.world} data-parallel rank(s) = {unit}"
+    shown, heads, groups = run.show("tensor_model_parallel_size"), run.num_attention_heads, run.num_query_groups
+    if not run.dp:
+        yield (f"{shown}: does not divide the {run.world} rank(s) of this job; start {_nearest(run.world, run.tp)} "
+               f"(in a dry run, with --world-size), or give {_fitting_tp(run)}")
+    if run.has("num_attention_heads") and heads % run.tp:
+        yield f"{shown}: must divide --num-attention-heads {heads}; the nearest that fits is {_fitting_tp(run)}"
+    if run.has("num_query_groups") and groups != heads and not _shares(run.tp, groups):
+        yield f"{shown}: must divide --num-query-groups {groups} or be a multiple of it; the nearest that fits is {_fitting_tp(run)}"
+    if run.has("ffn_hidden_size") and run.ffn_hidden_size % run.tp:
+        yield f"{run.show('ffn_hidden_size')}: not divisible by {shown}; the nearest is {_nearest(run.ffn_hidden_size, run.tp)}"
+    if run.sequence_parallel and run.has("seq_length") and run.seq_length % run.tp:
+        yield (f"{run.show('seq_length')}: not divisible by {shown}, as --sequence-parallel needs; the nearest is "
+               f"{_nearest(run.seq_length, run.tp)}, or drop --sequence-parallel")
+
+
+def _batch(run: Run) -> Iterator[str]:
+    if not run.has("micro_batch_size", "global_batch_size") or not run.dp:
+        return
+    unit = run.micro_batch_size * run.dp
+    text = f"--micro-batch-size {run.micro_batch_size} x {run.dp} data-parallel rank(s) = {unit}"
     if run.global_batch_size % unit:
-        nearest = max(unit, round(run.global_batch_size / unit) * unit)
-        yield f"{run.show('global_batch_size')}: not divisible by {text}; the nearest is {nearest}"
+        yield f"{run.show('global_batch_size')}: not divisible by {text}; the nearest is {_nearest(run.global_batch_size, unit)}"
     if run.rampup_batch_size is None:
         return
     shown = run.show("rampup_batch_size")
@@ -292,7 +343,7 @@ def _checkpoint(run: Run) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
-    _world, _required, _ranges, _needs, _heads, _positions, _attention, _precision, _sources, _split, _tokenizer, _batch, _length,
+    _world, _required, _ranges, _needs, _tensor_parallel, _heads, _positions, _attention, _precision, _sources, _split, _tokenizer, _batch, _length,
     _schedule, _weight_decay, _recompute, _checkpoint,
 )
 
@@ -301,6 +352,8 @@ RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
 
 
 def _remarks(run: Run) -> Iterator[str]:
+    for shown, text in _cannot_act(run, IDLE):
+        yield f"{shown}: acts only with {text}; nothing changes here"
     if run.window_size is not None and run.seq_length is not None and run.window_size >= run.seq_length:
         yield f"{run.show('window_size')} covers the whole --seq-length {run.seq_length}: full causal attention"
     if run.split is not None and run.mock_data:
@@ -317,7 +370,7 @@ def cross_field_faults(config: Config, world_size: int, vocab_size: int | None) 
 
 
 def resolve(config: Config, world_size: int, vocab_size: int | None) -> Resolved:
-    """The configuration with derived values filled in, for `world_size` data-parallel ranks.
+    """The configuration with derived values filled in, for a job of `world_size` ranks.
 
     `vocab_size` is the tokenizer's real vocabulary, None while it is unknown. Raises one `ArgumentErrors` with all faults.
     """

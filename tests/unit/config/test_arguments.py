@@ -121,10 +121,10 @@ def test_a_missing_configuration_file_is_named(tmp_path):
 
 
 def test_all_faults_at_once():
-    wrong = "--num-layer 3 --lr fast --seq-length 1.5 --tensor-model-parallel-size 8 --retro-workdir x --bf16 --fp16 --save-interval 5 "
+    wrong = "--num-layer 3 --lr fast --seq-length 1.5 --pipeline-model-parallel-size 8 --retro-workdir x --bf16 --fp16 --save-interval 5 "
     faults = faults_of([*VALID, *(wrong + "--nan-policy ignore --lr-decay-style cosin").split()])
     expected = ["--num-layer 3: unknown flag; did you mean --num-layers?", "--lr fast: expected a number",
-                "--seq-length 1.5: expected a whole number", "--tensor-model-parallel-size 8: tensor parallelism is not built yet",
+                "--seq-length 1.5: expected a whole number", "--pipeline-model-parallel-size 8: pipeline parallelism is not built yet",
                 "--retro-workdir x: retrieval", "--bf16 --fp16: contradict", "--save-interval 5: acts only with --save",
                 "--nan-policy ignore: choose from stop, skip", "did you mean cosine?"]
     for text in expected:
@@ -151,6 +151,8 @@ def test_rules_say_nothing_about_a_flag_whose_value_is_unknown():
     (["--lr", "nan"], "expected a number"),
     (["--train-iters", "1e-3"], "expected a whole number"),
     (["--world-size", "8"], "--world-size 8: only with --dry-run"),
+    (["--tensor-model-parallel-size", "two"], "--tensor-model-parallel-size two: expected a number"),
+    (["--distributed-backend", "mpi"], "--distributed-backend mpi: choose from auto, nccl, gloo"),
     (["--dry-run", "now"], "--dry-run now: takes no value"),
     (["--config"], "--config: takes one file"),
     (["--swiglu", "x"], "--swiglu x: it takes no value"),
@@ -180,6 +182,8 @@ def test_spellings():
     assert parse("--num-key-value-heads", "4").model.num_query_groups == 4
     assert parse("--swiglu").model.activation == "swiglu"
     assert parse("--checkpoint-activations").training.recompute_granularity == "full"
+    assert parse("--model-parallel-size", "4").distributed.tensor_model_parallel_size == 4
+    assert not parse("--no-async-tensor-model-parallel-allreduce").distributed.tp_comm_overlap
 
 
 def test_a_repeated_flag_takes_the_last_value_and_says_so():

@@ -91,9 +91,9 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("script, faults", [
-    (GPT3, ["--step-batch-size-schedule", "--tensor-model-parallel-size 8", "--pipeline-model-parallel-size 16"]),
+    (GPT3, ["--step-batch-size-schedule", "--pipeline-model-parallel-size 16", "8 processes"]),
     (LLAMA3, ["--decoupled-lr", "--decoupled-min-lr", "--fp8-format hybrid", "--fp8-param-gather"]),
-    (LLAMA2, ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"]),
+    (LLAMA2, ["--pipeline-model-parallel-size 2", "2 processes"]),
     (DENSE, ["--lr-decay-tokens", "--lr-warmup-tokens", "--train-tokens", "--deepspeed_config dense.json: fp16.loss_scale_window = 500",
              "--deepspeed_config dense.json: fp16.initial_scale_power = 11"]),
 ], ids=["gpt3", "llama3", "llama2", "dense"])
@@ -116,14 +116,15 @@ def without(script: str, flags: str) -> list[str]:
 
 
 def test_the_launch_scripts_run_after_these_edits(folder):
-    gpt3 = parse_arguments(without(GPT3, "--step-batch-size-schedule --tensor-model-parallel-size --pipeline-model-parallel-size"))
-    assert resolve(gpt3.config, 1, 50257).config.data.tokenizer_type == "GPT2BPETokenizer"
+    gpt3 = parse_arguments([*without(GPT3, "--step-batch-size-schedule --pipeline-model-parallel-size"), "--dry-run", "--world-size", "512"])
+    assert resolve(gpt3.config, 512, 50257).config.data.tokenizer_type == "GPT2BPETokenizer"
     llama3 = parse_arguments(without(LLAMA3, "--decoupled-lr --decoupled-min-lr --fp8-format --fp8-param-gather"))
     config = resolve(llama3.config, 1, 128257).config
     assert config.model.activation == "swiglu" and config.data.split == "99,1,0" and config.precision.bf16
-    assert any("--use-distributed-optimizer, --overlap-grad-reduce" in note for note in llama3.notes)
-    llama2 = parse_arguments(without(LLAMA2, "--tensor-model-parallel-size --pipeline-model-parallel-size"))
-    config = resolve(llama2.config, 1, 32000).config
+    assert any("--use-distributed-optimizer, --overlap-param-gather: optimizer state is not sharded yet" in note for note in llama3.notes)
+    assert config.distributed.grad_reduce_in_bf16 and not config.distributed.sequence_parallel
+    llama2 = parse_arguments([*without(LLAMA2, "--pipeline-model-parallel-size"), "--dry-run", "--world-size", "8"])
+    config = resolve(llama2.config, 8, 32000).config
     assert (config.model.num_query_groups, config.model.group_query_attention, config.model.normalization) == (4, True, "RMSNorm")
     assert (config.data.tokenizer_type, config.training.recompute_num_layers) == ("SentencePieceTokenizer", 1)
     dense = without(DENSE, "--lr-decay-tokens --lr-warmup-tokens --train-tokens")
@@ -156,6 +157,10 @@ def test_a_longer_family_or_an_exact_name_wins():
 
 @pytest.mark.parametrize("words, faults, notes", [
     ("--zero-stage 1", ["--zero-stage 1: ZeRO is not built yet"], []),
+    ("--accumulate-allreduce-grads-in-fp32", [], ["--accumulate-allreduce-grads-in-fp32: gradients are always accumulated in fp32"]),
+    ("--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16", ["--accumulate-allreduce-grads-in-fp32: contradicts --grad-reduce"], []),
+    ("--tp-comm-overlap --no-async-tensor-model-parallel-allreduce", ["--no-async-tensor-model-parallel-allreduce: contradicts"], []),
+    ("--tp-comm-overlap-cfg x --disable-tp-comm-bulk-dgrad", [], ["--tp-comm-overlap-cfg, --disable-tp-comm-bulk-dgrad: how the"]),
     ("--zero-stage", ["--zero-stage: no value follows it"], []),
     ("--exit-signal SIGTERM", [], []),
     ("--num-experts 1 --moe-loss-coeff 0.01", [], ["--moe-loss-coeff: acts only in mixture"]),

@@ -21,7 +21,10 @@ def compare(tmp_path, content, flags=FLAGS):
 
 @pytest.mark.parametrize("content, note", [
     ({"train_batch_size": 16}, "equals --global-batch-size"),
-    ({"gradient_accumulation_steps": 8}, "equals --global-batch-size 16 with --micro-batch-size 2"),
+    ({"gradient_accumulation_steps": 8}, "equals --global-batch-size 16 with --micro-batch-size 2 on 1 data-parallel rank(s)"),
+    ({"gradient_accumulation_steps": 4}, "on 2 data-parallel rank(s)"),
+    ({"communication_data_type": "fp32", "fp32_allreduce": True}, "equals no --grad-reduce-in-bf16"),
+    ({"communication_data_type": None, "fp32_allreduce": False}, "off here too"),
     ({"gradient_clipping": 1}, "equals --clip-grad"),
     ({"bf16": {"enabled": True}}, "equals --bf16"),
     ({"fp16": {"enabled": False, "loss_scale_window": 7}}, "its section is not enabled"),
@@ -39,7 +42,10 @@ def test_keys_that_agree(tmp_path, content, note):
 
 @pytest.mark.parametrize("content, fault", [
     ({"train_batch_size": 32}, "train_batch_size = 32: contradicts --global-batch-size 16; give --global-batch-size 32 or change the file"),
-    ({"gradient_accumulation_steps": 4}, "it means --global-batch-size 8, not 16"),
+    ({"gradient_accumulation_steps": 3}, "the --global-batch-size is a multiple of 6, not 16"),
+    ({"communication_data_type": "bf16"}, "give --grad-reduce-in-bf16"),
+    ({"communication_data_type": "fp16"}, "gradients are sent in fp32, or in bf16"),
+    ({"communication_data_type": ["fp32"]}, "gradients are sent in fp32, or in bf16"),
     ({"fp16": {"enabled": True}}, "give --fp16"),
     ({"bf16": {"enabled": False}}, "contradicts --bf16; drop the flag or change the file"),
     ({"zero_optimization": {"stage": 2}}, "ZeRO is not built yet"),
@@ -61,6 +67,19 @@ def test_values_in_other_units(tmp_path):
     assert faults == [] and len(notes) == 3
     _, faults = compare(tmp_path, {"fp16": {"enabled": True, "loss_scale": 128}}, flags)
     assert faults[0].endswith("give --loss-scale 128")
+
+
+def test_a_dry_run_knows_its_data_parallel_ranks(tmp_path):
+    flags = [*FLAGS, "--dry-run", "--world-size", "8", "--tensor-model-parallel-size", "2"]
+    assert compare(tmp_path, {"gradient_accumulation_steps": 2}, flags)[1] == []
+    assert "the --global-batch-size is 8 on 4 data-parallel rank(s), not 16" in compare(tmp_path, {"gradient_accumulation_steps": 1}, flags)[1][0]
+
+
+def test_what_gradients_are_sent_in(tmp_path):
+    flags = [*FLAGS, "--grad-reduce-in-bf16"]
+    assert compare(tmp_path, {"communication_data_type": "bf16"}, flags)[1] == []
+    for content in ({"communication_data_type": "fp32"}, {"fp32_allreduce": True}):
+        assert "contradicts --grad-reduce-in-bf16; drop the flag" in compare(tmp_path, content, flags)[1][0]
 
 
 def test_its_faults_come_with_the_others(tmp_path):

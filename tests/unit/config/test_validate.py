@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron.config.arguments import parse_arguments
-from megatron.config.derive import DEFAULTS
+from megatron.config.derive import DEFAULTS, data_parallel_size
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
-from megatron.config.validate import NEEDS, RANGES, blend_prefixes, cross_field_faults, resolve
+from megatron.config.validate import IDLE, NEEDS, RANGES, blend_prefixes, cross_field_faults, resolve
 
 VALID = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --lr 1e-3 --train-iters 10 "
          "--mock-data --vocab-size 100")
@@ -121,6 +125,11 @@ def test_a_complete_configuration_has_no_faults():
     ("--wandb-exp-name x", "--wandb-exp-name x: acts only with --wandb-project NAME"),
     ("--tensorboard-log-interval 5", "--tensorboard-log-interval 5: acts only with --tensorboard-dir"),
     ("--eval-interval 0", "--eval-interval 0: must be greater than 0"),
+    ("--distributed-timeout-minutes 0", "--distributed-timeout-minutes 0.0: must be greater than 0"),
+    ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: must be greater than 0"),
+    ("--fp64 --grad-reduce-in-bf16", "--grad-reduce-in-bf16: contradicts --fp64"),
+    ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: does not divide the 1 rank(s) of this job; start 2 "
+     "(in a dry run, with --world-size), or give 1"),
 ])
 def test_one_rule(extra, fault):
     found = faults(extra)
@@ -184,6 +193,74 @@ def test_several_processes_only_in_a_dry_run():
         "--global-batch-size 12: not divisible by --micro-batch-size 2 x 4 data-parallel rank(s) = 8; the nearest is 16"]
 
 
+@pytest.mark.parametrize("extra, world, expected", [
+    ("--tensor-model-parallel-size 4", 6, ["--tensor-model-parallel-size 4: does not divide the 6 rank(s) of this job; start 8"]),
+    ("--tensor-model-parallel-size 8", 8, ["--tensor-model-parallel-size 8: must divide --num-attention-heads 4; the nearest that fits is 4"]),
+    ("--tensor-model-parallel-size 3 --ffn-hidden-size 255", 3, ["--tensor-model-parallel-size 3: must divide --num-attention-heads 4; the nearest "
+                                                                "that fits is 1"]),
+    ("--tensor-model-parallel-size 4 --ffn-hidden-size 30", 4, ["--ffn-hidden-size 30: not divisible by --tensor-model-parallel-size 4; the nearest "
+                                                               "is 32"]),
+    ("--num-attention-heads 16 --group-query-attention --num-query-groups 8 --tensor-model-parallel-size 16", 16, []),
+    ("--num-attention-heads 12 --hidden-size 96 --group-query-attention --num-query-groups 6 --tensor-model-parallel-size 4", 12,
+     ["--tensor-model-parallel-size 4: must divide --num-query-groups 6 or be a multiple of it; the nearest that fits is 3"]),
+    ("--tensor-model-parallel-size 4 --sequence-parallel --seq-length 30", 4,
+     ["--seq-length 30: not divisible by --tensor-model-parallel-size 4, as --sequence-parallel needs; the nearest is 32, or drop"]),
+    ("--tensor-model-parallel-size 4 --seq-length 30", 4, []),
+    ("--tensor-model-parallel-size 2 --global-batch-size 6", 8, ["--global-batch-size 6: not divisible by --micro-batch-size 2 x 4 data-parallel "
+                                                                "rank(s) = 8; the nearest is 8"]),
+    ("--tensor-model-parallel-size 2 --global-batch-size 16 --rampup-batch-size 4 4 100", 4, []),
+    ("--tensor-model-parallel-size 2 --global-batch-size 16 --rampup-batch-size 4 4 100", 8,
+     ["--rampup-batch-size 4 4 100: start and increment must be divisible by --micro-batch-size 2 x 4 data-parallel rank(s) = 8"]),
+])
+def test_rules_of_layouts(extra, world, expected):
+    found = faults(f"--dry-run --world-size {world} {extra}", world)
+    assert len(found) == len(expected) and all(fault.startswith(text) for fault, text in zip(found, expected, strict=True)), found
+
+
+def test_all_faults_of_a_layout_at_once():
+    found = faults("--dry-run --world-size 10 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 30 --ffn-hidden-size 30 "
+                   "--num-attention-heads 6 --hidden-size 96 --global-batch-size 15", 10)
+    assert [fault.split(":")[0] for fault in found] == [
+        "--tensor-model-parallel-size 4", "--tensor-model-parallel-size 4", "--ffn-hidden-size 30", "--seq-length 30"]
+    assert all("give 2" in fault or "fits is 2" in fault for fault in found[:2])  # one size mends both
+    assert data_parallel_size(configure("--tensor-model-parallel-size 4"), 10) == 0  # and no batch rule guesses
+
+
+@given(st.integers(1, 64), st.integers(1, 40), st.integers(1, 40), st.integers(1, 200))
+def test_the_proposed_tensor_parallel_size_is_accepted(tp, groups, queries, world):
+    flags = (f"--num-attention-heads {groups * queries} --kv-channels 16 --group-query-attention --num-query-groups {groups} --ffn-hidden-size "
+             f"{math.lcm(*range(1, 9))} --dry-run --world-size {world}")
+    found = [fault for fault in faults(f"{flags} --tensor-model-parallel-size {tp}", world) if fault.startswith("--tensor-model")]
+    proposed = {re.search(r"(?:give|fits is) (\d+)$", fault)[1] for fault in found}
+    assert len(proposed) == bool(found)
+    for size in proposed:
+        assert not any(fault.startswith("--tensor-model") for fault in faults(f"{flags} --tensor-model-parallel-size {size}", world))
+
+
+def test_flags_that_cannot_act_in_this_layout_are_remarks():
+    """One line of flags runs in every layout."""
+    line = ("--no-tp-comm-overlap --no-overlap-grad-reduce --grad-reduce-in-bf16 --distributed-backend gloo --distributed-timeout-minutes 5 "
+            "--sequence-parallel --use-tp-pp-dp-mapping --save new")
+
+    def notes(extra: str, world: int) -> list[str]:
+        resolved = resolve(configure(f"--dry-run --world-size {world} {line} {extra}"), world, 101)
+        assert resolved.config.distributed.sequence_parallel == ("tensor" in extra)
+        return [note.split(":")[0].split()[0] for note in resolved.notes if "acts only with" in note or note.startswith("sequence-parallel = False")]
+
+    alone = ["sequence-parallel", "--no-tp-comm-overlap", "--no-overlap-grad-reduce", "--grad-reduce-in-bf16", "--distributed-backend",
+             "--distributed-timeout-minutes", "--use-tp-pp-dp-mapping"]
+    assert notes("", 1) == alone
+    assert notes("--tensor-model-parallel-size 2", 2) == ["--no-overlap-grad-reduce", "--grad-reduce-in-bf16", "--use-tp-pp-dp-mapping"]
+    assert notes("", 2) == ["sequence-parallel", "--no-tp-comm-overlap", "--use-tp-pp-dp-mapping"]
+    assert notes("--tensor-model-parallel-size 2", 4) == ["--use-tp-pp-dp-mapping"]
+
+
+def test_derived_values_of_a_layout():
+    resolved = resolve(configure("--dry-run --world-size 8 --tensor-model-parallel-size 2"), 8, 101)
+    assert resolved.config.training.global_batch_size == 8 and data_parallel_size(resolved.config, 8) == 4
+    assert "global-batch-size = 8: micro-batch-size x 4 data-parallel rank(s)" in resolved.notes
+
+
 def test_derived_values_and_their_reasons():
     resolved = resolve(configure("--swiglu --checkpoint-activations"), 1, 101)
     config = resolved.config
@@ -239,7 +316,7 @@ def test_rules_survive_any_single_odd_value():
 def test_the_tables_name_fields():
     for _, _, fields in RANGES:
         assert set(fields.split()) <= set(DEFAULTS)
-    for fields, _, _ in NEEDS:
+    for fields, _, _ in (*NEEDS, *IDLE):
         assert set(fields.split()) <= set(DEFAULTS)
 
 
