@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import secrets
+import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -67,3 +71,14 @@ def loads(path: Path, tensors: dict[str, Tensor]) -> None:
         assert sorted(checkpoint.names) == sorted(tensors)
         for name, tensor in tensors.items():
             assert same_bits(checkpoint.read_tensor(name), tensor), name
+
+
+@contextlib.contextmanager
+def mounted(folder, options):
+    """A tmpfs in the place of `folder`; skips the test without the right to mount one."""
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)

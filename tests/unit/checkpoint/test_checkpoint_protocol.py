@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import random
@@ -11,7 +10,7 @@ import subprocess
 
 import pytest
 import torch
-from checkpoint_cases import example, loads, pairs
+from checkpoint_cases import example, loads, mounted, pairs
 
 from megatron.checkpoint import writer
 from megatron.checkpoint.manifest import CheckpointError
@@ -140,16 +139,6 @@ def test_a_zombie_of_an_earlier_attempt_cannot_replace_what_was_saved_since(root
 
 
 # ---- failing writes ----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def mounted(folder, options):
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", folder], check=True)
 
 
 def fails_and_recovers(root, text, big) -> None:
