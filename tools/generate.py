@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
-from megatron.config.groups import Config
+from megatron.config.groups import Config, DistributedConfig
 from megatron.data.tokenizer import build_tokenizer
-from megatron.dist.setup import choose_device
+from megatron.dist.setup import choose_device, read_launch
 from megatron.kernels import philox
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
@@ -104,7 +104,8 @@ def main(argv: list[str]) -> int:
     tokenizer = build_tokenizer(dataclasses.replace(data, tokenizer_model=flags.tokenizer_model or data.tokenizer_model))
     if tokenizer.fingerprint != checkpoint.state["tokenizer"]:
         raise CheckpointError(f"{path}: was trained with another tokenizer than {flags.tokenizer_model or data.tokenizer_model}; name its file with --tokenizer-model")
-    model = load_model(checkpoint, choose_device())
+    device, _ = choose_device(read_launch(), DistributedConfig())
+    model = load_model(checkpoint, device)
     prompt = tokenizer.encode(flags.prompt) or [tokenizer.eod]
     out = generate(model, prompt, tokens=flags.num_tokens, seed=flags.seed, eod=tokenizer.eod, temperature=flags.temperature, top_k=flags.top_k,
                    top_p=flags.top_p)

@@ -1,26 +1,235 @@
-"""The one place that chooses the device and knows launchers."""
+"""The one place that knows launchers and chooses the device: torchrun, plain srun and a single process all start the same way.
+
+    launch = read_launch()
+    device, backend = choose_device(launch, config.distributed)
+    connect(launch, backend, config.distributed.distributed_timeout_minutes, fingerprint)
+    groups = make_groups(layout, kv_heads)
+    ...
+    disconnect()
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from megatron.config.groups import DistributedConfig
+from megatron.dist.groups import Groups, Layout, build_groups, one_process
+from megatron.dist.rendezvous import FAREWELL, Launch, LaunchError, meet
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names of mallopt's parameters in glibc's malloc.h
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST",
+        "SLURM_JOB_ID", "SLURM_STEP_ID")
+SRUN_PORTS = range(20000, 30000)  # below the ports that Linux gives to outgoing connections, so that ours is rarely taken
 
 
-def choose_device() -> torch.device:
-    """The GPU when there is one, else the CPU, whose freed memory then stays with the process."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
+def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
+    """This process as its launcher numbered it. Raises LaunchError for variables that are missing or contradict each other."""
+    if dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
+        return Launch(rank, world, rank, world, "torch.distributed")
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        return _checked(_torchrun_launch(environment), "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE")
+    if "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
+        return _checked(_srun_launch(environment), "SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE")
+    return Launch()
+
+
+def _torchrun_launch(environment: Mapping[str, str]) -> Launch:
+    """Of torchrun's variables, whoever has set them."""
+    alone = environment.get("WORLD_SIZE") == "1"
+    missing = [name for name in (TORCHRUN[:2] if alone else TORCHRUN) if not environment.get(name)]
+    if missing:
+        given = ", ".join(f"{name}={environment[name]}" for name in TORCHRUN if environment.get(name))
+        raise LaunchError(f"the environment has {given}, but not {', '.join(missing)}: start with torchrun or srun, which set them all, set them "
+                          "yourself, or unset RANK and WORLD_SIZE to start a single process")
+    return Launch(
+        rank=_number(environment, "RANK"), world_size=_number(environment, "WORLD_SIZE"), local_rank=_number(environment, "LOCAL_RANK", 0),
+        local_size=_number(environment, "LOCAL_WORLD_SIZE", 1), launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environment else "environment",
+        address=environment.get("MASTER_ADDR"), port=_port(environment), job="torchrun/" + environment.get("TORCHELASTIC_RUN_ID", ""),
+        agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _srun_launch(environment: Mapping[str, str]) -> Launch:
+    """Of the variables that srun sets for each task of a step."""
+    missing = [name for name in SRUN if not environment.get(name)]
+    if missing:
+        raise LaunchError(f"srun's variables are incomplete: {', '.join(missing)} not set; start with srun, without an --export that drops "
+                          "variables, or with torchrun")
+    tasks, node = expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"]), _number(environment, "SLURM_NODEID")
+    if node >= len(tasks):
+        raise LaunchError(f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={environment['SLURM_STEP_TASKS_PER_NODE']} is of {len(tasks)} nodes; "
+                          "start with srun, which sets both")
+    job, step, restart = (_number(environment, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
+    derived = SRUN_PORTS[(job + 1009 * step + 2003 * restart) % len(SRUN_PORTS)]
+    return Launch(
+        rank=_number(environment, "SLURM_PROCID"), world_size=_number(environment, "SLURM_STEP_NUM_TASKS"),
+        local_rank=_number(environment, "SLURM_LOCALID"), local_size=tasks[node], launcher="srun",
+        address=environment.get("MASTER_ADDR") or expand_hosts(environment["SLURM_STEP_NODELIST"])[0],
+        port=_port(environment) or derived, job=f"srun/{job}.{step}.{restart}",
+    )
+
+
+def _checked(launch: Launch, names: str) -> Launch:
+    values = f"{launch.rank}, {launch.world_size}, {launch.local_rank}, {launch.local_size}"
+    faults = [
+        (launch.rank >= launch.world_size, "a rank must be below the number of ranks"),
+        (launch.local_rank >= launch.local_size, "a local rank must be below the number of ranks of its host"),
+        (launch.local_size > launch.world_size, "a host cannot have more ranks than the job"),
+    ]
+    for wrong, why in faults:
+        if wrong:
+            raise LaunchError(f"{names} are {values}: {why}; start with torchrun or srun, or set them right")
+    return launch
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name) or default
+    if not re.fullmatch(r"\d+", str(text)):
+        raise LaunchError(f"{name}={text}: expected a whole number from 0 on; start with torchrun or srun, which set it, or set it right")
+    return int(text)
+
+
+def _port(environment: Mapping[str, str]) -> int | None:
+    port = _number(environment, "MASTER_PORT", 0)
+    if port > 65535:
+        raise LaunchError(f"MASTER_PORT={port}: a port is a number from 1 to 65535")
+    return port or None
+
+
+def expand_counts(text: str) -> list[int]:
+    """Slurm's counts for each node: `2(x3),1` is [2, 2, 2, 1]. Raises LaunchError."""
+    counts: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
+        if match is None:
+            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text}: expected counts such as 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Slurm's host lists: `gpu[08-10,12],login1` is gpu08 gpu09 gpu10 gpu12 login1; several brackets in a name multiply. Raises LaunchError."""
+    hosts: list[str] = []
+    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
+        names = [""]
+        for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", item):
+            ends = [plain] if plain else [number for part in ranges.split(",") for number in _expand_range(part, text)]
+            names = [name + end for name in names for end in ends]
+        hosts += names
+    if not hosts or re.sub(r"\[[^\[\]]*\]", "", text).strip("[]") != re.sub(r"\[[^\[\]]*\]", "", text):
+        raise LaunchError(f"SLURM_STEP_NODELIST={text}: expected host names such as gpu[01-04],login1; set MASTER_ADDR to rank 0's host")
+    return hosts
+
+
+def _expand_range(part: str, text: str) -> list[str]:
+    """`08-10` is 08 09 10."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+    if match is None:
+        raise LaunchError(f"SLURM_STEP_NODELIST={text}: {part!r} is no range such as 01-04; set MASTER_ADDR to rank 0's host")
+    first, last = match[1], match[2] or match[1]
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+
+
+def choose_device(launch: Launch, config: DistributedConfig) -> tuple[torch.device, str]:
+    """This rank's device, made current, and the backend of its collectives: a GPU and nccl where there is one, else the CPU and gloo.
+
+    On a CPU the ranks of a host share its cores, and freed memory stays with the process. Raises LaunchError when nccl lacks a GPU for a rank.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    backend = config.distributed_backend
+    if backend == "auto":
+        backend = "nccl" if gpus else "gloo"
+    if backend == "nccl" and not gpus:
+        raise LaunchError(f"rank {launch.rank}: --distributed-backend nccl needs a GPU, and torch finds none here; start where there is one, or give "
+                          "--distributed-backend gloo")
+    if backend == "nccl" and launch.local_size > gpus and not (gpus == 1 and launch.launcher == "srun"):  # --gpus-per-task shows each task its own
+        raise LaunchError(f"rank {launch.rank}: {launch.local_size} ranks were started on this host, which shows {gpus} GPU{'s' * (gpus > 1)}, and "
+                          f"nccl needs one for each; start at most {gpus} on each host, or share GPUs with --distributed-backend gloo")
+    if gpus:
+        device = torch.device("cuda", launch.local_rank % gpus)
+        torch.cuda.set_device(device)
+        return device, backend
+    if launch.launcher in ("torchrun", "environment", "srun"):
+        share_cores(launch)
     keep_freed_memory()
-    return torch.device("cpu")
+    return torch.device("cpu"), backend
 
 
-def launched_processes() -> int:
-    """Processes that the launcher started for this job: torchrun sets WORLD_SIZE, srun SLURM_STEP_NUM_TASKS for its tasks; 1 without either."""
-    return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
+def share_cores(launch: Launch, environment: Mapping[str, str] = os.environ) -> None:
+    """Give each of several ranks on a host its part of the cores, unless the user has set OMP_NUM_THREADS: torch would give all cores to each,
+    and torchrun sets 1, which leaves most of them idle."""
+    if launch.local_size == 1 or ("OMP_NUM_THREADS" in environment and not _torchrun_set_threads(launch, environment)):
+        return
+    mine = _number(environment, "SLURM_CPUS_PER_TASK", 0) if launch.launcher == "srun" else 0
+    torch.set_num_threads(max(1, mine or len(os.sched_getaffinity(0)) // launch.local_size))
+
+
+def _torchrun_set_threads(launch: Launch, environment: Mapping[str, str]) -> bool:
+    """Whether OMP_NUM_THREADS=1 is torchrun's doing: then the environment that torchrun, our parent, was itself started with lacks it."""
+    if launch.launcher != "torchrun" or environment["OMP_NUM_THREADS"] != "1":
+        return False
+    try:
+        return not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0"))
+    except OSError:
+        return False
+
+
+def connect(launch: Launch, backend: str, timeout_minutes: float, fingerprint: dict[str, Any]) -> None:
+    """Meet the other ranks and initialise torch.distributed, whose collectives then have the same timeout. Nothing for one process.
+
+    `fingerprint` (nested, JSON values) must be equal on every rank. Raises LaunchError on every rank when one does not arrive, differs or was
+    placed wrongly.
+    """
+    if launch.world_size == 1 or dist.is_initialized():
+        return
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device else ""
+    store = meet(launch, 60 * timeout_minutes, {**fingerprint, "backend": backend}, gpu)
+    try:
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size,
+                                timeout=timedelta(minutes=timeout_minutes), device_id=device)
+    except RuntimeError as error:
+        interface = {"nccl": "NCCL_SOCKET_IFNAME", "gloo": "GLOO_SOCKET_IFNAME"}[backend]
+        raise LaunchError(f"rank {launch.rank}: all {launch.world_size} ranks arrived, but {backend} could not connect them: "
+                          f"{str(error).splitlines()[0]}; set {interface} to the network interface that joins the hosts") from None
+
+
+def disconnect() -> None:
+    """Leave a job that has ended well: all ranks call it. The store's host stays until the others have left, or for a few seconds."""
+    if not dist.is_initialized():
+        return
+    rank, world, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    try:
+        left = store.add("left", 1)
+        until = time.monotonic() + FAREWELL
+        while rank == 0 and left < world and time.monotonic() < until:
+            time.sleep(0.02)
+            left = store.add("left", 0)
+    except RuntimeError:
+        pass  # the host left before us: it has waited long enough
+
+
+def make_groups(layout: Layout, kv_heads: int | None) -> Groups:
+    """This rank's groups, on the default backend and with its timeout; the collective call of every rank, after `connect`."""
+    if layout.world == 1:
+        return one_process()
+    assert dist.get_world_size() == layout.world
+    kind = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    timeout = dist.group.WORLD._get_backend(kind).options._timeout  # torch would fall back to its own default
+    return build_groups(layout, dist.get_rank(), lambda ranks: dist.new_group(ranks, timeout=timeout), kv_heads)
 
 
 def keep_freed_memory() -> bool:

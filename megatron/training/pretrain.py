@@ -14,7 +14,7 @@ from megatron.config.groups import Config, PrecisionConfig
 from megatron.config.validate import resolve
 from megatron.data.loader import Data, build_data
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.dist.setup import choose_device, launched_processes
+from megatron.dist.setup import choose_device, read_launch
 from megatron.layers.attention import choose_attention
 from megatron.model.arithmetic import flops_per_iteration, padded_vocab_size, parameter_count, peak_tflops
 from megatron.model.block import BlockWrapper, PlainBlocks
@@ -94,8 +94,8 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
 
 def pretrain(config: Config, notes: list[str], *, dry_run: bool = False) -> int:
     """Carry out one run; the exit code of the process. Raises ValueError (with the fix) for everything a user can mend."""
-    world_size = config.distributed.world_size or launched_processes()
-    device = torch.device("cpu") if dry_run else choose_device()
+    world_size = config.distributed.world_size or read_launch().world_size
+    device = torch.device("cpu") if dry_run else choose_device(read_launch(), config.distributed)[0]
     tokenizer = build_tokenizer(resolve(config, world_size, None).config.data)  # faults of flags come before those of files
     resolved = resolve(config, world_size, tokenizer.vocab_size)
     config, notes = resolved.config, [*notes, *resolved.notes]

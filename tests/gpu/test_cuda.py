@@ -47,7 +47,7 @@ def test_masks_are_bit_equal_and_weights_within_two_ulp():
 def test_float64_run_equals_the_cpu(tmp_path, monkeypatch, flags):
     """From weights that differ by at most 2 ulp of fp32: the losses agree to a few fp32 roundings."""
     gpu = run(tmp_path / "gpu", *flags)
-    monkeypatch.setattr(pretrain_module, "choose_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(pretrain_module, "choose_device", lambda *_: (torch.device("cpu"), "gloo"))
     cpu = run(tmp_path / "cpu", *flags)
     for a, b in zip(gpu, cpu):
         assert a["lm loss"] == pytest.approx(b["lm loss"], rel=1e-5) and a["grad-norm"] == pytest.approx(b["grad-norm"], rel=1e-4)

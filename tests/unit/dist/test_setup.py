@@ -10,7 +10,8 @@ import sys
 import pytest
 import torch
 
-from megatron.dist.setup import choose_device, keep_freed_memory
+from megatron.config.groups import DistributedConfig
+from megatron.dist.setup import Launch, choose_device, keep_freed_memory
 
 FAULTS = """
 import resource, sys, torch
@@ -35,7 +36,8 @@ def test_freed_memory_is_used_again_without_page_faults():
 
 
 def test_the_device_is_the_gpu_when_there_is_one():
-    assert choose_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
+    device, backend = choose_device(Launch(), DistributedConfig())
+    assert (device.type, backend) == (("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo"))
 
 
 def test_a_c_library_without_mallopt_is_left_alone(monkeypatch):

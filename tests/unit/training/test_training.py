@@ -284,13 +284,14 @@ def test_only_our_messages_lose_their_traceback(tmp_path, capsys, monkeypatch):
     flags = [word for word in flags if word not in ("--vocab-size", "49")]
     assert main(flags) == 2
     assert "not a SentencePiece model" in capsys.readouterr().err
-    monkeypatch.setattr(pretrain, "choose_device", lambda: int("x"))
+    monkeypatch.setattr(pretrain, "choose_device", lambda *_: int("x"))
     with pytest.raises(ValueError, match="invalid literal"):
         main(TINY)
 
 
 def test_several_processes_are_refused(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     assert main([*TINY, "--save", str(tmp_path)]) == 2
     assert "2 processes: data parallelism is not built yet" in capsys.readouterr().err
 

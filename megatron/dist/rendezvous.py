@@ -1,0 +1,286 @@
+"""How the ranks of a job find each other and make sure that they belong together, through a few keys of a torch TCPStore.
+
+torchrun's agent hosts the store, else rank 0 does. Every rank appends a line to `arrivals`. Rank 0 calls each line's author by its `ticket`
+into its own `meeting`; who is called appends its line to `{meeting}/present`. Lines left behind by an earlier attempt in the same store answer
+no call. The first `{meeting}/verdict` counts for all: empty when everybody may go on, else the error that every rank raises; rank 0 gives it when
+all are present, and whoever runs out of time first gives it too, so that nobody waits longer than the timeout of the first.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from megatron.config.groups import Config
+
+LONGEST_PAUSE = 0.5  # seconds between two looks at the store
+FAREWELL = 5.0  # seconds that a rank which has read an error gives the others to read it too
+FINE = "in order"
+MOST_DIFFERENCES = 5  # named in one message
+
+
+class LaunchError(ValueError):
+    """The processes of a job were started wrongly, or could not find each other."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher says about this process. `address` and `port` are where the ranks meet; None for one process."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    launcher: str = "one process"
+    address: str | None = None
+    port: int | None = None
+    job: str = ""
+    """Tells apart the jobs (and attempts of a job) that meet at the same address and port by mistake."""
+    agent_store: bool = False
+    """torchrun's agent hosts the store."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A rank's line in the store."""
+
+    rank: int
+    ticket: str
+    world_size: int
+    digest: str  # of the fingerprint
+    gpu: str  # unique name of the GPU that this rank alone must hold; empty: none
+
+    def line(self) -> str:
+        return json.dumps([self.rank, self.ticket, self.world_size, self.digest, self.gpu]) + "\n"
+
+
+def meet(launch: Launch, seconds: float, fingerprint: dict[str, Any], gpu: str = "") -> Store:
+    """The store of this job, when every rank has arrived with an equal fingerprint and a GPU of its own; else LaunchError, on every rank.
+
+    All talk with the store runs in a thread, since torch waits without limit for a server that accepts a connection and then says nothing.
+    """
+    ended: list[Store | BaseException] = []
+
+    def run() -> None:
+        try:
+            ended.append(_Meeting(launch, seconds, fingerprint, gpu).store)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds + FAREWELL + 1)
+    if not ended:
+        raise LaunchError(f"rank {launch.rank}: what listens at {launch.address}:{launch.port} does not answer as a rendezvous store; another "
+                          "program seems to use that port: set MASTER_PORT to a free one on every rank")
+    if isinstance(ended[0], RuntimeError):
+        raise LaunchError(f"rank {launch.rank}: lost the connection to {_host_of_store(launch)} at {launch.address}:{launch.port} before all "
+                          f"{launch.world_size} ranks had arrived; look for its error in the logs above, or further up in its own") from None
+    if isinstance(ended[0], BaseException):
+        raise ended[0]
+    return ended[0]
+
+
+def _host_of_store(launch: Launch) -> str:
+    return "torchrun's store" if launch.agent_store else "rank 0's store"
+
+
+class _Meeting:
+    """One rank's way through the protocol at the head of this file; `store` is the result."""
+
+    def __init__(self, launch: Launch, seconds: float, fingerprint: dict[str, Any], gpu: str):
+        self.launch, self.seconds = launch, seconds
+        self.deadline = time.monotonic() + seconds
+        self.fingerprint = json.dumps(fingerprint, sort_keys=True, default=str)
+        digest = hashlib.sha256(self.fingerprint.encode()).hexdigest()[:16]
+        self.me = Arrival(launch.rank, secrets.token_hex(8), launch.world_size, digest, gpu)
+        self.keys = PrefixStore(launch.job, open_store(launch, self.deadline, seconds))
+        self.keys.append("arrivals", self.me.line())
+        self.meeting = self.me.ticket if launch.rank == 0 else self._wait_for_call()
+        verdict = self._lead() if launch.rank == 0 else self._wait_for_verdict()
+        if verdict != FINE:
+            self._let_others_read()
+            raise LaunchError(verdict)
+        self.store = PrefixStore(self.meeting, self.keys)
+
+    def _looks(self) -> Iterator[None]:
+        """Once for each look at the store until the time is up, with pauses that grow between them."""
+        pause = 0.005
+        while time.monotonic() < self.deadline:
+            yield
+            time.sleep(max(0.0, min(pause, self.deadline - time.monotonic())))
+            pause = min(1.3 * pause, LONGEST_PAUSE)
+
+    def _get(self, key: str) -> str | None:
+        return self.keys.get(key).decode() if self.keys.check([key]) else None
+
+    def _arrivals(self, key: str) -> list[Arrival]:
+        return [Arrival(*json.loads(line)) for line in (self._get(key) or "").splitlines()]
+
+    def _say(self, verdict: str) -> str:
+        """Give the verdict, unless there is one; the one that counts."""
+        return self.keys.compare_set(f"{self.meeting}/verdict", "", verdict).decode()
+
+    def _wait_for_call(self) -> str:
+        """Until rank 0 calls: the name of its meeting."""
+        for _ in self._looks():
+            call = self._get(f"call/{self.me.ticket}")
+            if call is not None:
+                meeting, digest = call.split()
+                if digest != self.me.digest:
+                    self.keys.set(f"{meeting}/fingerprint/{self.me.rank}", self.fingerprint)
+                self.keys.append(f"{meeting}/present", self.me.line())
+                return meeting
+        raise LaunchError(self._missing(self._arrivals("arrivals")))
+
+    def _wait_for_verdict(self) -> str:
+        for _ in self._looks():
+            verdict = self._get(f"{self.meeting}/verdict")
+            if verdict is not None:
+                return verdict
+        return self._say(self._missing(self._arrivals(f"{self.meeting}/present")))
+
+    def _lead(self) -> str:
+        """Rank 0's part: call everybody, then judge."""
+        self.keys.append(f"{self.meeting}/present", self.me.line())
+        called = {self.me.ticket}
+        present = [self.me]
+        for _ in self._looks():
+            for arrival in self._arrivals("arrivals"):
+                if arrival.ticket not in called:
+                    self.keys.set(f"call/{arrival.ticket}", f"{self.meeting} {self.me.digest}")
+                    called.add(arrival.ticket)
+            present = self._arrivals(f"{self.meeting}/present")
+            fault = impossible(present)
+            if fault or len(present) == self.launch.world_size:
+                return self._say(fault or self._differing(present) or FINE)
+            verdict = self._get(f"{self.meeting}/verdict")
+            if verdict is not None:
+                return verdict
+        return self._say(self._differing(present) or self._missing(present))
+
+    def _missing(self, arrived: list[Arrival]) -> str:
+        missing = sorted(set(range(self.launch.world_size)) - {arrival.rank for arrival in arrived})
+        there = sorted({arrival.rank for arrival in arrived})
+        place, minutes = f"{self.launch.address}:{self.launch.port}", f"{self.seconds / 60:g} minutes (--distributed-timeout-minutes)"
+        return (f"{_ranks(missing)} of {self.launch.world_size} did not arrive at {place} within {minutes}; {_ranks(there)} did. Look for an earlier "
+                "error of the missing ranks, check that all were started, with the same MASTER_ADDR and MASTER_PORT, or allow more time")
+
+    def _differing(self, present: list[Arrival]) -> str:
+        """The error when fingerprints differ, else an empty string."""
+        ours = json.loads(self.fingerprint)
+        found: dict[str, str] = {}
+        for arrival in sorted(present, key=lambda arrival: arrival.rank):
+            if arrival.digest != self.me.digest and len(found) < MOST_DIFFERENCES:
+                theirs = json.loads(self._get(f"{self.meeting}/fingerprint/{arrival.rank}") or "{}")
+                for name, (here, there) in differences(ours, theirs).items():
+                    found.setdefault(name, f"{name}: {here} on rank 0, {there} on rank {arrival.rank}")
+        if not found:
+            return ""
+        lines = list(found.values())
+        more = f"; and {len(lines) - MOST_DIFFERENCES} more" if len(lines) > MOST_DIFFERENCES else ""
+        return "the ranks were started differently: " + "; ".join(lines[:MOST_DIFFERENCES]) + more + ". Give every rank the same flags and software"
+
+    def _let_others_read(self) -> None:
+        """Wait until all who are present have read the error: the first process that ends takes the store, or the whole job, with it."""
+        self.deadline = time.monotonic() + FAREWELL
+        try:
+            self.keys.add(f"{self.meeting}/read", 1)
+            for _ in self._looks():
+                if self.keys.add(f"{self.meeting}/read", 0) >= len(self._arrivals(f"{self.meeting}/present")):
+                    return
+        except RuntimeError:
+            return  # the store has gone: its host has read the error
+
+
+def impossible(present: list[Arrival]) -> str:
+    """The error when the launcher numbered or placed these ranks wrongly, else an empty string."""
+    by_rank: dict[int, Arrival] = {}
+    by_gpu: dict[str, Arrival] = {}
+    for arrival in present:
+        first = min(present, key=lambda arrival: arrival.rank)
+        if arrival.world_size != first.world_size:
+            return (f"the ranks disagree on their number: rank {first.rank} was told {first.world_size}, rank {arrival.rank} {arrival.world_size}; "
+                    "give every rank the same WORLD_SIZE (torchrun: the same --nnodes and --nproc-per-node on every node)")
+        if arrival.rank in by_rank:
+            return f"rank {arrival.rank} was started twice; give every process a RANK of its own (torchrun: each node its own --node-rank)"
+        if arrival.gpu and arrival.gpu in by_gpu:
+            return (f"rank {by_gpu[arrival.gpu].rank} and rank {arrival.rank} were given the same GPU ({arrival.gpu}), and nccl needs one for each; "
+                    "give each rank its own (srun: --gpus-per-task 1), or share it with --distributed-backend gloo")
+        by_rank[arrival.rank] = by_gpu[arrival.gpu] = arrival
+    return ""
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, tuple[Any, Any]]:
+    """Where two nested dictionaries differ: name -> both values. Fields of a Config's groups are named as flags, others by their path."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in sorted(ours.keys() | theirs.keys()):
+        here, there = ours.get(key, "nothing"), theirs.get(key, "nothing")
+        if isinstance(here, dict) and isinstance(there, dict):
+            found |= differences(here, there, (*path, key))
+        elif here != there:
+            flag = len(path) == 1 and path[0] in Config.__dataclass_fields__
+            found["--" + key.replace("_", "-") if flag else " ".join((*path, key))] = here, there
+    return found
+
+
+def _ranks(ranks: list[int]) -> str:
+    """`rank 3`, `ranks 0, 4-7`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def open_store(launch: Launch, deadline: float, seconds: float) -> Store:
+    """The store where the ranks meet: hosted by rank 0 unless torchrun's agent does. Raises LaunchError when it cannot be hosted or reached."""
+    timeout = timedelta(seconds=seconds)
+    if launch.rank == 0 and not launch.agent_store:
+        listener = _listen(launch)
+        return TCPStore("127.0.0.1", launch.port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach())
+    return TCPStore(_reach(launch, deadline, seconds), launch.port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def _listen(launch: Launch) -> socket.socket:
+    both = socket.has_dualstack_ipv6()
+    try:
+        return socket.create_server(("", launch.port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both, backlog=4096)
+    except OSError as error:
+        why = "it is taken by another program" if error.errno == errno.EADDRINUSE else error.strerror
+        raise LaunchError(f"rank 0 cannot listen at port {launch.port} of {socket.gethostname()}: {why}; set MASTER_PORT to a free one on every "
+                          "rank") from None
+
+
+def _reach(launch: Launch, deadline: float, seconds: float) -> str:
+    """The numeric address at which the store's port is open, tried until the time is up: torch's own attempts print a trace each."""
+    while True:
+        try:
+            with socket.create_connection((launch.address, launch.port), timeout=max(0.1, min(5.0, deadline - time.monotonic()))) as connection:
+                return connection.getpeername()[0]
+        except OSError as error:
+            problem = error
+        if time.monotonic() + 0.1 > deadline:
+            break
+        time.sleep(0.1)
+    if isinstance(problem, socket.gaierror):
+        why, fix = "the name is unknown here", "give a MASTER_ADDR that every node can resolve"
+    elif isinstance(problem, ConnectionRefusedError):
+        why, fix = "nothing listens there", "look for rank 0's error, and check that it was started and that MASTER_ADDR and MASTER_PORT are its host and port"
+    else:
+        why, fix = problem.strerror or "no answer", "check that MASTER_ADDR is rank 0's host and that no firewall closes MASTER_PORT between the nodes"
+    raise LaunchError(f"rank {launch.rank} cannot reach rank 0 at {launch.address}:{launch.port} ({why}) within {seconds / 60:g} minutes "
+                      f"(--distributed-timeout-minutes); {fix}")
