@@ -85,7 +85,7 @@ NOTES = (
          "--no-gradient-accumulation-fusion --cross-entropy-loss-fusion --cross-entropy-fusion-impl --fused-residual-rmsnorm "
          "--use-fused-weighted-squared-relu --use-te-activation-func --use-transformer-engine-op-fuser --disable-jit-fuser "
          "--disable-mem-efficient-ln --enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph --cuda-graph-* "
-         "--mlp-chunks-for-training --use-grouped-gemm-for-dense-mlp --onnx-safe", "a choice of kernels, which are chosen here"),
+         "--disable-bf16-reduced-precision-matmul --mlp-chunks-for-training --use-grouped-gemm-for-dense-mlp --onnx-safe", "a choice of kernels, which are chosen here"),
     note("--no-bias-gelu-fusion",
          "gelu is the exact (erf) one here, as in Megatron's unfused path; its fused default is --activation gelu-tanh"),
     note("--use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --use-flash-attn-builder "
@@ -95,9 +95,8 @@ NOTES = (
          "the softmax is in fp32, where scaling by the layer number cancels"),
     note("--accumulate-allreduce-grads-in-fp32", "gradients are always accumulated in fp32 here, and sent in fp32 without --grad-reduce-in-bf16",
          when=lambda config: not config.distributed.grad_reduce_in_bf16, otherwise="contradicts --grad-reduce-in-bf16; drop one of them"),
-    note("--disable-bf16-reduced-precision-matmul --ddp-reduce-scatter-with-fp32-accumulation "
-         "--ddp-param-name-patterns-for-fp32-local-accumulation",
-         "products and gradients are summed in fp32 here, whatever they are read or sent in"),
+    note("--ddp-reduce-scatter-with-fp32-accumulation --ddp-param-name-patterns-for-fp32-local-accumulation",
+         "gradients are summed in fp32 here, whatever they are sent in"),
     note("--fp16-lm-cross-entropy", "the loss is computed in fp32 here"),
     note("--calculate-per-token-loss", "the loss is always the mean over all tokens of the global batch here"),
     note("--apply-layernorm-1p", "storing the scale minus one gives the same model, since norms take no weight decay"),

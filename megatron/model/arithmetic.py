@@ -6,6 +6,7 @@ the key heads, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -42,6 +43,18 @@ def parameter_count(model: ModelConfig, vocab_size: int) -> dict[str, int]:
         "head": vocab_size * h if model.untie_embeddings_and_output_weights else 0,
     }
     return {**counts, "total": sum(counts.values())}
+
+
+def local_shape(model: ModelConfig, tp: int) -> ModelConfig:
+    """The model as one of `tp` tensor-parallel ranks computes it: its heads (of keys and values at least one) and its part of the ffn width."""
+    return dataclasses.replace(model, num_attention_heads=model.num_attention_heads // tp, num_query_groups=max(1, model.num_query_groups // tp),
+                               ffn_hidden_size=model.ffn_hidden_size // tp)
+
+
+def local_parameter_count(model: ModelConfig, padded_vocab: int, tp: int) -> dict[str, int]:
+    """Parameters that each of `tp` ranks holds, by kind and in `total`. Norms, positions, biases of row-parallel layers and a key/value head
+    that several ranks share are held whole; `padded_vocab` counts the rows over all ranks."""
+    return parameter_count(local_shape(model, tp), padded_vocab // tp)
 
 
 def flops_per_iteration(model: ModelConfig, batch: int, seq: int, vocab: int) -> float:

@@ -1,42 +1,47 @@
 """Memory of one rank, predicted from the flags: what the banner and --dry-run print.
 
 Counts what this code keeps, not what a perfect implementation would: a test compares the activations with the tensors that
-autograd saves. Not counted: the allocator's fragmentation, the device's context and kernels (0.5 to 0.9 GiB on a GPU), temporaries.
+autograd saves. Not counted: the allocator's fragmentation, the device's context and kernels (0.5 to 0.9 GiB on a GPU), temporaries (among
+them what is gathered from other ranks), token ids and the loss (about 20 bytes a token).
 """
 
 from __future__ import annotations
 
 from megatron.config.derive import GATED
 from megatron.config.groups import Config, ModelConfig, PrecisionConfig
-from megatron.model.arithmetic import head_widths, padded_vocab_size, parameter_count
+from megatron.model.arithmetic import head_widths, local_parameter_count, local_shape, padded_vocab_size
 
 
 def estimate(config: Config, vocab_size: int, world_size: int) -> dict[str, int]:
-    """Bytes of parameters, gradients, optimizer, activations and logits on each of `world_size` replicas, and their total.
+    """Bytes of parameters, gradients, optimizer, activations and logits on each of `world_size` ranks, and their total.
 
-    Static bytes per parameter with Adam: 18 in bf16 and fp16 (2 weights, 4 gradients, 4 master weights, 8 moments), 16 in fp32.
-    Activations are those kept between forward and backward of one micro-batch.
+    Static bytes per local parameter with Adam: 18 in bf16 and fp16 (2 weights, 4 gradients, 4 master weights, 8 moments), 16 in fp32.
+    Activations are those kept between forward and backward of one micro-batch. Tensor parallelism divides what lies between a column- and
+    a row-parallel matrix, and the logits; sequence parallelism divides the rest too.
     """
-    assert world_size >= 1  # data-parallel replicas hold everything: nothing is sharded yet
-    model, training = config.model, config.training
+    model, training, tp = config.model, config.training, config.distributed.tensor_model_parallel_size
+    assert world_size % tp == 0  # data-parallel ranks hold everything: nothing is sharded over them yet
     compute, wide = element_sizes(config.precision)
-    stored = parameter_count(model, padded_vocab_size(vocab_size, model))["total"]
+    padded = padded_vocab_size(vocab_size, model, tp)
+    stored = local_parameter_count(model, padded, tp)["total"]
     moments = 2 if config.optimizer.optimizer == "adam" else 1
     tokens = training.micro_batch_size * config.data.seq_length
-    one = tokens * layer_bytes_per_token(model, config.data.seq_length, compute, wide) + mask_bytes(config, compute)
+    own = tokens // tp if config.distributed.sequence_parallel else tokens  # outside the pairs of matrices
+    inside = inner_bytes_per_token(local_shape(model, tp), config.data.seq_length, compute, wide)
+    one = own * outer_bytes_per_token(model, compute, wide) + tokens * inside + mask_bytes(config, compute)
     layers = model.num_layers * one
     if training.recompute_granularity == "full":
-        layers = one + model.num_layers * tokens * model.hidden_size * compute
-    ends = tokens * (model.hidden_size * compute * 2 + norm_statistics(model, wide))  # the final norm's input and output
+        layers = one + model.num_layers * own * model.hidden_size * compute
+    ends = own * (model.hidden_size * compute * 2 + norm_statistics(model, wide))  # the final norm's input and output
     if model.hidden_dropout > 0 or model.position_embedding_type == "learned_absolute":
         mask = 1 if model.hidden_dropout > 0 else 0
-        ends += tokens * model.hidden_size * (compute + mask)  # the embedding before positions and dropout
+        ends += own * model.hidden_size * (compute + mask)  # the embedding before positions and dropout
     sizes = {
         "parameters": compute * stored,
         "gradients": wide * stored,
         "optimizer": (moments + (compute != wide)) * wide * stored,
         "activations": layers + ends,
-        "logits": tokens * padded_vocab_size(vocab_size, model) * compute,
+        "logits": tokens * (padded // tp) * compute,
     }
     return {**sizes, "total": sum(sizes.values())}
 
@@ -53,13 +58,16 @@ def norm_statistics(model: ModelConfig, wide: int) -> int:
     return wide * (2 if model.normalization == "LayerNorm" else 1)
 
 
-def layer_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: int) -> int:
-    """Bytes per token that one layer keeps for its backward pass, its own input included."""
-    h, f = model.hidden_size, model.ffn_hidden_size
-    dropout_masks = 2 * h if model.hidden_dropout > 0 else 0
-    mlp = (3 if model.activation in GATED else 2) * f  # fc1's output and the activation's
-    # residual stream and norm output before attention, and again before the MLP
-    return compute * (4 * h + mlp) + 2 * norm_statistics(model, wide) + dropout_masks + attention_bytes_per_token(model, seq, compute, wide)
+def outer_bytes_per_token(model: ModelConfig, compute: int, wide: int) -> int:
+    """Bytes per token that one layer keeps outside its pairs of matrices: residual stream, norm output and dropout mask, before attention and MLP."""
+    h = model.hidden_size
+    return 2 * (compute * 2 * h + norm_statistics(model, wide) + (h if model.hidden_dropout > 0 else 0))
+
+
+def inner_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: int) -> int:
+    """Bytes per token that one layer keeps between the matrices of attention and of the MLP; `model` is the local shape."""
+    mlp = (3 if model.activation in GATED else 2) * model.ffn_hidden_size  # fc1's output and the activation's
+    return compute * mlp + attention_bytes_per_token(model, seq, compute, wide)
 
 
 def attention_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: int) -> int:

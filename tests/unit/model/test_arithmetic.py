@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from megatron.config.groups import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megatron.config.validate import resolve
+from megatron.dist.groups import Axis
+from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import (
-    flops_per_iteration, global_batch_size_at, iterations_for, padded_vocab_size, parameter_count, peak_tflops, samples_after)
+    flops_per_iteration, global_batch_size_at, iterations_for, local_parameter_count, padded_vocab_size, parameter_count, peak_tflops, samples_after)
 from megatron.model.gpt import GPTModel
 
 
@@ -56,6 +58,33 @@ def test_parameters_of_the_model_that_is_built(changes):
     config = resolved(seq_length=32, num_layers=3, hidden_size=64, num_attention_heads=4, **changes)
     model = GPTModel(config, vocab_size=101, padded_vocab=128, dtype=torch.float32, seed=1)
     assert parameter_count(config, 128)["total"] == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("changes", [
+    {}, {"add_bias_linear": False}, {"add_bias_linear": False, "add_qkv_bias": True}, {"normalization": "RMSNorm", "qk_layernorm": True},
+    {"activation": "geglu", "untie_embeddings_and_output_weights": True}, {"qk_layernorm": True, "kv_channels": 24},
+    {"position_embedding_type": "rope", "group_query_attention": True, "num_query_groups": 2},  # fewer than the ranks: shared, held whole
+    {"group_query_attention": True, "num_query_groups": 1},
+])
+def test_parameters_of_each_rank(changes, tp):
+    config = resolved(seq_length=32, num_layers=3, hidden_size=64, num_attention_heads=8, **changes)
+    padded = padded_vocab_size(101, config, tp)
+    counts = [sum(parameter.numel() for parameter in GPTModel(
+        config, vocab_size=101, padded_vocab=padded, dtype=torch.float32, seed=1, tp=TensorParallel(Axis("tp", rank, tuple(range(tp))))).parameters())
+        for rank in range(tp)]
+    local = local_parameter_count(config, padded, tp)
+    assert counts == [local["total"]] * tp
+    if tp == 1:
+        assert local == parameter_count(config, padded)
+
+
+def test_local_parameters_worked_out_by_hand():
+    # h 64, 8 heads of 8, 2 key/value heads, f 256, vocabulary 512, 4 ranks: each has 2 query heads and one whole key/value head
+    config = resolved(seq_length=32, num_layers=1, hidden_size=64, num_attention_heads=8, group_query_attention=True, num_query_groups=2)
+    assert local_parameter_count(config, 512, 4) == {
+        "embedding": 128 * 64, "position": 32 * 64, "attention": 65 * (16 + 2 * 8) + 16 * 64 + 64, "mlp": 65 * 64 + 64 * 64 + 64,
+        "norms": 3 * 2 * 64, "head": 0, "total": 128 * 64 + 32 * 64 + 65 * 32 + 17 * 64 + 65 * 64 + 65 * 64 + 384}
 
 
 def test_padded_vocabulary():

@@ -7,28 +7,38 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megatron.config.groups import Config, DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.config.groups import Config, DataConfig, DistributedConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 from megatron.config.validate import resolve
-from megatron.model.arithmetic import parameter_count
+from megatron.dist.groups import Layout, build_groups
+from megatron.layers.tensor_parallel import DENSE, TensorParallel
+from megatron.model.arithmetic import local_parameter_count, padded_vocab_size
 from megatron.model.block import PlainBlocks
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import build_blocks
 from megatron.plan.memory import estimate
 
-SEQ, BATCH, VOCAB, PADDED = 64, 2, 301, 384
+SEQ, BATCH, VOCAB = 64, 2, 301
 FUSED = {"attention_dropout": 0.0}
 DRY = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 ROPE = {"position_embedding_type": "rope"}
 
 
-def configure(precision: PrecisionConfig = PrecisionConfig(), training: dict | None = None, **model) -> Config:
+def configure(precision: PrecisionConfig = PrecisionConfig(), training: dict | None = None, tp: int = 1, sp: bool = False, **model) -> Config:
     training = TrainingConfig(micro_batch_size=BATCH, train_iters=1, **(training or {}))
     data = DataConfig(mock_data=True, vocab_size=VOCAB - 1, seq_length=SEQ)
     config = Config(model=ModelConfig(**{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, **model}), precision=precision,
-                    training=training, data=data, optimizer=OptimizerConfig(lr=1.0))
-    return resolve(config, 1, VOCAB).config
+                    training=training, data=data, optimizer=OptimizerConfig(lr=1.0),
+                    distributed=DistributedConfig(tensor_model_parallel_size=tp, sequence_parallel=sp, world_size=tp))
+    return resolve(config, tp, VOCAB).config
+
+
+# Per token: shifted labels and three numbers of the loss, and two sums.
+LOSS = (8 + 3 * 4) * SEQ * BATCH + 8
+# Per token: the log-sum-exp, label columns here and whether they are here, rows of the embedding and whether they are elsewhere; two sums.
+TP_LOSS = (4 + 8 + 1 + 8 + 1) * SEQ * BATCH + 8
 
 
 class Kept:
@@ -40,7 +50,11 @@ class Kept:
 
 def kept_bytes(config: Config, dtype: torch.dtype) -> int:
     """Bytes of the storages alive between forward and backward, without parameters and the micro-batch itself."""
-    model = GPTModel(config.model, vocab_size=VOCAB, padded_vocab=PADDED, dtype=dtype, seed=1)
+    size, tp = config.distributed.tensor_model_parallel_size, DENSE
+    if size > 1:
+        groups = build_groups(Layout(tp=size), dist.get_rank(), dist.new_group, config.model.num_query_groups)
+        tp = TensorParallel(groups.tp, groups.kv, config.distributed.sequence_parallel)
+    model = GPTModel(config.model, vocab_size=VOCAB, padded_vocab=padded_vocab_size(VOCAB, config.model, size), dtype=dtype, seed=1, tp=tp)
     build_blocks(model, torch.device("cpu"))
     tokens, ids = torch.zeros(BATCH, SEQ, dtype=torch.int64), torch.arange(BATCH)
     micro = model.micro_batch(tokens, tokens, torch.ones(BATCH, SEQ), torch.arange(SEQ).expand(BATCH, SEQ), ids, training=True)
@@ -67,34 +81,56 @@ def kept_bytes(config: Config, dtype: torch.dtype) -> int:
 ])
 def test_activations_are_what_autograd_keeps(model):
     config = configure(**model)
-    loss = 4 * SEQ * BATCH + 8  # log-sum-exp of the loss and the two sums
-    assert kept_bytes(config, torch.float32) - loss == estimate(config, VOCAB, 1)["activations"]
+    assert kept_bytes(config, torch.float32) - LOSS == estimate(config, VOCAB, 1)["activations"]
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["tp2", "tp2 sp"])
+@pytest.mark.parametrize("model", [
+    {}, DRY, {**DRY, **ROPE, **GROUPED, "activation": "swiglu", "normalization": "RMSNorm"}, {**DRY, **GROUPED, "qk_layernorm": True},
+    {"attn_logit_softcapping": 5.0, **ROPE, "group_query_attention": True, "num_query_groups": 1}, {**ROPE, "qk_layernorm": True},
+    {**DRY, **ROPE, "group_query_attention": True, "num_query_groups": 1}, {**DRY, "num_attention_heads": 2, "window_size": 8},
+    {**DRY, "num_attention_heads": 8, **GROUPED, "untie_embeddings_and_output_weights": True},
+])
+def test_activations_of_tensor_parallel_ranks(gloo_world, model, sp):
+    config = configure(tp=2, sp=sp, **model)
+    assert gloo_world(2).run(kept_bytes, config, torch.float32) == [estimate(config, VOCAB, 2)["activations"] + TP_LOSS] * 2
 
 
 def test_activations_in_bf16_up_to_norm_statistics():
     """A CPU keeps LayerNorm's statistics in bf16, a GPU in fp32: RMSNorm's are fp32 here everywhere."""
     config = configure(PrecisionConfig(bf16=True), normalization="RMSNorm", activation="swiglu")
-    assert kept_bytes(config, torch.bfloat16) - 4 * SEQ * BATCH - 8 == estimate(config, VOCAB, 1)["activations"]
+    assert kept_bytes(config, torch.bfloat16) - LOSS == estimate(config, VOCAB, 1)["activations"]
 
 
+@pytest.mark.parametrize("tp, world", [(1, 1), (1, 8), (4, 4), (4, 16)])
 @pytest.mark.parametrize("precision, per_parameter", [
     (PrecisionConfig(bf16=True), 18), (PrecisionConfig(), 16), (PrecisionConfig(fp64=True), 32),
 ])
-def test_static_bytes(precision, per_parameter):
-    config = configure(precision)
-    sizes = estimate(config, VOCAB, 1)
-    stored = parameter_count(config.model, PADDED)["total"]
+def test_static_bytes(precision, per_parameter, tp, world):
+    config = configure(precision, tp=tp)
+    sizes = estimate(config, VOCAB, world)
+    stored = local_parameter_count(config.model, padded_vocab_size(VOCAB, config.model, tp), tp)["total"]
     assert sizes["parameters"] + sizes["gradients"] + sizes["optimizer"] == per_parameter * stored
     assert sizes["total"] == sum(size for name, size in sizes.items() if name != "total")
     sgd = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, optimizer="sgd"))
     wide = 8 if precision.fp64 else 4
-    assert sizes["optimizer"] - estimate(sgd, VOCAB, 1)["optimizer"] == wide * stored
+    assert sizes["optimizer"] - estimate(sgd, VOCAB, world)["optimizer"] == wide * stored
 
 
 def test_full_recompute_keeps_one_layer_and_the_inputs_of_the_others():
-    def activations(layers: int, **training) -> int:
-        return estimate(configure(training=training, num_layers=layers), VOCAB, 1)["activations"]
+    def activations(layers: int, tp: int = 1, sp: bool = False, **training) -> int:
+        return estimate(configure(training=training, num_layers=layers, tp=tp, sp=sp), VOCAB, tp)["activations"]
 
     full = {"recompute_granularity": "full"}
     assert activations(9, **full) - activations(8, **full) == SEQ * BATCH * 64 * 4
+    assert activations(9, 4, **full) - activations(8, 4, **full) == SEQ * BATCH * 64 * 4
+    assert activations(9, 4, True, **full) - activations(8, 4, True, **full) == SEQ * BATCH * 64 * 4 // 4
     assert activations(8, **full) < activations(2)
+
+
+def test_what_tensor_and_sequence_parallelism_divide():
+    one, tp, sp = (estimate(configure(tp=size, sp=sequence, **DRY), VOCAB, size) for size, sequence in ((1, False), (4, False), (4, True)))
+    assert sp["activations"] * 4 == one["activations"] and sp["activations"] < tp["activations"] < one["activations"]
+    assert tp["logits"] == sp["logits"] == SEQ * BATCH * 4 * 128 and one["logits"] == SEQ * BATCH * 4 * 384
+    assert {name: size for name, size in sp.items() if name not in ("activations", "total")} == {
+        name: size for name, size in tp.items() if name not in ("activations", "total")}
