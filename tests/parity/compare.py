@@ -1,0 +1,125 @@
+"""The gates: what must hold between a run in some layout and the same run in one process. Each returns its faults as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from parity.worker import Outcome, Piece
+
+FP64_GATE = 1e-10  # relative; 2^-53 times the 1e5 roundings of a run, and room
+FP32_FACTOR, FP32_FLOOR = 4.0, 1e-7  # times the one-process error; times the global norm
+
+
+def gather(outcomes: list[Outcome], part: Callable[[Outcome], list[Piece]], faults: list[str]) -> dict[str, Tensor]:
+    """Logical tensors out of all ranks' boxes. Faults: two ranks hold the same box with other bits, or its owners do not tile the tensor."""
+    whole: dict[str, Tensor] = {}
+    owned: dict[str, Tensor] = {}
+    seen: dict[tuple, tuple[int, Tensor]] = {}
+    for rank, outcome in enumerate(outcomes):
+        for piece in part(outcome):
+            tensor = whole.setdefault(piece.name, torch.full(piece.shape, math.nan, dtype=piece.values.dtype))
+            count = owned.setdefault(piece.name, torch.zeros(piece.shape, dtype=torch.int32))
+            here = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.values.shape))
+            tensor[here] = piece.values
+            count[here] += piece.owner
+            first, values = seen.setdefault((piece.name, piece.offset, piece.values.shape), (rank, piece.values))
+            if not torch.equal(values, piece.values):
+                faults.append(f"{piece.name} at {piece.offset}: ranks {first} and {rank} hold other bits")
+    faults += [f"{name}: boxes are owned {sorted(set(count.flatten().tolist()))} times" for name, count in owned.items() if not (count == 1).all()]
+    return whole
+
+
+def ranks_agree(outcomes: list[Outcome]) -> list[str]:
+    """Every rank knows the same steps, bit for bit."""
+    return [
+        f"rank {rank} reports other {what} than rank 0: {repr(b)} and {repr(a)}"
+        for rank, outcome in enumerate(outcomes) for what in ("steps", "evaluations")
+        for a, b in zip(getattr(outcomes[0], what), getattr(outcome, what), strict=True) if repr(a) != repr(b)
+    ]
+
+
+def exactly_zero(name: str, zero_key_bias: bool) -> bool:
+    """A key bias moves all scores of a query alike, which softmax ignores: its gradient is rounding noise, its relative error means nothing."""
+    return zero_key_bias and name.endswith("attention.k.bias")
+
+
+def fp64(one: Outcome, outcomes: list[Outcome], *, zero_key_bias: bool) -> list[str]:
+    """Losses, norms, evaluations, gradients of step 1 and final parameters to 1e-10.
+
+    A tensor that is exactly zero in exact arithmetic is held against the value bias of its layer.
+    """
+    faults = ranks_agree(outcomes)
+    for field in ("loss", "grad_norm"):
+        for index, (a, b) in enumerate(zip(one.steps, outcomes[0].steps, strict=True)):
+            if not math.isclose(getattr(a, field), getattr(b, field), rel_tol=FP64_GATE):
+                faults.append(f"step {index + 1}: {field} {getattr(b, field)!r}, in one process {getattr(a, field)!r}")
+                break
+    faults += [f"skipped steps: {b}, in one process {a}" for a, b in [(pattern(one), pattern(outcomes[0]))] if a != b]
+    for a, b in zip(one.evaluations, outcomes[0].evaluations, strict=True):
+        if not math.isclose(a, b, rel_tol=FP64_GATE):
+            faults.append(f"evaluation {b!r}, in one process {a!r}")
+    for part in ("gradients", "weights"):
+        whole, expected = gather(outcomes, lambda outcome: getattr(outcome, part), faults), gather([one], lambda outcome: getattr(outcome, part), faults)
+        if whole.keys() != expected.keys():
+            faults.append(f"{part}: logical tensors differ: {sorted(whole.keys() ^ expected.keys())}")
+            continue
+        for name, b in expected.items():
+            scale = expected[name.replace("k.bias", "v.bias")] if exactly_zero(name, zero_key_bias) else b
+            error = (whole[name] - b).norm() / scale.norm()
+            if not error <= FP64_GATE:
+                faults.append(f"{part} of {name}: relative error {error:.2g}")
+    return faults
+
+
+def pattern(outcome: Outcome) -> list[tuple[bool, float, int]]:
+    """Which steps were skipped, at which loss scale and batch size."""
+    return [(step.skipped, step.loss_scale, step.batch_size) for step in outcome.steps]
+
+
+def _vector(outcome: Outcome, field: str) -> Tensor:
+    return torch.tensor([getattr(step, field) for step in outcome.steps], dtype=torch.float64)
+
+
+def fp32(exact: Outcome, one: Outcome, outcomes: list[Outcome]) -> list[str]:
+    """||layout - fp64|| <= 4 max(||one process - fp64||, 1e-7 x global norm): gradients of step 1 per tensor, losses and norms over the steps,
+    and parameters (SGD alone: Adam amplifies rounding noise to full steps)."""
+    faults = ranks_agree(outcomes)
+    for field in ("loss", "grad_norm"):
+        reference, a, b = (_vector(outcome, field) for outcome in (exact, one, outcomes[0]))
+        bound = FP32_FACTOR * max((a - reference).norm(), FP32_FLOOR * reference.norm())
+        if not (b - reference).norm() <= bound:
+            faults.append(f"{field}: error {(b - reference).norm():.3g} against fp64, bound {bound:.3g}, one process {(a - reference).norm():.3g}")
+    for part in ("gradients", "weights"):
+        reference, a, b = (gather(ranks, lambda outcome: getattr(outcome, part), faults) for ranks in ([exact], [one], outcomes))
+        total = torch.stack([tensor.double().norm() for tensor in reference.values()]).norm()
+        for name, r in reference.items():
+            error, own = ((x[name].double() - r).norm() for x in (b, a))
+            bound = FP32_FACTOR * max(own, FP32_FLOOR * total)
+            if not error <= bound:
+                faults.append(f"{part} of {name}: error {error:.3g} against fp64, bound {bound:.3g}, one process {own:.3g}")
+    return faults
+
+
+def narrow(exact: Outcome, one: Outcome, outcomes: list[Outcome], *, bound: float) -> list[str]:
+    """Same pattern of skipped steps; losses within `bound`, gradients of step 1 within bound x max(own norm, root-mean-square tensor norm)
+    of fp64."""
+    faults = ranks_agree(outcomes)
+    if pattern(one) != pattern(outcomes[0]):
+        faults.append(f"skipped steps: {pattern(outcomes[0])}, in one process {pattern(one)}")
+    reference, b = _vector(exact, "loss"), _vector(outcomes[0], "loss")
+    if not (b - reference).norm() <= bound * reference.norm():
+        faults.append(f"loss: relative error {(b - reference).norm() / reference.norm():.3g}, bound {bound:.3g}")
+    gather(outcomes, lambda outcome: outcome.weights, faults)
+    if one.steps[0].skipped:
+        return faults
+    reference, b = (gather(ranks, lambda outcome: outcome.gradients, faults) for ranks in ([exact], outcomes))
+    norms = torch.stack([tensor.norm() for tensor in reference.values()])
+    for (name, r), norm in zip(reference.items(), norms):
+        error, allowed = (b[name].double() - r).norm(), bound * max(norm, norms.square().mean().sqrt())
+        if not error <= allowed:
+            faults.append(f"gradient of {name}: error {error:.3g}, bound {allowed:.3g}")
+    return faults

@@ -1,0 +1,192 @@
+"""What one rank does in a parity case: a whole real run through pretrain.py, with everything that the comparison needs kept on the way.
+
+Runs in a process of a Gloo world, or (for the one-process reference) in any process without torch.distributed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from megatron.config.arguments import parse_arguments
+from megatron.data.loader import Batch, Source
+from megatron.model.block import LayerBlock
+from megatron.training import loop, pretrain
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One box of a logical tensor as one rank holds it. `owner`: this rank is the one that counts it and writes it to a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    values: Tensor  # of the box's extent
+    owner: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """What every rank knows of one optimizer step."""
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+    loss_scale: float
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One rank's part of a run."""
+
+    steps: list[Step]
+    evaluations: list[float]
+    gradients: list[Piece]  # of step 1, of the mean loss over valid tokens, clipped
+    weights: list[Piece]  # at the end
+    coordinates: dict[str, int]
+
+
+def run_case(flags: tuple[str, ...], patches: tuple[str, ...] = ()) -> Outcome:
+    """The run of `pretrain_gpt.py flags...` on this rank, under the named PATCHES."""
+    kept: list[loop.Run] = []
+    pendings, evaluations, gradients = [], [], []
+
+    def train(run: loop.Run):
+        kept.append(run)
+        return loop_train(run)
+
+    def update(*args, **kwargs):
+        pendings.append(real_update(*args, **kwargs))
+        if len(pendings) == 1:
+            gradients.extend(first_gradients(kept[0]))
+        return pendings[-1]
+
+    def evaluate(*args, **kwargs):
+        evaluations.append(real_evaluate(*args, **kwargs))
+        return evaluations[-1]
+
+    loop_train, real_update, real_evaluate = loop.train, loop.update, loop.evaluate
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(mock.patch.object(pretrain, "train", train))
+        stack.enter_context(mock.patch.object(loop, "update", update))
+        stack.enter_context(mock.patch.object(loop, "evaluate", evaluate))
+        for name in patches:
+            stack.enter_context(PATCHES[name]())
+        parsed = parse_arguments(list(flags))
+        code = pretrain.pretrain(parsed.config, parsed.notes)
+    assert code == 0, f"the run ended with exit code {code}"
+    (run,) = kept
+    published_weights_are_the_masters(run)
+    reports = [pending.read() for pending in pendings]
+    steps = [Step(report.loss, report.grad_norm, report.skipped, report.loss_scale, report.batch_size) for report in reports]
+    groups = run.groups
+    return Outcome(steps, evaluations, gradients, pieces(run, run.optimizer.weight_boxes()), groups.layout.coordinates(groups.rank))
+
+
+def first_gradients(run: loop.Run) -> list[Piece]:
+    """The gradients of step 1, from what they left in the first optimizer state that they were added to."""
+    config = run.config.optimizer
+    state, share = ("exp_avg", 1 - config.adam_beta1) if config.optimizer == "adam" else ("momentum_buffer", 1.0)
+    prefix = f"optimizer.{state}."
+    return [
+        Piece(piece.name.removeprefix(prefix), piece.shape, piece.offset, piece.values / share, piece.owner)
+        for piece in pieces(run, run.optimizer.state_boxes()) if piece.name.startswith(prefix)
+    ]
+
+
+def pieces(run: loop.Run, boxes) -> list[Piece]:
+    """Copies of a rank's boxes on the CPU."""
+    groups = run.groups
+    found = []
+    for box, buffer in boxes:
+        holders = {None: None, "axis": groups.tp, "kv": groups.kv}[box.replicated]
+        owner = groups.replicas.rank == 0 and (holders is None or holders.rank == 0)
+        found.append(Piece(box.name, tuple(box.shape), tuple(box.offset), box.view(buffer).reshape(box.extent).cpu().clone(), owner))
+    return found
+
+
+def published_weights_are_the_masters(run: loop.Run) -> None:
+    """What the model computes with is the masters, rounded."""
+    for block, master in zip(run.optimizer.blocks, run.optimizer.masters):
+        assert torch.equal(block.weight, master.to(block.weight.dtype)), f"{block.name}: weights differ from the rounded masters"
+
+
+# ---------------------------------------------------------------- patches: what flags alone cannot bring about
+
+
+@contextlib.contextmanager
+def uneven() -> Iterator[None]:
+    """Few valid tokens in some samples, none in others, by the sample's number."""
+    original = Source.batch
+
+    def batch(self: Source, first: int, count: int) -> Batch:
+        out = original(self, first, count)
+        valid = (out.sample_ids * 5 + 3) % (self.seq_length + 1)
+        out.loss_mask[torch.arange(self.seq_length) >= valid[:, None]] = 0
+        return out
+
+    with mock.patch.object(Source, "batch", batch):
+        yield
+
+
+class _Explode(torch.autograd.Function):
+    """The identity; its backward pass writes an infinity into one element of a gradient buffer."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, parameter: Tensor) -> Tensor:
+        ctx.parameter = parameter
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        ctx.parameter.main_grad.view(-1)[0] = float("inf")
+        return dy, None
+
+
+OVERFLOWING_SAMPLES = (13, 24, 25, 26, 33, 62, 63, 64)  # of training; of a run of 8 samples a step
+
+
+@contextlib.contextmanager
+def overflow() -> Iterator[None]:
+    """Gradients overflow in some samples: in the first layer, on the last tensor-parallel rank alone."""
+    original, groups = LayerBlock.forward, []
+
+    def forward(self: LayerBlock, x: Tensor, micro) -> Tensor:
+        y = original(self, x, micro)
+        last = not groups or groups[0].tp.rank == groups[0].tp.size - 1
+        if last and self.embedding_dropout is not None and micro.dropout is not None:
+            if set(micro.dropout.sample_ids.tolist()) & set(OVERFLOWING_SAMPLES):
+                y = _Explode.apply(y, self.mlp.fc1.weight)
+        return y
+
+    train = pretrain.train
+
+    def remember(run: loop.Run):
+        groups.append(run.groups)
+        return train(run)
+
+    with mock.patch.object(LayerBlock, "forward", forward), mock.patch.object(pretrain, "train", remember):
+        yield
+
+
+PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {"uneven": uneven, "overflow": overflow}
+
+
+@functools.cache
+def reference(flags: tuple[str, ...], patches: tuple[str, ...] = ()) -> Outcome:
+    """The same run in this process alone, once a session."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return run_case(flags, patches)
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,112 @@
+"""Bug or noise? Trains the same short run in two layouts, in float64 on CPU processes of this machine, and compares all that it logs:
+
+    python tools/check_parity.py --layout "tp2 sp" --layout "tp1 dp2" <the flags of your run>
+
+A layout is words: tpN, dpN, sp (sequence parallelism), serial (no communication overlaps), mapping (--use-tp-pp-dp-mapping). Your flags stay
+what they are but for: its first --steps iterations alone, float64, no saving, loading, evaluation or trackers, a line of metrics (parameter norm
+included) every iteration. Shrink the model with further flags (--num-layers 2): the last one counts. In float64 rounding is far below
+the gate, so what differs by more is a bug. Exit code: 0 noise, 1 bug, 2 a run failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from compare_runs import computed_rows, differences  # noqa: E402
+
+from megatron.config.arguments import dump_config, parse_arguments  # noqa: E402
+from megatron.config.groups import CheckpointConfig, Config, LoggingConfig, PrecisionConfig  # noqa: E402
+
+GATE = 1e-10  # relative; float64 rounds at 1e-16, a run of some steps stays orders below this, and no bug does
+SWITCHES = {
+    "sp": "--sequence-parallel", "serial": "--no-overlap-grad-reduce --no-tp-comm-overlap", "mapping": "--use-tp-pp-dp-mapping",
+}
+
+
+def read_layout(text: str) -> tuple[int, tuple[str, ...], int, int]:
+    """`tp2 sp dp2` -> (ranks, flags, tensor-parallel size, data-parallel size). ValueError for a word that is none."""
+    sizes, flags = {"tp": 1, "dp": 1}, []
+    for word in text.split():
+        if match := re.fullmatch(r"(tp|dp)([1-9]\d*)", word):
+            sizes[match[1]] = int(match[2])
+        elif word in SWITCHES:
+            flags += SWITCHES[word].split()
+        else:
+            raise ValueError(f"--layout {text!r}: {word!r} is none of tpN, dpN, {', '.join(SWITCHES)}")
+    return math.prod(sizes.values()), ("--tensor-model-parallel-size", str(sizes["tp"]), *flags), sizes["tp"], sizes["dp"]
+
+
+def shortened(config: Config, steps: int, layouts: list[str]) -> Config:
+    """The user's run for a few steps in float64, alike for all layouts. The learning-rate schedule stays that of the whole run."""
+    training = config.training
+    batch = training.global_batch_size
+    if batch is None and training.micro_batch_size is not None:  # by default it would follow the layout
+        batch = training.micro_batch_size * math.lcm(*(read_layout(layout)[3] for layout in layouts))
+    return dataclasses.replace(
+        config,
+        precision=PrecisionConfig(fp64=True),
+        training=dataclasses.replace(training, global_batch_size=batch, exit_interval=steps, exit_duration_in_mins=None),
+        evaluation=dataclasses.replace(config.evaluation, eval_iters=0, skip_train=False),
+        checkpoint=CheckpointConfig(),
+        logging=LoggingConfig(log_interval=1, log_params_norm=True),
+        distributed=type(config.distributed)(distributed_timeout_minutes=config.distributed.distributed_timeout_minutes),
+    )
+
+
+def train(layout: str, config_file: Path, folder: Path) -> Path:
+    """Run one layout; its metrics file. RuntimeError with the output of a run that failed."""
+    ranks, flags, *_ = read_layout(layout)
+    metrics = folder / f"{layout.replace(' ', '-')}.jsonl"
+    command = [str(ROOT / "pretrain_gpt.py"), "--config", str(config_file), "--metrics-file", str(metrics), *flags]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+    done = subprocess.run([sys.executable, *launcher, *command], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise RuntimeError(f"{layout}: `{shlex.join(command)}` on {ranks} rank(s) ended with exit code {done.returncode}:\n{done.stdout[-4000:]}")
+    return metrics
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--layout", action="append", required=True, metavar="WORDS", help="give it twice")
+    parser.add_argument("--steps", type=int, default=20, help="iterations to compare (default 20)")
+    arguments, flags = parser.parse_known_args(argv)
+    try:
+        if len(arguments.layout) != 2:
+            raise ValueError(f"--layout: expected two, got {len(arguments.layout)}")
+        config = shortened(parse_arguments(flags).config, arguments.steps, arguments.layout)
+        with tempfile.TemporaryDirectory(prefix="check_parity_") as folder:
+            file = Path(folder, "config.json")
+            file.write_text(dump_config(config))
+            rows = [computed_rows(str(train(layout, file, Path(folder)))) for layout in arguments.layout]
+    except (ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    faults, largest = differences(*rows, GATE)
+    a, b = arguments.layout
+    for name, (difference, iteration) in largest.items():
+        if difference > 0:
+            print(f"  {name}: largest relative difference {difference:.3g}, at iteration {iteration}")
+    if faults:
+        print(f"BUG: A ({a}) and B ({b}) are different runs, float64 rounding cannot explain it; first difference: {faults[0]}")
+        return 1
+    worst, name = max((difference, name) for name, (difference, _) in largest.items())
+    print(f"NOISE: {a} and {b} are the same run to a relative {worst:.2g} ({name}) in float64 over {len(rows[0])} iterations (gate {GATE:g}); "
+          "differences between them in your precision are rounding.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
