@@ -85,7 +85,8 @@ NOTES = (
          "--no-gradient-accumulation-fusion --cross-entropy-loss-fusion --cross-entropy-fusion-impl --fused-residual-rmsnorm "
          "--use-fused-weighted-squared-relu --use-te-activation-func --use-transformer-engine-op-fuser --disable-jit-fuser "
          "--disable-mem-efficient-ln --enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph --cuda-graph-* "
-         "--disable-bf16-reduced-precision-matmul --mlp-chunks-for-training --use-grouped-gemm-for-dense-mlp --onnx-safe", "a choice of kernels, which are chosen here"),
+         "--disable-bf16-reduced-precision-matmul --mlp-chunks-for-training --use-grouped-gemm-for-dense-mlp --onnx-safe",
+         "a choice of kernels, which are chosen here"),
     note("--no-bias-gelu-fusion",
          "gelu is the exact (erf) one here, as in Megatron's unfused path; its fused default is --activation gelu-tanh"),
     note("--use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --use-flash-attn-builder "
