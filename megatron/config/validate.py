@@ -245,26 +245,29 @@ def _fitting_tp(run: Run) -> int:
     """The tensor-parallel size nearest to the one given that divides the ranks and the heads."""
     heads = run.num_attention_heads if run.has("num_attention_heads") else run.world
     groups = run.num_query_groups if run.has("num_query_groups") else heads
-    fitting = (size for size in range(1, min(run.world, heads) + 1) if run.world % size == heads % size == 0 and _shares(size, groups))
+    sizes = (run.tp, *range(1, min(run.world, heads, 1024) + 1))  # nobody shares a matrix over more
+    fitting = (size for size in sizes if run.world % size == heads % size == 0 and _shares(size, groups))
     return min(fitting, key=lambda size: abs(size - run.tp))
 
 
 def _tensor_parallel(run: Run) -> Iterator[str]:
+    """Sizes and ranks. Where the size itself is wrong, widths and lengths are held against the size that is proposed."""
     if run.tp <= 0 or run.world <= 0:
         return
-    shown, heads, groups = run.show("tensor_model_parallel_size"), run.num_attention_heads, run.num_query_groups
+    shown, size, heads, groups = run.show("tensor_model_parallel_size"), _fitting_tp(run), run.num_attention_heads, run.num_query_groups
     if not run.dp:
         yield (f"{shown}: does not divide the {run.world} rank(s) of this job; start {_nearest(run.world, run.tp)} "
-               f"(in a dry run, with --world-size), or give {_fitting_tp(run)}")
+               f"(in a dry run, with --world-size), or give {size}")
     if run.has("num_attention_heads") and heads % run.tp:
-        yield f"{shown}: must divide --num-attention-heads {heads}; the nearest that fits is {_fitting_tp(run)}"
+        yield f"{shown}: must divide --num-attention-heads {heads}; the nearest that fits is {size}"
     if run.has("num_query_groups") and groups != heads and not _shares(run.tp, groups):
-        yield f"{shown}: must divide --num-query-groups {groups} or be a multiple of it; the nearest that fits is {_fitting_tp(run)}"
-    if run.has("ffn_hidden_size") and run.ffn_hidden_size % run.tp:
-        yield f"{run.show('ffn_hidden_size')}: not divisible by {shown}; the nearest is {_nearest(run.ffn_hidden_size, run.tp)}"
-    if run.sequence_parallel and run.has("seq_length") and run.seq_length % run.tp:
-        yield (f"{run.show('seq_length')}: not divisible by {shown}, as --sequence-parallel needs; the nearest is "
-               f"{_nearest(run.seq_length, run.tp)}, or drop --sequence-parallel")
+        yield f"{shown}: must divide --num-query-groups {groups} or be a multiple of it; the nearest that fits is {size}"
+    divisor = f"not divisible by --tensor-model-parallel-size {size}"
+    if run.has("ffn_hidden_size") and run.ffn_hidden_size % size:
+        yield f"{run.show('ffn_hidden_size')}: {divisor}; the nearest is {_nearest(run.ffn_hidden_size, size)}"
+    if run.sequence_parallel and run.has("seq_length") and run.seq_length % size:
+        yield (f"{run.show('seq_length')}: {divisor}, as --sequence-parallel needs; the nearest is {_nearest(run.seq_length, size)}, "
+               "or drop --sequence-parallel")
 
 
 def _batch(run: Run) -> Iterator[str]:

@@ -218,11 +218,12 @@ def test_rules_of_layouts(extra, world, expected):
 
 
 def test_all_faults_of_a_layout_at_once():
-    found = faults("--dry-run --world-size 10 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 30 --ffn-hidden-size 30 "
+    found = faults("--dry-run --world-size 10 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 31 --ffn-hidden-size 31 "
                    "--num-attention-heads 6 --hidden-size 96 --global-batch-size 15", 10)
     assert [fault.split(":")[0] for fault in found] == [
-        "--tensor-model-parallel-size 4", "--tensor-model-parallel-size 4", "--ffn-hidden-size 30", "--seq-length 30"]
+        "--tensor-model-parallel-size 4", "--tensor-model-parallel-size 4", "--ffn-hidden-size 31", "--seq-length 31"]
     assert all("give 2" in fault or "fits is 2" in fault for fault in found[:2])  # one size mends both
+    assert all("not divisible by --tensor-model-parallel-size 2" in fault and "the nearest is 32" in fault for fault in found[2:])
     assert data_parallel_size(configure("--tensor-model-parallel-size 4"), 10) == 0  # and no batch rule guesses
 
 
