@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# What train.sbatch starts with srun: `launch.sh torchrun FLAGS` once a node, or `launch.sh srun FLAGS` once a rank. FLAGS are pretrain_gpt.py's.
+# Reads MASTER_ADDR, MASTER_PORT, RANKS_PER_NODE, PYTHON and Slurm's own variables.
+set -u
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+way=$1
+shift
+
+export PYTHONUNBUFFERED=1
+# Compiled kernels stay on the node, and are there after a requeue: thousands of ranks would hammer a shared home directory.
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/triton-cache-$(id -u)}
+mkdir -p -m 700 "$TRITON_CACHE_DIR"
+if [ ! -O "$TRITON_CACHE_DIR" ]; then
+    echo "$TRITON_CACHE_DIR on $(hostname) belongs to another user: set TRITON_CACHE_DIR to a folder of your own on the node" >&2
+    exit 2
+fi
+
+# Both signals ask for a checkpoint. Which processes Slurm sends them to depends on its plugins, so a rank may get one twice, or before it can
+# handle it: ignored from here on, neither kills it. (Its handlers replace this; a second signal falls back to this.)
+trap '' USR1 TERM
+if [ "$way" = srun ]; then
+    exec "$PYTHON" "$root/pretrain_gpt.py" "$@"
+fi
+
+"$PYTHON" "$root/scripts/torchrun.py" --nnodes "$SLURM_STEP_NUM_NODES" --node-rank "$SLURM_NODEID" --nproc-per-node "$RANKS_PER_NODE" \
+    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$root/pretrain_gpt.py" "$@" &
+agent=$!
+trap 'interrupted=yes; kill -USR1 $(cat "/proc/$agent/task/$agent/children")' USR1  # torchrun passes SIGTERM on to its ranks, SIGUSR1 not
+trap 'interrupted=yes; kill -TERM "$agent"' TERM
+interrupted=yes
+while [ -n "$interrupted" ]; do  # a signal ends `wait`, not torchrun
+    interrupted=
+    wait "$agent"
+    code=$?
+done
+exit "$code"
