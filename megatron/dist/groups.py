@@ -5,7 +5,6 @@ Ranks are numbered with tp fastest: `arange(world).view(pp, dp, cp, tp)`. World 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,13 +43,16 @@ class Layout:
 
     def partition(self, *axes: str) -> Iterator[tuple[int, ...]]:
         """All groups of ranks that differ only in `axes`, each in ascending order."""
-        inner = [axis for axis in self.order if axis in axes]
-        outer = [axis for axis in self.order if axis not in axes]
-        for fixed in itertools.product(*(range(getattr(self, axis)) for axis in outer)):
-            yield tuple(
-                self.rank(dict(zip(outer + inner, fixed + moving)))
-                for moving in itertools.product(*(range(getattr(self, axis)) for axis in inner))
-            )
+        def offsets(chosen: list[str]) -> list[int]:
+            numbers = [0]
+            for axis in chosen:
+                stride = self.rank({name: int(name == axis) for name in self.order})
+                numbers = [number + stride * index for number in numbers for index in range(getattr(self, axis))]
+            return numbers
+
+        inside = offsets([axis for axis in self.order if axis in axes])
+        for start in offsets([axis for axis in self.order if axis not in axes]):
+            yield tuple(start + offset for offset in inside)
 
 
 @dataclass(frozen=True)

@@ -82,18 +82,14 @@ def meet(launch: Launch, seconds: float, fingerprint: dict[str, Any], gpu: str =
     thread.start()
     thread.join(seconds + FAREWELL + 1)
     if not ended:
-        raise LaunchError(f"rank {launch.rank}: what listens at {launch.address}:{launch.port} does not answer as a rendezvous store; another "
-                          "program seems to use that port: set MASTER_PORT to a free one on every rank")
+        raise _no_store(launch)
     if isinstance(ended[0], RuntimeError):
-        raise LaunchError(f"rank {launch.rank}: lost the connection to {_host_of_store(launch)} at {launch.address}:{launch.port} before all "
-                          f"{launch.world_size} ranks had arrived; look for its error in the logs above, or further up in its own") from None
+        host = "torchrun's store" if launch.agent_store else "rank 0's store"
+        raise LaunchError(f"rank {launch.rank}: lost the connection to {host} at {launch.address}:{launch.port} before all {launch.world_size} ranks "
+                          f"had arrived ({str(ended[0]).splitlines()[0]}); look for the error of its host, which has ended") from None
     if isinstance(ended[0], BaseException):
         raise ended[0]
     return ended[0]
-
-
-def _host_of_store(launch: Launch) -> str:
-    return "torchrun's store" if launch.agent_store else "rank 0's store"
 
 
 class _Meeting:
@@ -248,11 +244,21 @@ def _ranks(ranks: list[int]) -> str:
 
 def open_store(launch: Launch, deadline: float, seconds: float) -> Store:
     """The store where the ranks meet: hosted by rank 0 unless torchrun's agent does. Raises LaunchError when it cannot be hosted or reached."""
-    timeout = timedelta(seconds=seconds)
     if launch.rank == 0 and not launch.agent_store:
-        listener = _listen(launch)
-        return TCPStore("127.0.0.1", launch.port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach())
-    return TCPStore(_reach(launch, deadline, seconds), launch.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        return TCPStore("127.0.0.1", launch.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds),
+                        master_listen_fd=_listen(launch).detach())
+    host = _reach(launch, deadline, seconds)
+    try:
+        store = TCPStore(host, launch.port, wait_for_workers=False, timeout=timedelta(seconds=max(0.1, deadline - time.monotonic())))
+    except RuntimeError:
+        raise _no_store(launch) from None
+    store.set_timeout(timedelta(seconds=seconds))
+    return store
+
+
+def _no_store(launch: Launch) -> LaunchError:
+    return LaunchError(f"rank {launch.rank}: what listens at {launch.address}:{launch.port} is no rendezvous store; another program seems to use "
+                       "that port: set MASTER_PORT to a free one on every rank")
 
 
 def _listen(launch: Launch) -> socket.socket:
@@ -279,8 +285,8 @@ def _reach(launch: Launch, deadline: float, seconds: float) -> str:
     if isinstance(problem, socket.gaierror):
         why, fix = "the name is unknown here", "give a MASTER_ADDR that every node can resolve"
     elif isinstance(problem, ConnectionRefusedError):
-        why, fix = "nothing listens there", "look for rank 0's error, and check that it was started and that MASTER_ADDR and MASTER_PORT are its host and port"
+        why, fix = "nothing listens there", "look for rank 0's error, and check that it was started at this MASTER_ADDR and MASTER_PORT"
     else:
-        why, fix = problem.strerror or "no answer", "check that MASTER_ADDR is rank 0's host and that no firewall closes MASTER_PORT between the nodes"
+        why, fix = problem.strerror or "no answer", "check that MASTER_ADDR is rank 0's host and that no firewall closes MASTER_PORT"
     raise LaunchError(f"rank {launch.rank} cannot reach rank 0 at {launch.address}:{launch.port} ({why}) within {seconds / 60:g} minutes "
                       f"(--distributed-timeout-minutes); {fix}")

@@ -56,7 +56,7 @@ def _torchrun_launch(environment: Mapping[str, str]) -> Launch:
     return Launch(
         rank=_number(environment, "RANK"), world_size=_number(environment, "WORLD_SIZE"), local_rank=_number(environment, "LOCAL_RANK", 0),
         local_size=_number(environment, "LOCAL_WORLD_SIZE", 1), launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environment else "environment",
-        address=environment.get("MASTER_ADDR"), port=_port(environment), job="torchrun/" + environment.get("TORCHELASTIC_RUN_ID", ""),
+        address=environment.get("MASTER_ADDR"), port=_port(environment), job=environment.get("TORCHELASTIC_RUN_ID", "environment"),
         agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
@@ -102,10 +102,12 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 
 
 def _port(environment: Mapping[str, str]) -> int | None:
-    port = _number(environment, "MASTER_PORT", 0)
-    if port > 65535:
+    if not environment.get("MASTER_PORT"):
+        return None
+    port = _number(environment, "MASTER_PORT")
+    if not 1 <= port <= 65535:
         raise LaunchError(f"MASTER_PORT={port}: a port is a number from 1 to 65535")
-    return port or None
+    return port
 
 
 def expand_counts(text: str) -> list[int]:
@@ -121,25 +123,23 @@ def expand_counts(text: str) -> list[int]:
 
 def expand_hosts(text: str) -> list[str]:
     """Slurm's host lists: `gpu[08-10,12],login1` is gpu08 gpu09 gpu10 gpu12 login1; several brackets in a name multiply. Raises LaunchError."""
-    hosts: list[str] = []
-    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
-        names = [""]
-        for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", item):
-            ends = [plain] if plain else [number for part in ranges.split(",") for number in _expand_range(part, text)]
-            names = [name + end for name in names for end in ends]
-        hosts += names
-    if not hosts or re.sub(r"\[[^\[\]]*\]", "", text).strip("[]") != re.sub(r"\[[^\[\]]*\]", "", text):
+    name = r"(?:[^\s,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
+    if not re.fullmatch(f"{name}(?:,{name})*", text):
         raise LaunchError(f"SLURM_STEP_NODELIST={text}: expected host names such as gpu[01-04],login1; set MASTER_ADDR to rank 0's host")
+    hosts: list[str] = []
+    for item in re.findall(name, text):
+        found = [""]
+        for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", item):
+            ends = [plain] if plain else [number for part in ranges.split(",") for number in _expand_range(part)]
+            found = [host + end for host in found for end in ends]
+        hosts += found
     return hosts
 
 
-def _expand_range(part: str, text: str) -> list[str]:
+def _expand_range(part: str) -> list[str]:
     """`08-10` is 08 09 10."""
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-    if match is None:
-        raise LaunchError(f"SLURM_STEP_NODELIST={text}: {part!r} is no range such as 01-04; set MASTER_ADDR to rank 0's host")
-    first, last = match[1], match[2] or match[1]
-    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    first, _, last = part.partition("-")
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
 
 
 def choose_device(launch: Launch, config: DistributedConfig) -> tuple[torch.device, str]:

@@ -1,0 +1,97 @@
+"""The rank grid, without processes: new_group only takes notes."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from megatron.dist.groups import ORDER, TP_PP_DP_ORDER, Axis, Layout, build_groups, one_process
+
+AXES = ("world", "tp", "cp", "dp", "pp", "replicas", "replicas_gather", "kv")
+LAYOUTS = [Layout(), Layout(tp=4), Layout(2, 2, 2, 2), Layout(2, 1, 3, 2), Layout(2, 3, 2, 2, TP_PP_DP_ORDER), Layout(8, 1, 1, 2), Layout(1, 2, 3, 1)]
+
+
+def groups_of(layout: Layout, rank: int, kv_heads: int | None = None):
+    """The groups of a rank, and the calls of new_group that made them."""
+    calls: list[tuple[int, ...]] = []
+
+    def new_group(ranks):
+        calls.append(ranks)
+        return len(calls), ranks
+
+    return build_groups(layout, rank, new_group, kv_heads), calls
+
+
+def test_the_example_of_sixteen_ranks():
+    first, _ = groups_of(Layout(tp=2, cp=2, dp=2, pp=2), 0)
+    assert {name: getattr(first, name).ranks for name in AXES} == {
+        "world": tuple(range(16)), "tp": (0, 1), "cp": (0, 2), "dp": (0, 4), "pp": (0, 8),
+        "replicas": (0, 2, 4, 6), "replicas_gather": (0, 2, 4, 6), "kv": (0,),
+    }
+    other, _ = groups_of(Layout(tp=2, cp=2, dp=2, pp=2), 13)
+    assert [getattr(other, name).ranks for name in ("tp", "cp", "dp", "pp", "replicas")] == [(12, 13), (13, 15), (9, 13), (5, 13), (9, 11, 13, 15)]
+    assert [getattr(other, name).rank for name in ("tp", "cp", "dp", "pp", "replicas")] == [1, 0, 1, 1, 2]
+    assert other.describe() == "tp2 cp2 pp2 dp2 | rank 13 = pp1 dp1 cp0 tp1"
+
+
+def test_the_other_mapping_puts_pipelines_inside_data_parallel_copies():
+    first, _ = groups_of(Layout(tp=2, cp=2, dp=2, pp=2, order=TP_PP_DP_ORDER), 0)
+    assert [getattr(first, name).ranks for name in ("tp", "cp", "pp", "dp", "replicas")] == [(0, 1), (0, 2), (0, 4), (0, 8), (0, 2, 8, 10)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_rank_is_in_one_group_of_each_axis_and_all_see_the_same(layout):
+    everyone = [groups_of(layout, rank, kv_heads=2) for rank in range(layout.world)]
+    calls = everyone[0][1]
+    assert all(other == calls for _, other in everyone), "torch needs the same calls in the same order on every rank"
+    assert all(list(ranks) == sorted(ranks) and len(ranks) > 1 for ranks in calls)
+    gathers = {axis.ranks for groups, _ in everyone if (axis := groups.replicas_gather).size > 1}
+    assert len(calls) == len(set(calls)) + len(gathers), "a communicator for each set of ranks, and one more for each of replicas_gather"
+    for name in AXES:
+        seen = [getattr(groups, name) for groups, _ in everyone]
+        assert sorted(rank for ranks in {axis.ranks for axis in seen} for rank in ranks) == list(range(layout.world))
+        for rank, axis in enumerate(seen):
+            assert axis.name == name and axis.ranks[axis.rank] == rank and axis.size == len(axis.ranks)
+            assert axis.group is None if axis.size == 1 else axis.group[1] == axis.ranks == calls[axis.group[0] - 1]
+    for groups, _ in everyone:
+        assert groups.replicas_gather.size == 1 or groups.replicas_gather.group != groups.replicas.group
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_groups_are_what_the_coordinates_say(layout):
+    places = [layout.coordinates(rank) for rank in range(layout.world)]
+    assert [layout.rank(place) for place in places] == list(range(layout.world))
+    for axes in (("tp",), ("cp",), ("dp",), ("pp",), ("dp", "cp"), ORDER):
+        others = [axis for axis in ORDER if axis not in axes]
+        expected: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in enumerate(places):
+            expected.setdefault(tuple(place[axis] for axis in others), []).append(rank)
+        assert sorted(layout.partition(*axes)) == sorted(map(tuple, expected.values()))
+
+
+@pytest.mark.parametrize("tp, heads, share", [(8, 2, 4), (8, 1, 8), (8, 8, 1), (4, 6, 1), (4, None, 1), (1, 1, 1)])
+def test_kv_joins_the_neighbours_that_hold_one_key_value_head(tp, heads, share):
+    layout = Layout(tp=tp, dp=2)
+    for rank in range(layout.world):
+        kv = groups_of(layout, rank, heads)[0].kv
+        start = rank // share * share
+        assert kv.ranks == tuple(range(start, start + share))
+
+
+def test_four_thousand_ranks_take_seconds():
+    layout = Layout(tp=8, cp=4, dp=16, pp=8)
+    assert layout.world == 4096
+    begun = time.process_time()
+    calls = groups_of(layout, 0, 2)[1]
+    for rank in random.Random(0).sample(range(4096), 40):
+        groups, other = groups_of(layout, rank, 2)
+        assert other == calls and [getattr(groups, name).size for name in AXES] == [4096, 8, 4, 16, 8, 64, 64, 4]
+        assert all(rank == (axis := getattr(groups, name)).ranks[axis.rank] for name in AXES)
+    assert time.process_time() - begun < 10
+
+
+def test_one_process_needs_no_group():
+    groups = one_process()
+    assert [getattr(groups, name) for name in AXES] == [Axis(name) for name in AXES]
