@@ -38,8 +38,18 @@ def test_the_campaign_catches_a_bad_writer(tmp_path, mutant):
     assert campaign(20, 1, WRITERS[mutant], tmp_path / "run", lambda line: None)
 
 
-def test_the_documented_command(tmp_path):
-    command = [sys.executable, str(Path(__file__).with_name("kill_writer.py")), "--kills", "2", "--folder", str(tmp_path)]
+def test_random_kills_of_one_of_two_ranks(tmp_path):
+    assert campaign(12, 1, WRITERS["real"], tmp_path / "run", lambda line: None, ranks=2) == []
+
+
+@pytest.mark.parametrize("mutant", ["in-place", "overwrite"])
+def test_the_campaign_catches_a_bad_writer_of_two_ranks(tmp_path, mutant):
+    assert campaign(12, 1, WRITERS[mutant], tmp_path / "run", lambda line: None, ranks=2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_documented_command(tmp_path, ranks):
+    command = [sys.executable, str(Path(__file__).with_name("kill_writer.py")), "--kills", "2", "--ranks", str(ranks), "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert "2 kills" in done.stdout and "0 bad recoveries" in done.stdout
 
