@@ -22,7 +22,8 @@ def main(argv: list[str]) -> int:
         *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
         if not innermost.f_globals["__name__"].startswith("megatron."):
             raise  # not a message of ours: a fault of the program
-        print(error, file=sys.stderr)
+        if getattr(error, "rank", 0) == 0:  # an error of all ranks is told once
+            print(error, file=sys.stderr)
         return 2
 
 

@@ -1,31 +1,19 @@
-"""What the ranks of a job do together around a checkpoint: one owner for every box, one outcome for all."""
+"""What the ranks of a job do together around a checkpoint: one outcome for all."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.dist.collectives import gather_bytes
-from megatron.dist.groups import ALONE, Axis, Groups
-
-if TYPE_CHECKING:
-    from megatron.model.layout import Box
+from megatron.dist.groups import ALONE, Axis
 
 NAMED = 8  # most failed ranks that a message lists
-
-
-def owns(box: Box, groups: Groups) -> bool:
-    """Whether this rank writes `box`: of the ranks that hold the same one, the first does.
-
-    Those are the data-parallel copies, and the tensor-parallel ranks that `Box.replicated` names.
-    """
-    holders = {None: ALONE, "axis": groups.tp, "kv": groups.kv}[box.replicated]
-    return groups.replicas.rank == 0 and holders.rank == 0
 
 
 @dataclass(frozen=True)

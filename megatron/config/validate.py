@@ -226,11 +226,6 @@ def _tokenizer(run: Run) -> Iterator[str]:
         yield f"{run.show('vocab_size')}: the tokenizer has {run.vocabulary} tokens; drop --vocab-size or take the right tokenizer"
 
 
-def _world(run: Run) -> Iterator[str]:
-    if run.world > 1 and run.config.distributed.world_size is None:
-        yield f"{run.world} processes: data parallelism is not built yet; run one (--dry-run --world-size {run.world} checks a larger job)"
-
-
 def _nearest(value: int, unit: int) -> int:
     """The multiple of `unit` that is nearest to a value, above 0."""
     return max(unit, (value + unit // 2) // unit * unit)
@@ -346,7 +341,7 @@ def _checkpoint(run: Run) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
-    _world, _required, _ranges, _needs, _tensor_parallel, _heads, _positions, _attention, _precision, _sources, _split, _tokenizer, _batch, _length,
+    _required, _ranges, _needs, _tensor_parallel, _heads, _positions, _attention, _precision, _sources, _split, _tokenizer, _batch, _length,
     _schedule, _weight_decay, _recompute, _checkpoint,
 )
 

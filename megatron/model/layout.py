@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
+from megatron.dist.groups import ALONE, Axis, Groups
 from megatron.layers.mlp import GATED
 from megatron.layers.tensor_parallel import DENSE, PARTIAL_GRADIENTS, TensorParallel
 from megatron.model.gpt import GPTModel
@@ -38,6 +39,16 @@ class Box:
         """Whether this rank's gradient of it is only a part of the sum over the ranks that hold it."""
         rows = (row for row in PARTIAL_GRADIENTS if row.axis == self.replicated and self.name.endswith(row.names))
         return any(tp.sequence or not row.sequence_only for row in rows)
+
+
+def holders(box: Box, groups: Groups) -> Axis:
+    """The tensor-parallel ranks that hold the same box."""
+    return {None: ALONE, "axis": groups.tp, "kv": groups.kv}[box.replicated]
+
+
+def owns(box: Box, groups: Groups) -> bool:
+    """Whether this rank writes and counts `box`: of all ranks that hold it, data-parallel copies included, the first does."""
+    return groups.replicas.rank == 0 and holders(box, groups).rank == 0
 
 
 def _split(dimension: int, name: str, local: tuple[int, ...], tp: TensorParallel, groups: int = 1, start: int = 0) -> Box:

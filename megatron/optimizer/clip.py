@@ -11,14 +11,13 @@ PIECE = 1 << 16  # elements widened to float64 at once on a CPU: half a megabyte
 PIECE_CUDA = 1 << 20
 
 
-def sum_of_squares(buffers: Iterable[Tensor]) -> Tensor:
+def sum_of_squares(buffers: Iterable[Tensor], device: torch.device = torch.device("cpu")) -> Tensor:
     """Sum of squares of flat fp32 or fp64 buffers in float64 (an fp32 sum over 60M elements is off by thousands of ulp)."""
-    total = None
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for buffer in buffers:
         for piece in buffer.split(PIECE_CUDA if buffer.is_cuda else PIECE):
             wide = piece.double()
-            part = torch.dot(wide, wide)
-            total = part if total is None else total + part
+            total = total + torch.dot(wide, wide)
     return total
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron.config.groups import Config
+from megatron.dist.groups import Groups, one_process
 from megatron.model.init import fill_initial
-from megatron.model.layout import Box
+from megatron.model.layout import Box, owns
 from megatron.optimizer.blocks import Block, accumulation_dtype
 from megatron.optimizer.clip import clip_coefficient, sum_of_squares
 from megatron.optimizer.update import UpdateRule, choose_adam
@@ -27,8 +28,8 @@ class StepOutcome:
 class Optimizer:
     """Owns what a step needs beside weights and gradients: master weights (when weights are narrow), moments, the step count."""
 
-    def __init__(self, blocks: list[Block], config: Config):
-        self.blocks, self.config = blocks, config.optimizer
+    def __init__(self, blocks: list[Block], config: Config, groups: Groups = one_process()):
+        self.blocks, self.config, self.groups = blocks, config.optimizer, groups
         device, dtype = blocks[0].weight.device, blocks[0].weight.dtype
         self.wide = accumulation_dtype(dtype)
         implementation = choose_adam(config.optimizer, device) if config.optimizer.optimizer == "adam" else "torch-fused"
@@ -54,14 +55,30 @@ class Optimizer:
         for block in self.blocks:
             block.grad.zero_()
 
+    def counted(self, buffers: list[Tensor]) -> Iterator[Tensor]:
+        """This rank's pieces of one flat buffer a block, such that over all ranks every element of the model comes exactly once.
+
+        Of the ranks that hold the same parameters each takes its slice of every block; what tensor-parallel ranks share, the first takes.
+        """
+        replicas = self.groups.replicas
+        for block, buffer in zip(self.blocks, buffers):
+            size = buffer.numel() // replicas.size
+            low, high = replicas.rank * size, (replicas.rank + 1) * size
+            for start, stop in block.counted(self.groups):
+                if max(start, low) < min(stop, high):
+                    yield buffer[max(start, low) : min(stop, high)]
+
+    def squares(self) -> Tensor:
+        """This rank's share of the gradient's sum of squares (float64)."""
+        return sum_of_squares(self.counted([block.grad for block in self.blocks]), self.steps.device)
+
     @torch.no_grad()
-    def step(self, *, lr: float, weight_decay: float, grad_factor: Tensor | float) -> StepOutcome:
-        """Update the weights from the gradient buffers.
+    def step(self, *, lr: float, weight_decay: float, squares: Tensor, grad_factor: Tensor | float) -> StepOutcome:
+        """Update the weights from the gradient buffers, whose sum of squares over all ranks is `squares`.
 
         `grad_factor` (float64 scalar or number) turns the accumulated gradient into that of the mean loss per valid token: nominal
         tokens / (valid tokens x loss scale). A non-finite gradient or factor leaves weights, moments and step count as they are.
         """
-        squares = sum_of_squares(block.grad for block in self.blocks)
         norm = squares.sqrt() * grad_factor
         found_inf = (~torch.isfinite(norm)).to(torch.float32)
         coefficient = (clip_coefficient(norm, self.config.clip_grad) * grad_factor).to(self.wide)
@@ -92,14 +109,15 @@ class Optimizer:
                     yield box, entry.view(buffer)
 
     def squared_weight_norm(self) -> Tensor:
-        """Sum of squares of the master weights (padding is zero)."""
-        return sum_of_squares(self.masters)
+        """This rank's share of the sum of squares of the master weights (padding is zero)."""
+        return sum_of_squares(self.counted(self.masters), self.steps.device)
 
     def zero_gradients(self) -> Tensor:
-        """How many real gradient elements are exactly zero, padding left out."""
-        count = torch.zeros((), dtype=torch.int64, device=self.steps.device)
+        """How many of this rank's real gradient elements are exactly zero, padding left out; every element counts on one rank."""
+        count = torch.zeros((), dtype=torch.float64, device=self.steps.device)
         for block in self.blocks:
             for entry in block.entries:
                 for box in entry.boxes:
-                    count += (box.view(entry.view(block.grad)) == 0).sum()
+                    if owns(box, self.groups):
+                        count += (box.view(entry.view(block.grad)) == 0).sum()
         return count

@@ -6,20 +6,22 @@ import tempfile
 from pathlib import Path
 
 from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.groups import Config
-from megatron.training.loop import Run
+from megatron.model.layout import owns
+from megatron.training.run import Run
 from megatron.training.resume import run_state
 
 
-def locate_checkpoint(config: Config) -> Checkpoint | None:
-    """The checkpoint that --load names; None for a first start. Raises CheckpointError when it must exist and does not."""
+def locate_checkpoint(config: Config, ranks: Ranks) -> Checkpoint | None:
+    """The checkpoint that --load names, as rank 0 finds it; None for a first start. Raises CheckpointError when it must exist and does not."""
     folder, step = config.checkpoint.load, config.checkpoint.ckpt_step
     if folder is None:
         return None
-    path = find_checkpoint(folder, step)
-    if path is not None:
+    path = ranks.agree(lambda: str(find_checkpoint(folder, step) or "") if ranks.first else "")[0]
+    if path:
         return Checkpoint(path)
     first_start = folder == config.checkpoint.save and step is None and not config.checkpoint.exit_on_missing_checkpoint
     if first_start and not config.evaluation.skip_train:
@@ -51,8 +53,9 @@ def save(run: Run) -> bool:
     if folder is None:
         return True
     boxes = [*run.optimizer.weight_boxes(), *(run.optimizer.state_boxes() if run.config.checkpoint.save_optim else ())]
+    own = [(box, tensor) for box, tensor in boxes if owns(box, run.groups)]
     try:
-        path = save_checkpoint(folder, run.progress.iteration, boxes, run_state(run))
+        path = save_checkpoint(folder, run.progress.iteration, own, run_state(run), ranks=Ranks(run.groups.world, run.device))
     except (CheckpointError, OSError) as error:
         print(f"warning: iteration {run.progress.iteration} was NOT saved; older checkpoints are untouched. {error}", flush=True)
         return False

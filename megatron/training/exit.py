@@ -6,7 +6,11 @@ import signal
 import time
 from dataclasses import dataclass
 
+import torch
+
 from megatron.config.groups import TrainingConfig
+from megatron.dist.collectives import all_reduce
+from megatron.dist.groups import Axis
 
 # 85 tells a launcher "saved, requeue me"; 143 is what a shell reports for SIGTERM.
 SIGNAL_CODES = {signal.SIGUSR1: 85, signal.SIGTERM: 143}
@@ -26,6 +30,7 @@ class ExitConditions:
     def __init__(self, config: TrainingConfig):
         self.config, self.start = config, time.monotonic()
         self.received: signal.Signals | None = None
+        self.agreed = [0.0] * (len(SIGNAL_CODES) + 1)  # ranks for each of `requests`, when they last exchanged them
         self._previous = {number: signal.signal(number, self._receive) for number in SIGNAL_CODES}
 
     def _receive(self, number: int, _frame: object) -> None:
@@ -33,16 +38,25 @@ class ExitConditions:
         signal.signal(number, self._previous[number])
         print(f"received {self.received.name}: saving and exiting after this step", flush=True)
 
-    def signalled(self) -> bool:
-        """Whether a signal asked for the end: evaluation stops at once then."""
-        return self.received is not None
+    def requests(self) -> list[float]:
+        """What asks this rank for the end, 1 or 0 each: the signals of SIGNAL_CODES in order, then --exit-duration-in-mins."""
+        limit = self.config.exit_duration_in_mins
+        over = limit is not None and (time.monotonic() - self.start) / 60 > limit
+        return [*(float(self.received is number) for number in SIGNAL_CODES), float(over)]
+
+    def agree(self, axis: Axis, device: torch.device) -> bool:
+        """Exchange requests between all ranks; whether a signal is among them. What ranks do next must depend on `agreed` alone."""
+        own = torch.tensor(self.requests(), dtype=torch.float64, device=device)
+        self.agreed = all_reduce(own, axis).tolist()
+        return any(self.agreed[: len(SIGNAL_CODES)])
 
     def check(self, iteration: int) -> Exit | None:
-        """The reason to stop after this iteration, if any."""
-        if self.received is not None:
-            return Exit(f"{self.received.name} received", SIGNAL_CODES[self.received])
-        minutes = (time.monotonic() - self.start) / 60
-        if self.config.exit_duration_in_mins is not None and minutes > self.config.exit_duration_in_mins:
+        """The reason to stop after this iteration, if any: as the ranks agreed last."""
+        *signals, over = self.agreed
+        for number, ranks in zip(SIGNAL_CODES, signals):
+            if ranks:
+                return Exit(f"{number.name} received", SIGNAL_CODES[number])
+        if over:
             return Exit(f"--exit-duration-in-mins {self.config.exit_duration_in_mins:g} is over", 0)
         if self.config.exit_interval and iteration % self.config.exit_interval == 0:
             return Exit(f"--exit-interval {self.config.exit_interval} reached", 0)

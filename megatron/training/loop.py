@@ -7,63 +7,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
 from megatron.config.groups import Config
-from megatron.data.loader import Data
+from megatron.dist.collectives import all_reduce
 from megatron.model.arithmetic import flops_per_iteration, global_batch_size_at, iterations_for
-from megatron.model.block import BlockWrapper
-from megatron.model.gpt import GPTModel
 from megatron.observe.console import evaluation_lines, training_line
-from megatron.observe.metrics import Timers, eta_seconds, evaluation_metrics, memory_metrics, rates, timer_metrics
-from megatron.observe.tracking import Tracker
-from megatron.optimizer.lr_schedule import Schedule
-from megatron.optimizer.optimizer import Optimizer
-from megatron.optimizer.scaler import LossScaler
+from megatron.observe.metrics import eta_seconds, evaluation_metrics, memory_metrics, rates, timer_metrics
 from megatron.training.evaluate import evaluate
-from megatron.training.exit import Exit, ExitConditions
+from megatron.training.exit import Exit
+from megatron.training.run import Progress, Run
 from megatron.training.step import Pending, Report, forward_backward, non_finite_micro_batches, update
-
 
 COMPLETE = "training is complete"
 
 
 class NonFiniteError(RuntimeError):
     """A NaN or Inf loss or gradient under --nan-policy stop."""
-
-
-@dataclass
-class Progress:
-    """Where a run stands: all that changes beside weights and optimizer state, and what a checkpoint keeps of it."""
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    scheduled_samples: int = 0  # samples of steps that were not skipped: the clock of the schedules
-    skipped_samples: int = 0
-    evaluation_due: bool = False  # a signal cut the evaluation of this iteration short
-
-
-@dataclass(frozen=True)
-class Run:
-    """Everything one run is made of, built by pretrain.py."""
-
-    config: Config
-    device: torch.device
-    vocab_size: int
-    padded_vocab: int
-    tokenizer_fingerprint: str
-    model: GPTModel
-    wrapper: BlockWrapper
-    optimizer: Optimizer
-    schedule: Schedule
-    scaler: LossScaler
-    data: Data
-    tracker: Tracker
-    exits: ExitConditions
-    progress: Progress
-    save: Callable[[Run], bool]
-    peak_tflops: float | None
-    timers: Timers = field(default_factory=Timers)
 
 
 @dataclass
@@ -101,6 +59,7 @@ def settle(run: Run, pending: Pending | None, interval: Interval) -> None:
     if pending is None:
         return
     report, progress = pending.read(), run.progress
+    run.exits.agreed = report.requests
     interval.last = report
     interval.iterations += 1
     overflow = report.skipped and sum(report.tokens) > 0
@@ -129,13 +88,12 @@ def _samples(report: Report) -> str:
 
 
 def _blame(run: Run, report: Report) -> str:
-    failed = non_finite_micro_batches(run.model, run.wrapper, run.optimizer, run.data.train, run.config, run.device, report)
-    size = run.config.training.micro_batch_size
+    failed, size = non_finite_micro_batches(run, report), run.config.training.micro_batch_size
     lines = [f"iteration {run.progress.iteration}: NaN or Inf; the weights are those of the iteration before, nothing was saved"]
-    for index in failed:
-        first = report.first_sample + index * size
-        kind = "gradient" if math.isfinite(report.losses[index]) else "loss"
-        lines.append(f"  micro-batch {index}: {kind}, samples {first}..{first + size - 1}")
+    for each in failed:
+        first = report.first_sample + each.index * run.chunk + each.dp_rank * size
+        where = f" of data-parallel rank {each.dp_rank}" if run.groups.dp.size > 1 else ""
+        lines.append(f"  micro-batch {each.index}{where}: {'loss' if each.in_loss else 'gradient'}, samples {first}..{first + size - 1}")
     lines.append("resume from the last checkpoint with a lower --lr, or with --nan-policy skip to pass over such steps")
     return "\n".join(lines)
 
@@ -155,23 +113,24 @@ def log(run: Run, interval: Interval, learning_rate: float) -> Interval:
         "loss-scale": report.loss_scale,
         "grad-norm": report.grad_norm,
         "skipped-train-samples": progress.skipped_samples,
-        "world-size": 1,
+        "world-size": run.groups.world.size,
         **rates(
             seconds=seconds, tokens=batch * seq, flops=flops_per_iteration(config.model, batch, seq, run.vocab_size),
-            padded_flops=flops_per_iteration(config.model, batch, seq, run.padded_vocab), world_size=1, peak_tflops=run.peak_tflops,
+            padded_flops=flops_per_iteration(config.model, batch, seq, run.padded_vocab), world_size=run.groups.world.size, peak_tflops=run.peak_tflops,
         ),
         **memory_metrics(run.device),
         **timer_metrics(run.timers.take(), iterations=interval.iterations, elapsed=seconds * interval.iterations,
                         timing_log_level=config.logging.timing_log_level),
     }
     if config.logging.log_params_norm:
-        metrics["params-norm"] = math.sqrt(run.optimizer.squared_weight_norm().item())
+        metrics["params-norm"] = math.sqrt(all_reduce(run.optimizer.squared_weight_norm(), run.groups.world).item())
     if config.logging.log_num_zeros_in_grad:
-        metrics["num-zeros"] = run.optimizer.zero_gradients().item()
+        metrics["num-zeros"] = int(all_reduce(run.optimizer.zero_gradients(), run.groups.world).item())
     end = last_iteration(config, progress)
     print(training_line(progress.iteration, end, metrics, skipped=interval.skipped, nan=interval.nan,
                         eta_seconds=eta_seconds(progress.iteration, end, seconds)), flush=True)
-    run.tracker.log(progress.iteration, metrics)
+    if run.tracker is not None:
+        run.tracker.log(progress.iteration, metrics)
     return Interval(time.perf_counter())
 
 
@@ -181,13 +140,14 @@ def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
     losses = {}
     for name, source in sources.items():
         with run.timers("evaluation"):
-            loss = evaluate(run.model, run.wrapper, source, run.config, run.device, stop=run.exits.signalled, progress=_progress_line(f"{split} {name}"))
+            loss = evaluate(run, source, _progress_line(f"{split} {name}"))
         if loss is None:
             return None
         losses[name] = loss
         label = name if len(sources) > 1 else None
         print(evaluation_lines(run.progress.iteration, loss, split=split, source=label), flush=True)
-        run.tracker.log(run.progress.iteration, evaluation_metrics(loss, split=split, source=label, bytes_per_token=source.bytes_per_token))
+        if run.tracker is not None:
+            run.tracker.log(run.progress.iteration, evaluation_metrics(loss, split=split, source=label, bytes_per_token=source.bytes_per_token))
     return losses
 
 
@@ -215,15 +175,12 @@ def train(run: Run) -> Exit:
             settle(run, pending, interval)
             pending = None
         loss_scale = run.scaler.scale
-        gradients = forward_backward(
-            run.model, run.wrapper, run.optimizer, run.data.train, config, run.device, first_sample=progress.consumed_samples,
-            batch_size=batch_size, loss_scale=loss_scale, timers=run.timers,
-        )
+        gradients = forward_backward(run, first_sample=progress.consumed_samples, batch_size=batch_size, loss_scale=loss_scale)
         settle(run, pending, interval)
         clock = progress.scheduled_samples + batch_size
         learning_rate = run.schedule.learning_rate(clock)
         with run.timers("optimizer"):
-            pending = update(run.optimizer, gradients, config, learning_rate=learning_rate, weight_decay=run.schedule.weight_decay(clock))
+            pending = update(run, gradients, learning_rate=learning_rate, weight_decay=run.schedule.weight_decay(clock))
         progress.iteration += 1
         progress.consumed_samples += batch_size
 
@@ -231,15 +188,15 @@ def train(run: Run) -> Exit:
         must_log = iteration % config.logging.log_interval == 0 or last
         must_evaluate = (bool(every) and iteration % every == 0 or last) and bool(run.data.valid)
         must_save = config.checkpoint.save_interval is not None and iteration % config.checkpoint.save_interval == 0
-        exit_now = run.exits.check(iteration)
-        if must_log or must_evaluate or must_save or exit_now:
+        if must_log or must_evaluate or must_save or pending.is_here or run.exits.check(iteration):
             settle(run, pending, interval)
             pending = None
+        exit_now = run.exits.check(iteration)  # on a GPU a signal is seen one iteration late, by all ranks in the same one
         if must_log:
             interval = log(run, interval, learning_rate)
         paused = time.perf_counter()
         if must_evaluate:
-            progress.evaluation_due = run.exits.signalled() or evaluate_all(run, "validation") is None
+            progress.evaluation_due = run.exits.agree(run.groups.world, run.device) or evaluate_all(run, "validation") is None
             exit_now = exit_now or run.exits.check(iteration)
         if must_save or exit_now or last:
             with run.timers("save-checkpoint"):

@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
 import platform
 import sys
+from dataclasses import dataclass
 
 import torch
 
 from megatron import __version__
 from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint
+from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config, PrecisionConfig
 from megatron.config.validate import resolve
 from megatron.data.loader import Data, build_data
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.dist.setup import choose_device, read_launch
+from megatron.dist.groups import ALONE, ORDER, TP_PP_DP_ORDER, Axis, Groups, Layout, describe_layout
+from megatron.dist.setup import choose_device, connect, disconnect, make_groups, read_launch
+from megatron.dist.together import together
 from megatron.layers.attention import choose_attention
+from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import flops_per_iteration, padded_vocab_size, parameter_count, peak_tflops
 from megatron.model.block import BlockWrapper, PlainBlocks
 from megatron.model.gpt import GPTModel
 from megatron.observe.console import banner
 from megatron.observe.tracking import Tracker
-from megatron.optimizer.blocks import build_blocks
+from megatron.optimizer.blocks import Block, build_blocks
 from megatron.optimizer.lr_schedule import Schedule
 from megatron.optimizer.optimizer import Optimizer
+from megatron.optimizer.reduction import GradientReduction
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.update import choose_adam
 from megatron.parallel.recompute import Recompute
 from megatron.plan import memory
 from megatron.training.checkpointing import load, locate_checkpoint, prepare_save_folder, save
 from megatron.training.exit import ExitConditions
-from megatron.training.loop import COMPLETE, NonFiniteError, Progress, Run, evaluate_all, train
+from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
 from megatron.training.resume import refuse_foreign, resumed_schedule
+from megatron.training.run import Progress, Run
 
 
 def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
@@ -40,12 +51,21 @@ def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
     return next((dtype for dtype, on in chosen if on), torch.float32)
 
 
-def block_wrapper(config: Config) -> BlockWrapper:
+def block_wrapper(config: Config, model: GPTModel, blocks: list[Block], groups: Groups) -> BlockWrapper:
     """How units are called, composed from what the flags ask for."""
     wrapper: BlockWrapper = PlainBlocks()
     if config.training.recompute_granularity == "full":
         wrapper = Recompute(wrapper)
+    if groups.world.size > 1:
+        wrapper = GradientReduction(wrapper, model, blocks, groups, config.distributed)
     return wrapper
+
+
+def layout_of(config: Config, world_size: int) -> Layout:
+    """The rank grid that the flags ask for."""
+    distributed = config.distributed
+    order = TP_PP_DP_ORDER if distributed.use_tp_pp_dp_mapping else ORDER
+    return Layout(tp=distributed.tensor_model_parallel_size, dp=data_parallel_size(config, world_size), order=order)
 
 
 def _device_name(device: torch.device) -> str:
@@ -56,7 +76,7 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
              checkpoint: Checkpoint | None) -> dict[str, list[str]]:
     """The banner's sections: all that a reader of a log needs to know about a run."""
     model, training, seq = config.model, config.training, config.data.seq_length
-    dtype, gbs = compute_dtype(config.precision), config.training.global_batch_size
+    dtype, gbs, dp = compute_dtype(config.precision), config.training.global_batch_size, data_parallel_size(config, world_size)
     parameters = parameter_count(model, tokenizer.vocab_size)
     peak = config.logging.peak_tflops or peak_tflops(_device_name(device), dtype)
     flops = [flops_per_iteration(model, gbs, seq, vocab) for vocab in (tokenizer.vocab_size, padded_vocab)]
@@ -69,7 +89,7 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
     return {
         "versions": [f"megatron {__version__}, torch {torch.__version__}, Python {platform.python_version()}"],
         "device": [f"{_device_name(device)}; MFU against {f'{peak:g} TFLOP/s' if peak else 'no known peak (--peak-tflops)'}"],
-        "layout": [f"tp1 cp1 pp1 dp{world_size}"],
+        "layout": [describe_layout(layout_of(config, world_size))],
         "model": [
             f"{model.num_layers} layers, hidden {model.hidden_size}, ffn {model.ffn_hidden_size} ({model.activation}), {model.num_attention_heads} heads of "
             f"{model.kv_channels}, {model.num_query_groups} key/value heads, {model.normalization}, positions {model.position_embedding_type}",
@@ -78,7 +98,7 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
         ],
         "precision": [f"{str(dtype).removeprefix('torch.')} weights, {'float64' if dtype == torch.float64 else 'float32'} master weights, gradients and moments"],
         "batch": [
-            f"micro-batch {training.micro_batch_size} x {gbs // (training.micro_batch_size * world_size)} micro-batches x dp {world_size} = global batch {gbs}; "
+            f"micro-batch {training.micro_batch_size} x {gbs // (training.micro_batch_size * dp)} micro-batches x dp {dp} = global batch {gbs}; "
             f"sequence {seq}; {gbs * seq:,} tokens an iteration; {length}",
             f"{flops[0] / 1e12:.4g} TFLOP an iteration ({flops[1] / 1e12:.4g} with the padded vocabulary, Megatron's count)",
         ],
@@ -94,56 +114,98 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
 
 def pretrain(config: Config, notes: list[str], *, dry_run: bool = False) -> int:
     """Carry out one run; the exit code of the process. Raises ValueError (with the fix) for everything a user can mend."""
-    world_size = config.distributed.world_size or read_launch().world_size
-    device = torch.device("cpu") if dry_run else choose_device(read_launch(), config.distributed)[0]
-    tokenizer = build_tokenizer(resolve(config, world_size, None).config.data)  # faults of flags come before those of files
-    resolved = resolve(config, world_size, tokenizer.vocab_size)
-    config, notes = resolved.config, [*notes, *resolved.notes]
-    dtype = compute_dtype(config.precision)
-    padded_vocab = padded_vocab_size(tokenizer.vocab_size, config.model)
-
-    checkpoint = locate_checkpoint(config)
-    progress, schedule = Progress(), Schedule.of(config)
-    if checkpoint is not None:
-        refuse_foreign(checkpoint, config, tokenizer.vocab_size, tokenizer.fingerprint)
-        if not config.checkpoint.finetune:
-            if "schedule" not in checkpoint.state:
-                raise CheckpointError(f"{checkpoint.path}: holds weights alone (converted from another format), no run to go on with; give --finetune")
-            fields = Progress.__dataclass_fields__
-            progress = Progress(**{name: checkpoint.state[name] for name in fields})
-            schedule = resumed_schedule(schedule, checkpoint.state["schedule"], config)
-    resumes = progress.iteration > 0
-    data = build_data(config, tokenizer, checkpoint.state["ledger"] if resumes else None, progress.consumed_samples)
-    sections = describe(config, notes, tokenizer, data, device, padded_vocab, world_size, checkpoint)
+    launch = read_launch()
+    world_size = config.distributed.world_size or launch.world_size
+    resolve(config, world_size, None)  # faults of flags come before those of files and of other ranks
     if dry_run:
-        print(banner(sections) + "\ndry run: everything is in order; nothing was trained", flush=True)
+        prepared = prepare(config, notes, world_size, torch.device("cpu"), ALONE)
+        print(banner(prepared.sections) + "\ndry run: everything is in order; nothing was trained", flush=True)
         return 0
+    device, backend = choose_device(launch, config.distributed)
+    versions = {"megatron": __version__, "torch": torch.__version__}
+    connect(launch, backend, config.distributed.distributed_timeout_minutes, {**config.to_dict(), "versions": versions})
+    with contextlib.ExitStack() as stack:
+        if launch.rank > 0:  # rank 0 speaks for all
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        run, checkpoint = build(config, notes, world_size, device)
+        stack.callback(run.exits.close)
+        if run.tracker is not None:
+            stack.callback(run.tracker.close)
+        code = _carry_out(run, checkpoint)
+    disconnect()
+    return code
 
-    prepare_save_folder(config)
-    model = GPTModel(config.model, vocab_size=tokenizer.vocab_size, padded_vocab=padded_vocab, dtype=dtype, seed=config.training.seed)
-    optimizer = Optimizer(build_blocks(model, device), config)
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that is known about a run before its model is built."""
+
+    config: Config
+    tokenizer: Tokenizer
+    padded_vocab: int
+    checkpoint: Checkpoint | None
+    progress: Progress
+    schedule: Schedule
+    data: Data
+    sections: dict[str, list[str]]  # of the banner
+
+
+def prepare(config: Config, notes: list[str], world_size: int, device: torch.device, world: Axis) -> Prepared:
+    """Read everything that a run depends on, and refuse what does not fit, on every rank of `world` or on none. Raises ValueError."""
+    with together(world, device):
+        tokenizer = build_tokenizer(resolve(config, world_size, None).config.data)
+        resolved = resolve(config, world_size, tokenizer.vocab_size)
+        config, notes = resolved.config, [*notes, *resolved.notes]
+        schedule = Schedule.of(config)
+    checkpoint = locate_checkpoint(config, Ranks(world, device))
+    with together(world, device):
+        progress = Progress()
+        if checkpoint is not None:
+            refuse_foreign(checkpoint, config, tokenizer.vocab_size, tokenizer.fingerprint)
+            if not config.checkpoint.finetune:
+                if "schedule" not in checkpoint.state:
+                    raise CheckpointError(f"{checkpoint.path}: holds weights alone (converted from another format), no run to go on with; give --finetune")
+                progress = Progress(**{name: checkpoint.state[name] for name in Progress.__dataclass_fields__})
+                schedule = resumed_schedule(schedule, checkpoint.state["schedule"], config)
+        scanned = config if world.rank == 0 else dataclasses.replace(config, data=dataclasses.replace(config.data, check_data=False))
+        data = build_data(scanned, tokenizer, checkpoint.state["ledger"] if progress.iteration > 0 else None, progress.consumed_samples)
+        padded_vocab = padded_vocab_size(tokenizer.vocab_size, config.model, config.distributed.tensor_model_parallel_size)
+        sections = describe(config, notes, tokenizer, data, device, padded_vocab, world_size, checkpoint)
+    return Prepared(config, tokenizer, padded_vocab, checkpoint, progress, schedule, data, sections)
+
+
+def build(config: Config, notes: list[str], world_size: int, device: torch.device) -> tuple[Run, Checkpoint | None]:
+    """Everything one run is made of on this rank, weights and state still unset; rank 0 prints the banner. Raises ValueError."""
+    layout = layout_of(config, world_size)
+    groups = make_groups(layout, resolve(config, world_size, None).config.model.num_query_groups)
+    prepared = prepare(config, notes, world_size, device, groups.world)
+    config, tokenizer, sections = prepared.config, prepared.tokenizer, prepared.sections
+    with together(groups.world, device):
+        prepare_save_folder(config)
+    dtype, distributed = compute_dtype(config.precision), config.distributed
+    tp = TensorParallel(groups.tp, groups.kv, sequence=distributed.sequence_parallel, overlap=distributed.tp_comm_overlap)
+    model = GPTModel(config.model, vocab_size=tokenizer.vocab_size, padded_vocab=prepared.padded_vocab, dtype=dtype, seed=config.training.seed, tp=tp)
+    blocks = build_blocks(model, device, parts=groups.replicas.size)
     exits = ExitConditions(config.training)
-    tracker = Tracker(config, {"config": config.to_dict(), "banner": sections}, progress.iteration)
-    sections["paths"] += tracker.notes
+    sections["layout"] = [groups.describe(), *sections["layout"][1:]]
+    tracker = Tracker(config, {"config": config.to_dict(), "banner": sections}, prepared.progress.iteration) if groups.rank == 0 else None
+    sections["paths"] += tracker.notes if tracker is not None else []
     print(banner(sections), flush=True)
-    run = Run(
-        config=config, device=device, vocab_size=tokenizer.vocab_size, padded_vocab=padded_vocab, tokenizer_fingerprint=tokenizer.fingerprint,
-        model=model, wrapper=block_wrapper(config), optimizer=optimizer, schedule=schedule, scaler=LossScaler(config.precision), data=data,
-        tracker=tracker, exits=exits, progress=progress, save=save,
+    return Run(
+        config=config, groups=groups, device=device, vocab_size=tokenizer.vocab_size, padded_vocab=prepared.padded_vocab,
+        tokenizer_fingerprint=tokenizer.fingerprint, model=model, wrapper=block_wrapper(config, model, blocks, groups),
+        optimizer=Optimizer(blocks, config, groups), schedule=prepared.schedule, scaler=LossScaler(config.precision), data=prepared.data,
+        tracker=tracker, exits=exits, progress=prepared.progress, save=save,
         peak_tflops=config.logging.peak_tflops or peak_tflops(_device_name(device), dtype),
-    )
-    try:
-        return _carry_out(run, checkpoint)
-    finally:
-        tracker.close()
-        exits.close()
+    ), prepared.checkpoint
 
 
 def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
     if checkpoint is None:
         run.optimizer.initialise(run.config)
     else:
-        load(checkpoint, run)
+        with together(run.groups.world, run.device):
+            load(checkpoint, run)
         print(f" loaded checkpoint {checkpoint.path} at iteration {run.progress.iteration}", flush=True)
         checkpoint.close()
     if run.config.evaluation.skip_train or run.progress.evaluation_due:
@@ -153,7 +215,8 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
         try:
             ended = train(run)
         except NonFiniteError as error:
-            print(error, file=sys.stderr, flush=True)
+            if run.groups.rank == 0:
+                print(error, file=sys.stderr, flush=True)
             return 1
         code = ended.code
         print(f" {ended.reason}: exiting at iteration {run.progress.iteration}", flush=True)

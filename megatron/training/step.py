@@ -7,29 +7,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.config.groups import Config
-from megatron.data.loader import Source
-from megatron.model.block import BlockWrapper
-from megatron.model.gpt import GPTModel
-from megatron.observe.metrics import Timers
+from megatron.dist.collectives import all_reduce
 from megatron.optimizer.clip import sum_of_squares
-from megatron.optimizer.optimizer import Optimizer, StepOutcome
+from megatron.optimizer.optimizer import StepOutcome
+from megatron.training.run import Run
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What the backward passes of one global batch left behind, beside the gradient buffers."""
+    """What the backward passes of one global batch left behind on this rank, beside the gradient buffers."""
 
     first_sample: int
     batch_size: int
     loss_scale: float
-    losses: Tensor  # [micro-batches] loss sums over valid tokens
-    tokens: Tensor  # [micro-batches] valid tokens
+    losses: Tensor  # [micro-batches] loss sums over this rank's valid tokens
+    tokens: Tensor  # [micro-batches] its valid tokens
 
 
 @dataclass(frozen=True)
 class Report:
-    """One step, read on the host. Losses are sums over tokens."""
+    """One step, read on the host; the same on every rank. Losses are sums over tokens, of all ranks' i-th micro-batches."""
 
     first_sample: int
     batch_size: int
@@ -39,6 +36,7 @@ class Report:
     skipped: bool
     losses: list[float]
     tokens: list[float]
+    requests: list[float]  # ranks that asked for an end: ExitConditions.requests
 
     @property
     def loss(self) -> float:
@@ -49,9 +47,9 @@ class Report:
 class Pending:
     """A step whose scalars are on their way to the host."""
 
-    def __init__(self, gradients: Gradients, outcome: StepOutcome, learning_rate: float):
+    def __init__(self, gradients: Gradients, outcome: StepOutcome, learning_rate: float, losses: Tensor, tokens: Tensor, requests: Tensor):
         self.gradients, self.learning_rate = gradients, learning_rate
-        scalars = torch.cat([torch.stack([outcome.grad_norm, outcome.skipped.double()]), gradients.losses.double(), gradients.tokens.double()])
+        scalars = torch.cat([torch.stack([outcome.grad_norm, outcome.skipped.double()]), losses, tokens, requests])
         self.event = None
         if scalars.is_cuda:
             self.scalars = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True)
@@ -61,59 +59,87 @@ class Pending:
         else:
             self.scalars = scalars
 
+    @property
+    def is_here(self) -> bool:
+        """Reading does not wait: on a CPU. The same on every rank."""
+        return self.event is None
+
     def read(self) -> Report:
         """Wait for the scalars (not for work queued after them)."""
         if self.event is not None:
             self.event.synchronize()
         norm, skipped, *rest = self.scalars.tolist()
-        count = len(rest) // 2
-        g = self.gradients
-        return Report(g.first_sample, g.batch_size, g.loss_scale, self.learning_rate, norm, bool(skipped), rest[:count], rest[count:])
+        count, g = self.gradients.losses.numel(), self.gradients
+        return Report(g.first_sample, g.batch_size, g.loss_scale, self.learning_rate, norm, bool(skipped),
+                      rest[:count], rest[count : 2 * count], rest[2 * count :])
 
 
-def forward_backward(model: GPTModel, wrapper: BlockWrapper, optimizer: Optimizer, source: Source, config: Config, device: torch.device, *,
-                     first_sample: int, batch_size: int, loss_scale: float, timers: Timers) -> Gradients:
-    """Fill the gradient buffers with the gradient of loss sum x loss_scale / nominal tokens of samples [first, first + batch_size)."""
-    size = config.training.micro_batch_size
-    scale = loss_scale / (batch_size * config.data.seq_length)
+def forward_backward(run: Run, *, first_sample: int, batch_size: int, loss_scale: float) -> Gradients:
+    """Fill the gradient buffers with the gradient of loss sum x loss_scale / nominal tokens of samples [first, first + batch_size).
+
+    Of every chunk of samples, one micro-batch of each data-parallel rank, this rank runs its own; the gradients are summed over all ranks.
+    """
+    scale = loss_scale / (batch_size * run.config.data.seq_length)
     losses, tokens = [], []
-    optimizer.zero_grad()
-    for first in range(first_sample, first_sample + batch_size, size):
-        with timers("data"):
-            batch = source.batch(first, size).to(device)
-        with timers("forward-backward"):
-            micro = model.micro_batch(batch.tokens, batch.labels, batch.loss_mask, batch.position_ids, batch.sample_ids,
-                                      batch.document_starts, training=True)
-            sums, saved = model(micro, wrapper)
-            model.backward(saved, scale, wrapper)
-        losses.append(sums[1])
-        tokens.append(batch.loss_mask.sum())
+    run.optimizer.zero_grad()
+    run.wrapper.begin_step(batch_size // run.chunk)
+    for first in range(first_sample, first_sample + batch_size, run.chunk):
+        loss, count = _micro_batch(run, run.own_samples(first), scale)
+        losses.append(loss)
+        tokens.append(count)
+    with run.timers("forward-backward"):
+        run.wrapper.end_step()
     return Gradients(first_sample, batch_size, loss_scale, torch.stack(losses), torch.stack(tokens))
 
 
-def update(optimizer: Optimizer, gradients: Gradients, config: Config, *, learning_rate: float, weight_decay: float) -> Pending:
-    """Step the optimizer; the gradient becomes that of the mean loss per valid token."""
-    nominal = gradients.batch_size * config.data.seq_length
-    valid, loss = gradients.tokens.double().sum(), gradients.losses.double().sum()
-    factor = nominal / (valid * gradients.loss_scale) + 0 * loss  # a non-finite loss makes the factor, so the step, non-finite
-    outcome = optimizer.step(lr=learning_rate, weight_decay=weight_decay, grad_factor=factor)
-    return Pending(gradients, outcome, learning_rate)
+def _micro_batch(run: Run, first: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Forward and backward of one micro-batch: its loss sum and its valid tokens."""
+    with run.timers("data"):
+        batch = run.data.train.batch(first, run.config.training.micro_batch_size).to(run.device)
+    with run.timers("forward-backward"):
+        micro = run.model.micro_batch(batch.tokens, batch.labels, batch.loss_mask, batch.position_ids, batch.sample_ids,
+                                      batch.document_starts, training=True)
+        sums, saved = run.model(micro, run.wrapper)
+        run.model.backward(saved, scale, run.wrapper)
+    return sums[1], batch.loss_mask.sum()
 
 
-def non_finite_micro_batches(model: GPTModel, wrapper: BlockWrapper, optimizer: Optimizer, source: Source, config: Config,
-                             device: torch.device, report: Report) -> list[int]:
-    """Run a skipped step's micro-batches again, one by one, and name those with a non-finite loss or gradient.
+def update(run: Run, gradients: Gradients, *, learning_rate: float, weight_decay: float) -> Pending:
+    """Step the optimizer; the gradient becomes that of the mean loss per valid token. All that ranks must agree on travels in one sum."""
+    losses, tokens = gradients.losses.double(), gradients.tokens.double()
+    if run.groups.tp.rank > 0:  # the same on every tensor-parallel rank: counted once
+        losses, tokens = torch.zeros_like(losses), torch.zeros_like(tokens)
+    requests = torch.tensor(run.exits.requests(), dtype=torch.float64).to(run.device, non_blocking=True)
+    squares = run.optimizer.squares().reshape(1)
+    totals = all_reduce(torch.cat([squares, losses, tokens, requests]), run.groups.world)
+    squares, losses, tokens, requests = totals.split([1, len(losses), len(tokens), len(requests)])
+    nominal = gradients.batch_size * run.config.data.seq_length
+    factor = nominal / (tokens.sum() * gradients.loss_scale) + 0 * losses.sum()  # a non-finite loss makes the factor, so the step, non-finite
+    outcome = run.optimizer.step(lr=learning_rate, weight_decay=weight_decay, squares=squares[0], grad_factor=factor)
+    return Pending(gradients, outcome, learning_rate, losses, tokens, requests)
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """A micro-batch with a NaN or Inf."""
+
+    index: int
+    dp_rank: int
+    in_loss: bool  # else in a gradient only
+
+
+def non_finite_micro_batches(run: Run, report: Report) -> list[NonFinite]:
+    """Run a skipped step's micro-batches again, one by one, and name those with a non-finite loss or gradient, whichever rank they ran on.
 
     The weights have not moved and a step is a pure function, so the same ones fail. The gradient buffers are overwritten.
     """
-    size = config.training.micro_batch_size
-    failed = []
+    scale = report.loss_scale / (report.batch_size * run.config.data.seq_length)
+    found = torch.zeros(len(report.losses), run.groups.dp.size, 2, dtype=torch.float64, device=run.device)
+    run.wrapper.begin_step(len(report.losses) + 1)  # never completed: the gradients stay this rank's own
     for index in range(len(report.losses)):
-        gradients = forward_backward(
-            model, wrapper, optimizer, source, config, device, first_sample=report.first_sample + index * size, batch_size=size,
-            loss_scale=report.loss_scale, timers=Timers(),
-        )
-        squares = sum_of_squares(block.grad for block in optimizer.blocks)
-        if not torch.isfinite(squares + gradients.losses.double().sum()).item():
-            failed.append(index)
-    return failed
+        run.optimizer.zero_grad()
+        loss, _ = _micro_batch(run, run.own_samples(report.first_sample + index * run.chunk), scale)
+        squares = sum_of_squares((block.grad for block in run.optimizer.blocks), run.device)
+        found[index, run.groups.dp.rank] = torch.stack([~torch.isfinite(loss), ~torch.isfinite(squares)]).double()
+    all_reduce(found, run.groups.world)
+    return [NonFinite(index, rank, bool(found[index, rank, 0])) for index, rank in found.sum(-1).nonzero().tolist()]

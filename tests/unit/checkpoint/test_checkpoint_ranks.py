@@ -14,7 +14,8 @@ from checkpoint_cases import cut, example, loads, mounted, same_bits
 
 from megatron.checkpoint import manifest, writer
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.ranks import Ranks, owns
+from megatron.checkpoint.ranks import Ranks
+from megatron.model.layout import owns
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint, try_folder
 from megatron.dist.groups import ALONE, Axis, Groups, Layout, build_groups

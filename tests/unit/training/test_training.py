@@ -10,7 +10,7 @@ import torch
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.model.block import HeadBlock
 from megatron.observe.tracking import read_metrics
-from megatron.training import loop, pretrain
+from megatron.training import checkpointing, loop, pretrain
 from pretrain_gpt import main
 
 TINY = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --global-batch-size 4 --train-iters 12
@@ -244,15 +244,15 @@ def test_missing_checkpoint_is_refused(tmp_path, capsys):
 
 def test_a_failed_save_does_not_stop_training(tmp_path, capsys, monkeypatch):
     """A full disk at iteration 4: the run goes on, saves later, and says so; when the last save fails the exit code is 1."""
-    save_checkpoint = pretrain.save_checkpoint
+    save_checkpoint = checkpointing.save_checkpoint
 
     def full_at(*iterations):
-        def save(root, iteration, *rest):
+        def save(root, iteration, *rest, **ranks):
             if iteration in iterations:
                 raise OSError(28, "No space left on device")
-            return save_checkpoint(root, iteration, *rest)
+            return save_checkpoint(root, iteration, *rest, **ranks)
 
-        monkeypatch.setattr(pretrain, "save_checkpoint", save)
+        monkeypatch.setattr(checkpointing, "save_checkpoint", save)
 
     full_at(4)
     assert len(run(tmp_path / "a", "--save-interval", 4)) == 12
@@ -287,13 +287,6 @@ def test_only_our_messages_lose_their_traceback(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(pretrain, "choose_device", lambda *_: int("x"))
     with pytest.raises(ValueError, match="invalid literal"):
         main(TINY)
-
-
-def test_several_processes_are_refused(tmp_path, capsys, monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    assert main([*TINY, "--save", str(tmp_path)]) == 2
-    assert "2 processes: data parallelism is not built yet" in capsys.readouterr().err
 
 
 def test_dry_run_trains_nothing(tmp_path, capsys):

@@ -1,0 +1,64 @@
+"""What one run is made of, and where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron.config.groups import Config
+from megatron.data.loader import Data
+from megatron.dist.groups import Groups
+from megatron.model.block import BlockWrapper
+from megatron.model.gpt import GPTModel
+from megatron.observe.metrics import Timers
+from megatron.observe.tracking import Tracker
+from megatron.optimizer.lr_schedule import Schedule
+from megatron.optimizer.optimizer import Optimizer
+from megatron.optimizer.scaler import LossScaler
+from megatron.training.exit import ExitConditions
+
+
+@dataclass
+class Progress:
+    """Where a run stands: all that changes beside weights and optimizer state, and what a checkpoint keeps of it."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    scheduled_samples: int = 0  # samples of steps that were not skipped: the clock of the schedules
+    skipped_samples: int = 0
+    evaluation_due: bool = False  # a signal cut the evaluation of this iteration short
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything one run is made of on one rank, built by pretrain.py."""
+
+    config: Config
+    groups: Groups
+    device: torch.device
+    vocab_size: int
+    padded_vocab: int
+    tokenizer_fingerprint: str
+    model: GPTModel
+    wrapper: BlockWrapper
+    optimizer: Optimizer
+    schedule: Schedule
+    scaler: LossScaler
+    data: Data
+    tracker: Tracker | None  # on rank 0
+    exits: ExitConditions
+    progress: Progress
+    save: Callable[[Run], bool]
+    peak_tflops: float | None
+    timers: Timers = field(default_factory=Timers)
+
+    @property
+    def chunk(self) -> int:
+        """Samples of one micro-batch of all data-parallel ranks."""
+        return self.config.training.micro_batch_size * self.groups.dp.size
+
+    def own_samples(self, first: int) -> int:
+        """The first sample of this rank's micro-batch in the chunk that starts at `first`."""
+        return first + self.config.training.micro_batch_size * self.groups.dp.rank
