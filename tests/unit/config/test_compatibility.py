@@ -91,9 +91,9 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("script, faults", [
-    (GPT3, ["--step-batch-size-schedule", "--pipeline-model-parallel-size 16", "8 processes"]),
+    (GPT3, ["--step-batch-size-schedule", "--pipeline-model-parallel-size 16"]),
     (LLAMA3, ["--decoupled-lr", "--decoupled-min-lr", "--fp8-format hybrid", "--fp8-param-gather"]),
-    (LLAMA2, ["--pipeline-model-parallel-size 2", "2 processes"]),
+    (LLAMA2, ["--pipeline-model-parallel-size 2"]),
     (DENSE, ["--lr-decay-tokens", "--lr-warmup-tokens", "--train-tokens", "--deepspeed_config dense.json: fp16.loss_scale_window = 500",
              "--deepspeed_config dense.json: fp16.initial_scale_power = 11"]),
 ], ids=["gpt3", "llama3", "llama2", "dense"])

@@ -186,8 +186,8 @@ def test_blend_prefixes():
     assert blend_prefixes(("a", "b")) == ("a", "b") and blend_prefixes(("7",)) == ("7",) and blend_prefixes(()) == ()
 
 
-def test_several_processes_only_in_a_dry_run():
-    assert faults(world=4, extra="--global-batch-size 16")[0].startswith("4 processes: data parallelism is not built yet")
+def test_launched_and_assumed_ranks_have_the_same_rules():
+    assert faults(world=4, extra="--global-batch-size 16") == []
     config = parse_arguments([*VALID.split(), "--dry-run", "--world-size", "4", "--global-batch-size", "12"]).config
     assert cross_field_faults(config, 4, 101) == [
         "--global-batch-size 12: not divisible by --micro-batch-size 2 x 4 data-parallel rank(s) = 8; the nearest is 16"]
