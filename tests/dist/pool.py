@@ -8,8 +8,9 @@
     def test_sum(gloo_world):
         assert gloo_world(4).run(work, 3)[0].tolist() == [6, 6, 6]
 
-In each process torch.distributed is initialised over Gloo on the loopback interface and torch has one thread. Process groups that a function
-makes are destroyed before the next one runs. After a failure the world is killed; its next run starts a new one.
+The processes are forked off a fresh one that has only imported torch. In each torch.distributed is initialised over Gloo on the loopback
+interface, and torch has one thread. Process groups that a function makes are destroyed before the next one runs. After a failure the world is
+killed; its next run starts a new one.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+import torch.distributed as dist
+
+# What takes seconds to import, for each process anew otherwise.
+PRELOAD = ("torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "dist.pool")
 GRACE = 3.0  # seconds that the other ranks get to report after the first failure
 PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
 
@@ -53,9 +59,6 @@ def serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     stack = open(Path(folder, f"stack{rank}"), "w")  # noqa: SIM115  # open as long as the process lives
     faulthandler.register(signal.SIGUSR2, stack, all_threads=False)
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(minutes=10))
     made, new_group = [], dist.new_group
@@ -110,7 +113,8 @@ class World:
         return answers
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOAD))
         self.folder = tempfile.TemporaryDirectory(prefix="gloo_world_")
         with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"):
             for rank in range(self.size):

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from parity.worker import Outcome, Piece
+from parity.layouts import FEATURES, Row, narrow_bound
+from parity.worker import Outcome, Piece, reference
 
 FP64_GATE = 1e-10  # relative; 2^-53 times the 1e5 roundings of a run, and room
 FP32_FACTOR, FP32_FLOOR = 4.0, 1e-7  # times the one-process error; times the global norm
@@ -123,3 +124,12 @@ def narrow(exact: Outcome, one: Outcome, outcomes: list[Outcome], *, bound: floa
         if not error <= allowed:
             faults.append(f"gradient of {name}: error {error:.3g}, bound {allowed:.3g}")
     return faults
+
+
+def faults_of(row: Row, outcomes: list[Outcome]) -> list[str]:
+    """What is wrong with a row of the table, given what its ranks brought back."""
+    one = reference(row.flags(layout=False), row.patches)
+    if row.precision == "fp64":
+        return fp64(one, outcomes, zero_key_bias=FEATURES[row.feature].zero_key_bias)
+    exact = reference(row.flags(layout=False, exact=True), row.patches)
+    return fp32(exact, one, outcomes) if row.precision == "fp32" else narrow(exact, one, outcomes, bound=narrow_bound(row.precision))

@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from check_parity import read_layout  # noqa: E402
 
-BASE = """--num-layers 2 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 20
+GLOBAL_BATCH = 8
+BASE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --global-batch-size {GLOBAL_BATCH} --train-iters 20
 --mock-data --tokenizer-type NullTokenizer --vocab-size 49 --make-vocab-size-divisible-by 1 --lr 1e-2 --lr-warmup-iters 3 --log-interval 1
 --eval-iters 1""".split()
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
@@ -45,7 +46,7 @@ FEATURES = {
     "caps-zloss": Feature(f"{NO_DROPOUT} --attn-logit-softcapping 3 --final-logit-softcapping 2 --z-loss-coeff 1e-2 --num-layers 3"),
     "ramp-up": Feature("--rampup-batch-size 4 4 40", most_dp=4, zero_key_bias=True),
     "recompute": Feature("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --geglu", zero_key_bias=True),
-    "micro2-sgd": Feature(f"--micro-batch-size 2 --optimizer sgd --lr 0.1 {LLAMA}", most_dp=4),
+    "sgd": Feature(f"--optimizer sgd --lr 0.1 {LLAMA}"),
 }
 
 LAYOUTS = (
@@ -99,7 +100,9 @@ class Row:
         own = f"{FEATURES[self.feature].flags} {PRECISIONS[self.precision]}".split()
         if exact:  # the row's optimizer, nothing narrow
             own = f"{FEATURES[self.feature].flags} {SGD} --fp64 --nan-policy skip".split()
-        return (*BASE, *own, *(read_layout(self.layout)[1] if layout else ()))
+        _, words, _, dp = read_layout(self.layout) if layout else (1, (), 1, 1)
+        micro_batch = max(1, GLOBAL_BATCH // (2 * dp))  # two micro-batches a step where the ranks leave as many samples
+        return (*BASE, "--micro-batch-size", str(micro_batch), *own, *words)
 
 
 def possible(row: Row) -> bool:

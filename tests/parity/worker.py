@@ -76,6 +76,7 @@ def run_case(flags: tuple[str, ...], patches: tuple[str, ...] = ()) -> Outcome:
     loop_train, real_update, real_evaluate = loop.train, loop.update, loop.evaluate
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))  # the world goes on
         stack.enter_context(mock.patch.object(pretrain, "train", train))
         stack.enter_context(mock.patch.object(loop, "update", update))
         stack.enter_context(mock.patch.object(loop, "evaluate", evaluate))

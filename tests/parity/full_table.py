@@ -1,0 +1,49 @@
+"""The whole table of parity: python tests/parity/full_table.py [--out FILE.json] [--only WORD ...]
+
+Every layout with every feature in fp64, and the rows of the other precisions (layouts.py). Some minutes on two cores. Exit code 1 when a row
+is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+
+def main() -> int:
+    from dist.pool import RankError, Worlds
+    from parity.compare import faults_of
+    from parity.layouts import full_table
+    from parity.worker import run_case
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", help="write the results to this JSON file")
+    parser.add_argument("--only", nargs="*", default=[], help="only rows with all these words in their names")
+    arguments = parser.parse_args()
+    rows = [row for row in full_table() if all(word in str(row) for word in arguments.only)]
+    worlds, results, begun = Worlds(), {}, time.monotonic()
+    for number, row in enumerate(rows, 1):
+        started = time.monotonic()
+        try:
+            faults = faults_of(row, worlds(row.world).run(run_case, row.flags(layout=True), row.patches))
+        except RankError as error:
+            faults = [str(error)]
+        results[str(row)] = faults
+        if faults or number % 50 == 0:
+            print(f"{number}/{len(rows)} {row}: {'; '.join(faults[:3]) if faults else 'equal'} ({time.monotonic() - started:.1f} s)", flush=True)
+    worlds.close()
+    off = {name: faults for name, faults in results.items() if faults}
+    print(f"{len(rows) - len(off)} of {len(rows)} rows equal in {(time.monotonic() - begun) / 60:.1f} minutes")
+    if arguments.out:
+        Path(arguments.out).write_text(json.dumps({"rows": len(rows), "off": off, "equal": sorted(results.keys() - off.keys())}, indent=1) + "\n")
+    return 1 if off else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""What a rank sends: every call of torch.distributed, by its arguments, with the collective and the pass that it belongs to."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megatron.model.block import LayerBlock, PlainBlocks
+from parity.worker import run_case
+
+# Functions of dist/collectives.py that send and receive, and what they are.
+KINDS = {"start_all_gather": "all-gather", "gather_parts": "all-gather", "_GlooReduceScatter": "reduce-scatter", "scatter_parts": "reduce-scatter"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call. `bytes`: those that this rank sends by the textbook: of a message its size, of a ring all-reduce 2 (N-1)/N of the tensor."""
+
+    kind: str  # all-reduce, all-gather, reduce-scatter
+    ranks: tuple[int, ...]
+    bytes: float
+    phase: str  # forward, backward: of a layer; else elsewhere
+    caller: str  # qualified name of the function of ours that asked
+
+
+def _frames() -> Iterator[Any]:
+    frame = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _who() -> tuple[str | None, str]:
+    """(kind of the collective in dist/collectives.py, the function that called it)."""
+    kind = None
+    for frame in _frames():
+        name = frame.f_code.co_qualname
+        if Path(frame.f_code.co_filename).name == "collectives.py":
+            kind = KINDS.get(name.split(".")[0], kind)
+        elif "megatron" in frame.f_code.co_filename and kind is not None or "/layers/" in frame.f_code.co_filename:
+            return kind, name
+    return kind, ""
+
+
+class Ledger:
+    """All calls while it is open."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.phase = "elsewhere"
+
+    def _note(self, kind: str | None, tensor: Any, group: Any, share: float) -> None:
+        found, caller = _who()
+        ranks = tuple(dist.get_process_group_ranks(group))
+        self.calls.append(Call(kind or found or "?", ranks, share * tensor.numel() * tensor.element_size(), self.phase, caller))
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        self.phase, before = phase, self.phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Ledger]:
+        isend, all_reduce, forward, backward = dist.isend, dist.all_reduce, LayerBlock.forward, PlainBlocks.backward
+
+        def noted_isend(tensor, dst=None, group=None, *args, **kwargs):
+            self._note(None, tensor, group, 1.0)
+            return isend(tensor, dst, group, *args, **kwargs)
+
+        def noted_all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+            size = dist.get_world_size(group)
+            self._note("all-reduce", tensor, group, 2 * (size - 1) / size)
+            return all_reduce(tensor, op, group, async_op)
+
+        def refused(*args, **kwargs):
+            raise AssertionError("a collective that sends more on Gloo than it needs to")
+
+        def layer_forward(layer, *args):
+            with self.during("forward"):
+                return forward(layer, *args)
+
+        def unit_backward(wrapper, unit, *args):
+            with self.during("backward" if isinstance(unit, LayerBlock) else self.phase):
+                return backward(wrapper, unit, *args)
+
+        with contextlib.ExitStack() as stack:
+            for module in (dist, distributed_c10d):  # P2POp compares with the second
+                stack.enter_context(mock.patch.object(module, "isend", noted_isend))
+            stack.enter_context(mock.patch.object(dist, "all_reduce", noted_all_reduce))
+            for name in ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
+                         "broadcast", "reduce", "send"):
+                stack.enter_context(mock.patch.object(dist, name, refused))
+            stack.enter_context(mock.patch.object(LayerBlock, "forward", layer_forward))
+            stack.enter_context(mock.patch.object(PlainBlocks, "backward", unit_backward))
+            yield self
+
+
+def count(flags: tuple[str, ...]) -> list[Call]:
+    """The calls of a whole run on this rank."""
+    with Ledger().open() as ledger:
+        run_case(flags)
+    return ledger.calls
+
+
+def loopback_bytes() -> int:
+    """Bytes that have gone through the machine's loopback interface."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "lo":
+            return int(numbers.split()[8])
+    raise AssertionError("no loopback interface")
+
+
+def measure(flags: tuple[str, ...]) -> tuple[float, int]:
+    """(bytes that the calls of all ranks send by their arguments, bytes that went over the loopback interface meanwhile)."""
+    dist.barrier()
+    before = loopback_bytes()
+    dist.barrier()
+    sent = sum(call.bytes for call in count(flags))
+    everyone: list[float] = [0.0] * dist.get_world_size()
+    dist.barrier()
+    after = loopback_bytes()
+    dist.barrier()
+    dist.all_gather_object(everyone, sent)
+    return sum(everyone), after - before
