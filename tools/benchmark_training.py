@@ -1,14 +1,18 @@
-"""One-process CPU training throughput against Hugging Face Trainer, litgpt and a plain PyTorch loop, as ratios of interleaved runs.
+"""CPU training throughput against other trainers, as ratios of interleaved runs: in one process against Hugging Face Trainer, litgpt and a
+plain PyTorch loop; in two processes over Gloo against torch's DistributedDataParallel, DeepSpeed's ZeRO-0 and megatron-core.
 
     python tools/benchmark_training.py --setup DIR                                   # the peers' environments, pinned, once
-    python tools/benchmark_training.py --peers DIR --pairs 7 --out docs/results/training_cpu.json
+    python tools/benchmark_training.py --peers DIR --settings fp32 --out docs/results/training_cpu.json
 
-Every run is a whole process that trains the same 8.9M-parameter Llama-style GPT (peers: benchmark_peers/) and is timed from the end of its
-last warm-up step to the end of its last step; ours is `pretrain_gpt.py` itself, timed by the stamps of its console lines. A round runs ours
-and each peer once, in turning order. A ratio is our tokens per second by the peer's in the same round; it passes by tools/ratio_rule.py.
+Every run is a whole job (torchrun, where it has several processes) that trains the same 8.9M-parameter Llama-style GPT from the same weights
+on the same tokens (peers: benchmark_peers/) and is timed from the end of its last warm-up step to the end of its last step; ours is
+`pretrain_gpt.py` itself, timed by the stamps of its console lines. A round runs ours and each peer once, in turning order. A ratio is our
+tokens per second by the peer's in the same round; it passes by tools/ratio_rule.py. The table ends with the mean loss of the last steps of
+both sides: equal work gives equal losses (Hugging Face Trainer and litgpt draw weights of their own, and the Trainer shuffles).
 A pair counts when other processes used less than --quiet cores during both of its runs; the JSON keeps every run, counted or not.
 On a machine that never is quiet, --cpu-time compares tokens per CPU second on one thread instead: less than the whole truth, but steady.
-torch.compile is off everywhere, AdamW is torch's fused kernel, gradients are clipped to 1, master weights and moments are fp32.
+torch.compile is off everywhere, AdamW is torch's fused kernel, gradients are clipped to 1, master weights and moments are fp32, and
+gradients are summed over ranks in fp32 (DeepSpeed with bf16: in bf16).
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -33,20 +38,39 @@ import ratio_rule
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = Path(__file__).resolve().parent / "benchmark_peers"
-sys.path.insert(0, str(SCRIPTS))
+sys.path[:0] = [str(ROOT), str(SCRIPTS)]
 
 from common import Work
+from start import write_start
 
 TORCH = "torch==2.13.0"
 ENVIRONMENTS = {  # torch is installed first, by its pin, so that no requirement replaces it
     "hf": ["transformers==5.23.0", "accelerate==1.15.0"],
     "litgpt": ["litgpt==0.5.9", "numpy<2"],
+    "deepspeed": ["deepspeed==0.19.8", "numpy==2.3.5"],
+    "megatron-core": ["megatron-core==0.16.1", "einops==0.8.2", "numpy==2.3.5"],
 }
-PEERS = {  # name: (script, environment; None is this interpreter's)
-    "plain loop": ("plain_loop.py", None),
-    "Hugging Face Trainer": ("hf_trainer.py", "hf"),
-    "litgpt": ("litgpt_pretrain.py", "litgpt"),
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A script, the environment that runs it (None: this interpreter's), and the work it can do."""
+
+    script: str
+    environment: str | None
+    takes: Callable[[Work], bool]
+
+
+PEERS = {
+    "plain loop": Peer("plain_loop.py", None, lambda work: work.processes == 1),
+    "Hugging Face Trainer": Peer("hf_trainer.py", "hf", lambda work: work.processes == 1 and work.dropout == 0),  # no dropout in these places
+    "litgpt": Peer("litgpt_pretrain.py", "litgpt", lambda work: work.processes == 1 and work.dropout == 0),  # likewise
+    "torch DDP": Peer("plain_loop.py", None, lambda work: work.processes == work.data_parallel > 1),
+    "DeepSpeed ZeRO-0": Peer("deepspeed_zero0.py", "deepspeed", lambda work: work.processes == work.data_parallel > 1),
+    "megatron-core": Peer("megatron_core.py", "megatron-core", lambda work: work.processes > 1),
 }
+DP2 = Work(data_parallel=2, micro_batch=2, steps=20, warmup=5)
+TP2 = Work(tensor_parallel=2, micro_batch=4, steps=20, warmup=5)
 SETTINGS = {
     "fp32": Work(),
     "bf16": Work(precision="bf16"),
@@ -54,6 +78,12 @@ SETTINGS = {
     "bf16, 4 micro-batches": Work(accumulation=4, steps=15, warmup=5, precision="bf16"),
     "fp32, dropout 0.1": Work(dropout=0.1),
     "bf16, dropout 0.1": Work(dropout=0.1, precision="bf16"),
+    "fp32, dp2": DP2,
+    "fp32, tp2": TP2,
+    "fp32, tp2 sp": replace(TP2, sequence_parallel=1),
+    "bf16, dp2": replace(DP2, micro_batch=4, precision="bf16"),
+    "bf16, tp2": replace(TP2, micro_batch=8, precision="bf16"),
+    "bf16, tp2 sp": replace(TP2, micro_batch=8, sequence_parallel=1, precision="bf16"),
 }
 GOAL = 1.0
 STAMP = re.compile(r" \[([^]]+)\] iteration +(\d+)/")
@@ -61,25 +91,38 @@ STAMP = re.compile(r" \[([^]]+)\] iteration +(\d+)/")
 
 def setup(folder: Path) -> None:
     """Make the peers' virtual environments."""
+    environ = {**os.environ, "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}  # DeepSpeed builds no CUDA kernels
     for name, packages in ENVIRONMENTS.items():
         print(f"{folder / name}: {TORCH} {' '.join(packages)}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder / name)], check=True)
-        pip = [str(folder / name / "bin" / "python"), "-m", "pip", "install", "-q"]
+        pip = [str(folder / name / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         subprocess.run([*pip, TORCH, *(package for package in packages if package.startswith("numpy"))], check=True)
-        subprocess.run([*pip, TORCH, *packages], check=True)
+        subprocess.run([*pip, TORCH, *packages], check=True, env=environ)
 
 
-def our_command(work: Work) -> list[str]:
-    """`pretrain_gpt.py` on the same work: rotary, RMSNorm, SwiGLU, untied head, no biases; one console line every `warmup` steps."""
+def our_flags(work: Work) -> list[str]:
+    """`pretrain_gpt.py`'s flags for the same work: rotary, RMSNorm, SwiGLU, untied head, no biases; one console line every `warmup` steps."""
     assert work.steps % work.warmup == 0
     flags = f"""--num-layers {work.layers} --hidden-size {work.hidden} --ffn-hidden-size {work.ffn} --num-attention-heads {work.heads}
         --seq-length {work.seq} --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
         --untie-embeddings-and-output-weights --hidden-dropout {work.dropout} --attention-dropout 0 --mock-data
         --tokenizer-type NullTokenizer --vocab-size {work.vocab - 1} --micro-batch-size {work.micro_batch}
-        --global-batch-size {work.micro_batch * work.accumulation} --train-iters {work.steps} --lr {work.lr} --lr-decay-style cosine
-        --lr-warmup-iters {work.lr_warmup} --clip-grad 1 --adam-beta2 0.95 --weight-decay 0.1 --eval-iters 0 --log-interval {work.warmup}"""
-    precision = ["--bf16"] if work.precision == "bf16" else []
-    return [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags.split(), *precision]
+        --global-batch-size {work.step_samples} --train-iters {work.steps} --lr {work.lr} --lr-decay-style cosine
+        --lr-warmup-iters {work.lr_warmup} --clip-grad 1 --adam-beta2 0.95 --weight-decay 0.1 --eval-iters 0 --log-interval {work.warmup}
+        --tensor-model-parallel-size {work.tensor_parallel}"""
+    return [*flags.split(), *["--sequence-parallel"] * work.sequence_parallel, *["--bf16"] * (work.precision == "bf16")]
+
+
+def command_of(who: str, work: Work, peers: Path, start: Path) -> list[str]:
+    """One whole run as a command line."""
+    if who == "ours":
+        python, script, arguments = sys.executable, ROOT / "pretrain_gpt.py", our_flags(work)
+    else:
+        peer = PEERS[who]
+        python = sys.executable if peer.environment is None else str(peers / peer.environment / "bin" / "python")
+        script, arguments = SCRIPTS / peer.script, [str(start), *work.arguments()]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(work.processes)] if work.processes > 1 else []
+    return [python, *launcher, str(script), *arguments]
 
 
 def our_answer(lines: list[tuple[str, float]], work: Work) -> dict:
@@ -95,9 +138,13 @@ def our_answer(lines: list[tuple[str, float]], work: Work) -> dict:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU seconds that a process has used so far."""
+    """CPU seconds that a process and its living children have used so far."""
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    seconds = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with suppress(OSError):  # it may end meanwhile
+            seconds += cpu_seconds(int(child))
+    return seconds
 
 
 def busy_seconds() -> float:
@@ -116,23 +163,18 @@ def wait_until_quiet(quiet: float, patience: float = 600.0) -> None:
             return
 
 
-def run(who: str, work: Work, peers: Path) -> dict:
-    """One process from start to end: its answer and how busy the machine was with other work. Raises RuntimeError when it fails."""
-    if who == "ours":
-        command = our_command(work)
-    else:
-        script, environment = PEERS[who]
-        python = sys.executable if environment is None else str(peers / environment / "bin" / "python")
-        command = [python, str(SCRIPTS / script), *work.arguments()]
-    environ = {**os.environ, "OMP_NUM_THREADS": str(work.threads), "TOKENIZERS_PARALLELISM": "false"}
-    load, busy, start = os.getloadavg()[0], busy_seconds(), time.perf_counter()
+def run(who: str, work: Work, peers: Path, start: Path) -> dict:
+    """One job from start to end: its answer and how busy the machine was with other work. Raises RuntimeError when it fails."""
+    command = command_of(who, work, peers, start)
+    environ = {**os.environ, "OMP_NUM_THREADS": str(work.threads), "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu"}
+    load, busy, begun = os.getloadavg()[0], busy_seconds(), time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, cwd=tempfile.gettempdir())
     lines = [(line, cpu_seconds(process.pid)) for line in process.stdout]
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    wall, others = time.perf_counter() - start, busy_seconds() - busy - usage.ru_utime - usage.ru_stime
+    wall, others = time.perf_counter() - begun, busy_seconds() - busy - usage.ru_utime - usage.ru_stime
     if process.returncode:
-        raise RuntimeError(f"{' '.join(command)}\nended with {process.returncode}:\n{''.join(line for line, _ in lines[-40:])}")
+        raise RuntimeError(f"{' '.join(command)}\nended with {process.returncode}:\n{''.join(line for line, _ in lines[-80:])}")
     if who == "ours":
         answer = our_answer(lines, work)
     else:
@@ -154,15 +196,19 @@ class Rule:
         return [(speed, fine[index, peer]) for (index, who), speed in fine.items() if who == "ours" and (index, peer) in fine]
 
 
-def rounds(name: str, work: Work, peers: list[str], folder: Path, rule: Rule, runs: list[dict]) -> Iterator[int]:
-    """Measure one setting round by round until every peer has enough counted pairs, at most three times as many; appends to runs."""
-    peers = [peer for peer in peers if work.dropout == 0 or peer == "plain loop"]  # the others have none in these places
+def rounds(name: str, work: Work, peers: list[str], folder: Path, start: Path, rule: Rule, runs: list[dict]) -> Iterator[int]:
+    """Measure one setting round by round until every peer has enough counted pairs, at most three times as many; appends to runs.
+
+    `folder` holds the peers' environments; the file `start` is written first.
+    """
+    peers = [peer for peer in peers if PEERS[peer].takes(work)]
+    write_start(start, work, our_flags(work))
     for index in range(3 * rule.pairs):
         order = ["ours", *peers]
         turn = index % len(order)
         for who in order[turn:] + order[:turn]:
             wait_until_quiet(rule.quiet)
-            runs.append({"setting": name, "round": index, "who": who, **run(who, work, folder)})
+            runs.append({"setting": name, "round": index, "who": who, **run(who, work, folder, start)})
             speed, others = runs[-1][rule.speed], runs[-1]["others_cores"]
             print(f"{name}, round {index}, {who}: {speed:.0f} {rule.speed}; others used {others} cores", flush=True)
         yield index
@@ -170,25 +216,39 @@ def rounds(name: str, work: Work, peers: list[str], folder: Path, rule: Rule, ru
             return
 
 
-def summary(runs: list[dict], rule: Rule) -> list[dict]:
+def last_loss(run: dict, work: Work) -> float | None:
+    """Mean loss of the last `warmup` steps: our last console line, the last losses of a peer (one for each step, or one that it logged)."""
+    losses = run["losses"]
+    if run["who"] == "ours" or len(losses) < work.steps:
+        return losses[-1] if losses else None
+    return statistics.mean(losses[-work.warmup :])
+
+
+def summary(runs: list[dict], settings: dict[str, Work], rule: Rule) -> list[dict]:
     """One row for each setting and peer."""
     rows = []
     for setting, peer in dict.fromkeys((r["setting"], r["who"]) for r in runs if r["who"] != "ours"):
         if pairs := rule.counted(runs, setting, peer):
             ours, theirs = zip(*pairs)
             row = {"setting": setting, "peer": peer, "ours": statistics.median(ours), "theirs": statistics.median(theirs)}
+            row["step_tokens"] = settings[setting].step_tokens
+            losses = {r["who"]: last_loss(r, settings[setting]) for r in runs if r["setting"] == setting}
+            row |= {"our_loss": losses["ours"], "their_loss": losses[peer]}
             rows.append(row | asdict(ratio_rule.verdict([a / b for a, b in pairs], GOAL)))
     return rows
 
 
 def table(rows: list[dict]) -> str:
     """The rows as Markdown."""
-    lines = ["| setting | peer | our tokens/s | peer's | ratio (95% interval) | pairs | verdict |", "|---|---|---|---|---|---|---|"]
+    lines = ["| setting | peer | our tokens/s | peer's | our step, ms | peer's | ratio (95% interval) | pairs | verdict | our loss | peer's |",
+             "|---|---|---|---|---|---|---|---|---|---|---|"]
     for row in rows:
         interval = f"{row['median']:.3f} ({row['low']:.3f}-{row['high']:.3f})"
         verdict = "reached" if row["passed"] else "lost" if row["pairs"] >= ratio_rule.PAIRS else "too few quiet pairs"
         speeds = f"{row['ours']:.0f} | {row['theirs']:.0f}"
-        lines.append(f"| {row['setting']} | {row['peer']} | {speeds} | {interval} | {row['pairs']} | {verdict} |")
+        steps = " | ".join(f"{1000 * row['step_tokens'] / row[side]:.0f}" for side in ("ours", "theirs"))
+        losses = " | ".join("-" if row[side] is None else f"{row[side]:.5f}" for side in ("our_loss", "their_loss"))
+        lines.append(f"| {row['setting']} | {row['peer']} | {speeds} | {steps} | {interval} | {row['pairs']} | {verdict} | {losses} |")
     return "\n".join(lines)
 
 
@@ -212,7 +272,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=ratio_rule.PAIRS)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--against", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="of all processes of a run together")
     parser.add_argument("--quiet", type=float, default=0.2, help="cores that others may use on average during a counted run")
     parser.add_argument("--cpu-time", action="store_true", help="one thread, CPU seconds instead of elapsed ones, every pair counts")
     parser.add_argument("--out", type=Path, help="JSON of every run")
@@ -225,15 +285,16 @@ def main() -> None:
         threads, rule = 1, Rule(args.pairs, math.inf, "tokens_per_cpu_second")
     else:
         threads, rule = args.threads, Rule(args.pairs, args.quiet, "tokens_per_second")
-    settings = {name: replace(SETTINGS[name], threads=threads) for name in args.settings}
+    settings = {name: replace(SETTINGS[name], threads=max(1, threads // SETTINGS[name].processes)) for name in args.settings}
     document = {"started": datetime.now().isoformat(timespec="seconds"), "command": sys.argv[1:], "machine": machine(), "rule": str(rule),
                 "settings": {name: asdict(work) for name, work in settings.items()}, "rows": [], "runs": []}
-    for name, work in settings.items():
-        for _ in rounds(name, work, args.against, args.peers, rule, document["runs"]):
-            document["rows"] = summary(document["runs"], rule)
-            if args.out:  # after every round: an interrupted measurement keeps what it has
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps(document, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, work in settings.items():
+            for _ in rounds(name, work, args.against, args.peers, Path(folder) / "start.npz", rule, document["runs"]):
+                document["rows"] = summary(document["runs"], settings, rule)
+                if args.out:  # after every round: an interrupted measurement keeps what it has
+                    args.out.parent.mkdir(parents=True, exist_ok=True)
+                    args.out.write_text(json.dumps(document, indent=1) + "\n")
     print(table(document["rows"]))
 
 

@@ -6,15 +6,15 @@ import tempfile
 
 import torch
 import transformers
-from common import StepClock, Work, parse_work, report, tokens_of
+from common import StepClock, parse_work, report, tensor_of
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 
 class Tokens(torch.utils.data.Dataset):
     """Samples as the Trainer's default collator takes them; the model shifts the labels itself."""
 
-    def __init__(self, work: Work):
-        self.rows = tokens_of(work)[:, :-1]
+    def __init__(self, tokens: torch.Tensor):
+        self.rows = tokens[:, :-1]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -24,7 +24,7 @@ class Tokens(torch.utils.data.Dataset):
 
 
 def main() -> None:
-    work = parse_work()
+    work, start = parse_work()
     assert work.dropout == 0, "Llama in transformers has no dropout on the residual stream"
     torch.set_num_threads(work.threads)
     model = LlamaForCausalLM(LlamaConfig(
@@ -41,7 +41,7 @@ def main() -> None:
                 max_steps=work.steps, per_device_train_batch_size=work.micro_batch, gradient_accumulation_steps=work.accumulation,
                 logging_steps=work.steps, save_strategy="no", report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
             ),
-            train_dataset=Tokens(work),
+            train_dataset=Tokens(tensor_of(start, "tokens")),
         )
         clock = StepClock()
         result = trainer.train()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import litgpt.pretrain
 import torch
-from common import StepClock, Work, parse_work, report, tokens_of
+from common import StepClock, Work, parse_work, report, tensor_of
 from importlib.metadata import version
 from litgpt.args import EvalArgs, TrainArgs
 from litgpt.config import Config
@@ -25,9 +25,9 @@ class FusedAdamW(torch.optim.AdamW):
 
 
 class Tokens(DataModule):
-    def __init__(self, work: Work):
+    def __init__(self, work: Work, tokens: torch.Tensor):
         super().__init__()
-        self.work, self.rows = work, tokens_of(work)
+        self.work, self.rows = work, tokens
 
     def connect(self, tokenizer=None, batch_size: int = 1, max_seq_length: int | None = None) -> None:
         pass
@@ -40,7 +40,7 @@ class Tokens(DataModule):
 
 
 def main() -> None:
-    work = parse_work()
+    work, start = parse_work()
     assert work.dropout == 0, "litgpt has no dropout"
     torch.set_num_threads(work.threads)
     torch.compile = lambda model: model
@@ -56,7 +56,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         litgpt.pretrain.setup(
             "benchmark", model_config=config, out_dir=Path(folder), precision="bf16-mixed" if work.precision == "bf16" else "32-true",
-            data=Tokens(work), devices=1, logger_name="csv", seed=1234,
+            data=Tokens(work, tensor_of(start, "tokens")), devices=1, logger_name="csv", seed=1234,
             optimizer={"class_path": f"{__name__}.FusedAdamW", "init_args": {"lr": work.lr, "weight_decay": 0.1, "betas": (0.9, 0.95)}},
             train=TrainArgs(
                 save_interval=None, log_interval=work.steps, global_batch_size=work.micro_batch * work.accumulation,

@@ -1,16 +1,20 @@
 """A plain PyTorch training loop in the style of nanoGPT, as fast as plain eager PyTorch gets without changing the mathematics.
 
-Run by tools/benchmark_training.py, in one process. Parameters are fp32; with bf16 the forward pass runs under autocast.
+Run by tools/benchmark_training.py, in one process or, with torch's DistributedDataParallel over Gloo, in several. Parameters are fp32;
+with bf16 the forward pass runs under autocast.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 
+import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from common import StepClock, Work, parse_work, report, tokens_of
+from common import StepClock, Work, parse_work, rank_samples, report, tensor_of
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 class Attention(nn.Module):
@@ -69,43 +73,52 @@ class GPT(nn.Module):
         angle = torch.arange(work.seq)[:, None] * 10000.0 ** (-torch.arange(half) / half)
         self.register_buffer("cos", angle.cos().to(table_dtype), persistent=False)
         self.register_buffer("sin", angle.sin().to(table_dtype), persistent=False)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() > 1:
-                residual_output = name.endswith(("proj.weight", "fc2.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * work.layers) if residual_output else 0.02)
+
+    @torch.no_grad()
+    def load(self, start: Mapping[str, np.ndarray]) -> None:
+        """Take the initial weights; those of the norms are ones already."""
+        self.embedding.weight.copy_(tensor_of(start, "embedding.word.weight"))
+        self.head.weight.copy_(tensor_of(start, "head.weight"))
+        for i, layer in enumerate(self.layers):
+            attention, mlp = f"layers.{i}.attention", f"layers.{i}.mlp"
+            layer.attention.qkv.weight.copy_(tensor_of(start, *(f"{attention}.{part}.weight" for part in "qkv")))
+            layer.attention.proj.weight.copy_(tensor_of(start, f"{attention}.proj.weight"))
+            layer.mlp.fc1.weight.copy_(tensor_of(start, f"{mlp}.gate.weight", f"{mlp}.up.weight"))
+            layer.mlp.fc2.weight.copy_(tensor_of(start, f"{mlp}.down.weight"))
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         x = F.dropout(self.embedding(tokens), self.dropout, self.training)
         for layer in self.layers:
             x = layer(x, self.cos, self.sin)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())  # as autocast does
 
 
-def learning_rate(step: int, work: Work) -> float:
-    """Linear warm-up, then cosine to zero."""
-    if step < work.lr_warmup:
-        return work.lr * (step + 1) / work.lr_warmup
-    return 0.5 * work.lr * (1 + math.cos(math.pi * (step - work.lr_warmup) / (work.steps - work.lr_warmup)))
+def groups(model: nn.Module) -> list[dict]:
+    """The optimizer's parameter groups: weight decay for matrices alone."""
+    decayed, rest = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
 
 
 def main() -> None:
-    work = parse_work()
+    work, start = parse_work()
     torch.set_num_threads(work.threads)
     torch.manual_seed(1234)
-    bf16 = work.precision == "bf16"
+    bf16, rank = work.precision == "bf16", 0
     model = GPT(work, torch.bfloat16 if bf16 else torch.float32)
-    decayed, rest = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=work.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
-    data = tokens_of(work)
-    clock, losses, sample = StepClock(), [], 0
+    model.load(start)
+    parameters, tokens = sum(p.numel() for p in model.parameters()), tensor_of(start, "tokens")
+    if work.processes > 1:
+        assert work.processes == work.data_parallel and work.accumulation == 1
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)  # the buffers are rotary tables
+    optimizer = torch.optim.AdamW(groups(model), lr=work.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    clock, losses = StepClock(), []
     for step in range(work.steps):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, work)
+            group["lr"] = work.learning_rate(step)
         total = 0.0
-        for _ in range(work.accumulation):
-            batch = data[sample : sample + work.micro_batch]
-            sample += work.micro_batch
+        for batch in rank_samples(tokens, step, work, rank):
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 loss = model(batch[:, :-1], batch[:, 1:])
             (loss / work.accumulation).backward()
@@ -114,7 +127,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(total)
-    report(work, clock, losses, sum(p.numel() for p in model.parameters()), {})
+    report(work, clock, losses, parameters, {})
 
 
 if __name__ == "__main__":

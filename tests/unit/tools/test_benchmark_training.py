@@ -1,8 +1,11 @@
-"""The training benchmark: our command line is one that the program takes, its console lines are read right, noisy pairs do not count."""
+"""The training benchmark: our command line is one that the program takes, its console lines are read right, noisy pairs do not count, and
+a peer that starts from our weights and tokens computes our losses."""
 
 from __future__ import annotations
 
 import math
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +15,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
 import benchmark_training as tool
-from common import Work, parse_work
+import torch
+from common import Work, parse_work, rank_samples, tensor_of
 
 from megatron.config.arguments import parse_arguments
+
+
+TINY = Work(layers=2, hidden=32, heads=4, ffn=48, seq=16, vocab=64, micro_batch=2, steps=6, warmup=2, lr_warmup=2, threads=1)
 
 
 def line(iteration: int, second: int) -> str:
@@ -34,20 +41,62 @@ def test_throughput_is_taken_after_the_warm_up():
 @pytest.mark.parametrize("name", tool.SETTINGS)
 def test_our_command_line_asks_for_the_same_work(name):
     work = tool.SETTINGS[name]
-    config = parse_arguments(tool.our_command(work)[2:]).config
-    model, training = config.model, config.training
+    config = parse_arguments(tool.our_flags(work)).config
+    model, training, distributed = config.model, config.training, config.distributed
     assert (model.num_layers, model.hidden_size, model.ffn_hidden_size) == (work.layers, work.hidden, work.ffn)
     assert (model.num_attention_heads, model.position_embedding_type, model.add_bias_linear) == (work.heads, "rope", False)
     assert (model.normalization, model.activation) == ("RMSNorm", "swiglu")
     assert model.untie_embeddings_and_output_weights and (model.hidden_dropout, model.attention_dropout) == (work.dropout, 0)
     assert config.data.vocab_size + 1 == work.vocab and config.data.seq_length == work.seq and training.train_iters == work.steps
-    assert training.global_batch_size * work.seq == work.step_tokens and config.precision.bf16 == (work.precision == "bf16")
+    assert training.micro_batch_size == work.micro_batch and config.precision.bf16 == (work.precision == "bf16")
+    assert training.global_batch_size * work.seq == work.step_tokens
+    assert distributed.tensor_model_parallel_size == work.tensor_parallel and distributed.sequence_parallel == bool(work.sequence_parallel)
+    assert any(peer.takes(work) for peer in tool.PEERS.values())
 
 
-def test_a_peer_reads_back_the_work_it_is_given(monkeypatch):
-    work = replace(Work(), precision="bf16", dropout=0.1, steps=7)
-    monkeypatch.setattr(sys, "argv", ["peer", *work.arguments()])
-    assert parse_work() == work
+def test_several_processes_are_launched_by_torchrun_and_only_peers_that_can_take_part():
+    alone, pair = tool.SETTINGS["fp32"], tool.SETTINGS["fp32, tp2"]
+    assert tool.command_of("ours", alone, Path("p"), Path("s"))[1].endswith("pretrain_gpt.py")
+    command = tool.command_of("megatron-core", pair, Path("p"), Path("s"))
+    assert command[0] == "p/megatron-core/bin/python" and command[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert [name for name, peer in tool.PEERS.items() if peer.takes(pair)] == ["megatron-core"]
+    assert len([name for name, peer in tool.PEERS.items() if peer.takes(tool.SETTINGS["fp32, dp2"])]) == 3
+
+
+def test_a_peer_reads_back_the_work_and_the_start_it_is_given(monkeypatch, tmp_path):
+    work = replace(TINY, precision="bf16", dropout=0.1, data_parallel=2)
+    tool.write_start(tmp_path / "start.npz", work, tool.our_flags(work))
+    monkeypatch.setattr(sys, "argv", ["peer", str(tmp_path / "start.npz"), *work.arguments()])
+    read, start = parse_work()
+    assert read == work
+    tokens = tensor_of(start, "tokens")
+    assert tokens.shape == (work.steps * 4, work.seq + 1) and int(tokens.max()) < work.vocab
+    seen = [batch for step in range(work.steps) for rank in range(2) for batch in rank_samples(tokens, step, work, rank)]
+    assert torch.equal(torch.cat(seen), tokens)  # micro-batch 2 of 2 ranks: each sample is read once, in order
+
+
+def test_the_learning_rate_warms_up_and_ends_at_zero():
+    rates = [Work(steps=10, lr_warmup=5, lr=1.0).learning_rate(step) for step in range(10)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0]) and rates[-1] == 0 and rates[5] == pytest.approx(0.5 * (1 + math.cos(math.pi / 5)))
+
+
+def test_the_plain_loop_computes_our_losses(tmp_path):
+    tool.write_start(tmp_path / "start.npz", TINY, tool.our_flags(TINY))
+    ours, peer = (tool.run(who, TINY, tmp_path, tmp_path / "start.npz") for who in ("ours", "plain loop"))
+    assert peer["parameters"] == 2 * 64 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32 and len(peer["losses"]) == 6
+    pairs = [sum(peer["losses"][i : i + 2]) / 2 for i in (0, 2, 4)]  # our console line is the mean of two steps
+    bound = 5e-6  # the console's 7 digits, 5e-7, and a dozen roundings of a loss near 4 in fp32, 2.4e-7 each
+    assert ours["losses"] == pytest.approx(pairs, abs=bound)
+    assert tool.last_loss({"who": "ours", **ours}, TINY) == pytest.approx(tool.last_loss({"who": "plain loop", **peer}, TINY), abs=bound)
+
+
+def test_cpu_seconds_include_those_of_children():
+    busy = "import time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True)\ninput()"
+    parent = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {busy!r}]).returncode)"
+    process = subprocess.Popen([sys.executable, "-S", "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "done\n"
+    assert tool.cpu_seconds(process.pid) >= 0.3 - 2 / os.sysconf("SC_CLK_TCK")
+    process.communicate("\n", timeout=60)
 
 
 def test_pairs_count_only_when_both_runs_had_the_machine():
@@ -59,5 +108,7 @@ def test_pairs_count_only_when_both_runs_had_the_machine():
     assert tool.Rule(7, 0.2, "tokens_per_second").counted(runs, "fp32", "litgpt") == [(10, 8)]
     every = tool.Rule(7, math.inf, "tokens_per_second")
     assert every.counted(runs, "fp32", "litgpt") == [(10, 8), (11, 8), (12, 9)]
-    (row,) = tool.summary(runs, every)
+    runs = [entry | {"losses": [7.5]} for entry in runs]
+    (row,) = tool.summary(runs, {"fp32": Work(steps=30)}, every)
+    assert row["our_loss"] == row["their_loss"] == 7.5 and "| 7.50000 | 7.50000 |" in tool.table([row])
     assert row["peer"] == "litgpt" and row["median"] == pytest.approx(12 / 9) and not row["passed"]  # three pairs are too few
