@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call: the tests marked gpu, then a 125M-parameter GPT trained for 40 iterations on one device.
+# Everything that needs a GPU, in one call: the tests marked gpu (parity of 2 to 4 ranks on one GPU among them), then a 125M-parameter GPT
+# trained for 40 iterations on one device and, where there are two, on two: each way to share it, with communication beside computation and without.
 # Usage: bash scripts/gpu.sh [FOLDER for the results]. Takes the Python that has a CUDA torch: PYTHON=/path/to/python, default python3.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,5 +19,15 @@ for case in "dropout-0 --hidden-dropout 0 --attention-dropout 0" "dropout-0.1" \
   read -r name flags <<<"$case"
   # shellcheck disable=SC2086  # the flags of a case are words
   "$python" pretrain_gpt.py "${model[@]}" ${flags:-} --metrics-file "$out/$name.jsonl" 2>&1 | tee "$out/$name.txt" || failed=1
+done
+
+[ "$("$python" -c 'import torch; print(torch.cuda.device_count())')" -ge 2 ] || exit "$failed"
+for case in "dp2" "dp2-serial --no-overlap-grad-reduce" "tp2 --tensor-model-parallel-size 2" "tp2-sp --tensor-model-parallel-size 2 --sequence-parallel" \
+  "tp2-serial --tensor-model-parallel-size 2 --no-tp-comm-overlap" \
+  "tp2-sp-serial --tensor-model-parallel-size 2 --sequence-parallel --no-tp-comm-overlap"; do
+  read -r name flags <<<"$case"
+  # shellcheck disable=SC2086
+  "$python" -m torch.distributed.run --nproc-per-node 2 pretrain_gpt.py "${model[@]}" --hidden-dropout 0 --attention-dropout 0 ${flags:-} \
+    --metrics-file "$out/$name.jsonl" 2>&1 | tee "$out/$name.txt" || failed=1
 done
 exit "$failed"
