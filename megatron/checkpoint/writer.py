@@ -1,7 +1,8 @@
 """Write a checkpoint so that it appears whole or not at all, and never in the place of another one (docs/checkpoint.md).
 
 Shards, digest tables and the manifest are written and fsynced in `.tmp-iter-N-<attempt>/`, which one rename turns into
-`iter_000000N/`. Every rank writes its own shard; the first adds the manifest and renames when it has word from all. Bytes stream from the tensors to the file in chunks of 1 MiB; no second copy of a tensor is made.
+`iter_000000N/`. Every rank writes its own shard; the first adds the manifest and renames when it has word from all. Bytes stream from the
+tensors to the file in chunks of 1 MiB; no second copy of a tensor is made.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def save_checkpoint(
     the same on every rank. `root` lies on a file system that all ranks share.
     An iteration that exists already is never overwritten: when it is whole and bit-equal to this one it is kept and returned, when it
     is whole and differs CheckpointError is raised, when it is damaged or foreign it is moved aside, and the first rank's `say` is told.
-    Raises the same CheckpointError on every rank when anything prevents the save on one of them; older checkpoints are untouched by that.
+    Raises CheckpointError when anything prevents the save on any rank, on several the same ValueError on each; older checkpoints are
+    untouched by that.
     """
     root, pairs = Path(root), [(box, tensor) for box, tensor in tensors if math.prod(box.extent)]
     with _Attempt(root, iteration, ranks, partial(_not_saved, root, iteration)) as attempt:
@@ -55,8 +57,8 @@ def save_checkpoint(
         for rank, (_, digests) in enumerate(told):
             differing = [key for key in {**told[0][1], **digests} if digests.get(key) != told[0][1].get(key)]
             if differing:
-                raise CheckpointError(f"{root}: the checkpoint of iteration {iteration} was not saved: rank {rank}'s {', '.join(differing)} differ from "
-                                      "rank 0's: the ranks no longer carry out the same run. Stop it, and go on from an older checkpoint.")
+                raise CheckpointError(f"{root}: the checkpoint of iteration {iteration} was not saved: the state of rank {rank} differs from that of "
+                                      f"rank 0 in {', '.join(differing)}: they no longer carry out the same run. Go on from an older checkpoint.")
         owners = [rank for rank, (owns, _) in enumerate(told) if owns]
         assert owners, "a checkpoint without tensors"
 
@@ -71,7 +73,7 @@ def save_checkpoint(
 def try_folder(root: str | Path, ranks: Ranks = ONE) -> None:
     """Write a byte from every rank where checkpoints will go: a full disk is found before there is something to save.
 
-    Raises the same CheckpointError on every rank when one cannot write there, or does not see what the first has made.
+    Raises CheckpointError, on several ranks the same ValueError on each, when one cannot write there or does not see what the first made.
     """
     root = Path(root)
 
@@ -86,7 +88,7 @@ def try_folder(root: str | Path, ranks: Ranks = ONE) -> None:
 class _Attempt:
     """The temporary `folder` of one save: made and in the end removed by the first rank, held by all while they live."""
 
-    def __init__(self, root: Path, iteration: int, ranks: Ranks, explain: Callable[[OSError], str]) -> None:
+    def __init__(self, root: Path, iteration: int, ranks: Ranks, explain: Callable[[Exception], str]) -> None:
         self.root, self.ranks, self.explain, self.lock = root, ranks, explain, -1
         self._choose(iteration, secrets.token_hex(8))
 
@@ -94,12 +96,12 @@ class _Attempt:
         self.iteration, self.name, self.folder = iteration, name, self.root / f".tmp-iter-{iteration}-{name}"
 
     def agree(self, part: Callable[[], Any]) -> list[Any]:
-        """As Ranks.agree, with errors of the file system in words."""
+        """As Ranks.agree, with errors of the file system, of memory and of the device in words."""
 
         def explained() -> Any:
             try:
                 return part()
-            except OSError as error:
+            except (OSError, MemoryError, RuntimeError) as error:
                 raise CheckpointError(self.explain(error)) from error
 
         return self.ranks.agree(explained)
@@ -361,13 +363,14 @@ def _clean(root: Path, attempt: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def _not_saved(root: Path, iteration: int, error: OSError) -> str:
-    text = f"{root}: the checkpoint of iteration {iteration} was not saved: {error.strerror or error} ({error.filename or root})."
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+def _not_saved(root: Path, iteration: int, error: Exception) -> str:
+    text = f"{root}: the checkpoint of iteration {iteration} was not saved: {_words(error)} ({getattr(error, 'filename', None) or root})."
+    number = getattr(error, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         text += " Free space, raise the quota, or give another --save folder."
-    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+    elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
         text += " Give a --save folder that this user may write to."
-    elif error.errno == errno.ENOENT:
+    elif number == errno.ENOENT:
         text += " Its temporary folder vanished: another run is saving to this folder; give each its own --save."
     with suppress(CheckpointError):
         kept = m.list_iterations(root)
@@ -375,5 +378,9 @@ def _not_saved(root: Path, iteration: int, error: OSError) -> str:
     return text
 
 
-def _not_writable(root: Path, error: OSError) -> str:
-    return f"--save {root}: cannot be written to: {error.strerror}; make it writable and free space on its disk, or choose another folder"
+def _not_writable(root: Path, error: Exception) -> str:
+    return f"--save {root}: cannot be written to: {_words(error)}; make it writable and free space on its disk, or choose another folder"
+
+
+def _words(error: Exception) -> str:
+    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"

@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.ranks import Ranks
+from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
-from megatron.checkpoint.writer import save_checkpoint
+from megatron.checkpoint.writer import save_checkpoint, try_folder
 from megatron.config.groups import Config
+from megatron.dist.together import together
 from megatron.model.layout import owns
-from megatron.training.run import Run
 from megatron.training.resume import run_state
+from megatron.training.run import Run
 
 
-def locate_checkpoint(config: Config, ranks: Ranks) -> Checkpoint | None:
-    """The checkpoint that --load names, as rank 0 finds it; None for a first start. Raises CheckpointError when it must exist and does not."""
-    folder, step = config.checkpoint.load, config.checkpoint.ckpt_step
-    if folder is None:
+def locate_checkpoint(config: Config, ranks: Ranks = ONE) -> Checkpoint | None:
+    """The checkpoint that --load names; None for a first start. Rank 0 finds it and the others open that one, whatever appears meanwhile.
+
+    Raises ValueError when it must exist and does not, is damaged, or is not the same one on every rank.
+    """
+    folder = config.checkpoint.load
+    chosen = ranks.agree(lambda: _choose(config) if folder is not None and ranks.first else None)[0]
+    if chosen is None:
         return None
-    path = ranks.agree(lambda: str(find_checkpoint(folder, step) or "") if ranks.first else "")[0]
-    if path:
-        return Checkpoint(path)
+    name, attempt = chosen
+    path = Path(folder, name)
+    with together(ranks.world, ranks.device):
+        checkpoint = Checkpoint(path) if path.is_dir() else None
+        if checkpoint is None or checkpoint.manifest["attempt"] != attempt:
+            raise CheckpointError(f"{path}: the checkpoint that rank 0 found there is not seen from here: is --load on a file system that all nodes "
+                                  "share?")
+    return checkpoint
+
+
+def _choose(config: Config) -> tuple[str, str] | None:
+    """Folder name and attempt of the checkpoint to load."""
+    folder, step = config.checkpoint.load, config.checkpoint.ckpt_step
+    path = find_checkpoint(folder, step)
+    if path is not None:
+        with Checkpoint(path) as checkpoint:
+            return path.name, checkpoint.manifest["attempt"]
     first_start = folder == config.checkpoint.save and step is None and not config.checkpoint.exit_on_missing_checkpoint
     if first_start and not config.evaluation.skip_train:
         return None
@@ -56,22 +74,17 @@ def save(run: Run) -> bool:
     own = [(box, tensor) for box, tensor in boxes if owns(box, run.groups)]
     try:
         path = save_checkpoint(folder, run.progress.iteration, own, run_state(run), ranks=Ranks(run.groups.world, run.device))
-    except (CheckpointError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"warning: iteration {run.progress.iteration} was NOT saved; older checkpoints are untouched. {error}", flush=True)
         return False
     print(f" saved checkpoint {path}", flush=True)
     return True
 
 
-def prepare_save_folder(config: Config) -> None:
-    """Make --save and write into it once: an unwritable disk is found before training, not at the first checkpoint. Raises CheckpointError."""
-    if config.checkpoint.save is None:
-        return
-    try:
-        Path(config.checkpoint.save).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=config.checkpoint.save) as file:
-            file.write(b"x")
-            file.flush()
-    except OSError as error:
-        raise CheckpointError(f"--save {config.checkpoint.save}: cannot be written to: {error.strerror}; make it writable and free space on its disk, "
-                              "or choose another folder") from error
+def prepare_save_folder(config: Config, ranks: Ranks = ONE) -> None:
+    """Make --save, and write into it from every rank: what is wrong with it is found before training, not at the first checkpoint.
+
+    Raises ValueError on every rank when one cannot.
+    """
+    if config.checkpoint.save is not None:
+        try_folder(config.checkpoint.save, ranks)

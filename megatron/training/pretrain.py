@@ -180,8 +180,7 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     groups = make_groups(layout, resolve(config, world_size, None).config.model.num_query_groups)
     prepared = prepare(config, notes, world_size, device, groups.world)
     config, tokenizer, sections = prepared.config, prepared.tokenizer, prepared.sections
-    with together(groups.world, device):
-        prepare_save_folder(config)
+    prepare_save_folder(config, Ranks(groups.world, device))
     dtype, distributed = compute_dtype(config.precision), config.distributed
     tp = TensorParallel(groups.tp, groups.kv, sequence=distributed.sequence_parallel, overlap=distributed.tp_comm_overlap)
     model = GPTModel(config.model, vocab_size=tokenizer.vocab_size, padded_vocab=prepared.padded_vocab, dtype=dtype, seed=config.training.seed, tp=tp)

@@ -1,0 +1,161 @@
+"""What one rank does in the resharding tests: whole real runs through pretrain.py that save, load, and compare what they hold."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from checkpoint_cases import same_bits
+
+from megatron.checkpoint.manifest import iteration_folder
+from megatron.checkpoint.reader import Checkpoint
+from megatron.config.arguments import parse_arguments
+from megatron.optimizer.optimizer import Optimizer
+from megatron.training import checkpointing, pretrain
+from megatron.training.exit import Exit
+from megatron.training.loop import COMPLETE
+
+BASE = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 6
+--mock-data --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --log-interval 1 --eval-iters 0""".split()
+LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
+
+# 50 real tokens: no multiple of 4.
+FEATURES = {
+    "tied-bf16": "--make-vocab-size-divisible-by 1 --bf16",  # learned positions, biases, dropout; padding on the last rank
+    "gqa-untied": f"--make-vocab-size-divisible-by 64 {LLAMA} --group-query-attention --num-query-groups 2 --qk-layernorm "
+                  "--untie-embeddings-and-output-weights",  # fewer key/value heads than 4 ranks; ranks that hold padding alone
+    "mqa-fp64": f"--make-vocab-size-divisible-by 1 {LLAMA} --group-query-attention --num-query-groups 1 --fp64 "
+                "--hidden-dropout 0 --attention-dropout 0",
+}
+TP = "--tensor-model-parallel-size"
+LAYOUTS = {  # name: ranks, flags
+    "one": (1, ""), "tp2": (2, f"{TP} 2"), "tp2sp": (2, f"{TP} 2 --sequence-parallel"), "dp2": (2, ""), "tp4sp": (4, f"{TP} 4 --sequence-parallel"),
+    "tp2dp2": (4, f"{TP} 2"),
+}
+
+
+def flags(feature: str, layout: str, *more: object) -> tuple[str, ...]:
+    return (*BASE, *FEATURES[feature].split(), *LAYOUTS[layout][1].split(), *map(str, more))
+
+
+def saving(root: Path) -> tuple[str, ...]:
+    return ("--save", str(root), "--save-interval", "3")
+
+
+def start(arguments: tuple[str, ...], mutant: str | None = None, instead: Callable | None = None) -> str:
+    """`pretrain_gpt.py arguments...` on this rank, under a mutant, with `instead` in the place of training; what it printed, or the error."""
+    printed = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))  # the world goes on
+        if instead is not None:
+            stack.enter_context(mock.patch.object(pretrain, "train", instead))
+        if mutant is not None:
+            stack.enter_context(MUTANTS[mutant]())
+        parsed = parse_arguments(list(arguments))
+        try:
+            code = pretrain.pretrain(parsed.config, parsed.notes)
+        except ValueError as error:
+            return str(error)
+    return f"{printed.getvalue()}exit code {code}"
+
+
+def start_apart(arguments: tuple[str, ...], roots: list[Path]) -> str:
+    """The same, each rank loading from a folder of its own."""
+    return start((*arguments, "--load", str(roots[dist.get_rank()])))
+
+
+def load_what_the_first_finds(arguments: tuple[str, ...], root: Path) -> list[str]:
+    """Rank 0 finds iteration 3 although iteration 6 is there by now; no other rank looks for itself. What differs from iteration 3."""
+    def find(folder: str, step: int | None) -> Path:
+        assert dist.get_rank() == 0
+        return saved(root)
+
+    with mock.patch.object(checkpointing, "find_checkpoint", find):
+        return load_and_compare(arguments, saved(root))
+
+
+def load_and_compare(arguments: tuple[str, ...], source: Path, mutant: str | None = None) -> list[str]:
+    """Load on this rank; what differs from the checkpoint `source`, bit by bit. Then save what was loaded, when --save is given."""
+    faults: list[str] = []
+    compared = False
+
+    def compare(run) -> Exit:
+        nonlocal compared
+        compared, optimizer = True, run.optimizer
+        with Checkpoint(source) as checkpoint:
+            for box, buffer in [*optimizer.weight_boxes(), *optimizer.state_boxes()]:
+                want = checkpoint.read_tensor(box.name)[tuple(slice(o, o + e) for o, e in zip(box.offset, box.extent, strict=True))]
+                if not same_bits(box.view(buffer).reshape(box.extent), want):
+                    faults.append(f"{box.name} at {box.offset}: not the bits of the checkpoint")
+            if optimizer.steps.item() != checkpoint.state["optimizer_steps"] or run.progress.iteration != checkpoint.iteration:
+                faults.append(f"step {optimizer.steps.item()}, iteration {run.progress.iteration}")
+        for block, master in zip(optimizer.blocks, optimizer.masters, strict=True):
+            if not same_bits(block.weight, master.to(block.weight.dtype)):
+                faults.append(f"{block.name}: the weights are not the rounded masters")
+        for block in optimizer.blocks:
+            for entry in block.entries:
+                padding = entry.view(block.weight).clone()
+                for box in entry.boxes:
+                    box.view(padding).zero_()
+                if padding.any():
+                    faults.append(f"{entry.name}: the padding is not zero")
+        run.save(run)
+        return Exit(COMPLETE, 0)
+
+    text = start(arguments, mutant, compare)
+    assert compared, text
+    return faults
+
+
+def differing(a: Path, b: Path) -> list[str]:
+    """Tensors of two checkpoints that are not the same bits."""
+    with Checkpoint(a) as one, Checkpoint(b) as other:
+        assert sorted(one.names) == sorted(other.names)
+        return [name for name in one.names if not same_bits(one.read_tensor(name), other.read_tensor(name))]
+
+
+def distance(a: Path, b: Path) -> float:
+    """The largest relative difference (by norm) of a tensor of two checkpoints."""
+    with Checkpoint(a) as one, Checkpoint(b) as other:
+        pairs = [(one.read_tensor(name), other.read_tensor(name)) for name in one.names if not name.startswith("optimizer.")]
+        return max(((x - y).norm() / x.norm()).item() for x, y in pairs)
+
+
+def saved(root: Path, iteration: int = 3) -> Path:
+    return root / iteration_folder(iteration)
+
+
+# ---- mutants: mistakes that the tests must notice -------------------------------------------------------------------
+
+
+def _owns(rule: Callable) -> Callable:
+    return lambda: mock.patch.object(checkpointing, "owns", rule)
+
+
+@contextlib.contextmanager
+def _read_at_the_beginning() -> Iterator[None]:
+    """Every rank reads the first rank's rows."""
+    read = Checkpoint.read
+
+    def wrong(self: Checkpoint, box, into: torch.Tensor) -> None:
+        read(self, replace(box, offset=tuple(0 for _ in box.offset)), into)
+
+    with mock.patch.object(Checkpoint, "read", wrong):
+        yield
+
+
+MUTANTS: dict[str, Callable] = {
+    "tensor-parallel ranks other than the first own nothing": _owns(lambda box, groups: groups.replicas.rank == groups.tp.rank == 0),
+    "every data-parallel copy owns": _owns(lambda box, groups: groups.tp.rank == 0 or box.replicated is None),
+    "every holder of a key/value head owns it": _owns(
+        lambda box, groups: groups.replicas.rank == 0 and (box.replicated != "axis" or groups.tp.rank == 0)),
+    "read at the beginning": _read_at_the_beginning,
+    "weights are not published": lambda: mock.patch.object(Optimizer, "publish_weights", lambda self: None),
+}

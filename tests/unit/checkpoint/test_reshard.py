@@ -1,0 +1,149 @@
+"""Real runs: a checkpoint of any layout loads on any other with the same bits, and runs go on from it."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from reshard_cases import (
+    LAYOUTS,
+    differing,
+    distance,
+    flags,
+    load_and_compare,
+    load_what_the_first_finds,
+    saved,
+    saving,
+    start,
+    start_apart,
+)
+
+from megatron.checkpoint.reader import find_checkpoint
+from megatron.observe.tracking import read_metrics
+
+
+@pytest.fixture
+def on(gloo_world):
+    """on(layout, function, *args): the results by rank."""
+
+    def run(layout: str, function, *args):
+        ranks = LAYOUTS[layout][0]
+        return gloo_world(ranks).run(function, *args) if ranks > 1 else [function(*args)]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def runs(gloo_world, tmp_path_factory):
+    """runs(feature, layout): the --save folder of a run of 6 iterations, saved at 3 and 6; each is trained once."""
+    folder, done = tmp_path_factory.mktemp("runs"), {}
+
+    def run(feature: str, layout: str) -> Path:
+        root = folder / f"{feature}-{layout}"
+        if root not in done:
+            ranks, arguments = LAYOUTS[layout][0], flags(feature, layout, *saving(root))
+            done[root] = gloo_world(ranks).run(start, arguments) if ranks > 1 else [start(arguments)]
+            assert all(text.endswith("exit code 0") for text in done[root])
+        return root
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield run
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("source", LAYOUTS)
+@pytest.mark.parametrize("feature", ["tied-bf16", "gqa-untied"])
+def test_every_layout_loads_on_every_other(on, runs, tmp_path, feature, source):
+    """What each rank holds after loading, optimizer included, is the checkpoint's; saving it again gives the same tensors."""
+    root = runs(feature, source)
+    for target in LAYOUTS:
+        folder = tmp_path / target
+        arguments = flags(feature, target, "--load", root, "--ckpt-step", 3, *saving(folder))
+        assert on(target, load_and_compare, arguments, saved(root)) == [[]] * LAYOUTS[target][0], target
+        assert differing(saved(root), saved(folder)) == [], target
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("feature", ["tied-bf16", "gqa-untied"])
+def test_on_the_same_layout_a_run_goes_on_bit_for_bit(on, runs, tmp_path, feature, layout):
+    root = runs(feature, layout)
+    on(layout, start, flags(feature, layout, "--load", root, "--ckpt-step", 3, *saving(tmp_path)))
+    assert differing(saved(root, 6), saved(tmp_path, 6)) == []
+    assert differing(saved(root, 3), saved(tmp_path, 6))  # the control: training changes every bit that matters
+    whole, resumed = ([(row["lm loss"], row["grad-norm"]) for row in read_metrics(folder / "metrics.jsonl")] for folder in (root, tmp_path))
+    assert whole[3:] == resumed and len(resumed) == 3
+
+
+RING = dict(zip(LAYOUTS, [*list(LAYOUTS)[1:], "one"], strict=True))
+
+
+@pytest.mark.parametrize(("source", "target"), RING.items())
+def test_on_another_layout_a_run_goes_on_within_the_bound(on, runs, tmp_path, source, target):
+    """In fp64, to the parity harness's 1e-10; the control resumes without the optimizer's state."""
+    root = runs("mqa-fp64", source)
+    arguments = flags("mqa-fp64", target, "--load", root, "--ckpt-step", 3)
+    on(target, start, (*arguments, *saving(tmp_path / "right")))
+    assert distance(saved(root, 6), saved(tmp_path / "right", 6)) < 1e-10
+    whole, resumed = ([row["lm loss"] for row in read_metrics(folder / "metrics.jsonl")] for folder in (root, tmp_path / "right"))
+    assert all(math.isclose(a, b, rel_tol=1e-10) for a, b in zip(whole[3:], resumed, strict=True))
+    on(target, start, (*arguments, "--no-load-optim", *saving(tmp_path / "wrong")))
+    assert distance(saved(root, 6), saved(tmp_path / "wrong", 6)) > 1e-4
+
+
+def test_only_owning_ranks_write(runs):
+    shards = {layout: len(list(saved(runs("gqa-untied", layout)).glob("*.safetensors"))) for layout in LAYOUTS}
+    assert shards == {"one": 1, "tp2": 2, "tp2sp": 2, "dp2": 1, "tp4sp": 4, "tp2dp2": 2}
+
+
+@pytest.mark.parametrize(("mutant", "feature", "layout"), [
+    ("tensor-parallel ranks other than the first own nothing", "tied-bf16", "tp2"),
+    ("every data-parallel copy owns", "tied-bf16", "dp2"),
+    ("every holder of a key/value head owns it", "gqa-untied", "tp4sp"),
+])
+def test_a_wrong_owner_saves_nothing(on, tmp_path, mutant, feature, layout):
+    """The run goes on and says so, with one error, on rank 0."""
+    first, *others = on(layout, start, flags(feature, layout, *saving(tmp_path)), mutant)
+    assert "iteration 3 was NOT saved" in first and "exactly once" in first and first.endswith("exit code 1")
+    assert all("NOT saved" not in text and text.endswith("exit code 1") for text in others)
+    assert find_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize(("mutant", "feature", "layout"), [
+    ("read at the beginning", "gqa-untied", "tp2"), ("read at the beginning", "tied-bf16", "tp4sp"),
+    ("weights are not published", "tied-bf16", "dp2"), (None, "tied-bf16", "tp2"),
+])
+def test_a_wrong_reader_is_caught(on, runs, mutant, feature, layout):
+    root = runs(feature, "one")
+    forgetful = () if mutant else ("--no-load-optim",)
+    faults = on(layout, load_and_compare, flags(feature, layout, "--load", root, "--ckpt-step", 3, *forgetful), saved(root), mutant)
+    assert any(faults)
+
+
+# ---- one outcome for all ranks ---------------------------------------------------------------------------------------
+
+
+def test_damage_that_one_rank_reads_ends_all_with_one_error(gloo_world, runs, tmp_path):
+    shutil.copytree(saved(runs("gqa-untied", "tp2")), saved(tmp_path))
+    shard = saved(tmp_path) / "shard-00001.safetensors"
+    raw = bytearray(shard.read_bytes())
+    raw[-5] ^= 2
+    shard.write_bytes(raw)
+    first, second = gloo_world(2).run(start, flags("gqa-untied", "tp2", "--load", tmp_path))
+    assert first == second and first.startswith(f"rank 1: {shard}: damaged: bytes ")
+
+
+def test_ranks_that_see_different_folders_do_not_start(gloo_world, runs, tmp_path):
+    arguments, ours, other = flags("gqa-untied", "tp2"), runs("gqa-untied", "tp2"), runs("gqa-untied", "tp2sp")
+    for theirs in (tmp_path, other):
+        first, second = gloo_world(2).run(start_apart, arguments, [ours, theirs])
+        assert first == second and first.startswith(f"rank 1: {theirs}/iter_0000006: ") and first.endswith("that all nodes share?")
+    assert all("exit code 0" in text for text in gloo_world(2).run(start_apart, arguments, [ours, ours]))
+
+
+def test_all_ranks_take_the_checkpoint_that_the_first_finds(gloo_world, runs):
+    root = runs("gqa-untied", "tp2")
+    assert gloo_world(2).run(load_what_the_first_finds, flags("gqa-untied", "tp2", "--load", root), root) == [[], []]
