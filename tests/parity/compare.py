@@ -43,17 +43,13 @@ def ranks_agree(outcomes: list[Outcome]) -> list[str]:
     ]
 
 
-def exactly_zero(name: str, zero_key_bias: bool) -> bool:
-    """A key bias moves all scores of a query alike, which softmax ignores: its gradient is rounding noise, its relative error means nothing."""
-    return zero_key_bias and name.endswith("attention.k.bias")
-
-
-def fp64(one: Outcome, outcomes: list[Outcome], *, zero_key_bias: bool) -> list[str]:
+def fp64(one: Outcome, outcomes: list[Outcome], *, zero: tuple[str, str] | None = None) -> list[str]:
     """Losses, norms, evaluations, gradients of step 1 and final parameters to 1e-10.
 
-    A tensor that is exactly zero in exact arithmetic is held against the value bias of its layer.
+    `zero`: ending of tensors that are 0 in exact arithmetic, and of the tensors against whose norm they are held instead.
     """
     faults = ranks_agree(outcomes)
+    faults += tensors_off(one, outcomes, "gradients", zero)
     for field in ("loss", "grad_norm"):
         for index, (a, b) in enumerate(zip(one.steps, outcomes[0].steps, strict=True)):
             if not math.isclose(getattr(a, field), getattr(b, field), rel_tol=FP64_GATE):
@@ -63,16 +59,20 @@ def fp64(one: Outcome, outcomes: list[Outcome], *, zero_key_bias: bool) -> list[
     for a, b in zip(one.evaluations, outcomes[0].evaluations, strict=True):
         if not math.isclose(a, b, rel_tol=FP64_GATE):
             faults.append(f"evaluation {b!r}, in one process {a!r}")
-    for part in ("gradients", "weights"):
-        whole, expected = gather(outcomes, lambda outcome: getattr(outcome, part), faults), gather([one], lambda outcome: getattr(outcome, part), faults)
-        if whole.keys() != expected.keys():
-            faults.append(f"{part}: logical tensors differ: {sorted(whole.keys() ^ expected.keys())}")
-            continue
-        for name, b in expected.items():
-            scale = expected[name.replace("k.bias", "v.bias")] if exactly_zero(name, zero_key_bias) else b
-            error = (whole[name] - b).norm() / scale.norm()
-            if not error <= FP64_GATE:
-                faults.append(f"{part} of {name}: relative error {error:.2g}")
+    return faults + tensors_off(one, outcomes, "weights", zero)
+
+
+def tensors_off(one: Outcome, outcomes: list[Outcome], part: str, zero: tuple[str, str] | None) -> list[str]:
+    """Logical tensors whose relative error is above the fp64 gate."""
+    faults: list[str] = []
+    whole, expected = (gather(ranks, lambda outcome: getattr(outcome, part), faults) for ranks in (outcomes, [one]))
+    if whole.keys() != expected.keys():
+        return [*faults, f"{part}: logical tensors differ: {sorted(whole.keys() ^ expected.keys())}"]
+    for name, b in expected.items():
+        scale = expected[name.replace(*zero)] if zero and name.endswith(zero[0]) else b
+        error = (whole[name] - b).norm() / scale.norm()
+        if not error <= FP64_GATE:
+            faults.append(f"{part} of {name}: relative error {error:.2g}")
     return faults
 
 
@@ -130,6 +130,6 @@ def faults_of(row: Row, outcomes: list[Outcome]) -> list[str]:
     """What is wrong with a row of the table, given what its ranks brought back."""
     one = reference(row.flags(layout=False), row.patches)
     if row.precision == "fp64":
-        return fp64(one, outcomes, zero_key_bias=FEATURES[row.feature].zero_key_bias)
+        return fp64(one, outcomes, zero=FEATURES[row.feature].zero)
     exact = reference(row.flags(layout=False, exact=True), row.patches)
     return fp32(exact, one, outcomes) if row.precision == "fp32" else narrow(exact, one, outcomes, bound=narrow_bound(row.precision))

@@ -20,6 +20,12 @@ NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 LLAMA = f"--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear {NO_DROPOUT}"
 
 
+# What is added to all keys alike moves all scores of a query alike, which softmax ignores (unless positions or caps come between): the
+# gradient is rounding noise, its relative error means nothing.
+KEY_BIAS = "attention.k.bias", "attention.v.bias"
+KEY_NORM_BIAS = "attention.k_norm.bias", "attention.q_norm.bias"
+
+
 @dataclass(frozen=True)
 class Feature:
     """Flags on top of BASE (a later flag wins), and patches of worker.py."""
@@ -27,25 +33,25 @@ class Feature:
     flags: str
     patches: tuple[str, ...] = ()
     most_dp: int = 8  # data-parallel ranks that its smallest global batch feeds
-    zero_key_bias: bool = False  # nothing between key bias and softmax breaks its invariance
+    zero: tuple[str, str] | None = None  # ending of parameters whose exact gradient is 0, and of those that they are held against
 
 
 # 50 real tokens: no multiple of 4 or 8, so padded rows lie on the last ranks.
 FEATURES = {
-    "gpt": Feature(NO_DROPOUT, zero_key_bias=True),  # tied, learned positions, LayerNorm, biases, gelu
-    "dropout": Feature("", zero_key_bias=True),  # 0.1 in hidden states and attention
+    "gpt": Feature(NO_DROPOUT, zero=KEY_BIAS),  # tied, learned positions, LayerNorm, biases, gelu
+    "dropout": Feature("", zero=KEY_BIAS),  # 0.1 in hidden states and attention
     "llama": Feature(f"{LLAMA} --untie-embeddings-and-output-weights"),
     "gqa2-qknorm": Feature(f"{LLAMA} --group-query-attention --num-query-groups 2 --qk-layernorm --untie-embeddings-and-output-weights"),
-    "mqa-qknorm-bias": Feature(f"{NO_DROPOUT} --group-query-attention --num-query-groups 1 --qk-layernorm"),
+    "mqa-qknorm-bias": Feature(f"{NO_DROPOUT} --group-query-attention --num-query-groups 1 --qk-layernorm", zero=KEY_NORM_BIAS),
     "gqa4-qkvbias": Feature(f"{LLAMA} --group-query-attention --num-query-groups 4 --add-qkv-bias --num-layers 1"),
-    "mqa-bias": Feature(f"{NO_DROPOUT} --group-query-attention --num-query-groups 1", zero_key_bias=True),
+    "mqa-bias": Feature(f"{NO_DROPOUT} --group-query-attention --num-query-groups 1", zero=KEY_BIAS),
     "padding": Feature(f"{LLAMA} --make-vocab-size-divisible-by 64 --untie-embeddings-and-output-weights"),  # ranks that hold padding alone
-    "documents": Feature("--reset-position-ids --reset-attention-mask --eod-mask-loss", zero_key_bias=True),
+    "documents": Feature("--reset-position-ids --reset-attention-mask --eod-mask-loss", zero=KEY_BIAS),
     "documents-rope": Feature(f"{LLAMA} --reset-position-ids --reset-attention-mask --eod-mask-loss --window-size 6"),
-    "uneven": Feature(NO_DROPOUT, patches=("uneven",), zero_key_bias=True),
+    "uneven": Feature(NO_DROPOUT, patches=("uneven",), zero=KEY_BIAS),
     "caps-zloss": Feature(f"{NO_DROPOUT} --attn-logit-softcapping 3 --final-logit-softcapping 2 --z-loss-coeff 1e-2 --num-layers 3"),
-    "ramp-up": Feature("--rampup-batch-size 4 4 40", most_dp=4, zero_key_bias=True),
-    "recompute": Feature("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --geglu", zero_key_bias=True),
+    "ramp-up": Feature("--rampup-batch-size 4 4 40", most_dp=4, zero=KEY_BIAS),
+    "recompute": Feature("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --geglu", zero=KEY_BIAS),
     "sgd": Feature(f"--optimizer sgd --lr 0.1 {LLAMA}"),
 }
 

@@ -30,12 +30,77 @@ class Mutant:
     rows: tuple[str, ...]
 
 
-def skipped_row(name: str, start: str, row: str) -> Mutant:
-    """One row of PARTIAL_GRADIENTS left out: the parameters stay replicated but nobody sums their gradients."""
-    return Mutant(name, "megatron/layers/tensor_parallel.py", f"    Partial(({start}", f"    *() and (Partial(({start}", (row,))
+LAYERS, MODEL, STEP = "megatron/layers", "megatron/model", "megatron/training/step.py"
 
 
-MUTANTS: tuple[Mutant, ...] = ()
+def unsummed(name: str, line: str, *rows: str) -> Mutant:
+    """One row of PARTIAL_GRADIENTS left out."""
+    return Mutant(f"no sum of {name}", f"{LAYERS}/tensor_parallel.py", f"    {line},\n", "", rows)
+
+
+MUTANTS = (
+    unsummed("layer norms", '''Partial(("input_norm.weight", "input_norm.bias", "mlp_norm.weight", "mlp_norm.bias"), "axis", sequence_only=True)''',
+             "fp64-llama-tp2spserial"),
+    unsummed("the final norm", '''Partial(("final_norm.weight", "final_norm.bias"), "axis", sequence_only=True)''', "fp64-llama-tp2spserial"),
+    unsummed("row-parallel biases", '''Partial(("attention.proj.bias", "mlp.down.bias"), "axis", sequence_only=True)''', "fp64-documents-tp2sp"),
+    unsummed("positions", '''Partial(("embedding.position.weight",), "axis", sequence_only=True)''', "fp64-documents-tp2sp"),
+    unsummed("QK norms", '''Partial(("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias"), "axis", sequence_only=False)''',
+             "fp64-mqa-qknorm-bias-tp2dp2"),
+    unsummed("shared key/value heads",
+             '''Partial(("attention.k.weight", "attention.k.bias", "attention.v.weight", "attention.v.bias"), "kv", sequence_only=False)''',
+             "fp64-mqa-bias-tp2"),
+    Mutant("no sum of a row-parallel layer's outputs", f"{LAYERS}/linear.py",
+           "y = all_reduce(F.linear(x, weight), tp.axis)", "y = F.linear(x, weight)", ("fp64-gpt-tp2",)),
+    Mutant("no sum of a column-parallel layer's input gradients", f"{LAYERS}/linear.py",
+           "start_all_reduce(linear_input_grad(dy, weight), tp.axis)", "start_all_reduce(linear_input_grad(dy, weight), DENSE.axis)", ("fp64-gpt-tp2",)),
+    Mutant("a row-parallel bias added on every rank", f"{LAYERS}/linear.py",
+           "return y if bias is None else y.add_(bias)", "return y if bias is None else y.add_(bias * tp.size)", ("fp64-gpt-tp2",)),
+    Mutant("a column-parallel bias learnt on one rank alone", f"{LAYERS}/linear.py",
+           "if ctx.bias is not None:\n            bias_grad(dy, ctx.bias.main_grad)\n        return summing",
+           "if ctx.bias is not None and tp.axis.rank == 0:\n            bias_grad(dy, ctx.bias.main_grad)\n        return summing", ("fp64-gpt-tp2",)),
+    Mutant("overlapping vocabulary ranges of the embedding", f"{LAYERS}/embedding.py",
+           "local = ids - tp.axis.rank * weight.shape[0]", "local = ids - tp.axis.rank * (weight.shape[0] - 1)", ("fp64-gpt-tp2",)),
+    Mutant("shifted labels of the cross-entropy", f"{LAYERS}/loss.py",
+           "labels.flatten() - first,", "labels.flatten() - first - tp.axis.rank,", ("fp64-gpt-tp2",)),
+    Mutant("a maximum of logits not shared", f"{LAYERS}/loss.py",
+           "(sums * (tops - top).exp_()).sum(0)", "sums.sum(0)", ("fp64-gpt-tp2",)),
+    Mutant("probability for padded vocabulary", f"{LAYERS}/loss.py",
+           "columns = min(max(vocab_size - first, 0), logits.shape[-1])", "columns = logits.shape[-1]", ("fp64-padding-tp2sp",)),
+    Mutant("heads of every rank numbered from 0 in dropout", f"{LAYERS}/attention.py",
+           "self.first_head = tp.axis.rank * self.heads", "self.first_head = 0", ("fp64-dropout-tp2",)),
+    Mutant("positions of every rank counted from 0 in dropout", f"{MODEL}/gpt.py",
+           "hidden_dropout=DropoutState(sample_ids, token_index[own])", "hidden_dropout=DropoutState(sample_ids, token_index[own] - token_index[own][0])",
+           ("fp64-documents-tp2sp",)),
+    Mutant("the first positions embedded on every rank", f"{MODEL}/gpt.py",
+           "position_ids=position_ids[own]", "position_ids=position_ids[: len(position_ids[own])]", ("fp64-documents-tp2sp",)),
+    Mutant("key/value heads of another rank", f"{MODEL}/layout.py",
+           "offset = (tp.axis.rank // tp.kv.size * groups * d,", "offset = (tp.axis.rank % (config.num_query_groups // groups) * groups * d,",
+           ("fp64-gqa2-qknorm-tp4sp",)),
+    Mutant("samples of neighbouring data-parallel ranks overlap", "megatron/training/run.py",
+           "return first + self.config.training.micro_batch_size * self.groups.dp.rank",
+           "return first + self.groups.dp.rank", ("fp64-gpt-dp2serial",)),
+    Mutant("a data-parallel mean", "megatron/optimizer/reduction.py",
+           "shard = pending.wait()", "shard = pending.wait().div_(self.groups.replicas.size)", ("fp64-gpt-dp2serial",)),
+    Mutant("one block not reduced", "megatron/optimizer/reduction.py",
+           "for block in () if self.overlap else self.blocks:", "for block in () if self.overlap else self.blocks[1:]:", ("fp64-gpt-dp2serial",)),
+    Mutant("reduced one micro-batch too early", "megatron/optimizer/reduction.py",
+           "if self.left[unit] == 0 and self.overlap:", "if self.left[unit] == 1 and self.overlap:", ("fp64-documents-tp2dp2",)),
+    Mutant("local instead of global token count", STEP,
+           "nominal / (tokens.sum() * ", "nominal / (gradients.tokens.double().sum() * run.groups.dp.size * ", ("fp64-uneven-tp2dp2",)),
+    Mutant("scaled by the data-parallel size", STEP,
+           "nominal / (tokens.sum() * ", "nominal / (run.groups.dp.size * tokens.sum() * ", ("fp64-gpt-dp2serial",)),
+    Mutant("replicated parameters counted on every rank in the norm", "megatron/optimizer/blocks.py",
+           "if holders(box, groups).rank > 0:", "if False:", ("fp64-gpt-tp2",)),
+    Mutant("the tied matrix counted twice in the norm", "megatron/optimizer/optimizer.py",
+           "        replicas = self.groups.replicas\n        for block, buffer in zip(self.blocks, buffers):",
+           "        replicas = self.groups.replicas\n        for block, buffer in zip([*self.blocks, self.blocks[0]], [*buffers, buffers[0]]):",
+           ("fp64-gpt-tp2",)),
+    Mutant("evaluation of one rank's samples alone", "megatron/training/evaluate.py",
+           "all_reduce(total, run.groups.dp)", "total", ("fp64-gpt-dp2serial",)),
+    Mutant("an overflow noticed by one rank alone", STEP,
+           "squares=squares[0]", "squares=run.optimizer.squares() if not run.optimizer.squares().isfinite() else squares[0].nan_to_num(1.0, 1.0, 1.0)",
+           ("fp16-gpt-tp2sp",)),
+)
 
 
 def broken_copy(mutant: Mutant, folder: Path) -> Path:
