@@ -73,13 +73,13 @@ def test_missing_ranks_are_named_on_all_others(port):
     error = the_error(meet_all([ranks[rank] for rank in (0, 1, 2, 6, 8)]))
     assert error.startswith(f"ranks 3-5, 7 of 9 did not arrive at 127.0.0.1:{port} within 0.025 minutes (--distributed-timeout-minutes); "
                             "ranks 0-2, 6, 8 did. ")
-    assert SECONDS < time.monotonic() - begun < SECONDS + 2
+    assert SECONDS < time.monotonic() - begun < SECONDS + 5
 
 
 def test_nobody_waits_longer_than_the_first(port):
     begun = time.monotonic()
     error = the_error(meet_all(launches(4, port)[:3], seconds={0: 60, 1: SECONDS, 2: 60}))
-    assert error.startswith("rank 3 of 4 did not arrive") and time.monotonic() - begun < SECONDS + 2
+    assert error.startswith("rank 3 of 4 did not arrive") and time.monotonic() - begun < SECONDS + 5
 
 
 def test_different_flags_are_named_with_both_ranks_and_values(port):

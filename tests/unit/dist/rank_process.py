@@ -1,0 +1,67 @@
+"""One rank of a job, for test_processes.py: `python rank_process.py WHAT MINUTES [GATE COUNT]`, started by torchrun or with srun's variables.
+
+It ends as pretrain_gpt.py does, and prints what it saw as one line of JSON. With GATE, a folder, it begins when COUNT processes have come there:
+starting Python takes longer on a busy machine than the timeouts of these tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import torch
+import torch.distributed as dist
+
+import megatron.training.pretrain
+import pretrain_gpt
+from megatron.dist.groups import Layout
+from megatron.dist.setup import choose_device, connect, disconnect, make_groups, read_launch
+
+WHAT, MINUTES = sys.argv[1], float(sys.argv[2])
+
+
+def main(config, _notes, *, dry_run: bool) -> int:
+    launch = read_launch()
+    if len(sys.argv) > 3:
+        gate = Path(sys.argv[3])
+        (gate / str(launch.rank)).touch()
+        while len(list(gate.iterdir())) < int(sys.argv[4]):
+            time.sleep(0.01)
+    device, backend = choose_device(launch, config.distributed)
+    connect(launch, backend, config.distributed.distributed_timeout_minutes, config.to_dict())
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if WHAT == "restart" and restarts == "0" and launch.rank == 1:
+        os._exit(9)
+    groups = make_groups(Layout(dp=launch.world_size), None)
+    total = torch.ones((), device=device) + launch.rank
+    dist.all_reduce(total, group=groups.world.group)
+    made = [axis.group._get_backend(device).options for axis in (groups.world, groups.replicas_gather) if axis.group is not None]
+    shown = {"rank": launch.rank, "launcher": launch.launcher, "sum": total.item(), "threads": torch.get_num_threads(), "restarts": restarts,
+             "timeouts": [options._timeout.total_seconds() for options in made]}
+    if WHAT == "hang" and launch.rank > 0:
+        begun = time.monotonic()
+        try:
+            dist.all_reduce(total, group=groups.world.group)
+        except RuntimeError:
+            shown["waited"] = time.monotonic() - begun
+    elif WHAT == "hang":
+        time.sleep(60 * MINUTES + 3)
+    else:
+        time.sleep(0.5 * launch.rank)  # rank 0 is the first that wants to leave
+    print(json.dumps(shown), flush=True)
+    if WHAT != "hang":
+        disconnect()
+    return 0
+
+
+megatron.training.pretrain.pretrain = main
+lr = 0.2 if WHAT == "flags" and os.environ.get("RANK") == "1" else 0.1
+sys.exit(pretrain_gpt.main([
+    "--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1", "--seq-length", "8", "--micro-batch-size", "1", "--train-iters", "1",
+    "--lr", str(lr), "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--distributed-timeout-minutes", str(MINUTES),
+]))  # fmt: skip

@@ -1,0 +1,129 @@
+"""Real processes: torchrun, tasks with srun's variables, and what they print when a launch goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore
+
+from megatron.dist.setup import SRUN_PORTS
+
+RANK = str(Path(__file__).with_name("rank_process.py"))
+CORES = len(os.sched_getaffinity(0))
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+
+
+def environment(**values: object) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER and not name.startswith(("SLURM_", "TORCHELASTIC_"))}
+    return {**inherited, "CUDA_VISIBLE_DEVICES": "", **{name: str(value) for name, value in values.items()}}
+
+
+def torchrun(ranks: int, what: str, *flags: str, **values: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *flags, RANK, what, "0.5"]
+    return subprocess.run(command, env=environment(**values), capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def srun(tmp_path):
+    """`srun(ranks, count, what, minutes)` starts these tasks of a step of `count`; they meet at `srun.port`. All are killed at the end."""
+    processes: list[subprocess.Popen] = []
+    for job in range(os.getpid(), os.getpid() + 100):
+        with socket.socket() as probe:
+            if probe.connect_ex(("localhost", SRUN_PORTS[job % len(SRUN_PORTS)])):
+                break
+
+    def start(ranks: list[int], count: int, what: str, minutes: float) -> list[subprocess.Popen[str]]:
+        command = [sys.executable, RANK, what, str(minutes), str(tmp_path), str(len(ranks))]
+        for rank in ranks:
+            variables = environment(
+                SLURM_PROCID=rank, SLURM_STEP_NUM_TASKS=count, SLURM_LOCALID=rank, SLURM_NODEID=0, SLURM_STEP_TASKS_PER_NODE=count, SLURM_JOB_ID=job,
+                SLURM_STEP_ID=0, SLURM_STEP_NODELIST="localhost")
+            processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables))
+        return processes
+
+    start.port, start.job = SRUN_PORTS[job % len(SRUN_PORTS)], f"srun/{job}.0.0"
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def lines(output: str) -> dict[int, dict]:
+    """What the ranks printed, by rank."""
+    return {shown["rank"]: shown for shown in map(json.loads, output.splitlines())}
+
+
+def test_torchrun_starts_connects_and_leaves_quietly():
+    ended = torchrun(2, "work")
+    assert ended.returncode == 0, ended.stderr
+    threads = max(1, CORES // 2)
+    same = {"launcher": "torchrun", "sum": 3.0, "threads": threads, "restarts": "0", "timeouts": [30.0, 30.0]}
+    assert lines(ended.stdout) == {rank: {"rank": rank, **same} for rank in range(2)}
+    assert not [line for line in ended.stderr.splitlines() if "OMP_NUM_THREADS" not in line and line.strip("*")], ended.stderr
+
+
+def test_a_restart_by_torchrun_meets_again():
+    """Rank 1 ends after the first rendezvous; the second one happens in the same store."""
+    ended = torchrun(2, "restart", "--max-restarts=1", OMP_NUM_THREADS=1)
+    assert ended.returncode == 0, ended.stderr
+    shown = lines(ended.stdout)
+    assert [(shown[rank]["restarts"], shown[rank]["sum"], shown[rank]["threads"]) for rank in (0, 1)] == [("1", 3.0, 1)] * 2
+
+
+def test_every_rank_says_which_flag_differs():
+    """All say it, though torchrun ends the others when the first one has ended."""
+    ended = torchrun(3, "flags")
+    message = "the ranks were started differently: --lr: 0.1 on rank 0, 0.2 on rank 1. Give every rank the same flags and software"
+    assert ended.returncode and ended.stderr.count(message) == 3, ended.stderr
+    assert "exitcode  : 2" in ended.stderr and 'File "' not in ended.stderr[: ended.stderr.rindex(message)], ended.stderr
+
+
+def test_srun_starts_too_and_a_collective_that_hangs_ends_in_time(srun):
+    tasks = srun([0, 1], 2, "hang", 0.1)
+    shown = lines("".join(task.communicate(timeout=40)[0] for task in tasks))
+    assert [shown[rank]["sum"] for rank in range(2)] == [3.0, 3.0] and shown[0]["launcher"] == "srun" and shown[0]["timeouts"] == [6.0, 6.0]
+    assert 5 < shown[1]["waited"] < 9 and shown[1]["threads"] == max(1, CORES // 2)
+
+
+def errors(tasks: list[subprocess.Popen[str]]) -> list[str]:
+    """Their one line of error each, after the exit code for what the user can mend."""
+    said = [task.communicate(timeout=30)[1].splitlines() for task in tasks]
+    assert [task.returncode for task in tasks] == [2] * len(tasks) and all(len(message) == 1 for message in said), said
+    return [message for (message,) in said]
+
+
+def test_a_rank_that_never_arrives_is_named_by_the_others(srun):
+    said = errors(srun([0, 2], 3, "work", 0.05))
+    assert said[0] == said[1] and said[0].startswith(f"rank 1 of 3 did not arrive at localhost:{srun.port} within 0.05 minutes")
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_rank_zero_dies_while_the_others_wait(srun):
+    tasks = srun([0, 1], 3, "work", 1)
+
+    def listens() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", srun.port)) == 0
+
+    wait_for(listens)
+    keys = PrefixStore(srun.job, TCPStore("127.0.0.1", srun.port, wait_for_workers=False, timeout=timedelta(seconds=20)))
+    wait_for(lambda: keys.check(["arrivals"]) and len(keys.get("arrivals").splitlines()) == 2)
+    tasks[0].kill()
+    message = tasks[1].communicate(timeout=30)[1].splitlines()[-1]
+    assert tasks[1].returncode == 2
+    assert message.startswith(f"rank 1: lost the connection to rank 0's store at localhost:{srun.port} before all 3 ranks had arrived")
