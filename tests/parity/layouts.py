@@ -73,10 +73,17 @@ def narrow_bound(precision: str, layers: int = 2) -> float:
     return 2 * UNIT_ROUNDOFF[precision] * math.sqrt(2 * (12 * layers + 4))
 
 
+def wire_bound(ranks: int) -> float:
+    """Relative error of an fp32 gradient reduced in bf16 over data-parallel ranks. Each rank's part is rounded, then their sum. Gradients of
+    different samples are about orthogonal, so the norms of N parts add up to sqrt(N) times that of the sum: u sqrt(N) + u."""
+    return UNIT_ROUNDOFF["bf16"] * (1 + math.sqrt(ranks))
+
+
 SGD = "--optimizer sgd --lr 0.1 --weight-decay 0 --clip-grad 0"
 PRECISIONS = {
     "fp64": "--fp64",
     "fp32": SGD,
+    "wire": f"{SGD} --grad-reduce-in-bf16",
     "bf16": f"{SGD} --bf16",
     "fp16": f"{SGD} --fp16 --initial-loss-scale 1024 --loss-scale-window 3",  # so low that nothing overflows but what is made to
 }
@@ -96,6 +103,10 @@ class Row:
     @property
     def world(self) -> int:
         return read_layout(self.layout)[0]
+
+    @property
+    def dp(self) -> int:
+        return read_layout(self.layout)[3]
 
     @property
     def patches(self) -> tuple[str, ...]:
@@ -125,6 +136,7 @@ def full_table() -> list[Row]:
     rows = [Row(layout, feature) for layout, feature in product(LAYOUTS, FEATURES)]
     rows += [Row(layout, feature, "fp32") for layout, feature in product(LAYOUTS, FEATURES)]
     rows += [Row(layout, feature, precision) for layout, feature, precision in product(NARROW_LAYOUTS, NARROW_FEATURES, ("bf16", "fp16"))]
+    rows += [Row(layout, feature, "wire") for layout, feature in product(LAYOUTS, NARROW_FEATURES) if read_layout(layout)[3] > 1]
     return [row for row in rows if possible(row)]
 
 
