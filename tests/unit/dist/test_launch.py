@@ -11,7 +11,7 @@ import torch
 from megatron.config.groups import DistributedConfig
 from megatron.dist import setup
 from megatron.dist.rendezvous import Launch, LaunchError
-from megatron.dist.setup import choose_device, expand_counts, expand_hosts, read_launch, share_cores
+from megatron.dist.setup import choose_device, connect, disconnect, expand_counts, expand_hosts, read_launch, share_cores
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "29400"}
 SRUN = {
@@ -181,3 +181,22 @@ class TestThreads:
         for launch in (Launch(), Launch(1, 4, 1, 4, "torch.distributed"), Launch(1, 4, 1, 4, "environment")):
             setup.choose_device(launch, DistributedConfig())
         assert self.chosen == [3]
+
+
+def test_one_process_meets_nobody():
+    connect(Launch(), "gloo", 0.01, {})
+    assert not torch.distributed.is_initialized()
+    disconnect()
+
+
+def test_a_backend_that_cannot_connect_is_one_message(monkeypatch):
+    def broken(*_args, **_keywords):
+        raise RuntimeError("Connection refused\nstack\nof torch")
+
+    monkeypatch.setattr(setup, "meet", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", broken)
+    with pytest.raises(LaunchError) as raised:
+        connect(Launch(1, 2, 1, 2), "gloo", 0.01, {})
+    message = str(raised.value)
+    assert message.startswith("rank 1: all 2 ranks arrived, but gloo could not connect them; look for an earlier error of another rank")
+    assert "GLOO_SOCKET_IFNAME" in message and message.endswith("It said: Connection refused")
