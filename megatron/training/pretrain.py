@@ -41,7 +41,7 @@ from megatron.plan import memory
 from megatron.training.checkpointing import load, locate_checkpoint, prepare_save_folder, save
 from megatron.training.exit import ExitConditions
 from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
-from megatron.training.resume import refuse_foreign, resumed_schedule
+from megatron.training.resume import continuity, device_name, refuse_foreign, resumed_schedule
 from megatron.training.run import Progress, Run
 
 
@@ -68,17 +68,13 @@ def layout_of(config: Config, world_size: int) -> Layout:
     return Layout(tp=distributed.tensor_model_parallel_size, dp=data_parallel_size(config, world_size), order=order)
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-
-
 def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data, device: torch.device, padded_vocab: int, world_size: int,
              checkpoint: Checkpoint | None) -> dict[str, list[str]]:
     """The banner's sections: all that a reader of a log needs to know about a run."""
     model, training, seq = config.model, config.training, config.data.seq_length
     dtype, gbs, dp = compute_dtype(config.precision), config.training.global_batch_size, data_parallel_size(config, world_size)
     parameters = parameter_count(model, tokenizer.vocab_size)
-    peak = config.logging.peak_tflops or peak_tflops(_device_name(device), dtype)
+    peak = config.logging.peak_tflops or peak_tflops(device_name(device), dtype)
     flops = [flops_per_iteration(model, gbs, seq, vocab) for vocab in (tokenizer.vocab_size, padded_vocab)]
     estimate = memory.estimate(config, tokenizer.vocab_size, world_size)
     attention = choose_attention(model, training=True)
@@ -88,7 +84,7 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
     gib = ", ".join(f"{name} {size / 2**30:.3g}" for name, size in estimate.items())
     return {
         "versions": [f"megatron {__version__}, torch {torch.__version__}, Python {platform.python_version()}"],
-        "device": [f"{_device_name(device)}; MFU against {f'{peak:g} TFLOP/s' if peak else 'no known peak (--peak-tflops)'}"],
+        "device": [f"{device_name(device)}; MFU against {f'{peak:g} TFLOP/s' if peak else 'no known peak (--peak-tflops)'}"],
         "layout": [describe_layout(layout_of(config, world_size))],
         "model": [
             f"{model.num_layers} layers, hidden {model.hidden_size}, ffn {model.ffn_hidden_size} ({model.activation}), {model.num_attention_heads} heads of "
@@ -180,7 +176,9 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     groups = make_groups(layout, resolve(config, world_size, None).config.model.num_query_groups)
     prepared = prepare(config, notes, world_size, device, groups.world)
     config, tokenizer, sections = prepared.config, prepared.tokenizer, prepared.sections
-    prepare_save_folder(config, Ranks(groups.world, device))
+    ranks = Ranks(groups.world, device)
+    prepare_save_folder(config, ranks)
+    device_names = ", ".join(sorted(set(ranks.agree(lambda: device_name(device)))))
     dtype, distributed = compute_dtype(config.precision), config.distributed
     tp = TensorParallel(groups.tp, groups.kv, sequence=distributed.sequence_parallel, overlap=distributed.tp_comm_overlap)
     model = GPTModel(config.model, vocab_size=tokenizer.vocab_size, padded_vocab=prepared.padded_vocab, dtype=dtype, seed=config.training.seed, tp=tp)
@@ -191,11 +189,11 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     sections["paths"] += tracker.notes if tracker is not None else []
     print(banner(sections), flush=True)
     return Run(
-        config=config, groups=groups, device=device, vocab_size=tokenizer.vocab_size, padded_vocab=prepared.padded_vocab,
-        tokenizer_fingerprint=tokenizer.fingerprint, model=model, wrapper=block_wrapper(config, model, blocks, groups),
-        optimizer=Optimizer(blocks, config, groups), schedule=prepared.schedule, scaler=LossScaler(config.precision), data=prepared.data,
+        config=config, groups=groups, device=device, device_names=device_names, vocab_size=tokenizer.vocab_size,
+        padded_vocab=prepared.padded_vocab, tokenizer_fingerprint=tokenizer.fingerprint, model=model,
+        wrapper=block_wrapper(config, model, blocks, groups), optimizer=Optimizer(blocks, config, groups), schedule=prepared.schedule, scaler=LossScaler(config.precision), data=prepared.data,
         tracker=tracker, exits=exits, progress=prepared.progress, save=save,
-        peak_tflops=config.logging.peak_tflops or peak_tflops(_device_name(device), dtype),
+        peak_tflops=config.logging.peak_tflops or peak_tflops(device_name(device), dtype),
     ), prepared.checkpoint
 
 
@@ -205,7 +203,7 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
     else:
         with together(run.groups.world, run.device):
             load(checkpoint, run)
-        print(f" loaded checkpoint {checkpoint.path} at iteration {run.progress.iteration}", flush=True)
+        print(f" loaded checkpoint {checkpoint.path} at iteration {run.progress.iteration}{continuity(checkpoint, run)}", flush=True)
         checkpoint.close()
     if run.config.evaluation.skip_train or run.progress.evaluation_due:
         run.progress.evaluation_due = evaluate_all(run, "validation") is None

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.groups import Config, ModelConfig
+from megatron.dist.groups import describe_layout
 from megatron.optimizer.lr_schedule import Schedule
+
+if TYPE_CHECKING:
+    from megatron.training.run import Run
 
 # Model fields that change neither weights nor results, and those a continued run may change on purpose.
 _FREE_MODEL_FIELDS = {"attention_backend", "hidden_dropout", "attention_dropout", "z_loss_coeff", "init_method_std"}
+_NO_ARITHMETIC = {"init_method_std", "distributed_timeout_minutes", "world_size", "tensor_model_parallel_size", "use_tp_pp_dp_mapping"}
 
 
-def run_state(run) -> dict[str, Any]:
+def run_state(run: Run) -> dict[str, Any]:
     """The JSON state of a checkpoint."""
     return {
         **asdict(run.progress),
@@ -29,7 +34,29 @@ def run_state(run) -> dict[str, Any]:
         "vocab_size": run.vocab_size,
         "tokenizer": run.tokenizer_fingerprint,
         "versions": {"torch": torch.__version__},
+        "layout": describe_layout(run.groups.layout),
+        "device": run.device_names,
     }
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def continuity(checkpoint: Checkpoint, run: Run) -> str:
+    """For the log: whether the run goes on with the bits of one that was never interrupted, and if not, what makes them differ."""
+    if run.config.checkpoint.finetune or not run.config.checkpoint.load_optim or run.config.evaluation.skip_train:
+        return ""
+    theirs, ours = _decides_rounding(checkpoint.state), _decides_rounding(run_state(run))
+    different = [f"{name} {theirs.get(name)} -> {value}" for name, value in ours.items() if theirs.get(name) != value]
+    return f"; goes on from the same state, not bit for bit: {', '.join(different)}" if different else "; goes on bit for bit"
+
+
+def _decides_rounding(state: dict[str, Any]) -> dict[str, Any]:
+    config = state["config"]
+    fields = {**config["model"], **config["precision"], **config["distributed"], "micro_batch_size": config["training"]["micro_batch_size"]}
+    flags = {f"--{name.replace('_', '-')}": value for name, value in fields.items() if name not in _NO_ARITHMETIC}
+    return {"layout": state.get("layout"), "device": state.get("device"), "torch": state["versions"]["torch"], **flags}
 
 
 def refuse_foreign(checkpoint: Checkpoint, config: Config, vocab_size: int, tokenizer_fingerprint: str) -> None:

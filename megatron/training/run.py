@@ -38,6 +38,7 @@ class Run:
     config: Config
     groups: Groups
     device: torch.device
+    device_names: str  # of all ranks, each kind once
     vocab_size: int
     padded_vocab: int
     tokenizer_fingerprint: str

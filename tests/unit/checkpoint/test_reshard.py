@@ -71,7 +71,8 @@ def test_every_layout_loads_on_every_other(on, runs, tmp_path, feature, source):
 @pytest.mark.parametrize("feature", ["tied-bf16", "gqa-untied"])
 def test_on_the_same_layout_a_run_goes_on_bit_for_bit(on, runs, tmp_path, feature, layout):
     root = runs(feature, layout)
-    on(layout, start, flags(feature, layout, "--load", root, "--ckpt-step", 3, *saving(tmp_path)))
+    texts = on(layout, start, flags(feature, layout, "--load", root, "--ckpt-step", 3, *saving(tmp_path)))
+    assert "iteration 3; goes on bit for bit\n" in texts[0]
     assert differing(saved(root, 6), saved(tmp_path, 6)) == []
     assert differing(saved(root, 3), saved(tmp_path, 6))  # the control: training changes every bit that matters
     whole, resumed = ([(row["lm loss"], row["grad-norm"]) for row in read_metrics(folder / "metrics.jsonl")] for folder in (root, tmp_path))
@@ -86,7 +87,8 @@ def test_on_another_layout_a_run_goes_on_within_the_bound(on, runs, tmp_path, so
     """In fp64, to the parity harness's 1e-10; the control resumes without the optimizer's state."""
     root = runs("mqa-fp64", source)
     arguments = flags("mqa-fp64", target, "--load", root, "--ckpt-step", 3)
-    on(target, start, (*arguments, *saving(tmp_path / "right")))
+    texts = on(target, start, (*arguments, *saving(tmp_path / "right")))
+    assert "iteration 3; goes on from the same state, not bit for bit: " in texts[0]
     assert distance(saved(root, 6), saved(tmp_path / "right", 6)) < 1e-10
     whole, resumed = ([row["lm loss"] for row in read_metrics(folder / "metrics.jsonl")] for folder in (root, tmp_path / "right"))
     assert all(math.isclose(a, b, rel_tol=1e-10) for a, b in zip(whole[3:], resumed, strict=True))
