@@ -28,6 +28,7 @@ from compare_runs import computed_rows, differences  # noqa: E402
 
 from megatron.config.arguments import dump_config, parse_arguments  # noqa: E402
 from megatron.config.groups import CheckpointConfig, Config, LoggingConfig, PrecisionConfig  # noqa: E402
+from megatron.config.validate import resolve  # noqa: E402
 
 GATE = 1e-10  # relative; float64 rounds at 1e-16, a run of some steps stays orders below this, and no bug does
 SWITCHES = {
@@ -90,6 +91,12 @@ def main(argv: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="check_parity_") as folder:
             file = Path(folder, "config.json")
             file.write_text(dump_config(config))
+            for layout in arguments.layout:
+                ranks, words, *_ = read_layout(layout)
+                try:
+                    resolve(parse_arguments(["--config", str(file), *words]).config, ranks, None)
+                except ValueError as error:
+                    raise ValueError(f"--layout {layout!r} on {ranks} rank(s): {error}") from None
             rows = [computed_rows(str(train(layout, file, Path(folder)))) for layout in arguments.layout]
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
