@@ -202,8 +202,8 @@ def connect(launch: Launch, backend: str, timeout_minutes: float, fingerprint: d
                                 timeout=timedelta(minutes=timeout_minutes), device_id=device)
     except RuntimeError as error:
         interface = {"nccl": "NCCL_SOCKET_IFNAME", "gloo": "GLOO_SOCKET_IFNAME"}[backend]
-        raise LaunchError(f"rank {launch.rank}: all {launch.world_size} ranks arrived, but {backend} could not connect them; look for an earlier error of "
-                          f"another rank; if there is none, set {interface} to the network interface that joins the hosts. It said: "
+        raise LaunchError(f"rank {launch.rank}: all {launch.world_size} ranks arrived, but {backend} could not connect them; look for an earlier error "
+                          f"of another rank; if there is none, set {interface} to the network interface that joins the hosts. It said: "
                           f"{str(error).splitlines()[0]}") from None
 
 
