@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What train.sbatch starts with srun: `launch.sh torchrun FLAGS` once a node, or `launch.sh srun FLAGS` once a rank. FLAGS are pretrain_gpt.py's.
-# Reads MASTER_ADDR, MASTER_PORT, RANKS_PER_NODE, PYTHON and Slurm's own variables.
+# Reads MASTER_ADDR, MASTER_PORT, RANKS_PER_NODE, PYTHON, FAILURES (a file that failing tasks add their exit codes to) and Slurm's own variables.
 set -u
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 way=$1
@@ -18,19 +18,22 @@ fi
 # Both signals ask for a checkpoint. Which processes Slurm sends them to depends on its plugins, so a rank may get one twice, or before it can
 # handle it: ignored from here on, neither kills it. (Its handlers replace this; a second signal falls back to this.)
 trap '' USR1 TERM
-if [ "$way" = srun ]; then
-    exec "$PYTHON" "$root/pretrain_gpt.py" "$@"
+if [ "$way" = torchrun ]; then
+    "$PYTHON" "$root/scripts/torchrun.py" --nnodes "$SLURM_STEP_NUM_NODES" --node-rank "$SLURM_NODEID" --nproc-per-node "$RANKS_PER_NODE" \
+        --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$root/pretrain_gpt.py" "$@" &
+    ranks() { cat "/proc/$child/task/$child/children"; }  # torchrun passes SIGTERM on to them, SIGUSR1 not
+else
+    "$PYTHON" "$root/pretrain_gpt.py" "$@" &
+    ranks() { echo "$child"; }
 fi
-
-"$PYTHON" "$root/scripts/torchrun.py" --nnodes "$SLURM_STEP_NUM_NODES" --node-rank "$SLURM_NODEID" --nproc-per-node "$RANKS_PER_NODE" \
-    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$root/pretrain_gpt.py" "$@" &
-agent=$!
-trap 'interrupted=yes; kill -USR1 $(cat "/proc/$agent/task/$agent/children")' USR1  # torchrun passes SIGTERM on to its ranks, SIGUSR1 not
-trap 'interrupted=yes; kill -TERM "$agent"' TERM
+child=$!
+trap 'interrupted=yes; kill -USR1 $(ranks)' USR1
+trap 'interrupted=yes; kill -TERM "$child"' TERM
 interrupted=yes
-while [ -n "$interrupted" ]; do  # a signal ends `wait`, not torchrun
+while [ -n "$interrupted" ]; do  # a signal ends `wait`, not the child
     interrupted=
-    wait "$agent"
+    wait "$child"
     code=$?
 done
+[ "$code" -eq 0 ] || echo "$code task $SLURM_PROCID on $SLURMD_NODENAME" >>"$FAILURES"  # srun knows only the highest code of all tasks
 exit "$code"

@@ -1,0 +1,105 @@
+"""Jobs of scripts/train.sbatch: a tiny model on 2 nodes x 2 ranks over Gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from cluster import Cluster, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+ITERATIONS = 200
+SAVE_INTERVAL = 20
+MODEL = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --global-batch-size 8 --vocab-size 127 --no-bf16
+--train-iters {ITERATIONS} --save-interval {SAVE_INTERVAL} --log-interval 1 --eval-iters 0""".split()
+TWO_BY_TWO = "--nodes=2 --ntasks-per-node=2 --cpus-per-task=1 --gpus-per-node=0 --mem=0".split()
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+
+
+class Job:
+    """A submitted job; `save` is its run folder."""
+
+    def __init__(self, cluster: Cluster, folder: Path, launcher: str, flags: tuple[str, ...] = (), slurm: tuple[str, ...] = (),
+                 **settings: str) -> None:
+        folder.mkdir(exist_ok=True)
+        self.cluster, self.save, self.output = cluster, folder / "run", folder / "output.txt"
+        environment = {**cluster.environment, "LAUNCHER": launcher, "SAVE": str(self.save), "TOKENS": "", "PYTHON": sys.executable,
+                       "LAYOUT": "--micro-batch-size 2 --tensor-model-parallel-size 2", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **settings}
+        command = [*TWO_BY_TWO, f"--output={self.output}", *slurm, "--parsable", "scripts/train.sbatch", *MODEL, *flags]
+        self.id = int(cluster.run("sbatch", *command, cwd=ROOT, env=environment))
+
+    def log(self) -> str:
+        return self.output.read_text(errors="replace") if self.output.exists() else "no output yet"
+
+    def iteration(self) -> int:
+        """The last iteration in metrics.jsonl; 0 before the first."""
+        try:
+            return json.loads((self.save / "metrics.jsonl").read_text().rsplit("\n", 2)[-2])["iteration"]
+        except (FileNotFoundError, IndexError):
+            return 0
+
+    def minutes(self) -> int:
+        """Full minutes that it has run."""
+        hours, minutes, _seconds = self.cluster.job(self.id)["RunTime"].split(":")
+        return 60 * int(hours) + int(minutes)
+
+    def reaches(self, iteration: int, seconds: float = 240) -> None:
+        self._wait(lambda: self.iteration() >= iteration, seconds, f"iteration {iteration}")
+
+    def says(self, text: str, seconds: float = 240) -> None:
+        self._wait(lambda: text in self.log(), seconds, f"{text!r} in its output")
+
+    def requeued(self, times: int, *changes: str, seconds: float = 240) -> None:
+        """Wait for the requeue number `times`, and start at once, with `changes` to the job, what Slurm would hold back for two minutes."""
+        def pending() -> bool:
+            now = self.cluster.job(self.id)
+            assert now.get("JobState") not in ENDED, f"job {self.id} ended as {now['JobState']} instead of being requeued\n{self.log()[-6000:]}"
+            return now.get("JobState") == "PENDING" and int(now["Restarts"]) == times
+
+        self._wait(pending, seconds, f"requeue {times}")
+        self.cluster.run("scontrol", "update", f"jobid={self.id}", "StartTime=now", *changes)
+
+    def ends(self, state: str, seconds: float = 240) -> None:
+        """Wait for the end of the job, which must be `state`."""
+        found = self._wait(lambda: {self.cluster.job(self.id).get("JobState")} & ENDED, seconds, f"its end as {state}")
+        assert found == {state}, f"job {self.id} is {found}, not {state}\n{self.log()[-6000:]}"
+
+    def ranks(self) -> dict[int, int]:
+        """Process id of each rank that runs now."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                variables = dict(entry.split(b"=", 1) for entry in (folder / "environ").read_bytes().split(b"\0") if b"=" in entry)
+            except OSError:
+                continue  # gone meanwhile
+            if any(word.endswith(b"pretrain_gpt.py") for word in words[1:3]) and variables.get(b"SLURM_JOB_ID") == b"%d" % self.id:
+                found[int(variables.get(b"RANK") or variables[b"SLURM_PROCID"])] = int(folder.name)
+        return found
+
+    def kill_rank(self, rank: int) -> None:
+        """kill -9."""
+        os.kill(self.ranks()[rank], signal.SIGKILL)
+
+    @contextmanager
+    def frozen(self, *ranks: int) -> Iterator[None]:
+        """These ranks are stopped meanwhile."""
+        processes = [process for rank, process in self.ranks().items() if rank in ranks]
+        assert len(processes) == len(ranks)
+        for process in processes:
+            os.kill(process, signal.SIGSTOP)
+        yield
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT)
+
+    def _wait(self, condition: Callable[[], object], seconds: float, what: str) -> object:
+        def state() -> str:
+            return f"job {self.id}: {what}; now {self.cluster.job(self.id)}\n{self.log()[-6000:]}\n{self.cluster.logs()}"
+
+        return wait_for(condition, seconds, state)

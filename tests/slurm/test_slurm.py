@@ -1,0 +1,148 @@
+"""scripts/train.sbatch on a real Slurm, 2 nodes x 2 ranks: whatever ends a job, the run ends with the bits of an undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cluster import Cluster, free_ports, wait_for
+from jobs import ITERATIONS, MODEL, ROOT, SAVE_INTERVAL, Job
+
+from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from tools import compare_runs
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def hung(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job on one node whose only rank stops moving; its minute runs out while other tests run."""
+    one_node = ("--nodes=1", "--ntasks-per-node=1", "--nodelist=n3", "--time=1")
+    job = Job(cluster, tmp_path_factory.mktemp("hung"), "srun", slurm=one_node, LAYOUT="--micro-batch-size 2")
+    job.reaches(SAVE_INTERVAL + 1)
+    os.kill(job.ranks()[0], signal.SIGSTOP)
+    return job
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a job that nothing happened to."""
+    job = Job(cluster, tmp_path_factory.mktemp("undisturbed"), "srun")
+    job.ends("COMPLETED")
+    assert job.iteration() == ITERATIONS and "2 x 2 ranks by srun" in job.log() and "tp2 cp1 pp1 dp2" in job.log()
+    return job.save
+
+
+def check_same_run(found: Path, expected: Path, capsys: pytest.CaptureFixture) -> None:
+    """Every logged value of every iteration, and the last checkpoint, bit for bit."""
+    assert compare_runs.main([str(found), str(expected)]) == 0, capsys.readouterr().out
+    with Checkpoint(find_checkpoint(found)) as a, Checkpoint(find_checkpoint(expected)) as b:
+        assert a.state["iteration"] == ITERATIONS
+        assert {**a.state, "config": None} == {**b.state, "config": None}, "folders and tracker differ, nothing else"
+        assert set(a.names) == set(b.names) and all(torch.equal(a.read_tensor(name), b.read_tensor(name)) for name in a.names)
+
+
+def test_time_limit_and_killed_rank_under_torchrun(cluster, hung, undisturbed, tmp_path, capsys):
+    """Left to itself torchrun would die of SIGUSR1, and end with 1 whatever the ranks ended with."""
+    job = Job(cluster, tmp_path, "torchrun", ("--wandb-project", "slurm"), ("--time=10", "--signal=B:USR1@119"), WANDB_MODE="offline")
+    job.reaches(30)
+    with job.frozen(1):  # else the run might be over first
+        cluster.run("scontrol", "update", f"jobid={job.id}", f"TimeLimit={job.minutes() + 2}")  # one to two are left
+        job.says("time is nearly over: saving")
+    job.requeued(1, "TimeLimit=10")
+    assert "2 x 2 ranks by torchrun" in job.log() and "the ranks ended with exit code 85" in job.log()
+    saved, identity = find_checkpoint(job.save), (job.save / "wandb_run_id.txt").read_text().strip()
+    assert int(saved.name.removeprefix("iter_")) % SAVE_INTERVAL, "a checkpoint out of turn"
+    job.reaches(100)
+    assert f"loaded checkpoint {saved}" in job.log()
+
+    job.kill_rank(3)
+    job.requeued(2)
+    job.ends("COMPLETED")
+    assert len(list((job.save / "wandb").glob(f"offline-run-*-{identity}"))) == 3, "all starts write the same wandb run"
+    check_same_run(job.save, undisturbed, capsys)
+
+
+def test_killed_rank_controller_and_node_under_srun(cluster, undisturbed, tmp_path, capsys):
+    job = Job(cluster, tmp_path, "srun")
+    job.reaches(30)
+    job.kill_rank(2)
+    job.requeued(1)
+    assert "the ranks ended with exit code 137" in job.log()
+
+    job.reaches(60)
+    cluster.kill("slurmctld")
+    job.reaches(70)
+    cluster.start_controller()
+    wait_for(lambda: cluster.job(job.id).get("JobState") == "RUNNING", 30, "the new controller to know the job")
+
+    lost = cluster.nodes_of(job.id)[1]
+    cluster.kill(lost)
+    with job.frozen(2, 3):  # what the peers of a dead machine see: nothing
+        job.requeued(2)
+    assert "attempt 1 of 3 from iteration" in job.log().rsplit("start 2", 1)[1]
+    job.ends("COMPLETED")
+    assert lost not in cluster.nodes_of(job.id)
+    cluster.start_node(lost)
+    check_same_run(job.save, undisturbed, capsys)
+
+
+def test_scancel_saves_and_is_final(cluster, tmp_path):
+    job = Job(cluster, tmp_path, "srun", ("--train-iters", "100000"))
+    job.reaches(SAVE_INTERVAL + 5)
+    cluster.run("scancel", str(job.id))
+    job.ends("CANCELLED")
+    wait_for(lambda: not job.ranks(), 20, "the ranks to end")
+    assert int(find_checkpoint(job.save).name.removeprefix("iter_")) % SAVE_INTERVAL, "a checkpoint out of turn"
+    assert "requeued" not in job.log() and cluster.job(job.id)["Restarts"] == "0"
+
+
+def test_a_run_that_fails_at_once_is_given_up(cluster, tmp_path):
+    job = Job(cluster, tmp_path, "srun", ("--lr", "1e30", "--clip-grad", "0"), MAX_ATTEMPTS="2")
+    job.requeued(1)
+    job.ends("FAILED")
+    assert "attempt 1 of 2 from iteration 0" in job.log() and "attempt 2 of 2 from iteration 0" in job.log()
+    assert job.log().count("NaN or Inf") == 2 and "no checkpoint after iteration 0 in 2 attempts: not requeued" in job.log()
+    assert cluster.job(job.id)["Restarts"] == "1"
+
+
+def test_a_mistake_in_the_settings_is_not_tried_again(cluster, tmp_path):
+    wrong = Job(cluster, tmp_path / "flags", "srun", ("--num-attention-heads", "5"))
+    unknown = Job(cluster, tmp_path / "preset", "srun", PRESET="gpt4")
+    for job, message in ((wrong, "--num-attention-heads 5"), (unknown, "no preset gpt4: choose")):
+        job.ends("FAILED")
+        assert message in job.log() and "requeued" not in job.log().replace("not requeued", "")
+        assert cluster.job(job.id)["ExitCode"] == "2:0"
+
+
+def test_sigusr1_to_the_launcher_alone_reaches_every_rank(tmp_path):
+    """Slurm's cgroup plugin signals only the process that srun started; here the plugin signals all its children too."""
+    of_slurm = {"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURMD_NODENAME": "n0"}
+    of_the_script = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]), "RANKS_PER_NODE": "2", "PYTHON": sys.executable,
+                     "OMP_NUM_THREADS": "1", "FAILURES": str(tmp_path / "failures")}
+    environment = {**os.environ, **of_slurm, **of_the_script, "TMPDIR": str(tmp_path)}
+    flags = [*MODEL, "--micro-batch-size", "2", "--mock-data", "--lr", "1e-3", "--train-iters", "100000", "--save", str(tmp_path / "run")]
+    command = ["bash", "scripts/launch.sh", "torchrun", *flags]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as launcher:
+        for line in launcher.stdout:
+            if "] iteration " in line:
+                break
+        launcher.send_signal(signal.SIGUSR1)
+        launcher.send_signal(signal.SIGUSR1)
+        rest = launcher.stdout.read()
+        assert launcher.wait(60) == 85, rest
+    assert (tmp_path / "failures").read_text() == "85 task 0 on n0\n"
+    assert "received SIGUSR1" in rest and rest.count(" saved checkpoint ") == 1
+
+
+def test_time_limit_without_a_save_before_it(cluster, hung):
+    hung.requeued(1, "TimeLimit=10")
+    assert "time is over" in hung.log()
+    hung.ends("COMPLETED")
+    assert re.search(r"start 2, attempt 1 of 3 from iteration 2\d: 1 x 1 ranks by srun", hung.log())
