@@ -136,12 +136,12 @@ def narrow(exact: Outcome, one: Outcome, outcomes: list[Outcome], *, bound: floa
     return faults
 
 
-def faults_of(row: Row, outcomes: list[Outcome]) -> list[str]:
+def faults_of(row: Row, outcomes: list[Outcome], device: str = "cpu") -> list[str]:
     """What is wrong with a row of the table, given what its ranks brought back."""
-    one = reference(row.flags(layout=False), row.patches)
+    one = reference(row.flags(layout=False), row.patches, device)
     if row.precision == "fp64":
         return fp64(one, outcomes, zero=FEATURES[row.feature].zero)
-    exact = reference(row.flags(layout=False, exact=True), row.patches)
+    exact = reference(row.flags(layout=False, exact=True), row.patches, device)
     if row.precision in ("fp32", "wire"):
         return fp32(exact, one, outcomes, wire=wire_bound(row.dp) if row.precision == "wire" else 0.0)
     return narrow(exact, one, outcomes, bound=narrow_bound(row.precision))

@@ -54,8 +54,8 @@ class Outcome:
     coordinates: dict[str, int]
 
 
-def run_case(flags: tuple[str, ...], patches: tuple[str, ...] = ()) -> Outcome:
-    """The run of `pretrain_gpt.py flags...` on this rank, under the named PATCHES."""
+def run_case(flags: tuple[str, ...], patches: tuple[str, ...] = (), device: str = "cpu") -> Outcome:
+    """The run of `pretrain_gpt.py flags...` on this rank, under the named PATCHES. On `cuda` all ranks share the GPUs that there are."""
     kept: list[loop.Run] = []
     pendings, evaluations, gradients = [], [], []
 
@@ -78,6 +78,8 @@ def run_case(flags: tuple[str, ...], patches: tuple[str, ...] = ()) -> Outcome:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))  # the world goes on
         stack.enter_context(mock.patch.object(pretrain, "train", train))
+        if device == "cpu" and torch.cuda.is_available():
+            stack.enter_context(mock.patch.object(pretrain, "choose_device", lambda launch, config: (torch.device("cpu"), "gloo")))
         stack.enter_context(mock.patch.object(loop, "update", update))
         stack.enter_context(mock.patch.object(loop, "evaluate", evaluate))
         for name in patches:
@@ -86,6 +88,7 @@ def run_case(flags: tuple[str, ...], patches: tuple[str, ...] = ()) -> Outcome:
         code = pretrain.pretrain(parsed.config, parsed.notes)
     assert code == 0, f"the run ended with exit code {code}"
     (run,) = kept
+    assert run.device.type == device
     published_weights_are_the_masters(run)
     reports = [pending.read() for pending in pendings]
     steps = [Step(report.loss, report.grad_norm, report.skipped, report.loss_scale, report.batch_size) for report in reports]
@@ -183,11 +186,11 @@ PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {"uneven":
 
 
 @functools.cache
-def reference(flags: tuple[str, ...], patches: tuple[str, ...] = ()) -> Outcome:
+def reference(flags: tuple[str, ...], patches: tuple[str, ...] = (), device: str = "cpu") -> Outcome:
     """The same run in this process alone, once a session."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return run_case(flags, patches)
+        return run_case(flags, patches, device)
     finally:
         torch.set_num_threads(threads)
