@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
+import json
+import socket
+import struct
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +22,8 @@ from megatron.model.block import LayerBlock, PlainBlocks
 from parity.worker import run_case
 
 # Functions of dist/collectives.py that send and receive, and what they are.
-KINDS = {"start_all_gather": "all-gather", "gather_parts": "all-gather", "_GlooReduceScatter": "reduce-scatter", "scatter_parts": "reduce-scatter"}
+KINDS = {"start_all_reduce": "all-reduce", "start_all_gather": "all-gather", "gather_parts": "all-gather",
+         "_GlooReduceScatter": "reduce-scatter", "scatter_parts": "reduce-scatter"}
 
 
 @dataclass(frozen=True)
@@ -38,16 +44,16 @@ def _frames() -> Iterator[Any]:
         frame = frame.f_back
 
 
-def _who() -> tuple[str | None, str]:
+def _who() -> tuple[str, str]:
     """(kind of the collective in dist/collectives.py, the function that called it)."""
     kind = None
     for frame in _frames():
         name = frame.f_code.co_qualname
         if Path(frame.f_code.co_filename).name == "collectives.py":
             kind = KINDS.get(name.split(".")[0], kind)
-        elif "megatron" in frame.f_code.co_filename and kind is not None or "/layers/" in frame.f_code.co_filename:
+        elif kind is not None:
             return kind, name
-    return kind, ""
+    raise AssertionError("torch.distributed was not called through dist/collectives.py")
 
 
 class Ledger:
@@ -57,10 +63,10 @@ class Ledger:
         self.calls: list[Call] = []
         self.phase = "elsewhere"
 
-    def _note(self, kind: str | None, tensor: Any, group: Any, share: float) -> None:
-        found, caller = _who()
+    def _note(self, tensor: Any, group: Any, share: float) -> None:
+        kind, caller = _who()
         ranks = tuple(dist.get_process_group_ranks(group))
-        self.calls.append(Call(kind or found or "?", ranks, share * tensor.numel() * tensor.element_size(), self.phase, caller))
+        self.calls.append(Call(kind, ranks, share * tensor.numel() * tensor.element_size(), self.phase, caller))
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -75,12 +81,12 @@ class Ledger:
         isend, all_reduce, forward, backward = dist.isend, dist.all_reduce, LayerBlock.forward, PlainBlocks.backward
 
         def noted_isend(tensor, dst=None, group=None, *args, **kwargs):
-            self._note(None, tensor, group, 1.0)
+            self._note(tensor, group, 1.0)
             return isend(tensor, dst, group, *args, **kwargs)
 
         def noted_all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
             size = dist.get_world_size(group)
-            self._note("all-reduce", tensor, group, 2 * (size - 1) / size)
+            self._note(tensor, group, 2 * (size - 1) / size)
             return all_reduce(tensor, op, group, async_op)
 
         def refused(*args, **kwargs):
@@ -134,3 +140,30 @@ def measure(flags: tuple[str, ...]) -> tuple[float, int]:
     dist.barrier()
     dist.all_gather_object(everyone, sent)
     return sum(everyone), after - before
+
+
+def private_loopback() -> None:
+    """Give this process and its children a loopback interface of their own, where the kernel lets us: nobody else's bytes are counted then."""
+    unshare, new_network, new_user = ctypes.CDLL(None).unshare, 0x40000000, 0x10000000  # from Linux's sched.h
+    if unshare(new_network) == 0 or unshare(new_network | new_user) == 0:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh", b"lo", 0x1))  # SIOCSIFFLAGS, IFF_UP
+
+
+def main(cases: list[list[str]]) -> None:
+    """Print the results of `measure` for each case: the quietest of five runs, on a fresh pair of processes."""
+    from dist.pool import World
+
+    world = World(2)
+    for flags in cases:
+        runs: list[tuple[float, int]] = []
+        while len(runs) < 5 and not (runs and min(seen / counted for counted, seen in runs) <= 1.05):
+            runs.append(world.run(measure, tuple(flags))[0])
+        print(json.dumps(min(runs, key=lambda run: run[1] / run[0])))
+    world.close()
+
+
+if __name__ == "__main__":
+    import parity.ledger  # under the name by which the ranks find its functions
+
+    parity.ledger.main(json.loads(sys.argv[1]))
