@@ -59,6 +59,11 @@ def fp64(one: Outcome, outcomes: list[Outcome], *, zero: tuple[str, str] | None 
     for a, b in zip(one.evaluations, outcomes[0].evaluations, strict=True):
         if not math.isclose(a, b, rel_tol=FP64_GATE):
             faults.append(f"evaluation {b!r}, in one process {a!r}")
+    for a, b in zip(one.metrics, outcomes[0].metrics, strict=True):
+        off = [name for name in a.keys() | b.keys() if not math.isclose(a.get(name, math.nan), b.get(name, math.nan), rel_tol=FP64_GATE)]
+        if off:
+            faults.append(f"metrics {', '.join(f'{name} {b.get(name)!r}, in one process {a.get(name)!r}' for name in sorted(off))}")
+            break
     return faults + tensors_off(one, outcomes, "weights", zero)
 
 

@@ -15,7 +15,7 @@ from check_parity import read_layout  # noqa: E402
 GLOBAL_BATCH = 8
 BASE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --global-batch-size {GLOBAL_BATCH} --train-iters 20
 --mock-data --tokenizer-type NullTokenizer --vocab-size 49 --make-vocab-size-divisible-by 1 --lr 1e-2 --lr-warmup-iters 3 --log-interval 1
---eval-iters 1""".split()
+--eval-iters 1 --log-params-norm""".split()
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 LLAMA = f"--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear {NO_DROPOUT}"
 
@@ -40,7 +40,7 @@ class Feature:
 FEATURES = {
     "gpt": Feature(NO_DROPOUT, zero=KEY_BIAS),  # tied, learned positions, LayerNorm, biases, gelu
     "dropout": Feature("", zero=KEY_BIAS),  # 0.1 in hidden states and attention
-    "llama": Feature(f"{LLAMA} --untie-embeddings-and-output-weights"),
+    "llama": Feature(f"{LLAMA} --untie-embeddings-and-output-weights --log-num-zeros-in-grad"),
     "gqa2-qknorm": Feature(f"{LLAMA} --group-query-attention --num-query-groups 2 --qk-layernorm --untie-embeddings-and-output-weights"),
     "mqa-qknorm-bias": Feature(f"{NO_DROPOUT} --group-query-attention --num-query-groups 1 --qk-layernorm", zero=KEY_NORM_BIAS),
     "gqa4-qkvbias": Feature(f"{LLAMA} --group-query-attention --num-query-groups 4 --add-qkv-bias --num-layers 1"),

@@ -18,6 +18,8 @@ from torch import Tensor
 from megatron.config.arguments import parse_arguments
 from megatron.data.loader import Batch, Source
 from megatron.model.block import LayerBlock
+from megatron.observe.metrics import is_measured
+from megatron.observe.tracking import Tracker
 from megatron.training import loop, pretrain
 
 
@@ -51,13 +53,13 @@ class Outcome:
     evaluations: list[float]
     gradients: list[Piece]  # of step 1, of the mean loss over valid tokens, clipped
     weights: list[Piece]  # at the end
-    coordinates: dict[str, int]
+    metrics: list[dict[str, float]]  # what is tracked, on rank 0, without what depends on the machine
 
 
 def run_case(flags: tuple[str, ...], patches: tuple[str, ...] = (), device: str = "cpu") -> Outcome:
     """The run of `pretrain_gpt.py flags...` on this rank, under the named PATCHES. On `cuda` all ranks share the GPUs that there are."""
     kept: list[loop.Run] = []
-    pendings, evaluations, gradients = [], [], []
+    pendings, evaluations, gradients, metrics = [], [], [], []
 
     def train(run: loop.Run):
         kept.append(run)
@@ -73,6 +75,11 @@ def run_case(flags: tuple[str, ...], patches: tuple[str, ...] = (), device: str 
         evaluations.append(real_evaluate(*args, **kwargs))
         return evaluations[-1]
 
+    def track(tracker: Tracker, iteration: int, row: dict[str, float]):
+        metrics.append({name: value for name, value in row.items() if not is_measured(name)})
+        return real_track(tracker, iteration, row)
+
+    real_track = Tracker.log
     loop_train, real_update, real_evaluate = loop.train, loop.update, loop.evaluate
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -82,6 +89,7 @@ def run_case(flags: tuple[str, ...], patches: tuple[str, ...] = (), device: str 
             stack.enter_context(mock.patch.object(pretrain, "choose_device", lambda launch, config: (torch.device("cpu"), "gloo")))
         stack.enter_context(mock.patch.object(loop, "update", update))
         stack.enter_context(mock.patch.object(loop, "evaluate", evaluate))
+        stack.enter_context(mock.patch.object(Tracker, "log", track))
         for name in patches:
             stack.enter_context(PATCHES[name]())
         parsed = parse_arguments(list(flags))
@@ -92,8 +100,7 @@ def run_case(flags: tuple[str, ...], patches: tuple[str, ...] = (), device: str 
     published_weights_are_the_masters(run)
     reports = [pending.read() for pending in pendings]
     steps = [Step(report.loss, report.grad_norm, report.skipped, report.loss_scale, report.batch_size) for report in reports]
-    groups = run.groups
-    return Outcome(steps, evaluations, gradients, pieces(run, run.optimizer.weight_boxes()), groups.layout.coordinates(groups.rank))
+    return Outcome(steps, evaluations, gradients, pieces(run, run.optimizer.weight_boxes()), metrics)
 
 
 def first_gradients(run: loop.Run) -> list[Piece]:
