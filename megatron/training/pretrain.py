@@ -127,7 +127,11 @@ def pretrain(config: Config, notes: list[str], *, dry_run: bool = False) -> int:
         stack.callback(run.exits.close)
         if run.tracker is not None:
             stack.callback(run.tracker.close)
-        code = _carry_out(run, checkpoint)
+        try:
+            code = _carry_out(run, checkpoint)
+        except Exception as error:
+            error.add_note(f"[{run.groups.describe()}, iteration {run.progress.iteration}]")
+            raise
     disconnect()
     return code
 
@@ -191,8 +195,8 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     return Run(
         config=config, groups=groups, device=device, device_names=device_names, vocab_size=tokenizer.vocab_size,
         padded_vocab=prepared.padded_vocab, tokenizer_fingerprint=tokenizer.fingerprint, model=model,
-        wrapper=block_wrapper(config, model, blocks, groups), optimizer=Optimizer(blocks, config, groups), schedule=prepared.schedule, scaler=LossScaler(config.precision), data=prepared.data,
-        tracker=tracker, exits=exits, progress=prepared.progress, save=save,
+        wrapper=block_wrapper(config, model, blocks, groups), optimizer=Optimizer(blocks, config, groups), schedule=prepared.schedule,
+        scaler=LossScaler(config.precision), data=prepared.data, tracker=tracker, exits=exits, progress=prepared.progress, save=save,
         peak_tflops=config.logging.peak_tflops or peak_tflops(device_name(device), dtype),
     ), prepared.checkpoint
 
