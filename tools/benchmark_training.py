@@ -199,7 +199,7 @@ class Rule:
 def rounds(name: str, work: Work, peers: list[str], folder: Path, start: Path, rule: Rule, runs: list[dict]) -> Iterator[int]:
     """Measure one setting round by round until every peer has enough counted pairs, at most three times as many; appends to runs.
 
-    `folder` holds the peers' environments; the file `start` is written first.
+    `folder` holds the peers' environments; the folder `start` is written first.
     """
     peers = [peer for peer in peers if PEERS[peer].takes(work)]
     write_start(start, work, our_flags(work))
@@ -290,7 +290,7 @@ def main() -> None:
                 "settings": {name: asdict(work) for name, work in settings.items()}, "rows": [], "runs": []}
     with tempfile.TemporaryDirectory() as folder:
         for name, work in settings.items():
-            for _ in rounds(name, work, args.against, args.peers, Path(folder) / "start.npz", rule, document["runs"]):
+            for _ in rounds(name, work, args.against, args.peers, Path(folder) / "start", rule, document["runs"]):
                 document["rows"] = summary(document["runs"], settings, rule)
                 if args.out:  # after every round: an interrupted measurement keeps what it has
                     args.out.parent.mkdir(parents=True, exist_ok=True)

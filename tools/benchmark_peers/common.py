@@ -9,6 +9,7 @@ import platform
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -69,14 +70,17 @@ class Work:
 
 
 def parse_work() -> tuple[Work, Mapping[str, np.ndarray]]:
-    """Read the command line of a peer script: the work, and the file of initial weights (logical tensors by name) and of `tokens`."""
+    """Read the command line of a peer script: the work, and what start.py wrote: initial weights (logical tensors by name) and `tokens`."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("start", help="an .npz file")
+    parser.add_argument("start", type=Path, help="a folder")
     for field in fields(Work):
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
     args = vars(parser.parse_args())
-    with np.load(args.pop("start")) as start:
-        return Work(**args), dict(start)
+    start = args.pop("start")
+    index = json.loads((start / "index.json").read_text())
+    with open(start / "tensors.bin", "rb") as file:
+        tensors = {name: np.fromfile(file, dtype, math.prod(shape)).reshape(shape) for name, (dtype, shape) in index.items()}
+    return Work(**args), tensors
 
 
 def tensor_of(start: Mapping[str, np.ndarray], *names: str) -> Tensor:

@@ -154,7 +154,7 @@ def main() -> None:
     schedule, clock, losses = get_forward_backward_func(), StepClock(), []
     for step in range(work.steps):
         for group in optimizer.param_groups:
-            group["lr"] = work.learning_rate(step)
+            group["lr"], group["weight_decay"] = work.learning_rate(step), 0.1 * group["wd_mult"]  # the work of Megatron's own scheduler
         model.zero_grad_buffer()
         optimizer.zero_grad()
         parts = schedule(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-import numpy as np
 import torch
 from common import Work
 
@@ -23,8 +23,10 @@ def shapes(work: Work) -> dict[str, tuple[int, int]]:
     return {"embedding.word.weight": (work.vocab, h), **layers, "head.weight": (work.vocab, h)}
 
 
-def write_start(path: Path, work: Work, flags: list[str]) -> None:
-    """Write an .npz file: the initial weights of the run with these flags by their logical names, and its `tokens` [samples, seq + 1]."""
+def write_start(folder: Path, work: Work, flags: list[str]) -> None:
+    """The initial weights of the run with these flags by their logical names, and its `tokens` [samples, seq + 1], in new files of `folder`:
+    tensors.bin holds them one after the other, index.json their {name: [dtype, shape]} in this order.
+    """
     config = parse_arguments(flags).config
     tensors = {}
     for name, shape in shapes(work).items():
@@ -32,4 +34,7 @@ def write_start(path: Path, work: Work, flags: list[str]) -> None:
         fill_initial(Box(name, shape, (0, 0), shape), tensors[name], config.model, config.training.seed)
     batch = build_data(config, build_tokenizer(config.data), None, 0).train.batch(0, work.steps * work.step_samples)
     tensors["tokens"] = torch.cat((batch.tokens, batch.labels[:, -1:]), 1)
-    np.savez(path, **{name: tensor.numpy() for name, tensor in tensors.items()})
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+    folder.mkdir(exist_ok=True)
+    (folder / "index.json").write_text(json.dumps({name: [str(array.dtype), array.shape] for name, array in arrays.items()}))
+    (folder / "tensors.bin").write_bytes(b"".join(array.tobytes() for array in arrays.values()))

@@ -65,8 +65,8 @@ def test_several_processes_are_launched_by_torchrun_and_only_peers_that_can_take
 
 def test_a_peer_reads_back_the_work_and_the_start_it_is_given(monkeypatch, tmp_path):
     work = replace(TINY, precision="bf16", dropout=0.1, data_parallel=2)
-    tool.write_start(tmp_path / "start.npz", work, tool.our_flags(work))
-    monkeypatch.setattr(sys, "argv", ["peer", str(tmp_path / "start.npz"), *work.arguments()])
+    tool.write_start(tmp_path / "start", work, tool.our_flags(work))
+    monkeypatch.setattr(sys, "argv", ["peer", str(tmp_path / "start"), *work.arguments()])
     read, start = parse_work()
     assert read == work
     tokens = tensor_of(start, "tokens")
@@ -81,8 +81,8 @@ def test_the_learning_rate_warms_up_and_ends_at_zero():
 
 
 def test_the_plain_loop_computes_our_losses(tmp_path):
-    tool.write_start(tmp_path / "start.npz", TINY, tool.our_flags(TINY))
-    ours, peer = (tool.run(who, TINY, tmp_path, tmp_path / "start.npz") for who in ("ours", "plain loop"))
+    tool.write_start(tmp_path / "start", TINY, tool.our_flags(TINY))
+    ours, peer = (tool.run(who, TINY, tmp_path, tmp_path / "start") for who in ("ours", "plain loop"))
     assert peer["parameters"] == 2 * 64 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32 and len(peer["losses"]) == 6
     pairs = [sum(peer["losses"][i : i + 2]) / 2 for i in (0, 2, 4)]  # our console line is the mean of two steps
     bound = 5e-6  # the console's 7 digits, 5e-7, and a dozen roundings of a loss near 4 in fp32, 2.4e-7 each
