@@ -3,10 +3,17 @@
 import pytest
 
 from parity.compare import faults_of
-from parity.layouts import ci_rows
+from parity.layouts import NARROW_FEATURES, ci_rows, full_table, traits
 from parity.worker import run_case
 
 
 @pytest.mark.parametrize("row", ci_rows(), ids=str)
 def test_the_layout_is_the_same_run(gloo_world, row):
     assert not faults_of(row, gloo_world(row.world).run(run_case, row.flags(layout=True), row.patches))
+
+
+def test_these_rows_show_every_pair_of_the_full_table():
+    table = full_table()
+    assert set(ci_rows()) <= set(table)
+    pairs = set().union(*(traits(row) for row in table if row.precision == "fp64" or row.feature in NARROW_FEATURES))
+    assert not pairs - set().union(*map(traits, ci_rows()))
