@@ -134,7 +134,8 @@ NARROW_LAYOUTS = ("tp2", "tp2 sp", "dp2", "tp4 sp", "tp2 dp2", "tp2 sp dp2", "tp
 def full_table() -> list[Row]:
     """Every layout with every feature in fp64; a choice of both in the other precisions."""
     rows = [Row(layout, feature) for layout, feature in product(LAYOUTS, FEATURES)]
-    rows += [Row(layout, feature, "fp32") for layout, feature in product(LAYOUTS, FEATURES)]
+    rows += [Row(layout, feature, "fp32") for layout, feature in product(LAYOUTS, FEATURES)
+             if layout in NARROW_LAYOUTS and feature in NARROW_FEATURES or layout in ("tp2 sp dp2", "tp4")]
     rows += [Row(layout, feature, precision) for layout, feature, precision in product(NARROW_LAYOUTS, NARROW_FEATURES, ("bf16", "fp16"))]
     rows += [Row(layout, feature, "wire") for layout, feature in product(LAYOUTS, NARROW_FEATURES) if read_layout(layout)[3] > 1]
     return [row for row in rows if possible(row)]
