@@ -85,7 +85,10 @@ def serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
             answer = pickle.dumps(answer)
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
-        pipe.send_bytes(answer)
+        try:
+            pipe.send_bytes(answer)
+        except BrokenPipeError:  # nobody waits any more
+            return
 
 
 class World:

@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 import time
+from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,6 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 
 def main() -> int:
+    import torch
     from dist.pool import RankError, Worlds
     from parity.compare import faults_of
     from parity.layouts import full_table
@@ -39,9 +41,12 @@ def main() -> int:
             print(f"{number}/{len(rows)} {row}: {'; '.join(faults[:3]) if faults else 'equal'} ({time.monotonic() - started:.1f} s)", flush=True)
     worlds.close()
     off = {name: faults for name, faults in results.items() if faults}
-    print(f"{len(rows) - len(off)} of {len(rows)} rows equal in {(time.monotonic() - begun) / 60:.1f} minutes")
+    minutes = round((time.monotonic() - begun) / 60, 1)
+    print(f"{len(rows) - len(off)} of {len(rows)} rows equal in {minutes} minutes")
     if arguments.out:
-        Path(arguments.out).write_text(json.dumps({"rows": len(rows), "off": off, "equal": sorted(results.keys() - off.keys())}, indent=1) + "\n")
+        report = {"date": f"{date.today()}", "torch": torch.__version__, "minutes": minutes, "rows": len(rows), "off": off,
+                  "equal": sorted(results.keys() - off.keys())}
+        Path(arguments.out).write_text(json.dumps(report, indent=1) + "\n")
     return 1 if off else 0
 
 
