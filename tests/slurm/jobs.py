@@ -55,14 +55,15 @@ class Job:
         self._wait(lambda: text in self.log(), seconds, f"{text!r} in its output")
 
     def requeued(self, times: int, *changes: str, seconds: float = 240) -> None:
-        """Wait for the requeue number `times`, and start at once, with `changes` to the job, what Slurm would hold back for two minutes."""
+        """Wait for the requeue number `times`, and start soon, with `changes` to the job, what Slurm would hold back for two minutes."""
         def pending() -> bool:
             now = self.cluster.job(self.id)
             assert now.get("JobState") not in ENDED, f"job {self.id} ended as {now['JobState']} instead of being requeued\n{self.log()[-6000:]}"
             return now.get("JobState") == "PENDING" and int(now["Restarts"]) == times
 
         self._wait(pending, seconds, f"requeue {times}")
-        self.cluster.run("scontrol", "update", f"jobid={self.id}", "StartTime=now", *changes)
+        # slurmd refuses a start in the second of the end before it
+        self.cluster.run("scontrol", "update", f"jobid={self.id}", "StartTime=now+3seconds", *changes)
 
     def ends(self, state: str, seconds: float = 240) -> None:
         """Wait for the end of the job, which must be `state`."""
