@@ -127,11 +127,12 @@ class _GlooReduceScatter:
 def _add_in_rank_order(parts: dict[int, Tensor], axis: Axis, out: Tensor) -> None:
     """The sum of one part from each rank into `out`, in fp32 or wider. `out` may be the own part; the others' are overwritten."""
     wide = torch.promote_types(parts[0].dtype, torch.float32)
-    if axis.rank == 0 and out.dtype == wide:
-        total = out if out.data_ptr() == parts[0].data_ptr() else out.copy_(parts[0])
+    if axis.rank < 2 and out.dtype == wide:  # the first two commute, so the sum may start from the own part in its place
+        total = out if out.data_ptr() == parts[axis.rank].data_ptr() else out.copy_(parts[axis.rank])
+        rest = [1 - axis.rank, *range(2, axis.size)]
     else:
-        total = parts[0].to(wide, copy=axis.rank == 0)
-    for rank in range(1, axis.size):
+        total, rest = parts[0].to(wide, copy=axis.rank == 0), range(1, axis.size)
+    for rank in rest:
         total.add_(parts[rank])
     if total is not out:
         out.copy_(total)
