@@ -184,5 +184,6 @@ CI = {
 
 def ci_rows() -> list[Row]:
     """The rows of CI, small worlds first."""
-    rows = [Row(layout, feature, precision) for precision, table in CI.items() for feature, layouts in table.items() for layout in layouts.split(", ")]
+    rows = [Row(layout, feature, precision)
+            for precision, table in CI.items() for feature, layouts in table.items() for layout in layouts.split(", ")]
     return sorted(rows, key=lambda row: row.world)

@@ -39,12 +39,14 @@ def unsummed(name: str, line: str, *rows: str) -> Mutant:
 
 
 MUTANTS = (
-    unsummed("layer norms", '''Partial(("input_norm.weight", "input_norm.bias", "mlp_norm.weight", "mlp_norm.bias"), "axis", sequence_only=True)''',
+    unsummed("layer norms",
+             '''Partial(("input_norm.weight", "input_norm.bias", "mlp_norm.weight", "mlp_norm.bias"), "axis", sequence_only=True)''',
              "fp64-llama-tp2spserial"),
     unsummed("the final norm", '''Partial(("final_norm.weight", "final_norm.bias"), "axis", sequence_only=True)''', "fp64-llama-tp2spserial"),
     unsummed("row-parallel biases", '''Partial(("attention.proj.bias", "mlp.down.bias"), "axis", sequence_only=True)''', "fp64-documents-tp2sp"),
     unsummed("positions", '''Partial(("embedding.position.weight",), "axis", sequence_only=True)''', "fp64-documents-tp2sp"),
-    unsummed("QK norms", '''Partial(("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias"), "axis", sequence_only=False)''',
+    unsummed("QK norms",
+             '''Partial(("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias"), "axis", sequence_only=False)''',
              "fp64-mqa-qknorm-bias-tp2dp2"),
     unsummed("shared key/value heads",
              '''Partial(("attention.k.weight", "attention.k.bias", "attention.v.weight", "attention.v.bias"), "kv", sequence_only=False)''',
@@ -52,7 +54,8 @@ MUTANTS = (
     Mutant("no sum of a row-parallel layer's outputs", f"{LAYERS}/linear.py",
            "y = all_reduce(F.linear(x, weight), tp.axis)", "y = F.linear(x, weight)", ("fp64-gpt-tp2",)),
     Mutant("no sum of a column-parallel layer's input gradients", f"{LAYERS}/linear.py",
-           "start_all_reduce(linear_input_grad(dy, weight), tp.axis)", "start_all_reduce(linear_input_grad(dy, weight), DENSE.axis)", ("fp64-gpt-tp2",)),
+           "start_all_reduce(linear_input_grad(dy, weight), tp.axis)", "start_all_reduce(linear_input_grad(dy, weight), DENSE.axis)",
+           ("fp64-gpt-tp2",)),
     Mutant("a row-parallel bias added on every rank", f"{LAYERS}/linear.py",
            "return y if bias is None else y.add_(bias)", "return y if bias is None else y.add_(bias * tp.size)", ("fp64-gpt-tp2",)),
     Mutant("a column-parallel bias learnt on one rank alone", f"{LAYERS}/linear.py",

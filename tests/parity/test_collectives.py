@@ -16,13 +16,13 @@ TESTS = Path(__file__).resolve().parents[1]
 
 LAYERS, SEQ, HIDDEN, FP64, FP32 = 2, 16, 32, 8, 4
 STEPS, MICRO_BATCHES = 2, 8
-ONE_TP = "--hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --train-iters 2 --lr-warmup-iters 0".split()
+SHORT = "--hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --train-iters 2 --lr-warmup-iters 0".split()
 ACTIVATION = SEQ * HIDDEN * FP64  # s x b x h of a micro-batch of one sample
 
 
 def in_layers(gloo_world, size, *flags):
     """(kind, phase, caller) -> (how many a layer and micro-batch, bytes that a rank sends in each), the same on every rank."""
-    flags = (*BASE, *ONE_TP, "--fp64", "--micro-batch-size", "1", "--tensor-model-parallel-size", str(size), *flags)
+    flags = (*BASE, *SHORT, "--fp64", "--micro-batch-size", "1", "--tensor-model-parallel-size", str(size), *flags)
     by_rank = []
     for calls in gloo_world(size).run(count, flags):
         calls = [call for call in calls if call.phase != "elsewhere"]
@@ -64,7 +64,7 @@ def test_sequence_parallelism(gloo_world, size, overlap):
 
 def outside_layers(gloo_world, *flags):
     """(kind, caller) -> (how many a step, bytes that a rank sends in each) on two ranks, without what happens before the first step."""
-    calls = gloo_world(2).run(count, (*BASE, *ONE_TP, "--fp64", "--micro-batch-size", "1", "--tensor-model-parallel-size", "2", *flags))[1]
+    calls = gloo_world(2).run(count, (*BASE, *SHORT, "--fp64", "--micro-batch-size", "1", "--tensor-model-parallel-size", "2", *flags))[1]
     sent, messages = Counter(), Counter()
     for call in calls:
         if call.phase == "elsewhere" and call.caller not in ("together", "Ranks.agree", "update", "log"):
@@ -76,7 +76,8 @@ def outside_layers(gloo_world, *flags):
 def test_embedding_head_and_loss(gloo_world):
     """The loss takes three numbers a token from each rank, in one all-gather; nobody gathers logits."""
     assert outside_layers(gloo_world) == {
-        ("all-reduce", "_VocabularyParallelEmbedding.forward"): (MICRO_BATCHES, ACTIVATION), ("all-reduce", "_ColumnLinear.backward"): (MICRO_BATCHES, ACTIVATION),
+        ("all-reduce", "_VocabularyParallelEmbedding.forward"): (MICRO_BATCHES, ACTIVATION),
+        ("all-reduce", "_ColumnLinear.backward"): (MICRO_BATCHES, ACTIVATION),
         ("all-gather", "_CrossEntropy.forward"): (MICRO_BATCHES, 3 * SEQ * FP64),
     }
 
@@ -88,15 +89,17 @@ def test_embedding_head_and_loss_under_sequence_parallelism(gloo_world):
     found = outside_layers(gloo_world, "--sequence-parallel")
     assert found.pop(("all-gather", "_ColumnLinear.backward")) == (MICRO_BATCHES, half)
     assert found == {
-        ("reduce-scatter", "_VocabularyParallelEmbedding.forward"): (MICRO_BATCHES, half), ("all-gather", "_VocabularyParallelEmbedding.backward"): (MICRO_BATCHES, half),
+        ("reduce-scatter", "_VocabularyParallelEmbedding.forward"): (MICRO_BATCHES, half),
+        ("all-gather", "_VocabularyParallelEmbedding.backward"): (MICRO_BATCHES, half),
         ("all-gather", "_ColumnLinear.forward"): (MICRO_BATCHES, half), ("reduce-scatter", "_ColumnLinear.backward"): (MICRO_BATCHES, half),
         ("all-gather", "_CrossEntropy.forward"): (MICRO_BATCHES, 3 * SEQ * FP64), ("all-reduce", "sum_partial_gradients"): (1, partial),
     }
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
-@pytest.mark.parametrize("size, flags, wire", [(2, (), FP32), (4, (), FP32), (2, ("--no-overlap-grad-reduce",), FP32), (2, ("--grad-reduce-in-bf16",), 2)],
-                         ids=["dp2", "dp4", "serial", "bf16"])
+@pytest.mark.parametrize("size, flags, wire", [
+    (2, (), FP32), (4, (), FP32), (2, ("--no-overlap-grad-reduce",), FP32), (2, ("--grad-reduce-in-bf16",), 2),
+], ids=["dp2", "dp4", "serial", "bf16"])
 def test_data_parallelism(gloo_world, size, flags, wire, micro_batch):
     """A step: each rank sends 2 (N-1)/N of the gradient, once, whatever the number of micro-batches; padding to slices is the only extra."""
     if micro_batch * size > 8:
@@ -104,7 +107,8 @@ def test_data_parallelism(gloo_world, size, flags, wire, micro_batch):
     vocabulary, positions, h = 50, SEQ, 64  # every tensor a multiple of 64 elements: only blocks are padded
     parameters = (vocabulary + positions + 2) * h + LAYERS * (12 * h**2 + 13 * h)
     padding = (1 + LAYERS) * 64 * size  # each block to equal slices on a grid of 64
-    for calls in gloo_world(size).run(count, (*BASE, *ONE_TP, "--hidden-size", str(h), "--micro-batch-size", str(micro_batch), *flags)):
+    flags = (*BASE, *SHORT, "--hidden-size", str(h), "--micro-batch-size", str(micro_batch), *flags)
+    for calls in gloo_world(size).run(count, flags):
         sent = Counter()
         for call in calls:
             sent[call.kind if call.caller.startswith("GradientReduction.") else "else"] += call.bytes / STEPS
@@ -120,11 +124,11 @@ LARGE = "--hidden-size 128 --num-attention-heads 8 --seq-length 256 --micro-batc
 
 
 def test_the_loopback_interface_saw_these_bytes():
-    """Within 5%, on a fresh pair of processes with an interface of their own where possible; else whatever the machine sends beside can only add."""
+    """Within 5%, on a fresh pair of processes with an interface of their own where possible; else what the machine sends beside can only add."""
     cases = [[*BASE, *LARGE, *flags.split()] for flags in (
         "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel", "--micro-batch-size 1")]
-    done = subprocess.run([sys.executable, str(TESTS / "parity/ledger.py"), json.dumps(cases)], preexec_fn=private_loopback, text=True, capture_output=True,
-                          env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"})
+    done = subprocess.run([sys.executable, str(TESTS / "parity/ledger.py"), json.dumps(cases)], preexec_fn=private_loopback, text=True,
+                          capture_output=True, env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"})
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(results) == len(cases)
