@@ -119,8 +119,8 @@ def test_data_parallelism(gloo_world, size, flags, wire, micro_batch):
         assert sent["else"] < 400  # the step's scalars
 
 
-LARGE = "--hidden-size 128 --num-attention-heads 8 --seq-length 256 --micro-batch-size 8 --train-iters 3 --lr-warmup-iters 0 --eval-iters 0 --hidden-dropout 0 " \
-        "--attention-dropout 0 --vocab-size 511".split()
+LARGE = """--hidden-size 128 --num-attention-heads 8 --seq-length 256 --micro-batch-size 8 --train-iters 3 --lr-warmup-iters 0 --eval-iters 0
+--hidden-dropout 0 --attention-dropout 0 --vocab-size 511""".split()
 
 
 def test_the_loopback_interface_saw_these_bytes():
