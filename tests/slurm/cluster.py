@@ -9,11 +9,12 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "squeue")
-INSTALL_SECONDS = 120
+INSTALL_SECONDS = 60
 
 CONFIGURATION = """
 ClusterName=test
@@ -73,7 +74,7 @@ def program(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 
-def wait_for(condition: Callable[[], object], seconds: float, what: str) -> object:
+def wait_for(condition: Callable[[], object], seconds: float, what: str | Callable[[], str]) -> object:
     """The first true value of `condition`, asked again and again. AssertionError naming `what` after `seconds`."""
     end = time.monotonic() + seconds
     while not (value := condition()):
@@ -133,7 +134,9 @@ class Cluster:
 
     def stop(self) -> None:
         """End every job, then every daemon."""
-        subprocess.run([program("scancel"), "--user=root", "--hurry"], env=self.environment, capture_output=True, timeout=20)
+        subprocess.run([program("scancel"), "--user=root"], env=self.environment, capture_output=True, timeout=20)
+        with suppress(AssertionError):
+            wait_for(lambda: not self.run("squeue", "-h"), 20, "the last job to end")
         for process in reversed(self._daemons.values()):
             process.send_signal(signal.SIGTERM)
         for process in self._daemons.values():

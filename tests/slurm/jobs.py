@@ -94,10 +94,12 @@ class Job:
         assert len(processes) == len(ranks)
         for process in processes:
             os.kill(process, signal.SIGSTOP)
-        yield
-        for process in processes:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGCONT)
+        try:
+            yield
+        finally:
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGCONT)
 
     def _wait(self, condition: Callable[[], object], seconds: float, what: str) -> object:
         def state() -> str:
