@@ -42,6 +42,7 @@ AccountingStorageType=accounting_storage/none
 SlurmdParameters=config_overrides
 SlurmdTimeout=5
 KillWait=15
+MinJobAge=3600
 ReturnToService=2
 SchedulerParameters=sched_interval=2,bf_interval=2
 {nodes}

@@ -13,7 +13,7 @@ from pathlib import Path
 from cluster import Cluster, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-ITERATIONS = 200
+ITERATIONS = 100
 SAVE_INTERVAL = 20
 MODEL = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --global-batch-size 8 --vocab-size 127 --no-bf16
 --train-iters {ITERATIONS} --save-interval {SAVE_INTERVAL} --log-interval 1 --eval-iters 0""".split()
@@ -56,14 +56,15 @@ class Job:
 
     def requeued(self, times: int, *changes: str, seconds: float = 240) -> None:
         """Wait for the requeue number `times`, and start soon, with `changes` to the job, what Slurm would hold back for two minutes."""
-        def pending() -> bool:
+        def back() -> str | None:
             now = self.cluster.job(self.id)
+            if int(now.get("Restarts", 0)) >= times and now["JobState"] != "COMPLETING":
+                return now["JobState"]
             assert now.get("JobState") not in ENDED, f"job {self.id} ended as {now['JobState']} instead of being requeued\n{self.log()[-6000:]}"
-            return now.get("JobState") == "PENDING" and int(now["Restarts"]) == times
+            return None
 
-        self._wait(pending, seconds, f"requeue {times}")
-        # slurmd refuses a start in the second of the end before it
-        self.cluster.run("scontrol", "update", f"jobid={self.id}", "StartTime=now+3seconds", *changes)
+        if self._wait(back, seconds, f"requeue {times}") == "PENDING":  # slurmd refuses a start in the second of the end before it
+            self.cluster.run("scontrol", "update", f"jobid={self.id}", "StartTime=now+3seconds", *changes)
 
     def ends(self, state: str, seconds: float = 240) -> None:
         """Wait for the end of the job, which must be `state`."""
