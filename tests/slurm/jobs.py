@@ -43,10 +43,10 @@ class Job:
         except (FileNotFoundError, IndexError):
             return 0
 
-    def minutes(self) -> int:
-        """Full minutes that it has run."""
-        hours, minutes, _seconds = self.cluster.job(self.id)["RunTime"].split(":")
-        return 60 * int(hours) + int(minutes)
+    def leave(self, minutes: int) -> None:
+        """Set the time limit so that more than `minutes` - 1 and at most `minutes` are left."""
+        hours, gone, _seconds = self.cluster.job(self.id)["RunTime"].split(":")
+        self.cluster.run("scontrol", "update", f"jobid={self.id}", f"TimeLimit={60 * int(hours) + int(gone) + minutes}")
 
     def reaches(self, iteration: int, seconds: float = 240) -> None:
         self._wait(lambda: self.iteration() >= iteration, seconds, f"iteration {iteration}")

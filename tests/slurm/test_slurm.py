@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,13 +23,15 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def hung(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job on one node whose only rank stops moving; its minute runs out while other tests run."""
-    one_node = ("--nodes=1", "--ntasks-per-node=1", "--nodelist=n3", "--time=1")
+def hung(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Future]]:
+    """A job on one node whose only rank stops moving, and its requeue: its time runs out while another test runs."""
+    one_node = ("--nodes=1", "--ntasks-per-node=1", "--nodelist=n3", "--time=10", "--signal=B:USR1@60")
     job = Job(cluster, tmp_path_factory.mktemp("hung"), "srun", ("--train-iters", "400"), one_node, LAYOUT="--micro-batch-size 2")
     job.reaches(SAVE_INTERVAL + 1)
     os.kill(job.ranks()[0], signal.SIGSTOP)
-    return job
+    job.leave(1)
+    with ThreadPoolExecutor(1) as beside:
+        yield job, beside.submit(job.requeued, 1, "TimeLimit=10")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +57,7 @@ def test_time_limit_and_killed_rank_under_torchrun(cluster, hung, undisturbed, t
     job = Job(cluster, tmp_path, "torchrun", ("--wandb-project", "slurm"), ("--time=10", "--signal=B:USR1@119"), WANDB_MODE="offline")
     job.reaches(30)
     with job.frozen(1):  # else the run might be over first
-        cluster.run("scontrol", "update", f"jobid={job.id}", f"TimeLimit={job.minutes() + 2}")  # one to two are left
+        job.leave(2)
         job.says("time is nearly over: saving")
     job.requeued(1, "TimeLimit=10")
     assert "2 x 2 ranks by torchrun" in job.log() and "the ranks ended with exit code 85" in job.log()
@@ -67,6 +71,14 @@ def test_time_limit_and_killed_rank_under_torchrun(cluster, hung, undisturbed, t
     job.ends("COMPLETED")
     assert len(list((job.save / "wandb").glob(f"offline-run-*-{identity}"))) == 3, "all starts write the same wandb run"
     check_same_run(job.save, undisturbed, capsys)
+
+
+def test_time_limit_without_a_save_before_it(hung):
+    job, requeued = hung
+    requeued.result()
+    assert "time is over" in job.log()
+    job.ends("COMPLETED")
+    assert re.search(r"start 2, attempt 1 of 3 from iteration [1-9]\d+: 1 x 1 ranks by srun", job.log())
 
 
 def test_killed_rank_controller_and_node_under_srun(cluster, undisturbed, tmp_path, capsys):
@@ -90,13 +102,6 @@ def test_killed_rank_controller_and_node_under_srun(cluster, undisturbed, tmp_pa
     assert lost not in cluster.nodes_of(job.id)
     cluster.start_node(lost)
     check_same_run(job.save, undisturbed, capsys)
-
-
-def test_time_limit_without_a_save_before_it(cluster, hung):
-    hung.requeued(1, "TimeLimit=10")
-    assert "time is over" in hung.log()
-    hung.ends("COMPLETED")
-    assert re.search(r"start 2, attempt 1 of 3 from iteration [1-9]\d+: 1 x 1 ranks by srun", hung.log())
 
 
 def test_scancel_saves_and_is_final(cluster, tmp_path):
