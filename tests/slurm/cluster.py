@@ -98,7 +98,8 @@ class Cluster:
 
     def __init__(self, folder: Path, nodes: int) -> None:
         self.folder, self.names = folder, [f"n{i}" for i in range(nodes)]
-        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        self.configuration = folder / "slurm.conf"
+        self.environment = {**os.environ, "SLURM_CONF": str(self.configuration)}
         self._daemons: dict[str, subprocess.Popen] = {}
         controller_port, *ports = free_ports(1 + nodes)
         lines = [f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs=8 RealMemory=2000"
@@ -106,7 +107,7 @@ class Cluster:
         for name in ("state", "munge", *(f"spool.{name}" for name in self.names)):
             (folder / name).mkdir(parents=True)
         (folder / "munge").chmod(0o755)
-        (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, controller_port=controller_port, nodes="\n".join(lines)))
+        self.configuration.write_text(CONFIGURATION.format(folder=folder, controller_port=controller_port, nodes="\n".join(lines)))
         (folder / "cgroup.conf").touch()
 
     def start(self) -> None:

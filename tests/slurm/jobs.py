@@ -80,7 +80,8 @@ class Job:
                 variables = dict(entry.split(b"=", 1) for entry in (folder / "environ").read_bytes().split(b"\0") if b"=" in entry)
             except OSError:
                 continue  # gone meanwhile
-            if any(word.endswith(b"pretrain_gpt.py") for word in words[1:3]) and variables.get(b"SLURM_JOB_ID") == b"%d" % self.id:
+            ours = [variables.get(name) for name in (b"SLURM_CONF", b"SLURM_JOB_ID")] == [str(self.cluster.configuration).encode(), b"%d" % self.id]
+            if ours and any(word.endswith(b"pretrain_gpt.py") for word in words[1:3]):
                 found[int(variables.get(b"RANK") or variables[b"SLURM_PROCID"])] = int(folder.name)
         return found
 
