@@ -6,6 +6,7 @@ import sys
 import traceback
 
 from megatron.config.arguments import dump_config, parse_arguments
+from megatron.config.errors import ArgumentErrors
 
 
 def main(argv: list[str]) -> int:
@@ -22,9 +23,23 @@ def main(argv: list[str]) -> int:
         *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
         if not innermost.f_globals["__name__"].startswith("megatron."):
             raise  # not a message of ours: a fault of the program
-        if getattr(error, "rank", 0) == 0:  # an error of all ranks is told once
-            print(error, file=sys.stderr)
+        told = message(error)
+        if told:
+            print(told, file=sys.stderr)
         return 2
+
+
+def message(error: ValueError) -> str:
+    """What this rank says of an error: rank 0 tells all of what every rank knows, the others at most the first fault of their flags."""
+    if isinstance(error, ArgumentErrors):
+        from megatron.dist.setup import LaunchError, read_launch
+
+        try:
+            rank = read_launch().rank
+        except LaunchError:
+            rank = 0
+        return str(error) if rank == 0 else f"rank {rank}: {error.faults[0]}"
+    return str(error) if getattr(error, "rank", 0) == 0 else ""
 
 
 if __name__ == "__main__":

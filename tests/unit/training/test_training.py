@@ -289,6 +289,16 @@ def test_only_our_messages_lose_their_traceback(tmp_path, capsys, monkeypatch):
         main(TINY)
 
 
+def test_rank_0_lists_the_faults_of_flags(capsys, monkeypatch):
+    assert main(["--lr", "1"]) == 2
+    listed = capsys.readouterr().err.splitlines()
+    assert len(listed) > 3
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--lr", "1"]) == 2
+    assert capsys.readouterr().err.splitlines() == [f"rank 1: {listed[1].strip()}"]
+
+
 def test_dry_run_trains_nothing(tmp_path, capsys):
     assert main([*TINY, "--train-iters", "3", "--save", str(tmp_path / "x"), "--dry-run", "--world-size", "2"]) == 0
     assert "nothing was trained" in capsys.readouterr().out and not (tmp_path / "x").exists()
