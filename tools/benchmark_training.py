@@ -133,7 +133,7 @@ def our_answer(lines: list[tuple[str, float]], work: Work) -> dict:
             stamps[int(match[2])] = datetime.fromisoformat(match[1]), cpu
             losses.append(float(line.split("lm loss:")[1].split()[0]))
     (start, cpu_start), (end, cpu_end) = stamps[work.warmup], stamps[work.steps]
-    elapsed, cpu = (end - start).total_seconds(), cpu_end - cpu_start
+    elapsed, cpu = (end - start).total_seconds(), max(cpu_end - cpu_start, 1 / os.sysconf("SC_CLK_TCK"))  # a run may fit into one tick
     return {"tokens_per_second": work.timed_tokens / elapsed, "tokens_per_cpu_second": work.timed_tokens / cpu, "losses": losses}
 
 

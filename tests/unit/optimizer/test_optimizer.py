@@ -39,6 +39,11 @@ def random_grads(opt, seed, scale=1.0):
                 view.copy_(torch.randn(view.shape, generator=generator, dtype=torch.float64) * scale)
 
 
+def take_step(opt, **settings):
+    """A step of one process, whose sum of squares is that of its own gradients."""
+    return opt.step(squares=opt.squares(), **settings)
+
+
 def test_blocks_hold_every_parameter_once():
     for tied in (True, False):
         model = dataclasses.replace(MODEL, untie_embeddings_and_output_weights=not tied)
@@ -99,7 +104,7 @@ def test_adamw_equals_torch(implementation, dtype, bound):
         for group in theirs.param_groups:
             group["lr"] = lr
         theirs.step()
-        outcome = opt.step(lr=lr, weight_decay=0.1, grad_factor=0.5)
+        outcome = take_step(opt, lr=lr, weight_decay=0.1, grad_factor=0.5)
         assert outcome.grad_norm.item() == pytest.approx(expected.item(), rel=1e-6 if dtype == torch.float32 else 1e-13)
         assert outcome.skipped == 0
     for name, parameter in gpt.named_parameters():
@@ -117,7 +122,7 @@ def test_sgd_equals_torch():
         for name, parameter in gpt.named_parameters():
             twins[name].grad = parameter.main_grad.clone()
         theirs.step()
-        opt.step(lr=0.1, weight_decay=0.1, grad_factor=1.0)
+        take_step(opt, lr=0.1, weight_decay=0.1, grad_factor=1.0)
     for name, parameter in gpt.named_parameters():
         torch.testing.assert_close(parameter.detach(), twins[name].detach(), rtol=1e-12, atol=1e-14)
 
@@ -128,8 +133,8 @@ def test_bf16_weights_follow_fp32_masters():
     for step in range(3):
         random_grads(opt, step)
         random_grads(wide_opt, step)
-        opt.step(lr=1e-3, weight_decay=0.1, grad_factor=1.0)
-        wide_opt.step(lr=1e-3, weight_decay=0.1, grad_factor=1.0)
+        take_step(opt, lr=1e-3, weight_decay=0.1, grad_factor=1.0)
+        take_step(wide_opt, lr=1e-3, weight_decay=0.1, grad_factor=1.0)
     for ours, master, full in zip(opt.blocks, opt.masters, wide_opt.masters):
         assert master.dtype == torch.float32 and torch.equal(master, full) and torch.equal(ours.weight, full.bfloat16())
 
@@ -139,13 +144,13 @@ def test_bf16_weights_follow_fp32_masters():
 def test_a_non_finite_gradient_changes_nothing(implementation, poison):
     gpt, opt = build(torch.bfloat16, adam_implementation=implementation)
     random_grads(opt, 0)
-    opt.step(lr=1e-3, weight_decay=0.1, grad_factor=1.0)
+    take_step(opt, lr=1e-3, weight_decay=0.1, grad_factor=1.0)
     before = [x.clone() for x in (*opt.masters, *opt.states["exp_avg"], *opt.states["exp_avg_sq"], opt.steps)]
     random_grads(opt, 1)
     opt.blocks[1].grad[70] = poison
-    assert opt.step(lr=1e-3, weight_decay=0.1, grad_factor=1.0).skipped == 1
+    assert take_step(opt, lr=1e-3, weight_decay=0.1, grad_factor=1.0).skipped == 1
     random_grads(opt, 2)
-    assert opt.step(lr=1e-3, weight_decay=0.1, grad_factor=float("nan")).skipped == 1
+    assert take_step(opt, lr=1e-3, weight_decay=0.1, grad_factor=float("nan")).skipped == 1
     after = [*opt.masters, *opt.states["exp_avg"], *opt.states["exp_avg_sq"], opt.steps]
     assert all(torch.equal(a, b) for a, b in zip(before, after))
 
