@@ -323,7 +323,7 @@ class DistributedConfig:
     tp_comm_overlap: bool = flag(True, off="--no-tp-comm-overlap", megatron="off there, and needs TransformerEngine")
     """Run the collectives of tensor parallelism beside the matrix products that do not depend on them."""
     overlap_grad_reduce: bool = flag(True, off="--no-overlap-grad-reduce", megatron="off there")
-    """Reduce the gradients of finished layers over the data-parallel ranks while the last micro-batch's backward pass goes on."""
+    """Reduce gradients of finished layers beside the rest of the backward pass (where ranks compute on every core of a CPU, it costs time)."""
     grad_reduce_in_bf16: bool = flag(False, megatron="gradients are accumulated in bf16 too there")
     """Send gradients in bf16; they are still accumulated and summed in fp32."""
     use_tp_pp_dp_mapping: bool = False
