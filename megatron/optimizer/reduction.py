@@ -102,10 +102,12 @@ def sum_partial_gradients(blocks: list[Block], model: GPTModel) -> None:
         views = [box.view(entry.view(block.grad)) for block in blocks for entry in block.entries for box in entry.boxes
                  if box.replicated == name and box.partial(model.tp)]
         pack: list[Tensor] = []
+        size = 0  # bytes
         for index, view in enumerate(views):
             pack.append(view)
-            if index == len(views) - 1 or sum(x.numel() for x in pack) * view.element_size() >= SCRATCH_BYTES:
+            size += view.numel() * view.element_size()
+            if index == len(views) - 1 or size >= SCRATCH_BYTES:
                 packed = all_reduce(torch.cat([x.flatten() for x in pack]), getattr(model.tp, name))
                 for x, summed in zip(pack, packed.split([x.numel() for x in pack])):
                     x.copy_(summed.view(x.shape))
-                pack = []
+                pack, size = [], 0

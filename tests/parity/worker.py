@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron.config.arguments import parse_arguments
 from megatron.data.loader import Batch, Source
 from megatron.model.block import LayerBlock
+from megatron.model.layout import owns
 from megatron.observe.metrics import is_measured
 from megatron.observe.tracking import Tracker
 from megatron.training import loop, pretrain
@@ -116,12 +117,10 @@ def first_gradients(run: loop.Run) -> list[Piece]:
 
 def pieces(run: loop.Run, boxes) -> list[Piece]:
     """Copies of a rank's boxes on the CPU."""
-    groups = run.groups
     found = []
     for box, buffer in boxes:
-        holders = {None: None, "axis": groups.tp, "kv": groups.kv}[box.replicated]
-        owner = groups.replicas.rank == 0 and (holders is None or holders.rank == 0)
-        found.append(Piece(box.name, tuple(box.shape), tuple(box.offset), box.view(buffer).reshape(box.extent).cpu().clone(), owner))
+        values = box.view(buffer).reshape(box.extent).cpu().clone()
+        found.append(Piece(box.name, tuple(box.shape), tuple(box.offset), values, owns(box, run.groups)))
     return found
 
 
