@@ -14,20 +14,22 @@ GATED = ("swiglu", "geglu")
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
-    """How many times `world_size` ranks hold the model; 0 where --tensor-model-parallel-size does not divide them, which `resolve` refuses."""
-    tp = config.distributed.tensor_model_parallel_size
-    return world_size // tp if tp > 0 and world_size > 0 and world_size % tp == 0 else 0
+    """How many times `world_size` ranks hold the model; 0 where tensor- x pipeline-parallel size does not divide them, which `resolve` refuses."""
+    sizes = config.distributed.tensor_model_parallel_size, config.distributed.pipeline_model_parallel_size
+    model = sizes[0] * sizes[1]
+    return world_size // model if min(sizes) > 0 and world_size > 0 and world_size % model == 0 else 0
 
 
 class Run:
     """What rules look at: every field by its own name (`run.lr`), the numbers of ranks and the tokenizer's vocabulary.
 
-    `tp` ranks share each matrix, and `dp` times so many make the `world` (dp 0: they do not).
+    `tp` ranks share each matrix, `pp` times so many hold the model, and `dp` times so many make the `world` (dp 0: they do not).
     """
 
     def __init__(self, config: Config, world: int, vocabulary: int | None):
         self.config, self.world, self.vocabulary = config, world, vocabulary
-        self.tp, self.dp = config.distributed.tensor_model_parallel_size, data_parallel_size(config, world)
+        self.tp, self.pp = config.distributed.tensor_model_parallel_size, config.distributed.pipeline_model_parallel_size
+        self.dp = data_parallel_size(config, world)
 
     def __getattr__(self, field: str) -> Any:
         return getattr(getattr(self.config, GROUP_OF[field]), field)
@@ -97,6 +99,12 @@ def _derive_schedule(run: Run) -> Derivation:
 def _derive_distributed(run: Run) -> Derivation:
     if run.sequence_parallel and run.tp == 1:
         yield "sequence_parallel", False, "with --tensor-model-parallel-size 1 there are no ranks to split the sequence over"
+    virtual = run.num_virtual_stages_per_pipeline_rank
+    if virtual is None:
+        virtual = 2 if run.pipeline_schedule == "zero-bubble-v" and run.pp > 1 else 1
+        yield "num_virtual_stages_per_pipeline_rank", virtual, "one stage a rank" if virtual == 1 else "down the ranks and up again"
+    if run.pipeline_schedule is None:
+        yield "pipeline_schedule", "1f1b" if virtual == 1 else "interleaved", "the default"
 
 
 DERIVED = (_derive_model, _derive_data, _derive_training, _derive_schedule, _derive_distributed)

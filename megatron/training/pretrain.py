@@ -65,7 +65,8 @@ def layout_of(config: Config, world_size: int) -> Layout:
     """The rank grid that the flags ask for."""
     distributed = config.distributed
     order = TP_PP_DP_ORDER if distributed.use_tp_pp_dp_mapping else ORDER
-    return Layout(tp=distributed.tensor_model_parallel_size, dp=data_parallel_size(config, world_size), order=order)
+    return Layout(tp=distributed.tensor_model_parallel_size, dp=data_parallel_size(config, world_size), pp=distributed.pipeline_model_parallel_size,
+                  order=order)
 
 
 def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data, device: torch.device, padded_vocab: int, world_size: int,
