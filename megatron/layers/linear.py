@@ -6,16 +6,33 @@ wherever a value lies outside a pair of column- and row-parallel layers.
 
 Tensor parallelism (Shoeybi et al. 2019): a column-parallel layer holds some of the outputs, a row-parallel layer some of the inputs.
 Sequence parallelism (Korthikanti et al. 2022) splits each all-reduce into a reduce-scatter and an all-gather along the sequence.
+
+Split backward (Qi et al. 2023): inside `stashing` a backward pass computes input and bias gradients (B) and leaves the weight gradients to
+`add_weight_grads` (W). What it leaves holds this rank's part of the sequence, never a gathered copy. Collectives of s b h elements each:
+
+    layer        B                       W
+    column       all-reduce of dx        -
+    column, SP   reduce-scatter of dx    all-gather of x
+    row          -                       -
+    row, SP      all-gather of dy        all-gather of dy
+
+An unsplit backward has those of B and column's of W.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.dist.collectives import all_gather, all_reduce, gather_parts, reduce_scatter, scatter_parts
-from megatron.dist.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+from megatron.dist.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
+from megatron.dist.groups import ALONE, Axis
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 # Largest temporary that forming a weight gradient may take, in bytes.
@@ -48,6 +65,54 @@ def bias_grad(dy: Tensor, main_grad: Tensor) -> None:
     main_grad.add_(dy.flatten(0, -2).sum(0, dtype=main_grad.dtype))
 
 
+class WeightGrad(NamedTuple):
+    """A weight gradient left for later, with dy [s, b, o] and x [s, b, i] or what this rank holds of them: the rest is on its axis."""
+
+    weight: nn.Parameter
+    dy: Tensor
+    x: Tensor
+    dy_axis: Axis = ALONE
+    x_axis: Axis = ALONE
+    overlap: bool = True
+
+    def start(self) -> tuple[nn.Parameter, Pending, Pending]:
+        """Set off what `_finish` waits for."""
+        return self.weight, start_all_gather(self.dy, self.dy_axis), start_all_gather(self.x, self.x_axis)
+
+
+def _finish(weight: nn.Parameter, dy: Pending, x: Pending) -> None:
+    linear_weight_grad(dy.wait(), x.wait(), weight.main_grad)
+
+
+@torch.no_grad()
+def add_weight_grads(left: list[WeightGrad]) -> None:
+    """Add each into its weight's main_grad, and empty the list; the next one's all-gather runs beside a product."""
+    started: deque[tuple[nn.Parameter, Pending, Pending]] = deque()
+    while left or started:
+        while left and len(started) < (2 if left[0].overlap else 1):
+            started.append(left.pop(0).start())
+        _finish(*started.popleft())
+
+
+@contextlib.contextmanager
+def stashing(module: nn.Module) -> Iterator[list[WeightGrad]]:
+    """While open, backward passes through the module's linear layers put their weight gradients onto this list instead of computing them."""
+    left: list[WeightGrad] = []
+    weights = [layer.weight for layer in module.modules() if isinstance(layer, Linear)]
+    for weight in weights:
+        weight.stash = left
+    try:
+        yield left
+    finally:
+        for weight in weights:
+            del weight.stash
+
+
+def _stash(weight: nn.Parameter) -> list[WeightGrad] | None:
+    """Where its gradient is left for later; None: to be added at once."""
+    return getattr(weight, "stash", None)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
@@ -57,17 +122,20 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        (x,) = ctx.saved_tensors
+        (x,), stash = ctx.saved_tensors, _stash(ctx.weight)
         dx = linear_input_grad(dy, ctx.weight)
-        linear_weight_grad(dy, x, ctx.weight.main_grad)
+        if stash is None:
+            linear_weight_grad(dy, x, ctx.weight.main_grad)
+        else:
+            stash.append(WeightGrad(ctx.weight, dy, x))
         if ctx.bias is not None:
             bias_grad(dy, ctx.bias.main_grad)
         return dx, None, None
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """Forward: all-gather of x under SP, else nothing. Backward: the adjoint, a sum of dx over the axis, beside the weight gradient's product;
-    under SP x is gathered a second time, so that only this rank's part of it is kept."""
+    """Forward: all-gather of x under SP, else nothing. Backward: the adjoint, a sum of dx over the axis, beside the weight gradient's product
+    if that is not left for later; under SP x is gathered a second time for it, so that only this rank's part of x is kept."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel) -> Tensor:
@@ -86,18 +154,23 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        (x,), tp, weight = ctx.saved_tensors, ctx.tp, ctx.weight
-        if tp.sequence:
-            gathering = start_all_gather(x, tp.axis)
+        (x,), tp, weight, stash = ctx.saved_tensors, ctx.tp, ctx.weight, _stash(ctx.weight)
+        x_axis = tp.axis if tp.sequence else ALONE
+        gathering = None
+        if stash is None:
+            gathering = start_all_gather(x, x_axis)
             if not tp.overlap:
                 gathering.wait()
+        else:
+            stash.append(WeightGrad(weight, dy, x, x_axis=x_axis, overlap=tp.overlap))
+        if tp.sequence:
             summing = start_reduce_scatter(linear_input_grad(dy, weight), tp.axis)
-            x = gathering.wait()
         else:
             summing = start_all_reduce(linear_input_grad(dy, weight), tp.axis)
         if not tp.overlap:
             summing.wait()
-        linear_weight_grad(dy, x, weight.main_grad)
+        if gathering is not None:
+            linear_weight_grad(dy, gathering.wait(), weight.main_grad)
         if ctx.bias is not None:
             bias_grad(dy, ctx.bias.main_grad)
         return summing.wait(), None, None, None
@@ -122,7 +195,9 @@ class _RowLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        (x,), tp, weight = ctx.saved_tensors, ctx.tp, ctx.weight
+        (x,), tp, weight, stash = ctx.saved_tensors, ctx.tp, ctx.weight, _stash(ctx.weight)
+        if stash is not None:
+            stash.append(WeightGrad(weight, dy, x, dy_axis=tp.axis if tp.sequence else ALONE, overlap=tp.overlap))
         if ctx.bias is not None:
             bias_grad(dy, ctx.bias.main_grad)
         if tp.sequence and tp.overlap:
@@ -135,7 +210,8 @@ class _RowLinear(torch.autograd.Function):
         else:
             dy = all_gather(dy, tp.axis) if tp.sequence else dy
             dx = linear_input_grad(dy, weight)
-        linear_weight_grad(dy, x, weight.main_grad)
+        if stash is None:
+            linear_weight_grad(dy, x, weight.main_grad)
         return dx, None, None, None
 
 

@@ -11,12 +11,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.config.groups import ModelConfig
 from megatron.layers.attention import SelfAttention
 from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.embedding import Embedding, VocabularyEmbedding
-from megatron.layers.linear import column_linear, linear
+from megatron.layers.linear import WeightGrad, add_weight_grads, column_linear, linear, stashing
 from megatron.layers.loss import cross_entropy
 from megatron.layers.mlp import MLP
 from megatron.layers.norm import Norm
@@ -111,13 +112,23 @@ class HeadBlock(nn.Module):
 
 
 class BlockWrapper(Protocol):
-    """How units are called: recomputation, sharding and offload implement it; a model and a schedule know nothing else of them."""
+    """How units are called: recomputation, sharding and offload implement it; a model and a schedule know nothing else of them.
+
+    A unit's backward for one micro-batch is `backward`, or `backward_input` and later `backward_weight`: the same gradients, bit for bit.
+    """
 
     def forward(self, unit: nn.Module, x: Tensor | None, micro: MicroBatch) -> tuple[Tensor, Any]:
         """The unit's output (detached) and what its backward needs."""
 
     def backward(self, unit: nn.Module, saved: Any, dy: Tensor) -> Tensor | None:
         """Accumulate the unit's parameter gradients; the gradient of its input (None for the embedding)."""
+
+    def backward_input(self, unit: nn.Module, saved: Any, dy: Tensor) -> tuple[Tensor | None, Any]:
+        """`backward` without the weight gradients of a layer's linear layers, and what those need: tensors of which dy may be one, so it is
+        not to be written before `backward_weight`. Embedding and head leave nothing."""
+
+    def backward_weight(self, unit: nn.Module, kept: Any) -> None:
+        """Accumulate what `backward_input` left out. Called for every unit, in the order of its backward passes; `kept` is consumed."""
 
     def begin_step(self, micro_batches: int) -> None:
         """Every unit will now run backward for so many micro-batches."""
@@ -127,18 +138,30 @@ class BlockWrapper(Protocol):
 
 
 class PlainBlocks:
-    """The identity wrapper: each unit is an autograd graph of its own, from a detached input to its output."""
+    """The identity wrapper: each unit is an autograd graph of its own, from a detached input to its output. It saves the graph's two ends,
+    (x, gradient edge of y), so that y lives no longer than whoever reads it needs; None where nothing is to be differentiated."""
 
-    def forward(self, unit: nn.Module, x: Tensor | None, micro: MicroBatch) -> tuple[Tensor, Any]:
+    def forward(self, unit: nn.Module, x: Tensor | None, micro: MicroBatch) -> tuple[Tensor, tuple[Tensor | None, GradientEdge] | None]:
         if x is not None:
             x = x.detach().requires_grad_(torch.is_grad_enabled())
         y = unit(x, micro)
-        return y.detach(), (x, y)
+        return y.detach(), (x, get_gradient_edge(y)) if y.requires_grad else None
 
-    def backward(self, unit: nn.Module, saved: Any, dy: Tensor) -> Tensor | None:
-        x, y = saved
-        torch.autograd.backward(y, dy)
+    def backward(self, unit: nn.Module, saved: tuple[Tensor | None, GradientEdge], dy: Tensor) -> Tensor | None:
+        x, edge = saved
+        torch.autograd.backward(edge, dy)
         return None if x is None else x.grad
+
+    def backward_input(self, unit: nn.Module, saved: tuple[Tensor | None, GradientEdge], dy: Tensor) -> tuple[Tensor | None, list[WeightGrad] | None]:
+        if not isinstance(unit, LayerBlock):
+            return self.backward(unit, saved, dy), None
+        with stashing(unit) as kept:
+            dx = self.backward(unit, saved, dy)
+        return dx, kept
+
+    def backward_weight(self, unit: nn.Module, kept: list[WeightGrad] | None) -> None:
+        if kept is not None:
+            add_weight_grads(kept)
 
     def begin_step(self, micro_batches: int) -> None:
         pass

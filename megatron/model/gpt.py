@@ -62,7 +62,8 @@ class GPTModel(nn.Module):
         for _, unit in reversed(self.units()):
             kept = saved.pop()
             if dy is None:
-                dy = torch.tensor([scale, 0.0], dtype=kept[1].dtype, device=kept[1].device)
+                weight = self.head.weight
+                dy = torch.tensor([scale, 0.0], dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
             dy = wrapper.backward(unit, kept, dy)
 
     @torch.no_grad()

@@ -27,10 +27,17 @@ class Recompute:
         return y, (x, micro)
 
     def backward(self, unit: nn.Module, saved: Any, dy: Tensor) -> Tensor | None:
-        if isinstance(unit, LayerBlock):
-            x, micro = saved
-            _, saved = self.inner.forward(unit, x, micro)
-        return self.inner.backward(unit, saved, dy)
+        return self.inner.backward(unit, self._again(unit, saved), dy)
+
+    def backward_input(self, unit: nn.Module, saved: Any, dy: Tensor) -> tuple[Tensor | None, Any]:
+        return self.inner.backward_input(unit, self._again(unit, saved), dy)
+
+    def backward_weight(self, unit: nn.Module, kept: Any) -> None:
+        self.inner.backward_weight(unit, kept)  # what it needs of the second run was kept
+
+    def _again(self, unit: nn.Module, saved: Any) -> Any:
+        """What the inner wrapper saves in the second run."""
+        return self.inner.forward(unit, *saved)[1] if isinstance(unit, LayerBlock) else saved
 
     def begin_step(self, micro_batches: int) -> None:
         self.inner.begin_step(micro_batches)

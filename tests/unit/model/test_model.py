@@ -112,7 +112,7 @@ def test_recompute_keeps_only_inputs_of_layers():
     for x, kept in saved[1:-1]:
         assert kept is micro and x.shape == (S, B, 16) and x.grad_fn is None
     _, plain = model(micro, PlainBlocks())
-    assert all(y.grad_fn is not None for _, y in plain[1:-1])
+    assert all(edge.node is not None for _, edge in plain)
 
 
 def test_evaluation_has_no_dropout_and_no_graph():
@@ -121,7 +121,7 @@ def test_evaluation_has_no_dropout_and_no_graph():
         a, saved = model(batch(model, training=False), PlainBlocks())
         b, _ = model(batch(model, training=False), PlainBlocks())
     assert torch.equal(a, b) and not torch.equal(a, model(batch(model), PlainBlocks())[0])
-    assert all(not y.requires_grad for _, y in saved)
+    assert saved == [None] * 5
 
 
 def test_logits_agree_with_the_loss():
