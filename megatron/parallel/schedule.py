@@ -88,7 +88,7 @@ def communicate(orders: Sequence[Sequence[Action]], placement: Sequence[int]) ->
     """Add sends and receives to each rank's computations.
 
     A send follows its computation. A receive is posted one computation before the one that waits for it, so that it travels beside that one;
-    earlier where the sender sends it before what is needed sooner: messages from one rank to another are received in the order in which they are sent.
+    """Computations spelled as `Kind` values, those of `upper_stage` in small letters. A letter means its next micro-batch; after the last, nothing."""
     """
     produced: dict[tuple[int, int], list[Message]] = {}
     for rank, order in enumerate(orders):
@@ -119,27 +119,81 @@ def communicate(orders: Sequence[Sequence[Action]], placement: Sequence[int]) ->
     return tuple(lists)
 
 
+def _order(letters: str, micro_batches: int, stage: int, upper_stage: int = -1) -> list[Action]:
+    Groups are as even as can be and hold at least `ranks` micro-batches (smaller ones could wait for themselves); the larger ones come first, since they
+    meaning = {kind.value: (kind, stage) for kind in COMPUTATIONS} | {kind.value.lower(): (kind, upper_stage) for kind in COMPUTATIONS}
+    count = dict.fromkeys(meaning, 0)
+    order = []
+    for letter in letters:
+        if count[letter] < micro_batches:
+            order.append(Action(*meaning[letter], count[letter]))
+            count[letter] += 1
+    return order
+
+
 def _gpipe(ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
     """All forward passes, then all backward passes (Huang et al. 2019)."""
-    return [[*(Action(Kind.FORWARD, rank, i) for i in range(micro_batches)), *(Action(Kind.BACKWARD, rank, i) for i in range(micro_batches))]
-            for rank in range(ranks)]
+    return [_order("F" * micro_batches + "B" * micro_batches, micro_batches, rank) for rank in range(ranks)]
 
 
 def _one_forward_one_backward(ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
     """Rank r holds at most ranks - r micro-batches (PipeDream-flush, Narayanan et al. 2021)."""
+    return [_order("F" * (ranks - rank - 1) + "FB" * micro_batches, micro_batches, rank) for rank in range(ranks)]
+
+
+def _interleaved(ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
+    """Rank r runs its virtual stages in turn, for one group of micro-batches after the other (Narayanan et al. 2021).
+
+    Groups are as even as can be and hold at least `ranks` micro-batches (a smaller one could wait for itself); the larger ones come first, since they
+    say how far forward passes run ahead. Rank r holds at most 2 (ranks - r - 1) + (virtual - 1) x group + 1 pairs of stage and micro-batch.
+    """
+    groups = max(micro_batches // ranks, 1)
+    sizes = [micro_batches // groups + (group < micro_batches % groups) for group in range(groups)]
+    starts = [sum(sizes[:group]) for group in range(groups)]
+    forward = [(turn * ranks, start + i) for start, size in zip(starts, sizes) for turn in range(virtual) for i in range(size)]
+    backward = [(turn * ranks, start + i) for start, size in zip(starts, sizes) for turn in reversed(range(virtual)) for i in range(size)]
     orders = []
     for rank in range(ranks):
-        ahead = min(ranks - rank - 1, micro_batches)
-        order = [Action(Kind.FORWARD, rank, i) for i in range(ahead)]
-        for i in range(micro_batches):
-            if ahead + i < micro_batches:
-                order.append(Action(Kind.FORWARD, rank, ahead + i))
-            order.append(Action(Kind.BACKWARD, rank, i))
-        orders.append(order)
+        forwards = [Action(Kind.FORWARD, first + rank, micro) for first, micro in forward]
+        backwards = [Action(Kind.BACKWARD, first + rank, micro) for first, micro in backward]
+        ahead = min(2 * (ranks - rank - 1) + (virtual - 1) * sizes[0], len(forwards))
+        pairs = zip(forwards[ahead:], backwards)
+        orders.append([*forwards[:ahead], *(action for pair in pairs for action in pair), *backwards[len(backwards) - ahead:]])
     return orders
 
 
-BUILDERS = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}
+def _zero_bubble(ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
+    """ZB-H1 (Qi et al. 2023): 1F1B of input gradients; rank r is r micro-batches late with weight gradients, for which it has time at the end.
+
+    Every rank holds min(ranks, micro_batches) micro-batches from forward pass to weight gradient.
+    """
+    return [_order("F" * (ranks - rank - 1) + "FI" * rank + "FIW" * micro_batches, micro_batches, rank) for rank in range(ranks)]
+
+
+def _zero_bubble_v(ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
+    """ZB-V (Qi et al. 2023): rank r holds stage r on the way down and stage 2 ranks - 1 - r on the way up, so that rank 0 ends the forward pass.
+
+    With at least 2 ranks - 1 micro-batches and equal costs no rank waits between its first and its last action; fewer run what of that list
+    is theirs. Every rank holds at most 2 ranks pairs of stage and micro-batch, the activations of `ranks` micro-batches on a whole rank's layers.
+    """
+    count = max(micro_batches, 2 * ranks - 1)
+    orders = []
+    for rank in range(ranks):
+        other = ranks - rank
+        fill = "F" * (2 * other - 1) + "fF" * rank + "fiw" * other
+        drain = "Ii" * rank + "IW" * other + "w" * rank + "W" * rank
+        order = _order(fill + "FIWfiw" * (count - ranks) + drain, count, rank, 2 * ranks - 1 - rank)
+        orders.append([action for action in order if action.micro < micro_batches])
+    return orders
+
+
+BUILDERS = {
+    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+    "interleaved": _interleaved,
+    "zero-bubble": _zero_bubble,
+    "zero-bubble-v": _zero_bubble_v,
+}
 
 
 def place(name: str, ranks: int, virtual: int) -> tuple[int, ...]:
@@ -153,15 +207,19 @@ def place(name: str, ranks: int, virtual: int) -> tuple[int, ...]:
 def build_schedule(name: str, ranks: int, virtual: int, micro_batches: int) -> Schedule:
     """The schedule of one training step. Each stage accumulates its gradients in the order of the micro-batches, in every schedule."""
     placement = place(name, ranks, virtual)
+    assert ranks >= 1 and micro_batches >= 1, f"{ranks} ranks, {micro_batches} micro-batches"
+    assert virtual == {"interleaved": virtual, "zero-bubble-v": 2}.get(name, 1), f"{name} with {virtual} stages a rank"
     return Schedule(name, placement, micro_batches, communicate(BUILDERS[name](ranks, virtual, micro_batches), placement))
 
 
 @functools.lru_cache(maxsize=64)
 def forward_only(placement: tuple[int, ...], micro_batches: int) -> Schedule:
-    """Evaluation: the forward passes alone, on the stages as they are placed."""
-    ranks = max(placement) + 1
-    orders: list[list[Action]] = [[] for _ in range(ranks)]
-    for micro in range(micro_batches):
-        for stage, rank in enumerate(placement):
-            orders[rank].append(Action(Kind.FORWARD, stage, micro))
+    """Evaluation: the forward passes alone, on the stages as they are placed; at each turn a rank runs the last of its stages that has an input."""
+    orders: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    done = [0] * len(placement)
+    while done[-1] < micro_batches:
+        ready = [stage for stage, count in enumerate(done) if count < (done[stage - 1] if stage else micro_batches)]
+        for stage in {placement[stage]: stage for stage in ready}.values():
+            orders[placement[stage]].append(Action(Kind.FORWARD, stage, done[stage]))
+            done[stage] += 1
     return Schedule("forward-only", placement, micro_batches, communicate(orders, placement))

@@ -1,0 +1,94 @@
+"""When each rank computed what in one step: simulated or measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.parallel.schedule import COMPUTATIONS, Kind
+
+
+class Span(NamedTuple):
+    """One computation, `begin` to `end` in seconds, or in units of cost when simulated."""
+
+    kind: Kind
+    stage: int
+    micro: int
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The computations of one step, on one clock; sends and receives are not in it."""
+
+    schedule: str  # its name
+    placement: tuple[int, ...]  # stage -> rank
+    micro_batches: int
+    rows: tuple[tuple[Span, ...], ...]  # by rank, in the order in which they ran
+
+    @property
+    def begin(self) -> float:
+        """When the first computation of any rank begins."""
+        return min((row[0].begin for row in self.rows if row), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """When the last computation of any rank ends."""
+        return max((row[-1].end for row in self.rows if row), default=0.0)
+
+    def busy(self, rank: int) -> float:
+        """Time in which the rank computes."""
+        return sum(span.end - span.begin for span in self.rows[rank])
+
+    def idle(self, rank: int) -> float:
+        """Time of the whole step, from any rank's first to any rank's last computation, in which the rank does not compute."""
+        return self.end - self.begin - self.busy(rank)
+
+    def idle_inside(self, rank: int) -> float:
+        """Of `idle`, what lies between the rank's own first and last computation."""
+        row = self.rows[rank]
+        return row[-1].end - row[0].begin - self.busy(rank) if row else 0.0
+
+    @property
+    def bubble(self) -> float:
+        """Share of all ranks' time in which they do not compute."""
+        total = len(self.rows) * (self.end - self.begin)
+        return 1 - sum(map(self.busy, range(len(self.rows)))) / total if total else 0.0
+
+    def to_json(self) -> str:
+        """One JSON object; a span is [kind, stage, micro-batch, begin, end]."""
+        rows = [[[span.kind.value, *span[1:]] for span in row] for row in self.rows]
+        return json.dumps({"schedule": self.schedule, "placement": list(self.placement), "micro_batches": self.micro_batches, "rows": rows})
+
+    @staticmethod
+    def from_json(text: str) -> Timeline:
+        """The inverse of `to_json`. Raises ValueError for anything else."""
+        try:
+            data = json.loads(text)
+            rows = tuple(tuple(_span(*values) for values in row) for row in data["rows"])
+            timeline = Timeline(str(data["schedule"]), tuple(map(int, data["placement"])), int(data["micro_batches"]), rows)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not the JSON of a time line: {type(error).__name__}: {error}") from None
+        if problem := _problem(timeline):
+            raise ValueError(f"not a time line: {problem}")
+        return timeline
+
+
+def _span(kind: str, stage: int, micro: int, begin: float, end: float) -> Span:
+    return Span(Kind(kind), int(stage), int(micro), float(begin), float(end))
+
+
+def _problem(timeline: Timeline) -> str | None:
+    """What contradicts itself in a time line."""
+    ranks = len(timeline.rows)
+    if not all(0 <= rank < ranks for rank in timeline.placement):
+        return f"its placement {timeline.placement} names a rank that has no row; there are {ranks}"
+    for rank, row in enumerate(timeline.rows):
+        for span, after in zip(row, (*row[1:], None)):
+            if span.kind not in COMPUTATIONS or not 0 <= span.stage < len(timeline.placement) or not 0 <= span.micro < timeline.micro_batches:
+                return f"rank {rank} has {span}"
+            if not span.begin <= span.end or after is not None and not span.end <= after.begin:
+                return f"rank {rank}: {span} does not end before {after or 'its end'}"
+    return None
