@@ -88,7 +88,7 @@ def communicate(orders: Sequence[Sequence[Action]], placement: Sequence[int]) ->
     """Add sends and receives to each rank's computations.
 
     A send follows its computation. A receive is posted one computation before the one that waits for it, so that it travels beside that one;
-    """Computations spelled as `Kind` values, those of `upper_stage` in small letters. A letter means its next micro-batch; after the last, nothing."""
+    earlier where the sender sends it before what is needed sooner: messages from one rank to another are received in the order in which they leave.
     """
     produced: dict[tuple[int, int], list[Message]] = {}
     for rank, order in enumerate(orders):
@@ -120,7 +120,7 @@ def communicate(orders: Sequence[Sequence[Action]], placement: Sequence[int]) ->
 
 
 def _order(letters: str, micro_batches: int, stage: int, upper_stage: int = -1) -> list[Action]:
-    Groups are as even as can be and hold at least `ranks` micro-batches (smaller ones could wait for themselves); the larger ones come first, since they
+    """Computations spelled as `Kind` values, those of `upper_stage` in small letters. A letter means its next micro-batch; after the last, nothing."""
     meaning = {kind.value: (kind, stage) for kind in COMPUTATIONS} | {kind.value.lower(): (kind, upper_stage) for kind in COMPUTATIONS}
     count = dict.fromkeys(meaning, 0)
     order = []
