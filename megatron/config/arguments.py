@@ -368,8 +368,9 @@ def parse_arguments(argv: list[str]) -> Parsed:
     if config.distributed.world_size is not None and "--dry-run" not in reading.commands:
         reading.faults.append(f"--world-size {config.distributed.world_size}: only with --dry-run; a launcher sets the size of a real run")
     if reading.faults:
-        smallest = max(1, config.distributed.tensor_model_parallel_size)  # the launcher's number of ranks is not known here
-        told = [fault for fault in cross_field_faults(config, config.distributed.world_size or smallest, None)
+        distributed = config.distributed
+        smallest = max(1, distributed.tensor_model_parallel_size) * max(1, distributed.pipeline_model_parallel_size)
+        told = [fault for fault in cross_field_faults(config, distributed.world_size or smallest, None)  # the launcher's ranks are not known here
                 if not any(re.search(rf"{flag}(?![\w-])", fault) for flag in reading.unsure)]
         raise ArgumentErrors([*reading.faults, *told])
     return Parsed(config, reading.notes, "--dry-run" in reading.commands, "--print-config" in reading.commands)

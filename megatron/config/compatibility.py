@@ -76,6 +76,7 @@ EQUALS = (
     equals("--no-check-for-nan-in-loss-and-grad", "--nan-policy skip"),
     equals("--no-load-lr-state", "--override-opt-param-scheduler"),
     equals("--model-parallel-size", "--tensor-model-parallel-size $"),
+    equals("--enable-zbh1-pipeline", "--pipeline-schedule zero-bubble"),
     equals("--no-async-tensor-model-parallel-allreduce", "--no-tp-comm-overlap"),
 )
 
@@ -110,13 +111,21 @@ NOTES = (
     note("--distribute-saved-activations --distribute-checkpointed-activations --scattered-embeddings "
          "--no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding",
          "a choice of memory: --sequence-parallel divides the activations between matrices over the tensor-parallel ranks"),
-    note("--no-scatter-gather-tensors-in-pipeline --defer-embedding-wgrad-compute --wgrad-deferral-limit --delay-wgrad-compute "
-         "--use-ring-exchange-p2p --overlap-p2p-communication --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush "
-         "--no-pipeline-parallel --pipeline-model-parallel-comm-backend --microbatch-group-size-per-virtual-pipeline-stage "
-         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --standalone-embedding-stage --cp-comm-type "
-         "--hierarchical-context-parallel-sizes --max-seqlen-per-dp-cp-rank --force-ds-sequence-parallel --no-align-grad-reduce "
-         "--disable-align-grad-reduce --no-align-param-gather",
-         "concerns pipeline or context parallelism, whose sizes are 1"),
+    note("--use-ring-exchange-p2p --overlap-p2p-communication --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush "
+         "--pipeline-model-parallel-comm-backend --no-scatter-gather-tensors-in-pipeline",
+         "messages between pipeline ranks always travel beside the computation; under --sequence-parallel each rank sends its part"),
+    note("--microbatch-group-size-per-virtual-pipeline-stage", "an order of the same computations, which --pipeline-schedule interleaved sets itself"),
+    note("--defer-embedding-wgrad-compute --wgrad-deferral-limit --delay-wgrad-compute",
+         "when weight gradients are computed is a matter of the schedule: see --pipeline-schedule zero-bubble"),
+    note("--enable-zbh1-exact-semantics", "every schedule here clips and steps after all gradients are known, with nothing to roll back"),
+    note("--no-pipeline-parallel", "there is one pipeline rank", when=lambda config: config.distributed.pipeline_model_parallel_size == 1,
+         otherwise="contradicts --pipeline-model-parallel-size above 1; drop one of them"),
+    note("--standalone-embedding-stage", "there is one pipeline rank", when=lambda config: config.distributed.pipeline_model_parallel_size == 1,
+         otherwise="give --pipeline-model-parallel-layout with a first stage E, as in E|(ttt|)*6tttL"),
+    note("--no-align-grad-reduce --disable-align-grad-reduce --no-align-param-gather",
+         "when collectives of data parallelism run follows from the schedule: see --overlap-grad-reduce"),
+    note("--cp-comm-type --hierarchical-context-parallel-sizes --max-seqlen-per-dp-cp-rank --force-ds-sequence-parallel",
+         "concerns context parallelism, whose size is 1"),
     note("--use-distributed-optimizer --overlap-param-gather --overlap-param-gather-with-optimizer-step "
          "--num-distributed-optimizer-instances --no-use-layer-wise-param-layout",
          "optimizer state is not sharded yet: every data-parallel rank holds all of it, with the same result"),
@@ -183,7 +192,7 @@ NOTES = (
          "--delta-offload-bytes-across-pp-ranks --activation-offload-fraction --cpu-offloading-retain-pinned-cpu-buffers "
          "--fine-grained-offloading-max-inflight-offloads --megatron-fsdp-* --fsdp-* --data-parallel-sharding-strategy "
          "--outer-dp-sharding-strategy --enable-full-sharding-in-hsdp --gtp-* "
-         "--torch-fsdp2-no-reshard-after-forward --batch-invariant-backend --enable-zbh1-exact-semantics "
+         "--torch-fsdp2-no-reshard-after-forward --batch-invariant-backend "
          "--ds-sequence-parallel-fpdt-* --error-injection-type --tokenizer-special-tokens --chat-template "
          "--sft-tokenizer-prompt-format --logits-* --bert-no-binary-head --mask-prob --short-seq-prob --sample-rate",
          "acts only together with a main switch, which is refused"),
@@ -194,7 +203,6 @@ NOTES = (
 _LATER = "not built yet"
 ONLY = (
     only("--tensor-parallel-num-weight-shards", "1", f"sharding weights further than over the tensor-parallel ranks is {_LATER}"),
-    only("--pipeline-model-parallel-size --num-virtual-stages-per-pipeline-rank", "1", f"pipeline parallelism is {_LATER}"),
     only("--context-parallel-size --ds-sequence-parallel-size", "1", f"context parallelism is {_LATER}"),
     only("--zero-stage", "0", f"ZeRO is {_LATER}"),
     only("--num-experts --num-experts-switch --expert-model-parallel-size --expert-tensor-parallel-size "
@@ -236,9 +244,7 @@ REFUSED = (
     refused("--use-megatron-fsdp --use-torch-fsdp2", f"sharding over data-parallel ranks is {_LATER}; drop it"),
     refused("--optimizer-cpu-offload --cpu-optimizer --fine-grained-activation-offloading --moe-paged-stash",
             f"offload to the host is {_LATER}; drop it"),
-    refused("--num-layers-per-virtual-pipeline-stage --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers "
-            "--pipeline-model-parallel-layout --pipeline-model-parallel-split-rank --enable-zbh1-pipeline",
-            f"pipeline parallelism is {_LATER}"),
+    refused("--pipeline-model-parallel-split-rank", "every layer is a decoder layer; say which rank has which with --pipeline-model-parallel-layout"),
     refused("--hybrid-context-parallel --ds-sequence-parallel-fpdt", f"context parallelism is {_LATER}"),
     refused("--use-precision-aware-optimizer --output-logit-dtype --embedding-weights-in-fp32 --fp32-residual-connection",
             "precision is what --bf16, --fp16 or --fp64 say (fp32 master weights, gradients and moments); drop it"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.config.groups import Config
+from megatron.config.stages import AUTO, virtual_stages
 
 GROUP_OF = {field: group for group, fields in Config().to_dict().items() for field in fields}
 DEFAULTS = {field: value for fields in Config().to_dict().values() for field, value in fields.items()}
@@ -99,12 +100,23 @@ def _derive_schedule(run: Run) -> Derivation:
 def _derive_distributed(run: Run) -> Derivation:
     if run.sequence_parallel and run.tp == 1:
         yield "sequence_parallel", False, "with --tensor-model-parallel-size 1 there are no ranks to split the sequence over"
-    virtual = run.num_virtual_stages_per_pipeline_rank
-    if virtual is None:
-        virtual = 2 if run.pipeline_schedule == "zero-bubble-v" and run.pp > 1 else 1
-        yield "num_virtual_stages_per_pipeline_rank", virtual, "one stage a rank" if virtual == 1 else "down the ranks and up again"
-    if run.pipeline_schedule is None:
-        yield "pipeline_schedule", "1f1b" if virtual == 1 else "interleaved", "the default"
+    virtual = virtual_stages(run.config) if run.pp > 1 else 1
+    if virtual is not None and run.num_virtual_stages_per_pipeline_rank != virtual:
+        yield "num_virtual_stages_per_pipeline_rank", virtual, _why_virtual(run)
+    if run.pp == 1 and run.pipeline_schedule not in (None, "1f1b"):
+        yield "pipeline_schedule", "1f1b", "with --pipeline-model-parallel-size 1 there is one order"
+    elif run.pipeline_schedule is None and virtual is not None:
+        yield "pipeline_schedule", "1f1b" if virtual == 1 else "interleaved", f"{virtual} stage(s) on each pipeline rank"
+
+
+def _why_virtual(run: Run) -> str:
+    if run.pp == 1:
+        return "with --pipeline-model-parallel-size 1 there is one stage"
+    if run.pipeline_model_parallel_layout not in (None, AUTO):
+        return "stages in --pipeline-model-parallel-layout / pipeline-model-parallel-size"
+    if run.num_layers_per_virtual_pipeline_stage is not None:
+        return "layers / pipeline-model-parallel-size / num-layers-per-virtual-pipeline-stage"
+    return "zero-bubble-v goes down the ranks and up again" if run.pipeline_schedule == "zero-bubble-v" else "one stage on each pipeline rank"
 
 
 DERIVED = (_derive_model, _derive_data, _derive_training, _derive_schedule, _derive_distributed)

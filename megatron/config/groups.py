@@ -320,22 +320,23 @@ class DistributedConfig:
     """Ranks that share each layer's matrices (TP)."""
     pipeline_model_parallel_size: int = 1
     """Ranks that the layers are cut over (PP)."""
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"] | None = flag(None, megatron="absent there: 1f1b, or interleaved with virtual stages")
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"] | None = flag(
+        None, megatron="absent there: 1f1b, or interleaved with virtual stages")
     """Order of forward and backward passes. Default: 1f1b, or interleaved with virtual stages."""
     num_virtual_stages_per_pipeline_rank: int | None = None
-    """Stages that each pipeline rank holds (virtual stages)."""
+    """Stages that each pipeline rank holds (virtual stages): 1 by default, 2 with zero-bubble-v."""
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Layers of each virtual stage: another way to give their number."""
     decoder_first_pipeline_num_layers: int | None = None
-    """Layers of the first pipeline rank; the others share the rest evenly."""
+    """Layers of the first pipeline rank; those ranks for which no number is given share the rest evenly."""
     decoder_last_pipeline_num_layers: int | None = None
-    """Layers of the last pipeline rank; the others share the rest evenly."""
+    """Layers of the last pipeline rank; those ranks for which no number is given share the rest evenly."""
     account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as a layer of the first stage when layers are shared out."""
+    """Count the embedding as a layer of the first stage when layers are shared out evenly."""
     account_for_loss_in_pipeline_split: bool = False
-    """Count head and loss as a layer of the last stage when layers are shared out."""
-    pipeline_model_parallel_layout: str | None = None
-    """Units of each stage, as in Et*3|(tt|)*29,m|L: E embedding, t layer, L head and loss; or auto: stages of equal cost."""
+    """Count head and loss as a layer of the last stage when layers are shared out evenly."""
+    pipeline_model_parallel_layout: str | None = flag(None, megatron="auto is absent there; m and empty stages are refused here")
+    """Units of each stage, as in Et*3|(tt|)*6tL: E embedding, t layer, L head and loss; or auto: stages of equal cost."""
     sequence_parallel: bool = False
     """Split the sequence over the TP ranks between the matrices (norms, dropout, residuals), with the same bytes on the wire."""
     tp_comm_overlap: bool = flag(True, off="--no-tp-comm-overlap", megatron="off there, and needs TransformerEngine")

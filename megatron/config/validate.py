@@ -1,7 +1,7 @@
 """Every rule between flags.
 
 `resolve` fills in derived values (`derive.py`), then collects the faults of all rules: ranges of one field (RANGES), flags
-that could not act (NEEDS), and the rules of RULES, one small function each. A rule whose inputs are missing says nothing:
+that could not act (NEEDS), and the rules of RULES, one small function each (those of the layout in `validate_layout.py`). A rule whose inputs are missing says nothing:
 the missing flag is a fault of its own.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 from megatron.config.derive import DEFAULTS, Run, derive
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
+from megatron.config.validate_layout import bubble, nearest, pipeline_schedule, pipeline_split, tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
      "init_method_std make_vocab_size_divisible_by loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis "
      "seq_length vocab_size micro_batch_size global_batch_size exit_interval exit_duration_in_mins train_samples lr_decay_iters "
      "lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples eval_interval save_interval log_interval tensorboard_log_interval "
-     "peak_tflops adam_eps tensor_model_parallel_size distributed_timeout_minutes world_size"),
+     "peak_tflops adam_eps tensor_model_parallel_size pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank "
+     "num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers distributed_timeout_minutes "
+     "world_size"),
     ("0 or more", lambda value: value >= 0,
      "z_loss_coeff lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay start_weight_decay end_weight_decay "
      "clip_grad eval_iters seed train_iters ckpt_step"),
@@ -104,7 +107,9 @@ IDLE: Table = (
     ("tp_comm_overlap", "--tensor-model-parallel-size above 1", lambda run: run.tp > 1),
     ("overlap_grad_reduce grad_reduce_in_bf16", "several data-parallel ranks", lambda run: run.dp > 1),
     ("distributed_backend distributed_timeout_minutes", "several ranks", lambda run: run.world > 1),
-    ("use_tp_pp_dp_mapping", "pipeline stages", lambda run: False),
+    ("use_tp_pp_dp_mapping num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
+     "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout",
+     "--pipeline-model-parallel-size above 1", lambda run: run.pp > 1),
 )
 
 
@@ -226,52 +231,13 @@ def _tokenizer(run: Run) -> Iterator[str]:
         yield f"{run.show('vocab_size')}: the tokenizer has {run.vocabulary} tokens; drop --vocab-size or take the right tokenizer"
 
 
-def _nearest(value: int, unit: int) -> int:
-    """The multiple of `unit` that is nearest to a value, above 0."""
-    return max(unit, (value + unit // 2) // unit * unit)
-
-
-def _shares(size: int, groups: int) -> bool:
-    """Whether `size` ranks hold equal numbers of key/value heads, or equal numbers of ranks hold each head."""
-    return groups % size == 0 or size % groups == 0
-
-
-def _fitting_tp(run: Run) -> int:
-    """The tensor-parallel size nearest to the one given that divides the ranks and the heads."""
-    heads = run.num_attention_heads if run.has("num_attention_heads") else run.world
-    groups = run.num_query_groups if run.has("num_query_groups") else heads
-    sizes = (run.tp, *range(1, min(run.world, heads, 1024) + 1))  # nobody shares a matrix over more
-    fitting = (size for size in sizes if run.world % size == heads % size == 0 and _shares(size, groups))
-    return min(fitting, key=lambda size: abs(size - run.tp))
-
-
-def _tensor_parallel(run: Run) -> Iterator[str]:
-    """Sizes and ranks. Where the size itself is wrong, widths and lengths are held against the size that is proposed."""
-    if run.tp <= 0 or run.world <= 0:
-        return
-    shown, size, heads, groups = run.show("tensor_model_parallel_size"), _fitting_tp(run), run.num_attention_heads, run.num_query_groups
-    if not run.dp:
-        yield (f"{shown}: does not divide the {run.world} rank(s) of this job; start {_nearest(run.world, run.tp)} "
-               f"(in a dry run, with --world-size), or give {size}")
-    if run.has("num_attention_heads") and heads % run.tp:
-        yield f"{shown}: must divide --num-attention-heads {heads}; the nearest that fits is {size}"
-    if run.has("num_query_groups") and groups != heads and not _shares(run.tp, groups):
-        yield f"{shown}: must divide --num-query-groups {groups} or be a multiple of it; the nearest that fits is {size}"
-    divisor = f"not divisible by --tensor-model-parallel-size {size}"
-    if run.has("ffn_hidden_size") and run.ffn_hidden_size % size:
-        yield f"{run.show('ffn_hidden_size')}: {divisor}; the nearest is {_nearest(run.ffn_hidden_size, size)}"
-    if run.sequence_parallel and run.has("seq_length") and run.seq_length % size:
-        yield (f"{run.show('seq_length')}: {divisor}, as --sequence-parallel needs; the nearest is {_nearest(run.seq_length, size)}, "
-               "or drop --sequence-parallel")
-
-
 def _batch(run: Run) -> Iterator[str]:
     if not run.has("micro_batch_size", "global_batch_size") or not run.dp:
         return
     unit = run.micro_batch_size * run.dp
     text = f"--micro-batch-size {run.micro_batch_size} x {run.dp} data-parallel rank(s) = {unit}"
     if run.global_batch_size % unit:
-        yield f"{run.show('global_batch_size')}: not divisible by {text}; the nearest is {_nearest(run.global_batch_size, unit)}"
+        yield f"{run.show('global_batch_size')}: not divisible by {text}; the nearest is {nearest(run.global_batch_size, unit)}"
     if run.rampup_batch_size is None:
         return
     shown = run.show("rampup_batch_size")
@@ -341,8 +307,8 @@ def _checkpoint(run: Run) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
-    _required, _ranges, _needs, _tensor_parallel, _heads, _positions, _attention, _precision, _sources, _split, _tokenizer, _batch, _length,
-    _schedule, _weight_decay, _recompute, _checkpoint,
+    _required, _ranges, _needs, tensor_parallel, pipeline_split, pipeline_schedule, _heads, _positions, _attention, _precision, _sources, _split,
+    _tokenizer, _batch, _length, _schedule, _weight_decay, _recompute, _checkpoint,
 )
 
 
@@ -352,6 +318,7 @@ RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
 def _remarks(run: Run) -> Iterator[str]:
     for shown, text in _cannot_act(run, IDLE):
         yield f"{shown}: acts only with {text}; nothing changes here"
+    yield from bubble(run)
     if run.window_size is not None and run.seq_length is not None and run.window_size >= run.seq_length:
         yield f"{run.show('window_size')} covers the whole --seq-length {run.seq_length}: full causal attention"
     if run.split is not None and run.mock_data:

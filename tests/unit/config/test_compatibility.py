@@ -13,6 +13,7 @@ from megatron.config.arguments import options, options_by_flag, parse_arguments
 from megatron.config.compatibility import EQUALS, TABLE, VALUES
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
+from megatron.config.stages import layers_of_stages
 from megatron.config.validate import resolve
 
 # Megatron-LM examples/gpt3/train_gpt3_175b_distributed.sh
@@ -91,12 +92,11 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("script, faults", [
-    (GPT3, ["--step-batch-size-schedule", "--pipeline-model-parallel-size 16"]),
+    (GPT3, ["--step-batch-size-schedule"]),
     (LLAMA3, ["--decoupled-lr", "--decoupled-min-lr", "--fp8-format hybrid", "--fp8-param-gather"]),
-    (LLAMA2, ["--pipeline-model-parallel-size 2"]),
     (DENSE, ["--lr-decay-tokens", "--lr-warmup-tokens", "--train-tokens", "--deepspeed_config dense.json: fp16.loss_scale_window = 500",
              "--deepspeed_config dense.json: fp16.initial_scale_power = 11"]),
-], ids=["gpt3", "llama3", "llama2", "dense"])
+], ids=["gpt3", "llama3", "dense"])
 def test_what_a_launch_script_must_change(folder, script, faults):
     with pytest.raises(ArgumentErrors) as caught:
         parse_arguments(shlex.split(script))
@@ -116,15 +116,18 @@ def without(script: str, flags: str) -> list[str]:
 
 
 def test_the_launch_scripts_run_after_these_edits(folder):
-    gpt3 = parse_arguments([*without(GPT3, "--step-batch-size-schedule --pipeline-model-parallel-size"), "--dry-run", "--world-size", "512"])
-    assert resolve(gpt3.config, 512, 50257).config.data.tokenizer_type == "GPT2BPETokenizer"
+    gpt3 = parse_arguments([*without(GPT3, "--step-batch-size-schedule"), "--dry-run", "--world-size", "512"])
+    config = resolve(gpt3.config, 512, 50257).config
+    assert (config.data.tokenizer_type, config.distributed.pipeline_schedule) == ("GPT2BPETokenizer", "1f1b")
+    assert layers_of_stages(config) == (6,) * 16
     llama3 = parse_arguments(without(LLAMA3, "--decoupled-lr --decoupled-min-lr --fp8-format --fp8-param-gather"))
     config = resolve(llama3.config, 1, 128257).config
     assert config.model.activation == "swiglu" and config.data.split == "99,1,0" and config.precision.bf16
     assert any("--use-distributed-optimizer, --overlap-param-gather: optimizer state is not sharded yet" in note for note in llama3.notes)
     assert config.distributed.grad_reduce_in_bf16 and not config.distributed.sequence_parallel
-    llama2 = parse_arguments([*without(LLAMA2, "--pipeline-model-parallel-size"), "--dry-run", "--world-size", "8"])
+    llama2 = parse_arguments([*shlex.split(LLAMA2), "--dry-run", "--world-size", "8"])  # as it stands
     config = resolve(llama2.config, 8, 32000).config
+    assert layers_of_stages(config) == (12, 12) and config.training.global_batch_size == 32
     assert (config.model.num_query_groups, config.model.group_query_attention, config.model.normalization) == (4, True, "RMSNorm")
     assert (config.data.tokenizer_type, config.training.recompute_num_layers) == ("SentencePieceTokenizer", 1)
     dense = without(DENSE, "--lr-decay-tokens --lr-warmup-tokens --train-tokens")

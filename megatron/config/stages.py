@@ -1,0 +1,92 @@
+"""How layers are shared out over pipeline stages, counted: what the flags say, with nothing known of costs.
+
+The embedding is always in the first stage and the head in the last, so a split is the number of layers of each stage.
+"""
+
+from __future__ import annotations
+
+import re
+
+from megatron.config.groups import Config
+
+AUTO = "auto"
+_MOST_UNITS = 100_000  # in a layout string
+
+
+def parse_layout(text: str) -> tuple[int, ...]:
+    """Layers of each stage of a string like Et*3|(tt|)*4tL: E embedding, t layer, L head and loss, | between stages, x*n and (...)*n
+    repetitions, commas for the eye. Raises ValueError with what is wrong and the fix."""
+    text = text.replace(",", "")
+    for pattern in (r"\(([^()]*)\)\*(\d+)", r"([^()*])\*(\d+)"):
+        text = re.sub(pattern, _repeat, text)
+    units = text.replace("|", "")
+    if "m" in units:
+        raise ValueError("m, a layer that predicts further tokens, is not supported; take it out")
+    if unknown := re.sub("[EtL]", "", units):
+        raise ValueError(f"{unknown[0]!r} is none of E (embedding), t (layer), L (head and loss), | (next stage), x*n and (...)*n")
+    if not re.fullmatch("Et*L", units):
+        raise ValueError("must begin with its one E and end with its one L")
+    stages = text.split("|")
+    if "" in stages:
+        raise ValueError(f"stage {stages.index('')} (from 0) is empty; every stage needs a unit")
+    return tuple(stage.count("t") for stage in stages)
+
+
+def _repeat(match: re.Match[str]) -> str:
+    body, count = match.groups()
+    if len(count) > 6 or len(body) * int(count) > _MOST_UNITS:
+        raise ValueError(f"{match[0]} repeats more than {_MOST_UNITS} units")
+    return body * int(count)
+
+
+def counted_layers(config: Config) -> int:
+    """Layers that an even split shares out: embedding and loss count as one where the flags say so."""
+    distributed = config.distributed
+    return config.model.num_layers + distributed.account_for_embedding_in_pipeline_split + distributed.account_for_loss_in_pipeline_split
+
+
+def virtual_stages(config: Config) -> int | None:
+    """Stages that each of several pipeline ranks holds, by whichever flag says it; None where flags do not fit each other."""
+    distributed = config.distributed
+    ranks, layout, layers = distributed.pipeline_model_parallel_size, distributed.pipeline_model_parallel_layout, distributed.num_layers_per_virtual_pipeline_stage
+    if distributed.num_virtual_stages_per_pipeline_rank is not None:
+        return distributed.num_virtual_stages_per_pipeline_rank
+    if layout not in (None, AUTO):
+        try:
+            return _quotient(len(parse_layout(layout)), ranks)
+        except ValueError:
+            return None
+    if layers is not None:
+        return _quotient(counted_layers(config), ranks * layers) if config.model.num_layers and layers > 0 else None
+    return 2 if distributed.pipeline_schedule == "zero-bubble-v" else 1
+
+
+def _quotient(value: int, divisor: int) -> int | None:
+    return value // divisor if value % divisor == 0 and value > 0 else None
+
+
+def rank_of_stage(config: Config, stage: int) -> int:
+    """The pipeline rank that holds a stage: round and round, or down and up again under zero-bubble-v."""
+    distributed = config.distributed
+    ranks = distributed.pipeline_model_parallel_size
+    turned, rank = divmod(stage, ranks)
+    return ranks - 1 - rank if turned and distributed.pipeline_schedule == "zero-bubble-v" else rank
+
+
+def layers_of_stages(config: Config) -> tuple[int, ...]:
+    """Layers of each stage of a resolved configuration, along the forward pass; not for `auto`, which depends on costs."""
+    distributed, layers = config.distributed, config.model.num_layers
+    ranks, virtual = distributed.pipeline_model_parallel_size, distributed.num_virtual_stages_per_pipeline_rank
+    first, last = distributed.decoder_first_pipeline_num_layers, distributed.decoder_last_pipeline_num_layers
+    if ranks == 1:
+        return (layers,)
+    if distributed.pipeline_model_parallel_layout is not None:
+        return parse_layout(distributed.pipeline_model_parallel_layout)
+    if first is not None or last is not None:
+        given = {rank: number for rank, number in ((0, first), (ranks - 1, last)) if number is not None}
+        rest = (layers - sum(given.values())) // max(1, ranks - len(given))
+        return tuple(given.get(rank_of_stage(config, stage), rest) // virtual for stage in range(ranks * virtual))
+    counts = [counted_layers(config) // (ranks * virtual)] * (ranks * virtual)
+    counts[0] -= distributed.account_for_embedding_in_pipeline_split
+    counts[-1] -= distributed.account_for_loss_in_pipeline_split
+    return tuple(counts)

@@ -1,0 +1,215 @@
+"""Rules of the layout: tensor- and pipeline-parallel sizes, how layers are shared out over stages, schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.derive import Run
+from megatron.config.stages import AUTO, counted_layers, parse_layout
+
+
+def nearest(value: int, unit: int) -> int:
+    """The multiple of `unit` that is nearest to a value, above 0."""
+    return max(unit, (value + unit // 2) // unit * unit)
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def _shares(size: int, groups: int) -> bool:
+    """Whether `size` ranks hold equal numbers of key/value heads, or equal numbers of ranks hold each head."""
+    return groups % size == 0 or size % groups == 0
+
+
+def _fitting_tp(run: Run) -> int:
+    """The tensor-parallel size nearest to the one given that divides the ranks (of one stage, where the stages divide all) and the heads."""
+    ranks = run.world // run.pp if run.pp > 0 and run.world % run.pp == 0 else run.world
+    heads = run.num_attention_heads if run.has("num_attention_heads") else ranks
+    groups = run.num_query_groups if run.has("num_query_groups") else heads
+    sizes = (run.tp, *range(1, min(ranks, heads, 1024) + 1))  # nobody shares a matrix over more
+    fitting = (size for size in sizes if ranks % size == heads % size == 0 and _shares(size, groups))
+    return min(fitting, key=lambda size: abs(size - run.tp))
+
+
+def _fitting_pp(run: Run, tp: int) -> int:
+    """The pipeline-parallel size nearest to the one given that, with `tp`, divides the ranks."""
+    ranks = run.world // tp
+    return min((size for size in (run.pp, *range(1, min(ranks, 1024) + 1)) if ranks % size == 0), key=lambda size: abs(size - run.pp))
+
+
+def _undivided(run: Run, tp: int) -> str:
+    """The fault of sizes that do not divide the ranks; `tp` is a size that can."""
+    pp = _fitting_pp(run, tp)
+    shown = run.show("tensor_model_parallel_size") + (f" x {run.show('pipeline_model_parallel_size')}" if run.pp > 1 else "")
+    instead = [str(tp)] if run.pp == 1 else [
+        *([f"--tensor-model-parallel-size {tp}"] if tp != run.tp else []), *([f"--pipeline-model-parallel-size {pp}"] if pp != run.pp else [])]
+    return (f"{shown}: does not divide the {run.world} rank(s) of this job; start {nearest(run.world, run.tp * run.pp)} "
+            f"(in a dry run, with --world-size), or give {' and '.join(instead)}")
+
+
+def tensor_parallel(run: Run) -> Iterator[str]:
+    """Sizes and ranks. Where the size itself is wrong, widths and lengths are held against the size that is proposed."""
+    if run.tp <= 0 or run.pp <= 0 or run.world <= 0:
+        return
+    shown, size, heads, groups = run.show("tensor_model_parallel_size"), _fitting_tp(run), run.num_attention_heads, run.num_query_groups
+    if not run.dp:
+        yield _undivided(run, size)
+    if run.has("num_attention_heads") and heads % run.tp:
+        yield f"{shown}: must divide --num-attention-heads {heads}; the nearest that fits is {size}"
+    if run.has("num_query_groups") and groups != heads and not _shares(run.tp, groups):
+        yield f"{shown}: must divide --num-query-groups {groups} or be a multiple of it; the nearest that fits is {size}"
+    divisor = f"not divisible by --tensor-model-parallel-size {size}"
+    if run.has("ffn_hidden_size") and run.ffn_hidden_size % size:
+        yield f"{run.show('ffn_hidden_size')}: {divisor}; the nearest is {nearest(run.ffn_hidden_size, size)}"
+    if run.sequence_parallel and run.has("seq_length") and run.seq_length % size:
+        yield (f"{run.show('seq_length')}: {divisor}, as --sequence-parallel needs; the nearest is {nearest(run.seq_length, size)}, "
+               "or drop --sequence-parallel")
+
+
+# ---------------------------------------------------------------- splits
+
+_LAYOUT, _PER_VIRTUAL, _VIRTUAL = "pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
+_UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+_OR_AUTO = "--pipeline-model-parallel-layout auto"
+
+
+def _given(run: Run, *fields: str) -> list[str]:
+    return [field for field in fields if getattr(run, field) not in (None, False)]
+
+
+def pipeline_split(run: Run) -> Iterator[str]:
+    """Layers over stages; nothing here acts with one pipeline rank."""
+    if run.pp < 2 or not run.has("num_layers"):
+        return
+    contradictions = list(_contradictions(run))
+    yield from contradictions
+    if contradictions or any(getattr(run, field) <= 0 for field in _given(run, _PER_VIRTUAL, _VIRTUAL, *_UNEVEN)):
+        return
+    if _given(run, _LAYOUT):
+        yield from _auto(run) if run.pipeline_model_parallel_layout == AUTO else _drawn(run)
+    elif _given(run, *_UNEVEN):
+        yield from _uneven(run)
+    else:
+        yield from _even(run)
+
+
+def _contradictions(run: Run) -> Iterator[str]:
+    ways = ((_given(run, _LAYOUT), _given(run, *_UNEVEN, *_COUNTED, _PER_VIRTUAL)), (_given(run, *_UNEVEN), _given(run, *_COUNTED, _PER_VIRTUAL)))
+    for one, others in ways:
+        if one and others:
+            virtual = f" ({_flag(_VIRTUAL)} goes with it)" if _PER_VIRTUAL in others and run.pipeline_model_parallel_layout in (None, AUTO) else ""
+            yield f"{run.show(one[0])}: contradicts {' and '.join(map(run.show, others))}; keep one way to share out the layers{virtual}"
+            return
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _stages(run: Run) -> tuple[str, int]:
+    """`--pipeline-model-parallel-size 4 x --num-virtual-stages-per-pipeline-rank 2 = 8`, and 8."""
+    shown, virtual = run.show("pipeline_model_parallel_size"), run.num_virtual_stages_per_pipeline_rank or 1
+    return (f"{shown} x {run.show(_VIRTUAL)} = {run.pp * virtual}" if virtual > 1 else shown), run.pp * virtual
+
+
+def _auto(run: Run) -> Iterator[str]:
+    shown, stages = _stages(run)
+    units = run.num_layers + 2
+    if stages > units:
+        yield f"{shown}: more stages than the {units} units of --num-layers {run.num_layers} (embedding, layers, head); give at most {units} stages"
+
+
+def _drawn(run: Run) -> Iterator[str]:
+    shown = run.show(_LAYOUT)
+    try:
+        counts = parse_layout(run.pipeline_model_parallel_layout)
+    except ValueError as problem:
+        yield f"{shown}: {problem}"
+        return
+    if sum(counts) != run.num_layers:
+        yield f"{shown}: has {sum(counts)} layers (t), and --num-layers is {run.num_layers}; make them equal"
+    virtual = run.num_virtual_stages_per_pipeline_rank
+    if len(counts) % run.pp:
+        yield f"{shown}: has {len(counts)} stages, not a multiple of --pipeline-model-parallel-size {run.pp}; make it {nearest(len(counts), run.pp)}"
+    elif len(counts) != run.pp * virtual:
+        yield f"{shown}: has {len(counts)} stages, {len(counts) // run.pp} on each pipeline rank, which contradicts {run.show(_VIRTUAL)}; drop that"
+
+
+def _even(run: Run) -> Iterator[str]:
+    layers = counted_layers(run.config)
+    counted = layers - run.num_layers
+    with_them = f" ({layers} with those of {' and '.join(map(_flag, _given(run, *_COUNTED)))})" if counted else ""
+    if _given(run, _PER_VIRTUAL):
+        unit = run.pp * run.num_layers_per_virtual_pipeline_stage
+        divisor = f"{run.show('pipeline_model_parallel_size')} x {run.show(_PER_VIRTUAL)} = {unit}"
+    else:
+        divisor, unit = _stages(run)
+    if layers % unit == 0:
+        virtual = run.num_virtual_stages_per_pipeline_rank
+        if _given(run, _PER_VIRTUAL) and layers // unit != virtual:
+            yield f"{run.show(_PER_VIRTUAL)}: makes {layers // unit} stages on each pipeline rank, which contradicts {run.show(_VIRTUAL)}; drop one"
+        return
+    below = layers // unit * unit - counted
+    numbers = [number for number in (below, below + unit) if number > 0]
+    nearby = f"nearest {'are' if len(numbers) > 1 else 'is'} {' and '.join(map(str, numbers))}"
+    others = _given(run, *_COUNTED, _PER_VIRTUAL)
+    auto = f", or give {_OR_AUTO}{' instead of ' + ' and '.join(map(_flag, others)) if others else ''}"
+    fits = _given(run, _PER_VIRTUAL) or unit <= run.num_layers + 2
+    yield f"--num-layers {run.num_layers}{with_them}: not divisible by {divisor}; the {nearby}{auto if fits else ''}"
+
+
+def _uneven(run: Run) -> Iterator[str]:
+    """Numbers for the first or last rank: what they leave must fit the others, and each rank's layers its virtual stages."""
+    given, virtual = _given(run, *_UNEVEN), run.num_virtual_stages_per_pipeline_rank
+    numbers = {field: getattr(run, field) for field in given}
+    shown = " and ".join(map(run.show, given))
+    others = run.pp - len(given)
+    rest, unit = run.num_layers - sum(numbers.values()), max(1, others) * virtual
+    if (rest == 0 if others == 0 else rest > 0 and rest % unit == 0) and all(number % virtual == 0 for number in numbers.values()):
+        return
+    instead = f"give {_OR_AUTO} instead"
+    total = run.num_layers - (numbers[given[1]] if len(given) > 1 else 0)  # for the first of the flags and the ranks without one
+    if all(numbers[field] % virtual == 0 for field in given[1:]) and total % virtual == 0 and total > (unit if others else 0):
+        taken = total
+        if others:
+            fewest, most = unit, (total - 1) // unit * unit
+            taken = total - min(max(nearest(total - numbers[given[0]], unit), fewest), most)
+        instead = f"give {_flag(given[0])} {taken}, or {_OR_AUTO} instead"
+    if others == 0:
+        yield f"{shown}: make {sum(numbers.values())} layers of --num-layers {run.num_layers}" + (
+            f", each to be divided by {run.show(_VIRTUAL)}" if virtual > 1 else "") + f"; {instead}"
+        return
+    wanted = f" x {virtual} virtual stages" if virtual > 1 else ""
+    alone = f", and each rank's number must be divisible by {run.show(_VIRTUAL)}" if virtual > 1 else ""
+    yield f"{shown}: leave {rest} of --num-layers {run.num_layers} to {others} other pipeline rank(s){wanted}, which must share them evenly{alone}; {instead}"
+
+
+# ---------------------------------------------------------------- schedules
+
+
+def pipeline_schedule(run: Run) -> Iterator[str]:
+    """Virtual stages that a schedule takes."""
+    name, virtual = run.pipeline_schedule, run.num_virtual_stages_per_pipeline_rank
+    if run.pp < 2 or name is None or virtual is None or virtual <= 0:
+        return
+    shown = run.show("pipeline_schedule")
+    source = next((field for field in (_LAYOUT, _PER_VIRTUAL, _VIRTUAL) if _given(run, field) and getattr(run, field) != AUTO), _VIRTUAL)
+    if name == "interleaved" and virtual == 1:
+        yield f"{shown}: needs several stages on each pipeline rank; give --num-virtual-stages-per-pipeline-rank 2, or --pipeline-schedule 1f1b"
+    elif name == "zero-bubble-v" and virtual != 2:
+        yield f"{shown}: takes 2 stages on each pipeline rank, and {run.show(source)} makes {virtual}; change that, or give another schedule"
+    elif name not in ("interleaved", "zero-bubble-v") and virtual > 1:
+        yield f"{shown}: takes one stage on each pipeline rank, and {run.show(source)} makes {virtual}; drop that, or give --pipeline-schedule interleaved"
+
+
+def bubble(run: Run) -> Iterator[str]:
+    """A remark on fewer micro-batches than pipeline ranks."""
+    if run.pp < 2 or not run.dp or not run.has("micro_batch_size", "global_batch_size"):
+        return
+    unit = run.micro_batch_size * run.dp
+    micro_batches = run.global_batch_size // unit
+    if micro_batches < run.pp:
+        idle = (run.pp - 1) / (micro_batches + run.pp - 1)
+        yield (f"{run.show('global_batch_size')}: {micro_batches} micro-batch(es) for {run.pp} pipeline ranks leave (P-1)/(m+P-1) = {idle:.0%} of a step "
+               f"idle under 1f1b; with --global-batch-size {unit * run.pp} it is less than half")
