@@ -86,6 +86,13 @@ class Groups:
     replicas: Axis  # dp x cp: the ranks that hold the same parameters and add their gradients
     replicas_gather: Axis  # the same ranks on a communicator of its own: two collectives on one would wait for each other
     kv: Axis  # the tp ranks that hold the same key/value head
+    tied: Axis  # the first and the last of pp, where both hold the word embedding
+    channels: tuple[Axis, ...]  # pp again, on communicators for messages between neighbours: `channel`
+
+    def channel(self, source: int, to: int) -> Axis:
+        """The communicator of messages from one pp rank to a neighbour, in order. A rank never sends and receives on the same one, so that no
+        message waits for another that goes elsewhere: NCCL carries out what is on one communicator one by one."""
+        return self.channels[_channel(self.pp.size, source, to)]
 
     def describe(self) -> str:
         """`tp2 cp1 pp2 dp2 | rank 5 = pp1 dp0 cp0 tp1`: for the banner, the trackers and every error."""
@@ -98,22 +105,37 @@ def describe_layout(layout: Layout) -> str:
     return " ".join(f"{axis}{getattr(layout, axis)}" for axis in ("tp", "cp", "pp", "dp"))
 
 
+def _channel(size: int, source: int, to: int) -> int:
+    """Neighbouring links alternate between two channels each way (around an odd ring the last one has a third); two ranks have one each way."""
+    assert (to - source) % size in (1, size - 1), f"pp ranks {source} and {to} of {size} are no neighbours"
+    up = (to - source) % size == 1
+    link = source if up else to
+    colour = 2 if size % 2 and link == size - 1 else link % 2
+    return colour if up or size == 2 else colour + (3 if size % 2 else 2)
+
+
+def channel_count(size: int) -> int:
+    """How many channels `size` pipeline ranks need."""
+    return {1: 0, 2: 2}.get(size, 6 if size % 2 else 4)
+
+
 def kv_sharers(tp: int, kv_heads: int) -> int:
     """How many tp ranks hold the same key/value head: 1 unless there are fewer heads than ranks."""
     return max(1, tp // kv_heads)
 
 
-def build_groups(layout: Layout, rank: int, new_group: Callable[[tuple[int, ...]], Any], kv_heads: int | None = None) -> Groups:
+def build_groups(layout: Layout, rank: int, new_group: Callable[[tuple[int, ...]], Any], kv_heads: int | None = None, *, tied: bool = False) -> Groups:
     """The groups of one rank. `new_group(ranks)` makes a process group; it is called for the same tuples in the same order on every rank,
-    once for each distinct tuple of two or more ranks (and once more for `replicas_gather`).
+    once for each distinct tuple of two or more ranks (and once more for `replicas_gather` and each of `channels`).
 
-    `kv_heads` is the number of key/value heads of the model (None: at least one for each tp rank).
+    `kv_heads` is the number of key/value heads of the model (None: at least one for each tp rank); `tied`: the first and the last pp rank
+    both hold the word embedding.
     """
     assert 0 <= rank < layout.world
     made: dict[tuple[int, ...], Any] = {}
 
     def axis(name: str, partition: Iterator[tuple[int, ...]], *, own: bool = False) -> Axis:
-        found = None
+        found = ALONE
         for ranks in partition:
             group = None
             if len(ranks) > 1:
@@ -123,13 +145,15 @@ def build_groups(layout: Layout, rank: int, new_group: Callable[[tuple[int, ...]
         return found
 
     share = kv_sharers(layout.tp, kv_heads or layout.tp)
+    ends = ((line[0], line[-1]) for line in layout.partition("pp")) if tied and layout.pp > 1 else iter(())
     kv = (tp[i : i + share] for tp in layout.partition("tp") for i in range(0, layout.tp, share))
     return Groups(
         layout=layout, rank=rank, world=axis("world", layout.partition(*ORDER)),
         **{name: axis(name, layout.partition(name)) for name in ("tp", "cp", "dp", "pp")},
         replicas=axis("replicas", layout.partition("dp", "cp")),
         replicas_gather=axis("replicas_gather", layout.partition("dp", "cp"), own=True),
-        kv=axis("kv", kv),
+        kv=axis("kv", kv), tied=axis("tied", ends),
+        channels=tuple(axis("channel", layout.partition("pp"), own=True) for _ in range(channel_count(layout.pp))),
     )
 
 

@@ -83,14 +83,12 @@ class LayerBlock(nn.Module):
 
 
 class HeadBlock(nn.Module):
-    """[s, b, h] -> logits -> sums of the loss over unmasked tokens, on every tensor-parallel rank. Tied: the weight is the word embedding's."""
+    """[s, b, h] -> logits -> sums of the loss over unmasked tokens, on every tensor-parallel rank. `tied`: the word embedding's weight."""
 
-    def __init__(self, config: ModelConfig, vocab_size: int, padded_vocab: int, word_weight: nn.Parameter, tp: TensorParallel = DENSE):
+    def __init__(self, config: ModelConfig, vocab_size: int, padded_vocab: int, tied: nn.Parameter | None, tp: TensorParallel = DENSE):
         super().__init__()
         self.config, self.vocab_size, self.tp = config, vocab_size, tp
-        self.weight = word_weight
-        if config.untie_embeddings_and_output_weights:
-            self.weight = nn.Parameter(torch.empty(padded_vocab // tp.size, config.hidden_size, device="meta"))
+        self.weight = nn.Parameter(torch.empty(padded_vocab // tp.size, config.hidden_size, device="meta")) if tied is None else tied
 
     def logits(self, x: Tensor) -> Tensor:
         """[s, b, h] -> logits over the real vocabulary [s, b, v], soft-capped. One tensor-parallel rank alone."""

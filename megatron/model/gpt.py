@@ -1,4 +1,7 @@
-"""The GPT model: a word embedding, transformer layers and a head, run unit by unit. s sequence, b batch, h hidden, v vocabulary."""
+"""The GPT model, or the stages of it that one pipeline rank holds: word embedding, transformer layers, head, run unit by unit.
+
+s sequence, b batch, h hidden, v vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,35 @@ from megatron.layers.dropout import DropoutState
 from megatron.layers.rotary import rotary_table
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 from megatron.model.block import BlockWrapper, EmbeddingBlock, HeadBlock, LayerBlock, MicroBatch
+from megatron.model.stages import Stage, whole
 
 
 class GPTModel(nn.Module):
     """Decoder-only transformer. Parameters are born on the meta device; `optimizer.blocks` gives them storage, `model.init` values.
 
-    `config` is resolved (no None among its sizes), `vocab_size` the real vocabulary, `padded_vocab` the rows of its matrices over all ranks.
+    `config` is resolved (no None among its sizes), `vocab_size` the real vocabulary, `padded_vocab` the rows of its matrices over all ranks,
+    `stages` those that this rank holds, in order (None: the whole model). A tied head apart from the embedding has a copy of its matrix.
     """
 
-    def __init__(self, config: ModelConfig, *, vocab_size: int, padded_vocab: int, dtype: torch.dtype, seed: int, tp: TensorParallel = DENSE):
+    def __init__(self, config: ModelConfig, *, vocab_size: int, padded_vocab: int, dtype: torch.dtype, seed: int, tp: TensorParallel = DENSE,
+                 stages: tuple[Stage, ...] | None = None):
         super().__init__()
         self.config, self.dtype, self.vocab_size, self.tp = config, dtype, vocab_size, tp
-        self.embedding = EmbeddingBlock(config, padded_vocab, tp)
-        self.layers = nn.ModuleList(LayerBlock(config, seed, i, tp) for i in range(config.num_layers))
-        self.head = HeadBlock(config, vocab_size, padded_vocab, self.embedding.word.weight, tp)
+        stages = whole(config) if stages is None else stages
+        self.embedding = EmbeddingBlock(config, padded_vocab, tp) if any(stage.embedding for stage in stages) else None
+        self.layers = nn.ModuleDict({str(i): LayerBlock(config, seed, i, tp) for stage in stages for i in stage.layers})
+        tied = None if config.untie_embeddings_and_output_weights or self.embedding is None else self.embedding.word.weight
+        self.head = HeadBlock(config, vocab_size, padded_vocab, tied, tp) if any(stage.head for stage in stages) else None
+        self.chunks = [self._chunk(stage) for stage in stages]
+
+    def _chunk(self, stage: Stage) -> list[tuple[str, nn.Module]]:
+        """The named units of a stage."""
+        return [*([("embedding", self.embedding)] if stage.embedding else []), *((f"layers.{i}", self.layers[str(i)]) for i in stage.layers),
+                *([("head", self.head)] if stage.head else [])]
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """Named units in the order of the forward pass."""
-        return [("embedding", self.embedding), *((f"layers.{i}", layer) for i, layer in enumerate(self.layers)), ("head", self.head)]
+        return [unit for chunk in self.chunks for unit in chunk]
 
     def micro_batch(self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, position_ids: Tensor, sample_ids: Tensor,
                     document_starts: Tensor | None = None, *, training: bool) -> MicroBatch:
@@ -48,23 +62,41 @@ class GPTModel(nn.Module):
             hidden_dropout=DropoutState(sample_ids, token_index[own]) if training else None,
         )
 
-    def forward(self, micro: MicroBatch, wrapper: BlockWrapper) -> tuple[Tensor, list[Any]]:
-        """The head's output [objective sum, reported loss sum] and what each unit saved for its backward."""
-        x, saved = None, []
-        for _, unit in self.units():
+    def forward(self, micro: MicroBatch, wrapper: BlockWrapper, x: Tensor | None = None, chunk: int = 0) -> tuple[Tensor, list[Any]]:
+        """One stage: x [s, b, h] (None where it begins with the embedding) -> its output, and what each unit saved for its backward.
+
+        The output of a stage that ends with the head is [objective sum, reported loss sum].
+        """
+        saved = []
+        for _, unit in self.chunks[chunk]:
             x, kept = wrapper.forward(unit, x, micro)
             saved.append(kept)
         return x, saved
 
-    def backward(self, saved: list[Any], scale: float, wrapper: BlockWrapper) -> None:
-        """Add d(scale x objective) of one micro-batch into every parameter's main_grad; `saved` is consumed."""
-        dy = None
-        for _, unit in reversed(self.units()):
-            kept = saved.pop()
-            if dy is None:
-                weight = self.head.weight
-                dy = torch.tensor([scale, 0.0], dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
-            dy = wrapper.backward(unit, kept, dy)
+    def backward(self, saved: list[Any], dy: Tensor, wrapper: BlockWrapper, chunk: int = 0) -> Tensor | None:
+        """Add one micro-batch's gradients to every main_grad of a stage; `saved` is consumed. dy of its output -> that of its input."""
+        for _, unit in reversed(self.chunks[chunk]):
+            dy = wrapper.backward(unit, saved.pop(), dy)
+        return dy
+
+    def backward_input(self, saved: list[Any], dy: Tensor, wrapper: BlockWrapper, chunk: int = 0) -> tuple[Tensor | None, list[Any]]:
+        """The part of `backward` that the stage before waits for, and what `backward_weight` needs for the rest."""
+        left = []
+        for _, unit in reversed(self.chunks[chunk]):
+            dy, kept = wrapper.backward_input(unit, saved.pop(), dy)
+            left.append(kept)
+        left.reverse()
+        return dy, left
+
+    def backward_weight(self, left: list[Any], wrapper: BlockWrapper, chunk: int = 0) -> None:
+        """The rest: weight gradients; `left` is consumed."""
+        for _, unit in reversed(self.chunks[chunk]):
+            wrapper.backward_weight(unit, left.pop())
+
+    @staticmethod
+    def loss_gradient(sums: Tensor, scale: float) -> Tensor:
+        """dy of a forward pass's output [objective sum, reported loss sum], for the gradient of scale x objective."""
+        return sums.new_tensor([scale, 0.0])
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -73,6 +105,6 @@ class GPTModel(nn.Module):
         positions = torch.arange(s, device=tokens.device).expand(b, s)
         micro = self.micro_batch(tokens, tokens, tokens, positions, positions[:, 0], training=False)
         x = None
-        for unit in (self.embedding, *self.layers):
+        for unit in (self.embedding, *self.layers.values()):
             x = unit(x, micro)
         return self.head.logits(x).transpose(0, 1)

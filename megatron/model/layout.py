@@ -27,7 +27,7 @@ class Box:
     extent: tuple[int, ...]  # its size
     groups: int = 1
     start: int = 0
-    replicated: str | None = None  # the field of TensorParallel whose ranks all hold this very part; None: this rank alone
+    replicated: str | None = None  # who holds this very part: tp ("axis"), those that share a head ("kv"), both ends of a pipeline ("tied"); None: this rank
 
     def view(self, local: Tensor) -> Tensor:
         """[groups, rows, ...] of the local parameter: strided, C-order equal to `extent`."""
@@ -37,13 +37,15 @@ class Box:
 
     def partial(self, tp: TensorParallel) -> bool:
         """Whether this rank's gradient of it is only a part of the sum over the ranks that hold it."""
+        if self.replicated == "tied":
+            return True
         rows = (row for row in PARTIAL_GRADIENTS if row.axis == self.replicated and self.name.endswith(row.names))
         return any(tp.sequence or not row.sequence_only for row in rows)
 
 
 def holders(box: Box, groups: Groups) -> Axis:
-    """The tensor-parallel ranks that hold the same box."""
-    return {None: ALONE, "axis": groups.tp, "kv": groups.kv}[box.replicated]
+    """The ranks that hold the same box, data-parallel copies left out."""
+    return {None: ALONE, "axis": groups.tp, "kv": groups.kv, "tied": groups.tied}[box.replicated]
 
 
 def owns(box: Box, groups: Groups) -> bool:
@@ -87,7 +89,9 @@ def boxes(config: ModelConfig, vocab_size: int, name: str, parameter: Tensor, tp
     if unit in ("embedding.word", "head"):
         first = tp.axis.rank * shape[0]
         rows = min(vocab_size - first, shape[0])
-        return (Box(name, (vocab_size, *rest), (first, 0), (rows, *rest)),) if rows > 0 else ()
+        tied = not config.untie_embeddings_and_output_weights
+        logical = "embedding.word.weight" if tied else name
+        return (Box(logical, (vocab_size, *rest), (first, 0), (rows, *rest), replicated="tied" if tied else None),) if rows > 0 else ()
     if kind == "weight" and unit.endswith(("attention.proj", "mlp.fc2")):
         return (_split(1, name.replace("mlp.fc2", "mlp.down"), shape, tp),)
     logical = name.replace("mlp.fc2", "mlp.down")

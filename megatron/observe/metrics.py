@@ -123,15 +123,18 @@ class Timers:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._seconds: dict[str, float] = {}
+        self._inside = 0.0  # seconds of the timers that ran inside the present one
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Add the wall time of the block to timer `name`, also when the block raises."""
-        start = self._clock()
+        """Add the wall time of the block, without that of timers inside it, to timer `name`, also when the block raises."""
+        start, outer, self._inside = self._clock(), self._inside, 0.0
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+            seconds = self._clock() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds - self._inside
+            self._inside = outer + seconds
 
     def take(self) -> dict[str, float]:
         """Seconds of each timer since the last call; all start again from zero."""

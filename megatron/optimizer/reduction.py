@@ -16,6 +16,7 @@ from megatron.config.groups import DistributedConfig
 from megatron.dist.collectives import Pending, all_reduce, start_all_gather, start_reduce_scatter
 from megatron.dist.groups import Groups
 from megatron.layers.linear import SCRATCH_BYTES
+from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.block import BlockWrapper, MicroBatch
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import Block
@@ -41,12 +42,23 @@ class GradientReduction:
 
     def backward(self, unit: nn.Module, saved: Any, dy: Tensor) -> Tensor | None:
         dx = self.inner.backward(unit, saved, dy)
+        self._count(unit)
+        return dx
+
+    def backward_input(self, unit: nn.Module, saved: Any, dy: Tensor) -> tuple[Tensor | None, Any]:
+        return self.inner.backward_input(unit, saved, dy)
+
+    def backward_weight(self, unit: nn.Module, kept: Any) -> None:
+        self.inner.backward_weight(unit, kept)
+        self._count(unit)
+
+    def _count(self, unit: nn.Module) -> None:
+        """One more micro-batch's gradients of this unit are complete."""
         if unit in self.block_of and self.groups.replicas.size > 1:
             self.left[unit] -= 1
             if self.left[unit] == 0 and self.overlap:
                 with self._beside():
                     self._reduce(self.block_of[unit])
-        return dx
 
     def begin_step(self, micro_batches: int) -> None:
         self.inner.begin_step(micro_batches)
@@ -66,7 +78,7 @@ class GradientReduction:
                 self.gathering = []
             if self.stream is not None:
                 torch.cuda.current_stream().wait_stream(self.stream)
-        sum_partial_gradients(self.blocks, self.model)
+        sum_partial_gradients(self.blocks, self.model.tp, self.groups)
 
     def _reduce(self, block: Block) -> None:
         """Start to sum this block; the one before it has been summed by now and goes round."""
@@ -94,20 +106,21 @@ class GradientReduction:
             yield
 
 
-def sum_partial_gradients(blocks: list[Block], model: GPTModel) -> None:
-    """Sum what PARTIAL_GRADIENTS lists over its tensor-parallel ranks, packed."""
-    if model.tp.size == 1:
-        return
-    for name in ("axis", "kv"):
+def sum_partial_gradients(blocks: list[Block], tp: TensorParallel, groups: Groups) -> None:
+    """Sum what PARTIAL_GRADIENTS lists over its tensor-parallel ranks, packed, and a tied matrix over the two stages that hold it."""
+    for name, axis in (("axis", groups.tp), ("kv", groups.kv), ("tied", groups.tied)):
         views = [box.view(entry.view(block.grad)) for block in blocks for entry in block.entries for box in entry.boxes
-                 if box.replicated == name and box.partial(model.tp)]
+                 if axis.size > 1 and box.replicated == name and box.partial(tp)]
         pack: list[Tensor] = []
         size = 0  # bytes
         for index, view in enumerate(views):
             pack.append(view)
             size += view.numel() * view.element_size()
             if index == len(views) - 1 or size >= SCRATCH_BYTES:
-                packed = all_reduce(torch.cat([x.flatten() for x in pack]), getattr(model.tp, name))
-                for x, summed in zip(pack, packed.split([x.numel() for x in pack])):
-                    x.copy_(summed.view(x.shape))
+                if len(pack) == 1 and view.is_contiguous():  # a tied matrix: no copy of it
+                    all_reduce(view, axis)
+                else:
+                    packed = all_reduce(torch.cat([x.flatten() for x in pack]), axis)
+                    for x, summed in zip(pack, packed.split([x.numel() for x in pack])):
+                        x.copy_(summed.view(x.shape))
                 pack, size = [], 0

@@ -8,6 +8,7 @@ import torch
 
 from megatron.data.loader import Source
 from megatron.dist.collectives import all_reduce
+from megatron.training.passes import run_micro_batches
 from megatron.training.run import Run
 
 
@@ -17,16 +18,15 @@ def evaluate(run: Run, source: Source, progress: Callable[[int, int], None] = la
 
     None when a signal came to any rank on the way. NaN when no token is valid.
     """
-    samples = run.config.evaluation.eval_iters * run.config.training.global_batch_size
+    batch = run.config.training.global_batch_size
+    samples = run.config.evaluation.eval_iters * batch
+    step = run.chunk if run.groups.pp.size == 1 else batch  # a pipeline needs many at once to be full
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss sum, tokens
-    for first in range(0, samples, run.chunk):
+    for first in range(0, samples, step):
         if run.exits.agree(run.groups.world, run.device):
             return None
-        batch = source.batch(run.own_samples(first), run.config.training.micro_batch_size).to(run.device)
-        micro = run.model.micro_batch(batch.tokens, batch.labels, batch.loss_mask, batch.position_ids, batch.sample_ids,
-                                      batch.document_starts, training=False)
-        sums, _ = run.model(micro, run.wrapper)
-        total += torch.stack([sums[1].double(), batch.loss_mask.sum().double()])
-        progress(first + run.chunk, samples)
-    loss, tokens = all_reduce(total, run.groups.dp).tolist()
+        losses, tokens = run_micro_batches(run, source, first, step)
+        total += torch.stack([losses.sum(), tokens.sum()])
+        progress(first + step, samples)
+    loss, tokens = all_reduce(total, run.groups.world).tolist()
     return loss / tokens if tokens else float("nan")

@@ -28,6 +28,7 @@ from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import flops_per_iteration, padded_vocab_size, parameter_count, peak_tflops
 from megatron.model.block import BlockWrapper, PlainBlocks
 from megatron.model.gpt import GPTModel
+from megatron.model.stages import pipeline_stages
 from megatron.observe.console import banner
 from megatron.observe.tracking import Tracker
 from megatron.optimizer.blocks import Block, build_blocks
@@ -36,7 +37,9 @@ from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.reduction import GradientReduction
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.update import choose_adam
+from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.recompute import Recompute
+from megatron.parallel.schedule import place
 from megatron.plan import memory
 from megatron.training.checkpointing import load, locate_checkpoint, prepare_save_folder, save
 from megatron.training.exit import ExitConditions
@@ -178,7 +181,10 @@ def prepare(config: Config, notes: list[str], world_size: int, device: torch.dev
 def build(config: Config, notes: list[str], world_size: int, device: torch.device) -> tuple[Run, Checkpoint | None]:
     """Everything one run is made of on this rank, weights and state still unset; rank 0 prints the banner. Raises ValueError."""
     layout = layout_of(config, world_size)
-    groups = make_groups(layout, resolve(config, world_size, None).config.model.num_query_groups)
+    resolved = resolve(config, world_size, None).config
+    placement = place(resolved.distributed.pipeline_schedule, layout.pp, resolved.distributed.num_virtual_stages_per_pipeline_rank)
+    tied = placement[0] != placement[-1] and not resolved.model.untie_embeddings_and_output_weights
+    groups = make_groups(layout, resolved.model.num_query_groups, tied=tied)
     prepared = prepare(config, notes, world_size, device, groups.world)
     config, tokenizer, sections = prepared.config, prepared.tokenizer, prepared.sections
     ranks = Ranks(groups.world, device)
@@ -186,8 +192,13 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     device_names = ", ".join(sorted(set(ranks.agree(lambda: device_name(device)))))
     dtype, distributed = compute_dtype(config.precision), config.distributed
     tp = TensorParallel(groups.tp, groups.kv, sequence=distributed.sequence_parallel, overlap=distributed.tp_comm_overlap)
-    model = GPTModel(config.model, vocab_size=tokenizer.vocab_size, padded_vocab=prepared.padded_vocab, dtype=dtype, seed=config.training.seed, tp=tp)
+    stages = pipeline_stages(config, prepared.padded_vocab)
+    model = GPTModel(config.model, vocab_size=tokenizer.vocab_size, padded_vocab=prepared.padded_vocab, dtype=dtype, seed=config.training.seed, tp=tp,
+                     stages=tuple(stage for stage, rank in zip(stages, placement, strict=True) if rank == groups.pp.rank))
     blocks = build_blocks(model, device, parts=groups.replicas.size)
+    wrapper = block_wrapper(config, model, blocks, groups)
+    sequence = config.data.seq_length // tp.size if tp.sequence else config.data.seq_length
+    shape = sequence, config.training.micro_batch_size, config.model.hidden_size
     exits = ExitConditions(config.training)
     sections["layout"] = [groups.describe(), *sections["layout"][1:]]
     tracker = Tracker(config, {"config": config.to_dict(), "banner": sections}, prepared.progress.iteration) if groups.rank == 0 else None
@@ -196,7 +207,7 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     return Run(
         config=config, groups=groups, device=device, device_names=device_names, vocab_size=tokenizer.vocab_size,
         padded_vocab=prepared.padded_vocab, tokenizer_fingerprint=tokenizer.fingerprint, model=model,
-        wrapper=block_wrapper(config, model, blocks, groups), optimizer=Optimizer(blocks, config, groups), schedule=prepared.schedule,
+        wrapper=wrapper, pipeline=Pipeline(model, wrapper, placement, shape, groups, device), optimizer=Optimizer(blocks, config, groups), schedule=prepared.schedule,
         scaler=LossScaler(config.precision), data=prepared.data, tracker=tracker, exits=exits, progress=prepared.progress, save=save,
         peak_tflops=config.logging.peak_tflops or peak_tflops(device_name(device), dtype),
     ), prepared.checkpoint

@@ -17,6 +17,7 @@ from megatron.observe.tracking import Tracker
 from megatron.optimizer.lr_schedule import Schedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
+from megatron.parallel.pipeline import Pipeline
 from megatron.training.exit import ExitConditions
 
 
@@ -44,6 +45,7 @@ class Run:
     tokenizer_fingerprint: str
     model: GPTModel
     wrapper: BlockWrapper
+    pipeline: Pipeline
     optimizer: Optimizer
     schedule: Schedule
     scaler: LossScaler
@@ -59,6 +61,11 @@ class Run:
     def chunk(self) -> int:
         """Samples of one micro-batch of all data-parallel ranks."""
         return self.config.training.micro_batch_size * self.groups.dp.size
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's losses and tokens enter sums over all ranks: of those with the same samples the last stage's first one."""
+        return self.pipeline.has_head and self.groups.tp.rank == 0
 
     def own_samples(self, first: int) -> int:
         """The first sample of this rank's micro-batch in the chunk that starts at `first`."""

@@ -10,6 +10,8 @@ from torch import Tensor
 from megatron.dist.collectives import all_reduce
 from megatron.optimizer.clip import sum_of_squares
 from megatron.optimizer.optimizer import StepOutcome
+from megatron.parallel.pipeline import Recording
+from megatron.training.passes import run_micro_batches
 from megatron.training.run import Run
 
 
@@ -20,8 +22,8 @@ class Gradients:
     first_sample: int
     batch_size: int
     loss_scale: float
-    losses: Tensor  # [micro-batches] loss sums over this rank's valid tokens
-    tokens: Tensor  # [micro-batches] its valid tokens
+    losses: Tensor  # [micro-batches] loss sums over this rank's valid tokens; 0 where another rank counts them
+    tokens: Tensor  # [micro-batches] its valid tokens; as the losses
 
 
 @dataclass(frozen=True)
@@ -74,41 +76,23 @@ class Pending:
                       rest[:count], rest[count : 2 * count], rest[2 * count :])
 
 
-def forward_backward(run: Run, *, first_sample: int, batch_size: int, loss_scale: float) -> Gradients:
+def forward_backward(run: Run, *, first_sample: int, batch_size: int, loss_scale: float, recording: Recording | None = None) -> Gradients:
     """Fill the gradient buffers with the gradient of loss sum x loss_scale / nominal tokens of samples [first, first + batch_size).
 
     Of every chunk of samples, one micro-batch of each data-parallel rank, this rank runs its own; the gradients are summed over all ranks.
     """
     scale = loss_scale / (batch_size * run.config.data.seq_length)
-    losses, tokens = [], []
     run.optimizer.zero_grad()
     run.wrapper.begin_step(batch_size // run.chunk)
-    for first in range(first_sample, first_sample + batch_size, run.chunk):
-        loss, count = _micro_batch(run, run.own_samples(first), scale)
-        losses.append(loss)
-        tokens.append(count)
     with run.timers("forward-backward"):
+        losses, tokens = run_micro_batches(run, run.data.train, first_sample, batch_size, scale=scale, recording=recording)
         run.wrapper.end_step()
-    return Gradients(first_sample, batch_size, loss_scale, torch.stack(losses), torch.stack(tokens))
-
-
-def _micro_batch(run: Run, first: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Forward and backward of one micro-batch: its loss sum and its valid tokens."""
-    with run.timers("data"):
-        batch = run.data.train.batch(first, run.config.training.micro_batch_size).to(run.device)
-    with run.timers("forward-backward"):
-        micro = run.model.micro_batch(batch.tokens, batch.labels, batch.loss_mask, batch.position_ids, batch.sample_ids,
-                                      batch.document_starts, training=True)
-        sums, saved = run.model(micro, run.wrapper)
-        run.model.backward(saved, scale, run.wrapper)
-    return sums[1], batch.loss_mask.sum()
+    return Gradients(first_sample, batch_size, loss_scale, losses, tokens)
 
 
 def update(run: Run, gradients: Gradients, *, learning_rate: float, weight_decay: float) -> Pending:
     """Step the optimizer; the gradient becomes that of the mean loss per valid token. All that ranks must agree on travels in one sum."""
-    losses, tokens = gradients.losses.double(), gradients.tokens.double()
-    if run.groups.tp.rank > 0:  # the same on every tensor-parallel rank: counted once
-        losses, tokens = torch.zeros_like(losses), torch.zeros_like(tokens)
+    losses, tokens = gradients.losses, gradients.tokens
     requests = torch.tensor(run.exits.requests(), dtype=torch.float64).to(run.device, non_blocking=True)
     squares = run.optimizer.squares().reshape(1)
     totals = all_reduce(torch.cat([squares, losses, tokens, requests]), run.groups.world)
@@ -138,7 +122,7 @@ def non_finite_micro_batches(run: Run, report: Report) -> list[NonFinite]:
     run.wrapper.begin_step(len(report.losses) + 1)  # never completed: the gradients stay this rank's own
     for index in range(len(report.losses)):
         run.optimizer.zero_grad()
-        loss, _ = _micro_batch(run, run.own_samples(report.first_sample + index * run.chunk), scale)
+        (loss,), _ = run_micro_batches(run, run.data.train, report.first_sample + index * run.chunk, run.chunk, scale=scale)
         squares = sum_of_squares((block.grad for block in run.optimizer.blocks), run.device)
         found[index, run.groups.dp.rank] = torch.stack([~torch.isfinite(loss), ~torch.isfinite(squares)]).double()
     all_reduce(found, run.groups.world)

@@ -61,7 +61,7 @@ def our_run(config: ModelConfig, dtype: torch.dtype):
     micro = model.micro_batch(ids[:, :-1], ids[:, 1:], torch.ones(B, S), positions, torch.arange(B), training=True)
     wrapper = PlainBlocks()
     sums, saved = model(micro, wrapper)
-    model.backward(saved, 1 / (B * S), wrapper)
+    model.backward(saved, model.loss_gradient(sums, 1 / (B * S)), wrapper)
     for name, parameter in model.named_parameters():
         for box in boxes(config, VOCAB, name, parameter):
             grads[box.name] = box.view(parameter.main_grad).reshape(box.extent)

@@ -33,7 +33,7 @@ def listing(root) -> list[str]:
 
 
 def _without_replicas(box: Box, groups: Groups) -> bool:
-    return {None: ALONE, "axis": groups.tp, "kv": groups.kv}[box.replicated].rank == 0
+    return {None: ALONE, "axis": groups.tp, "kv": groups.kv, "tied": groups.tied}[box.replicated].rank == 0
 
 
 def _without_kv(box: Box, groups: Groups) -> bool:

@@ -7,13 +7,13 @@ import time
 
 import pytest
 
-from megatron.dist.groups import ORDER, TP_PP_DP_ORDER, Axis, Layout, build_groups, one_process
+from megatron.dist.groups import ALONE, ORDER, TP_PP_DP_ORDER, Axis, Layout, build_groups, channel_count, one_process
 
 AXES = ("world", "tp", "cp", "dp", "pp", "replicas", "replicas_gather", "kv")
 LAYOUTS = [Layout(), Layout(tp=4), Layout(2, 2, 2, 2), Layout(2, 1, 3, 2), Layout(2, 3, 2, 2, TP_PP_DP_ORDER), Layout(8, 1, 1, 2), Layout(1, 2, 3, 1)]
 
 
-def groups_of(layout: Layout, rank: int, kv_heads: int | None = None):
+def groups_of(layout: Layout, rank: int, kv_heads: int | None = None, tied: bool = False):
     """The groups of a rank, and the calls of new_group that made them."""
     calls: list[tuple[int, ...]] = []
 
@@ -21,7 +21,7 @@ def groups_of(layout: Layout, rank: int, kv_heads: int | None = None):
         calls.append(ranks)
         return len(calls), ranks
 
-    return build_groups(layout, rank, new_group, kv_heads), calls
+    return build_groups(layout, rank, new_group, kv_heads, tied=tied), calls
 
 
 def test_the_example_of_sixteen_ranks():
@@ -48,7 +48,8 @@ def test_every_rank_is_in_one_group_of_each_axis_and_all_see_the_same(layout):
     assert all(other == calls for _, other in everyone), "torch needs the same calls in the same order on every rank"
     assert all(list(ranks) == sorted(ranks) and len(ranks) > 1 for ranks in calls)
     gathers = {axis.ranks for groups, _ in everyone if (axis := groups.replicas_gather).size > 1}
-    assert len(calls) == len(set(calls)) + len(gathers), "a communicator for each set of ranks, and one more for each of replicas_gather"
+    channels = channel_count(layout.pp) * (layout.world // layout.pp)
+    assert len(calls) == len(set(calls)) + len(gathers) + channels, "one for each set of ranks, one more for replicas_gather and each channel"
     for name in AXES:
         seen = [getattr(groups, name) for groups, _ in everyone]
         assert sorted(rank for ranks in {axis.ranks for axis in seen} for rank in ranks) == list(range(layout.world))
@@ -78,6 +79,30 @@ def test_kv_joins_the_neighbours_that_hold_one_key_value_head(tp, heads, share):
         kv = groups_of(layout, rank, heads)[0].kv
         start = rank // share * share
         assert kv.ranks == tuple(range(start, start + share))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8])
+def test_no_rank_sends_and_receives_on_one_channel_and_no_two_neighbours_share_one(size):
+    line = [groups_of(Layout(tp=2, pp=size), 2 * rank)[0] for rank in range(size)]
+    uses: dict[tuple[int, int], set[tuple[str, int]]] = {}  # (rank, channel's communicator) -> what passes through it
+    for source in range(size):
+        for to in {(source + 1) % size, (source - 1) % size}:
+            channel = line[source].channel(source, to)
+            assert channel.group == line[to].channel(source, to).group and channel.ranks == line[0].pp.ranks
+            uses.setdefault((source, channel.group[0]), set()).add(("to", to))
+            uses.setdefault((to, channel.group[0]), set()).add(("from", source))
+    assert all(len(use) == 1 for use in uses.values())
+
+
+def test_the_ends_of_a_pipeline_share_a_tied_matrix():
+    for rank in range(12):
+        groups, calls = groups_of(Layout(tp=2, pp=3, dp=2), rank, tied=True)
+        ends = (rank % 4, rank % 4 + 8)
+        assert groups.tied == (ALONE if 4 <= rank < 8 else Axis("tied", ends.index(rank), ends, groups.tied.group))
+        assert calls == groups_of(Layout(tp=2, pp=3, dp=2), 0, tied=True)[1]
+    pair, _ = groups_of(Layout(pp=2), 1, tied=True)
+    assert pair.tied.ranks == (0, 1) and pair.tied.group == pair.pp.group
+    assert groups_of(Layout(pp=2), 1)[0].tied == ALONE
 
 
 def test_four_thousand_ranks_take_seconds():

@@ -59,7 +59,7 @@ class Recording:
 def test_every_unit_goes_through_the_wrapper():
     model, wrapper = build(UNTIED), Recording()
     out, saved = model(batch(model), wrapper)
-    model.backward(saved, 1.0, wrapper)
+    model.backward(saved, model.loss_gradient(out, 1.0), wrapper)
     order = [EmbeddingBlock, LayerBlock, LayerBlock, LayerBlock, HeadBlock]
     assert wrapper.calls == [("F", unit) for unit in order] + [("B", unit) for unit in reversed(order)]
     assert saved == []
@@ -70,8 +70,8 @@ def test_units_differentiate_like_one_graph(config):
     """Finite differences of the whole loss against the gradients that the units left in main_grad."""
     model = build(config)
     wrapper = PlainBlocks()
-    _, saved = model(batch(model), wrapper)
-    model.backward(saved, 1.0, wrapper)
+    out, saved = model(batch(model), wrapper)
+    model.backward(saved, model.loss_gradient(out, 1.0), wrapper)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             direction = torch.randn(parameter.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -96,11 +96,11 @@ def test_units_differentiate_like_one_graph(config):
 def test_parameters_have_no_grad_and_blocks_are_units():
     model = build(TIED)
     wrapper = PlainBlocks()
-    _, saved = model(batch(model), wrapper)
-    model.backward(saved, 1.0, wrapper)
+    out, saved = model(batch(model), wrapper)
+    model.backward(saved, model.loss_gradient(out, 1.0), wrapper)
     assert all(p.grad is None for p in model.parameters())
-    assert [n for n, _ in model.layers[0].named_parameters() if n.startswith("position")] == ["position.weight"]
-    assert [n for n, _ in model.layers[2].named_parameters() if n.startswith("final")] == ["final_norm.weight", "final_norm.bias"]
+    assert [n for n, _ in model.layers["0"].named_parameters() if n.startswith("position")] == ["position.weight"]
+    assert [n for n, _ in model.layers["2"].named_parameters() if n.startswith("final")] == ["final_norm.weight", "final_norm.bias"]
     assert model.head.weight is model.embedding.word.weight
 
 

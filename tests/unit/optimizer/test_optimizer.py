@@ -182,7 +182,7 @@ def test_num_zeros_leaves_padding_out():
     gpt, opt = build()
     random_grads(opt, 0)
     assert opt.zero_gradients() == 0
-    gpt.layers[0].mlp.fc1.weight.main_grad[3, 4:7] = 0
+    gpt.layers["0"].mlp.fc1.weight.main_grad[3, 4:7] = 0
     assert opt.zero_gradients() == 3
 
 

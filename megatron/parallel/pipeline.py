@@ -1,0 +1,233 @@
+"""The executor: carries out any list of actions, on any number of stages, one included.
+
+A computation waits for its input alone; sends are started and forgotten until the schedule itself proves that they have arrived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.dist.groups import Groups
+from megatron.dist.p2p import Receiving, Sending
+from megatron.model.block import BlockWrapper, MicroBatch
+from megatron.model.gpt import GPTModel
+from megatron.parallel.schedule import COMPUTATIONS, Action, Kind, Message, Schedule, makes, needs
+
+WORDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.BACKWARD_INPUT: "input-gradient"}
+
+
+class PipelineError(RuntimeError):
+    """A neighbour that did not deliver: says which stage waited for what."""
+
+
+class Recording:
+    """When this rank computed what, in one step. On a GPU by events, which are read when the step is long over."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.marks = device, []
+        self.start = self.now()
+
+    def now(self) -> Any:
+        """A moment of the work queued so far."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, action: Action, begin: Any) -> None:
+        """A computation that began then has just ended."""
+        self.marks.append((action, begin, self.now()))
+
+    def spans(self) -> list[tuple[Action, float, float]]:
+        """(computation, begin, end) in seconds since the recording was made."""
+        def seconds(moment: Any) -> float:
+            return self.start.elapsed_time(moment) / 1000 if self.device.type == "cuda" else moment - self.start
+
+        return [(action, seconds(begin), seconds(end)) for action, begin, end in self.marks]
+
+
+class Pipeline:
+    """The stages of this rank and their neighbours. `placement`: stage -> pipeline rank; `shape`: [s, b, h] of what travels between stages."""
+
+    def __init__(self, model: GPTModel, wrapper: BlockWrapper, placement: tuple[int, ...], shape: tuple[int, int, int], groups: Groups,
+                 device: torch.device):
+        self.model, self.wrapper, self.placement, self.shape, self.groups, self.device = model, wrapper, placement, shape, groups, device
+        self.rank = groups.pp.rank
+        own = [stage for stage, rank in enumerate(placement) if rank == self.rank]
+        assert len(own) == len(model.chunks)
+        self.chunk_of = {stage: chunk for chunk, stage in enumerate(own)}
+
+    @property
+    def has_head(self) -> bool:
+        """Whether losses come to light here."""
+        return self.placement[-1] == self.rank
+
+    def run(self, schedule: Schedule, micro_batch: Callable[[int], MicroBatch], scale: float = 0.0,
+            recording: Recording | None = None) -> dict[int, Tensor]:
+        """Carry out a schedule; on the rank with the head each micro-batch's [objective sum, reported loss sum].
+
+        `micro_batch(i)` makes the i-th when it is first needed; `scale` multiplies the objective before it is differentiated. Raises PipelineError
+        when a neighbour dies or hangs.
+        """
+        assert schedule.placement == self.placement
+        step = _Step(self, schedule, micro_batch, scale)
+        last_use = {action.micro: index for index, action in enumerate(step.actions) if action.kind in COMPUTATIONS}
+        for index, action in enumerate(step.actions):
+            if action.kind in COMPUTATIONS:
+                step.compute(action, recording)
+                if last_use[action.micro] == index:
+                    step.micro_batches.pop(action.micro, None)
+            elif action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+                step.send(action)
+            else:
+                step.receive(action)
+        step.finish()
+        return step.sums
+
+
+class _Step:
+    """What is alive during one run of a schedule."""
+
+    def __init__(self, pipeline: Pipeline, schedule: Schedule, micro_batch: Callable[[int], MicroBatch], scale: float):
+        self.pipeline, self.make, self.scale = pipeline, micro_batch, scale
+        self.model, self.wrapper, self.placement, self.rank = pipeline.model, pipeline.wrapper, pipeline.placement, pipeline.rank
+        self.actions = schedule.actions[self.rank]
+        self.receipts = receipts(schedule, self.rank)
+        self.micro_batches: dict[int, MicroBatch] = {}
+        self.inbox: dict[Message, Receiving | Tensor] = {}
+        self.outbox: dict[Message, Tensor] = {}
+        self.sending: dict[int, deque[Sending]] = {}
+        self.sent: dict[int, int] = {}  # messages to each rank that are known to have arrived
+        self.saved: dict[tuple[int, int], list[Any]] = {}
+        self.left: dict[tuple[int, int], list[Any]] = {}
+        self.sums: dict[int, Tensor] = {}
+
+    def compute(self, action: Action, recording: Recording | None) -> None:
+        kind, stage, micro = action
+        chunk, last = self.pipeline.chunk_of[stage], stage + 1 == len(self.placement)
+        if kind is Kind.FORWARD and micro not in self.micro_batches:
+            self.micro_batches[micro] = self.make(micro)
+        x = None
+        if kind is Kind.FORWARD and stage > 0:
+            x = self._take(Message(Kind.FORWARD, stage, micro), action)
+        elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            x = self.model.loss_gradient(self.sums[micro], self.scale) if last else self._take(Message(Kind.BACKWARD, stage, micro), action)
+        begin = None if recording is None else recording.now()
+        if kind is Kind.FORWARD:
+            y, saved = self.model.forward(self.micro_batches[micro], self.wrapper, x, chunk)
+            if torch.is_grad_enabled():
+                self.saved[stage, micro] = saved
+            if last:
+                self.sums[micro] = y
+            else:
+                self._give(Message(Kind.FORWARD, stage + 1, micro), y)
+        elif kind is Kind.BACKWARD_WEIGHT:
+            self.model.backward_weight(self.left.pop((stage, micro)), self.wrapper, chunk)
+        else:
+            saved = self.saved.pop((stage, micro))
+            if kind is Kind.BACKWARD:
+                dx = self.model.backward(saved, x, self.wrapper, chunk)
+            else:
+                dx, self.left[stage, micro] = self.model.backward_input(saved, x, self.wrapper, chunk)
+            if stage > 0:
+                self._give(Message(Kind.BACKWARD, stage - 1, micro), dx)
+        if recording is not None:
+            recording.add(action, begin)
+
+    def _give(self, message: Message, x: Tensor) -> None:
+        """Hand a result to the next computation: here, or to the send that follows."""
+        here = self.placement[message.stage] == self.rank
+        (self.inbox if here else self.outbox)[message] = x
+
+    def _take(self, message: Message, action: Action) -> Tensor:
+        coming = self.inbox.pop(message)
+        if isinstance(coming, Tensor):
+            return coming
+        source = message.stage + (-1 if message.kind is Kind.FORWARD else 1)
+        with self._with_neighbour(self.placement[source], f"send {_what(message)} to the {WORDS[action.kind]} pass of stage {action.stage}"):
+            x = coming.wait()
+        to, count = self.receipts[message]
+        while self.sent.get(to, 0) < count:
+            self.sending[to].popleft().wait()  # has arrived long ago: does not wait
+            self.sent[to] = self.sent.get(to, 0) + 1
+        return x
+
+    @contextlib.contextmanager
+    def _with_neighbour(self, other: int, what: str) -> Iterator[None]:
+        begun = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            ranks = self.pipeline.groups.pp.ranks
+            stages = [stage for stage, rank in enumerate(self.placement) if rank == other]
+            raise PipelineError(
+                f"rank {ranks[self.rank]} waited {time.monotonic() - begun:.1f} s for pipeline stage {' and '.join(map(str, stages))} (rank {ranks[other]}) to {what}. "
+                "That rank ended or hangs: look at its output first; where it is only slow, raise --distributed-timeout-minutes. "
+                f"({str(error).splitlines()[0]})") from error
+
+    def send(self, action: Action) -> None:
+        forward = action.kind is Kind.SEND_FORWARD
+        message = Message(Kind.FORWARD if forward else Kind.BACKWARD, action.stage + (1 if forward else -1), action.micro)
+        to = self.placement[message.stage]
+        queue = self.sending.setdefault(to, deque())
+        with self._with_neighbour(to, f"take {_what(message)}"):
+            queue.append(Sending(self.outbox.pop(message), to, self.pipeline.groups.channel(self.rank, to), self._tag(message)))
+            if not torch.is_grad_enabled() and len(queue) > len(self.placement):  # nothing comes back that would prove an arrival
+                queue.popleft().wait()
+
+    def receive(self, action: Action) -> None:
+        forward = action.kind is Kind.RECEIVE_FORWARD
+        message = Message(Kind.FORWARD if forward else Kind.BACKWARD, action.stage, action.micro)
+        source = self.placement[action.stage + (-1 if forward else 1)]
+        channel = self.pipeline.groups.channel(source, self.rank)
+        with self._with_neighbour(source, f"send {_what(message)}"):
+            self.inbox[message] = Receiving(self.pipeline.shape, self.model.dtype, self.pipeline.device, source, channel, self._tag(message))
+
+    def _tag(self, message: Message) -> int:
+        return message.micro * len(self.placement) + message.stage
+
+    def finish(self) -> None:
+        """Wait until all that was sent has arrived."""
+        for to, queue in self.sending.items():
+            with self._with_neighbour(to, "take the last messages of the step"):
+                while queue:
+                    queue.popleft().wait()
+        assert not (self.inbox or self.outbox or self.saved or self.left or self.micro_batches), "the schedule left something undone"
+
+
+def _what(message: Message) -> str:
+    return f"{'activations' if message.kind is Kind.FORWARD else 'the gradient'} of micro-batch {message.micro}"
+
+
+@functools.lru_cache(maxsize=64)
+def receipts(schedule: Schedule, rank: int) -> dict[Message, tuple[int, int]]:
+    """For each message that a rank receives: (its sender, how many of this rank's messages to that sender it proves to have arrived).
+
+    Gloo does not say that a send is complete unless one waits for it; but who sends the result of a computation has received what his
+    earlier computations needed.
+    """
+    placement, found = schedule.placement, {}
+    mine = [message for action in schedule.actions[rank] if action.kind in COMPUTATIONS and (message := makes(action, placement)) is not None]
+    neighbours = {placement[stage + step] for stage in range(len(placement)) if placement[stage] == rank for step in (-1, 1)
+                  if 0 <= stage + step < len(placement)} - {rank}
+    for peer in neighbours:
+        order = [action for action in schedule.actions[peer] if action.kind in COMPUTATIONS]
+        used = {needs(action, placement): index for index, action in enumerate(order)}
+        sent = [used[message] for message in mine if placement[message.stage] == peer]
+        count = 0
+        for index, action in enumerate(order):
+            message = makes(action, placement)
+            while count < len(sent) and sent[count] <= index:
+                count += 1
+            if message is not None and placement[message.stage] == rank:
+                found[message] = (peer, count)
+    return found

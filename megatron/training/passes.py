@@ -1,0 +1,50 @@
+"""Forward passes, and backward passes with them, over a number of samples: what training and evaluation share."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from megatron.data.loader import Source
+from megatron.model.block import MicroBatch
+from megatron.parallel.pipeline import Recording
+from megatron.parallel.schedule import Schedule, build_schedule, forward_only
+from megatron.training.run import Run
+
+
+def schedule_of(run: Run, micro_batches: int, *, training: bool) -> Schedule:
+    """What the pipeline ranks do for so many micro-batches."""
+    ranks, distributed = run.groups.pp.size, run.config.distributed
+    if not training:
+        return forward_only(run.pipeline.placement, micro_batches)
+    if ranks == 1:
+        return build_schedule("1f1b", 1, 1, micro_batches)
+    return build_schedule(distributed.pipeline_schedule, ranks, distributed.num_virtual_stages_per_pipeline_rank, micro_batches)
+
+
+def run_micro_batches(run: Run, source: Source, first: int, samples: int, *, scale: float | None = None,
+                      recording: Recording | None = None) -> tuple[Tensor, Tensor]:
+    """This rank's micro-batches of samples [first, first + samples): float64 loss sums and valid tokens, [micro-batches]. Zeros where another
+    rank counts them (`Run.counts`).
+
+    With a `scale` gradients of scale x objective are added to every main_grad; without one it is an evaluation: no dropout, no gradients.
+    """
+    training, count = scale is not None, samples // run.chunk
+    sums = torch.zeros(2, count, dtype=torch.float64, device=run.device)
+
+    def micro_batch(index: int) -> MicroBatch:
+        with run.timers("data") if training else contextlib.nullcontext():
+            batch = source.batch(run.own_samples(first + index * run.chunk), run.config.training.micro_batch_size).to(run.device)
+        if run.counts:
+            sums[1, index] = batch.loss_mask.sum()
+        return run.model.micro_batch(batch.tokens, batch.labels, batch.loss_mask, batch.position_ids, batch.sample_ids, batch.document_starts,
+                                     training=training)
+
+    with torch.set_grad_enabled(training):
+        found = run.pipeline.run(schedule_of(run, count, training=training), micro_batch, scale or 0.0, recording)
+    if run.counts:
+        for index, each in found.items():
+            sums[0, index] = each[1]
+    return sums[0], sums[1]
