@@ -28,6 +28,7 @@ SAME = {
     "optimizer.params.eps": ("optimizer", "adam_eps"),
     "optimizer.params.weight_decay": ("optimizer", "weight_decay"),
     "optimizer.params.momentum": ("optimizer", "sgd_momentum"),
+    "pipeline.stages": ("distributed", "pipeline_model_parallel_size"),
 }
 
 # What gradients are sent in: values of communication_data_type and of fp32_allreduce -> --grad-reduce-in-bf16.
@@ -52,6 +53,11 @@ NOTED = {
     "gradient_predivide_factor": "gradients are summed over ranks, and scaled once",
     "data_types.grad_accum_dtype": "gradients are accumulated in fp32",
     "zero_optimization": "acts only with ZeRO stages above 0",
+    "pipeline.partition": "--pipeline-model-parallel-layout says how layers are shared out",
+    "pipeline.activation_checkpoint_interval": "--checkpoint-activations switches recompute on",
+    "pipeline.seed_layers": "every draw is computed from --seed",
+    "pipeline.pipe_partitioned": "--sequence-parallel divides what travels between pipeline ranks",
+    "pipeline.grad_partitioned": "--sequence-parallel divides what travels between pipeline ranks",
     "fp16.auto_cast": "inputs are token ids",
     "bf16.immediate_grad_update": "gradients are accumulated in fp32",
 }

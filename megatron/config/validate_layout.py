@@ -22,8 +22,8 @@ def _shares(size: int, groups: int) -> bool:
 
 
 def _fitting_tp(run: Run) -> int:
-    """The tensor-parallel size nearest to the one given that divides the ranks (of one stage, where the stages divide all) and the heads."""
-    ranks = run.world // run.pp if run.pp > 0 and run.world % run.pp == 0 else run.world
+    """The tensor-parallel size nearest to the one given that divides the ranks (of one pipeline rank, unless that size is wrong) and the heads."""
+    ranks = run.world // run.pp if run.world % run.pp == 0 and (run.dp or run.world % run.tp) else run.world
     heads = run.num_attention_heads if run.has("num_attention_heads") else ranks
     groups = run.num_query_groups if run.has("num_query_groups") else heads
     sizes = (run.tp, *range(1, min(ranks, heads, 1024) + 1))  # nobody shares a matrix over more
@@ -71,7 +71,6 @@ def tensor_parallel(run: Run) -> Iterator[str]:
 _LAYOUT, _PER_VIRTUAL, _VIRTUAL = "pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
 _UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-_OR_AUTO = "--pipeline-model-parallel-layout auto"
 
 
 def _given(run: Run, *fields: str) -> list[str]:
@@ -111,6 +110,13 @@ def _stages(run: Run) -> tuple[str, int]:
     """`--pipeline-model-parallel-size 4 x --num-virtual-stages-per-pipeline-rank 2 = 8`, and 8."""
     shown, virtual = run.show("pipeline_model_parallel_size"), run.num_virtual_stages_per_pipeline_rank or 1
     return (f"{shown} x {run.show(_VIRTUAL)} = {run.pp * virtual}" if virtual > 1 else shown), run.pp * virtual
+
+
+def _instead(run: Run, *fields: str) -> str:
+    """What shares out any number of layers, in the place of those of some fields that are given."""
+    given = _given(run, *fields)
+    auto = "--pipeline-model-parallel-layout auto" if _stages(run)[1] <= run.num_layers + 2 else "fewer pipeline ranks"
+    return auto + (f" instead of {' and '.join(map(_flag, given))}" if given else "")
 
 
 def _auto(run: Run) -> Iterator[str]:
@@ -153,10 +159,7 @@ def _even(run: Run) -> Iterator[str]:
     below = layers // unit * unit - counted
     numbers = [number for number in (below, below + unit) if number > 0]
     nearby = f"nearest {'are' if len(numbers) > 1 else 'is'} {' and '.join(map(str, numbers))}"
-    others = _given(run, *_COUNTED, _PER_VIRTUAL)
-    auto = f", or give {_OR_AUTO}{' instead of ' + ' and '.join(map(_flag, others)) if others else ''}"
-    fits = _given(run, _PER_VIRTUAL) or unit <= run.num_layers + 2
-    yield f"--num-layers {run.num_layers}{with_them}: not divisible by {divisor}; the {nearby}{auto if fits else ''}"
+    yield f"--num-layers {run.num_layers}{with_them}: not divisible by {divisor}; the {nearby}, or give {_instead(run, *_COUNTED, _PER_VIRTUAL)}"
 
 
 def _uneven(run: Run) -> Iterator[str]:
@@ -168,14 +171,14 @@ def _uneven(run: Run) -> Iterator[str]:
     rest, unit = run.num_layers - sum(numbers.values()), max(1, others) * virtual
     if (rest == 0 if others == 0 else rest > 0 and rest % unit == 0) and all(number % virtual == 0 for number in numbers.values()):
         return
-    instead = f"give {_OR_AUTO} instead"
+    instead = f"give {_instead(run, *_UNEVEN)}"
     total = run.num_layers - (numbers[given[1]] if len(given) > 1 else 0)  # for the first of the flags and the ranks without one
     if all(numbers[field] % virtual == 0 for field in given[1:]) and total % virtual == 0 and total > (unit if others else 0):
         taken = total
         if others:
             fewest, most = unit, (total - 1) // unit * unit
             taken = total - min(max(nearest(total - numbers[given[0]], unit), fewest), most)
-        instead = f"give {_flag(given[0])} {taken}, or {_OR_AUTO} instead"
+        instead = f"give {_flag(given[0])} {taken}, or {_instead(run, *_UNEVEN)}"
     if others == 0:
         yield f"{shown}: make {sum(numbers.values())} layers of --num-layers {run.num_layers}" + (
             f", each to be divided by {run.show(_VIRTUAL)}" if virtual > 1 else "") + f"; {instead}"

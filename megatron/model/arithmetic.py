@@ -26,20 +26,29 @@ def padded_vocab_size(vocab_size: int, model: ModelConfig, tp: int = 1) -> int:
     return -(-vocab_size // unit) * unit
 
 
-def parameter_count(model: ModelConfig, vocab_size: int) -> dict[str, int]:
-    """Parameters by kind and in `total`; `vocab_size` is the real vocabulary, or the padded one to count stored rows."""
+def _layer_parameters(model: ModelConfig) -> dict[str, int]:
+    """Parameters of one layer by kind, and those of one norm as `norm`."""
     h, f = model.hidden_size, model.ffn_hidden_size
     q, k = head_widths(model)
-    norm = 2 if model.normalization == "LayerNorm" else 1  # vectors in a norm
+    vectors = 2 if model.normalization == "LayerNorm" else 1  # in a norm
     columns = 2 * f if model.activation in GATED else f
     bias, qkv_bias = model.add_bias_linear, model.add_bias_linear or model.add_qkv_bias
-    attention = (h + qkv_bias) * (q + 2 * k) + (q + bias) * h + model.qk_layernorm * 2 * norm * model.kv_channels
+    return {
+        "attention": (h + qkv_bias) * (q + 2 * k) + (q + bias) * h + model.qk_layernorm * 2 * vectors * model.kv_channels,
+        "mlp": (h + bias) * columns + (f + bias) * h,
+        "norm": vectors * h,
+    }
+
+
+def parameter_count(model: ModelConfig, vocab_size: int) -> dict[str, int]:
+    """Parameters by kind and in `total`; `vocab_size` is the real vocabulary, or the padded one to count stored rows."""
+    h, layer = model.hidden_size, _layer_parameters(model)
     counts = {
         "embedding": vocab_size * h,
         "position": model.max_position_embeddings * h if model.position_embedding_type == "learned_absolute" else 0,
-        "attention": model.num_layers * attention,
-        "mlp": model.num_layers * ((h + bias) * columns + (f + bias) * h),
-        "norms": (2 * model.num_layers + 1) * norm * h,
+        "attention": model.num_layers * layer["attention"],
+        "mlp": model.num_layers * layer["mlp"],
+        "norms": (2 * model.num_layers + 1) * layer["norm"],
         "head": vocab_size * h if model.untie_embeddings_and_output_weights else 0,
     }
     return {**counts, "total": sum(counts.values())}
@@ -57,17 +66,31 @@ def local_parameter_count(model: ModelConfig, padded_vocab: int, tp: int) -> dic
     return parameter_count(local_shape(model, tp), padded_vocab // tp)
 
 
-def flops_per_iteration(model: ModelConfig, batch: int, seq: int, vocab: int) -> float:
-    """Floating-point operations of forward and backward over `batch` samples of `seq` tokens, without recomputation.
+def unit_parameters(model: ModelConfig, padded_vocab: int, tp: int = 1, *, copied: bool = False) -> list[int]:
+    """Parameters of each unit (embedding, layers, head) on each of `tp` ranks. The first layer has the position table, the last the final norm;
+    a tied head has none, or a copy of the embedding's matrix where it is on another rank (`copied`)."""
+    local = local_shape(model, tp)
+    kinds, matrix = _layer_parameters(local), padded_vocab // tp * model.hidden_size
+    layers = [kinds["attention"] + kinds["mlp"] + 2 * kinds["norm"]] * model.num_layers
+    layers[0] += parameter_count(local, 0)["position"]
+    layers[-1] += kinds["norm"]
+    return [matrix, *layers, matrix if copied or model.untie_embeddings_and_output_weights else 0]
 
-    6 t [L (h (q + 2k) + q h + m h f) + h V] + 6 L q batch seq^2, with t = batch x seq tokens, m = 3 for a gated MLP and 2 otherwise, and
-    the causal half of attention. With the padded vocabulary it is Megatron-LM's count, with the real one the count for MFU.
-    """
-    h, layers = model.hidden_size, model.num_layers
+
+def unit_flops(model: ModelConfig, seq: int, vocab: int) -> list[int]:
+    """Floating-point operations of each unit's forward pass per token: 2 [h (q + 2k) + q h + m h f] + 2 q seq for a layer, with m = 3 for a
+    gated MLP and 2 otherwise, and the causal half of attention; 2 h V for the head, none for the embedding."""
+    h = model.hidden_size
     q, k = head_widths(model)
     matrices = 3 if model.activation in GATED else 2
-    per_token = layers * (h * (q + 2 * k) + q * h + matrices * h * model.ffn_hidden_size) + h * vocab
-    return float(6 * batch * seq * per_token + 6 * layers * q * batch * seq**2)
+    layer = 2 * (h * (q + 2 * k) + q * h + matrices * h * model.ffn_hidden_size) + 2 * q * seq
+    return [0, *[layer] * model.num_layers, 2 * h * vocab]
+
+
+def flops_per_iteration(model: ModelConfig, batch: int, seq: int, vocab: int) -> float:
+    """Floating-point operations of forward and backward over `batch` samples of `seq` tokens, without recomputation: a backward pass costs two
+    forward passes. With the padded vocabulary it is Megatron-LM's count, with the real one the count for MFU."""
+    return 3.0 * batch * seq * sum(unit_flops(model, seq, vocab))
 
 
 # Dense peaks in TFLOP/s by vendors' data sheets: pattern of the device's name, bf16 and fp16 with fp32 accumulation, fp32 without

@@ -34,6 +34,8 @@ def compare(tmp_path, content, flags=FLAGS):
     ({"wall_clock_breakdown": True}, "--timing-log-level 1"),
     ({"tensorboard": {"enabled": True, "output_path": "x"}}, "use --tensorboard-dir"),
     ({"some_new_feature": False}, "off here too"),
+    ({"pipeline": {"stages": 1}}, "equals --pipeline-model-parallel-size"),
+    ({"pipeline": {"stages": "auto", "partition": "best", "activation_checkpoint_interval": 0}}, "--pipeline-model-parallel-layout says how"),
 ])
 def test_keys_that_agree(tmp_path, content, note):
     notes, faults = compare(tmp_path, content)
@@ -50,6 +52,7 @@ def test_keys_that_agree(tmp_path, content, note):
     ({"bf16": {"enabled": False}}, "contradicts --bf16; drop the flag or change the file"),
     ({"zero_optimization": {"stage": 2}}, "ZeRO is not built yet"),
     ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, "offload to the host is not built yet"),
+    ({"pipeline": {"stages": 4}}, "pipeline.stages = 4: contradicts --pipeline-model-parallel-size 1; give --pipeline-model-parallel-size 4"),
     ({"optimizer": {"type": "Lamb"}}, "contradicts --optimizer adam; give --optimizer lamb"),
     ({"curriculum_learning": {"enabled": True}}, "not supported; take it out"),
     ({"compression_training": {"weight_quantization": {"shared_parameters": 1}}}, "not supported; take it out"),
