@@ -294,6 +294,8 @@ class LoggingConfig:
     """Log how many gradient elements are zero."""
     timing_log_level: Literal[0, 1] = 0
     """1 logs `<timer>-time` for data, forward-backward, optimizer, evaluation and checkpoint."""
+    pipeline_timeline: str | None = flag(None, megatron="absent there")
+    """Write what each pipeline rank did when, in the last logged step, to this file (for tools/plot_schedule.py)."""
     metrics_file: str | None = flag(None, megatron="absent there")
     """Where metrics.jsonl goes. Default: <save>/metrics.jsonl."""
     tensorboard_dir: str | None = None

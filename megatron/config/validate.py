@@ -108,7 +108,7 @@ IDLE: Table = (
     ("overlap_grad_reduce grad_reduce_in_bf16", "several data-parallel ranks", lambda run: run.dp > 1),
     ("distributed_backend distributed_timeout_minutes", "several ranks", lambda run: run.world > 1),
     ("use_tp_pp_dp_mapping num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-     "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout",
+     "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout pipeline_timeline",
      "--pipeline-model-parallel-size above 1", lambda run: run.pp > 1),
 )
 
@@ -302,6 +302,8 @@ def _checkpoint(run: Run) -> Iterator[str]:
     same = run.load is not None and run.save is not None and Path(run.load).absolute() == Path(run.save).absolute()
     if run.load is not None and not Path(run.load).is_dir() and (not same or run.exit_on_missing_checkpoint):
         yield f"{run.show('load')}: no such folder; for a first start give the same folder as --save, or drop --load"
+    if run.pipeline_timeline is not None and not Path(run.pipeline_timeline).absolute().parent.is_dir():
+        yield f"{run.show('pipeline_timeline')}: no such folder: {Path(run.pipeline_timeline).parent}; make it first"
     if run.save is not None and Path(run.save).exists() and not Path(run.save).is_dir():
         yield f"{run.show('save')}: is a file, not a folder"
 

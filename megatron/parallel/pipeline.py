@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.dist.collectives import gather_bytes
 from megatron.dist.groups import Groups
 from megatron.dist.p2p import Receiving, Sending
 from megatron.model.block import BlockWrapper, MicroBatch
 from megatron.model.gpt import GPTModel
 from megatron.parallel.schedule import COMPUTATIONS, Action, Kind, Message, Schedule, makes, needs
+from megatron.parallel.timeline import Span, Timeline
 
 WORDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.BACKWARD_INPUT: "input-gradient"}
 
@@ -47,12 +50,12 @@ class Recording:
         """A computation that began then has just ended."""
         self.marks.append((action, begin, self.now()))
 
-    def spans(self) -> list[tuple[Action, float, float]]:
-        """(computation, begin, end) in seconds since the recording was made."""
+    def spans(self) -> tuple[Span, ...]:
+        """The computations, in seconds since the recording was made."""
         def seconds(moment: Any) -> float:
             return self.start.elapsed_time(moment) / 1000 if self.device.type == "cuda" else moment - self.start
 
-        return [(action, seconds(begin), seconds(end)) for action, begin, end in self.marks]
+        return tuple(Span(*action, seconds(begin), seconds(end)) for action, begin, end in self.marks)
 
 
 class Pipeline:
@@ -70,6 +73,15 @@ class Pipeline:
     def has_head(self) -> bool:
         """Whether losses come to light here."""
         return self.placement[-1] == self.rank
+
+    def timeline(self, schedule: Schedule, recording: Recording) -> Timeline:
+        """What all ranks of this pipeline recorded of one step; the collective call of all of them.
+
+        Each row counts from its own rank's recording: they are made when all ranks have just done their last step together.
+        """
+        own = json.dumps([[span.kind.value, *span[1:]] for span in recording.spans()]).encode()
+        rows = (json.loads(text) for text in gather_bytes(own, self.groups.pp, self.device))
+        return Timeline(schedule.name, self.placement, schedule.micro_batches, tuple(tuple(Span(Kind(span[0]), *span[1:]) for span in row) for row in rows))
 
     def run(self, schedule: Schedule, micro_batch: Callable[[int], MicroBatch], scale: float = 0.0,
             recording: Recording | None = None) -> dict[int, Tensor]:

@@ -6,14 +6,17 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megatron.config.groups import Config
 from megatron.dist.collectives import all_reduce
 from megatron.model.arithmetic import flops_per_iteration, global_batch_size_at, iterations_for
 from megatron.observe.console import evaluation_lines, training_line
 from megatron.observe.metrics import eta_seconds, evaluation_metrics, memory_metrics, rates, timer_metrics
+from megatron.parallel.pipeline import Recording
 from megatron.training.evaluate import evaluate
 from megatron.training.exit import Exit
+from megatron.training.passes import schedule_of
 from megatron.training.run import Progress, Run
 from megatron.training.step import Pending, Report, forward_backward, non_finite_micro_batches, update
 
@@ -98,7 +101,15 @@ def _blame(run: Run, report: Report) -> str:
     return "\n".join(lines)
 
 
-def log(run: Run, interval: Interval, learning_rate: float) -> Interval:
+def pipeline_metrics(run: Run, recording: Recording, batch_size: int) -> dict[str, float]:
+    """The idle share of this rank's pipeline in the step just recorded; rank 0 writes --pipeline-timeline."""
+    timeline = run.pipeline.timeline(schedule_of(run, batch_size // run.chunk, training=True), recording)
+    if run.config.logging.pipeline_timeline is not None and run.groups.rank == 0:
+        Path(run.config.logging.pipeline_timeline).write_text(timeline.to_json() + "\n")
+    return {"pipeline-bubble-fraction": timeline.bubble}
+
+
+def log(run: Run, interval: Interval, learning_rate: float, recording: Recording | None) -> Interval:
     """Print and track one console line; the next interval."""
     config, progress, report = run.config, run.progress, interval.last
     now = time.perf_counter()
@@ -122,6 +133,8 @@ def log(run: Run, interval: Interval, learning_rate: float) -> Interval:
         **timer_metrics(run.timers.take(), iterations=interval.iterations, elapsed=seconds * interval.iterations,
                         timing_log_level=config.logging.timing_log_level),
     }
+    if recording is not None:
+        metrics |= pipeline_metrics(run, recording, batch)
     if config.logging.log_params_norm:
         metrics["params-norm"] = math.sqrt(all_reduce(run.optimizer.squared_weight_norm(), run.groups.world).item())
     if config.logging.log_num_zeros_in_grad:
@@ -175,7 +188,8 @@ def train(run: Run) -> Exit:
             settle(run, pending, interval)
             pending = None
         loss_scale = run.scaler.scale
-        gradients = forward_backward(run, first_sample=progress.consumed_samples, batch_size=batch_size, loss_scale=loss_scale)
+        recording = Recording(run.device) if run.groups.pp.size > 1 else None
+        gradients = forward_backward(run, first_sample=progress.consumed_samples, batch_size=batch_size, loss_scale=loss_scale, recording=recording)
         settle(run, pending, interval)
         clock = progress.scheduled_samples + batch_size
         learning_rate = run.schedule.learning_rate(clock)
@@ -193,7 +207,7 @@ def train(run: Run) -> Exit:
             pending = None
         exit_now = run.exits.check(iteration)  # on a GPU a signal is seen one iteration late, by all ranks in the same one
         if must_log:
-            interval = log(run, interval, learning_rate)
+            interval = log(run, interval, learning_rate, recording)
         paused = time.perf_counter()
         if must_evaluate:
             progress.evaluation_due = run.exits.agree(run.groups.world, run.device) or evaluate_all(run, "validation") is None
