@@ -66,7 +66,10 @@ def bias_grad(dy: Tensor, main_grad: Tensor) -> None:
 
 
 class WeightGrad(NamedTuple):
-    """A weight gradient left for later, with dy [s, b, o] and x [s, b, i] or what this rank holds of them: the rest is on its axis."""
+    """A weight gradient left for later, with dy [s, b, o] and x [s, b, i] or what this rank holds of them: the rest is on its axis.
+
+    x is detached: the graph would live on otherwise.
+    """
 
     weight: nn.Parameter
     dy: Tensor
@@ -127,7 +130,7 @@ class _Linear(torch.autograd.Function):
         if stash is None:
             linear_weight_grad(dy, x, ctx.weight.main_grad)
         else:
-            stash.append(WeightGrad(ctx.weight, dy, x))
+            stash.append(WeightGrad(ctx.weight, dy, x.detach()))
         if ctx.bias is not None:
             bias_grad(dy, ctx.bias.main_grad)
         return dx, None, None
@@ -162,7 +165,7 @@ class _ColumnLinear(torch.autograd.Function):
             if not tp.overlap:
                 gathering.wait()
         else:
-            stash.append(WeightGrad(weight, dy, x, x_axis=x_axis, overlap=tp.overlap))
+            stash.append(WeightGrad(weight, dy, x.detach(), x_axis=x_axis, overlap=tp.overlap))
         if tp.sequence:
             summing = start_reduce_scatter(linear_input_grad(dy, weight), tp.axis)
         else:
@@ -197,7 +200,7 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         (x,), tp, weight, stash = ctx.saved_tensors, ctx.tp, ctx.weight, _stash(ctx.weight)
         if stash is not None:
-            stash.append(WeightGrad(weight, dy, x, dy_axis=tp.axis if tp.sequence else ALONE, overlap=tp.overlap))
+            stash.append(WeightGrad(weight, dy, x.detach(), dy_axis=tp.axis if tp.sequence else ALONE, overlap=tp.overlap))
         if ctx.bias is not None:
             bias_grad(dy, ctx.bias.main_grad)
         if tp.sequence and tp.overlap:
