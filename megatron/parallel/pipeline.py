@@ -6,7 +6,6 @@ A computation waits for its input alone; sends are started and forgotten until t
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import time
 from collections import deque
@@ -68,11 +67,18 @@ class Pipeline:
         own = [stage for stage, rank in enumerate(placement) if rank == self.rank]
         assert len(own) == len(model.chunks)
         self.chunk_of = {stage: chunk for chunk, stage in enumerate(own)}
+        self.known: dict[int, tuple[Schedule, dict[Message, tuple[int, int]]]] = {}  # by identity: a schedule is long
 
     @property
     def has_head(self) -> bool:
         """Whether losses come to light here."""
         return self.placement[-1] == self.rank
+
+    def receipts_of(self, schedule: Schedule) -> dict[Message, tuple[int, int]]:
+        """`receipts` of this rank, found out once."""
+        if id(schedule) not in self.known:
+            self.known[id(schedule)] = schedule, receipts(schedule, self.rank)
+        return self.known[id(schedule)][1]
 
     def timeline(self, schedule: Schedule, recording: Recording) -> Timeline:
         """What all ranks of this pipeline recorded of one step; the collective call of all of them.
@@ -113,12 +119,12 @@ class _Step:
         self.pipeline, self.make, self.scale = pipeline, micro_batch, scale
         self.model, self.wrapper, self.placement, self.rank = pipeline.model, pipeline.wrapper, pipeline.placement, pipeline.rank
         self.actions = schedule.actions[self.rank]
-        self.receipts = receipts(schedule, self.rank)
+        self.receipts = pipeline.receipts_of(schedule)
         self.micro_batches: dict[int, MicroBatch] = {}
         self.inbox: dict[Message, Receiving | Tensor] = {}
         self.outbox: dict[Message, Tensor] = {}
         self.sending: dict[int, deque[Sending]] = {}
-        self.sent: dict[int, int] = {}  # messages to each rank that are known to have arrived
+        self.arrived: dict[int, int] = {}  # messages to each rank that are known to have done so
         self.saved: dict[tuple[int, int], list[Any]] = {}
         self.left: dict[tuple[int, int], list[Any]] = {}
         self.sums: dict[int, Tensor] = {}
@@ -168,10 +174,14 @@ class _Step:
         with self._with_neighbour(self.placement[source], f"send {_what(message)} to the {WORDS[action.kind]} pass of stage {action.stage}"):
             x = coming.wait()
         to, count = self.receipts[message]
-        while self.sent.get(to, 0) < count:
-            self.sending[to].popleft().wait()  # has arrived long ago: does not wait
-            self.sent[to] = self.sent.get(to, 0) + 1
+        while self.arrived.get(to, 0) < count:
+            self._settle(to)  # has arrived: does not wait
         return x
+
+    def _settle(self, to: int) -> None:
+        """Let go of the oldest message on its way to a rank."""
+        self.sending[to].popleft().wait()
+        self.arrived[to] = self.arrived.get(to, 0) + 1
 
     @contextlib.contextmanager
     def _with_neighbour(self, other: int, what: str) -> Iterator[None]:
@@ -194,7 +204,7 @@ class _Step:
         with self._with_neighbour(to, f"take {_what(message)}"):
             queue.append(Sending(self.outbox.pop(message), to, self.pipeline.groups.channel(self.rank, to), self._tag(message)))
             if not torch.is_grad_enabled() and len(queue) > len(self.placement):  # nothing comes back that would prove an arrival
-                queue.popleft().wait()
+                self._settle(to)
 
     def receive(self, action: Action) -> None:
         forward = action.kind is Kind.RECEIVE_FORWARD
@@ -205,7 +215,7 @@ class _Step:
             self.inbox[message] = Receiving(self.pipeline.shape, self.model.dtype, self.pipeline.device, source, channel, self._tag(message))
 
     def _tag(self, message: Message) -> int:
-        return message.micro * len(self.placement) + message.stage
+        return 2 * (message.micro * len(self.placement) + message.stage) + (message.kind is Kind.BACKWARD)
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
@@ -220,7 +230,6 @@ def _what(message: Message) -> str:
     return f"{'activations' if message.kind is Kind.FORWARD else 'the gradient'} of micro-batch {message.micro}"
 
 
-@functools.lru_cache(maxsize=64)
 def receipts(schedule: Schedule, rank: int) -> dict[Message, tuple[int, int]]:
     """For each message that a rank receives: (its sender, how many of this rank's messages to that sender it proves to have arrived).
 

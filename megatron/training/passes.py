@@ -19,8 +19,6 @@ def schedule_of(run: Run, micro_batches: int, *, training: bool) -> Schedule:
     ranks, distributed = run.groups.pp.size, run.config.distributed
     if not training:
         return forward_only(run.pipeline.placement, micro_batches)
-    if ranks == 1:
-        return build_schedule("1f1b", 1, 1, micro_batches)
     return build_schedule(distributed.pipeline_schedule, ranks, distributed.num_virtual_stages_per_pipeline_rank, micro_batches)
 
 
