@@ -24,10 +24,13 @@ done
 [ "$("$python" -c 'import torch; print(torch.cuda.device_count())')" -ge 2 ] || exit "$failed"
 for case in "dp2" "dp2-serial --no-overlap-grad-reduce" "tp2 --tensor-model-parallel-size 2" "tp2-sp --tensor-model-parallel-size 2 --sequence-parallel" \
   "tp2-serial --tensor-model-parallel-size 2 --no-tp-comm-overlap" \
-  "tp2-sp-serial --tensor-model-parallel-size 2 --sequence-parallel --no-tp-comm-overlap"; do
+  "tp2-sp-serial --tensor-model-parallel-size 2 --sequence-parallel --no-tp-comm-overlap" \
+  "pp2 --pipeline-model-parallel-size 2 --micro-batch-size 4" "pp2-zero-bubble --pipeline-model-parallel-size 2 --micro-batch-size 4 --pipeline-schedule zero-bubble" \
+  "pp2-v --pipeline-model-parallel-size 2 --micro-batch-size 4 --pipeline-schedule zero-bubble-v" \
+  "pp2-interleaved --pipeline-model-parallel-size 2 --micro-batch-size 4 --num-virtual-stages-per-pipeline-rank 2"; do
   read -r name flags <<<"$case"
   # shellcheck disable=SC2086
   "$python" -m torch.distributed.run --nproc-per-node 2 pretrain_gpt.py "${model[@]}" --hidden-dropout 0 --attention-dropout 0 ${flags:-} \
-    --metrics-file "$out/$name.jsonl" 2>&1 | tee "$out/$name.txt" || failed=1
+    --pipeline-timeline "$out/$name.timeline.json" --metrics-file "$out/$name.jsonl" 2>&1 | tee "$out/$name.txt" || failed=1
 done
 exit "$failed"
