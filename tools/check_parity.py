@@ -2,8 +2,9 @@
 
     python tools/check_parity.py --layout "tp2 sp" --layout "tp1 dp2" <the flags of your run>
 
-A layout is words: tpN, dpN, sp (sequence parallelism), serial (no communication overlaps), mapping (--use-tp-pp-dp-mapping). Your flags stay
-what they are but for: its first --steps iterations alone, float64, no saving, loading, evaluation or trackers, a line of metrics (parameter norm
+A layout is words: tpN, dpN, ppN, a schedule of the pipeline (gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v), vN (virtual stages on each
+pipeline rank), auto (stages of equal cost), sp (sequence parallelism), serial (no communication overlaps), mapping (--use-tp-pp-dp-mapping). Your
+flags stay what they are but for the layout and its first --steps iterations alone, float64, no saving, loading, evaluation or trackers, a line of metrics (parameter norm
 included) every iteration. Shrink the model with further flags (--num-layers 2): the last one counts. In float64 rounding is far below
 the gate, so what differs by more is a bug. Exit code: 0 noise, 1 bug, 2 a run failed.
 """
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
@@ -29,24 +31,39 @@ from compare_runs import computed_rows, differences  # noqa: E402
 from megatron.config.arguments import dump_config, parse_arguments  # noqa: E402
 from megatron.config.groups import CheckpointConfig, Config, LoggingConfig, PrecisionConfig  # noqa: E402
 from megatron.config.validate import resolve  # noqa: E402
+from megatron.parallel.schedule import BUILDERS  # noqa: E402
 
 GATE = 1e-10  # relative; float64 rounds at 1e-16, a run of some steps stays orders below this, and no bug does
 SWITCHES = {
     "sp": "--sequence-parallel", "serial": "--no-overlap-grad-reduce --no-tp-comm-overlap", "mapping": "--use-tp-pp-dp-mapping",
+    "auto": "--pipeline-model-parallel-layout auto", **{name: f"--pipeline-schedule {name}" for name in BUILDERS},
 }
+SIZES = {"tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "v": "--num-virtual-stages-per-pipeline-rank"}
 
 
-def read_layout(text: str) -> tuple[int, tuple[str, ...], int, int]:
-    """`tp2 sp dp2` -> (ranks, flags, tensor-parallel size, data-parallel size). ValueError for a word that is none."""
-    sizes, flags = {"tp": 1, "dp": 1}, []
+class Words(NamedTuple):
+    """What a layout says."""
+
+    ranks: int
+    flags: tuple[str, ...]
+    tp: int
+    dp: int
+    pp: int
+
+
+def read_layout(text: str) -> Words:
+    """`tp2 sp pp2 zero-bubble dp2`. ValueError for a word that is none."""
+    sizes, flags = {"tp": 1, "dp": 1, "pp": 1}, []
     for word in text.split():
-        if match := re.fullmatch(r"(tp|dp)([1-9]\d*)", word):
+        if match := re.fullmatch(r"(tp|dp|pp|v)([1-9]\d*)", word):
             sizes[match[1]] = int(match[2])
         elif word in SWITCHES:
             flags += SWITCHES[word].split()
         else:
-            raise ValueError(f"--layout {text!r}: {word!r} is none of tpN, dpN, {', '.join(SWITCHES)}")
-    return math.prod(sizes.values()), ("--tensor-model-parallel-size", str(sizes["tp"]), *flags), sizes["tp"], sizes["dp"]
+            raise ValueError(f"--layout {text!r}: {word!r} is none of tpN, dpN, ppN, vN, {', '.join(SWITCHES)}")
+    given = [part for name, flag in SIZES.items() if name in sizes for part in (flag, str(sizes[name]))]
+    tp, dp, pp = (sizes[name] for name in ("tp", "dp", "pp"))
+    return Words(tp * dp * pp, (*given, *flags), tp, dp, pp)
 
 
 def shortened(config: Config, steps: int, layouts: list[str]) -> Config:
@@ -54,7 +71,7 @@ def shortened(config: Config, steps: int, layouts: list[str]) -> Config:
     training = config.training
     batch = training.global_batch_size
     if batch is None and training.micro_batch_size is not None:  # by default it would follow the layout
-        batch = training.micro_batch_size * math.lcm(*(read_layout(layout)[3] for layout in layouts))
+        batch = training.micro_batch_size * math.lcm(*(read_layout(layout).dp for layout in layouts))
     return dataclasses.replace(
         config,
         precision=PrecisionConfig(fp64=True),

@@ -86,8 +86,9 @@ class Optimizer:
             for decays in (True, False):
                 pieces = [[piece for block, buffer in zip(self.blocks, buffers) for piece, decay in block.segments(buffer) if decay == decays]
                           for buffers in (self.masters, [block.grad for block in self.blocks], *self.states.values())]
-                self.rule.apply(pieces[0], pieces[1], dict(zip(self.states, pieces[2:])), self.steps, lr=lr,
-                                weight_decay=weight_decay if decays else 0.0, coefficient=coefficient, found_inf=found_inf)
+                if pieces[0]:  # a rank with the embedding or the head alone has nothing that does not decay
+                    self.rule.apply(pieces[0], pieces[1], dict(zip(self.states, pieces[2:])), self.steps, lr=lr,
+                                    weight_decay=weight_decay if decays else 0.0, coefficient=coefficient, found_inf=found_inf)
             self.publish_weights()
         self.steps += 1 - found_inf
         return StepOutcome(norm, found_inf)

@@ -12,13 +12,13 @@ from parity.mutants import MUTANTS, ROOT, broken_copy
 sys.path.insert(0, str(ROOT / "tools"))
 from check_parity import main, read_layout  # noqa: E402
 
-FLAGS = """--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 1000 --mock-data --vocab-size 49
+FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 1000 --mock-data --vocab-size 49
 --tokenizer-type NullTokenizer --lr 1e-2 --lr-warmup-iters 10 --bf16 --save-interval 5""".split()
 
 
 def test_two_layouts_are_noise(tmp_path, capsys):
-    assert main(["--layout", "tp2 sp", "--layout", "dp2 serial", "--steps", "4", *FLAGS, "--save", str(tmp_path / "untouched")]) == 0
-    assert "NOISE: tp2 sp and dp2 serial are the same run" in capsys.readouterr().out
+    assert main(["--layout", "pp2 zero-bubble-v auto", "--layout", "tp2 sp", "--steps", "4", *FLAGS, "--save", str(tmp_path / "untouched")]) == 0
+    assert "NOISE: pp2 zero-bubble-v auto and tp2 sp are the same run" in capsys.readouterr().out
     assert not (tmp_path / "untouched").exists()
 
 
@@ -35,7 +35,7 @@ def test_a_mutant_is_a_bug(tmp_path):
 
 @pytest.mark.parametrize("arguments, words", [
     (["--layout", "tp2"], "--layout: expected two, got 1"),
-    (["--layout", "tp2", "--layout", "tp2 xx"], "'xx' is none of tpN, dpN, sp, serial, mapping"),
+    (["--layout", "tp2", "--layout", "tp2 xx"], "'xx' is none of tpN, dpN, ppN, vN, sp, serial, mapping, auto, gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v"),
     (["--layout", "tp2", "--layout", "tp3"], "--layout 'tp3' on 3 rank(s): 1 fault in the settings:\n  --tensor-model-parallel-size 3: must divide"),
     (["--layout", "tp2", "--layout", "tp1", "--hiden-size", "3"], "--hiden-size 3: unknown flag"),
 ])
@@ -45,8 +45,10 @@ def test_mistakes_are_named_before_anything_runs(arguments, words, capsys):
 
 
 def test_layouts_are_words():
-    assert read_layout("tp2 sp dp4") == (8, ("--tensor-model-parallel-size", "2", "--sequence-parallel"), 2, 4)
-    assert read_layout("") == (1, ("--tensor-model-parallel-size", "1"), 1, 1)
+    tp, pp, virtual = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"
+    assert read_layout("tp2 sp dp4") == (8, (tp, "2", pp, "1", "--sequence-parallel"), 2, 4, 1)
+    assert read_layout("pp2 interleaved v3 dp2") == (4, (tp, "1", pp, "2", virtual, "3", "--pipeline-schedule", "interleaved"), 1, 2, 2)
+    assert read_layout("") == (1, (tp, "1", pp, "1"), 1, 1, 1)
 
 
 def test_the_batch_does_not_follow_the_layout():
