@@ -2,48 +2,121 @@
 
 Counts what this code keeps, not what a perfect implementation would: a test compares the activations with the tensors that
 autograd saves. Not counted: the allocator's fragmentation, the device's context and kernels (0.5 to 0.9 GiB on a GPU), temporaries (among
-them what is gathered from other ranks), token ids and the loss (about 20 bytes a token).
+them what is gathered from other ranks, and activations on their way between pipeline ranks), token ids and the loss (about 20 bytes a token).
 """
 
 from __future__ import annotations
 
-from megatron.config.derive import GATED
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.config.derive import GATED, data_parallel_size
 from megatron.config.groups import Config, ModelConfig, PrecisionConfig
-from megatron.model.arithmetic import head_widths, local_parameter_count, local_shape, padded_vocab_size
+from megatron.model.arithmetic import head_widths, local_shape, padded_vocab_size, unit_parameters
+from megatron.model.stages import Stage, pipeline_stages
+from megatron.parallel.schedule import Action, Kind, Schedule, build_schedule
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What one micro-batch keeps of a stage."""
+
+    saved: int  # from the forward pass to the backward pass, without logits
+    logits: int
+    stashed: int  # from the input gradient to the weight gradient, where they are apart
+    running: int  # beside `saved` or `stashed` while a backward pass runs: the layer that is recomputed
 
 
 def estimate(config: Config, vocab_size: int, world_size: int) -> dict[str, int]:
-    """Bytes of parameters, gradients, optimizer, activations and logits on each of `world_size` ranks, and their total.
+    """Bytes of parameters, gradients, optimizer, activations and logits, and their total, on the ranks of the pipeline rank that needs the most."""
+    return max(estimate_ranks(config, vocab_size, world_size), key=lambda sizes: sizes["total"])
 
-    Static bytes per local parameter with Adam: 18 in bf16 and fp16 (2 weights, 4 gradients, 4 master weights, 8 moments), 16 in fp32.
-    Activations are those kept between forward and backward of one micro-batch. Tensor parallelism divides what lies between a column- and
-    a row-parallel matrix, and the logits; sequence parallelism divides the rest too.
+
+def estimate_ranks(config: Config, vocab_size: int, world_size: int) -> list[dict[str, int]]:
+    """What `estimate` says, for each pipeline rank.
+
+    Static bytes per local parameter with Adam: 18 in bf16 and fp16 (2 weights, 4 gradients, 4 master weights, 8 moments), 16 in fp32; a tied
+    head that is not on the embedding's rank has a copy of its matrix. Activations are those kept between forward and backward of the micro-batches
+    that the schedule has in flight at the worst moment. Tensor parallelism divides what lies between a column- and a row-parallel matrix, and the
+    logits; sequence parallelism divides the rest too.
     """
-    model, training, tp = config.model, config.training, config.distributed.tensor_model_parallel_size
-    assert world_size % tp == 0  # data-parallel ranks hold everything: nothing is sharded over them yet
     compute, wide = element_sizes(config.precision)
-    padded = padded_vocab_size(vocab_size, model, tp)
-    stored = local_parameter_count(model, padded, tp)["total"]
     moments = 2 if config.optimizer.optimizer == "adam" else 1
-    tokens = training.micro_batch_size * config.data.seq_length
+    padded = padded_vocab_size(vocab_size, config.model, config.distributed.tensor_model_parallel_size)
+    stages, schedule = pipeline_stages(config, padded), schedule_of(config, world_size)
+    stored = stage_parameters(config, stages, schedule.placement, padded)
+    each = [stage_bytes(config, stage, padded) for stage in stages]
+    result = []
+    for rank, actions in enumerate(schedule.actions):
+        count = sum(number for number, where in zip(stored, schedule.placement, strict=True) if where == rank)
+        activations, logits = activation_peak(actions, each)
+        sizes = {
+            "parameters": compute * count,
+            "gradients": wide * count,
+            "optimizer": (moments + (compute != wide)) * wide * count,
+            "activations": activations,
+            "logits": logits,
+        }
+        result.append({**sizes, "total": sum(sizes.values())})
+    return result
+
+
+def schedule_of(config: Config, world_size: int) -> Schedule:
+    """What one training step runs, of the full global batch."""
+    training, distributed = config.training, config.distributed
+    ranks = data_parallel_size(config, world_size)
+    assert ranks > 0
+    micro_batches = training.global_batch_size // (training.micro_batch_size * ranks)
+    return build_schedule(distributed.pipeline_schedule, distributed.pipeline_model_parallel_size, distributed.num_virtual_stages_per_pipeline_rank,
+                          micro_batches)
+
+
+def stage_parameters(config: Config, stages: Sequence[Stage], placement: Sequence[int], padded_vocab: int) -> list[int]:
+    """Parameters of each stage on each of its ranks."""
+    units = unit_parameters(config.model, padded_vocab, config.distributed.tensor_model_parallel_size, copied=placement[0] != placement[-1])
+    return [sum(units[i] for i in stage.units) for stage in stages]
+
+
+def stage_bytes(config: Config, stage: Stage, padded_vocab: int) -> StageBytes:
+    """What one micro-batch keeps of a stage on one rank."""
+    model, tp = config.model, config.distributed.tensor_model_parallel_size
+    compute, wide = element_sizes(config.precision)
+    local, seq = local_shape(model, tp), config.data.seq_length
+    tokens = config.training.micro_batch_size * seq
     own = tokens // tp if config.distributed.sequence_parallel else tokens  # outside the pairs of matrices
-    inside = inner_bytes_per_token(local_shape(model, tp), config.data.seq_length, compute, wide)
-    one = own * outer_bytes_per_token(model, compute, wide) + tokens * inside + mask_bytes(config, compute)
-    layers = model.num_layers * one
-    if training.recompute_granularity == "full":
-        layers = one + model.num_layers * own * model.hidden_size * compute
-    ends = own * (model.hidden_size * compute * 2 + norm_statistics(model, wide))  # the final norm's input and output
-    if model.hidden_dropout > 0 or model.position_embedding_type == "learned_absolute":
-        mask = 1 if model.hidden_dropout > 0 else 0
-        ends += own * model.hidden_size * (compute + mask)  # the embedding before positions and dropout
-    sizes = {
-        "parameters": compute * stored,
-        "gradients": wide * stored,
-        "optimizer": (moments + (compute != wide)) * wide * stored,
-        "activations": layers + ends,
-        "logits": tokens * (padded // tp) * compute,
-    }
-    return {**sizes, "total": sum(sizes.values())}
+    hidden = own * model.hidden_size * compute
+    layer = own * outer_bytes_per_token(model, compute, wide) + tokens * inner_bytes_per_token(local, seq, compute, wide) + mask_bytes(config, compute)
+    ends = 0
+    if 0 in stage.layers and (model.hidden_dropout > 0 or model.position_embedding_type == "learned_absolute"):
+        ends += hidden + (own * model.hidden_size if model.hidden_dropout > 0 else 0)  # the embedding before positions and dropout, the mask
+    if model.num_layers - 1 in stage.layers:
+        ends += hidden + own * norm_statistics(model, wide)  # the final norm's input
+    recomputed = config.training.recompute_granularity == "full"
+    return StageBytes(
+        saved=len(stage.layers) * (hidden if recomputed else layer) + (0 if recomputed else ends) + (hidden if stage.head else 0),
+        logits=tokens * (padded_vocab // tp) * compute if stage.head else 0,
+        stashed=len(stage.layers) * (4 * hidden + tokens * stashed_bytes_per_token(local, compute)),
+        running=layer - hidden + ends if recomputed and len(stage.layers) else 0,
+    )
+
+
+def activation_peak(actions: Sequence[Action], each: Sequence[StageBytes]) -> tuple[int, int]:
+    """Bytes of activations and of logits when their sum is largest, on the rank that carries out these actions; `each` by stage."""
+    activations = logits = 0
+    peak = (0, 0)
+    for kind, stage, _ in actions:
+        own = each[stage]
+        if kind is Kind.FORWARD:
+            activations, logits = activations + own.saved, logits + own.logits
+        elif kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
+            peak = max(peak, (activations + own.running, logits), key=sum)  # at its first layer
+            activations, logits = activations - own.saved + (own.stashed if kind is Kind.BACKWARD_INPUT else 0), logits - own.logits
+            peak = max(peak, (activations + own.running, logits), key=sum)  # at its last
+        elif kind is Kind.BACKWARD_WEIGHT:
+            activations -= own.stashed
+        peak = max(peak, (activations, logits), key=sum)
+    assert activations == logits == 0
+    return peak
 
 
 def element_sizes(precision: PrecisionConfig) -> tuple[int, int]:
@@ -68,6 +141,12 @@ def inner_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: int)
     """Bytes per token that one layer keeps between the matrices of attention and of the MLP; `model` is the local shape."""
     mlp = (3 if model.activation in GATED else 2) * model.ffn_hidden_size  # fc1's output and the activation's
     return compute * mlp + attention_bytes_per_token(model, seq, compute, wide)
+
+
+def stashed_bytes_per_token(model: ModelConfig, compute: int) -> int:
+    """Bytes per token that a layer's linear layers keep of their inputs and output gradients between their pairs; four more are [s, b, h]."""
+    q, k = head_widths(model)
+    return compute * (q + 2 * k + q + (3 if model.activation in GATED else 2) * model.ffn_hidden_size)
 
 
 def attention_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: int) -> int:

@@ -26,19 +26,20 @@ GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 ROPE = {"position_embedding_type": "rope"}
 
 
-def configure(precision: PrecisionConfig = PrecisionConfig(), training: dict | None = None, tp: int = 1, sp: bool = False, **model) -> Config:
+def configure(precision: PrecisionConfig = PrecisionConfig(), training: dict | None = None, tp: int = 1, sp: bool = False, world: int | None = None,
+              **model) -> Config:
     training = TrainingConfig(micro_batch_size=BATCH, train_iters=1, **(training or {}))
     data = DataConfig(mock_data=True, vocab_size=VOCAB - 1, seq_length=SEQ)
     config = Config(model=ModelConfig(**{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, **model}), precision=precision,
                     training=training, data=data, optimizer=OptimizerConfig(lr=1.0),
-                    distributed=DistributedConfig(tensor_model_parallel_size=tp, sequence_parallel=sp, world_size=tp))
-    return resolve(config, tp, VOCAB).config
+                    distributed=DistributedConfig(tensor_model_parallel_size=tp, sequence_parallel=sp, world_size=world or tp))
+    return resolve(config, world or tp, VOCAB).config
 
 
-# Per token: shifted labels and three numbers of the loss, and two sums.
-LOSS = (8 + 3 * 4) * SEQ * BATCH + 8
-# Per token: the log-sum-exp, label columns here and whether they are here, rows of the embedding and whether they are elsewhere; two sums.
-TP_LOSS = (4 + 8 + 1 + 8 + 1) * SEQ * BATCH + 8
+# Per token: shifted labels and three numbers of the loss.
+LOSS = (8 + 3 * 4) * SEQ * BATCH
+# Per token: the log-sum-exp, label columns here and whether they are here, rows of the embedding and whether they are elsewhere.
+TP_LOSS = (4 + 8 + 1 + 8 + 1) * SEQ * BATCH
 
 
 class Kept:
@@ -68,7 +69,7 @@ def kept_bytes(config: Config, dtype: torch.dtype) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
         _, saved = model.forward(micro, PlainBlocks())
-    tensors = [kept.tensor for kept in alive] + [tensor for pair in saved for tensor in pair if tensor is not None]
+    tensors = [kept.tensor for kept in alive] + [x for x, _ in saved if x is not None]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(size for pointer, size in storages.items() if pointer not in {tensor.untyped_storage().data_ptr() for tensor in given})
 
@@ -107,7 +108,7 @@ def test_activations_in_bf16_up_to_norm_statistics():
     (PrecisionConfig(bf16=True), 18), (PrecisionConfig(), 16), (PrecisionConfig(fp64=True), 32),
 ])
 def test_static_bytes(precision, per_parameter, tp, world):
-    config = configure(precision, tp=tp)
+    config = configure(precision, tp=tp, world=world)
     sizes = estimate(config, VOCAB, world)
     stored = local_parameter_count(config.model, padded_vocab_size(VOCAB, config.model, tp), tp)["total"]
     assert sizes["parameters"] + sizes["gradients"] + sizes["optimizer"] == per_parameter * stored
