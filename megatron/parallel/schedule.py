@@ -26,6 +26,8 @@ class Kind(enum.Enum):
     SEND_BACKWARD = "SB"  # the gradient of the stage's input, to the stage before
     RECEIVE_BACKWARD = "RB"  # the gradient of the stage's output, from the next stage; posted, not awaited
 
+    __hash__ = object.__hash__  # Enum's runs in Python, for each of millions of actions
+
 
 COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 
@@ -120,7 +122,7 @@ def communicate(orders: Sequence[Sequence[Action]], placement: Sequence[int]) ->
 
 
 def _order(letters: str, micro_batches: int, stage: int, upper_stage: int = -1) -> list[Action]:
-    """Computations spelled as `Kind` values, those of `upper_stage` in small letters. A letter means its next micro-batch; after the last, nothing."""
+    """Computations spelled as `Kind` values, those of `upper_stage` in small letters. A letter means its next micro-batch; past the last, nothing."""
     meaning = {kind.value: (kind, stage) for kind in COMPUTATIONS} | {kind.value.lower(): (kind, upper_stage) for kind in COMPUTATIONS}
     count = dict.fromkeys(meaning, 0)
     order = []

@@ -1,0 +1,260 @@
+"""Proof that a schedule is right, for any lists of actions: complete, in order, its messages matched, free of deadlock, bounded in memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.parallel.schedule import Action, Kind, Message, Schedule, makes, needs
+
+WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "input gradient",
+    Kind.BACKWARD_WEIGHT: "weight gradient",
+    Kind.SEND_FORWARD: "send of the output",
+    Kind.RECEIVE_FORWARD: "receive of the input",
+    Kind.SEND_BACKWARD: "send of the input's gradient",
+    Kind.RECEIVE_BACKWARD: "receive of the output's gradient",
+}
+PARTS = {Kind.BACKWARD: "IW", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}  # of the gradients
+Place = tuple[int, int]  # rank, index in its list
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run, or would compute something wrong: names rank and action."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a schedule holds at most, by rank, in pairs of (stage, micro-batch), however long computations and messages take."""
+
+    in_flight: tuple[int, ...]  # from the forward pass to the backward pass, or to the weight gradient where that is apart
+    saved: tuple[int, ...]  # of these, from the forward pass to the backward pass or the input gradient
+    stashed: tuple[int, ...]  # of these, from the input gradient to the weight gradient
+    received: tuple[int, ...]  # messages whose receive is posted and whose computation has not begun
+    ascending: bool  # each stage adds up its gradients in the order of the micro-batches: sums bitwise equal to those of every other such schedule
+
+
+def describe(action: Action) -> str:
+    """An action in words."""
+    return f"{WORDS[action.kind]} of stage {action.stage}, micro-batch {action.micro}"
+
+
+def check(schedule: Schedule) -> Bounds:
+    """The bounds of a schedule, of training or of forward passes alone. Raises ScheduleError at the first thing that is wrong."""
+    where = _computations(schedule)
+    _complete(schedule, where)
+    _ordered(schedule, where)
+    _matched(schedule, where)
+    for _ in walk(schedule):
+        pass
+    return _bounds(schedule)
+
+
+def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+    """(rank, action) of all ranks in an order in which they can happen, each rank's in the order of its list.
+
+    Sends are rendezvous: a message has arrived when its send and its receive are both posted, and those of all earlier messages between the two
+    ranks. A computation waits for the message that it needs, and for nothing else. Raises ScheduleError when all that are left wait: deadlock.
+    """
+    placement, lists = schedule.placement, schedule.actions
+    at = [0] * len(lists)
+    number: dict[Message, int] = {}  # of a sent message, among those from its sender to its receiver
+    sent: dict[Place, int] = {}
+    posted: dict[Place, int] = {}
+    able, listed = deque(range(len(lists))), [True] * len(lists)
+    while able:
+        rank = able.popleft()
+        listed[rank] = False
+        while at[rank] < len(lists[rank]):
+            action = lists[rank][at[rank]]
+            channel, message = channel_of(action, placement)
+            if channel is None:
+                needed = needs(action, placement)
+                if needed is not None and (needed not in number or number[needed] >= posted.get((_source(needed, placement), rank), 0)):
+                    break
+            elif action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+                number[message] = sent.get(channel, 0)
+                sent[channel] = number[message] + 1
+                if not listed[channel[1]]:
+                    able.append(channel[1])
+                    listed[channel[1]] = True
+            else:
+                posted[channel] = posted.get(channel, 0) + 1
+            at[rank] += 1
+            yield rank, action
+    if any(index < len(actions) for index, actions in zip(at, lists)):
+        raise ScheduleError(_deadlock(schedule, at))
+
+
+def channel_of(action: Action, placement: tuple[int, ...]) -> tuple[Place, Message] | tuple[None, None]:
+    """(sender, receiver) and the message of a send or receive; a neighbour that does not exist is rank -1."""
+    kind, stage, micro = action
+    if kind is Kind.SEND_FORWARD or kind is Kind.RECEIVE_FORWARD:
+        receiver = stage + 1 if kind is Kind.SEND_FORWARD else stage
+        ends, message = (receiver - 1, receiver), Message(Kind.FORWARD, receiver, micro)
+    elif kind is Kind.SEND_BACKWARD or kind is Kind.RECEIVE_BACKWARD:
+        receiver = stage - 1 if kind is Kind.SEND_BACKWARD else stage
+        ends, message = (receiver + 1, receiver), Message(Kind.BACKWARD, receiver, micro)
+    else:
+        return None, None
+    sender, receiver = (placement[end] if 0 <= end < len(placement) else -1 for end in ends)
+    return (sender, receiver), message
+
+
+def _source(message: Message, placement: tuple[int, ...]) -> int:
+    """The rank that sends a message."""
+    return placement[message.stage + (-1 if message.kind is Kind.FORWARD else 1)]
+
+
+def _error(schedule: Schedule, place: Place, problem: str) -> ScheduleError:
+    rank, index = place
+    return ScheduleError(f"schedule {schedule.name}: rank {rank}, action {index} ({describe(schedule.actions[rank][index])}) {problem}")
+
+
+def _computations(schedule: Schedule) -> dict[Action, Place]:
+    """Where each computation is; each lies on the rank of its stage, and there once."""
+    placement = schedule.placement
+    if not placement or not all(0 <= rank < schedule.ranks for rank in placement):
+        raise ScheduleError(f"schedule {schedule.name}: its placement {placement} names other ranks than those of its {schedule.ranks} lists")
+    where: dict[Action, Place] = {}
+    for rank, actions in enumerate(schedule.actions):
+        for index, action in enumerate(actions):
+            place = (rank, index)
+            if not 0 <= action.stage < schedule.stages or not 0 <= action.micro < schedule.micro_batches:
+                raise _error(schedule, place, f"does not exist: there are {schedule.stages} stages and {schedule.micro_batches} micro-batches")
+            if placement[action.stage] != rank:
+                raise _error(schedule, place, f"is on the wrong rank: stage {action.stage} lies on rank {placement[action.stage]}")
+            if action in where:
+                raise _error(schedule, place, f"is a second time in the list, first at {where[action][1]}")
+            where[action] = place
+    return where
+
+
+def _complete(schedule: Schedule, where: dict[Action, Place]) -> None:
+    """Each stage and micro-batch has one forward pass and, unless there are only these, one backward pass, whole or in its two parts."""
+    training = any(action.kind in PARTS for action in where)
+    for stage in range(schedule.stages):
+        for micro in range(schedule.micro_batches):
+            found = [kind for kind in (Kind.FORWARD, *PARTS) if Action(kind, stage, micro) in where]
+            whole = found == [Kind.FORWARD, Kind.BACKWARD] or found == [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]
+            if not (whole if training else found == [Kind.FORWARD]):
+                raise ScheduleError(
+                    f"schedule {schedule.name}: rank {schedule.placement[stage]} has for stage {stage}, micro-batch {micro}: "
+                    f"{', '.join(WORDS[kind] for kind in found) or 'nothing'}; it must have a forward and, to train, a backward "
+                    "or an input gradient and a weight gradient")
+
+
+def _ordered(schedule: Schedule, where: dict[Action, Place]) -> None:
+    """On each rank what a computation uses of that rank comes before it, and so does the receive of what comes from others."""
+    placement = schedule.placement
+    for action, place in where.items():
+        kind, stage, micro = action
+        before: list[Action] = []
+        if kind is Kind.FORWARD and stage > 0:
+            before = [Action(Kind.FORWARD, stage - 1, micro) if placement[stage - 1] == place[0] else Action(Kind.RECEIVE_FORWARD, stage, micro)]
+        elif kind is Kind.BACKWARD_WEIGHT:
+            before = [Action(Kind.BACKWARD_INPUT, stage, micro)]
+        elif kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
+            before = [Action(Kind.FORWARD, stage, micro)]
+            if stage + 1 < schedule.stages:
+                after = [Action(Kind.BACKWARD, stage + 1, micro), Action(Kind.BACKWARD_INPUT, stage + 1, micro)]
+                before += [a for a in after if a in where] if placement[stage + 1] == place[0] else [Action(Kind.RECEIVE_BACKWARD, stage, micro)]
+        elif kind is Kind.SEND_FORWARD:
+            before = [Action(Kind.FORWARD, stage, micro)]
+        elif kind is Kind.SEND_BACKWARD:
+            whole = Action(Kind.BACKWARD, stage, micro)
+            before = [whole if whole in where else Action(Kind.BACKWARD_INPUT, stage, micro)]
+        for earlier in before:
+            if earlier not in where:
+                raise _error(schedule, place, f"has no {describe(earlier)}")
+            if where[earlier] > place:
+                raise _error(schedule, place, f"comes before the {describe(earlier)}, action {where[earlier][1]}")
+
+
+def _matched(schedule: Schedule, where: dict[Action, Place]) -> None:
+    """What one rank sends to another is what that one receives, in the same order, and nothing else travels."""
+    placement = schedule.placement
+    sends: dict[Place, list[tuple[Message, Place]]] = {}
+    receives: dict[Place, list[tuple[Message, Place]]] = {}
+    for action, place in where.items():
+        channel, message = channel_of(action, placement)
+        if channel is None:
+            message = makes(action, placement)
+            send = Kind.SEND_FORWARD if action.kind is Kind.FORWARD else Kind.SEND_BACKWARD
+            if message is not None and Action(send, action.stage, action.micro) not in where:
+                raise _error(schedule, place, f"is not sent: there is no {describe(Action(send, action.stage, action.micro))}")
+            continue
+        if channel[0] == channel[1] or -1 in channel:
+            raise _error(schedule, place, "has no rank at its other end")
+        sending = action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+        (sends if sending else receives).setdefault(channel, []).append((message, place))
+    for channel in sends | receives:
+        ours, theirs = sends.get(channel, []), receives.get(channel, [])
+        for number in range(max(len(ours), len(theirs))):
+            if number >= len(theirs):
+                raise _error(schedule, ours[number][1], f"is not received: rank {channel[1]} receives {len(theirs)} messages of rank {channel[0]}")
+            if number >= len(ours):
+                raise _error(schedule, theirs[number][1], f"is not sent: rank {channel[0]} sends {len(ours)} messages to rank {channel[1]}")
+            if ours[number][0] != theirs[number][0]:
+                rank, index = ours[number][1]
+                other = describe(schedule.actions[rank][index])
+                raise _error(schedule, theirs[number][1], f"is number {number} from rank {rank}, which there has the {other}, action {index}")
+
+
+def _deadlock(schedule: Schedule, at: list[int]) -> str:
+    """Who waits for whom: a circle, or a chain that ends at a rank that has nothing left to do."""
+    waits: dict[int, str] = {}
+    rank = next(rank for rank, index in enumerate(at) if index < len(schedule.actions[rank]))
+    while rank not in waits and at[rank] < len(schedule.actions[rank]):
+        action = schedule.actions[rank][at[rank]]
+        source = _source(needs(action, schedule.placement), schedule.placement)
+        waits[rank] = f"rank {rank}, action {at[rank]} ({describe(action)}) waits for rank {source}"
+        rank = source
+    if rank in waits:
+        chain = list(waits.values())[list(waits).index(rank):]
+    else:
+        chain = [*waits.values(), f"rank {rank} has ended"]
+    return f"schedule {schedule.name}: deadlock: {'; '.join(chain)}"
+
+
+def _bounds(schedule: Schedule) -> Bounds:
+    peaks = [_peaks(actions, schedule) for actions in schedule.actions]
+    in_flight, saved, stashed, received = zip(*peaks)
+    return Bounds(in_flight, saved, stashed, received, all(map(_ascending, schedule.actions)))
+
+
+def _peaks(actions: tuple[Action, ...], schedule: Schedule) -> tuple[int, int, int, int]:
+    """`in_flight`, `saved`, `stashed`, `received` of a rank."""
+    training = any(action.kind in PARTS for action in actions)
+    saved = stashed = received = 0
+    peaks = [0, 0, 0, 0]
+    for action in actions:
+        kind = action.kind
+        if kind is Kind.RECEIVE_FORWARD or kind is Kind.RECEIVE_BACKWARD:
+            received += 1
+        elif needs(action, schedule.placement) is not None:
+            received -= 1
+        if kind is Kind.FORWARD:
+            saved += training
+        elif kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
+            saved -= 1
+            stashed += kind is Kind.BACKWARD_INPUT
+        elif kind is Kind.BACKWARD_WEIGHT:
+            stashed -= 1
+        if saved + stashed > peaks[0] or saved > peaks[1] or stashed > peaks[2] or received > peaks[3]:
+            peaks = [max(pair) for pair in zip(peaks, (saved + stashed, saved, stashed, received))]
+    return tuple(peaks)
+
+
+def _ascending(actions: tuple[Action, ...]) -> bool:
+    """Whether each stage makes its gradients, at input gradients and at weight gradients, in the order of the micro-batches."""
+    made: dict[tuple[str, int], int] = {}
+    for kind, stage, micro in actions:
+        for part in PARTS.get(kind, ""):
+            if made.get((part, stage), -1) > micro:
+                return False
+            made[part, stage] = micro
+    return True

@@ -1,0 +1,103 @@
+"""The time line of a schedule and what its activations take, from the cost of each computation and message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.parallel.check import channel_of, walk
+from megatron.parallel.schedule import Kind, Message, Schedule, needs
+from megatron.parallel.timeline import Span, Timeline
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds, or any one unit. Every stage has its own: the head, an uneven split."""
+
+    forward: tuple[float, ...]  # by stage
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]  # a whole backward pass costs both
+    message: float = 0.0  # that a message fills its link, from one rank to another: bytes / bandwidth
+    latency: float = 0.0  # from then to its arrival
+
+    @staticmethod
+    def even(schedule: Schedule, forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0,
+             message: float = 0.0, latency: float = 0.0) -> Costs:
+        """Stages that cost the same. The first three are those of one micro-batch on a whole rank, whatever the number of its stages."""
+        share = schedule.ranks / schedule.stages
+        parts = ((cost * share,) * schedule.stages for cost in (forward, backward_input, backward_weight))
+        return Costs(*parts, message, latency)
+
+    def of(self, kind: Kind, stage: int) -> float:
+        """What a computation takes."""
+        if kind is Kind.FORWARD:
+            return self.forward[stage]
+        if kind is Kind.BACKWARD:
+            return self.backward_input[stage] + self.backward_weight[stage]
+        return self.backward_input[stage] if kind is Kind.BACKWARD_INPUT else self.backward_weight[stage]
+
+
+@dataclass
+class _Link:
+    """From one rank to another. A message starts when its send and its receive are posted and the one before it has left."""
+
+    sent: list[float]
+    posted: list[float]
+    arrived: list[float]
+    free: float = 0.0
+
+    def arrival(self, number: int, costs: Costs) -> float:
+        """Of the message with this number; all up to it are posted on both sides."""
+        while len(self.arrived) <= number:
+            index = len(self.arrived)
+            self.free = max(self.sent[index], self.posted[index], self.free) + costs.message
+            self.arrived.append(self.free + costs.latency)
+        return self.arrived[number]
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """When each computation runs, the earliest that order and messages allow. Raises ScheduleError on a deadlock; `check` says what else is wrong."""
+    placement = schedule.placement
+    rows: list[list[Span]] = [[] for _ in schedule.actions]
+    clock = [0.0] * schedule.ranks
+    links: dict[tuple[int, int], _Link] = {}
+    sent: dict[Message, tuple[_Link, int]] = {}
+    for rank, action in walk(schedule):
+        kind, stage, micro = action
+        channel, message = channel_of(action, placement)
+        if channel is None:
+            needed = needs(action, placement)
+            if needed is not None:
+                link, number = sent.pop(needed)
+                clock[rank] = max(clock[rank], link.arrival(number, costs))
+            begin = clock[rank]
+            clock[rank] = begin + costs.of(kind, stage)
+            rows[rank].append(Span(kind, stage, micro, begin, clock[rank]))
+            continue
+        link = links.get(channel)
+        if link is None:
+            link = links[channel] = _Link([], [], [])
+        if kind is Kind.SEND_FORWARD or kind is Kind.SEND_BACKWARD:
+            sent[message] = link, len(link.sent)
+            link.sent.append(clock[rank])
+        else:
+            link.posted.append(clock[rank])
+    return Timeline(schedule.name, placement, schedule.micro_batches, tuple(map(tuple, rows)))
+
+
+def peak_activations(schedule: Schedule, held: tuple[float, ...] | None = None, stash: float = 1.0) -> tuple[float, ...]:
+    """The most that each rank holds at a time, by the order of its list alone.
+
+    A forward pass of stage s adds held[s]: bytes, or by default that stage's share of a rank's layers, so that one micro-batch on a whole rank is 1.
+    The backward pass gives it back; where it is split the input gradient keeps the part `stash` of it until the weight gradient.
+    """
+    held = held or (schedule.ranks / schedule.stages,) * schedule.stages
+    kept = {Kind.FORWARD: 1.0, Kind.BACKWARD: -1.0, Kind.BACKWARD_INPUT: stash - 1, Kind.BACKWARD_WEIGHT: -stash}
+    peaks = []
+    for actions in schedule.actions:
+        now = peak = 0.0
+        for kind, stage, _ in actions:
+            if kind in kept:
+                now += kept[kind] * held[stage]
+                peak = max(peak, now)
+        peaks.append(peak)
+    return tuple(peaks)
