@@ -41,6 +41,7 @@ from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.recompute import Recompute
 from megatron.parallel.schedule import place
 from megatron.plan import memory
+from megatron.plan.stages import stage_lines
 from megatron.training.checkpointing import load, locate_checkpoint, prepare_save_folder, save
 from megatron.training.exit import ExitConditions
 from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
@@ -103,7 +104,7 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
             f"{flops[0] / 1e12:.4g} TFLOP an iteration ({flops[1] / 1e12:.4g} with the padded vocabulary, Megatron's count)",
         ],
         "kernels": [f"attention {attention}{slow}; {config.optimizer.optimizer} {adam}; recompute {training.recompute_granularity or 'none'}"],
-        "memory": [f"estimate per rank (GiB): {gib}"],
+        "memory": [f"estimate per rank{' (the largest)' if config.distributed.pipeline_model_parallel_size > 1 else ''} (GiB): {gib}"],
         "data": data.notes,
         "paths": [
             f"save {config.checkpoint.save or '-'}; load {checkpoint.path if checkpoint else '-'}",
@@ -119,7 +120,8 @@ def pretrain(config: Config, notes: list[str], *, dry_run: bool = False) -> int:
     resolve(config, world_size, None)  # faults of flags come before those of files and of other ranks
     if dry_run:
         prepared = prepare(config, notes, world_size, torch.device("cpu"), ALONE)
-        print(banner(prepared.sections) + "\ndry run: everything is in order; nothing was trained", flush=True)
+        stages = stage_lines(prepared.config, prepared.tokenizer.vocab_size, world_size)
+        print(banner({**prepared.sections, "pipeline": stages}) + "\ndry run: everything is in order; nothing was trained", flush=True)
         return 0
     device, backend = choose_device(launch, config.distributed)
     versions = {"megatron": __version__, "torch": torch.__version__}

@@ -1,0 +1,46 @@
+"""What each stage of a pipeline holds and computes, as text: what --dry-run prints."""
+
+from __future__ import annotations
+
+from megatron.config.groups import Config
+from megatron.model.arithmetic import padded_vocab_size, unit_flops
+from megatron.model.stages import Stage, pipeline_stages
+from megatron.parallel.schedule import Kind, Schedule
+from megatron.plan.memory import estimate_ranks, schedule_of, stage_parameters
+
+
+def stage_lines(config: Config, vocab_size: int, world_size: int) -> list[str]:
+    """A line about the schedule, one about each stage (parameters are those of one of its ranks), one about memory; none without a pipeline."""
+    if config.distributed.pipeline_model_parallel_size == 1:
+        return []
+    padded = padded_vocab_size(vocab_size, config.model, config.distributed.tensor_model_parallel_size)
+    stages, schedule = pipeline_stages(config, padded), schedule_of(config, world_size)
+    stored = stage_parameters(config, stages, schedule.placement, padded)
+    flops, peaks = unit_flops(config.model, config.data.seq_length, padded), in_flight(schedule)
+    lines = [f"{schedule.name}: {schedule.ranks} pipeline ranks x {schedule.stages // schedule.ranks} stage(s), {schedule.micro_batches} micro-batches"]
+    for k, stage in enumerate(stages):
+        share = sum(flops[i] for i in stage.units) / sum(flops)
+        lines.append(f"stage {k} on rank {schedule.placement[k]}: {units_of(stage)}; {stored[k]:,} parameters; {share:.1%} of the FLOPs; "
+                     f"{peaks[k]} in flight")
+    totals = [f"{sizes['total'] / 2**30:.3g}" for sizes in estimate_ranks(config, vocab_size, world_size)]
+    return [*lines, f"GiB by pipeline rank: {', '.join(totals)}"]
+
+
+def units_of(stage: Stage) -> str:
+    """`embedding, layers 0-3`."""
+    first, last = stage.layers.start, stage.layers.stop - 1
+    layers = [f"layer {first}" if first == last else f"layers {first}-{last}"] if stage.layers else []
+    return ", ".join([*(["embedding"] if stage.embedding else []), *layers, *(["head"] if stage.head else [])])
+
+
+def in_flight(schedule: Schedule) -> list[int]:
+    """The most micro-batches of which each stage has run the forward pass and not the whole backward pass."""
+    now, most = [0] * schedule.stages, [0] * schedule.stages
+    for actions in schedule.actions:
+        for kind, stage, _ in actions:
+            if kind is Kind.FORWARD:
+                now[stage] += 1
+                most[stage] = max(most[stage], now[stage])
+            elif kind is Kind.BACKWARD or kind is Kind.BACKWARD_WEIGHT:  # one of them ends it
+                now[stage] -= 1
+    return most

@@ -1,0 +1,165 @@
+"""The memory estimate of pipeline ranks: what each stage keeps against autograd, what is in flight against the schedules' bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+
+import pytest
+import torch
+from test_memory import BATCH, DRY, GROUPED, LOSS, ROPE, SEQ, VOCAB, Kept
+
+from megatron.config.groups import Config, DataConfig, DistributedConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.config.validate import resolve
+from megatron.dist.groups import Axis
+from megatron.layers.tensor_parallel import TensorParallel
+from megatron.model.arithmetic import padded_vocab_size
+from megatron.model.block import PlainBlocks
+from megatron.model.gpt import GPTModel
+from megatron.model.stages import pipeline_stages
+from megatron.optimizer.blocks import build_blocks
+from megatron.parallel.recompute import Recompute
+from megatron.parallel.schedule import build_schedule
+from megatron.plan.memory import StageBytes, activation_peak, estimate, estimate_ranks, schedule_of, stage_bytes, stage_parameters
+from megatron.plan.stages import stage_lines
+
+LLAMA = {**DRY, **ROPE, **GROUPED, "activation": "swiglu", "normalization": "RMSNorm", "untie_embeddings_and_output_weights": True}
+
+
+def configure(pp: int, layers: int, model: dict | None = None, micro_batches: int = 8, tp: int = 1, recompute: bool = False, **distributed) -> Config:
+    config = Config(
+        model=ModelConfig(**{"num_layers": layers, "hidden_size": 64, "num_attention_heads": 4, **(model or {})}), precision=PrecisionConfig(),
+        data=DataConfig(mock_data=True, vocab_size=VOCAB - 1, seq_length=SEQ), optimizer=OptimizerConfig(lr=1.0),
+        training=TrainingConfig(micro_batch_size=BATCH, train_iters=1, global_batch_size=BATCH * micro_batches,
+                                recompute_granularity="full" if recompute else None),
+        distributed=DistributedConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, world_size=pp * tp, **distributed))
+    return resolve(config, pp * tp, VOCAB).config
+
+
+def storages(tensors: list[torch.Tensor], model: GPTModel) -> int:
+    """Bytes of the storages of tensors that are no parameters."""
+    given = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(size for pointer, size in held.items() if pointer not in given)
+
+
+def kept_of_stages(config: Config) -> list[tuple[int, int]]:
+    """(saved by the forward pass, left by the input gradient) of each stage, in bytes, without what belongs to the loss."""
+    padded = padded_vocab_size(VOCAB, config.model)
+    wrapper = Recompute(PlainBlocks()) if config.training.recompute_granularity else PlainBlocks()
+    x, forwards, found = None, [], []
+    for stage in pipeline_stages(config, padded):
+        model = GPTModel(config.model, vocab_size=VOCAB, padded_vocab=padded, dtype=torch.float32, seed=1, stages=(stage,))
+        build_blocks(model, torch.device("cpu"))
+        tokens, ids = torch.zeros(BATCH, SEQ, dtype=torch.int64), torch.arange(BATCH)
+        micro = model.micro_batch(tokens, tokens, torch.ones(BATCH, SEQ), torch.arange(SEQ).expand(BATCH, SEQ), ids, training=True)
+        alive: weakref.WeakSet[Kept] = weakref.WeakSet()
+
+        def pack(tensor: torch.Tensor, alive: weakref.WeakSet[Kept] = alive) -> Kept:
+            kept = Kept(tensor)
+            alive.add(kept)
+            return kept
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+            y, saved = model.forward(micro, wrapper, x)
+        inputs = [pair[0] for pair in saved if pair[0] is not None]
+        of_micro = {tensor.untyped_storage().data_ptr() for tensor in (micro.tokens, micro.labels, micro.loss_mask, micro.position_ids, *(micro.rotary or ()))}
+        tensors = [kept.tensor for kept in alive if kept.tensor.untyped_storage().data_ptr() not in of_micro] + inputs
+        forwards.append((model, saved, storages(tensors, model) - (LOSS if stage.head else 0)))
+        x = y.detach()
+    dy = GPTModel.loss_gradient(x, 1.0)
+    for model, saved, size in reversed(forwards):
+        dy, left = model.backward_input(saved, dy, wrapper)
+        kept = [tensor for unit in left for grad in unit or () for tensor in (grad.dy, grad.x)]
+        found.append((size, storages(kept, model)))
+    return found[::-1]
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+@pytest.mark.parametrize("model, distributed", [
+    ({}, {}), (DRY, {"pipeline_model_parallel_layout": "E|tttt|L"}), (LLAMA, {"decoder_last_pipeline_num_layers": 2}),
+    ({**DRY, "qk_layernorm": True}, {"pipeline_model_parallel_layout": "E|tttt|L"}),
+])
+def test_what_a_stage_keeps_is_what_autograd_keeps(model, distributed, recompute):
+    config = configure(3 if "E" in distributed.get("pipeline_model_parallel_layout", "") else 2, 4, model, recompute=recompute, **distributed)
+    padded = padded_vocab_size(VOCAB, config.model)
+    expected = [stage_bytes(config, stage, padded) for stage in pipeline_stages(config, padded)]
+    found = kept_of_stages(config)
+    assert [saved for saved, _ in found] == [each.saved for each in expected]
+    assert [stashed for _, stashed in found] == [each.stashed for each in expected]
+    if not recompute:
+        whole = estimate(configure(1, 4, model), VOCAB, 1)
+        assert sum(each.saved for each in expected) == whole["activations"] and sum(each.logits for each in expected) == whole["logits"]
+
+
+PAIR = StageBytes(saved=1, logits=0, stashed=1, running=0)  # counts pairs of stage and micro-batch from the forward pass to the weight gradient
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 13, 64])
+def test_what_is_in_flight(ranks, m):
+    def peaks(name: str, virtual: int = 1) -> list[int]:
+        schedule = build_schedule(name, ranks, virtual, m)
+        return [activation_peak(actions, [PAIR] * ranks * virtual)[0] for actions in schedule.actions]
+
+    assert peaks("gpipe") == [m] * ranks
+    assert peaks("1f1b") == [min(m, ranks - rank) for rank in range(ranks)]
+    assert peaks("zero-bubble") == [min(m, ranks)] * ranks
+    assert max(peaks("zero-bubble-v", 2)) == min(2 * m, 2 * ranks)  # stages are half as large
+    if m % ranks == 0:  # Narayanan et al. 2021
+        assert peaks("interleaved", 2) == [min(2 * m, 2 * (ranks - rank - 1) + ranks + 1) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("pp, layers, model, distributed", [
+    (2, 4, {}, {}), (2, 4, LLAMA, {}), (4, 4, {}, {"pipeline_schedule": "zero-bubble"}), (2, 4, {}, {"pipeline_schedule": "zero-bubble-v"}),
+    (2, 4, {}, {"num_virtual_stages_per_pipeline_rank": 2}), (3, 5, {}, {"pipeline_model_parallel_layout": "auto"}),
+    (3, 4, {"position_embedding_type": "none"}, {"pipeline_model_parallel_layout": "E|tttt|L"}),
+])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_static_bytes_are_those_of_the_stages_that_are_built(pp, layers, model, distributed, tp):
+    config = configure(pp, layers, model, tp=tp, **distributed)
+    padded = padded_vocab_size(VOCAB, config.model, tp)
+    stages, placement = pipeline_stages(config, padded), schedule_of(config, pp * tp).placement
+    estimates = estimate_ranks(config, VOCAB, pp * tp)
+    for rank in range(pp):
+        local = GPTModel(config.model, vocab_size=VOCAB, padded_vocab=padded, dtype=torch.float32, seed=1, tp=TensorParallel(Axis("tp", 0, tuple(range(tp)))),
+                         stages=tuple(stage for stage, where in zip(stages, placement, strict=True) if where == rank))
+        blocks = build_blocks(local, torch.device("cpu"))
+        count = sum(math.prod(entry.shape) for block in blocks for entry in block.entries)
+        sizes = estimates[rank]
+        assert sizes["parameters"] == 4 * count and sizes["gradients"] == 4 * count and sizes["optimizer"] == 8 * count
+        assert sizes["total"] == sum(size for name, size in sizes.items() if name != "total")
+    assert estimate(config, VOCAB, pp * tp) == max(estimates, key=lambda sizes: sizes["total"])
+
+
+def test_the_estimate_follows_schedule_and_recompute():
+    def activations(micro_batches: int, schedule: str = "1f1b", **options) -> list[int]:
+        config = configure(4, 8, micro_batches=micro_batches, pipeline_schedule=schedule, **options)
+        return [sizes["activations"] + sizes["logits"] for sizes in estimate_ranks(config, VOCAB, 4)]
+
+    assert activations(8) == activations(64) and activations(64, "gpipe")[0] > 15 * activations(64)[0]
+    assert activations(8, "gpipe")[1] == 8 * activations(1)[1] == 8 * activations(8)[1] // 3
+    one, two = (activations(m, recompute=True)[1] for m in (1, 2))
+    assert two - one == 2 * SEQ * BATCH * 64 * 4  # another micro-batch costs the inputs of a stage's two layers
+    saved, again = activations(8, "zero-bubble")[0], activations(8, "zero-bubble", recompute=True)[0]
+    assert activations(8, recompute=True)[0] < again < saved  # recomputed once: linear layers keep theirs for the weight gradient
+    split = configure(4, 8, pipeline_schedule="zero-bubble")
+    assert schedule_of(split, 4).micro_batches == 8
+    accumulated = dataclasses.replace(split, distributed=dataclasses.replace(split.distributed, world_size=8))
+    assert schedule_of(accumulated, 8).micro_batches == 4  # two data-parallel ranks
+
+
+def test_the_table_of_stages():
+    config = configure(2, 4, LLAMA, num_virtual_stages_per_pipeline_rank=2, pipeline_schedule="interleaved")
+    lines = stage_lines(config, VOCAB, 2)
+    assert lines[0] == "interleaved: 2 pipeline ranks x 2 stage(s), 8 micro-batches"
+    assert [line.split(":")[0] for line in lines[1:5]] == ["stage 0 on rank 0", "stage 1 on rank 1", "stage 2 on rank 0", "stage 3 on rank 1"]
+    assert ["embedding, layer 0", "layer 1", "layer 2", "layer 3, head"] == [line.split(": ")[1].split("; ")[0] for line in lines[1:5]]
+    stored = stage_parameters(config, pipeline_stages(config, 384), (0, 1, 0, 1), 384)
+    assert [f"{count:,} parameters" in line for count, line in zip(stored, lines[1:5], strict=True)] == [True] * 4
+    assert [line.split("; ")[-1] for line in lines[1:5]] == ["4 in flight", "3 in flight", "2 in flight", "1 in flight"]
+    shares = [float(line.split("% of the FLOPs")[0].split()[-1]) for line in lines[1:5]]
+    assert sum(shares) == pytest.approx(100, abs=0.3) and shares[0] == shares[1] == shares[2] < shares[3]
+    assert stage_lines(configure(1, 4), VOCAB, 1) == []
+    assert lines[5].startswith("GiB by pipeline rank: ") and len(lines) == 6
