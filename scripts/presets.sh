@@ -30,28 +30,28 @@ llama() {
         --rope-scaling-factor "$5" --lr "$6" --min-lr "$7")
 }
 
-# split TP MICRO_BATCH [full]: tensor and sequence parallelism over TP ranks, and full recompute.
+# split TP PP MICRO_BATCH [full]: tensor and sequence parallelism over TP ranks, PP pipeline ranks with stages of equal cost, and full recompute.
 split() {
-    fits=(--micro-batch-size "$2" --tensor-model-parallel-size "$1")
+    fits=(--micro-batch-size "$3" --tensor-model-parallel-size "$1")
     [ "$1" -eq 1 ] || fits+=(--sequence-parallel)
-    [ -z "${3:-}" ] || fits+=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
+    [ "$2" -eq 1 ] || fits+=(--pipeline-model-parallel-size "$2" --pipeline-model-parallel-layout auto)
+    [ -z "${4:-}" ] || fits+=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
 }
 
 preset() {
     case $1 in
-        gpt3-125m) gpt3 12 768 12 256 6e-4 6e-5 && split 1 8 ;;
-        gpt3-350m) gpt3 24 1024 16 256 3e-4 3e-5 && split 1 8 ;;
-        gpt3-760m) gpt3 24 1536 16 256 2.5e-4 2.5e-5 && split 1 4 ;;
-        gpt3-1.3b) gpt3 24 2048 16 512 2e-4 2e-5 && split 1 4 ;;
-        gpt3-2.7b) gpt3 32 2560 32 512 1.6e-4 1.6e-5 && split 1 2 ;;
-        gpt3-6.7b) gpt3 32 4096 32 1024 1.2e-4 1.2e-5 && split 2 2 ;;
-        gpt3-13b) gpt3 40 5120 40 1024 1e-4 1e-5 && split 4 2 ;;
-        llama-1b) llama 16 2048 8192 32 32 3e-4 3e-6 && split 1 1 && model+=(--rope-low-freq-factor 1 --rope-high-freq-factor 4) ;;
-        llama-8b) llama 32 4096 14336 32 8 3e-4 3e-6 && split 4 1 && model+=(--untie-embeddings-and-output-weights) ;;
-        # Larger than 8 GPUs of 80 GB can hold by tensor parallelism alone: these run when pipelines or ZeRO land. --dry-run checks their flags.
-        gpt3-175b) gpt3 96 12288 96 1536 6e-5 6e-6 && split 8 1 full ;;
-        llama-70b) llama 80 8192 28672 64 8 1.5e-4 1.5e-6 && split 8 1 full && model+=(--untie-embeddings-and-output-weights) ;;
-        llama-405b) llama 126 16384 53248 128 8 8e-5 8e-7 && split 8 1 full && model+=(--untie-embeddings-and-output-weights) ;;
+        gpt3-125m) gpt3 12 768 12 256 6e-4 6e-5 && split 1 1 8 ;;
+        gpt3-350m) gpt3 24 1024 16 256 3e-4 3e-5 && split 1 1 8 ;;
+        gpt3-760m) gpt3 24 1536 16 256 2.5e-4 2.5e-5 && split 1 1 4 ;;
+        gpt3-1.3b) gpt3 24 2048 16 512 2e-4 2e-5 && split 1 1 4 ;;
+        gpt3-2.7b) gpt3 32 2560 32 512 1.6e-4 1.6e-5 && split 1 1 2 ;;
+        gpt3-6.7b) gpt3 32 4096 32 1024 1.2e-4 1.2e-5 && split 2 1 2 ;;
+        gpt3-13b) gpt3 40 5120 40 1024 1e-4 1e-5 && split 4 1 2 ;;
+        gpt3-175b) gpt3 96 12288 96 1536 6e-5 6e-6 && split 8 8 1 ;;
+        llama-1b) llama 16 2048 8192 32 32 3e-4 3e-6 && split 1 1 1 && model+=(--rope-low-freq-factor 1 --rope-high-freq-factor 4) ;;
+        llama-8b) llama 32 4096 14336 32 8 3e-4 3e-6 && split 4 1 1 && model+=(--untie-embeddings-and-output-weights) ;;
+        llama-70b) llama 80 8192 28672 64 8 1.5e-4 1.5e-6 && split 8 4 1 && model+=(--untie-embeddings-and-output-weights) ;;
+        llama-405b) llama 126 16384 53248 128 8 8e-5 8e-7 && split 8 16 1 full && model+=(--untie-embeddings-and-output-weights) ;;
         *)
             echo "no preset $1: choose gpt3-125m, -350m, -760m, -1.3b, -2.7b, -6.7b, -13b, -175b or llama-1b, -8b, -70b, -405b" >&2
             return 1 ;;
