@@ -106,7 +106,7 @@ def test_a_message_starts_when_its_receive_is_posted():
     """Rank 1 posts its second receive at 14, when its first two computations are over: what was sent at 2 arrives at 14 + 3."""
     placement = (0, 1, 1, 0)
     SF, RF = Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD
-    down = [Action(F, 0, 0), Action(SF, 0, 0), Action(F, 0, 1), Action(SF, 0, 1), Action(RF, 3, 0), Action(RF, 3, 1), Action(F, 3, 0), Action(F, 3, 1)]
+    down = [Action(kind, 0, i) for i in (0, 1) for kind in (F, SF)] + [Action(kind, 3, i) for kind in (RF, F) for i in (0, 1)]
     up = [a for i in (0, 1) for a in (Action(RF, 1, i), Action(F, 1, i), Action(F, 2, i), Action(SF, 2, i))]
     costs = Costs((1.0, 5.0, 5.0, 1.0), (0.0,) * 4, (0.0,) * 4, message=3.0)
     line = simulate(Schedule("late", placement, 2, (tuple(down), tuple(up))), costs)
