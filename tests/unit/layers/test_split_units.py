@@ -1,0 +1,278 @@
+"""A unit's backward in two parts against the whole one, bit for bit, and what is alive between the two."""
+
+import contextlib
+import dataclasses
+import gc
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron.config.groups import ModelConfig
+from megatron.dist.groups import Layout, build_groups
+from megatron.layers.tensor_parallel import DENSE, TensorParallel
+from megatron.model.block import LayerBlock, PlainBlocks
+from megatron.model.gpt import GPTModel
+from megatron.model.init import fill_initial
+from megatron.optimizer.blocks import build_blocks
+from megatron.parallel.recompute import Recompute
+
+H, F, HEADS, D, S, B, VOCAB = 16, 24, 4, 4, 8, 2, 30
+PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+GPT = ModelConfig(num_layers=2, hidden_size=H, ffn_hidden_size=F, num_attention_heads=HEADS, kv_channels=D, num_query_groups=HEADS,
+                  max_position_embeddings=S)
+CONFIGS = {
+    "gpt": GPT,  # learned positions, GELU, biases, dropout everywhere, tied
+    "gqa-swiglu": dataclasses.replace(GPT, **PLAIN, num_query_groups=2, activation="swiglu", normalization="RMSNorm", add_bias_linear=False,
+                                      position_embedding_type="rope", untie_embeddings_and_output_weights=True),
+    "mqa-qknorm": dataclasses.replace(GPT, num_query_groups=1, qk_layernorm=True, add_bias_linear=False, add_qkv_bias=True,
+                                      activation="squared-relu", position_embedding_type="rope"),
+}
+WRAPPERS = {"plain": PlainBlocks, "recompute": lambda: Recompute(PlainBlocks())}
+
+
+def build(config, dtype=torch.float64, tp=DENSE):
+    """A model with random gradients: a backward pass adds to what is there."""
+    model = GPTModel(config, vocab_size=VOCAB, padded_vocab=32, dtype=dtype, seed=5, tp=tp)
+    for block in build_blocks(model, torch.device("cpu")):
+        for entry in block.entries:
+            for box in entry.boxes:
+                fill_initial(box, entry.view(block.weight), config, 5)
+        block.grad.normal_(generator=torch.Generator().manual_seed(6))
+    return model
+
+
+def micro_batch(model, number=0):
+    ids = torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(number))
+    samples = number * B + torch.arange(B)
+    return model.micro_batch(ids[:, :-1], ids[:, 1:], torch.ones(B, S), torch.arange(S).expand(B, S), samples, training=True)
+
+
+def gradients(model):
+    return {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+
+
+def forward(model, wrapper, number):
+    x, saved = None, []
+    for _, unit in model.units():
+        x, kept = wrapper.forward(unit, x, micro_batch(model, number))
+        saved.append((unit, kept))
+    return x.new_tensor([0.5, 0.0]), saved
+
+
+def whole(model, wrapper, micro_batches):
+    for number in range(micro_batches):
+        dy, saved = forward(model, wrapper, number)
+        while saved:
+            dy = wrapper.backward(*saved.pop(), dy)
+
+
+def split(model, wrapper, micro_batches):
+    """All B, then all W: micro-batches overlap, each gradient still adds in their order."""
+    left = []
+    for number in range(micro_batches):
+        dy, saved = forward(model, wrapper, number)
+        while saved:
+            unit, kept = saved.pop()
+            dy, kept = wrapper.backward_input(unit, kept, dy)
+            left.append((unit, kept))
+    for unit, kept in left:
+        wrapper.backward_weight(unit, kept)
+
+
+def check_equal(name, wrapper, size=1, sequence=False, overlap=True, micro_batches=1):
+    config, tp = CONFIGS[name], DENSE
+    if size > 1:
+        groups = build_groups(Layout(tp=size), dist.get_rank(), dist.new_group, config.num_query_groups)
+        tp = TensorParallel(groups.tp, groups.kv, sequence=sequence, overlap=overlap)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        model = build(config, dtype, tp)
+        start = gradients(model)
+        whole(model, WRAPPERS[wrapper](), micro_batches)
+        expected = gradients(model)
+        for parameter_name, parameter in model.named_parameters():
+            parameter.main_grad.copy_(start[parameter_name])
+        split(model, WRAPPERS[wrapper](), micro_batches)
+        for parameter_name, got in gradients(model).items():
+            assert torch.equal(got, expected[parameter_name]), (dtype, parameter_name)
+            assert not torch.equal(got, start[parameter_name]), (dtype, parameter_name)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_two_parts_are_the_whole(name, wrapper):
+    check_equal(name, wrapper, micro_batches=2)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp2", "tp2sp"])
+@pytest.mark.parametrize("name, wrapper", [("gpt", "recompute"), ("gqa-swiglu", "plain"), ("mqa-qknorm", "plain")])
+def test_two_parts_are_the_whole_on_two_ranks(gloo_world, name, wrapper, sequence, overlap):
+    gloo_world(2).run(check_equal, name, wrapper, 2, sequence, overlap)
+
+
+def test_the_backward_may_run_in_another_thread(monkeypatch):
+    """As autograd's does on a GPU."""
+    backward = torch.autograd.backward
+
+    def elsewhere(*args):
+        thread = threading.Thread(target=backward, args=args)
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(torch.autograd, "backward", elsewhere)
+    check_equal("gpt", "plain")
+
+
+def test_what_belongs_to_which_part():
+    """B adds every gradient but those of the layers' matrices, W adds those alone."""
+    model, wrapper = build(CONFIGS["gpt"]), PlainBlocks()
+    late = {f"layers.{i}.{name}.weight" for i in (0, 1) for name in ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2")}
+
+    def changed(part):
+        before = gradients(model)
+        part()
+        return {name for name, gradient in gradients(model).items() if not torch.equal(gradient, before[name])}
+
+    names, left = {name for name, _ in model.named_parameters()}, []
+    dy, saved = forward(model, wrapper, 0)
+
+    def inputs():
+        nonlocal dy
+        while saved:
+            unit, kept = saved.pop()
+            dy, kept = wrapper.backward_input(unit, kept, dy)
+            left.append((unit, kept))
+
+    assert changed(inputs) == names - late
+    assert [kept is None for _, kept in left] == [not isinstance(unit, LayerBlock) for unit, _ in left]
+    assert changed(lambda: [wrapper.backward_weight(unit, kept) for unit, kept in left]) == late
+    assert not any(hasattr(p, "stash") for p in model.parameters())
+
+
+def test_recomputing_is_done_once(monkeypatch):
+    model, wrapper, calls = build(CONFIGS["gpt"]), Recompute(PlainBlocks()), []
+    run = LayerBlock.forward
+    monkeypatch.setattr(LayerBlock, "forward", lambda unit, *args: calls.append(unit) or run(unit, *args))
+    (_, unit), *_ = (each for each in model.units() if isinstance(each[1], LayerBlock))
+    x = torch.randn(S, B, H, dtype=torch.float64)
+    y, saved = wrapper.forward(unit, x, micro_batch(model))
+    assert len(calls) == 1
+    _, kept = wrapper.backward_input(unit, saved, torch.ones_like(y))
+    assert len(calls) == 2
+    wrapper.backward_weight(unit, kept)
+    assert len(calls) == 2
+
+
+class Storages(TorchDispatchMode):
+    """Every storage that an operator made, without keeping it alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = of(*(x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and not of(x) <= given | self.made.keys():
+                self.made[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes()
+        return out
+
+    def alive(self):
+        return {key: size for key, (reference, size) in self.made.items() if not reference.expired()}
+
+    def settle(self, done):
+        """Whether `done` of the living storages comes true: Gloo's thread drops a sent tensor a moment after the message is over."""
+        end = time.monotonic() + 5
+        while not (came := done(self.alive())) and time.monotonic() < end:
+            time.sleep(0.001)
+        return came
+
+
+def of(*tensors):
+    return {x.untyped_storage()._cdata for x in tensors}
+
+
+@contextlib.contextmanager
+def no_collector():
+    """Storages must go by their references alone."""
+    with Storages():
+        torch.zeros(1)  # the first use of such a mode imports much, and leaves this function's frame in a cycle
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@no_collector()
+def check_what_stays(name, tp, wrapper):
+    """After B of a layer the inputs of its linear layers and the gradients of their outputs are alive, nothing else of either pass."""
+    config = CONFIGS[name]
+    model = build(config, tp=tp)
+    micro = micro_batch(model)
+    s = S // tp.size if tp.sequence else S
+    draw = torch.Generator().manual_seed(1)
+    for layer_name, unit in model.units():
+        if not isinstance(unit, LayerBlock):
+            continue
+        with Storages() as storages:
+            x, dy = (torch.randn(s, B, H, dtype=torch.float64, generator=draw) for _ in range(2))
+            y, saved = wrapper.forward(unit, x, micro)
+            output = of(y)
+            del x, y
+            assert storages.settle(lambda alive, output=output: not output & alive.keys()), layer_name  # a unit's output lives with its reader
+            entry = [saved]
+            del saved
+            dx, kept = wrapper.backward_input(unit, entry.pop(), dy)
+            stash = of(*(t for left in kept for t in (left.x, left.dy)))
+            assert storages.settle(lambda alive, expected=stash | of(dx, dy): alive.keys() == expected), layer_name
+            assert sum(storages.alive()[key] for key in stash) == least_bytes(config, tp), layer_name
+            wrapper.backward_weight(unit, kept)
+            assert kept == [] and storages.settle(lambda alive, expected=of(dx, dy): alive.keys() == expected), layer_name
+
+
+def least_bytes(config, tp):
+    """x and dy of four linear layers of a float64 model; what lies outside a pair of column- and row-parallel layers is this rank's part."""
+    gated = 2 if config.activation == "swiglu" else 1
+    outside = 2 * 2 * H / (tp.size if tp.sequence else 1)  # qkv and fc1's x, proj and fc2's dy
+    queries, groups = HEADS // tp.size, max(1, config.num_query_groups // tp.size)
+    inside = (queries + 2 * groups) * D + queries * D + (gated + 1) * F // tp.size
+    return 8 * S * B * (outside + inside)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_inputs_and_output_gradients_alone_stay(name, wrapper):
+    check_what_stays(name, DENSE, WRAPPERS[wrapper]())
+
+
+def check_what_stays_on_a_rank(name, sequence):
+    groups = build_groups(Layout(tp=2), dist.get_rank(), dist.new_group, CONFIGS[name].num_query_groups)
+    check_what_stays(name, TensorParallel(groups.tp, groups.kv, sequence=sequence), PlainBlocks())
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp2", "tp2sp"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_stays_on_each_of_two_ranks(gloo_world, name, sequence):
+    gloo_world(2).run(check_what_stays_on_a_rank, name, sequence)
+
+
+@no_collector()
+def test_no_unit_keeps_its_output():
+    """From its forward on, also embedding and head."""
+    model, wrapper, x = build(CONFIGS["gpt"]), PlainBlocks(), None
+    for name, unit in model.units():
+        with Storages() as storages:
+            y, saved = wrapper.forward(unit, x, micro_batch(model))
+            output, x = of(y), y.clone()
+            del y
+            assert not output & storages.alive().keys(), name
+        assert saved is not None
