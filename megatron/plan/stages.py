@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.config.groups import Config
-from megatron.model.arithmetic import padded_vocab_size, unit_flops
+from megatron.model.arithmetic import head_widths, padded_vocab_size, unit_flops
 from megatron.model.stages import Stage, pipeline_stages
 from megatron.parallel.schedule import Kind, Schedule
+from megatron.parallel.simulate import Costs, simulate
 from megatron.plan.memory import estimate_ranks, schedule_of, stage_parameters
 
 
@@ -17,13 +20,28 @@ def stage_lines(config: Config, vocab_size: int, world_size: int) -> list[str]:
     stages, schedule = pipeline_stages(config, padded), schedule_of(config, world_size)
     stored = stage_parameters(config, stages, schedule.placement, padded)
     flops, peaks = unit_flops(config.model, config.data.seq_length, padded), in_flight(schedule)
-    lines = [f"{schedule.name}: {schedule.ranks} pipeline ranks x {schedule.stages // schedule.ranks} stage(s), {schedule.micro_batches} micro-batches"]
+    bubble = simulate(schedule, stage_costs(config, stages, padded)).bubble
+    lines = [f"{schedule.name}: {schedule.ranks} pipeline ranks x {schedule.stages // schedule.ranks} stage(s), {schedule.micro_batches} micro-batches; "
+             f"{bubble:.1%} idle, by FLOPs alone"]
     for k, stage in enumerate(stages):
         share = sum(flops[i] for i in stage.units) / sum(flops)
         lines.append(f"stage {k} on rank {schedule.placement[k]}: {units_of(stage)}; {stored[k]:,} parameters; {share:.1%} of the FLOPs; "
                      f"{peaks[k]} in flight")
     totals = [f"{sizes['total'] / 2**30:.3g}" for sizes in estimate_ranks(config, vocab_size, world_size)]
     return [*lines, f"GiB by pipeline rank: {', '.join(totals)}"]
+
+
+def stage_costs(config: Config, stages: Sequence[Stage], padded_vocab: int) -> Costs:
+    """FLOPs per token of each stage's passes. A product of matrices costs the same forward, for the input gradient and for the weight gradient; the
+    attention core has no weights, and the head computes its weight gradient with its input gradient. Recomputation runs layers forward again."""
+    model, recomputed = config.model, config.training.recompute_granularity == "full"
+    flops = unit_flops(model, config.data.seq_length, padded_vocab)
+    core = 2 * head_widths(model)[0] * config.data.seq_length
+    forward = [sum(flops[i] for i in stage.units) for stage in stages]
+    layers = [sum(flops[i + 1] for i in stage.layers) for stage in stages]
+    weight = [own - core * len(stage.layers) for own, stage in zip(layers, stages, strict=True)]
+    back = [2 * f - w + (own if recomputed else 0) for f, w, own in zip(forward, weight, layers, strict=True)]
+    return Costs(tuple(forward), tuple(back), tuple(weight))
 
 
 def units_of(stage: Stage) -> str:

@@ -166,6 +166,25 @@ def test_tensor_x_pipeline_parallel_size_divides_the_ranks(tp, pp, world, fix):
     assert found == [f"--tensor-model-parallel-size {tp} x {PP} {pp}: does not divide the {world} rank(s) of this job; {fix}"]
 
 
+@given(st.integers(1, 16), st.integers(2, 12), st.integers(1, 96))
+def test_proposed_sizes_are_accepted(tp, pp, world):
+    def found(line: str, ranks: int) -> list[str]:
+        flags = f"{BASE} --num-layers 24 --num-attention-heads 12 --kv-channels 8 --ffn-hidden-size 720720 {line} --dry-run --world-size {ranks}"
+        config = parse_arguments(flags.split()).config
+        return [fault for fault in cross_field_faults(config, ranks, 101) if fault.startswith("--tensor-model")]
+
+    given_sizes = f"--tensor-model-parallel-size {tp} {PP} {pp}"
+    for fault in found(given_sizes, world):
+        if match := re.search(r"start (\d+) .*, or give (--.*)$", fault):
+            assert not any("does not divide" in other for other in found(given_sizes, int(match[1])))
+            assert found(f"{given_sizes} {match[2].replace(' and', '')}", world) == []
+        else:
+            (size,) = re.findall(r"fits is (\d+)$", fault)
+            others = found(f"--tensor-model-parallel-size {size} {PP} {pp}", world)
+            assert not any("must divide" in other for other in others)
+            assert not others or any("does not divide" in other for other in found(given_sizes, world))
+
+
 @settings(max_examples=300)
 @given(st.integers(1, 40), st.integers(2, 6), st.sampled_from([None, 1, 2, 3]), st.sampled_from([None, 1, 2, 3]), st.sampled_from([None, 1, 2, 4]),
        st.sampled_from([None, 1, 3, 5]), st.booleans(), st.booleans())

@@ -21,8 +21,9 @@ from megatron.model.stages import pipeline_stages
 from megatron.optimizer.blocks import build_blocks
 from megatron.parallel.recompute import Recompute
 from megatron.parallel.schedule import build_schedule
+from megatron.parallel.simulate import Costs
 from megatron.plan.memory import StageBytes, activation_peak, estimate, estimate_ranks, schedule_of, stage_bytes, stage_parameters
-from megatron.plan.stages import stage_lines
+from megatron.plan.stages import stage_costs, stage_lines
 
 LLAMA = {**DRY, **ROPE, **GROUPED, "activation": "swiglu", "normalization": "RMSNorm", "untie_embeddings_and_output_weights": True}
 
@@ -153,7 +154,7 @@ def test_the_estimate_follows_schedule_and_recompute():
 def test_the_table_of_stages():
     config = configure(2, 4, LLAMA, num_virtual_stages_per_pipeline_rank=2, pipeline_schedule="interleaved")
     lines = stage_lines(config, VOCAB, 2)
-    assert lines[0] == "interleaved: 2 pipeline ranks x 2 stage(s), 8 micro-batches"
+    assert lines[0].startswith("interleaved: 2 pipeline ranks x 2 stage(s), 8 micro-batches; ") and lines[0].endswith("% idle, by FLOPs alone")
     assert [line.split(":")[0] for line in lines[1:5]] == ["stage 0 on rank 0", "stage 1 on rank 1", "stage 2 on rank 0", "stage 3 on rank 1"]
     assert ["embedding, layer 0", "layer 1", "layer 2", "layer 3, head"] == [line.split(": ")[1].split("; ")[0] for line in lines[1:5]]
     stored = stage_parameters(config, pipeline_stages(config, 384), (0, 1, 0, 1), 384)
@@ -163,3 +164,22 @@ def test_the_table_of_stages():
     assert sum(shares) == pytest.approx(100, abs=0.3) and shares[0] == shares[1] == shares[2] < shares[3]
     assert stage_lines(configure(1, 4), VOCAB, 1) == []
     assert lines[5].startswith("GiB by pipeline rank: ") and len(lines) == 6
+
+
+def test_the_bubble_that_a_dry_run_tells():
+    def idle(layers: int, micro_batches: int, layout: str | None = None, recompute: bool = False) -> float:
+        model = {**DRY, "ffn_hidden_size": 4096, "untie_embeddings_and_output_weights": True}  # a head that costs next to nothing
+        config = configure(4, layers, model, micro_batches, recompute=recompute, pipeline_model_parallel_layout=layout)
+        return float(stage_lines(config, 8, 4)[0].split("micro-batches; ")[1].split("%")[0]) / 100
+
+    assert idle(8, 9) == pytest.approx(3 / 12, abs=0.01) == idle(8, 9, recompute=True)  # (P - 1) / (m + P - 1)
+    assert idle(8, 9, "Et|tt|tt|tttL") > idle(8, 9) + 0.1  # all wait for the largest stage
+
+
+def test_costs_of_passes_worked_out_by_hand():
+    # h 64, q = k = 64, f 256, s 64, V 128: a layer 2 (3 64^2 + 64^2 + 2 64 256) = 98304 and its attention core 2 64 64 = 8192; a head 2 64 128 = 16384
+    config = configure(2, 3, DRY, pipeline_model_parallel_layout="Et|ttL")
+    costs = stage_costs(config, pipeline_stages(config, 128), 128)
+    assert costs == Costs((106496, 2 * 106496 + 16384), (98304 + 2 * 8192, 2 * (98304 + 2 * 8192) + 2 * 16384), (98304, 2 * 98304))
+    again = configure(2, 3, DRY, pipeline_model_parallel_layout="Et|ttL", recompute=True)
+    assert stage_costs(again, pipeline_stages(again, 128), 128).backward_input == (98304 + 2 * 8192 + 106496, 2 * (98304 + 2 * 8192 + 106496) + 2 * 16384)
