@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from check_parity import read_layout  # noqa: E402
+from check_parity import Words, read_layout  # noqa: E402
 
 GLOBAL_BATCH = 8
 BASE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --global-batch-size {GLOBAL_BATCH} --train-iters 20
@@ -33,6 +33,7 @@ class Feature:
     flags: str
     patches: tuple[str, ...] = ()
     most_dp: int = 8  # data-parallel ranks that its smallest global batch feeds
+    micro_batches: int | None = None  # of a step, on each data-parallel rank (None: what GLOBAL_BATCH leaves)
     zero: tuple[str, str] | None = None  # ending of parameters whose exact gradient is 0, and of those that they are held against
 
 
@@ -53,12 +54,27 @@ FEATURES = {
     "ramp-up": Feature("--rampup-batch-size 4 4 40", most_dp=4, zero=KEY_BIAS),
     "recompute": Feature("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --geglu", zero=KEY_BIAS),
     "sgd": Feature(f"--optimizer sgd --lr 0.1 {LLAMA}"),
+    "m3": Feature("", micro_batches=3, zero=KEY_BIAS),  # fewer than 4 pipeline ranks
+    "m5": Feature(f"{LLAMA} --untie-embeddings-and-output-weights", micro_batches=5),
 }
 
 LAYOUTS = (
     "tp2", "tp2 sp", "dp2", "tp2 sp serial", "dp2 serial", "tp4", "tp4 sp", "dp4", "tp2 dp2", "tp2 sp dp2", "tp2 sp dp2 serial", "tp2 sp dp2 mapping",
     "tp8", "tp8 sp", "dp8", "tp4 dp2", "tp4 sp dp2", "tp2 dp4", "tp2 sp dp4",
 )
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved v2", "zero-bubble", "zero-bubble-v")
+SPLITS = {  # a word of a layout: flags and the number of layers; the uneven ones
+    "first3": ("--decoder-first-pipeline-num-layers 3", 4),
+    "drawn": ("--pipeline-model-parallel-layout E|tttL", 3),
+    "counted": ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", 6),
+}
+PIPELINES = (
+    *(f"pp{size} {schedule}{beside}" for size, schedule, beside in product((2, 4), SCHEDULES, ("", " tp2 sp", " dp2"))),
+    "pp3 interleaved v2", "pp2 1f1b tp2", "pp2 zero-bubble tp2 sp dp2", "pp2 interleaved v2 tp2 dp2 mapping", "pp2 zero-bubble-v dp2 serial",
+    "pp2 1f1b first3", "pp2 zero-bubble drawn", "pp2 zero-bubble-v counted", "pp4 1f1b auto", "pp4 interleaved v2 auto",
+)
+PIPELINE_STEPS = 12
 
 # Unit roundoffs. A run of L layers rounds each activation about 12 L + 4 times on its way (a layer: norm 2, fused projection, rotary,
 # scores, probabilities, context, output and residual, up, activation, down and residual; embedding 2, final norm, logits), and as often on
@@ -68,7 +84,7 @@ LAYOUTS = (
 UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
-def narrow_bound(precision: str, layers: int = 2) -> float:
+def narrow_bound(precision: str, layers: int) -> float:
     """Relative error of a narrow run's gradients of step 1 and of its losses against fp64."""
     return 2 * UNIT_ROUNDOFF[precision] * math.sqrt(2 * (12 * layers + 4))
 
@@ -98,15 +114,28 @@ class Row:
     precision: str = "fp64"
 
     def __str__(self) -> str:
-        return f"{self.precision}-{self.feature}-{self.layout.replace(' ', '')}"
+        return f"{self.precision}-{self.feature}-{self.layout.replace(' ', '-')}"
+
+    @property
+    def words(self) -> Words:
+        """The layout, read."""
+        words = self.layout.split()
+        read = read_layout(" ".join(word for word in words if word not in SPLITS))
+        return read._replace(flags=(*read.flags, *(flag for word in words if word in SPLITS for flag in SPLITS[word][0].split())))
 
     @property
     def world(self) -> int:
-        return read_layout(self.layout)[0]
+        return self.words.ranks
 
     @property
-    def dp(self) -> int:
-        return read_layout(self.layout)[3]
+    def layers(self) -> int:
+        """As few as show that a layer is not like the others; under `auto` every stage is one unit."""
+        words = self.layout.split()
+        if self.words.pp == 1:
+            given = [*BASE, *FEATURES[self.feature].flags.split()]
+            return int(given[len(given) - given[::-1].index("--num-layers")])
+        stages = self.words.pp * (int(words[words.index("interleaved") + 1][1:]) if "interleaved" in words else 1 + ("zero-bubble-v" in words))
+        return next((SPLITS[word][1] for word in words if word in SPLITS), stages - 2 if "auto" in words else max(4, stages))
 
     @property
     def patches(self) -> tuple[str, ...]:
@@ -114,71 +143,97 @@ class Row:
 
     def flags(self, *, layout: bool, exact: bool = False) -> tuple[str, ...]:
         """The command line, of the layout or of one process, in the row's precision or (`exact`) the same run in fp64."""
-        own = f"{FEATURES[self.feature].flags} {PRECISIONS[self.precision]}".split()
+        feature, words = FEATURES[self.feature], self.words
+        own = f"{feature.flags} {PRECISIONS[self.precision]}".split()
         if exact:  # the row's optimizer, nothing narrow
-            own = f"{FEATURES[self.feature].flags} {SGD} --fp64 --nan-policy skip".split()
-        _, words, _, dp = read_layout(self.layout) if layout else (1, (), 1, 1)
-        micro_batch = max(1, GLOBAL_BATCH // (2 * dp))  # two micro-batches a step where the ranks leave as many samples
-        return (*BASE, "--micro-batch-size", str(micro_batch), *own, *words)
+            own = f"{feature.flags} {SGD} --fp64 --nan-policy skip".split()
+        micro_batch = max(1, GLOBAL_BATCH // (2 * (words.dp if layout else 1)))  # two micro-batches a step where the ranks leave as many samples
+        if words.pp > 1:
+            own += ["--num-layers", str(self.layers), "--train-iters", str(PIPELINE_STEPS)]
+            micro_batch = (max(1, micro_batch // 2) if words.tp > 1 else 1) if layout else micro_batch  # many of them, or four
+        if feature.micro_batches:
+            own += ["--global-batch-size", str(feature.micro_batches * words.dp)]
+            micro_batch = 1 if layout else words.dp
+        return (*BASE, *own, "--micro-batch-size", str(micro_batch), *(words.flags if layout else ()))
 
 
 def possible(row: Row) -> bool:
-    """Whether a feature's batch feeds the layout's data-parallel ranks."""
-    return read_layout(row.layout)[3] <= FEATURES[row.feature].most_dp
+    """Whether a feature's batch feeds the layout's data-parallel ranks; a number of micro-batches matters to a pipeline alone."""
+    feature, words = FEATURES[row.feature], row.words
+    return words.dp <= feature.most_dp and (feature.micro_batches is None or words.tp == words.dp == 1 < words.pp)
 
 
 NARROW_FEATURES = ("gpt", "gqa2-qknorm", "documents-rope")
 NARROW_LAYOUTS = ("tp2", "tp2 sp", "dp2", "tp4 sp", "tp2 dp2", "tp2 sp dp2", "tp8 sp", "tp4 dp2")
+NARROW_PIPELINES = (*(f"pp2 {schedule}" for schedule in SCHEDULES), "pp2 1f1b dp2", "pp2 zero-bubble tp2 sp", "pp2 zero-bubble-v dp2")
+
+# What a schedule may get wrong; the rest is seen with some pipelines alone.
+PIPELINE_FEATURES = ("gpt", "dropout", "llama", "documents", "uneven", "ramp-up", "recompute", "m3", "m5")
+SOME_PIPELINES = ("pp2 1f1b", "pp2 zero-bubble tp2 sp", "pp2 interleaved v2 dp2", "pp4 zero-bubble-v")
 
 
 def full_table() -> list[Row]:
     """Every layout with every feature in fp64; a choice of both in the other precisions."""
     rows = [Row(layout, feature) for layout, feature in product(LAYOUTS, FEATURES)]
+    rows += [Row(layout, feature) for layout, feature in product(PIPELINES, FEATURES) if feature in PIPELINE_FEATURES or layout in SOME_PIPELINES]
     rows += [Row(layout, feature, "fp32") for layout, feature in product(LAYOUTS, FEATURES)
              if layout in NARROW_LAYOUTS and feature in NARROW_FEATURES or layout in ("tp2 sp dp2", "tp4")]
     rows += [Row(layout, feature, precision) for layout, feature, precision in product(NARROW_LAYOUTS, NARROW_FEATURES, ("bf16", "fp16"))]
-    rows += [Row(layout, feature, "wire") for layout, feature in product(LAYOUTS, NARROW_FEATURES) if read_layout(layout)[3] > 1]
+    rows += [Row(layout, feature, precision) for layout, feature, precision in product(NARROW_PIPELINES, NARROW_FEATURES, ("fp32", "bf16", "fp16"))]
+    rows += [Row(layout, feature, "wire") for layout, feature in product((*LAYOUTS, *NARROW_PIPELINES), NARROW_FEATURES) if read_layout(layout).dp > 1]
     return [row for row in rows if possible(row)]
 
 
 def traits(row: Row) -> set[tuple[str, str]]:
-    """The pairs that a row shows: its feature (in fp64) or precision with each axis of its layout; in fp64 its layout."""
-    _, flags, tp, dp = read_layout(row.layout)
+    """The pairs that a row shows: its feature (in fp64) or precision with each axis of its layout; in fp64 its layout, or each axis of its
+    pipeline with the schedule."""
+    _, flags, tp, dp, pp = row.words
     words = FEATURES[row.feature].flags.split()
     groups = int(words[words.index("--num-query-groups") + 1]) if "--num-query-groups" in words else tp
     sequence = " with sp" if "--sequence-parallel" in flags else ""
     exact = row.precision == "fp64"
     axes = {
-        "tp" + sequence: tp > 1, "dp": dp > 1, "tp x dp": tp > 1 and dp > 1, "kv heads shared" + sequence: exact and tp > groups,
+        "tp" + sequence: tp > 1, "dp": dp > 1, "tp x dp": tp > 1 and dp > 1, "kv heads shared" + sequence: exact and tp > groups, "pp": pp > 1,
     }
     what = row.feature if exact else row.precision
     shown = {(what, axis) for axis, on in axes.items() if on} | {(row.precision, row.feature)}
-    return shown | {("layout", row.layout)} if exact else shown
+    if pp == 1:
+        return shown | {("layout", row.layout)} if exact else shown
+    schedule, *others = row.layout.replace(" v2", "").replace("tp2 sp", "tp2+sp").removeprefix(f"pp{pp} ").split()
+    if row.precision == "fp16" or exact and row.feature in PIPELINE_FEATURES:
+        shown.add((what, schedule))
+    return shown | {(schedule, other) for other in (f"pp{pp}", *others)} if exact else shown
 
 
 # What CI runs of it, few on 8 ranks: feature: its layouts. It shows all traits (test_layouts.py).
 CI = {
     "fp64": {
-        "gpt": "tp2, dp2, dp2 serial, dp4, dp8, tp2 sp dp2",
-        "dropout": "tp2, tp2 sp dp2 mapping",
-        "llama": "tp2 sp serial, tp2 dp4",
-        "gqa2-qknorm": "tp4 sp, tp4 dp2",
-        "mqa-qknorm-bias": "tp2 sp, tp2 dp2",
-        "gqa4-qkvbias": "tp8, tp8 sp, tp2 sp dp4",
-        "mqa-bias": "tp2, tp2 sp dp2 serial",
-        "padding": "tp2 sp, tp2 dp2",
-        "documents": "tp2 sp, tp2 dp2",
-        "documents-rope": "tp2 dp2, tp4 sp dp2",
-        "uneven": "tp2 sp, tp2 dp2",
-        "caps-zloss": "tp4, tp2 sp dp2",
-        "ramp-up": "tp2 sp, tp2 dp2",
-        "recompute": "tp2 sp, tp2 dp2",
-        "sgd": "tp2 sp, tp2 dp2",
+        "gpt": "tp2, dp2, dp2 serial, dp4, dp8, tp2 sp dp2, pp2 gpipe, pp4 1f1b auto, pp2 interleaved v2, pp4 zero-bubble, pp2 zero-bubble-v counted, "
+               "pp2 interleaved v2 tp2 dp2 mapping",
+        "dropout": "tp2, tp2 sp dp2 mapping, pp2 gpipe tp2 sp, pp2 1f1b, pp3 interleaved v2, pp2 zero-bubble, pp2 zero-bubble-v tp2 sp",
+        "llama": "tp2 sp serial, tp2 dp4, pp4 gpipe, pp2 1f1b tp2 sp, pp2 interleaved v2 tp2 sp, pp2 zero-bubble tp2 sp, pp4 zero-bubble-v",
+        "gqa2-qknorm": "tp4 sp, tp4 dp2, pp2 1f1b",
+        "mqa-qknorm-bias": "tp2 sp, tp2 dp2, pp2 zero-bubble tp2 sp",
+        "gqa4-qkvbias": "tp8, tp8 sp, tp2 sp dp4, pp2 1f1b",
+        "mqa-bias": "tp2, tp2 sp dp2 serial, pp2 zero-bubble tp2 sp",
+        "padding": "tp2 sp, tp2 dp2, pp2 1f1b",
+        "documents": "tp2 sp, tp2 dp2, pp2 gpipe dp2, pp2 1f1b dp2, pp2 interleaved v2 dp2, pp2 zero-bubble tp2 sp dp2, pp2 zero-bubble-v dp2",
+        "documents-rope": "tp2 dp2, tp4 sp dp2, pp2 interleaved v2 dp2",
+        "uneven": "tp2 sp, tp2 dp2, pp2 gpipe, pp2 1f1b first3, pp4 interleaved v2 auto, pp2 zero-bubble drawn, pp2 zero-bubble-v",
+        "caps-zloss": "tp4, tp2 sp dp2, pp2 1f1b",
+        "ramp-up": "tp2 sp, tp2 dp2, pp2 gpipe, pp2 1f1b, pp2 interleaved v2, pp2 zero-bubble dp2, pp2 zero-bubble-v dp2 serial",
+        "recompute": "tp2 sp, tp2 dp2, pp2 gpipe, pp2 1f1b tp2, pp2 interleaved v2, pp2 zero-bubble, pp2 zero-bubble-v",
+        "sgd": "tp2 sp, tp2 dp2, pp2 1f1b",
+        "m3": "pp4 gpipe, pp4 1f1b, pp4 interleaved v2, pp4 zero-bubble, pp4 zero-bubble-v",
+        "m5": "pp2 gpipe, pp2 1f1b, pp2 interleaved v2, pp2 zero-bubble, pp2 zero-bubble-v",
     },
-    "fp32": {"gpt": "tp2 dp2", "gqa2-qknorm": "tp4 sp", "documents-rope": "tp2"},
-    "bf16": {"gpt": "tp2 dp2", "gqa2-qknorm": "tp2 sp", "documents-rope": "tp2"},
-    "fp16": {"gpt": "tp2 sp", "gqa2-qknorm": "tp2 dp2", "documents-rope": "tp2"},
-    "wire": {"gpt": "dp2", "gqa2-qknorm": "tp2 sp dp2", "documents-rope": "tp2 dp2"},
+    "fp32": {"gpt": "tp2 dp2, pp2 1f1b dp2", "gqa2-qknorm": "tp4 sp", "documents-rope": "tp2"},
+    "bf16": {"gpt": "tp2 dp2, pp2 zero-bubble tp2 sp", "gqa2-qknorm": "tp2 sp", "documents-rope": "tp2"},
+    "fp16": {
+        "gpt": "tp2 sp, pp2 gpipe, pp2 zero-bubble-v", "gqa2-qknorm": "tp2 dp2, pp2 1f1b, pp2 zero-bubble tp2 sp",
+        "documents-rope": "tp2, pp2 interleaved v2",
+    },
+    "wire": {"gpt": "dp2, pp2 zero-bubble-v dp2", "gqa2-qknorm": "tp2 sp dp2", "documents-rope": "tp2 dp2"},
 }
 
 

@@ -167,21 +167,22 @@ OVERFLOWING_SAMPLES = (13, 24, 25, 26, 33, 62, 63, 64)  # of training; of a run 
 
 @contextlib.contextmanager
 def overflow() -> Iterator[None]:
-    """Gradients overflow in some samples: in the first layer, on the last tensor-parallel rank alone."""
-    original, groups = LayerBlock.forward, []
+    """Gradients overflow in some samples: each in the layer of its number, counted round, on the last tensor-parallel rank alone."""
+    original, numbers = LayerBlock.forward, {}
 
     def forward(self: LayerBlock, x: Tensor, micro) -> Tensor:
         y = original(self, x, micro)
-        last = not groups or groups[0].tp.rank == groups[0].tp.size - 1
-        if last and self.embedding_dropout is not None and micro.dropout is not None:
-            if set(micro.dropout.sample_ids.tolist()) & set(OVERFLOWING_SAMPLES):
+        if micro.dropout is not None and self in numbers:
+            number, layers = numbers[self]
+            if any(sample % layers == number for sample in micro.dropout.sample_ids.tolist() if sample in OVERFLOWING_SAMPLES):
                 y = _Explode.apply(y, self.mlp.fc1.weight)
         return y
 
     train = pretrain.train
 
     def remember(run: loop.Run):
-        groups.append(run.groups)
+        if run.groups.tp.rank == run.groups.tp.size - 1:
+            numbers.update({layer: (int(number), run.config.model.num_layers) for number, layer in run.model.layers.items()})
         return train(run)
 
     with mock.patch.object(LayerBlock, "forward", forward), mock.patch.object(pretrain, "train", remember):
