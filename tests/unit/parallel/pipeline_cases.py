@@ -1,0 +1,99 @@
+"""What ranks of a Gloo world do for the tests of the executor."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import torch
+import torch.distributed as dist
+from random_schedules import random_schedule
+
+from megatron.config.groups import ModelConfig
+from megatron.dist.groups import Groups, Layout, one_process
+from megatron.dist.setup import make_groups
+from megatron.model.block import PlainBlocks
+from megatron.model.gpt import GPTModel
+from megatron.model.init import fill_initial
+from megatron.model.stages import Stage
+from megatron.optimizer.blocks import build_blocks
+from megatron.parallel.pipeline import Pipeline
+from megatron.parallel.recompute import Recompute
+from megatron.parallel.schedule import COMPUTATIONS, Kind, Schedule, build_schedule
+
+VOCAB, S, B, LAYERS = 30, 8, 2, 8
+CONFIG = ModelConfig(num_layers=LAYERS, hidden_size=16, ffn_hidden_size=24, num_attention_heads=4, kv_channels=4, num_query_groups=2,
+                     max_position_embeddings=S, activation="swiglu", untie_embeddings_and_output_weights=True)  # dropout 0.1
+
+
+def pipeline_of(placement: tuple[int, ...], groups: Groups, recompute: bool = False) -> tuple[Pipeline, list]:
+    """This rank's stages with their initial weights, and their blocks."""
+    count = len(placement)
+    ends = [LAYERS * stage // count for stage in range(count + 1)]
+    stages = [Stage(k == 0, range(ends[k], ends[k + 1]), k == count - 1) for k in range(count)]
+    model = GPTModel(CONFIG, vocab_size=VOCAB, padded_vocab=VOCAB, dtype=torch.float64, seed=5,
+                     stages=tuple(stage for stage, rank in zip(stages, placement) if rank == groups.pp.rank))
+    blocks = build_blocks(model, torch.device("cpu"))
+    for block in blocks:
+        for entry in block.entries:
+            for box in entry.boxes:
+                fill_initial(box, entry.view(block.weight), CONFIG, 5)
+    wrapper = Recompute(PlainBlocks()) if recompute else PlainBlocks()
+    return Pipeline(model, wrapper, placement, (S, B, CONFIG.hidden_size), groups, torch.device("cpu")), blocks
+
+
+def batch(model: GPTModel, index: int, training: bool = True):
+    ids = torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(index))
+    mask = torch.rand(B, S, generator=torch.Generator().manual_seed(index)) < 0.8
+    return model.micro_batch(ids[:, :-1], ids[:, 1:], mask, torch.arange(S).expand(B, S), torch.arange(B) + B * index, training=training)
+
+
+def outcome(schedule: Schedule, groups: Groups, recompute: bool = False) -> tuple[dict, dict]:
+    """(losses by micro-batch, gradients by name) of one run on this rank."""
+    pipeline, blocks = pipeline_of(schedule.placement, groups, recompute)
+    training = any(action.kind in COMPUTATIONS - {Kind.FORWARD} for actions in schedule.actions for action in actions)
+    with torch.set_grad_enabled(training):
+        sums = pipeline.run(schedule, lambda index: batch(pipeline.model, index, training), 0.5)
+    gradients = {entry.name: entry.view(block.grad).clone() for block in blocks for entry in block.entries} if training else {}
+    return {index: each.clone() for index, each in sums.items()}, gradients
+
+
+@functools.cache
+def alone(micro_batches: int, training: bool = True) -> tuple[dict, dict]:
+    """The same in one process, micro-batch after micro-batch, without the executor."""
+    pipeline, blocks = pipeline_of((0,), one_process())
+    sums = {}
+    with torch.set_grad_enabled(training):
+        for index in range(micro_batches):
+            sums[index], saved = pipeline.model.forward(batch(pipeline.model, index, training), pipeline.wrapper)
+            if training:
+                pipeline.model.backward(saved, pipeline.model.loss_gradient(sums[index], 0.5), pipeline.wrapper)
+    return sums, {entry.name: entry.view(block.grad) for block in blocks for entry in block.entries} if training else {}
+
+
+def walk(draw: random.Random, ranks: int, stages: int) -> tuple[int, ...]:
+    """A placement where messages go to neighbours of the ring alone, and every rank has a stage."""
+    while True:
+        places = [draw.randrange(ranks)]
+        while len(places) < stages:
+            places.append((places[-1] + draw.choice([-1, 0, 1, 1])) % ranks)
+        if len(set(places)) == ranks:
+            return tuple(places)
+
+
+def drawn(seed: int, ranks: int) -> tuple[Schedule, bool]:
+    """A random valid schedule, and whether each stage adds its gradients in the order of the micro-batches."""
+    draw = random.Random(seed)
+    training, ascending = draw.random() < 0.8, draw.random() < 0.5
+    placement = walk(draw, ranks, draw.randint(ranks, LAYERS))
+    return random_schedule(draw, placement, draw.randint(1, 6), ascending, training), ascending
+
+
+def run_random(seeds: range) -> list[tuple[dict, dict]]:
+    groups = make_groups(Layout(pp=dist.get_world_size()), None)
+    return [outcome(drawn(seed, groups.pp.size)[0], groups) for seed in seeds]
+
+
+def run_named(cases: list[tuple[str, int, int, bool]]) -> list[tuple[dict, dict]]:
+    groups = make_groups(Layout(pp=dist.get_world_size()), None)
+    return [outcome(build_schedule(name, groups.pp.size, virtual, count), groups, recompute) for name, virtual, count, recompute in cases]

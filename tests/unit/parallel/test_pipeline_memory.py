@@ -1,0 +1,123 @@
+"""What a stage holds while the executor runs, counted and in bytes, against the schedule's own bounds; and the table that users are shown."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools/benchmark_peers"))
+
+from pipeline_rank import TINY, VIRTUAL, Job, memory
+
+from megatron.dist.groups import Layout
+from megatron.dist.setup import make_groups
+from megatron.model.block import LayerBlock, PlainBlocks
+from megatron.parallel.check import check
+from megatron.parallel.schedule import build_schedule, forward_only
+
+MOST = 64
+
+
+class Counted(PlainBlocks):
+    """Watches the inputs of each stage's first layer, and what its backward pass leaves of it, until their memory is freed."""
+
+    def __init__(self) -> None:
+        self.inputs: list[StorageWeakRef] = []
+        self.stash: list[StorageWeakRef] = []
+        self.peak: Counter[str] = Counter()
+        self.firsts: set[nn.Module] = set()
+
+    def look(self) -> None:
+        self.inputs, self.stash = ([ref for ref in refs if not ref.expired()] for refs in (self.inputs, self.stash))
+        self.peak |= {"saved": len(self.inputs), "stashed": len(self.stash), "in flight": len(self.inputs) + len(self.stash)}
+
+    def forward(self, unit, x, micro):
+        result = super().forward(unit, x, micro)
+        if unit in self.firsts:
+            self.inputs.append(StorageWeakRef(x.untyped_storage()))
+        self.look()
+        return result
+
+    def backward(self, unit, saved, dy):
+        self.look()  # what the computation before has left; this one's input is still held by its caller
+        return super().backward(unit, saved, dy)
+
+    def backward_input(self, unit, saved, dy):
+        self.look()
+        dx, kept = super().backward_input(unit, saved, dy)
+        if unit in self.firsts:
+            self.stash.append(StorageWeakRef(kept[-1].x.untyped_storage()))  # of the layer's first product: the output of a norm
+        return dx, kept
+
+    def backward_weight(self, unit, kept):
+        self.look()
+        super().backward_weight(unit, kept)
+
+
+def count_live(names: list[str], micro_batches: list[int]) -> list[dict[str, dict[str, int]]]:
+    groups = make_groups(Layout(pp=dist.get_world_size()), None)
+    found = []
+    for name in names:
+        counted = Counted()
+        job = Job(name, groups, TINY, counted)
+        counted.firsts = {next(unit for _, unit in chunk if isinstance(unit, LayerBlock)) for chunk in job.model.chunks}
+        for count in micro_batches:
+            row = {}
+            for kind, schedule in [("training", build_schedule(name, groups.pp.size, job.virtual, count)), ("evaluation", forward_only(job.placement, count))]:
+                counted.peak.clear()
+                with torch.set_grad_enabled(kind == "training"):
+                    job.step(schedule)
+                row[kind] = dict(counted.peak)
+            counted.look()
+            assert not counted.inputs and not counted.stash
+            found.append(row)
+    return found
+
+
+def measure_memory(names: list[str], micro_batches: list[int]) -> list[dict]:
+    return memory(make_groups(Layout(pp=dist.get_world_size()), None), names, micro_batches)
+
+
+NAMES = ["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"]
+
+
+def test_stage_inputs_alive_are_those_of_the_schedule(gloo_world):
+    """The executor holds each pair of stage and micro-batch exactly as long as the list does."""
+    ranks, counts = 4, [2, 9]
+    ranked = gloo_world(ranks).run(count_live, NAMES, counts)
+    for index, (name, count) in enumerate((name, count) for name in NAMES for count in counts):
+        bounds = check(build_schedule(name, ranks, VIRTUAL.get(name, 1), count))
+        for rank in range(ranks):
+            peak = ranked[rank][index]["training"]
+            assert (peak["saved"], peak.get("stashed", 0)) == (bounds.saved[rank], bounds.stashed[rank]), (name, count, rank)
+            assert peak["in flight"] == bounds.in_flight[rank], (name, count, rank)
+            assert ranked[rank][index]["evaluation"].get("saved", 0) <= 1 + (name == "zero-bubble-v"), (name, count, rank)
+            if name == "1f1b":
+                assert peak["saved"] == min(count, ranks - rank)
+            if name == "zero-bubble":
+                assert peak["in flight"] == min(count, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_live_bytes_stay_within_the_bound_and_only_gpipe_grows(gloo_world, ranks):
+    counts = [ranks, 4 * ranks, MOST]
+    for rank, rows in enumerate(gloo_world(ranks).run(measure_memory, NAMES, counts)):
+        held = {(row["schedule"], row["micro_batches"]): row for row in rows}
+        for row in rows:
+            assert row["held"] <= row["bound"] and row["left"] <= 8 * row["micro_batches"], row  # a loss is 8 bytes
+        for name in NAMES:
+            few, many = held[name, 4 * ranks], held[name, MOST]
+            sums = 8 * (MOST - 4 * ranks)
+            if name == "gpipe":
+                assert many["held"] > 0.99 * MOST / (4 * ranks) * few["held"]
+            else:
+                assert abs(many["held"] - few["held"]) <= sums + 2 * few["message"], (rank, name)  # a message may be early in one of them
+                assert many["held"] < 0.5 * held["gpipe", MOST]["held"]
+            assert many["evaluation"] <= few["evaluation"] + sums + 2 * few["message"] and many["evaluation"] < 0.02 * held["gpipe", MOST]["held"]

@@ -1,0 +1,338 @@
+"""What one pipeline rank measures for tools/benchmark_pipeline.py: live memory, time with sleeps for compute, overhead, speed against torch.
+
+    torchrun --nproc-per-node 4 pipeline_rank.py '[{"what": "memory", "names": ["1f1b"], "micro_batches": [4]}, ...]'
+
+Rank 0 prints, as JSON on one line, a list by rank of what each found, one answer for each measurement. Clocks are those of one host.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.config.groups import ModelConfig  # noqa: E402
+from megatron.dist.collectives import all_reduce, gather_bytes  # noqa: E402
+from megatron.dist.groups import Groups, Layout  # noqa: E402
+from megatron.dist.p2p import Receiving, Sending  # noqa: E402
+from megatron.dist.setup import connect, disconnect, keep_freed_memory, make_groups, read_launch  # noqa: E402
+from megatron.model.block import MicroBatch, PlainBlocks  # noqa: E402
+from megatron.model.gpt import GPTModel  # noqa: E402
+from megatron.model.init import fill_initial  # noqa: E402
+from megatron.model.stages import Stage  # noqa: E402
+from megatron.optimizer.blocks import build_blocks  # noqa: E402
+from megatron.parallel.pipeline import Pipeline, Recording, receipts  # noqa: E402
+from megatron.parallel.schedule import COMPUTATIONS, Kind, Schedule, build_schedule, forward_only, makes, needs, place  # noqa: E402
+
+CPU = torch.device("cpu")
+VIRTUAL = {"interleaved": 2, "zero-bubble-v": 2}
+TINY = {"layers": 8, "hidden": 32, "heads": 4, "ffn": 48, "seq": 16, "batch": 2, "vocab": 64}
+
+
+class Job:
+    """A Llama-style GPT's stages on this rank, and micro-batches of random tokens. `shape`: the model's sizes, as TINY has them."""
+
+    def __init__(self, name: str, groups: Groups, shape: dict[str, int], wrapper: Any = None, dtype: torch.dtype = torch.float32):
+        virtual = VIRTUAL.get(name, 1)
+        self.name, self.groups, self.shape, self.virtual = name, groups, shape, virtual
+        self.placement, self.wrapper = place(name, groups.pp.size, virtual), wrapper or PlainBlocks()
+        count, layers = len(self.placement), shape["layers"]
+        ends = [layers * stage // count for stage in range(count + 1)]
+        stages = [Stage(k == 0, range(ends[k], ends[k + 1]), k == count - 1) for k in range(count)]
+        config = ModelConfig(
+            num_layers=layers, hidden_size=shape["hidden"], ffn_hidden_size=shape["ffn"], num_attention_heads=shape["heads"],
+            kv_channels=shape["hidden"] // shape["heads"], num_query_groups=shape["heads"], max_position_embeddings=shape["seq"], activation="swiglu",
+            untie_embeddings_and_output_weights=True, position_embedding_type="rope", normalization="RMSNorm", add_bias_linear=False, hidden_dropout=0.0,
+            attention_dropout=0.0)
+        self.model = GPTModel(config, vocab_size=shape["vocab"], padded_vocab=shape["vocab"], dtype=dtype, seed=5,
+                              stages=tuple(stage for stage, rank in zip(stages, self.placement) if rank == groups.pp.rank))
+        self.blocks = build_blocks(self.model, CPU)
+        for block in self.blocks:
+            for entry in block.entries:
+                for box in entry.boxes:
+                    fill_initial(box, entry.view(block.weight), config, 5)
+        self.pipeline = Pipeline(self.model, self.wrapper, self.placement, (shape["seq"], shape["batch"], shape["hidden"]), groups, CPU)
+
+    def tokens(self, index: int) -> Tensor:
+        """[b, s + 1]."""
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(0, self.shape["vocab"], (self.shape["batch"], self.shape["seq"] + 1), generator=generator)
+
+    def micro_batch(self, ids: Tensor) -> MicroBatch:
+        b, s = ids.shape[0], ids.shape[1] - 1
+        return self.model.micro_batch(ids[:, :-1], ids[:, 1:], torch.ones(b, s), torch.arange(s).expand(b, s), torch.arange(b), training=True)
+
+    def step(self, schedule: Schedule, scale: float = 1.0) -> dict[int, Tensor]:
+        """One run of a schedule."""
+        return self.pipeline.run(schedule, lambda index: self.micro_batch(self.tokens(index)), scale)
+
+
+class LiveBytes(TorchDispatchMode):
+    """While open, counts the bytes of all tensors that operations make, from then until their memory is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen: weakref.WeakSet = weakref.WeakSet()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self.seen:
+                self.seen.add(storage)
+                size = storage.nbytes()
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._freed, size)
+        return out
+
+    def _freed(self, size: int) -> None:
+        self.now -= size
+
+
+class Watched:
+    """A model that looks at the live bytes after each computation of a stage."""
+
+    def __init__(self, model: GPTModel, live: LiveBytes):
+        self.model, self.live, self.peak = model, live, 0
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.model, name)
+        if name not in ("forward", "backward", "backward_input", "backward_weight"):
+            return value
+
+        def watched(*args: Any) -> Any:
+            result = value(*args)
+            self.peak = max(self.peak, self.live.now)
+            return result
+
+        return watched
+
+
+def memory(groups: Groups, names: list[str], micro_batches: list[int], shape: dict[str, int] = TINY) -> list[dict[str, Any]]:
+    """For each schedule and number of micro-batches the bytes alive on this rank beyond those between two steps: `held` at the ends of
+    computations, `bound` by the schedule for that, `peak` within computations; `evaluation` is `held` of forward passes alone."""
+    rows = []
+    for name in names:
+        with LiveBytes() as live:
+            job = Job(name, groups, shape)
+            held, stash, message = _costs(job, live)
+            for count in micro_batches:
+                schedule = build_schedule(name, groups.pp.size, job.virtual, count)
+                row = {"schedule": name, "micro_batches": count, "bound": _bound(schedule, groups.pp.rank, held, stash, message)}
+                watched = job.pipeline.model = Watched(job.model, live)
+                base = live.peak = live.now
+                job.step(schedule)
+                row |= {"held": watched.peak - base, "peak": live.peak - base, "left": live.now - base}
+                watched.peak, base = 0, live.now
+                with torch.no_grad():
+                    job.step(forward_only(job.placement, count))
+                rows.append(row | {"evaluation": watched.peak - base, "message": message})
+    return rows
+
+
+def _costs(job: Job, live: LiveBytes) -> tuple[list[int], list[int], int]:
+    """Bytes that each own stage holds of one micro-batch from forward to backward, and from input gradient to weight gradient; bytes of a message."""
+    held, stash = [], []
+    shape = job.pipeline.shape
+    for chunk, units in enumerate(job.model.chunks):
+        base = live.now
+        micro = job.micro_batch(job.tokens(0))
+        y, saved = job.model.forward(micro, job.wrapper, torch.zeros(shape) if units[0][0] != "embedding" else None, chunk)
+        dy = job.model.loss_gradient(y, 1.0) if units[-1][0] == "head" else torch.zeros_like(y)
+        del y
+        held.append(live.now - base - dy.nbytes)
+        _, left = job.model.backward_input(saved, dy, job.wrapper, chunk)
+        del _
+        stash.append(live.now - base)  # of which dy may be a part
+        job.model.backward_weight(left, job.wrapper, chunk)
+        del micro, saved, left, dy
+    return held, stash, job.model.dtype.itemsize * shape[0] * shape[1] * shape[2]
+
+
+def _bound(schedule: Schedule, rank: int, held: list[int], stash: list[int], message: int) -> int:
+    """The most bytes that the list of a rank can hold at the end of a computation: what its micro-batches hold; messages, from the posted receive to
+    the computation, and from the computation until a receipt proves the arrival; input and output of the computation itself; the losses."""
+    own = [stage for stage, where in enumerate(schedule.placement) if where == rank]
+    proven, now, most, travelling = receipts(schedule, rank), 0, 0, 0
+    known: dict[int, int] = {}
+    sent: dict[int, int] = {}
+    for action in schedule.actions[rank]:
+        kind, stage, _ = action
+        if kind not in COMPUTATIONS:
+            travelling += kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
+            continue
+        chunk, need, made = own.index(stage), needs(action, schedule.placement), makes(action, schedule.placement)
+        if need is not None:
+            travelling -= 1
+            peer, count = proven[need]
+            known[peer] = max(known.get(peer, 0), count)
+        now += {Kind.FORWARD: held[chunk], Kind.BACKWARD: -held[chunk], Kind.BACKWARD_INPUT: stash[chunk] - held[chunk],
+                Kind.BACKWARD_WEIGHT: -stash[chunk]}[kind]
+        unproven = sum(count - known.get(peer, 0) for peer, count in sent.items())
+        most = max(most, now + (travelling + unproven + 2) * message)
+        if made is not None:
+            peer = schedule.placement[made.stage]
+            sent[peer] = sent.get(peer, 0) + 1
+    return most + 16 * schedule.micro_batches
+
+
+class Sleeper:
+    """Stages whose computations only sleep. `costs`: seconds by kind, then by stage."""
+
+    dtype = torch.float32
+
+    def __init__(self, placement: tuple[int, ...], rank: int, costs: dict[str, list[float]], shape: tuple[int, int, int]):
+        self.stages = [stage for stage, where in enumerate(placement) if where == rank]
+        self.last, self.costs, self.chunks, self.out = len(placement) - 1, costs, [[] for _ in self.stages], torch.zeros(shape)
+
+    def _sleep(self, kind: str, chunk: int) -> None:
+        if seconds := self.costs[kind][self.stages[chunk]]:
+            time.sleep(seconds)
+
+    def forward(self, micro: Any, wrapper: Any, x: Tensor | None, chunk: int) -> tuple[Tensor, list[Any]]:
+        self._sleep("F", chunk)
+        return self.out, [x]
+
+    def backward(self, saved: list[Any], dy: Tensor, wrapper: Any, chunk: int) -> Tensor:
+        self._sleep("I", chunk)
+        self._sleep("W", chunk)
+        return self.out
+
+    def backward_input(self, saved: list[Any], dy: Tensor, wrapper: Any, chunk: int) -> tuple[Tensor, list[Any]]:
+        self._sleep("I", chunk)
+        return self.out, saved
+
+    def backward_weight(self, left: list[Any], wrapper: Any, chunk: int) -> None:
+        self._sleep("W", chunk)
+
+    def loss_gradient(self, sums: Tensor, scale: float) -> Tensor:
+        return sums
+
+
+def sleeps(groups: Groups, name: str, micro_batches: int, costs: dict[str, list[float]], shape: tuple[int, int, int], tries: int) -> list[dict[str, Any]]:
+    """`tries` steps of a schedule with sleeps: the spans of this rank's computations on the host's clock, and the CPU seconds of its thread."""
+    placement = place(name, groups.pp.size, VIRTUAL.get(name, 1))
+    schedule = build_schedule(name, groups.pp.size, VIRTUAL.get(name, 1), micro_batches)
+    pipeline = Pipeline(Sleeper(placement, groups.pp.rank, costs, shape), None, placement, shape, groups, CPU)
+    found = []
+    for _ in range(tries + 1):
+        all_reduce(torch.zeros(1), groups.pp)
+        recording = Recording(CPU)
+        cpu, begin = time.thread_time(), time.perf_counter()
+        pipeline.run(schedule, lambda index: None, 1.0, recording)
+        cpu, wall = time.thread_time() - cpu, time.perf_counter() - begin
+        spans = [[span.kind.value, span.stage, span.micro, span.begin + recording.start, span.end + recording.start] for span in recording.spans()]
+        found.append({"spans": spans, "cpu": cpu, "wall": wall, "actions": len(schedule.actions[groups.pp.rank])})
+    return found[1:]  # the first one makes the connections
+
+
+def latency(groups: Groups, shape: tuple[int, int, int], rounds: int = 50) -> float:
+    """Seconds from a send to its arrival at a neighbour that waits: half a round trip between ranks 0 and 1, which the others sit out."""
+    rank, times = groups.pp.rank, []
+    x = torch.zeros(shape)
+    if rank < 2:
+        there, back = groups.channel(rank, 1 - rank), groups.channel(1 - rank, rank)
+        for tag in range(rounds):
+            coming, begin = Receiving(shape, x.dtype, CPU, 1 - rank, back, tag), time.perf_counter()
+            if rank == 0:
+                sending = Sending(x, 1, there, tag)
+            coming.wait()
+            if rank == 1:
+                sending = Sending(x, 0, there, tag)
+            times.append(time.perf_counter() - begin)
+            sending.wait()
+    all_reduce(torch.zeros(1), groups.pp)
+    return statistics.median(times) / 2 if rank == 0 else 0.0
+
+
+def calibrate(groups: Groups, name: str, shape: dict[str, int], repeats: int = 5) -> dict[str, list[float]]:
+    """Seconds that computations of the real stages take on this rank, the median of `repeats`: by kind, then by own stage. Ranks take turns."""
+    costs: dict[str, list[float]] = {"F": [], "I": [], "W": []}
+    job = Job(name, groups, shape)
+    for turn in range(groups.pp.size):
+        all_reduce(torch.zeros(1), groups.pp)
+        if turn != groups.pp.rank:
+            continue
+        for chunk, units in enumerate(job.model.chunks):
+            times: list[list[float]] = []
+            for _ in range(repeats + 1):
+                micro, x = job.micro_batch(job.tokens(0)), None if units[0][0] == "embedding" else torch.zeros(job.pipeline.shape)
+                stamps = [time.perf_counter()]
+                y, saved = job.model.forward(micro, job.wrapper, x, chunk)
+                stamps.append(time.perf_counter())
+                _, left = job.model.backward_input(saved, job.model.loss_gradient(y, 1.0) if units[-1][0] == "head" else torch.ones_like(y), job.wrapper, chunk)
+                stamps.append(time.perf_counter())
+                job.model.backward_weight(left, job.wrapper, chunk)
+                times.append([after - before for before, after in zip(stamps, [*stamps[1:], time.perf_counter()])])
+            for kind, values in zip(costs, zip(*times[1:])):
+                costs[kind].append(statistics.median(values))
+    all_reduce(torch.zeros(1), groups.pp)
+    return costs
+
+
+def against_torch(groups: Groups, name: str, micro_batches: int, shape: dict[str, int], steps: int, pairs: int) -> dict[str, Any]:
+    """Steps of forward and backward passes by our executor and by torch's, on the same stages and micro-batches, turn and turn about."""
+    from torch_pipelining import TorchPipeline
+
+    job = Job(name, groups, shape)
+    schedule = build_schedule(name, groups.pp.size, job.virtual, micro_batches)
+    theirs = TorchPipeline(job, micro_batches)
+    batch = torch.cat([job.tokens(index) for index in range(micro_batches)])
+    parts = batch.chunk(micro_batches)
+
+    def ours() -> float:
+        sums = job.pipeline.run(schedule, lambda index: job.micro_batch(parts[index]), 1.0)
+        return float(sum(each[0] for each in sums.values())) if sums else 0.0
+
+    sides: dict[str, Callable[[], float]] = {"ours": ours, "torch": lambda: theirs.step(batch)}
+    answer: dict[str, Any] = {"rounds": []}
+    for side, step in sides.items():  # also to warm up
+        for block in job.blocks:
+            block.grad.zero_()
+        loss = step()
+        answer[side] = {"loss": loss, "gradient": float(sum(block.grad.double().square().sum() for block in job.blocks)) ** 0.5}
+        step()
+    for index in range(pairs):
+        row = {}
+        for side in list(sides)[:: 1 if index % 2 else -1]:
+            all_reduce(torch.zeros(1), groups.pp)
+            begin, cpu = time.perf_counter(), time.process_time()
+            for _ in range(steps):
+                sides[side]()
+            all_reduce(torch.zeros(1), groups.pp)
+            row[side] = {"begin": begin, "seconds": (time.perf_counter() - begin) / steps, "cpu": (time.process_time() - cpu) / steps}
+        answer["rounds"].append(row)
+    return answer
+
+
+MEASUREMENTS = {function.__name__: function for function in (memory, sleeps, latency, calibrate, against_torch)}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    launch = read_launch()
+    connect(launch, "gloo", 5, {})
+    groups = make_groups(Layout(pp=launch.world_size), None)
+    measured = [MEASUREMENTS[call.pop("what")](groups, **call) for call in json.loads(sys.argv[1])]
+    answers = [json.loads(text) for text in gather_bytes(json.dumps(measured).encode(), groups.world, CPU)]
+    if launch.rank == 0:
+        print("\nRESULT " + json.dumps(answers), flush=True)
+    disconnect()
+
+
+if __name__ == "__main__":
+    main()
