@@ -1,4 +1,4 @@
-"""Jobs of scripts/train.sbatch: a tiny model on 2 nodes x 2 ranks over Gloo."""
+"""Jobs of scripts/train.sbatch: a tiny model on 2 nodes x 2 ranks over Gloo, a pipeline stage on each node."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Job:
         folder.mkdir(exist_ok=True)
         self.cluster, self.save, self.output = cluster, folder / "run", folder / "output.txt"
         environment = {**cluster.environment, "LAUNCHER": launcher, "SAVE": str(self.save), "TOKENS": "", "PYTHON": sys.executable,
-                       "LAYOUT": "--micro-batch-size 2 --tensor-model-parallel-size 2", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **settings}
+                       "LAYOUT": "--micro-batch-size 1 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
+                       "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **settings}
         command = [*TWO_BY_TWO, f"--output={self.output}", *slurm, "--parsable", "scripts/train.sbatch", *MODEL, *flags]
         self.id = int(cluster.run("sbatch", *command, cwd=ROOT, env=environment))
 

@@ -39,7 +39,7 @@ def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> P
     """The run folder of a job that nothing happened to."""
     job = Job(cluster, tmp_path_factory.mktemp("undisturbed"), "srun")
     job.ends("COMPLETED")
-    assert job.iteration() == ITERATIONS and "2 x 2 ranks by srun" in job.log() and "tp2 cp1 pp1 dp2" in job.log()
+    assert job.iteration() == ITERATIONS and "2 x 2 ranks by srun" in job.log() and "tp1 cp1 pp2 dp2" in job.log()
     return job.save
 
 
