@@ -114,7 +114,8 @@ NOTES = (
     note("--use-ring-exchange-p2p --overlap-p2p-communication --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush "
          "--pipeline-model-parallel-comm-backend --no-scatter-gather-tensors-in-pipeline",
          "messages between pipeline ranks always travel beside the computation; under --sequence-parallel each rank sends its part"),
-    note("--microbatch-group-size-per-virtual-pipeline-stage", "an order of the same computations, which --pipeline-schedule interleaved sets itself"),
+    note("--microbatch-group-size-per-virtual-pipeline-stage",
+         "an order of the same computations, which --pipeline-schedule interleaved sets itself"),
     note("--defer-embedding-wgrad-compute --wgrad-deferral-limit --delay-wgrad-compute",
          "when weight gradients are computed is a matter of the schedule: see --pipeline-schedule zero-bubble"),
     note("--enable-zbh1-exact-semantics", "every schedule here clips and steps after all gradients are known, with nothing to roll back"),

@@ -48,7 +48,8 @@ def counted_layers(config: Config) -> int:
 def virtual_stages(config: Config) -> int | None:
     """Stages that each of several pipeline ranks holds, by whichever flag says it; None where flags do not fit each other."""
     distributed = config.distributed
-    ranks, layout, layers = distributed.pipeline_model_parallel_size, distributed.pipeline_model_parallel_layout, distributed.num_layers_per_virtual_pipeline_stage
+    ranks, layout = distributed.pipeline_model_parallel_size, distributed.pipeline_model_parallel_layout
+    layers = distributed.num_layers_per_virtual_pipeline_stage
     if distributed.num_virtual_stages_per_pipeline_rank is not None:
         return distributed.num_virtual_stages_per_pipeline_rank
     if layout not in (None, AUTO):

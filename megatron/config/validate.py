@@ -1,8 +1,8 @@
 """Every rule between flags.
 
 `resolve` fills in derived values (`derive.py`), then collects the faults of all rules: ranges of one field (RANGES), flags
-that could not act (NEEDS), and the rules of RULES, one small function each (those of the layout in `validate_layout.py`). A rule whose inputs are missing says nothing:
-the missing flag is a fault of its own.
+that could not act (NEEDS), and the rules of RULES, one small function each (those of the layout in `validate_layout.py`).
+A rule whose inputs are missing says nothing: the missing flag is a fault of its own.
 """
 
 from __future__ import annotations

@@ -185,7 +185,8 @@ def _uneven(run: Run) -> Iterator[str]:
         return
     wanted = f" x {virtual} virtual stages" if virtual > 1 else ""
     alone = f", and each rank's number must be divisible by {run.show(_VIRTUAL)}" if virtual > 1 else ""
-    yield f"{shown}: leave {rest} of --num-layers {run.num_layers} to {others} other pipeline rank(s){wanted}, which must share them evenly{alone}; {instead}"
+    yield (f"{shown}: leave {rest} of --num-layers {run.num_layers} to {others} other pipeline rank(s){wanted}, which must share them "
+           f"evenly{alone}; {instead}")
 
 
 # ---------------------------------------------------------------- schedules
@@ -203,7 +204,8 @@ def pipeline_schedule(run: Run) -> Iterator[str]:
     elif name == "zero-bubble-v" and virtual != 2:
         yield f"{shown}: takes 2 stages on each pipeline rank, and {run.show(source)} makes {virtual}; change that, or give another schedule"
     elif name not in ("interleaved", "zero-bubble-v") and virtual > 1:
-        yield f"{shown}: takes one stage on each pipeline rank, and {run.show(source)} makes {virtual}; drop that, or give --pipeline-schedule interleaved"
+        yield (f"{shown}: takes one stage on each pipeline rank, and {run.show(source)} makes {virtual}; drop that, "
+               "or give --pipeline-schedule interleaved")
 
 
 def bubble(run: Run) -> Iterator[str]:
@@ -214,5 +216,5 @@ def bubble(run: Run) -> Iterator[str]:
     micro_batches = run.global_batch_size // unit
     if micro_batches < run.pp:
         idle = (run.pp - 1) / (micro_batches + run.pp - 1)
-        yield (f"{run.show('global_batch_size')}: {micro_batches} micro-batch(es) for {run.pp} pipeline ranks leave (P-1)/(m+P-1) = {idle:.0%} of a step "
-               f"idle under 1f1b; with --global-batch-size {unit * run.pp} it is less than half")
+        yield (f"{run.show('global_batch_size')}: {micro_batches} micro-batch(es) for {run.pp} pipeline ranks leave (P-1)/(m+P-1) = {idle:.0%} "
+               f"of a step idle under 1f1b; with --global-batch-size {unit * run.pp} it is less than half")

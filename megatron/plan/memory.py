@@ -85,7 +85,8 @@ def stage_bytes(config: Config, stage: Stage, padded_vocab: int) -> StageBytes:
     tokens = config.training.micro_batch_size * seq
     own = tokens // tp if config.distributed.sequence_parallel else tokens  # outside the pairs of matrices
     hidden = own * model.hidden_size * compute
-    layer = own * outer_bytes_per_token(model, compute, wide) + tokens * inner_bytes_per_token(local, seq, compute, wide) + mask_bytes(config, compute)
+    layer = own * outer_bytes_per_token(model, compute, wide) + tokens * inner_bytes_per_token(local, seq, compute, wide)
+    layer += mask_bytes(config, compute)
     ends = 0
     if 0 in stage.layers and (model.hidden_dropout > 0 or model.position_embedding_type == "learned_absolute"):
         ends += hidden + (own * model.hidden_size if model.hidden_dropout > 0 else 0)  # the embedding before positions and dropout, the mask

@@ -21,8 +21,8 @@ def stage_lines(config: Config, vocab_size: int, world_size: int) -> list[str]:
     stored = stage_parameters(config, stages, schedule.placement, padded)
     flops, peaks = unit_flops(config.model, config.data.seq_length, padded), in_flight(schedule)
     bubble = simulate(schedule, stage_costs(config, stages, padded)).bubble
-    lines = [f"{schedule.name}: {schedule.ranks} pipeline ranks x {schedule.stages // schedule.ranks} stage(s), {schedule.micro_batches} micro-batches; "
-             f"{bubble:.1%} idle, by FLOPs alone"]
+    lines = [f"{schedule.name}: {schedule.ranks} pipeline ranks x {schedule.stages // schedule.ranks} stage(s), {schedule.micro_batches} "
+             f"micro-batches; {bubble:.1%} idle, by FLOPs alone"]
     for k, stage in enumerate(stages):
         share = sum(flops[i] for i in stage.units) / sum(flops)
         lines.append(f"stage {k} on rank {schedule.placement[k]}: {units_of(stage)}; {stored[k]:,} parameters; {share:.1%} of the FLOPs; "

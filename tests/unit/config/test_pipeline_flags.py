@@ -45,7 +45,8 @@ def test_layout_strings(text, counts):
 
 @pytest.mark.parametrize("text, problem", [
     ("", "must begin with its one E"), ("tt|tL", "must begin with its one E"), ("Et|t", "and end with its one L"), ("EtL|t", "and end with"),
-    ("E*2t|L", "its one E"), ("Et||tL", "stage 1 (from 0) is empty"), ("Et|t|tL|", "stage 3 (from 0) is empty"), ("Et|(tt|)*3,m|L", "m, a layer that"),
+    ("E*2t|L", "its one E"), ("Et||tL", "stage 1 (from 0) is empty"), ("Et|t|tL|", "stage 3 (from 0) is empty"),
+    ("Et|(tt|)*3,m|L", "m, a layer that"),
     ("Et|x|L", "'x' is none of E"), ("Et | tL", "' ' is none of"), ("Et|(t|tL", "'(' is none of"), ("E((t|)*2)*2L", "'(' is none of"),
     ("E(t)*99999999L", "repeats more than 100000 units"), ("Et|t*0|tL", "stage 1"), ("*2", "'*' is none of"),
 ])
@@ -66,10 +67,12 @@ def test_any_layout_string_is_read_or_refused(text):
 
 @pytest.mark.parametrize("extra, layers, ranks, counts", [
     ("", 8, 4, (2, 2, 2, 2)),
-    (f"{VIRTUAL} 2", 8, 4, (1,) * 8), (f"{PER_VIRTUAL} 1", 8, 4, (1,) * 8), (f"{PER_VIRTUAL} 2", 8, 2, (2,) * 4), (f"{PER_VIRTUAL} 2", 8, 4, (2,) * 4),
+    (f"{VIRTUAL} 2", 8, 4, (1,) * 8), (f"{PER_VIRTUAL} 1", 8, 4, (1,) * 8), (f"{PER_VIRTUAL} 2", 8, 2, (2,) * 4),
+    (f"{PER_VIRTUAL} 2", 8, 4, (2,) * 4),
     (f"{EMBEDDING} {LOSS}", 6, 4, (1, 2, 2, 1)), (f"{LOSS}", 7, 4, (2, 2, 2, 1)), (f"{EMBEDDING} {LOSS} {VIRTUAL} 2", 6, 4, (0, 1, 1, 1, 1, 1, 1, 0)),
     (f"{EMBEDDING} {LOSS} {PER_VIRTUAL} 2", 14, 4, (1, 2, 2, 2, 2, 2, 2, 1)),
-    (f"{FIRST} 1 {LAST} 3", 8, 4, (1, 2, 2, 3)), (f"{FIRST} 2", 8, 4, (2, 2, 2, 2)), (f"{LAST} 5", 8, 4, (1, 1, 1, 5)), (f"{FIRST} 3 {LAST} 5", 8, 2, (3, 5)),
+    (f"{FIRST} 1 {LAST} 3", 8, 4, (1, 2, 2, 3)), (f"{FIRST} 2", 8, 4, (2, 2, 2, 2)), (f"{LAST} 5", 8, 4, (1, 1, 1, 5)),
+    (f"{FIRST} 3 {LAST} 5", 8, 2, (3, 5)),
     (f"{LAST} 5", 8, 2, (3, 5)),
     # Megatron-LM: a rank's layers are divided evenly over its virtual stages, which go round the ranks
     (f"{FIRST} 2 {LAST} 4 {VIRTUAL} 2", 14, 4, (1, 2, 2, 2, 1, 2, 2, 2)),
@@ -96,7 +99,8 @@ def test_a_single_rank_holds_everything():
 @pytest.mark.parametrize("extra, schedule, virtual", [
     ("", "1f1b", 1), (f"{VIRTUAL} 2", "interleaved", 2), (f"{PER_VIRTUAL} 1", "interleaved", 2), (f"{PER_VIRTUAL} 2", "1f1b", 1),
     (f"{LAYOUT} Et|(t|)*6tL", "interleaved", 2), (f"{LAYOUT} Et|(tt|)*2,tttL", "1f1b", 1), (f"{LAYOUT} auto {VIRTUAL} 2", "interleaved", 2),
-    ("--pipeline-schedule zero-bubble", "zero-bubble", 1), ("--pipeline-schedule zero-bubble-v", "zero-bubble-v", 2), ("--enable-zbh1-pipeline", "zero-bubble", 1),
+    ("--pipeline-schedule zero-bubble", "zero-bubble", 1), ("--pipeline-schedule zero-bubble-v", "zero-bubble-v", 2),
+    ("--enable-zbh1-pipeline", "zero-bubble", 1),
     (f"--pipeline-schedule zero-bubble-v {LAYOUT} auto", "zero-bubble-v", 2), ("--pipeline-schedule gpipe", "gpipe", 1),
 ])
 def test_schedules_and_virtual_stages_that_follow(extra, schedule, virtual):
@@ -112,15 +116,19 @@ def test_schedules_and_virtual_stages_that_follow(extra, schedule, virtual):
     ("", 3, 8, f"--num-layers 3: not divisible by {PP} 8; the nearest is 8, or give fewer pipeline ranks"),
     ("", 6, 8, f"--num-layers 6: not divisible by {PP} 8; the nearest is 8, or give {LAYOUT} auto"),
     (f"{VIRTUAL} 2", 12, 4, f"--num-layers 12: not divisible by {PP} 4 x {VIRTUAL} 2 = 8; the nearest are 8 and 16, or give {LAYOUT} auto"),
-    (f"{LOSS}", 8, 4, f"--num-layers 8 (9 with those of {LOSS}): not divisible by {PP} 4; the nearest are 7 and 11, or give {LAYOUT} auto instead of {LOSS}"),
+    (f"{LOSS}", 8, 4,
+     f"--num-layers 8 (9 with those of {LOSS}): not divisible by {PP} 4; the nearest are 7 and 11, or give {LAYOUT} auto instead of {LOSS}"),
     (f"{PER_VIRTUAL} 3", 16, 4, f"--num-layers 16: not divisible by {PP} 4 x {PER_VIRTUAL} 3 = 12; the nearest are 12 and 24, or give {LAYOUT} auto "
                                 f"instead of {PER_VIRTUAL}"),
     (f"{PER_VIRTUAL} 2 {VIRTUAL} 4", 16, 4, f"{PER_VIRTUAL} 2: makes 2 stages on each pipeline rank, which contradicts {VIRTUAL} 4; drop one"),
     (f"{FIRST} 3", 8, 4, f"{FIRST} 3: leave 5 of --num-layers 8 to 3 other pipeline rank(s), which must share them evenly; give {FIRST} 2, or"),
-    (f"{FIRST} 1 {LAST} 1", 8, 2, f"{FIRST} 1 and {LAST} 1: make 2 layers of --num-layers 8; give {FIRST} 7, or {LAYOUT} auto instead of {FIRST} and {LAST}"),
-    (f"{FIRST} 3 {VIRTUAL} 2", 9, 4, f"{FIRST} 3: leave 6 of --num-layers 9 to 3 other pipeline rank(s) x 2 virtual stages, which must share them evenly, and "
+    (f"{FIRST} 1 {LAST} 1", 8, 2,
+     f"{FIRST} 1 and {LAST} 1: make 2 layers of --num-layers 8; give {FIRST} 7, or {LAYOUT} auto instead of {FIRST} and {LAST}"),
+    (f"{FIRST} 3 {VIRTUAL} 2", 9, 4,
+     f"{FIRST} 3: leave 6 of --num-layers 9 to 3 other pipeline rank(s) x 2 virtual stages, which must share them evenly, and "
                                      f"each rank's number must be divisible by {VIRTUAL} 2; give {LAYOUT} auto instead of {FIRST}"),
-    (f"{FIRST} 9 {LAST} 1", 8, 4, f"{FIRST} 9 and {LAST} 1: leave -2 of --num-layers 8 to 2 other pipeline rank(s), which must share them evenly; give "
+    (f"{FIRST} 9 {LAST} 1", 8, 4,
+     f"{FIRST} 9 and {LAST} 1: leave -2 of --num-layers 8 to 2 other pipeline rank(s), which must share them evenly; give "
                                   f"{FIRST} 5, or {LAYOUT} auto instead of {FIRST} and {LAST}"),
     (f"{LAYOUT} auto {FIRST} 3", 8, 4, f"{LAYOUT} auto: contradicts {FIRST} 3; keep one way to share out the layers"),
     (f"{LAYOUT} Et|tL {EMBEDDING} {PER_VIRTUAL} 1", 2, 2, f"{LAYOUT} Et|tL: contradicts {EMBEDDING} and {PER_VIRTUAL} 1; keep one way"),
@@ -136,12 +144,16 @@ def test_schedules_and_virtual_stages_that_follow(extra, schedule, virtual):
     # schedules
     ("--pipeline-schedule interleaved", 8, 4, f"--pipeline-schedule interleaved: needs several stages on each pipeline rank; give {VIRTUAL} 2, or "
                                               "--pipeline-schedule 1f1b"),
-    (f"--pipeline-schedule 1f1b {VIRTUAL} 2", 8, 4, f"--pipeline-schedule 1f1b: takes one stage on each pipeline rank, and {VIRTUAL} 2 makes 2; drop that"),
-    (f"--pipeline-schedule gpipe {PER_VIRTUAL} 1", 8, 4, f"--pipeline-schedule gpipe: takes one stage on each pipeline rank, and {PER_VIRTUAL} 1 makes 2"),
+    (f"--pipeline-schedule 1f1b {VIRTUAL} 2", 8, 4,
+     f"--pipeline-schedule 1f1b: takes one stage on each pipeline rank, and {VIRTUAL} 2 makes 2; drop that"),
+    (f"--pipeline-schedule gpipe {PER_VIRTUAL} 1", 8, 4,
+     f"--pipeline-schedule gpipe: takes one stage on each pipeline rank, and {PER_VIRTUAL} 1 makes 2"),
     (f"--pipeline-schedule zero-bubble {LAYOUT} Et|t|t|tL", 4, 2, "--pipeline-schedule zero-bubble: takes one stage on each pipeline rank, and "
                                                                    f"{LAYOUT} Et|t|t|tL makes 2"),
-    (f"--pipeline-schedule zero-bubble-v {VIRTUAL} 1", 8, 4, f"--pipeline-schedule zero-bubble-v: takes 2 stages on each pipeline rank, and {VIRTUAL} 1 makes 1"),
-    (f"--pipeline-schedule zero-bubble-v {LAYOUT} Ett|ttL", 4, 2, f"zero-bubble-v: takes 2 stages on each pipeline rank, and {LAYOUT} Ett|ttL makes 1"),
+    (f"--pipeline-schedule zero-bubble-v {VIRTUAL} 1", 8, 4,
+     f"--pipeline-schedule zero-bubble-v: takes 2 stages on each pipeline rank, and {VIRTUAL} 1 makes 1"),
+    (f"--pipeline-schedule zero-bubble-v {LAYOUT} Ett|ttL", 4, 2,
+     f"zero-bubble-v: takes 2 stages on each pipeline rank, and {LAYOUT} Ett|ttL makes 1"),
     (f"--pipeline-schedule zero-bubble-v {VIRTUAL} 3", 12, 4, f"zero-bubble-v: takes 2 stages on each pipeline rank, and {VIRTUAL} 3 makes 3"),
 ])
 def test_one_fault(extra, layers, ranks, expected):
@@ -162,7 +174,8 @@ def test_faults_of_the_pipeline_are_told_with_all_others():
     (4, 4, 6, "start 16 (in a dry run, with --world-size), or give --tensor-model-parallel-size 3 and --pipeline-model-parallel-size 2"),
 ])
 def test_tensor_x_pipeline_parallel_size_divides_the_ranks(tp, pp, world, fix):
-    found = [fault for fault in faults(f"--tensor-model-parallel-size {tp} --num-attention-heads 12 --kv-channels 8", 24, pp, world) if "rank(s) of" in fault]
+    told = faults(f"--tensor-model-parallel-size {tp} --num-attention-heads 12 --kv-channels 8", 24, pp, world)
+    found = [fault for fault in told if "rank(s) of" in fault]
     assert found == [f"--tensor-model-parallel-size {tp} x {PP} {pp}: does not divide the {world} rank(s) of this job; {fix}"]
 
 

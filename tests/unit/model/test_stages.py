@@ -24,10 +24,9 @@ def resolved(layers: int, ranks: int, model: dict | None = None, **distributed) 
 
 
 def tiles(stages: tuple[Stage, ...], layers: int) -> bool:
-    units = [unit for stage in stages for unit in stage.units]
-    ends = [stage.embedding for stage in stages], [stage.head for stage in stages]
-    return (units == list(range(layers + 2)) and all(len(stage.units) > 0 for stage in stages) and ends == (
-        [True] + [False] * (len(stages) - 1), [False] * (len(stages) - 1) + [True]) and [i for stage in stages for i in stage.layers] == list(range(layers)))
+    units, last = [unit for stage in stages for unit in stage.units], len(stages) - 1
+    whole = units == list(range(layers + 2)) and [i for stage in stages for i in stage.layers] == list(range(layers))
+    return whole and all(len(stage.units) > 0 and (stage.embedding, stage.head) == (k == 0, k == last) for k, stage in enumerate(stages))
 
 
 def test_the_whole_model():
