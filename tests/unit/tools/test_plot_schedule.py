@@ -176,13 +176,22 @@ def test_wrong_values_of_flags(capsys, flags):
     assert flags[1] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("picture", sorted((ROOT / "docs/images").glob("*.svg")), ids=lambda path: path.name)
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs/images").glob("schedule-*.svg")), ids=lambda path: path.name)
 def test_the_pictures_of_the_documentation_are_what_the_tool_draws(picture, tmp_path):
     """Their commands stand in docs/schedules.md."""
     page = (ROOT / "docs/schedules.md").read_text()
     command = re.search(rf"python tools/plot_schedule.py (.*) --out docs/images/{picture.name}", page)
     assert command, f"docs/schedules.md has no command for {picture.name}"
-    if "--measured" not in command[1]:
-        assert plot_schedule.main([*command[1].split(), "--out", str(tmp_path / picture.name)]) == 0
-        assert (tmp_path / picture.name).read_text() == picture.read_text()
+    assert plot_schedule.main([*command[1].split(), "--out", str(tmp_path / picture.name)]) == 0
+    assert (tmp_path / picture.name).read_text() == picture.read_text()
     assert picture.stat().st_size < 60_000
+
+
+@pytest.mark.parametrize("costs", [[], ["--costs", "1,1.2,0.8"], ["--latency", "0.1"]], ids=" ".join)
+def test_the_tables_of_the_documentation_are_what_the_tool_prints(capsys, costs):
+    page = (ROOT / "docs/schedules.md").read_text()
+    start = page.index(f"`{' '.join(costs)}`" if costs else "`python tools/plot_schedule.py --table --ranks 8 --micro-batches 16`")
+    assert plot_schedule.main(["--table", "--ranks", "8", "--micro-batches", "16", *costs]) == 0
+    shown = re.search(r"(?:^\|.*\n)+", page[start:], re.MULTILINE)[0].splitlines()
+    printed = capsys.readouterr().out.splitlines()
+    assert len(shown) >= 5 and [row for row in printed if row in shown] == shown
