@@ -40,6 +40,7 @@ def test_all_sizes_are_right_and_bounded(name: str):
             schedule = build_schedule(name, ranks, virtual, m)
             bounds = check(schedule)
             assert bounds.ascending and schedule.ranks == ranks and schedule.stages == ranks * virtual
+            assert max(bounds.received) <= 3, (ranks, virtual, m)
             bound = [most_in_flight(name, ranks, virtual, m, rank) for rank in range(ranks)]
             assert all(held <= most for held, most in zip(bounds.in_flight, bound)), (ranks, virtual, m, bounds, bound)
             if name != "zero-bubble-v":
