@@ -21,8 +21,8 @@ from torch.distributed import distributed_c10d
 from megatron.model.block import LayerBlock, PlainBlocks
 from parity.worker import run_case
 
-# Functions of dist/collectives.py that send and receive, and what they are.
-KINDS = {"start_all_reduce": "all-reduce", "start_all_gather": "all-gather", "gather_parts": "all-gather",
+# Functions of dist/collectives.py and dist/p2p.py that send and receive, and what they are.
+KINDS = {"Sending": "message", "start_all_reduce": "all-reduce", "start_all_gather": "all-gather", "gather_parts": "all-gather",
          "_GlooReduceScatter": "reduce-scatter", "scatter_parts": "reduce-scatter"}
 
 
@@ -30,11 +30,13 @@ KINDS = {"start_all_reduce": "all-reduce", "start_all_gather": "all-gather", "ga
 class Call:
     """One call. `bytes`: those that this rank sends by the textbook: of a message its size, of a ring all-reduce 2 (N-1)/N of the tensor."""
 
-    kind: str  # all-reduce, all-gather, reduce-scatter
+    kind: str  # all-reduce, all-gather, reduce-scatter, message
     ranks: tuple[int, ...]
     bytes: float
     phase: str  # forward, backward: of a layer; else elsewhere
     caller: str  # qualified name of the function of ours that asked
+    to: int | None = None  # of what is sent to one rank
+    tag: int = 0
 
 
 def _frames() -> Iterator[Any]:
@@ -45,15 +47,15 @@ def _frames() -> Iterator[Any]:
 
 
 def _who() -> tuple[str, str]:
-    """(kind of the collective in dist/collectives.py, the function that called it)."""
+    """(kind of the call in dist/collectives.py or dist/p2p.py, the function that called it)."""
     kind = None
     for frame in _frames():
         name = frame.f_code.co_qualname
-        if Path(frame.f_code.co_filename).name == "collectives.py":
+        if Path(frame.f_code.co_filename).name in ("collectives.py", "p2p.py"):
             kind = KINDS.get(name.split(".")[0], kind)
         elif kind is not None:
             return kind, name
-    raise AssertionError("torch.distributed was not called through dist/collectives.py")
+    raise AssertionError("torch.distributed was not called through dist/collectives.py or dist/p2p.py")
 
 
 class Ledger:
@@ -63,10 +65,10 @@ class Ledger:
         self.calls: list[Call] = []
         self.phase = "elsewhere"
 
-    def _note(self, tensor: Any, group: Any, share: float) -> None:
+    def _note(self, tensor: Any, group: Any, share: float, to: int | None = None, tag: int = 0) -> None:
         kind, caller = _who()
         ranks = tuple(dist.get_process_group_ranks(group))
-        self.calls.append(Call(kind, ranks, share * tensor.numel() * tensor.element_size(), self.phase, caller))
+        self.calls.append(Call(kind, ranks, share * tensor.numel() * tensor.element_size(), self.phase, caller, to, tag))
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -80,9 +82,9 @@ class Ledger:
     def open(self) -> Iterator[Ledger]:
         isend, all_reduce, forward, backward = dist.isend, dist.all_reduce, LayerBlock.forward, PlainBlocks.backward
 
-        def noted_isend(tensor, dst=None, group=None, *args, **kwargs):
-            self._note(tensor, group, 1.0)
-            return isend(tensor, dst, group, *args, **kwargs)
+        def noted_isend(tensor, dst=None, group=None, tag=0, **kwargs):
+            self._note(tensor, group, 1.0, dst, tag)
+            return isend(tensor, dst, group, tag, **kwargs)
 
         def noted_all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
             size = dist.get_world_size(group)
