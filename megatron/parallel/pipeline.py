@@ -23,6 +23,7 @@ from megatron.model.gpt import GPTModel
 from megatron.parallel.schedule import COMPUTATIONS, Action, Kind, Message, Schedule, makes, needs
 from megatron.parallel.timeline import Span, Timeline
 
+UNRECEIVED = 2  # outputs that a rank in evaluation runs ahead of a neighbour
 WORDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.BACKWARD_INPUT: "input-gradient"}
 
 
@@ -203,7 +204,7 @@ class _Step:
         queue = self.sending.setdefault(to, deque())
         with self._with_neighbour(to, f"take {_what(message)}"):
             queue.append(Sending(self.outbox.pop(message), to, self.pipeline.groups.channel(self.rank, to), self._tag(message)))
-            if not torch.is_grad_enabled() and len(queue) > len(self.placement):  # nothing comes back that would prove an arrival
+            if not torch.is_grad_enabled() and len(queue) > UNRECEIVED:  # nothing comes back that would prove an arrival
                 self._settle(to)
 
     def receive(self, action: Action) -> None:
