@@ -20,11 +20,11 @@ from megatron.dist.groups import Groups
 from megatron.dist.p2p import Receiving, Sending
 from megatron.model.block import BlockWrapper, MicroBatch
 from megatron.model.gpt import GPTModel
+from megatron.parallel.check import WORDS
 from megatron.parallel.schedule import COMPUTATIONS, Action, Kind, Message, Schedule, makes, needs
 from megatron.parallel.timeline import Span, Timeline
 
 UNRECEIVED = 2  # outputs that a rank in evaluation runs ahead of a neighbour
-WORDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.BACKWARD_INPUT: "input-gradient"}
 
 
 class PipelineError(RuntimeError):
