@@ -2,7 +2,8 @@
 
 Counts what this code keeps, not what a perfect implementation would: a test compares the activations with the tensors that
 autograd saves. Not counted: the allocator's fragmentation, the device's context and kernels (0.5 to 0.9 GiB on a GPU), temporaries (among
-them what is gathered from other ranks, and activations on their way between pipeline ranks), token ids and the loss (about 20 bytes a token).
+them what is gathered from other ranks, and what pipeline ranks are about to receive), token ids, positions and the loss (about 30 bytes a token of each
+micro-batch in flight).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron.parallel.schedule import Action, Kind, Schedule, build_schedule
 class StageBytes:
     """What one micro-batch keeps of a stage."""
 
-    saved: int  # from the forward pass to the backward pass, without logits
+    saved: int  # from the forward pass to the backward pass, without logits; also the output that is sent, as only what comes back proves its arrival
     logits: int
     stashed: int  # from the input gradient to the weight gradient, where they are apart
     running: int  # beside `saved` or `stashed` while a backward pass runs: the layer that is recomputed
@@ -45,7 +46,9 @@ def estimate_ranks(config: Config, vocab_size: int, world_size: int) -> list[dic
     padded = padded_vocab_size(vocab_size, config.model, config.distributed.tensor_model_parallel_size)
     stages, schedule = pipeline_stages(config, padded), schedule_of(config, world_size)
     stored = stage_parameters(config, stages, schedule.placement, padded)
-    each = [stage_bytes(config, stage, padded) for stage in stages]
+    following = [*schedule.placement[1:], schedule.placement[-1]]  # the last stage sends nothing
+    each = [stage_bytes(config, stage, padded, sends=here != there)
+            for stage, here, there in zip(stages, schedule.placement, following, strict=True)]
     result = []
     for rank, actions in enumerate(schedule.actions):
         count = sum(number for number, where in zip(stored, schedule.placement, strict=True) if where == rank)
@@ -77,8 +80,8 @@ def stage_parameters(config: Config, stages: Sequence[Stage], placement: Sequenc
     return [sum(units[i] for i in stage.units) for stage in stages]
 
 
-def stage_bytes(config: Config, stage: Stage, padded_vocab: int) -> StageBytes:
-    """What one micro-batch keeps of a stage on one rank."""
+def stage_bytes(config: Config, stage: Stage, padded_vocab: int, *, sends: bool) -> StageBytes:
+    """What one micro-batch keeps of a stage on one rank; `sends`: the next stage is on another."""
     model, tp = config.model, config.distributed.tensor_model_parallel_size
     compute, wide = element_sizes(config.precision)
     local, seq = local_shape(model, tp), config.data.seq_length
@@ -94,7 +97,7 @@ def stage_bytes(config: Config, stage: Stage, padded_vocab: int) -> StageBytes:
         ends += hidden + own * norm_statistics(model, wide)  # the final norm's input
     recomputed = config.training.recompute_granularity == "full"
     return StageBytes(
-        saved=len(stage.layers) * (hidden if recomputed else layer) + (0 if recomputed else ends) + (hidden if stage.head else 0),
+        saved=len(stage.layers) * (hidden if recomputed else layer) + (0 if recomputed else ends) + hidden * (stage.head + sends),
         logits=tokens * (padded_vocab // tp) * compute if stage.head else 0,
         stashed=len(stage.layers) * (4 * hidden + tokens * stashed_bytes_per_token(local, compute)),
         running=layer - hidden + ends if recomputed and len(stage.layers) else 0,

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_memory import BATCH, DRY, GROUPED, LOSS, ROPE, SEQ, VOCAB, Kept
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools/benchmark_peers"))
+
+from pipeline_rank import VIRTUAL, memory
 
 from megatron.config.groups import Config, DataConfig, DistributedConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 from megatron.config.validate import resolve
-from megatron.dist.groups import Axis
+from megatron.dist.groups import Axis, Layout
+from megatron.dist.setup import make_groups
 from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.block import PlainBlocks
@@ -86,7 +94,7 @@ def kept_of_stages(config: Config) -> list[tuple[int, int]]:
 def test_what_a_stage_keeps_is_what_autograd_keeps(model, distributed, recompute):
     config = configure(3 if "E" in distributed.get("pipeline_model_parallel_layout", "") else 2, 4, model, recompute=recompute, **distributed)
     padded = padded_vocab_size(VOCAB, config.model)
-    expected = [stage_bytes(config, stage, padded) for stage in pipeline_stages(config, padded)]
+    expected = [stage_bytes(config, stage, padded, sends=False) for stage in pipeline_stages(config, padded)]
     found = kept_of_stages(config)
     assert [saved for saved, _ in found] == [each.saved for each in expected]
     assert [stashed for _, stashed in found] == [each.stashed for each in expected]
@@ -144,13 +152,33 @@ def test_the_estimate_follows_schedule_and_recompute():
     assert activations(8) == activations(64) and activations(64, "gpipe")[0] > 15 * activations(64)[0]
     assert activations(8, "gpipe")[1] == 8 * activations(1)[1] == 8 * activations(8)[1] // 3
     one, two = (activations(m, recompute=True)[1] for m in (1, 2))
-    assert two - one == 2 * SEQ * BATCH * 64 * 4  # another micro-batch costs the inputs of a stage's two layers
+    assert two - one == 3 * SEQ * BATCH * 64 * 4  # another micro-batch costs the inputs of a stage's two layers, and its output
     saved, again = activations(8, "zero-bubble")[0], activations(8, "zero-bubble", recompute=True)[0]
     assert activations(8, recompute=True)[0] < again < saved  # recomputed once: linear layers keep theirs for the weight gradient
     split = configure(4, 8, pipeline_schedule="zero-bubble")
     assert schedule_of(split, 4).micro_batches == 8
     accumulated = dataclasses.replace(split, distributed=dataclasses.replace(split.distributed, world_size=8))
     assert schedule_of(accumulated, 8).micro_batches == 4  # two data-parallel ranks
+
+
+SHAPE = {"layers": 8, "hidden": 64, "heads": 4, "ffn": 160, "seq": SEQ, "batch": BATCH, "vocab": 384}
+NAMES = ["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"]
+
+
+def measure(micro_batches: int) -> list[dict]:
+    return memory(make_groups(Layout(pp=dist.get_world_size()), None), NAMES, [micro_batches], SHAPE)
+
+
+def test_the_estimate_is_what_lives_while_the_executor_runs(gloo_world):
+    """Within 6%: ids, positions and losses are not counted (some 3% at this width), nor are messages that are about to arrive."""
+    model = {**LLAMA, "group_query_attention": False, "num_query_groups": None, "ffn_hidden_size": 160, "add_bias_linear": False}
+    measured = gloo_world(2).run(measure, 6)
+    for index, name in enumerate(NAMES):
+        config = configure(2, 8, model, 6, pipeline_schedule=name, num_virtual_stages_per_pipeline_rank=VIRTUAL.get(name, 1))
+        for rank, sizes in enumerate(estimate_ranks(config, VOCAB, 2)):
+            row = measured[rank][index]
+            assert row["schedule"] == name
+            assert row["held"] == pytest.approx((sizes["activations"] + sizes["logits"]) * 1.03, rel=0.03), (name, rank)
 
 
 def test_the_table_of_stages():
