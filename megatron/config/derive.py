@@ -49,7 +49,7 @@ class Run:
         return all(value is not None and not (isinstance(value, (int, float)) and value <= 0) for value in values)
 
 
-Derivation = Iterator[tuple[str, Any, str]]  # field, value, reason
+Derivation = Iterator[tuple[str, Any, str]]  # field, value, reason; none where nobody asked
 
 
 def _derive_model(run: Run) -> Derivation:
@@ -102,11 +102,13 @@ def _derive_distributed(run: Run) -> Derivation:
         yield "sequence_parallel", False, "with --tensor-model-parallel-size 1 there are no ranks to split the sequence over"
     virtual = virtual_stages(run.config) if run.pp > 1 else 1
     if virtual is not None and run.num_virtual_stages_per_pipeline_rank != virtual:
-        yield "num_virtual_stages_per_pipeline_rank", virtual, _why_virtual(run)
+        unasked = run.pp == 1 and run.num_virtual_stages_per_pipeline_rank is None
+        yield "num_virtual_stages_per_pipeline_rank", virtual, "" if unasked else _why_virtual(run)
     if run.pp == 1 and run.pipeline_schedule not in (None, "1f1b"):
         yield "pipeline_schedule", "1f1b", "with --pipeline-model-parallel-size 1 there is one order"
     elif run.pipeline_schedule is None and virtual is not None:
-        yield "pipeline_schedule", "1f1b" if virtual == 1 else "interleaved", f"{virtual} stage(s) on each pipeline rank"
+        name = "1f1b" if virtual == 1 else "interleaved"
+        yield "pipeline_schedule", name, f"{virtual} stage(s) on each pipeline rank" if run.pp > 1 else ""
 
 
 def _why_virtual(run: Run) -> str:
@@ -123,11 +125,11 @@ DERIVED = (_derive_model, _derive_data, _derive_training, _derive_schedule, _der
 
 
 def derive(config: Config, world: int, vocabulary: int | None) -> tuple[Config, list[str]]:
-    """The configuration with every derived value filled in, and one note for each: field = value: reason."""
+    """The configuration with every derived value filled in, and a note for each that has a reason: field = value: reason."""
     notes = []
     for derivation in DERIVED:
         for field, value, reason in derivation(Run(config, world, vocabulary)):
             group = GROUP_OF[field]
             config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{field: value})})
-            notes.append(f"{field.replace('_', '-')} = {value}: {reason}")
+            notes += [f"{field.replace('_', '-')} = {value}: {reason}"] if reason else []
     return config, notes

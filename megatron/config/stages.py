@@ -66,12 +66,11 @@ def _quotient(value: int, divisor: int) -> int | None:
     return value // divisor if value % divisor == 0 and value > 0 else None
 
 
-def rank_of_stage(config: Config, stage: int) -> int:
-    """The pipeline rank that holds a stage: round and round, or down and up again under zero-bubble-v."""
-    distributed = config.distributed
-    ranks = distributed.pipeline_model_parallel_size
-    turned, rank = divmod(stage, ranks)
-    return ranks - 1 - rank if turned and distributed.pipeline_schedule == "zero-bubble-v" else rank
+def place(schedule: str, ranks: int, virtual: int) -> tuple[int, ...]:
+    """Stage -> pipeline rank: round and round, or down and up again for the V schedule."""
+    if schedule == "zero-bubble-v":
+        return (*range(ranks), *reversed(range(ranks)))
+    return tuple(stage % ranks for stage in range(ranks * virtual))
 
 
 def layers_of_stages(config: Config) -> tuple[int, ...]:
@@ -86,7 +85,7 @@ def layers_of_stages(config: Config) -> tuple[int, ...]:
     if first is not None or last is not None:
         given = {rank: number for rank, number in ((0, first), (ranks - 1, last)) if number is not None}
         rest = (layers - sum(given.values())) // max(1, ranks - len(given))
-        return tuple(given.get(rank_of_stage(config, stage), rest) // virtual for stage in range(ranks * virtual))
+        return tuple(given.get(rank, rest) // virtual for rank in place(distributed.pipeline_schedule, ranks, virtual))
     counts = [counted_layers(config) // (ranks * virtual)] * (ranks * virtual)
     counts[0] -= distributed.account_for_embedding_in_pipeline_split
     counts[-1] -= distributed.account_for_loss_in_pipeline_split

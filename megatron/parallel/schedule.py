@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.config.stages import place
+
 
 class Kind(enum.Enum):
     """What an action does with one stage and one micro-batch."""
@@ -196,13 +198,6 @@ BUILDERS = {
     "zero-bubble": _zero_bubble,
     "zero-bubble-v": _zero_bubble_v,
 }
-
-
-def place(name: str, ranks: int, virtual: int) -> tuple[int, ...]:
-    """Stage -> rank: round and round, or down and up again for the V schedule."""
-    if name == "zero-bubble-v":
-        return (*range(ranks), *reversed(range(ranks)))
-    return tuple(stage % ranks for stage in range(ranks * virtual))
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""What each stage of a pipeline holds and computes, as text: what --dry-run prints."""
+"""What each stage of a pipeline holds and computes, as text: what the banner prints."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config, PrecisionConfig
+from megatron.config.stages import place
 from megatron.config.validate import resolve
 from megatron.data.loader import Data, build_data
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
@@ -39,7 +40,6 @@ from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.update import choose_adam
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.recompute import Recompute
-from megatron.parallel.schedule import place
 from megatron.plan import memory
 from megatron.plan.stages import stage_lines
 from megatron.training.checkpointing import load, locate_checkpoint, prepare_save_folder, save
@@ -103,6 +103,7 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
             f"sequence {seq}; {gbs * seq:,} tokens an iteration; {length}",
             f"{flops[0] / 1e12:.4g} TFLOP an iteration ({flops[1] / 1e12:.4g} with the padded vocabulary, Megatron's count)",
         ],
+        "pipeline": stage_lines(config, tokenizer.vocab_size, world_size),
         "kernels": [f"attention {attention}{slow}; {config.optimizer.optimizer} {adam}; recompute {training.recompute_granularity or 'none'}"],
         "memory": [f"estimate per rank{' (the largest)' if config.distributed.pipeline_model_parallel_size > 1 else ''} (GiB): {gib}"],
         "data": data.notes,
@@ -120,8 +121,7 @@ def pretrain(config: Config, notes: list[str], *, dry_run: bool = False) -> int:
     resolve(config, world_size, None)  # faults of flags come before those of files and of other ranks
     if dry_run:
         prepared = prepare(config, notes, world_size, torch.device("cpu"), ALONE)
-        stages = stage_lines(prepared.config, prepared.tokenizer.vocab_size, world_size)
-        print(banner({**prepared.sections, "pipeline": stages}) + "\ndry run: everything is in order; nothing was trained", flush=True)
+        print(banner(prepared.sections) + "\ndry run: everything is in order; nothing was trained", flush=True)
         return 0
     device, backend = choose_device(launch, config.distributed)
     versions = {"megatron": __version__, "torch": torch.__version__}

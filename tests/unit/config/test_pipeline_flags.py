@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
-from megatron.config.stages import layers_of_stages, parse_layout, rank_of_stage
+from megatron.config.stages import layers_of_stages, parse_layout, place
 from megatron.config.validate import cross_field_faults, resolve
-from megatron.parallel.schedule import place
 
 BASE = ("--hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 64 --lr 1e-3 --train-iters 10 --mock-data "
         "--vocab-size 100 --save new --dry-run")
@@ -208,8 +207,9 @@ def test_a_split_covers_the_layers_or_its_fix_is_accepted(layers, ranks, virtual
     if not found:
         config = resolve(*configure(line, layers, ranks), 101).config
         counts, held = layers_of_stages(config), [0] * ranks
-        for stage, count in enumerate(counts):
-            held[rank_of_stage(config, stage)] += count
+        ranked = place(config.distributed.pipeline_schedule, ranks, len(counts) // ranks)
+        for stage, (rank, count) in enumerate(zip(ranked, counts, strict=True)):
+            held[rank] += count
             assert count + (stage == 0) + (stage == len(counts) - 1) > 0
         assert sum(counts) == layers and len(counts) == ranks * config.distributed.num_virtual_stages_per_pipeline_rank
         assert first in (None, held[0]) and last in (None, held[-1])
@@ -222,12 +222,6 @@ def test_a_split_covers_the_layers_or_its_fix_is_accepted(layers, ranks, virtual
         assert faults(f"{line} {match[1]} {match[2]}", layers, ranks) == []
     if f"{LAYOUT} auto" in fault and "contradicts" not in fault:
         assert faults(f"{LAYOUT} auto" + (f" {VIRTUAL} {virtual}" if virtual else ""), layers, ranks) == []
-
-
-@pytest.mark.parametrize("name, virtual", [("1f1b", 1), ("interleaved", 3), ("zero-bubble", 1), ("zero-bubble-v", 2)])
-def test_stages_lie_where_the_schedule_places_them(name, virtual):
-    config = resolve(*configure(f"--pipeline-schedule {name} {VIRTUAL} {virtual}", 24, 4), 101).config
-    assert tuple(rank_of_stage(config, stage) for stage in range(4 * virtual)) == place(name, 4, virtual)
 
 
 def test_few_micro_batches_are_a_remark():
