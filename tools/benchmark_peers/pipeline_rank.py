@@ -21,7 +21,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
+
+from benchmark_training import busy_seconds  # noqa: E402
 
 from megatron.config.groups import ModelConfig  # noqa: E402
 from megatron.dist.collectives import all_reduce, gather_bytes  # noqa: E402
@@ -54,8 +56,8 @@ class Job:
         config = ModelConfig(
             num_layers=layers, hidden_size=shape["hidden"], ffn_hidden_size=shape["ffn"], num_attention_heads=shape["heads"],
             kv_channels=shape["hidden"] // shape["heads"], num_query_groups=shape["heads"], max_position_embeddings=shape["seq"], activation="swiglu",
-            untie_embeddings_and_output_weights=True, position_embedding_type="rope", normalization="RMSNorm", add_bias_linear=False, hidden_dropout=0.0,
-            attention_dropout=0.0)
+            untie_embeddings_and_output_weights=True, position_embedding_type="rope", normalization="RMSNorm", add_bias_linear=False,
+            hidden_dropout=0.0, attention_dropout=0.0)
         self.model = GPTModel(config, vocab_size=shape["vocab"], padded_vocab=shape["vocab"], dtype=dtype, seed=5,
                               stages=tuple(stage for stage, rank in zip(stages, self.placement) if rank == groups.pp.rank))
         self.blocks = build_blocks(self.model, CPU)
@@ -222,7 +224,8 @@ class Sleeper:
         return sums
 
 
-def sleeps(groups: Groups, name: str, micro_batches: int, costs: dict[str, list[float]], shape: tuple[int, int, int], tries: int) -> list[dict[str, Any]]:
+def sleeps(groups: Groups, name: str, micro_batches: int, costs: dict[str, list[float]], shape: tuple[int, int, int],
+           tries: int) -> list[dict[str, Any]]:
     """`tries` steps of a schedule with sleeps: the spans of this rank's computations on the host's clock, and the CPU seconds of its thread."""
     placement = place(name, groups.pp.size, VIRTUAL.get(name, 1))
     schedule = build_schedule(name, groups.pp.size, VIRTUAL.get(name, 1), micro_batches)
@@ -272,8 +275,9 @@ def calibrate(groups: Groups, name: str, shape: dict[str, int], repeats: int = 5
                 micro, x = job.micro_batch(job.tokens(0)), None if units[0][0] == "embedding" else torch.zeros(job.pipeline.shape)
                 stamps = [time.perf_counter()]
                 y, saved = job.model.forward(micro, job.wrapper, x, chunk)
+                dy = job.model.loss_gradient(y, 1.0) if units[-1][0] == "head" else torch.ones_like(y)
                 stamps.append(time.perf_counter())
-                _, left = job.model.backward_input(saved, job.model.loss_gradient(y, 1.0) if units[-1][0] == "head" else torch.ones_like(y), job.wrapper, chunk)
+                _, left = job.model.backward_input(saved, dy, job.wrapper, chunk)
                 stamps.append(time.perf_counter())
                 job.model.backward_weight(left, job.wrapper, chunk)
                 times.append([after - before for before, after in zip(stamps, [*stamps[1:], time.perf_counter()])])
@@ -299,21 +303,24 @@ def against_torch(groups: Groups, name: str, micro_batches: int, shape: dict[str
 
     sides: dict[str, Callable[[], float]] = {"ours": ours, "torch": lambda: theirs.step(batch)}
     answer: dict[str, Any] = {"rounds": []}
-    for side, step in sides.items():  # also to warm up
+    for side, step in sides.items():
+        step()  # torch runs its stages once more in the first step, to learn the shapes
         for block in job.blocks:
             block.grad.zero_()
         loss = step()
         answer[side] = {"loss": loss, "gradient": float(sum(block.grad.double().square().sum() for block in job.blocks)) ** 0.5}
-        step()
+    for value, other in zip(answer["ours"].values(), answer["torch"].values()):  # the same fp32 products; a loss is a sum of a few thousand terms
+        assert abs(value - other) <= 1e-5 * abs(value), f"{name}: ours {answer['ours']}, torch's {answer['torch']}"
     for index in range(pairs):
         row = {}
         for side in list(sides)[:: 1 if index % 2 else -1]:
             all_reduce(torch.zeros(1), groups.pp)
-            begin, cpu = time.perf_counter(), time.process_time()
+            before = time.perf_counter(), time.process_time(), busy_seconds()
             for _ in range(steps):
                 sides[side]()
             all_reduce(torch.zeros(1), groups.pp)
-            row[side] = {"begin": begin, "seconds": (time.perf_counter() - begin) / steps, "cpu": (time.process_time() - cpu) / steps}
+            after = time.perf_counter(), time.process_time(), busy_seconds()
+            row[side] = {name: (b - a) / steps for name, a, b in zip(("seconds", "cpu", "busy"), before, after)}
         answer["rounds"].append(row)
     return answer
 

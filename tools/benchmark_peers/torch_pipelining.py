@@ -81,4 +81,4 @@ class TorchPipeline:
         losses: list[Tensor] = []
         arguments = (ids,) if self.first else ()
         self.schedule.step(*arguments, target=ids if self.last else None, losses=losses if self.last else None, return_outputs=False)
-        return float(sum(losses)) if losses else 0.0
+        return sum(loss.item() for loss in losses)
