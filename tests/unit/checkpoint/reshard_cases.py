@@ -16,6 +16,7 @@ from checkpoint_cases import same_bits
 from megatron.checkpoint.manifest import iteration_folder
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.arguments import parse_arguments
+from megatron.model.layout import holders
 from megatron.optimizer.optimizer import Optimizer
 from megatron.training import checkpointing, pretrain
 from megatron.training.exit import Exit
@@ -32,11 +33,15 @@ FEATURES = {
                   "--untie-embeddings-and-output-weights",  # fewer key/value heads than 4 ranks; ranks that hold padding alone
     "mqa-fp64": f"--make-vocab-size-divisible-by 1 {LLAMA} --group-query-attention --num-query-groups 1 --fp64 "
                 "--hidden-dropout 0 --attention-dropout 0",
+    "untied-fp64": f"--make-vocab-size-divisible-by 1 {LLAMA} --fp64 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0",
 }
-TP = "--tensor-model-parallel-size"
+TP, PP, SCHEDULE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--pipeline-schedule"
+AUTO = "--pipeline-model-parallel-layout auto"  # four stages: embedding, two layers, head
 LAYOUTS = {  # name: ranks, flags
     "one": (1, ""), "tp2": (2, f"{TP} 2"), "tp2sp": (2, f"{TP} 2 --sequence-parallel"), "dp2": (2, ""), "tp4sp": (4, f"{TP} 4 --sequence-parallel"),
-    "tp2dp2": (4, f"{TP} 2"),
+    "tp2dp2": (4, f"{TP} 2"), "pp2": (2, f"{PP} 2 {SCHEDULE} 1f1b"), "pp4": (4, f"{PP} 4 {SCHEDULE} 1f1b {AUTO}"),
+    "pp2v2": (2, f"{PP} 2 {SCHEDULE} interleaved --num-virtual-stages-per-pipeline-rank 2 {AUTO}"), "pp2zbv": (2, f"{PP} 2 {SCHEDULE} zero-bubble-v {AUTO}"),
+    "tp2sppp2": (4, f"{TP} 2 --sequence-parallel {PP} 2 {SCHEDULE} zero-bubble"), "pp2dp2": (4, f"{PP} 2 {SCHEDULE} gpipe"),
 }
 
 
@@ -156,6 +161,8 @@ MUTANTS: dict[str, Callable] = {
     "every data-parallel copy owns": _owns(lambda box, groups: groups.tp.rank == 0 or box.replicated is None),
     "every holder of a key/value head owns it": _owns(
         lambda box, groups: groups.replicas.rank == 0 and (box.replicated != "axis" or groups.tp.rank == 0)),
+    "both ends of a pipeline own a tied matrix": _owns(
+        lambda box, groups: groups.replicas.rank == 0 and (box.replicated == "tied" or holders(box, groups).rank == 0)),
     "read at the beginning": _read_at_the_beginning,
     "weights are not published": lambda: mock.patch.object(Optimizer, "publish_weights", lambda self: None),
 }

@@ -79,14 +79,19 @@ def test_on_the_same_layout_a_run_goes_on_bit_for_bit(on, runs, tmp_path, featur
     assert whole[3:] == resumed and len(resumed) == 3
 
 
-RING = dict(zip(LAYOUTS, [*list(LAYOUTS)[1:], "one"], strict=True))
+EARLIER = [layout for layout in LAYOUTS if "pp" not in layout]
+PAIRS = [("mqa-fp64", *pair) for pair in zip(EARLIER, [*EARLIER[1:], "one"], strict=True)] + [
+    ("mqa-fp64", "one", "pp2"), ("mqa-fp64", "pp2", "tp2"), ("mqa-fp64", "dp2", "pp4"), ("mqa-fp64", "pp4", "pp2dp2"), ("mqa-fp64", "pp2v2", "one"),
+    ("mqa-fp64", "pp2zbv", "tp2sppp2"), ("untied-fp64", "pp2", "tp2"), ("untied-fp64", "tp2sp", "pp2zbv"), ("untied-fp64", "pp2v2", "one"),
+    ("untied-fp64", "tp2sppp2", "pp4"),
+]
 
 
-@pytest.mark.parametrize(("source", "target"), RING.items())
-def test_on_another_layout_a_run_goes_on_within_the_bound(on, runs, tmp_path, source, target):
+@pytest.mark.parametrize(("feature", "source", "target"), PAIRS)
+def test_on_another_layout_a_run_goes_on_within_the_bound(on, runs, tmp_path, feature, source, target):
     """In fp64, to the parity harness's 1e-10; the control resumes without the optimizer's state."""
-    root = runs("mqa-fp64", source)
-    arguments = flags("mqa-fp64", target, "--load", root, "--ckpt-step", 3)
+    root = runs(feature, source)
+    arguments = flags(feature, target, "--load", root, "--ckpt-step", 3)
     texts = on(target, start, (*arguments, *saving(tmp_path / "right")))
     assert "iteration 3; goes on from the same state, not bit for bit: " in texts[0]
     assert distance(saved(root, 6), saved(tmp_path / "right", 6)) < 1e-10
@@ -98,13 +103,16 @@ def test_on_another_layout_a_run_goes_on_within_the_bound(on, runs, tmp_path, so
 
 def test_only_owning_ranks_write(runs):
     shards = {layout: len(list(saved(runs("gqa-untied", layout)).glob("*.safetensors"))) for layout in LAYOUTS}
-    assert shards == {"one": 1, "tp2": 2, "tp2sp": 2, "dp2": 1, "tp4sp": 4, "tp2dp2": 2}
+    assert shards == {"one": 1, "tp2": 2, "tp2sp": 2, "dp2": 1, "tp4sp": 4, "tp2dp2": 2,
+                      "pp2": 2, "pp4": 4, "pp2v2": 2, "pp2zbv": 2, "tp2sppp2": 4, "pp2dp2": 2}
+    assert len(list(saved(runs("tied-bf16", "pp4")).glob("*.safetensors"))) == 3  # the last stage is a tied head
 
 
 @pytest.mark.parametrize(("mutant", "feature", "layout"), [
     ("tensor-parallel ranks other than the first own nothing", "tied-bf16", "tp2"),
     ("every data-parallel copy owns", "tied-bf16", "dp2"),
     ("every holder of a key/value head owns it", "gqa-untied", "tp4sp"),
+    ("both ends of a pipeline own a tied matrix", "tied-bf16", "pp2"),
 ])
 def test_a_wrong_owner_saves_nothing(on, tmp_path, mutant, feature, layout):
     """The run goes on and says so, with one error, on rank 0."""
@@ -116,7 +124,7 @@ def test_a_wrong_owner_saves_nothing(on, tmp_path, mutant, feature, layout):
 
 @pytest.mark.parametrize(("mutant", "feature", "layout"), [
     ("read at the beginning", "gqa-untied", "tp2"), ("read at the beginning", "tied-bf16", "tp4sp"),
-    ("weights are not published", "tied-bf16", "dp2"), (None, "tied-bf16", "tp2"),
+    ("weights are not published", "tied-bf16", "dp2"), ("weights are not published", "tied-bf16", "pp4"), (None, "tied-bf16", "tp2"),
 ])
 def test_a_wrong_reader_is_caught(on, runs, mutant, feature, layout):
     root = runs(feature, "one")
