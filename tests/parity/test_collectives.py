@@ -121,22 +121,25 @@ def test_data_parallelism(gloo_world, size, flags, wire, micro_batch):
         assert sent["else"] < 400  # the step's scalars
 
 
-@pytest.mark.parametrize("layout", [*(f"pp2 {schedule}" for schedule in SCHEDULES), "pp4 interleaved v2", "pp2 zero-bubble tp2 sp"])
-def test_messages_between_stages(gloo_world, layout):
+@pytest.mark.parametrize("layout, precision, activation, gradient", [
+    *((layout, "--fp64", FP64, FP64) for layout in (*(f"pp2 {schedule}" for schedule in SCHEDULES), "pp4 interleaved v2", "pp2 zero-bubble tp2 sp")),
+    ("pp2 1f1b", "--bf16", 2, FP32),
+])
+def test_messages_between_stages(gloo_world, layout, precision, activation, gradient):
     """For each micro-batch and each boundary between ranks one activation forward and one gradient back, of s (s/tp under sequence parallelism) x b
     x h elements. Else there is the step's one all-reduce, and the sum of a tied matrix's gradients; logging and the start are left out."""
     row = Row(layout, "gpt")
     virtual = 2 if layout.endswith(("v2", "-v")) else 1
     placement, tp = place(layout.split()[1], row.words.pp, virtual), row.words.tp
-    flags = (*BASE, *SHORT, "--fp64", "--micro-batch-size", "1", "--num-layers", str(row.layers), *row.words.flags)
+    flags = (*BASE, *SHORT, precision, "--micro-batch-size", "1", "--num-layers", str(row.layers), *row.words.flags)
     for rank, calls in enumerate(gloo_world(row.world).run(count, flags)):
         due = Counter({("update", None, 2 * (row.world - 1) / row.world * (1 + 2 * MICRO_BATCHES + 3) * FP64): 1})  # squares, losses and tokens, requests
         for below, above in pairwise(placement):
             for source, target in ((below, above), (above, below)):
                 if source == rank // tp != target:
-                    due["_Step.send", target * tp + rank % tp, ACTIVATION / tp] += MICRO_BATCHES
+                    due["_Step.send", target * tp + rank % tp, SEQ // tp * HIDDEN * activation] += MICRO_BATCHES
         if placement[0] != placement[-1] and rank // tp in (placement[0], placement[-1]):
-            due["sum_partial_gradients", None, 50 // tp * HIDDEN * FP64] = 1
+            due["sum_partial_gradients", None, 50 // tp * HIDDEN * gradient] = 1
         across = [call for call in calls if call.caller not in ("together", "Ranks.agree", "log", "Pipeline.timeline")
                   and len({other // tp for other in (*call.ranks, rank)}) > 1]
         assert Counter((call.caller, call.to, call.bytes) for call in across) == Counter({key: number * STEPS for key, number in due.items()})
