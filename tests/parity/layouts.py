@@ -180,7 +180,8 @@ def full_table() -> list[Row]:
              if layout in NARROW_LAYOUTS and feature in NARROW_FEATURES or layout in ("tp2 sp dp2", "tp4")]
     rows += [Row(layout, feature, precision) for layout, feature, precision in product(NARROW_LAYOUTS, NARROW_FEATURES, ("bf16", "fp16"))]
     rows += [Row(layout, feature, precision) for layout, feature, precision in product(NARROW_PIPELINES, NARROW_FEATURES, ("fp32", "bf16", "fp16"))]
-    rows += [Row(layout, feature, "wire") for layout, feature in product((*LAYOUTS, *NARROW_PIPELINES), NARROW_FEATURES) if read_layout(layout).dp > 1]
+    rows += [Row(layout, feature, "wire") for layout, feature in product((*LAYOUTS, *NARROW_PIPELINES), NARROW_FEATURES)
+             if read_layout(layout).dp > 1]
     return [row for row in rows if possible(row)]
 
 
@@ -208,8 +209,8 @@ def traits(row: Row) -> set[tuple[str, str]]:
 # What CI runs of it, few on 8 ranks: feature: its layouts. It shows all traits (test_layouts.py).
 CI = {
     "fp64": {
-        "gpt": "tp2, dp2, dp2 serial, dp4, dp8, tp2 sp dp2, pp2 gpipe, pp4 1f1b auto, pp2 interleaved v2, pp4 zero-bubble, pp2 zero-bubble-v counted, "
-               "pp2 interleaved v2 tp2 dp2 mapping",
+        "gpt": "tp2, dp2, dp2 serial, dp4, dp8, tp2 sp dp2, pp2 gpipe, pp4 1f1b auto, pp2 interleaved v2, pp4 zero-bubble, "
+               "pp2 zero-bubble-v counted, pp2 interleaved v2 tp2 dp2 mapping",
         "dropout": "tp2, tp2 sp dp2 mapping, pp2 gpipe tp2 sp, pp2 1f1b, pp3 interleaved v2, pp2 zero-bubble, pp2 zero-bubble-v tp2 sp",
         "llama": "tp2 sp serial, tp2 dp4, pp4 gpipe, pp2 1f1b tp2 sp, pp2 interleaved v2 tp2 sp, pp2 zero-bubble tp2 sp, pp4 zero-bubble-v",
         "gqa2-qknorm": "tp4 sp, tp4 dp2, pp2 1f1b",

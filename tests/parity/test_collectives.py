@@ -133,7 +133,8 @@ def test_messages_between_stages(gloo_world, layout, precision, activation, grad
     placement, tp = place(layout.split()[1], row.words.pp, virtual), row.words.tp
     flags = (*BASE, *SHORT, precision, "--micro-batch-size", "1", "--num-layers", str(row.layers), *row.words.flags)
     for rank, calls in enumerate(gloo_world(row.world).run(count, flags)):
-        due = Counter({("update", None, 2 * (row.world - 1) / row.world * (1 + 2 * MICRO_BATCHES + 3) * FP64): 1})  # squares, losses and tokens, requests
+        scalars = 1 + 2 * MICRO_BATCHES + 3  # squares, losses and tokens, requests to end
+        due = Counter({("update", None, 2 * (row.world - 1) / row.world * scalars * FP64): 1})
         for below, above in pairwise(placement):
             for source, target in ((below, above), (above, below)):
                 if source == rank // tp != target:
