@@ -39,12 +39,11 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (unit, meaning)
     "mfu": ("fraction of the peak", "as throughput with the real vocabulary, divided by the peak that the banner names"),
     "data-wait-fraction": ("fraction of the time", "wall time spent waiting for batches / wall time"),
     "pipeline-bubble-fraction": ("fraction of the time", "share of the last step in which the ranks of a pipeline do not compute"),
-    "slowest-rank": ("rank", "rank with the longest iteration"),
     "mem-reserved-bytes": ("bytes", "held by torch's CUDA allocator (absent on a CPU)"),
     "mem-allocated-bytes": ("bytes", "live CUDA tensors; on a CPU the resident set of the process"),
     "mem-max-allocated-bytes": ("bytes", "most CUDA bytes ever live; on a CPU the largest resident set so far"),
 }
-_MEASURED = {"throughput", "tokens-per-second-per-gpu", "mfu", "data-wait-fraction", "pipeline-bubble-fraction", "slowest-rank",
+_MEASURED = {"throughput", "tokens-per-second-per-gpu", "mfu", "data-wait-fraction", "pipeline-bubble-fraction",
              "world-size", "resumed-from-iteration"}
 
 

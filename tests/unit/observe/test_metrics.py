@@ -73,5 +73,5 @@ def test_what_depends_on_the_machine():
     measured = {name for name in METRICS if is_measured(name)}
     assert measured == {
         "resumed-from-iteration", "world-size", "iteration-time", "throughput", "tokens-per-second-per-gpu", "mfu", "data-wait-fraction",
-        "pipeline-bubble-fraction", "slowest-rank", "mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes"}
+        "pipeline-bubble-fraction", "mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes"}
     assert is_measured("forward-backward-time") and not is_measured("lm loss validation wiki")
