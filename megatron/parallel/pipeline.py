@@ -193,9 +193,9 @@ class _Step:
             ranks = self.pipeline.groups.pp.ranks
             stages = [stage for stage, rank in enumerate(self.placement) if rank == other]
             raise PipelineError(
-                f"rank {ranks[self.rank]} waited {time.monotonic() - begun:.1f} s for pipeline stage {' and '.join(map(str, stages))} (rank {ranks[other]}) to {what}. "
-                "That rank ended or hangs: look at its output first; where it is only slow, raise --distributed-timeout-minutes. "
-                f"({str(error).splitlines()[0]})") from error
+                f"rank {ranks[self.rank]} waited {time.monotonic() - begun:.1f} s for pipeline stage {' and '.join(map(str, stages))} "
+                f"(rank {ranks[other]}) to {what}. That rank ended or hangs: look at its output first; where it is only slow, raise "
+                f"--distributed-timeout-minutes. ({str(error).splitlines()[0].partition('. ')[0]})") from error
 
     def send(self, action: Action) -> None:
         forward = action.kind is Kind.SEND_FORWARD

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -95,12 +98,26 @@ def update(run: Run, gradients: Gradients, *, learning_rate: float, weight_decay
     losses, tokens = gradients.losses, gradients.tokens
     requests = torch.tensor(run.exits.requests(), dtype=torch.float64).to(run.device, non_blocking=True)
     squares = run.optimizer.squares().reshape(1)
-    totals = all_reduce(torch.cat([squares, losses, tokens, requests]), run.groups.world)
+    with _waiting_for_all(run):
+        totals = all_reduce(torch.cat([squares, losses, tokens, requests]), run.groups.world)
     squares, losses, tokens, requests = totals.split([1, len(losses), len(tokens), len(requests)])
     nominal = gradients.batch_size * run.config.data.seq_length
     factor = nominal / (tokens.sum() * gradients.loss_scale) + 0 * losses.sum()  # a non-finite loss makes the factor, so the step, non-finite
     outcome = run.optimizer.step(lr=learning_rate, weight_decay=weight_decay, squares=squares[0], grad_factor=factor)
     return Pending(gradients, outcome, learning_rate, losses, tokens, requests)
+
+
+@contextlib.contextmanager
+def _waiting_for_all(run: Run) -> Iterator[None]:
+    """Say what a rank waited for when the step's sum fails."""
+    begun = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {run.groups.rank} had done its part of the step and waited {time.monotonic() - begun:.1f} s for all others to do theirs. The rank whose "
+            "output lacks this message ended or hangs; where it is only slow, raise --distributed-timeout-minutes. "
+            f"({str(error).splitlines()[0].partition('. ')[0]})") from error
 
 
 @dataclass(frozen=True)

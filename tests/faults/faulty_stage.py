@@ -1,0 +1,91 @@
+"""A run of pretrain_gpt.py of several ranks on this host, of which one meets a fault: for test_pipeline_faults.py.
+
+    python faulty_stage.py FOLDER RANKS FAULT VICTIM WHERE flags of pretrain_gpt.py...
+
+The ranks are forked off this process when it has imported everything. VICTIM is the rank whose FAULT (kill, stop or raise) comes in its second
+training step: before the computation WHERE (`F 1 2`: kind, stage, micro-batch), or when it is to `update` its weights. When all others have
+ended, FOLDER/ends.json holds a list by rank: exit code (negative: a signal), seconds from the fault to the end, what it wrote to stderr.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import pretrain_gpt
+from megatron.parallel import pipeline
+from megatron.training import loop, pretrain  # noqa: F401  # pretrain: what takes seconds to import, before the fork
+
+FOLDER, RANKS, FAULT, VICTIM, WHERE = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5]
+PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
+
+
+def rank_process(rank: int, port: int) -> None:
+    """One rank; does not return."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.dup2(os.open(FOLDER / f"stderr{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS),
+                       "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
+    met: list[str] = []
+
+    def meet(where: str) -> None:
+        met.append(where)
+        if rank != VICTIM or where != WHERE or met.count(where) != 2:
+            return
+        (FOLDER / "fault").write_text(repr(time.monotonic()))
+        if FAULT == "raise":
+            raise ZeroDivisionError("something of the user's own went wrong")
+        os.kill(os.getpid(), signal.SIGKILL if FAULT == "kill" else signal.SIGSTOP)
+
+    def compute(step, action, recording):
+        meet(f"{action.kind.value} {action.stage} {action.micro}")
+        return real_compute(step, action, recording)
+
+    def update(*args, **kwargs):
+        meet("update")
+        return real_update(*args, **kwargs)
+
+    real_compute, pipeline._Step.compute = pipeline._Step.compute, compute
+    real_update, loop.update = loop.update, update
+    try:
+        code = pretrain_gpt.main(sys.argv[6:])
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # closes all connections, as the end of a program does
+
+
+def main() -> None:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    pids = {}
+    for rank in range(RANKS):
+        pids[pid := os.fork()] = rank
+        if pid == 0:
+            rank_process(rank, port)
+    ends: list = [None] * RANKS
+    while any(end is None for rank, end in enumerate(ends) if FAULT != "stop" or rank != VICTIM):
+        pid, status = os.wait()
+        rank, now = pids[pid], time.monotonic()
+        fault = FOLDER / "fault"
+        ends[rank] = os.waitstatus_to_exitcode(status), now - float(fault.read_text()) if fault.exists() else None, (FOLDER / f"stderr{rank}").read_text()
+    for pid, rank in pids.items():
+        if ends[rank] is None:
+            os.kill(pid, signal.SIGKILL)
+    (FOLDER / "ends.json").write_text(json.dumps(ends))
+
+
+if __name__ == "__main__":
+    main()

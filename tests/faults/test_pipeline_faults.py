@@ -1,0 +1,89 @@
+"""A stage of a real run dies, hangs or raises: the others end in time and say whom they waited for, for what, and of which micro-batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SCRIPT = str(Path(__file__).with_name("faulty_stage.py"))
+RANKS, TIMEOUT = 3, 6.0  # seconds that a rank waits for another
+SLACK = 6.0  # for the end of the programs, on a busy machine
+FLAGS = f"""--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 4
+--mock-data --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --eval-iters 0 --pipeline-model-parallel-size {RANKS}
+--distributed-timeout-minutes {TIMEOUT / 60}""".split()
+
+
+@dataclass
+class Ended:
+    """How one rank ended."""
+
+    code: int
+    after: float | None  # seconds since the fault
+    errors: str
+
+    @property
+    def said(self) -> str:
+        """The last error in its output."""
+        return [line for line in self.errors.splitlines() if "Error: " in line][-1]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """`run(fault, rank, where, *flags)`: the ends of all ranks of a run in which this rank meets a fault; None for one that hangs."""
+
+    def start(*arguments: object) -> list[Ended | None]:
+        command = [sys.executable, SCRIPT, str(tmp_path), str(RANKS), *map(str, arguments[:3]), *FLAGS, *map(str, arguments[3:])]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC_"))}
+        subprocess.run(command, env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, timeout=60, check=True)
+        return [end and Ended(*end) for end in json.loads((tmp_path / "ends.json").read_text())]
+
+    return start
+
+
+def waited(end: Ended, stage: int, what: str) -> float:
+    """Checks that a rank names the stage and what it should have sent; the seconds that it says it waited."""
+    found = re.fullmatch(rf"megatron\.parallel\.pipeline\.PipelineError: rank \d waited ([\d.]+) s for pipeline stage {stage} \(rank {stage}\) to {what}\. .*",
+                         end.said)
+    assert found and end.code == 1, end.errors
+    assert ", iteration 1]" in end.errors.splitlines()[-1]  # the layout and where the run stood
+    return float(found[1])
+
+
+def test_a_stage_is_killed(run):
+    first, victim, last = run("kill", 1, "F 1 3")
+    assert victim.code == -signal.SIGKILL
+    waited(first, 1, "send the gradient of micro-batch 2 to the backward pass of stage 0")
+    waited(last, 1, "send activations of micro-batch 3 to the forward pass of stage 2")
+    assert first.after < SLACK and last.after < SLACK
+
+
+def test_a_stage_hangs(run):
+    first, _, last = run("stop", 1, "I 1 1", "--pipeline-schedule", "zero-bubble")
+    seconds = [waited(first, 1, "send the gradient of micro-batch 1 to the input gradient pass of stage 0"),
+               waited(last, 1, "send activations of micro-batch 3 to the forward pass of stage 2")]
+    assert all(TIMEOUT - 0.2 < each < TIMEOUT + SLACK for each in seconds)
+    assert first.after < TIMEOUT + SLACK and last.after < TIMEOUT + SLACK
+
+
+def test_a_stage_raises(run):
+    """The neighbour names it; the one behind names the neighbour, or is told of the end when it waits itself."""
+    first, middle, victim = run("raise", 2, "B 2 0")
+    assert victim.code == 1 and "ZeroDivisionError: something of the user's own went wrong" in victim.said, victim.errors
+    waited(middle, 2, "send the gradient of micro-batch 0 to the backward pass of stage 1")
+    waited(first, 1, "send the gradient of micro-batch 0 to the backward pass of stage 0")
+    assert first.after < SLACK and middle.after < SLACK
+
+
+def test_a_stage_hangs_between_two_steps(run):
+    first, middle, _ = run("stop", 2, "update")
+    for rank, end in enumerate((first, middle)):
+        assert end.code == 1 and f"rank {rank} had done its part of the step and waited 6." in end.said, end.errors
+        assert end.after < TIMEOUT + SLACK
