@@ -148,12 +148,11 @@ class Row:
         if exact:  # the row's optimizer, nothing narrow
             own = f"{feature.flags} {SGD} --fp64 --nan-policy skip".split()
         micro_batch = max(1, GLOBAL_BATCH // (2 * (words.dp if layout else 1)))  # two micro-batches a step where the ranks leave as many samples
-        if words.pp > 1:
+        if words.pp > 1:  # eight micro-batches, or four; the same in one process: over steps the rounding of other sums would grow to 2e-10
             own += ["--num-layers", str(self.layers), "--train-iters", str(PIPELINE_STEPS)]
-            micro_batch = (max(1, micro_batch // 2) if words.tp > 1 else 1) if layout else micro_batch  # many of them, or four
+            micro_batch = 2 if words.tp > 1 == words.dp else 1
         if feature.micro_batches:
-            own += ["--global-batch-size", str(feature.micro_batches * words.dp)]
-            micro_batch = 1 if layout else words.dp
+            own += ["--global-batch-size", str(feature.micro_batches)]
         return (*BASE, *own, "--micro-batch-size", str(micro_batch), *(words.flags if layout else ()))
 
 
