@@ -191,10 +191,10 @@ class _Step:
             yield
         except RuntimeError as error:
             ranks = self.pipeline.groups.pp.ranks
-            stages = [stage for stage, rank in enumerate(self.placement) if rank == other]
+            stages = [str(stage) for stage, rank in enumerate(self.placement) if rank == other]
+            named = f"stage{'s' * (len(stages) > 1)} {' and '.join(stages)}"
             raise PipelineError(
-                f"rank {ranks[self.rank]} waited {time.monotonic() - begun:.1f} s for pipeline stage {' and '.join(map(str, stages))} "
-                f"(rank {ranks[other]}) to {what}. That rank ended or hangs: look at its output first; where it is only slow, raise "
+                f"rank {ranks[self.rank]} waited {time.monotonic() - begun:.1f} s for pipeline {named} (rank {ranks[other]}) to {what}. That rank ended or hangs: look at its output first; where it is only slow, raise "
                 f"--distributed-timeout-minutes. ({str(error).splitlines()[0].partition('. ')[0]})") from error
 
     def send(self, action: Action) -> None:

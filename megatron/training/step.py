@@ -89,7 +89,8 @@ def forward_backward(run: Run, *, first_sample: int, batch_size: int, loss_scale
     run.wrapper.begin_step(batch_size // run.chunk)
     with run.timers("forward-backward"):
         losses, tokens = run_micro_batches(run, run.data.train, first_sample, batch_size, scale=scale, recording=recording)
-        run.wrapper.end_step()
+        with _waiting_for_others(run):
+            run.wrapper.end_step()
     return Gradients(first_sample, batch_size, loss_scale, losses, tokens)
 
 
@@ -98,7 +99,7 @@ def update(run: Run, gradients: Gradients, *, learning_rate: float, weight_decay
     losses, tokens = gradients.losses, gradients.tokens
     requests = torch.tensor(run.exits.requests(), dtype=torch.float64).to(run.device, non_blocking=True)
     squares = run.optimizer.squares().reshape(1)
-    with _waiting_for_all(run):
+    with _waiting_for_others(run):
         totals = all_reduce(torch.cat([squares, losses, tokens, requests]), run.groups.world)
     squares, losses, tokens, requests = totals.split([1, len(losses), len(tokens), len(requests)])
     nominal = gradients.batch_size * run.config.data.seq_length
@@ -108,15 +109,15 @@ def update(run: Run, gradients: Gradients, *, learning_rate: float, weight_decay
 
 
 @contextlib.contextmanager
-def _waiting_for_all(run: Run) -> Iterator[None]:
-    """Say what a rank waited for when the step's sum fails."""
+def _waiting_for_others(run: Run) -> Iterator[None]:
+    """Say what a rank waited for when a sum at the end of the step fails."""
     begun = time.monotonic()
     try:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {run.groups.rank} had done its part of the step and waited {time.monotonic() - begun:.1f} s for all others to do theirs. The rank whose "
-            "output lacks this message ended or hangs; where it is only slow, raise --distributed-timeout-minutes. "
+            f"rank {run.groups.rank} had done its part of the step and waited {time.monotonic() - begun:.1f} s for all others to do theirs. "
+            "The rank whose output lacks this message ended or hangs; where it is only slow, raise --distributed-timeout-minutes. "
             f"({str(error).splitlines()[0].partition('. ')[0]})") from error
 
 

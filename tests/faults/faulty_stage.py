@@ -3,8 +3,8 @@
     python faulty_stage.py FOLDER RANKS FAULT VICTIM WHERE flags of pretrain_gpt.py...
 
 The ranks are forked off this process when it has imported everything. VICTIM is the rank whose FAULT (kill, stop or raise) comes in its second
-training step: before the computation WHERE (`F 1 2`: kind, stage, micro-batch), or when it is to `update` its weights. When all others have
-ended, FOLDER/ends.json holds a list by rank: exit code (negative: a signal), seconds from the fault to the end, what it wrote to stderr.
+training step before the computation WHERE (`F 1 2`: kind, stage, micro-batch). When all others have ended, FOLDER/ends.json holds a list by
+rank: exit code (negative: a signal), seconds from the fault to the end, what it wrote to stderr.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt
 from megatron.parallel import pipeline
-from megatron.training import loop, pretrain  # noqa: F401  # pretrain: what takes seconds to import, before the fork
+from megatron.training import pretrain  # noqa: F401  # what takes seconds to import, before the fork
 
 FOLDER, RANKS, FAULT, VICTIM, WHERE = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5]
 PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
@@ -38,25 +38,16 @@ def rank_process(rank: int, port: int) -> None:
                        "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
     met: list[str] = []
 
-    def meet(where: str) -> None:
-        met.append(where)
-        if rank != VICTIM or where != WHERE or met.count(where) != 2:
-            return
-        (FOLDER / "fault").write_text(repr(time.monotonic()))
-        if FAULT == "raise":
-            raise ZeroDivisionError("something of the user's own went wrong")
-        os.kill(os.getpid(), signal.SIGKILL if FAULT == "kill" else signal.SIGSTOP)
-
     def compute(step, action, recording):
-        meet(f"{action.kind.value} {action.stage} {action.micro}")
+        met.append(f"{action.kind.value} {action.stage} {action.micro}")
+        if rank == VICTIM and met[-1] == WHERE and met.count(WHERE) == 2:
+            (FOLDER / "fault").write_text(repr(time.monotonic()))
+            if FAULT == "raise":
+                raise ZeroDivisionError("something of the user's own went wrong")
+            os.kill(os.getpid(), signal.SIGKILL if FAULT == "kill" else signal.SIGSTOP)
         return real_compute(step, action, recording)
 
-    def update(*args, **kwargs):
-        meet("update")
-        return real_update(*args, **kwargs)
-
     real_compute, pipeline._Step.compute = pipeline._Step.compute, compute
-    real_update, loop.update = loop.update, update
     try:
         code = pretrain_gpt.main(sys.argv[6:])
     except BaseException:
@@ -78,9 +69,9 @@ def main() -> None:
     ends: list = [None] * RANKS
     while any(end is None for rank, end in enumerate(ends) if FAULT != "stop" or rank != VICTIM):
         pid, status = os.wait()
-        rank, now = pids[pid], time.monotonic()
-        fault = FOLDER / "fault"
-        ends[rank] = os.waitstatus_to_exitcode(status), now - float(fault.read_text()) if fault.exists() else None, (FOLDER / f"stderr{rank}").read_text()
+        rank, fault = pids[pid], FOLDER / "fault"
+        after = time.monotonic() - float(fault.read_text()) if fault.exists() else None
+        ends[rank] = os.waitstatus_to_exitcode(status), after, (FOLDER / f"stderr{rank}").read_text()
     for pid, rank in pids.items():
         if ends[rank] is None:
             os.kill(pid, signal.SIGKILL)

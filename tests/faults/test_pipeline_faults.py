@@ -50,25 +50,25 @@ def run(tmp_path):
 
 def waited(end: Ended, stage: int, what: str) -> float:
     """Checks that a rank names the stage and what it should have sent; the seconds that it says it waited."""
-    found = re.fullmatch(rf"megatron\.parallel\.pipeline\.PipelineError: rank \d waited ([\d.]+) s for pipeline stage {stage} \(rank {stage}\) to {what}\. .*",
-                         end.said)
+    found = re.search(rf"PipelineError: rank \d waited ([\d.]+) s for pipeline stage {stage} \(rank {stage}\) to {what}\. ", end.said)
     assert found and end.code == 1, end.errors
     assert ", iteration 1]" in end.errors.splitlines()[-1]  # the layout and where the run stood
     return float(found[1])
 
 
 def test_a_stage_is_killed(run):
+    """What it sent last may be lost with it."""
     first, victim, last = run("kill", 1, "F 1 3")
     assert victim.code == -signal.SIGKILL
-    waited(first, 1, "send the gradient of micro-batch 2 to the backward pass of stage 0")
-    waited(last, 1, "send activations of micro-batch 3 to the forward pass of stage 2")
+    waited(first, 1, "send the gradient of micro-batch [12] to the backward pass of stage 0")
+    waited(last, 1, "send activations of micro-batch [23] to the forward pass of stage 2")
     assert first.after < SLACK and last.after < SLACK
 
 
 def test_a_stage_hangs(run):
     first, _, last = run("stop", 1, "I 1 1", "--pipeline-schedule", "zero-bubble")
-    seconds = [waited(first, 1, "send the gradient of micro-batch 1 to the input gradient pass of stage 0"),
-               waited(last, 1, "send activations of micro-batch 3 to the forward pass of stage 2")]
+    seconds = [waited(first, 1, "send the gradient of micro-batch [01] to the input gradient pass of stage 0"),
+               waited(last, 1, "send activations of micro-batch [23] to the forward pass of stage 2")]
     assert all(TIMEOUT - 0.2 < each < TIMEOUT + SLACK for each in seconds)
     assert first.after < TIMEOUT + SLACK and last.after < TIMEOUT + SLACK
 
@@ -82,8 +82,9 @@ def test_a_stage_raises(run):
     assert first.after < SLACK and middle.after < SLACK
 
 
-def test_a_stage_hangs_between_two_steps(run):
-    first, middle, _ = run("stop", 2, "update")
-    for rank, end in enumerate((first, middle)):
+def test_a_stage_hangs_when_the_others_have_done_their_part(run):
+    """The first stage, in its last computation: the last one waits for the gradient of the tied matrix, the one between for the step's sum."""
+    ends = run("stop", 0, "B 0 7")
+    for rank, end in enumerate(ends[1:], 1):
         assert end.code == 1 and f"rank {rank} had done its part of the step and waited 6." in end.said, end.errors
         assert end.after < TIMEOUT + SLACK
