@@ -7,9 +7,10 @@
 --sleeps    4 processes whose computations sleep, so that two cores are enough for all: the time of a step against the simulator's, for equal
             costs and for the costs of real stages, measured first; and the idle time of ZB-H1 against that of 1F1B at m = 2 P.
 --overhead  microseconds of CPU time that the executor takes for each action.
---torch     2 processes of one thread: steps of torch.distributed.pipelining and of the executor in turn, on the same stages, micro-batches and
-            processes, so that the runtimes alone differ (benchmark_peers/torch_pipelining.py). A pair is one turn of each; its ratio is torch's
-            time by ours; it counts when other processes used less than --quiet cores in both. A row passes by tools/ratio_rule.py.
+--torch     2 processes of one thread, 4 micro-batches: steps of torch.distributed.pipelining and of the executor in turn, on the same stages,
+            micro-batches and processes, so that the runtimes alone differ (benchmark_peers/torch_pipelining.py). A pair is one turn of each; its
+            ratio is torch's time by ours; it counts when other processes used less than --quiet cores in both. A row passes by
+            tools/ratio_rule.py.
 """
 
 from __future__ import annotations
@@ -173,11 +174,12 @@ def overhead_tables(found: dict[str, Any]) -> str:
 
 def measure_torch(args: argparse.Namespace) -> dict[str, Any]:
     """One row a schedule; all rounds are kept."""
-    shape, count, rows = SHAPES[args.size], 8, []
+    ranks_used, shape, rows = 2, SHAPES[args.size], []
+    count = 2 * ranks_used
     for name in SCHEDULES:
         wait_until_quiet(args.quiet, args.patience)
         call = {"what": "against_torch", "name": name, "micro_batches": count, "shape": shape, "steps": args.steps, "pairs": args.pairs}
-        (ranks,) = launch(2, [call])
+        (ranks,) = launch(ranks_used, [call])
         rounds = []
         for each in zip(*(rank["rounds"] for rank in ranks)):
             entry = {}

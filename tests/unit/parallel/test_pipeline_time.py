@@ -30,23 +30,23 @@ def sleep(names: list[str], tries: int) -> list:
 def test_steps_take_the_simulated_time_and_zero_bubble_has_a_third_of_the_idle_time(gloo_world):
     """The best of several tries, since a busy machine only ever adds time."""
     best: dict[str, dict] = {}
+    simulated_idle = 3 * (RANKS - 1) * UNIT  # of a rank under 1F1B; measured there is some more
 
-    def good() -> bool:
-        fast = len(best) == len(tool.SCHEDULES) and all(row["achieved"] <= 1.05 * row["simulated"] for row in best.values())
-        return fast and best["zero-bubble"]["idle"] <= 0.4 * best["1f1b"]["idle_simulated"]
+    def good(name: str) -> bool:
+        row = best.get(name)
+        return row is not None and row["achieved"] <= 1.05 * row["simulated"] and (name != "zero-bubble" or row["idle"] <= 0.4 * simulated_idle)
 
     for _ in range(8):
-        missing = [name for name in tool.SCHEDULES if name not in best or best[name]["achieved"] > 1.03 * best[name]["simulated"]]
+        missing = [name for name in tool.SCHEDULES if not good(name)]
+        if not missing:
+            break
         (delay, *_), *found = zip(*gloo_world(RANKS).run(sleep, missing, 1))
         for name, ranks in zip(missing, found):
             row = tool.sleep_row("equal", name, MICRO_BATCHES, tool.even_costs(name, UNIT), delay, ranks)
+            assert row["achieved"] >= 0.999 * 3 * UNIT * MICRO_BATCHES  # no rank can sleep faster
             if name not in best or row["achieved"] < best[name]["achieved"]:
                 best[name] = row
-            assert row["achieved"] >= 0.999 * 3 * UNIT * MICRO_BATCHES  # no rank can sleep faster
-        if good():
-            break
-    assert good(), {name: (row["achieved"] / row["simulated"], row["idle"], row["idle_simulated"]) for name, row in best.items()}
-    assert best["zero-bubble"]["idle_simulated"] == pytest.approx(best["1f1b"]["idle_simulated"] / 3, rel=0.03)  # but for the latency
+    assert all(map(good, tool.SCHEDULES)), {name: (row["achieved"] / row["simulated"], row["idle"]) for name, row in best.items()}
 
 
 def measure(calls: list[dict]) -> list:
