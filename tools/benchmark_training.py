@@ -1,5 +1,5 @@
 """CPU training throughput against other trainers, as ratios of interleaved runs: in one process against Hugging Face Trainer, litgpt and a
-plain PyTorch loop; in two processes over Gloo against torch's DistributedDataParallel, DeepSpeed's ZeRO-0 and megatron-core.
+plain PyTorch loop; in two processes over Gloo against torch's DistributedDataParallel, DeepSpeed's ZeRO-0 and PipelineModule, and megatron-core.
 
     python tools/benchmark_training.py --setup DIR                                   # the peers' environments, pinned, once
     python tools/benchmark_training.py --peers DIR --settings fp32 --out docs/results/training_cpu.json
@@ -67,10 +67,12 @@ PEERS = {
     "litgpt": Peer("litgpt_pretrain.py", "litgpt", lambda work: work.processes == 1 and work.dropout == 0),  # likewise
     "torch DDP": Peer("plain_loop.py", None, lambda work: work.processes == work.data_parallel > 1),
     "DeepSpeed ZeRO-0": Peer("deepspeed_zero0.py", "deepspeed", lambda work: work.processes == work.data_parallel > 1),
+    "DeepSpeed pipeline": Peer("deepspeed_pipeline.py", "deepspeed", lambda work: work.processes == work.pipeline_parallel > 1),
     "megatron-core": Peer("megatron_core.py", "megatron-core", lambda work: work.processes > 1),
 }
 DP2 = Work(data_parallel=2, micro_batch=2, steps=20, warmup=5)
 TP2 = Work(tensor_parallel=2, micro_batch=4, steps=20, warmup=5)
+PP2 = Work(pipeline_parallel=2, first_stage_layers=4, micro_batch=1, accumulation=8, steps=10, warmup=5)  # the head costs as much as 2.7 layers
 SETTINGS = {
     "fp32": Work(),
     "bf16": Work(precision="bf16"),
@@ -81,6 +83,8 @@ SETTINGS = {
     "fp32, dp2": DP2,
     "fp32, tp2": TP2,
     "fp32, tp2 sp": replace(TP2, sequence_parallel=1),
+    "fp32, pp2, 8 micro-batches": PP2,
+    "fp32, pp2 zero-bubble, 8 micro-batches": replace(PP2, schedule="zero-bubble"),
     "bf16, dp2": replace(DP2, micro_batch=4, precision="bf16"),
     "bf16, tp2": replace(TP2, micro_batch=8, precision="bf16"),
     "bf16, tp2 sp": replace(TP2, micro_batch=8, sequence_parallel=1, precision="bf16"),
@@ -111,7 +115,9 @@ def our_flags(work: Work) -> list[str]:
         --lr-warmup-iters {work.lr_warmup} --clip-grad 1 --adam-beta2 0.95 --weight-decay 0.1 --eval-iters 0 --log-interval {work.warmup}
         --tensor-model-parallel-size {work.tensor_parallel}"""
     serial = ["--no-overlap-grad-reduce"] * (work.data_parallel > 1)  # every core computes: there is nothing to communicate beside
-    return [*flags.split(), *serial, *["--sequence-parallel"] * work.sequence_parallel, *["--bf16"] * (work.precision == "bf16")]
+    stages = f"""--pipeline-model-parallel-size {work.pipeline_parallel} --pipeline-schedule {work.schedule}
+        --decoder-first-pipeline-num-layers {work.first_stage_layers}""".split() if work.pipeline_parallel > 1 else []
+    return [*flags.split(), *serial, *stages, *["--sequence-parallel"] * work.sequence_parallel, *["--bf16"] * (work.precision == "bf16")]
 
 
 def command_of(who: str, work: Work, peers: Path, start: Path) -> list[str]:

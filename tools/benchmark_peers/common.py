@@ -33,6 +33,9 @@ class Work:
     data_parallel: int = 1
     tensor_parallel: int = 1
     sequence_parallel: int = 0  # 0 or 1
+    pipeline_parallel: int = 1  # 1 or 2
+    first_stage_layers: int = 0  # with two stages
+    schedule: str = "1f1b"  # ours; peers' is 1F1B
     dropout: float = 0.0
     precision: str = "fp32"  # fp32 or bf16
     steps: int = 30
@@ -43,7 +46,7 @@ class Work:
 
     @property
     def processes(self) -> int:
-        return self.data_parallel * self.tensor_parallel
+        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
 
     @property
     def step_samples(self) -> int:
@@ -105,7 +108,7 @@ class StepClock:
 def report(work: Work, clock: StepClock, losses: list[float], parameters: int, versions: dict[str, str]) -> None:
     """Print the answer as JSON on a line of its own: throughput from the end of the last warm-up step to the end of the last step.
 
-    With several processes rank 0 prints the mean of their losses and the sum of their CPU seconds.
+    With several processes rank 0 prints the sum of their CPU seconds and the mean of their losses; a stage without the head hands in zeros.
     """
     stamps = clock.stamps
     assert len(stamps) == work.steps, f"{len(stamps)} steps were timed, {work.steps} were asked for"
@@ -115,7 +118,7 @@ def report(work: Work, clock: StepClock, losses: list[float], parameters: int, v
         total = torch.tensor([cpu, *losses], dtype=torch.float64)
         dist.all_reduce(total)
         cpu, *losses = total.tolist()
-        losses = [loss / work.processes for loss in losses]
+        losses = [loss * work.pipeline_parallel / work.processes for loss in losses]
         first = dist.get_rank() == 0
         dist.destroy_process_group()  # a rank that merely ends can take the other one's connections with it
     answer = {

@@ -4,7 +4,8 @@ Without TransformerEngine and apex, so with megatron-core's local layers: unfuse
 off as on every side. Shims, for megatron-core assumes CUDA (cpu_shims): the current device is the CPU, "cuda" in tensor factories means
 it, and CPU tensor types are called CUDA's; forking CUDA's random state does nothing; Gloo has no coalescing of collectives, so one after
 the other is sent, in order; torch's AdamW is the fused one (asked for by megatron-core in apex alone). With sequence parallelism
-torch's RMSNorm carries the mark by which its gradient is summed, which megatron-core's wrapper refuses to set.
+torch's RMSNorm carries the mark by which its gradient is summed, which megatron-core's wrapper refuses to set. Pipelines need no shim: outputs
+are freed when sent, as in Megatron-LM, and there is no CUDA stream to wait for after a batch of messages (batch_p2p_sync); both are settings.
 """
 
 from __future__ import annotations
@@ -90,12 +91,14 @@ class MarkedNorm(torch.nn.RMSNorm):
 
 def build(work: Work) -> GPTModel:
     """The bare model of this rank."""
-    bf16 = work.precision == "bf16"
+    bf16, pipeline = work.precision == "bf16", work.pipeline_parallel > 1
     config = TransformerConfig(
         num_layers=work.layers, hidden_size=work.hidden, num_attention_heads=work.heads, ffn_hidden_size=work.ffn,
         normalization="RMSNorm", layernorm_epsilon=1e-5, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
         add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True,
         tensor_model_parallel_size=work.tensor_parallel, sequence_parallel=bool(work.sequence_parallel),
+        pipeline_model_parallel_size=work.pipeline_parallel, num_layers_in_first_pipeline_stage=work.first_stage_layers if pipeline else None,
+        deallocate_pipeline_outputs=pipeline, batch_p2p_sync=False,
         bf16=bf16, params_dtype=torch.bfloat16 if bf16 else torch.float32, pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
         bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False,
         gradient_accumulation_fusion=False,
@@ -104,18 +107,24 @@ def build(work: Work) -> GPTModel:
     if work.sequence_parallel:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = MarkedNorm
         layer = TransformerBlockSubmodules(layer_specs=[layer] * work.layers, layer_norm=MarkedNorm)
-    return GPTModel(config, layer, work.vocab, work.seq, position_embedding_type="rope", share_embeddings_and_output_weights=False)
+    return GPTModel(
+        config, layer, work.vocab, work.seq, position_embedding_type="rope", share_embeddings_and_output_weights=False,
+        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
+    )
 
 
 @torch.no_grad()
 def load(model: GPTModel, start: Mapping[str, np.ndarray], work: Work, rank: int) -> None:
-    """Take this tensor-parallel rank's part of the initial weights; those of the norms are ones already."""
+    """Take this tensor-parallel rank's part of the initial weights of this stage; those of the norms are ones already."""
     def part(name: str, dim: int) -> torch.Tensor:
         return tensor_of(start, name).chunk(work.tensor_parallel, dim)[rank]
 
-    model.embedding.word_embeddings.weight.copy_(part("embedding.word.weight", 0))
-    model.output_layer.weight.copy_(part("head.weight", 0))
-    for i, layer in enumerate(model.decoder.layers):
+    if model.pre_process:
+        model.embedding.word_embeddings.weight.copy_(part("embedding.word.weight", 0))
+    if model.post_process:
+        model.output_layer.weight.copy_(part("head.weight", 0))
+    for layer in model.decoder.layers:
+        i = layer.layer_number - 1
         attention, mlp = f"layers.{i}.attention", f"layers.{i}.mlp"
         heads = [part(f"{attention}.{name}.weight", 0).view(work.heads // work.tensor_parallel, -1, work.hidden) for name in "qkv"]
         layer.self_attention.linear_qkv.weight.copy_(torch.cat(heads, 1).flatten(0, 1))
@@ -128,20 +137,20 @@ def forward_step(batches: Iterator[torch.Tensor], model):
     batch = next(batches)
     positions = torch.arange(batch.shape[1] - 1).expand(len(batch), -1)
     losses = model(batch[:, :-1], positions, None, labels=batch[:, 1:].contiguous())
-    return losses, lambda output: ((mean := output.float().mean()), {"lm loss": mean.detach()})
+    return losses, lambda output: ((mean := output.float().mean()), {"lm loss": mean.detach().clone()})  # the schedule divides the mean in place
 
 
 def main() -> None:
     work, start = parse_work()
     torch.set_num_threads(work.threads)
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=work.tensor_parallel)
+    parallel_state.initialize_model_parallel(work.tensor_parallel, work.pipeline_parallel)
     tensor_rank, data_rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
     model = build(work)
     load(model, start, work, tensor_rank)
     tokens, bf16 = tensor_of(start, "tokens"), work.precision == "bf16"
     parameters = torch.tensor(sum(p.numel() for p in model.parameters() if tensor_parallel.param_is_not_tensor_parallel_duplicate(p)))
-    dist.all_reduce(parameters, group=parallel_state.get_tensor_model_parallel_group())
+    dist.all_reduce(parameters, group=parallel_state.get_model_parallel_group())
     config = model.config
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
     model = DistributedDataParallel(config, ddp, Float16Module(config, model) if bf16 else model)
@@ -162,7 +171,7 @@ def main() -> None:
             num_microbatches=work.accumulation, seq_length=work.seq, micro_batch_size=work.micro_batch,
         )
         optimizer.step()
-        losses.append(sum(part["lm loss"].item() for part in parts) / len(parts))
+        losses.append(sum(part["lm loss"].item() for part in parts) / work.accumulation)  # 0 without the head
     report(work, clock, losses, int(parameters), {"megatron-core": megatron.core.__version__})
 
 

@@ -3,6 +3,7 @@ a peer that starts from our weights and tokens computes our losses."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -15,8 +16,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
 import benchmark_training as tool
+import common
 import torch
-from common import Work, parse_work, rank_samples, tensor_of
+from common import StepClock, Work, parse_work, rank_samples, report, tensor_of
 
 from megatron.config.arguments import parse_arguments
 
@@ -51,6 +53,9 @@ def test_our_command_line_asks_for_the_same_work(name):
     assert training.micro_batch_size == work.micro_batch and config.precision.bf16 == (work.precision == "bf16")
     assert training.global_batch_size * work.seq == work.step_tokens
     assert distributed.tensor_model_parallel_size == work.tensor_parallel and distributed.sequence_parallel == bool(work.sequence_parallel)
+    assert distributed.pipeline_model_parallel_size == work.pipeline_parallel
+    if work.pipeline_parallel > 1:
+        assert (distributed.pipeline_schedule, distributed.decoder_first_pipeline_num_layers) == (work.schedule, work.first_stage_layers)
     assert any(peer.takes(work) for peer in tool.PEERS.values())
 
 
@@ -61,6 +66,8 @@ def test_several_processes_are_launched_by_torchrun_and_only_peers_that_can_take
     assert command[0] == "p/megatron-core/bin/python" and command[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert [name for name, peer in tool.PEERS.items() if peer.takes(pair)] == ["megatron-core"]
     assert len([name for name, peer in tool.PEERS.items() if peer.takes(tool.SETTINGS["fp32, dp2"])]) == 3
+    stages = tool.SETTINGS["fp32, pp2, 8 micro-batches"]
+    assert [name for name, peer in tool.PEERS.items() if peer.takes(stages)] == ["DeepSpeed pipeline", "megatron-core"]
 
 
 def test_a_peer_reads_back_the_work_and_the_start_it_is_given(monkeypatch, tmp_path):
@@ -88,6 +95,23 @@ def test_the_plain_loop_computes_our_losses(tmp_path):
     bound = 5e-6  # the console's 7 digits, 5e-7, and a dozen roundings of a loss near 4 in fp32, 2.4e-7 each
     assert ours["losses"] == pytest.approx(pairs, abs=bound)
     assert tool.last_loss({"who": "ours", **ours}, TINY) == pytest.approx(tool.last_loss({"who": "plain loop", **peer}, TINY), abs=bound)
+
+
+@pytest.mark.parametrize(("work", "losses"), [
+    (replace(TINY, pipeline_parallel=2), ([0.0, 0.0], [5.0, 3.0])),  # the first stage has no losses
+    (replace(TINY, data_parallel=2), ([4.0, 2.0], [6.0, 4.0])),
+    (replace(TINY, tensor_parallel=2), ([5.0, 3.0], [5.0, 3.0])),
+])
+def test_rank_0_answers_with_the_mean_loss_of_every_layout(monkeypatch, capsys, work, losses):
+    work, clock, end = replace(work, steps=2, warmup=1), StepClock(), []
+    clock.stamps = [(0.0, 0.0), (2.0, 1.0)]
+    monkeypatch.setattr(common.dist, "all_reduce", lambda total: total.add_(torch.tensor([3.0, *losses[1]])))  # what rank 1 adds
+    monkeypatch.setattr(common.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(common.dist, "destroy_process_group", lambda: end.append(True))
+    report(work, clock, losses[0], 7, {})
+    answer = json.loads(capsys.readouterr().out.strip().removeprefix("RESULT "))
+    assert answer["losses"] == [5.0, 3.0] and end
+    assert answer["tokens_per_second"] == work.step_tokens / 2 and answer["tokens_per_cpu_second"] == work.step_tokens / 4
 
 
 def test_cpu_seconds_include_those_of_children():
