@@ -21,9 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import torch.fx.experimental.symbolic_shapes  # noqa: F401  # imported by torch when something runs: seconds, after the fork otherwise
+
 import pretrain_gpt
 from megatron.parallel import pipeline
-from megatron.training import pretrain  # noqa: F401  # what takes seconds to import, before the fork
+from megatron.training import pretrain  # noqa: F401  # likewise
 
 FOLDER, RANKS, FAULT, VICTIM, WHERE = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5]
 PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 SCRIPT = str(Path(__file__).with_name("faulty_stage.py"))
-RANKS, TIMEOUT = 3, 6.0  # seconds that a rank waits for another
-SLACK = 6.0  # for the end of the programs, on a busy machine
+RANKS, TIMEOUT = 3, 9.0  # seconds that a rank waits for another
+SLACK = 8.0  # for the end of the programs, on a busy machine
 FLAGS = f"""--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 4
 --mock-data --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --eval-iters 0 --pipeline-model-parallel-size {RANKS}
 --distributed-timeout-minutes {TIMEOUT / 60}""".split()
@@ -69,7 +69,7 @@ def test_a_stage_hangs(run):
     first, _, last = run("stop", 1, "I 1 1", "--pipeline-schedule", "zero-bubble")
     seconds = [waited(first, 1, "send the gradient of micro-batch [01] to the input gradient pass of stage 0"),
                waited(last, 1, "send activations of micro-batch [23] to the forward pass of stage 2")]
-    assert all(TIMEOUT - 0.2 < each < TIMEOUT + SLACK for each in seconds)
+    assert all(TIMEOUT - 1 < each < TIMEOUT + SLACK for each in seconds)
     assert first.after < TIMEOUT + SLACK and last.after < TIMEOUT + SLACK
 
 
