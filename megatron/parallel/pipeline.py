@@ -189,6 +189,8 @@ class _Step:
         begun = time.monotonic()
         try:
             yield
+        except torch.OutOfMemoryError:  # nobody else's fault
+            raise
         except RuntimeError as error:
             ranks = self.pipeline.groups.pp.ranks
             stages = [str(stage) for stage, rank in enumerate(self.placement) if rank == other]

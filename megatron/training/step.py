@@ -114,6 +114,8 @@ def _waiting_for_others(run: Run) -> Iterator[None]:
     begun = time.monotonic()
     try:
         yield
+    except torch.OutOfMemoryError:  # nobody else's fault
+        raise
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {run.groups.rank} had done its part of the step and waited {time.monotonic() - begun:.1f} s for all others to do theirs. "
