@@ -55,12 +55,15 @@ def runs(gloo_world, tmp_path_factory):
     torch.set_num_threads(threads)
 
 
+EARLIER = [layout for layout in LAYOUTS if "pp" not in layout]
+
+
 @pytest.mark.parametrize("source", LAYOUTS)
 @pytest.mark.parametrize("feature", ["tied-bf16", "gqa-untied"])
 def test_every_layout_loads_on_every_other(on, runs, tmp_path, feature, source):
     """What each rank holds after loading, optimizer included, is the checkpoint's; what came from one process is saved again, as it was."""
     root = runs(feature, source)
-    for target in LAYOUTS:
+    for target in LAYOUTS if source in EARLIER or feature == "tied-bf16" else EARLIER:  # of pipelines among themselves the tied ones say more
         again = saving(tmp_path / target) if source == "one" else ()
         arguments = flags(feature, target, "--load", root, "--ckpt-step", 3, *again)
         assert on(target, load_and_compare, arguments, saved(root)) == [[]] * LAYOUTS[target][0], target
@@ -79,7 +82,6 @@ def test_on_the_same_layout_a_run_goes_on_bit_for_bit(on, runs, tmp_path, featur
     assert whole[3:] == resumed and len(resumed) == 3
 
 
-EARLIER = [layout for layout in LAYOUTS if "pp" not in layout]
 PAIRS = [("mqa-fp64", *pair) for pair in zip(EARLIER, [*EARLIER[1:], "one"], strict=True)] + [
     ("mqa-fp64", "one", "pp2"), ("mqa-fp64", "pp2", "tp2"), ("mqa-fp64", "dp2", "pp4"), ("mqa-fp64", "pp4", "pp2dp2"), ("mqa-fp64", "pp2v2", "one"),
     ("mqa-fp64", "pp2zbv", "tp2sppp2"), ("untied-fp64", "pp2", "tp2"), ("untied-fp64", "tp2sp", "pp2zbv"), ("untied-fp64", "pp2v2", "one"),
