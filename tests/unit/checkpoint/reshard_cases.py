@@ -41,7 +41,8 @@ LAYOUTS = {  # name: ranks, flags
     "one": (1, ""), "tp2": (2, f"{TP} 2"), "tp2sp": (2, f"{TP} 2 --sequence-parallel"), "dp2": (2, ""), "tp4sp": (4, f"{TP} 4 --sequence-parallel"),
     "tp2dp2": (4, f"{TP} 2"), "pp2": (2, f"{PP} 2 {SCHEDULE} 1f1b"), "pp4": (4, f"{PP} 4 {SCHEDULE} 1f1b {AUTO}"),
     "pp2v2": (2, f"{PP} 2 {SCHEDULE} interleaved --num-virtual-stages-per-pipeline-rank 2 {AUTO}"),
-    "pp2zbv": (2, f"{PP} 2 {SCHEDULE} zero-bubble-v {AUTO}"), "tp2sppp2": (4, f"{TP} 2 --sequence-parallel {PP} 2 {SCHEDULE} zero-bubble"), "pp2dp2": (4, f"{PP} 2 {SCHEDULE} gpipe"),
+    "pp2zbv": (2, f"{PP} 2 {SCHEDULE} zero-bubble-v {AUTO}"), "tp2sppp2": (4, f"{TP} 2 --sequence-parallel {PP} 2 {SCHEDULE} zero-bubble"),
+    "pp2dp2": (4, f"{PP} 2 {SCHEDULE} gpipe"),
 }
 
 
