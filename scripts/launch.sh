@@ -30,10 +30,13 @@ child=$!
 trap 'interrupted=yes; kill -USR1 $(ranks)' USR1
 trap 'interrupted=yes; kill -TERM "$child"' TERM
 interrupted=yes
-while [ -n "$interrupted" ]; do  # a signal ends `wait`, not the child
+while [ -n "$interrupted" ] || kill -0 "$child" 2>/dev/null; do  # a signal ends `wait`, not the child; one that follows another does so later
     interrupted=
     wait "$child"
     code=$?
 done
+wait "$child" 2>/dev/null  # the child's own code, where the last `wait` ended by a signal just as the child did
+again=$?
+[ "$again" -eq 127 ] || code=$again
 [ "$code" -eq 0 ] || echo "$code task $SLURM_PROCID on $SLURMD_NODENAME" >>"$FAILURES"  # srun knows only the highest code of all tasks
 exit "$code"

@@ -9,6 +9,15 @@ import torch
 from megatron.parallel.check import check
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As the ranks have: sums over two threads have other bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def compare(results: list, micro_batches: int, bitwise: bool, training: bool = True) -> None:
     """The ranks' outcomes, put together, against one process."""
     sums, gradients = cases.alone(micro_batches, training)
