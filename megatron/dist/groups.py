@@ -124,7 +124,8 @@ def kv_sharers(tp: int, kv_heads: int) -> int:
     return max(1, tp // kv_heads)
 
 
-def build_groups(layout: Layout, rank: int, new_group: Callable[[tuple[int, ...]], Any], kv_heads: int | None = None, *, tied: bool = False) -> Groups:
+def build_groups(layout: Layout, rank: int, new_group: Callable[[tuple[int, ...]], Any], kv_heads: int | None = None, *,
+                 tied: bool = False) -> Groups:
     """The groups of one rank. `new_group(ranks)` makes a process group; it is called for the same tuples in the same order on every rank,
     once for each distinct tuple of two or more ranks (and once more for `replicas_gather` and each of `channels`).
 

@@ -5,11 +5,11 @@ A computation waits for its input alone; sends are started and forgotten until t
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron.dist.collectives import gather_bytes
 from megatron.dist.groups import Groups
 from megatron.dist.p2p import Receiving, Sending
+from megatron.dist.together import waiting
 from megatron.model.block import BlockWrapper, MicroBatch
 from megatron.model.gpt import GPTModel
 from megatron.parallel.check import WORDS
@@ -25,10 +26,6 @@ from megatron.parallel.schedule import COMPUTATIONS, Action, Kind, Message, Sche
 from megatron.parallel.timeline import Span, Timeline
 
 UNRECEIVED = 2  # outputs that a rank in evaluation runs ahead of a neighbour
-
-
-class PipelineError(RuntimeError):
-    """A neighbour that did not deliver: says which stage waited for what."""
 
 
 class Recording:
@@ -88,13 +85,14 @@ class Pipeline:
         """
         own = json.dumps([[span.kind.value, *span[1:]] for span in recording.spans()]).encode()
         rows = (json.loads(text) for text in gather_bytes(own, self.groups.pp, self.device))
-        return Timeline(schedule.name, self.placement, schedule.micro_batches, tuple(tuple(Span(Kind(span[0]), *span[1:]) for span in row) for row in rows))
+        spans = (tuple(Span(Kind(span[0]), *span[1:]) for span in row) for row in rows)
+        return Timeline(schedule.name, self.placement, schedule.micro_batches, tuple(spans))
 
     def run(self, schedule: Schedule, micro_batch: Callable[[int], MicroBatch], scale: float = 0.0,
             recording: Recording | None = None) -> dict[int, Tensor]:
         """Carry out a schedule; on the rank with the head each micro-batch's [objective sum, reported loss sum].
 
-        `micro_batch(i)` makes the i-th when it is first needed; `scale` multiplies the objective before it is differentiated. Raises PipelineError
+        `micro_batch(i)` makes the i-th when it is first needed; `scale` multiplies the objective before it is differentiated. Raises PeerError
         when a neighbour dies or hangs.
         """
         assert schedule.placement == self.placement
@@ -184,20 +182,15 @@ class _Step:
         self.sending[to].popleft().wait()
         self.arrived[to] = self.arrived.get(to, 0) + 1
 
-    @contextlib.contextmanager
-    def _with_neighbour(self, other: int, what: str) -> Iterator[None]:
-        begun = time.monotonic()
-        try:
-            yield
-        except torch.OutOfMemoryError:  # nobody else's fault
-            raise
-        except RuntimeError as error:
+    def _with_neighbour(self, other: int, what: str) -> AbstractContextManager[None]:
+        """While a neighbour is waited for to do something."""
+        def text(seconds: float) -> str:
             ranks = self.pipeline.groups.pp.ranks
             stages = [str(stage) for stage, rank in enumerate(self.placement) if rank == other]
-            named = f"stage{'s' * (len(stages) > 1)} {' and '.join(stages)}"
-            raise PipelineError(
-                f"rank {ranks[self.rank]} waited {time.monotonic() - begun:.1f} s for pipeline {named} (rank {ranks[other]}) to {what}. That rank ended or hangs: look at its output first; where it is only slow, raise "
-                f"--distributed-timeout-minutes. ({str(error).splitlines()[0].partition('. ')[0]})") from error
+            named = f"stage{'s' * (len(stages) > 1)} {' and '.join(stages)} (rank {ranks[other]})"
+            return f"rank {ranks[self.rank]} waited {seconds:.1f} s for pipeline {named} to {what}. That rank"
+
+        return waiting(text)
 
     def send(self, action: Action) -> None:
         forward = action.kind is Kind.SEND_FORWARD

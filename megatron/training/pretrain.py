@@ -209,7 +209,8 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     return Run(
         config=config, groups=groups, device=device, device_names=device_names, vocab_size=tokenizer.vocab_size,
         padded_vocab=prepared.padded_vocab, tokenizer_fingerprint=tokenizer.fingerprint, model=model,
-        wrapper=wrapper, pipeline=Pipeline(model, wrapper, placement, shape, groups, device), optimizer=Optimizer(blocks, config, groups), schedule=prepared.schedule,
+        wrapper=wrapper, pipeline=Pipeline(model, wrapper, placement, shape, groups, device), optimizer=Optimizer(blocks, config, groups),
+        schedule=prepared.schedule,
         scaler=LossScaler(config.precision), data=prepared.data, tracker=tracker, exits=exits, progress=prepared.progress, save=save,
         peak_tflops=config.logging.peak_tflops or peak_tflops(device_name(device), dtype),
     ), prepared.checkpoint

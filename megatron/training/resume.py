@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 # Model fields that change neither weights nor results, and those a continued run may change on purpose.
 _FREE_MODEL_FIELDS = {"attention_backend", "hidden_dropout", "attention_dropout", "z_loss_coeff", "init_method_std"}
-_NO_ARITHMETIC = {"init_method_std", "distributed_timeout_minutes", "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "use_tp_pp_dp_mapping",
-                  "num_layers_per_virtual_pipeline_stage"}
+_NO_ARITHMETIC = {"init_method_std", "distributed_timeout_minutes", "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+                  "use_tp_pp_dp_mapping", "num_layers_per_virtual_pipeline_stage"}
 
 
 def run_state(run: Run) -> dict[str, Any]:

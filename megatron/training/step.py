@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron.dist.collectives import all_reduce
+from megatron.dist.together import waiting
 from megatron.optimizer.clip import sum_of_squares
 from megatron.optimizer.optimizer import StepOutcome
 from megatron.parallel.pipeline import Recording
@@ -89,7 +88,7 @@ def forward_backward(run: Run, *, first_sample: int, batch_size: int, loss_scale
     run.wrapper.begin_step(batch_size // run.chunk)
     with run.timers("forward-backward"):
         losses, tokens = run_micro_batches(run, run.data.train, first_sample, batch_size, scale=scale, recording=recording)
-        with _waiting_for_others(run):
+        with waiting(_for_all(run)):
             run.wrapper.end_step()
     return Gradients(first_sample, batch_size, loss_scale, losses, tokens)
 
@@ -99,7 +98,7 @@ def update(run: Run, gradients: Gradients, *, learning_rate: float, weight_decay
     losses, tokens = gradients.losses, gradients.tokens
     requests = torch.tensor(run.exits.requests(), dtype=torch.float64).to(run.device, non_blocking=True)
     squares = run.optimizer.squares().reshape(1)
-    with _waiting_for_others(run):
+    with waiting(_for_all(run)):
         totals = all_reduce(torch.cat([squares, losses, tokens, requests]), run.groups.world)
     squares, losses, tokens, requests = totals.split([1, len(losses), len(tokens), len(requests)])
     nominal = gradients.batch_size * run.config.data.seq_length
@@ -108,19 +107,10 @@ def update(run: Run, gradients: Gradients, *, learning_rate: float, weight_decay
     return Pending(gradients, outcome, learning_rate, losses, tokens, requests)
 
 
-@contextlib.contextmanager
-def _waiting_for_others(run: Run) -> Iterator[None]:
-    """Say what a rank waited for when a sum at the end of the step fails."""
-    begun = time.monotonic()
-    try:
-        yield
-    except torch.OutOfMemoryError:  # nobody else's fault
-        raise
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {run.groups.rank} had done its part of the step and waited {time.monotonic() - begun:.1f} s for all others to do theirs. "
-            "The rank whose output lacks this message ended or hangs; where it is only slow, raise --distributed-timeout-minutes. "
-            f"({str(error).splitlines()[0].partition('. ')[0]})") from error
+def _for_all(run: Run) -> Callable[[float], str]:
+    """What is said when a sum at the end of the step fails."""
+    return lambda seconds: (f"rank {run.groups.rank} had done its part of the step and waited {seconds:.1f} s for all others to do theirs. "
+                            "The rank whose output lacks this message")
 
 
 @dataclass(frozen=True)

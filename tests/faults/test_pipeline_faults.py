@@ -50,7 +50,7 @@ def run(tmp_path):
 
 def waited(end: Ended, stage: int, what: str) -> float:
     """Checks that a rank names the stage and what it should have sent; the seconds that it says it waited."""
-    found = re.search(rf"PipelineError: rank \d waited ([\d.]+) s for pipeline stage {stage} \(rank {stage}\) to {what}\. ", end.said)
+    found = re.search(rf"PeerError: rank \d waited ([\d.]+) s for pipeline stage {stage} \(rank {stage}\) to {what}\. ", end.said)
     assert found and end.code == 1, end.errors
     assert ", iteration 1]" in end.errors.splitlines()[-1]  # the layout and where the run stood
     return float(found[1])
@@ -86,8 +86,8 @@ def test_a_stage_hangs_when_the_others_have_done_their_part(run):
     """The first stage, in its last computation: the last one waits for the gradient of the tied matrix, the one between for the step's sum, unless
     its last gradient has not been taken."""
     _, middle, last = run("stop", 0, "B 0 7")
-    done = r"RuntimeError: rank {} had done its part of the step and waited ([\d.]+) s for all others to do theirs\. "
-    taken = r"PipelineError: rank 1 waited ([\d.]+) s for pipeline stage 0 \(rank 0\) to take the last messages of the step\. "
+    done = r"PeerError: rank {} had done its part of the step and waited ([\d.]+) s for all others to do theirs\. "
+    taken = r"PeerError: rank 1 waited ([\d.]+) s for pipeline stage 0 \(rank 0\) to take the last messages of the step\. "
     for end, pattern in ((middle, f"{done.format(1)}|{taken}"), (last, done.format(2))):
         found = re.search(pattern, end.said)
         assert found and end.code == 1, end.errors
