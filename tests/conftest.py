@@ -84,6 +84,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture
+def one_thread():
+    """torch with one thread here, as ranks and forked children have: sums over two have other bits, and a fork may not use its parent's threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def gloo_world():
     """`gloo_world(n).run(function, *args)`: on n processes that live as long as the session (tests/dist/pool.py)."""

@@ -22,10 +22,6 @@ class Sending:
         self.x = x.cpu() if x.is_cuda and is_gloo(axis) else x.contiguous()
         self.work = dist.isend(self.x, dst=axis.ranks[to], group=axis.group, tag=tag)
 
-    def is_done(self) -> bool:
-        """Whether the tensor may be freed or overwritten; does not wait."""
-        return self.work.is_completed()
-
     def wait(self) -> None:
         """On a GPU the current stream waits, not the host."""
         self.work.wait()

@@ -73,7 +73,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
             channel, message = channel_of(action, placement)
             if channel is None:
                 needed = needs(action, placement)
-                if needed is not None and (needed not in number or number[needed] >= posted.get((_source(needed, placement), rank), 0)):
+                if needed is not None and (needed not in number or number[needed] >= posted.get((source_of(needed, placement), rank), 0)):
                     break
             elif action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
                 number[message] = sent.get(channel, 0)
@@ -104,7 +104,7 @@ def channel_of(action: Action, placement: tuple[int, ...]) -> tuple[Place, Messa
     return (sender, receiver), message
 
 
-def _source(message: Message, placement: tuple[int, ...]) -> int:
+def source_of(message: Message, placement: tuple[int, ...]) -> int:
     """The rank that sends a message."""
     return placement[message.stage + (-1 if message.kind is Kind.FORWARD else 1)]
 
@@ -210,7 +210,7 @@ def _deadlock(schedule: Schedule, at: list[int]) -> str:
     rank = next(rank for rank, index in enumerate(at) if index < len(schedule.actions[rank]))
     while rank not in waits and at[rank] < len(schedule.actions[rank]):
         action = schedule.actions[rank][at[rank]]
-        source = _source(needs(action, schedule.placement), schedule.placement)
+        source = source_of(needs(action, schedule.placement), schedule.placement)
         waits[rank] = f"rank {rank}, action {at[rank]} ({describe(action)}) waits for rank {source}"
         rank = source
     if rank in waits:

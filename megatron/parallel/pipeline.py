@@ -21,7 +21,7 @@ from megatron.dist.p2p import Receiving, Sending
 from megatron.dist.together import waiting
 from megatron.model.block import BlockWrapper, MicroBatch
 from megatron.model.gpt import GPTModel
-from megatron.parallel.check import WORDS
+from megatron.parallel.check import WORDS, channel_of, source_of
 from megatron.parallel.schedule import COMPUTATIONS, Action, Kind, Message, Schedule, makes, needs
 from megatron.parallel.timeline import Span, Timeline
 
@@ -169,8 +169,7 @@ class _Step:
         coming = self.inbox.pop(message)
         if isinstance(coming, Tensor):
             return coming
-        source = message.stage + (-1 if message.kind is Kind.FORWARD else 1)
-        with self._with_neighbour(self.placement[source], f"send {_what(message)} to the {WORDS[action.kind]} pass of stage {action.stage}"):
+        with self._with_neighbour(source_of(message, self.placement), f"send {_what(message)} to the {WORDS[action.kind]} pass of stage {action.stage}"):
             x = coming.wait()
         to, count = self.receipts[message]
         while self.arrived.get(to, 0) < count:
@@ -193,9 +192,7 @@ class _Step:
         return waiting(text)
 
     def send(self, action: Action) -> None:
-        forward = action.kind is Kind.SEND_FORWARD
-        message = Message(Kind.FORWARD if forward else Kind.BACKWARD, action.stage + (1 if forward else -1), action.micro)
-        to = self.placement[message.stage]
+        (_, to), message = channel_of(action, self.placement)
         queue = self.sending.setdefault(to, deque())
         with self._with_neighbour(to, f"take {_what(message)}"):
             queue.append(Sending(self.outbox.pop(message), to, self.pipeline.groups.channel(self.rank, to), self._tag(message)))
@@ -203,9 +200,7 @@ class _Step:
                 self._settle(to)
 
     def receive(self, action: Action) -> None:
-        forward = action.kind is Kind.RECEIVE_FORWARD
-        message = Message(Kind.FORWARD if forward else Kind.BACKWARD, action.stage, action.micro)
-        source = self.placement[action.stage + (-1 if forward else 1)]
+        (source, _), message = channel_of(action, self.placement)
         channel = self.pipeline.groups.channel(source, self.rank)
         with self._with_neighbour(source, f"send {_what(message)}"):
             self.inbox[message] = Receiving(self.pipeline.shape, self.model.dtype, self.pipeline.device, source, channel, self._tag(message))

@@ -153,7 +153,7 @@ class Prepared:
     progress: Progress
     schedule: Schedule
     data: Data
-    sections: dict[str, list[str]]  # of the banner
+    sections: dict[str, list[str]]  # of the banner, on the rank that prints it
 
 
 def prepare(config: Config, notes: list[str], world_size: int, device: torch.device, world: Axis) -> Prepared:
@@ -176,7 +176,7 @@ def prepare(config: Config, notes: list[str], world_size: int, device: torch.dev
         scanned = config if world.rank == 0 else dataclasses.replace(config, data=dataclasses.replace(config.data, check_data=False))
         data = build_data(scanned, tokenizer, checkpoint.state["ledger"] if progress.iteration > 0 else None, progress.consumed_samples)
         padded_vocab = padded_vocab_size(tokenizer.vocab_size, config.model, config.distributed.tensor_model_parallel_size)
-        sections = describe(config, notes, tokenizer, data, device, padded_vocab, world_size, checkpoint)
+        sections = describe(config, notes, tokenizer, data, device, padded_vocab, world_size, checkpoint) if world.rank == 0 else {}
     return Prepared(config, tokenizer, padded_vocab, checkpoint, progress, schedule, data, sections)
 
 
@@ -202,10 +202,12 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     sequence = config.data.seq_length // tp.size if tp.sequence else config.data.seq_length
     shape = sequence, config.training.micro_batch_size, config.model.hidden_size
     exits = ExitConditions(config.training)
-    sections["layout"] = [groups.describe(), *sections["layout"][1:]]
-    tracker = Tracker(config, {"config": config.to_dict(), "banner": sections}, prepared.progress.iteration) if groups.rank == 0 else None
-    sections["paths"] += tracker.notes if tracker is not None else []
-    print(banner(sections), flush=True)
+    tracker = None
+    if groups.rank == 0:
+        sections["layout"] = [groups.describe()]
+        tracker = Tracker(config, {"config": config.to_dict(), "banner": sections}, prepared.progress.iteration)
+        sections["paths"] += tracker.notes
+        print(banner(sections), flush=True)
     return Run(
         config=config, groups=groups, device=device, device_names=device_names, vocab_size=tokenizer.vocab_size,
         padded_vocab=prepared.padded_vocab, tokenizer_fingerprint=tokenizer.fingerprint, model=model,

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from kill_writer import WRITERS, campaign, check, contents, verdict
 
 from megatron.checkpoint.reader import find_checkpoint
@@ -17,14 +16,7 @@ from megatron.checkpoint.writer import save_checkpoint
 
 CALLS = ("open", "writev", "fsync", "rename", "mkdir", "close")
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Forked children may not use the parent's thread pool."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_twenty_random_kills(tmp_path):

@@ -8,14 +8,7 @@ import torch
 
 from megatron.parallel.check import check
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As the ranks have: sums over two threads have other bits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def compare(results: list, micro_batches: int, bitwise: bool, training: bool = True) -> None:
