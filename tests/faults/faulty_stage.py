@@ -3,8 +3,9 @@
     python faulty_stage.py FOLDER RANKS FAULT VICTIM WHERE flags of pretrain_gpt.py...
 
 The ranks are forked off this process when it has imported everything. VICTIM is the rank whose FAULT (kill, stop or raise) comes in its second
-training step before the computation WHERE (`F 1 2`: kind, stage, micro-batch). When all others have ended, FOLDER/ends.json holds a list by
-rank: exit code (negative: a signal), seconds from the fault to the end, what it wrote to stderr.
+training step before the computation WHERE (`F 1 2`: kind, stage, micro-batch), when the others have long done all they can without it. WHERE may
+name a second computation, after a comma: a rank that comes to it pauses there until the fault is a while past. When all others have ended,
+FOLDER/ends.json holds a list by rank: exit code (negative: a signal), seconds from the fault to the end, what it wrote to stderr.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ import pretrain_gpt
 from megatron.parallel import pipeline
 from megatron.training import pretrain  # noqa: F401  # likewise
 
-FOLDER, RANKS, FAULT, VICTIM, WHERE = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5]
+FOLDER, RANKS, FAULT, VICTIM = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+WHERE, _, PAUSE = sys.argv[5].partition(", ")
+A_WHILE = 1.0  # seconds: all messages on their way arrive, all connections of a dead process are closed
 PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
 
 
@@ -42,7 +45,12 @@ def rank_process(rank: int, port: int) -> None:
 
     def compute(step, action, recording):
         met.append(f"{action.kind.value} {action.stage} {action.micro}")
+        if rank != VICTIM and met[-1] == PAUSE and met.count(PAUSE) == 2:
+            while not (FOLDER / "fault").exists():
+                time.sleep(0.01)
+            time.sleep(A_WHILE)
         if rank == VICTIM and met[-1] == WHERE and met.count(WHERE) == 2:
+            time.sleep(0 if PAUSE else A_WHILE)
             (FOLDER / "fault").write_text(repr(time.monotonic()))
             if FAULT == "raise":
                 raise ZeroDivisionError("something of the user's own went wrong")

@@ -57,12 +57,19 @@ def waited(end: Ended, stage: int, what: str) -> float:
 
 
 def test_a_stage_is_killed(run):
-    """What it sent last may be lost with it."""
     first, victim, last = run("kill", 1, "F 1 3")
     assert victim.code == -signal.SIGKILL
-    waited(first, 1, "send the gradient of micro-batch [12] to the backward pass of stage 0")
-    waited(last, 1, "send activations of micro-batch [23] to the forward pass of stage 2")
+    waited(first, 1, "send the gradient of micro-batch 2 to the backward pass of stage 0")
+    waited(last, 1, "send activations of micro-batch 3 to the forward pass of stage 2")
     assert first.after < SLACK and last.after < SLACK
+
+
+def test_a_stage_is_gone_before_it_is_sent_something(run):
+    """The first stage computes while its neighbour dies, and finds out when it turns to it: not by a wait."""
+    first, victim, _ = run("kill", 1, "F 1 1, F 0 2")
+    assert victim.code == -signal.SIGKILL
+    assert waited(first, 1, "(take activations|send the gradient) of micro-batch [0-2]( to the backward pass of stage 0)?") < 1
+    assert first.after < SLACK
 
 
 def test_a_stage_hangs(run):
