@@ -200,6 +200,16 @@ class OptimizerConfig:
     """adam is AdamW (decoupled weight decay)."""
     adam_implementation: Literal["auto", "apex", "torch-fused", "torch"] = flag("auto", megatron="absent there")
     """auto takes NVIDIA apex's FusedAdam when present on a GPU, else torch's fused AdamW."""
+    main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which gradients are accumulated, with bf16 weights: bf16 takes 2 bytes a parameter less, and loses bits with every micro-batch."""
+    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which Adam's first moment is kept."""
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which Adam's second moment is kept."""
+    optimizer_cpu_offload: bool = False
+    """Keep master weights and moments in host memory and step them on the CPU."""
+    optimizer_offload_fraction: float = 1.0
+    """With --optimizer-cpu-offload: the share of the parameters that are stepped on the CPU."""
     lr: float | None = None
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -345,6 +355,14 @@ class DistributedConfig:
     """Run the collectives of tensor parallelism beside the matrix products that do not depend on them."""
     overlap_grad_reduce: bool = flag(True, off="--no-overlap-grad-reduce", megatron="off there")
     """Reduce gradients of finished layers beside the rest of the backward pass (where ranks compute on every core of a CPU, it costs time)."""
+    zero_stage: Literal[0, 1, 2, 3] = flag(0, megatron="--data-parallel-sharding-strategy there")
+    """What the data-parallel ranks share instead of each holding it: 1 optimizer state, 2 gradients too, 3 weights too (ZeRO)."""
+    zero_shard_size: int | None = flag(None, megatron="absent there")
+    """Neighbouring data-parallel ranks that share among themselves under ZeRO (as many as a node has); the others hold copies. Default: all."""
+    zero3_keep_gathered: bool = flag(False, megatron="absent there")
+    """ZeRO-3: gather a layer once a step and keep it to the step's end, instead of gathering it for every pass through it."""
+    overlap_param_gather: bool = flag(True, off="--no-overlap-param-gather", megatron="off there")
+    """ZeRO: gather the next layers' weights beside the computation."""
     grad_reduce_in_bf16: bool = flag(False, megatron="gradients are accumulated in bf16 too there")
     """Send gradients in bf16; they are still accumulated and summed in fp32."""
     use_tp_pp_dp_mapping: bool = False
