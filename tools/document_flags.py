@@ -49,8 +49,8 @@ def _option_row(option: Option) -> str:
 
 def _row(row: Row) -> str:
     flags = ", ".join(f"`{flag}`" for flag in row.flags)
-    if row.verdict == "equals":
-        return f"| {flags} | `{row.text}` |"
+    if row.verdict in ("equals", "at least"):
+        return f"| {flags} | {'at least ' if row.verdict == 'at least' else ''}`{row.text}` |"
     if row.verdict == "only":
         return f"| {flags} | {', '.join(f'`{value}`' for value in row.values)} | {_cell(row.text)} |"
     return f"| {flags} | {_cell(row.text)} |"

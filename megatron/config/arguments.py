@@ -225,6 +225,7 @@ class _Reading:
     set_by: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict)
     commands: dict[str, str] = dataclasses.field(default_factory=dict)
     foreign: list[tuple[str, list[str]]] = dataclasses.field(default_factory=list)
+    least: list[tuple[str, compatibility.Row]] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     faults: list[str] = dataclasses.field(default_factory=list)
     unsure: set[str] = dataclasses.field(default_factory=set)  # flags whose value is unknown: rules about them say nothing
@@ -239,13 +240,29 @@ class _Reading:
             near = _nearest(key(flag), [*options_by_flag(), *COMMANDS, *compatibility.names()])
             self.faults.append(f"{_shown(flag, words)}: unknown flag" + (f"; did you mean {near}?" if near else ""))
             self.unsure.update([near] if near else [])
-        elif row.verdict == "equals" and words and "$" not in row.text:
+        elif row.verdict in ("equals", "at least") and words and "$" not in row.text:
             self.faults.append(f"{_shown(flag, words)}: it takes no value")
         elif row.verdict == "equals":
             for ours, values in row.rewrite(words):
                 self.read(ours, values, written=_shown(flag, words))
+        elif row.verdict == "at least":
+            self.least.append((flag, row))
         else:
             self.foreign.append((flag, words))
+
+    def raised(self, config: Config) -> Config:
+        """The configuration with the settings that are below what some flag asks for at least."""
+        for flag, row in self.least:
+            for ours, words in row.rewrite([]):
+                option, _ = options_by_flag()[key(ours)]
+                place, value = (option.group, option.field), option.parse(words)
+                if getattr(getattr(config, option.group), option.field) >= value or option.names[0] in self.unsure:
+                    continue
+                if place in self.values:
+                    self.faults.append(f"{flag}: contradicts {self.set_by[place]}; drop one of them")
+                else:
+                    config = _with_values(config, {place: value})
+        return config
 
     def _command(self, flag: str, words: list[str]) -> None:
         takes_file = flag in TAKES_FILE
@@ -357,7 +374,7 @@ def parse_arguments(argv: list[str]) -> Parsed:
         values, faults = load_config(reading.commands["--config"])
         reading.faults += faults
         config = _with_values(config, values)
-    config = _with_values(config, reading.values)
+    config = reading.raised(_with_values(config, reading.values))
     notes, faults = compatibility.answer(reading.foreign, config)
     reading.notes += notes
     reading.faults += faults

@@ -1,7 +1,8 @@
 """What becomes of flags of Megatron-LM (2026-08) and Megatron-DeepSpeed (2025-07) that are not fields here.
 
-One maintained table, four verdicts:
+One maintained table, five verdicts:
 - equals: rewritten to our flags; `$` stands for the flag's own values.
+- at least: rewritten to our flag where the settings do not already give that much.
 - note: accepted, because leaving it out changes nothing about the result; one line in the banner says why.
 - only: accepted with the listed values (they are what happens here anyway), refused with others.
 - refused: an error line that says what to do.
@@ -54,6 +55,11 @@ def equals(flags: str, ours: str) -> Row:
     return Row(tuple(flags.split()), "equals", ours)
 
 
+def at_least(flags: str, ours: str) -> Row:
+    """A row whose flags raise one of our numbers, unless another flag sets it as high or higher."""
+    return Row(tuple(flags.split()), "at least", ours)
+
+
 def refused(flags: str, text: str) -> Row:
     """A row whose flags are errors."""
     return Row(tuple(flags.split()), "refused", text)
@@ -78,6 +84,13 @@ EQUALS = (
     equals("--model-parallel-size", "--tensor-model-parallel-size $"),
     equals("--enable-zbh1-pipeline", "--pipeline-schedule zero-bubble"),
     equals("--no-async-tensor-model-parallel-allreduce", "--no-tp-comm-overlap"),
+    at_least("--use-distributed-optimizer", "--zero-stage 1"),
+    equals("--data-parallel-sharding-strategy", "--zero-stage $"),
+    equals("--use-torch-fsdp2", "--zero-stage 3"),
+    equals("--torch-fsdp2-no-reshard-after-forward", "--zero3-keep-gathered"),
+    equals("--megatron-fsdp-main-grads-dtype", "--main-grads-dtype $"),
+    equals("--megatron-fsdp-grad-comm-dtype", "--grad-reduce-in-bf16 $"),
+    equals("--cpu-optimizer", "--optimizer-cpu-offload"),
 )
 
 NOTES = (
@@ -95,10 +108,15 @@ NOTES = (
          "--attention-backend auto takes the fastest kernel that supports the settings"),
     note("--attention-softmax-in-fp32 --apply-query-key-layer-scaling --no-query-key-layer-scaling",
          "the softmax is in fp32, where scaling by the layer number cancels"),
-    note("--accumulate-allreduce-grads-in-fp32", "gradients are always accumulated in fp32 here, and sent in fp32 without --grad-reduce-in-bf16",
-         when=lambda config: not config.distributed.grad_reduce_in_bf16, otherwise="contradicts --grad-reduce-in-bf16; drop one of them"),
-    note("--ddp-reduce-scatter-with-fp32-accumulation --ddp-param-name-patterns-for-fp32-local-accumulation",
-         "gradients are summed in fp32 here, whatever they are sent in"),
+    note("--accumulate-allreduce-grads-in-fp32", "gradients are accumulated and sent in fp32 without --main-grads-dtype bf16 or --grad-reduce-in-bf16",
+         when=lambda config: config.optimizer.main_grads_dtype == "fp32" and not config.distributed.grad_reduce_in_bf16,
+         otherwise="contradicts --grad-reduce-in-bf16 or --main-grads-dtype bf16, whichever is given; drop one of them"),
+    note("--ddp-reduce-scatter-with-fp32-accumulation", "gradients are summed over ranks in fp32 here, whatever they are sent in"),
+    note("--ddp-param-name-patterns-for-fp32-local-accumulation", "every gradient is accumulated in fp32 here without --main-grads-dtype bf16",
+         when=lambda config: config.optimizer.main_grads_dtype == "fp32",
+         otherwise="contradicts --main-grads-dtype bf16, which holds for every gradient; drop one of them"),
+    note("--use-precision-aware-optimizer", "--main-grads-dtype, --exp-avg-dtype and --exp-avg-sq-dtype act without it"),
+    note("--use-megatron-fsdp", "--zero-stage (or --data-parallel-sharding-strategy) says what is sharded"),
     note("--fp16-lm-cross-entropy", "the loss is computed in fp32 here"),
     note("--calculate-per-token-loss", "the loss is always the mean over all tokens of the global batch here"),
     note("--apply-layernorm-1p", "storing the scale minus one gives the same model, since norms take no weight decay"),
@@ -127,13 +145,14 @@ NOTES = (
          "when collectives of data parallelism run follows from the schedule: see --overlap-grad-reduce"),
     note("--cp-comm-type --hierarchical-context-parallel-sizes --max-seqlen-per-dp-cp-rank --force-ds-sequence-parallel",
          "concerns context parallelism, whose size is 1"),
-    note("--use-distributed-optimizer --overlap-param-gather --overlap-param-gather-with-optimizer-step "
-         "--num-distributed-optimizer-instances --no-use-layer-wise-param-layout",
-         "optimizer state is not sharded yet: every data-parallel rank holds all of it, with the same result"),
-    note("--ddp-* --DDP-impl --no-contiguous-buffers-in-local-ddp --no-gradient-reduce-div-fusion --suggested-communication-unit-size",
-         "gradients are summed block by block over the data-parallel ranks and scaled once: there is no bucket to choose"),
-    note("--zero-reduce-scatter --zero-contigious-gradients --zero-reduce-bucket-size --zero-allgather-bucket-size --remote-device "
-         "--use-pin-memory", "acts only with ZeRO stages above 0"),
+    note("--overlap-param-gather-with-optimizer-step --no-use-layer-wise-param-layout",
+         "the weights of each layer are gathered as soon as it has been updated: see --overlap-param-gather"),
+    note("--ddp-* --DDP-impl --no-contiguous-buffers-in-local-ddp --no-gradient-reduce-div-fusion --suggested-communication-unit-size "
+         "--zero-contigious-gradients --zero-reduce-bucket-size --zero-allgather-bucket-size --megatron-fsdp-* --fsdp-*",
+         "gradients and weights travel layer by layer, in buffers of a layer's size: there is no bucket to choose"),
+    note("--zero-reduce-scatter", "gradients are always reduce-scattered"),
+    note("--use-pin-memory --no-pin-cpu-grads --no-pin-cpu-params --overlap-cpu-optimizer-d2h-h2d --use-torch-optimizer-for-cpu-offload "
+         "--min-offloaded-tensor-size", "how the offloaded optimizer steps and moves its data is chosen here: see --optimizer-cpu-offload"),
     note("--split-transformers --memory-centric-tiled-linear --tile-factor", "a choice of memory, without effect on the result"),
     note("--use-nccl-ub --disable-symmetric-registration --create-all-gather-group --nccl-communicator-config-path --use-sharp "
          "--sharp-enabled-group --high-priority-stream-groups --disable-gloo-process-groups --local-rank --lazy-mpu-init "
@@ -188,12 +207,9 @@ NOTES = (
          "--use-same-sampling-seed-across-dp-ranks --ds-inference", "concerns inference, which does not take part in pretraining"),
     note("--muon-* --lion-* --qk-clip-* --mtp-* --mup-* --dsa-* --no-dsa-* --disable-dsa-* --mhc-* --linear-* --mamba-* "
          "--disable-mamba-mem-eff-path --gdp-* --fim-* --relative-attention-* --yarn-correction-range-round-to-int "
-         "--optimizer-offload-fraction --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d "
-         "--no-pin-cpu-grads --no-pin-cpu-params --min-offloaded-tensor-size --offload-modules --delay-offload-until-cuda-graph "
+         "--offload-modules --delay-offload-until-cuda-graph "
          "--delta-offload-bytes-across-pp-ranks --activation-offload-fraction --cpu-offloading-retain-pinned-cpu-buffers "
-         "--fine-grained-offloading-max-inflight-offloads --megatron-fsdp-* --fsdp-* --data-parallel-sharding-strategy "
-         "--outer-dp-sharding-strategy --enable-full-sharding-in-hsdp --gtp-* "
-         "--torch-fsdp2-no-reshard-after-forward --batch-invariant-backend "
+         "--fine-grained-offloading-max-inflight-offloads --gtp-* --batch-invariant-backend "
          "--ds-sequence-parallel-fpdt-* --error-injection-type --tokenizer-special-tokens --chat-template "
          "--sft-tokenizer-prompt-format --logits-* --bert-no-binary-head --mask-prob --short-seq-prob --sample-rate",
          "acts only together with a main switch, which is refused"),
@@ -205,7 +221,9 @@ _LATER = "not built yet"
 ONLY = (
     only("--tensor-parallel-num-weight-shards", "1", f"sharding weights further than over the tensor-parallel ranks is {_LATER}"),
     only("--context-parallel-size --ds-sequence-parallel-size", "1", f"context parallelism is {_LATER}"),
-    only("--zero-stage", "0", f"ZeRO is {_LATER}"),
+    only("--num-distributed-optimizer-instances", "1", "give --zero-shard-size with the data-parallel ranks of one instance: all of them / instances"),
+    only("--outer-dp-sharding-strategy", "no_shard", "copies made by --zero-shard-size share nothing; drop that to shard over all ranks"),
+    only("--remote-device", "none", f"offload of weights is {_LATER}; --optimizer-cpu-offload moves the optimizer's state"),
     only("--num-experts --num-experts-switch --expert-model-parallel-size --expert-tensor-parallel-size "
          "--expert-tensor-parallel-num-weight-shards --moe-expert-parallel-size", "1", "mixture of experts is not supported"),
     only("--mlp-type", "standard", "mixture of experts is not supported"),
@@ -214,8 +232,7 @@ ONLY = (
     only("--rope-type", "rope", "use --position-embedding-type yarn"),
     only("--softmax-type", "vanilla", "attention sinks are not supported"),
     only("--exit-signal", "SIGTERM SIGUSR1", "SIGTERM and SIGUSR1 save and exit"),
-    only("--main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype --megatron-fsdp-main-params-dtype",
-         "fp32", "master weights, gradients and moments are fp32"),
+    only("--main-params-dtype --megatron-fsdp-main-params-dtype", "fp32", "master weights are fp32; to save memory shard them with --zero-stage 1"),
     only("--vocab-extra-ids --cpu-offloading-num-layers --error-injection-rate --mtp-num-layers", "0",
          "not supported; drop it"),
     only("--glu-linear-offset", "0 0.0", "not supported; drop it"),
@@ -242,13 +259,13 @@ REFUSED = (
             "--save-tokens-per-expert-interval", "not supported; drop it"),
     refused("--save-retain-interval", "every checkpoint is kept; drop it and delete old ones by hand"),
     refused("--non-persistent-*", "there is one kind of checkpoint; use --save-interval"),
-    refused("--use-megatron-fsdp --use-torch-fsdp2", f"sharding over data-parallel ranks is {_LATER}; drop it"),
-    refused("--optimizer-cpu-offload --cpu-optimizer --fine-grained-activation-offloading --moe-paged-stash",
-            f"offload to the host is {_LATER}; drop it"),
+    refused("--enable-full-sharding-in-hsdp", "ZeRO shards over all data-parallel ranks without --zero-shard-size; drop it"),
+    refused("--offload-optimizer-states", "use --optimizer-cpu-offload, which steps them in host memory"),
+    refused("--fine-grained-activation-offloading --moe-paged-stash", f"offload of activations is {_LATER}; drop it"),
     refused("--pipeline-model-parallel-split-rank", "every layer is a decoder layer; say which rank has which with --pipeline-model-parallel-layout"),
     refused("--hybrid-context-parallel --ds-sequence-parallel-fpdt", f"context parallelism is {_LATER}"),
-    refused("--use-precision-aware-optimizer --output-logit-dtype --embedding-weights-in-fp32 --fp32-residual-connection",
-            "precision is what --bf16, --fp16 or --fp64 say (fp32 master weights, gradients and moments); drop it"),
+    refused("--output-logit-dtype --embedding-weights-in-fp32 --fp32-residual-connection",
+            "precision is what --bf16, --fp16 or --fp64 say (with fp32 master weights); drop it"),
     refused("--fp8-format --fp8-e4m3 --fp8-hybrid --fp8-param-gather --fp4-format --fp4-param-gather --first-last-layers-bf16 "
             "--te-precision-config-file --kitchen-* --fp8-output-proj", "fp8 and fp4 are not supported; use --bf16"),
     refused("--quick-geglu --activation-func-clamp-value", "not an activation here; choose one with --activation"),
@@ -310,6 +327,12 @@ VALUES: dict[tuple[str, str], tuple[str, str]] = {
     ("--attention-backend", "fused"): ("auto", "--attention-backend fused: auto takes the fastest kernel that supports the settings"),
     ("--attention-backend", "unfused"): ("plain", "--attention-backend unfused is plain here"),
     ("--attention-backend", "local"): ("plain", "--attention-backend local is plain here"),
+    ("--zero-stage", "no_shard"): ("0", ""),
+    ("--zero-stage", "optim"): ("1", ""),
+    ("--zero-stage", "optim_grads"): ("2", ""),
+    ("--zero-stage", "optim_grads_params"): ("3", ""),
+    ("--grad-reduce-in-bf16", "fp32"): ("false", ""),
+    ("--grad-reduce-in-bf16", "bf16"): ("true", ""),
     ("--timing-log-level", "2"): ("1", "--timing-log-level 2: there are no finer timers than level 1's"),
 }
 
@@ -325,6 +348,10 @@ def translate_value(flag: str, words: list[str]) -> tuple[list[str], str]:
         raise ValueError("selective recompute is not built yet; drop it, or use --recompute-granularity full")
     if flag == "--recompute-method" and words == ["block"]:
         raise ValueError("block recompute is not built yet; use --recompute-method uniform")
+    if flag in ("--exp-avg-dtype", "--exp-avg-sq-dtype") and words in (["fp16"], ["fp8"]):
+        raise ValueError(f"moments are kept in fp32 or bf16; give {flag} bf16, which has fp32's range")
+    if flag == "--main-grads-dtype" and words == ["fp16"]:
+        raise ValueError("gradients are accumulated in fp32 or, with --bf16, in bf16; give --main-grads-dtype fp32")
     if len(words) == 1 and (flag, words[0]) in VALUES:
         ours, text = VALUES[flag, words[0]]
         return [ours], text
@@ -367,7 +394,7 @@ def answer(occurrences: list[tuple[str, list[str]]], config: Config) -> tuple[li
     faults = []
     for flag, words in occurrences:
         row = find(key(flag))
-        assert row is not None and row.verdict != "equals"
+        assert row is not None and row.verdict not in ("equals", "at least")
         shown = " ".join([flag, *words])
         if row.verdict == "only" and not words:
             faults.append(f"{flag}: no value follows it (is a shell variable unset?)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,35 @@ SAME = {
     "optimizer.params.weight_decay": ("optimizer", "weight_decay"),
     "optimizer.params.momentum": ("optimizer", "sgd_momentum"),
     "pipeline.stages": ("distributed", "pipeline_model_parallel_size"),
+    "zero_optimization.stage": ("distributed", "zero_stage"),
+    "zero_optimization.mics_shard_size": ("distributed", "zero_shard_size"),
+    "zero_optimization.offload_optimizer.device": ("optimizer", "optimizer_cpu_offload"),
+    "zero_optimization.offload_optimizer.ratio": ("optimizer", "optimizer_offload_fraction"),
+    "zero_optimization.cpu_offload": ("optimizer", "optimizer_cpu_offload"),
+    "data_types.grad_accum_dtype": ("optimizer", "main_grads_dtype"),
 }
 
 # What gradients are sent in: values of communication_data_type and of fp32_allreduce -> --grad-reduce-in-bf16.
 WIRE = {"fp32": False, "true": False, "bf16": True, "bfp16": True}
+
+# Keys that are refused with these values, and what to do.
+REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "zero_optimization.offload_optimizer.device": (
+        lambda value: value not in ("cpu", "none", None), "offload to files is not built yet; use cpu, with --optimizer-cpu-offload"),
+    "zero_optimization.offload_param.device": (
+        lambda value: value not in ("none", None), "offload of weights is not built yet; take it out (offload_optimizer is --optimizer-cpu-offload)"),
+    "zero_optimization.cpu_offload_params": (
+        bool, "offload of weights is not built yet; take it out (offload_optimizer is --optimizer-cpu-offload)"),
+    "zero_optimization.zero_hpz_partition_size": (
+        lambda value: value != 1, "no second copy of the weights is kept inside a node; to gather inside a node give --zero-shard-size, which shards all "
+        "of the stage there, and take this out"),
+    "zero_optimization.zero_quantized_weights": (bool, "weights and gradients are never quantized on the wire; take it out"),
+    "zero_optimization.zero_quantized_nontrainable_weights": (bool, "weights and gradients are never quantized on the wire; take it out"),
+    "zero_optimization.zero_quantized_gradients": (bool, "weights and gradients are never quantized on the wire; take it out"),
+    "zero_optimization.zeropp_loco_param": (bool, "weights and gradients are never quantized on the wire; take it out"),
+    "data_types.grad_accum_dtype": (
+        lambda value: value not in ("fp32", "bf16", None), "gradients are accumulated in fp32, or in bf16 with --main-grads-dtype bf16; take it out"),
+}
 
 # Keys (and everything under them) that change nothing about the result.
 NOTED = {
@@ -51,15 +76,24 @@ NOTED = {
     "zero_force_ds_cpu_optimizer": "DeepSpeed's optimizers are not used",
     "prescale_gradients": "gradients are summed over ranks, and scaled once",
     "gradient_predivide_factor": "gradients are summed over ranks, and scaled once",
-    "data_types.grad_accum_dtype": "gradients are accumulated in fp32",
-    "zero_optimization": "acts only with ZeRO stages above 0",
+    "data_types.grad_accum_dtype": "--main-grads-dtype says what gradients are accumulated in",
+    "zero_optimization": "layers are gathered and reduced whole, in the order in which they come: no such size or threshold is to be chosen",
+    "zero_optimization.overlap_comm": "see --overlap-grad-reduce and --overlap-param-gather, which are on",
+    "zero_optimization.reduce_scatter": "gradients are always reduce-scattered",
+    "zero_optimization.offload_optimizer": "how the offloaded optimizer moves its data is chosen here: see --optimizer-cpu-offload",
+    "zero_optimization.offload_param": "acts only with offload of weights, which is refused",
+    "zero_optimization.cpu_offload_use_pin_memory": "how the offloaded optimizer moves its data is chosen here: see --optimizer-cpu-offload",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "checkpoints are independent of the ZeRO stage",
+    "zero_optimization.gather_16bit_weights_on_model_save": "checkpoints are independent of the ZeRO stage",
+    "zero_optimization.load_from_fp32_weights": "checkpoints are independent of the ZeRO stage",
+    "zero_optimization.elastic_checkpoint": "checkpoints are independent of the ZeRO stage",
     "pipeline.partition": "--pipeline-model-parallel-layout says how layers are shared out",
     "pipeline.activation_checkpoint_interval": "--checkpoint-activations switches recompute on",
     "pipeline.seed_layers": "every draw is computed from --seed",
     "pipeline.pipe_partitioned": "--sequence-parallel divides what travels between pipeline ranks",
     "pipeline.grad_partitioned": "--sequence-parallel divides what travels between pipeline ranks",
     "fp16.auto_cast": "inputs are token ids",
-    "bf16.immediate_grad_update": "gradients are accumulated in fp32",
+    "bf16.immediate_grad_update": "weight gradients are added where they are accumulated as they are computed",
 }
 
 
@@ -102,16 +136,16 @@ def _answer(key: str, value: Any, content: dict, config: Config) -> tuple[str, s
     if key in ("communication_data_type", "fp32_allreduce") and value not in (None, False):
         if str(value).lower() not in WIRE:
             return "", "gradients are sent in fp32, or in bf16 with --grad-reduce-in-bf16; take it out"
+        if config.optimizer.main_grads_dtype == "bf16":
+            return _compare("bf16" if WIRE[str(value).lower()] else "fp32", "bf16", "--main-grads-dtype")
         return _compare(WIRE[str(value).lower()], config.distributed.grad_reduce_in_bf16, "--grad-reduce-in-bf16")
-    if key in SAME:
+    if key in REFUSED and REFUSED[key][0](value):
+        return "", REFUSED[key][1]
+    if key in SAME and not (key == "data_types.grad_accum_dtype" and value is None):  # null: not said
         group, field = SAME[key]
         return _compare(_in_our_terms(key, value), getattr(getattr(config, group), field), "--" + field.replace("_", "-"))
     if key == "gradient_accumulation_steps":
         return _accumulation(value, config)
-    if key == "zero_optimization.stage":
-        return ("--zero-stage 0", "") if value == 0 else ("", "ZeRO is not built yet: set it to 0")
-    if key.startswith("zero_optimization.offload_") and key.endswith(".device") and value != "none":
-        return "", "offload to the host is not built yet; take it out"
     names = [name for name in NOTED if key == name or key.startswith(name + ".")]
     if names:
         return NOTED[max(names, key=len)], ""
@@ -126,6 +160,10 @@ def _in_our_terms(key: str, value: Any) -> Any:
         return None  # dynamic
     if key == "fp16.initial_scale_power" and isinstance(value, (int, float)):
         return 2.0**value
+    if key == "zero_optimization.offload_optimizer.device":
+        return value == "cpu"
+    if key == "zero_optimization.mics_shard_size" and value == -1:
+        return None  # all ranks
     if key == "optimizer.type" and str(value).lower() in ("adam", "adamw", "fusedadam"):
         return "adam"
     return value.lower() if isinstance(value, str) else value

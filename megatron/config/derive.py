@@ -100,6 +100,7 @@ def _derive_schedule(run: Run) -> Derivation:
 def _derive_distributed(run: Run) -> Derivation:
     if run.sequence_parallel and run.tp == 1:
         yield "sequence_parallel", False, "with --tensor-model-parallel-size 1 there are no ranks to split the sequence over"
+    yield from _without_sharing(run)
     virtual = virtual_stages(run.config) if run.pp > 1 else 1
     if virtual is not None and run.num_virtual_stages_per_pipeline_rank != virtual:
         unasked = run.pp == 1 and run.num_virtual_stages_per_pipeline_rank is None
@@ -109,6 +110,18 @@ def _derive_distributed(run: Run) -> Derivation:
     elif run.pipeline_schedule is None and virtual is not None:
         name = "1f1b" if virtual == 1 else "interleaved"
         yield "pipeline_schedule", name, f"{virtual} stage(s) on each pipeline rank" if run.pp > 1 else ""
+
+
+def _without_sharing(run: Run) -> Derivation:
+    """ZeRO where each rank would share with itself alone: the same flags run in every layout."""
+    if run.zero_stage == 0 or (run.dp != 1 and run.zero_shard_size != 1):
+        return
+    reason = "with one data-parallel rank there is nobody to share with" if run.dp == 1 else "--zero-shard-size 1 shares with nobody"
+    yield "zero_stage", 0, reason
+    if run.has("zero_shard_size"):
+        yield "zero_shard_size", None, reason
+    if run.zero3_keep_gathered and run.zero_stage == 3:
+        yield "zero3_keep_gathered", False, reason
 
 
 def _why_virtual(run: Run) -> str:

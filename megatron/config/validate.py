@@ -16,7 +16,7 @@ from typing import Any
 from megatron.config.derive import DEFAULTS, Run, derive
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
-from megatron.config.validate_layout import bubble, nearest, pipeline_schedule, pipeline_split, tensor_parallel
+from megatron.config.validate_layout import bubble, nearest, pipeline_schedule, pipeline_split, tensor_parallel, zero
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
      "lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples eval_interval save_interval log_interval tensorboard_log_interval "
      "peak_tflops adam_eps tensor_model_parallel_size pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank "
      "num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers distributed_timeout_minutes "
-     "world_size"),
+     "zero_shard_size world_size"),
     ("0 or more", lambda value: value >= 0,
      "z_loss_coeff lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay start_weight_decay end_weight_decay "
      "clip_grad eval_iters seed train_iters ckpt_step"),
     ("at least 0 and below 1", lambda value: 0 <= value < 1,
      "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction"),
-    ("above 0 and at most 1", lambda value: 0 < value <= 1, "rotary_percent"),
+    ("above 0 and at most 1", lambda value: 0 < value <= 1, "rotary_percent optimizer_offload_fraction"),
 )
 
 
@@ -85,7 +85,12 @@ NEEDS: Table = (
      lambda run: run.tokenizer_type not in ("GPT2BPETokenizer", "NullTokenizer")),
     ("vocab_file merge_file", "--tokenizer-type GPT2BPETokenizer", lambda run: run.tokenizer_type in (None, "GPT2BPETokenizer")),
     ("recompute_method recompute_num_layers", "--recompute-granularity full", lambda run: run.recompute_granularity is not None),
-    ("adam_implementation adam_beta1 adam_beta2 adam_eps", "--optimizer adam", lambda run: run.optimizer == "adam"),
+    ("adam_implementation adam_beta1 adam_beta2 adam_eps exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload", "--optimizer adam",
+     lambda run: run.optimizer == "adam"),
+    ("main_grads_dtype", "--bf16", lambda run: run.bf16),
+    ("optimizer_offload_fraction", "--optimizer-cpu-offload", lambda run: run.optimizer_cpu_offload),
+    ("zero_shard_size", "--zero-stage 1, 2 or 3", lambda run: run.zero_stage > 0),
+    ("zero3_keep_gathered", "--zero-stage 3", lambda run: run.zero_stage == 3),
     ("sgd_momentum", "--optimizer sgd", lambda run: run.optimizer == "sgd"),
     ("min_lr", "a --lr-decay-style that decays", lambda run: run.lr_decay_style != "constant"),
     ("lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", "--lr-decay-style WSD", lambda run: run.lr_decay_style == "WSD"),
@@ -106,6 +111,7 @@ NEEDS: Table = (
 IDLE: Table = (
     ("tp_comm_overlap", "--tensor-model-parallel-size above 1", lambda run: run.tp > 1),
     ("overlap_grad_reduce grad_reduce_in_bf16", "several data-parallel ranks", lambda run: run.dp > 1),
+    ("overlap_param_gather", "--zero-stage 1, 2 or 3 on several data-parallel ranks", lambda run: run.zero_stage > 0),
     ("distributed_backend distributed_timeout_minutes", "several ranks", lambda run: run.world > 1),
     ("use_tp_pp_dp_mapping num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
      "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout pipeline_timeline",
@@ -176,6 +182,16 @@ def _precision(run: Run) -> Iterator[str]:
         yield "--grad-reduce-in-bf16: contradicts --fp64; drop one"
     if run.initial_loss_scale < run.min_loss_scale:
         yield f"{run.show('initial_loss_scale')}: below {run.show('min_loss_scale')}"
+
+
+def _optimizer(run: Run) -> Iterator[str]:
+    moments = [field for field in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(run, field) != "fp32"]
+    if run.adam_implementation == "apex":
+        for field in (*moments, *(["optimizer_cpu_offload"] if run.optimizer_cpu_offload else [])):
+            yield f"{run.show(field)}: not something that apex's FusedAdam does; drop --adam-implementation apex, or this"
+    if run.fp64:
+        for field in moments:
+            yield f"{run.show(field)}: contradicts --fp64; drop one"
 
 
 def _sources(run: Run) -> Iterator[str]:
@@ -309,8 +325,8 @@ def _checkpoint(run: Run) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
-    _required, _ranges, _needs, tensor_parallel, pipeline_split, pipeline_schedule, _heads, _positions, _attention, _precision, _sources, _split,
-    _tokenizer, _batch, _length, _schedule, _weight_decay, _recompute, _checkpoint,
+    _required, _ranges, _needs, tensor_parallel, zero, pipeline_split, pipeline_schedule, _heads, _positions, _attention, _precision, _optimizer, _sources,
+    _split, _tokenizer, _batch, _length, _schedule, _weight_decay, _recompute, _checkpoint,
 )
 
 

@@ -66,6 +66,15 @@ def tensor_parallel(run: Run) -> Iterator[str]:
                "or drop --sequence-parallel")
 
 
+def zero(run: Run) -> Iterator[str]:
+    """Hybrid sharding: the data-parallel ranks must fall into groups of equal size."""
+    size = run.zero_shard_size
+    if run.has("zero_shard_size") and run.zero_stage > 0 and run.dp and run.dp % size:
+        sizes = (*range(2, min(run.dp, 4096)), run.dp)  # nobody shards over more but over all
+        fitting = min((other for other in sizes if run.dp % other == 0), key=lambda other: abs(other - size))
+        yield f"{run.show('zero_shard_size')}: must divide the {run.dp} data-parallel rank(s); the nearest that fits is {fitting}"
+
+
 # ---------------------------------------------------------------- splits
 
 _LAYOUT, _PER_VIRTUAL, _VIRTUAL = "pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"

@@ -121,9 +121,10 @@ def test_the_launch_scripts_run_after_these_edits(folder):
     assert (config.data.tokenizer_type, config.distributed.pipeline_schedule) == ("GPT2BPETokenizer", "1f1b")
     assert layers_of_stages(config) == (6,) * 16
     llama3 = parse_arguments(without(LLAMA3, "--decoupled-lr --decoupled-min-lr --fp8-format --fp8-param-gather"))
+    assert resolve(llama3.config, 8, 128257).config.distributed.zero_stage == llama3.config.distributed.zero_stage == 1
     config = resolve(llama3.config, 1, 128257).config
     assert config.model.activation == "swiglu" and config.data.split == "99,1,0" and config.precision.bf16
-    assert any("--use-distributed-optimizer, --overlap-param-gather: optimizer state is not sharded yet" in note for note in llama3.notes)
+    assert config.distributed.zero_stage == 0 and config.distributed.overlap_param_gather
     assert config.distributed.grad_reduce_in_bf16 and not config.distributed.sequence_parallel
     llama2 = parse_arguments([*shlex.split(LLAMA2), "--dry-run", "--world-size", "8"])  # as it stands
     config = resolve(llama2.config, 8, 32000).config
@@ -135,20 +136,22 @@ def test_the_launch_scripts_run_after_these_edits(folder):
     assert resolve(dense.config, 1, 50257).config.training.recompute_granularity == "full"
 
 
+VALUE_OF = {"--megatron-fsdp-main-grads-dtype": "bf16", "--megatron-fsdp-grad-comm-dtype": "bf16"}  # of names that take no number
+
+
 def test_the_table_is_consistent():
     assert len(compatibility._rows()) == sum(len(row.flags) for row in TABLE)  # no name stands twice
     for row in TABLE:
-        assert row.verdict in ("note", "only", "equals", "refused") and row.text and (row.values != ()) == (row.verdict == "only")
+        assert row.verdict in ("note", "only", "equals", "at least", "refused") and row.text and (row.values != ()) == (row.verdict == "only")
         assert (row.when is None) == (row.otherwise == "")
         for flag in row.flags:
             assert flag.startswith("--") and flag.rstrip("*").replace("*", "") == flag.rstrip("*")
             assert flag not in options_by_flag(), f"{flag} is a field: its row would never act"
     for row in EQUALS:
-        parse_arguments([row.flags[0], *(["1"] if "$" in row.text else [])])
+        parse_arguments([row.flags[0], *([VALUE_OF.get(row.flags[0], "1")] if "$" in row.text else [])])
     fields = {option.names[0]: option for option in options()}
     for (flag, theirs), (ours, _) in VALUES.items():
-        assert ours in fields[flag].choices or int(ours) in fields[flag].choices
-        assert theirs not in fields[flag].choices
+        assert fields[flag].parse([ours]) != theirs and theirs not in fields[flag].choices
 
 
 def test_a_longer_family_or_an_exact_name_wins():
@@ -159,9 +162,25 @@ def test_a_longer_family_or_an_exact_name_wins():
 
 
 @pytest.mark.parametrize("words, faults, notes", [
-    ("--zero-stage 1", ["--zero-stage 1: ZeRO is not built yet"], []),
-    ("--accumulate-allreduce-grads-in-fp32", [], ["--accumulate-allreduce-grads-in-fp32: gradients are always accumulated in fp32"]),
+    ("--zero-stage 4", ["--zero-stage 4: choose from 0, 1, 2, 3"], []),
+    ("--accumulate-allreduce-grads-in-fp32", [], ["--accumulate-allreduce-grads-in-fp32: gradients are accumulated and sent in fp32 without"]),
     ("--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16", ["--accumulate-allreduce-grads-in-fp32: contradicts --grad-reduce"], []),
+    ("--accumulate-allreduce-grads-in-fp32 --bf16 --main-grads-dtype bf16", ["--accumulate-allreduce-grads-in-fp32: contradicts --grad-reduce"], []),
+    ("--ddp-param-name-patterns-for-fp32-local-accumulation x --bf16 --main-grads-dtype bf16", ["--ddp-param-name-patterns-for-fp32-local-accumulation "
+     "x: contradicts --main-grads-dtype bf16"], []),
+    ("--use-precision-aware-optimizer --exp-avg-dtype bf16", [], ["--use-precision-aware-optimizer: --main-grads-dtype, --exp-avg-dtype and"]),
+    ("--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16", ["--exp-avg-dtype fp8: moments are kept in fp32 or bf16; give --exp-avg-dtype bf16",
+                                                     "--exp-avg-sq-dtype fp16: moments are kept"], []),
+    ("--main-grads-dtype fp16", ["--main-grads-dtype fp16: gradients are accumulated in fp32 or, with --bf16, in bf16"], []),
+    ("--main-params-dtype fp16", ["--main-params-dtype fp16: master weights are fp32"], []),
+    ("--num-distributed-optimizer-instances 1 --outer-dp-sharding-strategy no_shard --remote-device none", [], []),
+    ("--num-distributed-optimizer-instances 2", ["--num-distributed-optimizer-instances 2: give --zero-shard-size"], []),
+    ("--outer-dp-sharding-strategy optim", ["--outer-dp-sharding-strategy optim: copies made by --zero-shard-size share nothing"], []),
+    ("--remote-device cpu", ["--remote-device cpu: offload of weights is not built yet"], []),
+    ("--enable-full-sharding-in-hsdp --offload-optimizer-states", ["--enable-full-sharding-in-hsdp: ZeRO shards over all", "--offload-optimizer-states: "
+     "use --optimizer-cpu-offload"], []),
+    ("--zero-reduce-scatter --zero-reduce-bucket-size 1 --ddp-bucket-size 1 --fsdp-double-buffer --megatron-fsdp-version 2", [],
+     ["--zero-reduce-scatter: gradients are always", "--zero-reduce-bucket-size, --ddp-bucket-size, --fsdp-double-buffer, --megatron-fsdp-version: "]),
     ("--tp-comm-overlap --no-async-tensor-model-parallel-allreduce", ["--no-async-tensor-model-parallel-allreduce: contradicts"], []),
     ("--tp-comm-overlap-cfg x --disable-tp-comm-bulk-dgrad", [], ["--tp-comm-overlap-cfg, --disable-tp-comm-bulk-dgrad: how the"]),
     ("--zero-stage", ["--zero-stage: no value follows it"], []),
@@ -185,6 +204,55 @@ def test_answers(words, faults, notes):
     assert len(got_faults) == len(faults) and all(got.startswith(want) for got, want in zip(got_faults, faults, strict=True)), got_faults
     if not faults:
         assert len(got_notes) == len(notes) and all(got.startswith(want) for got, want in zip(got_notes, notes, strict=True)), got_notes
+
+
+@pytest.mark.parametrize("words, stage", [
+    ("--use-distributed-optimizer", 1),
+    ("--use-distributed-optimizer --zero-stage 1", 1),
+    ("--zero-stage 2 --use-distributed-optimizer", 2),
+    ("--use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params", 3),
+    ("--use-megatron-fsdp", 0),
+    ("--data-parallel-sharding-strategy no_shard", 0),
+    ("--data-parallel-sharding-strategy=optim", 1),
+    ("--data-parallel-sharding-strategy optim_grads --zero-stage 2", 2),
+    ("--use-torch-fsdp2", 3),
+    ("--use-distributed-optimizer --use-distributed-optimizer", 1),
+])
+def test_names_of_zero_stages(words, stage):
+    assert parse_arguments(words.split()).config.distributed.zero_stage == stage
+
+
+@pytest.mark.parametrize("words, fault", [
+    ("--zero-stage 0 --use-distributed-optimizer", "--use-distributed-optimizer: contradicts --zero-stage 0; drop one of them"),
+    ("--use-distributed-optimizer --data-parallel-sharding-strategy no_shard", "--use-distributed-optimizer: contradicts "
+     "--data-parallel-sharding-strategy no_shard; drop one of them"),
+    ("--data-parallel-sharding-strategy optim --zero-stage 2", "--zero-stage 2: contradicts --data-parallel-sharding-strategy optim; drop one"),
+    ("--use-torch-fsdp2 --zero-stage 2", "--zero-stage 2: contradicts --use-torch-fsdp2"),
+    ("--data-parallel-sharding-strategy full", "--data-parallel-sharding-strategy full: choose from 0, 1, 2, 3"),
+    ("--use-distributed-optimizer 1", "--use-distributed-optimizer 1: it takes no value"),
+    ("--use-distributed-optimizer --zero-stage x", "--zero-stage x: choose from 0, 1, 2, 3"),
+])
+def test_stages_that_contradict_are_one_fault(words, fault):
+    with pytest.raises(ArgumentErrors) as caught:
+        parse_arguments(words.split())
+    found = [line for line in caught.value.faults if " is required" not in line]
+    assert len(found) == 1 and found[0].startswith(fault), found
+
+
+def test_a_file_of_settings_and_the_distributed_optimizer(tmp_path):
+    """What the command line asks for at least goes over the file's stage, and leaves a higher one."""
+    for stage, expected in ((0, 1), (1, 1), (3, 3)):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({"distributed": {"zero_stage": stage}}))
+        assert parse_arguments(["--config", str(path), "--use-distributed-optimizer"]).config.distributed.zero_stage == expected
+
+
+def test_other_names_of_precisions_and_offload():
+    parsed = parse_arguments("--bf16 --cpu-optimizer --megatron-fsdp-main-grads-dtype bf16 --megatron-fsdp-grad-comm-dtype bf16 "
+                             "--megatron-fsdp-main-params-dtype fp32 --use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward".split()).config
+    assert parsed.optimizer.optimizer_cpu_offload and parsed.optimizer.main_grads_dtype == "bf16"
+    assert parsed.distributed.grad_reduce_in_bf16 and parsed.distributed.zero3_keep_gathered
+    assert not parse_arguments("--megatron-fsdp-grad-comm-dtype fp32".split()).config.distributed.grad_reduce_in_bf16
 
 
 def test_notes_change_nothing():

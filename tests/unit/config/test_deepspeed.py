@@ -29,7 +29,16 @@ def compare(tmp_path, content, flags=FLAGS):
     ({"bf16": {"enabled": True}}, "equals --bf16"),
     ({"fp16": {"enabled": False, "loss_scale_window": 7}}, "its section is not enabled"),
     ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.999], "lr": 0.001}}}, "equals --adam-beta1 and --adam-beta2"),
-    ({"zero_optimization": {"stage": 0, "overlap_comm": True}}, "acts only with ZeRO stages above 0"),
+    ({"zero_optimization": {"stage": 0, "reduce_bucket_size": 5e8}}, "no such size or threshold is to be chosen"),
+    ({"zero_optimization": {"stage": 0}}, "equals --zero-stage"),
+    ({"zero_optimization": {"overlap_comm": True}}, "see --overlap-grad-reduce and --overlap-param-gather"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "none", "pin_memory": True}}}, "equals no --optimizer-cpu-offload"),
+    ({"zero_optimization": {"offload_param": {"device": "none", "pin_memory": True}}}, "acts only with offload of weights, which is refused"),
+    ({"zero_optimization": {"zero_hpz_partition_size": 1, "zero_quantized_weights": False}}, "no such size or threshold"),
+    ({"zero_optimization": {"mics_shard_size": -1}}, "equals no --zero-shard-size"),
+    ({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}}, "checkpoints are independent of the ZeRO stage"),
+    ({"data_types": {"grad_accum_dtype": None}}, "--main-grads-dtype says what"),
+    ({"data_types": {"grad_accum_dtype": "fp32"}}, "equals --main-grads-dtype"),
     ({"train_batch_size": "auto"}, "follows the flags"),
     ({"wall_clock_breakdown": True}, "--timing-log-level 1"),
     ({"tensorboard": {"enabled": True, "output_path": "x"}}, "use --tensorboard-dir"),
@@ -50,8 +59,18 @@ def test_keys_that_agree(tmp_path, content, note):
     ({"communication_data_type": ["fp32"]}, "gradients are sent in fp32, or in bf16"),
     ({"fp16": {"enabled": True}}, "give --fp16"),
     ({"bf16": {"enabled": False}}, "contradicts --bf16; drop the flag or change the file"),
-    ({"zero_optimization": {"stage": 2}}, "ZeRO is not built yet"),
-    ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, "offload to the host is not built yet"),
+    ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage = 2: contradicts --zero-stage 0; give --zero-stage 2 or change the file"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "give --optimizer-cpu-offload"),
+    ({"zero_optimization": {"cpu_offload": True}}, "give --optimizer-cpu-offload"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload to files is not built yet; use cpu"),
+    ({"zero_optimization": {"offload_optimizer": {"ratio": 0.3}}}, "contradicts --optimizer-offload-fraction 1.0; give --optimizer-offload-fraction 0.3"),
+    ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload of weights is not built yet"),
+    ({"zero_optimization": {"cpu_offload_params": True}}, "offload of weights is not built yet"),
+    ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "to gather inside a node give --zero-shard-size"),
+    ({"zero_optimization": {"mics_shard_size": 8}}, "give --zero-shard-size 8"),
+    ({"zero_optimization": {"zero_quantized_gradients": True}}, "never quantized on the wire"),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, "contradicts --main-grads-dtype fp32; give --main-grads-dtype bf16 or change the file"),
+    ({"data_types": {"grad_accum_dtype": "fp16"}}, "gradients are accumulated in fp32, or in bf16 with --main-grads-dtype bf16"),
     ({"pipeline": {"stages": 4}}, "pipeline.stages = 4: contradicts --pipeline-model-parallel-size 1; give --pipeline-model-parallel-size 4"),
     ({"optimizer": {"type": "Lamb"}}, "contradicts --optimizer adam; give --optimizer lamb"),
     ({"curriculum_learning": {"enabled": True}}, "not supported; take it out"),
@@ -83,6 +102,17 @@ def test_what_gradients_are_sent_in(tmp_path):
     assert compare(tmp_path, {"communication_data_type": "bf16"}, flags)[1] == []
     for content in ({"communication_data_type": "fp32"}, {"fp32_allreduce": True}):
         assert "contradicts --grad-reduce-in-bf16; drop the flag" in compare(tmp_path, content, flags)[1][0]
+
+
+def test_zero_and_its_offload(tmp_path):
+    content = {"zero_optimization": {"stage": 2, "mics_shard_size": 4, "offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 0.5}},
+               "data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "bf16"}
+    flags = [*FLAGS, *("--zero-stage 2 --zero-shard-size 4 --optimizer-cpu-offload --optimizer-offload-fraction 0.5 --main-grads-dtype bf16".split())]
+    notes, faults = compare(tmp_path, content, flags)
+    assert faults == [] and len(notes) == 7 and sum(" equals " in note for note in notes) == 6, notes
+    assert "contradicts --main-grads-dtype bf16; give --main-grads-dtype fp32" in compare(tmp_path, {"communication_data_type": "fp32"}, flags)[1][0]
+    assert "contradicts --optimizer-cpu-offload; drop the flag" in compare(
+        tmp_path, {"zero_optimization": {"offload_optimizer": {"device": "none"}}}, flags)[1][0]
 
 
 def test_its_faults_come_with_the_others(tmp_path):
