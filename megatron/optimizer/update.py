@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +11,9 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megatron.config.groups import OptimizerConfig
+
+PIECE = 1 << 17  # elements updated at once on a CPU: their scratch, at most 1.5 MB, stays in cache; a multiple of blocks.ALIGNMENT
+PIECE_CUDA = 1 << 23
 
 
 def find_apex() -> str | None:
@@ -47,37 +49,58 @@ class UpdateRule:
     def state_names(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq") if self.config.optimizer == "adam" else ("momentum_buffer",)
 
+    def state_dtype(self, name: str, wide: torch.dtype) -> torch.dtype:
+        """What a buffer is stored in; `wide` is the precision of master weights."""
+        narrow = {"exp_avg": self.config.exp_avg_dtype, "exp_avg_sq": self.config.exp_avg_sq_dtype}
+        return torch.bfloat16 if narrow.get(name) == "bf16" else wide
+
     @property
     def skips_on_device(self) -> bool:
         """Whether a found_inf word on the device suppresses the step, without the host having to look."""
         return self.implementation == "torch-fused"
 
-    def apply(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: dict[str, Sequence[Tensor]], step: Tensor, *, lr: float,
-              weight_decay: float, coefficient: Tensor, found_inf: Tensor) -> None:
-        """One step in place on lists of flat segments. Gradients are multiplied by `coefficient` (scalar of their dtype) first; `step` (fp32
-        scalar) counts the steps taken before and is advanced by the caller; found_inf 1 leaves everything as it is when skips_on_device.
-        """
-        fused = self.implementation == "torch-fused"
-        folds = fused and self.config.optimizer == "adam" and coefficient.dtype == torch.float32  # the kernel reads an fp32 word
-        if not folds:
-            torch._foreach_mul_(list(grads), coefficient)
-        if self.config.optimizer == "sgd":
-            sgd(params, grads, list(states["momentum_buffer"]), fused=fused, foreach=False if not fused else None, weight_decay=weight_decay,
-                momentum=self.config.sgd_momentum, lr=lr, dampening=0.0, nesterov=False, maximize=False, found_inf=found_inf if fused else None)
-            return
-        beta1, beta2, eps = self.config.adam_beta1, self.config.adam_beta2, self.config.adam_eps
-        if self.implementation == "apex":
-            self._apex(params, grads, states, step, lr, weight_decay)
-            return
-        steps = [step.clone() for _ in params]  # torch advances one counter per tensor
-        folded = {"grad_scale": 1 / coefficient if folds else None, "found_inf": found_inf} if fused else {}
-        adamw(list(params), list(grads), list(states["exp_avg"]), list(states["exp_avg_sq"]), [], steps, fused=fused,
-              foreach=None if fused else False, amsgrad=False, beta1=beta1, beta2=beta2, lr=lr, weight_decay=weight_decay, eps=eps,
-              maximize=False, **folded)
+    def apply(self, master: Tensor, grad: Tensor, states: dict[str, Tensor], step: Tensor, *, lr: float, weight_decay: float, coefficient: Tensor,
+              found_inf: Tensor, out: Tensor | None = None) -> None:
+        """One step in place on a flat segment, and its rounded master weights into `out`, in one pass over pieces that stay in cache.
 
-    def _apex(self, params, grads, states, step, lr, weight_decay) -> None:  # never run: no machine with apex was at hand
-        amp_c, applier = importlib.import_module("amp_C"), importlib.import_module("apex.multi_tensor_apply").multi_tensor_applier
-        overflow = torch.zeros(1, dtype=torch.int, device=params[0].device)
-        lists = [list(grads), list(params), list(states["exp_avg"]), list(states["exp_avg_sq"])]
+        The gradient, times `coefficient` (scalar in the master's precision), and the states may be narrower than `master`: a piece of them is
+        widened, used, and of the states rounded back. What `grad` holds afterwards is undefined. `step` (fp32 scalar) counts the steps
+        taken before and is advanced by the caller; found_inf 1 leaves everything as it is when skips_on_device.
+        """
+        size = PIECE_CUDA if master.is_cuda else PIECE
+        adam = {"torch-fused": self._fused, "torch": self._loop, "apex": self._apex}[self.implementation]
+        update = self._sgd if self.config.optimizer == "sgd" else adam
+        stored = [grad, *(states[name] for name in self.state_names)]
+        scratch = [None if buffer.dtype == master.dtype else master.new_empty(min(size, master.numel())) for buffer in stored]
+        settings = (step + 1, coefficient, found_inf, lr, weight_decay)
+        rounded = out.split(size) if out is not None else [None] * -(-master.numel() // size)
+        for weight, result, *pieces in zip(master.split(size), rounded, *(buffer.split(size) for buffer in stored)):
+            wide = [piece if room is None else room[: piece.numel()].copy_(piece) for piece, room in zip(pieces, scratch)]
+            update(weight, *wide, *settings)
+            for piece, room, value in zip(pieces[1:], scratch[1:], wide[1:]):
+                if room is not None:
+                    piece.copy_(value)
+            if result is not None:
+                result.copy_(weight)
+
+    def _fused(self, weight, grad, exp_avg, exp_avg_sq, count, coefficient, found_inf, lr, weight_decay) -> None:
+        folds = coefficient.dtype == torch.float32  # the kernel reads an fp32 word
+        torch._fused_adamw_(
+            [weight], [grad if folds else grad.mul_(coefficient)], [exp_avg], [exp_avg_sq], [], [count], lr=lr, beta1=self.config.adam_beta1,
+            beta2=self.config.adam_beta2, weight_decay=weight_decay, eps=self.config.adam_eps, amsgrad=False, maximize=False,
+            grad_scale=1 / coefficient if folds else None, found_inf=found_inf)
+
+    def _loop(self, weight, grad, exp_avg, exp_avg_sq, count, coefficient, found_inf, lr, weight_decay) -> None:
+        adamw([weight], [grad.mul_(coefficient)], [exp_avg], [exp_avg_sq], [], [count - 1], foreach=False, amsgrad=False,
+              beta1=self.config.adam_beta1, beta2=self.config.adam_beta2, lr=lr, weight_decay=weight_decay, eps=self.config.adam_eps, maximize=False)
+
+    def _apex(self, weight, grad, exp_avg, exp_avg_sq, count, coefficient, found_inf, lr, weight_decay) -> None:
+        amp_c, applier = importlib.import_module("amp_C"), importlib.import_module("apex.multi_tensor_apply").multi_tensor_applier  # never run
+        overflow = torch.zeros(1, dtype=torch.int, device=weight.device)
+        lists = [[grad.mul_(coefficient)], [weight], [exp_avg], [exp_avg_sq]]
         applier(amp_c.multi_tensor_adam, overflow, lists, lr, self.config.adam_beta1, self.config.adam_beta2, self.config.adam_eps,
-                int(step.item()) + 1, 1, True, weight_decay)
+                int(count.item()), 1, True, weight_decay)
+
+    def _sgd(self, weight, grad, momentum_buffer, count, coefficient, found_inf, lr, weight_decay) -> None:
+        sgd([weight], [grad.mul_(coefficient)], [momentum_buffer], fused=True, weight_decay=weight_decay, momentum=self.config.sgd_momentum, lr=lr,
+            dampening=0.0, nesterov=False, maximize=False, found_inf=found_inf)
