@@ -3,8 +3,8 @@
     python tools/check_parity.py --layout "tp2 sp" --layout "tp1 dp2" <the flags of your run>
 
 A layout is words: tpN, dpN, ppN, a schedule of the pipeline (gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v), vN (virtual stages on each
-pipeline rank), auto (stages of equal cost), sp (sequence parallelism), serial (no communication overlaps), mapping (--use-tp-pp-dp-mapping). Your
-flags stay what they are but for the layout and its first --steps iterations alone, float64, no saving, loading, evaluation or trackers, a line of metrics (parameter norm
+pipeline rank), auto (stages of equal cost), sp (sequence parallelism), zeroN (a ZeRO stage), shardN (--zero-shard-size), kept
+(--zero3-keep-gathered), serial (no communication overlaps), mapping (--use-tp-pp-dp-mapping). Your flags stay what they are but for the layout and its first --steps iterations alone, float64, no saving, loading, evaluation or trackers, a line of metrics (parameter norm
 included) every iteration. Shrink the model with further flags (--num-layers 2): the last one counts. In float64 rounding is far below
 the gate, so what differs by more is a bug. Exit code: 0 noise, 1 bug, 2 a run failed.
 """
@@ -35,10 +35,11 @@ from megatron.parallel.schedule import BUILDERS  # noqa: E402
 
 GATE = 1e-10  # relative; float64 rounds at 1e-16, a run of some steps stays orders below this, and no bug does
 SWITCHES = {
-    "sp": "--sequence-parallel", "serial": "--no-overlap-grad-reduce --no-tp-comm-overlap", "mapping": "--use-tp-pp-dp-mapping",
-    "auto": "--pipeline-model-parallel-layout auto", **{name: f"--pipeline-schedule {name}" for name in BUILDERS},
+    "sp": "--sequence-parallel", "serial": "--no-overlap-grad-reduce --no-overlap-param-gather --no-tp-comm-overlap", "mapping": "--use-tp-pp-dp-mapping",
+    "auto": "--pipeline-model-parallel-layout auto", "kept": "--zero3-keep-gathered", **{name: f"--pipeline-schedule {name}" for name in BUILDERS},
 }
-SIZES = {"tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "v": "--num-virtual-stages-per-pipeline-rank"}
+SIZES = {"tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "v": "--num-virtual-stages-per-pipeline-rank",
+         "zero": "--zero-stage", "shard": "--zero-shard-size"}
 
 
 class Words(NamedTuple):
@@ -55,12 +56,12 @@ def read_layout(text: str) -> Words:
     """`tp2 sp pp2 zero-bubble dp2`. ValueError for a word that is none."""
     sizes, flags = {"tp": 1, "dp": 1, "pp": 1}, []
     for word in text.split():
-        if match := re.fullmatch(r"(tp|dp|pp|v)([1-9]\d*)", word):
+        if match := re.fullmatch(r"(tp|dp|pp|v|zero|shard)([1-9]\d*)", word):
             sizes[match[1]] = int(match[2])
         elif word in SWITCHES:
             flags += SWITCHES[word].split()
         else:
-            raise ValueError(f"--layout {text!r}: {word!r} is none of tpN, dpN, ppN, vN, {', '.join(SWITCHES)}")
+            raise ValueError(f"--layout {text!r}: {word!r} is none of tpN, dpN, ppN, vN, zeroN, shardN, {', '.join(SWITCHES)}")
     given = [part for name, flag in SIZES.items() if name in sizes for part in (flag, str(sizes[name]))]
     tp, dp, pp = (sizes[name] for name in ("tp", "dp", "pp"))
     return Words(tp * dp * pp, (*given, *flags), tp, dp, pp)

@@ -84,7 +84,9 @@ class Groups:
     dp: Axis
     pp: Axis
     replicas: Axis  # dp x cp: the ranks that hold the same parameters and add their gradients
-    replicas_gather: Axis  # the same ranks on a communicator of its own: two collectives on one would wait for each other
+    shard: Axis  # those of replicas among which ZeRO cuts a block; all of them unless told otherwise
+    shard_gather: Axis  # the same ranks on a communicator of its own: two collectives on one would wait for each other
+    copies: Axis  # those of replicas that hold the same slice; alone when all of replicas share
     kv: Axis  # the tp ranks that hold the same key/value head
     tied: Axis  # the first and the last of pp, where both hold the word embedding
     channels: tuple[Axis, ...]  # pp again, on communicators for messages between neighbours: `channel`
@@ -125,14 +127,15 @@ def kv_sharers(tp: int, kv_heads: int) -> int:
 
 
 def build_groups(layout: Layout, rank: int, new_group: Callable[[tuple[int, ...]], Any], kv_heads: int | None = None, *,
-                 tied: bool = False) -> Groups:
+                 tied: bool = False, shard: int | None = None) -> Groups:
     """The groups of one rank. `new_group(ranks)` makes a process group; it is called for the same tuples in the same order on every rank,
-    once for each distinct tuple of two or more ranks (and once more for `replicas_gather` and each of `channels`).
+    once for each distinct tuple of two or more ranks (and once more for `shard_gather` and each of `channels`).
 
     `kv_heads` is the number of key/value heads of the model (None: at least one for each tp rank); `tied`: the first and the last pp rank
-    both hold the word embedding.
+    both hold the word embedding; `shard` neighbours of those that hold the same parameters share them out (None: all).
     """
-    assert 0 <= rank < layout.world
+    shard = shard or layout.dp * layout.cp
+    assert 0 <= rank < layout.world and layout.dp * layout.cp % shard == 0
     made: dict[tuple[int, ...], Any] = {}
 
     def axis(name: str, partition: Iterator[tuple[int, ...]], *, own: bool = False) -> Axis:
@@ -147,12 +150,14 @@ def build_groups(layout: Layout, rank: int, new_group: Callable[[tuple[int, ...]
 
     share = kv_sharers(layout.tp, kv_heads or layout.tp)
     ends = ((line[0], line[-1]) for line in layout.partition("pp")) if tied and layout.pp > 1 else iter(())
+    shards = [ranks[i : i + shard] for ranks in layout.partition("dp", "cp") for i in range(0, len(ranks), shard)]
+    copies = (ranks[i::shard] for ranks in layout.partition("dp", "cp") for i in range(shard))
     kv = (tp[i : i + share] for tp in layout.partition("tp") for i in range(0, layout.tp, share))
     return Groups(
         layout=layout, rank=rank, world=axis("world", layout.partition(*ORDER)),
         **{name: axis(name, layout.partition(name)) for name in ("tp", "cp", "dp", "pp")},
         replicas=axis("replicas", layout.partition("dp", "cp")),
-        replicas_gather=axis("replicas_gather", layout.partition("dp", "cp"), own=True),
+        shard=axis("shard", iter(shards)), shard_gather=axis("shard_gather", iter(shards), own=True), copies=axis("copies", copies),
         kv=axis("kv", kv), tied=axis("tied", ends),
         channels=tuple(axis("channel", layout.partition("pp"), own=True) for _ in range(channel_count(layout.pp))),
     )

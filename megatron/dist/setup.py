@@ -223,14 +223,15 @@ def disconnect() -> None:
         pass  # the host left before us: it has waited long enough
 
 
-def make_groups(layout: Layout, kv_heads: int | None, *, tied: bool = False) -> Groups:
+def make_groups(layout: Layout, kv_heads: int | None, *, tied: bool = False, shard: int | None = None) -> Groups:
     """This rank's groups, on the default backend and with its timeout; the collective call of every rank, after `connect`."""
     if layout.world == 1:
         return one_process()
     assert dist.get_world_size() == layout.world
     kind = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     timeout = dist.group.WORLD._get_backend(kind).options._timeout  # torch would fall back to its own default
-    return build_groups(layout, dist.get_rank(), lambda ranks: dist.new_group(ranks, timeout=timeout), kv_heads, tied=tied)
+    return build_groups(layout, dist.get_rank(), lambda ranks: dist.new_group(ranks, timeout=timeout), kv_heads, tied=tied,
+                        shard=shard)
 
 
 def keep_freed_memory() -> bool:

@@ -6,6 +6,7 @@ optimizer). Learned positions belong to the first layer and the final norm to th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -109,6 +110,9 @@ class HeadBlock(nn.Module):
         return torch.stack([objective, reported])
 
 
+Call = tuple[str, nn.Module]  # a method of BlockWrapper, and the unit it is called with
+
+
 class BlockWrapper(Protocol):
     """How units are called: recomputation, sharding and offload implement it; a model and a schedule know nothing else of them.
 
@@ -128,11 +132,8 @@ class BlockWrapper(Protocol):
     def backward_weight(self, unit: nn.Module, kept: Any) -> None:
         """Accumulate what `backward_input` left out. Called for every unit, in the order of its backward passes; `kept` is consumed."""
 
-    def begin_step(self, micro_batches: int) -> None:
-        """Every unit will now run backward for so many micro-batches."""
-
-    def end_step(self) -> None:
-        """All of them have; when it returns the gradients are complete."""
+    def begin_step(self, calls: Sequence[Call]) -> None:
+        """These calls will come now, in this order."""
 
 
 class PlainBlocks:
@@ -161,8 +162,5 @@ class PlainBlocks:
         if kept is not None:
             add_weight_grads(kept)
 
-    def begin_step(self, micro_batches: int) -> None:
-        pass
-
-    def end_step(self) -> None:
+    def begin_step(self, calls: Sequence[Call]) -> None:
         pass

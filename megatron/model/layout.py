@@ -48,11 +48,6 @@ def holders(box: Box, groups: Groups) -> Axis:
     return {None: ALONE, "axis": groups.tp, "kv": groups.kv, "tied": groups.tied}[box.replicated]
 
 
-def owns(box: Box, groups: Groups) -> bool:
-    """Whether this rank writes and counts `box`: of all ranks that hold it, data-parallel copies included, the first does."""
-    return groups.replicas.rank == 0 and holders(box, groups).rank == 0
-
-
 def _split(dimension: int, name: str, local: tuple[int, ...], tp: TensorParallel, groups: int = 1, start: int = 0) -> Box:
     """This rank's part `local` of a tensor that is cut along one dimension into equal parts."""
     shape, offset = list(local), [0] * len(local)

@@ -3,18 +3,27 @@
 A block is what lives and dies together: the word embedding, one layer, an untied head. Every tensor starts at a multiple of ALIGNMENT
 elements, so a buffer can be cut anywhere on that grid and torch's fused AdamW still gives the same bits (its vector and scalar code
 differ in rounding). Decayed tensors come first: a block is one decayed and one undecayed segment.
+
+What a rank holds of a block follows from the ZeRO stage (Rajbhandari et al. 2020), N ranks sharing it:
+
+    stage   weight                   grad                     grad_shard      master, moments
+    0       whole                    whole                    grad            whole
+    1       whole                    whole                    its slice       a slice
+    2       whole                    while a backward runs    a slice         a slice
+    3       while it is needed       while a backward runs    a slice         a slice
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from megatron.dist.groups import Axis, Groups
+from megatron.dist.groups import Groups, one_process
+from megatron.layers.linear import Linear
 from megatron.model.gpt import GPTModel
 from megatron.model.layout import Box, boxes, decays, holders
 
@@ -30,40 +39,171 @@ class Entry:
     shape: torch.Size
     boxes: tuple[Box, ...]
 
-    def view(self, buffer: Tensor) -> Tensor:
-        return buffer[self.start : self.start + math.prod(self.shape)].view(self.shape)
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape)
+
+    def view(self, buffer: Tensor, first: int = 0) -> Tensor:
+        """The parameter's part of a buffer that begins with element `first` of the block."""
+        return buffer[self.start - first : self.stop - first].view(self.shape)
+
+    def runs(self, box: Box) -> Iterator[tuple[int, int, int]]:
+        """A box's contiguous ranges in the flat buffer: (start, stop, its first row in the box)."""
+        width, rows, stride = math.prod(self.shape[1:]), box.extent[0] // box.groups, self.shape[0] // box.groups
+        for group in range(box.groups):
+            first = self.start + (group * stride + box.start) * width
+            yield first, first + rows * width, group * rows
 
 
 @dataclass(frozen=True)
-class Block:
-    """The flat buffers of one block; `weight` is in the compute precision, `grad` None when the model is not trained."""
+class Plan:
+    """Where the parameters of a block lie in its flat buffer."""
 
     name: str
     entries: tuple[Entry, ...]
+    late: int  # elements at its beginning: the weights of linear layers, whose gradients a split backward pass leaves for later
     decayed: int  # elements of the first segment
-    weight: Tensor
-    grad: Tensor | None
+    size: int  # with padding
 
-    def part(self, buffer: Tensor, axis: Axis) -> Tensor:
-        """The slice of one of the block's buffers that this rank of an axis owns."""
-        return buffer.chunk(axis.size)[axis.rank]
 
-    def counted(self, groups: Groups) -> Iterator[tuple[int, int]]:
-        """Ranges [start, stop) without what another tensor-parallel rank counts."""
-        start = 0
+class Block:
+    """The flat buffers of one block on this rank. `stage` is 0 where one rank alone holds them."""
+
+    def __init__(self, plan: Plan, parameters: Sequence[nn.Parameter], dtype: torch.dtype, device: torch.device, groups: Groups, stage: int,
+                 grad_dtype: torch.dtype | None):
+        self.plan, self.parameters, self.stage, self.grad_dtype = plan, parameters, stage, grad_dtype
+        self.name, self.entries, self.size = plan.name, plan.entries, plan.size
+        self.shard = groups.shard
+        part = self.size // self.shard.size
+        mine = self.shard.rank * part
+        self.own = (mine, mine + part) if stage > 0 else (0, self.size)
+        share = part // groups.copies.size
+        self.share = mine + groups.copies.rank * share, mine + (groups.copies.rank + 1) * share  # what this rank counts, where all count once
+        self.weight = torch.zeros(self.size, dtype=dtype, device=device)
+        for entry, parameter in zip(self.entries, parameters, strict=True):
+            torch.utils.swap_tensors(parameter, nn.Parameter(entry.view(self.weight), requires_grad=grad_dtype is not None))
+            parameter.main_grad = None
+        wide = accumulation_dtype(dtype)
+        self.unseen = torch.empty(0, dtype=dtype, device=device).set_(self.weight.untyped_storage(), 0, (self.size,))  # autograd counts no writes to it
+        if stage == 3:
+            self.release()
+        self.grad: Tensor | None = None
+        if grad_dtype is None:
+            self.master = self.weight
+            return
+        separate = stage == 3 or dtype != wide
+        self.master = torch.zeros(self.own[1] - self.own[0], dtype=wide, device=device) if separate else self.part(self.weight)
+        if stage < 2:
+            self.open()
+            self.grad_shard = self.part(self.grad)
+        else:
+            self.grad_shard = torch.zeros(self.own[1] - self.own[0], dtype=grad_dtype, device=device)
+
+    def part(self, buffer: Tensor) -> Tensor:
+        """What this rank updates, of one of the block's whole buffers."""
+        return buffer[self.own[0] : self.own[1]]
+
+    def slice(self, buffer: Tensor) -> Tensor:
+        """This rank's slice of a whole buffer: `part`, but at stage 0, where a rank updates all of it."""
+        return buffer.chunk(self.shard.size)[self.shard.rank]
+
+    # ---- weights at stage 3
+
+    @property
+    def is_released(self) -> bool:
+        return self.weight.untyped_storage().nbytes() == 0
+
+    def release(self) -> None:
+        """Free the whole weight. Views stay, and autograd keeps them: hence the storage goes, not the tensor."""
+        self.weight.untyped_storage().resize_(0)
+
+    def allocate(self) -> None:
+        """Room for the whole weight, its content undefined."""
+        self.weight.untyped_storage().resize_(self.size * self.weight.element_size())
+
+    # ---- gradients at stages 2 and 3
+
+    def open(self) -> None:
+        """Give the parameters a `main_grad` of zeros: the block's gradient buffer."""
+        assert self.grad is None
+        self.grad = torch.zeros(self.size, dtype=self.grad_dtype, device=self.weight.device)
+        for entry, parameter in zip(self.entries, self.parameters):
+            parameter.main_grad = entry.view(self.grad)
+
+    def close(self) -> Tensor:
+        """Take the gradient buffer away; it lives as long as the caller keeps it."""
+        grad, self.grad = self.grad, None
+        for parameter in self.parameters:
+            parameter.main_grad = None
+        return grad
+
+    def open_early(self) -> Tensor:
+        """A `main_grad` of zeros for what a split backward pass completes with the input gradient: buffer [size - late], the rest has none."""
+        early = torch.zeros(self.size - self.plan.late, dtype=self.grad_dtype, device=self.weight.device)
+        for entry, parameter in zip(self.entries, self.parameters):
+            if entry.start >= self.plan.late:
+                parameter.main_grad = entry.view(early, self.plan.late)
+        return early
+
+    def close_early(self) -> None:
+        """After the pass; `open` and an addition follow with the weight gradients."""
+        for parameter in self.parameters:
+            parameter.main_grad = None
+
+    # ---- what this rank updates
+
+    def boxes(self, buffer: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """The parts of logical tensors in a buffer as long as `own`, each with the view that holds it: whole parameters where they are not
+        cut, else runs of whole rows and parts of rows."""
+        for entry in self.entries:
+            for box in entry.boxes:
+                if self.own[0] <= entry.start and entry.stop <= self.own[1]:
+                    yield box, entry.view(buffer, self.own[0])
+                    continue
+                for start, stop, row in entry.runs(box):
+                    for at, piece in _rectangles(box, row, math.prod(entry.shape[1:]), max(start, self.own[0]) - start, min(stop, self.own[1]) - start):
+                        low = start + at - self.own[0]
+                        yield piece, buffer[low : low + math.prod(piece.extent)].view(piece.extent)
+
+    def runs(self, entry: Entry, box: Box, buffer: Tensor) -> Iterator[Tensor]:
+        """The flat pieces of a box in a buffer as long as `own`."""
+        for start, stop, _ in entry.runs(box):
+            low, high = max(start, self.own[0]), min(stop, self.own[1])
+            if low < high:
+                yield buffer[low - self.own[0] : high - self.own[0]]
+
+    def counted(self, buffer: Tensor, groups: Groups) -> Iterator[Tensor]:
+        """The flat pieces of a buffer as long as `own` that this rank counts, such that over all ranks each element of the model comes once: of
+        those that hold the same parameters each counts a slice; what tensor-parallel ranks share, the first counts."""
+        start, ranges = 0, []
         for entry in self.entries:
             for box in entry.boxes:
                 if holders(box, groups).rank > 0:
-                    assert box.groups == 1
-                    row = math.prod(entry.shape[1:])
-                    first = entry.start + box.start * row
-                    yield start, first
-                    start = first + box.extent[0] * row
-        yield start, self.weight.numel()
+                    for first, stop, _ in entry.runs(box):
+                        ranges.append((start, first))
+                        start = stop
+        for first, stop in (*ranges, (start, self.size)):
+            low, high = max(first, self.share[0]), min(stop, self.share[1])
+            if low < high:
+                yield buffer[low - self.own[0] : high - self.own[0]]
 
-    def segments(self, buffer: Tensor) -> list[tuple[Tensor, bool]]:
-        """The buffer as (flat piece, takes weight decay)."""
-        return [(piece, decay) for piece, decay in ((buffer[: self.decayed], True), (buffer[self.decayed :], False)) if piece.numel()]
+    def segments(self) -> list[tuple[slice, bool]]:
+        """The ranges of a buffer as long as `own` as (slice, takes weight decay)."""
+        cut = min(max(self.plan.decayed, self.own[0]), self.own[1]) - self.own[0]
+        return [(piece, decay) for piece, decay in ((slice(0, cut), True), (slice(cut, self.own[1] - self.own[0]), False)) if piece.start < piece.stop]
+
+
+def _rectangles(box: Box, row: int, width: int, start: int, stop: int) -> Iterator[tuple[int, Box]]:
+    """Elements [start, stop) of a run of a box, rows of `width` from the box's `row` on, as (where each begins, box)."""
+    while start < stop:
+        first, column = divmod(start, width)
+        if column > 0 or stop - start < width:
+            extent = 1, min(width - column, stop - start)
+        else:
+            extent = (stop - start) // width, *box.extent[1:]
+        offset = box.offset[0] + row + first, *(o + column for o in box.offset[1:])
+        yield start, replace(box, offset=offset, extent=extent, groups=1, start=0)
+        start += math.prod(extent)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -71,36 +211,38 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _entries(model: GPTModel, unit: str, parameters: list[tuple[str, nn.Parameter]]) -> tuple[tuple[Entry, ...], int, int]:
-    """(entries, elements in the decayed segment, elements in all)."""
-    entries, end, decayed = [], 0, 0
-    for name, parameter in sorted(parameters, key=lambda item: not decays(item[1])):
-        name = f"{unit}.{name}"
-        entries.append(Entry(name, end, parameter.shape, boxes(model.config, model.vocab_size, name, parameter, model.tp)))
-        end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-        decayed = end if decays(parameter) else decayed
-    return tuple(entries), decayed, end
+def padded(elements: int, parts: int = 1) -> int:
+    """Elements of a tensor, or of a block of `parts` equal slices, on the grid."""
+    return -(-elements // (ALIGNMENT * parts)) * ALIGNMENT * parts
 
 
-def build_blocks(model: GPTModel, device: torch.device, *, training: bool = True, parts: int = 1) -> list[Block]:
+def plan_blocks(model: GPTModel, parts: int) -> list[tuple[Plan, list[nn.Parameter]]]:
+    """Where every parameter of a model lies, block by block in the order of the forward pass; buffers can be cut into `parts` equal slices."""
+    plans, placed = [], set()
+    for unit_name, unit in model.units():
+        late = {f"{name}.weight" for name, module in unit.named_modules() if isinstance(module, Linear)}
+        parameters = [(name, p) for name, p in unit.named_parameters() if p not in placed]  # a tied head adds none
+        parameters.sort(key=lambda item: (not decays(item[1]), item[0] not in late))
+        placed.update(p for _, p in parameters)
+        entries, ends = [], {"late": 0, "decayed": 0, "all": 0}
+        for name, parameter in parameters:
+            full = f"{unit_name}.{name}"
+            entries.append(Entry(full, ends["all"], parameter.shape, boxes(model.config, model.vocab_size, full, parameter, model.tp)))
+            ends["all"] += padded(parameter.numel())
+            ends |= {"late": ends["all"]} if name in late else {}
+            ends |= {"decayed": ends["all"]} if decays(parameter) else {}
+        if parameters:
+            plan = Plan(unit_name, tuple(entries), ends["late"], ends["decayed"], padded(ends["all"], parts))
+            plans.append((plan, [p for _, p in parameters]))
+    return plans
+
+
+def build_blocks(model: GPTModel, device: torch.device, groups: Groups = one_process(), *, stage: int = 0, training: bool = True,
+                 narrow_grads: bool = False) -> list[Block]:
     """Give every parameter of a model born on the meta device its storage (zeros), and a `main_grad` when it is trained.
 
-    Buffers are padded so that they can be cut into `parts` equal slices.
+    Buffers can be cut into as many equal slices as ranks hold the same parameters. `narrow_grads` accumulates gradients in the model's precision.
     """
-    blocks, placed = [], set()
-    for unit_name, unit in model.units():
-        parameters = [(name, p) for name, p in unit.named_parameters() if p not in placed]  # a tied head adds none
-        if not parameters:
-            continue
-        entries, decayed, size = _entries(model, unit_name, parameters)
-        size = -(-size // (ALIGNMENT * parts)) * ALIGNMENT * parts
-        weight = torch.zeros(size, dtype=model.dtype, device=device)
-        grad = torch.zeros(size, dtype=accumulation_dtype(model.dtype), device=device) if training else None
-        blocks.append(Block(unit_name, entries, decayed, weight, grad))
-        by_name = dict(parameters)
-        for entry in entries:
-            parameter = by_name[entry.name.removeprefix(f"{unit_name}.")]
-            torch.utils.swap_tensors(parameter, nn.Parameter(entry.view(weight), requires_grad=training))
-            parameter.main_grad = entry.view(grad) if training else None
-            placed.add(parameter)
-    return blocks
+    grad_dtype = model.dtype if narrow_grads else accumulation_dtype(model.dtype)
+    return [Block(plan, parameters, model.dtype, device, groups, stage, grad_dtype if training else None)
+            for plan, parameters in plan_blocks(model, groups.replicas.size)]

@@ -1,8 +1,8 @@
-"""Mixed-precision optimizer over flat blocks: fp32 master weights and moments, one norm, one fused pass."""
+"""Mixed-precision optimizer over flat blocks: fp32 master weights and moments of what this rank updates, one norm, one fused pass a block."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.config.groups import Config
 from megatron.dist.groups import Groups, one_process
 from megatron.model.init import fill_initial
-from megatron.model.layout import Box, owns
+from megatron.model.layout import Box, holders
 from megatron.optimizer.blocks import Block, accumulation_dtype
 from megatron.optimizer.clip import clip_coefficient, sum_of_squares
 from megatron.optimizer.update import UpdateRule, choose_adam
@@ -26,16 +26,16 @@ class StepOutcome:
 
 
 class Optimizer:
-    """Owns what a step needs beside weights and gradients: master weights (when weights are narrow), moments, the step count."""
+    """Owns what a step needs beside blocks: moments, the step count. `publish` is told of each block whose weights have changed."""
 
-    def __init__(self, blocks: list[Block], config: Config, groups: Groups = one_process()):
-        self.blocks, self.config, self.groups = blocks, config.optimizer, groups
+    def __init__(self, blocks: list[Block], config: Config, groups: Groups = one_process(), publish: Callable[[Block], None] = lambda block: None):
+        self.blocks, self.config, self.groups, self.publish = blocks, config.optimizer, groups, publish
         device, dtype = blocks[0].weight.device, blocks[0].weight.dtype
         self.wide = accumulation_dtype(dtype)
         implementation = choose_adam(config.optimizer, device) if config.optimizer.optimizer == "adam" else "torch-fused"
         self.rule = UpdateRule(config.optimizer, implementation)
-        self.masters = [block.weight if dtype == self.wide else torch.zeros_like(block.weight, dtype=self.wide) for block in blocks]
-        self.states = {name: [torch.zeros_like(master) for master in self.masters] for name in self.rule.state_names}
+        self.states = {name: [torch.zeros_like(block.master, dtype=self.rule.state_dtype(name, self.wide)) for block in blocks]
+                       for name in self.rule.state_names}
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
 
     def initialise(self, config: Config) -> None:
@@ -45,36 +45,30 @@ class Optimizer:
         self.publish_weights()
 
     def publish_weights(self) -> None:
-        """Round the master weights into the weights the model computes with."""
-        for block, master in zip(self.blocks, self.masters):
-            if master is not block.weight:
-                block.weight.copy_(master)
+        """Round the master weights into the weights the model computes with, on every rank that does."""
+        for block in self.blocks:
+            rounded = self._rounded(block)
+            if rounded is not None:
+                rounded.copy_(block.master)
+            self.publish(block)
+
+    @staticmethod
+    def _rounded(block: Block) -> Tensor | None:
+        """Where a block's rounded master weights go: nowhere where they are the weights, nor at stage 3, which rounds when it gathers."""
+        return block.part(block.weight) if block.stage < 3 and block.master.dtype != block.weight.dtype else None
 
     def zero_grad(self) -> None:
-        """Clear the gradient buffers."""
+        """Clear what gradients are accumulated in over a step."""
         for block in self.blocks:
-            block.grad.zero_()
-
-    def counted(self, buffers: list[Tensor]) -> Iterator[Tensor]:
-        """This rank's pieces of one flat buffer a block, such that over all ranks every element of the model comes exactly once.
-
-        Of the ranks that hold the same parameters each takes its slice of every block; what tensor-parallel ranks share, the first takes.
-        """
-        replicas = self.groups.replicas
-        for block, buffer in zip(self.blocks, buffers):
-            size = buffer.numel() // replicas.size
-            low, high = replicas.rank * size, (replicas.rank + 1) * size
-            for start, stop in block.counted(self.groups):
-                if max(start, low) < min(stop, high):
-                    yield buffer[max(start, low) : min(stop, high)]
+            (block.grad if block.stage < 2 else block.grad_shard).zero_()
 
     def squares(self) -> Tensor:
         """This rank's share of the gradient's sum of squares (float64)."""
-        return sum_of_squares(self.counted([block.grad for block in self.blocks]), self.steps.device)
+        return sum_of_squares((piece for block in self.blocks for piece in block.counted(block.grad_shard, self.groups)), self.steps.device)
 
     @torch.no_grad()
     def step(self, *, lr: float, weight_decay: float, squares: Tensor, grad_factor: Tensor | float) -> StepOutcome:
-        """Update the weights from the gradient buffers, whose sum of squares over all ranks is `squares`.
+        """Update the weights from the gradients, whose sum of squares over all ranks is `squares`, and publish them block by block.
 
         `grad_factor` (float64 scalar or number) turns the accumulated gradient into that of the mean loss per valid token: nominal
         tokens / (valid tokens x loss scale). A non-finite gradient or factor leaves weights, moments and step count as they are.
@@ -83,42 +77,43 @@ class Optimizer:
         found_inf = (~torch.isfinite(norm)).to(torch.float32)
         coefficient = (clip_coefficient(norm, self.config.clip_grad) * grad_factor).to(self.wide)
         if self.rule.skips_on_device and norm.is_cuda or not found_inf.item():
-            for decays in (True, False):
-                pieces = [[piece for block, buffer in zip(self.blocks, buffers) for piece, decay in block.segments(buffer) if decay == decays]
-                          for buffers in (self.masters, [block.grad for block in self.blocks], *self.states.values())]
-                if pieces[0]:  # a rank with the embedding or the head alone has nothing that does not decay
-                    self.rule.apply(pieces[0], pieces[1], dict(zip(self.states, pieces[2:])), self.steps, lr=lr,
-                                    weight_decay=weight_decay if decays else 0.0, coefficient=coefficient, found_inf=found_inf)
-            self.publish_weights()
+            for index, block in enumerate(self.blocks):
+                rounded = self._rounded(block)
+                for piece, decays in block.segments():
+                    self.rule.apply(
+                        block.master[piece], block.grad_shard[piece], {name: state[index][piece] for name, state in self.states.items()}, self.steps,
+                        lr=lr, weight_decay=weight_decay if decays else 0.0, coefficient=coefficient, found_inf=found_inf,
+                        out=None if rounded is None else rounded[piece])
+                self.publish(block)
         self.steps += 1 - found_inf
         return StepOutcome(norm, found_inf)
 
     def weight_boxes(self) -> Iterator[tuple[Box, Tensor]]:
-        """Each logical weight with the view of the master buffer that holds it."""
-        yield from self._boxes(self.masters)
+        """The parts of logical weights in this rank's master weights, each with the view that holds it."""
+        for block in self.blocks:
+            yield from block.boxes(block.master)
 
     def state_boxes(self) -> Iterator[tuple[Box, Tensor]]:
-        """Each logical optimizer tensor, named `optimizer.<state>.<weight>`."""
+        """The same of the optimizer's tensors, named `optimizer.<state>.<weight>`."""
         for state, buffers in self.states.items():
-            for box, buffer in self._boxes(buffers):
-                yield replace(box, name=f"optimizer.{state}.{box.name}"), buffer
+            for block, buffer in zip(self.blocks, buffers):
+                for box, view in block.boxes(buffer):
+                    yield replace(box, name=f"optimizer.{state}.{box.name}"), view
 
-    def _boxes(self, buffers: list[Tensor]) -> Iterator[tuple[Box, Tensor]]:
-        for block, buffer in zip(self.blocks, buffers):
-            for entry in block.entries:
-                for box in entry.boxes:
-                    yield box, entry.view(buffer)
+    def owns(self, box: Box) -> bool:
+        """Whether this rank writes and counts one of its boxes: of all ranks that hold it the first does."""
+        copies = self.groups.copies if self.blocks[0].stage > 0 else self.groups.replicas
+        return copies.rank == 0 and holders(box, self.groups).rank == 0
 
     def squared_weight_norm(self) -> Tensor:
         """This rank's share of the sum of squares of the master weights (padding is zero)."""
-        return sum_of_squares(self.counted(self.masters), self.steps.device)
+        return sum_of_squares((piece for block in self.blocks for piece in block.counted(block.master, self.groups)), self.steps.device)
 
     def zero_gradients(self) -> Tensor:
         """How many of this rank's real gradient elements are exactly zero, padding left out; every element counts on one rank."""
         count = torch.zeros((), dtype=torch.float64, device=self.steps.device)
         for block in self.blocks:
-            for entry in block.entries:
-                for box in entry.boxes:
-                    if owns(box, self.groups):
-                        count += (box.view(entry.view(block.grad)) == 0).sum()
+            for box, view in block.boxes(block.grad_shard):
+                if self.owns(box):
+                    count += (box.view(view) == 0).sum()
         return count

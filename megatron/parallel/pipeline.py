@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +19,13 @@ from megatron.dist.collectives import gather_bytes
 from megatron.dist.groups import Groups
 from megatron.dist.p2p import Receiving, Sending
 from megatron.dist.together import waiting
-from megatron.model.block import BlockWrapper, MicroBatch
+from megatron.model.block import BlockWrapper, Call, MicroBatch
 from megatron.model.gpt import GPTModel
 from megatron.parallel.check import WORDS, channel_of, source_of
 from megatron.parallel.schedule import COMPUTATIONS, Action, Kind, Message, Schedule, makes, needs
 from megatron.parallel.timeline import Span, Timeline
 
+METHODS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.BACKWARD_INPUT: "backward_input", Kind.BACKWARD_WEIGHT: "backward_weight"}
 UNRECEIVED = 2  # outputs that a rank in evaluation runs ahead of a neighbour
 
 
@@ -55,6 +56,15 @@ class Recording:
         return tuple(Span(*action, seconds(begin), seconds(end)) for action, begin, end in self.marks)
 
 
+class _Known(NamedTuple):
+    """What a schedule means for one rank."""
+
+    schedule: Schedule
+    receipts: dict[Message, tuple[int, int]]
+    calls: list[Call]  # of the wrapper
+    last_uses: frozenset[Action]  # of each micro-batch
+
+
 class Pipeline:
     """The stages of this rank and their neighbours. `placement`: stage -> pipeline rank; `shape`: [s, b, h] of what travels between stages."""
 
@@ -65,18 +75,24 @@ class Pipeline:
         own = [stage for stage, rank in enumerate(placement) if rank == self.rank]
         assert len(own) == len(model.chunks)
         self.chunk_of = {stage: chunk for chunk, stage in enumerate(own)}
-        self.known: dict[int, tuple[Schedule, dict[Message, tuple[int, int]]]] = {}  # by identity: a schedule is long
+        self.known: dict[int, _Known] = {}  # by identity: a schedule is long
 
     @property
     def has_head(self) -> bool:
         """Whether losses come to light here."""
         return self.placement[-1] == self.rank
 
-    def receipts_of(self, schedule: Schedule) -> dict[Message, tuple[int, int]]:
-        """`receipts` of this rank, found out once."""
+    def know(self, schedule: Schedule) -> _Known:
+        """What a schedule means for this rank, found out once."""
         if id(schedule) not in self.known:
-            self.known[id(schedule)] = schedule, receipts(schedule, self.rank)
-        return self.known[id(schedule)][1]
+            actions = [action for action in schedule.actions[self.rank] if action.kind in COMPUTATIONS]
+            calls = []
+            for kind, stage, _ in actions:
+                units = self.model.chunks[self.chunk_of[stage]]
+                calls += [(METHODS[kind], unit) for _, unit in (units if kind is Kind.FORWARD else reversed(units))]
+            last_use = {action.micro: action for action in actions}
+            self.known[id(schedule)] = _Known(schedule, receipts(schedule, self.rank), calls, frozenset(last_use.values()))
+        return self.known[id(schedule)]
 
     def timeline(self, schedule: Schedule, recording: Recording) -> Timeline:
         """What all ranks of this pipeline recorded of one step; the collective call of all of them.
@@ -96,12 +112,13 @@ class Pipeline:
         when a neighbour dies or hangs.
         """
         assert schedule.placement == self.placement
-        step = _Step(self, schedule, micro_batch, scale)
-        last_use = {action.micro: index for index, action in enumerate(step.actions) if action.kind in COMPUTATIONS}
-        for index, action in enumerate(step.actions):
+        known = self.know(schedule)
+        self.wrapper.begin_step(known.calls)
+        step = _Step(self, known, micro_batch, scale)
+        for action in step.actions:
             if action.kind in COMPUTATIONS:
                 step.compute(action, recording)
-                if last_use[action.micro] == index:
+                if action in known.last_uses:
                     step.micro_batches.pop(action.micro, None)
             elif action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
                 step.send(action)
@@ -114,11 +131,10 @@ class Pipeline:
 class _Step:
     """What is alive during one run of a schedule."""
 
-    def __init__(self, pipeline: Pipeline, schedule: Schedule, micro_batch: Callable[[int], MicroBatch], scale: float):
+    def __init__(self, pipeline: Pipeline, known: _Known, micro_batch: Callable[[int], MicroBatch], scale: float):
         self.pipeline, self.make, self.scale = pipeline, micro_batch, scale
         self.model, self.wrapper, self.placement, self.rank = pipeline.model, pipeline.wrapper, pipeline.placement, pipeline.rank
-        self.actions = schedule.actions[self.rank]
-        self.receipts = pipeline.receipts_of(schedule)
+        self.actions, self.receipts = known.schedule.actions[self.rank], known.receipts
         self.micro_batches: dict[int, MicroBatch] = {}
         self.inbox: dict[Message, Receiving | Tensor] = {}
         self.outbox: dict[Message, Tensor] = {}

@@ -5,12 +5,13 @@ Dropout masks and everything else in a layer are functions of the micro-batch, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron.model.block import BlockWrapper, LayerBlock, MicroBatch
+from megatron.model.block import BlockWrapper, Call, LayerBlock, MicroBatch
 
 
 class Recompute:
@@ -39,8 +40,5 @@ class Recompute:
         """What the inner wrapper saves in the second run."""
         return self.inner.forward(unit, *saved)[1] if isinstance(unit, LayerBlock) else saved
 
-    def begin_step(self, micro_batches: int) -> None:
-        self.inner.begin_step(micro_batches)
-
-    def end_step(self) -> None:
-        self.inner.end_step()
+    def begin_step(self, calls: Sequence[Call]) -> None:
+        self.inner.begin_step(calls)

@@ -10,7 +10,6 @@ from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint, try_folder
 from megatron.config.groups import Config
 from megatron.dist.together import together
-from megatron.model.layout import owns
 from megatron.training.resume import run_state
 from megatron.training.run import Run
 
@@ -71,7 +70,7 @@ def save(run: Run) -> bool:
     if folder is None:
         return True
     boxes = [*run.optimizer.weight_boxes(), *(run.optimizer.state_boxes() if run.config.checkpoint.save_optim else ())]
-    own = [(box, tensor) for box, tensor in boxes if owns(box, run.groups)]
+    own = [(box, tensor) for box, tensor in boxes if run.optimizer.owns(box)]
     try:
         path = save_checkpoint(folder, run.progress.iteration, own, run_state(run), ranks=Ranks(run.groups.world, run.device))
     except (ValueError, OSError) as error:

@@ -35,9 +35,9 @@ from megatron.observe.tracking import Tracker
 from megatron.optimizer.blocks import Block, build_blocks
 from megatron.optimizer.lr_schedule import Schedule
 from megatron.optimizer.optimizer import Optimizer
-from megatron.optimizer.reduction import GradientReduction
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.update import choose_adam
+from megatron.optimizer.zero import Zero
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.recompute import Recompute
 from megatron.plan import memory
@@ -55,14 +55,12 @@ def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
     return next((dtype for dtype, on in chosen if on), torch.float32)
 
 
-def block_wrapper(config: Config, model: GPTModel, blocks: list[Block], groups: Groups) -> BlockWrapper:
+def block_wrapper(config: Config, model: GPTModel, blocks: list[Block], groups: Groups) -> Zero:
     """How units are called, composed from what the flags ask for."""
     wrapper: BlockWrapper = PlainBlocks()
     if config.training.recompute_granularity == "full":
         wrapper = Recompute(wrapper)
-    if groups.world.size > 1:
-        wrapper = GradientReduction(wrapper, model, blocks, groups, config.distributed)
-    return wrapper
+    return Zero(wrapper, model, blocks, groups, config.distributed)
 
 
 def layout_of(config: Config, world_size: int) -> Layout:
@@ -135,6 +133,7 @@ def pretrain(config: Config, notes: list[str], *, dry_run: bool = False) -> int:
             stack.callback(run.tracker.close)
         try:
             code = _carry_out(run, checkpoint)
+            run.zero.settle()
         except Exception as error:
             error.add_note(f"[{run.groups.describe()}, iteration {run.progress.iteration}]")
             raise
@@ -186,7 +185,7 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     resolved = resolve(config, world_size, None).config
     placement = place(resolved.distributed.pipeline_schedule, layout.pp, resolved.distributed.num_virtual_stages_per_pipeline_rank)
     tied = placement[0] != placement[-1] and not resolved.model.untie_embeddings_and_output_weights
-    groups = make_groups(layout, resolved.model.num_query_groups, tied=tied)
+    groups = make_groups(layout, resolved.model.num_query_groups, tied=tied, shard=resolved.distributed.zero_shard_size)
     prepared = prepare(config, notes, world_size, device, groups.world)
     config, tokenizer, sections = prepared.config, prepared.tokenizer, prepared.sections
     ranks = Ranks(groups.world, device)
@@ -197,8 +196,8 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     stages = pipeline_stages(config, prepared.padded_vocab)
     model = GPTModel(config.model, vocab_size=tokenizer.vocab_size, padded_vocab=prepared.padded_vocab, dtype=dtype, seed=config.training.seed, tp=tp,
                      stages=tuple(stage for stage, rank in zip(stages, placement, strict=True) if rank == groups.pp.rank))
-    blocks = build_blocks(model, device, parts=groups.replicas.size)
-    wrapper = block_wrapper(config, model, blocks, groups)
+    blocks = build_blocks(model, device, groups, stage=distributed.zero_stage, narrow_grads=config.optimizer.main_grads_dtype == "bf16")
+    zero = block_wrapper(config, model, blocks, groups)
     sequence = config.data.seq_length // tp.size if tp.sequence else config.data.seq_length
     shape = sequence, config.training.micro_batch_size, config.model.hidden_size
     exits = ExitConditions(config.training)
@@ -211,7 +210,7 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     return Run(
         config=config, groups=groups, device=device, device_names=device_names, vocab_size=tokenizer.vocab_size,
         padded_vocab=prepared.padded_vocab, tokenizer_fingerprint=tokenizer.fingerprint, model=model,
-        wrapper=wrapper, pipeline=Pipeline(model, wrapper, placement, shape, groups, device), optimizer=Optimizer(blocks, config, groups),
+        zero=zero, pipeline=Pipeline(model, zero, placement, shape, groups, device), optimizer=Optimizer(blocks, config, groups, zero.publish),
         schedule=prepared.schedule,
         scaler=LossScaler(config.precision), data=prepared.data, tracker=tracker, exits=exits, progress=prepared.progress, save=save,
         peak_tflops=config.logging.peak_tflops or peak_tflops(device_name(device), dtype),

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 # Model fields that change neither weights nor results, and those a continued run may change on purpose.
 _FREE_MODEL_FIELDS = {"attention_backend", "hidden_dropout", "attention_dropout", "z_loss_coeff", "init_method_std"}
 _NO_ARITHMETIC = {"init_method_std", "distributed_timeout_minutes", "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-                  "use_tp_pp_dp_mapping", "num_layers_per_virtual_pipeline_stage"}
+                  "use_tp_pp_dp_mapping", "num_layers_per_virtual_pipeline_stage", "zero3_keep_gathered", "overlap_param_gather"}
+_OPTIMIZER_ARITHMETIC = ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload", "optimizer_offload_fraction")
 
 
 def run_state(run: Run) -> dict[str, Any]:
@@ -49,15 +50,27 @@ def continuity(checkpoint: Checkpoint, run: Run) -> str:
     if run.config.checkpoint.finetune or not run.config.checkpoint.load_optim or run.config.evaluation.skip_train:
         return ""
     theirs, ours = _decides_rounding(checkpoint.state), _decides_rounding(run_state(run))
+    if run.device.type == "cpu" and _same_sums(checkpoint.state["config"], run.config.to_dict(), run.chunk):
+        ours["--zero-stage"] = theirs["--zero-stage"]
     different = [f"{name} {theirs.get(name)} -> {value}" for name, value in ours.items() if theirs.get(name) != value]
     return f"; goes on from the same state, not bit for bit: {', '.join(different)}" if different else "; goes on bit for bit"
 
 
 def _decides_rounding(state: dict[str, Any]) -> dict[str, Any]:
-    config = state["config"]
-    fields = {**config["model"], **config["precision"], **config["distributed"], "micro_batch_size": config["training"]["micro_batch_size"]}
+    config = {group: {**defaults, **state["config"][group]} for group, defaults in Config().to_dict().items()}  # a field may be younger than the state
+    fields = {**config["model"], **config["precision"], **config["distributed"], "micro_batch_size": config["training"]["micro_batch_size"],
+              **{name: config["optimizer"][name] for name in _OPTIMIZER_ARITHMETIC}}
     flags = {f"--{name.replace('_', '-')}": value for name, value in fields.items() if name not in _NO_ARITHMETIC}
     return {"layout": state.get("layout"), "device": state.get("device"), "torch": state["versions"]["torch"], **flags}
+
+
+def _same_sums(theirs: dict[str, Any], ours: dict[str, Any], chunk: int) -> bool:
+    """Whether the ZeRO stages of two configurations add up gradients and their norm in the same order, `chunk` samples being one micro-batch of all
+    ranks: stages 0 and 1 add over micro-batches first, 2 and 3 over ranks first; a norm for clipping is that of the whole at 0, of shards above."""
+    stages = [config["distributed"].get("zero_stage", 0) for config in (theirs, ours)]
+    accumulates = any(config["training"]["global_batch_size"] > chunk for config in (theirs, ours))
+    clips = any(config["optimizer"]["clip_grad"] > 0 for config in (theirs, ours))
+    return not (accumulates and (stages[0] < 2) != (stages[1] < 2)) and not (clips and (stages[0] == 0) != (stages[1] == 0))
 
 
 def refuse_foreign(checkpoint: Checkpoint, config: Config, vocab_size: int, tokenizer_fingerprint: str) -> None:

@@ -10,13 +10,13 @@ import torch
 from megatron.config.groups import Config
 from megatron.data.loader import Data
 from megatron.dist.groups import Groups
-from megatron.model.block import BlockWrapper
 from megatron.model.gpt import GPTModel
 from megatron.observe.metrics import Timers
 from megatron.observe.tracking import Tracker
 from megatron.optimizer.lr_schedule import Schedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
+from megatron.optimizer.zero import Zero
 from megatron.parallel.pipeline import Pipeline
 from megatron.training.exit import ExitConditions
 
@@ -44,7 +44,7 @@ class Run:
     padded_vocab: int
     tokenizer_fingerprint: str
     model: GPTModel
-    wrapper: BlockWrapper
+    zero: Zero
     pipeline: Pipeline
     optimizer: Optimizer
     schedule: Schedule

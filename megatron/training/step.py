@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron.dist.collectives import all_reduce
 from megatron.dist.together import waiting
-from megatron.optimizer.clip import sum_of_squares
 from megatron.optimizer.optimizer import StepOutcome
 from megatron.parallel.pipeline import Recording
 from megatron.training.passes import run_micro_batches
@@ -85,11 +84,10 @@ def forward_backward(run: Run, *, first_sample: int, batch_size: int, loss_scale
     """
     scale = loss_scale / (batch_size * run.config.data.seq_length)
     run.optimizer.zero_grad()
-    run.wrapper.begin_step(batch_size // run.chunk)
     with run.timers("forward-backward"):
         losses, tokens = run_micro_batches(run, run.data.train, first_sample, batch_size, scale=scale, recording=recording)
         with waiting(_for_all(run)):
-            run.wrapper.end_step()
+            run.zero.end_step()
     return Gradients(first_sample, batch_size, loss_scale, losses, tokens)
 
 
@@ -129,11 +127,10 @@ def non_finite_micro_batches(run: Run, report: Report) -> list[NonFinite]:
     """
     scale = report.loss_scale / (report.batch_size * run.config.data.seq_length)
     found = torch.zeros(len(report.losses), run.groups.dp.size, 2, dtype=torch.float64, device=run.device)
-    run.wrapper.begin_step(len(report.losses) + 1)  # never completed: the gradients stay this rank's own
     for index in range(len(report.losses)):
         run.optimizer.zero_grad()
-        (loss,), _ = run_micro_batches(run, run.data.train, report.first_sample + index * run.chunk, run.chunk, scale=scale)
-        squares = sum_of_squares((block.grad for block in run.optimizer.blocks), run.device)
+        with run.zero.watching() as squares:
+            (loss,), _ = run_micro_batches(run, run.data.train, report.first_sample + index * run.chunk, run.chunk, scale=scale)
         found[index, run.groups.dp.rank] = torch.stack([~torch.isfinite(loss), ~torch.isfinite(squares)]).double()
     all_reduce(found, run.groups.world)
     return [NonFinite(index, rank, bool(found[index, rank, 0])) for index, rank in found.sum(-1).nonzero().tolist()]

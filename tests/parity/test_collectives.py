@@ -113,7 +113,7 @@ def test_data_parallelism(gloo_world, size, flags, wire, micro_batch):
     for calls in gloo_world(size).run(count, flags):
         sent = Counter()
         for call in calls:
-            sent[call.kind if call.caller.startswith("GradientReduction.") else "else"] += call.bytes / STEPS
+            sent[call.kind if call.caller.startswith("Zero.") else "else"] += call.bytes / STEPS
         least = (size - 1) / size * parameters * wire
         assert set(sent) == {"all-gather", "reduce-scatter", "else"}
         assert sent["all-gather"] == sent["reduce-scatter"]

@@ -59,7 +59,7 @@ def test_blocks_hold_every_parameter_once():
                 parameter = dict(gpt.named_parameters())[entry.name]
                 assert parameter.data_ptr() == entry.view(block.weight).data_ptr()
                 assert parameter.main_grad.data_ptr() == entry.view(block.grad).data_ptr()
-                assert (entry.start < block.decayed) == (parameter.dim() > 1)
+                assert (entry.start < block.plan.decayed) == (parameter.dim() > 1)
     assert any("position" in name for name in names) and any("final_norm" in name for name in names)
 
 
@@ -135,8 +135,8 @@ def test_bf16_weights_follow_fp32_masters():
         random_grads(wide_opt, step)
         take_step(opt, lr=1e-3, weight_decay=0.1, grad_factor=1.0)
         take_step(wide_opt, lr=1e-3, weight_decay=0.1, grad_factor=1.0)
-    for ours, master, full in zip(opt.blocks, opt.masters, wide_opt.masters):
-        assert master.dtype == torch.float32 and torch.equal(master, full) and torch.equal(ours.weight, full.bfloat16())
+    for ours, full in zip(opt.blocks, wide_opt.blocks):
+        assert ours.master.dtype == torch.float32 and torch.equal(ours.master, full.master) and torch.equal(ours.weight, full.weight.bfloat16())
 
 
 @pytest.mark.parametrize("implementation", ["torch-fused", "torch"])
@@ -145,13 +145,13 @@ def test_a_non_finite_gradient_changes_nothing(implementation, poison):
     gpt, opt = build(torch.bfloat16, adam_implementation=implementation)
     random_grads(opt, 0)
     take_step(opt, lr=1e-3, weight_decay=0.1, grad_factor=1.0)
-    before = [x.clone() for x in (*opt.masters, *opt.states["exp_avg"], *opt.states["exp_avg_sq"], opt.steps)]
+    before = [x.clone() for x in (*(block.master for block in opt.blocks), *opt.states["exp_avg"], *opt.states["exp_avg_sq"], opt.steps)]
     random_grads(opt, 1)
     opt.blocks[1].grad[70] = poison
     assert take_step(opt, lr=1e-3, weight_decay=0.1, grad_factor=1.0).skipped == 1
     random_grads(opt, 2)
     assert take_step(opt, lr=1e-3, weight_decay=0.1, grad_factor=float("nan")).skipped == 1
-    after = [*opt.masters, *opt.states["exp_avg"], *opt.states["exp_avg_sq"], opt.steps]
+    after = [*(block.master for block in opt.blocks), *opt.states["exp_avg"], *opt.states["exp_avg_sq"], opt.steps]
     assert all(torch.equal(a, b) for a, b in zip(before, after))
 
 
@@ -162,9 +162,10 @@ def test_fused_adamw_does_not_see_where_a_buffer_is_cut(cut):
         state = [torch.empty(2048).uniform_(0.1, 1, generator=torch.Generator().manual_seed(i)) for i in range(4)]
         rule = build()[1].rule
         for i in range(3):
-            p, g, m, v = ([x[a:b] for a, b in pieces] for x in state)
-            rule.apply(p, g, {"exp_avg": m, "exp_avg_sq": v}, torch.tensor(float(i)), lr=1e-2, weight_decay=0.1, coefficient=torch.tensor(0.7),
-                       found_inf=torch.tensor(0.0))
+            for a, b in pieces:
+                p, g, m, v = (x[a:b] for x in state)
+                rule.apply(p, g, {"exp_avg": m, "exp_avg_sq": v}, torch.tensor(float(i)), lr=1e-2, weight_decay=0.1, coefficient=torch.tensor(0.7),
+                           found_inf=torch.tensor(0.0))
             state[1].uniform_(-1, 1, generator=torch.Generator().manual_seed(9 + i))
         return state[0]
 

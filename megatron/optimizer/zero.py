@@ -1,0 +1,269 @@
+"""ZeRO 0 to 3 (Rajbhandari et al. 2020) as a wrapper of the model's units: when weights are gathered and freed, when gradients are reduced.
+
+One code path, four lifetimes (optimizer/blocks.py). A block's gradients are reduce-scattered over the ranks that share it as soon as its last
+backward pass is over: of the step at stages 0 and 1, of each micro-batch at stages 2 and 3, where no more than two blocks have a gradient
+buffer at a time: the one that is computed and the one that is on its way. Stage 3 gathers a block before a pass needs it, beside the
+computation of the block before, in the order that the schedule fixes, and frees it afterwards. No hook, no bucket, no threshold.
+
+Under a split backward pass the gradients of norms, biases and positions exist before those of the matrices: a small buffer keeps them from one
+half to the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.groups import DistributedConfig
+from megatron.dist.collectives import Pending, start_all_gather, start_reduce_scatter
+from megatron.dist.groups import Groups
+from megatron.model.block import BlockWrapper, Call, EmbeddingBlock, LayerBlock, MicroBatch
+from megatron.model.gpt import GPTModel
+from megatron.optimizer.blocks import Block
+from megatron.optimizer.clip import sum_of_squares
+from megatron.optimizer.reduction import sum_copies, sum_partial_gradients
+
+
+class Left(NamedTuple):
+    """What a split backward pass leaves of a layer."""
+
+    kept: Any
+    early: Tensor | None  # gradients that are complete, at stages 2 and 3
+
+
+class Zero:
+    """Wraps another wrapper; always the outermost. Where one rank alone holds a block, nothing is sent."""
+
+    def __init__(self, inner: BlockWrapper, model: GPTModel, blocks: list[Block], groups: Groups, config: DistributedConfig):
+        self.inner, self.model, self.blocks, self.groups = inner, model, blocks, groups
+        self.stage, self.keep = blocks[0].stage, config.zero3_keep_gathered
+        self.overlap_reduce, self.overlap_gather = config.overlap_grad_reduce, config.overlap_param_gather
+        self.wire = torch.bfloat16 if config.grad_reduce_in_bf16 else None
+        owner = {parameter: block for block in blocks for parameter in block.parameters}
+        self.block_of = {unit: owner[next(unit.parameters())] for _, unit in model.units()}
+        device = blocks[0].weight.device
+        self.gather_stream, self.reduce_stream = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
+        self.needs: deque[Block] = deque()  # stage 3: the blocks that the passes to come read, in order
+        self.remaining: Counter[Block] = Counter()
+        self.gathering: dict[Block, Pending] = {}
+        self.period: dict[Block, int] = {}  # passes of a block's units from one reduction to the next
+        self.due: dict[Block, int] = {}
+        self.reducing: tuple[Block, Tensor, Pending] | None = None
+        self.spent: list[tuple[Tensor, Any]] = []  # gradient buffers that a stream of its own may still read, and the event after which none does
+        self.returning: list[tuple[Block, Pending]] = []  # stage 0: sums on their way back to all ranks
+        self.watched: Tensor | None = None
+
+    # ---- passes
+
+    def begin_step(self, calls: Sequence[Call]) -> None:
+        self.inner.begin_step(calls)
+        assert not self.needs and self.reducing is None
+        passes: Counter[Block] = Counter()
+        users = Counter(self.block_of.values())
+        for method, unit in calls:
+            block = self.block_of[unit]
+            passes[block] += _completes(method, unit)
+            if self.stage == 3 and _reads_weight(method, unit):
+                self.needs.append(block)
+        self.remaining = Counter(self.needs)
+        for block, count in passes.items():
+            # Of a matrix that is both embedding and head the two ends of other micro-batches may come between those of one: one sum a step.
+            often = self.stage >= 2 and (users[block] == 1 or self.groups.pp.size == 1)
+            self.period[block] = users[block] if often else count
+        self.due = dict(self.period)
+        if self.needs and self.overlap_gather:
+            self._gather(self.needs[0])
+
+    def forward(self, unit: nn.Module, x: Tensor | None, micro: MicroBatch) -> tuple[Tensor, Any]:
+        with self._weights(unit, "forward"):
+            return self.inner.forward(unit, x, micro)
+
+    def backward(self, unit: nn.Module, saved: Any, dy: Tensor) -> Tensor | None:
+        block = self._open(unit)
+        with self._weights(unit, "backward"):
+            dx = self.inner.backward(unit, saved, dy)
+        self._passed(block)
+        return dx
+
+    def backward_input(self, unit: nn.Module, saved: Any, dy: Tensor) -> tuple[Tensor | None, Left]:
+        if not isinstance(unit, LayerBlock):
+            block = self._open(unit)
+            with self._weights(unit, "backward_input"):
+                dx, kept = self.inner.backward_input(unit, saved, dy)
+            self._passed(block)
+            return dx, Left(kept, None)
+        block = self.block_of[unit]
+        early = block.open_early() if self.stage >= 2 else None
+        with self._weights(unit, "backward_input"):
+            dx, kept = self.inner.backward_input(unit, saved, dy)
+        if early is not None:
+            block.close_early()
+        return dx, Left(kept, early)
+
+    def backward_weight(self, unit: nn.Module, left: Left) -> None:
+        if not isinstance(unit, LayerBlock):
+            self.inner.backward_weight(unit, left.kept)
+            return
+        block = self._open(unit)
+        if left.early is not None:
+            block.grad[block.plan.late :].copy_(left.early)
+        self.inner.backward_weight(unit, left.kept)
+        self._passed(block)
+
+    def end_step(self) -> None:
+        """All passes that began with `begin_step` are over; when it returns the gradients are complete."""
+        with self._beside(self.reduce_stream):
+            if self.stage < 2 and not self.overlap_reduce:
+                for block in self.blocks:
+                    self._reduce(block)
+            self._finish()
+            for block, pending in self.returning:
+                whole = pending.wait()
+                if whole.dtype != block.grad.dtype:
+                    block.grad.copy_(whole)
+            self.returning = []
+        if self.reduce_stream is not None:
+            torch.cuda.current_stream().wait_stream(self.reduce_stream)
+        self.spent = []
+        if self.watched is None:
+            sum_copies(self.blocks, self.groups)
+            sum_partial_gradients(self.blocks, self.model.tp, self.groups)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[Tensor]:
+        """While open no gradient leaves its rank or is kept: what it yields is the sum of squares (float64) of those that were complete."""
+        self.watched = torch.zeros((), dtype=torch.float64, device=self.blocks[0].weight.device)
+        try:
+            yield self.watched
+        finally:
+            self.watched = None
+
+    # ---- weights
+
+    def publish(self, block: Block) -> None:
+        """The weights that this rank updates have changed. Stages 1 and 2 send them round, and wait where the next pass needs them."""
+        if self.stage in (1, 2):
+            assert block not in self.gathering
+            with self._beside(self.gather_stream):
+                self.gathering[block] = start_all_gather(block.part(block.weight), self.groups.shard_gather, out=block.weight)
+            if not self.overlap_gather:
+                self._arrive(block)
+
+    def settle(self) -> None:
+        """Wait for all weights that are on their way."""
+        for block in list(self.gathering):
+            self._arrive(block)
+
+    def _arrive(self, block: Block) -> None:
+        if block in self.gathering:
+            self.gathering.pop(block).wait()
+
+    @contextlib.contextmanager
+    def _weights(self, unit: nn.Module, method: str) -> Iterator[None]:
+        """A pass that may read the weights of a unit."""
+        block = self.block_of[unit]
+        if self.stage < 3:
+            self._arrive(block)
+            yield
+            return
+        if not _reads_weight(method, unit):
+            yield
+            return
+        assert self.needs.popleft() is block, "a pass out of the order of begin_step"
+        self.remaining[block] -= 1
+        self._gather(block)
+        self._arrive(block)
+        if self.overlap_gather and (coming := next((other for other in self.needs if other is not block), None)) is not None:
+            self._gather(coming)
+        yield
+        if not self._needed(block):
+            block.release()
+
+    def _gather(self, block: Block) -> None:
+        """Start to make a block's weights whole, if they are not."""
+        if block.is_released:
+            block.allocate()
+            with self._beside(self.gather_stream):
+                own = block.part(block.unseen)
+                own.copy_(block.master)
+                self.gathering[block] = start_all_gather(own, self.groups.shard_gather, out=block.unseen)
+
+    def _needed(self, block: Block) -> bool:
+        """Whether a block stays gathered: it is one of the two that are read next, or with --zero3-keep-gathered read again in this step."""
+        if self.keep:
+            return self.remaining[block] > 0
+        first = self.needs[0] if self.needs else None
+        return block is first or block is next((other for other in self.needs if other is not first), None)
+
+    # ---- gradients
+
+    def _open(self, unit: nn.Module) -> Block:
+        """The unit's block, with a gradient buffer."""
+        block = self.block_of[unit]
+        if block.grad is None:
+            for _, event in self.spent:
+                torch.cuda.current_stream().wait_event(event)
+            self.spent = []
+            block.open()
+        return block
+
+    def _passed(self, block: Block) -> None:
+        """One more backward pass of one of the block's units is over."""
+        self.due[block] -= 1
+        if self.due[block] > 0:
+            return
+        self.due[block] = self.period[block]
+        if self.watched is not None:
+            self.watched += sum_of_squares([block.grad], block.grad.device)
+            if self.stage >= 2:
+                block.close()
+        elif self.stage >= 2 or self.overlap_reduce:
+            with self._beside(self.reduce_stream):
+                self._reduce(block)
+                if not self.overlap_reduce:
+                    self._finish()
+
+    def _reduce(self, block: Block) -> None:
+        """Start to sum this block's gradients; those of the one before have been summed by now."""
+        self._finish()
+        grad = block.close() if self.stage >= 2 else block.grad  # its next backward pass, which may come at once, gets another buffer
+        self.reducing = block, grad, start_reduce_scatter(grad, self.groups.shard, out=block.slice(grad), wire=self.wire)
+
+    def _finish(self) -> None:
+        if self.reducing is None:
+            return
+        (block, grad, pending), self.reducing = self.reducing, None
+        slice_ = pending.wait()
+        if self.stage == 0 and self.groups.shard.size > 1:
+            sent = slice_ if self.wire is None else slice_.to(self.wire)
+            out = block.grad if self.wire is None else None
+            self.returning.append((block, start_all_gather(sent, self.groups.shard_gather, out=out)))
+        elif self.stage >= 2:
+            block.grad_shard.add_(slice_)
+            if self.reduce_stream is not None:
+                self.spent.append((grad, self.reduce_stream.record_event()))
+
+    @contextlib.contextmanager
+    def _beside(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """On a GPU: in the order of a stream of its own, after all that is queued now, so that no wait holds up the passes."""
+        if stream is None:
+            yield
+            return
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+
+
+def _completes(method: str, unit: nn.Module) -> bool:
+    """Whether a unit's gradients of one micro-batch are complete after this call."""
+    return method == "backward" or method == ("backward_weight" if isinstance(unit, LayerBlock) else "backward_input")
+
+
+def _reads_weight(method: str, unit: nn.Module) -> bool:
+    """Whether a call reads the unit's weights: a weight gradient does not, nor does the embedding's."""
+    return method == "forward" or method != "backward_weight" and not isinstance(unit, EmbeddingBlock)
