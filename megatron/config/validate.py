@@ -89,7 +89,7 @@ NEEDS: Table = (
      lambda run: run.optimizer == "adam"),
     ("main_grads_dtype", "--bf16", lambda run: run.bf16),
     ("optimizer_offload_fraction", "--optimizer-cpu-offload", lambda run: run.optimizer_cpu_offload),
-    ("zero_shard_size", "--zero-stage 1, 2 or 3", lambda run: run.zero_stage > 0),
+    ("zero_shard_size", "--zero-stage 1, 2 or 3", lambda run: run.zero_stage > 0 or not run.has("zero_shard_size")),
     ("zero3_keep_gathered", "--zero-stage 3", lambda run: run.zero_stage == 3),
     ("sgd_momentum", "--optimizer sgd", lambda run: run.optimizer == "sgd"),
     ("min_lr", "a --lr-decay-style that decays", lambda run: run.lr_decay_style != "constant"),
