@@ -1,0 +1,75 @@
+"""pretrain_gpt.py's own run, which takes its steps as turns.py says. Run by tools/benchmark_zero.py.
+
+    python zero_ours.py --zero-stage 2 ...     # the flags of pretrain_gpt.py, with the variables of torchrun
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import pretrain_gpt  # noqa: E402
+from turns import Turns  # noqa: E402
+
+from megatron.model.gpt import GPTModel  # noqa: E402
+from megatron.training import loop  # noqa: E402
+
+
+class Ended(Exception):
+    """No more steps are wanted."""
+
+
+class Watched:
+    """The functions of a run between which a turn looks at the clock and at live bytes."""
+
+    def __init__(self) -> None:
+        self.turns = Turns(self.finish)
+        self.run = None
+        self.forward_backward, self.update, self.settle = loop.forward_backward, loop.update, loop.settle
+        self.micro_batch, self.backward = GPTModel.micro_batch, GPTModel.backward
+
+    def finish(self) -> None:
+        self.run.zero.settle()
+
+    def on_step(self, run, **settings):
+        self.run, self.index = run, 0
+        if next(self.turns, None) is None:
+            raise Ended
+        return self.forward_backward(run, **settings)
+
+    def on_micro_batch(self, model, *batch, **settings):
+        self.turns.begin_micro_batch(self.index)
+        self.index += 1
+        return self.micro_batch(model, *batch, **settings)
+
+    def on_backward(self, *arguments):
+        self.turns.begin_backward()
+        return self.backward(*arguments)
+
+    def on_update(self, *arguments, **settings):
+        self.turns.begin_update()
+        return self.update(*arguments, **settings)
+
+    def on_settle(self, run, pending, interval):
+        self.settle(run, pending, interval)
+        if pending is not None:
+            self.turns.note(interval.last.loss)
+
+
+def main() -> int:
+    watched = Watched()
+    with (
+        mock.patch.multiple(loop, forward_backward=watched.on_step, update=watched.on_update, settle=watched.on_settle),
+        mock.patch.multiple(GPTModel, micro_batch=lambda *a, **k: watched.on_micro_batch(*a, **k), backward=lambda *a: watched.on_backward(*a)),
+    ):
+        try:
+            return pretrain_gpt.main(sys.argv[1:])
+        except Ended:
+            return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""ZeRO stages 0-3 against DeepSpeed's, torch's FSDP2 and torch's DistributedDataParallel: memory, bytes on the wire and time of a step.
+
+    python tools/benchmark_zero.py --setup DIR                                                    # DeepSpeed's environment, pinned, once
+    python tools/benchmark_zero.py --peers DIR --memory --out docs/results/zero_peers.json        # on any machine
+    python tools/benchmark_zero.py --peers DIR --time --out docs/results/zero_peers.json          # the machine should be quiet
+
+All train the same GPT (benchmark_peers/) from the same weights on the same tokens in 2 and 4 processes of one thread over Gloo, with 1 and 4
+micro-batches a step, in bf16 with fp32 master weights; ours is `pretrain_gpt.py` itself. Gradients are accumulated and sent in fp32, except
+where a peer refuses (benchmark_peers/zero_peer.py). Equal work shows in equal losses of the first step.
+
+--memory    of the fullest rank, in bytes per parameter, summed over live storages after every dispatched operator
+            (benchmark_peers/live_bytes.py): `resident` between two steps, `between` micro-batches, the `peak` of a step, that of its `update`
+            alone, and what a forward pass adds (`activations`); and bytes sent per rank and step, from the counters of a loopback interface
+            that only this measurement uses, by parameters. A row is lost when the best peer has less by more than 0.1% + 64 KiB (memory) or
+            by more than 1% (wire, whose counters include TCP's headers).
+--time      elapsed and CPU seconds of steps taken in turn by all systems of a row, which are alive together and sleep meanwhile. A pair is one
+            turn of ours and one of a peer; its ratio is the peer's seconds by ours; it counts when other processes used less than --quiet
+            cores in both. A row passes by tools/ratio_rule.py. With 1 micro-batch also our stage 2 by our stage 1 (at most 1.05).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import ratio_rule
+from benchmark_training import ROOT, SCRIPTS, Work, busy_seconds, machine, our_flags, setup, wait_until_quiet, write_start
+from loopback import own_loopback, sent_bytes
+
+MODEL = Work(layers=8, hidden=320, heads=5, ffn=864, seq=128, vocab=4096, micro_batch=1, precision="bf16", steps=400, warmup=100, threads=1)
+SYSTEMS = {  # system -> the row that it stands in
+    **{f"ours-{stage}": str(stage) for stage in range(4)}, "ours-3-keep": "3, kept gathered",
+    **{f"deepspeed-{stage}": str(stage) for stage in range(4)},
+    "ddp-0": "0", "ddp-1": "1", "fsdp2-keep": "3, kept gathered", "fsdp2": "3",
+}
+ROWS = ("0", "1", "2", "3", "3, kept gathered")
+MEASURES = ("resident", "between", "peak", "update", "wire")
+WARMUP, WIRED = 3, 2  # steps
+STAGE2_GOAL = 1.05
+
+
+def works(processes: list[int], micro_batches: list[int]) -> dict[str, Work]:
+    """The settings by their names."""
+    return {f"N={n}, m={m}": replace(MODEL, data_parallel=n, accumulation=m) for n in processes for m in micro_batches}
+
+
+def flags_of(system: str, work: Work) -> list[str]:
+    """Of pretrain_gpt.py, for one of ours."""
+    _, stage, *keep = system.split("-")
+    return [*our_flags(work), "--zero-stage", stage, *["--zero3-keep-gathered"] * len(keep)]
+
+
+class Group:
+    """The processes of one system, which take steps when they are told to."""
+
+    def __init__(self, system: str, work: Work, peers: Path, start: Path):
+        self.system = system
+        if system.startswith("ours"):
+            command = [sys.executable, str(SCRIPTS / "zero_ours.py"), *flags_of(system, work)]
+        else:
+            python = str(peers / "deepspeed" / "bin" / "python") if system.startswith("deepspeed") else sys.executable
+            command = [python, str(SCRIPTS / "zero_peer.py"), system, str(start), *work.arguments()]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.errors = tempfile.TemporaryFile("w+")
+        self.ranks = []
+        for rank in range(work.processes):
+            environ = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(work.processes), "MASTER_ADDR": "127.0.0.1",
+                       "LOCAL_WORLD_SIZE": str(work.processes), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+            self.ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environ,
+                                               cwd=tempfile.gettempdir()))
+
+    def turn(self, what: str) -> list[dict[str, Any]]:
+        """Every rank's answer to a line (benchmark_peers/turns.py). Raises RuntimeError when a rank ends instead."""
+        for rank in self.ranks:
+            rank.stdin.write(what + "\n")
+            rank.stdin.flush()
+        answers, told = [], []
+        for rank in self.ranks:
+            for line in rank.stdout:
+                if line.startswith("TURN "):
+                    answers.append(json.loads(line.removeprefix("TURN ")))
+                    break
+                told.append(line)
+            else:
+                self.errors.seek(0)
+                raise RuntimeError(f"{self.system} ended:\n{''.join(told[-40:])}{self.errors.read()[-4000:]}")
+        return answers
+
+    def end(self) -> None:
+        """Nothing is left to save, and DeepSpeed's threads sometimes stay for long."""
+        for rank in self.ranks:
+            rank.kill()
+        for rank in self.ranks:
+            rank.communicate()
+        self.errors.close()
+
+
+def mean_loss(answers: list[dict[str, Any]], ours: bool) -> list[float]:
+    """Of each step; ours is the mean over ranks on every rank."""
+    return answers[0]["losses"] if ours else [statistics.mean(losses) for losses in zip(*(answer["losses"] for answer in answers))]
+
+
+def measure_memory(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """One run for each setting and system."""
+    runs = []
+    for setting, work in works(args.processes, args.micro_batches).items():
+        write_start(folder, work, our_flags(work))
+        for system in args.systems:
+            group = Group(system, work, args.peers, folder)
+            try:
+                losses = mean_loss(group.turn(f"time {WARMUP}"), system.startswith("ours"))
+                before = sent_bytes()
+                group.turn(f"time {WIRED}")
+                sent = (sent_bytes() - before) / WIRED / work.processes
+                watched = group.turn("watch 2")
+            finally:
+                group.end()
+            bytes_of = {name: max(answer["bytes"][name] for answer in watched if name in answer["bytes"])
+                        for name in sorted({name for answer in watched for name in answer["bytes"]})}
+            runs.append({"setting": setting, "system": system, "wire": sent, "losses": losses, **bytes_of})
+            print(memory_line(runs[-1]), flush=True)
+    return runs
+
+
+def parameters() -> int:
+    """Of the model."""
+    layer = 4 * MODEL.hidden**2 + 3 * MODEL.hidden * MODEL.ffn + 2 * MODEL.hidden
+    return 2 * MODEL.vocab * MODEL.hidden + MODEL.layers * layer + MODEL.hidden
+
+
+def memory_line(run: dict[str, Any]) -> str:
+    """A row of the table, in bytes per parameter."""
+    count = parameters()
+    figures = [run.get(name) for name in (*MEASURES, "forward")]
+    figures[-1] = run["forward"] - max(run["resident"], run.get("between", 0))
+    values = " | ".join("-" if value is None else f"{value / count:.2f}" for value in figures)
+    return f"| {run['setting']} | {SYSTEMS[run['system']]} | {run['system']} | {values} | {run['losses'][0]:.4f} |"
+
+
+def verdicts(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each setting, row and measure ours against the best peer."""
+    found = []
+    for setting in dict.fromkeys(run["setting"] for run in runs):
+        for row in ROWS:
+            here = [run for run in runs if run["setting"] == setting and SYSTEMS[run["system"]] == row]
+            ours, peers = ([run for run in here if run["system"].startswith("ours") == own] for own in (True, False))
+            for measure in MEASURES:
+                if ours and peers and measure in ours[0]:
+                    best = min(peers, key=lambda run: run[measure])
+                    limit = 1.01 * best[measure] if measure == "wire" else 1.001 * best[measure] + 65536
+                    found.append({"setting": setting, "row": row, "measure": measure, "ours": ours[0][measure], "best": best[measure],
+                                  "peer": best["system"], "passed": ours[0][measure] <= limit})
+    return found
+
+
+def memory_tables(runs: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = [f"Bytes per parameter ({parameters():,} parameters), of the fullest rank; `wire` per rank and step.", "",
+             f"| setting | stage | system | {' | '.join(MEASURES)} | activations | first loss |", "|---|---|---|" + "---|" * (len(MEASURES) + 2)]
+    order = sorted(runs, key=lambda run: (run["setting"], ROWS.index(SYSTEMS[run["system"]]), not run["system"].startswith("ours")))
+    lines += [memory_line(run) for run in order]
+    judged = verdicts(runs)
+    lines += ["", f"{sum(each['passed'] for each in judged)} of {len(judged)} comparisons with the best peer are won or level. Lost:", "",
+              "| setting | stage | measure | ours | best peer | which |", "|---|---|---|---|---|---|"]
+    count = parameters()
+    lines += [f"| {each['setting']} | {each['row']} | {each['measure']} | {each['ours'] / count:.3f} | {each['best'] / count:.3f} | {each['peer']} |"
+              for each in judged if not each["passed"]]
+    return "\n".join(lines)
+
+
+def measure_time(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """One run for each setting, system and round."""
+    runs = []
+    for setting, work in works(args.processes, args.micro_batches).items():
+        write_start(folder, work, our_flags(work))
+        steps = max(1, args.steps // work.accumulation)
+        groups: list[Group] = []
+        try:
+            for system in args.systems:
+                groups.append(Group(system, work, args.peers, folder))
+                groups[-1].turn(f"time {WARMUP}")
+            wait_until_quiet(args.quiet, args.patience)
+            for index in range(args.rounds):
+                turn = index % len(groups)
+                for group in groups[turn:] + groups[:turn]:
+                    begun, busy = time.perf_counter(), busy_seconds()
+                    answers = group.turn(f"time {steps}")
+                    wall, busy = time.perf_counter() - begun, busy_seconds() - busy
+                    cpu = sum(answer["cpu"] for answer in answers)
+                    runs.append({"setting": setting, "system": group.system, "round": index, "seconds": wall / steps, "cpu": cpu / steps,
+                                 "others_cores": round(max(0.0, busy - cpu) / wall, 3)})
+        finally:
+            for group in groups:
+                group.end()
+        print(time_tables([run for run in runs if run["setting"] == setting], args.quiet), flush=True)
+    return runs
+
+
+def time_rows(runs: list[dict[str, Any]], quiet: float) -> list[dict[str, Any]]:
+    """Our stages against each peer of the row, and our stage 2 against our stage 1 with one micro-batch."""
+    rows = []
+    for setting in dict.fromkeys(run["setting"] for run in runs):
+        here = {(run["system"], run["round"]): run for run in runs if run["setting"] == setting}
+        systems = list(dict.fromkeys(system for system, _ in here))
+        pairs = [(a, b, False) for a in systems for b in systems
+                 if a.startswith("ours") and not b.startswith("ours") and SYSTEMS[a] == SYSTEMS[b]]
+        if {"ours-1", "ours-2"} <= set(systems) and setting.endswith("m=1"):
+            pairs.append(("ours-2", "ours-1", True))
+        for a, b, upper in pairs:
+            both = [(here[a, index], here[b, index]) for system, index in here if system == a and (b, index) in here]
+            row = {"setting": setting, "ours": a, "peer": b, "goal": STAGE2_GOAL if upper else 1.0}
+            for clock, counted in (("seconds", [pair for pair in both if all(run["others_cores"] < quiet for run in pair)]), ("cpu", both)):
+                if counted:
+                    ratios = [x[clock] / y[clock] if upper else y[clock] / x[clock] for x, y in counted]
+                    row[clock] = {"ours": statistics.median(x[clock] for x, _ in counted), "peer": statistics.median(y[clock] for _, y in counted),
+                                  **asdict(ratio_rule.verdict(ratios, row["goal"], upper_limit=upper))}
+            rows.append(row)
+    return rows
+
+
+def time_tables(runs: list[dict[str, Any]], quiet: float) -> str:
+    """Markdown."""
+    lines = ["| setting | ours | against | clock | our step, ms | its step, ms | ratio (95% interval) | goal | pairs | verdict |",
+             "|---|---|---|---|---|---|---|---|---|---|"]
+    for row in time_rows(runs, quiet):
+        for clock, name in (("seconds", "elapsed"), ("cpu", "CPU")):
+            if clock not in row:
+                lines.append(f"| {row['setting']} | {row['ours']} | {row['peer']} | {name} | - | - | - | {row['goal']} | 0 | no quiet pair |")
+                continue
+            found = row[clock]
+            word = "reached" if found["passed"] else "lost" if found["pairs"] >= ratio_rule.PAIRS else "too few quiet pairs"
+            lines.append(f"| {row['setting']} | {row['ours']} | {row['peer']} | {name} | {1e3 * found['ours']:.0f} | {1e3 * found['peer']:.0f} "
+                         f"| {found['median']:.3f} ({found['low']:.3f}-{found['high']:.3f}) | {row['goal']} | {found['pairs']} | {word} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setup", type=Path, metavar="DIR", help="make the peers' environments in DIR")
+    parser.add_argument("--peers", type=lambda path: Path(path).resolve(), metavar="DIR", help="where they are: measure")
+    parser.add_argument("--memory", action="store_true", help="this part; without either, both")
+    parser.add_argument("--time", action="store_true")
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--rounds", type=int, default=ratio_rule.PAIRS + 2)
+    parser.add_argument("--steps", type=int, default=4, help="micro-batches in each turn of a round, rounded to whole steps")
+    parser.add_argument("--quiet", type=float, default=0.2, help="cores that others may use on average during a counted run")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for that before each setting")
+    parser.add_argument("--out", type=Path, help="JSON of every run; a part that is not measured now stays as it is there")
+    args = parser.parse_args(argv)
+    if args.setup:
+        setup(args.setup)
+    if not args.peers:
+        return
+    document: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    document |= {"model": asdict(MODEL), "parameters": parameters()}
+    with tempfile.TemporaryDirectory() as folder:
+        for part, measure in (("memory", measure_memory), ("time", measure_time)):
+            if not (getattr(args, part) or not (args.memory or args.time)):
+                continue
+            if part == "memory" and not own_loopback():
+                raise RuntimeError("the kernel gives this user no network of its own, so bytes on the wire cannot be counted; run as root")
+            about = {"started": datetime.now().isoformat(timespec="seconds"), "command": argv, "machine": machine()}
+            runs = measure(args, Path(folder) / "start")
+            document[part] = about | {"runs": runs, "rows": verdicts(runs) if part == "memory" else time_rows(runs, args.quiet)}
+            print("\n" + (memory_tables(runs) if part == "memory" else time_tables(runs, args.quiet)), flush=True)
+            if args.out:
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
