@@ -17,6 +17,8 @@ from megatron.model.arithmetic import local_parameter_count, padded_vocab_size
 from megatron.model.block import PlainBlocks
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import build_blocks
+from megatron.model.stages import whole
+from megatron.plan.activations import Shape, unit_bytes
 from megatron.plan.memory import estimate
 
 SEQ, BATCH, VOCAB = 64, 2, 301
@@ -40,6 +42,12 @@ def configure(precision: PrecisionConfig = PrecisionConfig(), training: dict | N
 LOSS = (8 + 3 * 4) * SEQ * BATCH
 # Per token: the log-sum-exp, label columns here and whether they are here, rows of the embedding and whether they are elsewhere.
 TP_LOSS = (4 + 8 + 1 + 8 + 1) * SEQ * BATCH
+
+
+def planned(config: Config, tp: int = 1) -> int:
+    """Bytes that one micro-batch keeps of the whole model, logits left out, by the formulas."""
+    units = unit_bytes(Shape(config, padded_vocab_size(VOCAB, config.model, tp)), whole(config.model)[0])
+    return sum(unit.saved for unit in units)
 
 
 class Kept:
@@ -82,7 +90,7 @@ def kept_bytes(config: Config, dtype: torch.dtype) -> int:
 ])
 def test_activations_are_what_autograd_keeps(model):
     config = configure(**model)
-    assert kept_bytes(config, torch.float32) - LOSS == estimate(config, VOCAB, 1)["activations"]
+    assert kept_bytes(config, torch.float32) - LOSS == planned(config)
 
 
 @pytest.mark.parametrize("sp", [False, True], ids=["tp2", "tp2 sp"])
@@ -94,13 +102,13 @@ def test_activations_are_what_autograd_keeps(model):
 ])
 def test_activations_of_tensor_parallel_ranks(gloo_world, model, sp):
     config = configure(tp=2, sp=sp, **model)
-    assert gloo_world(2).run(kept_bytes, config, torch.float32) == [estimate(config, VOCAB, 2)["activations"] + TP_LOSS] * 2
+    assert gloo_world(2).run(kept_bytes, config, torch.float32) == [planned(config, 2) + TP_LOSS] * 2
 
 
 def test_activations_in_bf16_up_to_norm_statistics():
     """A CPU keeps LayerNorm's statistics in bf16, a GPU in fp32: RMSNorm's are fp32 here everywhere."""
     config = configure(PrecisionConfig(bf16=True), normalization="RMSNorm", activation="swiglu")
-    assert kept_bytes(config, torch.bfloat16) - LOSS == estimate(config, VOCAB, 1)["activations"]
+    assert kept_bytes(config, torch.bfloat16) - LOSS == planned(config)
 
 
 @pytest.mark.parametrize("tp, world", [(1, 1), (1, 8), (4, 4), (4, 16)])
@@ -111,27 +119,31 @@ def test_static_bytes(precision, per_parameter, tp, world):
     config = configure(precision, tp=tp, world=world)
     sizes = estimate(config, VOCAB, world)
     stored = local_parameter_count(config.model, padded_vocab_size(VOCAB, config.model, tp), tp)["total"]
-    assert sizes["parameters"] + sizes["gradients"] + sizes["optimizer"] == per_parameter * stored
+    padding = 64 * world // tp * 3  # of three blocks; every tensor here is a multiple of 64
+    assert 0 <= sizes["parameters"] + sizes["gradients"] + sizes["optimizer"] - per_parameter * stored < per_parameter * padding
     assert sizes["total"] == sum(size for name, size in sizes.items() if name != "total")
     sgd = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, optimizer="sgd"))
-    wide = 8 if precision.fp64 else 4
-    assert sizes["optimizer"] - estimate(sgd, VOCAB, world)["optimizer"] == wide * stored
+    assert sizes["optimizer"] - estimate(sgd, VOCAB, world)["optimizer"] == sizes["gradients"]
 
 
 def test_full_recompute_keeps_one_layer_and_the_inputs_of_the_others():
-    def activations(layers: int, tp: int = 1, sp: bool = False, **training) -> int:
-        return estimate(configure(training=training, num_layers=layers, tp=tp, sp=sp), VOCAB, tp)["activations"]
-
     full = {"recompute_granularity": "full"}
-    assert activations(9, **full) - activations(8, **full) == SEQ * BATCH * 64 * 4
-    assert activations(9, 4, **full) - activations(8, 4, **full) == SEQ * BATCH * 64 * 4
-    assert activations(9, 4, True, **full) - activations(8, 4, True, **full) == SEQ * BATCH * 64 * 4 // 4
-    assert activations(8, **full) < activations(2)
+    nine, eight = (planned(configure(training=full, num_layers=layers)) for layers in (9, 8))
+    assert nine - eight == SEQ * BATCH * 64 * 4
+    assert planned(configure(training=full, num_layers=9, tp=4), 4) - planned(configure(training=full, num_layers=8, tp=4), 4) == SEQ * BATCH * 64 * 4
+    nine, eight = (planned(configure(training=full, num_layers=layers, tp=4, sp=True), 4) for layers in (9, 8))
+    assert nine - eight == SEQ * BATCH * 64 * 4 // 4
+    assert beside(estimate(configure(training=full, num_layers=8), VOCAB, 1)) < beside(estimate(configure(), VOCAB, 1)) * 1.1
+
+
+def beside(sizes: dict[str, int]) -> int:
+    """What lives beside the resident state."""
+    return sizes["total"] - sizes["parameters"] - sizes["gradients"] - sizes["optimizer"]
 
 
 def test_what_tensor_and_sequence_parallelism_divide():
+    one, tp, sp = (planned(configure(tp=size, sp=sequence, **DRY), size) for size, sequence in ((1, False), (4, False), (4, True)))
+    assert sp * 4 == one and sp < tp < one
     one, tp, sp = (estimate(configure(tp=size, sp=sequence, **DRY), VOCAB, size) for size, sequence in ((1, False), (4, False), (4, True)))
-    assert sp["activations"] * 4 == one["activations"] and sp["activations"] < tp["activations"] < one["activations"]
     assert tp["logits"] == sp["logits"] == SEQ * BATCH * 4 * 128 and one["logits"] == SEQ * BATCH * 4 * 384
-    assert {name: size for name, size in sp.items() if name not in ("activations", "total")} == {
-        name: size for name, size in tp.items() if name not in ("activations", "total")}
+    assert all(sp[name] == tp[name] for name in ("parameters", "gradients", "optimizer"))

@@ -1,0 +1,220 @@
+"""What one micro-batch keeps of each unit of a model, and what a unit needs besides while it runs.
+
+Counts what this code keeps, not what a perfect implementation would: tests compare it with the tensors that autograd saves and with the bytes
+that live while a step runs. Per token: h hidden, f ffn width, q and k widths of queries and keys, V vocabulary, all of this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.derive import GATED
+from megatron.config.groups import Config, ModelConfig
+from megatron.model.arithmetic import head_widths, local_shape
+from megatron.model.stages import Stage
+from megatron.plan.state import element_sizes
+
+SCRATCH = 8 << 20  # bytes of which a weight gradient is formed at once: layers/linear.py
+LOSS_CHUNK = {"cpu": 1 << 20, "cuda": 256 << 20}  # bytes of logits that are widened at once: layers/loss.py
+DROPOUT_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}  # counters of random words at once, on a CPU for each thread: kernels/philox.py
+DROPOUT_COUNTER = 48  # bytes that one counter takes: six words of int64
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """What one micro-batch keeps of a unit, and what running it takes beside that."""
+
+    saved: int  # from the forward pass to the backward pass, its input included, logits not
+    logits: int
+    stashed: int  # from the input gradient to the weight gradient, where they are apart
+    forward: int  # at the forward pass's worst moment, beside `saved`, `logits` and what other units keep
+    backward: int  # at the backward pass's worst moment, beside the same and the gradient of its output
+    weight: int  # during a weight gradient's pass alone, beside `stashed`
+    scratch: int  # in which weight gradients are formed
+
+
+class Shape:
+    """The sizes that the formulas below share, of one rank and one micro-batch."""
+
+    def __init__(self, config: Config, padded_vocab: int, device: str = "cuda"):
+        tp = config.distributed.tensor_model_parallel_size
+        self.config, self.model, self.device = config, local_shape(config.model, tp), device
+        self.compute, self.wide = element_sizes(config.precision)
+        self.seq, self.sequence_parallel = config.data.seq_length, config.distributed.sequence_parallel
+        self.tokens = config.training.micro_batch_size * self.seq
+        self.own = self.tokens // tp if self.sequence_parallel else self.tokens  # outside the pairs of matrices
+        self.hidden = self.own * self.model.hidden_size * self.compute
+        self.whole = self.tokens * self.model.hidden_size * self.compute
+        self.vocab = padded_vocab // tp
+        self.recomputed = config.training.recompute_granularity == "full"
+        self.dropped = self.model.hidden_dropout > 0
+
+    @property
+    def inner(self) -> int:
+        """Bytes of fc1's output."""
+        return self.tokens * self.compute * self.model.ffn_hidden_size * (2 if self.model.activation in GATED else 1)
+
+    @property
+    def activated(self) -> int:
+        """Bytes of fc2's input."""
+        return self.tokens * self.compute * self.model.ffn_hidden_size
+
+    def layer(self) -> int:
+        """Bytes that a layer keeps, its input included."""
+        model, compute, wide = self.model, self.compute, self.wide
+        layer = self.own * outer_bytes_per_token(model, compute, wide) + self.tokens * inner_bytes_per_token(model, self.seq, compute, wide)
+        return layer + mask_bytes(self.config, compute)
+
+    def ends(self, index: int) -> int:
+        """What the first layer keeps beside: the embedding before positions and dropout, the mask; and the last: the final norm's input."""
+        model, total = self.model, 0
+        if index == 0 and (self.dropped or model.position_embedding_type == "learned_absolute"):
+            total += self.hidden + (self.own * model.hidden_size if self.dropped else 0)
+        if index == model.num_layers - 1:
+            total += self.hidden + self.own * norm_statistics(model, self.wide)
+        return total
+
+    def dropout(self) -> int:
+        """Bytes in which random words are drawn."""
+        if not self.dropped:
+            return 0
+        return DROPOUT_COUNTER * min(self.own * self.model.hidden_size // 4, DROPOUT_CHUNK[self.device])
+
+    def weight_scratch(self, columns: int, rows: int) -> int:
+        """Bytes in which the gradient of a weight of `columns` inputs and `rows` outputs is formed: none where the product is added by the GEMM."""
+        if self.compute == self.wide or self.config.optimizer.main_grads_dtype == "bf16":
+            return 0
+        if self.device == "cuda":
+            return min(SCRATCH, rows * columns * self.wide)
+        tokens = min(self.tokens, max(1, SCRATCH // (self.wide * max(rows, columns))))
+        return tokens * self.wide * (rows + columns)
+
+
+def layer_bytes(shape: Shape, index: int) -> UnitBytes:
+    """One transformer layer."""
+    model, tokens, hidden = shape.model, shape.tokens, shape.hidden
+    f, h = model.ffn_hidden_size, model.hidden_size
+    q, k = head_widths(model)
+    whole = shape.layer() + shape.ends(index)
+    attention = tokens * attention_bytes_per_token(model, shape.seq, shape.compute, shape.wide) + mask_bytes(shape.config, shape.compute)
+    gathered = shape.whole if shape.sequence_parallel else 0
+    mlp = shape.inner + shape.activated
+    forward = 3 * hidden + shape.dropout()  # the outputs of attention and MLP, and the layer's
+    # Of the MLP: the gradients of the activation's output and input, when fc2's input is gone; of attention when the MLP's tensors are gone.
+    mlp_backward = max(shape.inner, gathered + shape.activated)
+    attention_backward = tokens * shape.compute * 2 * (q + 2 * k) + score_gradients(shape) - mlp - hidden
+    backward = max(mlp_backward, attention_backward)
+    stashed = 4 * hidden + tokens * stashed_bytes_per_token(model, shape.compute)
+    if shape.recomputed:
+        again = whole - hidden + max(forward, backward)
+        once = max(hidden + attention, 3 * hidden + mlp) + shape.dropout()  # nothing is kept
+        forward, backward = once, again
+    scratch = max(shape.weight_scratch(h, q + 2 * k), shape.weight_scratch(q, h), shape.weight_scratch(h, shape.inner // (tokens * shape.compute)),
+                  shape.weight_scratch(f, h))
+    return UnitBytes(hidden if shape.recomputed else whole, 0, stashed, forward, backward, 2 * gathered, scratch)
+
+
+def embedding_bytes(shape: Shape) -> UnitBytes:
+    """The word embedding: ids alone are kept."""
+    parallel = shape.config.distributed.tensor_model_parallel_size > 1
+    forward = shape.whole + (shape.hidden if shape.sequence_parallel else 0)
+    backward = (shape.whole if parallel else 0) + (shape.whole if shape.sequence_parallel else 0)
+    narrow = shape.compute != shape.wide and shape.config.optimizer.main_grads_dtype != "bf16"
+    return UnitBytes(0, 0, 0, forward, backward, 0, min(SCRATCH, shape.whole // shape.compute * shape.wide) if narrow else 0)
+
+
+def head_bytes(shape: Shape) -> UnitBytes:
+    """Head and loss: the gradient of the logits takes their place, in chunks that are widened."""
+    logits = shape.tokens * shape.vocab * shape.compute
+    rows = min(shape.tokens, max(1, LOSS_CHUNK[shape.device] // (4 * shape.vocab)))
+    chunk = rows * shape.vocab * shape.wide
+    widened, capped = shape.compute != shape.wide, shape.model.final_logit_softcapping is not None
+    gathered = shape.whole if shape.sequence_parallel else 0
+    forward = max(gathered, (1 + (widened or capped) + (widened and capped)) * chunk)
+    backward = max(shape.whole + gathered + (shape.hidden if shape.sequence_parallel else 0), 3 * chunk if capped else chunk if widened else 0)
+    return UnitBytes(shape.hidden, logits, 0, forward, backward, 0, shape.weight_scratch(shape.model.hidden_size, shape.vocab))
+
+
+def unit_bytes(shape: Shape, stage: Stage) -> list[UnitBytes]:
+    """The units of a stage in the order of the forward pass."""
+    layers = [layer_bytes(shape, index) for index in stage.layers]
+    return [*([embedding_bytes(shape)] if stage.embedding else []), *layers, *([head_bytes(shape)] if stage.head else [])]
+
+
+def input_bytes(shape: Shape) -> int:
+    """Token ids, labels, loss mask and positions of a micro-batch, and the rotary tables."""
+    model = shape.model
+    rotating = int(model.kv_channels * model.rotary_percent) // 2 * 2 if model.position_embedding_type in ("rope", "yarn") else 0
+    return shape.tokens * (8 + 8 + 4 + 2 * rotating * shape.wide) + shape.own * 8
+
+
+def loss_bytes(shape: Shape) -> int:
+    """What the loss keeps of a micro-batch: shifted labels and three numbers a token; on tensor-parallel ranks whose label it is, too."""
+    return shape.tokens * (8 + 3 * shape.wide)
+
+
+def score_gradients(shape: Shape) -> int:
+    """Bytes of the gradients of attention scores, where they are all in memory: of the probabilities and of the scores."""
+    if not uses_plain_attention(shape.model):
+        return 0
+    return 3 * shape.wide * shape.tokens * shape.seq * shape.model.num_attention_heads
+
+
+def norm_statistics(model: ModelConfig, wide: int) -> int:
+    """Bytes per token that a norm keeps beside its input: the reciprocal deviation, and LayerNorm's mean."""
+    return wide * (2 if model.normalization == "LayerNorm" else 1)
+
+
+def outer_bytes_per_token(model: ModelConfig, compute: int, wide: int) -> int:
+    """Bytes per token that one layer keeps outside its pairs of matrices: residual stream, norm output and dropout mask, before attention and MLP."""
+    h = model.hidden_size
+    return 2 * (compute * 2 * h + norm_statistics(model, wide) + (h if model.hidden_dropout > 0 else 0))
+
+
+def inner_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: int) -> int:
+    """Bytes per token that one layer keeps between the matrices of attention and of the MLP; `model` is the local shape."""
+    mlp = (3 if model.activation in GATED else 2) * model.ffn_hidden_size  # fc1's output and the activation's
+    return compute * mlp + attention_bytes_per_token(model, seq, compute, wide)
+
+
+def stashed_bytes_per_token(model: ModelConfig, compute: int) -> int:
+    """Bytes per token that a layer's linear layers keep of their inputs and output gradients between their pairs; four more are [s, b, h]."""
+    q, k = head_widths(model)
+    return compute * (q + 2 * k + q + (3 if model.activation in GATED else 2) * model.ffn_hidden_size)
+
+
+def attention_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: int) -> int:
+    """Bytes per token from the QKV projection's output to the output projection's input."""
+    q, k = head_widths(model)
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    rotates, norms = model.position_embedding_type in ("rope", "yarn"), model.qk_layernorm
+    statistics = (heads + groups) * norm_statistics(model, wide) if norms else 0
+    gathered = q if 1 < groups < heads else 0  # a copy of the queries, which stand between their groups' keys and values
+    if uses_plain_attention(model):
+        dropped = model.attention_dropout > 0
+        scores = wide + (wide if model.attn_logit_softcapping is not None else 0) + (1 if dropped else 0)  # softmax, tanh, mask
+        if dropped or compute != wide:
+            scores += compute  # the probabilities that multiply the values
+        if norms:
+            width = q + 2 * k + gathered + 4 * q  # inputs of the norms; queries, repeated keys and values; the output
+        else:
+            width = q + 2 * k + 3 * q if groups == heads and not rotates else 4 * q  # one head each: the values stay in the projection
+        return compute * width + scores * heads * seq + statistics
+    width = q + 2 * k + q  # the fused projection, kept through its values; the output
+    width += gathered if norms or not rotates else 0
+    width += q + k if norms or rotates else 0
+    return compute * width + wide * heads + statistics  # with log-sum-exp
+
+
+def uses_plain_attention(model: ModelConfig) -> bool:
+    """Whether training computes attention with all scores in memory."""
+    return model.attention_dropout > 0 or model.attn_logit_softcapping is not None or model.attention_backend == "plain"
+
+
+def mask_bytes(config: Config, compute: int) -> int:
+    """Bytes of one layer's attention mask: none when the fused attention is causal and no more, one per sample with document masking."""
+    plain, documents = uses_plain_attention(config.model), config.data.reset_attention_mask
+    if not (plain or documents or config.model.window_size is not None):
+        return 0
+    element = 1 if plain else compute  # the fused attention turns a boolean mask into numbers that are added to the scores
+    return element * config.data.seq_length**2 * (config.training.micro_batch_size if documents else 1)

@@ -1,0 +1,256 @@
+"""One rank's step, replayed in bytes: what lives beside its resident state at every moment, and the moment at which that is most.
+
+The maxima of activations, gradient slots and gathered weights do not fall together: at the start of a backward pass, where activations are most, no
+gradient exists. So the actions of the schedule are gone through unit by unit, as the executor and optimizer/zero.py do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.parallel.schedule import Action, Kind
+from megatron.plan.activations import UnitBytes
+from megatron.plan.state import Sizes
+
+TRANSIENT = ("slots", "gathered", "scratch", "activations", "logits", "temporaries")
+ROUND_BYTES = 8 << 20  # received at once by a reduce-scatter on Gloo, or half of what is reduced where that is more: dist/collectives.py
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the ranks that hold the same blocks share them: the stage of ZeRO and what goes with it; sizes in bytes an element."""
+
+    stage: int
+    shard: int  # ranks that share a block
+    copies: int  # ranks that hold the same slice
+    gradient: int
+    compute: int
+    wire: int
+    keep_gathered: bool = False
+    overlap_reduce: bool = True
+    overlap_gather: bool = True
+    device: str = "cuda"
+
+    def received(self, elements: int) -> int:
+        """Bytes beside a block's gradient while it is reduced: rounds of what the others send; on GPUs what another precision on the wire takes."""
+        ranks = self.shard if self.stage else self.shard * self.copies
+        if ranks == 1:
+            return 0
+        narrow = self.wire != self.gradient
+        if self.device == "cuda":
+            return elements * self.wire * (ranks + 1) // ranks if narrow else 0
+        others = elements * self.wire * (ranks - 1) // ranks
+        return min(others, max(ROUND_BYTES, elements * self.wire // 2)) * (2 if narrow else 1)
+
+
+@dataclass(frozen=True)
+class RankUnits:
+    """What a rank runs: the bytes of each unit by stage, the block that each unit's number belongs to, and what travels."""
+
+    units: Mapping[int, Sequence[tuple[int, UnitBytes]]]  # stage -> (number of the unit, its bytes) in the order of the forward pass
+    blocks: Mapping[int, Sizes]  # number of the unit -> its block; a tied head on the embedding's rank shares one
+    placement: Sequence[int]
+    hidden: int  # bytes of what travels between stages
+    inputs: int = 0  # bytes of a micro-batch
+    losses: int = 0  # bytes that the loss keeps of one
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The bytes alive at the worst moment by kind, when that is, and the most of each kind at any moment."""
+
+    bytes: dict[str, int]
+    when: str
+    most: dict[str, int]
+
+
+class _Live:
+    """What is alive now, and the most that was."""
+
+    def __init__(self) -> None:
+        self.now, self.most = Counter(dict.fromkeys(TRANSIENT, 0)), Counter(dict.fromkeys(TRANSIENT, 0))
+        self.peak: tuple[int, dict[str, int], str] = (-1, {}, "")
+
+    def look(self, when: str, temporaries: int = 0, scratch: int = 0) -> None:
+        """A moment at which so much more lives than what is kept."""
+        at = {**self.now, "temporaries": self.now["temporaries"] + temporaries, "scratch": self.now["scratch"] + scratch}
+        for name, size in at.items():
+            self.most[name] = max(self.most[name], size)
+        if sum(at.values()) > self.peak[0]:
+            self.peak = sum(at.values()), at, when
+
+
+class _Weights:
+    """Stage 3: which blocks are gathered. Two at most, the one that is read and the next; or with --zero3-keep-gathered each until its last use."""
+
+    def __init__(self, live: _Live, sharing: Sharing, needs: Sequence[Sizes]):
+        self.live, self.sharing, self.needs = live, sharing, deque(needs)
+        self.left, self.held = Counter(needs), set()
+
+    def open(self, block: Sizes) -> None:
+        assert self.needs.popleft() == block
+        self.left[block] -= 1
+        coming = next((other for other in self.needs if other != block), None)
+        self._gather(block)
+        if coming is not None and self.sharing.overlap_gather:
+            self._gather(coming)
+
+    def close(self, block: Sizes) -> None:
+        first = self.needs[0] if self.needs else None
+        second = next((other for other in self.needs if other != first), None)
+        if not (self.left[block] > 0 if self.sharing.keep_gathered else block in (first, second)):
+            self.held.remove(block)
+            self.live.now["gathered"] -= block.elements * self.sharing.compute
+
+    def _gather(self, block: Sizes) -> None:
+        if block not in self.held:
+            self.held.add(block)
+            self.live.now["gathered"] += block.elements * self.sharing.compute
+
+
+class _Gradients:
+    """Stages 2 and 3: the slots. One is filled while the one before it is reduced."""
+
+    def __init__(self, live: _Live, sharing: Sharing, periods: Mapping[Sizes, int]):
+        self.live, self.sharing, self.periods = live, sharing, periods
+        self.due, self.reducing = Counter(periods), None
+        self.open_slots: set[Sizes] = set()
+
+    def open(self, block: Sizes) -> None:
+        if self.reducing == block:
+            self.finish()
+        if self.sharing.stage >= 2 and block not in self.open_slots:
+            self.open_slots.add(block)
+            self.live.now["slots"] += block.elements * self.sharing.gradient
+
+    def passed(self, block: Sizes, when: str) -> None:
+        self.due[block] -= 1
+        if self.due[block]:
+            return
+        self.due[block] = self.periods[block]
+        if self.sharing.stage < 2 and not self.sharing.overlap_reduce:
+            return
+        self.finish()
+        self.reducing = block
+        self.live.now["scratch"] += self.sharing.received(block.elements)
+        self.live.look(when)
+        if not self.sharing.overlap_reduce:
+            self.finish()
+
+    def finish(self) -> None:
+        if self.reducing is None:
+            return
+        block, self.reducing = self.reducing, None
+        self.live.now["scratch"] -= self.sharing.received(block.elements)
+        if self.sharing.stage >= 2:
+            self.open_slots.remove(block)
+            self.live.now["slots"] -= block.elements * self.sharing.gradient
+        elif self.sharing.stage == 0 and self.sharing.wire != self.sharing.gradient:
+            self.live.now["scratch"] += block.elements * self.sharing.wire  # the sum on its way back
+
+
+def calls(actions: Sequence[Action], rank: RankUnits) -> Iterator[tuple[Action, list[tuple[int, UnitBytes]]]]:
+    """Each action with the units it runs, in its order."""
+    for action in actions:
+        units = list(rank.units.get(action.stage, ()))
+        yield action, units if action.kind is Kind.FORWARD else units[::-1]
+
+
+def replay(actions: Sequence[Action], rank: RankUnits, sharing: Sharing) -> Peak:
+    """The worst moment of one step."""
+    live, last = _Live(), len(rank.placement) - 1
+    reads, passes = [], Counter()
+    for action, units in calls(actions, rank):
+        for unit, sizes in units:
+            reads += [rank.blocks[unit]] if _reads_weight(action.kind, unit) else []
+            passes[rank.blocks[unit]] += _completes(action.kind, sizes)
+    micro_batches = len({action.micro for action in actions})
+    users = Counter(rank.blocks.values())
+    often = {block: sharing.stage >= 2 and (users[block] == 1 or max(rank.placement) == 0) for block in passes}
+    weights = _Weights(live, sharing, reads if sharing.stage == 3 else [])
+    gradients = _Gradients(live, sharing, {block: count // micro_batches if often[block] else count for block, count in passes.items()})
+    final = {action.micro: index for index, action in enumerate(actions)}
+    begun: set[int] = set()
+    for index, (action, units) in enumerate(calls(actions, rank)):
+        kind, stage, micro = action
+        if kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
+            live.now["activations"] += rank.hidden
+            live.look("as a message arrives")
+        elif kind is Kind.FORWARD:
+            if micro not in begun:
+                begun.add(micro)
+                live.now["activations"] += rank.inputs + (rank.losses if rank.placement[last] == rank.placement[stage] else 0)
+            live.now["activations"] -= rank.hidden * (stage > 0)  # its input, which is counted as saved from here on
+            for unit, sizes in units:
+                block = rank.blocks[unit]
+                if sharing.stage == 3:
+                    weights.open(block)
+                live.now["activations"] += sizes.saved
+                live.now["logits"] += sizes.logits
+                live.look(f"forward pass of {_name(unit, sizes, block)}", sizes.forward)
+                if sharing.stage == 3:
+                    weights.close(block)
+            live.now["activations"] += rank.hidden * (stage < last)  # the output: on its way to the next stage or waiting for it here
+        elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            away = stage < last and rank.placement[stage + 1] != rank.placement[stage]
+            live.now["activations"] -= rank.hidden * away  # the output: what comes back proves its arrival
+            dy = 0  # the gradient of the stage's output has been counted since it came
+            for unit, sizes in units:
+                block, when = rank.blocks[unit], f"backward pass of {_name(unit, sizes, rank.blocks[unit])}"
+                split = kind is Kind.BACKWARD_INPUT and sizes.stashed > 0
+                if sharing.stage == 3 and _reads_weight(kind, unit):
+                    weights.open(block)
+                if not split:
+                    gradients.open(block)
+                early = block.early * sharing.gradient if split and sharing.stage >= 2 else 0
+                live.now["temporaries"] += dy
+                live.look(when, sizes.backward + early, sizes.scratch)
+                live.now["activations"] += (sizes.stashed + early if split else 0) - sizes.saved
+                live.now["logits"] -= sizes.logits
+                live.look(when, rank.hidden)
+                live.now["temporaries"] -= dy
+                if sharing.stage == 3 and _reads_weight(kind, unit):
+                    weights.close(block)
+                if not split:
+                    gradients.passed(block, when)
+                dy = rank.hidden
+            live.now["activations"] += rank.hidden * ((stage > 0) - (stage < last))  # the gradient that goes on, the one that came
+        elif kind is Kind.BACKWARD_WEIGHT:
+            for unit, sizes in units:
+                if sizes.stashed:
+                    block, when = rank.blocks[unit], f"weight gradients of {_name(unit, sizes, rank.blocks[unit])}"
+                    gradients.open(block)
+                    live.look(when, sizes.weight, sizes.scratch)
+                    live.now["activations"] -= sizes.stashed + (block.early * sharing.gradient if sharing.stage >= 2 else 0)
+                    gradients.passed(block, when)
+        elif kind is Kind.SEND_BACKWARD:
+            live.now["activations"] -= rank.hidden
+        if final[micro] == index:
+            live.now["activations"] -= rank.inputs + (rank.losses if last in rank.units else 0)
+    if sharing.stage < 2 and not sharing.overlap_reduce:
+        for block in dict.fromkeys(rank.blocks.values()):
+            gradients.finish()
+            gradients.reducing = block
+            live.now["scratch"] += sharing.received(block.elements)
+            live.look("reduction of the gradients")
+    gradients.finish()
+    live.look("end of the step")
+    assert not any(size for name, size in live.now.items() if name != "scratch"), live.now
+    _, at, when = live.peak
+    return Peak(at, when, dict(live.most))
+
+
+def _name(unit: int, sizes: UnitBytes, block: Sizes) -> str:
+    return "head" if sizes.logits else block.name
+
+
+def _completes(kind: Kind, sizes: UnitBytes) -> bool:
+    """Whether a unit's gradients of one micro-batch are complete after this pass."""
+    return kind is Kind.BACKWARD or kind is (Kind.BACKWARD_WEIGHT if sizes.stashed else Kind.BACKWARD_INPUT)
+
+
+def _reads_weight(kind: Kind, unit: int) -> bool:
+    """Whether a pass reads the unit's weights: a weight gradient does not, nor does the embedding's backward pass."""
+    return kind is Kind.FORWARD or unit > 0 and kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)

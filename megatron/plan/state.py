@@ -1,0 +1,111 @@
+"""What a rank holds between two steps: weights, gradients and optimizer state of its blocks, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron.config.derive import GATED, data_parallel_size
+from megatron.config.groups import Config, ModelConfig, PrecisionConfig
+from megatron.model.arithmetic import head_widths, local_shape
+from megatron.model.stages import Stage
+from megatron.optimizer.blocks import padded
+
+
+class Sizes(NamedTuple):
+    """Elements of a block's flat buffer, and of what a split backward pass does not leave for later (all but linear layers' weights)."""
+
+    name: str
+    elements: int
+    early: int
+
+
+class Precisions(NamedTuple):
+    """Bytes of an element."""
+
+    compute: int  # weights and activations
+    wide: int  # master weights
+    gradient: int
+    moments: int  # of all that the optimizer keeps beside the master weight
+    wire: int  # of a gradient that is sent
+
+    @property
+    def separate_master(self) -> bool:
+        return self.compute != self.wide
+
+
+def element_sizes(precision: PrecisionConfig) -> tuple[int, int]:
+    """Bytes of an element in the compute precision, and in that of master weights and, unless told otherwise, gradients and moments."""
+    if precision.fp64:
+        return 8, 8
+    return (2 if precision.bf16 or precision.fp16 else 4), 4
+
+
+def precisions(config: Config) -> Precisions:
+    """What the flags ask for."""
+    compute, wide = element_sizes(config.precision)
+    chosen, optimizer = {"fp32": wide, "bf16": 2}, config.optimizer
+    moments = chosen[optimizer.exp_avg_dtype] + chosen[optimizer.exp_avg_sq_dtype] if optimizer.optimizer == "adam" else wide
+    gradient = chosen[optimizer.main_grads_dtype]
+    return Precisions(compute, wide, gradient, moments, 2 if config.distributed.grad_reduce_in_bf16 else gradient)
+
+
+def shard_size(config: Config, world_size: int) -> int:
+    """Ranks that share a block: 1 at stage 0, all data-parallel ones unless --zero-shard-size says otherwise."""
+    if config.distributed.zero_stage == 0:
+        return 1
+    return config.distributed.zero_shard_size or data_parallel_size(config, world_size)
+
+
+def _tensors(model: ModelConfig, layer: int) -> tuple[list[int], list[int]]:
+    """Elements of each parameter of a layer of the local shape: (weights of its linear layers, all others)."""
+    h, f, d = model.hidden_size, model.ffn_hidden_size, model.kv_channels
+    q, k = head_widths(model)
+    columns = 2 * f if model.activation in GATED else f
+    vectors = 2 if model.normalization == "LayerNorm" else 1
+    others = [h] * (2 * vectors)
+    others += [q + 2 * k] if model.add_bias_linear or model.add_qkv_bias else []
+    others += [h, columns, h] if model.add_bias_linear else []
+    others += [d] * (2 * vectors) if model.qk_layernorm else []
+    others += [model.max_position_embeddings * h] if layer == 0 and model.position_embedding_type == "learned_absolute" else []
+    others += [h] * vectors if layer == model.num_layers - 1 else []
+    return [h * (q + 2 * k), q * h, h * columns, f * h], others
+
+
+def unit_sizes(config: Config, padded_vocab: int, replicas: int, *, copied: bool) -> list[Sizes | None]:
+    """The block of each unit (embedding, layers, head) on a rank that holds it; None: a tied head without a matrix of its own (not `copied`)."""
+    tp, model = config.distributed.tensor_model_parallel_size, config.model
+    local, matrix = local_shape(model, tp), padded(padded_vocab // tp * model.hidden_size, replicas)
+    layers = []
+    for layer in range(model.num_layers):
+        late, others = ([padded(count) for count in counts] for counts in _tensors(local, layer))
+        size = padded(sum(late) + sum(others), replicas)
+        layers.append(Sizes(f"layer {layer}", size, size - sum(late)))
+    head = Sizes("head", matrix, matrix) if copied or model.untie_embeddings_and_output_weights else None
+    return [Sizes("embedding", matrix, matrix), *layers, head]
+
+
+def rank_blocks(config: Config, world_size: int, stages: Sequence[Stage], placement: Sequence[int], padded_vocab: int, rank: int) -> dict[int, Sizes]:
+    """The blocks of a pipeline rank by number of the unit that uses them; a tied head on the embedding's rank has the embedding's."""
+    sizes = unit_sizes(config, padded_vocab, data_parallel_size(config, world_size), copied=placement[0] != placement[-1])
+    units = [unit for stage, where in zip(stages, placement, strict=True) if where == rank for unit in stage.units]
+    return {unit: sizes[unit] or sizes[0] for unit in units}
+
+
+def static_bytes(config: Config, blocks: Sequence[Sizes], shard: int) -> dict[str, int]:
+    """Bytes between two steps of these (distinct) blocks: parameters, gradients, optimizer, and host, what --optimizer-cpu-offload moves there.
+
+    Per element with Adam, N ranks sharing, in bf16: 18 | 6 + 12/N | 2 + 16/N | 16/N at stages 0 | 1 | 2 | 3: 2 of weights, 4 of gradients, 4 of master
+    weights, 8 of moments; in fp32 16 | 8 + 8/N | 4 + 12/N | 16/N, where the weights are the master weights.
+    """
+    stage, size = config.distributed.zero_stage, precisions(config)
+    whole, part = sum(block.elements for block in blocks), sum(block.elements // shard for block in blocks)
+    updated = whole if stage == 0 else part
+    optimizer = (size.separate_master * size.wide + size.moments) * updated
+    host = round(config.optimizer.optimizer_offload_fraction * optimizer) if config.optimizer.optimizer_cpu_offload else 0
+    return {
+        "parameters": size.compute * whole if stage < 3 else 0 if size.separate_master else size.wide * part,
+        "gradients": size.gradient * (whole if stage < 2 else part),
+        "optimizer": optimizer - host,
+        "host": host,
+    }

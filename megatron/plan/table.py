@@ -1,0 +1,57 @@
+"""The memory plan as text."""
+
+from __future__ import annotations
+
+from megatron.config.derive import data_parallel_size
+from megatron.config.groups import Config
+from megatron.plan.advice import Machine, gib, order_of_peaks, transfers
+from megatron.plan.memory import rank_memories, with_recompute
+
+COLUMNS = ("parameters", "gradients", "optimizer", "slots", "scratch", "gathered", "activations", "recomputed", "logits", "temporaries", "peak", "recomputed",
+           "bytes/param")
+
+
+def memory_table(config: Config, vocab_size: int, world_size: int, device: str = "cuda") -> list[str]:
+    """A row for each pipeline rank, in GiB: what it holds between two steps, the most of what comes and goes in a step, the bytes at the worst moment."""
+    kept, again = (rank_memories(with_recompute(config, granularity), vocab_size, world_size, device) for granularity in (None, "full"))
+    rows = [("rank", *COLUMNS, "worst moment")]
+    for number, (rank, other) in enumerate(zip(kept, again, strict=True)):
+        chosen, most = other if config.training.recompute_granularity else rank, rank.peak.most
+        sizes = [*(rank.static[kind] for kind in ("parameters", "gradients", "optimizer")), *(most[kind] for kind in ("slots", "scratch", "gathered", "activations")),
+                 other.peak.most["activations"], most["logits"], most["temporaries"], rank.total, other.total]
+        rows.append((str(number), *(gib(size) for size in sizes), f"{chosen.total / chosen.parameters:.4g}", chosen.peak.when))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return ["  ".join([*(cell.rjust(width) for cell, width in zip(row, widths)), row[-1]]) for row in rows]
+
+
+def memory_report(config: Config, vocab_size: int, world_size: int, *, memory: float, machine: Machine, device: str = "cuda") -> list[str]:
+    """All that tools/plan.py memory prints; `memory` is a device's GiB."""
+    distributed, training, replicas = config.distributed, config.training, data_parallel_size(config, world_size)
+    chosen = rank_memories(config, vocab_size, world_size, device)
+    largest = max(chosen, key=lambda rank: rank.total)
+    recompute = training.recompute_granularity == "full"
+    shard = distributed.zero_shard_size or replicas
+    lines = [
+        f"ZeRO stage {distributed.zero_stage}" + (f", a block shared by {shard} of {replicas} data-parallel ranks" if distributed.zero_stage else
+                                                f", {replicas} data-parallel rank(s)"),
+        "GiB of each pipeline rank: parameters, gradients and optimizer between two steps; of all others the most at any moment, which do not fall together",
+        *memory_table(config, vocab_size, world_size, device),
+        f"bytes/param and worst moment: with{'' if recompute else 'out'} full recompute, as the flags say",
+        f"resident {max(rank.resident / rank.parameters for rank in chosen):.4g} bytes a parameter, peak {gib(largest.total)} GiB, "
+        f"{largest.total / largest.parameters:.4g} bytes a parameter",
+    ]
+    if largest.static["host"]:
+        lines.append(f"in the host's memory {gib(largest.static['host'])} GiB for each rank")
+    lines += stage_lines(config, vocab_size, world_size, memory, device)
+    return lines + [transfer.line() for transfer in transfers(config, world_size, machine)]
+
+
+def stage_lines(config: Config, vocab_size: int, world_size: int, memory: float, device: str) -> list[str]:
+    """Which stages of ZeRO fit into so many GiB, and whether each needs less than the one before."""
+    if data_parallel_size(config, world_size) == 1:
+        return ["one data-parallel rank: ZeRO has nothing to share out"]
+    order = order_of_peaks(config, vocab_size, world_size, device)
+    fits = [stage for stage, total in enumerate(order.totals) if total <= memory * 2**30]
+    peaks = " > ".join(f"{gib(total)} (stage {stage})" for stage, total in enumerate(order.totals))
+    verdict = f"fits with stage {fits[0]}" if fits else "fits with no stage: more data-parallel ranks, --recompute-granularity full or a smaller --micro-batch-size"
+    return [f"peaks of the stages in GiB: {peaks.replace(' > ', ', ') if order.broken else peaks}; {memory:g} GiB: {verdict}", *order.broken]
