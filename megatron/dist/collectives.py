@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.dist.groups import Axis
 
-# Received bytes in flight on Gloo: half of what is reduced, or this where that is less.
+# Bytes that a reduce-scatter takes on Gloo for what is received, cast and summed: half of what is reduced, or this where that is less.
 ROUND_BYTES = 8 << 20
 
 
@@ -87,14 +87,16 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
 
 
 class _GlooReduceScatter:
-    """Rounds of irecv and isend of views of x; the own slice is read in place. At most two rounds are in flight."""
+    """Rounds of irecv and isend of views of x; the own slice is read in place. At most two rounds are in flight, of `room` bytes in all."""
 
-    def __init__(self, x: Tensor, axis: Axis, out: Tensor, wire: torch.dtype):
+    def __init__(self, x: Tensor, axis: Axis, out: Tensor, wire: torch.dtype, room: int):
         self.axis, self.out, self.wire = axis, out.view(-1), wire
         self.slices = [part.reshape(-1) for part in x.contiguous().chunk(axis.size)]
-        elements, item, others = self.slices[0].numel(), wire.itemsize, axis.size - 1
-        limit = max(ROUND_BYTES, x.numel() * item // 2)
-        step = elements if elements * item * others <= limit else max(1, limit // 2 // (item * others))
+        elements, wide = self.slices[0].numel(), torch.promote_types(wire, torch.float32)
+        each = wire.itemsize * (axis.size - 1)  # of what an element of the own slice takes: received; cast, to be sent and added; summed
+        each += wire.itemsize * axis.size * (wire != x.dtype) + wide.itemsize * (wire != wide)
+        limit = max(ROUND_BYTES, room)
+        step = elements if elements * each <= limit else max(1, limit // 2 // each)
         self.rounds = [(start, min(start + step, elements)) for start in range(0, elements, step)]
         self.flying: list[tuple[tuple[int, int], dict[int, Tensor], list[Any]]] = []
         self._post()
@@ -115,11 +117,12 @@ class _GlooReduceScatter:
 
     def wait(self) -> Tensor:
         while self.flying:
-            (start, stop), received, (works, _) = self.flying.pop(0)
+            (start, stop), received, (works, sent) = self.flying.pop(0)
             for work in works:
                 work.wait()
             received[self.axis.rank] = self.slices[self.axis.rank][start:stop].to(self.wire)
             _add_in_rank_order(received, self.axis, self.out[start:stop])
+            del received, works, sent  # the next round's take their place
             self._post()
         return self.out
 
@@ -146,20 +149,22 @@ class _Shaped:
         return self.pending.wait().view(self.shape)
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None, wire: torch.dtype | None = None) -> Pending:
+def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None, wire: torch.dtype | None = None, room: int | None = None) -> Pending:
     """The sum over the axis of x [size * n, ...], of which each rank keeps its n rows. `out` may be this rank's part of a contiguous x.
 
-    `wire` is the precision in which it is sent (x's own by default): every rank's part is rounded to it, the sum is not.
+    `wire` is the precision in which it is sent (x's own by default): every rank's part is rounded to it, the sum is not. `room`: bytes that it
+    may take beside x and out on Gloo, ROUND_BYTES or more (by default half of what is reduced).
     """
     if axis.size == 1:
         return _Works([], x if out is None else out)
     wire = wire or x.dtype
     if is_gloo(axis) and x.is_cuda:
-        return _staged(x, axis, out, lambda host, axis: start_reduce_scatter(host, axis, wire=wire))
+        return _staged(x, axis, out, lambda host, axis: start_reduce_scatter(host, axis, wire=wire, room=room))
     own = x.chunk(axis.size)[axis.rank]
     out = torch.empty_like(own, memory_format=torch.contiguous_format) if out is None else out
     if is_gloo(axis):
-        return _Shaped(_GlooReduceScatter(x, axis, out, wire), own.shape)
+        room = x.numel() * wire.itemsize // 2 if room is None else room
+        return _Shaped(_GlooReduceScatter(x, axis, out, wire, room), own.shape)
     if wire == x.dtype:
         return _Works([dist.reduce_scatter_tensor(out, x.contiguous(), group=axis.group, async_op=True)], out)
     narrow = torch.empty_like(own, dtype=wire)  # NCCL adds in the precision of the wire

@@ -70,7 +70,8 @@ class Block:
     """The flat buffers of one block on this rank. `stage` is 0 where one rank alone holds them."""
 
     def __init__(self, plan: Plan, parameters: Sequence[nn.Parameter], dtype: torch.dtype, device: torch.device, groups: Groups, stage: int,
-                 grad_dtype: torch.dtype | None):
+                 grad_dtype: torch.dtype | None, on_host: bool = False):
+        self.on_host = on_host  # master weights and moments
         self.plan, self.parameters, self.stage, self.grad_dtype = plan, parameters, stage, grad_dtype
         self.name, self.entries, self.size = plan.name, plan.entries, plan.size
         self.shard = groups.shard
@@ -91,13 +92,21 @@ class Block:
         if grad_dtype is None:
             self.master = self.weight
             return
-        separate = stage == 3 or dtype != wide
-        self.master = torch.zeros(self.own[1] - self.own[0], dtype=wide, device=device) if separate else self.part(self.weight)
+        length = self.own[1] - self.own[0]
+        separate = stage == 3 or dtype != wide or on_host
+        self.master = torch.zeros(length, dtype=wide, device="cpu" if on_host else device) if separate else self.part(self.weight)
+        # Where a step rounds the master weights to: nowhere where they are the weights, nor at stage 3, which rounds when it gathers, unless
+        # they are in another memory.
+        self.rounded: Tensor | None = None
+        if stage < 3:
+            self.rounded = self.part(self.weight) if separate else None
+        elif on_host:
+            self.rounded = torch.zeros(length, dtype=dtype, device=device)
         if stage < 2:
             self.open()
             self.grad_shard = self.part(self.grad)
         else:
-            self.grad_shard = torch.zeros(self.own[1] - self.own[0], dtype=grad_dtype, device=device)
+            self.grad_shard = torch.zeros(length, dtype=grad_dtype, device=device)
 
     def part(self, buffer: Tensor) -> Tensor:
         """What this rank updates, of one of the block's whole buffers."""
@@ -106,6 +115,11 @@ class Block:
     def slice(self, buffer: Tensor) -> Tensor:
         """This rank's slice of a whole buffer: `part`, but at stage 0, where a rank updates all of it."""
         return buffer.chunk(self.shard.size)[self.shard.rank]
+
+    @property
+    def accumulated(self) -> Tensor:
+        """What gradients are added up in over a step."""
+        return self.grad if self.stage < 2 else self.grad_shard
 
     # ---- weights at stage 3
 
@@ -238,11 +252,24 @@ def plan_blocks(model: GPTModel, parts: int) -> list[tuple[Plan, list[nn.Paramet
 
 
 def build_blocks(model: GPTModel, device: torch.device, groups: Groups = one_process(), *, stage: int = 0, training: bool = True,
-                 narrow_grads: bool = False) -> list[Block]:
+                 narrow_grads: bool = False, host_fraction: float = 0.0) -> list[Block]:
     """Give every parameter of a model born on the meta device its storage (zeros), and a `main_grad` when it is trained.
 
-    Buffers can be cut into as many equal slices as ranks hold the same parameters. `narrow_grads` accumulates gradients in the model's precision.
+    Buffers can be cut into as many equal slices as ranks hold the same parameters. `narrow_grads` accumulates gradients in the model's precision;
+    blocks with about `host_fraction` of the parameters have their master weights in host memory.
     """
     grad_dtype = model.dtype if narrow_grads else accumulation_dtype(model.dtype)
-    return [Block(plan, parameters, model.dtype, device, groups, stage, grad_dtype if training else None)
-            for plan, parameters in plan_blocks(model, groups.replicas.size)]
+    plans = plan_blocks(model, groups.replicas.size)
+    on_host = on_host_of([plan.size for plan, _ in plans], host_fraction)
+    return [Block(plan, parameters, model.dtype, device, groups, stage, grad_dtype if training else None, host)
+            for (plan, parameters), host in zip(plans, on_host)]
+
+
+def on_host_of(sizes: Sequence[int], fraction: float) -> list[bool]:
+    """Which blocks, of these sizes and in the order of the forward pass, are stepped on the host so that they hold about `fraction` of all
+    elements: the last ones, which have the most time until they are needed."""
+    found, left = [], fraction * sum(sizes)
+    for size in reversed(sizes):
+        found.append(left > size / 2)
+        left -= size if found[-1] else 0
+    return found[::-1]

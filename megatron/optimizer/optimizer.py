@@ -1,9 +1,14 @@
-"""Mixed-precision optimizer over flat blocks: fp32 master weights and moments of what this rank updates, one norm, one fused pass a block."""
+"""Mixed-precision optimizer over flat blocks: fp32 master weights and moments of what this rank updates, one norm, one fused pass a block.
+
+Blocks that are stepped on the host (offload.py) wait with it until their weights are needed: `settle` of the publisher makes up for all of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +19,7 @@ from megatron.model.init import fill_initial
 from megatron.model.layout import Box, holders
 from megatron.optimizer.blocks import Block, accumulation_dtype
 from megatron.optimizer.clip import clip_coefficient, sum_of_squares
+from megatron.optimizer.offload import HostSteps
 from megatron.optimizer.update import UpdateRule, choose_adam
 
 
@@ -25,15 +31,31 @@ class StepOutcome:
     skipped: Tensor
 
 
-class Optimizer:
-    """Owns what a step needs beside blocks: moments, the step count. `publish` is told of each block whose weights have changed."""
+class Publish(Protocol):
+    """Told of each block whose weights have changed, or will have when `before`, which it calls in time, has run."""
 
-    def __init__(self, blocks: list[Block], config: Config, groups: Groups = one_process(), publish: Callable[[Block], None] = lambda block: None):
+    def __call__(self, block: Block, before: Callable[[], None] | None = None) -> None: ...
+
+
+def publish_at_once(block: Block, before: Callable[[], None] | None = None) -> None:
+    """For one process."""
+    if before is not None:
+        before()
+
+
+class Optimizer:
+    """Owns what a step needs beside blocks: moments, the step count."""
+
+    def __init__(self, blocks: list[Block], config: Config, groups: Groups = one_process(), publish: Publish = publish_at_once):
         self.blocks, self.config, self.groups, self.publish = blocks, config.optimizer, groups, publish
         device, dtype = blocks[0].weight.device, blocks[0].weight.dtype
         self.wide = accumulation_dtype(dtype)
         implementation = choose_adam(config.optimizer, device) if config.optimizer.optimizer == "adam" else "torch-fused"
         self.rule = UpdateRule(config.optimizer, implementation)
+        self.host_rule = replace(self.rule, implementation="torch-fused") if implementation == "apex" else self.rule
+        self.host = HostSteps(blocks)
+        self.waiting: set[Block] = set()  # for their step on the host
+        self.unclear: set[Block] = set()  # of these, whose gradients are to be cleared after it
         self.states = {name: [torch.zeros_like(block.master, dtype=self.rule.state_dtype(name, self.wide)) for block in blocks]
                        for name in self.rule.state_names}
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
@@ -47,20 +69,17 @@ class Optimizer:
     def publish_weights(self) -> None:
         """Round the master weights into the weights the model computes with, on every rank that does."""
         for block in self.blocks:
-            rounded = self._rounded(block)
-            if rounded is not None:
-                rounded.copy_(block.master)
+            if block.rounded is not None:
+                block.rounded.copy_(block.master)
             self.publish(block)
-
-    @staticmethod
-    def _rounded(block: Block) -> Tensor | None:
-        """Where a block's rounded master weights go: nowhere where they are the weights, nor at stage 3, which rounds when it gathers."""
-        return block.part(block.weight) if block.stage < 3 and block.master.dtype != block.weight.dtype else None
 
     def zero_grad(self) -> None:
         """Clear what gradients are accumulated in over a step."""
         for block in self.blocks:
-            (block.grad if block.stage < 2 else block.grad_shard).zero_()
+            if block in self.waiting:
+                self.unclear.add(block)
+            else:
+                block.accumulated.zero_()
 
     def squares(self) -> Tensor:
         """This rank's share of the gradient's sum of squares (float64)."""
@@ -77,16 +96,36 @@ class Optimizer:
         found_inf = (~torch.isfinite(norm)).to(torch.float32)
         coefficient = (clip_coefficient(norm, self.config.clip_grad) * grad_factor).to(self.wide)
         if self.rule.skips_on_device and norm.is_cuda or not found_inf.item():
+            assert not self.waiting, "a step on the host that no forward pass has asked for"
+            self.waiting = {block for block in self.blocks if block.on_host}
+            on_host = {"coefficient": coefficient.cpu(), "found_inf": found_inf.cpu()} if self.waiting else {}
+            count = self.steps.to("cpu", copy=True)
             for index, block in enumerate(self.blocks):
-                rounded = self._rounded(block)
-                for piece, decays in block.segments():
-                    self.rule.apply(
-                        block.master[piece], block.grad_shard[piece], {name: state[index][piece] for name, state in self.states.items()}, self.steps,
-                        lr=lr, weight_decay=weight_decay if decays else 0.0, coefficient=coefficient, found_inf=found_inf,
-                        out=None if rounded is None else rounded[piece])
-                self.publish(block)
+                states = {name: state[index] for name, state in self.states.items()}
+                if block.on_host:
+                    update = partial(self._update, self.host_rule, block, states, count, lr, weight_decay, **on_host)
+                    self.publish(block, partial(self._step_on_host, block, update))
+                else:
+                    self._update(self.rule, block, states, self.steps, lr, weight_decay, block.grad_shard, block.rounded, coefficient=coefficient,
+                                 found_inf=found_inf)
+                    self.publish(block)
         self.steps += 1 - found_inf
         return StepOutcome(norm, found_inf)
+
+    @staticmethod
+    def _update(rule: UpdateRule, block: Block, states: dict[str, Tensor], steps: Tensor, lr: float, weight_decay: float, grad: Tensor,
+                out: Tensor | None, **scalars: Any) -> None:
+        for piece, decays in block.segments():
+            rule.apply(block.master[piece], grad[piece], {name: state[piece] for name, state in states.items()}, steps, lr=lr,
+                       weight_decay=weight_decay if decays else 0.0, out=None if out is None else out[piece], **scalars)
+
+    @torch.no_grad()
+    def _step_on_host(self, block: Block, update: Callable[[Tensor, Tensor], None]) -> None:
+        self.host.step(block, update)
+        self.waiting.remove(block)
+        if block in self.unclear:
+            self.unclear.remove(block)
+            block.accumulated.zero_()
 
     def weight_boxes(self) -> Iterator[tuple[Box, Tensor]]:
         """The parts of logical weights in this rank's master weights, each with the view that holds it."""

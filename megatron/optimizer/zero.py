@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -46,11 +47,16 @@ class Zero:
         self.wire = torch.bfloat16 if config.grad_reduce_in_bf16 else None
         owner = {parameter: block for block in blocks for parameter in block.parameters}
         self.block_of = {unit: owner[next(unit.parameters())] for _, unit in model.units()}
+        self.layers = {block for unit, block in self.block_of.items() if isinstance(unit, LayerBlock)}
+        item = (self.wire or blocks[0].grad_dtype).itemsize
+        self.room = max((block.size for block in self.layers), default=0) * item // 2  # of a reduction: half a layer's gradient, for larger blocks too
         device = blocks[0].weight.device
         self.gather_stream, self.reduce_stream = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
         self.needs: deque[Block] = deque()  # stage 3: the blocks that the passes to come read, in order
         self.remaining: Counter[Block] = Counter()
         self.gathering: dict[Block, Pending] = {}
+        self.postponed: dict[Block, Callable[[], None]] = {}
+        self.following = dict(pairwise(blocks))
         self.period: dict[Block, int] = {}  # passes of a block's units from one reduction to the next
         self.due: dict[Block, int] = {}
         self.reducing: tuple[Block, Tensor, Pending] | None = None
@@ -145,9 +151,12 @@ class Zero:
 
     # ---- weights
 
-    def publish(self, block: Block) -> None:
-        """The weights that this rank updates have changed. Stages 1 and 2 send them round, and wait where the next pass needs them."""
-        if self.stage in (1, 2):
+    def publish(self, block: Block, before: Callable[[], None] | None = None) -> None:
+        """The weights that this rank updates have changed, or will have after `before`, which is called when the next pass comes near the block.
+        Stages 1 and 2 send them round, and wait where the next pass needs them."""
+        if before is not None:
+            self.postponed[block] = before
+        elif self.stage in (1, 2):
             assert block not in self.gathering
             with self._beside(self.gather_stream):
                 self.gathering[block] = start_all_gather(block.part(block.weight), self.groups.shard_gather, out=block.weight)
@@ -155,9 +164,16 @@ class Zero:
                 self._arrive(block)
 
     def settle(self) -> None:
-        """Wait for all weights that are on their way."""
-        for block in list(self.gathering):
+        """Wait for all weights that are on their way or to be changed."""
+        for block in self.blocks:
+            self._change(block)
             self._arrive(block)
+
+    def _change(self, block: Block | None) -> None:
+        """Carry out a change of the block's weights that was put off."""
+        if block in self.postponed:
+            self.postponed.pop(block)()
+            self.publish(block)
 
     def _arrive(self, block: Block) -> None:
         if block in self.gathering:
@@ -168,8 +184,10 @@ class Zero:
         """A pass that may read the weights of a unit."""
         block = self.block_of[unit]
         if self.stage < 3:
+            self._change(block)
             self._arrive(block)
             yield
+            self._change(self.following.get(block))  # on the host, while the GPU still computes
             return
         if not _reads_weight(method, unit):
             yield
@@ -178,19 +196,24 @@ class Zero:
         self.remaining[block] -= 1
         self._gather(block)
         self._arrive(block)
-        if self.overlap_gather and (coming := next((other for other in self.needs if other is not block), None)) is not None:
+        coming = next((other for other in self.needs if other is not block), None) if self.overlap_gather else None
+        changes = coming in self.postponed
+        if coming is not None and not changes:
             self._gather(coming)
         yield
+        if changes:
+            self._gather(coming)
         if not self._needed(block):
             block.release()
 
     def _gather(self, block: Block) -> None:
         """Start to make a block's weights whole, if they are not."""
+        self._change(block)
         if block.is_released:
             block.allocate()
             with self._beside(self.gather_stream):
                 own = block.part(block.unseen)
-                own.copy_(block.master)
+                own.copy_(block.master if block.rounded is None else block.rounded)
                 self.gathering[block] = start_all_gather(own, self.groups.shard_gather, out=block.unseen)
 
     def _needed(self, block: Block) -> bool:
@@ -206,6 +229,9 @@ class Zero:
         """The unit's block, with a gradient buffer."""
         block = self.block_of[unit]
         if block.grad is None:
+            if self.reducing is not None and self.layers.isdisjoint((block, self.reducing[0])):  # never two gradients of the vocabulary's size
+                with self._beside(self.reduce_stream):
+                    self._finish()
             for _, event in self.spent:
                 torch.cuda.current_stream().wait_event(event)
             self.spent = []
@@ -232,7 +258,7 @@ class Zero:
         """Start to sum this block's gradients; those of the one before have been summed by now."""
         self._finish()
         grad = block.close() if self.stage >= 2 else block.grad  # its next backward pass, which may come at once, gets another buffer
-        self.reducing = block, grad, start_reduce_scatter(grad, self.groups.shard, out=block.slice(grad), wire=self.wire)
+        self.reducing = block, grad, start_reduce_scatter(grad, self.groups.shard, block.slice(grad), self.wire, self.room)
 
     def _finish(self) -> None:
         if self.reducing is None:

@@ -69,6 +69,7 @@ def save(run: Run) -> bool:
     folder = run.config.checkpoint.save
     if folder is None:
         return True
+    run.zero.settle()  # a checkpoint is of weights after the step
     boxes = [*run.optimizer.weight_boxes(), *(run.optimizer.state_boxes() if run.config.checkpoint.save_optim else ())]
     own = [(box, tensor) for box, tensor in boxes if run.optimizer.owns(box)]
     try:

@@ -22,7 +22,7 @@ from megatron.config.validate import resolve
 from megatron.data.loader import Data, build_data
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.dist.groups import ALONE, ORDER, TP_PP_DP_ORDER, Axis, Groups, Layout, describe_layout
-from megatron.dist.setup import choose_device, connect, disconnect, make_groups, read_launch
+from megatron.dist.setup import choose_device, connect, disconnect, make_groups, read_launch, share_cores
 from megatron.dist.together import together
 from megatron.layers.attention import choose_attention
 from megatron.layers.tensor_parallel import TensorParallel
@@ -122,6 +122,8 @@ def pretrain(config: Config, notes: list[str], *, dry_run: bool = False) -> int:
         print(banner(prepared.sections) + "\ndry run: everything is in order; nothing was trained", flush=True)
         return 0
     device, backend = choose_device(launch, config.distributed)
+    if device.type == "cuda" and config.optimizer.optimizer_cpu_offload:
+        share_cores(launch)
     versions = {"megatron": __version__, "torch": torch.__version__}
     connect(launch, backend, config.distributed.distributed_timeout_minutes, {**config.to_dict(), "versions": versions})
     with contextlib.ExitStack() as stack:
@@ -196,7 +198,8 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     stages = pipeline_stages(config, prepared.padded_vocab)
     model = GPTModel(config.model, vocab_size=tokenizer.vocab_size, padded_vocab=prepared.padded_vocab, dtype=dtype, seed=config.training.seed, tp=tp,
                      stages=tuple(stage for stage, rank in zip(stages, placement, strict=True) if rank == groups.pp.rank))
-    blocks = build_blocks(model, device, groups, stage=distributed.zero_stage, narrow_grads=config.optimizer.main_grads_dtype == "bf16")
+    blocks = build_blocks(model, device, groups, stage=distributed.zero_stage, narrow_grads=config.optimizer.main_grads_dtype == "bf16",
+                          host_fraction=config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0)
     zero = block_wrapper(config, model, blocks, groups)
     sequence = config.data.seq_length // tp.size if tp.sequence else config.data.seq_length
     shape = sequence, config.training.micro_batch_size, config.model.hidden_size

@@ -1,0 +1,71 @@
+"""Blocks that are stepped on the host train the same bits, at every stage; a checkpoint and a log line see them stepped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.optimizer.blocks import on_host_of
+from parity.layouts import BASE
+from parity.worker import run_case
+
+OFFLOAD = "--optimizer-cpu-offload"
+RUNS = {  # flags of two ranks
+    "fp32": "--zero-stage 0 --log-num-zeros-in-grad", "fp32-zero1": "--zero-stage 1", "bf16-zero2": "--zero-stage 2 --bf16 --log-num-zeros-in-grad",
+    "fp16-zero2": "--zero-stage 2 --fp16 --initial-loss-scale 1e12 --loss-scale-window 2",  # the first steps overflow
+    "bf16-zero3": "--zero-stage 3 --bf16 --eval-interval 3", "bf16-zero3-kept": "--zero-stage 3 --zero3-keep-gathered --bf16 --no-overlap-param-gather",
+    "fp32-zero3-recompute": "--zero-stage 3 --recompute-granularity full",
+    "bf16-zero2-pipeline": "--zero-stage 2 --bf16 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble-v --num-layers 4",
+}
+
+
+def told(outcome) -> tuple[list[str], list[str]]:
+    """All that a run logs, NaN included; and the weights."""
+    return [repr(step) for step in outcome.steps] + [repr(row) for row in outcome.metrics], [(piece.name, piece.offset) for piece in outcome.weights]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_on_the_host_has_the_same_bits(gloo_world, name):
+    flags = (*BASE, "--micro-batch-size", "2", *RUNS[name].split())
+    world = gloo_world(4 if "pipeline" in name else 2)
+    plain = world.run(run_case, flags)
+    for more in ((OFFLOAD,), (OFFLOAD, "--optimizer-offload-fraction", "0.4")):
+        for one, other in zip(plain, world.run(run_case, (*flags, *more))):
+            assert told(one) == told(other)
+            assert all(torch.equal(a.values, b.values) for a, b in zip(one.weights, other.weights))
+    assert any(step.skipped for step in plain[0].steps) == name.startswith("fp16")
+
+
+def test_the_share_of_the_host_is_the_last_blocks():
+    assert on_host_of([4, 2, 2, 2, 6], 1.0) == [True] * 5
+    assert on_host_of([4, 2, 2, 2, 6], 0.0) == [False] * 5
+    assert on_host_of([4, 2, 2, 2, 6], 0.5) == [False, False, False, True, True]
+    assert on_host_of([4, 2, 2, 2, 6], 0.1) == [False] * 5  # nearer to it than 6 of 16
+
+
+def memory(flags):
+    """Bytes of master weights and moments, by whether the block is stepped on the host."""
+    from unittest import mock
+
+    from megatron.training import pretrain
+
+    found = {}
+
+    def look(run):
+        for index, block in enumerate(run.optimizer.blocks):
+            tensors = [block.master, *(state[index] for state in run.optimizer.states.values())]
+            apart = [x for x in tensors if x.untyped_storage().data_ptr() != block.weight.untyped_storage().data_ptr()]
+            found[block.on_host] = found.get(block.on_host, 0) + sum(x.numel() * x.element_size() for x in apart)
+        return train(run)
+
+    train = pretrain.train
+    with mock.patch.object(pretrain, "train", look):
+        run_case(flags)
+    return found
+
+
+def test_weights_and_their_masters_part_when_these_move_to_the_host(gloo_world):
+    """In fp32 masters are weights; on the host they are 12 bytes a parameter for 8."""
+    flags = (*BASE, "--micro-batch-size", "2", "--train-iters", "1", "--zero-stage", "2")
+    (here,), (there,) = ([found for found in gloo_world(2).run(memory, (*flags, *more))][:1] for more in ((), (OFFLOAD,)))
+    assert set(here) == {False} and set(there) == {True} and there[True] == here[False] * 12 // 8
