@@ -21,6 +21,7 @@ class Turns:
     def __init__(self, finish: Callable[[], None] = lambda: None):
         self.finish, self.left, self.step, self.begun = finish, 0, -1, False
         self.live: LiveBytes | None = None
+        self.out = sys.stdout  # a run may turn its own elsewhere
 
     def __iter__(self) -> Turns:
         return self
@@ -58,7 +59,7 @@ class Turns:
             self.mark("resident")
             self.mark("peak", max(self.live.peak, self.seen["passes"]))
             answer["bytes"], self.live = self.seen, None
-        print("TURN " + json.dumps(answer), flush=True)
+        print("TURN " + json.dumps(answer), file=self.out, flush=True)
 
     def mark(self, name: str, size: int | None = None) -> None:
         """The live bytes at this point (or `size`) count for `name`; of several such points the largest."""

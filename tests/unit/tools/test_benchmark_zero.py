@@ -1,0 +1,143 @@
+"""The measurement of ZeRO stages: live bytes are those of live storages, turns answer what was asked, verdicts name the best peer."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+
+import benchmark_zero as tool
+from live_bytes import LiveBytes
+from loopback import sent_bytes
+from turns import Turns
+
+from megatron.config.arguments import parse_arguments
+from megatron.config.validate import resolve
+from megatron.model.arithmetic import parameter_count
+
+MIB = 1 << 20
+
+
+def mib(count: int) -> torch.Tensor:
+    return torch.empty(count * MIB, dtype=torch.uint8)
+
+
+def test_live_bytes_are_those_of_live_storages():
+    held = mib(3)
+    leaf = torch.ones(MIB // 4, requires_grad=True)
+    (2 * leaf).sum().backward()  # a gradient that Python has not seen
+    with LiveBytes() as live:
+        before = live.now
+        made = mib(5)
+        view = made[: MIB]
+        assert live.now == before + 5 * MIB
+        del made
+        assert live.now == before + 5 * MIB  # the view holds it
+        del view
+        assert live.now == before
+        assert live.peak >= before + 5 * MIB
+        held.untyped_storage().resize_(0)
+        assert live.now == before - 3 * MIB
+        held.untyped_storage().resize_(3 * MIB)
+        assert live.now == before
+        leaf.grad = None
+        assert live.now == before - MIB
+
+
+def test_live_bytes_sees_what_a_backward_pass_makes():
+    weight = torch.ones(512, 512, requires_grad=True)  # 1 MiB
+    with LiveBytes() as live:
+        before = live.now
+        loss = (weight * 2).exp().sum()
+        saved = live.now - before
+        assert MIB <= saved < MIB + 1024  # the result of exp
+        loss.backward()
+        assert 2 * MIB <= live.peak - before < 2 * MIB + 1024  # the saved result and its gradient, then that and the next one
+        del loss
+        assert live.now - before == MIB  # the gradient
+
+
+def test_a_turn_takes_the_steps_it_is_told_to_and_answers(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("time 2\nwatch 2\nend\n"))
+    finished, steps, kept = [], [], []
+    turns = Turns(lambda: finished.append(len(steps)))
+    for step in turns:
+        steps.append(step)
+        for index in range(2):
+            turns.begin_micro_batch(index)
+            made = mib(4)
+            turns.begin_backward()
+            made = None
+            if index == 0:
+                kept = [mib(1)]
+        turns.begin_update()
+        made = mib(2)
+        del made
+        kept = []
+        turns.note(10.0 - step)
+    assert steps == [0, 1, 2, 3] and finished == [2, 4]
+    timed, watched = (json.loads(line.removeprefix("TURN ")) for line in capsys.readouterr().out.splitlines())
+    assert timed["losses"] == [10, 9] and watched["losses"] == [8, 7] and "bytes" not in timed
+    resident = watched["bytes"]["resident"]
+    above = {name: (size - resident) / MIB for name, size in watched["bytes"].items()}
+    assert above == {"resident": 0, "between": 1, "forward": 5, "passes": 5, "update": 3, "peak": 5}
+
+
+@pytest.mark.parametrize("system", [system for system in tool.SYSTEMS if system.startswith("ours")])
+def test_our_command_line_asks_for_the_same_work(system):
+    for work in tool.works([2, 4], [1, 4]).values():
+        config = resolve(parse_arguments(tool.flags_of(system, work)).config, work.processes, work.vocab).config
+        assert config.distributed.zero_stage == int(system[5]) and config.distributed.zero3_keep_gathered == system.endswith("keep")
+        assert config.precision.bf16 and config.training.global_batch_size == work.accumulation * work.data_parallel
+        assert parameter_count(config.model, work.vocab)["total"] == tool.parameters()
+
+
+def memory_run(system: str, **bytes_of: int) -> dict:
+    figures = {"resident": 100, "peak": 200, "update": 150, "wire": 50, "forward": 120} | bytes_of
+    return {"setting": "N=2, m=1", "system": system, "losses": [1.0], **{name: 10 * MIB * value for name, value in figures.items()}}
+
+
+def test_ours_is_judged_by_the_best_peer_of_its_row():
+    runs = [memory_run("ours-0", resident=120), memory_run("ddp-0", wire=60), memory_run("deepspeed-0", resident=80, wire=40),
+            memory_run("ours-2"), memory_run("ddp-1", peak=1)]
+    judged = {each["measure"]: each for each in tool.verdicts(runs)}
+    assert {each["row"] for each in judged.values()} == {"0"}  # nobody else stands in ours-2's row
+    assert judged["resident"]["peer"] == "ddp-0" and not judged["resident"]["passed"]  # DeepSpeed accumulates in bf16 there
+    assert judged["wire"]["peer"] == "deepspeed-0" and not judged["wire"]["passed"]
+    assert judged["peak"]["passed"] and "between" not in judged
+    assert "| N=2, m=1 | 0 | resident |" in tool.memory_tables(runs)
+
+
+def timed(system: str, index: int, seconds: float, others: float = 0.0) -> dict:
+    return {"setting": "N=2, m=1", "system": system, "round": index, "seconds": seconds, "cpu": 2 * seconds, "others_cores": others}
+
+
+def test_pairs_count_when_the_machine_was_quiet_in_both_runs():
+    runs = [timed("ours-2", index, 1.0, others=float(index == 0)) for index in range(8)]
+    runs += [timed("deepspeed-2", index, 1.1) for index in range(8)] + [timed("ours-1", index, 0.99) for index in range(8)]
+    rows = {row["peer"]: row for row in tool.time_rows(runs, 0.2)}
+    assert rows["deepspeed-2"]["seconds"]["pairs"] == 7 and rows["deepspeed-2"]["cpu"]["pairs"] == 8
+    assert rows["deepspeed-2"]["seconds"]["median"] == pytest.approx(1.1) and rows["deepspeed-2"]["seconds"]["passed"]
+    assert rows["ours-1"]["seconds"]["median"] == pytest.approx(1 / 0.99) and rows["ours-1"]["seconds"]["passed"]
+    slow = [timed("ours-2", index, 1.1) for index in range(8)] + [timed("ours-1", index, 1.0) for index in range(8)]
+    assert not tool.time_rows(slow, 0.2)[0]["seconds"]["passed"]
+
+
+def test_the_loopback_counter_sees_what_is_sent():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        receiver, _ = server.accept()
+        with receiver:
+            before = sent_bytes()
+            sender.sendall(b"x" * 50_000)
+            received = 0
+            while received < 50_000:
+                received += len(receiver.recv(65536))
+            assert sent_bytes() - before >= 50_000
