@@ -29,6 +29,8 @@ class UnitBytes:
     stashed: int  # from the input gradient to the weight gradient, where they are apart
     forward: int  # at the forward pass's worst moment, beside `saved`, `logits` and what other units keep
     backward: int  # at the backward pass's worst moment, beside the same and the gradient of its output
+    split: int  # at that of a backward pass that leaves the weight gradients for later
+    forming: int  # the same at the moment when weight gradients are formed
     weight: int  # during a weight gradient's pass alone, beside `stashed`
     scratch: int  # in which weight gradients are formed
 
@@ -48,6 +50,7 @@ class Shape:
         self.vocab = padded_vocab // tp
         self.recomputed = config.training.recompute_granularity == "full"
         self.dropped = self.model.hidden_dropout > 0
+        self.widened = device == "cpu" and self.compute < self.wide  # by the fused attention: layers/attention.py
 
     @property
     def inner(self) -> int:
@@ -62,7 +65,7 @@ class Shape:
     def layer(self) -> int:
         """Bytes that a layer keeps, its input included."""
         model, compute, wide = self.model, self.compute, self.wide
-        layer = self.own * outer_bytes_per_token(model, compute, wide) + self.tokens * inner_bytes_per_token(model, self.seq, compute, wide)
+        layer = self.own * outer_bytes_per_token(model, compute, wide) + self.tokens * inner_bytes_per_token(model, self.seq, compute, wide, widened=self.widened)
         return layer + mask_bytes(self.config, compute)
 
     def ends(self, index: int) -> int:
@@ -96,22 +99,23 @@ def layer_bytes(shape: Shape, index: int) -> UnitBytes:
     f, h = model.ffn_hidden_size, model.hidden_size
     q, k = head_widths(model)
     whole = shape.layer() + shape.ends(index)
-    attention = tokens * attention_bytes_per_token(model, shape.seq, shape.compute, shape.wide) + mask_bytes(shape.config, shape.compute)
+    attention = tokens * attention_bytes_per_token(model, shape.seq, shape.compute, shape.wide, widened=shape.widened) + mask_bytes(shape.config, shape.compute)
     gathered = shape.whole if shape.sequence_parallel else 0
     mlp = shape.inner + shape.activated
     forward = 3 * hidden + shape.dropout()  # the outputs of attention and MLP, and the layer's
     # Of the MLP: the gradients of the activation's output and input, when fc2's input is gone; of attention when the MLP's tensors are gone.
-    mlp_backward = max(shape.inner, gathered + shape.activated)
+    forming = gathered + shape.activated
     attention_backward = tokens * shape.compute * 2 * (q + 2 * k) + score_gradients(shape) - mlp - hidden
-    backward = max(mlp_backward, attention_backward)
+    backward = max(shape.inner, forming, attention_backward)
     stashed = 4 * hidden + tokens * stashed_bytes_per_token(model, shape.compute)
+    split = backward + shape.activated  # fc2's input stays
     if shape.recomputed:
-        again = whole - hidden + max(forward, backward)
+        again = whole - hidden
         once = max(hidden + attention, 3 * hidden + mlp) + shape.dropout()  # nothing is kept
-        forward, backward = once, again
+        forward, backward, split, forming = once, again + max(forward, backward), again + max(forward, split), again + forming
     scratch = max(shape.weight_scratch(h, q + 2 * k), shape.weight_scratch(q, h), shape.weight_scratch(h, shape.inner // (tokens * shape.compute)),
                   shape.weight_scratch(f, h))
-    return UnitBytes(hidden if shape.recomputed else whole, 0, stashed, forward, backward, 2 * gathered, scratch)
+    return UnitBytes(hidden if shape.recomputed else whole, 0, stashed, forward, backward, split, forming, 2 * gathered, scratch)
 
 
 def embedding_bytes(shape: Shape) -> UnitBytes:
@@ -120,7 +124,7 @@ def embedding_bytes(shape: Shape) -> UnitBytes:
     forward = shape.whole + (shape.hidden if shape.sequence_parallel else 0)
     backward = (shape.whole if parallel else 0) + (shape.whole if shape.sequence_parallel else 0)
     narrow = shape.compute != shape.wide and shape.config.optimizer.main_grads_dtype != "bf16"
-    return UnitBytes(0, 0, 0, forward, backward, 0, min(SCRATCH, shape.whole // shape.compute * shape.wide) if narrow else 0)
+    return UnitBytes(0, 0, 0, forward, backward, backward, backward, 0, min(SCRATCH, shape.whole // shape.compute * shape.wide) if narrow else 0)
 
 
 def head_bytes(shape: Shape) -> UnitBytes:
@@ -130,9 +134,10 @@ def head_bytes(shape: Shape) -> UnitBytes:
     chunk = rows * shape.vocab * shape.wide
     widened, capped = shape.compute != shape.wide, shape.model.final_logit_softcapping is not None
     gathered = shape.whole if shape.sequence_parallel else 0
-    forward = max(gathered, (1 + (widened or capped) + (widened and capped)) * chunk)
-    backward = max(shape.whole + gathered + (shape.hidden if shape.sequence_parallel else 0), 3 * chunk if capped else chunk if widened else 0)
-    return UnitBytes(shape.hidden, logits, 0, forward, backward, 0, shape.weight_scratch(shape.model.hidden_size, shape.vocab))
+    chunks = 3 if capped else 2 if widened else 1  # of the loss, in whichever pass takes more
+    forward = max(gathered, chunks * chunk)
+    backward = shape.whole + gathered + (shape.hidden if shape.sequence_parallel else 0)
+    return UnitBytes(shape.hidden, logits, 0, forward, backward, backward, backward, 0, shape.weight_scratch(shape.model.hidden_size, shape.vocab))
 
 
 def unit_bytes(shape: Shape, stage: Stage) -> list[UnitBytes]:
@@ -171,10 +176,10 @@ def outer_bytes_per_token(model: ModelConfig, compute: int, wide: int) -> int:
     return 2 * (compute * 2 * h + norm_statistics(model, wide) + (h if model.hidden_dropout > 0 else 0))
 
 
-def inner_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: int) -> int:
+def inner_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: int, *, widened: bool = False) -> int:
     """Bytes per token that one layer keeps between the matrices of attention and of the MLP; `model` is the local shape."""
     mlp = (3 if model.activation in GATED else 2) * model.ffn_hidden_size  # fc1's output and the activation's
-    return compute * mlp + attention_bytes_per_token(model, seq, compute, wide)
+    return compute * mlp + attention_bytes_per_token(model, seq, compute, wide, widened=widened)
 
 
 def stashed_bytes_per_token(model: ModelConfig, compute: int) -> int:
@@ -183,8 +188,8 @@ def stashed_bytes_per_token(model: ModelConfig, compute: int) -> int:
     return compute * (q + 2 * k + q + (3 if model.activation in GATED else 2) * model.ffn_hidden_size)
 
 
-def attention_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: int) -> int:
-    """Bytes per token from the QKV projection's output to the output projection's input."""
+def attention_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: int, *, widened: bool = False) -> int:
+    """Bytes per token from the QKV projection's output to the output projection's input; `widened`: the fused attention computes in fp32."""
     q, k = head_widths(model)
     heads, groups = model.num_attention_heads, model.num_query_groups
     rotates, norms = model.position_embedding_type in ("rope", "yarn"), model.qk_layernorm
@@ -200,6 +205,9 @@ def attention_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: 
         else:
             width = q + 2 * k + 3 * q if groups == heads and not rotates else 4 * q  # one head each: the values stay in the projection
         return compute * width + scores * heads * seq + statistics
+    if widened:
+        width = q + (q + 2 * k + gathered if norms else 0)  # the output; inputs of the norms
+        return compute * width + wide * (2 * q + 2 * k + heads) + statistics  # the kernel's own inputs and output
     width = q + 2 * k + q  # the fused projection, kept through its values; the output
     width += gathered if norms or not rotates else 0
     width += q + k if norms or rotates else 0

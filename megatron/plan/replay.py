@@ -173,6 +173,14 @@ def replay(actions: Sequence[Action], rank: RankUnits, sharing: Sharing) -> Peak
     gradients = _Gradients(live, sharing, {block: count // micro_batches if often[block] else count for block, count in passes.items()})
     final = {action.micro: index for index, action in enumerate(actions)}
     begun: set[int] = set()
+    unproven: Counter[int] = Counter()  # gradients sent to a rank that may still be on their way
+
+    def arrived(peer: int) -> int:
+        """How many gradients a message from a rank proves to have arrived: as a rule all but the last."""
+        count = max(unproven[peer] - 1, 0)
+        unproven[peer] -= count
+        return count
+
     for index, (action, units) in enumerate(calls(actions, rank)):
         kind, stage, micro = action
         if kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
@@ -183,6 +191,7 @@ def replay(actions: Sequence[Action], rank: RankUnits, sharing: Sharing) -> Peak
                 begun.add(micro)
                 live.now["activations"] += rank.inputs + (rank.losses if rank.placement[last] == rank.placement[stage] else 0)
             live.now["activations"] -= rank.hidden * (stage > 0)  # its input, which is counted as saved from here on
+            live.now["activations"] -= rank.hidden * arrived(rank.placement[stage - 1] if stage else -1)
             for unit, sizes in units:
                 block = rank.blocks[unit]
                 if sharing.stage == 3:
@@ -196,6 +205,7 @@ def replay(actions: Sequence[Action], rank: RankUnits, sharing: Sharing) -> Peak
         elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             away = stage < last and rank.placement[stage + 1] != rank.placement[stage]
             live.now["activations"] -= rank.hidden * away  # the output: what comes back proves its arrival
+            live.now["activations"] -= rank.hidden * arrived(rank.placement[stage + 1] if stage < last else -1)
             dy = 0  # the gradient of the stage's output has been counted since it came
             for unit, sizes in units:
                 block, when = rank.blocks[unit], f"backward pass of {_name(unit, sizes, rank.blocks[unit])}"
@@ -206,7 +216,9 @@ def replay(actions: Sequence[Action], rank: RankUnits, sharing: Sharing) -> Peak
                     gradients.open(block)
                 early = block.early * sharing.gradient if split and sharing.stage >= 2 else 0
                 live.now["temporaries"] += dy
-                live.look(when, sizes.backward + early, sizes.scratch)
+                live.look(when, sizes.split + early if split else sizes.backward)
+                if not split:
+                    live.look(when, sizes.forming, sizes.scratch)
                 live.now["activations"] += (sizes.stashed + early if split else 0) - sizes.saved
                 live.now["logits"] -= sizes.logits
                 live.look(when, rank.hidden)
@@ -226,7 +238,7 @@ def replay(actions: Sequence[Action], rank: RankUnits, sharing: Sharing) -> Peak
                     live.now["activations"] -= sizes.stashed + (block.early * sharing.gradient if sharing.stage >= 2 else 0)
                     gradients.passed(block, when)
         elif kind is Kind.SEND_BACKWARD:
-            live.now["activations"] -= rank.hidden
+            unproven[rank.placement[stage - 1]] += 1
         if final[micro] == index:
             live.now["activations"] -= rank.inputs + (rank.losses if last in rank.units else 0)
     if sharing.stage < 2 and not sharing.overlap_reduce:
@@ -235,6 +247,7 @@ def replay(actions: Sequence[Action], rank: RankUnits, sharing: Sharing) -> Peak
             gradients.reducing = block
             live.now["scratch"] += sharing.received(block.elements)
             live.look("reduction of the gradients")
+    live.now["activations"] -= rank.hidden * sum(unproven.values())
     gradients.finish()
     live.look("end of the step")
     assert not any(size for name, size in live.now.items() if name != "scratch"), live.now

@@ -96,15 +96,15 @@ def static_bytes(config: Config, blocks: Sequence[Sizes], shard: int) -> dict[st
     """Bytes between two steps of these (distinct) blocks: parameters, gradients, optimizer, and host, what --optimizer-cpu-offload moves there.
 
     Per element with Adam, N ranks sharing, in bf16: 18 | 6 + 12/N | 2 + 16/N | 16/N at stages 0 | 1 | 2 | 3: 2 of weights, 4 of gradients, 4 of master
-    weights, 8 of moments; in fp32 16 | 8 + 8/N | 4 + 12/N | 16/N, where the weights are the master weights.
+    weights, 8 of moments; in fp32 16 | 8 + 8/N | 4 + 12/N | 16/N, where below stage 3 the weights are the master weights.
     """
     stage, size = config.distributed.zero_stage, precisions(config)
     whole, part = sum(block.elements for block in blocks), sum(block.elements // shard for block in blocks)
     updated = whole if stage == 0 else part
-    optimizer = (size.separate_master * size.wide + size.moments) * updated
+    optimizer = ((size.separate_master or stage == 3) * size.wide + size.moments) * updated
     host = round(config.optimizer.optimizer_offload_fraction * optimizer) if config.optimizer.optimizer_cpu_offload else 0
     return {
-        "parameters": size.compute * whole if stage < 3 else 0 if size.separate_master else size.wide * part,
+        "parameters": size.compute * whole if stage < 3 else 0,  # stage 3 gathers its master weights
         "gradients": size.gradient * (whole if stage < 2 else part),
         "optimizer": optimizer - host,
         "host": host,

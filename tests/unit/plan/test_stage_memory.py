@@ -104,7 +104,7 @@ def test_what_a_stage_keeps_is_what_autograd_keeps(model, distributed, recompute
 
 
 # Counts pairs of stage and micro-batch from the forward pass to the weight gradient.
-PAIR = UnitBytes(saved=1, logits=0, stashed=1, forward=0, backward=0, weight=0, scratch=0)
+PAIR = UnitBytes(saved=1, logits=0, stashed=1, forward=0, backward=0, split=0, forming=0, weight=0, scratch=0)
 ALONE = Sharing(stage=0, shard=1, copies=1, gradient=4, compute=4, wire=4)
 
 

@@ -1,0 +1,113 @@
+"""The plan against bytes that really live while a run trains: `python tests/unit/plan/measured.py` writes docs/results/plan_memory.json."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+TESTS = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+
+from dist.pool import Worlds  # noqa: E402
+from megatron.config.arguments import parse_arguments  # noqa: E402
+from megatron.config.validate import resolve  # noqa: E402
+from megatron.plan.memory import rank_memories  # noqa: E402
+from unit.zero.measure import measure  # noqa: E402
+
+VOCAB = 1023
+COMMON = f"""--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB} --make-vocab-size-divisible-by 64 --lr 1e-3 --train-iters 2 --log-interval 1
+--eval-iters 0 --hidden-dropout 0 --attention-dropout 0"""
+SMALL = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --micro-batch-size 4"  # 1M parameters
+LARGER = "--num-layers 6 --hidden-size 192 --num-attention-heads 4 --seq-length 192 --micro-batch-size 2"  # 3M
+LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights"
+FULL = "--recompute-granularity full"
+PP2 = "--pipeline-model-parallel-size 2"
+TP2 = "--tensor-model-parallel-size 2"
+
+# name: ranks, micro-batches, flags
+CASES: dict[str, tuple[int, int, str]] = {
+    "one rank": (1, 2, SMALL),
+    "one rank, bf16": (1, 1, f"{SMALL} --bf16"),
+    "one rank, llama, larger": (1, 1, f"{LARGER} {LLAMA}"),
+    "one rank, llama, bf16, recompute": (1, 2, f"{LARGER} {LLAMA} --bf16 {FULL}"),
+    "one rank, recompute": (1, 2, f"{SMALL} {FULL}"),
+    "one rank, dropout": (1, 1, f"{SMALL} --hidden-dropout 0.1 --attention-dropout 0.1"),
+    "one rank, plain attention, bf16": (1, 1, f"{SMALL} --attention-backend plain --bf16"),
+    "stage 0, dp2": (2, 2, f"{SMALL} --zero-stage 0"),
+    "stage 1, dp2": (2, 2, f"{SMALL} --zero-stage 1"),
+    "stage 2, dp2": (2, 2, f"{SMALL} --zero-stage 2"),
+    "stage 3, dp2": (2, 2, f"{SMALL} --zero-stage 3"),
+    "stage 3, dp2, kept gathered": (2, 2, f"{SMALL} --zero-stage 3 --zero3-keep-gathered"),
+    "stage 0, dp2, bf16 on the wire": (2, 2, f"{SMALL} --zero-stage 0 --grad-reduce-in-bf16"),
+    "stage 1, dp2, llama, bf16": (2, 2, f"{LARGER} {LLAMA} --bf16 --zero-stage 1"),
+    "stage 2, dp2, llama, bf16": (2, 2, f"{LARGER} {LLAMA} --bf16 --zero-stage 2"),
+    "stage 3, dp2, llama, bf16": (2, 2, f"{LARGER} {LLAMA} --bf16 --zero-stage 3"),
+    "stage 2, dp2, recompute": (2, 2, f"{SMALL} {FULL} --zero-stage 2"),
+    "stage 3, dp2, recompute, narrow gradients and moments": (
+        2, 2, f"{SMALL} {FULL} --bf16 --zero-stage 3 --main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
+    "stage 2, dp2, no overlap": (2, 2, f"{SMALL} --zero-stage 2 --no-overlap-grad-reduce"),
+    "stage 3, dp2, no overlap": (2, 2, f"{SMALL} --zero-stage 3 --no-overlap-param-gather"),
+    "pp2": (2, 4, f"{SMALL} {PP2}"),
+    "pp2, llama, interleaved": (2, 4, f"{SMALL} {LLAMA} {PP2} --num-virtual-stages-per-pipeline-rank 2"),
+    "stage 2, pp2 dp2": (4, 4, f"{SMALL} {PP2} --zero-stage 2"),
+    "stage 3, pp2 dp2": (4, 4, f"{SMALL} {PP2} --zero-stage 3"),
+    "stage 2, pp2 dp2, zero-bubble": (4, 4, f"{SMALL} {LLAMA} {PP2} --pipeline-schedule zero-bubble --zero-stage 2"),
+    "stage 2, pp2 dp2, zero-bubble-v": (4, 4, f"{SMALL} {PP2} --pipeline-schedule zero-bubble-v --zero-stage 2"),
+    "tp2": (2, 2, f"{SMALL} {TP2}"),
+    "tp2 sp, llama": (2, 2, f"{LARGER} {LLAMA} {TP2} --sequence-parallel"),
+    "stage 2, tp2 sp dp2": (4, 2, f"{SMALL} {TP2} --sequence-parallel --zero-stage 2"),
+    "stage 3, tp2 sp dp2, bf16": (4, 2, f"{LARGER} {LLAMA} {TP2} --sequence-parallel --zero-stage 3 --bf16"),
+    "stage 2, dp4, shared by 2": (4, 2, f"{SMALL} --zero-stage 2 --zero-shard-size 2"),
+}
+
+
+def command(name: str) -> tuple[str, ...]:
+    """The command line of a case."""
+    ranks, micro_batches, flags = CASES[name]
+    config = parse_arguments([*COMMON.split(), *flags.split()]).config
+    distributed = config.distributed
+    replicas = ranks // distributed.tensor_model_parallel_size // distributed.pipeline_model_parallel_size
+    return (*COMMON.split(), *flags.split(), "--global-batch-size", str(micro_batches * replicas * config.training.micro_batch_size))
+
+
+def compare(name: str, worlds: Worlds) -> list[dict]:
+    """Of each pipeline rank: the bytes at the worst moment of a run's second step, as measured and as planned."""
+    ranks, flags = CASES[name][0], command(name)
+    config = resolve(parse_arguments(list(flags)).config, ranks, VOCAB + 1).config
+    planned = rank_memories(config, VOCAB + 1, ranks, "cpu")
+    rows = {}
+    for pipeline_rank, spans in worlds(ranks).run(measure, flags):
+        span = spans["step"][-1]
+        found = {kind: size for kind, size in sorted(span.at_peak.items()) if kind not in ("total", "before") and size}
+        row = {"case": name, "pipeline_rank": pipeline_rank, "measured": sum(found.values()), "measured_kinds": found, "where": span.where}
+        rows[pipeline_rank] = max(row, rows.get(pipeline_rank, row), key=lambda row: row["measured"])
+    for pipeline_rank, row in rows.items():
+        rank = planned[pipeline_rank]
+        row |= {"planned": rank.total, "planned_kinds": {kind: size for kind, size in {**rank.static, **rank.peak.bytes}.items() if size},
+                "when": rank.peak.when, "ratio": round(rank.total / row["measured"], 4)}
+    return [rows[rank] for rank in sorted(rows)]
+
+
+def main(names: list[str]) -> None:
+    """Measure the named cases, or all and write them down."""
+    worlds, rows = Worlds(), []
+    for name in names or CASES:
+        for row in compare(name, worlds):
+            rows.append(row)
+            print(f"{row['ratio']:.4f}  {name}, pipeline rank {row['pipeline_rank']}", flush=True)
+            if names or abs(row["ratio"] - 1) > 0.03:
+                print(f"        measured {row['measured']:,} {row['measured_kinds']} {row['where']}\n        planned {row['planned']:,} {row['planned_kinds']} "
+                      f"{row['when']}", flush=True)
+    worlds.close()
+    if not names:
+        report = {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "python": platform.python_version(), "rows": rows}
+        (TESTS.parent / "docs/results/plan_memory.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,23 @@
+"""The plan within 3% of the bytes that live while a run trains; `measured.py` holds all cases to it and writes them down."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from measured import CASES, TESTS, compare
+
+TOLERANCE = 0.03
+IN_CI = ["stage 0, dp2", "stage 1, dp2, llama, bf16", "stage 2, dp2, recompute", "stage 3, dp2", "pp2", "tp2 sp, llama"]  # all of two ranks
+
+
+@pytest.mark.parametrize("name", IN_CI)
+def test_the_plan_is_what_lives(gloo_world, name):
+    rows = compare(name, gloo_world)
+    assert [row["ratio"] for row in rows] == pytest.approx([1.0] * len(rows), abs=TOLERANCE), rows
+
+
+def test_what_was_written_down_is_within_the_same_bounds():
+    rows = json.loads((TESTS.parent / "docs/results/plan_memory.json").read_text())["rows"]
+    assert {row["case"] for row in rows} == set(CASES) and len(CASES) >= 20
+    assert all(row["ratio"] == pytest.approx(1.0, abs=TOLERANCE) for row in rows)
