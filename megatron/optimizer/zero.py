@@ -49,7 +49,7 @@ class Zero:
         self.block_of = {unit: owner[next(unit.parameters())] for _, unit in model.units()}
         self.layers = {block for unit, block in self.block_of.items() if isinstance(unit, LayerBlock)}
         item = (self.wire or blocks[0].grad_dtype).itemsize
-        self.room = max((block.size for block in self.layers), default=0) * item // 2  # of a reduction: half a layer's gradient, for larger blocks too
+        self.room = max((block.size for block in self.layers), default=0) * item // 2  # half a layer's gradient, for larger blocks too
         device = blocks[0].weight.device
         self.gather_stream, self.reduce_stream = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
         self.needs: deque[Block] = deque()  # stage 3: the blocks that the passes to come read, in order
