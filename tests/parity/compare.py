@@ -148,5 +148,5 @@ def faults_of(row: Row, outcomes: list[Outcome], device: str = "cpu") -> list[st
         return fp64(one, outcomes, zero=FEATURES[row.feature].zero)
     exact = reference(row.flags(layout=False, exact=True), row.patches, device)
     if row.precision in ("fp32", "wire"):
-        return fp32(exact, one, outcomes, wire=wire_bound(row.words.dp) if row.precision == "wire" else 0.0)
+        return fp32(exact, one, outcomes, wire=wire_bound(row.parts) if row.precision == "wire" else 0.0)
     return narrow(exact, one, outcomes, bound=narrow_bound(row.precision, row.layers))

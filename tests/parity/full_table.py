@@ -1,4 +1,6 @@
-"""The whole table of parity: python tests/parity/full_table.py [--out FILE.json] [--only WORD ...] [--without WORD ...]
+"""The whole table of parity: python tests/parity/full_table.py [--out FILE.json] [--only PATTERN ...] [--without PATTERN ...]
+
+--only 'zero[1-3]' are the rows with ZeRO.
 
 Every layout with every feature in fp64, and the rows of the other precisions (layouts.py). Some minutes on two cores. Exit code 1 when a row
 is off.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from datetime import date
@@ -26,11 +29,11 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="write the results to this JSON file")
-    parser.add_argument("--only", nargs="*", default=[], help="only rows with all these words in their names")
-    parser.add_argument("--without", nargs="*", default=[], help="no rows with any of these words in their names")
+    parser.add_argument("--only", nargs="*", default=[], metavar="PATTERN", help="only rows in whose names all of these are found")
+    parser.add_argument("--without", nargs="*", default=[], metavar="PATTERN", help="no rows in whose names one of these is found")
     arguments = parser.parse_args()
     rows = [row for row in full_table()
-            if all(word in str(row) for word in arguments.only) and not any(word in str(row) for word in arguments.without)]
+            if all(re.search(each, str(row)) for each in arguments.only) and not any(re.search(each, str(row)) for each in arguments.without)]
     worlds, results, begun = Worlds(), {}, time.monotonic()
     for number, row in enumerate(rows, 1):
         started = time.monotonic()

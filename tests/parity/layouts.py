@@ -76,6 +76,16 @@ PIPELINES = (
 )
 PIPELINE_STEPS = 12
 
+# ZeRO: each of these at every stage; the last three at stage 3 alone.
+SHARDED = ("dp2", "dp4", "dp2 serial", "tp2 dp2", "tp2 sp dp2", "dp4 shard2")
+SHARDED_PIPELINES = (*(f"pp2 {schedule} dp2" for schedule in SCHEDULES), "pp2 zero-bubble tp2 sp dp2", "pp2 zero-bubble-v dp4 shard2", "pp4 1f1b auto dp2")
+STAGES = (1, 2, 3)
+
+
+def staged(layouts: tuple[str, ...], kept: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Layouts at every ZeRO stage, and some with --zero3-keep-gathered."""
+    return *(f"{layout} zero{stage}" for layout in layouts for stage in STAGES), *(f"{layout} zero3 kept" for layout in kept)
+
 # Unit roundoffs. A run of L layers rounds each activation about 12 L + 4 times on its way (a layer: norm 2, fused projection, rotary,
 # scores, probabilities, context, output and residual, up, activation, down and residual; embedding 2, final norm, logits), and as often on
 # the way back. Roundings are independent and each at most u of what it touches, so the relative error of a gradient is about u sqrt(2n) with
@@ -89,10 +99,11 @@ def narrow_bound(precision: str, layers: int) -> float:
     return 2 * UNIT_ROUNDOFF[precision] * math.sqrt(2 * (12 * layers + 4))
 
 
-def wire_bound(ranks: int) -> float:
-    """Relative error of an fp32 gradient reduced in bf16 over data-parallel ranks. Each rank's part is rounded, then their sum. Gradients of
-    different samples are about orthogonal, so the norms of N parts add up to sqrt(N) times that of the sum: u sqrt(N) + u."""
-    return UNIT_ROUNDOFF["bf16"] * (1 + math.sqrt(ranks))
+def wire_bound(parts: int) -> float:
+    """Relative error of an fp32 gradient that is sent in bf16 in so many parts: one of each data-parallel rank, at ZeRO 2 and 3 one of each of its
+    micro-batches. Each part is rounded, at stage 0 their sum too. Gradients of different samples are about orthogonal, so the norms of N parts add up
+    to sqrt(N) times that of the sum: u sqrt(N) + u."""
+    return UNIT_ROUNDOFF["bf16"] * (1 + math.sqrt(parts))
 
 
 SGD = "--optimizer sgd --lr 0.1 --weight-decay 0 --clip-grad 0"
@@ -128,6 +139,11 @@ class Row:
         return self.words.ranks
 
     @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return next((stage for stage in STAGES if f"zero{stage}" in self.layout.split()), 0)
+
+    @property
     def layers(self) -> int:
         """As few as show that a layer is not like the others; under `auto` every stage is one unit."""
         words = self.layout.split()
@@ -140,6 +156,13 @@ class Row:
     @property
     def patches(self) -> tuple[str, ...]:
         return FEATURES[self.feature].patches + (("overflow",) if self.precision == "fp16" else ())
+
+    @property
+    def parts(self) -> int:
+        """How many gradients are sent and added up in a step."""
+        flags = self.flags(layout=True)
+        samples, micro_batch = (int(flags[len(flags) - flags[::-1].index(flag)]) for flag in ("--global-batch-size", "--micro-batch-size"))
+        return samples // micro_batch if self.stage >= 2 else self.words.dp
 
     def flags(self, *, layout: bool, exact: bool = False) -> tuple[str, ...]:
         """The command line, of the layout or of one process, in the row's precision or (`exact`) the same run in fp64."""
@@ -165,6 +188,7 @@ def possible(row: Row) -> bool:
 NARROW_FEATURES = ("gpt", "gqa2-qknorm", "documents-rope")
 NARROW_LAYOUTS = ("tp2", "tp2 sp", "dp2", "tp4 sp", "tp2 dp2", "tp2 sp dp2", "tp8 sp", "tp4 dp2")
 NARROW_PIPELINES = (*(f"pp2 {schedule}" for schedule in SCHEDULES), "pp2 1f1b dp2", "pp2 zero-bubble tp2 sp", "pp2 zero-bubble-v dp2")
+NARROW_SHARDED = staged(("dp2", "tp2 sp dp2", "dp4 shard2", "pp2 zero-bubble dp2", "pp2 zero-bubble-v dp2"), kept=("dp2",))
 
 # What a schedule may get wrong; the rest is seen with some pipelines alone.
 PIPELINE_FEATURES = ("gpt", "dropout", "llama", "documents", "uneven", "ramp-up", "recompute", "m3", "m5")
@@ -175,23 +199,33 @@ def full_table() -> list[Row]:
     """Every layout with every feature in fp64; a choice of both in the other precisions."""
     rows = [Row(layout, feature) for layout, feature in product(LAYOUTS, FEATURES)]
     rows += [Row(layout, feature) for layout, feature in product(PIPELINES, FEATURES) if feature in PIPELINE_FEATURES or layout in SOME_PIPELINES]
+    rows += [Row(layout, feature) for layout, feature in product(staged(SHARDED, kept=("dp2", "tp2 sp dp2")), FEATURES)]
+    rows += [Row(layout, feature) for layout, feature in
+             product(staged(SHARDED_PIPELINES, kept=("pp2 1f1b dp2", "pp2 zero-bubble-v dp2")), PIPELINE_FEATURES)]
     rows += [Row(layout, feature, "fp32") for layout, feature in product(LAYOUTS, FEATURES)
              if layout in NARROW_LAYOUTS and feature in NARROW_FEATURES or layout in ("tp2 sp dp2", "tp4")]
     rows += [Row(layout, feature, precision) for layout, feature, precision in product(NARROW_LAYOUTS, NARROW_FEATURES, ("bf16", "fp16"))]
     rows += [Row(layout, feature, precision) for layout, feature, precision in product(NARROW_PIPELINES, NARROW_FEATURES, ("fp32", "bf16", "fp16"))]
     rows += [Row(layout, feature, "wire") for layout, feature in product((*LAYOUTS, *NARROW_PIPELINES), NARROW_FEATURES)
              if read_layout(layout).dp > 1]
+    rows += [Row(layout, feature, precision) for layout, feature, precision in product(NARROW_SHARDED, NARROW_FEATURES, ("fp32", "bf16", "fp16", "wire"))]
     return [row for row in rows if possible(row)]
 
 
 def traits(row: Row) -> set[tuple[str, str]]:
     """The pairs that a row shows: its feature (in fp64) or precision with each axis of its layout; in fp64 its layout, or each axis of its
-    pipeline with the schedule."""
+    pipeline with the schedule. Under ZeRO: its stage with its feature or precision, and in fp64 with all that its layout is made of."""
     _, flags, tp, dp, pp = row.words
     words = FEATURES[row.feature].flags.split()
     groups = int(words[words.index("--num-query-groups") + 1]) if "--num-query-groups" in words else tp
     sequence = " with sp" if "--sequence-parallel" in flags else ""
     exact = row.precision == "fp64"
+    if row.stage:
+        split = "--pipeline-schedule zero-bubble" in " ".join(flags)
+        if not exact:
+            return {(f"zero{row.stage}", f"{row.precision}{' split' * (split and row.precision == 'fp16')}")}
+        beside = [word for word in row.layout.split() if word not in ("v2", "auto") and not word.startswith("pp")]
+        return {(f"zero{row.stage}", other) for other in (row.feature, *beside, *(["kv heads shared" + sequence] if tp > groups else []))}
     axes = {
         "tp" + sequence: tp > 1, "dp": dp > 1, "tp x dp": tp > 1 and dp > 1, "kv heads shared" + sequence: exact and tp > groups, "pp": pp > 1,
     }
@@ -237,8 +271,22 @@ CI = {
 }
 
 
+ZERO_CI = {  # each at every stage
+    "fp64": {
+        "gpt": "pp2 zero-bubble-v dp2", "dropout": "dp2", "llama": "pp2 interleaved v2 dp2", "gqa2-qknorm": "dp4 shard2", "mqa-qknorm-bias": "tp2 sp dp2",
+        "gqa4-qkvbias": "dp2", "mqa-bias": "tp2 dp2", "padding": "dp2", "documents": "pp2 zero-bubble dp2", "documents-rope": "dp2", "uneven": "dp4",
+        "caps-zloss": "dp2", "ramp-up": "pp2 gpipe dp2", "recompute": "pp2 1f1b dp2", "sgd": "dp2 serial",
+    },
+    "fp32": {"gpt": "dp2"}, "bf16": {"gpt": "tp2 sp dp2"}, "fp16": {"gpt": "dp2", "gqa2-qknorm": "pp2 zero-bubble dp2"}, "wire": {"gpt": "dp2"},
+}
+ZERO_3_CI = (Row("dp2 zero3 kept", "dropout"), Row("pp2 zero-bubble-v dp2 zero3 kept", "documents"), Row("pp4 1f1b auto dp2 zero3", "gpt"))
+
+
 def ci_rows() -> list[Row]:
     """The rows of CI, small worlds first."""
     rows = [Row(layout, feature, precision)
             for precision, table in CI.items() for feature, layouts in table.items() for layout in layouts.split(", ")]
+    rows += [Row(layout, feature, precision)
+             for precision, table in ZERO_CI.items() for feature, layout in table.items() for layout in staged((layout,))]
+    rows += ZERO_3_CI
     return sorted(rows, key=lambda row: row.world)

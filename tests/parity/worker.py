@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config.arguments import parse_arguments
 from megatron.data.loader import Batch, Source
+from megatron.layers.linear import WeightGrad, add_weight_grads
 from megatron.model.block import LayerBlock
 from megatron.observe.metrics import is_measured
 from megatron.observe.tracking import Tracker
@@ -149,16 +150,22 @@ def uneven() -> Iterator[None]:
 
 
 class _Explode(torch.autograd.Function):
-    """The identity; its backward pass writes an infinity into one element of a gradient buffer."""
+    """The identity; its backward pass adds infinities to the first row of a weight's gradient: at once, or where a split backward pass adds it."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, parameter: Tensor) -> Tensor:
-        ctx.parameter = parameter
+    def forward(ctx, x: Tensor, weight: nn.Parameter) -> Tensor:
+        ctx.weight = weight
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        ctx.parameter.main_grad.view(-1)[0] = float("inf")
+        weight = ctx.weight
+        left = WeightGrad(weight, dy.new_zeros(1, 1, weight.shape[0]), dy.new_ones(1, 1, weight.shape[1]))
+        left.dy[..., 0] = float("inf")
+        if hasattr(weight, "stash"):
+            weight.stash.append(left)
+        else:
+            add_weight_grads([left])
         return dy, None
 
 
