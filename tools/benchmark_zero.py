@@ -51,7 +51,7 @@ ROWS = ("0", "1", "2", "3", "3, kept gathered")
 MEASURES = ("resident", "between", "peak", "update", "wire")
 WARMUP, WIRED = 3, 2  # steps
 STAGE2_GOAL = 1.05
-PATIENCE = 100.0  # seconds for a turn
+PATIENCE = 300.0  # seconds for a turn
 
 
 def works(processes: list[int], micro_batches: list[int]) -> dict[str, Work]:
