@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -57,25 +57,10 @@ class Span:
     now: Counter[str]
     peak: Counter[str]
     at_peak: Counter[str]
-    peak_where: str
+    where: str  # line of ours that ran when the total was largest
 
 
-@dataclass
-class Sample:
-    """`fixed`: bytes of the kinds that a storage has for life; `open`: (storage, bytes) of those that may still turn out to be slots."""
-
-    fixed: Counter[str]
-    open: list[tuple[Storage, int]] = field(default_factory=list)
-    hidden: int = 0
-    where: str = ""
-
-    def by_kind(self) -> Counter[str]:
-        sums = Counter(self.fixed)
-        for storage, size in self.open:
-            sums[storage.kind] += size
-        sums["scratch"] += self.hidden
-        sums["total"] = sum(sums.values())
-        return sums
+Open = list[tuple[Storage, int]]  # storages that may still turn out to be slots, and their bytes
 
 
 def _frames() -> Iterator[FrameType]:
@@ -98,22 +83,22 @@ def _origin() -> tuple[str, str]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts while it is open: `with LiveBytes() as live`. Each `mark` ends a span and begins the next."""
+    """Counts while it is open; what lives when it is made is `before`. Each `mark` ends a span and begins the next."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live: dict[int, Storage] = {}  # by identity of torch's storage object, which lives as long as the memory does
-        self.samples: list[Sample] = []
-        self.most = 0
+        self.live: dict[str, dict[int, Storage]] = {kind: {} for kind in KINDS}  # by identity of torch's storage, which lives as long as the memory
+        self.refs: dict[str, dict[int, weakref.ref[torch.UntypedStorage]]] = {kind: {} for kind in KINDS}
+        self.kinds: dict[int, str] = {}
         self.blocks: list[Any] = []
         self.slots = False
         self.stack = contextlib.ExitStack()
+        self._begin_span()
+        gc.collect()
+        self._walk("before")
 
     def __enter__(self) -> LiveBytes:
-        gc.collect()
-        for tensor in gc.get_objects():
-            if issubclass(type(tensor), Tensor):  # isinstance asks dead proxies too
-                self._see(tensor, "before", "")
+        self._walk("activations")
         for name, hidden in CALLS.items():
             call = self._sampling(getattr(dist, name), hidden)
             for module in (dist, distributed_c10d):  # P2POp compares with the second
@@ -126,12 +111,13 @@ class LiveBytes(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self.stack.close()
+        self.blocks = []  # a module that was imported meanwhile may hold our functions, so us
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         origin = None
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in self.live:
+            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in self.kinds:
                 origin = origin or _origin()
                 self._see(tensor, *origin)
         self.sample()
@@ -145,13 +131,30 @@ class LiveBytes(TorchDispatchMode):
 
         return sampled
 
-    def _see(self, tensor: Tensor, kind: str, where: str) -> Storage | None:
-        if tensor.layout != torch.strided or (storage := tensor.untyped_storage()).device.type == "meta":
+    def _walk(self, kind: str) -> None:
+        for tensor in gc.get_objects():
+            if issubclass(type(tensor), Tensor):  # isinstance asks dead proxies too
+                self._see(tensor, kind, "")
+
+    def _see(self, tensor: Tensor, kind: str, where: str) -> int | None:
+        """Know a tensor's storage from now on; its key."""
+        if tensor.layout != torch.strided or (memory := tensor.untyped_storage()).device.type == "meta":
             return None
-        key = id(storage)
-        if key not in self.live:
-            self.live[key] = Storage(weakref.ref(storage, lambda _: self.live.pop(key, None)), kind, where)
-        return self.live[key]
+        key = id(memory)
+        if key not in self.kinds:
+            storage = Storage(weakref.ref(memory, lambda _: self._forget(key)), kind, where)
+            self.kinds[key], self.live[kind][key], self.refs[kind][key] = kind, storage, storage.ref
+        return key
+
+    def _forget(self, key: int) -> None:
+        kind = self.kinds.pop(key)
+        del self.live[kind][key], self.refs[kind][key]
+
+    def _rename(self, key: int, kind: str) -> None:
+        storage = self.live[self.kinds[key]][key]
+        self._forget(key)
+        storage.kind = self.kinds[key] = kind
+        self.live[kind][key], self.refs[kind][key] = storage, storage.ref
 
     def own(self, blocks: Iterable[Any], states: Iterable[Tensor], *, slots: bool) -> None:
         """From now on these blocks' buffers and the optimizer's states have their kinds. `slots`: gradients come and go."""
@@ -161,42 +164,56 @@ class LiveBytes(TorchDispatchMode):
             buffers += [(block.master, "optimizer"), (block.grad_shard, "gradients"), (None if slots else block.grad, "gradients"),
                         (block.weight, "parameters")]  # the last one counts: a master may be a view of the weight
         for buffer, kind in buffers:
-            if buffer is not None and (storage := self._see(buffer, kind, "")) is not None:
-                storage.kind = kind
+            if buffer is not None:
+                self._rename(self._see(buffer, kind, ""), kind)
 
-    def sample(self, hidden: int = 0) -> Sample:
-        """Add up what is alive."""
+    def sample(self, hidden: int = 0) -> Counter[str]:
+        """Add up what is alive; `hidden` more bytes were for a moment."""
         for block in self.blocks if self.slots else ():
-            if block.grad is not None and (storage := self._see(block.grad, "slots", "")) is not None and storage.kind == "scratch":
-                storage.kind = "slots"
-        sample = Sample(Counter(), hidden=hidden)
-        for storage in list(self.live.values()):
-            memory = storage.ref()
-            size = 0 if memory is None else memory.nbytes()
-            if storage.kind in ("scratch", "slots"):
-                sample.open.append((storage, size))
-            else:
-                sample.fixed[storage.kind] += size
-        if (total := hidden + sum(sample.fixed.values()) + sum(size for _, size in sample.open)) > self.most:
-            self.most, sample.where = total, _origin()[1]
-        self.samples.append(sample)
-        return sample
+            if block.grad is not None and self.kinds[key := self._see(block.grad, "slots", "")] != "slots":
+                self._rename(key, "slots")
+        now = Counter({kind: sum(map(_size, list(refs.values()))) for kind, refs in self.refs.items() if refs})
+        now["total"] = now.total()
+        if now["scratch"] or now["slots"] or hidden:
+            opened = [(storage, _size(storage.ref)) for kind in ("scratch", "slots") for storage in list(self.live[kind].values())]
+            if not self.open or self.open[-1] != (opened, hidden):
+                self.open.append((opened, hidden))
+        for kind in ("parameters", "gradients", "optimizer", "activations", "before"):
+            self.peak[kind] = max(self.peak[kind], now[kind])
+        if now["total"] + hidden > self.peak["total"]:
+            self.peak["total"], self.at_peak = now["total"] + hidden, (now, len(self.open) - 1, _origin()[1])
+        return now
+
+    def _begin_span(self) -> None:
+        self.peak: Counter[str] = Counter()
+        self.at_peak: tuple[Counter[str], int, str] = Counter(), -1, ""
+        self.open: list[tuple[Open, int]] = []
 
     def mark(self) -> Span:
         """The span since the last mark."""
-        now = self.sample().by_kind()
-        peak: Counter[str] = Counter()
-        largest, where = Counter({"total": -1}), ""
-        for sample in self.samples:
-            sums = sample.by_kind()
-            peak |= sums
-            if sums["total"] > largest["total"]:
-                largest, where = sums, sample.where
-        self.samples, self.most = [], 0
-        return Span(now, peak, largest, where)
+        now = self.sample()
+        opened = [_by_kind(*each) for each in self.open]  # by what they are known to be now
+        for each in opened:
+            self.peak |= each
+        at_peak, index, where = self.at_peak
+        if at_peak["scratch"] or at_peak["slots"]:
+            at_peak |= {"scratch": 0, "slots": 0, **opened[index]}
+        span = Span(now, self.peak, at_peak, where)
+        self._begin_span()
+        return span
 
     def largest(self, kind: str, count: int = 20) -> list[tuple[int, str]]:
         """(bytes, line that made it) of the largest storages of a kind that are alive: to find what should not be."""
-        sizes = [(memory.nbytes(), storage.where) for storage in list(self.live.values())
-                 if storage.kind == kind and (memory := storage.ref()) is not None]
-        return sorted(sizes, reverse=True)[:count]
+        return sorted(((_size(storage.ref), storage.where) for storage in list(self.live[kind].values())), reverse=True)[:count]
+
+
+def _size(ref: weakref.ref[torch.UntypedStorage]) -> int:
+    memory = ref()
+    return 0 if memory is None else memory.nbytes()
+
+
+def _by_kind(opened: Open, hidden: int) -> Counter[str]:
+    sums = Counter({"scratch": hidden})
+    for storage, size in opened:
+        sums[storage.kind] += size
+    return sums

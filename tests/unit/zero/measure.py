@@ -1,0 +1,118 @@
+"""What one rank measures: a whole real run through pretrain.py with the tracker open, and the same with a leak brought about."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import torch.distributed as dist
+
+from megatron.config.arguments import parse_arguments
+from megatron.dist import collectives
+from megatron.layers import embedding, linear
+from megatron.optimizer import clip, reduction, update
+from megatron.optimizer.blocks import Block
+from megatron.training import loop, pretrain
+from unit.zero.tracker import LiveBytes, Span
+
+
+@contextlib.contextmanager
+def pieces_of(size: int | None) -> Iterator[None]:
+    """Temporaries are formed, sent and widened in pieces of so many bytes: in a small model the real ones would hold everything at once."""
+    with contextlib.ExitStack() as stack:
+        if size is not None:
+            for module in (linear, embedding, reduction):
+                stack.enter_context(mock.patch.object(module, "SCRATCH_BYTES", size))
+            stack.enter_context(mock.patch.object(collectives, "ROUND_BYTES", size))
+            stack.enter_context(mock.patch.object(clip, "PIECE", size // 8))
+            stack.enter_context(mock.patch.object(update, "PIECE", size // 16))
+        yield
+
+
+def measure(flags: tuple[str, ...], pieces: int | None = None, leak: str | None = None) -> tuple[int, dict[str, list[Span]]]:
+    """(pipeline rank, spans by name): `between` two steps (nothing but its end counts), `step`, `evaluation`, in the order of the run."""
+    spans: dict[str, list[Span]] = {"start": [], "between": [], "step": [], "evaluation": []}
+    kept: list[loop.Run] = []
+    live = LiveBytes()
+
+    def train(run: loop.Run):
+        kept.append(run)
+        stack.enter_context(live)
+        states = [state for states in run.optimizer.states.values() for state in states]
+        live.own(run.zero.blocks, states, slots=run.zero.stage >= 2)
+        spans["start"].append(live.mark())
+        try:
+            return real_train(run)
+        finally:
+            spans["between"].append(live.mark())
+
+    def forward_backward(*args, **kwargs):
+        spans["between"].append(live.mark())
+        return real_forward_backward(*args, **kwargs)
+
+    def updated(*args, **kwargs):
+        pending = real_update(*args, **kwargs)
+        spans["step"].append(live.mark())
+        return pending
+
+    def evaluate(*args, **kwargs):
+        spans["between"].append(live.mark())
+        loss = real_evaluate(*args, **kwargs)
+        spans["evaluation"].append(live.mark())
+        return loss
+
+    real_train, real_forward_backward, real_update, real_evaluate = loop.train, loop.forward_backward, loop.update, loop.evaluate
+    parsed = parse_arguments(list(flags))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))  # the world goes on
+        stack.enter_context(mock.patch.object(pretrain, "train", train))
+        stack.enter_context(mock.patch.object(loop, "forward_backward", forward_backward))
+        stack.enter_context(mock.patch.object(loop, "update", updated))
+        stack.enter_context(mock.patch.object(loop, "evaluate", evaluate))
+        stack.enter_context(pieces_of(pieces))
+        if leak is not None:
+            stack.enter_context(LEAKS[leak]())
+        code = pretrain.pretrain(parsed.config, parsed.notes)
+    assert code == 0 and dist.get_world_size() == kept[0].groups.world.size
+    return kept[0].groups.pp.rank, spans
+
+
+# ---------------------------------------------------------------- faults that the checks must see
+
+
+@contextlib.contextmanager
+def leaked_block() -> Iterator[None]:
+    """In training one release of one gathered layer is forgotten."""
+    release, left = Block.release, []
+
+    def forgetful(block: Block) -> None:
+        if block.name == "layers.1":
+            left.append(block)
+        if len(left) != 5 or block.name != "layers.1":
+            release(block)
+
+    with mock.patch.object(Block, "release", forgetful):
+        yield
+    assert len(left) > 5
+
+
+@contextlib.contextmanager
+def leaked_slot() -> Iterator[None]:
+    """Somebody keeps the gradient buffer of one layer."""
+    close, kept = Block.close, []
+
+    def keeping(block: Block):
+        grad = close(block)
+        if block.name == "layers.1" and not kept:
+            kept.append(grad)
+        return grad
+
+    with mock.patch.object(Block, "close", keeping):
+        yield
+    assert kept
+
+
+LEAKS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {"block": leaked_block, "slot": leaked_slot}
