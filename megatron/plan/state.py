@@ -9,7 +9,7 @@ from megatron.config.derive import GATED, data_parallel_size
 from megatron.config.groups import Config, ModelConfig, PrecisionConfig
 from megatron.model.arithmetic import head_widths, local_shape
 from megatron.model.stages import Stage
-from megatron.optimizer.blocks import padded
+from megatron.optimizer.blocks import on_host_of, padded
 
 
 class Sizes(NamedTuple):
@@ -28,10 +28,6 @@ class Precisions(NamedTuple):
     gradient: int
     moments: int  # of all that the optimizer keeps beside the master weight
     wire: int  # of a gradient that is sent
-
-    @property
-    def separate_master(self) -> bool:
-        return self.compute != self.wide
 
 
 def element_sizes(precision: PrecisionConfig) -> tuple[int, int]:
@@ -93,19 +89,20 @@ def rank_blocks(config: Config, world_size: int, stages: Sequence[Stage], placem
 
 
 def static_bytes(config: Config, blocks: Sequence[Sizes], shard: int) -> dict[str, int]:
-    """Bytes between two steps of these (distinct) blocks: parameters, gradients, optimizer, and host, what --optimizer-cpu-offload moves there.
+    """Bytes between two steps of a rank's (distinct) blocks in the order of the forward pass: parameters, gradients, optimizer, and host, which is
+    what --optimizer-cpu-offload keeps in the host's memory.
 
     Per element with Adam, N ranks sharing, in bf16: 18 | 6 + 12/N | 2 + 16/N | 16/N at stages 0 | 1 | 2 | 3: 2 of weights, 4 of gradients, 4 of master
-    weights, 8 of moments; in fp32 16 | 8 + 8/N | 4 + 12/N | 16/N, where below stage 3 the weights are the master weights.
+    weights, 8 of moments; in fp32 16 | 8 + 8/N | 4 + 12/N | 16/N, where below stage 3 the weights are the master weights. Of a block that is stepped
+    on the host the master weights are always apart, and stage 3 has its rounded weights beside them, on the device.
     """
-    stage, size = config.distributed.zero_stage, precisions(config)
-    whole, part = sum(block.elements for block in blocks), sum(block.elements // shard for block in blocks)
-    updated = whole if stage == 0 else part
-    optimizer = ((size.separate_master or stage == 3) * size.wide + size.moments) * updated
-    host = round(config.optimizer.optimizer_offload_fraction * optimizer) if config.optimizer.optimizer_cpu_offload else 0
-    return {
-        "parameters": size.compute * whole if stage < 3 else 0,  # stage 3 gathers its master weights
-        "gradients": size.gradient * (whole if stage < 2 else part),
-        "optimizer": optimizer - host,
-        "host": host,
-    }
+    stage, size, optimizer = config.distributed.zero_stage, precisions(config), config.optimizer
+    fraction = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
+    found = dict.fromkeys(("parameters", "gradients", "optimizer", "host"), 0)
+    for block, on_host in zip(blocks, on_host_of([block.elements for block in blocks], fraction), strict=True):
+        whole, part = block.elements, block.elements // shard
+        updated = whole if stage == 0 else part
+        found["parameters"] += size.compute * (whole if stage < 3 else part * on_host)  # stage 3 gathers its master weights
+        found["gradients"] += size.gradient * (whole if stage < 2 else part)
+        found["host" if on_host else "optimizer"] += ((size.compute != size.wide or stage == 3 or on_host) * size.wide + size.moments) * updated
+    return found

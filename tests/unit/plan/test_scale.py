@@ -1,0 +1,122 @@
+"""Large models on many ranks, without a device: what the plan says each rank holds is what the blocks of its model take, to the byte.
+
+Models are built on the meta device, where storages have sizes and no memory, with the groups of one rank of the job.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from megatron.config.groups import Config, DataConfig, DistributedConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.config.validate import resolve
+from megatron.dist.groups import Axis, Groups, Layout, build_groups
+from megatron.layers.tensor_parallel import TensorParallel
+from megatron.model.arithmetic import local_parameter_count, padded_vocab_size
+from megatron.model.gpt import GPTModel
+from megatron.model.stages import pipeline_stages
+from megatron.optimizer.blocks import build_blocks
+from megatron.plan.memory import rank_memories, schedule_of
+
+LLAMA = {"activation": "swiglu", "normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False, "attention_dropout": 0.0,
+         "hidden_dropout": 0.0, "untie_embeddings_and_output_weights": True}
+GROUPED = {**LLAMA, "group_query_attention": True, "num_query_groups": 8}
+# layers, hidden, heads, ffn, sequence, vocabulary, others, parameters
+MODELS = {
+    "7B": (32, 4096, 32, 11008, 4096, 32000, LLAMA, 6.74e9),
+    "70B": (80, 8192, 64, 28672, 8192, 128256, GROUPED, 70.6e9),
+    "175B": (96, 12288, 96, None, 2048, 50257, {"attention_dropout": 0.0, "hidden_dropout": 0.0}, 175e9),
+    "405B": (126, 16384, 128, 53248, 8192, 128256, GROUPED, 405e9),
+}
+# ranks, tp, pp
+LAYOUTS = {"7B": [(64, 1, 1), (256, 2, 2)], "70B": [(64, 8, 1), (512, 8, 4)], "175B": [(512, 8, 8), (1024, 8, 16)], "405B": [(2016, 8, 9), (4096, 8, 16)]}
+
+
+def configure(name: str, world: int, tp: int, pp: int, **options) -> Config:
+    layers, hidden, heads, ffn, seq, vocab, others, _ = MODELS[name]
+    distributed = {key: value for key, value in options.items() if key in DistributedConfig.__dataclass_fields__}
+    optimizer = {key: value for key, value in options.items() if key not in distributed}
+    ranks = world // tp // pp
+    config = Config(
+        model=ModelConfig(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, ffn_hidden_size=ffn, **others),
+        precision=PrecisionConfig(bf16=True), data=DataConfig(mock_data=True, vocab_size=vocab - 1, seq_length=seq),
+        training=TrainingConfig(micro_batch_size=1, global_batch_size=16 * ranks, train_iters=1, recompute_granularity="full"),
+        optimizer=OptimizerConfig(lr=1.0, **optimizer),
+        distributed=DistributedConfig(tensor_model_parallel_size=tp, sequence_parallel=tp > 1, pipeline_model_parallel_size=pp, world_size=world,
+                                      pipeline_model_parallel_layout="auto" if pp > 1 else None, **distributed))
+    return resolve(config, world, vocab).config
+
+
+def blocks_of(config: Config, world: int, rank: int, vocab: int) -> tuple[GPTModel, list]:
+    """The blocks that training would build on the first rank of a pipeline rank."""
+    distributed = config.distributed
+    tp, pp = distributed.tensor_model_parallel_size, distributed.pipeline_model_parallel_size
+    layout = Layout(tp=tp, pp=pp, dp=world // tp // pp)
+    first = layout.rank({"tp": 0, "cp": 0, "dp": 0, "pp": rank})
+    groups: Groups = build_groups(layout, first, lambda ranks: None, config.model.num_query_groups, shard=distributed.zero_shard_size)
+    padded = padded_vocab_size(vocab, config.model, tp)
+    placement = schedule_of(config, world).placement
+    stages = tuple(stage for stage, where in zip(pipeline_stages(config, padded), placement, strict=True) if where == rank)
+    model = GPTModel(config.model, vocab_size=vocab, padded_vocab=padded, dtype=torch.bfloat16, seed=1, stages=stages,
+                     tp=TensorParallel(Axis("tp", 0, tuple(range(tp))), groups.kv, sequence=distributed.sequence_parallel))
+    fraction = config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0
+    return model, build_blocks(model, torch.device("meta"), groups, stage=distributed.zero_stage, host_fraction=fraction,
+                               narrow_grads=config.optimizer.main_grads_dtype == "bf16")
+
+
+def nbytes(*tensors: torch.Tensor | None) -> int:
+    """Bytes of the storages of tensors, each storage once."""
+    storages = {id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in tensors if tensor is not None}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("name, layout", [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts], ids=str)
+def test_the_plan_is_what_the_blocks_take(name, layout, stage):
+    world, tp, pp = layout
+    vocab = MODELS[name][5]
+    config = configure(name, world, tp, pp, zero_stage=stage)
+    planned, shard = rank_memories(config, vocab, world), world // tp // pp
+    for rank in sorted({0, pp // 2, pp - 1}):
+        _, blocks = blocks_of(config, world, rank, vocab)
+        elements = sum(block.size for block in blocks)
+        held = planned[rank].static
+        assert [block.size for block in blocks] == [block.elements for block in planned[rank].blocks]
+        assert [block.size - block.plan.late for block in blocks if block.name.startswith("layers")] == [
+            block.early for block in planned[rank].blocks if block.name.startswith("layer")]
+        assert held["parameters"] == nbytes(*(block.weight for block in blocks))
+        assert held["gradients"] == nbytes(*(tensor for block in blocks for tensor in (block.grad, block.grad_shard)))
+        assert held["optimizer"] == 3 * sum(block.master.numel() * 4 for block in blocks)
+        assert planned[rank].resident * shard == elements * {0: 18 * shard, 1: 6 * shard + 12, 2: 2 * shard + 16, 3: 16}[stage]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_padding_is_next_to_nothing(name):
+    """planner.md counts parameters without it."""
+    world, tp, pp = LAYOUTS[name][-1]
+    config, vocab = configure(name, world, tp, pp), MODELS[name][5]
+    ranks = rank_memories(config, vocab, world)
+    stored = local_parameter_count(config.model, padded_vocab_size(vocab, config.model, tp), tp)["total"]
+    assert sum(rank.parameters for rank in ranks) == stored + (0 if config.model.untie_embeddings_and_output_weights else
+                                                               padded_vocab_size(vocab, config.model, tp) // tp * config.model.hidden_size)
+    assert stored * tp == pytest.approx(MODELS[name][7], rel=0.01)
+    assert all(0 <= rank.resident - 18 * rank.parameters < 1e-4 * rank.resident for rank in ranks)
+
+
+def test_hybrid_sharding_narrow_state_and_offload():
+    world, vocab = 64, 32000
+    for options in ({"zero_shard_size": 8}, {"main_grads_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+                    {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}):
+        for stage in (1, 2, 3):
+            config = configure("7B", world, 1, 1, zero_stage=stage, **options)
+            (planned,), (_, blocks) = rank_memories(config, vocab, world), blocks_of(config, world, 0, vocab)
+            narrow = "exp_avg_dtype" in options
+            state = [(block.on_host, block.master.numel() * (4 + (4 if narrow else 8))) for block in blocks]
+            assert planned.static == {
+                "parameters": nbytes(*itertools.chain.from_iterable((block.weight, block.rounded) for block in blocks)),
+                "gradients": nbytes(*(tensor for block in blocks for tensor in (block.grad, block.grad_shard))),
+                "optimizer": sum(size for on_host, size in state if not on_host), "host": sum(size for on_host, size in state if on_host),
+            }
+            assert (planned.static["host"] > 0) == ("optimizer_cpu_offload" in options)
