@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim.sgd import sgd
 
 from megatron.config.groups import OptimizerConfig
 
-PIECE = 1 << 17  # elements updated at once on a CPU: their scratch, at most 1.5 MB, stays in cache; a multiple of blocks.ALIGNMENT
+PIECE = 1 << 19  # elements updated at once on a CPU, a multiple of blocks.ALIGNMENT: 2 MB of scratch for each narrow buffer
 PIECE_CUDA = 1 << 23
 
 
@@ -29,12 +30,16 @@ def find_apex() -> str | None:
 
 
 def choose_adam(config: OptimizerConfig, device: torch.device) -> str:
-    """The AdamW implementation: apex on a GPU that has it, else torch's fused kernel, unless the flag says otherwise."""
-    choice, missing = config.adam_implementation, find_apex()
-    if choice == "apex" and (missing or device.type != "cuda"):
-        raise ValueError(f"--adam-implementation apex: {missing or 'it needs a GPU'}; drop the flag to take torch's fused AdamW")
+    """The AdamW implementation: apex on a GPU that has it and where moments are fp32, else torch's fused kernel, unless the flag says otherwise."""
+    choice, unfit = config.adam_implementation, find_apex()
+    if device.type != "cuda":
+        unfit = unfit or "it needs a GPU"
+    elif "bf16" in (config.exp_avg_dtype, config.exp_avg_sq_dtype):
+        unfit = unfit or "its moments are fp32, not those of --exp-avg-dtype bf16 or --exp-avg-sq-dtype bf16"
+    if choice == "apex" and unfit:
+        raise ValueError(f"--adam-implementation apex: {unfit}; drop the flag to take torch's fused AdamW")
     if choice == "auto":
-        return "apex" if device.type == "cuda" and not missing else "torch-fused"
+        return "torch-fused" if unfit else "apex"
     return choice
 
 
@@ -50,7 +55,10 @@ class UpdateRule:
         return ("exp_avg", "exp_avg_sq") if self.config.optimizer == "adam" else ("momentum_buffer",)
 
     def state_dtype(self, name: str, wide: torch.dtype) -> torch.dtype:
-        """What a buffer is stored in; `wide` is the precision of master weights."""
+        """What a buffer is stored in; `wide` is the precision of master weights.
+
+        A bf16 exp_avg_sq is rounded to nearest: it cannot decay while 1 - beta2 is under half a spacing of bf16 (2^-9 to 2^-8).
+        """
         narrow = {"exp_avg": self.config.exp_avg_dtype, "exp_avg_sq": self.config.exp_avg_sq_dtype}
         return torch.bfloat16 if narrow.get(name) == "bf16" else wide
 
@@ -69,38 +77,41 @@ class UpdateRule:
         """
         size = PIECE_CUDA if master.is_cuda else PIECE
         adam = {"torch-fused": self._fused, "torch": self._loop, "apex": self._apex}[self.implementation]
-        update = self._sgd if self.config.optimizer == "sgd" else adam
+        update, folds = (self._sgd, False) if self.config.optimizer == "sgd" else (adam, self._folds(coefficient))
+        settings = {"count": step + 1, "divisor": 1 / coefficient if folds else None, "found_inf": found_inf, "lr": lr, "weight_decay": weight_decay}
         stored = [grad, *(states[name] for name in self.state_names)]
         scratch = [None if buffer.dtype == master.dtype else master.new_empty(min(size, master.numel())) for buffer in stored]
-        settings = (step + 1, coefficient, found_inf, lr, weight_decay)
-        rounded = out.split(size) if out is not None else [None] * -(-master.numel() // size)
+        rounded = [None] * math.ceil(master.numel() / size) if out is None else out.split(size)
         for weight, result, *pieces in zip(master.split(size), rounded, *(buffer.split(size) for buffer in stored)):
             wide = [piece if room is None else room[: piece.numel()].copy_(piece) for piece, room in zip(pieces, scratch)]
-            update(weight, *wide, *settings)
-            for piece, room, value in zip(pieces[1:], scratch[1:], wide[1:]):
-                if room is not None:
+            if not folds:
+                wide[0].mul_(coefficient)
+            update(weight, *wide, **settings)
+            for piece, value in zip(pieces[1:], wide[1:]):
+                if value is not piece:
                     piece.copy_(value)
             if result is not None:
                 result.copy_(weight)
 
-    def _fused(self, weight, grad, exp_avg, exp_avg_sq, count, coefficient, found_inf, lr, weight_decay) -> None:
-        folds = coefficient.dtype == torch.float32  # the kernel reads an fp32 word
-        torch._fused_adamw_(
-            [weight], [grad if folds else grad.mul_(coefficient)], [exp_avg], [exp_avg_sq], [], [count], lr=lr, beta1=self.config.adam_beta1,
-            beta2=self.config.adam_beta2, weight_decay=weight_decay, eps=self.config.adam_eps, amsgrad=False, maximize=False,
-            grad_scale=1 / coefficient if folds else None, found_inf=found_inf)
+    def _folds(self, coefficient: Tensor) -> bool:
+        return self.implementation == "torch-fused" and coefficient.dtype == torch.float32  # the kernel reads an fp32 word
 
-    def _loop(self, weight, grad, exp_avg, exp_avg_sq, count, coefficient, found_inf, lr, weight_decay) -> None:
-        adamw([weight], [grad.mul_(coefficient)], [exp_avg], [exp_avg_sq], [], [count - 1], foreach=False, amsgrad=False,
-              beta1=self.config.adam_beta1, beta2=self.config.adam_beta2, lr=lr, weight_decay=weight_decay, eps=self.config.adam_eps, maximize=False)
+    def _fused(self, weight, grad, exp_avg, exp_avg_sq, *, count, divisor, found_inf, lr, weight_decay) -> None:
+        torch._fused_adamw_(  # what torch.optim.adamw.adamw calls, without its 30 us of bookkeeping for each piece
+            [weight], [grad], [exp_avg], [exp_avg_sq], [], [count], lr=lr, beta1=self.config.adam_beta1, beta2=self.config.adam_beta2,
+            weight_decay=weight_decay, eps=self.config.adam_eps, amsgrad=False, maximize=False, grad_scale=divisor, found_inf=found_inf)
 
-    def _apex(self, weight, grad, exp_avg, exp_avg_sq, count, coefficient, found_inf, lr, weight_decay) -> None:
-        amp_c, applier = importlib.import_module("amp_C"), importlib.import_module("apex.multi_tensor_apply").multi_tensor_applier  # never run
+    def _loop(self, weight, grad, exp_avg, exp_avg_sq, *, count, divisor, found_inf, lr, weight_decay) -> None:
+        adamw([weight], [grad], [exp_avg], [exp_avg_sq], [], [count - 1], foreach=False, amsgrad=False, beta1=self.config.adam_beta1,
+              beta2=self.config.adam_beta2, lr=lr, weight_decay=weight_decay, eps=self.config.adam_eps, maximize=False)
+
+    def _apex(self, weight, grad, exp_avg, exp_avg_sq, *, count, divisor, found_inf, lr, weight_decay) -> None:
+        # never run: no machine with apex was at hand
+        amp_c, applier = importlib.import_module("amp_C"), importlib.import_module("apex.multi_tensor_apply").multi_tensor_applier
         overflow = torch.zeros(1, dtype=torch.int, device=weight.device)
-        lists = [[grad.mul_(coefficient)], [weight], [exp_avg], [exp_avg_sq]]
-        applier(amp_c.multi_tensor_adam, overflow, lists, lr, self.config.adam_beta1, self.config.adam_beta2, self.config.adam_eps,
-                int(count.item()), 1, True, weight_decay)
+        applier(amp_c.multi_tensor_adam, overflow, [[grad], [weight], [exp_avg], [exp_avg_sq]], lr, self.config.adam_beta1,
+                self.config.adam_beta2, self.config.adam_eps, int(count.item()), 1, True, weight_decay)
 
-    def _sgd(self, weight, grad, momentum_buffer, count, coefficient, found_inf, lr, weight_decay) -> None:
-        sgd([weight], [grad.mul_(coefficient)], [momentum_buffer], fused=True, weight_decay=weight_decay, momentum=self.config.sgd_momentum, lr=lr,
-            dampening=0.0, nesterov=False, maximize=False, found_inf=found_inf)
+    def _sgd(self, weight, grad, momentum_buffer, *, count, divisor, found_inf, lr, weight_decay) -> None:
+        sgd([weight], [grad], [momentum_buffer], fused=True, weight_decay=weight_decay, momentum=self.config.sgd_momentum, lr=lr, dampening=0.0,
+            nesterov=False, maximize=False, found_inf=found_inf)
