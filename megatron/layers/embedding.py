@@ -33,6 +33,7 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         (ids,) = ctx.saved_tensors
+        assert not getattr(ctx.weight, "fresh", False), "of a tied matrix the head's product comes first"
         embedding_weight_grad(dy, ids, ctx.weight.main_grad)
         return None, None
 
@@ -54,6 +55,7 @@ class _VocabularyParallelEmbedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         local, elsewhere = ctx.saved_tensors
+        assert not getattr(ctx.weight, "fresh", False), "of a tied matrix the head's product comes first"
         dy = all_gather(dy, ctx.tp.axis) if ctx.tp.sequence else dy
         embedding_weight_grad(dy.masked_fill(elsewhere.unsqueeze(-1), 0), local, ctx.weight.main_grad)
         return None, None, None

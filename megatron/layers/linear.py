@@ -1,7 +1,8 @@
 """Linear layers with separate input- and weight-gradient functions, whole or shared over tensor-parallel ranks.
 
 Weight gradients never appear as `.grad`: each parameter carries `main_grad`, a view of its block's gradient buffer (fp32, or fp64 in a
-float64 run), and the functions below add into it. s sequence, b batch, i in, o out; under sequence parallelism s is this rank's part
+float64 run), and the functions below add into it. A weight whose attribute `fresh` is set holds nothing to add to: its first product overwrites
+what is there, which saves clearing and reading it. s sequence, b batch, i in, o out; under sequence parallelism s is this rank's part
 wherever a value lies outside a pair of column- and row-parallel layers.
 
 Tensor parallelism (Shoeybi et al. 2019): a column-parallel layer holds some of the outputs, a row-parallel layer some of the inputs.
@@ -44,20 +45,27 @@ def linear_input_grad(dy: Tensor, weight: Tensor) -> Tensor:
     return dy.matmul(weight)
 
 
-def linear_weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor) -> None:
-    """main_grad [o, i] += dy^T x, with dy [s, b, o] and x [s, b, i]; no temporary above SCRATCH_BYTES."""
+def linear_weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool = False) -> None:
+    """main_grad [o, i] += dy^T x (= where it is to `overwrite`), with dy [s, b, o] and x [s, b, i]; no temporary above SCRATCH_BYTES."""
     dy, x = dy.flatten(0, -2), x.flatten(0, -2)
     if main_grad.dtype == dy.dtype:
-        main_grad.addmm_(dy.t(), x)  # the product is added by the GEMM itself
+        main_grad.addmm_(dy.t(), x, beta=0 if overwrite else 1)  # the product is added by the GEMM itself
         return
     if dy.is_cuda:
         step = max(1, SCRATCH_BYTES // (x.shape[1] * main_grad.element_size()))
         for row in range(0, main_grad.shape[0], step):
-            main_grad[row : row + step].add_(torch.mm(dy[:, row : row + step].t(), x, out_dtype=main_grad.dtype))
+            product = torch.mm(dy[:, row : row + step].t(), x, out_dtype=main_grad.dtype)
+            main_grad[row : row + step].copy_(product) if overwrite else main_grad[row : row + step].add_(product)
         return
     step = max(1, SCRATCH_BYTES // (main_grad.element_size() * max(x.shape[1], dy.shape[1])))  # no bf16 x bf16 -> fp32 product here
     for token in range(0, x.shape[0], step):
-        main_grad.addmm_(dy[token : token + step].t().to(main_grad.dtype), x[token : token + step].to(main_grad.dtype))
+        piece = slice(token, token + step)
+        main_grad.addmm_(dy[piece].t().to(main_grad.dtype), x[piece].to(main_grad.dtype), beta=0 if overwrite and token == 0 else 1)
+
+
+def _add_weight_grad(dy: Tensor, x: Tensor, weight: nn.Parameter) -> None:
+    overwrite, weight.fresh = getattr(weight, "fresh", False), False
+    linear_weight_grad(dy, x, weight.main_grad, overwrite)
 
 
 def bias_grad(dy: Tensor, main_grad: Tensor) -> None:
@@ -84,7 +92,7 @@ class WeightGrad(NamedTuple):
 
 
 def _finish(weight: nn.Parameter, dy: Pending, x: Pending) -> None:
-    linear_weight_grad(dy.wait(), x.wait(), weight.main_grad)
+    _add_weight_grad(dy.wait(), x.wait(), weight)
 
 
 @torch.no_grad()
@@ -128,7 +136,7 @@ class _Linear(torch.autograd.Function):
         (x,), stash = ctx.saved_tensors, _stash(ctx.weight)
         dx = linear_input_grad(dy, ctx.weight)
         if stash is None:
-            linear_weight_grad(dy, x, ctx.weight.main_grad)
+            _add_weight_grad(dy, x, ctx.weight)
         else:
             stash.append(WeightGrad(ctx.weight, dy, x.detach()))
         if ctx.bias is not None:
@@ -173,7 +181,7 @@ class _ColumnLinear(torch.autograd.Function):
         if not tp.overlap:
             summing.wait()
         if gathering is not None:
-            linear_weight_grad(dy, gathering.wait(), weight.main_grad)
+            _add_weight_grad(dy, gathering.wait(), weight)
         if ctx.bias is not None:
             bias_grad(dy, ctx.bias.main_grad)
         return summing.wait(), None, None, None
@@ -214,7 +222,7 @@ class _RowLinear(torch.autograd.Function):
             dy = all_gather(dy, tp.axis) if tp.sequence else dy
             dx = linear_input_grad(dy, weight)
         if stash is None:
-            linear_weight_grad(dy, x, weight.main_grad)
+            _add_weight_grad(dy, x, weight)
         return dx, None, None, None
 
 

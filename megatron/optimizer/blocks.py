@@ -61,7 +61,7 @@ class Plan:
 
     name: str
     entries: tuple[Entry, ...]
-    late: int  # elements at its beginning: the weights of linear layers, whose gradients a split backward pass leaves for later
+    late: int  # elements at its beginning: weights of linear layers, whose gradients a split backward pass leaves for later
     decayed: int  # elements of the first segment
     size: int  # with padding
 
@@ -103,7 +103,8 @@ class Block:
         elif on_host:
             self.rounded = torch.zeros(length, dtype=dtype, device=device)
         if stage < 2:
-            self.open()
+            self.grad = torch.zeros(self.size, dtype=grad_dtype, device=device)
+            self._lend(self.grad)
             self.grad_shard = self.part(self.grad)
         else:
             self.grad_shard = torch.zeros(length, dtype=grad_dtype, device=device)
@@ -115,11 +116,6 @@ class Block:
     def slice(self, buffer: Tensor) -> Tensor:
         """This rank's slice of a whole buffer: `part`, but at stage 0, where a rank updates all of it."""
         return buffer.chunk(self.shard.size)[self.shard.rank]
-
-    @property
-    def accumulated(self) -> Tensor:
-        """What gradients are added up in over a step."""
-        return self.grad if self.stage < 2 else self.grad_shard
 
     # ---- weights at stage 3
 
@@ -138,11 +134,34 @@ class Block:
     # ---- gradients at stages 2 and 3
 
     def open(self) -> None:
-        """Give the parameters a `main_grad` of zeros: the block's gradient buffer."""
+        """Give the parameters a `main_grad` without content: the block's gradient buffer."""
         assert self.grad is None
-        self.grad = torch.zeros(self.size, dtype=self.grad_dtype, device=self.weight.device)
+        self.grad = torch.empty(self.size, dtype=self.grad_dtype, device=self.weight.device)
+        self._lend(self.grad)
+        self._empty()
+
+    def _lend(self, buffer: Tensor) -> None:
         for entry, parameter in zip(self.entries, self.parameters):
-            parameter.main_grad = entry.view(self.grad)
+            parameter.main_grad = entry.view(buffer)
+
+    def _empty(self) -> None:
+        """What the gradient buffer holds is not to be added to. Weights of linear layers are overwritten by their first product: only what lies
+        between and after them is cleared."""
+        start = 0
+        for entry, parameter in zip(self.entries, self.parameters):
+            if entry.stop <= self.plan.late:
+                parameter.fresh = True
+                self.grad[start : entry.start].zero_()
+                start = entry.stop
+        self.grad[start:].zero_()
+
+    def complete(self) -> bool:
+        """Whether every weight of a linear layer has had its product."""
+        return not any(getattr(parameter, "fresh", False) for parameter in self.parameters)
+
+    def clear(self) -> None:
+        """Before a step: nothing has been added up yet."""
+        self._empty() if self.stage < 2 else self.grad_shard.zero_()
 
     def close(self) -> Tensor:
         """Take the gradient buffer away; it lives as long as the caller keeps it."""
@@ -236,6 +255,7 @@ def plan_blocks(model: GPTModel, parts: int) -> list[tuple[Plan, list[nn.Paramet
     for unit_name, unit in model.units():
         late = {f"{name}.weight" for name, module in unit.named_modules() if isinstance(module, Linear)}
         parameters = [(name, p) for name, p in unit.named_parameters() if p not in placed]  # a tied head adds none
+        late |= {name for name, p in parameters if model.head is not None and p is model.head.weight}  # the head's gradient precedes the embedding's
         parameters.sort(key=lambda item: (not decays(item[1]), item[0] not in late))
         placed.update(p for _, p in parameters)
         entries, ends = [], {"late": 0, "decayed": 0, "all": 0}

@@ -79,7 +79,7 @@ class Optimizer:
             if block in self.waiting:
                 self.unclear.add(block)
             else:
-                block.accumulated.zero_()
+                block.clear()
 
     def squares(self) -> Tensor:
         """This rank's share of the gradient's sum of squares (float64)."""
@@ -125,7 +125,7 @@ class Optimizer:
         self.waiting.remove(block)
         if block in self.unclear:
             self.unclear.remove(block)
-            block.accumulated.zero_()
+            block.clear()
 
     def weight_boxes(self) -> Iterator[tuple[Box, Tensor]]:
         """The parts of logical weights in this rank's master weights, each with the view that holds it."""

@@ -244,6 +244,7 @@ class Zero:
         if self.due[block] > 0:
             return
         self.due[block] = self.period[block]
+        assert block.complete(), f"{block.name}: a weight without a gradient"
         if self.watched is not None:
             self.watched += sum_of_squares([block.grad], block.grad.device)
             if self.stage >= 2:
