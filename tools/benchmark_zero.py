@@ -30,7 +30,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -48,15 +47,21 @@ SYSTEMS = {  # system -> the row that it stands in
 }
 NARROW = "deepspeed-0"  # accumulates in bf16: shown, but no yardstick for memory
 ROWS = ("0", "1", "2", "3", "3, kept gathered")
+TOGETHER = (ROWS[:1], ROWS[1:3], ROWS[3:])  # rows whose systems are alive at the same time, when time is measured
 MEASURES = ("resident", "between", "peak", "update", "wire")
 WARMUP, WIRED = 3, 2  # steps
 STAGE2_GOAL = 1.05
 PATIENCE = 300.0  # seconds for a turn
 
 
-def works(processes: list[int], micro_batches: list[int]) -> dict[str, Work]:
-    """The settings by their names."""
-    return {f"N={n}, m={m}": replace(MODEL, data_parallel=n, accumulation=m) for n in processes for m in micro_batches}
+def works(processes: list[int], micro_batches: list[int]) -> list[Work]:
+    """The settings."""
+    return [replace(MODEL, data_parallel=n, accumulation=m) for n in processes for m in micro_batches]
+
+
+def setting_of(work: Work) -> str:
+    """A setting's name."""
+    return f"N={work.data_parallel}, m={work.accumulation}"
 
 
 def flags_of(system: str, work: Work) -> list[str]:
@@ -123,25 +128,22 @@ def mean_loss(answers: list[dict[str, Any]], ours: bool) -> list[float]:
     return answers[0]["losses"] if ours else [statistics.mean(losses) for losses in zip(*(answer["losses"] for answer in answers))]
 
 
-def measure_memory(args: argparse.Namespace, folder: Path, runs: list[dict[str, Any]]) -> Iterator[str]:
-    """Appends one run for each setting and system to `runs`; hands out each setting's name when it is done."""
-    for setting, work in works(args.processes, args.micro_batches).items():
-        write_start(folder, work, our_flags(work))
-        for system in args.systems:
-            group = Group(system, work, args.peers, folder)
-            try:
-                losses = mean_loss(group.turn(f"time {WARMUP}"), system.startswith("ours"))
-                before = sent_bytes()
-                group.turn(f"time {WIRED}")
-                sent = (sent_bytes() - before) / WIRED / work.processes
-                watched = group.turn("watch 2")
-            finally:
-                group.end()
-            bytes_of = {name: max(answer["bytes"][name] for answer in watched if name in answer["bytes"])
-                        for name in sorted({name for answer in watched for name in answer["bytes"]})}
-            runs.append({"setting": setting, "system": system, "wire": sent, "losses": losses, **bytes_of})
-            print(memory_line(runs[-1]), flush=True)
-        yield setting
+def measure_memory(args: argparse.Namespace, work: Work, folder: Path) -> list[dict[str, Any]]:
+    """One run for each system."""
+    runs = []
+    for system in args.systems:
+        group = Group(system, work, args.peers, folder)
+        try:
+            losses = mean_loss(group.turn(f"time {WARMUP}"), system.startswith("ours"))
+            before = sent_bytes()
+            group.turn(f"time {WIRED}")
+            sent = (sent_bytes() - before) / WIRED / work.processes
+            watched = [answer["bytes"] for answer in group.turn("watch 2")]
+        finally:
+            group.end()
+        runs.append({"system": system, "wire": sent, "losses": losses, **{name: max(rank[name] for rank in watched) for name in watched[0]}})
+        print(f"{setting_of(work)}, {system}: peak {runs[-1]['peak'] / parameters():.2f}, wire {sent / parameters():.2f}", flush=True)
+    return runs
 
 
 def parameters() -> int:
@@ -150,21 +152,12 @@ def parameters() -> int:
     return 2 * MODEL.vocab * MODEL.hidden + MODEL.layers * layer + MODEL.hidden
 
 
-def memory_line(run: dict[str, Any]) -> str:
-    """A row of the table, in bytes per parameter."""
-    count = parameters()
-    figures = [run.get(name) for name in (*MEASURES, "forward")]
-    figures[-1] = run["forward"] - max(run["resident"], run.get("between", 0))
-    values = " | ".join("-" if value is None else f"{value / count:.2f}" for value in figures)
-    return f"| {run['setting']} | {SYSTEMS[run['system']]} | {run['system']} | {values} | {run['losses'][0]:.4f} |"
-
-
-def verdicts(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def verdicts(settings: dict[str, Any]) -> list[dict[str, Any]]:
     """For each setting, row and measure ours against the best peer."""
     found = []
-    for setting in dict.fromkeys(run["setting"] for run in runs):
+    for setting, measured in settings.items():
         for row in ROWS:
-            here = [run for run in runs if run["setting"] == setting and SYSTEMS[run["system"]] == row]
+            here = [run for run in measured["runs"] if SYSTEMS[run["system"]] == row]
             ours, peers = ([run for run in here if run["system"].startswith("ours") == own] for own in (True, False))
             for measure in MEASURES:
                 fair = [run for run in peers if run["system"] != NARROW or measure == "wire"]
@@ -176,52 +169,54 @@ def verdicts(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def memory_tables(runs: list[dict[str, Any]]) -> str:
+def memory_tables(settings: dict[str, Any]) -> str:
     """Markdown."""
-    lines = [f"Bytes per parameter ({parameters():,} parameters), of the fullest rank; `wire` per rank and step.", "",
+    count, judged = parameters(), verdicts(settings)
+    lines = [f"Bytes per parameter ({count:,} parameters), of the fullest rank; `wire` per rank and step.", "",
              f"| setting | stage | system | {' | '.join(MEASURES)} | activations | first loss |", "|---|---|---|" + "---|" * (len(MEASURES) + 2)]
-    order = sorted(runs, key=lambda run: (run["setting"], ROWS.index(SYSTEMS[run["system"]]), not run["system"].startswith("ours")))
-    lines += [memory_line(run) for run in order]
-    judged = verdicts(runs)
+    for setting, measured in settings.items():
+        for run in sorted(measured["runs"], key=lambda run: (ROWS.index(SYSTEMS[run["system"]]), not run["system"].startswith("ours"))):
+            values = " | ".join(f"{run[name] / count:.2f}" if name in run else "-" for name in MEASURES)
+            activations = (run["forward"] - max(run["resident"], run.get("between", 0))) / count
+            lines.append(f"| {setting} | {SYSTEMS[run['system']]} | {run['system']} | {values} | {activations:.2f} | {run['losses'][0]:.4f} |")
     lines += ["", f"{sum(each['passed'] for each in judged)} of {len(judged)} comparisons with the best peer are won or level. Lost:", "",
               "| setting | stage | measure | ours | best peer | which |", "|---|---|---|---|---|---|"]
-    count = parameters()
     lines += [f"| {each['setting']} | {each['row']} | {each['measure']} | {each['ours'] / count:.3f} | {each['best'] / count:.3f} | {each['peer']} |"
               for each in judged if not each["passed"]]
     return "\n".join(lines)
 
 
-def measure_time(args: argparse.Namespace, folder: Path, runs: list[dict[str, Any]]) -> Iterator[str]:
-    """Appends one run for each setting, system and round to `runs`; hands out each setting's name when it is done."""
-    for setting, work in works(args.processes, args.micro_batches).items():
-        write_start(folder, work, our_flags(work))
-        steps = max(1, args.steps // work.accumulation)
+def measure_time(args: argparse.Namespace, work: Work, folder: Path) -> list[dict[str, Any]]:
+    """One run for each system and round."""
+    runs = []
+    steps = max(1, args.steps // work.accumulation)
+    for rows in TOGETHER:
         groups: list[Group] = []
         try:
-            for system in args.systems:
+            for system in (system for system in args.systems if SYSTEMS[system] in rows):
                 groups.append(Group(system, work, args.peers, folder))
                 groups[-1].turn(f"time {WARMUP}")
             wait_until_quiet(args.quiet, args.patience)
             for index in range(args.rounds):
-                turn = index % len(groups)
+                turn = index % max(1, len(groups))
                 for group in groups[turn:] + groups[:turn]:
                     begun, busy = time.perf_counter(), busy_seconds()
                     answers = group.turn(f"time {steps}")
                     wall, busy = time.perf_counter() - begun, busy_seconds() - busy
                     cpu = sum(answer["cpu"] for answer in answers)
-                    runs.append({"setting": setting, "system": group.system, "round": index, "seconds": wall / steps, "cpu": cpu / steps,
+                    runs.append({"system": group.system, "round": index, "seconds": wall / steps, "cpu": cpu / steps,
                                  "others_cores": round(max(0.0, busy - cpu) / wall, 3)})
         finally:
             for group in groups:
                 group.end()
-        yield setting
+    return runs
 
 
-def time_rows(runs: list[dict[str, Any]], quiet: float) -> list[dict[str, Any]]:
+def time_rows(settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Our stages against each peer of the row, and our stage 2 against our stage 1 with one micro-batch."""
     rows = []
-    for setting in dict.fromkeys(run["setting"] for run in runs):
-        here = {(run["system"], run["round"]): run for run in runs if run["setting"] == setting}
+    for setting, measured in settings.items():
+        here = {(run["system"], run["round"]): run for run in measured["runs"]}
         systems = list(dict.fromkeys(system for system, _ in here))
         pairs = [(a, b, False) for a in systems for b in systems
                  if a.startswith("ours") and not b.startswith("ours") and SYSTEMS[a] == SYSTEMS[b]]
@@ -229,8 +224,9 @@ def time_rows(runs: list[dict[str, Any]], quiet: float) -> list[dict[str, Any]]:
             pairs.append(("ours-2", "ours-1", True))
         for a, b, upper in pairs:
             both = [(here[a, index], here[b, index]) for system, index in here if system == a and (b, index) in here]
+            quiet = [pair for pair in both if all(run["others_cores"] < measured["quiet"] for run in pair)]
             row = {"setting": setting, "ours": a, "peer": b, "goal": STAGE2_GOAL if upper else 1.0}
-            for clock, counted in (("seconds", [pair for pair in both if all(run["others_cores"] < quiet for run in pair)]), ("cpu", both)):
+            for clock, counted in (("seconds", quiet), ("cpu", both)):
                 if counted:
                     ratios = [x[clock] / y[clock] if upper else y[clock] / x[clock] for x, y in counted]
                     row[clock] = {"ours": statistics.median(x[clock] for x, _ in counted), "peer": statistics.median(y[clock] for _, y in counted),
@@ -239,11 +235,11 @@ def time_rows(runs: list[dict[str, Any]], quiet: float) -> list[dict[str, Any]]:
     return rows
 
 
-def time_tables(runs: list[dict[str, Any]], quiet: float) -> str:
+def time_tables(settings: dict[str, Any]) -> str:
     """Markdown."""
     lines = ["| setting | ours | against | clock | our step, ms | its step, ms | ratio (95% interval) | goal | pairs | verdict |",
              "|---|---|---|---|---|---|---|---|---|---|"]
-    for row in time_rows(runs, quiet):
+    for row in time_rows(settings):
         for clock, name in (("seconds", "elapsed"), ("cpu", "CPU")):
             if clock not in row:
                 lines.append(f"| {row['setting']} | {row['ours']} | {row['peer']} | {name} | - | - | - | {row['goal']} | 0 | no quiet pair |")
@@ -268,7 +264,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=4, help="micro-batches in each turn of a round, rounded to whole steps")
     parser.add_argument("--quiet", type=float, default=0.2, help="cores that others may use on average during a counted run")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for that before each setting")
-    parser.add_argument("--out", type=Path, help="JSON of every run; a part that is not measured now stays as it is there")
+    parser.add_argument("--out", type=Path, help="JSON of every run; settings that are not measured now stay as they are there")
     args = parser.parse_args(argv)
     if args.setup:
         setup(args.setup)
@@ -276,20 +272,24 @@ def main(argv: list[str]) -> None:
         return
     document: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
     document |= {"model": asdict(MODEL), "parameters": parameters()}
+    both = not (args.memory or args.time)
+    if (args.memory or both) and not own_loopback():
+        raise RuntimeError("the kernel gives this user no network of its own, so bytes on the wire cannot be counted; run as root")
+    parts = {"memory": (measure_memory, verdicts, memory_tables), "time": (measure_time, time_rows, time_tables)}
     with tempfile.TemporaryDirectory() as folder:
-        for part, measure in (("memory", measure_memory), ("time", measure_time)):
-            if not (getattr(args, part) or not (args.memory or args.time)):
+        for part, (measure, judge, table) in parts.items():
+            if not (getattr(args, part) or both):
                 continue
-            if part == "memory" and not own_loopback():
-                raise RuntimeError("the kernel gives this user no network of its own, so bytes on the wire cannot be counted; run as root")
-            about = {"started": datetime.now().isoformat(timespec="seconds"), "command": argv, "machine": machine()}
-            runs: list[dict[str, Any]] = []
-            for _ in measure(args, Path(folder) / "start", runs):
-                document[part] = about | {"runs": runs, "rows": verdicts(runs) if part == "memory" else time_rows(runs, args.quiet)}
+            measured = document.setdefault(part, {"settings": {}, "rows": []})
+            for work in works(args.processes, args.micro_batches):
+                write_start(Path(folder) / "start", work, our_flags(work))
+                about = {"started": datetime.now().isoformat(timespec="seconds"), "command": argv, "quiet": args.quiet, "machine": machine()}
+                measured["settings"][setting_of(work)] = about | {"runs": measure(args, work, Path(folder) / "start")}
+                measured["rows"] = judge(measured["settings"])
                 if args.out:  # after every setting: an interrupted measurement keeps what it has
                     args.out.parent.mkdir(parents=True, exist_ok=True)
                     args.out.write_text(json.dumps(document, indent=1) + "\n")
-            print("\n" + (memory_tables(runs) if part == "memory" else time_tables(runs, args.quiet)), flush=True)
+            print("\n" + table(measured["settings"]), flush=True)
 
 
 if __name__ == "__main__":

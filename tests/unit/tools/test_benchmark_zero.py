@@ -91,7 +91,7 @@ def test_a_turn_takes_the_steps_it_is_told_to_and_answers(monkeypatch, capsys):
 
 @pytest.mark.parametrize("system", [system for system in tool.SYSTEMS if system.startswith("ours")])
 def test_our_command_line_asks_for_the_same_work(system):
-    for work in tool.works([2, 4], [1, 4]).values():
+    for work in tool.works([2, 4], [1, 4]):
         config = resolve(parse_arguments(tool.flags_of(system, work)).config, work.processes, work.vocab).config
         assert config.distributed.zero_stage == int(system[5]) and config.distributed.zero3_keep_gathered == system.endswith("keep")
         assert config.precision.bf16 and config.training.global_batch_size == work.accumulation * work.data_parallel
@@ -100,33 +100,34 @@ def test_our_command_line_asks_for_the_same_work(system):
 
 def memory_run(system: str, **bytes_of: int) -> dict:
     figures = {"resident": 100, "peak": 200, "update": 150, "wire": 50, "forward": 120} | bytes_of
-    return {"setting": "N=2, m=1", "system": system, "losses": [1.0], **{name: 10 * MIB * value for name, value in figures.items()}}
+    return {"system": system, "losses": [1.0], **{name: 10 * MIB * value for name, value in figures.items()}}
 
 
 def test_ours_is_judged_by_the_best_peer_of_its_row():
-    runs = [memory_run("ours-0", resident=120), memory_run("ddp-0", wire=60), memory_run("deepspeed-0", resident=80, wire=40),
-            memory_run("ours-2"), memory_run("ddp-1", peak=1)]
-    judged = {each["measure"]: each for each in tool.verdicts(runs)}
+    settings = {"N=2, m=1": {"runs": [memory_run("ours-0", resident=120), memory_run("ddp-0", wire=60), memory_run("deepspeed-0", resident=80, wire=40),
+            memory_run("ours-2"), memory_run("ddp-1", peak=1)]}}
+    judged = {each["measure"]: each for each in tool.verdicts(settings)}
     assert {each["row"] for each in judged.values()} == {"0"}  # nobody else stands in ours-2's row
     assert judged["resident"]["peer"] == "ddp-0" and not judged["resident"]["passed"]  # DeepSpeed accumulates in bf16 there
     assert judged["wire"]["peer"] == "deepspeed-0" and not judged["wire"]["passed"]
     assert judged["peak"]["passed"] and "between" not in judged
-    assert "| N=2, m=1 | 0 | resident |" in tool.memory_tables(runs)
+    assert "| N=2, m=1 | 0 | resident |" in tool.memory_tables(settings)
 
 
 def timed(system: str, index: int, seconds: float, others: float = 0.0) -> dict:
-    return {"setting": "N=2, m=1", "system": system, "round": index, "seconds": seconds, "cpu": 2 * seconds, "others_cores": others}
+    return {"system": system, "round": index, "seconds": seconds, "cpu": 2 * seconds, "others_cores": others}
 
 
 def test_pairs_count_when_the_machine_was_quiet_in_both_runs():
     runs = [timed("ours-2", index, 1.0, others=float(index == 0)) for index in range(8)]
     runs += [timed("deepspeed-2", index, 1.1) for index in range(8)] + [timed("ours-1", index, 0.99) for index in range(8)]
-    rows = {row["peer"]: row for row in tool.time_rows(runs, 0.2)}
+    rows = {row["peer"]: row for row in tool.time_rows({"N=2, m=1": {"quiet": 0.2, "runs": runs}})}
     assert rows["deepspeed-2"]["seconds"]["pairs"] == 7 and rows["deepspeed-2"]["cpu"]["pairs"] == 8
     assert rows["deepspeed-2"]["seconds"]["median"] == pytest.approx(1.1) and rows["deepspeed-2"]["seconds"]["passed"]
     assert rows["ours-1"]["seconds"]["median"] == pytest.approx(1 / 0.99) and rows["ours-1"]["seconds"]["passed"]
     slow = [timed("ours-2", index, 1.1) for index in range(8)] + [timed("ours-1", index, 1.0) for index in range(8)]
-    assert not tool.time_rows(slow, 0.2)[0]["seconds"]["passed"]
+    assert not tool.time_rows({"N=2, m=1": {"quiet": 0.2, "runs": slow}})[0]["seconds"]["passed"]
+    assert not tool.time_rows({"N=2, m=4": {"quiet": 0.2, "runs": slow}})  # each micro-batch is reduced there
 
 
 def test_the_loopback_counter_sees_what_is_sent():
