@@ -76,9 +76,11 @@ PIPELINES = (
 )
 PIPELINE_STEPS = 12
 
-# ZeRO: each of these at every stage; the last three at stage 3 alone.
+# ZeRO: each of these at every stage.
 SHARDED = ("dp2", "dp4", "dp2 serial", "tp2 dp2", "tp2 sp dp2", "dp4 shard2")
-SHARDED_PIPELINES = (*(f"pp2 {schedule} dp2" for schedule in SCHEDULES), "pp2 zero-bubble tp2 sp dp2", "pp2 zero-bubble-v dp4 shard2", "pp4 1f1b auto dp2")
+SHARDED_PIPELINES = (
+    *(f"pp2 {schedule} dp2" for schedule in SCHEDULES), "pp2 zero-bubble tp2 sp dp2", "pp2 zero-bubble-v dp4 shard2", "pp4 1f1b auto dp2",
+)
 STAGES = (1, 2, 3)
 
 
@@ -208,7 +210,8 @@ def full_table() -> list[Row]:
     rows += [Row(layout, feature, precision) for layout, feature, precision in product(NARROW_PIPELINES, NARROW_FEATURES, ("fp32", "bf16", "fp16"))]
     rows += [Row(layout, feature, "wire") for layout, feature in product((*LAYOUTS, *NARROW_PIPELINES), NARROW_FEATURES)
              if read_layout(layout).dp > 1]
-    rows += [Row(layout, feature, precision) for layout, feature, precision in product(NARROW_SHARDED, NARROW_FEATURES, ("fp32", "bf16", "fp16", "wire"))]
+    rows += [Row(layout, feature, precision)
+             for layout, feature, precision in product(NARROW_SHARDED, NARROW_FEATURES, ("fp32", "bf16", "fp16", "wire"))]
     return [row for row in rows if possible(row)]
 
 
@@ -273,9 +276,9 @@ CI = {
 
 ZERO_CI = {  # each at every stage
     "fp64": {
-        "gpt": "pp2 zero-bubble-v dp2", "dropout": "dp2", "llama": "pp2 interleaved v2 dp2", "gqa2-qknorm": "dp4 shard2", "mqa-qknorm-bias": "tp2 sp dp2",
-        "gqa4-qkvbias": "dp2", "mqa-bias": "tp2 dp2", "padding": "dp2", "documents": "pp2 zero-bubble dp2", "documents-rope": "dp2", "uneven": "dp4",
-        "caps-zloss": "dp2", "ramp-up": "pp2 gpipe dp2", "recompute": "pp2 1f1b dp2", "sgd": "dp2 serial",
+        "gpt": "pp2 zero-bubble-v dp2", "dropout": "dp2", "llama": "pp2 interleaved v2 dp2", "gqa2-qknorm": "dp4 shard2",
+        "mqa-qknorm-bias": "tp2 sp dp2", "gqa4-qkvbias": "dp2", "mqa-bias": "tp2 dp2", "padding": "dp2", "documents": "pp2 zero-bubble dp2",
+        "documents-rope": "dp2", "uneven": "dp4", "caps-zloss": "dp2", "ramp-up": "pp2 gpipe dp2", "recompute": "pp2 1f1b dp2", "sgd": "dp2 serial",
     },
     "fp32": {"gpt": "dp2"}, "bf16": {"gpt": "tp2 sp dp2"}, "fp16": {"gpt": "dp2", "gqa2-qknorm": "pp2 zero-bubble dp2"}, "wire": {"gpt": "dp2"},
 }

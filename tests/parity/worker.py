@@ -128,7 +128,7 @@ def published_weights_are_the_masters(run: loop.Run) -> None:
     """What the model computes with is the masters, rounded."""
     for block in run.optimizer.blocks:
         if block.stage < 3:
-            assert torch.equal(block.part(block.weight), block.master.to(block.weight.dtype)), f"{block.name}: weights differ from the rounded masters"
+            assert torch.equal(block.part(block.weight), block.master.to(block.weight.dtype)), f"{block.name}: not the rounded masters"
 
 
 # ---------------------------------------------------------------- patches: what flags alone cannot bring about
