@@ -10,6 +10,7 @@ the tokenizer is, unless --vocab-size says how many entries it has. Exit code 2:
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -47,12 +48,14 @@ def take_own(argv: list[str]) -> tuple[dict[str, float], list[str]]:
     return values, rest
 
 
-def vocabulary(config: Config) -> int:
-    """Entries of the tokenizer, which is read only where --vocab-size does not say."""
+def without_files(config: Config) -> Config:
+    """The same run on computed tokens; where --vocab-size says how many entries the tokenizer has, without its files, too."""
     data = config.data
-    if data.vocab_size is not None:
-        return data.vocab_size + (data.tokenizer_type == "NullTokenizer")
-    return build_tokenizer(data).vocab_size
+    entries = data.vocab_size - (data.tokenizer_type not in (None, "NullTokenizer")) if data.vocab_size is not None else None  # NullTokenizer adds one
+    if entries is not None:
+        data = dataclasses.replace(data, tokenizer_type="NullTokenizer", vocab_size=entries, tokenizer_model=None, vocab_file=None, merge_file=None)
+    data = dataclasses.replace(data, mock_data=True, data_path=None, split=None, train_data_path=None, valid_data_path=None, test_data_path=None)
+    return dataclasses.replace(config, data=data)
 
 
 def plan_memory(argv: list[str]) -> list[str]:
@@ -62,8 +65,9 @@ def plan_memory(argv: list[str]) -> list[str]:
     world_size = parsed.config.distributed.world_size
     if world_size is None:
         raise ArgumentErrors(["--world-size is missing: how many ranks the run is planned for"])
-    vocab_size = vocabulary(resolve(parsed.config, world_size, None).config)
-    config = resolve(parsed.config, world_size, vocab_size).config
+    config = without_files(parsed.config)
+    vocab_size = build_tokenizer(resolve(config, world_size, None).config.data).vocab_size
+    config = resolve(config, world_size, vocab_size).config
     machine = Machine(config.logging.peak_tflops or PEAK_TFLOPS, own["--mfu"], own["--bandwidth"])
     return memory_report(config, vocab_size, world_size, memory=own["--memory"], machine=machine)
 

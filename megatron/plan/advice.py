@@ -21,6 +21,9 @@ class Machine:
     mfu: float = MFU
     bandwidth: float = BANDWIDTH
 
+    def __str__(self) -> str:
+        return f"{self.bandwidth:g} GB/s a rank and {self.mfu:.0%} of {self.peak_tflops:g} TFLOP/s"
+
     @property
     def flops_per_byte(self) -> float:
         return self.peak_tflops * 1e12 * self.mfu / (self.bandwidth * 1e9)
@@ -28,13 +31,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Something sent beside computation, and the tokens a micro-batch must have for it to be over in time: bytes / FLOPs of one parameter and token
-    x FLOPs a byte; a forward pass computes 2 FLOPs, a backward pass 4."""
+    """Something sent beside computation, and the tokens a micro-batch must have for it to be over in time."""
 
     what: str
     tokens_needed: int
     tokens: int
-    flag: str  # that helps
+    flags: str  # that help
 
     @property
     def hides(self) -> bool:
@@ -44,31 +46,38 @@ class Transfer:
         """One sentence."""
         verdict = "hides" if self.hides else "does not hide"
         needed = f"{self.tokens:,} tokens a micro-batch of {self.tokens_needed:,} needed"
-        return f"{self.what} {verdict}: {needed}{'' if self.hides else f'; {self.flag}'}"
+        return f"{self.what} {verdict}: {needed}{'' if self.hides else f'; {self.flags} helps'}"
 
 
 def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> list[Transfer]:
-    """What the ranks that hold the same parameters send beside computation; nothing where there is one. Latency and other ranks' traffic are not counted."""
+    """What the ranks that hold the same parameters send beside computation; nothing where there is one. A transfer hides when its bytes take no longer
+    than the FLOPs beside it: 2 for each parameter and token in a forward pass, 4 in a backward pass (6 with recomputation); latency and what else is
+    on the wire are not counted."""
     distributed, training, size = config.distributed, config.training, precisions(config)
-    replicas = data_parallel_size(config, world_size)
+    stage, seq, replicas = distributed.zero_stage, config.data.seq_length, data_parallel_size(config, world_size)
     if replicas == 1:
         return []
-    stage, seq, tokens = distributed.zero_stage, config.data.seq_length, training.micro_batch_size * config.data.seq_length
-    often = stage >= 2 and training.global_batch_size > training.micro_batch_size * replicas
+    tokens, backward = training.micro_batch_size * seq, 6 if training.recompute_granularity else 4
+    accumulates = training.global_batch_size > training.micro_batch_size * replicas
     gathers = stage == 3 and not distributed.zero3_keep_gathered
 
-    def transfer(what: str, sent: int, flops: int, half: str = "") -> Transfer:
+    def transfer(what: str, sent: int, flops: int, narrower: int = 0) -> Transfer:
+        """`narrower`: the bytes with --grad-reduce-in-bf16."""
         needed = math.ceil(sent * machine.flops_per_byte / flops)
-        flag = half if half and tokens >= needed - math.ceil((size.wire - 2) * machine.flops_per_byte / flops) else f"--micro-batch-size {-(-needed // seq)}"
-        return Transfer(what, needed, tokens, f"{flag} helps")
+        flags = [f"--micro-batch-size {-(-needed // seq)}"]
+        if 0 < narrower < sent and tokens >= narrower * machine.flops_per_byte / flops:
+            flags.insert(0, "--grad-reduce-in-bf16")
+        elif gathers and accumulates:
+            flags.insert(0, "--zero3-keep-gathered")
+        return Transfer(what, needed, tokens, " or ".join(flags))
 
-    narrow = "--grad-reduce-in-bf16" if size.wire > 2 else ""
-    reduced = "of every micro-batch" if often else "of the last micro-batch"
+    often = "of every micro-batch" if stage >= 2 and accumulates else "of the last micro-batch"
     if gathers:
-        return [transfer("stage 3's gather in the forward pass", size.compute, 2, "" if tokens >= size.compute * machine.flops_per_byte / 2 else ""),
-                transfer(f"gather and reduce-scatter {reduced} in the backward pass", size.compute + size.wire, 4, narrow)]
-    found = [transfer(f"reduce-scatter {reduced}", size.wire * (2 if stage == 0 else 1), 4, narrow)]
-    return found + ([transfer("gather of the new weights in the next forward pass", size.compute, 2)] if stage else [])
+        return [transfer("gather of the weights in a forward pass", size.compute, 2),
+                transfer(f"gather and reduce-scatter {often} in its backward pass", size.compute + size.wire, backward, size.compute + 2)]
+    ways = 2 if stage == 0 else 1  # there and back
+    return [transfer(f"{'reduction' if stage == 0 else 'reduce-scatter'} {often}", ways * size.wire, backward, ways * 2),
+            *([transfer("gather of the new weights in the next forward pass", size.compute, 2)] if stage else [])]
 
 
 @dataclass(frozen=True)
@@ -88,16 +97,19 @@ def order_of_peaks(config: Config, vocab_size: int, world_size: int, device: str
         for rank, (before, after) in enumerate(zip(stages[stage - 1], stages[stage], strict=True)):
             if after.total >= before.total:
                 where = f" on pipeline rank {rank}" if len(stages[0]) > 1 else ""
-                broken.append(f"stage {stage} needs {gib(after.total)} and stage {stage - 1} {gib(before.total)} GiB{where}: {_culprit(after, stage)}")
+                broken.append(f"stage {stage} needs {gib(after.total)} and stage {stage - 1} {gib(before.total)} GiB{where}: "
+                              f"{_culprit(after, stage, config.distributed.zero3_keep_gathered)}")
                 break
     return Order([max(rank.total for rank in ranks) for ranks in stages], broken)
 
 
-def _culprit(rank: RankMemory, stage: int) -> str:
-    """The largest block, where what is alive of blocks at the worst moment outweighs what the stage shares out."""
+def _culprit(rank: RankMemory, stage: int, keeps: bool) -> str:
+    """What outweighs that which the stage shares out: the largest block, of which its gradient or its weights are whole for a time."""
+    if stage == 3 and keeps:
+        return "--zero3-keep-gathered holds all weights whole"
     block, elements = max(rank.blocks, key=lambda block: block.elements), sum(block.elements for block in rank.blocks)
-    held = "gathered" if stage == 3 else "its gradient whole"
-    return f"{block.name} is {block.elements / elements:.0%} of what the rank holds, and {held} at the worst moment ({rank.peak.when})"
+    what = "weights are" if stage == 3 else "gradient is"
+    return f"the {block.name}, {block.elements / elements:.0%} of the rank's parameters, whose {what} whole in the {rank.peak.when}"
 
 
 def gib(size: int) -> str:

@@ -16,6 +16,8 @@ from megatron.plan.activations import Shape, input_bytes, loss_bytes, unit_bytes
 from megatron.plan.replay import Peak, RankUnits, Sharing, replay
 from megatron.plan.state import Sizes, precisions, rank_blocks, shard_size, static_bytes
 
+STEADY = 4  # micro-batches for each pipeline rank after which a step repeats itself
+
 
 @dataclasses.dataclass(frozen=True)
 class RankMemory:
@@ -54,7 +56,7 @@ def estimate_ranks(config: Config, vocab_size: int, world_size: int, device: str
 def rank_memories(config: Config, vocab_size: int, world_size: int, device: str = "cuda") -> list[RankMemory]:
     """What each pipeline rank needs, on a `cuda` device with NCCL or a `cpu` with Gloo."""
     padded = padded_vocab_size(vocab_size, config.model, config.distributed.tensor_model_parallel_size)
-    stages, schedule = pipeline_stages(config, padded), schedule_of(config, world_size)
+    stages, schedule = pipeline_stages(config, padded), schedule_of(config, world_size, most=STEADY)
     stored = stage_parameters(config, stages, schedule.placement, padded)
     shape, sharing, shard = Shape(config, padded, device), sharing_of(config, world_size, device), shard_size(config, world_size)
     result = []
@@ -80,12 +82,15 @@ def sharing_of(config: Config, world_size: int, device: str) -> Sharing:
     )
 
 
-def schedule_of(config: Config, world_size: int) -> Schedule:
-    """What one training step runs, of the full global batch."""
+def schedule_of(config: Config, world_size: int, most: int | None = None) -> Schedule:
+    """What one training step runs, of the full global batch, or of no more than `most` micro-batches for each pipeline rank where these hold what any
+    number of them would."""
     training, distributed = config.training, config.distributed
     ranks = data_parallel_size(config, world_size)
     assert ranks > 0
     micro_batches = training.global_batch_size // (training.micro_batch_size * ranks)
+    if most is not None and distributed.pipeline_schedule not in ("gpipe", "interleaved"):
+        micro_batches = min(micro_batches, most * distributed.pipeline_model_parallel_size)
     return build_schedule(distributed.pipeline_schedule, distributed.pipeline_model_parallel_size, distributed.num_virtual_stages_per_pipeline_rank,
                           micro_batches)
 

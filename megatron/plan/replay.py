@@ -75,11 +75,17 @@ class _Live:
 
     def look(self, when: str, temporaries: int = 0, scratch: int = 0) -> None:
         """A moment at which so much more lives than what is kept."""
-        at = {**self.now, "temporaries": self.now["temporaries"] + temporaries, "scratch": self.now["scratch"] + scratch}
-        for name, size in at.items():
-            self.most[name] = max(self.most[name], size)
-        if sum(at.values()) > self.peak[0]:
-            self.peak = sum(at.values()), at, when
+        now, most = self.now, self.most
+        now["temporaries"] += temporaries
+        now["scratch"] += scratch
+        for name in TRANSIENT:
+            if now[name] > most[name]:
+                most[name] = now[name]
+        total = sum(now.values())
+        if total > self.peak[0]:
+            self.peak = total, dict(now), when
+        now["temporaries"] -= temporaries
+        now["scratch"] -= scratch
 
 
 class _Weights:

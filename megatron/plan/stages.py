@@ -12,7 +12,7 @@ from megatron.parallel.simulate import Costs, simulate
 from megatron.plan.memory import estimate_ranks, schedule_of, stage_parameters
 
 
-def stage_lines(config: Config, vocab_size: int, world_size: int) -> list[str]:
+def stage_lines(config: Config, vocab_size: int, world_size: int, device: str = "cuda") -> list[str]:
     """A line about the schedule, one about each stage (parameters are those of one of its ranks), one about memory; none without a pipeline."""
     if config.distributed.pipeline_model_parallel_size == 1:
         return []
@@ -27,7 +27,7 @@ def stage_lines(config: Config, vocab_size: int, world_size: int) -> list[str]:
         share = sum(flops[i] for i in stage.units) / sum(flops)
         lines.append(f"stage {k} on rank {schedule.placement[k]}: {units_of(stage)}; {stored[k]:,} parameters; {share:.1%} of the FLOPs; "
                      f"{peaks[k]} in flight")
-    totals = [f"{sizes['total'] / 2**30:.3g}" for sizes in estimate_ranks(config, vocab_size, world_size)]
+    totals = [f"{sizes['total'] / 2**30:.3g}" for sizes in estimate_ranks(config, vocab_size, world_size, device)]
     return [*lines, f"GiB by pipeline rank: {', '.join(totals)}"]
 
 

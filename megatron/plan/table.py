@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config
 from megatron.plan.advice import Machine, gib, order_of_peaks, transfers
-from megatron.plan.memory import rank_memories, with_recompute
+from megatron.plan.memory import estimate, rank_memories, with_recompute
 
 COLUMNS = ("parameters", "gradients", "optimizer", "slots", "scratch", "gathered", "activations", "recomputed", "logits", "temporaries", "peak", "recomputed",
            "bytes/param")
@@ -42,16 +42,30 @@ def memory_report(config: Config, vocab_size: int, world_size: int, *, memory: f
     ]
     if largest.static["host"]:
         lines.append(f"in the host's memory {gib(largest.static['host'])} GiB for each rank")
-    lines += stage_lines(config, vocab_size, world_size, memory, device)
-    return lines + [transfer.line() for transfer in transfers(config, world_size, machine)]
+    lines += zero_lines(config, vocab_size, world_size, memory, device)
+    sent = [transfer.line() for transfer in transfers(config, world_size, machine)]
+    return [*lines, *([f"with {machine}:"] if sent else []), *sent]
 
 
-def stage_lines(config: Config, vocab_size: int, world_size: int, memory: float, device: str) -> list[str]:
-    """Which stages of ZeRO fit into so many GiB, and whether each needs less than the one before."""
+def zero_lines(config: Config, vocab_size: int, world_size: int, memory: float, device: str) -> list[str]:
+    """Which stage of ZeRO fits into so many GiB, and whether each needs less than the one before."""
     if data_parallel_size(config, world_size) == 1:
         return ["one data-parallel rank: ZeRO has nothing to share out"]
     order = order_of_peaks(config, vocab_size, world_size, device)
     fits = [stage for stage, total in enumerate(order.totals) if total <= memory * 2**30]
-    peaks = " > ".join(f"{gib(total)} (stage {stage})" for stage, total in enumerate(order.totals))
-    verdict = f"fits with stage {fits[0]}" if fits else "fits with no stage: more data-parallel ranks, --recompute-granularity full or a smaller --micro-batch-size"
-    return [f"peaks of the stages in GiB: {peaks.replace(' > ', ', ') if order.broken else peaks}; {memory:g} GiB: {verdict}", *order.broken]
+    peaks = (", " if order.broken else " > ").join(f"{gib(total)} (stage {stage})" for stage, total in enumerate(order.totals))
+    verdict = f"fits with stage {fits[0]}" if fits else "fits with no stage; full recompute, more ranks or a smaller micro-batch need less"
+    return [f"peak by ZeRO stage: {peaks} GiB", *order.broken, f"{memory:g} GiB: {verdict}"]
+
+
+def banner_lines(config: Config, vocab_size: int, world_size: int, device: str, machine: Machine | None) -> list[str]:
+    """What a run's banner says: the plan of the largest rank, the block that keeps a stage of ZeRO from needing less than the one before, and with a
+    `machine` (none on a CPU) what does not hide."""
+    sizes = estimate(config, vocab_size, world_size, device)
+    which = " (the largest)" if config.distributed.pipeline_model_parallel_size > 1 else ""
+    lines = [f"estimate per rank{which} (GiB): {', '.join(f'{name} {gib(size)}' for name, size in sizes.items())}"]
+    if config.distributed.zero_stage > 0:
+        lines += order_of_peaks(config, vocab_size, world_size, device).broken
+    if machine is not None:
+        lines += [f"warning: with {machine} the {transfer.line()}" for transfer in transfers(config, world_size, machine) if not transfer.hides]
+    return lines

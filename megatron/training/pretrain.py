@@ -40,8 +40,9 @@ from megatron.optimizer.update import choose_adam
 from megatron.optimizer.zero import Zero
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.recompute import Recompute
-from megatron.plan import memory
+from megatron.plan.advice import Machine
 from megatron.plan.stages import stage_lines
+from megatron.plan.table import banner_lines
 from megatron.training.checkpointing import load, locate_checkpoint, prepare_save_folder, save
 from megatron.training.exit import ExitConditions
 from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
@@ -72,19 +73,19 @@ def layout_of(config: Config, world_size: int) -> Layout:
 
 
 def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data, device: torch.device, padded_vocab: int, world_size: int,
-             checkpoint: Checkpoint | None) -> dict[str, list[str]]:
-    """The banner's sections: all that a reader of a log needs to know about a run."""
+             checkpoint: Checkpoint | None, planned_for: str | None = None) -> dict[str, list[str]]:
+    """The banner's sections: all that a reader of a log needs to know about a run. Memory is that of `planned_for` (cuda, cpu) or of the device."""
     model, training, seq = config.model, config.training, config.data.seq_length
     dtype, gbs, dp = compute_dtype(config.precision), config.training.global_batch_size, data_parallel_size(config, world_size)
     parameters = parameter_count(model, tokenizer.vocab_size)
     peak = config.logging.peak_tflops or peak_tflops(device_name(device), dtype)
     flops = [flops_per_iteration(model, gbs, seq, vocab) for vocab in (tokenizer.vocab_size, padded_vocab)]
-    estimate = memory.estimate(config, tokenizer.vocab_size, world_size)
+    across = device.type == "cuda" and world_size > torch.cuda.device_count()  # nodes, whose links the plan knows
+    machine = Machine(peak) if across and peak else None
     attention = choose_attention(model, training=True)
     slow = " (--attention-dropout 0 allows the fused one)" if attention == "plain" and model.attention_dropout > 0 else ""
     adam = choose_adam(config.optimizer, device) if config.optimizer.optimizer == "adam" else "torch-fused"
     length = f"{training.train_iters} iterations" if training.train_iters is not None else f"{training.train_samples} samples"
-    gib = ", ".join(f"{name} {size / 2**30:.3g}" for name, size in estimate.items())
     return {
         "versions": [f"megatron {__version__}, torch {torch.__version__}, Python {platform.python_version()}"],
         "device": [f"{device_name(device)}; MFU against {f'{peak:g} TFLOP/s' if peak else 'no known peak (--peak-tflops)'}"],
@@ -101,9 +102,9 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
             f"sequence {seq}; {gbs * seq:,} tokens an iteration; {length}",
             f"{flops[0] / 1e12:.4g} TFLOP an iteration ({flops[1] / 1e12:.4g} with the padded vocabulary, Megatron's count)",
         ],
-        "pipeline": stage_lines(config, tokenizer.vocab_size, world_size),
+        "pipeline": stage_lines(config, tokenizer.vocab_size, world_size, planned_for or device.type),
         "kernels": [f"attention {attention}{slow}; {config.optimizer.optimizer} {adam}; recompute {training.recompute_granularity or 'none'}"],
-        "memory": [f"estimate per rank{' (the largest)' if config.distributed.pipeline_model_parallel_size > 1 else ''} (GiB): {gib}"],
+        "memory": banner_lines(config, tokenizer.vocab_size, world_size, planned_for or device.type, machine),
         "data": data.notes,
         "paths": [
             f"save {config.checkpoint.save or '-'}; load {checkpoint.path if checkpoint else '-'}",
@@ -118,7 +119,7 @@ def pretrain(config: Config, notes: list[str], *, dry_run: bool = False) -> int:
     world_size = config.distributed.world_size or launch.world_size
     resolve(config, world_size, None)  # faults of flags come before those of files and of other ranks
     if dry_run:
-        prepared = prepare(config, notes, world_size, torch.device("cpu"), ALONE)
+        prepared = prepare(config, notes, world_size, torch.device("cpu"), ALONE, planned_for="cuda")
         print(banner(prepared.sections) + "\ndry run: everything is in order; nothing was trained", flush=True)
         return 0
     device, backend = choose_device(launch, config.distributed)
@@ -157,7 +158,7 @@ class Prepared:
     sections: dict[str, list[str]]  # of the banner, on the rank that prints it
 
 
-def prepare(config: Config, notes: list[str], world_size: int, device: torch.device, world: Axis) -> Prepared:
+def prepare(config: Config, notes: list[str], world_size: int, device: torch.device, world: Axis, planned_for: str | None = None) -> Prepared:
     """Read everything that a run depends on, and refuse what does not fit, on every rank of `world` or on none. Raises ValueError."""
     with together(world, device):
         tokenizer = build_tokenizer(resolve(config, world_size, None).config.data)
@@ -177,7 +178,7 @@ def prepare(config: Config, notes: list[str], world_size: int, device: torch.dev
         scanned = config if world.rank == 0 else dataclasses.replace(config, data=dataclasses.replace(config.data, check_data=False))
         data = build_data(scanned, tokenizer, checkpoint.state["ledger"] if progress.iteration > 0 else None, progress.consumed_samples)
         padded_vocab = padded_vocab_size(tokenizer.vocab_size, config.model, config.distributed.tensor_model_parallel_size)
-        sections = describe(config, notes, tokenizer, data, device, padded_vocab, world_size, checkpoint) if world.rank == 0 else {}
+        sections = describe(config, notes, tokenizer, data, device, padded_vocab, world_size, checkpoint, planned_for) if world.rank == 0 else {}
     return Prepared(config, tokenizer, padded_vocab, checkpoint, progress, schedule, data, sections)
 
 

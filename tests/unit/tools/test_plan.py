@@ -1,0 +1,86 @@
+"""tools/plan.py: its table is the banner's arithmetic, and bad input gets the one error that pretrain_gpt.py gives."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import plan  # noqa: E402
+
+import pretrain_gpt  # noqa: E402
+
+FLAGS = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 4 --global-batch-size 512 --train-iters 10 --lr 1e-4
+--mock-data --vocab-size 50256 --bf16 --hidden-dropout 0 --attention-dropout 0 --zero-stage 2""".split()
+
+
+def lines(capsys, *flags: object, code: int = 0) -> list[str]:
+    assert plan.main(["memory", *map(str, flags)]) == code
+    out = capsys.readouterr()
+    return (out.out if code == 0 else out.err).splitlines()
+
+
+def test_the_table_has_a_row_for_each_pipeline_rank(capsys):
+    found = lines(capsys, *FLAGS, "--world-size", 16, "--pipeline-model-parallel-size", 4)
+    head = next(index for index, line in enumerate(found) if line.startswith("rank  parameters"))
+    assert found[0] == "ZeRO stage 2, a block shared by 4 of 4 data-parallel ranks"
+    assert [line.split()[0] for line in found[head + 1 : head + 5]] == ["0", "1", "2", "3"]
+    cells = found[head + 2].split()
+    parameters, gradients, optimizer = map(float, cells[1:4])
+    assert gradients == pytest.approx(parameters / 2, rel=0.01) and optimizer == pytest.approx(1.5 * parameters, rel=0.01)  # 2 + 4/4 + 12/4
+    assert any(line.startswith("resident 6 bytes a parameter") for line in found)
+    assert any(line.startswith("peak by ZeRO stage: ") for line in found)
+    assert found[-3] == "with 50 GB/s a rank and 40% of 989 TFLOP/s:"
+    assert found[-2].startswith("reduce-scatter of every micro-batch does not hide: 4,096 tokens a micro-batch of 7,912 needed")
+
+
+def test_its_own_flags(capsys):
+    small, large = (lines(capsys, *FLAGS, "--world-size", 8, "--memory", size) for size in (4, 80))
+    assert "80 GiB: fits with stage 0" in large and any(line.startswith("4 GiB: fits with no stage") for line in small)
+    fast = lines(capsys, *FLAGS, "--world-size", 8, "--bandwidth=400", "--mfu", 0.5, "--peak-tflops", 300)
+    assert "with 400 GB/s a rank and 50% of 300 TFLOP/s:" in fast and sum(" hides: " in line for line in fast) == 2
+
+
+def test_it_says_what_the_dry_run_says(capsys):
+    found = lines(capsys, *FLAGS, "--world-size", 8)
+    assert pretrain_gpt.main([*FLAGS, "--world-size", "8", "--dry-run"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    total = told.split("total ")[1].split()[0]
+    assert next(line for line in found if line.startswith("resident")).split("peak ")[1].startswith(f"{total} GiB")
+
+
+@pytest.mark.parametrize("flags", [
+    ["--world-size", "6", "--tensor-model-parallel-size", "4"], ["--world-size", "8", "--no-such-flag"], ["--world-size", "8", "--num-layers", "x"],
+])
+def test_bad_flags_get_the_error_of_a_dry_run(capsys, flags):
+    told = lines(capsys, *FLAGS, *flags, code=2)
+    assert pretrain_gpt.main([*FLAGS, *flags, "--dry-run"]) == 2
+    assert told == capsys.readouterr().err.splitlines() != []
+
+
+@pytest.mark.parametrize("flags, message", [
+    ([], "--world-size is missing"), (["--world-size", 8, "--memory"], "--memory : expected a number above 0"),
+    (["--world-size", 8, "--bandwidth", -1], "--bandwidth -1: expected a number above 0"),
+])
+def test_faults_of_its_own_flags(capsys, flags, message):
+    told = lines(capsys, *FLAGS, *flags, code=2)
+    assert told[0] == "1 fault in the settings:" and message in told[1]
+
+
+def test_no_file_is_read(capsys):
+    """A tokenizer's file may be missing as long as the size of its vocabulary is given."""
+    tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "nowhere.model", "--data-path", "nowhere"]
+    flags = [flag for flag in FLAGS if flag != "--mock-data"]
+    given = [flag if flag != "50256" else "50257" for flag in flags]
+    assert lines(capsys, *given, *tokenizer, "--world-size", 8) == lines(capsys, *FLAGS, "--world-size", 8)
+    at = given.index("--vocab-size")
+    assert lines(capsys, *given[:at], *given[at + 2 :], *tokenizer, "--world-size", 8, code=2)[1:] == ["  --tokenizer-model nowhere.model: no such file"]
+
+
+def test_help(capsys):
+    assert plan.main(["memory", "--help"]) == 0 and "--world-size" in capsys.readouterr().out
+    assert plan.main([]) == 2
