@@ -196,7 +196,7 @@ class Zero:
         self.remaining[block] -= 1
         self._gather(block)
         self._arrive(block)
-        coming = next((other for other in self.needs if other is not block), None) if self.overlap_gather else None
+        coming = self._next_to(block) if self.overlap_gather else None
         changes = coming in self.postponed
         if coming is not None and not changes:
             self._gather(coming)
@@ -221,7 +221,12 @@ class Zero:
         if self.keep:
             return self.remaining[block] > 0
         first = self.needs[0] if self.needs else None
-        return block is first or block is next((other for other in self.needs if other is not first), None)
+        return block is first or first is not None and block is self._next_to(first)
+
+    def _next_to(self, block: Block) -> Block | None:
+        """The next other block that is read, if it may be gathered while this one is: never two of the vocabulary's size."""
+        other = next((other for other in self.needs if other is not block), None)
+        return None if self.layers.isdisjoint((block, other)) else other
 
     # ---- gradients
 
