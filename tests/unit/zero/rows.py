@@ -8,7 +8,7 @@ from unit.zero.tracker import Span
 
 KIB = 1024
 GRID = 64  # elements on which every tensor begins
-SMALL = {"layers": 8, "hidden": 96, "heads": 4, "seq": 32, "vocab": 1024}  # 1.0M parameters
+SMALL = {"layers": 6, "hidden": 112, "heads": 4, "seq": 32, "vocab": 1024}  # 1.0M parameters
 COMMON = """--mock-data --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64 --hidden-dropout 0 --attention-dropout 0 --lr 1e-3
 --micro-batch-size 1 --train-iters 2 --log-interval 1 --eval-interval 1 --eval-iters 1 --nan-policy skip"""
 MODELS = {

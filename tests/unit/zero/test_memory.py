@@ -14,15 +14,16 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
 V = "--pipeline-schedule zero-bubble-v"
 SPLIT = "--pipeline-schedule zero-bubble"
 LARGE_VOCABULARY = tuple({**SMALL, "vocab": 4096, "layers": 4}.items())
+FOUR = tuple({**SMALL, "layers": 4}.items())  # a layer for each stage of a V
 
 # Every pair of stage, ranks, pipeline and micro-batches, and of stage and precision; then what may upset it.
 ROWS = [
     *(Row(stage, 2, 1, 4) for stage in range(4)),
     Row(0, 4, 1, 1, "fp16"), Row(0, 2, 2, 4, "fp32"), Row(1, 4, 1, 1, "fp16"), Row(1, 2, 2, 4, "fp32"), Row(2, 4, 1, 1, "fp32"), Row(2, 4, 2, 4),
-    Row(3, 4, 1, 1, "fp32"), Row(3, 2, 2, 4, "fp16"), Row(2, 8, 1, 1, "fp16"), Row(3, 8, 1, 4), Row(1, 4, 1, 4, "narrow"), Row(2, 2, 1, 4, "narrow"),
+    Row(3, 4, 1, 1, "fp32"), Row(3, 2, 2, 4, "fp16"), Row(2, 8, 1, 1, "fp16"), Row(3, 8, 1, 1), Row(1, 4, 1, 4, "narrow"), Row(2, 2, 1, 4, "narrow"),
     Row(2, 2, 1, 4, model="llama"), Row(2, 2, 1, 4, size=LARGE_VOCABULARY), Row(3, 2, 1, 4, model="llama", size=LARGE_VOCABULARY),
-    Row(2, 2, 2, 4, flags=V), Row(3, 2, 2, 4, flags=V), Row(2, 2, 2, 4, flags=SPLIT), Row(3, 2, 2, 4, flags=SPLIT),
-    Row(3, 2, 2, 4, flags=f"{V} --zero3-keep-gathered"), Row(3, 2, 1, 4, flags="--zero3-keep-gathered"),
+    Row(2, 2, 2, 4, flags=V, size=FOUR), Row(3, 2, 2, 4, flags=V, size=FOUR), Row(2, 2, 2, 4, flags=SPLIT), Row(3, 2, 2, 4, flags=SPLIT),
+    Row(3, 2, 2, 4, flags=f"{V} --zero3-keep-gathered", size=FOUR), Row(3, 2, 1, 4, flags="--zero3-keep-gathered"),
     Row(2, 4, 1, 1, shard=2), Row(3, 4, 1, 4, shard=2),
     Row(3, 2, 1, 4, flags="--no-overlap-grad-reduce --no-overlap-param-gather"), Row(2, 2, 1, 4, flags="--grad-reduce-in-bf16"),
 ]
@@ -44,7 +45,7 @@ def test_a_run_holds_what_the_formula_says(gloo_world, row):
 
 
 @pytest.mark.parametrize("row, bytes_each", [
-    (Row(0, 4), 18), (Row(1, 4), 9), (Row(2, 4), 6), (Row(3, 4), 4), (Row(2, 4, 2, 4), 6), (Row(3, 2, 2, 4, flags=V), 8),
+    (Row(0, 4), 18), (Row(1, 4), 9), (Row(2, 4), 6), (Row(3, 4), 4), (Row(2, 4, 2, 4), 6), (Row(3, 2, 2, 4, flags=V, size=FOUR), 8),
     *((Row(stage, 4, precision="fp32"), each) for stage, each in enumerate((16, 10, 7, 4))),
     *((Row(stage, 4, precision="narrow"), each) for stage, each in enumerate((16, 7, 5.5, 3.5))), (Row(3, 4, shard=2), 8),
 ], ids=str)

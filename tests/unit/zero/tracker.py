@@ -172,7 +172,8 @@ class LiveBytes(TorchDispatchMode):
         for block in self.blocks if self.slots else ():
             if block.grad is not None and self.kinds[key := self._see(block.grad, "slots", "")] != "slots":
                 self._rename(key, "slots")
-        now = Counter({kind: sum(map(_size, list(refs.values()))) for kind, refs in self.refs.items() if refs})
+        now = Counter({kind: sum([memory.nbytes() for ref in list(refs.values()) if (memory := ref()) is not None])
+                       for kind, refs in self.refs.items() if refs})
         now["total"] = now.total()
         if now["scratch"] or now["slots"] or hidden:
             opened = [(storage, _size(storage.ref)) for kind in ("scratch", "slots") for storage in list(self.live[kind].values())]
