@@ -80,7 +80,9 @@ class UpdateRule:
         update, folds = (self._sgd, False) if self.config.optimizer == "sgd" else (adam, self._folds(coefficient))
         settings = {"count": step + 1, "divisor": 1 / coefficient if folds else None, "found_inf": found_inf, "lr": lr, "weight_decay": weight_decay}
         stored = [grad, *(states[name] for name in self.state_names)]
-        scratch = [None if buffer.dtype == master.dtype else master.new_empty(min(size, master.numel())) for buffer in stored]
+        narrow = [buffer.dtype != master.dtype for buffer in stored]
+        rooms = iter(master.new_empty(sum(narrow), min(size, master.numel())))  # one allocation: the C library would trim several, step by step
+        scratch = [next(rooms) if each else None for each in narrow]
         rounded = [None] * math.ceil(master.numel() / size) if out is None else out.split(size)
         for weight, result, *pieces in zip(master.split(size), rounded, *(buffer.split(size) for buffer in stored)):
             wide = [piece if room is None else room[: piece.numel()].copy_(piece) for piece, room in zip(pieces, scratch)]
