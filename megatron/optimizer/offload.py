@@ -26,6 +26,11 @@ class HostSteps:
             self.stream = torch.cuda.Stream(self.device)
             self.ring = [_Pinned(self.order) for _ in range(2)]
 
+    def begin(self) -> None:
+        """All gradients are complete where the current stream is now; no transfer need wait for the passes that are queued on it later."""
+        if self.device.type == "cuda":
+            self.complete = torch.cuda.current_stream().record_event()
+
     def step(self, block: Block, update: Callable[[Tensor, Tensor], None]) -> None:
         """Call update(gradient, rounded weights to fill in), both on the host, and let the device have the result.
 
@@ -55,7 +60,7 @@ class HostSteps:
         if pinned.free is not None:
             pinned.free.synchronize()
         grad = pinned.grad[: block.grad_shard.numel()]
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_event(self.complete)
         with torch.cuda.stream(self.stream):
             grad.copy_(block.grad_shard, non_blocking=True)
             self.fetched[block] = grad, self.stream.record_event()

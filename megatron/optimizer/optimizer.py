@@ -98,8 +98,10 @@ class Optimizer:
         if self.rule.skips_on_device and norm.is_cuda or not found_inf.item():
             assert not self.waiting, "a step on the host that no forward pass has asked for"
             self.waiting = {block for block in self.blocks if block.on_host}
-            on_host = {"coefficient": coefficient.cpu(), "found_inf": found_inf.cpu()} if self.waiting else {}
-            count = self.steps.to("cpu", copy=True)
+            if self.waiting:
+                self.host.begin()
+                on_host = {"coefficient": coefficient.cpu(), "found_inf": found_inf.cpu()}
+                count = self.steps.to("cpu", copy=True)
             for index, block in enumerate(self.blocks):
                 states = {name: state[index] for name, state in self.states.items()}
                 if block.on_host:
