@@ -3,13 +3,17 @@
 import pytest
 
 from parity.compare import faults_of
-from parity.layouts import SCHEDULES, Row
+from parity.layouts import SCHEDULES, Row, possible, staged
 from parity.worker import run_case
 
 pytestmark = pytest.mark.gpu
 
 LAYOUTS = ("tp2", "tp2 serial", "tp2 sp", "tp2 sp serial", "dp2", "dp2 serial", "tp2 dp2", "tp2 sp dp2", "tp2 sp dp2 serial", "tp4 sp", "dp4")
 PIPELINES = (*(f"pp2 {schedule}" for schedule in SCHEDULES), "pp2 zero-bubble tp2 sp", "pp4 interleaved v2", "pp4 zero-bubble-v", "pp2 1f1b dp2")
+SHARDED = (
+    *staged(("dp2", "dp2 serial", "tp2 sp dp2", "dp4 shard2", "pp2 1f1b dp2", "pp2 zero-bubble dp2"), kept=("dp2", "pp2 zero-bubble-v dp2")),
+    *(f"{layout} offload" for layout in ("dp2", *staged(("dp2",)), "dp2 zero3 kept", "pp2 1f1b dp2 zero2", "dp4 shard2 zero2")),
+)
 ROWS = [
     *(Row(layout, feature) for feature in ("gpt", "m3") for layout in PIPELINES),
     *(Row(layout, "gpt", "bf16") for layout in ("pp2 1f1b", "pp2 zero-bubble")),
@@ -17,10 +21,13 @@ ROWS = [
     *(Row("tp2 sp dp2", feature) for feature in ("dropout", "documents", "padding", "uneven", "recompute")),
     *(Row(layout, "gpt", precision) for precision in ("fp32", "bf16", "fp16") for layout in ("tp2 sp", "tp2 dp2", "tp2 sp dp2 serial")),
     Row("dp2", "gpt", "wire"),
+    *(Row(layout, "gpt") for layout in SHARDED),
+    *(Row("dp2 zero3", feature) for feature in ("dropout", "documents", "uneven", "recompute", "gqa2-qknorm", "sgd")),
+    *(Row(layout, "gpt", precision) for layout in ("dp2 zero2", "dp2 zero3") for precision in ("fp32", "bf16", "fp16", "wire")),
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", filter(possible, ROWS), ids=str)
 def test_the_layout_is_the_same_run(gloo_world, row):
     flags = (*row.flags(layout=True), "--distributed-backend", "gloo")
     assert not faults_of(row, gloo_world(row.world).run(run_case, flags, row.patches, "cuda"), "cuda")
