@@ -57,8 +57,9 @@ class Row:
         """The command line."""
         size = dict(self.size)
         flags = f"""{COMMON} {MODELS[self.model]} {PRECISIONS[self.precision][0]} --num-layers {size["layers"]} --hidden-size {size["hidden"]}
-        --num-attention-heads {size["heads"]} --seq-length {size["seq"]} --vocab-size {size["vocab"] - 1} --zero-stage {self.stage}
-        --pipeline-model-parallel-size {self.pp} --global-batch-size {self.dp * self.micro} {self.flags}"""
+        --num-attention-heads {size["heads"]} --seq-length {size["seq"]} --max-position-embeddings {size.get("positions", size["seq"])}
+        --vocab-size {size["vocab"] - 1} --zero-stage {self.stage} --pipeline-model-parallel-size {self.pp}
+        --global-batch-size {self.dp * self.micro} {self.flags}"""
         return (*flags.split(), *(("--zero-shard-size", str(self.shard)) if self.shard else ()))
 
     @property
@@ -80,7 +81,7 @@ class Row:
             for layer in range(stage * layers // count, (stage + 1) * layers // count):
                 if gpt:
                     tensors = [3 * h * h, 3 * h, h * h, h, 4 * h * h, 4 * h, 4 * h * h, h, h, h, h, h]
-                    tensors += [size["seq"] * h] * (layer == 0) + [h, h] * (layer == layers - 1)
+                    tensors += [size.get("positions", size["seq"]) * h] * (layer == 0) + [h, h] * (layer == layers - 1)
                 else:
                     f = 8 * h // 3 // GRID * GRID
                     tensors = [3 * h * h, h * h, 2 * f * h, f * h, h, h] + [h] * (layer == layers - 1)
@@ -125,14 +126,16 @@ class Row:
     def scratch(self, pipe: int, pieces: int) -> int:
         """The most bytes of what is received, cast or formed on the way. Rounds of a reduction hold `pieces` bytes or half a layer's gradient; each
         of the two factors of a weight gradient is cast in pieces. Under a split backward pass, gradients that wait for those of the weights."""
+        size = dict(self.size)
+        factor = min(pieces, WIDE * size["seq"] * max(size["vocab"], 4 * size["hidden"]))
         gradient = PRECISIONS[self.precision][2]
-        layers = {name: size for name, size in self.blocks(pipe).items() if name.startswith("layer")}
+        layers = {name: elements for name, elements in self.blocks(pipe).items() if name.startswith("layer")}
         early = 0
         if "zero-bubble" in self.flags and self.stage >= 2:
-            h = dict(self.size)["hidden"]
+            h = size["hidden"]
             matrices = 12 * h * h if self.model == "gpt" else 4 * h * h + 3 * (8 * h // 3 // GRID * GRID) * h
-            early = gradient * self.micro * sum(size - matrices for size in layers.values())
-        return max(gradient * max(layers.values()) // 2, pieces) + 2 * pieces + early + KIB
+            early = gradient * self.micro * sum(elements - matrices for elements in layers.values())
+        return max(gradient * max(layers.values()) // 2, pieces) + 2 * factor + early + KIB
 
     def falls(self, pipe: int) -> bool:
         """Whether the peak of a step must fall from stage 1 to 2: the slots are smaller than the gradients that are shared out."""
