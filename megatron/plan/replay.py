@@ -15,7 +15,7 @@ from megatron.plan.activations import UnitBytes
 from megatron.plan.state import Sizes
 
 TRANSIENT = ("slots", "gathered", "scratch", "activations", "logits", "temporaries")
-ROUND_BYTES = 8 << 20  # received at once by a reduce-scatter on Gloo, or half of what is reduced where that is more: dist/collectives.py
+ROUND_BYTES = 8 << 20  # that a reduce-scatter may take on Gloo, or half the largest layer's gradient where that is more: dist/collectives.py
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,19 @@ class Sharing:
     overlap_gather: bool = True
     device: str = "cuda"
 
-    def received(self, elements: int) -> int:
-        """Bytes beside a block's gradient while it is reduced: rounds of what the others send; on GPUs what another precision on the wire takes."""
+    def received(self, elements: int, layer: int) -> int:
+        """Bytes beside a block's gradient while it is reduced: on Gloo rounds of what the others send, no more of them than half the largest `layer`
+        takes; on GPUs what another precision on the wire takes."""
         ranks = self.shard if self.stage else self.shard * self.copies
         if ranks == 1:
             return 0
-        narrow = self.wire != self.gradient
+        narrow, wide = self.wire != self.gradient, max(self.wire, 4)
         if self.device == "cuda":
             return elements * self.wire * (ranks + 1) // ranks if narrow else 0
-        others = elements * self.wire * (ranks - 1) // ranks
-        return min(others, max(ROUND_BYTES, elements * self.wire // 2)) * (2 if narrow else 1)
+        each = self.wire * (ranks - 1) + (self.wire * ranks if narrow else 0) + (wide if self.wire != wide else 0)
+        room = max(ROUND_BYTES, layer * self.wire // 2)
+        held = each - (self.wire if narrow else 0) - (wide if self.wire != wide else 0)  # casts of the own part and the sum come as each round ends
+        return min(elements // ranks * held, room * held // each)
 
 
 @dataclass(frozen=True)
@@ -98,17 +101,21 @@ class _Weights:
     def open(self, block: Sizes) -> None:
         assert self.needs.popleft() == block
         self.left[block] -= 1
-        coming = next((other for other in self.needs if other != block), None)
+        coming = self._next_to(block)
         self._gather(block)
         if coming is not None and self.sharing.overlap_gather:
             self._gather(coming)
 
     def close(self, block: Sizes) -> None:
         first = self.needs[0] if self.needs else None
-        second = next((other for other in self.needs if other != first), None)
-        if not (self.left[block] > 0 if self.sharing.keep_gathered else block in (first, second)):
+        soon = block == first or first is not None and block == self._next_to(first)
+        if not (self.left[block] > 0 if self.sharing.keep_gathered else soon):
             self.held.remove(block)
             self.live.now["gathered"] -= block.elements * self.sharing.compute
+
+    def _next_to(self, block: Sizes) -> Sizes | None:
+        other = next((other for other in self.needs if other != block), None)
+        return other if other is not None and (block.is_layer or other.is_layer) else None
 
     def _gather(self, block: Sizes) -> None:
         if block not in self.held:
@@ -117,41 +124,44 @@ class _Weights:
 
 
 class _Gradients:
-    """Stages 2 and 3: the slots. One is filled while the one before it is reduced."""
+    """Stages 2 and 3: the slots. One is filled while the one before it is reduced, and never do two of the vocabulary's size live."""
 
     def __init__(self, live: _Live, sharing: Sharing, periods: Mapping[Sizes, int]):
         self.live, self.sharing, self.periods = live, sharing, periods
-        self.due, self.reducing = Counter(periods), None
-        self.open_slots: set[Sizes] = set()
+        self.due, self.slots, self.reducing = Counter(periods), set[Sizes](), None
+        self.layer = max((block.elements for block in periods if block.is_layer), default=0)
 
     def open(self, block: Sizes) -> None:
-        if self.reducing == block:
+        if self.sharing.stage < 2 or block in self.slots:
+            return
+        if self.reducing is not None and not (block.is_layer or self.reducing.is_layer):
             self.finish()
-        if self.sharing.stage >= 2 and block not in self.open_slots:
-            self.open_slots.add(block)
-            self.live.now["slots"] += block.elements * self.sharing.gradient
+        self.slots.add(block)
+        self.live.now["slots"] += block.elements * self.sharing.gradient
 
     def passed(self, block: Sizes, when: str) -> None:
         self.due[block] -= 1
         if self.due[block]:
             return
         self.due[block] = self.periods[block]
-        if self.sharing.stage < 2 and not self.sharing.overlap_reduce:
-            return
+        if self.sharing.stage >= 2 or self.sharing.overlap_reduce:
+            self.reduce(block, when)
+            if not self.sharing.overlap_reduce:
+                self.finish()
+
+    def reduce(self, block: Sizes, when: str) -> None:
         self.finish()
+        self.slots.discard(block)
         self.reducing = block
-        self.live.now["scratch"] += self.sharing.received(block.elements)
+        self.live.now["scratch"] += self.sharing.received(block.elements, self.layer)
         self.live.look(when)
-        if not self.sharing.overlap_reduce:
-            self.finish()
 
     def finish(self) -> None:
         if self.reducing is None:
             return
         block, self.reducing = self.reducing, None
-        self.live.now["scratch"] -= self.sharing.received(block.elements)
+        self.live.now["scratch"] -= self.sharing.received(block.elements, self.layer)
         if self.sharing.stage >= 2:
-            self.open_slots.remove(block)
             self.live.now["slots"] -= block.elements * self.sharing.gradient
         elif self.sharing.stage == 0 and self.sharing.wire != self.sharing.gradient:
             self.live.now["scratch"] += block.elements * self.sharing.wire  # the sum on its way back
@@ -249,10 +259,7 @@ def replay(actions: Sequence[Action], rank: RankUnits, sharing: Sharing) -> Peak
             live.now["activations"] -= rank.inputs + (rank.losses if last in rank.units else 0)
     if sharing.stage < 2 and not sharing.overlap_reduce:
         for block in dict.fromkeys(rank.blocks.values()):
-            gradients.finish()
-            gradients.reducing = block
-            live.now["scratch"] += sharing.received(block.elements)
-            live.look("reduction of the gradients")
+            gradients.reduce(block, "reduction of the gradients")
     live.now["activations"] -= rank.hidden * sum(unproven.values())
     gradients.finish()
     live.look("end of the step")

@@ -19,6 +19,10 @@ class Sizes(NamedTuple):
     elements: int
     early: int
 
+    @property
+    def is_layer(self) -> bool:
+        return self.name.startswith("layer")
+
 
 class Precisions(NamedTuple):
     """Bytes of an element."""

@@ -7,8 +7,8 @@ from megatron.config.groups import Config
 from megatron.plan.advice import Machine, gib, order_of_peaks, transfers
 from megatron.plan.memory import estimate, rank_memories, with_recompute
 
-COLUMNS = ("parameters", "gradients", "optimizer", "slots", "scratch", "gathered", "activations", "recomputed", "logits", "temporaries", "peak", "recomputed",
-           "bytes/param")
+COLUMNS = ("parameters", "gradients", "optimizer", "slots", "scratch", "gathered", "activations", "(recomputed)", "logits", "temporaries", "peak",
+           "(recomputed)", "bytes/param")
 
 
 def memory_table(config: Config, vocab_size: int, world_size: int, device: str = "cuda") -> list[str]:
@@ -34,9 +34,9 @@ def memory_report(config: Config, vocab_size: int, world_size: int, *, memory: f
     lines = [
         f"ZeRO stage {distributed.zero_stage}" + (f", a block shared by {shard} of {replicas} data-parallel ranks" if distributed.zero_stage else
                                                 f", {replicas} data-parallel rank(s)"),
-        "GiB of each pipeline rank: parameters, gradients and optimizer between two steps; of all others the most at any moment, which do not fall together",
+        "GiB by pipeline rank: parameters, gradients, optimizer between two steps; of the others the most at any moment; the peak of all together",
         *memory_table(config, vocab_size, world_size, device),
-        f"bytes/param and worst moment: with{'' if recompute else 'out'} full recompute, as the flags say",
+        f"(recomputed): with full recompute; bytes/param and worst moment: with{'' if recompute else 'out'} it, as the flags say",
         f"resident {max(rank.resident / rank.parameters for rank in chosen):.4g} bytes a parameter, peak {gib(largest.total)} GiB, "
         f"{largest.total / largest.parameters:.4g} bytes a parameter",
     ]

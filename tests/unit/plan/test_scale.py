@@ -85,7 +85,7 @@ def test_the_plan_is_what_the_blocks_take(name, layout, stage):
         held = planned[rank].static
         assert [block.size for block in blocks] == [block.elements for block in planned[rank].blocks]
         assert [block.size - block.plan.late for block in blocks if block.name.startswith("layers")] == [
-            block.early for block in planned[rank].blocks if block.name.startswith("layer")]
+            block.early for block in planned[rank].blocks if block.is_layer]
         assert held["parameters"] == nbytes(*(block.weight for block in blocks))
         assert held["gradients"] == nbytes(*(tensor for block in blocks for tensor in (block.grad, block.grad_shard)))
         assert held["optimizer"] == 3 * sum(block.master.numel() * 4 for block in blocks)
