@@ -41,7 +41,9 @@ class Row:
     size: tuple[tuple[str, int], ...] = tuple(SMALL.items())
 
     def __str__(self) -> str:
+        size = dict(self.size)
         words = [f"stage{self.stage}", f"dp{self.dp}", f"pp{self.pp}", f"m{self.micro}", self.precision, self.model]
+        words += [f"{size['layers']}x{size['hidden']}-v{size['vocab']}"] if size != SMALL else []
         return "-".join([*words, *([f"shard{self.shard}"] if self.shard else []), *self.flags.replace("--", "").split()])
 
     @property
