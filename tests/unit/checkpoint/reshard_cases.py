@@ -21,6 +21,7 @@ from megatron.optimizer.optimizer import Optimizer
 from megatron.training import checkpointing, pretrain
 from megatron.training.exit import Exit
 from megatron.training.loop import COMPLETE
+from megatron.training.run import Run
 
 BASE = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 6
 --mock-data --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --log-interval 1 --eval-iters 0""".split()
@@ -35,7 +36,7 @@ FEATURES = {
                 "--hidden-dropout 0 --attention-dropout 0",
     "untied-fp64": f"--make-vocab-size-divisible-by 1 {LLAMA} --fp64 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0",
 }
-TP, PP, SCHEDULE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--pipeline-schedule"
+TP, PP, SCHEDULE, ZERO = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--pipeline-schedule", "--zero-stage"
 AUTO = "--pipeline-model-parallel-layout auto"  # four stages: embedding, two layers, head
 LAYOUTS = {  # name: ranks, flags
     "one": (1, ""), "tp2": (2, f"{TP} 2"), "tp2sp": (2, f"{TP} 2 --sequence-parallel"), "dp2": (2, ""), "tp4sp": (4, f"{TP} 4 --sequence-parallel"),
@@ -43,6 +44,9 @@ LAYOUTS = {  # name: ranks, flags
     "pp2v2": (2, f"{PP} 2 {SCHEDULE} interleaved --num-virtual-stages-per-pipeline-rank 2 {AUTO}"),
     "pp2zbv": (2, f"{PP} 2 {SCHEDULE} zero-bubble-v {AUTO}"), "tp2sppp2": (4, f"{TP} 2 --sequence-parallel {PP} 2 {SCHEDULE} zero-bubble"),
     "pp2dp2": (4, f"{PP} 2 {SCHEDULE} gpipe"),
+    "dp2zero1": (2, f"{ZERO} 1"), "dp2zero2": (2, f"{ZERO} 2"), "dp2zero3": (2, f"{ZERO} 3"), "dp4zero3": (4, f"{ZERO} 3"),
+    "dp4zero3shard2": (4, f"{ZERO} 3 --zero-shard-size 2"),
+    "pp2dp2zero2": (4, f"{PP} 2 {SCHEDULE} zero-bubble {ZERO} 2"), "tp2spdp2zero1": (4, f"{TP} 2 --sequence-parallel {ZERO} 1"),
 }
 
 
@@ -92,7 +96,7 @@ def load_and_compare(arguments: tuple[str, ...], source: Path, mutant: str | Non
     faults: list[str] = []
     compared = False
 
-    def compare(run) -> Exit:
+    def compare(run: Run) -> Exit:
         nonlocal compared
         compared, optimizer = True, run.optimizer
         with Checkpoint(source) as checkpoint:
@@ -102,21 +106,34 @@ def load_and_compare(arguments: tuple[str, ...], source: Path, mutant: str | Non
                     faults.append(f"{box.name} at {box.offset}: not the bits of the checkpoint")
             if optimizer.steps.item() != checkpoint.state["optimizer_steps"] or run.progress.iteration != checkpoint.iteration:
                 faults.append(f"step {optimizer.steps.item()}, iteration {run.progress.iteration}")
-        for block in optimizer.blocks:
-            if block.stage < 3 and not same_bits(block.part(block.weight), block.master.to(block.weight.dtype)):
-                faults.append(f"{block.name}: the weights are not the rounded masters")
-        for block in optimizer.blocks:
-            for entry in block.entries:
-                padding = entry.view(block.weight).clone()
-                for box in entry.boxes:
-                    box.view(padding).zero_()
-                if padding.any():
-                    faults.append(f"{entry.name}: the padding is not zero")
+            faults.extend(_computed_with(run, checkpoint))
         run.save(run)
         return Exit(COMPLETE, 0)
 
     text = start(arguments, mutant, compare)
     assert compared, text
+    return faults
+
+
+def _computed_with(run: Run, checkpoint: Checkpoint) -> list[str]:
+    """What differs from the checkpoint in the whole weights that this rank computes with, its padding included."""
+    faults: list[str] = []
+    for block in run.optimizer.blocks:
+        if block.is_released:
+            run.zero._gather(block)
+    run.zero.settle()
+    for block in run.optimizer.blocks:
+        for entry in block.entries:
+            weight = entry.view(block.weight).clone()
+            for box in entry.boxes:
+                want = checkpoint.read_tensor(box.name)[tuple(slice(o, o + e) for o, e in zip(box.offset, box.extent, strict=True))]
+                if not same_bits(box.view(weight).reshape(box.extent), want.to(weight.dtype)):
+                    faults.append(f"{box.name} at {box.offset}: the weights are not the rounded masters")
+                box.view(weight).zero_()
+            if weight.any():
+                faults.append(f"{entry.name}: the padding is not zero")
+        if block.stage == 3:
+            block.release()
     return faults
 
 
@@ -158,6 +175,7 @@ def _read_at_the_beginning() -> Iterator[None]:
 
 
 MUTANTS: dict[str, Callable] = {
+    "a slice's owner is the first of all copies of the model": _owns(lambda box, groups: groups.replicas.rank == 0),
     "tensor-parallel ranks other than the first own nothing": _owns(lambda box, groups: groups.replicas.rank == groups.tp.rank == 0),
     "every data-parallel copy owns": _owns(lambda box, groups: groups.tp.rank == 0 or box.replicated is None),
     "every holder of a key/value head owns it": _owns(

@@ -55,7 +55,8 @@ def runs(gloo_world, tmp_path_factory):
     torch.set_num_threads(threads)
 
 
-EARLIER = [layout for layout in LAYOUTS if "pp" not in layout]
+SHARDED = [layout for layout in LAYOUTS if "zero" in layout]
+EARLIER = [layout for layout in LAYOUTS if "pp" not in layout and layout not in SHARDED]
 
 
 @pytest.mark.parametrize("source", LAYOUTS)
@@ -63,7 +64,7 @@ EARLIER = [layout for layout in LAYOUTS if "pp" not in layout]
 def test_every_layout_loads_on_every_other(on, runs, tmp_path, feature, source):
     """What each rank holds after loading, optimizer included, is the checkpoint's; what came from one process is saved again, as it was."""
     root = runs(feature, source)
-    for target in LAYOUTS if source in EARLIER or feature == "tied-bf16" else EARLIER:  # of pipelines among themselves the tied ones say more
+    for target in LAYOUTS if source in EARLIER or feature == "tied-bf16" else EARLIER:  # of the later ones among themselves the tied say more
         again = saving(tmp_path / target) if source == "one" else ()
         arguments = flags(feature, target, "--load", root, "--ckpt-step", 3, *again)
         assert on(target, load_and_compare, arguments, saved(root)) == [[]] * LAYOUTS[target][0], target
@@ -85,7 +86,8 @@ def test_on_the_same_layout_a_run_goes_on_bit_for_bit(on, runs, tmp_path, featur
 PAIRS = [("mqa-fp64", *pair) for pair in zip(EARLIER, [*EARLIER[1:], "one"], strict=True)] + [
     ("mqa-fp64", "one", "pp2"), ("mqa-fp64", "pp2", "tp2"), ("mqa-fp64", "dp2", "pp4"), ("mqa-fp64", "pp4", "pp2dp2"), ("mqa-fp64", "pp2v2", "one"),
     ("mqa-fp64", "pp2zbv", "tp2sppp2"), ("untied-fp64", "pp2", "tp2"), ("untied-fp64", "tp2sp", "pp2zbv"), ("untied-fp64", "pp2v2", "one"),
-    ("untied-fp64", "tp2sppp2", "pp4"),
+    ("untied-fp64", "tp2sppp2", "pp4"), ("mqa-fp64", "dp2zero2", "pp2dp2zero2"), ("mqa-fp64", "dp2", "dp2zero3"),
+    ("mqa-fp64", "pp2zbv", "dp4zero3shard2"), ("untied-fp64", "dp4zero3shard2", "tp2spdp2zero1"), ("untied-fp64", "pp2dp2zero2", "dp2zero1"),
 ]
 
 
@@ -103,10 +105,28 @@ def test_on_another_layout_a_run_goes_on_within_the_bound(on, runs, tmp_path, fe
     assert distance(saved(root, 6), saved(tmp_path / "wrong", 6)) > 1e-4
 
 
+@pytest.mark.parametrize(("source", "target", "flags_of_both", "said"), [
+    ("dp2zero2", "dp2zero3", "", "goes on bit for bit"),
+    ("dp2zero1", "dp2zero3", "--micro-batch-size 2", "goes on bit for bit"),
+    ("dp2", "dp2zero2", "--micro-batch-size 2 --clip-grad 0", "goes on bit for bit"),
+    ("dp2", "dp2zero1", "", "goes on from the same state, not bit for bit: --zero-stage 0 -> 1"),
+    ("dp2zero1", "dp2zero2", "", "goes on from the same state, not bit for bit: --zero-stage 1 -> 2"),
+    ("dp4zero3shard2", "dp4zero3", "", "goes on from the same state, not bit for bit: --zero-shard-size 2 -> None"),
+])
+def test_a_run_says_what_another_stage_does_to_its_bits(on, tmp_path, source, target, flags_of_both, said):
+    """Bit for bit means it; where it is not promised nothing is tested but the words."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    on(source, start, flags("tied-bf16", source, *flags_of_both.split(), *saving(whole)))
+    text = on(target, start, flags("tied-bf16", target, *flags_of_both.split(), "--load", whole, "--ckpt-step", 3, *saving(resumed)))[0]
+    assert f"iteration 3; {said}\n" in text
+    assert said != "goes on bit for bit" or differing(saved(whole, 6), saved(resumed, 6)) == []
+
+
 def test_only_owning_ranks_write(runs):
     shards = {layout: len(list(saved(runs("gqa-untied", layout)).glob("*.safetensors"))) for layout in LAYOUTS}
     assert shards == {"one": 1, "tp2": 2, "tp2sp": 2, "dp2": 1, "tp4sp": 4, "tp2dp2": 2,
-                      "pp2": 2, "pp4": 4, "pp2v2": 2, "pp2zbv": 2, "tp2sppp2": 4, "pp2dp2": 2}
+                      "pp2": 2, "pp4": 4, "pp2v2": 2, "pp2zbv": 2, "tp2sppp2": 4, "pp2dp2": 2,
+                      "dp2zero1": 2, "dp2zero2": 2, "dp2zero3": 2, "dp4zero3shard2": 2, "pp2dp2zero2": 4, "tp2spdp2zero1": 4, "dp4zero3": 4}
     assert len(list(saved(runs("tied-bf16", "pp4")).glob("*.safetensors"))) == 3  # the last stage is a tied head
 
 
@@ -114,7 +134,8 @@ def test_only_owning_ranks_write(runs):
     ("tensor-parallel ranks other than the first own nothing", "tied-bf16", "tp2"),
     ("every data-parallel copy owns", "tied-bf16", "dp2"),
     ("every holder of a key/value head owns it", "gqa-untied", "tp4sp"),
-    ("both ends of a pipeline own a tied matrix", "tied-bf16", "pp2"),
+    ("both ends of a pipeline own a tied matrix", "tied-bf16", "pp2"), ("every data-parallel copy owns", "tied-bf16", "dp4zero3shard2"),
+    ("a slice's owner is the first of all copies of the model", "tied-bf16", "dp2zero2"),
 ])
 def test_a_wrong_owner_saves_nothing(on, tmp_path, mutant, feature, layout):
     """The run goes on and says so, with one error, on rank 0."""
@@ -126,7 +147,8 @@ def test_a_wrong_owner_saves_nothing(on, tmp_path, mutant, feature, layout):
 
 @pytest.mark.parametrize(("mutant", "feature", "layout"), [
     ("read at the beginning", "gqa-untied", "tp2"), ("read at the beginning", "tied-bf16", "tp4sp"),
-    ("weights are not published", "tied-bf16", "dp2"), ("weights are not published", "tied-bf16", "pp4"), (None, "tied-bf16", "tp2"),
+    ("weights are not published", "tied-bf16", "dp2"), ("weights are not published", "tied-bf16", "pp4"),
+    ("read at the beginning", "tied-bf16", "dp2zero3"), ("weights are not published", "tied-bf16", "dp2zero1"), (None, "tied-bf16", "tp2"),
 ])
 def test_a_wrong_reader_is_caught(on, runs, mutant, feature, layout):
     root = runs(feature, "one")
