@@ -1,16 +1,31 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call: the tests marked gpu (parity of 2 to 4 ranks on one GPU among them), then a 125M-parameter GPT
-# trained for 40 iterations on one device and, where there are two, on two: each way to share it, with communication beside computation and without.
-# Usage: bash scripts/gpu.sh [FOLDER for the results]. Takes the Python that has a CUDA torch: PYTHON=/path/to/python, default python3.
+# Everything that needs a GPU, in one call, or the named parts of it where a call may take 10 minutes at most:
+#   tests  those marked gpu (parity of 2 to 4 ranks on one GPU among them)
+#   zero   ZeRO's memory and speed, offload, and others' experiments, on one GPU that plays one rank of 8: at most 8 minutes
+#   train  a 125M-parameter GPT for 40 iterations on one device and, where there are two, on two: each way to share it, with communication beside
+#          computation and without
+# Usage: bash scripts/gpu.sh [FOLDER for the results [PART ...]]. Takes the Python that has a CUDA torch: PYTHON=/path/to/python, default python3.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
 out="${1:-gpu-results}"
+parts="${*:2}"
+parts="${parts:-tests zero train}"
+for part in $parts; do
+  case "$part" in tests | zero | train) ;; *) echo "$part: no part; they are tests, zero and train" >&2 && exit 2 ;; esac
+done
 mkdir -p "$out"
 "$python" -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "no CUDA device: torch " + torch.__version__ + " sees none")' || exit 2
 
-"$python" -m pytest -m gpu tests 2>&1 | tee "$out/tests.txt"
-failed=$?
+wanted() { [[ " $parts " == *" $1 "* ]]; }
+failed=0
+if wanted tests; then
+  "$python" -m pytest -m gpu tests 2>&1 | tee "$out/tests.txt" || failed=1
+fi
+if wanted zero; then
+  "$python" tools/benchmark_zero_gpu.py --out "$out" 2>&1 | tee "$out/zero.txt" || failed=1
+fi
+wanted train || exit "$failed"
 
 model=(--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --micro-batch-size 16 --global-batch-size 32 --mock-data
   --tokenizer-type NullTokenizer --vocab-size 50256 --bf16 --lr 6e-4 --train-iters 40 --log-interval 10 --eval-iters 0)
