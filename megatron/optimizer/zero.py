@@ -86,6 +86,8 @@ class Zero:
             self._gather(self.needs[0])
 
     def forward(self, unit: nn.Module, x: Tensor | None, micro: MicroBatch) -> tuple[Tensor, Any]:
+        if isinstance(unit, LayerBlock):
+            self._let_go()  # else the last micro-batch's would live beside all activations of the next
         with self._weights(unit, "forward"):
             return self.inner.forward(unit, x, micro)
 
@@ -237,11 +239,15 @@ class Zero:
             if self.reducing is not None and self.layers.isdisjoint((block, self.reducing[0])):  # never two gradients of the vocabulary's size
                 with self._beside(self.reduce_stream):
                     self._finish()
-            for _, event in self.spent:
-                torch.cuda.current_stream().wait_event(event)
-            self.spent = []
+            self._let_go()
             block.open()
         return block
+
+    def _let_go(self) -> None:
+        """Free the gradient buffers that have been reduced."""
+        for _, event in self.spent:
+            torch.cuda.current_stream().wait_event(event)
+        self.spent = []
 
     def _passed(self, block: Block) -> None:
         """One more backward pass of one of the block's units is over."""
