@@ -22,7 +22,7 @@ from megatron.dist.together import waiting
 from megatron.model.block import BlockWrapper, Call, MicroBatch
 from megatron.model.gpt import GPTModel
 from megatron.parallel.check import WORDS, channel_of, source_of
-from megatron.parallel.schedule import COMPUTATIONS, Action, Kind, Message, Schedule, makes, needs
+from megatron.parallel.schedule import COMPUTATIONS, Action, Kind, Message, Schedule, makes, needs, receipts
 from megatron.parallel.timeline import Span, Timeline
 
 METHODS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.BACKWARD_INPUT: "backward_input", Kind.BACKWARD_WEIGHT: "backward_weight"}
@@ -235,27 +235,3 @@ class _Step:
 
 def _what(message: Message) -> str:
     return f"{'activations' if message.kind is Kind.FORWARD else 'the gradient'} of micro-batch {message.micro}"
-
-
-def receipts(schedule: Schedule, rank: int) -> dict[Message, tuple[int, int]]:
-    """For each message that a rank receives: (its sender, how many of this rank's messages to that sender it proves to have arrived).
-
-    Gloo does not say that a send is complete unless one waits for it; but who sends the result of a computation has received what his
-    earlier computations needed.
-    """
-    placement, found = schedule.placement, {}
-    mine = [message for action in schedule.actions[rank] if action.kind in COMPUTATIONS and (message := makes(action, placement)) is not None]
-    neighbours = {placement[stage + step] for stage in range(len(placement)) if placement[stage] == rank for step in (-1, 1)
-                  if 0 <= stage + step < len(placement)} - {rank}
-    for peer in neighbours:
-        order = [action for action in schedule.actions[peer] if action.kind in COMPUTATIONS]
-        used = {needs(action, placement): index for index, action in enumerate(order)}
-        sent = [used[message] for message in mine if placement[message.stage] == peer]
-        count = 0
-        for index, action in enumerate(order):
-            message = makes(action, placement)
-            while count < len(sent) and sent[count] <= index:
-                count += 1
-            if message is not None and placement[message.stage] == rank:
-                found[message] = (peer, count)
-    return found

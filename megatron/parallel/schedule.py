@@ -88,6 +88,30 @@ def makes(action: Action, placement: Sequence[int]) -> Message | None:
     return None
 
 
+def receipts(schedule: Schedule, rank: int) -> dict[Message, tuple[int, int]]:
+    """For each message that a rank receives: (its sender, how many of this rank's messages to that sender it proves to have arrived).
+
+    Gloo does not say that a send is complete unless one waits for it; but who sends the result of a computation has received what his
+    earlier computations needed.
+    """
+    placement, found = schedule.placement, {}
+    mine = [message for action in schedule.actions[rank] if action.kind in COMPUTATIONS and (message := makes(action, placement)) is not None]
+    neighbours = {placement[stage + step] for stage in range(len(placement)) if placement[stage] == rank for step in (-1, 1)
+                  if 0 <= stage + step < len(placement)} - {rank}
+    for peer in neighbours:
+        order = [action for action in schedule.actions[peer] if action.kind in COMPUTATIONS]
+        used = {needs(action, placement): index for index, action in enumerate(order)}
+        sent = [used[message] for message in mine if placement[message.stage] == peer]
+        count = 0
+        for index, action in enumerate(order):
+            message = makes(action, placement)
+            while count < len(sent) and sent[count] <= index:
+                count += 1
+            if message is not None and placement[message.stage] == rank:
+                found[message] = (peer, count)
+    return found
+
+
 def communicate(orders: Sequence[Sequence[Action]], placement: Sequence[int]) -> tuple[tuple[Action, ...], ...]:
     """Add sends and receives to each rank's computations.
 

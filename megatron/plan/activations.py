@@ -104,17 +104,18 @@ def layer_bytes(shape: Shape, index: int) -> UnitBytes:
     mlp = shape.inner + shape.activated
     forward = 3 * hidden + shape.dropout()  # the outputs of attention and MLP, and the layer's
     # Of the MLP: the gradients of the activation's output and input, when fc2's input is gone; of attention when the MLP's tensors are gone.
-    forming = gathered + shape.activated
     attention_backward = tokens * shape.compute * 2 * (q + 2 * k) + score_gradients(shape) - mlp - hidden
-    backward = max(shape.inner, forming, attention_backward)
+    backward = max(shape.inner, gathered + shape.activated, attention_backward)
+    columns = shape.inner // (tokens * shape.compute)
+    # While the gradient of fc2's weight is formed, and of fc1's, when fc2's input is gone.
+    pieces = (gathered + shape.activated, shape.weight_scratch(f, h)), (2 * gathered + hidden - shape.activated, shape.weight_scratch(h, columns))
+    forming, scratch = max(pieces, key=sum)
     stashed = 4 * hidden + tokens * stashed_bytes_per_token(model, shape.compute)
     split = backward + shape.activated  # fc2's input stays
     if shape.recomputed:
         again = whole - hidden
         once = max(hidden + attention, 3 * hidden + mlp) + shape.dropout()  # nothing is kept
         forward, backward, split, forming = once, again + max(forward, backward), again + max(forward, split), again + forming
-    scratch = max(shape.weight_scratch(h, q + 2 * k), shape.weight_scratch(q, h), shape.weight_scratch(h, shape.inner // (tokens * shape.compute)),
-                  shape.weight_scratch(f, h))
     return UnitBytes(hidden if shape.recomputed else whole, 0, stashed, forward, backward, split, forming, 2 * gathered, scratch)
 
 

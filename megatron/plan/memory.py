@@ -11,7 +11,7 @@ from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config
 from megatron.model.arithmetic import padded_vocab_size, unit_parameters
 from megatron.model.stages import Stage, pipeline_stages
-from megatron.parallel.schedule import Schedule, build_schedule
+from megatron.parallel.schedule import Schedule, build_schedule, receipts
 from megatron.plan.activations import Shape, input_bytes, loss_bytes, unit_bytes
 from megatron.plan.replay import Peak, RankUnits, Sharing, replay
 from megatron.plan.state import Sizes, precisions, rank_blocks, shard_size, static_bytes
@@ -65,7 +65,7 @@ def rank_memories(config: Config, vocab_size: int, world_size: int, device: str 
         distinct = list(dict.fromkeys(blocks.values()))
         units = {number: list(zip(stage.units, unit_bytes(shape, stage), strict=True))
                  for number, (stage, where) in enumerate(zip(stages, schedule.placement, strict=True)) if where == rank}
-        run = RankUnits(units, blocks, schedule.placement, shape.hidden, input_bytes(shape), loss_bytes(shape))
+        run = RankUnits(units, blocks, schedule.placement, shape.hidden, receipts(schedule, rank), input_bytes(shape), loss_bytes(shape))
         count = sum(number for number, where in zip(stored, schedule.placement, strict=True) if where == rank)
         result.append(RankMemory(distinct, count, static_bytes(config, distinct, shard), replay(actions, run, sharing)))
     return result

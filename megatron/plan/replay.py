@@ -6,11 +6,12 @@ gradient exists. So the actions of the schedule are gone through unit by unit, a
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from megatron.parallel.schedule import Action, Kind
+from megatron.parallel.schedule import COMPUTATIONS, Action, Kind, Message, makes, needs
 from megatron.plan.activations import UnitBytes
 from megatron.plan.state import Sizes
 
@@ -56,6 +57,7 @@ class RankUnits:
     blocks: Mapping[int, Sizes]  # number of the unit -> its block; a tied head on the embedding's rank shares one
     placement: Sequence[int]
     hidden: int  # bytes of what travels between stages
+    receipts: Mapping[Message, tuple[int, int]] = field(default_factory=dict)  # of this rank: parallel/schedule.py
     inputs: int = 0  # bytes of a micro-batch
     losses: int = 0  # bytes that the loss keeps of one
 
@@ -98,15 +100,19 @@ class _Weights:
         self.live, self.sharing, self.needs = live, sharing, deque(needs)
         self.left, self.held = Counter(needs), set()
 
-    def open(self, block: Sizes) -> None:
+    @contextlib.contextmanager
+    def open(self, block: Sizes, kind: Kind, unit: int) -> Iterator[None]:
+        """While a pass runs that may read a unit's weights."""
+        if self.sharing.stage < 3 or not _reads_weight(kind, unit):
+            yield
+            return
         assert self.needs.popleft() == block
         self.left[block] -= 1
         coming = self._next_to(block)
         self._gather(block)
         if coming is not None and self.sharing.overlap_gather:
             self._gather(coming)
-
-    def close(self, block: Sizes) -> None:
+        yield
         first = self.needs[0] if self.needs else None
         soon = block == first or first is not None and block == self._next_to(first)
         if not (self.left[block] > 0 if self.sharing.keep_gathered else soon):
@@ -167,108 +173,127 @@ class _Gradients:
             self.live.now["scratch"] += block.elements * self.sharing.wire  # the sum on its way back
 
 
-def calls(actions: Sequence[Action], rank: RankUnits) -> Iterator[tuple[Action, list[tuple[int, UnitBytes]]]]:
-    """Each action with the units it runs, in its order."""
-    for action in actions:
-        units = list(rank.units.get(action.stage, ()))
-        yield action, units if action.kind is Kind.FORWARD else units[::-1]
+class _Step:
+    """What is alive during one step of a rank."""
+
+    def __init__(self, actions: Sequence[Action], rank: RankUnits, sharing: Sharing):
+        self.actions, self.rank, self.sharing, self.live = actions, rank, sharing, _Live()
+        self.last = len(rank.placement) - 1
+        self.inputs = rank.inputs + (rank.losses if self.last in rank.units else 0)  # bytes of a micro-batch
+        self.final = {action.micro: action for action in actions if action.kind in COMPUTATIONS}
+        self.begun: set[int] = set()
+        self.sent, self.arrived = Counter[int](), Counter[int]()  # messages to each rank, and those that are known to have arrived
+        reads, passes, users = [], Counter[Sizes](), Counter(rank.blocks.values())
+        for action in actions:
+            for unit, sizes in self.units(action):
+                reads += [rank.blocks[unit]] if sharing.stage == 3 and _reads_weight(action.kind, unit) else []
+                passes[rank.blocks[unit]] += _completes(action.kind, sizes)
+        often = {block: sharing.stage >= 2 and (users[block] == 1 or max(rank.placement) == 0) for block in passes}
+        self.weights = _Weights(self.live, sharing, reads)
+        self.gradients = _Gradients(self.live, sharing, {block: count // len(self.final) if often[block] else count for block, count in passes.items()})
+
+    def units(self, action: Action) -> Sequence[tuple[int, UnitBytes]]:
+        """The units that an action runs, in its order; none of a message's."""
+        units = self.rank.units[action.stage] if action.kind in COMPUTATIONS else ()
+        return units if action.kind is Kind.FORWARD else units[::-1]
+
+    def hold(self, messages: int) -> None:
+        """So many messages more, or fewer."""
+        self.live.now["activations"] += messages * self.rank.hidden
+
+    def run(self) -> Peak:
+        """Carry out all actions; the worst moment."""
+        for action in self.actions:
+            if action.kind in COMPUTATIONS:
+                self.compute(action)
+            elif action.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
+                self.hold(1)
+                self.live.look("arrival of a message")
+        self.hold(-(self.sent.total() - self.arrived.total()))
+        if self.sharing.stage < 2 and not self.sharing.overlap_reduce:
+            for block in dict.fromkeys(self.rank.blocks.values()):
+                self.gradients.reduce(block, "reduction of the gradients")
+        self.gradients.finish()
+        self.live.look("end of the step")
+        assert not any(size for name, size in self.live.now.items() if name != "scratch"), self.live.now
+        _, at, when = self.live.peak
+        return Peak(at, when, dict(self.live.most))
+
+    def compute(self, action: Action) -> None:
+        kind, stage, micro = action
+        to, count = self.rank.receipts.get(needs(action, self.rank.placement), (-1, 0))
+        self.hold(-max(count - self.arrived[to], 0))
+        self.arrived[to] = max(count, self.arrived[to])
+        if micro not in self.begun:
+            self.begun.add(micro)
+            self.live.now["activations"] += self.inputs
+        if kind is Kind.FORWARD:
+            self.hold(-(stage > 0))  # its input, which is counted as saved from here on
+            self.forward(action)
+            self.hold(stage < self.last)
+        elif kind is Kind.BACKWARD_WEIGHT:
+            self.weight(action)
+        else:
+            self.backward(action)
+            self.hold((stage > 0) - (stage < self.last))  # the gradient that goes on, and the one that came
+        if (message := makes(action, self.rank.placement)) is not None:
+            self.sent[self.rank.placement[message.stage]] += 1
+        if self.final[micro] == action:
+            self.live.now["activations"] -= self.inputs
+
+    def forward(self, action: Action) -> None:
+        now = self.live.now
+        for unit, sizes in self.units(action):
+            block = self.rank.blocks[unit]
+            with self.weights.open(block, action.kind, unit):
+                now["activations"] += sizes.saved
+                now["logits"] += sizes.logits
+                self.live.look(f"forward pass of {_name(sizes, block)}", sizes.forward)
+
+    def backward(self, action: Action) -> None:
+        now, dy = self.live.now, 0  # the gradient of the stage's output has been counted since it came
+        for unit, sizes in self.units(action):
+            block = self.rank.blocks[unit]
+            when, split = f"backward pass of {_name(sizes, block)}", action.kind is Kind.BACKWARD_INPUT and sizes.stashed > 0
+            if not split:
+                self.gradients.open(block)
+            now["temporaries"] += dy
+            with self.weights.open(block, action.kind, unit):
+                if split:
+                    self.live.look(when, sizes.split + self.early(block))
+                    now["activations"] += sizes.stashed + self.early(block)
+                else:
+                    self.live.look(when, sizes.backward)
+                    self.live.look(when, sizes.forming, sizes.scratch)
+                now["activations"] -= sizes.saved
+                now["logits"] -= sizes.logits
+                self.live.look(when, self.rank.hidden)
+            now["temporaries"] -= dy
+            if not split:
+                self.gradients.passed(block, when)
+            dy = self.rank.hidden
+
+    def weight(self, action: Action) -> None:
+        for unit, sizes in self.units(action):
+            if sizes.stashed:
+                block = self.rank.blocks[unit]
+                when = f"weight gradients of {_name(sizes, block)}"
+                self.gradients.open(block)
+                self.live.look(when, sizes.weight, sizes.scratch)
+                self.live.now["activations"] -= sizes.stashed + self.early(block)
+                self.gradients.passed(block, when)
+
+    def early(self, block: Sizes) -> int:
+        """Bytes of the gradients that wait for those of a layer's matrices."""
+        return block.early * self.sharing.gradient if self.sharing.stage >= 2 else 0
 
 
 def replay(actions: Sequence[Action], rank: RankUnits, sharing: Sharing) -> Peak:
     """The worst moment of one step."""
-    live, last = _Live(), len(rank.placement) - 1
-    reads, passes = [], Counter()
-    for action, units in calls(actions, rank):
-        for unit, sizes in units:
-            reads += [rank.blocks[unit]] if _reads_weight(action.kind, unit) else []
-            passes[rank.blocks[unit]] += _completes(action.kind, sizes)
-    micro_batches = len({action.micro for action in actions})
-    users = Counter(rank.blocks.values())
-    often = {block: sharing.stage >= 2 and (users[block] == 1 or max(rank.placement) == 0) for block in passes}
-    weights = _Weights(live, sharing, reads if sharing.stage == 3 else [])
-    gradients = _Gradients(live, sharing, {block: count // micro_batches if often[block] else count for block, count in passes.items()})
-    final = {action.micro: index for index, action in enumerate(actions)}
-    begun: set[int] = set()
-    unproven: Counter[int] = Counter()  # gradients sent to a rank that may still be on their way
-
-    def arrived(peer: int) -> int:
-        """How many gradients a message from a rank proves to have arrived: as a rule all but the last."""
-        count = max(unproven[peer] - 1, 0)
-        unproven[peer] -= count
-        return count
-
-    for index, (action, units) in enumerate(calls(actions, rank)):
-        kind, stage, micro = action
-        if kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
-            live.now["activations"] += rank.hidden
-            live.look("as a message arrives")
-        elif kind is Kind.FORWARD:
-            if micro not in begun:
-                begun.add(micro)
-                live.now["activations"] += rank.inputs + (rank.losses if rank.placement[last] == rank.placement[stage] else 0)
-            live.now["activations"] -= rank.hidden * (stage > 0)  # its input, which is counted as saved from here on
-            live.now["activations"] -= rank.hidden * arrived(rank.placement[stage - 1] if stage else -1)
-            for unit, sizes in units:
-                block = rank.blocks[unit]
-                if sharing.stage == 3:
-                    weights.open(block)
-                live.now["activations"] += sizes.saved
-                live.now["logits"] += sizes.logits
-                live.look(f"forward pass of {_name(unit, sizes, block)}", sizes.forward)
-                if sharing.stage == 3:
-                    weights.close(block)
-            live.now["activations"] += rank.hidden * (stage < last)  # the output: on its way to the next stage or waiting for it here
-        elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            away = stage < last and rank.placement[stage + 1] != rank.placement[stage]
-            live.now["activations"] -= rank.hidden * away  # the output: what comes back proves its arrival
-            live.now["activations"] -= rank.hidden * arrived(rank.placement[stage + 1] if stage < last else -1)
-            dy = 0  # the gradient of the stage's output has been counted since it came
-            for unit, sizes in units:
-                block, when = rank.blocks[unit], f"backward pass of {_name(unit, sizes, rank.blocks[unit])}"
-                split = kind is Kind.BACKWARD_INPUT and sizes.stashed > 0
-                if sharing.stage == 3 and _reads_weight(kind, unit):
-                    weights.open(block)
-                if not split:
-                    gradients.open(block)
-                early = block.early * sharing.gradient if split and sharing.stage >= 2 else 0
-                live.now["temporaries"] += dy
-                live.look(when, sizes.split + early if split else sizes.backward)
-                if not split:
-                    live.look(when, sizes.forming, sizes.scratch)
-                live.now["activations"] += (sizes.stashed + early if split else 0) - sizes.saved
-                live.now["logits"] -= sizes.logits
-                live.look(when, rank.hidden)
-                live.now["temporaries"] -= dy
-                if sharing.stage == 3 and _reads_weight(kind, unit):
-                    weights.close(block)
-                if not split:
-                    gradients.passed(block, when)
-                dy = rank.hidden
-            live.now["activations"] += rank.hidden * ((stage > 0) - (stage < last))  # the gradient that goes on, the one that came
-        elif kind is Kind.BACKWARD_WEIGHT:
-            for unit, sizes in units:
-                if sizes.stashed:
-                    block, when = rank.blocks[unit], f"weight gradients of {_name(unit, sizes, rank.blocks[unit])}"
-                    gradients.open(block)
-                    live.look(when, sizes.weight, sizes.scratch)
-                    live.now["activations"] -= sizes.stashed + (block.early * sharing.gradient if sharing.stage >= 2 else 0)
-                    gradients.passed(block, when)
-        elif kind is Kind.SEND_BACKWARD:
-            unproven[rank.placement[stage - 1]] += 1
-        if final[micro] == index:
-            live.now["activations"] -= rank.inputs + (rank.losses if last in rank.units else 0)
-    if sharing.stage < 2 and not sharing.overlap_reduce:
-        for block in dict.fromkeys(rank.blocks.values()):
-            gradients.reduce(block, "reduction of the gradients")
-    live.now["activations"] -= rank.hidden * sum(unproven.values())
-    gradients.finish()
-    live.look("end of the step")
-    assert not any(size for name, size in live.now.items() if name != "scratch"), live.now
-    _, at, when = live.peak
-    return Peak(at, when, dict(live.most))
+    return _Step(actions, rank, sharing).run()
 
 
-def _name(unit: int, sizes: UnitBytes, block: Sizes) -> str:
+def _name(sizes: UnitBytes, block: Sizes) -> str:
     return "head" if sizes.logits else block.name
 
 

@@ -160,8 +160,8 @@ def test_the_estimate_follows_schedule_and_recompute():
         return [rank.peak.most["activations"] for rank in rank_memories(config, VOCAB, 4)]
 
     assert activations(8) == activations(64) and activations(64, "gpipe")[0] > 15 * activations(64)[0]
-    message = SEQ * BATCH * 64 * 4  # two are on their way to a stage in the middle; when it goes forward and back in turn, one from it, too
-    assert activations(8, "gpipe")[1] - 2 * message == 8 * activations(1)[1] == 8 * (activations(8)[1] - 3 * message) // 3
+    message = SEQ * BATCH * 64 * 4  # of which two are on their way to a stage in the middle
+    assert activations(8, "gpipe")[1] - 2 * message == 8 * activations(1)[1] == 8 * (activations(8)[1] - 2 * message) // 3
     one, two = (activations(m, recompute=True)[1] for m in (1, 2))
     # Another micro-batch costs the inputs of a stage's two layers, its output, ids and positions, and the two messages.
     assert two - one == (3 + 2) * message + 28 * SEQ * BATCH
