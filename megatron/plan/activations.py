@@ -135,7 +135,7 @@ def head_bytes(shape: Shape) -> UnitBytes:
     chunk = rows * shape.vocab * shape.wide
     widened, capped = shape.compute != shape.wide, shape.model.final_logit_softcapping is not None
     gathered = shape.whole if shape.sequence_parallel else 0
-    chunks = 3 if capped else 2 if widened else 1  # of the loss, in whichever pass takes more
+    chunks = 4 if capped else 2 if widened else 1  # of the loss, in whichever pass takes more
     forward = max(gathered, chunks * chunk)
     backward = shape.whole + gathered + (shape.hidden if shape.sequence_parallel else 0)
     return UnitBytes(shape.hidden, logits, 0, forward, backward, backward, backward, 0, shape.weight_scratch(shape.model.hidden_size, shape.vocab))

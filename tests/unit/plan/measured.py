@@ -62,6 +62,13 @@ CASES: dict[str, tuple[int, int, str]] = {
     "tp2 sp, llama": (2, 2, f"{LARGER} {LLAMA} {TP2} --sequence-parallel"),
     "stage 2, tp2 sp dp2": (4, 2, f"{SMALL} {TP2} --sequence-parallel --zero-stage 2"),
     "stage 3, tp2 sp dp2, bf16": (4, 2, f"{LARGER} {LLAMA} {TP2} --sequence-parallel --zero-stage 3 --bf16"),
+    "held out: grouped, squared relu, norms of queries": (
+        1, 2, f"{LARGER} --group-query-attention --num-query-groups 2 --qk-layernorm --activation squared-relu --position-embedding-type rope"),
+    "held out: documents, soft caps, plain attention, sgd": (
+        1, 1, f"{SMALL} --reset-attention-mask --attn-logit-softcapping 30 --final-logit-softcapping 30 --optimizer sgd"),
+    "held out: stage 3, pp2 dp2, zero-bubble-v, recompute, bf16": (
+        4, 3, f"{LARGER} {PP2} --num-layers 8 --pipeline-schedule zero-bubble-v --bf16 {FULL} --zero-stage 3"),
+    "held out: stage 2, pp2 dp2, gpipe": (4, 4, f"{SMALL} {PP2} {LLAMA} --pipeline-schedule gpipe --zero-stage 2"),
     "stage 3, dp2, stepped on the host": (2, 2, f"{SMALL} --zero-stage 3 --bf16 --optimizer-cpu-offload"),
     "stage 2, dp4, shared by 2": (4, 2, f"{SMALL} --zero-stage 2 --zero-shard-size 2"),
 }
