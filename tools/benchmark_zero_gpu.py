@@ -80,7 +80,7 @@ PUBLISHED = {  # MB of CUDA memory at stages 0 to 3, as their users gave them; N
 WARMUP, STEPS = 3, 6
 PATIENCE = 120.0  # seconds for a case
 GOAL = 3.0  # percent
-GIB, MIB = 2**30, 2**20
+MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,8 @@ def static_kinds(run: Run) -> dict[str, int]:
                 total += storage.nbytes()
         return total
 
-    return {"parameters": size([block.weight for block in blocks]), "gradients": size([block.grad if block.stage < 2 else block.grad_shard for block in blocks]),
+    return {"parameters": size([block.weight for block in blocks]),
+            "gradients": size([block.grad if block.stage < 2 else block.grad_shard for block in blocks]),
             "optimizer": size([*(block.master for block in blocks), *(state for states in run.optimizer.states.values() for state in states)])}
 
 
@@ -245,7 +246,8 @@ def measure(case: Case, tiny: bool) -> dict[str, Any]:
     tokens = case.micro_batch * case.accumulation * run.config.data.seq_length
     return {
         "device": torch.cuda.get_device_name() if cuda else "cpu", "parameters": plan.parameters, "tokens": tokens, "times": times,
-        "milliseconds": statistics.median(times), "loss": more[-1].read().loss, "skipped": sum(pending.read().skipped for pending in [*pendings, *more]),
+        "milliseconds": statistics.median(times), "loss": more[-1].read().loss,
+        "skipped": sum(pending.read().skipped for pending in [*pendings, *more]),
         "between": between, "between_kinds": kinds | {"other": between - sum(kinds.values())}, "peak": peak,
         "reserved": torch.cuda.max_memory_reserved() if cuda else None,
         "planned_between": plan.resident + beside, "planned_kinds": {**plan.static, **plan.peak.bytes}, "planned_peak": planned,
@@ -286,7 +288,7 @@ def _what(row: dict[str, Any]) -> str:
 
 def tables(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
-    lines = ["GiB; `other` is what lives between two steps beside the run's own buffers (work spaces of libraries, scalars).", "",
+    lines = ["MiB; `other` is what lives between two steps beside the run's own buffers (work spaces of libraries, scalars).", "",
              "| run | stage | between steps | other | planned | peak | planned | error | ms a step | tokens/s a rank |", "|---" * 10 + "|"]
     for row in rows:
         if "failed" in row:
@@ -294,7 +296,7 @@ def tables(rows: list[dict[str, Any]]) -> str:
             continue
         late = " **over the goal**" * (abs(row["error_percent"]) > GOAL) + f" **{row['skipped']} skipped**" * bool(row["skipped"])
         sizes = [row["between"], row["between_kinds"]["other"], row["planned_between"], row["peak"], row["planned_peak"]]
-        lines.append(f"| {_what(row)} | {' | '.join(f'{size / GIB:.2f}' for size in sizes)} | {row['error_percent']:+.1f}%{late} "
+        lines.append(f"| {_what(row)} | {' | '.join(f'{size / MIB:.1f}' for size in sizes)} | {row['error_percent']:+.1f}%{late} "
                      f"| {row['milliseconds']:.1f} | {1e3 * row['tokens'] / row['milliseconds']:.0f} |")
     found = {(row["part"], row["model"], row["stage"], row["accumulation"], row["offload"]): row for row in rows if "failed" not in row}
     return "\n".join([*lines, "", *_offload_table(found), "", *_users_table(found)])
@@ -341,14 +343,16 @@ def main(argv: list[str]) -> int:
                            "on a CPU"), file=sys.stderr)
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
-    document: dict[str, Any] = {"started": datetime.now().isoformat(timespec="seconds"), "command": argv, "torch": torch.__version__, "rows": []}
+    document: dict[str, Any] = {"started": datetime.now().isoformat(timespec="seconds"), "command": argv, "torch": torch.__version__,
+                                "shapes": "tiny: figures that only try the tool" if args.tiny else "full", "rows": []}
     for row in measured(cases(args.parts), args.tiny, args.minutes):
         document["rows"].append(row)
         (args.out / "zero_gpu.json").write_text(json.dumps(document, indent=1) + "\n")  # an interrupted measurement keeps what it has
-        told = row.get("failed") or f"peak {row['peak'] / GIB:.3f} GiB, planned {row['error_percent']:+.2f}%, {row['milliseconds']:.1f} ms"
+        told = row.get("failed") or f"peak {row['peak'] / MIB:.1f} MiB, planned {row['error_percent']:+.2f}%, {row['milliseconds']:.1f} ms"
         print(f"{_what(row)}: {told}", flush=True)
-    (args.out / "zero_gpu.md").write_text(tables(document["rows"]) + "\n")
-    print("\n" + tables(document["rows"]), flush=True)
+    text = ("Small shapes: these figures only try the tool.\n\n" if args.tiny else "") + tables(document["rows"]) + "\n"
+    (args.out / "zero_gpu.md").write_text(text)
+    print("\n" + text, end="", flush=True)
     return int(all("failed" in row for row in document["rows"]))
 
 
