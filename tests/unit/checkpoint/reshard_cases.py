@@ -44,9 +44,8 @@ LAYOUTS = {  # name: ranks, flags
     "pp2v2": (2, f"{PP} 2 {SCHEDULE} interleaved --num-virtual-stages-per-pipeline-rank 2 {AUTO}"),
     "pp2zbv": (2, f"{PP} 2 {SCHEDULE} zero-bubble-v {AUTO}"), "tp2sppp2": (4, f"{TP} 2 --sequence-parallel {PP} 2 {SCHEDULE} zero-bubble"),
     "pp2dp2": (4, f"{PP} 2 {SCHEDULE} gpipe"),
-    "dp2zero1": (2, f"{ZERO} 1"), "dp2zero2": (2, f"{ZERO} 2"), "dp2zero3": (2, f"{ZERO} 3"), "dp4zero3": (4, f"{ZERO} 3"),
-    "dp4zero3shard2": (4, f"{ZERO} 3 --zero-shard-size 2"),
-    "pp2dp2zero2": (4, f"{PP} 2 {SCHEDULE} zero-bubble {ZERO} 2"), "tp2spdp2zero1": (4, f"{TP} 2 --sequence-parallel {ZERO} 1"),
+    "dp2zero1": (2, f"{ZERO} 1"), "dp2zero2": (2, f"{ZERO} 2"), "dp2zero3": (2, f"{ZERO} 3"),
+    "dp4zero3shard2": (4, f"{ZERO} 3 --zero-shard-size 2"), "pp2dp2zero2": (4, f"{PP} 2 {SCHEDULE} zero-bubble {ZERO} 2"),
 }
 
 
