@@ -51,8 +51,8 @@ def take_own(argv: list[str]) -> tuple[dict[str, float], list[str]]:
 def without_files(config: Config) -> Config:
     """The same run on computed tokens; where --vocab-size says how many entries the tokenizer has, without its files, too."""
     data = config.data
-    entries = data.vocab_size - (data.tokenizer_type not in (None, "NullTokenizer")) if data.vocab_size is not None else None  # NullTokenizer adds one
-    if entries is not None:
+    if data.vocab_size is not None:
+        entries = data.vocab_size - (data.tokenizer_type not in (None, "NullTokenizer"))  # NullTokenizer adds one
         data = dataclasses.replace(data, tokenizer_type="NullTokenizer", vocab_size=entries, tokenizer_model=None, vocab_file=None, merge_file=None)
     data = dataclasses.replace(data, mock_data=True, data_path=None, split=None, train_data_path=None, valid_data_path=None, test_data_path=None)
     return dataclasses.replace(config, data=data)

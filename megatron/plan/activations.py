@@ -65,7 +65,8 @@ class Shape:
     def layer(self) -> int:
         """Bytes that a layer keeps, its input included."""
         model, compute, wide = self.model, self.compute, self.wide
-        layer = self.own * outer_bytes_per_token(model, compute, wide) + self.tokens * inner_bytes_per_token(model, self.seq, compute, wide, widened=self.widened)
+        layer = self.tokens * inner_bytes_per_token(model, self.seq, compute, wide, widened=self.widened)
+        layer += self.own * outer_bytes_per_token(model, compute, wide)
         return layer + mask_bytes(self.config, compute)
 
     def ends(self, index: int) -> int:
@@ -99,7 +100,8 @@ def layer_bytes(shape: Shape, index: int) -> UnitBytes:
     f, h = model.ffn_hidden_size, model.hidden_size
     q, k = head_widths(model)
     whole = shape.layer() + shape.ends(index)
-    attention = tokens * attention_bytes_per_token(model, shape.seq, shape.compute, shape.wide, widened=shape.widened) + mask_bytes(shape.config, shape.compute)
+    attention = tokens * attention_bytes_per_token(model, shape.seq, shape.compute, shape.wide, widened=shape.widened)
+    attention += mask_bytes(shape.config, shape.compute)
     gathered = shape.whole if shape.sequence_parallel else 0
     mlp = shape.inner + shape.activated
     forward = 3 * hidden + shape.dropout()  # the outputs of attention and MLP, and the layer's

@@ -50,9 +50,11 @@ class Transfer:
 
 
 def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> list[Transfer]:
-    """What the ranks that hold the same parameters send beside computation; nothing where there is one. A transfer hides when its bytes take no longer
-    than the FLOPs beside it: 2 for each parameter and token in a forward pass, 4 in a backward pass (6 with recomputation); latency and what else is
-    on the wire are not counted."""
+    """What the ranks that hold the same parameters send beside computation; nothing where there is one.
+
+    A transfer hides when its bytes take no longer than the FLOPs beside it: 2 for each parameter and token in a forward pass, 4 in a backward pass
+    (6 with recomputation). Latency and what else is on the wire are not counted.
+    """
     distributed, training, size = config.distributed, config.training, precisions(config)
     stage, seq, replicas = distributed.zero_stage, config.data.seq_length, data_parallel_size(config, world_size)
     if replicas == 1:

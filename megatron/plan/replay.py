@@ -190,7 +190,8 @@ class _Step:
                 passes[rank.blocks[unit]] += _completes(action.kind, sizes)
         often = {block: sharing.stage >= 2 and (users[block] == 1 or max(rank.placement) == 0) for block in passes}
         self.weights = _Weights(self.live, sharing, reads)
-        self.gradients = _Gradients(self.live, sharing, {block: count // len(self.final) if often[block] else count for block, count in passes.items()})
+        periods = {block: count // len(self.final) if often[block] else count for block, count in passes.items()}
+        self.gradients = _Gradients(self.live, sharing, periods)
 
     def units(self, action: Action) -> Sequence[tuple[int, UnitBytes]]:
         """The units that an action runs, in its order; none of a message's."""

@@ -96,9 +96,9 @@ def static_bytes(config: Config, blocks: Sequence[Sizes], shard: int) -> dict[st
     """Bytes between two steps of a rank's (distinct) blocks in the order of the forward pass: parameters, gradients, optimizer, and host, which is
     what --optimizer-cpu-offload keeps in the host's memory.
 
-    Per element with Adam, N ranks sharing, in bf16: 18 | 6 + 12/N | 2 + 16/N | 16/N at stages 0 | 1 | 2 | 3: 2 of weights, 4 of gradients, 4 of master
-    weights, 8 of moments; in fp32 16 | 8 + 8/N | 4 + 12/N | 16/N, where below stage 3 the weights are the master weights. Of a block that is stepped
-    on the host the master weights are always apart, and stage 3 has its rounded weights beside them, on the device.
+    Per element with Adam, N ranks sharing, in bf16: 18 | 6 + 12/N | 2 + 16/N | 16/N at stages 0 | 1 | 2 | 3: 2 of weights, 4 of gradients, 4 of
+    master weights, 8 of moments; in fp32 16 | 8 + 8/N | 4 + 12/N | 16/N, where below stage 3 the weights are the master weights. Of a block that is
+    stepped on the host the master weights are always apart, and stage 3 has its rounded weights beside them, on the device.
     """
     stage, size, optimizer = config.distributed.zero_stage, precisions(config), config.optimizer
     fraction = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0

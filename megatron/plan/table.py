@@ -12,13 +12,14 @@ COLUMNS = ("parameters", "gradients", "optimizer", "slots", "scratch", "gathered
 
 
 def memory_table(config: Config, vocab_size: int, world_size: int, device: str = "cuda") -> list[str]:
-    """A row for each pipeline rank, in GiB: what it holds between two steps, the most of what comes and goes in a step, the bytes at the worst moment."""
+    """A row for each pipeline rank, in GiB: what it holds between two steps, the most of what comes and goes in a step, the worst moment."""
     kept, again = (rank_memories(with_recompute(config, granularity), vocab_size, world_size, device) for granularity in (None, "full"))
     rows = [("rank", *COLUMNS, "worst moment")]
     for number, (rank, other) in enumerate(zip(kept, again, strict=True)):
-        chosen, most = other if config.training.recompute_granularity else rank, rank.peak.most
-        sizes = [*(rank.static[kind] for kind in ("parameters", "gradients", "optimizer")), *(most[kind] for kind in ("slots", "scratch", "gathered", "activations")),
-                 other.peak.most["activations"], most["logits"], most["temporaries"], rank.total, other.total]
+        chosen = other if config.training.recompute_granularity else rank
+        static, most = chosen.static, chosen.peak.most
+        sizes = [*(static[kind] for kind in ("parameters", "gradients", "optimizer")), *(most[kind] for kind in ("slots", "scratch", "gathered")),
+                 rank.peak.most["activations"], other.peak.most["activations"], most["logits"], most["temporaries"], rank.total, other.total]
         rows.append((str(number), *(gib(size) for size in sizes), f"{chosen.total / chosen.parameters:.4g}", chosen.peak.when))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return ["  ".join([*(cell.rjust(width) for cell, width in zip(row, widths)), row[-1]]) for row in rows]

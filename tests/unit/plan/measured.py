@@ -20,8 +20,8 @@ from megatron.plan.memory import rank_memories  # noqa: E402
 from unit.zero.measure import measure  # noqa: E402
 
 VOCAB = 1023
-COMMON = f"""--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB} --make-vocab-size-divisible-by 64 --lr 1e-3 --train-iters 2 --log-interval 1
---eval-iters 0 --hidden-dropout 0 --attention-dropout 0"""
+COMMON = f"""--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB} --make-vocab-size-divisible-by 64 --lr 1e-3 --train-iters 2
+--log-interval 1 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0"""
 SMALL = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --micro-batch-size 4"  # 1M parameters
 LARGER = "--num-layers 6 --hidden-size 192 --num-attention-heads 4 --seq-length 192 --micro-batch-size 2"  # 3M
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights"
@@ -110,8 +110,8 @@ def main(names: list[str]) -> None:
             rows.append(row)
             print(f"{row['ratio']:.4f}  {name}, pipeline rank {row['pipeline_rank']}", flush=True)
             if names or abs(row["ratio"] - 1) > 0.03:
-                print(f"        measured {row['measured']:,} {row['measured_kinds']} {row['where']}\n        planned {row['planned']:,} {row['planned_kinds']} "
-                      f"{row['when']}", flush=True)
+                print(f"        measured {row['measured']:,} {row['measured_kinds']} {row['where']}\n"
+                      f"        planned {row['planned']:,} {row['planned_kinds']} {row['when']}", flush=True)
     worlds.close()
     if not names:
         report = {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "python": platform.python_version(), "rows": rows}

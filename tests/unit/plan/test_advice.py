@@ -16,8 +16,8 @@ from megatron.plan.table import banner_lines
 VOCAB = 50257
 COMMON = f"--mock-data --vocab-size {VOCAB - 1} --train-iters 1 --lr 1e-3 --bf16 --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1"
 GPT2 = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 64 --max-position-embeddings 1024"
-LLAMA_1B = """--num-layers 16 --hidden-size 2048 --num-attention-heads 32 --ffn-hidden-size 8192 --group-query-attention --num-query-groups 8 --seq-length 64
---swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights"""
+LLAMA_1B = """--num-layers 16 --hidden-size 2048 --num-attention-heads 32 --ffn-hidden-size 8192 --group-query-attention --num-query-groups 8
+--seq-length 64 --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights"""
 SEVEN = """--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --swiglu --normalization RMSNorm --disable-bias-linear
 --position-embedding-type rope --untie-embeddings-and-output-weights"""
 
@@ -91,7 +91,7 @@ def test_what_a_banner_says():
     silent, loud = (banner_lines(config, VOCAB, 64, "cuda", machine) for machine in (None, Machine()))
     assert silent[0].startswith("estimate per rank (GiB): parameters 12.7, gradients ") and not any("warning" in line for line in silent)
     assert loud[: len(silent)] == silent
-    assert loud[len(silent)] == ("warning: with 50 GB/s a rank and 40% of 989 TFLOP/s the reduce-scatter of the last micro-batch does not hide: 1,024 tokens a "
-                                 "micro-batch of 7,912 needed; --micro-batch-size 8 helps")
+    assert loud[len(silent)] == ("warning: with 50 GB/s a rank and 40% of 989 TFLOP/s the reduce-scatter of the last micro-batch does not hide: "
+                                 "1,024 tokens a micro-batch of 7,912 needed; --micro-batch-size 8 helps")
     hidden = configure(SEVEN, 64, "--zero-stage", 2, "--micro-batch-size", 8)
     assert banner_lines(hidden, VOCAB, 64, "cuda", Machine()) == banner_lines(hidden, VOCAB, 64, "cuda", None)

@@ -14,8 +14,8 @@ import plan  # noqa: E402
 
 import pretrain_gpt  # noqa: E402
 
-FLAGS = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 4 --global-batch-size 512 --train-iters 10 --lr 1e-4
---mock-data --vocab-size 50256 --bf16 --hidden-dropout 0 --attention-dropout 0 --zero-stage 2""".split()
+FLAGS = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 4 --global-batch-size 512
+--train-iters 10 --lr 1e-4 --mock-data --vocab-size 50256 --bf16 --hidden-dropout 0 --attention-dropout 0 --zero-stage 2""".split()
 
 
 def lines(capsys, *flags: object, code: int = 0) -> list[str]:
@@ -78,7 +78,8 @@ def test_no_file_is_read(capsys):
     given = [flag if flag != "50256" else "50257" for flag in flags]
     assert lines(capsys, *given, *tokenizer, "--world-size", 8) == lines(capsys, *FLAGS, "--world-size", 8)
     at = given.index("--vocab-size")
-    assert lines(capsys, *given[:at], *given[at + 2 :], *tokenizer, "--world-size", 8, code=2)[1:] == ["  --tokenizer-model nowhere.model: no such file"]
+    told = lines(capsys, *given[:at], *given[at + 2 :], *tokenizer, "--world-size", 8, code=2)
+    assert told[1:] == ["  --tokenizer-model nowhere.model: no such file"]
 
 
 def test_help(capsys):
