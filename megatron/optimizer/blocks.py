@@ -11,6 +11,8 @@ What a rank holds of a block follows from the ZeRO stage (Rajbhandari et al. 202
     1       whole                    whole                    its slice       a slice
     2       whole                    while a backward runs    a slice         a slice
     3       while it is needed       while a backward runs    a slice         a slice
+
+Gradients exist from the first backward pass of a step to the update.
 """
 
 from __future__ import annotations
@@ -89,6 +91,7 @@ class Block:
         if stage == 3:
             self.release()
         self.grad: Tensor | None = None
+        self.summed: Tensor | None = None  # stages 2 and 3: the slice, once a reduction has come
         if grad_dtype is None:
             self.master = self.weight
             return
@@ -102,12 +105,6 @@ class Block:
             self.rounded = self.part(self.weight) if separate else None
         elif on_host:
             self.rounded = torch.zeros(length, dtype=dtype, device=device)
-        if stage < 2:
-            self.grad = torch.zeros(self.size, dtype=grad_dtype, device=device)
-            self._lend(self.grad)
-            self.grad_shard = self.part(self.grad)
-        else:
-            self.grad_shard = torch.zeros(length, dtype=grad_dtype, device=device)
 
     def part(self, buffer: Tensor) -> Tensor:
         """What this rank updates, of one of the block's whole buffers."""
@@ -131,24 +128,21 @@ class Block:
         """Room for the whole weight, its content undefined."""
         self.weight.untyped_storage().resize_(self.size * self.weight.element_size())
 
-    # ---- gradients at stages 2 and 3
+    # ---- gradients
+
+    @property
+    def grad_shard(self) -> Tensor | None:
+        """The gradient of what this rank updates."""
+        return self.summed if self.stage >= 2 or self.grad is None else self.part(self.grad)
 
     def open(self) -> None:
-        """Give the parameters a `main_grad` without content: the block's gradient buffer."""
+        """Give the parameters a `main_grad`: the block's gradient buffer. Weights of linear layers are overwritten by their first product: only what
+        lies between and after them is cleared."""
         assert self.grad is None
         self.grad = torch.empty(self.size, dtype=self.grad_dtype, device=self.weight.device)
-        self._lend(self.grad)
-        self._empty()
-
-    def _lend(self, buffer: Tensor) -> None:
-        for entry, parameter in zip(self.entries, self.parameters):
-            parameter.main_grad = entry.view(buffer)
-
-    def _empty(self) -> None:
-        """What the gradient buffer holds is not to be added to. Weights of linear layers are overwritten by their first product: only what lies
-        between and after them is cleared."""
         start = 0
         for entry, parameter in zip(self.entries, self.parameters):
+            parameter.main_grad = entry.view(self.grad)
             if entry.stop <= self.plan.late:
                 parameter.fresh = True
                 self.grad[start : entry.start].zero_()
@@ -159,9 +153,11 @@ class Block:
         """Whether every weight of a linear layer has had its product."""
         return not any(getattr(parameter, "fresh", False) for parameter in self.parameters)
 
-    def clear(self) -> None:
-        """Before a step: nothing has been added up yet."""
-        self._empty() if self.stage < 2 else self.grad_shard.zero_()
+    def drop(self) -> None:
+        """The gradient has been used."""
+        self.summed = None
+        if self.grad is not None:
+            self.close()
 
     def close(self) -> Tensor:
         """Take the gradient buffer away; it lives as long as the caller keeps it."""

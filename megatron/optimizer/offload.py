@@ -34,7 +34,7 @@ class HostSteps:
     def step(self, block: Block, update: Callable[[Tensor, Tensor], None]) -> None:
         """Call update(gradient, rounded weights to fill in), both on the host, and let the device have the result.
 
-        On a GPU the current stream waits for the result; the gradient may be cleared by work that is queued on it afterwards.
+        On a GPU the current stream waits for the result; the gradient has been read when this returns.
         """
         target = block.rounded
         if self.device.type != "cuda":
@@ -70,7 +70,7 @@ class _Pinned:
     """Room for a gradient and for the weights of a block, which a GPU reads and writes by itself."""
 
     def __init__(self, blocks: Sequence[Block]):
-        size, first = max(block.grad_shard.numel() for block in blocks), blocks[0]
-        self.grad = torch.empty(size, dtype=first.grad_shard.dtype, pin_memory=True)
+        size, first = max(block.own[1] - block.own[0] for block in blocks), blocks[0]
+        self.grad = torch.empty(size, dtype=first.grad_dtype, pin_memory=True)
         self.weight = torch.empty(size, dtype=first.weight.dtype, pin_memory=True)
         self.free: torch.cuda.Event | None = None  # once the weights have left

@@ -55,7 +55,8 @@ class Optimizer:
         self.host_rule = replace(self.rule, implementation="torch-fused") if implementation == "apex" else self.rule
         self.host = HostSteps(blocks)
         self.waiting: set[Block] = set()  # for their step on the host
-        self.unclear: set[Block] = set()  # of these, whose gradients are to be cleared after it
+        self.used_up: set[Block] = set()  # of these, whose gradients are of no use to anybody else any more
+        self.keeps_gradients = config.logging.log_num_zeros_in_grad  # until the next step: they are counted when it is logged
         self.states = {name: [torch.zeros_like(block.master, dtype=self.rule.state_dtype(name, self.wide)) for block in blocks]
                        for name in self.rule.state_names}
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
@@ -74,12 +75,12 @@ class Optimizer:
             self.publish(block)
 
     def zero_grad(self) -> None:
-        """Clear what gradients are accumulated in over a step."""
+        """Before a step: no gradient is left of the one before, but where a step on the host has yet to use it."""
         for block in self.blocks:
             if block in self.waiting:
-                self.unclear.add(block)
+                self.used_up.add(block)
             else:
-                block.clear()
+                block.drop()
 
     def squares(self) -> Tensor:
         """This rank's share of the gradient's sum of squares (float64)."""
@@ -110,6 +111,8 @@ class Optimizer:
                 else:
                     self._update(self.rule, block, states, self.steps, lr, weight_decay, block.grad_shard, block.rounded, coefficient=coefficient,
                                  found_inf=found_inf)
+                    if not self.keeps_gradients:
+                        block.drop()
                     self.publish(block)
         self.steps += 1 - found_inf
         return StepOutcome(norm, found_inf)
@@ -125,9 +128,9 @@ class Optimizer:
     def _step_on_host(self, block: Block, update: Callable[[Tensor, Tensor], None]) -> None:
         self.host.step(block, update)
         self.waiting.remove(block)
-        if block in self.unclear:
-            self.unclear.remove(block)
-            block.clear()
+        if block in self.used_up or not self.keeps_gradients:
+            self.used_up.discard(block)
+            block.drop()
 
     def weight_boxes(self) -> Iterator[tuple[Box, Tensor]]:
         """The parts of logical weights in this rank's master weights, each with the view that holds it."""

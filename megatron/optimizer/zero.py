@@ -107,6 +107,8 @@ class Zero:
             return dx, Left(kept, None)
         block = self.block_of[unit]
         early = block.open_early() if self.stage >= 2 else None
+        if early is None:
+            self._open(unit)
         with self._weights(unit, "backward_input"):
             dx, kept = self.inner.backward_input(unit, saved, dy)
         if early is not None:
@@ -257,9 +259,7 @@ class Zero:
         self.due[block] = self.period[block]
         assert block.complete(), f"{block.name}: a weight without a gradient"
         if self.watched is not None:
-            self.watched += sum_of_squares([block.grad], block.grad.device)
-            if self.stage >= 2:
-                block.close()
+            self.watched += sum_of_squares([block.close()], block.weight.device)
         elif self.stage >= 2 or self.overlap_reduce:
             with self._beside(self.reduce_stream):
                 self._reduce(block)
@@ -282,7 +282,7 @@ class Zero:
             out = block.grad if self.wire is None else None
             self.returning.append((block, start_all_gather(sent, self.groups.shard_gather, out=out)))
         elif self.stage >= 2:
-            block.grad_shard.add_(slice_)
+            block.summed = slice_.clone() if block.summed is None else block.summed.add_(slice_)
             if self.reduce_stream is not None:
                 self.spent.append((grad, self.reduce_stream.record_event()))
 

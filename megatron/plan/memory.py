@@ -25,18 +25,18 @@ class RankMemory:
 
     blocks: list[Sizes]
     parameters: int  # real ones, padding left out
-    static: dict[str, int]  # between two steps, by kind: state.static_bytes
-    peak: Peak  # beside it, in a step
+    static: dict[str, int]  # when the passes of a step are over, by kind: state.static_bytes
+    peak: Peak  # beside it without its gradients, in a step
 
     @property
     def resident(self) -> int:
-        """Bytes between two steps."""
+        """Bytes when the passes of a step are over. Between two steps there are no gradients."""
         return sum(size for kind, size in self.static.items() if kind != "host")
 
     @property
     def total(self) -> int:
         """Bytes at the worst moment of a step."""
-        return self.resident + sum(self.peak.bytes.values())
+        return self.resident - self.static["gradients"] + sum(self.peak.bytes.values())
 
 
 def estimate(config: Config, vocab_size: int, world_size: int, device: str = "cuda") -> dict[str, int]:

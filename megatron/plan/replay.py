@@ -15,7 +15,7 @@ from megatron.parallel.schedule import COMPUTATIONS, Action, Kind, Message, make
 from megatron.plan.activations import UnitBytes
 from megatron.plan.state import Sizes
 
-TRANSIENT = ("slots", "gathered", "scratch", "activations", "logits", "temporaries")
+TRANSIENT = ("gradients", "slots", "gathered", "scratch", "activations", "logits", "temporaries")
 ROUND_BYTES = 8 << 20  # that a reduce-scatter may take on Gloo, or half the largest layer's gradient where that is more: dist/collectives.py
 
 
@@ -130,20 +130,30 @@ class _Weights:
 
 
 class _Gradients:
-    """Stages 2 and 3: the slots. One is filled while the one before it is reduced, and never do two of the vocabulary's size live."""
+    """What is accumulated, from a block's first pass on; and at stages 2 and 3 the slots: one is filled while the one before it is reduced, and
+    never do two of the vocabulary's size live."""
 
     def __init__(self, live: _Live, sharing: Sharing, periods: Mapping[Sizes, int]):
         self.live, self.sharing, self.periods = live, sharing, periods
         self.due, self.slots, self.reducing = Counter(periods), set[Sizes](), None
+        self.begun: set[Sizes] = set()
         self.layer = max((block.elements for block in periods if block.is_layer), default=0)
 
     def open(self, block: Sizes) -> None:
+        if self.sharing.stage < 2:
+            self._accumulate(block, block.elements)
         if self.sharing.stage < 2 or block in self.slots:
             return
         if self.reducing is not None and not (block.is_layer or self.reducing.is_layer):
             self.finish()
         self.slots.add(block)
         self.live.now["slots"] += block.elements * self.sharing.gradient
+
+    def _accumulate(self, block: Sizes, elements: int) -> None:
+        if block not in self.begun:
+            self.begun.add(block)
+            self.live.now["gradients"] += elements * self.sharing.gradient
+            self.live.look(f"first gradient of {block.name}")
 
     def passed(self, block: Sizes, when: str) -> None:
         self.due[block] -= 1
@@ -168,6 +178,7 @@ class _Gradients:
         block, self.reducing = self.reducing, None
         self.live.now["scratch"] -= self.sharing.received(block.elements, self.layer)
         if self.sharing.stage >= 2:
+            self._accumulate(block, block.elements // self.sharing.shard)
             self.live.now["slots"] -= block.elements * self.sharing.gradient
         elif self.sharing.stage == 0 and self.sharing.wire != self.sharing.gradient:
             self.live.now["scratch"] += block.elements * self.sharing.wire  # the sum on its way back
@@ -216,7 +227,7 @@ class _Step:
                 self.gradients.reduce(block, "reduction of the gradients")
         self.gradients.finish()
         self.live.look("end of the step")
-        assert not any(size for name, size in self.live.now.items() if name != "scratch"), self.live.now
+        assert not any(size for name, size in self.live.now.items() if name not in ("scratch", "gradients")), self.live.now
         _, at, when = self.live.peak
         return Peak(at, when, dict(self.live.most))
 
@@ -256,7 +267,7 @@ class _Step:
         for unit, sizes in self.units(action):
             block = self.rank.blocks[unit]
             when, split = f"backward pass of {_name(sizes, block)}", action.kind is Kind.BACKWARD_INPUT and sizes.stashed > 0
-            if not split:
+            if not split or self.sharing.stage < 2:
                 self.gradients.open(block)
             now["temporaries"] += dy
             with self.weights.open(block, action.kind, unit):

@@ -1,4 +1,4 @@
-"""What a rank holds between two steps: weights, gradients and optimizer state of its blocks, to the byte."""
+"""What a rank holds when the passes of a step are over: weights, gradients and optimizer state of its blocks, to the byte."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def rank_blocks(config: Config, world_size: int, stages: Sequence[Stage], placem
 
 
 def static_bytes(config: Config, blocks: Sequence[Sizes], shard: int) -> dict[str, int]:
-    """Bytes between two steps of a rank's (distinct) blocks in the order of the forward pass: parameters, gradients, optimizer, and host, which is
+    """Bytes, when the passes of a step are over, of a rank's (distinct) blocks in the order of the forward pass: parameters, gradients, optimizer, and host, which is
     what --optimizer-cpu-offload keeps in the host's memory.
 
     Per element with Adam, N ranks sharing, in bf16: 18 | 6 + 12/N | 2 + 16/N | 16/N at stages 0 | 1 | 2 | 3: 2 of weights, 4 of gradients, 4 of

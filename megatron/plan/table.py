@@ -12,7 +12,7 @@ COLUMNS = ("parameters", "gradients", "optimizer", "slots", "scratch", "gathered
 
 
 def memory_table(config: Config, vocab_size: int, world_size: int, device: str = "cuda") -> list[str]:
-    """A row for each pipeline rank, in GiB: what it holds between two steps, the most of what comes and goes in a step, the worst moment."""
+    """A row for each pipeline rank, in GiB: what it holds after the passes of a step, the most of what comes and goes in a step, the worst moment."""
     kept, again = (rank_memories(with_recompute(config, granularity), vocab_size, world_size, device) for granularity in (None, "full"))
     rows = [("rank", *COLUMNS, "worst moment")]
     for number, (rank, other) in enumerate(zip(kept, again, strict=True)):
@@ -35,7 +35,7 @@ def memory_report(config: Config, vocab_size: int, world_size: int, *, memory: f
     lines = [
         f"ZeRO stage {distributed.zero_stage}" + (f", a block shared by {shard} of {replicas} data-parallel ranks" if distributed.zero_stage else
                                                 f", {replicas} data-parallel rank(s)"),
-        "GiB by pipeline rank: parameters, gradients, optimizer between two steps; of the others the most at any moment; the peak of all together",
+        "GiB by pipeline rank: parameters, gradients, optimizer after the passes of a step; of the others the most at any moment; the peak of all together",
         *memory_table(config, vocab_size, world_size, device),
         f"(recomputed): with full recompute; bytes/param and worst moment: with{'' if recompute else 'out'} it, as the flags say",
         f"resident {max(rank.resident / rank.parameters for rank in chosen):.4g} bytes a parameter, peak {gib(largest.total)} GiB, "

@@ -135,11 +135,11 @@ def log(run: Run, interval: Interval, learning_rate: float, recording: Recording
     }
     if recording is not None:
         metrics |= pipeline_metrics(run, recording, batch)
+    if config.logging.log_num_zeros_in_grad:
+        metrics["num-zeros"] = int(all_reduce(run.optimizer.zero_gradients(), run.groups.world).item())
     if config.logging.log_params_norm:
         run.zero.settle()
         metrics["params-norm"] = math.sqrt(all_reduce(run.optimizer.squared_weight_norm(), run.groups.world).item())
-    if config.logging.log_num_zeros_in_grad:
-        metrics["num-zeros"] = int(all_reduce(run.optimizer.zero_gradients(), run.groups.world).item())
     end = last_iteration(config, progress)
     print(training_line(progress.iteration, end, metrics, skipped=interval.skipped, nan=interval.nan,
                         eta_seconds=eta_seconds(progress.iteration, end, seconds)), flush=True)

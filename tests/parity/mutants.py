@@ -166,7 +166,7 @@ MUTANTS = (
            "all_reduce(total, run.groups.world)", "all_reduce(total, run.groups.dp)", ("fp64-m5-pp2-1f1b",)),
     # ---- ZeRO
     Mutant("one block's gradients not added to the shard", ZERO,
-           "            block.grad_shard.add_(slice_)", "            block.grad_shard.add_(slice_ if block is not self.blocks[1] else 0)",
+           "else block.summed.add_(slice_)", "else block.summed.add_(slice_ if block is not self.blocks[1] else 0)",
            ("fp64-dropout-dp2-zero2",)),
     Mutant("the slice of another rank updated", BLOCKS,
            "mine = self.shard.rank * part", "mine = (self.shard.size - 1 - self.shard.rank) * part", ("fp64-dropout-dp2-zero3",)),
@@ -183,7 +183,7 @@ MUTANTS = (
            """return method == "forward" or""", """return method == "forward" or False and""", ("fp64-dropout-dp2-zero3",)),
     Mutant("the own slice gathered as it was left", ZERO,
            "own.copy_(block.master if block.rounded is None else block.rounded)", "own.zero_()", ("fp64-dropout-dp2-zero3",)),
-    Mutant("the shards' gradients not cleared between steps", BLOCKS, "else self.grad_shard.zero_()", "else None", ("fp64-dropout-dp2-zero2",)),
+    Mutant("the shards' gradients kept from step to step", BLOCKS, "        self.summed = None\n", "", ("fp64-dropout-dp2-zero2",)),
     Mutant("a gradient buffer that does not begin with zeros", BLOCKS, "self.grad[start:].zero_()", "self.grad[start:].fill_(1)",
            ("fp64-dropout-dp2-zero2",)),
     Mutant("gradients that are complete early dropped", ZERO,

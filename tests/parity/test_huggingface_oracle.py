@@ -49,6 +49,7 @@ def our_run(config: ModelConfig, dtype: torch.dtype):
     model = GPTModel(config, vocab_size=VOCAB, padded_vocab=PADDED, dtype=dtype, seed=1)
     weights, grads = {}, {}
     for block in build_blocks(model, torch.device("cpu")):
+        block.open()
         for entry in block.entries:
             for box in entry.boxes:
                 fill_initial(box, entry.view(block.weight), config, 1)

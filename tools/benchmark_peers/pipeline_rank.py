@@ -65,6 +65,7 @@ class Job:
             for entry in block.entries:
                 for box in entry.boxes:
                     fill_initial(box, entry.view(block.weight), config, 5)
+            block.open()
         self.pipeline = Pipeline(self.model, self.wrapper, self.placement, (shape["seq"], shape["batch"], shape["hidden"]), groups, CPU)
 
     def tokens(self, index: int) -> Tensor:
@@ -306,7 +307,8 @@ def against_torch(groups: Groups, name: str, micro_batches: int, shape: dict[str
     for side, step in sides.items():
         step()  # torch runs its stages once more in the first step, to learn the shapes
         for block in job.blocks:
-            block.grad.zero_()
+            block.drop()
+            block.open()
         loss = step()
         answer[side] = {"loss": loss, "gradient": float(sum(block.grad.double().square().sum() for block in job.blocks)) ** 0.5}
     for value, other in zip(answer["ours"].values(), answer["torch"].values()):  # the same fp32 products; a loss is a sum of a few thousand terms

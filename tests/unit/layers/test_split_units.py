@@ -43,7 +43,10 @@ def build(config, dtype=torch.float64, tp=DENSE):
         for entry in block.entries:
             for box in entry.boxes:
                 fill_initial(box, entry.view(block.weight), config, 5)
+        block.open()
         block.grad.normal_(generator=torch.Generator().manual_seed(6))
+        for parameter in block.parameters:
+            parameter.fresh = False
     return model
 
 

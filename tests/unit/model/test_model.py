@@ -25,6 +25,7 @@ def build(config, dtype=torch.float64):
         for entry in block.entries:
             for box in entry.boxes:
                 fill_initial(box, entry.view(block.weight), config, 5)
+        block.open()
     return model
 
 

@@ -33,6 +33,8 @@ def random_grads(opt, seed, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
     opt.zero_grad()
     for block in opt.blocks:
+        block.open()
+        block.grad.zero_()
         for entry in block.entries:
             for box in entry.boxes:
                 view = box.view(entry.view(block.grad))
@@ -52,6 +54,8 @@ def test_blocks_hold_every_parameter_once():
         names = [entry.name for block in opt.blocks for entry in block.entries]
         assert sorted(names) == sorted(name for name, _ in gpt.named_parameters())
         for block in opt.blocks:
+            assert block.grad is None and block.parameters[0].main_grad is None
+            block.open()
             end = 0
             for entry in block.entries:
                 assert entry.start % ALIGNMENT == 0 and entry.start >= end

@@ -32,8 +32,9 @@ def pieces_of(size: int | None) -> Iterator[None]:
 
 
 def measure(flags: tuple[str, ...], pieces: int | None = None, leak: str | None = None) -> tuple[int, dict[str, list[Span]]]:
-    """(pipeline rank, spans by name): `between` two steps (nothing but its end counts), `step`, `evaluation`, in the order of the run."""
-    spans: dict[str, list[Span]] = {"start": [], "between": [], "step": [], "evaluation": []}
+    """(pipeline rank, spans by name): `between` two steps (nothing but its end counts), the passes of a `step`, its `update`, `evaluation`, in the
+    order of the run."""
+    spans: dict[str, list[Span]] = {"start": [], "between": [], "step": [], "update": [], "evaluation": []}
     kept: list[loop.Run] = []
     live = LiveBytes()
 
@@ -53,8 +54,9 @@ def measure(flags: tuple[str, ...], pieces: int | None = None, leak: str | None 
         return real_forward_backward(*args, **kwargs)
 
     def updated(*args, **kwargs):
-        pending = real_update(*args, **kwargs)
         spans["step"].append(live.mark())
+        pending = real_update(*args, **kwargs)
+        spans["update"].append(live.mark())
         return pending
 
     def evaluate(*args, **kwargs):

@@ -93,7 +93,7 @@ class Row:
         return {name: on_grid(sum(map(on_grid, tensors)), self.dp) for name, tensors in found.items()}
 
     def resident(self, pipe: int) -> dict[str, float]:
-        """Bytes between two steps, by kind."""
+        """Bytes by kind when the passes of a step are over. Between two steps there are no gradients."""
         elements, n, stage = sum(self.blocks(pipe).values()), self.sharers, self.stage
         _, weight, gradient = PRECISIONS[self.precision]
         updated = elements / n if stage >= 1 else elements
@@ -146,18 +146,22 @@ class Row:
 
 
 def faults(row: Row, pipe: int, spans: dict[str, list[Span]], pieces: int) -> list[str]:
-    """Where a rank held more, or between two steps less, than it should."""
+    """Where a rank held more, or outside of the passes less, than it should."""
     found, due = [], row.resident(pipe)
 
     def expect(what: str, held: float, least: float, most: float) -> None:
         if not least <= held <= most:
             found.append(f"{row}, pipeline rank {pipe}, {what}: {held:,.0f} bytes, not in [{least:,.0f}, {most:,.0f}]")
 
-    for number, span in enumerate(spans["between"]):
+    for when, wanted in (("between", {**due, "gradients": 0}), ("step", due)):
+        for number, span in enumerate(spans[when]):
+            for kind, size in wanted.items():
+                expect(f"{kind} after {when} {number}", span.now[kind], size, size)
+            total, slack = sum(wanted.values()), 64 * KIB + sum(wanted.values()) / 1000
+            expect(f"all after {when} {number}", span.now["total"] - span.now["before"], total, total + slack)
+    for number, span in enumerate(spans["update"]):
         for kind, size in due.items():
-            expect(f"{kind} before pass {number}", span.now[kind], size, size)
-        total, slack = sum(due.values()), 64 * KIB + sum(due.values()) / 1000
-        expect(f"all before pass {number}", span.now["total"] - span.now["before"], total, total + slack)
+            expect(f"{kind} in update {number}", span.peak[kind], size, size)
     for what in ("step", "evaluation"):
         training = what == "step"
         for number, span in enumerate(spans[what], 1):
@@ -166,7 +170,7 @@ def faults(row: Row, pipe: int, spans: dict[str, list[Span]], pieces: int) -> li
             expect(f"scratch {at}", span.peak["scratch"], 0, row.scratch(pipe, pieces) if training else KIB)
             gathered = row.gathered(pipe) if row.stage == 3 else due["parameters"]
             expect(f"parameters {at}", span.peak["parameters"], gathered / (2 if training or row.stage < 3 else 8), gathered)
-            for kind in ("gradients", "optimizer"):
-                expect(f"{kind} {at}", span.peak[kind], due[kind], due[kind])
+            expect(f"gradients {at}", span.peak["gradients"], due["gradients"] if training else 0, due["gradients"] if training else 0)
+            expect(f"optimizer {at}", span.peak["optimizer"], due["optimizer"], due["optimizer"])
     assert len(spans["step"]) == 2 and len(spans["evaluation"]) == 3  # the last one is of the test set
     return found

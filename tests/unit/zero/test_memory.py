@@ -1,4 +1,4 @@
-"""Live bytes of real runs under every ZeRO stage: between two steps those of the formula, within a step its slots, gathered blocks and scratch."""
+"""Live bytes of real runs under every ZeRO stage: after the passes of a step those of the formula, within them its slots, gathered blocks and scratch."""
 
 from __future__ import annotations
 

@@ -157,21 +157,20 @@ class LiveBytes(TorchDispatchMode):
         self.live[kind][key], self.refs[kind][key] = storage, storage.ref
 
     def own(self, blocks: Iterable[Any], states: Iterable[Tensor], *, slots: bool) -> None:
-        """From now on these blocks' buffers and the optimizer's states have their kinds. `slots`: gradients come and go."""
+        """From now on these blocks' buffers and the optimizer's states have their kinds. `slots`: whole gradients come and go in a step."""
         self.blocks, self.slots = list(blocks), slots
         buffers = [(state, "optimizer") for state in states]
         for block in self.blocks:
-            buffers += [(block.master, "optimizer"), (block.grad_shard, "gradients"), (None if slots else block.grad, "gradients"),
-                        (block.weight, "parameters")]  # the last one counts: a master may be a view of the weight
+            buffers += [(block.master, "optimizer"), (block.weight, "parameters")]  # the last one counts: a master may be a view of the weight
         for buffer, kind in buffers:
-            if buffer is not None:
-                self._rename(self._see(buffer, kind, ""), kind)
+            self._rename(self._see(buffer, kind, ""), kind)
 
     def sample(self, hidden: int = 0) -> Counter[str]:
         """Add up what is alive; `hidden` more bytes were for a moment."""
-        for block in self.blocks if self.slots else ():
-            if block.grad is not None and self.kinds[key := self._see(block.grad, "slots", "")] != "slots":
-                self._rename(key, "slots")
+        for block in self.blocks:
+            for buffer, kind in ((block.grad, "slots" if self.slots else "gradients"), (block.summed, "gradients")):
+                if buffer is not None and self.kinds[key := self._see(buffer, kind, "")] != kind:
+                    self._rename(key, kind)
         now = Counter({kind: sum([memory.nbytes() for ref in list(refs.values()) if (memory := ref()) is not None])
                        for kind, refs in self.refs.items() if refs})
         now["total"] = now.total()
@@ -198,7 +197,8 @@ class LiveBytes(TorchDispatchMode):
             self.peak |= each
         at_peak, index, where = self.at_peak
         if at_peak["scratch"] or at_peak["slots"]:
-            at_peak |= {"scratch": 0, "slots": 0, **opened[index]}
+            then = opened[index]
+            at_peak.update(scratch=then["scratch"] - at_peak["scratch"], slots=then["slots"] - at_peak["slots"], gradients=then["gradients"])
         span = Span(now, self.peak, at_peak, where)
         self._begin_span()
         return span
