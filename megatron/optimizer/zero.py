@@ -47,6 +47,7 @@ class Zero:
         self.wire = torch.bfloat16 if config.grad_reduce_in_bf16 else None
         owner = {parameter: block for block in blocks for parameter in block.parameters}
         self.block_of = {unit: owner[next(unit.parameters())] for _, unit in model.units()}
+        self.last = {chunk[-1][1] for chunk in model.chunks}
         self.layers = {block for unit, block in self.block_of.items() if isinstance(unit, LayerBlock)}
         item = (self.wire or blocks[0].grad_dtype).itemsize
         self.room = max((block.size for block in self.layers), default=0) * item // 2  # half a layer's gradient, for larger blocks too
@@ -86,8 +87,10 @@ class Zero:
             self._gather(self.needs[0])
 
     def forward(self, unit: nn.Module, x: Tensor | None, micro: MicroBatch) -> tuple[Tensor, Any]:
-        if isinstance(unit, LayerBlock):
-            self._let_go()  # else the last micro-batch's would live beside all activations of the next
+        if unit in self.last:  # a gradient of the micro-batch before has had this stage's pass to be reduced; after it activations are most
+            with self._beside(self.reduce_stream):
+                self._finish()
+            self._let_go()
         with self._weights(unit, "forward"):
             return self.inner.forward(unit, x, micro)
 

@@ -254,9 +254,11 @@ class _Step:
             self.live.now["activations"] -= self.inputs
 
     def forward(self, action: Action) -> None:
-        now = self.live.now
-        for unit, sizes in self.units(action):
+        now, units = self.live.now, self.units(action)
+        for unit, sizes in units:
             block = self.rank.blocks[unit]
+            if unit == units[-1][0]:
+                self.gradients.finish()
             with self.weights.open(block, action.kind, unit):
                 now["activations"] += sizes.saved
                 now["logits"] += sizes.logits
