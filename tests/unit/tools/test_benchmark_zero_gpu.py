@@ -44,7 +44,7 @@ def test_a_case_takes_real_steps_and_holds_what_is_planned(case, monkeypatch):
     slack = 4096  # scalars, and the micro-batch
     assert 0 <= result["between"] - result["planned_between"] <= slack and 0 <= result["between_kinds"]["other"] <= slack
     if not case.offload:
-        assert all(result["between_kinds"][kind] == result["planned_kinds"][kind] for kind in ("parameters", "gradients", "optimizer"))
+        assert all(result["between_kinds"][kind] == result["planned_kinds"][kind] for kind in ("parameters", "optimizer"))
     # The plan of a CPU has the rounds that Gloo receives; nothing is received here.
     assert result["planned_peak"] - result["planned_kinds"]["scratch"] <= 1.03 * result["peak"] <= 1.03 * result["planned_peak"]
     assert json.loads(json.dumps(result)) == result
