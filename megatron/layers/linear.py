@@ -58,9 +58,24 @@ def linear_weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool
             main_grad[row : row + step].copy_(product) if overwrite else main_grad[row : row + step].add_(product)
         return
     step = max(1, SCRATCH_BYTES // (main_grad.element_size() * max(x.shape[1], dy.shape[1])))  # no bf16 x bf16 -> fp32 product here
-    for token in range(0, x.shape[0], step):
-        piece = slice(token, token + step)
-        main_grad.addmm_(dy[piece].t().to(main_grad.dtype), x[piece].to(main_grad.dtype), beta=0 if overwrite and token == 0 else 1)
+    with _products_of(dy.dtype):
+        for token in range(0, x.shape[0], step):
+            piece = slice(token, token + step)
+            main_grad.addmm_(dy[piece].t().to(main_grad.dtype), x[piece].to(main_grad.dtype), beta=0 if overwrite and token == 0 else 1)
+
+
+@contextlib.contextmanager
+def _products_of(dtype: torch.dtype) -> Iterator[None]:
+    """fp32 products on a CPU whose factors are exact in bf16: its bf16 instructions, which add up in fp32, lose nothing and take half the time."""
+    settings = torch.backends.mkldnn.matmul
+    if dtype != torch.bfloat16:
+        yield
+        return
+    before, settings.fp32_precision = settings.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
 
 
 def _add_weight_grad(dy: Tensor, x: Tensor, weight: nn.Parameter) -> None:
