@@ -337,6 +337,10 @@ def _remarks(run: Run) -> Iterator[str]:
     for shown, text in _cannot_act(run, IDLE):
         yield f"{shown}: acts only with {text}; nothing changes here"
     yield from bubble(run)
+    for moment, beta in (("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2")):
+        if getattr(run, f"{moment}_dtype") == "bf16" and 1 - getattr(run, beta) < 2**-8:  # half the spacing of bf16 just above a power of two
+            yield (f"{run.show(f'{moment}_dtype')}: with {run.show(beta)} a step changes the moment by less than bf16 can hold, so it hardly decays; "
+                   f"give --{beta.replace('_', '-')} {0.99:g} or less, or keep it in fp32")
     if run.window_size is not None and run.seq_length is not None and run.window_size >= run.seq_length:
         yield f"{run.show('window_size')} covers the whole --seq-length {run.seq_length}: full causal attention"
     if run.split is not None and run.mock_data:

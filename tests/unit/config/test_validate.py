@@ -344,3 +344,12 @@ def test_remarks_on_valid_settings():
     assert "no --save: nothing of this run is kept" in notes
     quiet = resolve(configure("--window-size 31 --save new"), 1, 101).notes
     assert all(" = " in note for note in quiet)  # derived values alone
+
+
+def test_a_moment_that_bf16_cannot_let_decay_is_a_remark():
+    def notes(extra: str) -> list[str]:
+        return [note for note in resolve(configure(f"--bf16 {extra}"), 1, 101).notes if "decays" in note]
+
+    assert notes("--exp-avg-dtype bf16") == notes("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95") == []
+    (note,) = notes("--exp-avg-sq-dtype bf16")
+    assert note.startswith("--exp-avg-sq-dtype bf16: with --adam-beta2 0.999 ") and note.endswith("give --adam-beta2 0.99 or less, or keep it in fp32")
