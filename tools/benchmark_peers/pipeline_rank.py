@@ -230,7 +230,7 @@ def sleeps(groups: Groups, name: str, micro_batches: int, costs: dict[str, list[
     """`tries` steps of a schedule with sleeps: the spans of this rank's computations on the host's clock, and the CPU seconds of its thread."""
     placement = place(name, groups.pp.size, VIRTUAL.get(name, 1))
     schedule = build_schedule(name, groups.pp.size, VIRTUAL.get(name, 1), micro_batches)
-    pipeline = Pipeline(Sleeper(placement, groups.pp.rank, costs, shape), None, placement, shape, groups, CPU)
+    pipeline = Pipeline(Sleeper(placement, groups.pp.rank, costs, shape), PlainBlocks(), placement, shape, groups, CPU)
     found = []
     for _ in range(tries + 1):
         all_reduce(torch.zeros(1), groups.pp)
