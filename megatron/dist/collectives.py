@@ -130,9 +130,10 @@ class _GlooReduceScatter:
 def _add_in_rank_order(parts: dict[int, Tensor], axis: Axis, out: Tensor) -> None:
     """The sum of one part from each rank into `out`, in fp32 or wider. `out` may be the own part; the others' are overwritten."""
     wide = torch.promote_types(parts[0].dtype, torch.float32)
-    if axis.rank < 2 and out.dtype == wide:  # the first two commute, so the sum may start from the own part in its place
-        total = out if out.data_ptr() == parts[axis.rank].data_ptr() else out.copy_(parts[axis.rank])
-        rest = [1 - axis.rank, *range(2, axis.size)]
+    in_place = out.data_ptr() == parts[axis.rank].data_ptr()
+    if out.dtype == wide == parts[0].dtype and (axis.rank < 2 or not in_place):  # the own part is read before it is written over
+        total, rest = out, range(2, axis.size)
+        torch.add(parts[0], parts[1], out=out)
     else:
         total, rest = parts[0].to(wide, copy=axis.rank == 0), range(1, axis.size)
     for rank in rest:

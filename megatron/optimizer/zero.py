@@ -273,7 +273,9 @@ class Zero:
         """Start to sum this block's gradients; those of the one before have been summed by now."""
         self._finish()
         grad = block.close() if self.stage >= 2 else block.grad  # its next backward pass, which may come at once, gets another buffer
-        self.reducing = block, grad, start_reduce_scatter(grad, self.groups.shard, block.slice(grad), self.wire, self.room)
+        own = block.slice(grad)
+        out = torch.empty_like(own) if self.stage >= 2 and block.summed is None else own  # the step's first sum is where others are added
+        self.reducing = block, grad, start_reduce_scatter(grad, self.groups.shard, out, self.wire, self.room)
 
     def _finish(self) -> None:
         if self.reducing is None:
@@ -285,7 +287,7 @@ class Zero:
             out = block.grad if self.wire is None else None
             self.returning.append((block, start_all_gather(sent, self.groups.shard_gather, out=out)))
         elif self.stage >= 2:
-            block.summed = slice_.clone() if block.summed is None else block.summed.add_(slice_)
+            block.summed = slice_ if block.summed is None else block.summed.add_(slice_)
             if self.reduce_stream is not None:
                 self.spent.append((grad, self.reduce_stream.record_event()))
 
