@@ -69,7 +69,7 @@ MUTANTS = (
     Mutant("overlapped parts sent to another rank than is meant", "megatron/dist/collectives.py",
            "kept.append(part(to).contiguous())", "kept.append(part(axis.rank).contiguous())", ("fp64-documents-tp2-sp",)),
     Mutant("a reduce-scatter without some rank's part", "megatron/dist/collectives.py",
-           "for rank in rest:", "for rank in rest[:-1]:", ("fp64-gpt-dp2-serial",)),
+           "torch.add(parts[0], parts[1], out=out)", "out.copy_(parts[axis.rank])", ("fp64-gpt-dp2-serial",)),
     Mutant("a weight's first product added to what the last step left", f"{LAYERS}/linear.py",
            """overwrite, weight.fresh = getattr(weight, "fresh", False), False""", "overwrite, weight.fresh = False, False", ("fp64-gpt-tp2",)),
     Mutant("every product overwrites", f"{LAYERS}/linear.py",
@@ -207,7 +207,7 @@ MUTANTS = (
            "if low < high:\n                yield buffer[: high - low]\n\n    def counted", ("fp64-mqa-qknorm-bias-tp2-sp-dp2-zero2",)),
     Mutant("rows of a cut tensor misnamed", BLOCKS,
            "offset = box.offset[0] + row + first,", "offset = box.offset[0] + row,", ("fp64-dropout-dp2-zero1",)),
-    Mutant("a narrow reduction that is none", ZERO, "block.slice(grad), self.wire,", "block.slice(grad), None,", ("wire-gpt-dp2-zero2",)),
+    Mutant("a narrow reduction that is none", ZERO, "out, self.wire,", "out, None,", ("wire-gpt-dp2-zero2",)),
 )
 
 
