@@ -102,12 +102,8 @@ class Zero:
         return dx
 
     def backward_input(self, unit: nn.Module, saved: Any, dy: Tensor) -> tuple[Tensor | None, Left]:
-        if not isinstance(unit, LayerBlock):
-            block = self._open(unit)
-            with self._weights(unit, "backward_input"):
-                dx, kept = self.inner.backward_input(unit, saved, dy)
-            self._passed(block)
-            return dx, Left(kept, None)
+        if not isinstance(unit, LayerBlock):  # leaves nothing
+            return self.backward(unit, saved, dy), Left(None, None)
         block = self.block_of[unit]
         early = block.open_early() if self.stage >= 2 else None
         if early is None:

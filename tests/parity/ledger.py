@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
 import json
-import socket
-import struct
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +16,10 @@ from torch.distributed import distributed_c10d
 
 from megatron.model.block import LayerBlock, PlainBlocks
 from parity.worker import run_case
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+from loopback import own_loopback, sent_bytes  # noqa: E402, F401
 
 # Functions of dist/collectives.py and dist/p2p.py that send and receive, and what they are.
 KINDS = {"Sending": "message", "start_all_reduce": "all-reduce", "start_all_gather": "all-gather", "gather_parts": "all-gather",
@@ -121,35 +121,18 @@ def count(flags: tuple[str, ...]) -> list[Call]:
     return ledger.calls
 
 
-def loopback_bytes() -> int:
-    """Bytes that have gone through the machine's loopback interface."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == "lo":
-            return int(numbers.split()[8])
-    raise AssertionError("no loopback interface")
-
-
 def measure(flags: tuple[str, ...]) -> tuple[float, int]:
     """(bytes that the calls of all ranks send by their arguments, bytes that went over the loopback interface meanwhile)."""
     dist.barrier()
-    before = loopback_bytes()
+    before = sent_bytes()
     dist.barrier()
     sent = sum(call.bytes for call in count(flags))
     everyone: list[float] = [0.0] * dist.get_world_size()
     dist.barrier()
-    after = loopback_bytes()
+    after = sent_bytes()
     dist.barrier()
     dist.all_gather_object(everyone, sent)
     return sum(everyone), after - before
-
-
-def private_loopback() -> None:
-    """Give this process and its children a loopback interface of their own, where the kernel lets us: nobody else's bytes are counted then."""
-    unshare, new_network, new_user = ctypes.CDLL(None).unshare, 0x40000000, 0x10000000  # from Linux's sched.h
-    if unshare(new_network) == 0 or unshare(new_network | new_user) == 0:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh", b"lo", 0x1))  # SIOCSIFFLAGS, IFF_UP
 
 
 def main(cases: list[list[str]]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.parallel.schedule import place
 from parity.layouts import BASE, SCHEDULES, Row
-from parity.ledger import count, private_loopback
+from parity.ledger import count, own_loopback
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -155,7 +155,7 @@ def test_the_loopback_interface_saw_these_bytes():
     """Within 5%, on a fresh pair of processes with an interface of their own where possible; else what the machine sends beside can only add."""
     cases = [[*BASE, *LARGE, *flags.split()] for flags in (
         "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel", "--micro-batch-size 1")]
-    done = subprocess.run([sys.executable, str(TESTS / "parity/ledger.py"), json.dumps(cases)], preexec_fn=private_loopback, text=True,
+    done = subprocess.run([sys.executable, str(TESTS / "parity/ledger.py"), json.dumps(cases)], preexec_fn=own_loopback, text=True,
                           capture_output=True, env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"})
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines()]

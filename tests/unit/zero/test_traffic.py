@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.parallel.schedule import Kind, build_schedule
-from parity.ledger import Call, count, private_loopback
+from parity.ledger import Call, count, own_loopback
 from unit.zero.rows import PRECISIONS, SMALL, Row
 
 TESTS = Path(__file__).resolve().parents[2]
@@ -157,7 +157,7 @@ def test_the_loopback_interface_saw_these_bytes():
     """Stages 2 and 3 within 5%, on a pair of processes with an interface of their own where possible."""
     row = Row(2, 2, 1, 4, "fp32", size=tuple(LARGE.items()), flags=NO_EVALUATION)
     cases = [list(replace(row, stage=stage).command) for stage in (2, 3)]
-    done = subprocess.run([sys.executable, str(TESTS / "parity/ledger.py"), json.dumps(cases)], preexec_fn=private_loopback, text=True,
+    done = subprocess.run([sys.executable, str(TESTS / "parity/ledger.py"), json.dumps(cases)], preexec_fn=own_loopback, text=True,
                           capture_output=True, env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"})
     assert done.returncode == 0, done.stderr
     for (counted, seen), stage in zip((json.loads(line) for line in done.stdout.splitlines()), (2, 3), strict=True):
