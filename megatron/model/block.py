@@ -126,8 +126,8 @@ class BlockWrapper(Protocol):
         """Accumulate the unit's parameter gradients; the gradient of its input (None for the embedding)."""
 
     def backward_input(self, unit: nn.Module, saved: Any, dy: Tensor) -> tuple[Tensor | None, Any]:
-        """`backward` without the weight gradients of a layer's linear layers, and what those need: tensors of which dy may be one, so it is
-        not to be written before `backward_weight`. Embedding and head leave nothing."""
+        """`backward` without the weight gradients of a unit's linear layers, and what those need: tensors of which dy may be one, so it is
+        not to be written before `backward_weight`."""
 
     def backward_weight(self, unit: nn.Module, kept: Any) -> None:
         """Accumulate what `backward_input` left out. Called for every unit, in the order of its backward passes; `kept` is consumed."""
@@ -151,16 +151,13 @@ class PlainBlocks:
         torch.autograd.backward(edge, dy)
         return None if x is None else x.grad
 
-    def backward_input(self, unit: nn.Module, saved: tuple[Tensor | None, GradientEdge], dy: Tensor) -> tuple[Tensor | None, list[WeightGrad] | None]:
-        if not isinstance(unit, LayerBlock):
-            return self.backward(unit, saved, dy), None
+    def backward_input(self, unit: nn.Module, saved: tuple[Tensor | None, GradientEdge], dy: Tensor) -> tuple[Tensor | None, list[WeightGrad]]:
         with stashing(unit) as kept:
             dx = self.backward(unit, saved, dy)
         return dx, kept
 
-    def backward_weight(self, unit: nn.Module, kept: list[WeightGrad] | None) -> None:
-        if kept is not None:
-            add_weight_grads(kept)
+    def backward_weight(self, unit: nn.Module, kept: list[WeightGrad]) -> None:
+        add_weight_grads(kept)
 
     def begin_step(self, calls: Sequence[Call]) -> None:
         pass

@@ -116,7 +116,6 @@ class Zero:
 
     def backward_weight(self, unit: nn.Module, left: Left) -> None:
         if not isinstance(unit, LayerBlock):
-            self.inner.backward_weight(unit, left.kept)
             return
         block = self._open(unit)
         if left.early is not None:

@@ -136,10 +136,10 @@ MUTANTS = (
     Mutant("weight gradients of another micro-batch", PIPELINE,
            "self.left.pop((stage, micro))", "([kept and [*kept] for kept in [*self.left.values()][-1]], self.left.pop((stage, micro)))[0]",
            ("fp64-m5-pp2-zero-bubble",)),
-    Mutant("no embedding gradient in the split backward", f"{MODEL}/block.py",
-           "        if not isinstance(unit, LayerBlock):\n            return self",
-           "        if isinstance(unit, EmbeddingBlock):\n            return None, None\n"
-           "        if not isinstance(unit, LayerBlock):\n            return self",
+    Mutant("no embedding gradient in the split backward", ZERO,
+           "        if not isinstance(unit, LayerBlock):  # leaves nothing\n",
+           "        if isinstance(unit, EmbeddingBlock):\n            self._passed(self._open(unit))\n            return None, Left(None, None)\n"
+           "        if not isinstance(unit, LayerBlock):  # leaves nothing\n",
            ("fp64-m5-pp2-zero-bubble",)),
     Mutant("no dropout in the second run of recomputation", "megatron/parallel/recompute.py",
            "self.inner.forward(unit, *saved)[1]",
