@@ -188,7 +188,7 @@ NOTES = (
     note("--ckpt-format --dist-ckpt-* --distrib-optim-* --use-dist-ckpt --auto-detect-ckpt-format --async-* --use-persistent-ckpt-worker "
          "--ckpt-fully-parallel-* --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure --ckpt-pg-tensors-* "
          "--ckpt-drop-redundant-extra-state --no-ckpt-load-validate-sharding-integrity "
-         "--disable-ckpt-load-validate-sharding-integrity --verify-integrity --no-save-tokenizer-assets "
+         "--disable-ckpt-load-validate-sharding-integrity --no-save-tokenizer-assets "
          "--disable-save-tokenizer-assets --no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load "
          "--universal-checkpoint --non-persistent-local-ckpt-algo --replication-jump --replication-factor",
          "checkpoints have one format here, verified and independent of the layout"),
@@ -247,7 +247,7 @@ REFUSED = (
     refused("--decoupled-lr --decoupled-min-lr --head-lr-mult", "one learning rate serves all parameters; drop it"),
     refused("--recompute-activations --recompute-modules --moe-layer-recompute",
             f"selective recompute is {_LATER}; drop it, or use --checkpoint-activations (all of it)"),
-    refused("--use-checkpoint-args --use-mp-args-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args "
+    refused("--use-mp-args-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args "
             "--disable-use-tokenizer-model-from-checkpoint-args", "settings come from the command line; save them with --print-config "
             "and read them with --config FILE"),
     refused("--yaml-cfg", "use --config FILE (write one with --print-config)"),
@@ -257,8 +257,7 @@ REFUSED = (
     refused("--load-main-params-from-ckpt --ckpt-convert-* --kill-switch-file --replication "
             "--save-params-interval --save-activations-interval --save-wgrads-interval --save-dgrads-interval "
             "--save-tokens-per-expert-interval", "not supported; drop it"),
-    refused("--save-retain-interval", "every checkpoint is kept; drop it and delete old ones by hand"),
-    refused("--non-persistent-*", "there is one kind of checkpoint; use --save-interval"),
+    refused("--non-persistent-*", "use --local-checkpoint-dir DIR --local-save-interval N"),
     refused("--enable-full-sharding-in-hsdp", "ZeRO shards over all data-parallel ranks without --zero-shard-size; drop it"),
     refused("--offload-optimizer-states", "use --optimizer-cpu-offload, which steps them in host memory"),
     refused("--fine-grained-activation-offloading --moe-paged-stash", f"offload of activations is {_LATER}; drop it"),

@@ -290,6 +290,30 @@ class CheckpointConfig:
     """Write the optimizer's state."""
     exit_on_missing_checkpoint: bool = False
     """Refuse a first start: --load must hold a checkpoint."""
+    allow_older_checkpoint: bool = flag(False, megatron="absent there")
+    """When the newest checkpoint is damaged, load the newest whole one before it, and say so."""
+    use_checkpoint_args: bool = False
+    """Take the model's shape, the tokenizer and the sequence length from the checkpoint."""
+    ckpt_parallel_write: Literal["balanced", "owner"] = flag("balanced", megatron="there: --ckpt-fully-parallel-save")
+    """Who writes what several ranks hold: each an equal part, or the first of them all of it."""
+    async_save: bool = False
+    """Write checkpoints in the background: training waits for a copy into host memory, no more."""
+    async_save_host_memory: float | None = flag(None, megatron="absent there")
+    """Most GiB of host memory that each rank's background save takes. Default: as much as its shard."""
+    local_checkpoint_dir: str | None = flag(None, "--non-persistent-local-ckpt-dir")
+    """Folder on each node (such as /dev/shm/NAME) for frequent checkpoints; a restart takes the newest complete one, here or in --load."""
+    local_save_interval: int | None = flag(None, "--non-persistent-save-interval")
+    """Iterations between checkpoints in --local-checkpoint-dir."""
+    local_redundancy: Literal["none", "partner"] = flag("none", megatron="there: --replication")
+    """partner: each node keeps another node's local shards too, so that a lost node is rebuilt."""
+    save_rate_limit: float | None = flag(None, megatron="absent there")
+    """Most MB/s that each rank's background save sends to --save."""
+    save_retain_interval: int | None = None
+    """Keep checkpoints of these iterations; of the others only the last --save-keep-last."""
+    save_keep_last: int | None = flag(None, megatron="absent there")
+    """Keep this many of the newest checkpoints (with --save-retain-interval, those of its multiples too). Default: all; 1 with --save-retain-interval."""
+    verify_integrity: bool = False
+    """Read every checkpoint back from the disk and verify it before it counts."""
 
 
 @dataclass(frozen=True)
