@@ -22,13 +22,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -38,6 +34,7 @@ from typing import Any
 import ratio_rule
 from benchmark_training import ROOT, SCRIPTS, Work, busy_seconds, machine, our_flags, setup, wait_until_quiet, write_start
 from loopback import own_loopback, sent_bytes
+from turn_group import Group
 
 MODEL = Work(layers=8, hidden=320, heads=5, ffn=864, seq=128, vocab=4096, micro_batch=1, precision="bf16", steps=400, warmup=100, threads=1)
 SYSTEMS = {  # system -> the row that it stands in
@@ -52,7 +49,6 @@ MEASURES = ("resident", "between", "peak", "update", "wire")
 TIMED_MICRO_BATCH = 2  # sequences; memory is measured with one, where activations hide the least
 WARMUP, WIRED = 3, 2  # steps
 STAGE2_GOAL = 1.05
-PATIENCE = 300.0  # seconds for a turn
 
 
 def works(processes: list[int], micro_batches: list[int]) -> list[Work]:
@@ -71,57 +67,14 @@ def flags_of(system: str, work: Work) -> list[str]:
     return [*our_flags(work), "--zero-stage", stage, *["--zero3-keep-gathered"] * len(keep)]
 
 
-class Group:
-    """The processes of one system, which take steps when they are told to."""
-
-    def __init__(self, system: str, work: Work, peers: Path, start: Path):
-        self.system = system
-        if system.startswith("ours"):
-            command = [sys.executable, str(SCRIPTS / "zero_ours.py"), *flags_of(system, work)]
-        else:
-            python = str(peers / "deepspeed" / "bin" / "python") if system.startswith("deepspeed") else sys.executable
-            command = [python, str(SCRIPTS / "zero_peer.py"), system, str(start), *work.arguments()]
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.errors = tempfile.TemporaryFile("w+")
-        self.ranks = []
-        for rank in range(work.processes):
-            environ = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(work.processes), "MASTER_ADDR": "127.0.0.1",
-                       "LOCAL_WORLD_SIZE": str(work.processes), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-            self.ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environ,
-                                               cwd=tempfile.gettempdir()))
-
-    def turn(self, what: str) -> list[dict[str, Any]]:
-        """Every rank's answer to a line (benchmark_peers/turns.py). Raises RuntimeError when a rank ends instead."""
-        for rank in self.ranks:
-            rank.stdin.write(what + "\n")
-            rank.stdin.flush()
-        answers, told = [], []
-        patience = threading.Timer(PATIENCE, self.kill)
-        patience.start()
-        for rank in self.ranks:
-            for line in rank.stdout:
-                if line.startswith("TURN "):
-                    answers.append(json.loads(line.removeprefix("TURN ")))
-                    break
-                told.append(line)
-            else:
-                self.errors.seek(0)
-                raise RuntimeError(f"{self.system} ended:\n{''.join(told[-40:])}{self.errors.read()[-4000:]}")
-        patience.cancel()
-        return answers
-
-    def kill(self) -> None:
-        for rank in self.ranks:
-            rank.kill()
-
-    def end(self) -> None:
-        """Nothing is left to save, and DeepSpeed's threads sometimes stay for long."""
-        self.kill()
-        for rank in self.ranks:
-            rank.communicate()
-        self.errors.close()
+def start_group(system: str, work: Work, peers: Path, start: Path) -> Group:
+    """The processes of one system."""
+    if system.startswith("ours"):
+        command = [sys.executable, str(SCRIPTS / "zero_ours.py"), *flags_of(system, work)]
+    else:
+        python = str(peers / "deepspeed" / "bin" / "python") if system.startswith("deepspeed") else sys.executable
+        command = [python, str(SCRIPTS / "zero_peer.py"), system, str(start), *work.arguments()]
+    return Group(system, command, work.processes)
 
 
 def mean_loss(answers: list[dict[str, Any]], ours: bool) -> list[float]:
@@ -133,7 +86,7 @@ def measure_memory(args: argparse.Namespace, work: Work, folder: Path) -> list[d
     """One run for each system."""
     runs = []
     for system in args.systems:
-        group = Group(system, work, args.peers, folder)
+        group = start_group(system, work, args.peers, folder)
         try:
             losses = mean_loss(group.turn(f"time {WARMUP}"), system.startswith("ours"))
             before = sent_bytes()
@@ -195,7 +148,7 @@ def measure_time(args: argparse.Namespace, work: Work, folder: Path) -> list[dic
         groups: list[Group] = []
         try:
             for system in (system for system in args.systems if SYSTEMS[system] in rows):
-                groups.append(Group(system, work, args.peers, folder))
+                groups.append(start_group(system, work, args.peers, folder))
                 groups[-1].turn(f"time {WARMUP}")
             wait_until_quiet(args.quiet, args.patience)
             for index in range(args.rounds):

@@ -1,0 +1,62 @@
+"""The processes of one system that take turns with others on one machine: they do something when they are told to and sleep meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import tempfile
+import threading
+from typing import Any
+
+PATIENCE = 300.0  # seconds for a turn
+
+
+class Group:
+    """Ranks of one command, with the variables of torchrun, one thread each."""
+
+    def __init__(self, system: str, command: list[str], processes: int):
+        self.system = system
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.errors = tempfile.TemporaryFile("w+")
+        self.ranks = []
+        for rank in range(processes):
+            environ = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
+                       "LOCAL_WORLD_SIZE": str(processes), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+            self.ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environ,
+                                               cwd=tempfile.gettempdir()))
+
+    def turn(self, what: str) -> list[dict[str, Any]]:
+        """Every rank's answer to a line, itself a line `TURN {...}`. Raises RuntimeError when a rank ends instead."""
+        for rank in self.ranks:
+            rank.stdin.write(what + "\n")
+            rank.stdin.flush()
+        answers, told = [], []
+        patience = threading.Timer(PATIENCE, self.kill)
+        patience.start()
+        for rank in self.ranks:
+            for line in rank.stdout:
+                if line.startswith("TURN "):
+                    answers.append(json.loads(line.removeprefix("TURN ")))
+                    break
+                told.append(line)
+            else:
+                patience.cancel()
+                self.errors.seek(0)
+                raise RuntimeError(f"{self.system} ended:\n{''.join(told[-40:])}{self.errors.read()[-4000:]}")
+        patience.cancel()
+        return answers
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+
+    def end(self) -> None:
+        """Nothing is left to save, and DeepSpeed's threads sometimes stay for long."""
+        self.kill()
+        for rank in self.ranks:
+            rank.communicate()
+        self.errors.close()
