@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.checkpoint.manifest import MANIFEST, CheckpointError, iteration_folder, list_iterations  # noqa: E402
@@ -52,9 +50,8 @@ def table(checkpoint: Checkpoint) -> list[str]:
     width = max(map(len, checkpoint.names), default=0)
     lines = []
     for name, stored in checkpoint.tensors.items():
-        size = torch.Size(stored.shape).numel() * stored.dtype.itemsize
         boxes = f"  in {len(stored.pieces)} boxes" if len(stored.pieces) > 1 else ""
-        lines.append(f"  {name:{width}}  {str(stored.dtype).removeprefix('torch.'):8}  {size:>14,} bytes  {list(stored.shape)}{boxes}")
+        lines.append(f"  {name:{width}}  {stored.dtype:4}  {stored.bytes:>14,} bytes  {list(stored.shape)}{boxes}")
     return lines
 
 
@@ -64,7 +61,7 @@ def summary(checkpoint: Checkpoint) -> list[str]:
     config = state.pop("config", {})
     kinds = {"weights": [], "optimizer": []}
     for name, stored in checkpoint.tensors.items():
-        kinds["optimizer" if name.startswith("optimizer.") else "weights"].append(torch.Size(stored.shape).numel() * stored.dtype.itemsize)
+        kinds["optimizer" if name.startswith("optimizer.") else "weights"].append(stored.bytes)
     sizes = [record["bytes"] for record in manifest["shards"]]
     lines = [
         f"{checkpoint.path}: iteration {checkpoint.iteration}, written {manifest['created']} by attempt {manifest['attempt']}",
@@ -99,7 +96,7 @@ def differences(a: Checkpoint, b: Checkpoint) -> list[str]:
 
     def described(checkpoint: Checkpoint) -> dict[str, str]:
         state = {name: json.dumps(value) for name, value in flatten(checkpoint.state)}
-        kinds = {f"tensor {name}": f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in checkpoint.tensors.items()}
+        kinds = {f"tensor {name}": f"{list(t.shape)} {t.dtype}" for name, t in checkpoint.tensors.items()}
         return state | kinds
 
     left, right = described(a), described(b)

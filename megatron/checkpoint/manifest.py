@@ -1,6 +1,6 @@
-"""What a checkpoint's bytes mean: file names, safetensors headers, digest tables, the manifest, and boxes (docs/checkpoint.md).
+"""What a checkpoint's bytes mean: file names, safetensors headers, digest tables and the manifest (docs/checkpoint.md).
 
-Everything here is pure: bytes to values and back, with every bound checked. writer.py and reader.py do the file work.
+Everything here is pure: bytes to values and back, with every bound checked. Nothing here imports torch: a dtype is its name in safetensors.
 """
 
 from __future__ import annotations
@@ -10,13 +10,10 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 CHUNK = 1 << 20  # bytes of shard data under one digest
@@ -28,8 +25,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 FORMAT = "sharded-safetensors"
 VERSION = 1
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # the dtypes that a checkpoint can hold
 
 
 class CheckpointError(ValueError):
@@ -71,13 +67,13 @@ def list_iterations(root: Path) -> list[int]:
 class Entry:
     """One tensor inside a safetensors file: its bytes are [start, stop) counted from the start of the data."""
 
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
     start: int
     stop: int
 
 
-def encode_header(tensors: list[tuple[str, torch.dtype, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
+def encode_header(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
     """The bytes before the data of a safetensors file that holds `tensors` (key, dtype, shape) back to back in this order.
 
     8 bytes little-endian length, JSON, spaces up to a multiple of ALIGN.
@@ -86,8 +82,8 @@ def encode_header(tensors: list[tuple[str, torch.dtype, tuple[int, ...]]], metad
     position = 0
     for key, dtype, shape in tensors:
         assert key not in header, f"two tensors named {key}"
-        stop = position + math.prod(shape) * dtype.itemsize
-        header[key] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [position, stop]}
+        stop = position + math.prod(shape) * ITEM_BYTES[dtype]
+        header[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, stop]}
         position = stop
     body = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     body += b" " * (-(8 + len(body)) % ALIGN)
@@ -111,10 +107,10 @@ def decode_header(raw: bytes, data_bytes: int, path: Path) -> tuple[dict[str, En
         metadata = header.pop("__metadata__", {})
         entries = {}
         for key, value in header.items():
-            dtype, shape, (start, stop) = DTYPES[value["dtype"]], tuple(value["shape"]), value["data_offsets"]
+            dtype, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
             if any(type(n) is not int or n < 0 for n in (*shape, start, stop)):
                 raise ValueError(f"{key}: a size is not a natural number")
-            if stop - start != math.prod(shape) * dtype.itemsize:
+            if stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
                 raise ValueError(f"{key}: {stop - start} bytes for shape {shape}")
             entries[key] = Entry(dtype, shape, start, stop)
         position = 0
@@ -228,56 +224,3 @@ def chunk_digest(data: Any) -> bytes:
 def chunk_hasher() -> Any:
     """The same of a chunk given in parts: update(part), digest(), reset()."""
     return xxh3_128()
-
-
-# ---- boxes ------------------------------------------------------------------------------------------------------------
-
-
-def box_key(name: str, offset: tuple[int, ...]) -> str:
-    """`name@o0,o1,...`: the key of a box in its shard."""
-    return f"{name}@{','.join(map(str, offset))}"
-
-
-def parse_key(key: str, path: Path) -> tuple[str, tuple[int, ...]]:
-    match = re.fullmatch(r"([^@]+)@(\d+(?:,\d+)*|)", key)
-    if not match:
-        raise CheckpointError(f"{path}: tensor key {key!r} is not of the form name@offsets")
-    return match[1], tuple(int(n) for n in match[2].split(",")) if match[2] else ()
-
-
-def intersect(offset_a: tuple, extent_a: tuple, offset_b: tuple, extent_b: tuple) -> tuple[tuple, tuple] | None:
-    """(low, high) of the common part of two boxes, or None."""
-    low = tuple(map(max, offset_a, offset_b))
-    high = tuple(min(oa + ea, ob + eb) for oa, ea, ob, eb in zip(offset_a, extent_a, offset_b, extent_b))
-    return (low, high) if all(l < h for l, h in zip(low, high)) else None
-
-
-def tiles(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether boxes (offset, extent) cover `shape` exactly once: counted on the grid of their own edges."""
-    edges = [sorted({0, n, *(o[d] for o, _ in boxes), *(o[d] + e[d] for o, e in boxes)}) for d, n in enumerate(shape)]
-    if any(line[0] < 0 or line[-1] > n for line, n in zip(edges, shape)):
-        return False
-    count = torch.zeros([len(line) - 1 for line in edges], dtype=torch.int32)
-    position = [{edge: i for i, edge in enumerate(line)} for line in edges]
-    for offset, extent in boxes:
-        count[tuple(slice(at[o], at[o + e]) for at, o, e in zip(position, offset, extent))] += 1
-    return bool((count == 1).all())
-
-
-def row_blocks(view: Tensor, dims: int, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Rows [start, stop) of a box held by `view`, as (first, last + 1, tensor [rows, ...]) blocks that alias `view`.
-
-    A view has the box's `dims` dimensions, or leading group dimensions before them whose rows follow one another (Box.view).
-    """
-    groups = view.shape[: view.ndim - dims]
-    if not groups:
-        yield start, stop, view[start:stop]
-        return
-    rows = view.shape[len(groups)]
-    for group in range(start // rows, -(-stop // rows)):
-        index, rest = [], group
-        for size in reversed(groups):
-            rest, at = divmod(rest, size)
-            index.insert(0, at)
-        low, high = max(start, group * rows), min(stop, (group + 1) * rows)
-        yield low, high, view[tuple(index)][low - group * rows : high - group * rows]

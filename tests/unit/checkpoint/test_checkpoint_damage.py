@@ -197,7 +197,7 @@ def test_deeply_nested_json_is_an_error_not_a_crash(two):
 
 
 def header(change, data: int = 8) -> bytes:
-    raw = encode_header([("a@0", torch.float32, (1,)), ("b@0", torch.float32, (1,))], {})
+    raw = encode_header([("a@0", "F32", (1,)), ("b@0", "F32", (1,))], {})
     content = json.loads(raw[8:])
     change(content)
     return raw[:8] + json.dumps(content).encode()

@@ -1,0 +1,75 @@
+"""Boxes of logical tensors: their keys in a shard, what two have in common, whether many cover a tensor. Pure; no torch."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import re
+from bisect import bisect_left
+from pathlib import Path
+
+from megatron.checkpoint.manifest import CheckpointError
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, extent
+
+
+def box_key(name: str, offset: tuple[int, ...]) -> str:
+    """`name@o0,o1,...`: the key of a box in its shard."""
+    return f"{name}@{','.join(map(str, offset))}"
+
+
+def parse_key(key: str, path: Path) -> tuple[str, tuple[int, ...]]:
+    match = re.fullmatch(r"([^@]+)@(\d+(?:,\d+)*|)", key)
+    if not match:
+        raise CheckpointError(f"{path}: tensor key {key!r} is not of the form name@offsets")
+    return match[1], tuple(map(int, match[2].split(","))) if match[2] else ()
+
+
+def intersect(offset_a: tuple, extent_a: tuple, offset_b: tuple, extent_b: tuple) -> tuple[tuple, tuple] | None:
+    """(low, high) of the common part of two boxes, or None."""
+    low = tuple(map(max, offset_a, offset_b))
+    high = tuple(min(oa + ea, ob + eb) for oa, ea, ob, eb in zip(offset_a, extent_a, offset_b, extent_b))
+    return (low, high) if all(l < h for l, h in zip(low, high)) else None
+
+
+def tiles(shape: tuple[int, ...], boxes: list[Box]) -> bool:
+    """Whether boxes cover `shape` exactly once: they lie inside, their volumes add up to its own, and no two have anything in common."""
+    volume = 0
+    for offset, extent in boxes:
+        if any(o < 0 or o + e > n for o, e, n in zip(offset, extent, shape)):
+            return False
+        volume += math.prod(extent)
+    if volume != math.prod(shape):
+        return False
+    return len(boxes) == 1 or not _overlap(sorted(box for box in boxes if math.prod(box[1])), len(shape))
+
+
+def _overlap(boxes: list[Box], dims: int) -> bool:
+    """Whether two of these boxes, in the order of their offsets and none empty, have a common element.
+
+    A sweep along dimension 0 over the boxes that reach its line. In one or two dimensions those are disjoint intervals of the other one, and
+    a new box is compared with its neighbours there: n log n. In more it is compared with all of them.
+    """
+    if dims > 2:
+        line: list[Box] = []
+        for box in boxes:
+            line = [other for other in line if other[0][0] + other[1][0] > box[0][0]]
+            if any(intersect(*box, *other) for other in line):
+                return True
+            line.append(box)
+        return False
+    begins: list[int] = []  # of the intervals on the line, and
+    ends: list[int] = []
+    leaving: list[tuple[int, int]] = []  # (end in dimension 0, begin in dimension 1) of the same boxes, a heap
+    for offset, extent in boxes:
+        row, begin, end = offset[0], *((offset[1], offset[1] + extent[1]) if dims == 2 else (0, 1))
+        while leaving and leaving[0][0] <= row:
+            at = bisect_left(begins, heapq.heappop(leaving)[1])
+            del begins[at], ends[at]
+        at = bisect_left(begins, begin)
+        if (at and ends[at - 1] > begin) or (at < len(begins) and begins[at] < end):
+            return True
+        begins.insert(at, begin)
+        ends.insert(at, end)
+        heapq.heappush(leaving, (row + extent[0], begin))
+    return False
