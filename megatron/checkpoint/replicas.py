@@ -1,0 +1,174 @@
+"""Ranks that hold the same values compare digests of them: a replica that has diverged is found at the next save, and named.
+
+Compared are a block's weights over all that compute with them, master weights and moments over those that step the same slice, what
+tensor-parallel ranks hold alike, and both ends' copies of a tied embedding. One small exchange tells every rank whether all agree; when
+they do not, a second one with a digest of each tensor finds which. Memory of the host is digested by xxh3-128, a device's by a sum that is
+formed there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.manifest import CheckpointError, chunk_hasher
+from megatron.checkpoint.ranks import Ranks
+from megatron.dist.groups import Groups
+from megatron.model.layout import holders
+from megatron.optimizer.blocks import Block
+from megatron.optimizer.optimizer import Optimizer
+
+WORDS = 1 << 20  # of a device's memory, multiplied at a time: 8 MiB of products
+PIECE = 16 << 20  # bytes that are brought to the host at a time
+FACTOR = -7046029254386353131  # odd: 2**64 divided by the golden ratio
+HELD_BY = {"axis": "among tensor-parallel ranks", "kv": "among ranks with the same key/value head", "tied": "at both ends of the pipeline"}
+NAMED = 4  # most tensors that the error lists
+
+
+class Part(NamedTuple):
+    """Contiguous elements `data` [n] whose bits other ranks hold too."""
+
+    among: str  # the comparison that it belongs to
+    first: int  # the lowest of the ranks that compare
+    tensor: str
+    data: Tensor
+    to_host: bool  # where one of the ranks may keep it there, and another on its device
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A comparison that failed: the ranks whose value most have (none where that is undecided), and those of each other value."""
+
+    among: str
+    tensor: str
+    most: list[int]
+    others: list[list[int]]
+
+
+def check_replicas(optimizer: Optimizer, ranks: Ranks) -> None:
+    """Raise CheckpointError, the same on all ranks, which call this together, when values that several ranks hold are not the same bits.
+
+    No weight may be on its way (`Zero.settle`). At ZeRO stage 3 gathered weights live for a pass and are not compared.
+    """
+    found = differences(ranks.agree(lambda: digests(optimizer)))
+    if found:
+        failed = {each.among for each in found}
+        involved = any(ranks.world.rank in group for each in found for group in (each.most, *each.others))
+        told = ranks.agree(lambda: digests(optimizer, failed) if involved else [])
+        raise CheckpointError(explain(differences(told) or found))
+
+
+def digests(optimizer: Optimizer, of_each_tensor: set[str] = frozenset()) -> list[list[Any]]:
+    """This rank's part of all comparisons, JSON: [among, tensor, first, digest]; `tensor` is empty, or each one's of those comparisons."""
+    made: dict[tuple[str, str, int], _Digest] = {}
+    factors: dict[torch.device, Tensor] = {}
+    for part in shared_parts(optimizer):
+        if not of_each_tensor or part.among in of_each_tensor:
+            key = part.among, part.tensor if of_each_tensor else "", part.first
+            made.setdefault(key, _Digest(factors)).add(part.data.detach(), part.to_host)
+    return [[*key, digest.text()] for key, digest in made.items()]
+
+
+def differences(told: list[list[list[Any]]]) -> list[Difference]:
+    """What does not agree in the `digests` of all ranks."""
+    compared: dict[tuple[str, str, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, lines in enumerate(told):
+        for among, tensor, first, digest in lines:
+            compared[among, tensor, first][digest].append(rank)
+    found = []
+    for (among, tensor, _), values in compared.items():
+        groups = sorted(values.values(), key=len, reverse=True)
+        if len(groups) > 1:
+            decided = len(groups[0]) > len(groups[1])
+            found.append(Difference(among, tensor, groups[0] if decided else [], groups[1:] if decided else groups))
+    return found
+
+
+def explain(found: list[Difference]) -> str:
+    """The one error of all ranks."""
+    lines = [f"{each.tensor or each.among} " + (
+        f"of {' and of '.join(map(_ranks, each.others))} differs from the same of {_ranks(each.most)}" if each.most
+        else f"differs between {' and '.join(map(_ranks, each.others))}") for each in found]
+    more = f"; and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
+    return (f"replicas have diverged: {'; '.join(lines[:NAMED])}{more}. These ranks no longer train the same model: a fault of memory or of a "
+            "device, or an operation that is not deterministic. Go on from an older checkpoint, without the machine that is named")
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+# ---- what is held more than once --------------------------------------------------------------------------------------
+
+
+def shared_parts(optimizer: Optimizer) -> Iterator[Part]:
+    """All that this rank holds and others hold too, in the same order on each of them."""
+    for index, block in enumerate(optimizer.blocks):
+        if block.stage < 3:
+            yield from _parts(block, "weights", block.weight, 0, optimizer.groups, whole=True)
+        if block.stage == 3 or block.master.untyped_storage().data_ptr() != block.weight.untyped_storage().data_ptr():
+            yield from _parts(block, "master weights", block.master, block.own[0], optimizer.groups, whole=block.stage == 0)
+        for name, buffers in optimizer.states.items():
+            yield from _parts(block, name, buffers[index], block.own[0], optimizer.groups, whole=block.stage == 0)
+
+
+def _parts(block: Block, kind: str, buffer: Tensor, first: int, groups: Groups, whole: bool) -> Iterator[Part]:
+    """Of a buffer that begins with element `first` of the block; `whole`: all of `groups.replicas` hold all of it."""
+    def cut(start: int, stop: int) -> Tensor:
+        return buffer[max(start - first, 0) : max(stop - first, 0)]
+
+    copies = groups.replicas if whole else groups.copies
+    for entry in block.entries:
+        held = [("among data-parallel ranks", copies, entry.name, entry.start, entry.stop)]
+        for box in entry.boxes:
+            held += [(HELD_BY[box.replicated], holders(box, groups), box.name, *run[:2]) for run in entry.runs(box) if box.replicated]
+        for by, axis, name, start, stop in held:
+            data = cut(start, stop)
+            if axis.size > 1 and len(data):
+                yield Part(f"{kind} {by}", axis.ranks[0], f"{name} ({kind})", data, by == HELD_BY["tied"])
+
+
+class _Digest:
+    """Of tensors one after the other: xxh3-128 of those in host memory; of a device's, sums that are formed there, with its `factors`."""
+
+    def __init__(self, factors: dict[torch.device, Tensor]) -> None:
+        self.hasher, self.factors, self.sums = chunk_hasher(), factors, {}
+
+    def add(self, data: Tensor, to_host: bool) -> None:
+        if data.device.type == "cpu" or to_host:
+            for piece in data.split(PIECE // data.element_size()):
+                self.hasher.update(memoryview(piece.cpu().view(torch.uint8).numpy()))
+            return
+        if data.device not in self.factors:
+            self.factors[data.device] = odd_factors(data.device)
+        before = self.sums.get(data.device, torch.zeros((), dtype=torch.int64, device=data.device))
+        self.sums[data.device] = position_sum(data, self.factors[data.device], before)
+
+    def text(self) -> str:
+        return self.hasher.hexdigest() + "".join(f"{total.item() % 2**64:016x}" for total in self.sums.values())
+
+
+def position_sum(data: Tensor, factors: Tensor, total: Tensor) -> Tensor:
+    """What `total` of the tensors before becomes by `data` [n]: [], int64, modulo 2**64, the same whatever the order of the additions.
+
+    Every word is multiplied by an odd factor that depends on its place, so that a changed word, or one more change of sign, changes the sum.
+    Never run on a GPU.
+    """
+    words = data.view(torch.int16 if data.element_size() == 2 else torch.int32)
+    for piece in words.split(WORDS):
+        total = total * FACTOR + (piece * factors[: len(piece)]).sum()
+    return total
+
+
+def odd_factors(device: torch.device) -> Tensor:
+    """[WORDS], int64 that stand for uint64: the first outputs of SplitMix64 (Steele, Lea and Flood 2014) from the seed 0, made odd."""
+    x = torch.arange(1, WORDS + 1, device=device) * FACTOR
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
+    return x ^ (x >> 31 & (1 << 33) - 1) | 1

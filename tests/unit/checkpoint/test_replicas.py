@@ -1,0 +1,191 @@
+"""A flipped bit of one replica is found and named in every layout; after real training steps no layout raises a false alarm."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from reshard_cases import BASE, FEATURES, LAYOUTS, PP, SCHEDULE, TP, ZERO, start
+
+from megatron.checkpoint import replicas
+from megatron.checkpoint.ranks import Ranks
+from megatron.checkpoint.replicas import WORDS, check_replicas, differences, explain, odd_factors, position_sum
+from megatron.dist.groups import ALONE
+from megatron.optimizer import zero
+from megatron.optimizer.optimizer import Optimizer
+from megatron.optimizer.reduction import sum_partial_gradients
+from megatron.training.loop import train
+from megatron.training.run import Run
+
+MORE = LAYOUTS | {
+    "dp4": (4, ""), "tp2dp2zero1": (4, f"{TP} 2 --sequence-parallel {ZERO} 1"), "pp2dp2zero3": (4, f"{PP} 2 {SCHEDULE} 1f1b {ZERO} 3"),
+    "dp2zero1": (2, f"{ZERO} 1"), "dp4zero1shard2": (4, f"{ZERO} 1 --zero-shard-size 2"),
+}
+
+
+def flip(optimizer: Optimizer, kind: str, tensor: str) -> None:
+    """Change the lowest bit of an element of a logical tensor in the part that this rank holds; the same again undoes it."""
+    for index, block in enumerate(optimizer.blocks):
+        whole = kind == "weights"
+        buffer, first = (block.weight, 0) if whole else (block.master if kind == "master weights" else optimizer.states[kind][index], block.own[0])
+        for entry in block.entries:
+            for box in entry.boxes:
+                for low, high, _ in entry.runs(box) if box.name == tensor else ():
+                    at = min(high, first + len(buffer)) - 1
+                    if at >= max(low, first):
+                        buffer.detach()[at - first : at - first + 1].view(torch.uint8)[0] ^= 1
+                        return
+    raise AssertionError(f"{tensor} ({kind}): nothing of it here")
+
+
+def probe(arguments: tuple[str, ...], flips: list[tuple[int, str, str]], mutant: str | None = None) -> list[str | None]:
+    """Train, then check all replicas: as they are, and with each of `flips` (rank, kind, tensor) in turn. The errors, by rank."""
+    errors: list[str | None] = []
+
+    def check(run: Run, flips: Iterator) -> None:
+        for rank, *what in flips:
+            if rank == run.groups.rank:
+                flip(run.optimizer, *what)
+            try:
+                check_replicas(run.optimizer, Ranks(run.groups.world, run.device))
+                errors.append(None)
+            except ValueError as error:
+                errors.append(str(error))
+            if rank == run.groups.rank:
+                flip(run.optimizer, *what)
+
+    def instead(run: Run):
+        exit_ = train(run)
+        run.zero.settle()
+        check(run, [(-1,), *flips, (-1,)])
+        return exit_
+
+    with MUTANTS[mutant]() if mutant else contextlib.nullcontext():
+        text = start(arguments, instead=instead)
+    assert errors, text
+    return errors
+
+
+def outcomes(gloo_world, feature: str, layout: str, flips: list, mutant: str | None = None) -> list[str | None]:
+    ranks, flags = MORE[layout]
+    arguments = (*BASE, *FEATURES[feature].split(), *flags.split())
+    per_rank = gloo_world(ranks).run(probe, arguments, flips, mutant)
+    assert all(errors == per_rank[0] for errors in per_rank)
+    return per_rank[0]
+
+
+EMBEDDING, NORM, MATRIX = "embedding.word.weight", "layers.1.input_norm.weight", "layers.1.mlp.up.weight"
+FLIPS = [  # layout, feature, (rank, kind, tensor), what the error says of it
+    ("dp4", "tied-bf16", (2, "weights", MATRIX), "layers.1.mlp.fc1.weight (weights) of rank 2 differs from the same of ranks 0, 1, 3"),
+    ("dp4", "tied-bf16", (1, "master weights", MATRIX), "layers.1.mlp.fc1.weight (master weights) of rank 1 differs from the same of ranks 0, 2, 3"),
+    ("dp4", "tied-bf16", (3, "exp_avg", EMBEDDING), "embedding.word.weight (exp_avg) of rank 3 differs from the same of ranks 0, 1, 2"),
+    ("dp4", "tied-bf16", (0, "exp_avg_sq", NORM), "layers.1.input_norm.weight (exp_avg_sq) of rank 0 differs from the same of ranks 1, 2, 3"),
+    ("dp2zero1", "tied-bf16", (1, "weights", NORM), "layers.1.input_norm.weight (weights) differs between rank 0 and rank 1"),
+    ("dp2zero2", "gqa-untied", (0, "weights", MATRIX), "layers.1.mlp.fc1.weight (weights) differs between rank 0 and rank 1"),
+    ("dp4zero3shard2", "tied-bf16", (3, "master weights", MATRIX), "layers.1.mlp.fc1.weight (master weights) differs between rank 1 and rank 3"),
+    ("dp4zero1shard2", "tied-bf16", (2, "exp_avg", MATRIX), "layers.1.mlp.fc1.weight (exp_avg) differs between rank 0 and rank 2"),
+    ("tp2sp", "gqa-untied", (1, "weights", "final_norm.weight"), "final_norm.weight (weights) differs between rank 0 and rank 1"),
+    ("tp4sp", "gqa-untied", (3, "exp_avg", "layers.0.attention.k.weight"), "layers.0.attention.k.weight (exp_avg) differs between rank 2 and rank 3"),
+    ("tp4sp", "gqa-untied", (2, "exp_avg", NORM), "layers.1.input_norm.weight (exp_avg) of rank 2 differs from the same of ranks 0, 1, 3"),
+    ("pp2", "tied-bf16", (1, "exp_avg_sq", EMBEDDING), "embedding.word.weight (exp_avg_sq) differs between rank 0 and rank 1"),
+    ("pp2dp2zero2", "tied-bf16", (3, "master weights", EMBEDDING), "embedding.word.weight (master weights) differs between rank 1 and rank 3"),
+    ("pp2dp2zero2", "tied-bf16", (0, "weights", EMBEDDING), "embedding.word.weight (weights) differs between rank 0 and rank 2"),
+    ("pp2dp2zero3", "tied-bf16", (0, "exp_avg", EMBEDDING), "embedding.word.weight (exp_avg) differs between rank 0 and rank 2"),
+    ("tp2dp2zero1", "gqa-untied", (3, "weights", NORM), "layers.1.input_norm.weight (weights) differs between rank 2 and rank 3"),
+]
+
+
+@pytest.mark.parametrize(("layout", "feature"), list(dict.fromkeys((layout, feature) for layout, feature, _, _ in FLIPS)))
+def test_a_flipped_bit_is_named_on_every_rank(gloo_world, layout, feature):
+    cases = [(what, text) for its, of, what, text in FLIPS if (its, of) == (layout, feature)]
+    before, *found, after = outcomes(gloo_world, feature, layout, [what for what, _ in cases])
+    assert before is None and after is None
+    for error, (_, text) in zip(found, cases, strict=True):
+        assert error.startswith("replicas have diverged: ") and text in error, error
+
+
+@pytest.mark.parametrize(("layout", "feature"), [
+    ("tp4sp", "tied-bf16"), ("tp2", "mqa-fp64"), ("pp2v2", "tied-bf16"), ("pp2zbv", "tied-bf16"), ("tp2sppp2", "tied-bf16"), ("dp2zero3", "gqa-untied"),
+])
+def test_no_false_alarm_after_real_steps(gloo_world, layout, feature):
+    """Padding of the vocabulary, fewer key/value heads than ranks, schedules that split the backward pass."""
+    assert outcomes(gloo_world, feature, layout, []) == [None, None]
+
+
+# ---- mistakes of the product that the comparison finds, and a comparison that finds nothing ---------------------------
+
+
+MUTANTS: dict[str, Callable] = {
+    "both ends keep their own gradient": lambda: mock.patch.object(
+        zero, "sum_partial_gradients", lambda blocks, tp, groups: sum_partial_gradients(blocks, tp, replace(groups, tied=ALONE))),
+    "partial gradients of norms are not added": lambda: mock.patch.object(zero, "sum_partial_gradients", lambda blocks, tp, groups: None),
+    "blind": lambda: mock.patch.object(replicas, "shared_parts", lambda optimizer: iter(())),
+}
+
+
+@pytest.mark.parametrize(("layout", "feature", "mutant", "text"), [
+    ("pp2", "tied-bf16", "both ends keep their own gradient", "embedding.word.weight (weights) differs between rank 0 and rank 1"),
+    ("tp2sp", "gqa-untied", "partial gradients of norms are not added", "norm.weight (weights) differs between rank 0 and rank 1"),
+])
+def test_a_mistake_of_the_product_is_found(gloo_world, layout, feature, mutant, text):
+    first, _ = outcomes(gloo_world, feature, layout, [], mutant)
+    assert first is not None and text in first
+
+
+def test_a_blind_comparison_fails_the_test_of_flips(gloo_world):
+    assert outcomes(gloo_world, "tied-bf16", "dp4", [FLIPS[0][2]], "blind") == [None] * 3
+
+
+# ---- the arithmetic ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_sums_of_a_device_see_every_bit_and_every_place(dtype):
+    """Formed here on the CPU."""
+    torch.manual_seed(2)
+    data = torch.randn(2 * WORDS + 64).to(dtype)
+    words = data.view(torch.int16 if dtype == torch.bfloat16 else torch.int32)
+    bits, factors = 8 * words.element_size(), odd_factors(data.device)
+
+    def total(before: int = 7) -> int:
+        return position_sum(data, factors, torch.tensor(before)).item()
+
+    whole = total()
+    assert total() == whole != total(8)
+    for a, b in ((0, 1), (5, 5 + WORDS), (WORDS, len(words) - 1)):
+        assert words[a] != words[b]
+        words[[a, b]] = words[[b, a]]
+        assert total() != whole
+        words[[a, b]] = words[[b, a]]
+    for bit in range(bits):
+        mask = torch.tensor(1 << bit if bit < bits - 1 else -1 << bit, dtype=words.dtype)
+        for at in (3, WORDS + 9):  # two signs, too, which cancel in a sum that wraps
+            words[at] ^= mask
+            assert total() != whole
+        words[[3, WORDS + 9]] ^= mask
+    assert total() == whole
+
+
+def test_factors_are_those_of_splitmix():
+    factors = odd_factors(torch.device("cpu"))
+    assert (factors & 1).all() and len(factors.unique()) == len(factors)
+    assert [n % 2**64 for n in factors[:3].tolist()] == [n | 1 for n in (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)]
+
+
+def test_a_difference_that_is_gone_at_the_second_look_is_still_an_error():
+    """As with memory that reads differently each time: the first comparison names the ranks."""
+    answers = iter([[[["weights among data-parallel ranks", "", 0, "ab"[rank == 1]]] for rank in range(3)], [[], [], []]])
+    ranks = SimpleNamespace(agree=lambda part: next(answers), world=SimpleNamespace(rank=0))
+    with pytest.raises(ValueError, match="weights among data-parallel ranks of rank 1 differs from the same of ranks 0, 2"):
+        check_replicas(SimpleNamespace(blocks=[]), ranks)
+
+
+def test_long_lists_are_cut_short():
+    told = [[["weights", f"layers.{i}.w (weights)", 0, str(rank > 0)] for i in range(9)] for rank in range(20)]
+    text = explain(differences(told))
+    assert "layers.3.w" in text and "layers.4.w" not in text and "; and 5 more." in text and "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 11 more" in text
