@@ -1,4 +1,4 @@
-"""Logical tensors and model flags <-> Hugging Face state dicts and config.json, both ways, as pure functions.
+"""Logical tensors and model flags <-> Hugging Face tensor names and config.json, both ways, as pure functions; no tensor is touched here.
 
 Families: GPT-2; Llama, Mistral (sliding window), Qwen2 (QKV biases), Qwen3 (QK norm). What a family cannot express is refused by the
 name of the flag or config field. Conventions (facts of transformers 4.50 to 5.23): GPT-2 stores linear weights as [in, out] and fuses
@@ -8,18 +8,10 @@ the token itself, as our window_size does; the Llama families rotate all channel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
-
-from torch import Tensor, cat
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from megatron.config.groups import ModelConfig
-
-
-class Reader(Protocol):
-    """Whole logical tensors by name: a dictionary, or a Checkpoint."""
-
-    def __getitem__(self, name: str) -> Tensor: ...
 
 
 class Rule(NamedTuple):
@@ -120,8 +112,8 @@ def rules(kind: str, layers: int, *, tied: bool, linear_bias: bool, qkv_bias: bo
 # ---- ours -> theirs ----------------------------------------------------------------------------------------------------
 
 
-def to_huggingface(model: ModelConfig, vocab_size: int, tensors: Reader) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
-    """config.json and the named tensors, one at a time, of a resolved `model` with the real vocabulary.
+def to_huggingface(model: ModelConfig, vocab_size: int) -> tuple[dict[str, Any], list[Rule]]:
+    """config.json of a resolved `model` with the real vocabulary, and how each of its tensors is made of ours.
 
     Raises ValueError naming every flag that Hugging Face's models cannot express. Training settings without a place there
     (hidden dropout of the Llama families, z-loss) do not change the model and are left out.
@@ -130,14 +122,7 @@ def to_huggingface(model: ModelConfig, vocab_size: int, tensors: Reader) -> tupl
     tied = not model.untie_embeddings_and_output_weights
     qkv_bias = model.add_bias_linear or model.add_qkv_bias
     table = rules(kind, model.num_layers, tied=tied, linear_bias=model.add_bias_linear, qkv_bias=qkv_bias)
-
-    def produce() -> Iterator[tuple[str, Tensor]]:
-        for rule in table:
-            parts = [tensors[name] for name in rule.ours]
-            value = parts[0] if len(parts) == 1 else cat(parts)
-            yield rule.theirs, value.t().contiguous() if rule.transposed else value
-
-    return _their_config(kind, model, vocab_size, tied), produce()
+    return _their_config(kind, model, vocab_size, tied), table
 
 
 def _their_config(kind: str, model: ModelConfig, vocab_size: int, tied: bool) -> dict[str, Any]:
@@ -192,8 +177,8 @@ def _their_rotary(model: ModelConfig) -> dict[str, Any]:
 # ---- theirs -> ours ----------------------------------------------------------------------------------------------------
 
 
-def from_huggingface(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
-    """Fields of a resolved ModelConfig, and the logical tensors, one at a time (views of theirs), of a model with this config.json.
+def from_huggingface(config: dict[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], list[Rule]]:
+    """Fields of a resolved ModelConfig, and what each of the tensors called `names` holds, of a model with this config.json.
 
     Raises ValueError for a model type, config field or tensor that has no counterpart here, naming all of them.
     """
@@ -210,7 +195,7 @@ def from_huggingface(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> t
     # A head of its own has its own tensor; older configs leave the field to the family's default.
     tied = config.get("tie_word_embeddings", kind == "gpt2")
     fields["untie_embeddings_and_output_weights"] = not tied
-    present = {name if name.startswith(("transformer.", "model.", "lm_head.")) else f"{_prefix(kind)}{name}": name for name in tensors}
+    present = {name if name.startswith(("transformer.", "model.", "lm_head.")) else f"{_prefix(kind)}{name}": name for name in names}
     bias = fields["add_bias_linear"]
     table = rules(kind, fields["num_layers"], tied=tied, linear_bias=bias, qkv_bias=bias or fields["add_qkv_bias"])
     missing = [rule.theirs for rule in table if rule.theirs not in present]
@@ -221,13 +206,7 @@ def from_huggingface(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> t
     if faults:
         raise ValueError("this Hugging Face model cannot be taken over:\n" + "\n".join(f"  {fault}" for fault in faults))
 
-    def produce() -> Iterator[tuple[str, Tensor]]:
-        for rule in table:
-            value = tensors[present[rule.theirs]]
-            value = value.t() if rule.transposed else value
-            yield from zip(rule.ours, value.chunk(len(rule.ours)), strict=True)
-
-    return fields, produce()
+    return fields, [rule._replace(theirs=present[rule.theirs]) for rule in table]
 
 
 def _prefix(kind: str) -> str:

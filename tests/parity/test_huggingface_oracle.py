@@ -119,15 +119,22 @@ def wide_frequencies(config):
     return exact
 
 
+def exported(config: ModelConfig, tensors):
+    """config.json and the tensors (weights, or gradients: the export is linear) as the rules say."""
+    described, rules = to_huggingface(config, VOCAB)
+    stacked = {rule.theirs: (torch.cat([tensors[name] for name in rule.ours]), rule.transposed) for rule in rules}
+    return described, {name: (value.t() if transposed else value).contiguous() for name, (value, transposed) in stacked.items()}
+
+
 def their_run(config: ModelConfig, weights, dtype):
     """(mean loss, {Hugging Face name: gradient}) with the exported weights."""
-    hf_config, exported = to_huggingface(config, VOCAB, weights)
+    hf_config, theirs = exported(config, weights)
     kind = hf_config["model_type"]
     arguments = {name: value for name, value in hf_config.items() if name not in ("model_type", "architectures")}
     hf = transformers.AutoConfig.for_model(kind, **arguments)
     hf._attn_implementation = "sdpa"
     model = transformers.AutoModelForCausalLM.from_config(hf, attn_implementation="sdpa").to(dtype)
-    missing, unexpected = model.load_state_dict({name: x.clone() for name, x in exported}, strict=False)
+    missing, unexpected = model.load_state_dict(theirs, strict=False)
     assert not unexpected and all("lm_head" in name for name in missing)  # a tied head
     model.tie_weights()
     model.eval()
@@ -147,10 +154,10 @@ def test_loss_and_gradients_equal_transformers(name, dtype, bound):
     loss, weights, grads = our_run(config, dtype)
     their_loss, their_grads = their_run(config, weights, dtype)
     assert abs(loss - their_loss) <= bound * abs(their_loss)
-    _, ours_in_their_names = to_huggingface(config, VOCAB, grads)  # the export is linear: it maps gradients too
+    _, ours_in_their_names = exported(config, grads)
     compared = 0
     total = math.sqrt(sum(g.double().square().sum() for g in their_grads.values()))
-    for hf_name, ours in ours_in_their_names:
+    for hf_name, ours in ours_in_their_names.items():
         if hf_name not in their_grads:
             continue
         theirs = their_grads[hf_name]

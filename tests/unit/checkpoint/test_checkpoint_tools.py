@@ -13,6 +13,7 @@ import torch
 from checkpoint_cases import pairs, same_bits
 from test_huggingface import CASES, VOCAB, build, difference, tokens
 
+from megatron.checkpoint import huggingface_files
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.arguments import parse_arguments
@@ -99,7 +100,7 @@ def test_precision_of_the_export(tmp_path, flag, dtype):
 
 def test_large_exports_are_cut_into_files_with_an_index(tmp_path, monkeypatch):
     _, model, held = save_run(tmp_path / "run", "gpt2 untied, tanh")
-    monkeypatch.setattr(convert_checkpoint, "SHARD", 30_000)
+    monkeypatch.setattr(huggingface_files, "FILE", 30_000)
     assert run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf") == 0
     files = sorted(p.name for p in (tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
@@ -175,7 +176,7 @@ def test_inspect_shows_verifies_and_names_damage(tmp_path, capsys):
     ):
         assert text in out, text
     row = next(line for line in out.splitlines() if line.split()[:1] == ["head.weight"])
-    assert row.split()[1:] == ["float64", f"{VOCAB * 32 * 8:,}", "bytes", f"[{VOCAB},", "32]"]
+    assert row.split()[1:] == ["F64", f"{VOCAB * 32 * 8:,}", "bytes", f"[{VOCAB},", "32]"]
     assert run(inspect_checkpoint, tmp_path / "iter_0000004") == 0 and "iteration 4" in capsys.readouterr().out
 
     file = tmp_path / "iter_0000005" / "shard-00000.safetensors"
@@ -197,8 +198,8 @@ def test_inspect_diff(tmp_path, capsys):
     assert run(inspect_checkpoint, "--diff", tmp_path / "a", tmp_path / "b") == 1
     out = capsys.readouterr().out
     assert "config.precision.bf16: false -> true" in out and "num_layers" not in out
-    assert "tensor head.weight: [67, 32] float64 -> [67, 32] float32" in out
+    assert "tensor head.weight: [67, 32] F64 -> [67, 32] F32" in out
     assert run(inspect_checkpoint, "--diff", tmp_path / "a", tmp_path / "c") == 1
     out = capsys.readouterr().out
     assert "iteration: 5 -> 6" in out and "config.model.add_bias_linear: false -> true" in out
-    assert "mlp.up.bias: absent -> [80] float64" in out
+    assert "mlp.up.bias: absent -> [80] F64" in out

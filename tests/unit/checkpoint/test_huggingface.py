@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.huggingface import family, from_huggingface, to_huggingface
+from megatron.checkpoint.huggingface_files import take_rules
 from megatron.config.groups import ModelConfig
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
@@ -72,6 +73,18 @@ def their_model(config: dict, tensors: dict[str, torch.Tensor]):
     return model
 
 
+def exported(config: ModelConfig, held: dict[str, torch.Tensor]) -> tuple[dict, dict[str, torch.Tensor]]:
+    """config.json and the tensors as the rules say."""
+    described, rules = to_huggingface(config, VOCAB)
+    stacked = {rule.theirs: (torch.cat([held[name] for name in rule.ours]), rule.transposed) for rule in rules}
+    return described, {name: (value.t() if transposed else value).contiguous() for name, (value, transposed) in stacked.items()}
+
+
+def imported(config: dict, theirs: dict[str, torch.Tensor]) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+    fields, rules = from_huggingface(config, theirs)
+    return dataclasses.replace(ModelConfig(), **fields), {box.name: tensor for box, tensor in take_rules(rules, theirs)}
+
+
 def tokens() -> torch.Tensor:
     return torch.randint(VOCAB, (2, 24), generator=torch.Generator().manual_seed(5))
 
@@ -84,8 +97,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_logits_equal_and_the_way_back(base, changes, kind):
     config = dataclasses.replace(base, **changes)
     model, held = build(config)
-    theirs_config, theirs = to_huggingface(config, VOCAB, held)
-    theirs = dict(theirs)
+    theirs_config, theirs = exported(config, held)
     assert theirs_config["model_type"] == kind
     them = their_model(theirs_config, theirs)
     with torch.no_grad():
@@ -93,9 +105,8 @@ def test_logits_equal_and_the_way_back(base, changes, kind):
     # transformers computes rotary tables and RMSNorm in fp32 even in a float64 model; GPT-2 has neither
     assert difference(model.logits(tokens()), want) < (1e-12 if kind == "gpt2" else 3e-6)
 
-    fields, back = from_huggingface(them.config.to_dict(), them.state_dict())
-    back = dict(back)
-    assert dataclasses.replace(ModelConfig(), **fields) == config
+    fields, back = imported(them.config.to_dict(), them.state_dict())
+    assert fields == config
     assert sorted(back) == sorted(held) and all(torch.equal(back[name], held[name]) for name in held)
 
 
@@ -113,23 +124,19 @@ def test_the_comparison_sees_each_setting(case):
         "rotary_seq_len_interpolation_factor": 3.01, "activation": "gelu",
     }
     model, _ = build(dataclasses.replace(config, **{name: value for name, value in neighbour.items() if name in changes}), held)
-    theirs_config, theirs = to_huggingface(config, VOCAB, held)
     with torch.no_grad():
-        assert difference(model.logits(tokens()), their_model(theirs_config, dict(theirs))(tokens()).logits) > 1e-5
+        assert difference(model.logits(tokens()), their_model(*exported(config, held))(tokens()).logits) > 1e-5
 
 
 def test_rotary_fields_of_transformers_4_mean_the_same():
     for changes in (LLAMA3, YARN, {"rotary_seq_len_interpolation_factor": 3.0}, {"rotary_base": 7.0}):
         config = dataclasses.replace(LLAMA, **changes)
-        exported, _ = to_huggingface(config, VOCAB, {})
-        old = {name: value for name, value in exported.items() if name != "rope_parameters"}
-        new = {name: value for name, value in exported.items() if name not in ("rope_scaling", "rope_theta")}
+        described, theirs = exported(config, build(config)[1])
+        old = {name: value for name, value in described.items() if name != "rope_parameters"}
+        new = {name: value for name, value in described.items() if name not in ("rope_scaling", "rope_theta")}
         for variant in (old, new):
-            assert transformers.LlamaConfig(**variant).rope_parameters == transformers.LlamaConfig(**exported).rope_parameters
-            _, held = build(config)
-            _, theirs = to_huggingface(config, VOCAB, held)
-            fields, _ = from_huggingface(variant, dict(theirs))
-            assert dataclasses.replace(ModelConfig(), **fields) == config
+            assert transformers.LlamaConfig(**variant).rope_parameters == transformers.LlamaConfig(**described).rope_parameters
+            assert imported(variant, theirs)[0] == config
 
 
 @pytest.mark.parametrize(
@@ -182,18 +189,18 @@ def test_all_flags_without_a_counterpart_are_named_at_once():
 )
 def test_foreign_models_are_refused_by_field(changes, text):
     _, held = build(LLAMA)
-    config, theirs = to_huggingface(LLAMA, VOCAB, held)
+    config, theirs = exported(LLAMA, held)
     config = {name: value for name, value in (config | changes).items() if changes.get(name, 0) is not None}
     if "rope_scaling" in changes or "partial_rotary_factor" in changes:
         config.pop("rope_parameters")
     with pytest.raises(ValueError, match=text):
-        from_huggingface(config, dict(theirs))
+        from_huggingface(config, theirs)
 
 
 def test_older_gpt2_files_without_prefix_and_with_buffers():
     _, held = build(GPT2)
-    config, theirs = to_huggingface(GPT2, VOCAB, held)
-    old = {name.removeprefix("transformer."): value for name, value in theirs}
+    config, theirs = exported(GPT2, held)
+    old = {name.removeprefix("transformer."): value for name, value in theirs.items()}
     old |= {"h.0.attn.bias": torch.ones(1), "h.0.attn.masked_bias": torch.ones(1)}
-    _, back = from_huggingface(config, old)
-    assert all(torch.equal(value, held[name]) for name, value in back)
+    _, back = imported(config, old)
+    assert all(torch.equal(back[name], held[name]) for name in held)
