@@ -1,0 +1,87 @@
+"""torch.distributed.checkpoint.load on our checkpoints: whole tensors and DTensors of one and two ranks, and damage."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoint_cases import cut, example, same_bits, save_in_shards
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from megatron.checkpoint import reader as reader_module
+from megatron.checkpoint.dcp import CheckpointReader
+from megatron.checkpoint.reader import Checkpoint
+from megatron.model.layout import Box
+
+
+def saved(root: Path) -> Path:
+    """`example()` cut at random into three shards."""
+    rng, shards = random.Random(1), [[], [], []]
+    for name, full in example().items():
+        for offset, extent in cut(rng, tuple(full.shape), 4):
+            part = full[tuple(slice(o, o + e) for o, e in zip(offset, extent))].clone()
+            rng.choice(shards).append((Box(name, tuple(full.shape), offset, extent), part))
+    return save_in_shards(root, 1, shards, {})
+
+
+def test_whole_tensors(tmp_path):
+    folder = saved(tmp_path)
+    wanted = example()
+    state = {name: torch.full_like(tensor, 7) for name, tensor in wanted.items()}
+    dcp.load(state, storage_reader=CheckpointReader(folder))
+    assert all(same_bits(state[name], wanted[name]) for name in wanted)
+    nested = {"layers": {"3": {"float32": {"weight": torch.zeros(64, 33, dtype=torch.float64)}}}}  # names joined by dots, values converted
+    dcp.load(nested, checkpoint_id=folder, storage_reader=CheckpointReader("elsewhere"))
+    assert torch.equal(nested["layers"]["3"]["float32"]["weight"], wanted["layers.3.float32.weight"].double())
+    with pytest.raises(dcp.api.CheckpointException, match="Missing key in checkpoint state_dict: layers.9"):
+        dcp.load({"layers.9": torch.zeros(1)}, storage_reader=CheckpointReader(folder))
+    assert CheckpointReader.validate_checkpoint_id(folder) and not CheckpointReader.validate_checkpoint_id(tmp_path)
+
+
+def test_damage_is_named(tmp_path):
+    folder = saved(tmp_path)
+    file = folder / "shard-00001.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(dcp.api.CheckpointException, match="shard-00001.safetensors: damaged: bytes"):
+        dcp.load({name: torch.zeros_like(tensor) for name, tensor in example().items()}, storage_reader=CheckpointReader(folder))
+
+
+def load_sharded(folder: Path) -> tuple[list[str], int]:
+    """On this rank: the DTensors that were filled wrongly, and the bytes read."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    wanted, faults, read = example(), [], [0]
+    placements = {name: [Shard(0), Shard(tensor.ndim - 1), Replicate()][i % 3] for i, (name, tensor) in enumerate(wanted.items())}
+    state = {name: distribute_tensor(torch.zeros_like(tensor), mesh, [placements[name]], src_data_rank=None) for name, tensor in wanted.items()}
+    close = Checkpoint.close
+
+    def closed(self: Checkpoint) -> None:
+        read[0] += self.bytes_read
+        close(self)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(reader_module.Checkpoint, "close", closed)
+        dcp.load(state, storage_reader=CheckpointReader(folder))
+    for name, tensor in state.items():
+        assert isinstance(tensor, DTensor)
+        own = distribute_tensor(wanted[name], mesh, [placements[name]], src_data_rank=None)
+        if not same_bits(tensor.to_local(), own.to_local()):
+            faults.append(name)
+    return faults, read[0]
+
+
+def test_dtensors_of_two_ranks(tmp_path, gloo_world, monkeypatch):
+    from megatron.checkpoint import manifest
+
+    monkeypatch.setattr(manifest, "CHUNK", 256)
+    folder = saved(tmp_path)
+    results = gloo_world(2).run(load_sharded, folder)
+    assert [faults for faults, _ in results] == [[], []]
+    with Checkpoint(folder) as checkpoint:
+        stored = sum(shard.data_bytes for shard in checkpoint.shards)
+    assert all(0.3 * stored < read < 0.9 * stored for _, read in results)  # each reads what it holds
