@@ -1,0 +1,82 @@
+"""--verify-integrity: what comes back from the disk is compared byte by byte before it counts."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import tracemalloc
+
+import pytest
+import torch
+from checkpoint_cases import example, pairs
+
+from megatron.checkpoint import integrity
+from megatron.checkpoint.integrity import read_back
+from megatron.checkpoint.manifest import CheckpointError, DigestTable
+from megatron.checkpoint.writer import save_checkpoint
+
+
+@pytest.fixture
+def shard(tmp_path):
+    """(path, table) of a shard of several chunks."""
+    tensors = {**example(1), "big": torch.arange(3 << 18, dtype=torch.float32)}
+    folder = save_checkpoint(tmp_path, 1, pairs(tensors), {"iteration": 1})
+    path = folder / "shard-00000.safetensors"
+    return path, DigestTable.decode(path.with_suffix(".digests").read_bytes(), path)
+
+
+def flip(path, at: int) -> None:
+    file = os.open(path, os.O_RDWR)
+    byte = os.pread(file, 1, at)
+    os.pwrite(file, bytes([byte[0] ^ 1 << at % 8]), at)
+    os.close(file)
+
+
+def test_every_byte_is_covered(shard):
+    path, table = shard
+    read_back(path, table)
+    rng, size = random.Random(1), path.stat().st_size
+    edges = [0, table.data_start - 1, table.data_start, table.data_start + table.chunk, size - 1]
+    for at in (*edges, *(rng.randrange(size) for _ in range(40))):
+        flip(path, at)
+        with pytest.raises(CheckpointError, match=re.escape(f"{path}: read back from the disk: bytes ")) as error:
+            read_back(path, table)
+        first, last = map(int, re.search(r"bytes (\d+) to (\d+) are not those", str(error.value)).groups())
+        assert first <= at <= last and last - first < max(table.chunk, table.data_start)
+        flip(path, at)
+    read_back(path, table)
+    beside = path.with_suffix(".digests")
+    flip(beside, beside.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=r"shard-00000.digests: read back"):
+        read_back(path, table)
+
+
+def test_a_file_that_is_shorter_or_cannot_be_read(shard, monkeypatch):
+    path, table = shard
+    monkeypatch.setattr(os, "preadv", lambda *args: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    with pytest.raises(CheckpointError, match="bytes 0 to 4095 cannot be read: Input/output error"):
+        read_back(path, table)
+    monkeypatch.undo()
+    os.truncate(path, table.size - 1)
+    with pytest.raises(CheckpointError, match=f"{table.size - 1} bytes instead of the {table.size}"):
+        read_back(path, table)
+
+
+def test_short_reads_and_bounded_memory(shard, monkeypatch):
+    path, table = shard
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, rooms, at: real(file, [rooms[0][: 1 + at % 300_000]], at))
+    tracemalloc.start()
+    read_back(path, table)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < integrity.PIECE + (1 << 16) < table.size
+
+
+def test_the_disk_is_asked_and_not_the_page_cache(shard, monkeypatch):
+    calls: list[str] = []
+    for name in ("posix_fadvise", "preadv"):
+        monkeypatch.setattr(os, name, lambda *args, real=getattr(os, name), name=name: (calls.append((name, *args[3:])), real(*args))[1])
+    read_back(*shard)
+    assert calls[0] == ("posix_fadvise", os.POSIX_FADV_DONTNEED) and calls.count(calls[0]) == 2
