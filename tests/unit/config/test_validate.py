@@ -133,6 +133,11 @@ def test_a_complete_configuration_has_no_faults():
     ("--checkpoint-activations --recompute-num-layers 2", "--recompute-num-layers 2: groups of layers are not built yet"),
     ("--save-interval 5", "--save-interval 5: acts only with --save DIR"),
     ("--no-save-optim", "--no-save-optim: acts only with --save DIR"),
+    ("--save-keep-last 2", "--save-keep-last 2: acts only with --save DIR"),
+    ("--verify-integrity", "--verify-integrity: acts only with --save DIR"),
+    ("--save ckpt --save-keep-last 0", "--save-keep-last 0: must be greater than 0"),
+    ("--save ckpt --save-retain-interval 10", "--save-retain-interval 10: must be a multiple of --save-interval"),
+    ("--save ckpt --save-interval 4 --save-retain-interval 10", "--save-retain-interval 10: must be a multiple of --save-interval"),
     ("--no-load-optim", "--no-load-optim: acts only with --load DIR"),
     ("--load absent", "--load absent: no such folder; for a first start give the same folder as --save"),
     ("--load absent --save absent --exit-on-missing-checkpoint", "--load absent: no such folder"),
@@ -179,6 +184,7 @@ def test_required_alternatives():
     "--optimizer sgd --sgd-momentum 0", "--clip-grad 0", "--bf16 --main-grads-dtype bf16 --grad-reduce-in-bf16",
     "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", "--optimizer-cpu-offload --optimizer-offload-fraction 0.5", "--fp64 --zero-stage 3",
     "--checkpoint-activations", "--save new --load new --save-interval 5", "--load ckpt --finetune --no-load-optim",
+    "--save new --save-interval 5 --save-retain-interval 10 --save-keep-last 2",
     "--wandb-project p --wandb-exp-name e --tensorboard-log-interval 10", "--split 1",
 ])
 def test_valid_combinations(extra):
