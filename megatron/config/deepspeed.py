@@ -31,7 +31,6 @@ SAME = {
     "pipeline.stages": ("distributed", "pipeline_model_parallel_size"),
     "zero_optimization.stage": ("distributed", "zero_stage"),
     "zero_optimization.mics_shard_size": ("distributed", "zero_shard_size"),
-    "zero_optimization.offload_optimizer.device": ("optimizer", "optimizer_cpu_offload"),
     "zero_optimization.offload_optimizer.ratio": ("optimizer", "optimizer_offload_fraction"),
     "zero_optimization.cpu_offload": ("optimizer", "optimizer_cpu_offload"),
     "data_types.grad_accum_dtype": ("optimizer", "main_grads_dtype"),
@@ -40,10 +39,12 @@ SAME = {
 # What gradients are sent in: values of communication_data_type and of fp32_allreduce -> --grad-reduce-in-bf16.
 WIRE = {"fp32": False, "true": False, "bf16": True, "bfp16": True}
 
+OFFLOAD = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_optimizer.nvme_path")
+
 # Keys that are refused with these values, and what to do.
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "zero_optimization.offload_optimizer.device": (
-        lambda value: value not in ("cpu", "none", None), "offload to files is not built yet; use cpu, with --optimizer-cpu-offload"),
+        lambda value: value not in ("cpu", "nvme", "none", None), "no such place here; use cpu or nvme"),
     "zero_optimization.offload_param.device": (
         lambda value: value not in ("none", None), "offload of weights is not built yet; take it out (offload_optimizer is --optimizer-cpu-offload)"),
     "zero_optimization.cpu_offload_params": (
@@ -141,6 +142,8 @@ def _answer(key: str, value: Any, content: dict, config: Config) -> tuple[str, s
         return _compare(WIRE[str(value).lower()], config.distributed.grad_reduce_in_bf16, "--grad-reduce-in-bf16")
     if key in REFUSED and REFUSED[key][0](value):
         return "", REFUSED[key][1]
+    if key in OFFLOAD:
+        return _offload(key, value, content["zero_optimization"]["offload_optimizer"].get("device"), config)
     if key in SAME and not (key == "data_types.grad_accum_dtype" and value is None):  # null: not said
         group, field = SAME[key]
         return _compare(_in_our_terms(key, value), getattr(getattr(config, group), field), "--" + field.replace("_", "-"))
@@ -160,13 +163,23 @@ def _in_our_terms(key: str, value: Any) -> Any:
         return None  # dynamic
     if key == "fp16.initial_scale_power" and isinstance(value, (int, float)):
         return 2.0**value
-    if key == "zero_optimization.offload_optimizer.device":
-        return value == "cpu"
     if key == "zero_optimization.mics_shard_size" and value == -1:
         return None  # all ranks
     if key == "optimizer.type" and str(value).lower() in ("adam", "adamw", "fusedadam"):
         return "adam"
     return value.lower() if isinstance(value, str) else value
+
+
+def _offload(key: str, value: Any, device: str | None, config: Config) -> tuple[str, str]:
+    """Where the optimizer's state is: in files under a path, in host memory, or with the weights."""
+    in_files, flag = config.optimizer.optimizer_nvme_offload, "--optimizer-nvme-offload"
+    if key == OFFLOAD[1]:
+        return _compare(value, in_files, flag) if device == "nvme" else ("acts only with the device nvme", "")
+    if device == "nvme":
+        return (f"equals {flag}", "") if in_files is not None else ("", f"give {flag} DIR")
+    if in_files is not None:
+        return "", f"contradicts {flag} {in_files}; drop the flag or change the file"
+    return _compare(device == "cpu", config.optimizer.optimizer_cpu_offload, "--optimizer-cpu-offload")
 
 
 def _compare(theirs: Any, ours: Any, flag: str) -> tuple[str, str]:

@@ -97,6 +97,11 @@ def _derive_schedule(run: Run) -> Derivation:
         yield "lr_decay_samples", run.train_samples, "train-samples"
 
 
+def _derive_optimizer(run: Run) -> Derivation:
+    if run.optimizer_nvme_offload is not None and not run.optimizer_cpu_offload and run.optimizer == "adam":
+        yield "optimizer_cpu_offload", True, "--optimizer-nvme-offload moves on what it keeps in host memory"
+
+
 def _derive_distributed(run: Run) -> Derivation:
     if run.sequence_parallel and run.tp == 1:
         yield "sequence_parallel", False, "with --tensor-model-parallel-size 1 there are no ranks to split the sequence over"
@@ -134,7 +139,7 @@ def _why_virtual(run: Run) -> str:
     return "zero-bubble-v goes down the ranks and up again" if run.pipeline_schedule == "zero-bubble-v" else "one stage on each pipeline rank"
 
 
-DERIVED = (_derive_model, _derive_data, _derive_training, _derive_schedule, _derive_distributed)
+DERIVED = (_derive_model, _derive_data, _derive_training, _derive_schedule, _derive_optimizer, _derive_distributed)
 
 
 def derive(config: Config, world: int, vocabulary: int | None) -> tuple[Config, list[str]]:

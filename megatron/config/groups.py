@@ -210,6 +210,8 @@ class OptimizerConfig:
     """Keep master weights and moments in host memory and step them on the CPU."""
     optimizer_offload_fraction: float = 1.0
     """With --optimizer-cpu-offload: the share of the parameters that are stepped on the CPU."""
+    optimizer_nvme_offload: str | None = flag(None, megatron="absent there")
+    """Keep in files in this folder, on a local disk of each node, what --optimizer-cpu-offload (which it sets) keeps in host memory."""
     lr: float | None = None
     """Peak learning rate."""
     min_lr: float = 0.0

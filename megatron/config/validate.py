@@ -85,7 +85,7 @@ NEEDS: Table = (
      lambda run: run.tokenizer_type not in ("GPT2BPETokenizer", "NullTokenizer")),
     ("vocab_file merge_file", "--tokenizer-type GPT2BPETokenizer", lambda run: run.tokenizer_type in (None, "GPT2BPETokenizer")),
     ("recompute_method recompute_num_layers", "--recompute-granularity full", lambda run: run.recompute_granularity is not None),
-    ("adam_implementation adam_beta1 adam_beta2 adam_eps exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload", "--optimizer adam",
+    ("adam_implementation adam_beta1 adam_beta2 adam_eps exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload optimizer_nvme_offload", "--optimizer adam",
      lambda run: run.optimizer == "adam"),
     ("main_grads_dtype", "--bf16", lambda run: run.bf16),
     ("optimizer_offload_fraction", "--optimizer-cpu-offload", lambda run: run.optimizer_cpu_offload),

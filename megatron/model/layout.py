@@ -7,6 +7,7 @@ several of them, hold padding, or be one rank's share; a `Box` says which rows o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -41,6 +42,13 @@ class Box:
             return True
         rows = (row for row in PARTIAL_GRADIENTS if row.axis == self.replicated and self.name.endswith(row.names))
         return any(tp.sequence or not row.sequence_only for row in rows)
+
+
+class Holder(NamedTuple):
+    """The place of a rank among those that hold the same part of a logical tensor."""
+
+    rank: int
+    size: int
 
 
 def holders(box: Box, groups: Groups) -> Axis:

@@ -72,8 +72,8 @@ class Block:
     """The flat buffers of one block on this rank. `stage` is 0 where one rank alone holds them."""
 
     def __init__(self, plan: Plan, parameters: Sequence[nn.Parameter], dtype: torch.dtype, device: torch.device, groups: Groups, stage: int,
-                 grad_dtype: torch.dtype | None, on_host: bool = False):
-        self.on_host = on_host  # master weights and moments
+                 grad_dtype: torch.dtype | None, on_host: bool = False, in_files: bool = False):
+        self.on_host, self.in_files = on_host, in_files  # where master weights and moments are: in the host's memory, or in its files (nvme.py)
         self.plan, self.parameters, self.stage, self.grad_dtype = plan, parameters, stage, grad_dtype
         self.name, self.entries, self.size = plan.name, plan.entries, plan.size
         self.shard = groups.shard
@@ -97,7 +97,9 @@ class Block:
             return
         length = self.own[1] - self.own[0]
         separate = stage == 3 or dtype != wide or on_host
-        self.master = torch.zeros(length, dtype=wide, device="cpu" if on_host else device) if separate else self.part(self.weight)
+        self.master: Tensor | None = None
+        if not in_files:
+            self.master = torch.zeros(length, dtype=wide, device="cpu" if on_host else device) if separate else self.part(self.weight)
         # Where a step rounds the master weights to: nowhere where they are the weights, nor at stage 3, which rounds when it gathers, unless
         # they are in another memory.
         self.rounded: Tensor | None = None
@@ -181,18 +183,19 @@ class Block:
 
     # ---- what this rank updates
 
-    def boxes(self, buffer: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """The parts of logical tensors in a buffer as long as `own`, each with the view that holds it: whole parameters where they are not
-        cut, else runs of whole rows and parts of rows."""
+    def boxes(self, buffer: Tensor, piece: slice | None = None) -> Iterator[tuple[Box, Tensor]]:
+        """The parts of logical tensors in a buffer as long as `own`, or in one of only a piece of that, each with the view that holds it: whole
+        parameters where they are not cut, else runs of whole rows and parts of rows."""
+        first, last = self._range(piece)
         for entry in self.entries:
             for box in entry.boxes:
-                if self.own[0] <= entry.start and entry.stop <= self.own[1]:
-                    yield box, entry.view(buffer, self.own[0])
+                if first <= entry.start and entry.stop <= last:
+                    yield box, entry.view(buffer, first)
                     continue
                 for start, stop, row in entry.runs(box):
-                    for at, piece in _rectangles(box, row, math.prod(entry.shape[1:]), max(start, self.own[0]) - start, min(stop, self.own[1]) - start):
-                        low = start + at - self.own[0]
-                        yield piece, buffer[low : low + math.prod(piece.extent)].view(piece.extent)
+                    for at, part in _rectangles(box, row, math.prod(entry.shape[1:]), max(start, first) - start, min(stop, last) - start):
+                        low = start + at - first
+                        yield part, buffer[low : low + math.prod(part.extent)].view(part.extent)
 
     def runs(self, entry: Entry, box: Box, buffer: Tensor) -> Iterator[Tensor]:
         """The flat pieces of a box in a buffer as long as `own`."""
@@ -201,9 +204,10 @@ class Block:
             if low < high:
                 yield buffer[low - self.own[0] : high - self.own[0]]
 
-    def counted(self, buffer: Tensor, groups: Groups) -> Iterator[Tensor]:
-        """The flat pieces of a buffer as long as `own` that this rank counts, such that over all ranks each element of the model comes once: of
+    def counted(self, buffer: Tensor, groups: Groups, piece: slice | None = None) -> Iterator[Tensor]:
+        """The flat pieces of a buffer as in `boxes` that this rank counts, such that over all ranks each element of the model comes once: of
         those that hold the same parameters each counts a slice; what tensor-parallel ranks share, the first counts."""
+        lowest, highest = self._range(piece)
         start, ranges = 0, []
         for entry in self.entries:
             for box in entry.boxes:
@@ -212,14 +216,19 @@ class Block:
                         ranges.append((start, first))
                         start = stop
         for first, stop in (*ranges, (start, self.size)):
-            low, high = max(first, self.share[0]), min(stop, self.share[1])
+            low, high = max(first, self.share[0], lowest), min(stop, self.share[1], highest)
             if low < high:
-                yield buffer[low - self.own[0] : high - self.own[0]]
+                yield buffer[low - lowest : high - lowest]
 
-    def segments(self) -> list[tuple[slice, bool]]:
-        """The ranges of a buffer as long as `own` as (slice, takes weight decay)."""
-        cut = min(max(self.plan.decayed, self.own[0]), self.own[1]) - self.own[0]
-        return [(piece, decay) for piece, decay in ((slice(0, cut), True), (slice(cut, self.own[1] - self.own[0]), False)) if piece.start < piece.stop]
+    def segments(self, piece: slice | None = None) -> list[tuple[slice, bool]]:
+        """The ranges of a buffer as in `boxes` as (slice, takes weight decay)."""
+        first, last = self._range(piece)
+        cut = min(max(self.plan.decayed, first), last) - first
+        return [(part, decay) for part, decay in ((slice(0, cut), True), (slice(cut, last - first), False)) if part.start < part.stop]
+
+    def _range(self, piece: slice | None) -> tuple[int, int]:
+        """The block's elements [first, last) in a piece of what this rank updates; all of that for None."""
+        return self.own if piece is None else (self.own[0] + piece.start, self.own[0] + piece.stop)
 
 
 def _rectangles(box: Box, row: int, width: int, start: int, stop: int) -> Iterator[tuple[int, Box]]:
@@ -268,16 +277,16 @@ def plan_blocks(model: GPTModel, parts: int) -> list[tuple[Plan, list[nn.Paramet
 
 
 def build_blocks(model: GPTModel, device: torch.device, groups: Groups = one_process(), *, stage: int = 0, training: bool = True,
-                 narrow_grads: bool = False, host_fraction: float = 0.0) -> list[Block]:
+                 narrow_grads: bool = False, host_fraction: float = 0.0, in_files: bool = False) -> list[Block]:
     """Give every parameter of a model born on the meta device its storage (zeros), and a `main_grad` when it is trained.
 
     Buffers can be cut into as many equal slices as ranks hold the same parameters. `narrow_grads` accumulates gradients in the model's precision;
-    blocks with about `host_fraction` of the parameters have their master weights in host memory.
+    blocks with about `host_fraction` of the parameters have their master weights in host memory, or `in_files`.
     """
     grad_dtype = model.dtype if narrow_grads else accumulation_dtype(model.dtype)
     plans = plan_blocks(model, groups.replicas.size)
     on_host = on_host_of([plan.size for plan, _ in plans], host_fraction)
-    return [Block(plan, parameters, model.dtype, device, groups, stage, grad_dtype if training else None, host)
+    return [Block(plan, parameters, model.dtype, device, groups, stage, grad_dtype if training else None, host, host and in_files)
             for (plan, parameters), host in zip(plans, on_host)]
 
 

@@ -1,6 +1,7 @@
 """Mixed-precision optimizer over flat blocks: fp32 master weights and moments of what this rank updates, one norm, one fused pass a block.
 
 Blocks that are stepped on the host (offload.py) wait with it until their weights are needed: `settle` of the publisher makes up for all of them.
+What it keeps of a block may be in files (nvme.py): all that reads or writes it goes through `pieces`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,12 +17,14 @@ from torch import Tensor
 from megatron.config.groups import Config
 from megatron.dist.groups import Groups, one_process
 from megatron.model.init import fill_initial
-from megatron.model.layout import Box, holders
+from megatron.model.layout import Box, Holder, holders
 from megatron.optimizer.blocks import Block, accumulation_dtype
 from megatron.optimizer.clip import clip_coefficient, sum_of_squares
+from megatron.optimizer.nvme import StateFiles, Stored
 from megatron.optimizer.offload import HostSteps
 from megatron.optimizer.update import UpdateRule, choose_adam
 
+MASTER = "master"  # beside the names of the rule's states: what is kept of a block
 
 @dataclass(frozen=True)
 class StepOutcome:
@@ -57,22 +60,50 @@ class Optimizer:
         self.waiting: set[Block] = set()  # for their step on the host
         self.used_up: set[Block] = set()  # of these, whose gradients are of no use to anybody else any more
         self.keeps_gradients = config.logging.log_num_zeros_in_grad  # until the next step: they are counted when it is logged
-        self.states = {name: [torch.zeros_like(block.master, dtype=self.rule.state_dtype(name, self.wide)) for block in blocks]
-                       for name in self.rule.state_names}
+        dtypes = {name: self.rule.state_dtype(name, self.wide) for name in self.rule.state_names}
+        self.states = {name: [None if block.in_files else torch.zeros_like(block.master, dtype=dtype) for block in blocks] for name, dtype in dtypes.items()}
+        self.held = {block: {MASTER: block.master, **{name: states[index] for name, states in self.states.items()}} for index, block in enumerate(blocks)}
+        in_files = [block for block in blocks if block.in_files]
+        self.files = StateFiles(config.optimizer.optimizer_nvme_offload, in_files, {MASTER: self.wide, **dtypes}) if in_files else None
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
 
     def initialise(self, config: Config) -> None:
         """Fill the master weights from the seed and publish them."""
-        for box, master in self.weight_boxes():
-            fill_initial(box, master, config.model, config.training.seed)
+        self.fill_weights(lambda box, master: fill_initial(box, master, config.model, config.training.seed))
+
+    def fill_weights(self, fill: Callable[[Box, Tensor], None]) -> None:
+        """Give the master weights new values, box by box as in `weight_boxes`, and publish them."""
+        for block in self.blocks:
+            for piece, held in self.pieces(block, (MASTER,), "fill"):
+                for box, view in block.boxes(held[MASTER], piece):
+                    fill(box, view)
+                if block.in_files:
+                    block.rounded[piece].copy_(held[MASTER])
         self.publish_weights()
 
     def publish_weights(self) -> None:
-        """Round the master weights into the weights the model computes with, on every rank that does."""
+        """Round the master weights that are in memory into the weights the model computes with, on every rank that does."""
         for block in self.blocks:
-            if block.rounded is not None:
+            if block.rounded is not None and not block.in_files:
                 block.rounded.copy_(block.master)
             self.publish(block)
+
+    def fill_states(self, fill: Callable[[Box, Tensor], None]) -> None:
+        """Give the optimizer's tensors new values, box by box as in `state_boxes`."""
+        for name in self.states:
+            for block in self.blocks:
+                for piece, held in self.pieces(block, (name,), "fill"):
+                    for box, view in block.boxes(held[name], piece):
+                        fill(_of_state(box, name), view)
+
+    def pieces(self, block: Block, kinds: tuple[str, ...], use: Literal["read", "change", "fill"]) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+        """What is in memory at a time of what this rank updates of a block, with its tensors of these kinds: theirs until the next is asked for."""
+        if not block.in_files:
+            yield slice(0, block.own[1] - block.own[0]), self.held[block]
+            return
+        for part in self.files.parts[block]:
+            yield part.slice, self.files.use(part, kinds, read=use != "fill")
+            self.files.done(changed=use != "read")
 
     def zero_grad(self) -> None:
         """Before a step: no gradient is left of the one before, but where a step on the host has yet to use it."""
@@ -101,15 +132,16 @@ class Optimizer:
             self.waiting = {block for block in self.blocks if block.on_host}
             if self.waiting:
                 self.host.begin()
+                if self.files is not None:
+                    self.files.expect(tuple(self.files.dtypes))
                 on_host = {"coefficient": coefficient.cpu(), "found_inf": found_inf.cpu()}
                 count = self.steps.to("cpu", copy=True)
-            for index, block in enumerate(self.blocks):
-                states = {name: state[index] for name, state in self.states.items()}
+            for block in self.blocks:
                 if block.on_host:
-                    update = partial(self._update, self.host_rule, block, states, count, lr, weight_decay, **on_host)
+                    update = partial(self._update, self.host_rule, block, count, lr, weight_decay, **on_host)
                     self.publish(block, partial(self._step_on_host, block, update))
                 else:
-                    self._update(self.rule, block, states, self.steps, lr, weight_decay, block.grad_shard, block.rounded, coefficient=coefficient,
+                    self._update(self.rule, block, self.steps, lr, weight_decay, block.grad_shard, block.rounded, coefficient=coefficient,
                                  found_inf=found_inf)
                     if not self.keeps_gradients:
                         block.drop()
@@ -117,12 +149,13 @@ class Optimizer:
         self.steps += 1 - found_inf
         return StepOutcome(norm, found_inf)
 
-    @staticmethod
-    def _update(rule: UpdateRule, block: Block, states: dict[str, Tensor], steps: Tensor, lr: float, weight_decay: float, grad: Tensor,
-                out: Tensor | None, **scalars: Any) -> None:
-        for piece, decays in block.segments():
-            rule.apply(block.master[piece], grad[piece], {name: state[piece] for name, state in states.items()}, steps, lr=lr,
-                       weight_decay=weight_decay if decays else 0.0, out=None if out is None else out[piece], **scalars)
+    def _update(self, rule: UpdateRule, block: Block, steps: Tensor, lr: float, weight_decay: float, grad: Tensor, out: Tensor | None,
+                **scalars: Any) -> None:
+        for piece, held in self.pieces(block, (MASTER, *self.states), "change"):
+            near, rounded = grad[piece], None if out is None else out[piece]
+            for part, decays in block.segments(piece):
+                rule.apply(held[MASTER][part], near[part], {name: held[name][part] for name in self.states}, steps, lr=lr,
+                           weight_decay=weight_decay if decays else 0.0, out=None if rounded is None else rounded[part], **scalars)
 
     @torch.no_grad()
     def _step_on_host(self, block: Block, update: Callable[[Tensor, Tensor], None]) -> None:
@@ -132,26 +165,44 @@ class Optimizer:
             self.used_up.discard(block)
             block.drop()
 
-    def weight_boxes(self) -> Iterator[tuple[Box, Tensor]]:
+    def weight_boxes(self) -> Iterator[tuple[Box, Tensor | Stored]]:
         """The parts of logical weights in this rank's master weights, each with the view that holds it."""
         for block in self.blocks:
-            yield from block.boxes(block.master)
+            yield from self._boxes(block, MASTER)
 
-    def state_boxes(self) -> Iterator[tuple[Box, Tensor]]:
+    def state_boxes(self) -> Iterator[tuple[Box, Tensor | Stored]]:
         """The same of the optimizer's tensors, named `optimizer.<state>.<weight>`."""
-        for state, buffers in self.states.items():
-            for block, buffer in zip(self.blocks, buffers):
-                for box, view in block.boxes(buffer):
-                    yield replace(box, name=f"optimizer.{state}.{box.name}"), view
+        for name in self.states:
+            for block in self.blocks:
+                yield from ((_of_state(box, name), view) for box, view in self._boxes(block, name))
+
+    def _boxes(self, block: Block, kind: str) -> Iterator[tuple[Box, Tensor | Stored]]:
+        if not block.in_files:
+            yield from block.boxes(self.held[block][kind])
+            return
+        for part in self.files.parts[block]:
+            like = torch.empty(part.size, dtype=self.files.dtypes[kind], device="meta")
+            yield from ((box, Stored(self.files, part, kind, view)) for box, view in block.boxes(like, part.slice))
+
+    def holder(self, box: Box) -> Holder | None:
+        """The place of this rank among those that hold one of its boxes and may write it. None for the last stage of a tied matrix: the first stage's
+        is the one that counts, and their slices need not be the same."""
+        copies = self.groups.copies if self.blocks[0].stage > 0 else self.groups.replicas
+        same = holders(box, self.groups)
+        if box.replicated == "tied":
+            return Holder(copies.rank, copies.size) if same.rank == 0 else None
+        return Holder(same.rank * copies.size + copies.rank, same.size * copies.size)
 
     def owns(self, box: Box) -> bool:
-        """Whether this rank writes and counts one of its boxes: of all ranks that hold it the first does."""
-        copies = self.groups.copies if self.blocks[0].stage > 0 else self.groups.replicas
-        return copies.rank == 0 and holders(box, self.groups).rank == 0
+        """Whether this rank counts one of its boxes: of all ranks that hold it the first does."""
+        place = self.holder(box)
+        return place is not None and place.rank == 0
 
     def squared_weight_norm(self) -> Tensor:
         """This rank's share of the sum of squares of the master weights (padding is zero)."""
-        return sum_of_squares((piece for block in self.blocks for piece in block.counted(block.master, self.groups)), self.steps.device)
+        pieces = (counted for block in self.blocks for piece, held in self.pieces(block, (MASTER,), "read")
+                  for counted in block.counted(held[MASTER], self.groups, piece))
+        return sum_of_squares(pieces, self.steps.device)
 
     def zero_gradients(self) -> Tensor:
         """How many of this rank's real gradient elements are exactly zero, padding left out; every element counts on one rank."""
@@ -161,3 +212,7 @@ class Optimizer:
                 if self.owns(box):
                     count += (box.view(view) == 0).sum()
         return count
+
+
+def _of_state(box: Box, name: str) -> Box:
+    return replace(box, name=f"optimizer.{name}.{box.name}")

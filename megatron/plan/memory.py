@@ -16,6 +16,7 @@ from megatron.plan.activations import Shape, input_bytes, loss_bytes, unit_bytes
 from megatron.plan.replay import Peak, RankUnits, Sharing, replay
 from megatron.plan.state import Sizes, precisions, rank_blocks, shard_size, static_bytes
 
+ELSEWHERE = ("host", "disk")  # not on the device
 STEADY = 4  # micro-batches for each pipeline rank after which a step repeats itself
 
 
@@ -31,7 +32,7 @@ class RankMemory:
     @property
     def resident(self) -> int:
         """Bytes when the passes of a step are over. Between two steps there are no gradients."""
-        return sum(size for kind, size in self.static.items() if kind != "host")
+        return sum(size for kind, size in self.static.items() if kind not in ELSEWHERE)
 
     @property
     def total(self) -> int:
@@ -45,7 +46,7 @@ def estimate(config: Config, vocab_size: int, world_size: int, device: str = "cu
 
 
 def estimate_ranks(config: Config, vocab_size: int, world_size: int, device: str = "cuda") -> list[dict[str, int]]:
-    """What `estimate` says, for each pipeline rank. `host` bytes (--optimizer-cpu-offload) are not in `total`."""
+    """What `estimate` says, for each pipeline rank. Those of `host` and `disk` (--optimizer-cpu-offload, --optimizer-nvme-offload) are not in `total`."""
     result = []
     for rank in rank_memories(config, vocab_size, world_size, device):
         sizes = {kind: size for kind, size in {**rank.static, **rank.peak.bytes}.items() if size}

@@ -10,6 +10,7 @@ from megatron.config.groups import Config, ModelConfig, PrecisionConfig
 from megatron.model.arithmetic import head_widths, local_shape
 from megatron.model.stages import Stage
 from megatron.optimizer.blocks import on_host_of, padded
+from megatron.optimizer.nvme import SLOTS, in_pages, part_room
 
 
 class Sizes(NamedTuple):
@@ -93,8 +94,8 @@ def rank_blocks(config: Config, world_size: int, stages: Sequence[Stage], placem
 
 
 def static_bytes(config: Config, blocks: Sequence[Sizes], shard: int) -> dict[str, int]:
-    """Bytes, when the passes of a step are over, of a rank's (distinct) blocks in the order of the forward pass: parameters, gradients, optimizer, and host, which is
-    what --optimizer-cpu-offload keeps in the host's memory.
+    """Bytes, when the passes of a step are over, of a rank's (distinct) blocks in the order of the forward pass: parameters, gradients, optimizer, host, which is
+    what --optimizer-cpu-offload keeps in the host's memory, and disk, where --optimizer-nvme-offload keeps that, with a ring of buffers in the host's memory.
 
     Per element with Adam, N ranks sharing, in bf16: 18 | 6 + 12/N | 2 + 16/N | 16/N at stages 0 | 1 | 2 | 3: 2 of weights, 4 of gradients, 4 of
     master weights, 8 of moments; in fp32 16 | 8 + 8/N | 4 + 12/N | 16/N, where below stage 3 the weights are the master weights. Of a block that is
@@ -102,11 +103,16 @@ def static_bytes(config: Config, blocks: Sequence[Sizes], shard: int) -> dict[st
     """
     stage, size, optimizer = config.distributed.zero_stage, precisions(config), config.optimizer
     fraction = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
-    found = dict.fromkeys(("parameters", "gradients", "optimizer", "host"), 0)
+    found, in_files = dict.fromkeys(("parameters", "gradients", "optimizer", "host", "disk"), 0), []
     for block, on_host in zip(blocks, on_host_of([block.elements for block in blocks], fraction), strict=True):
         whole, part = block.elements, block.elements // shard
         updated = whole if stage == 0 else part
         found["parameters"] += size.compute * (whole if stage < 3 else part * on_host)  # stage 3 gathers its master weights
         found["gradients"] += size.gradient * (whole if stage < 2 else part)
+        if on_host and optimizer.optimizer_nvme_offload is not None:
+            in_files.append(updated)
+            continue
         found["host" if on_host else "optimizer"] += ((size.compute != size.wide or stage == 3 or on_host) * size.wide + size.moments) * updated
+    found["host"] += SLOTS * part_room(in_files) * (size.wide + size.moments)
+    found["disk"] = sum(map(in_pages, in_files)) * (size.wide + size.moments)
     return found

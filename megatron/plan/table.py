@@ -43,6 +43,8 @@ def memory_report(config: Config, vocab_size: int, world_size: int, *, memory: f
     ]
     if largest.static["host"]:
         lines.append(f"in the host's memory {gib(largest.static['host'])} GiB for each rank")
+    if largest.static["disk"]:
+        lines.append(f"in files on the node's disk {gib(largest.static['disk'])} GiB for each rank")
     lines += zero_lines(config, vocab_size, world_size, memory, device)
     sent = [transfer.line() for transfer in transfers(config, world_size, machine)]
     return [*lines, *([f"with {machine}:"] if sent else []), *sent]

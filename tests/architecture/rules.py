@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": BASE | {"layers", "model", "parallel", "optimizer"},
     "data": set(),
     "observe": set(),
-    "plan": {"model.arithmetic", "model.layout", "model.stages", "parallel.schedule", "parallel.simulate", "optimizer.blocks"},
+    "plan": {"model.arithmetic", "model.layout", "model.stages", "parallel.schedule", "parallel.simulate", "optimizer.blocks", "optimizer.nvme"},
     "training": BASE | {"layers", "model", "parallel", "optimizer", "checkpoint", "data", "observe", "plan", ""},
 }
 PROGRAM_FOLDERS = ("megatron", "kernels", "tools", "scripts")

@@ -62,7 +62,9 @@ def test_keys_that_agree(tmp_path, content, note):
     ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage = 2: contradicts --zero-stage 0; give --zero-stage 2 or change the file"),
     ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "give --optimizer-cpu-offload"),
     ({"zero_optimization": {"cpu_offload": True}}, "give --optimizer-cpu-offload"),
-    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload to files is not built yet; use cpu"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "give --optimizer-nvme-offload DIR"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "disk"}}}, "give --optimizer-nvme-offload disk"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "tape"}}}, "no such place here; use cpu or nvme"),
     ({"zero_optimization": {"offload_optimizer": {"ratio": 0.3}}}, "contradicts --optimizer-offload-fraction 1.0; give --optimizer-offload-fraction 0.3"),
     ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload of weights is not built yet"),
     ({"zero_optimization": {"cpu_offload_params": True}}, "offload of weights is not built yet"),
@@ -111,8 +113,20 @@ def test_zero_and_its_offload(tmp_path):
     notes, faults = compare(tmp_path, content, flags)
     assert faults == [] and len(notes) == 7 and sum(" equals " in note for note in notes) == 6, notes
     assert "contradicts --main-grads-dtype bf16; give --main-grads-dtype fp32" in compare(tmp_path, {"communication_data_type": "fp32"}, flags)[1][0]
+    assert compare(tmp_path, content | {"zero_optimization": {"offload_optimizer": {"device": "cpu", "nvme_path": "x", "ratio": 0.5}}}, flags)[1] == []
     assert "contradicts --optimizer-cpu-offload; drop the flag" in compare(
         tmp_path, {"zero_optimization": {"offload_optimizer": {"device": "none"}}}, flags)[1][0]
+
+
+def test_state_in_files(tmp_path):
+    content, flags = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "disk"}}}, [*FLAGS, "--optimizer-nvme-offload"]
+    notes, faults = compare(tmp_path, content, [*flags, "disk"])
+    assert faults == [] and sum("equals --optimizer-nvme-offload" in note for note in notes) == 2
+    (fault,) = compare(tmp_path, content, [*flags, "other"])[1]
+    assert "contradicts --optimizer-nvme-offload other; give --optimizer-nvme-offload disk" in fault
+    for device in ("cpu", "none"):
+        (fault,) = compare(tmp_path, {"zero_optimization": {"offload_optimizer": {"device": device}}}, [*flags, "disk"])[1]
+        assert "contradicts --optimizer-nvme-offload disk; drop the flag" in fault
 
 
 def test_its_faults_come_with_the_others(tmp_path):

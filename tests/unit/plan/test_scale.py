@@ -65,7 +65,7 @@ def blocks_of(config: Config, world: int, rank: int, vocab: int) -> tuple[GPTMod
                      tp=TensorParallel(Axis("tp", 0, tuple(range(tp))), groups.kv, sequence=distributed.sequence_parallel))
     fraction = config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0
     return model, build_blocks(model, torch.device("meta"), groups, stage=distributed.zero_stage, host_fraction=fraction,
-                               narrow_grads=config.optimizer.main_grads_dtype == "bf16")
+                               narrow_grads=config.optimizer.main_grads_dtype == "bf16", in_files=config.optimizer.optimizer_nvme_offload is not None)
 
 
 def nbytes(*tensors: torch.Tensor | None) -> int:
@@ -119,15 +119,20 @@ def test_padding_is_next_to_nothing(name):
 def test_hybrid_sharding_narrow_state_and_offload():
     world, vocab = 64, 32000
     for options in ({"zero_shard_size": 8}, {"main_grads_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
-                    {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}):
+                    {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+                    {"optimizer_nvme_offload": "files", "optimizer_offload_fraction": 0.5}):
         for stage in (1, 2, 3):
             config = configure("7B", world, 1, 1, zero_stage=stage, **options)
             (planned,), (_, blocks) = rank_memories(config, vocab, world), blocks_of(config, world, 0, vocab)
             narrow = "exp_avg_dtype" in options
-            state = [(block.on_host, block.master.numel() * (4 + (4 if narrow else 8))) for block in blocks]
+            state = [(block.on_host, (block.own[1] - block.own[0]) * (4 + (4 if narrow else 8))) for block in blocks]
+            apart = sum(size for on_host, size in state if on_host)
+            pages = sum(-(-size // (12 * 4096)) * 12 * 4096 for on_host, size in state if on_host)
+            in_files = "optimizer_nvme_offload" in options
+            assert all(block.master is None if block.on_host and in_files else len(block.master) == block.own[1] - block.own[0] for block in blocks)
             assert planned.static == {
                 "parameters": nbytes(*itertools.chain.from_iterable((block.weight, block.rounded) for block in blocks)),
                 "gradients": gradient_bytes(blocks),
-                "optimizer": sum(size for on_host, size in state if not on_host), "host": sum(size for on_host, size in state if on_host),
+                "optimizer": sum(size for on_host, size in state if not on_host), "host": 4 * 2**21 * 12 if in_files else apart, "disk": pages if in_files else 0,
             }
-            assert (planned.static["host"] > 0) == ("optimizer_cpu_offload" in options)
+            assert (apart > 0) == ("optimizer_offload_fraction" in options)

@@ -1,0 +1,176 @@
+"""The optimizer's state in files: the same bits as in memory, through a ring that bounds memory and never hands out what is not there yet."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import sys
+import time
+import types
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.config.arguments import parse_arguments
+from megatron.config.validate import resolve
+from megatron.optimizer import nvme
+from megatron.plan.memory import rank_memories
+from parity import worker
+from parity.layouts import BASE
+from parity.worker import run_case
+from unit.optimizer.test_offload import OFFLOAD, RUNS
+
+SMALL = 4096  # elements of a part: layers of these models have several
+DTYPES = {"master": torch.float32, "exp_avg": torch.bfloat16, "exp_avg_sq": torch.float64}
+FLAGS = (*BASE, "--micro-batch-size", "2", "--lr-warmup-iters", "0")
+
+
+# ---------------------------------------------------------------- the ring by itself
+
+
+class Held:
+    """As much of a block as the files know."""
+
+    def __init__(self, size: int):
+        self.own = 64, 64 + size
+
+
+def use_at_random(module: types.ModuleType, folder: Path, seed: int = 0) -> None:
+    """Passes over all parts, whole ones and others that are cut short, on a disk that takes its time; what is read must be what was written last."""
+    draw = random.Random(seed)
+    blocks = [Held(size) for size in (3 * SMALL, 64, 2 * SMALL + 128, SMALL, 5 * SMALL - 64)]
+    with mock.patch.object(module, "PART", SMALL), slow_disk(draw):
+        files = module.StateFiles(folder, blocks, DTYPES)
+        assert sum(map(len, files.parts.values())) == len(files.order) == 3 + 1 + 3 + 1 + 5
+        truth = {(id(part), kind): torch.zeros(part.size, dtype=dtype) for part in files.order for kind, dtype in DTYPES.items()}
+        for count in range(24):
+            kinds = tuple(DTYPES) if draw.random() < 0.6 else (draw.choice(list(DTYPES)),)
+            fill, change = draw.choice([(False, True), (False, True), (False, False), (True, True)])
+            first = draw.choice([0, 0, draw.randrange(len(files.order))])
+            if draw.random() < 0.3:
+                files.expect(kinds)
+            for part in files.order[first : draw.choice([None, None, first + 2])]:
+                for kind, tensor in files.use(part, kinds, read=not fill).items():
+                    want = torch.zeros_like(truth[id(part), kind]) if fill else truth[id(part), kind]
+                    assert tensor.dtype == DTYPES[kind] and torch.equal(tensor, want), f"pass {count}"
+                    if change:
+                        tensor.copy_(torch.arange(part.size) % 251 + count)
+                        truth[id(part), kind] = tensor.clone()
+                if draw.random() < 0.8 or change:
+                    files.done(changed=change)
+        assert os.listdir(folder) == []
+
+
+def slow_disk(draw: random.Random) -> mock._patch:
+    """Half of all writes take a while, as do some reads."""
+    def slowly(move, share):
+        def moved(*args):
+            if draw.random() < share:
+                time.sleep(0.002)
+            return move(*args)
+        return moved
+
+    return mock.patch.multiple(os, pwritev=slowly(os.pwritev, 0.5), preadv=slowly(os.preadv, 0.2))
+
+
+@pytest.mark.parametrize("lacking", ["nothing", "O_DIRECT", "O_TMPFILE"])
+def test_what_is_read_is_what_was_written_last(tmp_path, lacking):
+    def without(call, flag, code):
+        def called(first, second, *args):
+            if (args[0] if call is nvme.fcntl.fcntl and args else second) & flag == flag:
+                raise OSError(code, os.strerror(code))
+            return call(first, second, *args)
+        return called
+
+    lacks = {"nothing": mock.patch.object(nvme, "PART", SMALL),
+             "O_DIRECT": mock.patch.object(nvme.fcntl, "fcntl", without(nvme.fcntl.fcntl, os.O_DIRECT, errno.EINVAL)),
+             "O_TMPFILE": mock.patch.object(os, "open", without(os.open, os.O_TMPFILE, errno.EOPNOTSUPP))}
+    with lacks[lacking]:
+        use_at_random(nvme, tmp_path)
+
+
+MUTANTS = {
+    "a part is handed out before it has arrived": ("        self._wait(slot)\n        self.using = True", "        self.using = True"),
+    "a pass begins before the last one is written": ("            self._wait(slot)\n        self.plan", "            slot.work = []\n        self.plan"),
+    "a slot is read into before it is written out": ("((out, os.pwritev), (coming, os.preadv))", "((coming, os.preadv), (out, os.pwritev))"),
+    "the wrong part comes into a slot": ("[self.at + SLOTS : self.at + SLOTS + 1]", "[self.at + SLOTS - 1 : self.at + SLOTS]"),
+    "changes are dropped": ("part if changed else None, *coming", "None, *coming"),
+    "what is to be filled in is not cleared": ("tensor.zero_() for", "tensor for"),
+    "blocks lie upon each other": ("slice(at, min(at + PART, length)), size + at", "slice(at, min(at + PART, length)), at"),
+    "a block's end is not written": ("[: in_pages(part.size) * item], part.position", "[: part.size // PAGE * PAGE * item], part.position"),
+    "a pass that was cut short is gone on with": ("self.at < len(self.plan) and self.plan[self.at] is part)", "self.at < len(self.plan))"),
+}
+
+
+def module_of(source: str) -> types.ModuleType:
+    module = types.ModuleType("broken_nvme")
+    with mock.patch.dict(sys.modules, {module.__name__: module}):
+        exec(compile(source, nvme.__file__, "exec"), module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_ring_that_is_wrong_is_noticed(tmp_path, name):
+    source, (old, new) = Path(nvme.__file__).read_text(), MUTANTS[name]
+    assert source.count(old) == 1
+    use_at_random(module_of(source), tmp_path)  # healthy, built the same way
+    with pytest.raises(AssertionError):
+        for seed in range(3):
+            use_at_random(module_of(source.replace(old, new)), tmp_path, seed)
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def in_files(flags: tuple[str, ...], folder: str):
+    """A run with the optimizer's state in files: its outcome, what each rank kept in memory of it, and what its folder held in the end."""
+    kept, check = [], worker.published_weights_are_the_masters
+
+    def look(run):
+        check(run)
+        blocks = [block for block in run.optimizer.blocks if block.on_host]
+        assert all(block.in_files and block.master is None for block in blocks)
+        files = run.optimizer.files
+        kept.append((sum(len(memory) for slot in files.ring for memory in slot.memory.values()), len(files.order) - len(files.parts)))
+
+    with mock.patch.object(nvme, "PART", SMALL), mock.patch.object(worker, "published_weights_are_the_masters", look):
+        outcome = run_case((*flags, "--optimizer-nvme-offload", folder))
+    return outcome, *kept[0], os.listdir(folder)
+
+
+def same_bits(one, other) -> None:
+    """Logs and weights, but for the last digits of a norm that is summed part by part."""
+    assert list(map(repr, one.steps)) == list(map(repr, other.steps))
+    assert len(one.metrics) == len(other.metrics)
+    for row, same in zip(one.metrics, other.metrics):
+        assert row.get("params-norm", 0) == pytest.approx(same.get("params-norm", 0), rel=1e-13)
+        assert repr(row | {"params-norm": 0}) == repr(same | {"params-norm": 0})
+    ours, theirs = whole(one.weights), whole(other.weights)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def whole(pieces) -> dict[str, torch.Tensor]:
+    """Tensors put together from one rank's pieces; what it does not hold is -9."""
+    found: dict[str, torch.Tensor] = {}
+    for piece in pieces:
+        place = tuple(slice(low, low + size) for low, size in zip(piece.offset, piece.values.shape))
+        found.setdefault(piece.name, torch.full(piece.shape, -9.0, dtype=piece.values.dtype))[place] = piece.values
+    return found
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16-zero2", "bf16-zero3-kept", "fp32-zero3-recompute", "bf16-zero2-pipeline"])
+def test_a_step_through_files_has_the_same_bits(gloo_world, tmp_path, name):
+    flags = (*BASE, "--train-iters", "8", "--micro-batch-size", "2", *RUNS[name].split())
+    world = gloo_world(4 if "pipeline" in name else 2)
+    plain = world.run(run_case, flags)
+    for more in ((OFFLOAD,), ("--optimizer-offload-fraction", "0.6")):
+        found = world.run(in_files, (*flags, *more), str(tmp_path))
+        for one, (other, ring, beyond, left) in zip(plain, found):
+            same_bits(one, other)
+            assert ring == nvme.SLOTS * SMALL * 12 and left == []
+        assert max(beyond for _, _, beyond, _ in found) > 0  # some block has several parts
+    assert any(step.skipped for step in plain[0].steps) == name.startswith("fp16")
