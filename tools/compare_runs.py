@@ -23,6 +23,7 @@ Rows = dict[int, dict[str, float]]
 def computed_rows(path: str) -> Rows:
     """The rows of a run by iteration, without what depends on the machine. ValueError for an unreadable file or one without rows."""
     rows = {row["iteration"]: {name: value for name, value in row.items() if name != "iteration" and not is_measured(name)} for row in read_metrics(path)}
+    rows = {iteration: row for iteration, row in rows.items() if row}
     if not rows:
         raise ValueError(f"{path}: no rows; the run has not logged anything yet (see --log-interval)")
     return rows

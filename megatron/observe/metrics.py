@@ -39,6 +39,10 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (unit, meaning)
     "mfu": ("fraction of the peak", "as throughput with the real vocabulary, divided by the peak that the banner names"),
     "data-wait-fraction": ("fraction of the time", "wall time spent waiting for batches / wall time"),
     "pipeline-bubble-fraction": ("fraction of the time", "share of the last step in which the ranks of a pipeline do not compute"),
+    "save-checkpoint-seconds": ("s", "from the beginning of a save until its checkpoint stood, in the background or not"),
+    "save-checkpoint-stall-seconds": ("s", "of these, seconds in which training stood still"),
+    "save-checkpoint-gb-per-second": ("GB/s", "bytes of all ranks / save-checkpoint-seconds / 1e9"),
+    "save-checkpoint-bytes": ("bytes", "bytes of all ranks' shards"),
     "mem-reserved-bytes": ("bytes", "held by torch's CUDA allocator (absent on a CPU)"),
     "mem-allocated-bytes": ("bytes", "live CUDA tensors; on a CPU the resident set of the process"),
     "mem-max-allocated-bytes": ("bytes", "most CUDA bytes ever live; on a CPU the largest resident set so far"),
@@ -52,7 +56,7 @@ def is_measured(name: str) -> bool:
 
     Comparisons of two runs leave these out.
     """
-    return name in _MEASURED or name.endswith("-time") or name.startswith("mem-")
+    return name in _MEASURED or name.endswith("-time") or name.startswith(("mem-", "save-checkpoint-"))
 
 
 def rates(*, seconds: float, tokens: int, flops: float, padded_flops: float, world_size: int, peak_tflops: float | None) -> dict[str, float]:
@@ -89,6 +93,12 @@ def evaluation_metrics(loss: float, *, split: str = "validation", source: str | 
     if bytes_per_token is not None and split == "validation":
         result[f"bits-per-byte{suffix}"] = loss / math.log(2) / bytes_per_token
     return result
+
+
+def save_metrics(*, size: int, seconds: float, stall: float) -> dict[str, float]:
+    """Metrics of a checkpoint of `size` bytes that took `seconds` in all and held training up for `stall`."""
+    return {"save-checkpoint-seconds": seconds, "save-checkpoint-stall-seconds": stall, "save-checkpoint-gb-per-second": size / 1e9 / seconds,
+            "save-checkpoint-bytes": size}
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:

@@ -45,11 +45,11 @@ class Tracker:
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
         """One row: `metrics` after iteration `iteration`. More than one row an iteration is fine (training, then validation).
 
-        TensorBoard and wandb take training rows at multiples of --tensorboard-log-interval only, and every evaluation.
+        TensorBoard and wandb take training rows at multiples of --tensorboard-log-interval only, and every evaluation and save.
         """
-        evaluation = any(name.startswith(("lm loss validation", "lm loss test")) for name in metrics)
+        rare = any(name.startswith(("lm loss validation", "lm loss test", "save-checkpoint-seconds")) for name in metrics)
         for name, backend in list(self._backends.items()):
-            if name == "metrics.jsonl" or evaluation or iteration % self._interval == 0:
+            if name == "metrics.jsonl" or rare or iteration % self._interval == 0:
                 self._guard(name, partial(backend.write, iteration, metrics))
 
     def close(self) -> None:

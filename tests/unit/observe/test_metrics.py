@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from megatron.observe.metrics import METRICS, Timers, eta_seconds, evaluation_metrics, is_measured, memory_metrics, rates, timer_metrics
+from megatron.observe.metrics import METRICS, Timers, eta_seconds, evaluation_metrics, is_measured, memory_metrics, rates, save_metrics, timer_metrics
 
 
 def test_rates():
@@ -28,6 +28,11 @@ def test_evaluation_metrics():
         "lm loss validation": math.log(16), "lm loss validation ppl": pytest.approx(16), "bits-per-byte": pytest.approx(1.0)}
     assert set(evaluation_metrics(1.0, split="test", bytes_per_token=4.0)) == {"lm loss test", "lm loss test ppl"}
     assert set(evaluation_metrics(1.0, source="wiki", bytes_per_token=4.0)) == {"lm loss validation wiki", "lm loss validation ppl wiki", "bits-per-byte wiki"}
+
+
+def test_save_metrics():
+    assert save_metrics(size=8_000_000_000, seconds=4.0, stall=0.5) == {
+        "save-checkpoint-seconds": 4.0, "save-checkpoint-stall-seconds": 0.5, "save-checkpoint-gb-per-second": 2.0, "save-checkpoint-bytes": 8_000_000_000}
 
 
 def test_timers_sum_and_start_again():
@@ -73,5 +78,5 @@ def test_what_depends_on_the_machine():
     measured = {name for name in METRICS if is_measured(name)}
     assert measured == {
         "resumed-from-iteration", "world-size", "iteration-time", "throughput", "tokens-per-second-per-gpu", "mfu", "data-wait-fraction",
-        "pipeline-bubble-fraction", "mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes"}
+        "pipeline-bubble-fraction", *save_metrics(size=1, seconds=1.0, stall=1.0), "mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes"}
     assert is_measured("forward-backward-time") and not is_measured("lm loss validation wiki")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from megatron.config.groups import CheckpointConfig, Config, LoggingConfig
+from megatron.observe.metrics import save_metrics
 from megatron.observe.tracking import Tracker, persistent_run_id, read_metrics, redact
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -155,8 +156,11 @@ def test_tensorboard_holds_the_same_under_the_same_names(tmp_path):
 
 
 def test_tensorboard_interval_thins_training_rows_only(tmp_path):
-    train(make(None, tensorboard_dir=str(tmp_path), tensorboard_log_interval=4), 1, 9).close()
+    tracker = train(make(None, tensorboard_dir=str(tmp_path), tensorboard_log_interval=4), 1, 9)
+    tracker.log(9, save_metrics(size=1, seconds=2.0, stall=1.0))
+    tracker.close()
     read = scalars(tmp_path)
+    assert read["save-checkpoint-seconds"] == [(9, 2.0)]
     assert [step for step, _ in read["lm loss"]] == [4, 8] and [step for step, _ in read["lm loss validation"]] == [3, 6, 9]
 
 

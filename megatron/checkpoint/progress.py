@@ -1,0 +1,45 @@
+"""What a save says of itself: how far it is, and what it took. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+GB = 1e9
+
+
+class Progress:
+    """Called with the bytes of a shard as they are written; says how far it is, at most every `quiet` seconds."""
+
+    def __init__(self, iteration: int, total: int, say: Callable[[str], None], *, quiet: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.iteration, self.total, self.say, self.quiet, self.clock = iteration, total, say, quiet, clock
+        self.done, self.start = 0, clock()
+        self.last = self.start
+
+    def __call__(self, count: int) -> None:
+        self.done += count
+        now = self.clock()
+        if now - self.last >= self.quiet and self.done < self.total:
+            self.last = now
+            self.say(progress_line(self.iteration, self.done, self.total, now - self.start))
+
+
+def progress_line(iteration: int, done: int, total: int, seconds: float) -> str:
+    """After `done` of `total` bytes of this rank's shard in `seconds`."""
+    rate = done / seconds
+    return f" saving iteration {iteration}: {done / GB:.2f} of {total / GB:.2f} GB of this rank, {rate / GB:.2f} GB/s, ETA {(total - done) / rate:.0f} s"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A save that has gone well: `bytes` of all ranks in `seconds`, for `stall` of which training stood still."""
+
+    folder: str
+    bytes: int
+    seconds: float
+    stall: float
+
+    def __str__(self) -> str:
+        return (f" saved checkpoint {self.folder}: {self.bytes / GB:.2f} GB in {self.seconds:.1f} s, {self.bytes / GB / self.seconds:.2f} GB/s; "
+                f"training waited {self.stall:.1f} s")
