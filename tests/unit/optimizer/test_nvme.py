@@ -13,16 +13,21 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
+from megatron.model.gpt import GPTModel
 from megatron.optimizer import nvme
+from megatron.optimizer.blocks import build_blocks
+from megatron.optimizer.optimizer import Optimizer
 from megatron.plan.memory import rank_memories
 from parity import worker
 from parity.layouts import BASE
 from parity.worker import run_case
 from unit.optimizer.test_offload import OFFLOAD, RUNS
+from unit.zero.tracker import LiveBytes
 
 SMALL = 4096  # elements of a part: layers of these models have several
 DTYPES = {"master": torch.float32, "exp_avg": torch.bfloat16, "exp_avg_sq": torch.float64}
@@ -174,3 +179,123 @@ def test_a_step_through_files_has_the_same_bits(gloo_world, tmp_path, name):
             assert ring == nvme.SLOTS * SMALL * 12 and left == []
         assert max(beyond for _, _, beyond, _ in found) > 0  # some block has several parts
     assert any(step.skipped for step in plain[0].steps) == name.startswith("fp16")
+
+
+def same_checkpoints(one: Path, other: Path, iteration: int) -> bool:
+    with Checkpoint(find_checkpoint(one, iteration)) as a, Checkpoint(find_checkpoint(other, iteration)) as b:
+        assert sorted(a.names) == sorted(b.names) and len(a.names) % 3 == 0
+        return all(torch.equal(a[name], b[name]) for name in a.names)
+
+
+@pytest.mark.parametrize("more", ["--zero-stage 2 --bf16", "--zero-stage 0 --async-save"])
+def test_checkpoints_are_those_of_a_run_in_memory(gloo_world, tmp_path, more):
+    """Saved from files and from memory, loaded into either, gone on with: always the same bits."""
+    flags, disk = (*FLAGS, "--train-iters", "6", "--save-interval", "3", *more.split()), str(tmp_path / "disk")
+    folders = memory, files, files_again, memory_again = [tmp_path / name for name in ("memory", "files", "files again", "memory again")]
+    os.mkdir(disk)
+    world = gloo_world(2)
+    world.run(run_case, (*flags, "--save", str(memory)))
+    world.run(in_files, (*flags, "--save", str(files)), disk)
+    assert same_checkpoints(memory, files, 3)
+    world.run(in_files, (*flags, "--load", str(memory), "--ckpt-step", "3", "--save", str(files_again)), disk)
+    world.run(run_case, (*flags, "--load", str(files), "--ckpt-step", "3", "--save", str(memory_again)))
+    assert all(same_checkpoints(memory, folder, 6) for folder in folders[1:])
+
+
+# ---------------------------------------------------------------- memory, faults
+
+
+def test_memory_is_bounded_by_the_ring(tmp_path):
+    """Filled in, stepped, summed and read for a checkpoint, nothing of the optimizer's state is in memory but the ring and one tensor of a part."""
+    config = resolve(parse_arguments([*BASE, "--hidden-size", "64", "--num-layers", "4", "--micro-batch-size", "8",
+                                      "--optimizer-nvme-offload", str(tmp_path)]).config, 1, 50).config
+    model = GPTModel(config.model, vocab_size=50, padded_vocab=50, dtype=torch.float32, seed=1)
+    blocks = build_blocks(model, torch.device("cpu"), host_fraction=1.0, in_files=True)
+    with mock.patch.object(nvme, "PART", SMALL), LiveBytes() as live:
+        optimizer = Optimizer(blocks, config)
+        ring = nvme.SLOTS * SMALL * 12
+        (planned,) = rank_memories(config, 50, 1, "cpu")
+        assert ring == sum(len(memory) for slot in optimizer.files.ring for memory in slot.memory.values()) == planned.static["host"]
+        assert sum(os.fstat(file).st_size for file, _ in optimizer.files.files.values()) == planned.static["disk"]
+        for block in blocks:
+            block.open()
+            block.grad.normal_()
+        squares = optimizer.squares()
+        before = live.mark().peak["total"]
+        optimizer.initialise(config)
+        optimizer.step(lr=1e-3, weight_decay=0.1, squares=squares, grad_factor=1.0)
+        optimizer.squared_weight_norm()
+        for _, tensor in [*optimizer.weight_boxes(), *optimizer.state_boxes()]:
+            tensor.detach()
+        most = live.mark().peak["total"] - before
+    assert sum(block.size for block in blocks) * 12 > 5 * ring and most <= ring + 4 * SMALL
+
+
+def start(folder: str, fault: str = "") -> str:
+    """What a rank is told when the files cannot be made; on the last rank alone there is the fault."""
+    def full(path):
+        return os.statvfs_result((4096, 4096, 10**6, 10, 5, 0, 0, 0, 0, 255))
+
+    def fails(code):
+        def call(*args, **kwargs):
+            raise OSError(code, os.strerror(code))
+        return call
+
+    broken = {"": mock.patch.object(nvme, "PART", SMALL), "full": mock.patch.object(os, "statvfs", full),
+              "filled meanwhile": mock.patch.object(os, "posix_fallocate", fails(errno.ENOSPC)),
+              "read-only": mock.patch.object(os, "open", fails(errno.EROFS))}
+    with broken[fault if dist.get_rank() == 1 else ""], pytest.raises(ValueError) as caught:
+        run_case((*FLAGS, "--optimizer-nvme-offload", folder))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("fault, words", [
+    ("full", "No space left on device; this rank needs 442,368 bytes there and 20,480 are free; free space"),
+    ("filled meanwhile", "No space left on device; this rank needs 442,368 bytes there and "),
+    ("read-only", "Read-only file system; give a folder on a local disk of every node that this user may write to"),
+    ("", "No such file or directory; give a folder on a local disk of every node"),
+])
+def test_a_folder_that_will_not_do_ends_all_ranks_before_training(gloo_world, tmp_path, fault, words):
+    folder = str(tmp_path) if fault else str(tmp_path / "missing")
+    for told in gloo_world(2).run(start, folder, fault):
+        assert told.startswith("rank 1: " * bool(fault) + f"--optimizer-nvme-offload {folder}: cannot hold the optimizer's state: {words}")
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_disk_that_fails_in_a_step_leaves_the_last_checkpoint(tmp_path, one_thread, call):
+    (disk, save), real = (tmp_path / "disk", tmp_path / "save"), getattr(os, call)
+    disk.mkdir()
+    flags = (*FLAGS, "--train-iters", "4", "--save-interval", "2", "--optimizer-nvme-offload", str(disk))
+
+    def failing(file, buffers, offset):
+        if (save / "iter_0000002").exists() and os.readlink(f"/proc/self/fd/{file}").startswith(str(disk)):
+            if call == "preadv":
+                return 0  # as at the end of a file that was cut off
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(file, buffers, offset)
+
+    with mock.patch.object(nvme, "PART", SMALL):
+        with mock.patch.object(os, call, failing), pytest.raises(nvme.StorageError, match="written or read back: Input/output error") as caught:
+            run_case((*flags, "--save", str(save)))
+        assert str(caught.value).startswith(f"--optimizer-nvme-offload {disk}: ") and "resume from the last one with --load" in str(caught.value)
+        with Checkpoint(find_checkpoint(save)) as checkpoint:
+            assert checkpoint.iteration == 2
+            checkpoint.verify()
+        run_case((*flags, "--save", str(save), "--load", str(save)))
+        run_case((*flags, "--save", str(tmp_path / "never failed")))
+    assert same_checkpoints(save, tmp_path / "never failed", 4)
+
+
+def test_what_was_lost_is_not_read_again(tmp_path):
+    """A failed write may be told of in a save, which a run survives; it must not go on with what the file held before."""
+    blocks = [Held(2 * SMALL)]
+    with mock.patch.object(nvme, "PART", SMALL):
+        files = nvme.StateFiles(tmp_path, blocks, DTYPES)
+        with mock.patch.object(os, "pwritev", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO)))):
+            files.use(files.order[0], tuple(DTYPES))
+            files.done(changed=True)
+            with pytest.raises(nvme.StorageError):
+                files.expect(("master",))
+        for _ in range(2):
+            with pytest.raises(nvme.StorageError, match="Input/output error"):
+                files.use(files.order[0], ("master",))
