@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import struct
+import zlib
+from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,21 +16,23 @@ from typing import Any, NamedTuple
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.boxes import parse_key, tiles
+from megatron.checkpoint.fetch import BATCH, Fetcher
 from megatron.checkpoint.manifest import CheckpointError, DigestTable, Entry
 
 OPENERS = 16  # threads that read tables and headers: on a shared file system most of their time is waiting
-BATCH = 8 << 20  # bytes of one coalesced read, rounded out to whole rows and chunks
+NAMED = 16  # most tensors that a message lists
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard file as the manifest and its table describe it. `data_start`: where tensor data begins in the file."""
+    """One shard file as the manifest and its table describe it. `data_start`: where tensor data begins in the file; `chunk`: bytes under a digest."""
 
+    number: int
     path: Path
-    table_path: Path
     size: int
     table_digest: str
     data_start: int
+    chunk: int
 
     @property
     def data_bytes(self) -> int:
@@ -35,7 +40,10 @@ class Shard:
 
     def table(self) -> DigestTable:
         """Its digest table, read and verified now."""
-        return _load_table(self.table_path, self.table_digest)
+        table = _load_table(self.path.parent / m.table_file(self.number), self.table_digest)
+        if (table.data_start, table.chunk, table.size) != (self.data_start, self.chunk, self.size):
+            raise CheckpointError(f"{self.path}: its digest table is not the one that was opened")
+        return table
 
 
 class Piece(NamedTuple):
@@ -49,11 +57,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """A logical tensor of a checkpoint; `dtype` by its safetensors name."""
+    """A logical tensor of a checkpoint; `dtype` by its safetensors name. `rows`: the shard's number, start, offset and extent of each piece."""
 
     shape: tuple[int, ...]
     dtype: str
-    pieces: list[Piece]
+    shards: list[Shard]
+    rows: array
 
     @property
     def item_bytes(self) -> int:
@@ -63,34 +72,62 @@ class Stored:
     def bytes(self) -> int:
         return math.prod(self.shape) * self.item_bytes
 
+    @property
+    def pieces(self) -> list[Piece]:
+        dims, rows = len(self.shape), self.rows.tolist()
+        return [Piece(tuple(rows[at + 2 : at + 2 + dims]), tuple(rows[at + 2 + dims : at + 2 + 2 * dims]), self.shards[rows[at]], rows[at + 1])
+                for at in range(0, len(rows), 2 + 2 * dims)]
+
 
 class Index:
     """An opened checkpoint folder: `.manifest`, `.state`, `.iteration`, `.shards`, `.tensors` by name, `.bytes_read` of tensor data so far.
 
-    Raises CheckpointError when anything but the tensor data is damaged or missing, or does not hold every tensor exactly once.
+    `known`: what `encode` gave on another rank, which has verified it; then nothing is read but the first bytes of the manifest.
+    Raises CheckpointError when anything but the tensor data is damaged or missing, or does not hold every tensor exactly once; with
+    `known`, when this rank does not see the same checkpoint.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, known: bytes | None = None) -> None:
         self.path = Path(path)
-        self.manifest = m.decode_manifest(load_bytes(self.path / m.MANIFEST, m.MANIFEST_LIMIT), self.path / m.MANIFEST)
-        self.iteration: int = self.manifest["iteration"]
-        self.state: dict[str, Any] = self.manifest["state"]
-        if self.path.name.startswith("iter_") and self.path.name != m.iteration_folder(self.iteration):
-            right = m.iteration_folder(self.iteration)
-            raise CheckpointError(f"{self.path}: its manifest is of iteration {self.iteration}: the folder was renamed; name it {right}")
-        self.bytes_read = 0
+        self.fetcher = Fetcher(self._names_of)
         self.shards: list[Shard] = []
         self.tensors: dict[str, Stored] = {}
-        for shard, entries, shapes in self._open_shards():
-            self.shards.append(shard)
-            self._add(shard, entries, shapes)
-        for name, stored in self.tensors.items():
-            if not tiles(stored.shape, [(piece.offset, piece.extent) for piece in stored.pieces]):
-                raise CheckpointError(f"{self.path}: the shards do not hold every element of {name} {list(stored.shape)} exactly once")
+        self.manifest: dict[str, Any] = {}
+        self._head = b""  # of the manifest, with its digest
+        if known is None:
+            self._open()
+        else:
+            self._take(known)
+
+    @property
+    def iteration(self) -> int:
+        return self.manifest["iteration"]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.manifest["state"]
 
     @property
     def names(self) -> list[str]:
         return list(self.tensors)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensor data read from the files so far: whole chunks."""
+        return self.fetcher.bytes_read
+
+    def _open(self) -> None:
+        raw = load_bytes(self.path / m.MANIFEST, m.MANIFEST_LIMIT)
+        self._head, self.manifest = raw[: m.MANIFEST_HEAD], m.decode_manifest(raw, self.path / m.MANIFEST)
+        if self.path.name.startswith("iter_") and self.path.name != m.iteration_folder(self.iteration):
+            right = m.iteration_folder(self.iteration)
+            raise CheckpointError(f"{self.path}: its manifest is of iteration {self.iteration}: the folder was renamed; name it {right}")
+        for shard, entries, shapes in self._open_shards():
+            self.shards.append(shard)
+            self._add(shard, entries, shapes)
+        for name, stored in self.tensors.items():
+            if not tiles(stored.shape, [piece[:2] for piece in stored.pieces]):
+                raise CheckpointError(f"{self.path}: the shards do not hold every element of {name} {list(stored.shape)} exactly once")
 
     def _open_shards(self) -> Iterator[tuple[Shard, dict[str, Entry], dict[str, tuple[int, ...]]]]:
         records = list(enumerate(self.manifest["shards"]))
@@ -106,77 +143,80 @@ class Index:
             name, offset = parse_key(key, shard.path)
             stored = self.tensors.get(name)
             if stored is None:
-                stored = self.tensors[name] = Stored(shapes.get(name, ()), entry.dtype, [])
+                stored = self.tensors[name] = Stored(shapes.get(name, ()), entry.dtype, self.shards, array("q"))
             agrees = shapes.get(name) == stored.shape and entry.dtype == stored.dtype and entry.start % stored.item_bytes == 0
             if not agrees or not len(offset) == len(entry.shape) == len(stored.shape):
                 raise CheckpointError(f"{shard.path}: {key}: shape, dtype or alignment contradicts the other shards")
-            stored.pieces.append(Piece(offset, entry.shape, shard, entry.start))
+            stored.rows.extend((shard.number, entry.start, *offset, *entry.shape))
 
-    def tensors_in(self, shard: Shard, start: int, stop: int) -> list[str]:
-        """Names of the tensors that have any of the bytes [start, stop) of a shard's data."""
-        return [name for name, stored in self.tensors.items() for piece in stored.pieces
-                if piece.shard is shard and piece.start < stop and start < piece.start + math.prod(piece.extent) * stored.item_bytes]
+    def encode(self) -> bytes:
+        """All of it, for ranks of the same job: JSON (its length before it), then every tensor's rows; compressed."""
+        tensors = [[name, stored.dtype, stored.shape, len(stored.rows)] for name, stored in self.tensors.items()]
+        content = {"head": self._head.hex(), "manifest": self.manifest, "shards": [[s.data_start, s.chunk] for s in self.shards], "tensors": tensors}
+        text = json.dumps(content).encode()
+        return zlib.compress(b"".join([struct.pack("<Q", len(text)), text, *(stored.rows.tobytes() for stored in self.tensors.values())]), 1)
 
-    def verify(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Read and verify every chunk of every shard; `report` is told (bytes done, in all). Raises CheckpointError at the first damage."""
-        done, total, buffer = 0, sum(shard.data_bytes for shard in self.shards), memoryview(bytearray())
-        for shard in self.shards:
-            with ShardFile(self, shard) as file:
-                step = max(1, BATCH // file.table.chunk) * file.table.chunk
-                if len(buffer) < step:
-                    buffer = memoryview(bytearray(step))
-                for start in range(0, shard.data_bytes, step):
-                    size = min(step, shard.data_bytes - start)
-                    file.read_chunks(start, buffer[:size])
-                    done += size
-                    report(done, total)
+    def _take(self, known: bytes) -> None:
+        raw = memoryview(zlib.decompress(known))
+        at = 8 + struct.unpack_from("<Q", raw)[0]
+        content = json.loads(bytes(raw[8:at]))
+        self._head, self.manifest = bytes.fromhex(content["head"]), content["manifest"]
+        seen = load_bytes(self.path / m.MANIFEST, m.MANIFEST_HEAD) if self.path.is_dir() else b""
+        if seen != self._head:
+            raise CheckpointError(f"{self.path}: the checkpoint that rank 0 found there is not seen from here: is --load on a file system that all nodes "
+                                  "share?")
+        for number, (record, (data_start, chunk)) in enumerate(zip(self.manifest["shards"], content["shards"], strict=True)):
+            self.shards.append(Shard(number, self.path / m.shard_file(number), record["bytes"], record["table_digest"], data_start, chunk))
+        for name, dtype, shape, count in content["tensors"]:
+            rows = array("q", bytes(raw[at : at + 8 * count]))
+            self.tensors[name] = Stored(tuple(shape), dtype, self.shards, rows)
+            at += 8 * count
 
+    def _names_of(self, shard: Shard, start: int, stop: int) -> str:
+        """The tensors that have any of the bytes [start, stop) of a shard's data."""
+        hit = [name for name, stored in self.tensors.items() for piece in stored.pieces
+               if piece.shard is shard and piece.start < stop and start < piece.start + math.prod(piece.extent) * stored.item_bytes]
+        return ", ".join(hit[:NAMED]) + (f" and {len(hit) - NAMED} more" if len(hit) > NAMED else "")
 
-class ShardFile:
-    """An open shard whose chunks are read and verified."""
+    def verify(self, report: Callable[[int, int], None] = lambda done, total: None, part: tuple[int, int] = (0, 1)) -> None:
+        """Read and verify every chunk of every shard; `report` is told (bytes done, in all). Raises CheckpointError at the first damage.
 
-    def __init__(self, index: Index, shard: Shard) -> None:
-        self.index, self.shard, self.table = index, shard, shard.table()
+        `part`: (i, n), the i-th of n about equal parts of it.
+        """
+        spans = list(_spans(self.shards))
+        low, high = (len(spans) * at // part[1] for at in (part[0], part[0] + 1))
+        done, total = 0, sum(span.stop - span.start for span in spans[low:high])
         try:
-            self.file = open(shard.path, "rb", buffering=0)
-        except OSError as error:
-            raise CheckpointError(f"{shard.path}: {error.strerror}") from error
-
-    def __enter__(self) -> ShardFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+            for span, _ in self.fetcher.stream(spans[low:high]):
+                done += span.stop - span.start
+                report(done, total)
+        finally:
+            self.close()
 
     def close(self) -> None:
-        self.file.close()
+        """Close what reading has opened; a later read opens it again."""
+        self.fetcher.close()
 
-    def read_chunks(self, start: int, into: memoryview) -> None:
-        """Fill `into` with the shard's data from `start`, the beginning of a chunk, to the end of a chunk; every chunk is verified."""
-        shard, chunk, done = self.shard, self.table.chunk, 0
-        while done < len(into):
-            at = shard.data_start + start + done
-            got = os.preadv(self.file.fileno(), [into[done:]], at)
-            if got == 0:
-                raise CheckpointError(f"{shard.path}: ends at byte {at}: truncated while it was read")
-            done += got
-        self.index.bytes_read += done
-        for at in range(0, done, chunk):
-            part = into[at : at + chunk]
-            if m.chunk_digest(part) != self.table.chunks[(start + at) // chunk]:
-                low, high = start + at, start + at + len(part)
-                hit = self.index.tensors_in(shard, low, high)
-                names = ", ".join(hit[:16]) + (f" and {len(hit) - 16} more" if len(hit) > 16 else "")
-                raise CheckpointError(
-                    f"{shard.path}: damaged: bytes {shard.data_start + low} to {shard.data_start + high} (in tensor {names}) do not match "
-                    "their digest; load an older checkpoint with --ckpt-step"
-                )
+
+class _Span(NamedTuple):
+    """Bytes of a shard's data."""
+
+    shard: Shard
+    start: int
+    stop: int
+
+
+def _spans(shards: list[Shard]) -> Iterator[_Span]:
+    """All data of all shards."""
+    for shard in shards:
+        step = max(1, BATCH // shard.chunk) * shard.chunk
+        for start in range(0, shard.data_bytes, step):
+            yield _Span(shard, start, min(start + step, shard.data_bytes))
 
 
 def _open_shard(folder: Path, number: int, record: dict[str, Any]) -> tuple[Shard, dict[str, Entry], dict[str, tuple[int, ...]]]:
     """A shard, the entries of its header and the global shapes of their tensors; its table, its size and its header are right."""
-    path, table_path = folder / m.shard_file(number), folder / m.table_file(number)
-    table = _load_table(table_path, record["table_digest"])
+    path, table = folder / m.shard_file(number), _load_table(folder / m.table_file(number), record["table_digest"])
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -191,7 +231,7 @@ def _open_shard(folder: Path, number: int, record: dict[str, Any]) -> tuple[Shar
         shapes = {name: tuple(shape) for name, shape in json.loads(metadata["shapes"]).items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: the header lacks the tensors' global shapes") from error
-    return Shard(path, table_path, size, record["table_digest"], table.data_start), entries, shapes
+    return Shard(number, path, size, record["table_digest"], table.data_start, table.chunk), entries, shapes
 
 
 def _load_table(path: Path, digest: str) -> DigestTable:

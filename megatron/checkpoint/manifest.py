@@ -185,12 +185,12 @@ def _frame(body: bytes) -> bytes:
     return b'{"digest": "' + xxh3_128_hexdigest(body).encode() + b'",\n"manifest": ' + body + b"}\n"
 
 
-_FRAME_HEAD = len(_frame(b"")) - 2
+MANIFEST_HEAD = len(_frame(b"")) - 2  # bytes before the content, with its digest: another manifest has others
 
 
 def decode_manifest(raw: bytes, path: Path) -> dict[str, Any]:
     """The content of a manifest; raises CheckpointError unless every byte is as written and every field sound."""
-    body = raw[_FRAME_HEAD:-2]
+    body = raw[MANIFEST_HEAD:-2]
     if raw != _frame(body):
         raise CheckpointError(f"{path}: damaged: its content does not match the digest that it carries")
     try:

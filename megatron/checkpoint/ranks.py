@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.dist.collectives import gather_bytes
+from megatron.dist.collectives import broadcast_bytes, gather_bytes
 from megatron.dist.groups import ALONE, Axis
 from megatron.dist.together import together
 
@@ -20,10 +20,16 @@ class Ranks:
 
     world: Axis = ALONE
     device: torch.device = torch.device("cpu")
+    stage: int = 0  # this rank's place in the pipeline: for those who read manifests
 
     @property
     def first(self) -> bool:
         return self.world.rank == 0
+
+    @property
+    def who(self) -> dict[str, int]:
+        """For the entry of this rank's shard in the manifest."""
+        return {"rank": self.world.rank, "pp": self.stage}
 
     def agree(self, part: Callable[[], Any]) -> list[Any]:
         """Carry out this rank's part and wait for the others'; every rank gets what all have returned (JSON), in rank order.
@@ -33,6 +39,15 @@ class Ranks:
         with together(self.world, self.device):
             result = json.dumps(part()).encode()
         return [json.loads(line) for line in gather_bytes(result, self.world, self.device)]
+
+    def refuse(self, error: ValueError) -> None:
+        """Raise it, on every rank the same."""
+        with together(self.world, self.device):
+            raise error
+
+    def share(self, data: bytes) -> bytes:
+        """The first rank's bytes, on every rank."""
+        return broadcast_bytes(data, self.world, self.device)
 
 
 ONE = Ranks()

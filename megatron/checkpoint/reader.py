@@ -7,17 +7,20 @@ believed without a digest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.boxes import intersect
-from megatron.checkpoint.index import BATCH, Index, Piece, Shard, ShardFile, Stored
+from megatron.checkpoint.fetch import BATCH
+from megatron.checkpoint.index import Index, Piece, Shard, Stored
 from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.ranks import ONE, Ranks
 
 if TYPE_CHECKING:
     from megatron.model.layout import Box
@@ -32,73 +35,128 @@ def find_checkpoint(root: str | Path, step: int | None = None, say: Callable[[st
     The tracker file is only a hint: one that disagrees is ignored, and `say` is told. Raises CheckpointError when the wanted
     checkpoint is damaged, naming the newest whole one before it, and when `step` is given and missing.
     """
+    found = open_checkpoint(root, step, say)
+    return None if found is None else found.path
+
+
+def open_checkpoint(
+    root: str | Path, step: int | None = None, say: Callable[[str], None] = print, ranks: Ranks = ONE, older: bool = False,
+) -> Checkpoint | None:
+    """What find_checkpoint finds, opened. All `ranks` call this together: the first finds and verifies it, the others get the index from it.
+
+    `older`: instead of a damaged one the newest whole one before it, and the first rank's `say` is told; then every byte is read and verified
+    first, each rank its part. Raises as find_checkpoint, on several ranks the same ValueError on each.
+    """
     root = Path(root)
+    iterations = ranks.agree(lambda: _candidates(root, step) if ranks.first else None)[0]
+    for iteration in iterations:
+        path, others = root / m.iteration_folder(iteration), [i for i in iterations if i < iteration]
+        checkpoint, fault = _open_together(path, ranks)
+        if fault is None and older:
+            fault = _verify_together(checkpoint, ranks)
+        if fault is None:
+            if ranks.first and step is None and iteration == iterations[0]:
+                _compare_tracker(root, path, say)
+            return checkpoint
+        if not older or not others:
+            whole = ranks.agree(lambda: _newest_whole(root, others) if ranks.first else None)[0]
+            fix = f"load the older whole one with --ckpt-step {whole}" if whole is not None else "no older whole checkpoint is there"
+            ranks.refuse(CheckpointError(f"{fault}. {path.name} cannot be loaded; {fix}."))
+        if ranks.first:
+            say(f"warning: {fault}. {path.name} CANNOT BE LOADED; an older checkpoint is taken instead (--allow-older-checkpoint)")
+    return None
+
+
+def _candidates(root: Path, step: int | None) -> list[int]:
+    """The iterations that may be loaded, the wanted one first."""
     iterations = m.list_iterations(root)
     if (root / m.MANIFEST).is_file():
         raise CheckpointError(f"{root} is itself a checkpoint: give its parent folder {root.parent}, and choose with --ckpt-step")
-    if step is not None:
-        if step not in iterations:
-            known = ", ".join(map(str, iterations)) or "none"
-            raise CheckpointError(f"{root}: no checkpoint of iteration {step} (--ckpt-step); there: {known}")
-        iterations = iterations[iterations.index(step) :]
-    if not iterations:
-        return None
-    newest = root / m.iteration_folder(iterations[0])
-    try:
-        Index(newest)
-    except CheckpointError as error:
-        whole = next((i for i in iterations[1:] if _opens(root / m.iteration_folder(i))), None)
-        fix = f"load the older whole one with --ckpt-step {whole}" if whole is not None else "no older whole checkpoint is there"
-        raise CheckpointError(f"{error}. {newest.name} cannot be loaded; {fix}.") from error
     if step is None:
-        tracker = _tracker(root)
-        if tracker != str(iterations[0]):
-            says = "is missing" if tracker is None else f"says {tracker!r}"
-            say(f"{root / m.TRACKER} {says}; ignored: the newest whole checkpoint is {newest.name}")
-    return newest
+        return iterations
+    if step not in iterations:
+        known = ", ".join(map(str, iterations)) or "none"
+        raise CheckpointError(f"{root}: no checkpoint of iteration {step} (--ckpt-step); there: {known}")
+    return iterations[iterations.index(step) :]
 
 
-def _opens(path: Path) -> bool:
-    try:
-        Index(path)
-    except CheckpointError:
-        return False
-    return True
+def _open_together(path: Path, ranks: Ranks) -> tuple[Checkpoint | None, str | None]:
+    """(the checkpoint, None), or (None, what is wrong with it): opened and verified by the first rank, taken over from it by the others."""
+    checkpoint: Checkpoint | None = None
+
+    def first() -> str | None:
+        nonlocal checkpoint
+        try:
+            checkpoint = Checkpoint(path) if ranks.first else None
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    def others() -> None:
+        nonlocal checkpoint
+        checkpoint = checkpoint or Checkpoint(path, known)
+
+    fault = ranks.agree(first)[0]
+    if fault is not None:
+        return None, fault
+    known = ranks.share(checkpoint.encode() if checkpoint and ranks.world.size > 1 else b"")
+    ranks.agree(others)
+    return checkpoint, None
 
 
-def _tracker(root: Path) -> str | None:
+def _verify_together(checkpoint: Checkpoint, ranks: Ranks) -> str | None:
+    """Read and verify every byte, each rank its part; what is damaged."""
+    def part() -> str | None:
+        try:
+            checkpoint.verify(part=(ranks.world.rank, ranks.world.size))
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    return next(filter(None, ranks.agree(part)), None)
+
+
+def _newest_whole(root: Path, iterations: list[int]) -> int | None:
+    for iteration in iterations:
+        with suppress(CheckpointError):
+            Index(root / m.iteration_folder(iteration))
+            return iteration
+    return None
+
+
+def _compare_tracker(root: Path, newest: Path, say: Callable[[str], None]) -> None:
     try:
         with open(root / m.TRACKER, "rb") as file:
-            return file.read(64).decode(errors="replace").strip()
+            tracker = file.read(64).decode(errors="replace").strip()
     except OSError:
-        return None
+        tracker = None
+    if tracker is None or not tracker.isascii() or not tracker.isdecimal() or m.iteration_folder(int(tracker)) != newest.name:
+        says = "is missing" if tracker is None else f"says {tracker!r}"
+        say(f"{root / m.TRACKER} {says}; ignored: the newest whole checkpoint is {newest.name}")
 
 
 class Checkpoint(Index):
     """An opened checkpoint folder, and reads by box.
 
-    Raises CheckpointError when anything but the tensor data is damaged or missing; damaged data is refused when it is read.
+    Raises CheckpointError as Index does when it is opened; damaged data is refused when it is read.
     """
-
-    def __init__(self, path: str | Path) -> None:
-        super().__init__(path)
-        self._window = _Window(self)
 
     def read(self, box: Box, into: Tensor) -> None:
         """Fill the part of the local parameter `into` that holds `box`, on any device; values are converted to its dtype."""
-        self._read(box.name, tuple(box.shape), tuple(box.offset), tuple(box.extent), box.view(into.detach()))
+        self.read_all([(box, into)])
+
+    def read_all(self, pairs: Iterable[tuple[Box, Tensor]]) -> None:
+        """The same of many, in the order in which they lie in the files: no shard is opened, and no chunk is read, more than once."""
+        self._read((box.name, tuple(box.shape), tuple(box.offset), tuple(box.extent), box.view(into.detach())) for box, into in pairs)
 
     def read_tensor(self, name: str) -> Tensor:
         """The whole logical tensor `name`, on the CPU, in the dtype it was saved in."""
         stored = self._stored(name)
         result = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype])
-        self._read(name, stored.shape, (0,) * len(stored.shape), stored.shape, result)
+        self._read([(name, stored.shape, (0,) * len(stored.shape), stored.shape, result)])
         return result
 
     __getitem__ = read_tensor
-
-    def close(self) -> None:
-        self._window.close()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -114,38 +172,64 @@ class Checkpoint(Index):
             raise CheckpointError(f"{self.path}: holds no tensor {name}: {fix}")
         return self.tensors[name]
 
-    def _read(self, name: str, shape: tuple, offset: tuple, extent: tuple, view: Tensor) -> None:
-        stored = self._stored(name)
-        if stored.shape != shape:
-            shapes = f"has shape {list(stored.shape)}, this model wants {list(shape)}"
-            raise CheckpointError(f"{self.path}: {name} {shapes}: the model's flags or the tokenizer differ")
-        if not shape:  # a scalar is read as a vector of one
-            offset, extent, view = (0,), (1,), view.view(1)
-        for piece in stored.pieces:
-            common = intersect(offset, extent, piece.offset or (0,), piece.extent or (1,))
-            if common is not None:
-                _copy(self._window, piece, TORCH_DTYPES[stored.dtype], *common, offset, view)
+    def _read(self, wanted: Iterable[tuple[str, tuple, tuple, tuple, Tensor]]) -> None:
+        """Fill every view with the box (name, global shape, offset, extent) that it holds."""
+        cuts: list[_Cut] = []
+        for name, shape, offset, extent, view in wanted:
+            stored = self._stored(name)
+            if stored.shape != shape:
+                shapes = f"has shape {list(stored.shape)}, this model wants {list(shape)}"
+                raise CheckpointError(f"{self.path}: {name} {shapes}: the model's flags or the tokenizer differ")
+            if not shape:  # a scalar is read as a vector of one
+                offset, extent, view = (0,), (1,), view.view(1)
+            for piece in stored.pieces:
+                common = intersect(offset, extent, piece.offset or (0,), piece.extent or (1,))
+                if common is not None:
+                    cuts.append(_Cut(piece, TORCH_DTYPES[stored.dtype], *common, offset, view))
+        cuts.sort(key=lambda cut: (cut.piece.shard.number, cut.begin))
+        for batch, data in self.fetcher.stream(batch for cut in cuts for batch in cut.batches()):
+            batch.cut.copy(batch, torch.frombuffer(data, dtype=torch.uint8))
 
 
-def _copy(window: _Window, piece: Piece, dtype: torch.dtype, low: tuple, high: tuple, offset: tuple, view: Tensor) -> None:
-    """Copy [low, high) of the logical tensor from `piece` into `view`, which holds a box at `offset`; bounded batches of rows."""
-    own, extent = piece.offset or (0,), piece.extent or (1,)
-    strides = [math.prod(extent[d + 1 :]) for d in range(len(extent))]
-    inner = [h - l for l, h in zip(low[1:], high[1:])]
-    first = sum((l - o) * s for l, o, s in zip(low[1:], own[1:], strides[1:]))  # the first needed element of a row
-    last = sum((h - 1 - o) * s for h, o, s in zip(high[1:], own[1:], strides[1:])) + 1
-    columns = tuple(slice(l - o, h - o) for l, h, o in zip(low[1:], high[1:], offset[1:]))
-    size, batch = dtype.itemsize, max(1, BATCH // (strides[0] * dtype.itemsize))
-    if strides[0] * size > window.chunk(piece.shard) and last - first < strides[0]:
-        batch = 1  # chunks between two rows' needed parts may hold nothing that is needed
-    for row in range(low[0], high[0], batch):
-        rows = min(batch, high[0] - row)
-        begin = piece.start + ((row - own[0]) * strides[0] + first) * size
-        end = piece.start + ((row - own[0] + rows - 1) * strides[0] + last) * size
-        data = window.read(piece.shard, begin, end).view(dtype)
-        block = data.as_strided([rows, *inner], strides, data.storage_offset())
-        start = row - offset[0]
-        for at, to, part in row_blocks(view, len(extent), start, start + rows):
+class _Batch(NamedTuple):
+    """Rows [row, row + rows) of a cut: they, and what lies between them, are the bytes [start, stop) of a shard's data."""
+
+    shard: Shard
+    start: int
+    stop: int
+    cut: _Cut
+    row: int
+    rows: int
+
+
+class _Cut:
+    """[low, high) of a logical tensor: what `view`, which holds a box at `offset`, wants of one piece."""
+
+    def __init__(self, piece: Piece, dtype: torch.dtype, low: tuple, high: tuple, offset: tuple, view: Tensor) -> None:
+        self.piece, self.dtype, self.low, self.high, self.offset, self.view = piece, dtype, low, high, offset, view
+        own, extent = piece.offset or (0,), piece.extent or (1,)
+        self.strides = [math.prod(extent[d + 1 :]) for d in range(len(extent))]
+        first = sum((l - o) * s for l, o, s in zip(low[1:], own[1:], self.strides[1:]))  # the first needed element of a row
+        last = sum((h - 1 - o) * s for h, o, s in zip(high[1:], own[1:], self.strides[1:])) + 1
+        self.begin = piece.start + ((low[0] - own[0]) * self.strides[0] + first) * dtype.itemsize
+        self.width = last - first
+
+    def batches(self) -> Iterator[_Batch]:
+        """Bounded batches of rows."""
+        stride, size, shard = self.strides[0] * self.dtype.itemsize, self.dtype.itemsize, self.piece.shard
+        most = max(1, BATCH // stride)
+        if stride > shard.chunk and self.width < self.strides[0]:
+            most = 1  # chunks between two rows' needed parts may hold nothing that is needed
+        for row in range(self.low[0], self.high[0], most):
+            rows, begin = min(most, self.high[0] - row), self.begin + (row - self.low[0]) * stride
+            yield _Batch(shard, begin, begin + (rows - 1) * stride + self.width * size, self, row, rows)
+
+    def copy(self, batch: _Batch, data: Tensor) -> None:
+        """Put the batch's bytes into their place."""
+        inner = [h - l for l, h in zip(self.low[1:], self.high[1:])]
+        columns = tuple(slice(l - o, h - o) for l, h, o in zip(self.low[1:], self.high[1:], self.offset[1:]))
+        block, start = data.view(self.dtype).as_strided([batch.rows, *inner], self.strides), batch.row - self.offset[0]
+        for at, to, part in row_blocks(self.view, len(self.strides), start, start + batch.rows):
             part[(slice(None), *columns)].copy_(block[at - start : to - start])
 
 
@@ -166,42 +250,3 @@ def row_blocks(view: Tensor, dims: int, start: int, stop: int) -> Iterator[tuple
             index.insert(0, at)
         low, high = max(start, group * rows), min(stop, (group + 1) * rows)
         yield low, high, view[tuple(index)][low - group * rows : high - group * rows]
-
-
-class _Window:
-    """The verified chunks that were read last, of one shard: neighbouring tensors share chunks, and one buffer serves all reads."""
-
-    def __init__(self, index: Index) -> None:
-        self.index = index
-        self.file: ShardFile | None = None
-        self.buffer = torch.empty(0, dtype=torch.uint8)
-        self.first, self.held = 0, 0  # the first chunk held, and how many bytes of data from its beginning on
-
-    def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
-        self.file, self.held = None, 0
-
-    def chunk(self, shard: Shard) -> int:
-        """Bytes of a chunk of `shard`, which is opened."""
-        if self.file is None or shard is not self.file.shard:
-            self.close()
-            self.file = ShardFile(self.index, shard)
-        return self.file.table.chunk
-
-    def read(self, shard: Shard, start: int, stop: int) -> Tensor:
-        """Bytes [start, stop) of the shard's data as a uint8 tensor, valid until the next read; whole chunks are read and verified."""
-        chunk = self.chunk(shard)
-        base = self.first * chunk
-        if not base <= start < stop <= base + self.held:
-            first, end = start // chunk, min(-(-stop // chunk) * chunk, shard.data_bytes)
-            known = max(0, base + self.held - first * chunk) if base <= first * chunk else 0
-            keep = self.buffer[self.held - known : self.held].clone()
-            base, size = first * chunk, end - first * chunk
-            if len(self.buffer) < size:
-                self.buffer = torch.empty(size, dtype=torch.uint8)
-            self.buffer[:known] = keep
-            self.first, self.held = first, 0  # nothing is held while the read may fail
-            self.file.read_chunks(base + known, memoryview(self.buffer[known:size].numpy()))
-            self.held = size
-        return self.buffer[start - base : stop - base]

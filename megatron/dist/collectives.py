@@ -238,3 +238,17 @@ def gather_bytes(data: bytes, axis: Axis, device: torch.device) -> list[bytes]:
     padded[: len(data)] = own
     rows = all_gather(padded.to(device)[None], axis).cpu()
     return [bytes(row[:size].numpy()) for row, size in zip(rows, sizes)]
+
+
+def broadcast_bytes(data: bytes, axis: Axis, device: torch.device) -> bytes:
+    """The first rank's bytes (of any length), on every rank of the axis. Waits."""
+    if axis.size == 1:
+        return data
+    device = torch.device("cpu") if is_gloo(axis) else device
+    size = torch.tensor([len(data)], device=device)
+    dist.broadcast(size, axis.ranks[0], group=axis.group)
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device) if axis.rank == 0 and data else torch.empty(
+        int(size), dtype=torch.uint8, device=device)
+    if len(own):
+        dist.broadcast(own, axis.ranks[0], group=axis.group)
+    return own.cpu().numpy().tobytes()

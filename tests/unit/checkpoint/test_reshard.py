@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 
 import pytest
@@ -173,14 +172,22 @@ def test_a_wrong_reader_is_caught(on, runs, mutant, feature, layout):
 # ---- one outcome for all ranks ---------------------------------------------------------------------------------------
 
 
-def test_damage_that_one_rank_reads_ends_all_with_one_error(gloo_world, runs, tmp_path):
-    shutil.copytree(saved(runs("gqa-untied", "tp2")), saved(tmp_path))
-    shard = saved(tmp_path) / "shard-00001.safetensors"
+def test_damage_that_one_rank_reads_ends_all_with_one_error_or_all_take_the_older_one(gloo_world, tmp_path):
+    """The flipped bit is in data that rank 1 alone reads, long after all have opened the checkpoint."""
+    arguments = flags("gqa-untied", "tp2")
+    gloo_world(2).run(start, (*arguments, *saving(tmp_path), "--ckpt-parallel-write", "owner"))
+    shard = saved(tmp_path, 6) / "shard-00001.safetensors"
     raw = bytearray(shard.read_bytes())
     raw[-5] ^= 2
     shard.write_bytes(raw)
-    first, second = gloo_world(2).run(start, flags("gqa-untied", "tp2", "--load", tmp_path))
+    first, second = gloo_world(2).run(start, (*arguments, "--load", str(tmp_path)))
     assert first == second and first.startswith(f"rank 1: {shard}: damaged: bytes ")
+    first, second = gloo_world(2).run(start, (*arguments, "--load", str(tmp_path), "--allow-older-checkpoint", "--exit-interval", "4"))
+    assert f"warning: {shard}: damaged: bytes " in first and "iter_0000006 CANNOT BE LOADED" in first
+    assert "iteration 3; goes on bit for bit" in first and first.endswith("exit code 0") and "warning" not in second
+    (saved(tmp_path) / "MANIFEST.json").unlink()
+    first, second = gloo_world(2).run(start, (*arguments, "--load", str(tmp_path), "--allow-older-checkpoint"))
+    assert first == second and "iter_0000003 cannot be loaded; no older whole checkpoint is there." in first
 
 
 def test_ranks_that_see_different_folders_do_not_start(gloo_world, runs, tmp_path):
