@@ -21,7 +21,7 @@ from megatron.checkpoint.ranks import Ranks
 from megatron.dist.groups import Groups
 from megatron.model.layout import holders
 from megatron.optimizer.blocks import Block
-from megatron.optimizer.optimizer import Optimizer
+from megatron.optimizer.optimizer import MASTER, Optimizer
 
 WORDS = 1 << 20  # of a device's memory, multiplied at a time: 8 MiB of products
 PIECE = 16 << 20  # bytes that are brought to the host at a time
@@ -53,7 +53,7 @@ class Difference:
 def check_replicas(optimizer: Optimizer, ranks: Ranks) -> None:
     """Raise CheckpointError, the same on all ranks, which call this together, when values that several ranks hold are not the same bits.
 
-    No weight may be on its way (`Zero.settle`). At ZeRO stage 3 gathered weights live for a pass and are not compared.
+    No weight may be on its way (`Zero.settle`). Not compared: weights gathered at ZeRO stage 3, which live for a pass, and state in files.
     """
     found = differences(ranks.agree(lambda: digests(optimizer)))
     if found:
@@ -108,14 +108,14 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def shared_parts(optimizer: Optimizer) -> Iterator[Part]:
-    """All that this rank holds and others hold too, in the same order on each of them."""
-    for index, block in enumerate(optimizer.blocks):
+    """All in memory that this rank holds and others hold too, in the same order on each of them."""
+    for block in optimizer.blocks:
         if block.stage < 3:
             yield from _parts(block, "weights", block.weight, 0, optimizer.groups, whole=True)
-        if block.stage == 3 or block.master.untyped_storage().data_ptr() != block.weight.untyped_storage().data_ptr():
-            yield from _parts(block, "master weights", block.master, block.own[0], optimizer.groups, whole=block.stage == 0)
-        for name, buffers in optimizer.states.items():
-            yield from _parts(block, name, buffers[index], block.own[0], optimizer.groups, whole=block.stage == 0)
+        for kind, buffer in {} if block.in_files else optimizer.held[block].items():
+            if kind != MASTER or block.stage == 3 or buffer.untyped_storage().data_ptr() != block.weight.untyped_storage().data_ptr():
+                name = "master weights" if kind == MASTER else kind
+                yield from _parts(block, name, buffer, block.own[0], optimizer.groups, whole=block.stage == 0)
 
 
 def _parts(block: Block, kind: str, buffer: Tensor, first: int, groups: Groups, whole: bool) -> Iterator[Part]:

@@ -30,9 +30,9 @@ MORE = LAYOUTS | {
 
 def flip(optimizer: Optimizer, kind: str, tensor: str) -> None:
     """Change the lowest bit of an element of a logical tensor in the part that this rank holds; the same again undoes it."""
-    for index, block in enumerate(optimizer.blocks):
-        whole = kind == "weights"
-        buffer, first = (block.weight, 0) if whole else (block.master if kind == "master weights" else optimizer.states[kind][index], block.own[0])
+    for block in optimizer.blocks:
+        held = optimizer.held[block]
+        buffer, first = (block.weight, 0) if kind == "weights" else (held["master" if kind == "master weights" else kind], block.own[0])
         for entry in block.entries:
             for box in entry.boxes:
                 for low, high, _ in entry.runs(box) if box.name == tensor else ():
