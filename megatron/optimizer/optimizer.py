@@ -69,16 +69,19 @@ class Optimizer:
 
     def initialise(self, config: Config) -> None:
         """Fill the master weights from the seed and publish them."""
-        self.fill_weights(lambda box, master: fill_initial(box, master, config.model, config.training.seed))
+        def fill(pairs: list[tuple[Box, Tensor]]) -> None:
+            for box, master in pairs:
+                fill_initial(box, master, config.model, config.training.seed)
 
-    def fill_weights(self, fill: Callable[[Box, Tensor], None]) -> None:
-        """Give the master weights new values, box by box as in `weight_boxes`, and publish them."""
+        self.fill_weights(fill)
+
+    def fill_weights(self, fill: Callable[[list[tuple[Box, Tensor]]], None]) -> None:
+        """Give the master weights new values, as many boxes of `weight_boxes` at a time as are in memory together, and publish them."""
+        fill([pair for block in self.blocks if not block.in_files for pair in block.boxes(block.master)])
         for block in self.blocks:
-            for piece, held in self.pieces(block, (MASTER,), "fill"):
-                for box, view in block.boxes(held[MASTER], piece):
-                    fill(box, view)
-                if block.in_files:
-                    block.rounded[piece].copy_(held[MASTER])
+            for piece, held in self.pieces(block, (MASTER,), "fill") if block.in_files else ():
+                fill(list(block.boxes(held[MASTER], piece)))
+                block.rounded[piece].copy_(held[MASTER])
         self.publish_weights()
 
     def publish_weights(self) -> None:
@@ -88,13 +91,14 @@ class Optimizer:
                 block.rounded.copy_(block.master)
             self.publish(block)
 
-    def fill_states(self, fill: Callable[[Box, Tensor], None]) -> None:
-        """Give the optimizer's tensors new values, box by box as in `state_boxes`."""
+    def fill_states(self, fill: Callable[[list[tuple[Box, Tensor]]], None]) -> None:
+        """Give the optimizer's tensors new values, as many boxes of `state_boxes` at a time as are in memory together."""
+        fill([(_of_state(box, name), view) for name in self.states for block in self.blocks if not block.in_files
+              for box, view in block.boxes(self.held[block][name])])
         for name in self.states:
             for block in self.blocks:
-                for piece, held in self.pieces(block, (name,), "fill"):
-                    for box, view in block.boxes(held[name], piece):
-                        fill(_of_state(box, name), view)
+                for piece, held in self.pieces(block, (name,), "fill") if block.in_files else ():
+                    fill([(_of_state(box, name), view) for box, view in block.boxes(held[name], piece)])
 
     def pieces(self, block: Block, kinds: tuple[str, ...], use: Literal["read", "change", "fill"]) -> Iterator[tuple[slice, dict[str, Tensor]]]:
         """What is in memory at a time of what this rank updates of a block, with its tensors of these kinds: theirs until the next is asked for."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from torch import Tensor
 
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import ONE, Ranks
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
-from megatron.checkpoint.writer import save_checkpoint, try_folder
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.checkpoint.saver import Saver, staging_bytes
+from megatron.checkpoint.share import own_part
+from megatron.checkpoint.writer import try_folder
 from megatron.config.groups import Config
 from megatron.dist.together import together
+from megatron.model.layout import Box
+from megatron.optimizer.optimizer import Optimizer
 from megatron.training.resume import run_state
 from megatron.training.run import Run
 
@@ -19,66 +23,57 @@ def locate_checkpoint(config: Config, ranks: Ranks = ONE) -> Checkpoint | None:
 
     Raises ValueError when it must exist and does not, is damaged, or is not the same one on every rank.
     """
-    folder = config.checkpoint.load
-    chosen = ranks.agree(lambda: _choose(config) if folder is not None and ranks.first else None)[0]
-    if chosen is None:
+    options = config.checkpoint
+    if options.load is None:
         return None
-    name, attempt = chosen
-    path = Path(folder, name)
+    checkpoint = open_checkpoint(options.load, options.ckpt_step, ranks=ranks, older=options.allow_older_checkpoint)
     with together(ranks.world, ranks.device):
-        checkpoint = Checkpoint(path) if path.is_dir() else None
-        if checkpoint is None or checkpoint.manifest["attempt"] != attempt:
-            raise CheckpointError(f"{path}: the checkpoint that rank 0 found there is not seen from here: is --load on a file system that all nodes "
-                                  "share?")
+        first_start = options.load == options.save and options.ckpt_step is None and not options.exit_on_missing_checkpoint
+        if checkpoint is None and (not first_start or config.evaluation.skip_train):
+            raise CheckpointError(f"--load {options.load}: no checkpoint there; give the folder that --save wrote to, or drop --load to start a new run")
     return checkpoint
-
-
-def _choose(config: Config) -> tuple[str, str] | None:
-    """Folder name and attempt of the checkpoint to load."""
-    folder, step = config.checkpoint.load, config.checkpoint.ckpt_step
-    path = find_checkpoint(folder, step)
-    if path is not None:
-        with Checkpoint(path) as checkpoint:
-            return path.name, checkpoint.manifest["attempt"]
-    first_start = folder == config.checkpoint.save and step is None and not config.checkpoint.exit_on_missing_checkpoint
-    if first_start and not config.evaluation.skip_train:
-        return None
-    raise CheckpointError(f"--load {folder}: no checkpoint{'' if step is None else f' of iteration {step}'} there; give the folder that --save "
-                          "wrote to, or drop --load to start a new run")
 
 
 def load(checkpoint: Checkpoint, run: Run) -> None:
     """Read weights, and unless --finetune or --no-load-optim optimizer state, into the run's buffers."""
-    for box, parameter in run.optimizer.weight_boxes():
-        checkpoint.read(box, parameter)
-    run.optimizer.publish_weights()
+    run.optimizer.fill_weights(checkpoint.read_all)
     if run.config.checkpoint.finetune or not run.config.checkpoint.load_optim or run.config.evaluation.skip_train:
         return
     missing = [name for name in run.optimizer.states if not any(held.startswith(f"optimizer.{name}.") for held in checkpoint.names)]
     if missing:
         raise CheckpointError(f"{checkpoint.path}: holds no optimizer state {' and '.join(missing)} (--no-save-optim, or another --optimizer); "
                               "give --no-load-optim to start with fresh state")
-    for box, buffer in run.optimizer.state_boxes():
-        checkpoint.read(box, buffer)
+    run.optimizer.fill_states(checkpoint.read_all)
     run.optimizer.steps.fill_(checkpoint.state["optimizer_steps"])
     run.scaler.load(checkpoint.state["scaler"])
 
 
-def save(run: Run) -> bool:
-    """Write a checkpoint of the run as it stands, when --save is given; whether that went well. A failed save is said, and stops nothing."""
-    folder = run.config.checkpoint.save
-    if folder is None:
-        return True
-    run.zero.settle()  # a checkpoint is of weights after the step
-    boxes = [*run.optimizer.weight_boxes(), *(run.optimizer.state_boxes() if run.config.checkpoint.save_optim else ())]
-    own = [(box, tensor) for box, tensor in boxes if run.optimizer.owns(box)]
-    try:
-        path = save_checkpoint(folder, run.progress.iteration, own, run_state(run), ranks=Ranks(run.groups.world, run.device))
-    except (ValueError, OSError) as error:
-        print(f"warning: iteration {run.progress.iteration} was NOT saved; older checkpoints are untouched. {error}", flush=True)
-        return False
-    print(f" saved checkpoint {path}", flush=True)
-    return True
+def make_saver(config: Config, optimizer: Optimizer, ranks: Ranks) -> Saver | None:
+    """What writes the run's checkpoints; None without --save."""
+    options = config.checkpoint
+    if options.save is None:
+        return None
+    memory = staging_bytes(_own_pairs(config, optimizer), options.async_save_host_memory) if options.async_save else None
+    return Saver(options.save, ranks, memory)
+
+
+def _own_pairs(config: Config, optimizer: Optimizer) -> list[tuple[Box, Tensor]]:
+    """What this rank writes of weights and optimizer state."""
+    options = config.checkpoint
+    pairs = [*optimizer.weight_boxes(), *(optimizer.state_boxes() if options.save_optim else ())]
+    return own_part(pairs, optimizer.holder, balanced=options.ckpt_parallel_write == "balanced")
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint of the run as it stands, or begin to, when --save is given. A failed save is said, and stops nothing."""
+    if run.saver is not None:
+        run.zero.settle()  # a checkpoint is of weights after the step
+        run.saver.save(run.progress.iteration, _own_pairs(run.config, run.optimizer), run_state(run))
+
+
+def drain(run: Run) -> bool:
+    """Wait for a save under way; whether the last one went well."""
+    return run.saver is None or run.saver.drain()
 
 
 def prepare_save_folder(config: Config, ranks: Ranks = ONE) -> None:

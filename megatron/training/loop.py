@@ -14,6 +14,7 @@ from megatron.model.arithmetic import flops_per_iteration, global_batch_size_at,
 from megatron.observe.console import evaluation_lines, training_line
 from megatron.observe.metrics import eta_seconds, evaluation_metrics, memory_metrics, rates, timer_metrics
 from megatron.parallel.pipeline import Recording
+from megatron.training.checkpointing import drain, save
 from megatron.training.evaluate import evaluate
 from megatron.training.exit import Exit
 from megatron.training.passes import schedule_of
@@ -62,7 +63,10 @@ def settle(run: Run, pending: Pending | None, interval: Interval) -> None:
     if pending is None:
         return
     report, progress = pending.read(), run.progress
-    run.exits.agreed = report.requests
+    count = len(run.exits.agreed)
+    run.exits.agreed = report.requests[:count]
+    if run.saver is not None:
+        run.saver.advance(report.requests[count:])
     interval.last = report
     interval.iterations += 1
     overflow = report.skipped and sum(report.tokens) > 0
@@ -182,7 +186,7 @@ def _progress_line(what: str, quiet_seconds: float = 5.0) -> Callable[[int, int]
 def train(run: Run) -> Exit:
     """Train until the run ends or an exit condition holds; a checkpoint is written before returning (with --save), or the exit code is 1."""
     config, progress, every = run.config, run.progress, run.config.evaluation.eval_interval
-    interval, pending, saved = Interval(time.perf_counter()), None, True
+    interval, pending = Interval(time.perf_counter()), None
     while not finished(config, progress):
         batch_size = global_batch_size_at(progress.consumed_samples, config)
         if run.scaler.dynamic:  # this backward's scale depends on the last step's verdict
@@ -215,8 +219,8 @@ def train(run: Run) -> Exit:
             exit_now = exit_now or run.exits.check(iteration)
         if must_save or exit_now or last:
             with run.timers("save-checkpoint"):
-                saved = run.save(run)
+                save(run)
         interval.outside += time.perf_counter() - paused
         if exit_now and (progress.evaluation_due or not last):
-            return exit_now if saved else Exit(f"{exit_now.reason}, but the last save failed", 1)
-    return Exit(COMPLETE, 0 if saved else 1)
+            return exit_now if drain(run) else Exit(f"{exit_now.reason}, but the last save failed", 1)
+    return Exit(COMPLETE, 0 if drain(run) else 1)

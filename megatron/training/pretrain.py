@@ -43,7 +43,7 @@ from megatron.parallel.recompute import Recompute
 from megatron.plan.advice import Machine
 from megatron.plan.stages import stage_lines
 from megatron.plan.table import banner_lines
-from megatron.training.checkpointing import load, locate_checkpoint, prepare_save_folder, save
+from megatron.training.checkpointing import drain, load, locate_checkpoint, make_saver, prepare_save_folder
 from megatron.training.exit import ExitConditions
 from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
 from megatron.training.resume import continuity, device_name, refuse_foreign, resumed_schedule
@@ -117,13 +117,13 @@ def pretrain(config: Config, notes: list[str], *, dry_run: bool = False) -> int:
     """Carry out one run; the exit code of the process. Raises ValueError (with the fix) for everything a user can mend."""
     launch = read_launch()
     world_size = config.distributed.world_size or launch.world_size
-    resolve(config, world_size, None)  # faults of flags come before those of files and of other ranks
+    resolved = resolve(config, world_size, None).config  # faults of flags come before those of files and of other ranks
     if dry_run:
         prepared = prepare(config, notes, world_size, torch.device("cpu"), ALONE, planned_for="cuda")
         print(banner(prepared.sections) + "\ndry run: everything is in order; nothing was trained", flush=True)
         return 0
     device, backend = choose_device(launch, config.distributed)
-    if device.type == "cuda" and config.optimizer.optimizer_cpu_offload:
+    if device.type == "cuda" and resolved.optimizer.optimizer_cpu_offload:
         share_cores(launch)
     versions = {"megatron": __version__, "torch": torch.__version__}
     connect(launch, backend, config.distributed.distributed_timeout_minutes, {**config.to_dict(), "versions": versions})
@@ -132,6 +132,8 @@ def pretrain(config: Config, notes: list[str], *, dry_run: bool = False) -> int:
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         run, checkpoint = build(config, notes, world_size, device)
         stack.callback(run.exits.close)
+        if run.saver is not None:
+            stack.callback(run.saver.close)
         if run.tracker is not None:
             stack.callback(run.tracker.close)
         try:
@@ -191,7 +193,7 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     groups = make_groups(layout, resolved.model.num_query_groups, tied=tied, shard=resolved.distributed.zero_shard_size)
     prepared = prepare(config, notes, world_size, device, groups.world)
     config, tokenizer, sections = prepared.config, prepared.tokenizer, prepared.sections
-    ranks = Ranks(groups.world, device)
+    ranks = Ranks(groups.world, device, groups.pp.rank)
     prepare_save_folder(config, ranks)
     device_names = ", ".join(sorted(set(ranks.agree(lambda: device_name(device)))))
     dtype, distributed = compute_dtype(config.precision), config.distributed
@@ -200,8 +202,11 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     model = GPTModel(config.model, vocab_size=tokenizer.vocab_size, padded_vocab=prepared.padded_vocab, dtype=dtype, seed=config.training.seed, tp=tp,
                      stages=tuple(stage for stage, rank in zip(stages, placement, strict=True) if rank == groups.pp.rank))
     blocks = build_blocks(model, device, groups, stage=distributed.zero_stage, narrow_grads=config.optimizer.main_grads_dtype == "bf16",
-                          host_fraction=config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0)
+                          host_fraction=config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0,
+                          in_files=config.optimizer.optimizer_nvme_offload is not None)
     zero = block_wrapper(config, model, blocks, groups)
+    with together(groups.world, device):
+        optimizer = Optimizer(blocks, config, groups, zero.publish)
     sequence = config.data.seq_length // tp.size if tp.sequence else config.data.seq_length
     shape = sequence, config.training.micro_batch_size, config.model.hidden_size
     exits = ExitConditions(config.training)
@@ -214,9 +219,10 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     return Run(
         config=config, groups=groups, device=device, device_names=device_names, vocab_size=tokenizer.vocab_size,
         padded_vocab=prepared.padded_vocab, tokenizer_fingerprint=tokenizer.fingerprint, model=model,
-        zero=zero, pipeline=Pipeline(model, zero, placement, shape, groups, device), optimizer=Optimizer(blocks, config, groups, zero.publish),
+        zero=zero, pipeline=Pipeline(model, zero, placement, shape, groups, device), optimizer=optimizer,
         schedule=prepared.schedule,
-        scaler=LossScaler(config.precision), data=prepared.data, tracker=tracker, exits=exits, progress=prepared.progress, save=save,
+        scaler=LossScaler(config.precision), data=prepared.data, tracker=tracker, exits=exits, progress=prepared.progress,
+        saver=make_saver(config, optimizer, ranks),
         peak_tflops=config.logging.peak_tflops or peak_tflops(device_name(device), dtype),
     ), prepared.checkpoint
 
@@ -236,6 +242,7 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
         try:
             ended = train(run)
         except NonFiniteError as error:
+            drain(run)
             if run.groups.rank == 0:
                 print(error, file=sys.stderr, flush=True)
             return 1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
+from megatron.checkpoint.saver import Saver
 from megatron.config.groups import Config
 from megatron.data.loader import Data
 from megatron.dist.groups import Groups
@@ -53,7 +53,7 @@ class Run:
     tracker: Tracker | None  # on rank 0
     exits: ExitConditions
     progress: Progress
-    save: Callable[[Run], bool]
+    saver: Saver | None  # with --save
     peak_tflops: float | None
     timers: Timers = field(default_factory=Timers)
 

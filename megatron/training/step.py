@@ -39,7 +39,7 @@ class Report:
     skipped: bool
     losses: list[float]
     tokens: list[float]
-    requests: list[float]  # ranks that asked for an end: ExitConditions.requests
+    requests: list[float]  # ranks that asked for an end (ExitConditions.requests), then those that are ready for more of a save (Saver.ready)
 
     @property
     def loss(self) -> float:
@@ -94,13 +94,15 @@ def forward_backward(run: Run, *, first_sample: int, batch_size: int, loss_scale
 def update(run: Run, gradients: Gradients, *, learning_rate: float, weight_decay: float) -> Pending:
     """Step the optimizer; the gradient becomes that of the mean loss per valid token. All that ranks must agree on travels in one sum."""
     losses, tokens = gradients.losses, gradients.tokens
-    requests = torch.tensor(run.exits.requests(), dtype=torch.float64).to(run.device, non_blocking=True)
+    requests = torch.tensor([*run.exits.requests(), *(run.saver.ready() if run.saver is not None else ())], dtype=torch.float64).to(run.device, non_blocking=True)
     squares = run.optimizer.squares().reshape(1)
     with waiting(_for_all(run)):
         totals = all_reduce(torch.cat([squares, losses, tokens, requests]), run.groups.world)
     squares, losses, tokens, requests = totals.split([1, len(losses), len(tokens), len(requests)])
     nominal = gradients.batch_size * run.config.data.seq_length
     factor = nominal / (tokens.sum() * gradients.loss_scale) + 0 * losses.sum()  # a non-finite loss makes the factor, so the step, non-finite
+    if run.saver is not None:
+        run.saver.before_update()
     outcome = run.optimizer.step(lr=learning_rate, weight_decay=weight_decay, squares=squares[0], grad_factor=factor)
     return Pending(gradients, outcome, learning_rate, losses, tokens, requests)
 

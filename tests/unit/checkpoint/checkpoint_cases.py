@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import writer
+from megatron.checkpoint.commit import commit
 from megatron.checkpoint.reader import Checkpoint
 from megatron.model.layout import Box
 
@@ -58,7 +59,7 @@ def save_in_shards(root: Path, iteration: int, shards: list[list[tuple[Box, Tens
     folder = root / f".tmp-iter-{iteration}-{attempt}"
     folder.mkdir()
     records = [writer.write_shard(folder, i, len(shards), iteration, part) for i, part in enumerate(shards)]
-    return writer.commit(root, folder, iteration, attempt, records, state, print)
+    return commit(root, folder, iteration, attempt, records, state, print)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

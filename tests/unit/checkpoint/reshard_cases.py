@@ -167,12 +167,12 @@ def _owns(rule: Callable) -> Callable:
 @contextlib.contextmanager
 def _read_at_the_beginning() -> Iterator[None]:
     """Every rank reads the first rank's rows."""
-    read = Checkpoint.read
+    read = Checkpoint.read_all
 
-    def wrong(self: Checkpoint, box, into: torch.Tensor) -> None:
-        read(self, replace(box, offset=tuple(0 for _ in box.offset)), into)
+    def wrong(self: Checkpoint, pairs) -> None:
+        read(self, [(replace(box, offset=tuple(0 for _ in box.offset)), into) for box, into in pairs])
 
-    with mock.patch.object(Checkpoint, "read", wrong):
+    with mock.patch.object(Checkpoint, "read_all", wrong):
         yield
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoint_cases import example, loads, mounted, pairs
 
-from megatron.checkpoint import writer
+from megatron.checkpoint import commit, files, writer
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
@@ -111,12 +111,12 @@ def test_a_save_holds_its_folder_against_cleaning(root, monkeypatch):
 
     def clean_in_between(*args):
         record = whole_write(*args)
-        writer._clean(root, "f" * 16)
+        files.clean(root, "f" * 16)
         return record
 
     monkeypatch.setattr(writer, "write_shard", clean_in_between)
     loads(save_checkpoint(root, 2, pairs(example(2)), STATE), example(2))
-    monkeypatch.setattr(writer, "_hold", lambda folder: os.open(os.devnull, os.O_RDONLY))
+    monkeypatch.setattr(commit, "hold", lambda folder: os.open(os.devnull, os.O_RDONLY))
     with pytest.raises(CheckpointError, match="iteration 3 was not saved.*temporary folder vanished: another run is saving to this folder"):
         save_checkpoint(root, 3, pairs(example(3)), STATE)
     assert listing(root) == sorted(["iter_0000002", *WHOLE])
@@ -186,11 +186,11 @@ def test_any_failing_system_call_leaves_the_older_checkpoint(root, monkeypatch, 
                 raise OSError(5, "Input/output error")
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(writer.os, call, flaky)
+        monkeypatch.setattr(files.os, call, flaky)
         try:
             path = save_checkpoint(root, 2 + at, pairs(example(at)), STATE)
         except CheckpointError as error:
-            monkeypatch.setattr(writer.os, call, real)
+            monkeypatch.setattr(files.os, call, real)
             assert f"iteration {2 + at} was not saved: Input/output error" in str(error)
             failed += 1
             newest = find_checkpoint(root, say=lambda line: None)
@@ -198,7 +198,7 @@ def test_any_failing_system_call_leaves_the_older_checkpoint(root, monkeypatch, 
                 checkpoint.verify()
             assert not [name for name in listing(root) if name.startswith(".tmp")] or call == "open"
         else:
-            monkeypatch.setattr(writer.os, call, real)
+            monkeypatch.setattr(files.os, call, real)
             loads(path, example(at))
             if count < at:  # no such call any more
                 break
@@ -212,7 +212,7 @@ def test_short_writes_are_completed(root, monkeypatch):
         joined = b"".join(buffers)
         return real(file, joined[: rng.randint(1, len(joined))])
 
-    monkeypatch.setattr(writer.os, "writev", short)
+    monkeypatch.setattr(files.os, "writev", short)
     loads(save_checkpoint(root, 2, pairs(example(2)), STATE), example(2))
 
 

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from megatron.checkpoint import saver
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.model.block import HeadBlock
 from megatron.observe.tracking import read_metrics
@@ -244,7 +245,7 @@ def test_missing_checkpoint_is_refused(tmp_path, capsys):
 
 def test_a_failed_save_does_not_stop_training(tmp_path, capsys, monkeypatch):
     """A full disk at iteration 4: the run goes on, saves later, and says so; when the last save fails the exit code is 1."""
-    save_checkpoint = checkpointing.save_checkpoint
+    save_checkpoint = saver.save_checkpoint
 
     def full_at(*iterations):
         def save(root, iteration, *rest, **ranks):
@@ -252,7 +253,7 @@ def test_a_failed_save_does_not_stop_training(tmp_path, capsys, monkeypatch):
                 raise OSError(28, "No space left on device")
             return save_checkpoint(root, iteration, *rest, **ranks)
 
-        monkeypatch.setattr(checkpointing, "save_checkpoint", save)
+        monkeypatch.setattr(saver, "save_checkpoint", save)
 
     full_at(4)
     assert len(run(tmp_path / "a", "--save-interval", 4)) == 12

@@ -1,0 +1,148 @@
+"""A process beside each rank that writes shards and commits checkpoints while training goes on: no torch, no lock shared with the trainer.
+
+The trainer puts the bytes of a shard's file into memory that both see (a memfd), in one wave or, where that memory is smaller than the file,
+in several. Commands and answers are lines of JSON on pipes. The process ignores the signals that end a job, which the trainer answers by
+waiting for it, and it dies with the trainer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megatron.checkpoint import manifest as m
+from megatron.checkpoint.commit import commit, not_saved
+from megatron.checkpoint.files import write_shard_file
+from megatron.checkpoint.manifest import CheckpointError
+
+ROOT = Path(__file__).resolve().parents[2]
+PDEATHSIG = 1  # prctl: a signal for when the parent dies
+NICE = 10  # training comes first
+
+
+class Background:
+    """The trainer's end. `memory` is what both see."""
+
+    def __init__(self, size: int):
+        self.descriptor = os.memfd_create("checkpoint", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, size)
+        self.memory = mmap.mmap(self.descriptor, size)
+        self.process: subprocess.Popen | None = None
+        self.text = b""  # of an answer that has not come whole
+
+    def send(self, command: dict[str, Any]) -> None:
+        """Raises CheckpointError when the process is gone."""
+        try:
+            self.process.stdin.write(json.dumps(command).encode() + b"\n")
+            self.process.stdin.flush()
+        except OSError as error:
+            raise self._gone() from error
+
+    def answer(self, *, wait: bool) -> dict[str, Any] | None:
+        """The next answer; None when there is none yet. Raises CheckpointError when the process is gone."""
+        pipe = self.process.stdout.fileno()
+        while b"\n" not in self.text:
+            if not wait and not select.select([pipe], [], [], 0)[0]:
+                return None
+            part = os.read(pipe, 1 << 16)
+            if not part:
+                raise self._gone()
+            self.text += part
+        line, _, self.text = self.text.partition(b"\n")
+        return json.loads(line)
+
+    def start(self) -> None:
+        """Start the process unless it runs."""
+        if self.process is not None and self.process.poll() is None:
+            return
+        self.close()
+        program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from megatron.checkpoint.background import serve; serve({self.descriptor})"
+        self.process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[self.descriptor])
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process.stdin.close()
+            self.process.stdout.close()
+        self.process, self.text = None, b""
+
+    def _gone(self) -> CheckpointError:
+        code = self.process.wait()
+        why = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+        hint = "; when that was for lack of memory, give --async-save-host-memory" if code == -signal.SIGKILL else ""
+        return CheckpointError(f"the process that writes checkpoints {why}{hint}")
+
+
+def serve(descriptor: int) -> None:
+    """The process: carries out commands until there are no more."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(NICE)
+    with mmap.mmap(descriptor, 0) as memory, memoryview(memory) as view:
+        commands = sys.stdin.buffer
+        for line in commands:
+            command = json.loads(line)
+            _tell(_outcome(lambda: WORK[command["do"]](command, view, commands), command))
+
+
+def _tell(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def _outcome(part: Callable[[], Any], command: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"result": part()}
+    except CheckpointError as error:
+        return {"error": str(error)}
+    except (OSError, MemoryError) as error:
+        return {"error": not_saved(Path(command["root"]), command["iteration"], error)}
+
+
+def _write(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> dict[str, Any]:
+    waves = _waves(command["bytes"], memory, commands)
+    first = next(waves)
+    header, rest = bytes(first[: command["header"]]), first[command["header"] :]
+    assert len(rest) % m.CHUNK == 0 or len(first) == command["bytes"], "a wave ends in the middle of a chunk"
+
+    def data() -> Iterator[memoryview]:
+        yield rest
+        yield from waves
+
+    return write_shard_file(Path(command["folder"]), command["index"], header, data())
+
+
+def _waves(size: int, memory: memoryview, commands: BinaryIO) -> Iterator[memoryview]:
+    """The file's bytes as they come; each wave is answered when it has been taken, the last one by what comes of it all."""
+    while True:
+        count = json.loads(commands.readline() or sys.exit(0))["bytes"]
+        yield memory[:count]
+        size -= count
+        if size == 0:
+            return
+        _tell({"taken": count})
+
+
+def _commit(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> list[str]:
+    said: list[str] = []
+    root, folder = Path(command["root"]), Path(command["folder"])
+    commit(root, folder, command["iteration"], command["attempt"], command["shards"], command["state"], said.append)
+    return said
+
+
+WORK = {"write": _write, "commit": _commit}

@@ -1,0 +1,188 @@
+"""How a checkpoint appears whole or not at all, and never in the place of another one (docs/checkpoint.md).
+
+Shards, digest tables and the manifest are written and fsynced in `.tmp-iter-N-<attempt>/`, which one rename turns into
+`iter_000000N/`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.checkpoint import manifest as m
+from megatron.checkpoint.files import FOLDER_MODE, clean, hold, make_root, new_file, sync_folder, write_all
+from megatron.checkpoint.index import Index
+from megatron.checkpoint.manifest import CheckpointError
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.ranks import Ranks
+
+
+class Attempt:
+    """The temporary `folder` of one save: made and in the end removed by the first rank, held by all while they live."""
+
+    def __init__(self, root: Path, iteration: int, ranks: Ranks, explain: Callable[[Exception], str]) -> None:
+        self.root, self.ranks, self.explain, self.lock = root, ranks, explain, -1
+        self._choose(iteration, secrets.token_hex(8))
+
+    def number_shards(self, state: dict[str, Any], takes_part: bool) -> tuple[int | None, int]:
+        """(this rank's shard, None where it has nothing to write; how many there are). Raises CheckpointError on all when their states differ."""
+        told = self.agree(lambda: (takes_part, m.state_digests({"iteration": self.iteration, **state})))
+        for rank, (_, digests) in enumerate(told):
+            differing = [key for key in {**told[0][1], **digests} if digests.get(key) != told[0][1].get(key)]
+            if differing:
+                raise CheckpointError(f"{self.root}: the checkpoint of iteration {self.iteration} was not saved: the state of rank {rank} differs from "
+                                      f"that of rank 0 in {', '.join(differing)}: they no longer carry out the same run. Go on from an older checkpoint.")
+        owners = [rank for rank, (owns, _) in enumerate(told) if owns]
+        assert owners, "a checkpoint without tensors"
+        return (owners.index(self.ranks.world.rank) if takes_part else None), len(owners)
+
+    def _choose(self, iteration: int, name: str) -> None:
+        self.iteration, self.name, self.folder = iteration, name, self.root / f".tmp-iter-{iteration}-{name}"
+
+    def agree(self, part: Callable[[], Any]) -> list[Any]:
+        """As Ranks.agree, with errors of the file system, of memory and of the device in words."""
+
+        def explained() -> Any:
+            try:
+                return part()
+            except (OSError, MemoryError, RuntimeError) as error:
+                raise CheckpointError(self.explain(error)) from error
+
+        return self.ranks.agree(explained)
+
+    def __enter__(self) -> Attempt:
+        try:
+            self._choose(self.iteration, self.agree(self._make)[0])
+            self.agree(self._join)
+        except BaseException as error:
+            self.__exit__(error)
+            raise
+        return self
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """As `with`, but an attempt that has gone well so far lives on, to be ended by `__exit__`."""
+        self.__enter__()
+        try:
+            yield
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        if self.ranks.first:
+            shutil.rmtree(self.folder, ignore_errors=True)  # gone already when it was committed
+        if self.lock >= 0:
+            os.close(self.lock)
+
+    def _make(self) -> str | None:
+        if not self.ranks.first:
+            return None
+        make_root(self.root)
+        clean(self.root, self.name)
+        self.folder.mkdir(mode=FOLDER_MODE)
+        self.lock = hold(self.folder)
+        return self.name
+
+    def _join(self) -> None:
+        if self.ranks.first:
+            return
+        try:
+            self.lock = hold(self.folder)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.root}: the folder {self.folder.name} that rank 0 made there cannot be seen from this rank: "
+                                  "is --save on a file system that all nodes share?") from error
+
+
+def commit(
+    root: Path, temporary: Path, iteration: int, attempt: str, shards: list[dict[str, Any]], state: dict[str, Any],
+    say: Callable[[str], None],
+) -> Path:
+    """Add the manifest to `temporary`, whose shards are durable, and make it the checkpoint of `iteration`; return its folder."""
+    content = {
+        "format": m.FORMAT, "version": m.VERSION, "iteration": iteration, "attempt": attempt,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "shards": shards, "state": state,
+    }
+    with new_file(temporary / m.MANIFEST) as file:
+        write_all(file, [memoryview(m.encode_manifest(content))])
+    sync_folder(temporary)
+    Index(temporary)  # what could not be opened later is not committed now
+    target = root / m.iteration_folder(iteration)
+    try:
+        os.rename(temporary, target)  # fails when the target exists and is not empty
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        fault = _fault_of(target, shards, state)
+        if fault is None:
+            return target
+        aside = root / f"{target.name}.damaged-{attempt}"
+        os.rename(target, aside)
+        os.rename(temporary, target)
+        say(f"{fault}. It was moved to {aside.name}, and a new checkpoint of iteration {iteration} is in its place")
+    sync_folder(root)
+    _write_tracker(root, iteration, attempt)
+    return target
+
+
+def _fault_of(target: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> str | None:
+    """What is damaged in an existing checkpoint; None when it is whole and equals what was to be saved.
+
+    Raises CheckpointError when it is whole and differs.
+    """
+    try:
+        old = Index(target)
+        old.verify()
+    except CheckpointError as error:
+        return str(error)
+    theirs, ours = ({key: json.dumps(value) for key, value in each.items()} for each in (old.state, json.loads(json.dumps(state))))
+    what = "tensors" if len(old.shards) == len(shards) else "how tensors are cut into shards"
+    differing = [] if old.manifest["shards"] == shards else [what]
+    differing += [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
+    if differing:
+        raise CheckpointError(
+            f"{target} exists already, is whole, and differs from this run in: {', '.join(differing)}. It was kept and nothing was saved. "
+            "It comes from another run or from an earlier pass over this iteration: give another --save folder, or move it away."
+        )
+    return None
+
+
+def _write_tracker(root: Path, iteration: int, attempt: str) -> None:
+    temporary = root / f".tmp-iter-{iteration}-{attempt}.txt"
+    with suppress(OSError):  # only a hint: without it the save has succeeded all the same
+        with new_file(temporary) as file:
+            write_all(file, [memoryview(f"{iteration}\n".encode())])
+        os.rename(temporary, root / m.TRACKER)
+        sync_folder(root)
+
+
+def not_saved(root: Path, iteration: int, error: Exception) -> str:
+    text = f"{root}: the checkpoint of iteration {iteration} was not saved: {_words(error)} ({getattr(error, 'filename', None) or root})."
+    number = getattr(error, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        text += " Free space, raise the quota, or give another --save folder."
+    elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        text += " Give a --save folder that this user may write to."
+    elif number == errno.ENOENT:
+        text += " Its temporary folder vanished: another run is saving to this folder; give each its own --save."
+    with suppress(CheckpointError):
+        kept = m.list_iterations(root)
+        text += f" Older checkpoints are untouched (newest: iteration {kept[0]})." if kept else ""
+    return text
+
+
+def not_writable(root: Path, error: Exception) -> str:
+    return f"--save {root}: cannot be written to: {_words(error)}; make it writable and free space on its disk, or choose another folder"
+
+
+def _words(error: Exception) -> str:
+    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"

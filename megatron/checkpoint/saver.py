@@ -1,0 +1,251 @@
+"""Saves of a run, one at a time, on all ranks together: at once, or in the background while training goes on (docs/checkpoint.md).
+
+A background save holds the training up for a copy of this rank's shard into host memory (`Staging`); a process beside it writes the file
+(background.py). How far all have come travels in the sum that ends every training step: no collective is added to it but two small ones
+when the shards are written and when the checkpoint stands.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint import manifest as m
+from megatron.checkpoint.background import Background
+from megatron.checkpoint.commit import Attempt, not_saved
+from megatron.checkpoint.ranks import Ranks
+from megatron.checkpoint.writer import in_file_order, save_checkpoint, shard_header
+
+if TYPE_CHECKING:
+    from megatron.model.layout import Box
+
+GIB = 1 << 30
+
+
+def staging_bytes(pairs: Sequence[tuple[Box, Tensor]], limit: float | None) -> int:
+    """Host memory for the background save of these (box, tensor) pairs: their shard's file, or `limit` GiB where that is less."""
+    header = len(shard_header(list(pairs), 0, 1, 0)) + m.ALIGN  # with longer numbers
+    data = sum(math.prod(box.extent) * tensor.element_size() for box, tensor in pairs)
+    chunks = math.inf if limit is None else max(1, int(limit * GIB) // m.CHUNK)
+    return header + min(-(-data // m.CHUNK), chunks) * m.CHUNK
+
+
+class Staging:
+    """The copy of a shard's file in memory that the writer process sees; persistent, for fresh memory is many times slower. Copies from a GPU run
+    on a stream of their own. Never run on a GPU."""
+
+    def __init__(self, background: Background, device: torch.device):
+        self.background = background
+        self.memory = torch.frombuffer(background.memory, dtype=torch.uint8)
+        self.memory.zero_()  # the pages are there before the first save
+        self.stream, self.copied = None, None
+        if device.type == "cuda":
+            code = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0)
+            assert int(code) == 0, f"cudaHostRegister: {code}"
+            self.stream = torch.cuda.Stream(device)
+
+    def fill(self, header: bytes, views: Iterable[Tensor]) -> None:
+        """Send the writer the file in waves of what the memory holds; returns with the last one on its way into it."""
+        self.at = len(header)
+        self.memory[: self.at].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        self.room = self.at + (len(self.memory) - self.at) // m.CHUNK * m.CHUNK
+        if self.stream is None:
+            for view in views:
+                self._place(view)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for view in views:
+                self._place(view)
+            self.copied = self.stream.record_event()
+
+    def _place(self, view: Tensor) -> None:
+        while len(view):
+            if self.at == self.room:
+                self.hand_over()
+                taken = self.background.answer(wait=True)
+                if "error" in taken:
+                    raise m.CheckpointError(taken["error"])
+                self.at, self.room = 0, len(self.memory) // m.CHUNK * m.CHUNK  # a wave ends with a chunk
+            row = view[0].numel() * view.element_size()
+            rows = min(len(view), (self.room - self.at) // row)
+            if rows:
+                part = view[:rows]
+                self.memory[self.at : self.at + rows * row].view(view.dtype).view(part.shape).copy_(part, non_blocking=True)
+                self.at += rows * row
+            else:
+                rows = 1
+                self._place(view[0])
+            view = view[rows:]
+
+    def hand_over(self) -> None:
+        """What has been copied since the last time is the writer's."""
+        if self.stream is not None:
+            self.stream.synchronize()
+        self.background.send({"bytes": self.at})
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the copies are over."""
+        return self.copied is None or self.copied.query()
+
+
+@dataclass
+class UnderWay:
+    """A save that has not ended."""
+
+    attempt: Attempt
+    state: dict[str, Any]
+    started: float
+    takes_part: bool
+    handed_over: bool = False
+    outcome: dict[str, Any] | None = None  # of this rank's part of the phase
+    records: list[dict[str, Any]] | None = None  # of all shards, once they are written
+
+
+class Saver:
+    """`save` a run's checkpoints under `root`. With `memory`, bytes of host memory for this rank's shard, in the background.
+
+    `ready` and `advance` carry a background save on from step to step; `drain` waits for its end. A failed save is said, and stops nothing.
+    """
+
+    def __init__(self, root: str | Path, ranks: Ranks, memory: int | None = None, say: Callable[[str], None] = partial(print, flush=True)):
+        self.root, self.ranks, self.say = Path(root), ranks, say
+        self.under_way: UnderWay | None = None
+        self.went_well = True  # the last save
+        self.background = self.staging = None
+        if memory is not None:
+            self.background = Background(memory)
+            self.staging = Staging(self.background, ranks.device)
+
+    def save(self, iteration: int, pairs: Sequence[tuple[Box, Tensor]], state: dict[str, Any]) -> None:
+        """Save, or begin to: a save that is still under way is waited for before. All ranks call it together."""
+        began = time.perf_counter()
+        if self.under_way is not None:
+            self.drain()
+            self.say(f" the save before was not over: waited {time.perf_counter() - began:.1f} s for it; a longer --save-interval avoids that")
+        try:
+            if self.staging is None:
+                path = save_checkpoint(self.root, iteration, pairs, state, self.say, self.ranks)
+                self._end(path, None)
+            else:
+                self._begin(iteration, [(box, tensor) for box, tensor in pairs if math.prod(box.extent)], state, began)
+        except (ValueError, OSError) as error:
+            if self.background is not None:
+                self.background.close()  # it may wait for the rest of a shard
+            self._end(None, error, iteration)
+
+    def _begin(self, iteration: int, pairs: list[tuple[Box, Tensor]], state: dict[str, Any], began: float) -> None:
+        attempt = Attempt(self.root, iteration, self.ranks, partial(not_saved, self.root, iteration))
+        with attempt.kept():
+            index, shards = attempt.number_shards(state, bool(pairs))
+            attempt.agree(lambda: None if index is None else self._stage(attempt, index, shards, in_file_order(pairs)))
+            self.under_way = UnderWay(attempt, state, began, bool(pairs))
+
+    def _stage(self, attempt: Attempt, index: int, shards: int, pairs: list[tuple[Box, Tensor]]) -> None:
+        header = shard_header(pairs, index, shards, attempt.iteration)
+        size = len(header) + sum(math.prod(box.extent) * tensor.element_size() for box, tensor in pairs)
+        self.background.start()
+        self.background.send({"do": "write", "root": str(self.root), "iteration": attempt.iteration, "folder": str(attempt.folder), "index": index,
+                              "header": len(header), "bytes": size})
+        self.staging.fill(header, (box.view(tensor.detach()) for box, tensor in pairs))
+
+    def before_update(self) -> None:
+        """The tensors are about to change: on a GPU the current stream waits for the copies."""
+        if self.under_way is not None and self.staging.copied is not None:
+            torch.cuda.current_stream().wait_event(self.staging.copied)
+
+    # ---- from step to step
+
+    def ready(self) -> list[float]:
+        """1 for each phase that this rank has done its part of: shards, commit. Their sums over all ranks go to `advance`."""
+        save = self.under_way
+        if save is None:
+            return [] if self.staging is None else [0.0, 0.0]
+        self._look(wait=False)
+        done = float(save.outcome is not None)
+        return [1.0, done] if save.records is not None else [done, 0.0]
+
+    def advance(self, sums: Sequence[float]) -> None:
+        """All ranks call this after the same step: go on to the next phase when every one is ready for it."""
+        if self.under_way is not None and sums[self.under_way.records is not None] == self.ranks.world.size:
+            self._next_phase()
+
+    def drain(self) -> bool:
+        """Wait for the save under way; whether the last one went well. All ranks call it together."""
+        while self.under_way is not None:
+            self._look(wait=True)
+            self._next_phase()
+        return self.went_well
+
+    def close(self) -> None:
+        """End the writer process, whatever it does."""
+        if self.background is not None:
+            self.background.close()
+
+    def _look(self, *, wait: bool) -> None:
+        """See what has become of this rank's part."""
+        save = self.under_way
+        if save.outcome is not None:
+            return
+        if not (save.takes_part if save.records is None else self.ranks.first):
+            save.outcome = {"result": None}
+            return
+        try:
+            if not save.handed_over and (wait or self.staging.is_here):
+                self.staging.hand_over()
+                save.handed_over = True
+            if save.handed_over:
+                save.outcome = self.background.answer(wait=wait)
+        except m.CheckpointError as error:
+            save.outcome = {"error": f"{self.root}: the checkpoint of iteration {save.attempt.iteration} was not saved: {error}"}
+
+    def _next_phase(self) -> None:
+        save, outcome = self.under_way, self.under_way.outcome
+
+        def result() -> Any:
+            if "error" in outcome:
+                raise m.CheckpointError(outcome["error"])
+            return outcome["result"], self.ranks.who
+
+        try:
+            results = save.attempt.agree(result)
+            if save.records is None:
+                save.records = [record | who for record, who in results if record is not None]
+                save.outcome, save.handed_over = None, True
+                if self.ranks.first:
+                    self._commit(save)
+                return
+        except ValueError as error:
+            self._end(None, error, save.attempt.iteration)
+            return
+        for line in results[0][0]:
+            self.say(line)
+        self._end(self.root / m.iteration_folder(save.attempt.iteration), None)
+
+    def _commit(self, save: UnderWay) -> None:
+        attempt = save.attempt
+        try:
+            self.background.start()
+            self.background.send({"do": "commit", "root": str(self.root), "folder": str(attempt.folder), "iteration": attempt.iteration,
+                                  "attempt": attempt.name, "shards": save.records, "state": save.state})
+        except m.CheckpointError as error:
+            save.outcome = {"error": str(error)}
+
+    def _end(self, path: Path | None, error: Exception | None, iteration: int = 0) -> None:
+        if self.under_way is not None:
+            self.under_way.attempt.__exit__()
+            self.under_way = None
+        self.went_well = error is None
+        if error is None:
+            self.say(f" saved checkpoint {path}")
+        else:
+            self.say(f"warning: iteration {iteration} was NOT saved; older checkpoints are untouched. {error}")
