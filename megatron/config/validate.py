@@ -39,7 +39,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
      "lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples eval_interval save_interval log_interval tensorboard_log_interval "
      "peak_tflops adam_eps tensor_model_parallel_size pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank "
      "num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers distributed_timeout_minutes "
-     "zero_shard_size world_size save_retain_interval save_keep_last"),
+     "zero_shard_size world_size save_retain_interval save_keep_last local_save_interval save_rate_limit"),
     ("0 or more", lambda value: value >= 0,
      "z_loss_coeff lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay start_weight_decay end_weight_decay "
      "clip_grad eval_iters seed train_iters ckpt_step"),
@@ -98,7 +98,10 @@ NEEDS: Table = (
      lambda run: bool(run.lr_warmup_iters or run.lr_warmup_samples or run.lr_warmup_fraction)),
     ("start_weight_decay end_weight_decay", "--weight-decay-incr-style linear or cosine",
      lambda run: run.weight_decay_incr_style != "constant"),
-    ("save_interval save_optim save_retain_interval save_keep_last verify_integrity", "--save DIR", lambda run: run.save is not None),
+    ("save_interval save_optim save_retain_interval save_keep_last verify_integrity local_checkpoint_dir", "--save DIR", lambda run: run.save is not None),
+    ("local_checkpoint_dir", "--local-save-interval N", lambda run: run.local_save_interval is not None),
+    ("local_save_interval local_redundancy", "--local-checkpoint-dir DIR", lambda run: run.local_checkpoint_dir is not None),
+    ("save_rate_limit", "--async-save", lambda run: run.async_save),
     ("ckpt_step finetune load_optim exit_on_missing_checkpoint override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
      "--load DIR", lambda run: run.load is not None),
     ("wandb_exp_name wandb_save_dir wandb_entity", "--wandb-project NAME", lambda run: run.wandb_project is not None),

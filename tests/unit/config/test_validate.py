@@ -137,6 +137,12 @@ def test_a_complete_configuration_has_no_faults():
     ("--save-keep-last 2", "--save-keep-last 2: acts only with --save DIR"),
     ("--verify-integrity", "--verify-integrity: acts only with --save DIR"),
     ("--save ckpt --save-keep-last 0", "--save-keep-last 0: must be greater than 0"),
+    ("--local-checkpoint-dir a --local-save-interval 5", "--local-checkpoint-dir a: acts only with --save DIR"),
+    ("--save ckpt --local-checkpoint-dir a", "--local-checkpoint-dir a: acts only with --local-save-interval N"),
+    ("--save ckpt --local-save-interval 5", "--local-save-interval 5: acts only with --local-checkpoint-dir DIR"),
+    ("--save ckpt --local-redundancy partner", "--local-redundancy partner: acts only with --local-checkpoint-dir DIR"),
+    ("--save ckpt --save-rate-limit 5", "--save-rate-limit 5.0: acts only with --async-save"),
+    ("--save ckpt --async-save --save-rate-limit 0", "--save-rate-limit 0.0: must be greater than 0"),
     ("--save ckpt --save-retain-interval 10", "--save-retain-interval 10: must be a multiple of --save-interval"),
     ("--save ckpt --save-interval 4 --save-retain-interval 10", "--save-retain-interval 10: must be a multiple of --save-interval"),
     ("--no-load-optim", "--no-load-optim: acts only with --load DIR"),
@@ -187,6 +193,7 @@ def test_required_alternatives():
     "--optimizer-nvme-offload disk --optimizer-offload-fraction 0.5", "--fp64 --zero-stage 3",
     "--checkpoint-activations", "--save new --load new --save-interval 5", "--load ckpt --finetune --no-load-optim",
     "--save new --save-interval 5 --save-retain-interval 10 --save-keep-last 2",
+    "--save new --async-save --save-rate-limit 5 --local-checkpoint-dir a --local-save-interval 5",
     "--wandb-project p --wandb-exp-name e --tensorboard-log-interval 10", "--split 1",
 ])
 def test_valid_combinations(extra):
