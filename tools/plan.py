@@ -1,11 +1,15 @@
-"""Plan a run without a GPU: python tools/plan.py memory <flags of pretrain_gpt.py> --world-size N
+"""Plan a run without a GPU: python tools/plan.py memory|checkpoint <flags of pretrain_gpt.py> --world-size N
 
+memory: a table of memory by pipeline rank, which stage of ZeRO fits, and whether communication hides behind computation.
     --memory GIB          what a device has (80)
     --mfu SHARE           what training reaches of its peak (0.4); the peak is --peak-tflops (989: H100)
     --bandwidth GB/S      what one rank sends at (50: one 400 Gb/s adapter)
+checkpoint: bytes and seconds of a checkpoint, and how often to save.
+    --write GB/S          what one rank writes to --save at, all writing at once (1)
+    --copy GB/S           what one rank copies into host memory at (10)
+    --mtbf HOURS          mean time between failures of the job (24)
 
-Prints a table of memory by pipeline rank, which stage of ZeRO fits, and whether communication hides behind computation. No data file is read;
-the tokenizer is, unless --vocab-size says how many entries it has. Exit code 2: flags that pretrain_gpt.py would refuse.
+No data file is read; the tokenizer is, unless --vocab-size says how many entries it has. Exit code 2: flags that pretrain_gpt.py would refuse.
 """
 
 from __future__ import annotations
@@ -22,18 +26,19 @@ from megatron.config.groups import Config
 from megatron.config.validate import resolve
 from megatron.data.tokenizer import build_tokenizer
 from megatron.plan.advice import BANDWIDTH, MFU, PEAK_TFLOPS, Machine
+from megatron.plan.checkpoint import checkpoint_report
 from megatron.plan.table import memory_report
 
-OWN = {"--memory": 80.0, "--mfu": MFU, "--bandwidth": BANDWIDTH}
+OWN = {"memory": {"--memory": 80.0, "--mfu": MFU, "--bandwidth": BANDWIDTH}, "checkpoint": {"--write": 1.0, "--copy": 10.0, "--mtbf": 24.0}}
 
 
-def take_own(argv: list[str]) -> tuple[dict[str, float], list[str]]:
+def take_own(argv: list[str], own: dict[str, float]) -> tuple[dict[str, float], list[str]]:
     """(values of the flags that are this tool's, the other words). Raises ArgumentErrors."""
-    values, rest, faults = dict(OWN), [], []
+    values, rest, faults = dict(own), [], []
     words = iter(argv)
     for word in words:
         flag, equals, value = word.partition("=")
-        if flag not in OWN:
+        if flag not in own:
             rest.append(word)
             continue
         text = value if equals else next(words, "")
@@ -58,9 +63,9 @@ def without_files(config: Config) -> Config:
     return dataclasses.replace(config, data=data)
 
 
-def plan_memory(argv: list[str]) -> list[str]:
-    """The lines that `memory` prints. Raises ValueError for what the user can mend."""
-    own, rest = take_own(argv)
+def plan(what: str, argv: list[str]) -> list[str]:
+    """The lines that `memory` or `checkpoint` prints. Raises ValueError for what the user can mend."""
+    own, rest = take_own(argv, OWN[what])
     parsed = parse_arguments([*rest, "--dry-run"])
     world_size = parsed.config.distributed.world_size
     if world_size is None:
@@ -68,17 +73,19 @@ def plan_memory(argv: list[str]) -> list[str]:
     config = without_files(parsed.config)
     vocab_size = build_tokenizer(resolve(config, world_size, None).config.data).vocab_size
     config = resolve(config, world_size, vocab_size).config
+    if what == "checkpoint":
+        return checkpoint_report(config, vocab_size, world_size, write=own["--write"], copy=own["--copy"], between_failures=own["--mtbf"])
     machine = Machine(config.logging.peak_tflops or PEAK_TFLOPS, own["--mfu"], own["--bandwidth"])
     return memory_report(config, vocab_size, world_size, memory=own["--memory"], machine=machine)
 
 
 def main(argv: list[str]) -> int:
     """The exit code."""
-    if not argv or argv[0] != "memory" or any(word in ("-h", "--help") for word in argv):
+    if not argv or argv[0] not in OWN or any(word in ("-h", "--help") for word in argv):
         print(__doc__.strip(), file=sys.stdout if "--help" in argv or "-h" in argv else sys.stderr)
         return 0 if "--help" in argv or "-h" in argv else 2
     try:
-        print("\n".join(plan_memory(argv[1:])))
+        print("\n".join(plan(argv[0], argv[1:])))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

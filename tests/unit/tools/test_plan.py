@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import plan  # noqa: E402
 
 import pretrain_gpt  # noqa: E402
+from megatron.plan.checkpoint import best_interval, time_lost  # noqa: E402
 
 FLAGS = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 4 --global-batch-size 512
 --train-iters 10 --lr 1e-4 --mock-data --vocab-size 50256 --bf16 --hidden-dropout 0 --attention-dropout 0 --zero-stage 2""".split()
@@ -51,6 +52,32 @@ def test_it_says_what_the_dry_run_says(capsys):
     told = " ".join(capsys.readouterr().out.split())
     total = told.split("total ")[1].split()[0]
     assert next(line for line in found if line.startswith("resident")).split("peak ")[1].startswith(f"{total} GiB")
+
+
+def test_how_long_a_checkpoint_takes_and_how_often(capsys):
+    """354.9M parameters (tied, 50257 + padding) x 12 bytes on 16 ranks; Young's example by hand: sqrt(2 x 40 s x 3 h) = 930 s, 8.6% lost."""
+    assert plan.main(["checkpoint", *FLAGS, "--world-size", "16", "--write", "0.1", "--copy=2", "--mtbf", "3"]) == 0
+    size, times, _, plain, background = capsys.readouterr().out.splitlines()
+    assert size == "checkpoint of 4.258 GB: GB that each rank writes, by pipeline stage: 0.2662"
+    assert times == "at 0.1 GB/s a rank 2.66 s; with --async-save training waits 0.133 s for a copy at 2 GB/s"
+    assert plain.startswith("  every 240 s: 2.24% of the time") and background.startswith("  every 53.6 s with --async-save: 0.52% of the time")
+    assert best_interval(40, 3 * 3600) == pytest.approx(929.5, rel=1e-3) and time_lost(929.5, 40, 3 * 3600, 0) == pytest.approx(0.0861, rel=1e-3)
+    assert plan.main(["checkpoint", *FLAGS, "--world-size", "16", "--pipeline-model-parallel-size", "4"]) == 0
+    assert capsys.readouterr().out.startswith("checkpoint of 4.258 GB: ")  # the last stage's copy of the embedding is not written
+    losses = [time_lost(interval, 40, 3 * 3600, 5) for interval in (850, best_interval(40, 3 * 3600), 1010)]
+    assert min(losses) == losses[1]
+    assert best_interval(1, 100, 60) == 60  # one save at a time: the next begins when this one is over
+
+
+def test_files_are_as_large_as_planned(capsys, tmp_path):
+    flags = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3
+    --mock-data --vocab-size 8192 --eval-iters 0""".split()
+    assert pretrain_gpt.main([*flags, "--save", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert plan.main(["checkpoint", *flags, "--world-size", "1"]) == 0
+    planned = float(capsys.readouterr().out.split()[2])
+    written = (tmp_path / "iter_0000001" / "shard-00000.safetensors").stat().st_size / 1e9
+    assert written == pytest.approx(planned, rel=0.02)
 
 
 @pytest.mark.parametrize("flags", [
