@@ -1,0 +1,187 @@
+"""Old checkpoints go by the rule, never the only whole one, and a kill at any time leaves whole ones alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_cases import pairs
+
+from megatron.checkpoint import retention
+from megatron.checkpoint.manifest import CheckpointError, iteration_folder, list_iterations
+from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.retention import Policy, retire
+from megatron.checkpoint.writer import save_checkpoint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def save(root: Path, iteration: int) -> None:
+    save_checkpoint(root, iteration, pairs({"w": torch.full((8,), float(iteration))}), {"iteration": iteration})
+
+
+@pytest.fixture(scope="module")
+def ten(tmp_path_factory):
+    root = tmp_path_factory.mktemp("ten")
+    for iteration in range(1, 11):
+        save(root, iteration)
+    return root
+
+
+@pytest.fixture
+def root(ten, tmp_path):
+    return shutil.copytree(ten, tmp_path / "run")
+
+
+def damage(root: Path, iteration: int) -> None:
+    (root / iteration_folder(iteration) / "shard-00000.digests").write_bytes(b"")
+
+
+@pytest.mark.parametrize(("policy", "kept"), [
+    (Policy(), range(1, 11)), (Policy(last=3), (8, 9, 10)), (Policy(last=1), (10,)), (Policy(interval=4), (4, 8, 10)),
+    (Policy(interval=5), (5, 10)), (Policy(interval=4, last=2), (4, 8, 9, 10)), (Policy(last=20), range(1, 11)),
+])
+def test_what_stays(root, policy, kept):
+    said: list[str] = []
+    gone = retire(root, policy, 10, said.append)
+    assert list_iterations(root) == sorted(kept, reverse=True) and sorted([*gone, *kept]) == list(range(1, 11))
+    assert not [path for path in root.iterdir() if path.name.startswith(".")] and not said
+    assert retire(root, policy, 10, said.append) == []
+
+
+def test_the_damaged_and_the_foreign_stay_and_do_not_count(root, tmp_path):
+    damage(root, 9)
+    damage(root, 7)
+    shutil.rmtree(root / iteration_folder(6))
+    (root / iteration_folder(6) / "mp_rank_00").mkdir(parents=True)  # Megatron-LM's layout has the same names
+    os.rename(root / iteration_folder(5), tmp_path / iteration_folder(5))
+    (root / iteration_folder(5)).symlink_to(tmp_path / iteration_folder(5))
+    (root / "iter_0000004.damaged-0123456789abcdef").mkdir()
+    assert retire(root, Policy(last=2), 10, pytest.fail) == [4, 3, 2, 1]
+    assert list_iterations(root) == [10, 9, 8, 7, 6, 5]
+    assert (tmp_path / iteration_folder(5) / "MANIFEST.json").exists() and (root / "iter_0000004.damaged-0123456789abcdef").exists()
+
+
+def test_nothing_goes_before_the_newest_is_known_to_be_whole(root):
+    damage(root, 10)
+    said: list[str] = []
+    assert retire(root, Policy(last=1), 10, said.append) == [] and retire(root, Policy(last=1), 11, said.append) == []
+    assert "iter_0000010/shard-00000.digests" in said[0] and "were not deleted" in said[0] and len(said) == 2
+    assert len(list_iterations(root)) == 10
+
+
+def test_later_iterations_of_another_pass_stay_and_what_was_just_saved_too(root):
+    """After --ckpt-step 4 a run has saved iteration 5 anew."""
+    assert retire(root, Policy(last=2), 5, pytest.fail) == [3, 2, 1]
+    assert list_iterations(root) == [10, 9, 8, 7, 6, 5, 4]
+
+
+@pytest.mark.parametrize("call", ["rename", "fsync"])
+def test_a_failing_deletion_fails_no_save(root, monkeypatch, call):
+    def failing(*args, **kwargs):
+        raise OSError(5, "Input/output error")
+
+    said: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        retire(root, Policy(last=1), 10, said.append)
+    assert find_checkpoint(root).name == iteration_folder(10)
+    assert (call == "rename") == (len(said) == 1 and "Input/output error" in said[0] and len(list_iterations(root)) == 10)
+    save(root, 11)
+    assert not [path for path in root.iterdir() if path.name.startswith(".")]
+
+
+def test_names_are_durable_before_anything_is_deleted(root, monkeypatch):
+    calls: list[str] = []
+    for name in ("rename", "fsync", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, lambda *args, real=getattr(os, name), name=name, **kwargs: (calls.append(name), real(*args, **kwargs))[1])
+    retire(root, Policy(last=8), 10, pytest.fail)
+    assert calls[:3] == ["rename", "rename", "fsync"] and set(calls[3:]) == {"unlink", "rmdir"}
+
+
+# ---- kill -9 ---------------------------------------------------------------------------------------------------------
+
+
+def save_then_retire(root: Path, iteration: int) -> None:
+    save(root, iteration)
+    retire(root, Policy(last=1), iteration, print)
+
+
+def retire_first(root: Path, iteration: int) -> None:
+    """A mutant: makes room for what is to come."""
+    for old in list_iterations(root):
+        os.rename(root / iteration_folder(old), root / f".trash-iter-{old}-0123456789abcdef")
+    save(root, iteration)
+
+
+def delete_in_place(root: Path, iteration: int) -> None:
+    """A mutant: without the rename."""
+    save(root, iteration)
+    for old in list_iterations(root)[1:]:
+        shutil.rmtree(root / iteration_folder(old))
+
+
+def die_before(number: int, act, root: Path) -> int:
+    """Fork a process that is killed before its system call `number`; its wait status."""
+    child = os.fork()
+    if child == 0:
+        try:
+            left = number
+            for name in ("open", "writev", "fsync", "rename", "mkdir", "unlink", "rmdir"):
+
+                def dying(*args, real=getattr(os, name), **kwargs):
+                    nonlocal left
+                    left -= 1
+                    if left < 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return real(*args, **kwargs)
+
+                setattr(os, name, dying)
+            act(root, 3)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+def faults_of(root: Path) -> list[str]:
+    """What is wrong with a folder in which iteration 2 had been saved."""
+    found = []
+    for iteration in list_iterations(root):
+        try:
+            with Checkpoint(root / iteration_folder(iteration)) as checkpoint:
+                checkpoint.verify()
+        except CheckpointError as error:
+            found.append(str(error))
+    return found if max(list_iterations(root), default=0) >= 2 else [*found, "iteration 2 had been saved"]
+
+
+@pytest.mark.parametrize("act", [save_then_retire, retire_first, delete_in_place])
+def test_a_kill_before_any_system_call(ten, tmp_path, act):
+    start, faults = tmp_path / "start", []
+    for iteration in (1, 2):
+        shutil.copytree(ten / iteration_folder(iteration), start / iteration_folder(iteration))
+    for number in range(100):
+        root = shutil.copytree(start, tmp_path / str(number))
+        status = die_before(number, act, root)
+        faults += faults_of(root)
+        if status == 0:
+            break
+        assert os.WIFSIGNALED(status), "the victim failed by itself"
+        if act is save_then_retire and number % 3 == 0:  # the next save tidies up
+            save_then_retire(root, 4)
+            assert list_iterations(root) == [4] and not [path for path in root.iterdir() if path.name.startswith(".")]
+    assert status == 0 and number > 25 and list_iterations(root) == [3]
+    assert (faults == []) == (act is save_then_retire), faults
+
+
+def test_a_policy_that_counts_the_damaged_is_caught(root, monkeypatch):
+    """The control of what counts: without opening, a damaged one takes the place of the only whole one."""
+    monkeypatch.setattr(retention, "_is_whole", lambda folder: True)
+    damage(root, 9)
+    retire(root, Policy(last=2), 10, pytest.fail)
+    assert list_iterations(root) == [10, 9]
