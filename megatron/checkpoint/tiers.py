@@ -1,0 +1,117 @@
+"""A run's two tiers of checkpoints: those in a folder of each node, saved often, and those of --save. All ranks call everything together."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.checkpoint import manifest as m
+from megatron.checkpoint.local import require_partners, require_room, save_local
+from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.nodes import RunId, find_nodes, forget_run, new_run, read_run
+from megatron.checkpoint.progress import GB
+from megatron.checkpoint.ranks import Ranks
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.checkpoint.rebuild import Found, LocalCheckpoint, newest_local, restore_copies
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron.model.layout import Box
+
+
+class Tiers:
+    """The local tier of a run. `partner`: each node keeps another one's shards too."""
+
+    def __init__(self, root: str | Path, ranks: Ranks, partner: bool, say: Callable[[str], None] = partial(print, flush=True)):
+        self.nodes, self.partner, self.say = find_nodes(root, ranks), partner, say
+        self.run: RunId | None = None
+        self.saved: int | None = None  # the newest iteration that this job has saved locally
+        if partner:
+            require_partners(self.nodes, self._first_says)
+
+    def _first_says(self, text: str) -> None:
+        if self.nodes.ranks.first:
+            self.say(text)
+
+    def newest(self, load: str | Path, older: bool) -> Checkpoint | None:
+        """The newest checkpoint of the run whose --save folder `load` is, of either tier; of the same iteration the local one.
+
+        A local one of an iteration before the newest of `load` is taken when that is damaged and `older` allows it, else never. Raises as open_checkpoint.
+        """
+        ranks = self.nodes.ranks
+        told = ranks.agree(lambda: _look(load) if ranks.first else None)[0]
+        run, shared = None if told[0] is None else RunId(**told[0]), told[1]
+        if run is None:
+            return open_checkpoint(load, None, self.say, ranks, older)
+        found = newest_local(self.nodes, run, 0 if older else max(shared, default=0), self.say)
+        if found is None or found.iteration < max(shared, default=0):
+            checkpoint = open_checkpoint(load, None, self.say, ranks, older)
+            if found is None or (checkpoint is not None and checkpoint.iteration > found.iteration):
+                return checkpoint
+        self._first_says(f" taking the local checkpoint of iteration {found.iteration} ({self.nodes.root}): "
+                         + (f"--load {load} has iteration {max(shared)}" if shared else f"--load {load} has none"))
+        return self._open(run, found)
+
+    def _open(self, run: RunId, found: Found) -> LocalCheckpoint:
+        if self.partner:
+            found = restore_copies(self.nodes, run, found, self.say)
+        return LocalCheckpoint(self.nodes, run, found)
+
+    def begin(self, run: RunId, own_bytes: int, drains: bool) -> None:
+        """Save for `run` from now on, `own_bytes` by this rank. Raises CheckpointError on every rank when a node has no room for that."""
+        self.run = run
+        require_room(self.nodes, run, own_bytes, self.partner, drains)
+
+    def save(self, iteration: int, pairs: Sequence[tuple[Box, Tensor]], state: dict[str, Any]) -> bool:
+        """Save locally; whether that went well. A failed save is said, and stops nothing."""
+        began = time.perf_counter()
+        try:
+            save_local(self.nodes, self.run, iteration, pairs, state, self.partner)
+        except (ValueError, OSError) as error:
+            self.say(f"warning: {error}")
+            return False
+        self.saved = iteration
+        size = sum(math.prod(box.extent) * tensor.element_size() for box, tensor in pairs)
+        seconds = time.perf_counter() - began
+        self.say(f" saved local checkpoint of iteration {iteration}: {size / GB:.2f} GB of this rank in {seconds:.1f} s, {size / GB / seconds:.2f} GB/s")
+        return True
+
+    def shard(self, iteration: int, index: int) -> tuple[Path, dict[str, Any]]:
+        """(file, entry in the manifest) of a shard that this node has of a local checkpoint. Raises CheckpointError."""
+        folder = self.nodes.root / self.run.folder / m.iteration_folder(iteration)
+        manifest = m.decode_manifest((folder / m.MANIFEST).read_bytes(), folder / m.MANIFEST)
+        return folder / m.shard_file(index), manifest["shards"][index]
+
+
+def _look(load: str | Path) -> tuple[dict[str, str] | None, list[int]]:
+    run = read_run(load)
+    return None if run is None else asdict(run), m.list_iterations(Path(load))
+
+
+def same_folder(load: str | Path | None, save: str | Path | None) -> bool:
+    """Whether a run that loads from `load` and saves to `save` goes on with what is there."""
+    return load is not None and save is not None and os.path.realpath(load) == os.path.realpath(save)
+
+
+def settle_run(save: str | Path, ranks: Ranks, *, goes_on: bool, local: bool) -> RunId | None:
+    """Which run saves to `save` from now on. One that goes on is the one it was; any other start is a new one, which shall not take the
+    local checkpoints of the one before for its own. None when there are no local ones (`local`)."""
+    def first() -> dict[str, str] | None:
+        if not ranks.first:
+            return None
+        try:
+            if not local:
+                return None if goes_on else forget_run(save)
+            return asdict((read_run(save) if goes_on else None) or new_run(save))
+        except OSError as error:
+            raise CheckpointError(f"--save {save}: {error.filename}: {error.strerror}: make it writable, or give another folder") from error
+
+    told = ranks.agree(first)[0]
+    return None if told is None else RunId(**told)

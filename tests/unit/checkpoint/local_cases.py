@@ -1,0 +1,274 @@
+"""What one rank does in the tests of local checkpoints: several nodes on one machine, each with a folder of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from checkpoint_cases import cut, example, same_bits
+
+from megatron.checkpoint import local, manifest, nodes, rebuild
+from megatron.checkpoint.files import write_shard_file
+from megatron.checkpoint.local import save_local
+from megatron.checkpoint.nodes import Nodes, RunId, find_nodes
+from megatron.checkpoint.ranks import Ranks
+from megatron.checkpoint.rebuild import LocalCheckpoint, newest_local, restore_copies
+from megatron.dist.groups import Axis
+from megatron.model.layout import Box
+
+RUN, OTHER = RunId("a" * 32, "here"), RunId("b" * 32, "here")
+STATE = {"iteration": 2, "scale": float("inf")}
+
+
+def all_ranks() -> Ranks:
+    return Ranks(Axis("world", dist.get_rank(), tuple(range(dist.get_world_size()))))
+
+
+def join(root: Path, each: int) -> Nodes:
+    """Nodes of `each` ranks; node 1 sees `root`/1."""
+    return find_nodes(Path(root, str(dist.get_rank() // each)), all_ranks())
+
+
+def found_nodes(root: Path, each: int) -> tuple:
+    found = join(root, each)
+    dist.barrier()  # all have taken their files away
+    return found.members, found.index, found.first, found.place, sorted(path.name for path in found.root.iterdir())
+
+
+def dealt(seed: int, cut_seed: int) -> list[tuple[Box, torch.Tensor]]:
+    """What this rank owns of `example(seed)`, cut at random; of four ranks, sometimes, one has nothing."""
+    rng, world, mine = random.Random(cut_seed), dist.get_world_size(), []
+    takers = rng.sample(range(world), rng.randint(max(1, world - 1), world))
+    for name, full in example(seed).items():
+        for offset, extent in cut(rng, tuple(full.shape), rng.randint(1, 5)):
+            part = full[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))].clone()
+            if rng.choice(takers) == dist.get_rank():
+                mine.append((Box(name, tuple(full.shape), offset, extent), part))
+    return mine
+
+
+@contextlib.contextmanager
+def small(mutant: str | None = None, chunk: int = 256) -> Iterator[None]:
+    """Chunks and messages so small that every shard has several, and a mutant."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(manifest, "CHUNK", chunk))
+        stack.enter_context(mock.patch.object(nodes, "PIECE", 1000))
+        if mutant is not None:
+            stack.enter_context(MUTANTS[mutant]())
+        yield
+
+
+def save(root: Path, each: int, iteration: int, seed: int, partner: bool = True, run: RunId = RUN, mutant: str | None = None) -> str:
+    """Save `example(seed)` locally: the folder's name, or the error."""
+    with small(mutant):
+        try:
+            name = save_local(join(root, each), run, iteration, dealt(seed, seed), STATE, partner).name
+        except ValueError as error:
+            name = str(error)
+        dist.barrier()
+    return name
+
+
+def restart(root: Path, each: int, seed: int, cut_seed: int, run: RunId = RUN, oldest: int = 0, mutant: str | None = None) -> tuple:
+    """Take the newest local checkpoint and read another cut of it: (iteration, what is not `example(seed)`, what was said, bytes fetched).
+
+    Seed 0: that of the iteration's number."""
+    said: list[str] = []
+    with small(mutant):
+        joined = join(root, each)
+        found = newest_local(joined, run, oldest, said.append)
+        if found is None:
+            return None, [], said, 0
+        found = restore_copies(joined, run, found, said.append)
+        checkpoint, faults, fetched, wanted = LocalCheckpoint(joined, run, found), [], 0, dealt(seed or found.iteration, cut_seed)
+        try:
+            fetched = checkpoint.fetch([box for box, _ in wanted])
+            for box, want in wanted:
+                into = torch.zeros_like(want)
+                checkpoint.read(box, into)
+                faults += [] if same_bits(into, want) else [f"{box.name} at {box.offset}"]
+        except ValueError as error:
+            faults.append(str(error))
+        dist.barrier()
+        checkpoint.close()
+        dist.barrier()
+    return found.iteration, faults, said, fetched
+
+
+def read_unfetched(root: Path, each: int) -> str:
+    """Read everything, fetching nothing: the error of this rank."""
+    joined = join(root, each)
+    checkpoint = LocalCheckpoint(joined, RUN, newest_local(joined, RUN, 0))
+    try:
+        for name in checkpoint.names:
+            checkpoint.read_tensor(name)
+        return ""
+    except ValueError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+        checkpoint.close()
+
+
+def save_without_room(root: Path, each: int, who: int, call: str) -> str:
+    """Save iteration 2 while rank `who` finds no room for its own shard, or for the other one's."""
+    def fail(*args: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    with mock.patch.object(local, call, fail) if dist.get_rank() == who else contextlib.nullcontext():
+        return save(root, each, 2, 5)
+
+
+def checked(root: Path, each: int, check: str, *arguments: object) -> tuple[str, list[str]]:
+    """What `require_partners` or `require_room` says."""
+    said: list[str] = []
+    try:
+        getattr(local, check)(join(root, each), *arguments, *([said.append] if check == "require_partners" else []))
+    except ValueError as error:
+        return str(error), said
+    return "", said
+
+
+def join_on(folders: list[Path]) -> str:
+    try:
+        find_nodes(folders[dist.get_rank()], all_ranks())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def save_with_pictures(root: Path, each: int, iteration: int, seed: int, pictures: Path, partner: bool, mutant: str | None = None) -> int:
+    """Save; before every change that this rank makes to its node's folder that is copied to `pictures`/node-rank-number. How many there are."""
+    node, rank, taken = Path(root, str(dist.get_rank() // each)), dist.get_rank(), 0
+
+    def pictured(real):
+        def call(*args, **kwargs):
+            nonlocal taken
+            with mock.patch.multiple(os, **reals):
+                shutil.copytree(node, pictures / f"{node.name}-{rank}-{taken}", dirs_exist_ok=True, ignore_dangling_symlinks=True)
+            taken += 1
+            return real(*args, **kwargs)
+
+        return call
+
+    reals = {name: getattr(os, name) for name in ("writev", "rename", "fsync", "mkdir")}
+    joined = join(root, each)
+    dist.barrier()
+    with small(mutant, 1 << 16), mock.patch.multiple(os, **{name: pictured(real) for name, real in reals.items()}):
+        save_local(joined, RUN, iteration, dealt(seed, seed), STATE, partner)
+    return taken
+
+
+def die_while_saving(root: Path, each: int, iteration: int, seed: int, who: int, at: int) -> None:
+    """kill -9 of rank `who` before its call number `at` that changes something in a local save."""
+    left = at
+
+    def deadly(real):
+        def call(*args, **kwargs):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        return call
+
+    joined = join(root, each)
+    dist.barrier()
+    if dist.get_rank() == who:
+        for name in ("writev", "rename", "fsync", "mkdir"):
+            setattr(os, name, deadly(getattr(os, name)))
+    with small(None, 1 << 16):
+        save_local(joined, RUN, iteration, dealt(seed, seed), STATE, True)
+
+
+# ---- mutants: mistakes that the tests must notice ---------------------------------------------------------------------
+
+
+def _copies_at_home() -> contextlib.AbstractContextManager:
+    """The partner is the node itself."""
+    real = local.partner_parcels
+
+    def near(joined: nodes.Nodes, sizes: list) -> list:
+        return [parcel for parcel in real(joined, sizes) if any({parcel.source, parcel.to} <= set(ranks) for ranks in joined.members)]
+
+    return mock.patch.object(local, "partner_parcels", near)
+
+
+class _Anyone:
+    __eq__ = lambda self, other: True  # noqa: E731
+    __hash__ = None
+
+
+@contextlib.contextmanager
+def _any_run() -> Iterator[None]:
+    with mock.patch.object(RunId, "folder", "run"), mock.patch.object(rebuild, "asdict", lambda run: _Anyone()):
+        yield
+
+
+def _one_name() -> contextlib.AbstractContextManager:
+    """Folders of one iteration are taken for the same save."""
+    real = rebuild._listed
+    return mock.patch.object(rebuild, "_listed", lambda *args: [(iteration, "", *rest) for iteration, _, *rest in real(*args)])
+
+
+def _unverified(folder: Path, number: int, header: bytes, data: Iterator[memoryview]) -> dict:
+    write_shard_file(folder, number, header, data)
+    return {}
+
+
+@contextlib.contextmanager
+def _damaged_on_the_way() -> Iterator[None]:
+    """One bit of what this rank sends changes."""
+    real, preadv = nodes._send, os.preadv
+
+    def flipped(file: int, buffers: list, at: int) -> int:
+        got = preadv(file, buffers, at)
+        buffers[0][-1] ^= 1
+        return got
+
+    def send(*args: object) -> None:
+        with mock.patch.object(os, "preadv", flipped):
+            real(*args)
+
+    with mock.patch.object(nodes, "_send", send):
+        yield
+
+
+@contextlib.contextmanager
+def _damaged_and_unverified() -> Iterator[None]:
+    with _damaged_on_the_way(), mock.patch.object(local, "write_shard_file", _unverified):
+        yield
+
+
+MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
+    "no copies": lambda: mock.patch.object(local, "partner_parcels", lambda nodes, sizes: []),
+    "copies at home": _copies_at_home,
+    "nothing is read to the end": lambda: mock.patch.object(rebuild, "_is_whole", lambda folder, number: True),
+    "nothing is fetched": lambda: mock.patch.object(LocalCheckpoint, "fetch", lambda self, boxes: 0),
+    "the folder of any run": lambda: mock.patch.object(RunId, "folder", "run"),
+    "any run": _any_run,
+    "saves are one": _one_name,
+    "damaged on the way": _damaged_on_the_way,
+    "damaged and unverified": _damaged_and_unverified,
+    "the oldest first": lambda: mock.patch.object(rebuild, "sorted", lambda values, reverse=False: sorted(values), create=True),
+    "one is kept": lambda: mock.patch.object(local, "KEPT", 1),
+    "thinned before it is written": lambda: mock.patch.object(local.NodeAttempt, "_make", _thin_first(local.NodeAttempt._make)),
+}
+
+
+def _thin_first(make: Callable) -> Callable:
+    def early(self) -> None:
+        make(self)
+        for iteration in manifest.list_iterations(self.root) if self.nodes.first else ():
+            shutil.rmtree(self.root / manifest.iteration_folder(iteration))
+
+    return early
