@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +24,8 @@ from megatron.checkpoint import manifest as m
 from megatron.checkpoint.commit import commit, not_saved
 from megatron.checkpoint.files import write_shard_file
 from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.progress import Progress
+from megatron.checkpoint.retention import Policy, retire
 
 ROOT = Path(__file__).resolve().parents[2]
 PDEATHSIG = 1  # prctl: a signal for when the parent dies
@@ -30,9 +33,10 @@ NICE = 10  # training comes first
 
 
 class Background:
-    """The trainer's end. `memory` is what both see."""
+    """The trainer's end. `memory` is what both see; `say` is told what the process has to say."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, say: Callable[[str], None]):
+        self.say = say
         self.descriptor = os.memfd_create("checkpoint", os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, size)
         self.memory = mmap.mmap(self.descriptor, size)
@@ -50,15 +54,20 @@ class Background:
     def answer(self, *, wait: bool) -> dict[str, Any] | None:
         """The next answer; None when there is none yet. Raises CheckpointError when the process is gone."""
         pipe = self.process.stdout.fileno()
-        while b"\n" not in self.text:
-            if not wait and not select.select([pipe], [], [], 0)[0]:
+        while True:
+            line, end, rest = self.text.partition(b"\n")
+            if end:
+                self.text, answer = rest, json.loads(line)
+                if "say" not in answer:
+                    return answer
+                self.say(answer["say"])
+            elif not wait and not select.select([pipe], [], [], 0)[0]:
                 return None
-            part = os.read(pipe, 1 << 16)
-            if not part:
-                raise self._gone()
-            self.text += part
-        line, _, self.text = self.text.partition(b"\n")
-        return json.loads(line)
+            else:
+                part = os.read(pipe, 1 << 16)
+                if not part:
+                    raise self._gone()
+                self.text += part
 
     def start(self) -> None:
         """Start the process unless it runs."""
@@ -73,7 +82,8 @@ class Background:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-            self.process.stdin.close()
+            with suppress(OSError):  # what it has not read is flushed once more
+                self.process.stdin.close()
             self.process.stdout.close()
         self.process, self.text = None, b""
 
@@ -105,6 +115,10 @@ def _tell(answer: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def _say(text: str) -> None:
+    _tell({"say": text})
+
+
 def _outcome(part: Callable[[], Any], command: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"result": part()}
@@ -124,7 +138,8 @@ def _write(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> d
         yield rest
         yield from waves
 
-    return write_shard_file(Path(command["folder"]), command["index"], header, data())
+    progress = Progress(command["iteration"], command["bytes"], _say)
+    return write_shard_file(Path(command["folder"]), command["index"], header, data(), verify=command["verify"], progress=progress)
 
 
 def _waves(size: int, memory: memoryview, commands: BinaryIO) -> Iterator[memoryview]:
@@ -138,11 +153,10 @@ def _waves(size: int, memory: memoryview, commands: BinaryIO) -> Iterator[memory
         _tell({"taken": count})
 
 
-def _commit(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> list[str]:
-    said: list[str] = []
-    root, folder = Path(command["root"]), Path(command["folder"])
-    commit(root, folder, command["iteration"], command["attempt"], command["shards"], command["state"], said.append)
-    return said
+def _commit(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> None:
+    root, iteration = Path(command["root"]), command["iteration"]
+    commit(root, Path(command["folder"]), iteration, command["attempt"], command["shards"], command["state"], _say)
+    retire(root, Policy(**command["retention"]), iteration, _say)
 
 
 WORK = {"write": _write, "commit": _commit}

@@ -9,12 +9,13 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import manifest as m
+from megatron.checkpoint.integrity import read_back
 
 FOLDER_MODE, FILE_MODE = 0o750, 0o640  # the umask may take more away
 BUFFERS = 1024  # most buffers that one writev takes
@@ -105,21 +106,27 @@ def clean(root: Path, attempt: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def write_shard_file(folder: Path, index: int, header: bytes, data: Iterable[memoryview]) -> dict[str, Any]:
-    """Write shard `index`, `header` and then `data`, and its digest table into `folder`, durably; return the shard's entry in the manifest."""
+def write_shard_file(folder: Path, index: int, header: bytes, data: Iterable[memoryview], *, verify: bool = False,
+                     progress: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
+    """Write shard `index`, `header` and then `data`, and its digest table into `folder`, durably; return the shard's entry in the manifest.
+
+    `verify` reads both back from the disk; raises CheckpointError when they are not what was written. `progress` is told of bytes as they are written.
+    """
     with new_file(folder / m.shard_file(index)) as file:
         write_all(file, [memoryview(header)])
-        stream = ChunkStream(file)
+        stream = ChunkStream(file, progress)
         for part in data:
             stream.append(part)
         stream.finish()
         size = len(header) + stream.size
-    table = m.DigestTable(m.CHUNK, len(header), size, m.chunk_digest(header), tuple(stream.digests)).encode()
+    table = m.DigestTable(m.CHUNK, len(header), size, m.chunk_digest(header), tuple(stream.digests))
     with new_file(folder / m.table_file(index)) as file:
-        write_all(file, [memoryview(table)])
+        write_all(file, [memoryview(table.encode())])
+    if verify:
+        read_back(folder / m.shard_file(index), table)
     if index > 0:
         sync_folder(folder)  # the commit syncs it for the first rank, on whose node this one's names may not be known yet
-    return {"file": m.shard_file(index), "bytes": size, "table_digest": m.table_digest(table)}
+    return {"file": m.shard_file(index), "bytes": size, "table_digest": m.table_digest(table.encode())}
 
 
 class ChunkStream:
@@ -128,8 +135,8 @@ class ChunkStream:
     Half a chunk at a time is written, then digested: the write has left it in the cache.
     """
 
-    def __init__(self, file: int) -> None:
-        self.file, self.digests, self.size = file, [], 0
+    def __init__(self, file: int, progress: Callable[[int], None] = lambda count: None) -> None:
+        self.file, self.digests, self.size, self.progress = file, [], 0, progress
         self.parts: list[memoryview] = []  # of the half chunk that is not full yet
         self.room = self.half = m.CHUNK // 2
         self.hasher = m.chunk_hasher()
@@ -143,7 +150,9 @@ class ChunkStream:
                 self._write()
 
     def _write(self) -> None:
-        self.size += write_all(self.file, self.parts)
+        count = write_all(self.file, self.parts)
+        self.size += count
+        self.progress(count)
         for part in self.parts:
             self.hasher.update(part)
         self.parts, self.room = [], self.half

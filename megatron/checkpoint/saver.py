@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,10 @@ from torch import Tensor
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.background import Background
 from megatron.checkpoint.commit import Attempt, not_saved
+from megatron.checkpoint.progress import Saved
 from megatron.checkpoint.ranks import Ranks
-from megatron.checkpoint.writer import in_file_order, save_checkpoint, shard_header
+from megatron.checkpoint.retention import Policy, retire
+from megatron.checkpoint.writer import in_file_order, save_checkpoint, shard_bytes, shard_header
 
 if TYPE_CHECKING:
     from megatron.model.layout import Box
@@ -33,9 +35,8 @@ GIB = 1 << 30
 def staging_bytes(pairs: Sequence[tuple[Box, Tensor]], limit: float | None) -> int:
     """Host memory for the background save of these (box, tensor) pairs: their shard's file, or `limit` GiB where that is less."""
     header = len(shard_header(list(pairs), 0, 1, 0)) + m.ALIGN  # with longer numbers
-    data = sum(math.prod(box.extent) * tensor.element_size() for box, tensor in pairs)
     chunks = math.inf if limit is None else max(1, int(limit * GIB) // m.CHUNK)
-    return header + min(-(-data // m.CHUNK), chunks) * m.CHUNK
+    return header + min(-(-shard_bytes(pairs) // m.CHUNK), chunks) * m.CHUNK
 
 
 class Staging:
@@ -104,7 +105,7 @@ class UnderWay:
 
     attempt: Attempt
     state: dict[str, Any]
-    started: float
+    began: float
     takes_part: bool
     handed_over: bool = False
     outcome: dict[str, Any] | None = None  # of this rank's part of the phase
@@ -115,33 +116,44 @@ class Saver:
     """`save` a run's checkpoints under `root`. With `memory`, bytes of host memory for this rank's shard, in the background.
 
     `ready` and `advance` carry a background save on from step to step; `drain` waits for its end. A failed save is said, and stops nothing.
+    A save that went well is told to `report`, with its iteration; `retention` says which older ones go then.
     """
 
-    def __init__(self, root: str | Path, ranks: Ranks, memory: int | None = None, say: Callable[[str], None] = partial(print, flush=True)):
-        self.root, self.ranks, self.say = Path(root), ranks, say
+    def __init__(self, root: str | Path, ranks: Ranks, memory: int | None = None, *, retention: Policy = Policy(), verify: bool = False,
+                 report: Callable[[int, Saved], None] = lambda iteration, saved: None, say: Callable[[str], None] = partial(print, flush=True)):
+        self.root, self.ranks, self.retention, self.verify, self.report, self.say = Path(root), ranks, retention, verify, report, say
         self.under_way: UnderWay | None = None
         self.went_well = True  # the last save
+        self.stall = 0.0  # seconds that the last one has held training up
         self.background = self.staging = None
         if memory is not None:
-            self.background = Background(memory)
+            self.background = Background(memory, say)
             self.staging = Staging(self.background, ranks.device)
 
-    def save(self, iteration: int, pairs: Sequence[tuple[Box, Tensor]], state: dict[str, Any]) -> None:
-        """Save, or begin to: a save that is still under way is waited for before. All ranks call it together."""
+    def save(self, iteration: int, pairs: Iterable[tuple[Box, Tensor]], state: dict[str, Any], check: Callable[[], None] = lambda: None) -> None:
+        """Save, or begin to: a save that is still under way is waited for before. All ranks call it together; `check` may refuse with a ValueError on all
+        of them."""
         began = time.perf_counter()
         if self.under_way is not None:
             self.drain()
             self.say(f" the save before was not over: waited {time.perf_counter() - began:.1f} s for it; a longer --save-interval avoids that")
         try:
+            check()
+            pairs = [(box, tensor) for box, tensor in pairs if math.prod(box.extent)]
             if self.staging is None:
-                path = save_checkpoint(self.root, iteration, pairs, state, self.say, self.ranks)
-                self._end(path, None)
+                save_checkpoint(self.root, iteration, pairs, state, self.say, self.ranks, verify=self.verify)
             else:
-                self._begin(iteration, [(box, tensor) for box, tensor in pairs if math.prod(box.extent)], state, began)
+                self._begin(iteration, pairs, state, began)
         except (ValueError, OSError) as error:
             if self.background is not None:
                 self.background.close()  # it may wait for the rest of a shard
-            self._end(None, error, iteration)
+            self._failed(iteration, error)
+            return
+        self.stall = time.perf_counter() - began
+        if self.staging is None:
+            if self.ranks.first:
+                retire(self.root, self.retention, iteration, self.say)
+            self._stands(iteration, began)
 
     def _begin(self, iteration: int, pairs: list[tuple[Box, Tensor]], state: dict[str, Any], began: float) -> None:
         attempt = Attempt(self.root, iteration, self.ranks, partial(not_saved, self.root, iteration))
@@ -152,11 +164,13 @@ class Saver:
 
     def _stage(self, attempt: Attempt, index: int, shards: int, pairs: list[tuple[Box, Tensor]]) -> None:
         header = shard_header(pairs, index, shards, attempt.iteration)
-        size = len(header) + sum(math.prod(box.extent) * tensor.element_size() for box, tensor in pairs)
         self.background.start()
-        self.background.send({"do": "write", "root": str(self.root), "iteration": attempt.iteration, "folder": str(attempt.folder), "index": index,
-                              "header": len(header), "bytes": size})
+        self.background.send(self._command("write", attempt) | {"index": index, "header": len(header), "bytes": len(header) + shard_bytes(pairs),
+                                                                "verify": self.verify})
         self.staging.fill(header, (box.view(tensor.detach()) for box, tensor in pairs))
+
+    def _command(self, what: str, attempt: Attempt) -> dict[str, Any]:
+        return {"do": what, "root": str(self.root), "iteration": attempt.iteration, "folder": str(attempt.folder)}
 
     def before_update(self) -> None:
         """The tensors are about to change: on a GPU the current stream waits for the copies."""
@@ -166,7 +180,8 @@ class Saver:
     # ---- from step to step
 
     def ready(self) -> list[float]:
-        """1 for each phase that this rank has done its part of: shards, commit. Their sums over all ranks go to `advance`."""
+        """1 for each phase that this rank has done its part of: shards, commit. Their sums over all ranks go to `advance`. Empty where nothing is ever
+        in the background."""
         save = self.under_way
         if save is None:
             return [] if self.staging is None else [0.0, 0.0]
@@ -181,7 +196,10 @@ class Saver:
 
     def drain(self) -> bool:
         """Wait for the save under way; whether the last one went well. All ranks call it together."""
+        began = time.perf_counter()
         while self.under_way is not None:
+            self.stall += time.perf_counter() - began
+            began = time.perf_counter()
             self._look(wait=True)
             self._next_phase()
         return self.went_well
@@ -216,36 +234,43 @@ class Saver:
                 raise m.CheckpointError(outcome["error"])
             return outcome["result"], self.ranks.who
 
+        iteration = save.attempt.iteration
         try:
             results = save.attempt.agree(result)
-            if save.records is None:
-                save.records = [record | who for record, who in results if record is not None]
-                save.outcome, save.handed_over = None, True
-                if self.ranks.first:
-                    self._commit(save)
-                return
         except ValueError as error:
-            self._end(None, error, save.attempt.iteration)
+            self._over()
+            self._failed(iteration, error)
             return
-        for line in results[0][0]:
-            self.say(line)
-        self._end(self.root / m.iteration_folder(save.attempt.iteration), None)
+        if save.records is None:
+            save.records = [record | who for record, who in results if record is not None]
+            save.outcome, save.handed_over = None, True
+            if self.ranks.first:
+                self._commit(save)
+            return
+        self._over()
+        self._stands(iteration, save.began)
 
     def _commit(self, save: UnderWay) -> None:
-        attempt = save.attempt
         try:
             self.background.start()
-            self.background.send({"do": "commit", "root": str(self.root), "folder": str(attempt.folder), "iteration": attempt.iteration,
-                                  "attempt": attempt.name, "shards": save.records, "state": save.state})
+            self.background.send(self._command("commit", save.attempt) | {
+                "attempt": save.attempt.name, "shards": save.records, "state": save.state, "retention": asdict(self.retention)})
         except m.CheckpointError as error:
             save.outcome = {"error": str(error)}
 
-    def _end(self, path: Path | None, error: Exception | None, iteration: int = 0) -> None:
-        if self.under_way is not None:
-            self.under_way.attempt.__exit__()
-            self.under_way = None
-        self.went_well = error is None
-        if error is None:
-            self.say(f" saved checkpoint {path}")
-        else:
-            self.say(f"warning: iteration {iteration} was NOT saved; older checkpoints are untouched. {error}")
+    def _over(self) -> None:
+        self.under_way.attempt.__exit__()
+        self.under_way = None
+
+    def _failed(self, iteration: int, error: Exception) -> None:
+        self.went_well = False
+        self.say(f"warning: iteration {iteration} was NOT saved; older checkpoints are untouched. {error}")
+
+    def _stands(self, iteration: int, began: float) -> None:
+        self.went_well = True
+        if self.ranks.first:
+            folder = self.root / m.iteration_folder(iteration)
+            shards = m.decode_manifest((folder / m.MANIFEST).read_bytes(), folder / m.MANIFEST)["shards"]
+            saved = Saved(str(folder), sum(shard["bytes"] for shard in shards), time.perf_counter() - began, self.stall)
+            self.say(str(saved))
+            self.report(iteration, saved)

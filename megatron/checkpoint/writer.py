@@ -19,6 +19,7 @@ from megatron.checkpoint import manifest as m
 from megatron.checkpoint.boxes import box_key
 from megatron.checkpoint.commit import Attempt, commit, not_saved, not_writable
 from megatron.checkpoint.files import new_file, write_all, write_shard_file
+from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import DTYPE_NAMES
 
@@ -30,12 +31,13 @@ PIECE = 16 << 20  # bytes copied at a time from tensors that lie on a device or 
 
 def save_checkpoint(
     root: str | Path, iteration: int, tensors: Iterable[tuple[Box, Tensor]], state: dict[str, Any], say: Callable[[str], None] = print,
-    ranks: Ranks = ONE,
+    ranks: Ranks = ONE, *, verify: bool = False,
 ) -> Path:
     """Write iteration `iteration` under `root` and return its folder. All `ranks` call this together; each that owns boxes writes one shard.
 
     `tensors`: (box, local tensor) pairs that this rank owns; the boxes of all ranks cover each logical tensor exactly once. `state`: JSON,
     the same on every rank. `root` lies on a file system that all ranks share.
+    `verify`: every rank reads its shard back from the disk before it counts.
     An iteration that exists already is never overwritten: when it is whole and bit-equal to this one it is kept and returned, when it
     is whole and differs CheckpointError is raised, when it is damaged or foreign it is moved aside, and the first rank's `say` is told.
     Raises CheckpointError when anything prevents the save on any rank, on several the same ValueError on each; older checkpoints are
@@ -44,7 +46,9 @@ def save_checkpoint(
     root, pairs = Path(root), [(box, tensor) for box, tensor in tensors if math.prod(box.extent)]
     with Attempt(root, iteration, ranks, partial(not_saved, root, iteration)) as attempt:
         index, shards = attempt.number_shards(state, bool(pairs))
-        records = attempt.agree(lambda: None if index is None else write_shard(attempt.folder, index, shards, iteration, pairs) | ranks.who)
+        progress = Progress(iteration, shard_bytes(pairs), say)
+        records = attempt.agree(lambda: None if index is None else
+                                write_shard(attempt.folder, index, shards, iteration, pairs, verify=verify, progress=progress) | ranks.who)
         written = [record for record in records if record is not None]
         attempt.agree(lambda: commit(root, attempt.folder, iteration, attempt.name, written, state, say).name if ranks.first else None)
     return root / m.iteration_folder(iteration)
@@ -65,11 +69,16 @@ def try_folder(root: str | Path, ranks: Ranks = ONE) -> None:
         attempt.agree(write)
 
 
-def write_shard(folder: Path, index: int, shards: int, iteration: int, pairs: list[tuple[Box, Tensor]]) -> dict[str, Any]:
-    """Write shard `index` of `shards` and its digest table into `folder`, durably; return the shard's entry in the manifest."""
+def write_shard(folder: Path, index: int, shards: int, iteration: int, pairs: list[tuple[Box, Tensor]], **options: Any) -> dict[str, Any]:
+    """Write shard `index` of `shards` and its digest table into `folder`; `options` and result as `write_shard_file`'s."""
     pairs = in_file_order(pairs)
     data = (memoryview(piece.reshape(-1).view(torch.uint8).numpy()) for box, tensor in pairs for piece in _host_pieces(box.view(tensor.detach())))
-    return write_shard_file(folder, index, shard_header(pairs, index, shards, iteration), data)
+    return write_shard_file(folder, index, shard_header(pairs, index, shards, iteration), data, **options)
+
+
+def shard_bytes(pairs: Iterable[tuple[Box, Tensor]]) -> int:
+    """Bytes of the data of a shard that holds `pairs`."""
+    return sum(math.prod(box.extent) * tensor.element_size() for box, tensor in pairs)
 
 
 def in_file_order(pairs: list[tuple[Box, Tensor]]) -> list[tuple[Box, Tensor]]:

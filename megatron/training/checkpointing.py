@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.progress import Saved
 from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.checkpoint.replicas import check_replicas
+from megatron.checkpoint.retention import Policy
 from megatron.checkpoint.saver import Saver, staging_bytes
 from megatron.checkpoint.share import own_part
 from megatron.checkpoint.writer import try_folder
 from megatron.config.groups import Config
 from megatron.dist.together import together
 from megatron.model.layout import Box
+from megatron.observe.metrics import save_metrics
+from megatron.observe.tracking import Tracker
 from megatron.optimizer.optimizer import Optimizer
 from megatron.training.resume import run_state
 from megatron.training.run import Run
@@ -48,13 +55,19 @@ def load(checkpoint: Checkpoint, run: Run) -> None:
     run.scaler.load(checkpoint.state["scaler"])
 
 
-def make_saver(config: Config, optimizer: Optimizer, ranks: Ranks) -> Saver | None:
-    """What writes the run's checkpoints; None without --save."""
+def make_saver(config: Config, optimizer: Optimizer, ranks: Ranks, tracker: Tracker | None) -> Saver | None:
+    """What writes the run's checkpoints and tells the tracker of them; None without --save."""
     options = config.checkpoint
     if options.save is None:
         return None
     memory = staging_bytes(_own_pairs(config, optimizer), options.async_save_host_memory) if options.async_save else None
-    return Saver(options.save, ranks, memory)
+
+    def report(iteration: int, saved: Saved) -> None:
+        if tracker is not None:
+            tracker.log(iteration, save_metrics(size=saved.bytes, seconds=saved.seconds, stall=saved.stall))
+
+    return Saver(options.save, ranks, memory, retention=Policy(options.save_retain_interval, options.save_keep_last), verify=options.verify_integrity,
+                 report=report)
 
 
 def _own_pairs(config: Config, optimizer: Optimizer) -> list[tuple[Box, Tensor]]:
@@ -68,7 +81,8 @@ def save(run: Run) -> None:
     """Write a checkpoint of the run as it stands, or begin to, when --save is given. A failed save is said, and stops nothing."""
     if run.saver is not None:
         run.zero.settle()  # a checkpoint is of weights after the step
-        run.saver.save(run.progress.iteration, _own_pairs(run.config, run.optimizer), run_state(run))
+        check = partial(check_replicas, run.optimizer, run.saver.ranks)
+        run.saver.save(run.progress.iteration, _own_pairs(run.config, run.optimizer), run_state(run), check)
 
 
 def drain(run: Run) -> bool:

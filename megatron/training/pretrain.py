@@ -222,7 +222,7 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
         zero=zero, pipeline=Pipeline(model, zero, placement, shape, groups, device), optimizer=optimizer,
         schedule=prepared.schedule,
         scaler=LossScaler(config.precision), data=prepared.data, tracker=tracker, exits=exits, progress=prepared.progress,
-        saver=make_saver(config, optimizer, ranks),
+        saver=make_saver(config, optimizer, ranks, tracker),
         peak_tflops=config.logging.peak_tflops or peak_tflops(device_name(device), dtype),
     ), prepared.checkpoint
 

@@ -109,8 +109,8 @@ def test_a_save_holds_its_folder_against_cleaning(root, monkeypatch):
     """Another run's clean-up in the middle of a save leaves it alone; the lock is what tells them apart (the control drops it)."""
     whole_write = writer.write_shard
 
-    def clean_in_between(*args):
-        record = whole_write(*args)
+    def clean_in_between(*args, **options):
+        record = whole_write(*args, **options)
         files.clean(root, "f" * 16)
         return record
 

@@ -244,12 +244,12 @@ def save_with_little_room(root, iteration: int, small: int, rows: dict[int, int]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     real = writer.write_shard
 
-    def late(folder, index, *args):
+    def late(folder, index, *args, **options):
         end = time.monotonic() + 60
         while not (table := folder / manifest.table_file(1 - index)).exists() or not table.stat().st_size:
             assert time.monotonic() < end
             time.sleep(0.01)
-        return real(folder, index, *args)
+        return real(folder, index, *args, **options)
 
     if rank == small:
         writer.write_shard = late
