@@ -31,6 +31,7 @@ class Tracker:
 
     def __init__(self, config: Config, run_config: dict[str, Any], resumed_iteration: int, warn: Callable[[str], None] = print) -> None:
         self._warn = warn
+        self._iteration = 0
         self._interval = config.logging.tensorboard_log_interval
         self._backends: dict[str, _Backend] = {}
         self.notes: list[str] = []
@@ -45,8 +46,10 @@ class Tracker:
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
         """One row: `metrics` after iteration `iteration`. More than one row an iteration is fine (training, then validation).
 
-        TensorBoard and wandb take training rows at multiples of --tensorboard-log-interval only, and every evaluation and save.
+        TensorBoard and wandb take training rows at multiples of --tensorboard-log-interval only, and every evaluation and save. What comes late,
+        as a save in the background does, joins the iteration logged last: rows never go back.
         """
+        iteration = self._iteration = max(iteration, self._iteration)
         rare = any(name.startswith(("lm loss validation", "lm loss test", "save-checkpoint-seconds")) for name in metrics)
         for name, backend in list(self._backends.items()):
             if name == "metrics.jsonl" or rare or iteration % self._interval == 0:

@@ -155,6 +155,16 @@ def test_tensorboard_holds_the_same_under_the_same_names(tmp_path):
         assert points == [(row["iteration"], pytest.approx(row[name], rel=1e-6)) for row in rows if name in row]
 
 
+def test_what_comes_late_joins_the_last_row(tmp_path):
+    """A save of iteration 2 that ended after iteration 3: no row of 2 without a loss comes last."""
+    tracker = train(make(tmp_path), 1, 3)
+    tracker.log(2, save_metrics(size=1, seconds=2.0, stall=1.0))
+    tracker.close()
+    rows = read_metrics(tmp_path)
+    assert [row["iteration"] for row in rows] == [1, 2, 3] and all("lm loss" in row for row in rows)
+    assert ["save-checkpoint-seconds" in row for row in rows] == [False, False, True] and "lm loss validation" in rows[2]
+
+
 def test_tensorboard_interval_thins_training_rows_only(tmp_path):
     tracker = train(make(None, tensorboard_dir=str(tmp_path), tensorboard_log_interval=4), 1, 9)
     tracker.log(9, save_metrics(size=1, seconds=2.0, stall=1.0))
