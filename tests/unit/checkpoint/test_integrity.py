@@ -6,14 +6,17 @@ import os
 import random
 import re
 import tracemalloc
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoint_cases import example, pairs
+from reshard_cases import BASE, FEATURES, start
 
-from megatron.checkpoint import integrity
+from megatron.checkpoint import files, integrity
 from megatron.checkpoint.integrity import read_back
-from megatron.checkpoint.manifest import CheckpointError, DigestTable
+from megatron.checkpoint.manifest import CheckpointError, DigestTable, list_iterations
 from megatron.checkpoint.writer import save_checkpoint
 
 
@@ -80,3 +83,26 @@ def test_the_disk_is_asked_and_not_the_page_cache(shard, monkeypatch):
         monkeypatch.setattr(os, name, lambda *args, real=getattr(os, name), name=name: (calls.append((name, *args[3:])), real(*args))[1])
     read_back(*shard)
     assert calls[0] == ("posix_fadvise", os.POSIX_FADV_DONTNEED) and calls.count(calls[0]) == 2
+
+
+def save_on_a_bad_disk(arguments: tuple[str, ...], bad: bool) -> str:
+    """A run in which the disk changes a bit of rank 1's shard of iteration 4 before it is read back."""
+    def after_the_disk(path, table) -> None:
+        if bad and dist.get_rank() == 1 and "-iter-4-" in path.parent.name:
+            flip(path, table.size // 2)
+        read_back(path, table)
+
+    with mock.patch.object(files, "read_back", after_the_disk):
+        return start(arguments)
+
+
+def test_what_the_disk_has_changed_is_not_committed(gloo_world, tmp_path):
+    """Nor is it found without the flag, until somebody reads it: the control."""
+    arguments = (*BASE, *FEATURES["tied-bf16"].split(), "--save-interval", "2", "--save")
+    text, _ = gloo_world(2).run(save_on_a_bad_disk, (*arguments, str(tmp_path / "a"), "--verify-integrity"), True)
+    name = r"shard-00001\.safetensors: read back from the disk: bytes \d+ to \d+ are not those that were written"
+    assert re.search(r"warning: iteration 4 was NOT saved; older checkpoints are untouched\. rank 1: .*" + name, text)
+    assert text.endswith("exit code 0") and list_iterations(tmp_path / "a") == [6, 2]
+    assert not [path for path in (tmp_path / "a").iterdir() if path.name.startswith(".")]
+    gloo_world(2).run(save_on_a_bad_disk, (*arguments, str(tmp_path / "b")), True)
+    assert list_iterations(tmp_path / "b") == [6, 4, 2]

@@ -10,15 +10,17 @@ from unittest import mock
 
 import pytest
 import torch
-from reshard_cases import BASE, FEATURES, LAYOUTS, PP, SCHEDULE, TP, ZERO, start
+from reshard_cases import BASE, FEATURES, LAYOUTS, PP, SCHEDULE, TP, ZERO, differing, saved, start
 
 from megatron.checkpoint import replicas
+from megatron.checkpoint.manifest import list_iterations
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.replicas import WORDS, check_replicas, differences, explain, odd_factors, position_sum
 from megatron.dist.groups import ALONE
 from megatron.optimizer import zero
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.reduction import sum_partial_gradients
+from megatron.training import checkpointing, loop
 from megatron.training.loop import train
 from megatron.training.run import Run
 
@@ -115,6 +117,30 @@ def test_a_flipped_bit_is_named_on_every_rank(gloo_world, layout, feature):
 def test_no_false_alarm_after_real_steps(gloo_world, layout, feature):
     """Padding of the vocabulary, fewer key/value heads than ranks, schedules that split the backward pass."""
     assert outcomes(gloo_world, feature, layout, []) == [None, None]
+
+
+def save_with_a_flip(arguments: tuple[str, ...]) -> str:
+    """A run in which rank 1 holds a wrong bit while iteration 4 is saved."""
+    def flipping(run: Run) -> None:
+        wrong = run.groups.rank == 1 and run.progress.iteration == 4
+        if wrong:
+            flip(run.optimizer, "exp_avg", MATRIX)
+        checkpointing.save(run)
+        if wrong:
+            flip(run.optimizer, "exp_avg", MATRIX)
+
+    with mock.patch.object(loop, "save", flipping):
+        return start(arguments)
+
+
+@pytest.mark.parametrize("mode", [(), ("--async-save",)])
+def test_a_run_does_not_save_what_has_diverged_and_goes_on(gloo_world, tmp_path, mode):
+    arguments = (*BASE, *FEATURES["tied-bf16"].split(), *mode, "--save-interval", "2", "--save")
+    text, _ = gloo_world(2).run(save_with_a_flip, (*arguments, str(tmp_path / "flipped")))
+    assert "warning: iteration 4 was NOT saved; older checkpoints are untouched. replicas have diverged: layers.1.mlp.fc1.weight (exp_avg)" in text
+    assert list_iterations(tmp_path / "flipped") == [6, 2] and text.endswith("exit code 0")
+    text, _ = gloo_world(2).run(start, (*arguments, str(tmp_path / "right")))
+    assert list_iterations(tmp_path / "right") == [6, 4, 2] and differing(*(saved(tmp_path / name, 6) for name in ("flipped", "right"))) == []
 
 
 # ---- mistakes of the product that the comparison finds, and a comparison that finds nothing ---------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -10,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_cases import pairs
+from reshard_cases import BASE, FEATURES, start
 
 from megatron.checkpoint import retention
 from megatron.checkpoint.manifest import CheckpointError, iteration_folder, list_iterations
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.retention import Policy, retire
 from megatron.checkpoint.writer import save_checkpoint
+from megatron.observe.tracking import read_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -101,6 +104,20 @@ def test_names_are_durable_before_anything_is_deleted(root, monkeypatch):
         monkeypatch.setattr(os, name, lambda *args, real=getattr(os, name), name=name, **kwargs: (calls.append(name), real(*args, **kwargs))[1])
     retire(root, Policy(last=8), 10, pytest.fail)
     assert calls[:3] == ["rename", "rename", "fsync"] and set(calls[3:]) == {"unlink", "rmdir"}
+
+
+@pytest.mark.parametrize("mode", [(), ("--async-save",)])
+def test_a_run_keeps_what_its_flags_say_and_tells_of_its_saves(gloo_world, tmp_path, mode):
+    flags = ("--save", str(tmp_path), "--save-interval", "1", "--save-retain-interval", "2", "--save-keep-last", "1", "--verify-integrity", *mode)
+    text, _ = gloo_world(2).run(start, (*BASE, *FEATURES["tied-bf16"].split(), *flags))
+    assert text.endswith("exit code 0") and list_iterations(tmp_path) == [6, 4, 2]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")] and faults_of(tmp_path) == []
+    size = sum(path.stat().st_size for path in (tmp_path / iteration_folder(6)).glob("*.safetensors"))
+    lines = re.findall(r"saved checkpoint .*/iter_000000(\d): (\S+) GB in \S+ s, \S+ GB/s; training waited \S+ s", text)
+    assert [int(iteration) for iteration, _ in lines] == [1, 2, 3, 4, 5, 6] and {float(gb) for _, gb in lines} == {round(size / 1e9, 2)}
+    last = read_metrics(tmp_path)[-1]
+    assert last["save-checkpoint-bytes"] == size and 0 < last["save-checkpoint-stall-seconds"] <= last["save-checkpoint-seconds"]
+    assert last["save-checkpoint-gb-per-second"] == pytest.approx(size / 1e9 / last["save-checkpoint-seconds"]) and "lm loss" in last
 
 
 # ---- kill -9 ---------------------------------------------------------------------------------------------------------
