@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.commit import commit, not_saved
+from megatron.checkpoint.drain import copy_shard, limited
 from megatron.checkpoint.files import write_shard_file
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.progress import Progress
@@ -70,12 +71,13 @@ class Background:
                 self.text += part
 
     def start(self) -> None:
-        """Start the process unless it runs."""
+        """Start the process unless it runs; it is safe from signals, and tied to this process, when this returns."""
         if self.process is not None and self.process.poll() is None:
             return
         self.close()
         program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from megatron.checkpoint.background import serve; serve({self.descriptor})"
         self.process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[self.descriptor])
+        self.answer(wait=True)
 
     def close(self) -> None:
         """End the process, whatever it does."""
@@ -103,6 +105,7 @@ def serve(descriptor: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
+    _tell({"result": "here"})
     with mmap.mmap(descriptor, 0) as memory, memoryview(memory) as view:
         commands = sys.stdin.buffer
         for line in commands:
@@ -139,7 +142,15 @@ def _write(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> d
         yield from waves
 
     progress = Progress(command["iteration"], command["bytes"], _say)
-    return write_shard_file(Path(command["folder"]), command["index"], header, data(), verify=command["verify"], progress=progress)
+    return write_shard_file(Path(command["folder"]), command["index"], header, limited(data(), command["rate"]), verify=command["verify"],
+                            progress=progress)
+
+
+def _copy(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> dict[str, Any]:
+    """A shard that lies in a local folder."""
+    record = command["record"]
+    return copy_shard(Path(command["source"]), Path(command["folder"]), command["index"], record, command["rate"], verify=command["verify"],
+                      progress=Progress(command["iteration"], record["bytes"], _say))
 
 
 def _waves(size: int, memory: memoryview, commands: BinaryIO) -> Iterator[memoryview]:
@@ -159,4 +170,4 @@ def _commit(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> 
     retire(root, Policy(**command["retention"]), iteration, _say)
 
 
-WORK = {"write": _write, "commit": _commit}
+WORK = {"write": _write, "copy": _copy, "commit": _commit}

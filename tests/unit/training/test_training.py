@@ -138,13 +138,22 @@ def test_exit_duration(tmp_path):
     assert list(rows) == [1] and find_checkpoint(tmp_path).name == "iter_0000001"
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGUSR1, 85)])
-def test_a_signal_saves_and_exits(tmp_path, monkeypatch, number, code):
+@pytest.mark.parametrize("number, code, flags", [(signal.SIGTERM, 143, []), (signal.SIGUSR1, 85, []), (signal.SIGTERM, 143, ["--async-save"])])
+def test_a_signal_saves_and_exits(tmp_path, monkeypatch, number, code, flags):
     monkeypatch.setattr(loop, "forward_backward", signalling(loop.forward_backward, number, after=3))
-    run(tmp_path / "a", "--train-iters", 12, code=code)
+    run(tmp_path / "a", "--train-iters", 12, *flags, code=code)
     assert find_checkpoint(tmp_path / "a").name == "iter_0000003"
     monkeypatch.undo()
     assert run(tmp_path / "a", "--train-iters", 12) == run(tmp_path / "b", "--train-iters", 12)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_save_in_the_background_changes_nothing(tmp_path, precision):
+    """The run and every checkpoint of it are those of saves that wait; training does not wait for each of them."""
+    flags = VARIANTS[precision] + ["--save-interval", 2]
+    assert run(tmp_path / "a", *flags) == run(tmp_path / "b", *flags, "--async-save")
+    for iteration in range(2, 13, 2):
+        assert_same(tensors(tmp_path / "a", iteration), tensors(tmp_path / "b", iteration))
 
 
 def test_a_signal_during_evaluation(tmp_path, monkeypatch):
