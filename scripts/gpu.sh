@@ -35,6 +35,12 @@ for case in "dropout-0 --hidden-dropout 0 --attention-dropout 0" "dropout-0.1" \
   # shellcheck disable=SC2086  # the flags of a case are words
   "$python" pretrain_gpt.py "${model[@]}" ${flags:-} --metrics-file "$out/$name.jsonl" 2>&1 | tee "$out/$name.txt" || failed=1
 done
+for mode in "" --async-save; do  # the log says how long training waited for each save
+  # shellcheck disable=SC2086
+  "$python" pretrain_gpt.py "${model[@]}" --hidden-dropout 0 --attention-dropout 0 --save "$out/checkpoints" --save-interval 10 --save-keep-last 1 ${mode:-} \
+    --metrics-file "$out/save$mode.jsonl" 2>&1 | tee "$out/save$mode.txt" || failed=1
+  rm -rf "$out/checkpoints"
+done
 
 [ "$("$python" -c 'import torch; print(torch.cuda.device_count())')" -ge 2 ] || exit "$failed"
 for case in "dp2" "dp2-serial --no-overlap-grad-reduce" "tp2 --tensor-model-parallel-size 2" "tp2-sp --tensor-model-parallel-size 2 --sequence-parallel" \

@@ -5,12 +5,16 @@ import math
 import pytest
 import torch
 
+from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.replicas import odd_factors, position_sum
+from megatron.checkpoint.saver import Saver, staging_bytes
 from megatron.kernels import philox
 from megatron.layers.attention import attention_core
 from megatron.layers.embedding import embedding_weight_grad
 from megatron.layers.linear import linear_weight_grad
 from megatron.layers.loss import cross_entropy
+from megatron.model.layout import Box
 from megatron.observe.tracking import read_metrics
 from megatron.training import pretrain as pretrain_module
 from pretrain_gpt import main
@@ -102,3 +106,33 @@ def test_loss_and_attention_in_bf16():
     q, k, v = (torch.randn(128, 2, n, 64, generator=generator).bfloat16().cuda() for n in (8, 2, 2))
     fused, plain = (attention_core(q, k, v, scale=0.125, backend=backend).double() for backend in ("sdpa", "plain"))
     assert (fused - plain).norm() < 5e-3 * plain.norm()
+
+
+def test_a_background_save_is_of_the_values_at_its_call(tmp_path):
+    """The tensors change on the device right after; a step waits for the copies there, and the writer for them here."""
+    data = {"a": torch.randn(3000, 1000, device="cuda"), "b": torch.randn(700_001, device="cuda").bfloat16()}
+    pairs = [(Box(name, tuple(t.shape), (0,) * t.ndim, tuple(t.shape)), t) for name, t in data.items()]
+    want = {name: tensor.cpu() for name, tensor in data.items()}
+    for limit in (None, 1e-9):  # in one wave, and chunk by chunk
+        background = Saver(tmp_path / str(limit), Ranks(device=torch.device("cuda", torch.cuda.current_device())), staging_bytes(pairs, limit))
+        for name, tensor in data.items():
+            tensor.copy_(want[name])
+        background.save(1, pairs, {})
+        background.before_update()
+        for tensor in data.values():
+            tensor.zero_()
+        assert background.drain()
+        background.close()
+        with Checkpoint(find_checkpoint(tmp_path / str(limit))) as checkpoint:
+            assert all(torch.equal(checkpoint.read_tensor(name), tensor) for name, tensor in want.items())
+
+
+def test_replicas_are_digested_on_the_device():
+    """Each word counts, with its place."""
+    factors = odd_factors(torch.device("cuda"))
+    assert torch.equal(factors.cpu(), odd_factors(torch.device("cpu")))
+    data, start = torch.randn(3_000_001), torch.zeros((), dtype=torch.int64)
+    whole = position_sum(data.cuda(), factors, start.cuda()).item()
+    assert whole == position_sum(data, factors.cpu(), start).item()
+    data[[5, 2_000_000]] = data[[2_000_000, 5]]
+    assert whole != position_sum(data.cuda(), factors, start.cuda()).item()
