@@ -30,7 +30,8 @@ def best_interval(cost: float, between_failures: float, least: float = 0.0) -> f
 
 
 def time_lost(interval: float, cost: float, between_failures: float, delay: float) -> float:
-    """The share of time lost to saves and to work that a failure undoes: that since the last save began whose checkpoint stands, `delay` after it."""
+    """The share of time lost to saves that hold training up for `cost` seconds, and to the work that a failure undoes: all since the moment that the
+    newest checkpoint is of. One that is written in the background stands `delay` seconds after that moment, and training has gone on."""
     return cost / interval + (interval / 2 + delay) / between_failures
 
 
@@ -44,8 +45,8 @@ def checkpoint_report(config: Config, vocab_size: int, world_size: int, *, write
         f"at {write:g} GB/s a rank {seconds:.3g} s; with --async-save training waits {stall:.3g} s for a copy at {copy:g} GB/s",
         f"with a failure every {between_failures:g} hours the least time is lost with a save",
     ]
-    for flag, cost, least in (("", seconds, 0.0), ("--async-save", stall, stall + seconds)):
-        interval = best_interval(cost, hours, least)
-        share = time_lost(interval, cost, hours, seconds)
+    for flag, cost, delay in (("", seconds, 0.0), ("--async-save", stall, seconds)):
+        interval = best_interval(cost, hours, least=cost + delay)
+        share = time_lost(interval, cost, hours, delay)
         lines.append(f"  every {interval:.3g} s{flag and f' with {flag}'}: {share:.2%} of the time goes into saves and into work that is lost")
     return lines
