@@ -34,13 +34,13 @@ def limited(data: Iterable[memoryview], rate: float | None, *, clock: Callable[[
             yield piece
 
 
-def copy_shard(source: Path, folder: Path, index: int, record: dict[str, Any], rate: float | None) -> dict[str, Any]:
-    """Write the shard file `source` into `folder` anew, as write_shard_file does. Raises CheckpointError when it is not what `record`, its
+def copy_shard(source: Path, folder: Path, index: int, record: dict[str, Any], rate: float | None, **options: Any) -> dict[str, Any]:
+    """Write the shard file `source` into `folder` anew; `options` and result as write_shard_file's. Raises CheckpointError when it is not what `record`, its
     entry in a manifest, says."""
     with open(source, "rb", buffering=0) as file:
         head = file.read(8)
         header = head + _read(file, int.from_bytes(head, "little"))
-        written = write_shard_file(folder, index, header, limited(_data(file), rate))
+        written = write_shard_file(folder, index, header, limited(_data(file), rate), **options)
     if any(record[key] != value for key, value in written.items()):
         raise CheckpointError(f"the local copy of {m.shard_file(index)} is damaged: its bytes are not those that were written")
     return written

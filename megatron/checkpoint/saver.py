@@ -8,12 +8,14 @@ when the shards are written and when the checkpoint stands.
 from __future__ import annotations
 
 import math
+import mmap
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from megatron.checkpoint.retention import Policy, retire
 from megatron.checkpoint.writer import in_file_order, save_checkpoint, shard_bytes, shard_header
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.tiers import Tiers
     from megatron.model.layout import Box
 
 GIB = 1 << 30
@@ -108,27 +111,32 @@ class UnderWay:
     began: float
     takes_part: bool
     handed_over: bool = False
+    local: BinaryIO | None = None  # this rank's shard in the local tier, open: it may be removed there before it has been copied
     outcome: dict[str, Any] | None = None  # of this rank's part of the phase
     records: list[dict[str, Any]] | None = None  # of all shards, once they are written
 
 
 class Saver:
-    """`save` a run's checkpoints under `root`. With `memory`, bytes of host memory for this rank's shard, in the background.
+    """`save` a run's checkpoints under `root`. With `memory`, bytes of host memory for this rank's shard, in the background, at most at `rate` MB/s.
+    With `tiers` every save begins with one there; one in the background is copied from there.
 
     `ready` and `advance` carry a background save on from step to step; `drain` waits for its end. A failed save is said, and stops nothing.
     A save that went well is told to `report`, with its iteration; `retention` says which older ones go then.
     """
 
     def __init__(self, root: str | Path, ranks: Ranks, memory: int | None = None, *, retention: Policy = Policy(), verify: bool = False,
-                 report: Callable[[int, Saved], None] = lambda iteration, saved: None, say: Callable[[str], None] = partial(print, flush=True)):
+                 tiers: Tiers | None = None, rate: float | None = None, report: Callable[[int, Saved], None] = lambda iteration, saved: None,
+                 say: Callable[[str], None] = partial(print, flush=True)):
         self.root, self.ranks, self.retention, self.verify, self.report, self.say = Path(root), ranks, retention, verify, report, say
+        self.tiers, self.rate = tiers, rate
         self.under_way: UnderWay | None = None
         self.went_well = True  # the last save
         self.stall = 0.0  # seconds that the last one has held training up
         self.background = self.staging = None
         if memory is not None:
-            self.background = Background(memory, say)
-            self.staging = Staging(self.background, ranks.device)
+            self.background = Background(memory if tiers is None else mmap.PAGESIZE, say)
+            self.background.start()
+            self.staging = Staging(self.background, ranks.device) if tiers is None else None
 
     def save(self, iteration: int, pairs: Iterable[tuple[Box, Tensor]], state: dict[str, Any], check: Callable[[], None] = lambda: None) -> None:
         """Save, or begin to: a save that is still under way is waited for before. All ranks call it together; `check` may refuse with a ValueError on all
@@ -140,7 +148,9 @@ class Saver:
         try:
             check()
             pairs = [(box, tensor) for box, tensor in pairs if math.prod(box.extent)]
-            if self.staging is None:
+            local = self.tiers is not None and self.tiers.save(iteration, pairs, state)
+            at_once = self.background is None or (self.staging is None and not local)
+            if at_once:
                 save_checkpoint(self.root, iteration, pairs, state, self.say, self.ranks, verify=self.verify)
             else:
                 self._begin(iteration, pairs, state, began)
@@ -150,7 +160,7 @@ class Saver:
             self._failed(iteration, error)
             return
         self.stall = time.perf_counter() - began
-        if self.staging is None:
+        if at_once:
             if self.ranks.first:
                 retire(self.root, self.retention, iteration, self.say)
             self._stands(iteration, began)
@@ -159,22 +169,38 @@ class Saver:
         attempt = Attempt(self.root, iteration, self.ranks, partial(not_saved, self.root, iteration))
         with attempt.kept():
             index, shards = attempt.number_shards(state, bool(pairs))
-            attempt.agree(lambda: None if index is None else self._stage(attempt, index, shards, in_file_order(pairs)))
-            self.under_way = UnderWay(attempt, state, began, bool(pairs))
+            save = UnderWay(attempt, state, began, bool(pairs), handed_over=self.staging is None)
+
+            def hand_over() -> None:
+                if index is not None and self.staging is None:
+                    save.local = self._copy(attempt, index)
+                elif index is not None:
+                    self._stage(attempt, index, shards, in_file_order(pairs))
+
+            attempt.agree(hand_over)
+            self.under_way = save
 
     def _stage(self, attempt: Attempt, index: int, shards: int, pairs: list[tuple[Box, Tensor]]) -> None:
         header = shard_header(pairs, index, shards, attempt.iteration)
         self.background.start()
         self.background.send(self._command("write", attempt) | {"index": index, "header": len(header), "bytes": len(header) + shard_bytes(pairs),
-                                                                "verify": self.verify})
+                                                                "verify": self.verify, "rate": self.rate})
         self.staging.fill(header, (box.view(tensor.detach()) for box, tensor in pairs))
+
+    def _copy(self, attempt: Attempt, index: int) -> BinaryIO:
+        path, record = self.tiers.shard(attempt.iteration, index)
+        file = open(path, "rb")  # noqa: SIM115  # closed when the save is over
+        self.background.start()
+        self.background.send(self._command("copy", attempt) | {"source": f"/proc/{os.getpid()}/fd/{file.fileno()}", "index": index, "record": record,
+                                                               "verify": self.verify, "rate": self.rate})
+        return file
 
     def _command(self, what: str, attempt: Attempt) -> dict[str, Any]:
         return {"do": what, "root": str(self.root), "iteration": attempt.iteration, "folder": str(attempt.folder)}
 
     def before_update(self) -> None:
         """The tensors are about to change: on a GPU the current stream waits for the copies."""
-        if self.under_way is not None and self.staging.copied is not None:
+        if self.under_way is not None and self.staging is not None and self.staging.copied is not None:
             torch.cuda.current_stream().wait_event(self.staging.copied)
 
     # ---- from step to step
@@ -184,7 +210,7 @@ class Saver:
         in the background."""
         save = self.under_way
         if save is None:
-            return [] if self.staging is None else [0.0, 0.0]
+            return [] if self.background is None else [0.0, 0.0]
         self._look(wait=False)
         done = float(save.outcome is not None)
         return [1.0, done] if save.records is not None else [done, 0.0]
@@ -260,6 +286,8 @@ class Saver:
 
     def _over(self) -> None:
         self.under_way.attempt.__exit__()
+        if self.under_way.local is not None:
+            self.under_way.local.close()
         self.under_way = None
 
     def _failed(self, iteration: int, error: Exception) -> None:

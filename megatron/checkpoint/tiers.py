@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from megatron.checkpoint.progress import GB
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.rebuild import Found, LocalCheckpoint, newest_local, restore_copies
+from megatron.checkpoint.writer import shard_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,6 @@ class Tiers:
     def __init__(self, root: str | Path, ranks: Ranks, partner: bool, say: Callable[[str], None] = partial(print, flush=True)):
         self.nodes, self.partner, self.say = find_nodes(root, ranks), partner, say
         self.run: RunId | None = None
-        self.saved: int | None = None  # the newest iteration that this job has saved locally
         if partner:
             require_partners(self.nodes, self._first_says)
 
@@ -40,13 +39,14 @@ class Tiers:
         if self.nodes.ranks.first:
             self.say(text)
 
-    def newest(self, load: str | Path, older: bool) -> Checkpoint | None:
-        """The newest checkpoint of the run whose --save folder `load` is, of either tier; of the same iteration the local one.
+    def newest(self, load: str, save: str | None, older: bool) -> Checkpoint | None:
+        """The newest checkpoint of `load`, or of the local ones where `load` is the folder that the run saves to; of one iteration the local one.
 
-        A local one of an iteration before the newest of `load` is taken when that is damaged and `older` allows it, else never. Raises as open_checkpoint.
+        A local one of an iteration before the newest of `load` is taken when that is damaged and `older` allows it, else never.
+        Raises as open_checkpoint.
         """
         ranks = self.nodes.ranks
-        told = ranks.agree(lambda: _look(load) if ranks.first else None)[0]
+        told = ranks.agree(lambda: _look(load, save) if ranks.first else None)[0]
         run, shared = None if told[0] is None else RunId(**told[0]), told[1]
         if run is None:
             return open_checkpoint(load, None, self.say, ranks, older)
@@ -64,21 +64,20 @@ class Tiers:
             found = restore_copies(self.nodes, run, found, self.say)
         return LocalCheckpoint(self.nodes, run, found)
 
-    def begin(self, run: RunId, own_bytes: int, drains: bool) -> None:
-        """Save for `run` from now on, `own_bytes` by this rank. Raises CheckpointError on every rank when a node has no room for that."""
-        self.run = run
-        require_room(self.nodes, run, own_bytes, self.partner, drains)
+    def require_room(self, own_bytes: int, drains: bool) -> None:
+        """Raise CheckpointError on every rank when a node has no room for the run's checkpoints, `own_bytes` of this rank."""
+        require_room(self.nodes, self.run, own_bytes, self.partner, drains)
 
-    def save(self, iteration: int, pairs: Sequence[tuple[Box, Tensor]], state: dict[str, Any]) -> bool:
-        """Save locally; whether that went well. A failed save is said, and stops nothing."""
+    def save(self, iteration: int, pairs: Sequence[tuple[Box, Tensor]], state: dict[str, Any], check: Callable[[], None] = lambda: None) -> bool:
+        """Save locally; whether that went well. A failed save is said, and stops nothing. `check` may refuse with a ValueError on all ranks."""
         began = time.perf_counter()
         try:
+            check()
             save_local(self.nodes, self.run, iteration, pairs, state, self.partner)
         except (ValueError, OSError) as error:
-            self.say(f"warning: {error}")
+            self.say(f"warning: iteration {iteration} was NOT saved locally. {error}")
             return False
-        self.saved = iteration
-        size = sum(math.prod(box.extent) * tensor.element_size() for box, tensor in pairs)
+        size = shard_bytes(pairs)
         seconds = time.perf_counter() - began
         self.say(f" saved local checkpoint of iteration {iteration}: {size / GB:.2f} GB of this rank in {seconds:.1f} s, {size / GB / seconds:.2f} GB/s")
         return True
@@ -90,22 +89,22 @@ class Tiers:
         return folder / m.shard_file(index), manifest["shards"][index]
 
 
-def _look(load: str | Path) -> tuple[dict[str, str] | None, list[int]]:
-    run = read_run(load)
+def _look(load: str, save: str | None) -> tuple[dict[str, str] | None, list[int]]:
+    run = read_run(load) if _same(load, save) else None
     return None if run is None else asdict(run), m.list_iterations(Path(load))
 
 
-def same_folder(load: str | Path | None, save: str | Path | None) -> bool:
-    """Whether a run that loads from `load` and saves to `save` goes on with what is there."""
+def _same(load: str | None, save: str | None) -> bool:
     return load is not None and save is not None and os.path.realpath(load) == os.path.realpath(save)
 
 
-def settle_run(save: str | Path, ranks: Ranks, *, goes_on: bool, local: bool) -> RunId | None:
-    """Which run saves to `save` from now on. One that goes on is the one it was; any other start is a new one, which shall not take the
-    local checkpoints of the one before for its own. None when there are no local ones (`local`)."""
+def settle_run(load: str | None, save: str, ranks: Ranks, *, local: bool) -> RunId | None:
+    """Which run saves to `save` from now on, `load` being what its state was loaded from. One that goes on there is the one it was; any other
+    is a new one, which shall not take the local checkpoints of the one before for its own. None when it saves none locally (`local`)."""
     def first() -> dict[str, str] | None:
         if not ranks.first:
             return None
+        goes_on = _same(load, save)
         try:
             if not local:
                 return None if goes_on else forget_run(save)

@@ -10,11 +10,13 @@ from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.progress import Saved
 from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.checkpoint.rebuild import LocalCheckpoint
 from megatron.checkpoint.replicas import check_replicas
 from megatron.checkpoint.retention import Policy
 from megatron.checkpoint.saver import Saver, staging_bytes
 from megatron.checkpoint.share import own_part
-from megatron.checkpoint.writer import try_folder
+from megatron.checkpoint.tiers import Tiers, settle_run
+from megatron.checkpoint.writer import shard_bytes, try_folder
 from megatron.config.groups import Config
 from megatron.dist.together import together
 from megatron.model.layout import Box
@@ -25,20 +27,40 @@ from megatron.training.resume import run_state
 from megatron.training.run import Run
 
 
-def locate_checkpoint(config: Config, ranks: Ranks = ONE) -> Checkpoint | None:
-    """The checkpoint that --load names; None for a first start. Rank 0 finds it and the others open that one, whatever appears meanwhile.
+def join_tiers(config: Config, ranks: Ranks) -> Tiers | None:
+    """The local tier; None without --local-checkpoint-dir. Raises ValueError on every rank when it cannot be used."""
+    options = config.checkpoint
+    return None if options.local_checkpoint_dir is None else Tiers(options.local_checkpoint_dir, ranks, options.local_redundancy == "partner")
+
+
+def locate_checkpoint(config: Config, ranks: Ranks = ONE, tiers: Tiers | None = None) -> Checkpoint | None:
+    """The checkpoint that --load names, or a newer one of the local tier; None for a first start. Rank 0 finds it and the others open that one,
+    whatever appears meanwhile.
 
     Raises ValueError when it must exist and does not, is damaged, or is not the same one on every rank.
     """
     options = config.checkpoint
     if options.load is None:
         return None
-    checkpoint = open_checkpoint(options.load, options.ckpt_step, ranks=ranks, older=options.allow_older_checkpoint)
+    if tiers is not None and options.ckpt_step is None and not options.finetune:
+        checkpoint = tiers.newest(options.load, options.save, options.allow_older_checkpoint)
+    else:
+        checkpoint = open_checkpoint(options.load, options.ckpt_step, ranks=ranks, older=options.allow_older_checkpoint)
     with together(ranks.world, ranks.device):
         first_start = options.load == options.save and options.ckpt_step is None and not options.exit_on_missing_checkpoint
         if checkpoint is None and (not first_start or config.evaluation.skip_train):
             raise CheckpointError(f"--load {options.load}: no checkpoint there; give the folder that --save wrote to, or drop --load to start a new run")
     return checkpoint
+
+
+def fetch(checkpoint: Checkpoint, run: Run) -> None:
+    """Bring what this rank reads of a local checkpoint to its node; all ranks call it."""
+    if isinstance(checkpoint, LocalCheckpoint):
+        with_states = run.config.checkpoint.load_optim and not run.config.evaluation.skip_train
+        pairs = [*run.optimizer.weight_boxes(), *(run.optimizer.state_boxes() if with_states else ())]
+        size = checkpoint.fetch(box for box, _ in pairs)
+        if size:
+            print(f" {size / 1e9:.3g} GB of local shards were fetched from other nodes", flush=True)
 
 
 def load(checkpoint: Checkpoint, run: Run) -> None:
@@ -55,19 +77,22 @@ def load(checkpoint: Checkpoint, run: Run) -> None:
     run.scaler.load(checkpoint.state["scaler"])
 
 
-def make_saver(config: Config, optimizer: Optimizer, ranks: Ranks, tracker: Tracker | None) -> Saver | None:
-    """What writes the run's checkpoints and tells the tracker of them; None without --save."""
+def make_saver(config: Config, optimizer: Optimizer, ranks: Ranks, tracker: Tracker | None, tiers: Tiers | None) -> Saver | None:
+    """What writes the run's checkpoints and tells the tracker of them; None without --save. Raises ValueError when the local tier lacks room."""
     options = config.checkpoint
     if options.save is None:
         return None
-    memory = staging_bytes(_own_pairs(config, optimizer), options.async_save_host_memory) if options.async_save else None
+    pairs = _own_pairs(config, optimizer)
+    memory = staging_bytes(pairs, options.async_save_host_memory) if options.async_save else None
+    if tiers is not None and not config.evaluation.skip_train:
+        tiers.require_room(shard_bytes(pairs), options.async_save)
 
     def report(iteration: int, saved: Saved) -> None:
         if tracker is not None:
             tracker.log(iteration, save_metrics(size=saved.bytes, seconds=saved.seconds, stall=saved.stall))
 
     return Saver(options.save, ranks, memory, retention=Policy(options.save_retain_interval, options.save_keep_last), verify=options.verify_integrity,
-                 report=report)
+                 tiers=tiers, rate=options.save_rate_limit, report=report)
 
 
 def _own_pairs(config: Config, optimizer: Optimizer) -> list[tuple[Box, Tensor]]:
@@ -85,15 +110,29 @@ def save(run: Run) -> None:
         run.saver.save(run.progress.iteration, _own_pairs(run.config, run.optimizer), run_state(run), check)
 
 
+def save_local(run: Run) -> None:
+    """Write a checkpoint to the local tier alone."""
+    run.zero.settle()
+    check = partial(check_replicas, run.optimizer, run.saver.ranks)
+    run.saver.tiers.save(run.progress.iteration, _own_pairs(run.config, run.optimizer), run_state(run), check)
+
+
 def drain(run: Run) -> bool:
     """Wait for a save under way; whether the last one went well."""
     return run.saver is None or run.saver.drain()
 
 
-def prepare_save_folder(config: Config, ranks: Ranks = ONE) -> None:
-    """Make --save, and write into it from every rank: what is wrong with it is found before training, not at the first checkpoint.
+def prepare_save_folder(config: Config, ranks: Ranks = ONE, tiers: Tiers | None = None, *, goes_on: bool = False) -> None:
+    """Make --save, and write into it from every rank: what is wrong with it is found before training, not at the first checkpoint. Unless the run
+    `goes_on` with what it has loaded from there, it is a new one from now on for the local tier.
 
     Raises ValueError on every rank when one cannot.
     """
-    if config.checkpoint.save is not None:
-        try_folder(config.checkpoint.save, ranks)
+    options = config.checkpoint
+    if options.save is None:
+        return
+    try_folder(options.save, ranks)
+    if not config.evaluation.skip_train:
+        run = settle_run(options.load if goes_on and not options.finetune else None, options.save, ranks, local=tiers is not None)
+        if tiers is not None:
+            tiers.run = run

@@ -14,7 +14,7 @@ from megatron.model.arithmetic import flops_per_iteration, global_batch_size_at,
 from megatron.observe.console import evaluation_lines, training_line
 from megatron.observe.metrics import eta_seconds, evaluation_metrics, memory_metrics, rates, timer_metrics
 from megatron.parallel.pipeline import Recording
-from megatron.training.checkpointing import drain, save
+from megatron.training.checkpointing import drain, save, save_local
 from megatron.training.evaluate import evaluate
 from megatron.training.exit import Exit
 from megatron.training.passes import schedule_of
@@ -207,7 +207,8 @@ def train(run: Run) -> Exit:
         must_log = iteration % config.logging.log_interval == 0 or last
         must_evaluate = (bool(every) and iteration % every == 0 or last) and bool(run.data.valid)
         must_save = config.checkpoint.save_interval is not None and iteration % config.checkpoint.save_interval == 0
-        if must_log or must_evaluate or must_save or pending.is_here or run.exits.check(iteration):
+        must_save_local = config.checkpoint.local_save_interval is not None and iteration % config.checkpoint.local_save_interval == 0
+        if must_log or must_evaluate or must_save or must_save_local or pending.is_here or run.exits.check(iteration):
             settle(run, pending, interval)
             pending = None
         exit_now = run.exits.check(iteration)  # on a GPU a signal is seen one iteration late, by all ranks in the same one
@@ -220,6 +221,9 @@ def train(run: Run) -> Exit:
         if must_save or exit_now or last:
             with run.timers("save-checkpoint"):
                 save(run)
+        elif must_save_local:
+            with run.timers("save-checkpoint"):
+                save_local(run)
         interval.outside += time.perf_counter() - paused
         if exit_now and (progress.evaluation_due or not last):
             return exit_now if drain(run) else Exit(f"{exit_now.reason}, but the last save failed", 1)

@@ -15,6 +15,7 @@ from megatron import __version__
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint
+from megatron.checkpoint.tiers import Tiers
 from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config, PrecisionConfig
 from megatron.config.stages import place
@@ -43,7 +44,7 @@ from megatron.parallel.recompute import Recompute
 from megatron.plan.advice import Machine
 from megatron.plan.stages import stage_lines
 from megatron.plan.table import banner_lines
-from megatron.training.checkpointing import drain, load, locate_checkpoint, make_saver, prepare_save_folder
+from megatron.training.checkpointing import drain, fetch, join_tiers, load, locate_checkpoint, make_saver, prepare_save_folder
 from megatron.training.exit import ExitConditions
 from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
 from megatron.training.resume import continuity, device_name, refuse_foreign, resumed_schedule
@@ -160,14 +161,15 @@ class Prepared:
     sections: dict[str, list[str]]  # of the banner, on the rank that prints it
 
 
-def prepare(config: Config, notes: list[str], world_size: int, device: torch.device, world: Axis, planned_for: str | None = None) -> Prepared:
+def prepare(config: Config, notes: list[str], world_size: int, device: torch.device, world: Axis, planned_for: str | None = None,
+            tiers: Tiers | None = None) -> Prepared:
     """Read everything that a run depends on, and refuse what does not fit, on every rank of `world` or on none. Raises ValueError."""
     with together(world, device):
         tokenizer = build_tokenizer(resolve(config, world_size, None).config.data)
         resolved = resolve(config, world_size, tokenizer.vocab_size)
         config, notes = resolved.config, [*notes, *resolved.notes]
         schedule = Schedule.of(config)
-    checkpoint = locate_checkpoint(config, Ranks(world, device))
+    checkpoint = locate_checkpoint(config, Ranks(world, device), tiers)
     with together(world, device):
         progress = Progress()
         if checkpoint is not None:
@@ -191,10 +193,11 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     placement = place(resolved.distributed.pipeline_schedule, layout.pp, resolved.distributed.num_virtual_stages_per_pipeline_rank)
     tied = placement[0] != placement[-1] and not resolved.model.untie_embeddings_and_output_weights
     groups = make_groups(layout, resolved.model.num_query_groups, tied=tied, shard=resolved.distributed.zero_shard_size)
-    prepared = prepare(config, notes, world_size, device, groups.world)
-    config, tokenizer, sections = prepared.config, prepared.tokenizer, prepared.sections
     ranks = Ranks(groups.world, device, groups.pp.rank)
-    prepare_save_folder(config, ranks)
+    tiers = join_tiers(config, ranks)
+    prepared = prepare(config, notes, world_size, device, groups.world, tiers=tiers)
+    config, tokenizer, sections = prepared.config, prepared.tokenizer, prepared.sections
+    prepare_save_folder(config, ranks, tiers, goes_on=prepared.checkpoint is not None)
     device_names = ", ".join(sorted(set(ranks.agree(lambda: device_name(device)))))
     dtype, distributed = compute_dtype(config.precision), config.distributed
     tp = TensorParallel(groups.tp, groups.kv, sequence=distributed.sequence_parallel, overlap=distributed.tp_comm_overlap)
@@ -222,7 +225,7 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
         zero=zero, pipeline=Pipeline(model, zero, placement, shape, groups, device), optimizer=optimizer,
         schedule=prepared.schedule,
         scaler=LossScaler(config.precision), data=prepared.data, tracker=tracker, exits=exits, progress=prepared.progress,
-        saver=make_saver(config, optimizer, ranks, tracker),
+        saver=make_saver(config, optimizer, ranks, tracker, tiers),
         peak_tflops=config.logging.peak_tflops or peak_tflops(device_name(device), dtype),
     ), prepared.checkpoint
 
@@ -231,6 +234,7 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
     if checkpoint is None:
         run.optimizer.initialise(run.config)
     else:
+        fetch(checkpoint, run)
         with together(run.groups.world, run.device):
             load(checkpoint, run)
         print(f" loaded checkpoint {checkpoint.path} at iteration {run.progress.iteration}{continuity(checkpoint, run)}", flush=True)

@@ -14,8 +14,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from checkpoint_cases import cut, example, same_bits
+from reshard_cases import start
 
-from megatron.checkpoint import local, manifest, nodes, rebuild
+from megatron.checkpoint import local, manifest, nodes, rebuild, tiers
+from megatron.checkpoint.background import Background
 from megatron.checkpoint.files import write_shard_file
 from megatron.checkpoint.local import save_local
 from megatron.checkpoint.nodes import Nodes, RunId, find_nodes
@@ -23,6 +25,8 @@ from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.rebuild import LocalCheckpoint, newest_local, restore_copies
 from megatron.dist.groups import Axis
 from megatron.model.layout import Box
+from megatron.training.exit import Exit
+from megatron.training.loop import COMPLETE
 
 RUN, OTHER = RunId("a" * 32, "here"), RunId("b" * 32, "here")
 STATE = {"iteration": 2, "scale": float("inf")}
@@ -260,9 +264,15 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "damaged on the way": _damaged_on_the_way,
     "damaged and unverified": _damaged_and_unverified,
     "the oldest first": lambda: mock.patch.object(rebuild, "sorted", lambda values, reverse=False: sorted(values), create=True),
-    "one is kept": lambda: mock.patch.object(local, "KEPT", 1),
+    "a new start is the old run": lambda: mock.patch.object(tiers, "new_run", lambda save: tiers.read_run(save) or nodes.new_run(save)),
+    "a copy is the same run": lambda: mock.patch.object(nodes.os.path, "realpath", lambda path: "everywhere"),
+    "what is copied is not compared": lambda: mock.patch.object(Background, "send", _whatever_the_record(Background.send)),
     "thinned before it is written": lambda: mock.patch.object(local.NodeAttempt, "_make", _thin_first(local.NodeAttempt._make)),
 }
+
+
+def _whatever_the_record(send: Callable) -> Callable:
+    return lambda self, command: send(self, command | ({"record": {"bytes": command["record"]["bytes"]}} if "record" in command else {}))
 
 
 def _thin_first(make: Callable) -> Callable:
@@ -272,3 +282,20 @@ def _thin_first(make: Callable) -> Callable:
             shutil.rmtree(self.root / manifest.iteration_folder(iteration))
 
     return early
+
+
+# ---- whole runs -------------------------------------------------------------------------------------------------------
+
+
+def on_nodes(each: int, mutant: str | None, function: Callable, *args: object) -> object:
+    """A function of reshard_cases, every `each` ranks of which see a node's folder of their own, under a mutant."""
+    def apart(root: str | Path, ranks: Ranks) -> Nodes:
+        return find_nodes(Path(root, str(ranks.world.rank // each)), ranks)
+
+    with mock.patch.object(tiers, "find_nodes", apart), MUTANTS[mutant]() if mutant else contextlib.nullcontext():
+        return function(*args)
+
+
+def start_and_die(arguments: tuple[str, ...]) -> str:
+    """A start that dies before the first step."""
+    return start(arguments, None, lambda run: Exit(COMPLETE, 0))
