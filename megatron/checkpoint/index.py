@@ -117,11 +117,7 @@ class Index:
         return self.fetcher.bytes_read
 
     def _open(self) -> None:
-        raw = load_bytes(self.path / m.MANIFEST, m.MANIFEST_LIMIT)
-        self._head, self.manifest = raw[: m.MANIFEST_HEAD], m.decode_manifest(raw, self.path / m.MANIFEST)
-        if self.path.name.startswith("iter_") and self.path.name != m.iteration_folder(self.iteration):
-            right = m.iteration_folder(self.iteration)
-            raise CheckpointError(f"{self.path}: its manifest is of iteration {self.iteration}: the folder was renamed; name it {right}")
+        self.manifest, self._head = read_manifest(self.path)
         for shard, entries, shapes in self._open_shards():
             self.shards.append(shard)
             self._add(shard, entries, shapes)
@@ -239,6 +235,16 @@ def _load_table(path: Path, digest: str) -> DigestTable:
     if m.table_digest(raw) != digest:
         raise CheckpointError(f"{path}: damaged, or of another checkpoint: it does not match its digest in {m.MANIFEST}")
     return DigestTable.decode(raw, path)
+
+
+def read_manifest(folder: Path) -> tuple[dict[str, Any], bytes]:
+    """The manifest of a checkpoint folder, verified by its own digest, and the first bytes of its file; the folder has the name that it gives itself."""
+    raw = load_bytes(folder / m.MANIFEST, m.MANIFEST_LIMIT)
+    content = m.decode_manifest(raw, folder / m.MANIFEST)
+    right = m.iteration_folder(content["iteration"])
+    if folder.name.startswith("iter_") and folder.name != right:
+        raise CheckpointError(f"{folder}: its manifest is of iteration {content['iteration']}: the folder was renamed; name it {right}")
+    return content, raw[: m.MANIFEST_HEAD]
 
 
 def load_bytes(path: Path, limit: int) -> bytes:

@@ -293,9 +293,12 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = False
     """Refuse a first start: --load must hold a checkpoint."""
     allow_older_checkpoint: bool = flag(False, megatron="absent there")
-    """When the newest checkpoint is damaged, load the newest whole one before it, and say so."""
-    use_checkpoint_args: bool = False
-    """Take the model's shape, the tokenizer and the sequence length from the checkpoint."""
+    """When the newest checkpoint is damaged, load the newest whole one before it, and say so; all of it is read and verified before it is used."""
+    accept_changed: tuple[Literal["data", "tokenizer", "batch", "seed"], ...] | None = flag(None, megatron="absent there: changes go unnoticed")
+    """Go on from a checkpoint although these differ from it: data (files, blend, sequence length), tokenizer (of the same size), batch (global batch
+    size, ramp-up), seed."""
+    use_checkpoint_args: bool = flag(False, megatron="there it overrides the command line; here a flag that contradicts is refused")
+    """Take the model's shape, the tokenizer and the sequence length from the checkpoint, wherever the command line leaves the default."""
     ckpt_parallel_write: Literal["balanced", "owner"] = flag("balanced", megatron="there: --ckpt-fully-parallel-save")
     """Who writes what several ranks hold: each an equal part, or the first of them all of it."""
     async_save: bool = False

@@ -315,7 +315,7 @@ def build_data(config: Config, tokenizer: Any, ledger: dict[str, Any] | None = N
     if train:
         names = [stream.dataset.prefix for stream in train]
         shares = quotas([stream.num_tokens if weight is None else weight for stream, weight in zip(train, weights)], names)
-        entries = [{"id": stream.identity, "name": name, "share": share} for stream, name, share in zip(train, names, shares)]
+        entries = [{"id": stream.identity, "content": stream.content, "name": name, "share": share} for stream, name, share in zip(train, names, shares)]
         ledger, blend, changes = extend_ledger(ledger, consumed, entries)
         for stream, name, share in zip(train, names, shares):
             notes.append(

@@ -72,6 +72,7 @@ class TokenStream:
         self.samples = self.num_tokens // seq_length  # n: samples of one epoch
         order = (dataset.fingerprint, self.begin, self.num_tokens, seq_length, seed)
         self.key, self.identity = key_of(*order), f"{int(key_of('identity', *order)):016x}"
+        self.content = f"{int(key_of('content', *order[:3])):016x}"  # names the tokens, in whatever order
         self._window, self._places = -1, np.empty(0, np.int64)
 
     def places(self, index: np.ndarray) -> np.ndarray:

@@ -47,7 +47,15 @@ from megatron.plan.table import banner_lines
 from megatron.training.checkpointing import drain, fetch, join_tiers, load, locate_checkpoint, make_saver, prepare_save_folder
 from megatron.training.exit import ExitConditions
 from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
-from megatron.training.resume import continuity, device_name, refuse_foreign, resumed_schedule
+from megatron.training.resume import (
+    accept_changes,
+    changed_data,
+    changed_fields,
+    continuity,
+    device_name,
+    resumed_schedule,
+    take_checkpoint_args,
+)
 from megatron.training.run import Progress, Run
 
 
@@ -117,6 +125,7 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
 def pretrain(config: Config, notes: list[str], *, dry_run: bool = False) -> int:
     """Carry out one run; the exit code of the process. Raises ValueError (with the fix) for everything a user can mend."""
     launch = read_launch()
+    config = take_checkpoint_args(config)
     world_size = config.distributed.world_size or launch.world_size
     resolved = resolve(config, world_size, None).config  # faults of flags come before those of files and of other ranks
     if dry_run:
@@ -173,14 +182,19 @@ def prepare(config: Config, notes: list[str], world_size: int, device: torch.dev
     with together(world, device):
         progress = Progress()
         if checkpoint is not None:
-            refuse_foreign(checkpoint, config, tokenizer.vocab_size, tokenizer.fingerprint)
+            state = checkpoint.state
+            changes = changed_fields(state, config, tokenizer.vocab_size, tokenizer.fingerprint)
+            if not all(change.accept for change in changes):
+                accept_changes(checkpoint, changes, config)
             if not config.checkpoint.finetune:
                 if "schedule" not in checkpoint.state:
                     raise CheckpointError(f"{checkpoint.path}: holds weights alone (converted from another format), no run to go on with; give --finetune")
-                progress = Progress(**{name: checkpoint.state[name] for name in Progress.__dataclass_fields__})
-                schedule = resumed_schedule(schedule, checkpoint.state["schedule"], config)
+                progress = Progress(**{name: state[name] for name in Progress.__dataclass_fields__})
         scanned = config if world.rank == 0 else dataclasses.replace(config, data=dataclasses.replace(config.data, check_data=False))
         data = build_data(scanned, tokenizer, checkpoint.state["ledger"] if progress.iteration > 0 else None, progress.consumed_samples)
+        if checkpoint is not None:
+            notes += accept_changes(checkpoint, [*changes, *changed_data(state, config, data.ledger)], config)
+            schedule = schedule if config.checkpoint.finetune else resumed_schedule(schedule, state["schedule"], config)
         padded_vocab = padded_vocab_size(tokenizer.vocab_size, config.model, config.distributed.tensor_model_parallel_size)
         sections = describe(config, notes, tokenizer, data, device, padded_vocab, world_size, checkpoint, planned_for) if world.rank == 0 else {}
     return Prepared(config, tokenizer, padded_vocab, checkpoint, progress, schedule, data, sections)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.index import read_manifest
+from megatron.checkpoint.manifest import CheckpointError, iteration_folder, list_iterations
 from megatron.checkpoint.reader import Checkpoint
+from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config, ModelConfig
 from megatron.dist.groups import describe_layout
 from megatron.optimizer.lr_schedule import Schedule
@@ -21,7 +24,11 @@ if TYPE_CHECKING:
 _FREE_MODEL_FIELDS = {"attention_backend", "hidden_dropout", "attention_dropout", "z_loss_coeff", "init_method_std"}
 _NO_ARITHMETIC = {"init_method_std", "distributed_timeout_minutes", "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
                   "use_tp_pp_dp_mapping", "num_layers_per_virtual_pipeline_stage", "zero3_keep_gathered", "overlap_param_gather"}
-_OPTIMIZER_ARITHMETIC = ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload", "optimizer_offload_fraction")
+_OPTIMIZER_ARITHMETIC = ("optimizer", "adam_implementation", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload",
+                         "optimizer_offload_fraction", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
+_DATA_ARITHMETIC = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+_FILES = ("tokenizer_model", "vocab_file", "merge_file")  # may lie elsewhere now: their content is compared
+_TOKENIZER_FIELDS = ("tokenizer_type", "vocab_size", "seq_length", *_FILES)
 
 
 def run_state(run: Run) -> dict[str, Any]:
@@ -41,6 +48,12 @@ def run_state(run: Run) -> dict[str, Any]:
     }
 
 
+def config_of(state: dict[str, Any]) -> Config:
+    """The configuration in a checkpoint's state; fields that are younger or older than this program's are left out."""
+    kept = {group: {name: value for name, value in state["config"].get(group, {}).items() if name in fields} for group, fields in Config().to_dict().items()}
+    return Config.from_dict(kept)
+
+
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
@@ -53,13 +66,16 @@ def continuity(checkpoint: Checkpoint, run: Run) -> str:
     if run.device.type == "cpu" and _same_sums(checkpoint.state["config"], run.config.to_dict(), run.chunk):
         ours["--zero-stage"] = theirs["--zero-stage"]
     different = [f"{name} {theirs.get(name)} -> {value}" for name, value in ours.items() if theirs.get(name) != value]
+    state = checkpoint.state
+    changes = [*changed_fields(state, run.config, run.vocab_size, run.tokenizer_fingerprint), *changed_data(state, run.config, run.data.ledger)]
+    different += sorted({change.accept for change in changes}) + ([] if asdict(run.schedule) == state["schedule"] else ["learning-rate schedule"])
     return f"; goes on from the same state, not bit for bit: {', '.join(different)}" if different else "; goes on bit for bit"
 
 
 def _decides_rounding(state: dict[str, Any]) -> dict[str, Any]:
-    config = {group: {**defaults, **state["config"][group]} for group, defaults in Config().to_dict().items()}  # a field may be younger than the state
+    config = config_of(state).to_dict()
     fields = {**config["model"], **config["precision"], **config["distributed"], "micro_batch_size": config["training"]["micro_batch_size"],
-              **{name: config["optimizer"][name] for name in _OPTIMIZER_ARITHMETIC}}
+              **{name: config["optimizer"][name] for name in _OPTIMIZER_ARITHMETIC}, **{name: config["data"][name] for name in _DATA_ARITHMETIC}}
     flags = {f"--{name.replace('_', '-')}": value for name, value in fields.items() if name not in _NO_ARITHMETIC}
     return {"layout": state.get("layout"), "device": state.get("device"), "torch": state["versions"]["torch"], **flags}
 
@@ -73,27 +89,95 @@ def _same_sums(theirs: dict[str, Any], ours: dict[str, Any], chunk: int) -> bool
     return not (accumulates and (stages[0] < 2) != (stages[1] < 2)) and not (clips and (stages[0] == 0) != (stages[1] == 0))
 
 
-def refuse_foreign(checkpoint: Checkpoint, config: Config, vocab_size: int, tokenizer_fingerprint: str) -> None:
-    """Raise CheckpointError listing every field in which the run may not differ from the checkpoint, with both values."""
-    state, faults = checkpoint.state, []
+class Change(NamedTuple):
+    """A field in which a run differs from the checkpoint that it loads; `accept`: the value of --accept-changed that lets it go on."""
+
+    text: str
+    accept: str | None
+
+
+def changed_fields(state: dict[str, Any], config: Config, vocab_size: int, tokenizer_fingerprint: str) -> list[Change]:
+    """What a run may not change unseen: the model and, unless it takes the weights alone, tokenizer, batch schedule, seed and sequence length."""
+    found, theirs = [], config_of(state)
     for field in dataclasses.fields(ModelConfig):
-        ours, theirs = getattr(config.model, field.name), state["config"]["model"].get(field.name, field.default)
-        if ours != theirs and field.name not in _FREE_MODEL_FIELDS:
-            faults.append(f"--{field.name.replace('_', '-')}: checkpoint {theirs}, command line {ours}")
+        old, new = getattr(theirs.model, field.name), getattr(config.model, field.name)
+        if old != new and field.name not in _FREE_MODEL_FIELDS:
+            found.append(Change(f"--{field.name.replace('_', '-')}: checkpoint {old}, command line {new}", None))
     if vocab_size != state["vocab_size"]:
-        faults.append(f"vocabulary: checkpoint {state['vocab_size']}, tokenizer {vocab_size}")
+        found.append(Change(f"vocabulary: checkpoint {state['vocab_size']}, tokenizer {vocab_size}", None))
     if config.checkpoint.finetune or state.get("tokenizer") is None:
-        pass  # another tokenizer of the same size is the user's choice when weights alone are taken
-    else:
-        if tokenizer_fingerprint != state["tokenizer"]:
-            faults.append("tokenizer: its files are not those of the checkpoint (--finetune takes the weights alone)")
-        for name, theirs in (("seed", state["config"]["training"]["seed"]), ("seq_length", state["config"]["data"]["seq_length"])):
-            ours = config.training.seed if name == "seed" else config.data.seq_length
-            if ours != theirs:
-                faults.append(f"--{name.replace('_', '-')}: checkpoint {theirs}, command line {ours}; the data order would change (--finetune takes "
-                              "the weights alone)")
+        return found  # another tokenizer of the same size is the user's choice when weights alone are taken
+    if tokenizer_fingerprint != state["tokenizer"]:
+        found.append(Change("tokenizer: its files are not those of the checkpoint", "tokenizer"))
+    fields = [("training", "seed", "seed"), ("data", "seq_length", "data")]
+    if not config.evaluation.skip_train:
+        fields += [("training", "global_batch_size", "batch"), ("training", "rampup_batch_size", "batch")]
+    for group, name, accept in fields:
+        old, new = getattr(getattr(theirs, group), name), getattr(getattr(config, group), name)
+        if old != new:
+            consequence = "the steps' batches would change" if accept == "batch" else "the data order would change"
+            found.append(Change(f"--{name.replace('_', '-')}: checkpoint {old}, command line {new}; {consequence}", accept))
+    return found
+
+
+def changed_data(state: dict[str, Any], config: Config, ledger: dict[str, Any]) -> list[Change]:
+    """How the training data that a run is given now differs from those it was reading when the checkpoint was written."""
+    if config.checkpoint.finetune or config.evaluation.skip_train or not state.get("consumed_samples"):
+        return []
+    last = [[source for segment in each["segments"][-1:] for source in segment["sources"]] for each in (state["ledger"], ledger)]
+    key = "content" if all("content" in source for sources in last for source in sources) else "id"  # ids are of content and order
+    old, new = ({source[key]: source for source in sources} for sources in last)
+    texts = [f"data: {source['name']}: not what the checkpoint's run was reading (content, or its range by --split)" for key, source in new.items()
+             if key not in old]
+    texts += [f"data: {source['name']}: read by the checkpoint's run, not given now" for key, source in old.items() if key not in new]
+    texts += [f"data: {source['name']}: share of the blend: checkpoint {old[key]['share']}, command line {source['share']} (of 65536)"
+              for key, source in new.items() if key in old and old[key]["share"] != source["share"]]
+    return [Change(text, "data") for text in texts]
+
+
+def accept_changes(checkpoint: Checkpoint, changes: list[Change], config: Config) -> list[str]:
+    """Lines for the banner on what was accepted. Raises CheckpointError listing every change that was not, with the flag that would accept it."""
+    accepted = config.checkpoint.accept_changed or ()
+    faults = [f"{change.text} [--accept-changed {change.accept}]" if change.accept else change.text for change in changes if change.accept not in accepted]
     if faults:
-        raise CheckpointError(f"{checkpoint.path} does not fit this run:\n" + "\n".join(f"  {fault}" for fault in faults))
+        ways = []
+        if any(change.accept for change in changes):
+            ways.append("a field goes on as on the command line with the flag in brackets, and --finetune takes the weights alone")
+        if not all(change.accept for change in changes):
+            ways.append("--use-checkpoint-args takes the model from the checkpoint")
+        raise CheckpointError(f"{checkpoint.path} does not fit this run:\n" + "\n".join(f"  {fault}" for fault in [*faults, f"({'; '.join(ways)})"]))
+    return [f"accepted by --accept-changed {change.accept}: {change.text}" for change in changes]
+
+
+def take_checkpoint_args(config: Config) -> Config:
+    """--use-checkpoint-args: the configuration with the checkpoint's model, tokenizer and sequence length in the place of all defaults.
+
+    Read from the manifest alone, before anything else is known. Raises ArgumentErrors where the command line says something else.
+    """
+    options = config.checkpoint
+    if not options.use_checkpoint_args:
+        return config
+    if options.load is None:
+        raise ArgumentErrors(["--use-checkpoint-args: there is no checkpoint to take them from; give --load"])
+    known = list_iterations(Path(options.load))
+    iteration = options.ckpt_step if options.ckpt_step is not None else next(iter(known), None)
+    if iteration not in known:
+        raise ArgumentErrors([f"--use-checkpoint-args: no checkpoint{f' of iteration {iteration}' if iteration is not None else ''} in --load {options.load}"])
+    theirs = config_of(read_manifest(Path(options.load, iteration_folder(iteration)))[0]["state"])
+    faults, default = [], Config()
+    for group, names in (("model", [field.name for field in dataclasses.fields(ModelConfig) if field.name not in _FREE_MODEL_FIELDS]),
+                         ("data", _TOKENIZER_FIELDS)):
+        taken = {}
+        for name in names:
+            here, there, plain = (getattr(getattr(each, group), name) for each in (config, theirs, default))
+            if here == plain:
+                taken[name] = there
+            elif here != there and name not in _FILES:
+                faults.append(f"--{name.replace('_', '-')} {here}: the checkpoint has {there} (--use-checkpoint-args); drop one of the two flags")
+        config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **taken)})
+    if faults:
+        raise ArgumentErrors(faults)
+    return config
 
 
 def resumed_schedule(ours: Schedule, theirs: dict[str, Any], config: Config) -> Schedule:

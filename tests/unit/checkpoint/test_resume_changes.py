@@ -1,0 +1,99 @@
+"""A run that goes on from a checkpoint and differs from it: each field named, with the flag that accepts it; or taken from the checkpoint."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from reshard_cases import differing, flags, saved, saving, start
+
+from megatron.config.groups import Config
+from megatron.training.resume import changed_data
+
+DATA = "--micro-batch-size 1 --global-batch-size 4 --train-iters 6 --mock-data --lr 1e-2 --log-interval 1 --eval-iters 0".split()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A run of 6 iterations, saved at 3 and 6."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("run")
+    assert start(flags("gqa-untied", "one", *saving(folder))).endswith("exit code 0")
+    return folder
+
+
+def resume(root, *more: object) -> str:
+    return start(flags("gqa-untied", "one", "--load", root, "--ckpt-step", 3, *more))
+
+
+def test_every_change_is_listed_with_the_flag_that_accepts_it(root):
+    told = resume(root, "--seed", 9, "--global-batch-size", 8, "--rampup-batch-size", 4, 4, 24, "--seq-length", 8, "--max-position-embeddings", 16,
+                  "--train-iters", 4)
+    assert "iter_0000003 does not fit this run:" in told
+    for line in ("--seed: checkpoint 1234, command line 9; the data order would change [--accept-changed seed]",
+                 "--seq-length: checkpoint 16, command line 8; the data order would change [--accept-changed data]",
+                 "--global-batch-size: checkpoint 4, command line 8; the steps' batches would change [--accept-changed batch]",
+                 "--rampup-batch-size: checkpoint None, command line (4, 4, 24); the steps' batches would change [--accept-changed batch]"):
+        assert f"  {line}\n" in told
+    told = resume(root, "--seed", 9, "--global-batch-size", 8, "--accept-changed", "seed")
+    assert "--global-batch-size: " in told and "--seed: " not in told
+    told = resume(root, "--hidden-size", 64, "--seed", 9, "--accept-changed", "seed")  # no flag makes another model of these weights
+    assert "--hidden-size: checkpoint 32, command line 64\n" in told and "accept-changed" not in told.partition("--hidden-size")[2]
+    told = resume(root, "--tokenizer-type", "NullTokenizer", "--vocab-size", 50)
+    assert "vocabulary: checkpoint 50, tokenizer 51" in told
+
+
+@pytest.mark.parametrize(("accept", "change"), [
+    ("seed", ("--seed", 9)), ("batch", ("--global-batch-size", 8, "--override-opt-param-scheduler")),
+    ("data", ("--seq-length", 8, "--max-position-embeddings", 16)),
+])
+def test_what_is_accepted_goes_on_and_is_said(root, accept, change):
+    assert f"[--accept-changed {accept}]" in resume(root, *change)
+    told = resume(root, *change, "--accept-changed", accept)
+    assert f"accepted by --accept-changed {accept}: {change[0]}: checkpoint " in told
+    assert f"not bit for bit: {accept}" in told and told.endswith("exit code 0")
+
+
+def test_another_schedule_is_not_bit_for_bit(root):
+    assert "goes on bit for bit" in resume(root, "--exit-interval", 4)
+    assert "not bit for bit: learning-rate schedule" in resume(root, "--exit-interval", 4, "--lr", "2e-2", "--override-opt-param-scheduler")
+    assert "goes on bit for bit" in resume(root, "--exit-interval", 4, "--lr", "2e-2", "--use-checkpoint-opt-param-scheduler")
+    assert "not bit for bit: --clip-grad 1.0 -> 0.5" in resume(root, "--exit-interval", 4, "--clip-grad", "0.5")
+
+
+def ledger(*sources: tuple[str, str, int]) -> dict:
+    return {"segments": [{"first_sample": 0, "sources": [{"id": f"{content}-{name}", "content": content, "name": name, "share": share, "first_index": 0}
+                                                         for content, name, share in sources]}]}
+
+
+def test_changed_data_is_told_by_content_not_by_name_or_order():
+    state = {"consumed_samples": 12, "ledger": ledger(("aa", "old/a", 40000), ("bb", "old/b", 25536))}
+
+    def told(now: dict, **changes: object) -> list[str]:
+        return [change.text for change in changed_data({**state, **changes}, Config(), now)]
+
+    assert told(ledger(("bb", "new/b", 25536), ("aa", "new/a", 40000))) == []
+    assert told(ledger(("aa", "a", 65536))) == ["data: old/b: read by the checkpoint's run, not given now",
+                                                "data: a: share of the blend: checkpoint 40000, command line 65536 (of 65536)"]
+    assert told(ledger(("aa", "a", 40000), ("cc", "c", 25536)))[0] == (
+        "data: c: not what the checkpoint's run was reading (content, or its range by --split)")
+    assert len(told({"segments": []})) == 2  # computed tokens now
+    assert told({"segments": []}, consumed_samples=0) == []
+    older = copy.deepcopy(state["ledger"])
+    for source in older["segments"][0]["sources"]:
+        del source["content"]
+    assert told(ledger(("aa", "old/a", 40000), ("bb", "old/b", 25536)), ledger=older) == []  # then by content and order together
+    assert len(told(ledger(("aa", "old/a", 40000), ("dd", "old/b", 25536)), ledger=older)) == 2
+
+
+def test_the_checkpoint_s_arguments(root, tmp_path):
+    """Model, tokenizer and sequence length come from the checkpoint, and the run is the one that was interrupted."""
+    where = ("--load", str(root), "--ckpt-step", "3", "--use-checkpoint-args")
+    told = start((*DATA, *where, *saving(tmp_path)))
+    assert "goes on bit for bit" in told and differing(saved(root, 6), saved(tmp_path, 6)) == []
+    told = start((*DATA, *where, "--hidden-size", "64", "--seq-length", "16", "--num-layers", "3"))
+    assert "--hidden-size 64: the checkpoint has 32" in told and "--num-layers 3: the checkpoint has 2" in told and "--seq-length" not in told
+    assert "num-layers" in start((*DATA, *where[:-1]))  # the control
+    assert "no checkpoint of iteration 5 in --load" in start((*DATA, *where[:2], "--ckpt-step", "5", where[-1]))
+    assert "give --load" in start((*DATA, "--use-checkpoint-args"))
