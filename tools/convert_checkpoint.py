@@ -2,17 +2,21 @@
 
     python tools/convert_checkpoint.py --load RUN [--ckpt-step N] --to-huggingface FOLDER [--dtype bf16]
     python tools/convert_checkpoint.py --from-huggingface FOLDER --save RUN
+    python tools/convert_checkpoint.py --from-megatron FOLDER --save RUN [--config FILE] [--vocab-size N]
     torchrun --nproc-per-node 8 tools/convert_checkpoint.py ...        # or srun: each rank reads and writes an equal share
 
 The first writes config.json, safetensors files and the tokenizer's files, which transformers loads (GPT-2, Llama, Mistral, Qwen2 or Qwen3,
 as the model's flags allow). The others write a weights-only checkpoint of iteration 0 and RUN/model.json with the model's flags: train on
-from it with --config RUN/model.json --load RUN --finetune. Weights keep the precision that they have there. Nothing that is read is
+from it with --config RUN/model.json --load RUN --finetune. --from-megatron reads GPT models of Megatron-LM's torch_dist format, and those
+that torch.distributed.checkpoint wrote under the same names; the model's flags come from common.pt, or from --config. Weights keep the precision that they have there. Nothing that is read is
 executed, and no tensor is held as a whole. Folders lie on a file system that all ranks share.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import json
 import shutil
 import sys
@@ -24,13 +28,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.checkpoint.foreign import Pair, check_shapes, own_share  # noqa: E402
+from megatron.checkpoint.dcp_folder import DcpFolder  # noqa: E402
+from megatron.checkpoint.foreign import MappedFile, Pair, check_shapes, own_share  # noqa: E402
 from megatron.checkpoint.huggingface import from_huggingface, to_huggingface  # noqa: E402
 from megatron.checkpoint.huggingface_files import open_folder, read_json, take_rules, write_folder  # noqa: E402
 from megatron.checkpoint.manifest import list_iterations  # noqa: E402
+from megatron.checkpoint.megatron_lm import map_tensors, model_fields, our_parameter  # noqa: E402
+from megatron.checkpoint.pickles import ARGUMENT_CLASSES, read_torch_file  # noqa: E402
 from megatron.checkpoint.ranks import Ranks  # noqa: E402
 from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint, find_checkpoint  # noqa: E402
 from megatron.checkpoint.writer import save_checkpoint  # noqa: E402
+from megatron.config.arguments import parse_arguments  # noqa: E402
+from megatron.config.derive import derive  # noqa: E402
 from megatron.config.groups import Config, DataConfig, ModelConfig, PrecisionConfig  # noqa: E402
 from megatron.data.tokenizer import build_tokenizer  # noqa: E402
 from megatron.dist.groups import Axis  # noqa: E402
@@ -127,6 +136,42 @@ def _tokenizer_of(folder: Path) -> DataConfig:
     return DataConfig()
 
 
+def open_megatron(folder: Path, config: str | None, vocab_size: int | None) -> Foreign:
+    """A torch_dist folder (or the folder of a run, whose tracker file names it). Raises ValueError naming what has no counterpart here."""
+    folder = _megatron_iteration(folder)
+    if config is not None:
+        given = derive(parse_arguments(["--config", config]).config, 1, vocab_size)[0].model
+        fields = {field.name: getattr(given, field.name) for field in dataclasses.fields(given) if getattr(given, field.name) != field.default}
+    elif (folder / "common.pt").is_file():
+        common = read_torch_file(MappedFile(folder / "common.pt"), ARGUMENT_CLASSES)
+        if not isinstance(common, dict) or "args" not in common:
+            raise ValueError(f"{folder / 'common.pt'}: holds no arguments: give the model's flags with --config FILE")
+        fields = model_fields(common["args"])
+    else:
+        raise ValueError(f"{folder}: has no common.pt: give the model's flags with --config FILE")
+    stored = DcpFolder(folder)
+    rows = [tensor.shape[0] for name, tensor in stored.tensors.items() if our_parameter(name) == ("embedding.word.weight", -1)]
+    if not rows or rows[0] < (vocab_size or 1):
+        raise ValueError(f"{folder}: the word embedding has {rows[0] if rows else 'no'} rows; --vocab-size is {vocab_size or 'not given'}")
+    tensors = ((name, tensor.shape, [(chunk.offset, chunk.extent, functools.partial(stored.map, chunk)) for chunk in tensor.chunks])
+               for name, tensor in stored.tensors.items())
+    note = "note: weights only: optimizer, schedule and random state stay behind"
+    padded = f"note: all {rows[0]} rows of the vocabulary are kept, padding too; --vocab-size N keeps the first N"
+    pairs = map_tensors(ModelConfig(**fields), vocab_size or rows[0], tensors)
+    return Foreign(fields, DataConfig(), pairs, "torch_dist", (note,) if vocab_size else (note, padded))
+
+
+def _megatron_iteration(folder: Path) -> Path:
+    """The folder itself when it holds a distributed checkpoint, else the one that its tracker file names."""
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    if not (folder / ".metadata").exists() and tracker.is_file():
+        word = tracker.read_text().strip()
+        folder = folder / (f"iter_{int(word):07d}" if word.isdecimal() else "release")
+    if not (folder / ".metadata").exists():
+        raise ValueError(f"--from-megatron {folder}: no .metadata there: not a checkpoint of the torch_dist format")
+    return folder
+
+
 def take_over(source: Path, foreign: Foreign, save: str, ranks: Ranks) -> list[str]:
     """Write a model of another program as iteration 0 under `save`, each rank its share; returns lines to show. Raises ValueError."""
     word = next(tensor for box, tensor in foreign.pairs if box.name == "embedding.word.weight")
@@ -156,8 +201,11 @@ def convert(flags: argparse.Namespace, ranks: Ranks) -> list[str]:
     if flags.to_huggingface:
         return export(flags.load, flags.ckpt_step, flags.to_huggingface, PRECISIONS.get(flags.dtype), ranks)
     with together(ranks.world, ranks.device):
-        foreign = open_huggingface(flags.from_huggingface)
-    return take_over(flags.from_huggingface, foreign, flags.save, ranks)
+        if flags.from_huggingface:
+            source, foreign = flags.from_huggingface, open_huggingface(flags.from_huggingface)
+        else:
+            source, foreign = flags.from_megatron, open_megatron(flags.from_megatron, flags.config, flags.vocab_size)
+    return take_over(source, foreign, flags.save, ranks)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -165,15 +213,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument("--to-huggingface", metavar="FOLDER", type=Path, help="write this folder")
     direction.add_argument("--from-huggingface", metavar="FOLDER", type=Path, help="read this folder")
+    direction.add_argument("--from-megatron", metavar="FOLDER", type=Path, help="read this folder of Megatron-LM, or one iter_* folder in it")
     parser.add_argument("--load", help="checkpoints to export")
     parser.add_argument("--ckpt-step", type=int, help="iteration to export; default: the newest")
     parser.add_argument("--dtype", choices=PRECISIONS, help="precision of the export; default: the one that the run computed in")
     parser.add_argument("--save", help="where the imported checkpoint goes")
+    parser.add_argument("--config", metavar="FILE", help="the model's flags (JSON, as train runs take it); default: those in common.pt")
+    parser.add_argument("--vocab-size", type=int, help="tokens of the real vocabulary: padding rows beyond them are left behind")
     flags = parser.parse_args(argv)
-    exports = flags.to_huggingface is not None
-    foreign = [flags.save] if exports else [flags.load, flags.ckpt_step, flags.dtype]
-    if (flags.load if exports else flags.save) is None or any(value is not None for value in foreign):
-        parser.error("--to-huggingface takes --load, --ckpt-step and --dtype; --from-huggingface takes --save")
+    direction = next(name for name in ("to_huggingface", "from_huggingface", "from_megatron") if getattr(flags, name) is not None)
+    takes = {"to_huggingface": ["load", "ckpt_step", "dtype"], "from_huggingface": ["save"], "from_megatron": ["save", "config", "vocab_size"]}[direction]
+    given = [name for name in ("load", "ckpt_step", "dtype", "save", "config", "vocab_size") if getattr(flags, name) is not None]
+    if takes[0] not in given or set(given) - set(takes):
+        parser.error(f"--{direction} FOLDER takes --{takes[0]}{''.join(f' [--{name}]' for name in takes[1:])} and nothing else".replace("_", "-"))
     return flags
 
 

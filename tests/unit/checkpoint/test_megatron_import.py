@@ -1,0 +1,249 @@
+"""Distributed checkpoints under Megatron-LM's names become ours; a poisoned pickle in any of their files executes nothing."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import pickle
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoint_cases import same_bits
+from test_convert_ranks import convert
+from test_huggingface import CASES, build, tokens
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from megatron.checkpoint.dcp_folder import DcpFolder
+from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.pickles import ARGUMENT_CLASSES, DCP_CLASSES, MappedFile, read_pickle, read_torch_file
+from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+
+VOCAB, PADDED, LAYERS = 67, 72, 3
+
+
+def megatron_names(case: str) -> tuple[argparse.Namespace, dict[str, torch.Tensor], dict[str, torch.Tensor], object]:
+    """(arguments, tensors under Megatron-LM's names with stacked layers, our logical tensors, our model) of one of test_huggingface's models."""
+    base, changes, _ = CASES[case]
+    config = argparse.Namespace(**{**vars(base), **changes})
+    model, held = build(model_config := type(base)(**vars(config)))
+    groups, d = config.num_query_groups, config.kv_channels
+
+    def fused(i: int, kind: str) -> torch.Tensor:
+        q, k, v = (held[f"layers.{i}.attention.{part}.{kind}"] for part in "qkv")
+        return torch.cat([x.reshape(groups, -1, *x.shape[1:]) for x in (q, k, v)], 1).flatten(0, 1)
+
+    def ffn(i: int, kind: str) -> torch.Tensor:
+        return torch.cat([held[f"layers.{i}.mlp.{part}.{kind}"] for part in (("gate", "up") if config.activation == "swiglu" else ("up",))])
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, torch.full((PADDED - VOCAB, x.shape[1]), 9.0, dtype=x.dtype)])
+
+    inner = {
+        "self_attention.linear_qkv.layer_norm_": lambda i, kind: held[f"layers.{i}.input_norm.{kind}"], "self_attention.linear_qkv.": fused,
+        "self_attention.linear_proj.": lambda i, kind: held[f"layers.{i}.attention.proj.{kind}"],
+        "self_attention.q_layernorm.": lambda i, kind: held[f"layers.{i}.attention.q_norm.{kind}"],
+        "self_attention.k_layernorm.": lambda i, kind: held[f"layers.{i}.attention.k_norm.{kind}"],
+        "pre_mlp_layernorm.": lambda i, kind: held[f"layers.{i}.mlp_norm.{kind}"], "mlp.linear_fc1.": ffn,
+        "mlp.linear_fc2.": lambda i, kind: held[f"layers.{i}.mlp.down.{kind}"],
+    }
+    theirs = {"embedding.word_embeddings.weight": padded(held["embedding.word.weight"])}
+    for name, value in inner.items():
+        for kind in ("weight", "bias"):
+            try:
+                theirs[f"decoder.layers.{name}{kind}"] = torch.stack([value(i, kind) for i in range(LAYERS)])
+            except KeyError:
+                assert kind == "bias" or "_layernorm" in name
+    for mine, name in {"embedding.position.weight": "embedding.position_embeddings.weight", "final_norm.weight": "decoder.final_layernorm.weight",
+                       "final_norm.bias": "decoder.final_layernorm.bias"}.items():
+        if mine in held:
+            theirs[name] = held[mine]
+    if "head.weight" in held:
+        theirs["output_layer.weight"] = padded(held["head.weight"])
+    arguments = argparse.Namespace(
+        **{name: getattr(config, name) for name in (
+            "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "group_query_attention", "num_query_groups",
+            "max_position_embeddings", "position_embedding_type", "normalization", "norm_epsilon", "add_bias_linear", "add_qkv_bias",
+            "qk_layernorm", "untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout")},
+        swiglu=config.activation == "swiglu", rotary_base=10000, exit_signal=signal.SIGTERM, params_dtype=torch.bfloat16, num_experts=None)
+    assert model_config.activation in ("gelu", "swiglu")
+    return arguments, theirs, held, model
+
+
+BESIDE = {"optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight": torch.ones(3), "rng_state": torch.zeros(2)}
+
+
+def write(folder: Path, case: str, dimension: int) -> None:
+    """On one of two ranks: a real distributed checkpoint of DTensors cut along `dimension` of layers, or whole where that does not go."""
+    arguments, theirs, _, _ = megatron_names(case)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {name: distribute_tensor(value, mesh, [Shard(dimension if name.startswith("decoder.layers") else 0)], src_data_rank=None)
+             for name, value in (theirs | BESIDE).items()}
+    dcp.save(state | {"decoder.layers.self_attention.linear_qkv._extra_state/shard_0_3": io.BytesIO(b"x")}, checkpoint_id=folder)
+    if dist.get_rank() == 0:
+        torch.save({"args": arguments, "iteration": 7}, folder / "common.pt")
+        (folder.parent / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+
+
+@pytest.mark.parametrize("case, dimension", [("llama tied, gqa, eps", 0), ("gpt2", 1), ("qwen3", 1)])
+def test_stacked_layers_of_two_ranks_become_ours(tmp_path, gloo_world, case, dimension):
+    """The same logits bit for bit, by one importing rank and by two; padding, optimizer and extra state stay behind."""
+    gloo_world(2).run(write, tmp_path / "theirs" / "iter_0000007", case, dimension)
+    _, _, held, model = megatron_names(case)
+    words = ("--from-megatron", tmp_path / "theirs", "--vocab-size", VOCAB, "--save")
+    code, told = convert(*words, tmp_path / "one")
+    assert code == 0, told
+    assert all(code == 0 for code, _ in gloo_world(2).run(convert, *words, tmp_path / "two"))
+    import generate
+
+    for run, shards in (("one", 1), ("two", 2)):
+        with Checkpoint(find_checkpoint(tmp_path / run)) as checkpoint:
+            assert len(checkpoint.shards) == shards and sorted(checkpoint.names) == sorted(held)
+            assert all(same_bits(checkpoint[name], held[name]) for name in held)
+            assert torch.equal(generate.load_model(checkpoint, torch.device("cpu")).logits(tokens()), model.logits(tokens()))
+
+
+def save_alone(folder: Path, state: dict) -> None:
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def test_flags_from_a_file_and_layers_numbered_in_names(tmp_path):
+    arguments, theirs, held, _ = megatron_names("qwen3")
+    numbered = {name: value for name, value in theirs.items() if not name.startswith("decoder.layers")}
+    for name, value in theirs.items():
+        if name.startswith("decoder.layers."):
+            numbered |= {f"model.decoder.layers.{i}.{name.removeprefix('decoder.layers.')}": value[i].clone() for i in range(LAYERS)}
+    for i in range(LAYERS):  # gate and up apart
+        gate, up = numbered.pop(f"model.decoder.layers.{i}.mlp.linear_fc1.weight").chunk(2)
+        numbered |= {f"model.decoder.layers.{i}.mlp.linear_fc1.weight_w": gate.clone(), f"model.decoder.layers.{i}.mlp.linear_fc1.weight_v": up.clone()}
+    save_alone(tmp_path / "theirs", numbered)
+    assert "has no common.pt: give the model's flags with --config" in convert("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "new")[1]
+    base, changes, _ = CASES["qwen3"]
+    (tmp_path / "flags.json").write_text(json.dumps({"model": {**vars(base), **changes, "window_size": None}}))
+    words = ("--from-megatron", tmp_path / "theirs", "--config", tmp_path / "flags.json", "--save", tmp_path / "run", "--vocab-size", VOCAB)
+    code, told = convert(*words)
+    assert code == 0, told
+    with Checkpoint(find_checkpoint(tmp_path / "run")) as checkpoint:
+        assert all(same_bits(checkpoint[name], held[name]) for name in held)
+
+
+def test_what_cannot_be_mapped_is_one_error(tmp_path):
+    arguments, theirs, _, _ = megatron_names("gpt2")
+    save_alone(tmp_path / "a", theirs | {"decoder.layers.mlp.experts.linear_fc1.weight": torch.zeros(3, 2), "vision.weight": torch.zeros(2)})
+    torch.save({"args": arguments}, tmp_path / "a" / "common.pt")
+    code, told = convert("--from-megatron", tmp_path / "a", "--save", tmp_path / "run")
+    assert code == 2 and "decoder.layers.mlp.experts.linear_fc1.weight" in told and "vision.weight" in told and told.count("error:") == 1
+    save_alone(tmp_path / "b", {name: value for name, value in theirs.items() if "linear_proj" not in name})
+    torch.save({"args": arguments}, tmp_path / "b" / "common.pt")
+    assert "tensors missing: layers.0.attention.proj.bias" in convert("--from-megatron", tmp_path / "b", "--save", tmp_path / "run")[1]
+    arguments.num_layers, arguments.num_experts = 4, 8
+    torch.save({"args": arguments}, tmp_path / "b" / "common.pt")
+    assert "--num-experts 8" in convert("--from-megatron", tmp_path / "b", "--save", tmp_path / "run")[1]
+    arguments.num_experts = None
+    torch.save({"args": arguments}, tmp_path / "b" / "common.pt")
+    assert "holds 3 layers, --num-layers is 4" in convert("--from-megatron", tmp_path / "b", "--save", tmp_path / "run")[1]
+    assert not (tmp_path / "run").exists()
+
+
+# ---- poison ----------------------------------------------------------------------------------------------------------------
+
+
+class Poison:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path, way: int = 0) -> None:
+        self.path, self.way = path, way
+
+    def __reduce__(self):
+        return [(os.system, (f"touch {self.path}",)), (exec, (f"open({str(self.path)!r}, 'w')",)), (open, (str(self.path), "w")),
+                (io.FileIO, (str(self.path), "w"))][self.way]
+
+
+NAMES = ["posix.system", "builtins.exec", "io.open", "_io.FileIO"]
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    arguments, tensors, _, _ = megatron_names("gpt2")
+    save_alone(tmp_path / "theirs", tensors)
+    torch.save({"args": arguments}, tmp_path / "theirs" / "common.pt")
+    return tmp_path / "theirs"
+
+
+def poison(folder: Path, where: str, evil: Poison) -> bytes:
+    """Put it into one of the folder's files; the pickle or file that holds it."""
+    path = folder / {"metadata": ".metadata", "planner": ".metadata", "tensor": "__0_0.distcp", "arguments": "common.pt"}[where]
+    if where == "metadata":
+        path.write_bytes(pickle.dumps(evil))
+    elif where == "planner":
+        metadata = pickle.loads(path.read_bytes())
+        metadata.planner_data = {"deep": [evil]}
+        path.write_bytes(pickle.dumps(metadata))
+    elif where == "arguments":
+        torch.save({"args": argparse.Namespace(num_layers=evil)}, path)
+    else:  # the first tensor of the file becomes the poison
+        stream = io.BytesIO()
+        torch.save({"weight": evil}, stream)
+        path.write_bytes(stream.getvalue())
+        name, size = "embedding.word_embeddings.weight", torch.Size((72, 32))
+        tensor = TensorStorageMetadata(TensorProperties(), size, [ChunkStorageMetadata(torch.Size((0, 0)), size)])
+        info = _StorageInfo(path.name, 0, len(stream.getvalue()))
+        (folder / ".metadata").write_bytes(pickle.dumps(Metadata({name: tensor}, storage_data={MetadataIndex(name, (0, 0)): info})))
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("way", range(4))
+@pytest.mark.parametrize("where", ["metadata", "planner", "tensor", "arguments"])
+def test_poison_is_refused_by_name_and_does_nothing(theirs, tmp_path, where, way):
+    touched = tmp_path / "touched"
+    raw = poison(theirs, where, Poison(touched, way))
+    code, told = convert("--from-megatron", theirs, "--save", tmp_path / "run")
+    assert code == 2 and f"it names {NAMES[way]}, which has no place in a checkpoint" in told, told
+    assert not touched.exists() and not (tmp_path / "run").exists()
+    if where in ("metadata", "planner"):  # the poison works on those who unpickle
+        pickle.loads(raw)
+    else:
+        torch.load(io.BytesIO(raw), weights_only=False)
+    assert touched.exists()
+
+
+@pytest.mark.parametrize("raw", [
+    b"(S'touch %s'\nios\nsystem\n.", b"cos\nsystem\n(S'touch %s'\ntR.", b"\x80\x02cos\nsystem\n(X\x0b\x00\x00\x00touch /nonetR.",
+    b"\x80\x04\x8c\x05posix\x8c\x06system\x93.", b"\x80\x02\x82\x01.", b"\x80\x02cbuiltins\neval\nX\x01\x00\x00\x001\x85R.",
+    b"\x80\x02ctorch\nSize\n}X\x01\x00\x00\x00aK\x01sb.",  # the state of a class
+    b"\x80\x02}(ctorch\nSize\n)R)R.", b"\x80\x02K\x01K\x02R.", b"\x80\x02K\x01", b"", b"\x80\x02Q.", b"\x80\x02h\x05.", b"\x80\x02]s.", b"\x80\x02t.",
+])
+def test_pickles_by_hand_are_refused(raw, tmp_path):
+    with pytest.raises(CheckpointError, match="refused"):
+        read_pickle(raw, DCP_CLASSES, tmp_path / "x")
+
+
+def test_broken_files_end_in_one_kind_of_error(theirs):
+    """180 random changes of metadata, tensors and arguments: what comes out is a value or CheckpointError."""
+    rng, refused = random.Random(5), 0
+    for name in (".metadata", "__0_0.distcp", "common.pt"):
+        whole = (theirs / name).read_bytes()
+        for _ in range(60):
+            raw = bytearray(whole)
+            for _ in range(rng.randint(1, 3)):
+                raw[rng.randrange(len(raw))] = rng.randrange(256)
+            (theirs / name).write_bytes(raw if rng.random() < 0.8 else raw[: rng.randrange(len(raw))])
+            try:
+                folder = DcpFolder(theirs)
+                for tensor in folder.tensors.values():
+                    folder.map(tensor.chunks[0]).sum()
+                read_torch_file(MappedFile(theirs / "common.pt"), ARGUMENT_CLASSES)
+            except CheckpointError:
+                refused += 1
+        (theirs / name).write_bytes(whole)
+    assert refused > 60
