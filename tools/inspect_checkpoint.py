@@ -59,6 +59,7 @@ def summary(checkpoint: Checkpoint) -> list[str]:
     """What the checkpoint is and holds; the configuration only where it differs from empty."""
     manifest, state = checkpoint.manifest, dict(checkpoint.state)
     config = state.pop("config", {})
+    state.pop("tensors", None)  # they are listed below
     kinds = {"weights": [], "optimizer": []}
     for name, stored in checkpoint.tensors.items():
         kinds["optimizer" if name.startswith("optimizer.") else "weights"].append(stored.bytes)
@@ -95,7 +96,7 @@ def differences(a: Checkpoint, b: Checkpoint) -> list[str]:
     """Lines for all state that differs, and for tensors that differ in name, shape or dtype (their values are not read)."""
 
     def described(checkpoint: Checkpoint) -> dict[str, str]:
-        state = {name: json.dumps(value) for name, value in flatten(checkpoint.state)}
+        state = {name: json.dumps(value) for name, value in flatten({**checkpoint.state, "tensors": None})}
         kinds = {f"tensor {name}": f"{list(t.shape)} {t.dtype}" for name, t in checkpoint.tensors.items()}
         return state | kinds
 

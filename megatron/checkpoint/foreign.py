@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import mmap
 import warnings
@@ -82,6 +83,7 @@ def own_share(pairs: list[Pair], rank: int, ranks: int) -> list[Pair]:
     return share
 
 
+@functools.cache
 def model_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
     """The logical tensors of a model and their shapes. Nothing is allocated."""
     described = GPTModel(model, vocab_size=vocab_size, padded_vocab=padded_vocab_size(vocab_size, model), dtype=torch.float32, seed=0)

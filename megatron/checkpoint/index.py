@@ -124,6 +124,18 @@ class Index:
         for name, stored in self.tensors.items():
             if not tiles(stored.shape, [piece[:2] for piece in stored.pieces]):
                 raise CheckpointError(f"{self.path}: the shards do not hold every element of {name} {list(stored.shape)} exactly once")
+        self._compare_with_expected()
+
+    def _compare_with_expected(self) -> None:
+        """The state of a run names all its tensors: one that no rank has written would be missed by nobody else."""
+        try:
+            expected = {name: tuple(shape) for name, shape in self.state.get("tensors", {}).items()}
+        except (AttributeError, TypeError) as error:
+            raise CheckpointError(f"{self.path / m.MANIFEST}: not a manifest of this format: state.tensors: {error}") from error
+        missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in self.tensors or self.tensors[name].shape != shape]
+        if missing:
+            more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+            raise CheckpointError(f"{self.path}: the shards do not hold {', '.join(missing[:NAMED])}{more}, which the run has")
 
     def _open_shards(self) -> Iterator[tuple[Shard, dict[str, Entry], dict[str, tuple[int, ...]]]]:
         records = list(enumerate(self.manifest["shards"]))

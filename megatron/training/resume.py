@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from megatron.checkpoint.foreign import model_shapes
 from megatron.checkpoint.index import read_manifest
 from megatron.checkpoint.manifest import CheckpointError, iteration_folder, list_iterations
 from megatron.checkpoint.reader import Checkpoint
@@ -42,10 +43,19 @@ def run_state(run: Run) -> dict[str, Any]:
         "config": run.config.to_dict(),
         "vocab_size": run.vocab_size,
         "tokenizer": run.tokenizer_fingerprint,
+        "tensors": _tensors(run),
         "versions": {"torch": torch.__version__},
         "layout": describe_layout(run.groups.layout),
         "device": run.device_names,
     }
+
+
+def _tensors(run: Run) -> dict[str, list[int]]:
+    """Name and shape of every logical tensor that the shards of all ranks together must hold, computed from the flags, not from what ranks hold."""
+    shapes = model_shapes(run.config.model, run.vocab_size)
+    states = run.optimizer.states if run.config.checkpoint.save_optim else ()
+    named = {**shapes, **{f"optimizer.{state}.{name}": shape for state in states for name, shape in shapes.items()}}
+    return {name: list(shape) for name, shape in named.items()}
 
 
 def config_of(state: dict[str, Any]) -> Config:

@@ -184,6 +184,8 @@ MUTANTS: dict[str, Callable] = {
         lambda box, groups: groups.replicas.rank == 0 and (box.replicated != "axis" or groups.tp.rank == 0)),
     "both ends of a pipeline own a tied matrix": _owns(
         lambda box, groups: groups.replicas.rank == 0 and (box.replicated == "tied" or holders(box, groups).rank == 0)),
+    "nobody owns a tensor": lambda: mock.patch.object(
+        Optimizer, "holder", lambda optimizer, box: None if box.name == "layers.1.mlp.up.weight" else Holder(0, 1)),
     "read at the beginning": _read_at_the_beginning,
     "weights are not published": lambda: mock.patch.object(Optimizer, "publish_weights", lambda self: None),
 }

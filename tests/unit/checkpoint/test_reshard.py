@@ -157,6 +157,12 @@ def test_a_wrong_owner_saves_nothing(on, tmp_path, mutant, feature, layout):
     assert find_checkpoint(tmp_path) is None
 
 
+def test_a_tensor_that_nobody_owns_is_missed(on, tmp_path):
+    text = on("one", start, flags("gqa-untied", "one", *saving(tmp_path)), "nobody owns a tensor")[0]
+    assert "iteration 3 was NOT saved" in text and "the shards do not hold layers.1.mlp.up.weight [64, 32], which the run has" in text
+    assert find_checkpoint(tmp_path) is None
+
+
 @pytest.mark.parametrize(("mutant", "feature", "layout"), [
     ("read at the beginning", "gqa-untied", "tp2"), ("read at the beginning", "tied-bf16", "tp4sp"),
     ("weights are not published", "tied-bf16", "dp2"), ("weights are not published", "tied-bf16", "pp4"),
