@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import pytest
+import torch
 from checkpoint_cases import example, loads, pairs, save_in_shards
 
-from megatron.checkpoint import drain, manifest
+from megatron.checkpoint import drain, manifest, tiers
+from megatron.checkpoint.background import Background
 from megatron.checkpoint.drain import BURST, copy_shard, limited
 from megatron.checkpoint.index import Index
 from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.nodes import RunId
+from megatron.checkpoint.ranks import ONE
+from megatron.checkpoint.reader import find_checkpoint
+from megatron.checkpoint.saver import Saver, staging_bytes
+from megatron.checkpoint.tiers import Tiers
 
 
 class Clock:
@@ -25,7 +36,7 @@ class Clock:
         self.now += seconds
 
 
-@pytest.mark.parametrize("sizes", [[10_000_000], [1] * 100 + [999_900, 3], [300_000, 7_000_000, 0, 12]])
+@pytest.mark.parametrize("sizes", [[2_000_000], [1] * 100 + [999_900, 3], [300_000, 900_000, 0, 12]])
 @pytest.mark.parametrize("rate", [0.5, 3.0])
 def test_bytes_go_at_the_rate_and_unchanged(sizes, rate):
     """Of any stretch of time no more than the rate and the burst, and in all no less."""
@@ -105,3 +116,98 @@ class Any:
         return True
 
     __hash__ = None
+
+
+# ---- a saver with a local tier ----------------------------------------------------------------------------------------
+
+
+def tensors(iteration: int = 1) -> dict[str, torch.Tensor]:
+    """About 4 MB."""
+    g = torch.Generator().manual_seed(iteration)
+    return {"a": torch.randn(1000, 1001, generator=g), "b": torch.randn(3, generator=g)}
+
+
+@pytest.fixture
+def saver(tmp_path):
+    """saver(rate, local): one that saves in the background under tmp_path/shared; closed in the end."""
+    made: list[Saver] = []
+
+    def make(rate: float | None = None, local: bool = True) -> tuple[Saver, list[str]]:
+        said: list[str] = []
+        tier = Tiers(tmp_path / "local", ONE, False, said.append) if local else None
+        if local:
+            tier.run = RunId("c" * 32, "here")
+        made.append(Saver(tmp_path / "shared", ONE, staging_bytes(pairs(tensors()), None), tiers=tier, rate=rate, say=said.append))
+        return made[-1], said
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def held_up(each: Saver, iteration: int, meanwhile) -> bool:
+    """Save; the writer process begins when `meanwhile` is over. Whether the save went well."""
+    each.background.start()
+    os.kill(each.background.process.pid, signal.SIGSTOP)
+    each.save(iteration, pairs(tensors(iteration)), {})
+    meanwhile()
+    os.kill(each.background.process.pid, signal.SIGCONT)
+    return each.drain()
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_what_is_removed_locally_is_copied_to_its_end(saver, tmp_path, monkeypatch, by_name):
+    """Two local saves later the one on its way is gone from the node; the mutant would look for it by its name."""
+    each, said = saver()
+    if by_name:
+        send = Background.send
+        monkeypatch.setattr(Background, "send", lambda self, command: send(
+            self, command | ({"source": os.readlink(command["source"])} if "source" in command else {})))
+    assert held_up(each, 1, lambda: [each.tiers.save(i, pairs(tensors(i)), {}) for i in (2, 3)]) == (not by_name)
+    if not by_name:
+        loads(find_checkpoint(tmp_path / "shared", say=pytest.fail), tensors(1))
+    assert sorted(path.name for path in tmp_path.glob("local/*/*")) == ["iter_0000002", "iter_0000003"]
+
+
+def test_damage_on_the_node_does_not_reach_the_shared_folder(saver, tmp_path):
+    each, said = saver()
+
+    def damage() -> None:
+        path = next(tmp_path.glob("local/*/*/*.safetensors"))
+        raw = bytearray(path.read_bytes())
+        raw[-5] ^= 1
+        path.write_bytes(raw)
+
+    assert not held_up(each, 1, damage)
+    assert "iteration 1 was NOT saved" in said[-1] and "local copy of shard-00000.safetensors is damaged" in said[-1]
+    assert list(tmp_path.glob("shared/*")) == [] and held_up(each, 2, lambda: None)
+    loads(find_checkpoint(tmp_path / "shared", say=pytest.fail), tensors(2))
+
+
+def test_without_room_on_the_node_the_save_goes_to_the_shared_folder_at_once(saver, tmp_path, monkeypatch):
+    each, said = saver()
+
+    def full(*args: object) -> None:
+        raise CheckpointError("no room")
+
+    monkeypatch.setattr(tiers, "save_local", full)
+    each.save(1, pairs(tensors()), {})
+    assert each.under_way is None and said[0] == "warning: iteration 1 was NOT saved locally. no room" and each.drain()
+    loads(find_checkpoint(tmp_path / "shared", say=pytest.fail), tensors())
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_the_writer_keeps_to_the_rate(saver, local):
+    """4 MB/s of 4 MB, less the burst; from the node and from memory. The control has no rate."""
+    each, _ = saver(4.0, local)
+    each.background.start()
+
+    def seconds(iteration: int) -> float:
+        began = time.monotonic()
+        each.save(iteration, pairs(tensors(iteration)), {})
+        assert each.drain()
+        return time.monotonic() - began
+
+    limited_to = seconds(1)
+    each.rate = None
+    assert limited_to >= 4e6 / 4e6 - BURST and seconds(2) < limited_to
