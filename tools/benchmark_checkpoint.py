@@ -243,13 +243,13 @@ def section(document: Row) -> str:
             f"{tables(document)}")
 
 
-def put_section(path: Path, text: str) -> None:
-    """Replace what lies between the two marks in a Markdown file. Raises ValueError when it has none."""
-    before, mark, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (mark and end):
-        raise ValueError(f"--table {path}: holds no lines {BEGIN} and {END} to write between; add them")
-    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+def put_section(path: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
+    """Replace what lies between two marks in a Markdown file. Raises ValueError when it has none."""
+    before, first, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, last, after = rest.partition(end)
+    if not (first and last):
+        raise ValueError(f"--table {path}: holds no lines {begin} and {end} to write between; add them")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 def versions(peers: Path) -> dict[str, str]:

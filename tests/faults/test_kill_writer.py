@@ -9,34 +9,33 @@ import sys
 from pathlib import Path
 
 import pytest
-from kill_writer import WRITERS, campaign, check, contents, verdict
+from disk_model import CALLS, Disk, put
+from kill_writer import JOBS, SAVES, campaign, check, contents, verdict
 
 from megatron.checkpoint.reader import find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
-
-CALLS = ("open", "writev", "fsync", "rename", "mkdir", "close")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_twenty_random_kills(tmp_path):
     lines: list[str] = []
-    assert campaign(20, 1, WRITERS["real"], tmp_path / "run", lines.append) == []
+    assert campaign(20, 1, JOBS["sync"]["real"], tmp_path / "run", lines.append) == []
     assert len(lines) == 21
 
 
 @pytest.mark.parametrize("mutant", ["in-place", "overwrite"])
 def test_the_campaign_catches_a_bad_writer(tmp_path, mutant):
-    assert campaign(20, 1, WRITERS[mutant], tmp_path / "run", lambda line: None)
+    assert campaign(20, 1, JOBS["sync"][mutant], tmp_path / "run", lambda line: None)
 
 
 def test_random_kills_of_one_of_two_ranks(tmp_path):
-    assert campaign(12, 1, WRITERS["real"], tmp_path / "run", lambda line: None, ranks=2) == []
+    assert campaign(12, 1, JOBS["sync"]["real"], tmp_path / "run", lambda line: None, ranks=2) == []
 
 
 @pytest.mark.parametrize("mutant", ["in-place", "overwrite"])
 def test_the_campaign_catches_a_bad_writer_of_two_ranks(tmp_path, mutant):
-    assert campaign(12, 1, WRITERS[mutant], tmp_path / "run", lambda line: None, ranks=2)
+    assert campaign(12, 1, JOBS["sync"][mutant], tmp_path / "run", lambda line: None, ranks=2)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -71,7 +70,7 @@ def die_before(number: int, save, root: Path) -> int:
 
 @pytest.mark.parametrize("name", ["real", "in-place"])
 def test_kill_before_every_system_call(tmp_path, name):
-    save, recovered, faults = WRITERS[name], [], []
+    save, recovered, faults = SAVES[name], [], []
     for number in range(200):
         root = tmp_path / str(number)
         save_checkpoint(root, 1, *contents(1))
@@ -109,102 +108,26 @@ def test_kill_while_a_damaged_checkpoint_is_replaced(tmp_path):
     assert status == 0 and number > 20
 
 
-# ---- power loss: what the disk may hold when only fsync makes things durable --------------------------------------------
-
-
-class Node:
-    """A file's bytes or a folder's entries, as programs see them and as the disk has them."""
-
-    def __init__(self, empty: bytes | dict) -> None:
-        self.now, self.durable = empty, empty
-
-
-class Disk:
-    """Follows the writer's system calls below `root` (carrying them out too) in a model of page cache and disk.
-
-    Before each call `crashes` receives what a crash would leave, as nested dictionaries of bytes, under two adversaries: names reach
-    the disk at once and contents by fsync alone; names, too, only when their folder is fsynced. File systems lie between the two.
-    """
-
-    def __init__(self, root: Path, monkeypatch) -> None:
-        self.root, self.top, self.files, self.crashes, self.acknowledged = root, Node({}), {}, [], 0
-        for name in CALLS:
-            monkeypatch.setattr(os, name, self._followed(name, getattr(os, name)))
-
-    def _followed(self, name: str, real):
-        def call(*args, **kwargs):
-            self.crash()
-            result = real(*args, **kwargs)
-            getattr(self, f"on_{name}")(result, *args)
-            return result
-
-        return call
-
-    def crash(self) -> None:
-        def left(node: Node, names: str) -> dict | bytes:
-            if isinstance(node.now, bytes):
-                return node.durable
-            return {name: left(child, names) for name, child in getattr(node, names).items()}
-
-        self.crashes += [(self.acknowledged, left(self.top, names)) for names in ("now", "durable")]
-
-    def entry(self, path) -> tuple[Node, str]:
-        *folders, last = Path(path).relative_to(self.root).parts
-        node = self.top
-        for name in folders:
-            node = node.now[name]
-        return node, last
-
-    def on_mkdir(self, _, path, mode=0o777):
-        folder, name = self.entry(path)
-        folder.now = folder.now | {name: Node({})}
-
-    def on_open(self, file, path, flags, mode=0o777):
-        if Path(path) == self.root:
-            self.files[file] = self.top
-            return
-        folder, name = self.entry(path)
-        if flags & os.O_CREAT:
-            folder.now = folder.now | {name: Node(b"")}
-        self.files[file] = folder.now[name]
-
-    def on_rename(self, _, source, target):
-        (a, old), (b, new) = self.entry(source), self.entry(target)
-        node = a.now[old]
-        a.now = {name: child for name, child in a.now.items() if name != old}
-        b.now = b.now | {new: node}
-
-    def on_writev(self, count, file, buffers):
-        self.files[file].now += b"".join(buffers)[:count]
-
-    def on_fsync(self, _, file):
-        self.files[file].durable = self.files[file].now
-
-    def on_close(self, _, file):
-        self.files.pop(file, None)
-
-
-def put(tree: dict, path: Path) -> Path:
-    path.mkdir()
-    for name, content in tree.items():
-        if isinstance(content, dict):
-            put(content, path / name)
-        else:
-            (path / name).write_bytes(content)
-    return path
+# ---- power loss (disk_model.py) ------------------------------------------------------------------------------------------
 
 
 def power_losses(tmp_path, monkeypatch) -> list[str]:
     """Save iterations 1, 2 and lose power before each call and at the end; what recovery finds wrong."""
     root = tmp_path / "run"
     root.mkdir()
+    disk = Disk(root)
     with monkeypatch.context() as patch:
-        disk = Disk(root, patch)
+        disk.follow(patch)
         for iteration in (1, 2):
             save_checkpoint(root, iteration, *contents(iteration))
             disk.acknowledged = iteration
         disk.crash()
     assert len(disk.crashes) > 60
+    return recoveries(disk, tmp_path)
+
+
+def recoveries(disk: Disk, tmp_path) -> list[str]:
+    """What is wrong with what is found after every crash of two saves."""
     found, faults = [], []
     for number, (acknowledged, tree) in enumerate(disk.crashes):
         iteration, fault = verdict(put(tree, tmp_path / str(number)), acknowledged)

@@ -1,0 +1,108 @@
+"""A model of page cache and disk, for what a power loss leaves: what the disk may hold when only fsync makes things durable."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CALLS = ("open", "writev", "fsync", "rename", "mkdir", "close")
+
+
+class Node:
+    """A file's bytes or a folder's entries, as programs see them and as the disk has them."""
+
+    def __init__(self, empty: bytes | dict) -> None:
+        self.now, self.durable = empty, empty
+
+
+class Disk:
+    """What a crash would leave of the files below `root`, by the system calls that write them, in a model of page cache and disk.
+
+    Before each call `crashes` receives it, as nested dictionaries of bytes, under two adversaries: names reach the disk at once and contents
+    by fsync alone; names, too, only when their folder is fsynced. File systems lie between the two.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.top, self.files, self.crashes, self.acknowledged = root, Node({}), {}, [], 0
+
+    def follow(self, monkeypatch) -> None:
+        """The calls of this process, which are carried out too."""
+        for name in CALLS:
+            monkeypatch.setattr(os, name, self._followed(name, getattr(os, name)))
+
+    def _followed(self, name: str, real):
+        def call(*args, **kwargs):
+            self.crash()
+            result = real(*args, **kwargs)
+            getattr(self, f"on_{name}")(result, *args)
+            return result
+
+        return call
+
+    def replay(self, events: list[tuple[int, str, object, tuple]]) -> None:
+        """Calls of several processes that were recorded: (process, name, result, arguments), or (process, "acknowledge", iteration, ())."""
+        for process, name, result, args in events:
+            if name == "acknowledge":
+                self.acknowledged = result
+                continue
+            if name in ("open", "mkdir", "rename") and self.root not in (Path(args[0]), *Path(args[0]).parents):
+                continue
+            self.crash()
+            own = {"open": lambda: ((process, result), *args), "mkdir": lambda: (result, *args), "rename": lambda: (result, *args)}
+            values = own.get(name, lambda: (result, (process, args[0]), *args[1:]))()
+            if name in own or values[1] in self.files:
+                getattr(self, f"on_{name}")(*values)
+        self.crash()
+
+    def crash(self) -> None:
+        def left(node: Node, names: str) -> dict | bytes:
+            if isinstance(node.now, bytes):
+                return node.durable
+            return {name: left(child, names) for name, child in getattr(node, names).items()}
+
+        self.crashes += [(self.acknowledged, left(self.top, names)) for names in ("now", "durable")]
+
+    def entry(self, path) -> tuple[Node, str]:
+        *folders, last = Path(path).relative_to(self.root).parts
+        node = self.top
+        for name in folders:
+            node = node.now[name]
+        return node, last
+
+    def on_mkdir(self, _, path, mode=0o777):
+        folder, name = self.entry(path)
+        folder.now = folder.now | {name: Node({})}
+
+    def on_open(self, file, path, flags, mode=0o777):
+        if Path(path) == self.root:
+            self.files[file] = self.top
+            return
+        folder, name = self.entry(path)
+        if flags & os.O_CREAT:
+            folder.now = folder.now | {name: Node(b"")}
+        self.files[file] = folder.now[name]
+
+    def on_rename(self, _, source, target):
+        (a, old), (b, new) = self.entry(source), self.entry(target)
+        node = a.now[old]
+        a.now = {name: child for name, child in a.now.items() if name != old}
+        b.now = b.now | {new: node}
+
+    def on_writev(self, count, file, buffers):
+        self.files[file].now += b"".join(buffers)[:count]
+
+    def on_fsync(self, _, file):
+        self.files[file].durable = self.files[file].now
+
+    def on_close(self, _, file):
+        self.files.pop(file, None)
+
+
+def put(tree: dict, path: Path) -> Path:
+    path.mkdir()
+    for name, content in tree.items():
+        if isinstance(content, dict):
+            put(content, path / name)
+        else:
+            (path / name).write_bytes(content)
+    return path

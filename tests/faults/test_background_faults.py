@@ -1,0 +1,386 @@
+"""The writer process of a background save dies at any call, outlives its trainer, meets another job, a full disk or a power loss: training goes
+on or ends, what is on the disk is whole, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import kill_writer
+import pytest
+import torch
+import torch.distributed as dist
+from disk_model import CALLS, Disk
+from kill_writer import JOBS, SAVES, campaign, check, children, contents, start_rank, step, verdict
+from test_kill_writer import only, recoveries
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "checkpoint"))
+
+from checkpoint_cases import mounted
+
+from megatron.checkpoint import background
+from megatron.checkpoint.manifest import iteration_folder, list_iterations
+from megatron.checkpoint.ranks import ONE, Ranks
+from megatron.checkpoint.reader import Checkpoint
+from megatron.checkpoint.saver import Saver, staging_bytes
+from megatron.checkpoint.writer import save_checkpoint
+from megatron.dist.groups import Axis
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_random_kills_of_trainer_and_writer(tmp_path):
+    assert campaign(8, 1, JOBS["async"]["real"], tmp_path / "run", lambda line: None, mode="async") == []
+
+
+def test_random_kills_of_either_of_two_ranks(tmp_path):
+    assert campaign(4, 3, JOBS["async"]["real"], tmp_path / "run", lambda line: None, ranks=2, mode="async") == []
+
+
+@pytest.mark.parametrize("mutant", ["early", "uncopied"])
+def test_the_campaign_catches_a_bad_background_save(tmp_path, mutant):
+    assert campaign(5, 1, JOBS["async"][mutant], tmp_path / "run", lambda line: None, mode="async")
+
+
+# ---- a writer process that begins with something of ours -------------------------------------------------------------
+
+
+@contextmanager
+def writers_begin_with(prologue: str):
+    """The writer processes started meanwhile execute `prologue` first."""
+    real = subprocess.Popen
+
+    def popen(command, **options):
+        assert command[1] == "-c"
+        return real([*command[:2], f"{prologue}\n{command[2]}"], **options)
+
+    with mock.patch.object(background.subprocess, "Popen", popen):
+        yield
+
+
+def before_call(number: int, what: str) -> str:
+    """A prologue: `what` happens before the process's own file call `number`."""
+    return f"""if True:
+        import os, signal
+        left = {number}
+
+        def changed(real):
+            def call(*args, **kwargs):
+                global left
+                left -= 1
+                if left < 0:
+                    {what}
+                return real(*args, **kwargs)
+            return call
+
+        for name in {CALLS}:
+            setattr(os, name, changed(getattr(os, name)))"""
+
+
+@contextmanager
+def saver_at(root: Path, ranks: Ranks = ONE):
+    """A Saver and the list of what it says."""
+    said: list[str] = []
+    saver = Saver(root, ranks, staging_bytes(contents(1, ranks)[0], None), say=said.append)
+    try:
+        yield saver, said
+    finally:
+        saver.close()
+
+
+def traces(root: Path) -> list[str]:
+    return [path.name for path in root.iterdir() if path.name.startswith(".")]
+
+
+def test_the_writer_dies_before_any_of_its_calls(tmp_path, monkeypatch):
+    """The save fails, or was complete; the next one succeeds, and nothing is left."""
+    monkeypatch.setattr(kill_writer, "SHAPES", {"w": (40, 8)})
+    outcomes = []
+    for number in range(100):
+        root = tmp_path / str(number)
+        with ExitStack() as stack:
+            with writers_begin_with(before_call(number, "os.kill(os.getpid(), signal.SIGKILL)")):
+                saver, said = stack.enter_context(saver_at(root))
+                saver.save(1, *contents(1))
+                outcomes.append(saver.drain())
+            if outcomes[-1]:
+                break
+            [line] = said
+            assert "iteration 1 was NOT saved" in line and "the process that writes checkpoints was killed by signal 9" in line
+            if number % 3 == 0:
+                saver.save(2, *contents(2))
+                assert saver.drain() and verdict(root, 2) == (2, None) and traces(root) == []
+    assert 12 < number < 99
+
+
+def lone_trainer(root: Path, first: int, ranks: Ranks, tell) -> None:
+    """One background save after a synchronous one."""
+    save_checkpoint(root, 1, *contents(1))
+    with saver_at(root) as (saver, _):
+        saver.save(2, *contents(2))
+        saver.drain()
+
+
+def test_the_trainer_dies_at_calls_of_its_writer(tmp_path, monkeypatch):
+    """And takes the writer with it."""
+    monkeypatch.setattr(kill_writer, "SHAPES", {"w": (40, 8)})
+    recovered = []
+    for number in range(0, 100, 3):
+        root, pipe = tmp_path / str(number), os.pipe()
+        with writers_begin_with(before_call(number, "os.kill(os.getppid(), signal.SIGKILL); signal.pause()")):
+            status = os.waitpid(start_rank(lone_trainer, root, 1, 0, 1, pipe), 0)[1]
+        for end in pipe:
+            os.close(end)
+        iteration, fault = verdict(root, 1)
+        assert fault is None
+        recovered.append(iteration)
+        save_checkpoint(root, 3, *contents(3))
+        assert verdict(root, 3) == (3, None) and traces(root) == []
+        if status == 0:
+            break
+        assert os.WIFSIGNALED(status), "the trainer ended by itself"
+    assert status == 0 and recovered == sorted(recovered) and set(recovered) == {1, 2}
+
+
+# ---- zombies ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def stopped_writer(root: Path, prologue: str):
+    """(trainer, writer): processes of a save under way whose writer has stopped itself. The trainer must have been killed in the end."""
+    pipe = os.pipe()
+    with writers_begin_with(prologue):
+        trainer = start_rank(lone_trainer, root, 1, 0, 1, pipe)
+    try:
+        end = time.monotonic() + 20
+        while not (stopped := [writer for writer in children(trainer) if "T (stopped)" in Path(f"/proc/{writer}/status").read_text()]):
+            assert time.monotonic() < end, "the writer has not come so far"
+            time.sleep(0.01)
+        yield trainer, stopped[0]
+    finally:
+        for end in pipe:
+            os.close(end)
+        os.waitpid(trainer, 0)
+
+
+def lives(process: int, patience: float) -> bool:
+    """Whether a process that is not our child lives after `patience` seconds."""
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        try:
+            if " (zombie)" in Path(f"/proc/{process}/status").read_text():
+                return False
+        except OSError:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+STOP_AT_OPEN, STOP_AT_RENAME = (f"import os, signal; real = os.{{0}}; os.{{0}} = lambda *args: (os.kill(os.getpid(), signal.SIGSTOP), real(*args))[1]"
+                                .format(name) for name in ("open", "rename"))
+UNBOUND = "; import megatron.checkpoint.background as b; b.PDEATHSIG = 0"  # a mutant: not tied to its parent; on another node nobody is
+PATH = f"import sys; sys.path.insert(0, {str(background.ROOT)!r}); "
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_writer_dies_with_its_trainer(tmp_path, tied):
+    """Even when it is stopped. The control is a writer that is not tied to its trainer."""
+    with stopped_writer(tmp_path / "run", PATH + STOP_AT_OPEN + UNBOUND * (not tied)) as (trainer, writer):
+        os.kill(trainer, signal.SIGKILL)
+        survived = lives(writer, 10 if tied else 0.3)
+        if survived:
+            os.kill(writer, signal.SIGKILL)
+    assert survived != tied
+
+
+def zombie_and_another_job(root: Path, mutant: str = "") -> list[str]:
+    """A writer stands before its commit when its job dies; another job saves the same iteration with other values; then it goes on. What is wrong
+    with what is there then."""
+    with stopped_writer(root, PATH + STOP_AT_RENAME + UNBOUND + mutant) as (trainer, zombie):
+        os.kill(trainer, signal.SIGKILL)
+    pairs, state = contents(2)
+    for _, tensor in pairs:
+        tensor.neg_()
+    save_checkpoint(root, 2, pairs, state)
+    os.kill(zombie, signal.SIGCONT)
+    if lives(zombie, 30):
+        return ["the zombie lives on"]
+    with Checkpoint(root / iteration_folder(2)) as checkpoint:
+        checkpoint.verify()
+        faults = [box.name for box, tensor in pairs if not torch.equal(checkpoint.read_tensor(box.name), tensor)]
+    names = sorted(path.name for path in root.iterdir())
+    return faults + ([] if names == ["iter_0000001", "iter_0000002", "latest_checkpointed_iteration.txt"] else names)
+
+
+def test_a_zombie_writer_changes_nothing(tmp_path):
+    assert zombie_and_another_job(tmp_path / "run") == []
+
+
+def test_a_zombie_writer_that_replaces_is_found(tmp_path):
+    """A mutant: it puts a folder with its values in the place of what it finds."""
+    root = tmp_path / "run"
+    save_checkpoint(tmp_path / "other", 2, *contents(2))
+    mutant = f"""
+import shutil
+def replace(source, target):
+    os.rename = real
+    os.kill(os.getpid(), signal.SIGSTOP)
+    shutil.rmtree(target)
+    shutil.copytree({str(tmp_path / "other" / "iter_0000002")!r}, target)
+os.rename = replace
+"""
+    assert zombie_and_another_job(root, mutant) == [name for name in kill_writer.SHAPES]
+
+
+# ---- two jobs in one folder ------------------------------------------------------------------------------------------
+
+
+def other_values(save, sign: float):
+    """A job of 12 saves whose values tell which job it is; tells of those that went well."""
+
+    def job(root: Path, first: int, ranks: Ranks, tell) -> None:
+        with saver_at(root) as (saver, said):
+            for iteration in range(1, 13):
+                pairs, state = contents(iteration)
+                for _, tensor in pairs:
+                    tensor.mul_(sign)
+                if save is not None:
+                    save(root, iteration, pairs, state)
+                    tell(f"{sign} {iteration}")
+                    continue
+                saver.save(iteration, pairs, state)
+                if saver.drain():
+                    tell(f"{sign} {iteration}")
+
+    return job
+
+
+def two_jobs(root: Path, save=None) -> list[str]:
+    """What is wrong with what two jobs have left that saved to one folder at the same time."""
+    pipe = os.pipe()
+    jobs = [start_rank(other_values(save, sign), root, 1, 0, 1, pipe) for sign in (1.0, -1.0)]
+    os.close(pipe[1])
+    with os.fdopen(pipe[0]) as told:
+        lines = [line.split() for line in told if line != "begin\n"]
+    statuses = [os.waitpid(job, 0)[1] for job in jobs]
+    faults = [f"a job ended with status {status}" for status in statuses if status]
+    saved = {(float(sign), int(iteration)) for sign, iteration in lines}
+    for iteration in range(1, 13):
+        try:
+            with Checkpoint(root / iteration_folder(iteration)) as checkpoint:
+                checkpoint.verify()
+                pairs, _ = contents(iteration)
+                signs = {sign for sign in (1.0, -1.0) if all(torch.equal(checkpoint.read_tensor(box.name), sign * tensor) for box, tensor in pairs)}
+        except ValueError as error:
+            signs, faults = set(), [*faults, str(error)]
+        if signs != {sign for sign, told in saved if told == iteration}:
+            faults.append(f"iteration {iteration} holds {signs}")
+    return faults + traces(root)
+
+
+def test_two_jobs_in_one_folder(tmp_path):
+    """Every iteration is wholly of one job; the other was told that it has not saved it."""
+    assert two_jobs(tmp_path / "run") == []
+
+
+def test_two_jobs_that_write_in_place_are_found(tmp_path):
+    assert two_jobs(tmp_path / "run", SAVES["in-place"])
+
+
+# ---- a full disk -----------------------------------------------------------------------------------------------------
+
+
+def train_with_little_room(root: Path, filler: Path) -> tuple[list[str], list[int], list[str]]:
+    """Two ranks save iteration 1; then there is no room for iteration 2, and then there is for 3. (what was said, iterations there, traces)."""
+    ranks = Ranks(Axis("world", dist.get_rank(), tuple(range(dist.get_world_size()))))
+    with saver_at(root, ranks) as (saver, said):
+        for iteration in (1, 2, 3):
+            if iteration > 1 and ranks.first:
+                if iteration == 2:
+                    filler.write_bytes(bytes(8 << 20))
+                else:
+                    filler.unlink()
+            dist.barrier()
+            saver.save(iteration, *contents(iteration, ranks))
+            steps = 0
+            while saver.under_way is not None:
+                step(saver)
+                steps += 1
+            assert steps > 0
+            dist.barrier()
+            assert saver.went_well == (iteration != 2) and traces(root) == []
+        dist.barrier()
+        return said, list_iterations(root), traces(root)
+
+
+def test_a_full_disk(gloo_world, tmp_path):
+    """One error on all ranks; training goes on; what was there stays; the next save succeeds."""
+    with mounted(tmp_path, "size=11m"):
+        (first, *there), (second, *_) = gloo_world(2).run(train_with_little_room, tmp_path / "run", tmp_path / "filler")
+        assert there == [[3, 1], []]
+        wrong = [line for line in first if "NOT saved" in line]
+        assert wrong == second and len(wrong) == 1
+        assert "the checkpoint of iteration 2 was not saved: No space left on device" in wrong[0] and "Older checkpoints are untouched" in wrong[0]
+        for iteration in (1, 3):
+            assert check(tmp_path / "run" / iteration_folder(iteration), 0) is None
+
+
+# ---- power loss ------------------------------------------------------------------------------------------------------
+
+RECORD = """import os, pickle
+log, write = os.open({path!r}, os.O_WRONLY | os.O_APPEND | os.O_CREAT), os.write
+
+def recorded(name, real):
+    def call(*args, **kwargs):
+        shown = (args[0], [bytes(part) for part in args[1]]) if name == "writev" else args
+        result = real(*args, **kwargs)
+        write(log, pickle.dumps((os.getpid(), name, result, shown)))
+        return result
+    return call
+
+for name in {calls}:
+    setattr(os, name, recorded(name, getattr(os, name)))
+"""
+
+
+def background_power_losses(tmp_path, monkeypatch) -> list[str]:
+    """Save iterations 1, 2 in the background and lose power before each call of trainer and writer and at the end; what recovery finds wrong."""
+    monkeypatch.setattr(kill_writer, "SHAPES", {"w": (700, 400), "v": (700,)})  # more than a chunk
+    root, path = tmp_path / "run", tmp_path / "calls"
+    root.mkdir()
+    record = RECORD.format(path=str(path), calls=CALLS)
+    with monkeypatch.context() as patch:
+        for name in CALLS:
+            patch.setattr(os, name, getattr(os, name))  # put back in the end
+        scope: dict = {}
+        exec(record, scope)
+        with writers_begin_with(record), saver_at(root) as (saver, _):
+            for iteration in (1, 2):
+                saver.save(iteration, *contents(iteration))
+                assert saver.drain()
+                os.write(scope["log"], pickle.dumps((0, "acknowledge", iteration, ())))
+    events = []
+    with open(path, "rb") as file:
+        while file.peek(1):
+            events.append(pickle.load(file))
+    disk = Disk(root)
+    disk.replay(events)
+    assert len({process for process, *_ in events}) == 3 and len(disk.crashes) > 60
+    return recoveries(disk, tmp_path)
+
+
+def test_power_loss_after_any_call_of_a_background_save(tmp_path, monkeypatch):
+    assert background_power_losses(tmp_path, monkeypatch) == []
+
+
+@pytest.mark.parametrize("kind", [bytes, dict])
+def test_power_loss_catches_a_missing_fsync_of_a_background_save(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(Disk, "on_fsync", only(kind))
+    assert background_power_losses(tmp_path, monkeypatch)

@@ -1,0 +1,103 @@
+"""The measurement of checkpoints: turns are timed and sized, memory of process trees is seen, goals are judged, and tables go where they belong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+
+import benchmark_checkpoint as tool
+import parallel_write
+
+MIB = 1 << 20
+RANK_BYTES = 384 * 16**2 + 768  # --hidden 16: matrices and norms
+
+
+def test_memory_of_a_process_and_its_children():
+    """Each of two processes holds 40 MiB of its own; what they share counts once."""
+    program = """if True:
+        import mmap, os, sys
+        shared = mmap.mmap(-1, 40 << 20)
+        shared[:] = bytes(40 << 20)
+        ready, done = os.pipe(), os.pipe()
+        if os.fork() == 0:
+            own, seen = b"x" * (40 << 20), shared[::4096]
+            os.write(ready[1], b"1")
+            os.read(done[0], 1)
+            os._exit(0)
+        own = b"x" * (40 << 20)
+        os.read(ready[0], 1)
+        print("ready", flush=True)
+        sys.stdin.readline()
+        os.write(done[1], b"1")
+        os.wait()
+    """
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    pids = tool.tree(process.pid)
+    found = tool.memory(pids) / MIB
+    process.communicate("\n")
+    assert len(pids) == 2 and 120 <= found < 150
+
+
+def test_a_measurement(tmp_path):
+    out, table = tmp_path / "out.json", tmp_path / "page.md"
+    table.write_text(f"before\n{tool.BEGIN}\nold\n{tool.END}\nafter\n")
+    tool.main(["--peers", str(tmp_path), "--processes", "2", "--places", "tmpfs", "--systems", *SOME, "--hidden", "16", "--rounds", "1", "--patience", "0",
+               "--quiet", "99", "--out", str(out), "--table", str(table)])
+    [(name, measured)] = json.loads(out.read_text())["settings"].items()
+    assert name == "tmpfs, 2 processes"
+    for kind in ("first", "memory", "runs"):
+        assert [run["system"] for run in measured[kind]] == SOME
+    for run in measured["runs"]:
+        assert 0 < run["stall"] <= run["total"] < 60 and run["state"] == RANK_BYTES
+        assert len(run["bytes"]) == 2 and all(run["state"] <= size < run["state"] + 65536 for size in run["bytes"])
+    text = table.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text and "| tmpfs, 2 processes | ours, async |" in text
+
+
+SOME = ["raw pwrite", "ours", "ours, async"]
+
+
+def document(ours: float, stall: float, others: float = 0.0) -> dict:
+    """Seven rounds in which raw writes take 1 s, torch.save and DCP 2 s, a copy 0.5 s."""
+    times = {tool.RAW: (1.0, 1.0), tool.OURS: (ours, ours), tool.ASYNC: (3.0, stall), tool.COPY: (0.5, 0.5), "torch.save": (2.0, 2.0), "DCP": (2.0, 2.0)}
+    runs = [{"system": system, "round": index, "total": total, "stall": held, "others_cores": others} for index in range(7)
+            for system, (total, held) in times.items()]
+    return {"tmpfs, 1 process": {"place": "tmpfs", "quiet": 0.2, "runs": runs}}
+
+
+@pytest.mark.parametrize(("ours", "stall", "others", "passed"), [
+    (1.2, 0.7, 0.0, {"time by raw pwrite's", "torch.save's time by ours", "DCP's time by ours", "stall by memcpy of the shard"}),
+    (1.3, 0.7, 0.0, {"torch.save's time by ours", "DCP's time by ours", "stall by memcpy of the shard"}),
+    (1.6, 0.8, 0.0, set()), (1.2, 0.7, 0.5, set()),
+])
+def test_goals(ours, stall, others, passed):
+    rows = tool.verdicts(document(ours, stall, others))
+    assert len(rows) == 4 and {row["what"] for row in rows if row.get("passed")} == passed
+
+
+def test_a_page_without_marks_is_refused(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"{tool.BEGIN}\n")
+    with pytest.raises(ValueError, match="holds no lines"):
+        tool.put_section(page, "text")
+    assert page.read_text() == f"{tool.BEGIN}\n"
+
+
+def test_who_writes_what(tmp_path):
+    """Two forked processes really save; the picture is XML and the table has a line for each way."""
+    out, picture = tmp_path / "out.json", tmp_path / "picture.svg"
+    parallel_write.main(["--hidden", "32", "--zero-stages", "0", "--rounds", "1", "--disk", str(tmp_path), "--out", str(out), "--picture", str(picture)])
+    runs = json.loads(out.read_text())["runs"]
+    sizes = {run["mode"]: run["bytes"] for run in runs}
+    assert [sum(map(bool, sizes[mode])) for mode in ("owner", "balanced")] == [2, 16]
+    assert parallel_write.imbalance(sizes["owner"]) > 7.5 and abs(sum(sizes["owner"]) / sum(sizes["balanced"]) - 1) < 0.2  # 14 headers more
+    ElementTree.parse(picture)
+    assert "| 0 | owner | 2 of 16 |" in parallel_write.table(runs)
