@@ -39,6 +39,27 @@ def _repeat(match: re.Match[str]) -> str:
     return body * int(count)
 
 
+def frozen_units(config: Config) -> frozenset[str]:
+    """The units of --freeze, by the names of the model's; a tied head goes with the embedding. Raises ValueError with what is wrong and the fix."""
+    layers, tied, found = config.model.num_layers, not config.model.untie_embeddings_and_output_weights, set()
+    for word in (config.optimizer.freeze or "").split(",") if config.optimizer.freeze is not None else ():
+        match = re.fullmatch(r"layers\.(\d+)(?:-(\d+))?", word)
+        if match is None and word not in ("embedding", "head"):
+            raise ValueError(f"{word!r} is none of embedding, head, layers.N and layers.N-M, with commas between")
+        if match is None:
+            found.add(word)
+            continue
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not first <= last < layers:
+            raise ValueError(f"{word}: layers go from 0 to {layers - 1}")
+        found.update(f"layers.{layer}" for layer in range(first, last + 1))
+    if tied and "head" in found and "embedding" not in found:
+        raise ValueError("head has the embedding's matrix: freeze embedding, which freezes both, or give --untie-embeddings-and-output-weights")
+    if len(found | ({"head"} if tied and "embedding" in found else set())) == layers + 2:
+        raise ValueError("nothing would be trained; to evaluate only, give --skip-train")
+    return frozenset(found | ({"head"} if tied and "embedding" in found else set()))
+
+
 def counted_layers(config: Config) -> int:
     """Layers that an even split shares out: embedding and loss count as one where the flags say so."""
     distributed = config.distributed

@@ -16,6 +16,7 @@ from typing import Any
 from megatron.config.derive import DEFAULTS, Run, derive
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
+from megatron.config.stages import frozen_units
 from megatron.config.validate_layout import bubble, nearest, pipeline_schedule, pipeline_split, tensor_parallel, zero
 
 
@@ -195,6 +196,11 @@ def _optimizer(run: Run) -> Iterator[str]:
     if run.fp64:
         for field in moments:
             yield f"{run.show(field)}: contradicts --fp64; drop one"
+    if run.has("num_layers"):
+        try:
+            frozen_units(run.config)
+        except ValueError as error:
+            yield f"{run.show('freeze')}: {error}"
 
 
 def _sources(run: Run) -> Iterator[str]:

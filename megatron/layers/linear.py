@@ -150,6 +150,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         (x,), stash = ctx.saved_tensors, _stash(ctx.weight)
         dx = linear_input_grad(dy, ctx.weight)
+        if not ctx.needs_input_grad[1]:  # frozen, and so is the bias
+            return dx, None, None
         if stash is None:
             _add_weight_grad(dy, x, ctx.weight)
         else:
@@ -182,8 +184,10 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         (x,), tp, weight, stash = ctx.saved_tensors, ctx.tp, ctx.weight, _stash(ctx.weight)
         x_axis = tp.axis if tp.sequence else ALONE
-        gathering = None
-        if stash is None:
+        gathering, frozen = None, not ctx.needs_input_grad[1]
+        if frozen:
+            pass
+        elif stash is None:
             gathering = start_all_gather(x, x_axis)
             if not tp.overlap:
                 gathering.wait()
@@ -197,7 +201,7 @@ class _ColumnLinear(torch.autograd.Function):
             summing.wait()
         if gathering is not None:
             _add_weight_grad(dy, gathering.wait(), weight)
-        if ctx.bias is not None:
+        if ctx.bias is not None and not frozen:
             bias_grad(dy, ctx.bias.main_grad)
         return summing.wait(), None, None, None
 
@@ -222,9 +226,10 @@ class _RowLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         (x,), tp, weight, stash = ctx.saved_tensors, ctx.tp, ctx.weight, _stash(ctx.weight)
-        if stash is not None:
+        frozen = not ctx.needs_input_grad[1]
+        if stash is not None and not frozen:
             stash.append(WeightGrad(weight, dy, x.detach(), dy_axis=tp.axis if tp.sequence else ALONE, overlap=tp.overlap))
-        if ctx.bias is not None:
+        if ctx.bias is not None and not frozen:
             bias_grad(dy, ctx.bias.main_grad)
         if tp.sequence and tp.overlap:
             whole = dy.new_empty((tp.size * dy.shape[0], *dy.shape[1:]))
@@ -236,7 +241,7 @@ class _RowLinear(torch.autograd.Function):
         else:
             dy = all_gather(dy, tp.axis) if tp.sequence else dy
             dx = linear_input_grad(dy, weight)
-        if stash is None:
+        if stash is None and not frozen:
             _add_weight_grad(dy, x, weight)
         return dx, None, None, None
 

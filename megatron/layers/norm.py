@@ -18,10 +18,11 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         x, mean, rstd = ctx.saved_tensors
         dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-            dy, x, x.shape[-1:], mean, rstd, ctx.weight, ctx.bias, [True, True, True]
+            dy, x, x.shape[-1:], mean, rstd, ctx.weight, ctx.bias, [True, *ctx.needs_input_grad[1:3]]
         )
-        ctx.weight.main_grad.add_(dweight)
-        ctx.bias.main_grad.add_(dbias)
+        if ctx.needs_input_grad[1]:  # else it is frozen
+            ctx.weight.main_grad.add_(dweight)
+            ctx.bias.main_grad.add_(dbias)
         return dx, None, None, None
 
 
@@ -38,7 +39,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         x, rstd = ctx.saved_tensors
         normed = x * rstd  # rstd is wide, so is the product
-        ctx.weight.main_grad.add_((dy * normed).flatten(0, -2).sum(0))
+        if ctx.needs_input_grad[1]:  # else it is frozen
+            ctx.weight.main_grad.add_((dy * normed).flatten(0, -2).sum(0))
         dnormed = dy * ctx.weight.to(rstd.dtype)
         projection = torch.linalg.vecdot(dnormed, normed).div_(x.shape[-1]).unsqueeze(-1)
         return dnormed.addcmul_(normed, projection, value=-1).mul_(rstd).to(x.dtype), None, None

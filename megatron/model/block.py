@@ -146,7 +146,9 @@ class PlainBlocks:
         y = unit(x, micro)
         return y.detach(), (x, get_gradient_edge(y)) if y.requires_grad else None
 
-    def backward(self, unit: nn.Module, saved: tuple[Tensor | None, GradientEdge], dy: Tensor) -> Tensor | None:
+    def backward(self, unit: nn.Module, saved: tuple[Tensor | None, GradientEdge] | None, dy: Tensor) -> Tensor | None:
+        if saved is None:  # a frozen embedding
+            return None
         x, edge = saved
         torch.autograd.backward(edge, dy)
         return None if x is None else x.grad

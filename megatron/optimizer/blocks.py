@@ -12,13 +12,13 @@ What a rank holds of a block follows from the ZeRO stage (Rajbhandari et al. 202
     2       whole                    while a backward runs    a slice         a slice
     3       while it is needed       while a backward runs    a slice         a slice
 
-Gradients exist from the first backward pass of a step to the update.
+Gradients exist from the first backward pass of a step to the update. A frozen block has the weight alone, its slice at stage 3.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -74,7 +74,7 @@ class Block:
     def __init__(self, plan: Plan, parameters: Sequence[nn.Parameter], dtype: torch.dtype, device: torch.device, groups: Groups, stage: int,
                  grad_dtype: torch.dtype | None, on_host: bool = False, in_files: bool = False):
         self.on_host, self.in_files = on_host, in_files  # where master weights and moments are: in the host's memory, or in its files (nvme.py)
-        self.plan, self.parameters, self.stage, self.grad_dtype = plan, parameters, stage, grad_dtype
+        self.plan, self.parameters, self.stage, self.grad_dtype, self.trained = plan, parameters, stage, grad_dtype, grad_dtype is not None
         self.name, self.entries, self.size = plan.name, plan.entries, plan.size
         self.shard = groups.shard
         part = self.size // self.shard.size
@@ -84,17 +84,14 @@ class Block:
         self.share = mine + groups.copies.rank * share, mine + (groups.copies.rank + 1) * share  # what this rank counts, where all count once
         self.weight = torch.zeros(self.size, dtype=dtype, device=device)
         for entry, parameter in zip(self.entries, parameters, strict=True):
-            torch.utils.swap_tensors(parameter, nn.Parameter(entry.view(self.weight), requires_grad=grad_dtype is not None))
+            torch.utils.swap_tensors(parameter, nn.Parameter(entry.view(self.weight), requires_grad=self.trained))
             parameter.main_grad = None
-        wide = accumulation_dtype(dtype)
+        wide = accumulation_dtype(dtype) if self.trained else dtype
         self.unseen = torch.empty(0, dtype=dtype, device=device).set_(self.weight.untyped_storage(), 0, (self.size,))  # autograd counts no writes to it
         if stage == 3:
             self.release()
         self.grad: Tensor | None = None
         self.summed: Tensor | None = None  # stages 2 and 3: the slice, once a reduction has come
-        if grad_dtype is None:
-            self.master = self.weight
-            return
         length = self.own[1] - self.own[0]
         separate = stage == 3 or dtype != wide or on_host
         self.master: Tensor | None = None
@@ -277,24 +274,25 @@ def plan_blocks(model: GPTModel, parts: int) -> list[tuple[Plan, list[nn.Paramet
 
 
 def build_blocks(model: GPTModel, device: torch.device, groups: Groups = one_process(), *, stage: int = 0, training: bool = True,
-                 narrow_grads: bool = False, host_fraction: float = 0.0, in_files: bool = False) -> list[Block]:
+                 narrow_grads: bool = False, host_fraction: float = 0.0, in_files: bool = False, frozen: Container[str] = ()) -> list[Block]:
     """Give every parameter of a model born on the meta device its storage (zeros), and a `main_grad` when it is trained.
 
     Buffers can be cut into as many equal slices as ranks hold the same parameters. `narrow_grads` accumulates gradients in the model's precision;
-    blocks with about `host_fraction` of the parameters have their master weights in host memory, or `in_files`.
+    blocks with about `host_fraction` of the parameters have their master weights in host memory, or `in_files`; those named in `frozen` are not trained.
     """
     grad_dtype = model.dtype if narrow_grads else accumulation_dtype(model.dtype)
     plans = plan_blocks(model, groups.replicas.size)
-    on_host = on_host_of([plan.size for plan, _ in plans], host_fraction)
-    return [Block(plan, parameters, model.dtype, device, groups, stage, grad_dtype if training else None, host, host and in_files)
-            for (plan, parameters), host in zip(plans, on_host)]
+    trained = [training and plan.name not in frozen for plan, _ in plans]
+    on_host = on_host_of([plan.size * train for (plan, _), train in zip(plans, trained)], host_fraction)
+    return [Block(plan, parameters, model.dtype, device, groups, stage, grad_dtype if train else None, host, host and in_files)
+            for (plan, parameters), train, host in zip(plans, trained, on_host)]
 
 
 def on_host_of(sizes: Sequence[int], fraction: float) -> list[bool]:
     """Which blocks, of these sizes and in the order of the forward pass, are stepped on the host so that they hold about `fraction` of all
-    elements: the last ones, which have the most time until they are needed."""
+    elements: the last ones, which have the most time until they are needed. Frozen ones have no elements."""
     found, left = [], fraction * sum(sizes)
     for size in reversed(sizes):
-        found.append(left > size / 2)
+        found.append(left > size / 2 and size > 0)
         left -= size if found[-1] else 0
     return found[::-1]

@@ -51,6 +51,7 @@ class Optimizer:
 
     def __init__(self, blocks: list[Block], config: Config, groups: Groups = one_process(), publish: Publish = publish_at_once):
         self.blocks, self.config, self.groups, self.publish = blocks, config.optimizer, groups, publish
+        self.trained = [block for block in blocks if block.trained]
         device, dtype = blocks[0].weight.device, blocks[0].weight.dtype
         self.wide = accumulation_dtype(dtype)
         implementation = choose_adam(config.optimizer, device) if config.optimizer.optimizer == "adam" else "torch-fused"
@@ -61,8 +62,11 @@ class Optimizer:
         self.used_up: set[Block] = set()  # of these, whose gradients are of no use to anybody else any more
         self.keeps_gradients = config.logging.log_num_zeros_in_grad  # until the next step: they are counted when it is logged
         dtypes = {name: self.rule.state_dtype(name, self.wide) for name in self.rule.state_names}
-        self.states = {name: [None if block.in_files else torch.zeros_like(block.master, dtype=dtype) for block in blocks] for name, dtype in dtypes.items()}
-        self.held = {block: {MASTER: block.master, **{name: states[index] for name, states in self.states.items()}} for index, block in enumerate(blocks)}
+        self.states = {name: [None if block.in_files else torch.zeros_like(block.master, dtype=dtype) for block in self.trained]
+                       for name, dtype in dtypes.items()}
+        self.held = {block: {MASTER: block.master} for block in blocks}
+        for index, block in enumerate(self.trained):
+            self.held[block] |= {name: states[index] for name, states in self.states.items()}
         in_files = [block for block in blocks if block.in_files]
         self.files = StateFiles(config.optimizer.optimizer_nvme_offload, in_files, {MASTER: self.wide, **dtypes}) if in_files else None
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
@@ -93,10 +97,10 @@ class Optimizer:
 
     def fill_states(self, fill: Callable[[list[tuple[Box, Tensor]]], None]) -> None:
         """Give the optimizer's tensors new values, as many boxes of `state_boxes` at a time as are in memory together."""
-        fill([(_of_state(box, name), view) for name in self.states for block in self.blocks if not block.in_files
+        fill([(_of_state(box, name), view) for name in self.states for block in self.trained if not block.in_files
               for box, view in block.boxes(self.held[block][name])])
         for name in self.states:
-            for block in self.blocks:
+            for block in self.trained:
                 for piece, held in self.pieces(block, (name,), "fill") if block.in_files else ():
                     fill([(_of_state(box, name), view) for box, view in block.boxes(held[name], piece)])
 
@@ -119,7 +123,7 @@ class Optimizer:
 
     def squares(self) -> Tensor:
         """This rank's share of the gradient's sum of squares (float64)."""
-        return sum_of_squares((piece for block in self.blocks for piece in block.counted(block.grad_shard, self.groups)), self.steps.device)
+        return sum_of_squares((piece for block in self.trained for piece in block.counted(block.grad_shard, self.groups)), self.steps.device)
 
     @torch.no_grad()
     def step(self, *, lr: float, weight_decay: float, squares: Tensor, grad_factor: Tensor | float) -> StepOutcome:
@@ -140,7 +144,7 @@ class Optimizer:
                     self.files.expect(tuple(self.files.dtypes))
                 on_host = {"coefficient": coefficient.cpu(), "found_inf": found_inf.cpu()}
                 count = self.steps.to("cpu", copy=True)
-            for block in self.blocks:
+            for block in self.trained:
                 if block.on_host:
                     update = partial(self._update, self.host_rule, block, count, lr, weight_decay, **on_host)
                     self.publish(block, partial(self._step_on_host, block, update))
@@ -177,7 +181,7 @@ class Optimizer:
     def state_boxes(self) -> Iterator[tuple[Box, Tensor | Stored]]:
         """The same of the optimizer's tensors, named `optimizer.<state>.<weight>`."""
         for name in self.states:
-            for block in self.blocks:
+            for block in self.trained:
                 yield from ((_of_state(box, name), view) for box, view in self._boxes(block, name))
 
     def _boxes(self, block: Block, kind: str) -> Iterator[tuple[Box, Tensor | Stored]]:
@@ -211,7 +215,7 @@ class Optimizer:
     def zero_gradients(self) -> Tensor:
         """How many of this rank's real gradient elements are exactly zero, padding left out; every element counts on one rank."""
         count = torch.zeros((), dtype=torch.float64, device=self.steps.device)
-        for block in self.blocks:
+        for block in self.trained:
             for box, view in block.boxes(block.grad_shard):
                 if self.owns(box):
                     count += (box.view(view) == 0).sum()

@@ -49,7 +49,8 @@ class Zero:
         self.block_of = {unit: owner[next(unit.parameters())] for _, unit in model.units()}
         self.last = {chunk[-1][1] for chunk in model.chunks}
         self.layers = {block for unit, block in self.block_of.items() if isinstance(unit, LayerBlock)}
-        item = (self.wire or blocks[0].grad_dtype).itemsize
+        self.trained = [block for block in blocks if block.trained]
+        item = max(((self.wire or block.grad_dtype).itemsize for block in self.trained), default=0)
         self.room = max((block.size for block in self.layers), default=0) * item // 2  # half a layer's gradient, for larger blocks too
         device = blocks[0].weight.device
         self.gather_stream, self.reduce_stream = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
@@ -105,7 +106,7 @@ class Zero:
         if not isinstance(unit, LayerBlock):  # leaves nothing
             return self.backward(unit, saved, dy), Left(None, None)
         block = self.block_of[unit]
-        early = block.open_early() if self.stage >= 2 else None
+        early = block.open_early() if self.stage >= 2 and block.trained else None
         if early is None:
             self._open(unit)
         with self._weights(unit, "backward_input"):
@@ -127,7 +128,7 @@ class Zero:
         """All passes that began with `begin_step` are over; when it returns the gradients are complete."""
         with self._beside(self.reduce_stream):
             if self.stage < 2 and not self.overlap_reduce:
-                for block in self.blocks:
+                for block in self.trained:
                     self._reduce(block)
             self._finish()
             for block, pending in self.returning:
@@ -139,8 +140,8 @@ class Zero:
             torch.cuda.current_stream().wait_stream(self.reduce_stream)
         self.spent = []
         if self.watched is None:
-            sum_copies(self.blocks, self.groups)
-            sum_partial_gradients(self.blocks, self.model.tp, self.groups)
+            sum_copies(self.trained, self.groups)
+            sum_partial_gradients(self.trained, self.model.tp, self.groups)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Tensor]:
@@ -233,9 +234,9 @@ class Zero:
     # ---- gradients
 
     def _open(self, unit: nn.Module) -> Block:
-        """The unit's block, with a gradient buffer."""
+        """The unit's block, with a gradient buffer unless it is frozen."""
         block = self.block_of[unit]
-        if block.grad is None:
+        if block.grad is None and block.trained:
             if self.reducing is not None and self.layers.isdisjoint((block, self.reducing[0])):  # never two gradients of the vocabulary's size
                 with self._beside(self.reduce_stream):
                     self._finish()
@@ -252,7 +253,7 @@ class Zero:
     def _passed(self, block: Block) -> None:
         """One more backward pass of one of the block's units is over."""
         self.due[block] -= 1
-        if self.due[block] > 0:
+        if self.due[block] > 0 or not block.trained:
             return
         self.due[block] = self.period[block]
         assert block.complete(), f"{block.name}: a weight without a gradient"

@@ -140,6 +140,8 @@ class _Gradients:
         self.layer = max((block.elements for block in periods if block.is_layer), default=0)
 
     def open(self, block: Sizes) -> None:
+        if not block.trained:
+            return
         if self.sharing.stage < 2:
             self._accumulate(block, block.elements)
         if self.sharing.stage < 2 or block in self.slots:
@@ -157,7 +159,7 @@ class _Gradients:
 
     def passed(self, block: Sizes, when: str) -> None:
         self.due[block] -= 1
-        if self.due[block]:
+        if self.due[block] or not block.trained:
             return
         self.due[block] = self.periods[block]
         if self.sharing.stage >= 2 or self.sharing.overlap_reduce:
@@ -223,7 +225,7 @@ class _Step:
                 self.live.look("arrival of a message")
         self.hold(-(self.sent.total() - self.arrived.total()))
         if self.sharing.stage < 2 and not self.sharing.overlap_reduce:
-            for block in dict.fromkeys(self.rank.blocks.values()):
+            for block in dict.fromkeys(block for block in self.rank.blocks.values() if block.trained):
                 self.gradients.reduce(block, "reduction of the gradients")
         self.gradients.finish()
         self.live.look("end of the step")
@@ -299,7 +301,7 @@ class _Step:
 
     def early(self, block: Sizes) -> int:
         """Bytes of the gradients that wait for those of a layer's matrices."""
-        return block.early * self.sharing.gradient if self.sharing.stage >= 2 else 0
+        return block.early * self.sharing.gradient if self.sharing.stage >= 2 and block.trained else 0
 
 
 def replay(actions: Sequence[Action], rank: RankUnits, sharing: Sharing) -> Peak:

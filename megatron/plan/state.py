@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from megatron.config.derive import GATED, data_parallel_size
 from megatron.config.groups import Config, ModelConfig, PrecisionConfig
+from megatron.config.stages import frozen_units
 from megatron.model.arithmetic import head_widths, local_shape
 from megatron.model.stages import Stage
 from megatron.optimizer.blocks import on_host_of, padded
@@ -19,6 +20,7 @@ class Sizes(NamedTuple):
     name: str
     elements: int
     early: int
+    trained: bool = True
 
     @property
     def is_layer(self) -> bool:
@@ -83,7 +85,8 @@ def unit_sizes(config: Config, padded_vocab: int, replicas: int, *, copied: bool
         size = padded(sum(late) + sum(others), replicas)
         layers.append(Sizes(f"layer {layer}", size, size - sum(late)))
     head = Sizes("head", matrix, matrix) if copied or model.untie_embeddings_and_output_weights else None
-    return [Sizes("embedding", matrix, matrix), *layers, head]
+    frozen = frozen_units(config)
+    return [unit and unit._replace(trained=unit.name.replace("layer ", "layers.") not in frozen) for unit in (Sizes("embedding", matrix, matrix), *layers, head)]
 
 
 def rank_blocks(config: Config, world_size: int, stages: Sequence[Stage], placement: Sequence[int], padded_vocab: int, rank: int) -> dict[int, Sizes]:
@@ -99,13 +102,17 @@ def static_bytes(config: Config, blocks: Sequence[Sizes], shard: int) -> dict[st
 
     Per element with Adam, N ranks sharing, in bf16: 18 | 6 + 12/N | 2 + 16/N | 16/N at stages 0 | 1 | 2 | 3: 2 of weights, 4 of gradients, 4 of
     master weights, 8 of moments; in fp32 16 | 8 + 8/N | 4 + 12/N | 16/N, where below stage 3 the weights are the master weights. Of a block that is
-    stepped on the host the master weights are always apart, and stage 3 has its rounded weights beside them, on the device.
+    stepped on the host the master weights are always apart, and stage 3 has its rounded weights beside them, on the device. Of a frozen block
+    there are the weights, at stage 3 a slice of them.
     """
     stage, size, optimizer = config.distributed.zero_stage, precisions(config), config.optimizer
     fraction = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
     found, in_files = dict.fromkeys(("parameters", "gradients", "optimizer", "host", "disk"), 0), []
-    for block, on_host in zip(blocks, on_host_of([block.elements for block in blocks], fraction), strict=True):
+    for block, on_host in zip(blocks, on_host_of([block.elements * block.trained for block in blocks], fraction), strict=True):
         whole, part = block.elements, block.elements // shard
+        if not block.trained:
+            found["parameters"] += size.compute * (whole if stage < 3 else part)
+            continue
         updated = whole if stage == 0 else part
         found["parameters"] += size.compute * (whole if stage < 3 else part * on_host)  # stage 3 gathers its master weights
         found["gradients"] += size.gradient * (whole if stage < 2 else part)

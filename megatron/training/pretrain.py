@@ -18,7 +18,7 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.tiers import Tiers
 from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config, PrecisionConfig
-from megatron.config.stages import place
+from megatron.config.stages import frozen_units, place
 from megatron.config.validate import resolve
 from megatron.data.loader import Data, build_data
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
@@ -220,7 +220,7 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
                      stages=tuple(stage for stage, rank in zip(stages, placement, strict=True) if rank == groups.pp.rank))
     blocks = build_blocks(model, device, groups, stage=distributed.zero_stage, narrow_grads=config.optimizer.main_grads_dtype == "bf16",
                           host_fraction=config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0,
-                          in_files=config.optimizer.optimizer_nvme_offload is not None)
+                          in_files=config.optimizer.optimizer_nvme_offload is not None, frozen=frozen_units(config))
     zero = block_wrapper(config, model, blocks, groups)
     with together(groups.world, device):
         optimizer = Optimizer(blocks, config, groups, zero.publish)
