@@ -103,6 +103,8 @@ NEEDS: Table = (
     ("local_checkpoint_dir", "--local-save-interval N", lambda run: run.local_save_interval is not None),
     ("local_save_interval local_redundancy", "--local-checkpoint-dir DIR", lambda run: run.local_checkpoint_dir is not None),
     ("save_rate_limit", "--async-save", lambda run: run.async_save),
+    ("async_save_host_memory", "--async-save without --local-checkpoint-dir, whose files are copied instead",
+     lambda run: run.async_save and run.local_checkpoint_dir is None),
     ("ckpt_step finetune load_optim exit_on_missing_checkpoint override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
      "--load DIR", lambda run: run.load is not None),
     ("wandb_exp_name wandb_save_dir wandb_entity", "--wandb-project NAME", lambda run: run.wandb_project is not None),

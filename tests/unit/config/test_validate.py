@@ -141,6 +141,8 @@ def test_a_complete_configuration_has_no_faults():
     ("--save ckpt --local-checkpoint-dir a", "--local-checkpoint-dir a: acts only with --local-save-interval N"),
     ("--save ckpt --local-save-interval 5", "--local-save-interval 5: acts only with --local-checkpoint-dir DIR"),
     ("--save ckpt --local-redundancy partner", "--local-redundancy partner: acts only with --local-checkpoint-dir DIR"),
+    ("--save ckpt --async-save --async-save-host-memory 1 --local-checkpoint-dir a --local-save-interval 5",
+     "--async-save-host-memory 1.0: acts only with --async-save without --local-checkpoint-dir"),
     ("--save ckpt --save-rate-limit 5", "--save-rate-limit 5.0: acts only with --async-save"),
     ("--save ckpt --async-save --save-rate-limit 0", "--save-rate-limit 0.0: must be greater than 0"),
     ("--save ckpt --save-retain-interval 10", "--save-retain-interval 10: must be a multiple of --save-interval"),
