@@ -2,14 +2,15 @@
 
 Compared are a block's weights over all that compute with them, master weights and moments over those that step the same slice, what
 tensor-parallel ranks hold alike, and both ends' copies of a tied embedding. One small exchange tells every rank whether all agree; when
-they do not, a second one with a digest of each tensor finds which. Memory of the host is digested by xxh3-128, a device's by a sum that is
-formed there.
+they do not, a second one of each tensor's digest finds which. Memory of the host is digested by xxh3-128, by a thread, for which training
+need not wait; a device's by a sum that is formed there.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,32 +51,54 @@ class Difference:
     others: list[list[int]]
 
 
-def check_replicas(optimizer: Optimizer, ranks: Ranks) -> None:
-    """Raise CheckpointError, the same on all ranks, which call this together, when values that several ranks hold are not the same bits.
+class Replicas:
+    """Digests of all that this rank holds and others hold too, as it is now: nothing of it may be written before `wait` returns.
 
     No weight may be on its way (`Zero.settle`). Not compared: weights gathered at ZeRO stage 3, which live for a pass, and state in files.
     """
-    found = differences(ranks.agree(lambda: digests(optimizer)))
-    if found:
-        failed = {each.among for each in found}
-        involved = any(ranks.world.rank in group for each in found for group in (each.most, *each.others))
-        told = ranks.agree(lambda: digests(optimizer, failed) if involved else [])
-        raise CheckpointError(explain(differences(told) or found))
 
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.made: dict[tuple[str, str, int], _Digest] = defaultdict(_Digest)  # by comparison, tensor and the lowest of the ranks that compare
+        factors: dict[torch.device, Tensor] = {}
+        host = []
+        for part in shared_parts(optimizer):
+            digest, data = self.made[part.among, part.tensor, part.first], part.data.detach()
+            if data.device.type == "cpu" or part.to_host:
+                host.append((digest, data))
+                continue
+            if data.device not in factors:
+                factors[data.device] = odd_factors(data.device)
+            digest.total = position_sum(data, factors[data.device], digest.total)
+        threads = ThreadPoolExecutor(1, "replicas")
+        self.thread = threads.submit(lambda: [digest.add(data) for digest, data in host])
+        threads.shutdown(wait=False)
 
-def digests(optimizer: Optimizer, of_each_tensor: set[str] = frozenset()) -> list[list[Any]]:
-    """This rank's part of all comparisons, JSON: [among, tensor, first, digest]; `tensor` is empty, or each one's of those comparisons."""
-    made: dict[tuple[str, str, int], _Digest] = {}
-    factors: dict[torch.device, Tensor] = {}
-    for part in shared_parts(optimizer):
-        if not of_each_tensor or part.among in of_each_tensor:
-            key = part.among, part.tensor if of_each_tensor else "", part.first
-            made.setdefault(key, _Digest(factors)).add(part.data.detach(), part.to_host)
-    return [[*key, digest.text()] for key, digest in made.items()]
+    def wait(self) -> None:
+        """Until all has been read; on a GPU, until it is queued before what comes next on the current stream."""
+        self.thread.result()
+
+    def check(self, ranks: Ranks) -> None:
+        """Raise CheckpointError, the same on all ranks, which call this together, where values that several ranks hold are not the same bits."""
+        texts: list[list[Any]] = []
+
+        def of_each_comparison() -> list[list[Any]]:
+            self.wait()
+            totals: dict[tuple[str, int], Any] = defaultdict(chunk_hasher)
+            for (among, tensor, first), text in zip(self.made, _texts(list(self.made.values())), strict=True):
+                texts.append([among, tensor, first, text])
+                totals[among, first].update(text.encode())
+            return [[among, "", first, total.hexdigest()] for (among, first), total in totals.items()]
+
+        found = differences(ranks.agree(of_each_comparison))
+        if found:
+            failed = {each.among for each in found}
+            involved = any(ranks.world.rank in group for each in found for group in (each.most, *each.others))
+            told = ranks.agree(lambda: [line for line in texts if line[0] in failed] if involved else [])
+            raise CheckpointError(explain(differences(told)))
 
 
 def differences(told: list[list[list[Any]]]) -> list[Difference]:
-    """What does not agree in the `digests` of all ranks."""
+    """What does not agree in [comparison, tensor, lowest of the ranks that compare, digest] of all ranks."""
     compared: dict[tuple[str, str, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, lines in enumerate(told):
         for among, tensor, first, digest in lines:
@@ -91,7 +114,7 @@ def differences(told: list[list[list[Any]]]) -> list[Difference]:
 
 def explain(found: list[Difference]) -> str:
     """The one error of all ranks."""
-    lines = [f"{each.tensor or each.among} " + (
+    lines = [f"{each.tensor} " + (
         f"of {' and of '.join(map(_ranks, each.others))} differs from the same of {_ranks(each.most)}" if each.most
         else f"differs between {' and '.join(map(_ranks, each.others))}") for each in found]
     more = f"; and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
@@ -135,34 +158,33 @@ def _parts(block: Block, kind: str, buffer: Tensor, first: int, groups: Groups, 
 
 
 class _Digest:
-    """Of tensors one after the other: xxh3-128 of those in host memory; of a device's, sums that are formed there, with its `factors`."""
+    """Of the parts of a tensor one after the other: xxh3-128 of those in host memory, the sum `total` of a device's."""
 
-    def __init__(self, factors: dict[torch.device, Tensor]) -> None:
-        self.hasher, self.factors, self.sums = chunk_hasher(), factors, {}
+    def __init__(self) -> None:
+        self.hasher, self.total = chunk_hasher(), None
 
-    def add(self, data: Tensor, to_host: bool) -> None:
-        if data.device.type == "cpu" or to_host:
-            for piece in data.split(PIECE // data.element_size()):
-                self.hasher.update(memoryview(piece.cpu().view(torch.uint8).numpy()))
-            return
-        if data.device not in self.factors:
-            self.factors[data.device] = odd_factors(data.device)
-        before = self.sums.get(data.device, torch.zeros((), dtype=torch.int64, device=data.device))
-        self.sums[data.device] = position_sum(data, self.factors[data.device], before)
-
-    def text(self) -> str:
-        return self.hasher.hexdigest() + "".join(f"{total.item() % 2**64:016x}" for total in self.sums.values())
+    def add(self, data: Tensor) -> None:
+        for piece in data.split(PIECE // data.element_size()):
+            self.hasher.update(memoryview(piece.cpu().view(torch.uint8).numpy()))
 
 
-def position_sum(data: Tensor, factors: Tensor, total: Tensor) -> Tensor:
-    """What `total` of the tensors before becomes by `data` [n]: [], int64, modulo 2**64, the same whatever the order of the additions.
+def _texts(digests: list[_Digest]) -> list[str]:
+    """What tells the digests apart; sums leave their device together."""
+    sums = [digest.total for digest in digests if digest.total is not None]
+    numbers = iter(torch.stack(sums).tolist() if sums else ())
+    return [digest.hasher.hexdigest() + ("" if digest.total is None else f"{next(numbers) % 2**64:016x}") for digest in digests]
+
+
+def position_sum(data: Tensor, factors: Tensor, total: Tensor | None = None) -> Tensor:
+    """What `total` of the parts before becomes by `data` [n]: [], int64, modulo 2**64, the same whatever the order of the additions.
 
     Every word is multiplied by an odd factor that depends on its place, so that a changed word, or one more change of sign, changes the sum.
     Never run on a GPU.
     """
     words = data.view(torch.int16 if data.element_size() == 2 else torch.int32)
     for piece in words.split(WORDS):
-        total = total * FACTOR + (piece * factors[: len(piece)]).sum()
+        found = (piece * factors[: len(piece)]).sum()
+        total = found if total is None else total * FACTOR + found
     return total
 
 

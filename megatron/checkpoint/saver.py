@@ -112,6 +112,7 @@ class UnderWay:
     takes_part: bool
     handed_over: bool = False
     local: BinaryIO | None = None  # this rank's shard in the local tier, open: it may be removed there before it has been copied
+    replicas: Replicas | None = None  # to be compared when the shards are written
     outcome: dict[str, Any] | None = None  # of this rank's part of the phase
     records: list[dict[str, Any]] | None = None  # of all shards, once they are written
 
@@ -138,15 +139,16 @@ class Saver:
             self.background.start()
             self.staging = Staging(self.background, ranks.device) if tiers is None else None
 
-    def save(self, iteration: int, pairs: Iterable[tuple[Box, Tensor]], state: dict[str, Any], check: Callable[[], None] = lambda: None) -> None:
-        """Save, or begin to: a save that is still under way is waited for before. All ranks call it together; `check` may refuse with a ValueError on all
-        of them."""
+    def save(self, iteration: int, pairs: Iterable[tuple[Box, Tensor]], state: dict[str, Any], replicas: Replicas | None = None) -> None:
+        """Save, or begin to: a save that is still under way is waited for before. All ranks call it together. `replicas` are compared before anything
+        is written, in the background before the checkpoint counts."""
         began = time.perf_counter()
         if self.under_way is not None:
             self.drain()
             self.say(f" the save before was not over: waited {time.perf_counter() - began:.1f} s for it; a longer --save-interval avoids that")
         try:
-            check()
+            if self.staging is None and replicas is not None:
+                replicas.check(self.ranks)
             pairs = [(box, tensor) for box, tensor in pairs if math.prod(box.extent)]
             local = self.tiers is not None and self.tiers.save(iteration, pairs, state)
             at_once = self.background is None or (self.staging is None and not local)
@@ -154,6 +156,7 @@ class Saver:
                 save_checkpoint(self.root, iteration, pairs, state, self.say, self.ranks, verify=self.verify)
             else:
                 self._begin(iteration, pairs, state, began)
+                self.under_way.replicas = replicas if self.staging is not None else None
         except (ValueError, OSError) as error:
             if self.background is not None:
                 self.background.close()  # it may wait for the rest of a shard
@@ -199,8 +202,14 @@ class Saver:
         return {"do": what, "root": str(self.root), "iteration": attempt.iteration, "folder": str(attempt.folder)}
 
     def before_update(self) -> None:
-        """The tensors are about to change: on a GPU the current stream waits for the copies."""
-        if self.under_way is not None and self.staging is not None and self.staging.copied is not None:
+        """The tensors are about to change: wait until they have been digested; on a GPU the current stream waits for the copies."""
+        if self.under_way is None or self.staging is None:
+            return
+        if self.under_way.replicas is not None:
+            began = time.perf_counter()
+            self.under_way.replicas.wait()
+            self.stall += time.perf_counter() - began
+        if self.staging.copied is not None:
             torch.cuda.current_stream().wait_event(self.staging.copied)
 
     # ---- from step to step
@@ -263,6 +272,8 @@ class Saver:
         iteration = save.attempt.iteration
         try:
             results = save.attempt.agree(result)
+            if save.records is None and save.replicas is not None:
+                save.replicas.check(self.ranks)
         except ValueError as error:
             self._over()
             self._failed(iteration, error)

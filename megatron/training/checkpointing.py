@@ -11,7 +11,7 @@ from megatron.checkpoint.progress import Saved
 from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.rebuild import LocalCheckpoint
-from megatron.checkpoint.replicas import check_replicas
+from megatron.checkpoint.replicas import Replicas
 from megatron.checkpoint.retention import Policy
 from megatron.checkpoint.saver import Saver, staging_bytes
 from megatron.checkpoint.share import own_part
@@ -106,14 +106,13 @@ def save(run: Run) -> None:
     """Write a checkpoint of the run as it stands, or begin to, when --save is given. A failed save is said, and stops nothing."""
     if run.saver is not None:
         run.zero.settle()  # a checkpoint is of weights after the step
-        check = partial(check_replicas, run.optimizer, run.saver.ranks)
-        run.saver.save(run.progress.iteration, _own_pairs(run.config, run.optimizer), run_state(run), check)
+        run.saver.save(run.progress.iteration, _own_pairs(run.config, run.optimizer), run_state(run), Replicas(run.optimizer))
 
 
 def save_local(run: Run) -> None:
     """Write a checkpoint to the local tier alone."""
     run.zero.settle()
-    check = partial(check_replicas, run.optimizer, run.saver.ranks)
+    check = partial(Replicas(run.optimizer).check, run.saver.ranks)
     run.saver.tiers.save(run.progress.iteration, _own_pairs(run.config, run.optimizer), run_state(run), check)
 
 
