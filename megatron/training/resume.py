@@ -26,7 +26,7 @@ _FREE_MODEL_FIELDS = {"attention_backend", "hidden_dropout", "attention_dropout"
 _NO_ARITHMETIC = {"init_method_std", "distributed_timeout_minutes", "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
                   "use_tp_pp_dp_mapping", "num_layers_per_virtual_pipeline_stage", "zero3_keep_gathered", "overlap_param_gather"}
 _OPTIMIZER_ARITHMETIC = ("optimizer", "adam_implementation", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload",
-                         "optimizer_offload_fraction", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
+                         "optimizer_offload_fraction", "freeze", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
 _DATA_ARITHMETIC = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")  # may lie elsewhere now: their content is compared
 _TOKENIZER_FIELDS = ("tokenizer_type", "vocab_size", "seq_length", *_FILES)
@@ -53,7 +53,7 @@ def run_state(run: Run) -> dict[str, Any]:
 def _tensors(run: Run) -> dict[str, list[int]]:
     """Name and shape of every logical tensor that the shards of all ranks together must hold, computed from the flags, not from what ranks hold."""
     shapes = model_shapes(run.config.model, run.vocab_size)
-    states = run.optimizer.states if run.config.checkpoint.save_optim else ()
+    states = run.optimizer.states if run.config.checkpoint.save_optim and run.config.optimizer.freeze is None else ()
     named = {**shapes, **{f"optimizer.{state}.{name}": shape for state in states for name, shape in shapes.items()}}
     return {name: list(shape) for name, shape in named.items()}
 
