@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
 
@@ -19,6 +19,7 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.config.arguments import parse_arguments
 from megatron.model.layout import Holder, holders
 from megatron.optimizer.optimizer import Optimizer
+from megatron.optimizer.scaler import LossScaler
 from megatron.training import pretrain
 from megatron.training.checkpointing import drain, save
 from megatron.training.exit import Exit
@@ -38,6 +39,12 @@ FEATURES = {
                 "--hidden-dropout 0 --attention-dropout 0",
     "untied-fp64": f"--make-vocab-size-divisible-by 1 {LLAMA} --fp64 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0",
 }
+FEATURES |= {
+    # Overflows at iterations 1, 2 and 5; the scale falls twice before the checkpoint of iteration 3, grows after it, and falls again.
+    "gqa-fp16": f"{FEATURES['gqa-untied']} --fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 2",
+    "ramp-fp64": f"{FEATURES['untied-fp64']} --global-batch-size 8 --rampup-batch-size 4 4 16",  # 4, 4, 4 | 4, 8, 8
+    "ledger-fp64": FEATURES["mqa-fp64"],  # files, of which the blend has changed at iteration 2
+}
 TP, PP, SCHEDULE, ZERO = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--pipeline-schedule", "--zero-stage"
 AUTO = "--pipeline-model-parallel-layout auto"  # four stages: embedding, two layers, head
 LAYOUTS = {  # name: ranks, flags
@@ -52,7 +59,8 @@ LAYOUTS = {  # name: ranks, flags
 
 
 def flags(feature: str, layout: str, *more: object) -> tuple[str, ...]:
-    return (*BASE, *FEATURES[feature].split(), *LAYOUTS[layout][1].split(), *map(str, more))
+    base = [word for word in BASE if word != "--mock-data" or not feature.startswith("ledger")]
+    return (*base, *FEATURES[feature].split(), *LAYOUTS[layout][1].split(), *map(str, more))
 
 
 def saving(root: Path) -> tuple[str, ...]:
@@ -107,6 +115,8 @@ def load_and_compare(arguments: tuple[str, ...], source: Path, mutant: str | Non
                     faults.append(f"{box.name} at {box.offset}: not the bits of the checkpoint")
             if optimizer.steps.item() != checkpoint.state["optimizer_steps"] or run.progress.iteration != checkpoint.iteration:
                 faults.append(f"step {optimizer.steps.item()}, iteration {run.progress.iteration}")
+            now = {**asdict(run.progress), "scaler": run.scaler.state(), "ledger": run.data.ledger, "schedule": asdict(run.schedule)}
+            faults.extend(f"{name}: {value}, in the checkpoint {checkpoint.state[name]}" for name, value in now.items() if value != checkpoint.state[name])
             faults.extend(_computed_with(run, checkpoint))
         save(run)
         drain(run)
@@ -176,6 +186,21 @@ def _read_at_the_beginning() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _rounded_moments() -> Iterator[None]:
+    read = Checkpoint.read_all
+
+    def wrong(self: Checkpoint, pairs) -> None:
+        pairs = list(pairs)
+        read(self, pairs)
+        for box, into in pairs:
+            if box.name.startswith("optimizer."):
+                into.copy_(into.to(torch.float16))
+
+    with mock.patch.object(Checkpoint, "read_all", wrong):
+        yield
+
+
 MUTANTS: dict[str, Callable] = {
     "a slice's owner is the first of all copies of the model": _owns(lambda box, groups: groups.replicas.rank == 0),
     "tensor-parallel ranks other than the first own nothing": _owns(lambda box, groups: groups.replicas.rank == groups.tp.rank == 0),
@@ -187,5 +212,7 @@ MUTANTS: dict[str, Callable] = {
     "nobody owns a tensor": lambda: mock.patch.object(
         Optimizer, "holder", lambda optimizer, box: None if box.name == "layers.1.mlp.up.weight" else Holder(0, 1)),
     "read at the beginning": _read_at_the_beginning,
+    "the loss scale begins anew": lambda: mock.patch.object(LossScaler, "load", lambda self, state: None),
+    "moments are rounded to half precision": _rounded_moments,
     "weights are not published": lambda: mock.patch.object(Optimizer, "publish_weights", lambda self: None),
 }

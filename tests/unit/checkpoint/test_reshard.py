@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from reshard_cases import (
+    FEATURES,
     LAYOUTS,
+    PP,
+    SCHEDULE,
+    TP,
+    ZERO,
     differing,
     distance,
     flags,
@@ -19,6 +24,7 @@ from reshard_cases import (
     start,
     start_apart,
 )
+from reshard_table import TABLE, Row, Runs, faults
 
 from megatron.checkpoint.reader import find_checkpoint
 from megatron.observe.tracking import read_metrics
@@ -58,13 +64,19 @@ SHARDED = [layout for layout in LAYOUTS if "zero" in layout]
 EARLIER = [layout for layout in LAYOUTS if "pp" not in layout and layout not in SHARDED]
 
 
+MORE = {"tp2sp": "dp2zero1", "tp4sp": "dp2zero1", "pp4": "dp2zero1 dp4zero3shard2", "pp2v2": "dp2zero1 dp4zero3shard2",
+        "pp2zbv": "dp2zero1 dp4zero3shard2", "pp2dp2": "dp2zero1 dp4zero3shard2", "dp2zero1": "tp2 pp4 pp2v2 pp2dp2",
+        "dp2zero2": "tp2 pp4 pp2v2 pp2dp2", "dp4zero3shard2": "tp2 pp4 pp2v2 pp2dp2"}  # so that every kind meets every other
+
+
 def targets(feature: str, source: str) -> list[str]:
     """Of pipelines among themselves the tied ones say more; slices are read, and read, row by row, whoever is on the other side."""
+    more = MORE.get(source, "").split()
     if source in SHARDED:
-        return ["one", "tp4sp", "pp2zbv", *SHARDED]
+        return ["one", "tp4sp", "pp2zbv", *SHARDED, *more]
     unsharded = [layout for layout in LAYOUTS if layout not in SHARDED]
     if feature == "tied-bf16":
-        return [*unsharded, *(SHARDED if source == "one" else ["pp2dp2zero2"])]
+        return [*unsharded, *(SHARDED if source == "one" else ["pp2dp2zero2", *more])]
     return [*unsharded, "dp4zero3shard2"] if source in EARLIER else EARLIER
 
 
@@ -93,12 +105,7 @@ def test_on_the_same_layout_a_run_goes_on_bit_for_bit(on, runs, tmp_path, featur
     assert whole[3:] == resumed and len(resumed) == 3
 
 
-PAIRS = [("mqa-fp64", *pair) for pair in zip(EARLIER, [*EARLIER[1:], "one"], strict=True)] + [
-    ("mqa-fp64", "one", "pp2"), ("mqa-fp64", "pp2", "tp2"), ("mqa-fp64", "dp2", "pp4"), ("mqa-fp64", "pp4", "pp2dp2"), ("mqa-fp64", "pp2v2", "one"),
-    ("mqa-fp64", "pp2zbv", "tp2sppp2"), ("untied-fp64", "pp2", "tp2"), ("untied-fp64", "tp2sp", "pp2zbv"), ("untied-fp64", "pp2v2", "one"),
-    ("untied-fp64", "tp2sppp2", "pp4"), ("mqa-fp64", "dp2zero2", "pp2dp2zero2"), ("mqa-fp64", "dp2", "dp2zero3"),
-    ("mqa-fp64", "pp2zbv", "dp4zero3shard2"), ("untied-fp64", "dp4zero3shard2", "tp2"), ("untied-fp64", "pp2dp2zero2", "dp2zero1"),
-]
+PAIRS = [row for row in TABLE if row.feature in ("mqa-fp64", "untied-fp64") and row.source != row.target]
 
 
 @pytest.mark.parametrize(("feature", "source", "target"), PAIRS)
@@ -113,6 +120,49 @@ def test_on_another_layout_a_run_goes_on_within_the_bound(on, runs, tmp_path, fe
     assert all(math.isclose(a, b, rel_tol=1e-10) for a, b in zip(whole[3:], resumed, strict=True))
     on(target, start, (*arguments, "--no-load-optim", *saving(tmp_path / "wrong")))
     assert distance(saved(root, 6), saved(tmp_path / "wrong", 6)) > 1e-4
+
+
+def kinds(layout: str) -> set[str]:
+    """What is cut in a layout, and how."""
+    words = LAYOUTS[layout][1].split()
+    found = {f"{word} {value}" for word, value in zip(words, [*words[1:], ""]) if word in (TP, PP, ZERO, "--zero-shard-size", SCHEDULE)}
+    found |= {word for word in words if word == "--sequence-parallel"} | {f"{LAYOUTS[layout][0]} ranks"}
+    return found | ({"data-parallel copies"} if "dp" in layout else set())
+
+
+def test_the_pairs_cover_every_kind_of_layout_against_every_other():
+    """What CI loads has every kind as source against every kind as target; so has the table every kind on both sides, and what only runs show."""
+    every = set().union(*(kinds(layout) for layout in LAYOUTS))
+    pairs = {(a, b) for feature, source in CASES for target in targets(feature, source) for a in kinds(source) for b in kinds(target)}
+    assert pairs == {(a, b) for a in every for b in every}
+    assert len(set(TABLE)) == len(TABLE) >= 30
+    for side in ("source", "target"):
+        assert set().union(*(kinds(getattr(row, side)) for row in TABLE)) == every
+    assert {row.feature for row in TABLE} == set(FEATURES) - {"tied-bf16", "gqa-untied"}  # which the tests above load in all layouts
+
+
+ROWS = [Row("gqa-fp16", "tp2", "dp2zero2"), Row("gqa-fp16", "dp2zero3", "dp2zero3"), Row("ramp-fp64", "pp2v2", "dp2zero2"),
+        Row("ledger-fp64", "dp2", "tp2sp")]
+
+
+@pytest.fixture(scope="module")
+def table(gloo_world, tmp_path_factory):
+    def on(layout: str, function, *args):
+        ranks = LAYOUTS[layout][0]
+        return gloo_world(ranks).run(function, *args) if ranks > 1 else [function(*args)]
+
+    return Runs(tmp_path_factory.mktemp("table"), on)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_scaler_ramp_up_and_ledger_go_on_elsewhere(table, tmp_path, row):
+    assert row in TABLE and faults(table.measure(row, tmp_path)) == []
+
+
+@pytest.mark.parametrize(("mutant", "told"), [("the loss scale begins anew", "scaler: "), ("moments are rounded to half precision", "not the bits")])
+def test_a_broken_resume_is_seen_in_the_table(table, tmp_path, mutant, told):
+    found = faults(table.measure(ROWS[1], tmp_path, mutant))
+    assert any(told in fault for fault in found) and "tensors differ 3 iterations later" in found
 
 
 @pytest.mark.parametrize(("source", "target", "more", "said"), [
