@@ -3,6 +3,7 @@
     python tests/faults/kill_writer.py --kills 200 --seed 1                              # the long campaign, a few minutes
     python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2                    # the same of one of two ranks, chosen at random
     python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2 --mode async       # of a rank, of its writer process, or of both
+    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2 --mode local       # both tiers; now and then a node is lost as well
     python tests/faults/kill_writer.py --kills 20 --writer in-place                      # a bad writer: the campaign must fail
 
 All ranks hold the same tensors and share out their rows, as data-parallel ranks do. Oracle, after every kill: the newest checkpoint found is at
@@ -10,7 +11,8 @@ least the newest whose save any rank knew to be complete, every checkpoint liste
 that of its iteration, and the ranks that were not killed have ended by themselves, with the collective's error. The next processes go on
 from there in the same folder. A writer process that is killed alone fails at most one save, with one error on all ranks; the next one succeeds.
 Negative controls: `--writer in-place` (no temporary folder) and `overwrite` (one folder for all iterations); with --mode async `early` (says
-that it has saved when it has begun to) and `uncopied` (training goes on before the copy is made).
+that it has saved when it has begun to) and `uncopied` (training goes on before the copy is made); with --mode local --ranks 2 `alone` (nothing
+is copied to the partner).
 """
 
 from __future__ import annotations
@@ -29,40 +31,21 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
+from saving_jobs import JOBS, Job, differs, node_folder  # finds the package, too
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from megatron.checkpoint import manifest, writer  # noqa: E402
-from megatron.checkpoint.manifest import CheckpointError  # noqa: E402
-from megatron.checkpoint.ranks import ONE, Ranks  # noqa: E402
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint  # noqa: E402
-from megatron.checkpoint.saver import Saver, Staging, staging_bytes  # noqa: E402
-from megatron.checkpoint.share import own_part  # noqa: E402
-from megatron.dist.groups import Axis  # noqa: E402
-from megatron.model.layout import Box, Holder  # noqa: E402
-
-SHAPES = {"embedding.word.weight": (307, 512), "layers.0.mlp.up.weight": (512, 512), "layers.0.mlp.up.bias": (512,)}
-
+from megatron.checkpoint import manifest
+from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.ranks import Ranks
+from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.dist.groups import Axis
 
 TIMEOUT = 10.0  # of a collective, seconds
 PATIENCE = 60.0  # in which the other ranks must have noticed that one is dead
 BEREFT = 3  # their exit code
-
-
-def contents(iteration: int, ranks: Ranks = ONE) -> tuple[list, dict]:
-    """What this rank writes of tensors whose every value tells the iteration, and the state."""
-    pairs = []
-    for number, (name, shape) in enumerate(SHAPES.items()):
-        values = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).mul_(1e-3).add_(1000 * iteration + number).view(shape)
-        pairs.append((Box(name, shape, (0,) * len(shape), shape), values))
-    own = own_part(pairs, lambda box: Holder(ranks.world.rank, ranks.world.size), balanced=True)
-    return own, {"iteration": iteration, "consumed_samples": 8 * iteration}
 
 
 def check(path: Path, acknowledged: int) -> str | None:
@@ -70,11 +53,7 @@ def check(path: Path, acknowledged: int) -> str | None:
     with Checkpoint(path) as checkpoint:
         if checkpoint.iteration < acknowledged:
             return f"iteration {acknowledged} was saved, but {path.name} is the newest"
-        pairs, state = contents(checkpoint.iteration)
-        if checkpoint.state != state:
-            return f"{path.name}: the state is {checkpoint.state}"
-        wrong = [box.name for box, want in pairs if not torch.equal(checkpoint.read_tensor(box.name), want)]
-        return f"{path.name}: wrong values in {wrong}" if wrong else None
+        return differs(checkpoint)
 
 
 def verdict(root: Path, acknowledged: int) -> tuple[int, str | None]:
@@ -89,105 +68,6 @@ def verdict(root: Path, acknowledged: int) -> tuple[int, str | None]:
         return int(found.name[5:]), check(found, acknowledged)
     except CheckpointError as error:
         return 0, str(error)
-
-
-def in_place(root: Path, iteration: int, pairs: list, state: dict, ranks: Ranks = ONE) -> None:
-    """A mutant: writes where readers look."""
-    target = root / manifest.iteration_folder(iteration)
-    if ranks.first:
-        shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(parents=True)
-    ranks.agree(lambda: None)
-    records = ranks.agree(lambda: writer.write_shard(target, ranks.world.rank, ranks.world.size, iteration, pairs))
-    content = {"format": manifest.FORMAT, "version": manifest.VERSION, "iteration": iteration, "attempt": "", "created": ""}
-    content |= {"shards": records, "state": state}
-    if ranks.first:
-        (target / manifest.MANIFEST).write_bytes(manifest.encode_manifest(content))
-    ranks.agree(lambda: None)
-
-
-def overwrite(root: Path, iteration: int, pairs: list, state: dict, ranks: Ranks = ONE) -> None:
-    """A mutant: the newest checkpoint takes the place of the one before."""
-    for old in manifest.list_iterations(root) if ranks.first else []:
-        os.rename(root / manifest.iteration_folder(old), root / manifest.iteration_folder(iteration))
-    in_place(root, iteration, pairs, state, ranks)
-
-
-# ---- jobs: loops that save one iteration after the other and `tell` of each that is complete -------------------------
-
-Tell = Callable[[str], None]
-Job = Callable[[Path, int, Ranks, Tell], None]
-
-
-def at_once(save: Callable, root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
-    """Synchronous saves."""
-    for iteration in range(first, first + 1000):
-        save(root, iteration, *contents(iteration, ranks), ranks=ranks)
-        tell(str(iteration))
-
-
-def in_background(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
-    """Asynchronous saves: the tensors change as soon as a save has begun, and some steps are taken before the next one."""
-    rng = random.Random(first)  # the same on all ranks
-    memory = staging_bytes(contents(first, ranks)[0], None)
-    saver = Saver(root, ranks, memory, report=lambda iteration, saved: tell(str(iteration)), say=partial(hear, tell))
-    for iteration in range(first, first + 1000):
-        pairs, state = contents(iteration, ranks)
-        saver.save(iteration, pairs, state)
-        for _, tensor in pairs:
-            tensor.fill_(-1.0)
-        for _ in range(rng.randrange(20)):
-            step(saver)
-
-
-def hear(tell: Tell, line: str) -> None:
-    """What a Saver says, as a Tell."""
-    if "NOT saved" in line:
-        tell(f"failed {line}")
-
-
-def step(saver: Saver) -> None:
-    """What training does of a save in each step."""
-    time.sleep(0.001)
-    sums = torch.tensor(saver.ready())
-    if saver.ranks.world.size > 1:
-        dist.all_reduce(sums)
-    saver.advance(sums.tolist())
-
-
-def early(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
-    """A mutant: a save counts when it has begun."""
-    begin = Saver._begin
-
-    def begun(saver: Saver, iteration: int, *rest: object) -> None:
-        begin(saver, iteration, *rest)
-        tell(str(iteration))
-
-    with mock.patch.object(Saver, "_begin", begun):
-        in_background(root, first, ranks, tell)
-
-
-def uncopied(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
-    """A mutant: the copy is made when training has gone on."""
-    fill, hand_over = Staging.fill, Staging.hand_over
-
-    def later(staging: Staging, *what: object) -> None:
-        staging.what = what
-
-    def late(staging: Staging) -> None:
-        if what := staging.__dict__.pop("what", None):
-            fill(staging, what[0], list(what[1]))
-        hand_over(staging)
-
-    with mock.patch.object(Staging, "fill", later), mock.patch.object(Staging, "hand_over", late):
-        in_background(root, first, ranks, tell)
-
-
-SAVES: dict[str, Callable] = {"real": writer.save_checkpoint, "in-place": in_place, "overwrite": overwrite}
-JOBS: dict[str, dict[str, Job]] = {  # mode, writer
-    "sync": {name: partial(at_once, save) for name, save in SAVES.items()},
-    "async": {"real": in_background, "early": early, "uncopied": uncopied},
-}
 
 
 # ---- a job, and what is killed of it ---------------------------------------------------------------------------------
@@ -264,53 +144,56 @@ def ended(child: int) -> int | None:
 
 
 class Outcome:
-    """What a job told: the newest iteration that any rank knew to be complete, and what each save that failed told."""
+    """What a job told: what it went on from, the newest iteration that any rank knew to be complete, and what each save that failed told; and
+    what is wrong with it."""
 
-    def __init__(self, first: int) -> None:
-        self.acknowledged, self.failed = first - 1, {}
+    def __init__(self) -> None:
+        self.found: int | None = None
+        self.acknowledged, self.failed = 0, {}
+        self.faults: list[str] = []
 
     def take(self, line: str) -> None:
-        if line.startswith("failed "):
+        word, _, rest = line.partition(" ")
+        if word == "failed":
             self.failed.setdefault(re.search(r"iteration (\d+)", line)[1], set()).add(line)
-        elif line != "begin":
+        elif word == "found":
+            self.found = int(rest)
+        elif word == "wrong":
+            self.faults.append(rest)
+        elif word != "begin":
             self.acknowledged = max(self.acknowledged, int(line))
 
-    def faults(self, written_off: bool) -> list[str]:
-        """What is wrong with the errors: `written_off`, when one save may fail for the death of a writer process."""
-        faults = [f"ranks told different errors of iteration {iteration}: {lines}" for iteration, lines in self.failed.items() if len(lines) > 1]
-        if len(self.failed) > written_off or any("the process that writes checkpoints was killed" not in line for line in set().union(*self.failed.values())):
-            faults.append(f"saves failed: {self.failed}")
-        return faults
+    def judge_errors(self, one: bool) -> None:
+        """`one`: a save may fail, for the death of a writer process."""
+        self.faults += [f"ranks told different errors of iteration {iteration}: {lines}" for iteration, lines in self.failed.items() if len(lines) > 1]
+        if len(self.failed) > one or any("the process that writes checkpoints was killed" not in line for line in set().union(*self.failed.values())):
+            self.faults.append(f"saves failed: {self.failed}")
 
 
-def kill_once(job: Job, root: Path, first: int, delay: float, size: int = 1, victim: int = 0, what: str = "rank", warm: bool = False) -> tuple[int, str | None]:
+def kill_once(job: Job, root: Path, first: int, delay: float, size: int = 1, victim: int = 0, what: str = "rank", warm: bool = False) -> Outcome:
     """Start a job of `size` ranks and kill its rank `victim`, its "writer" process or "both", `delay` seconds after it began, or, `warm`, after its
-    first save. A job that has only lost a writer process must complete another save, and is killed then.
-
-    Returns the newest iteration that any rank acknowledged, or first - 1, and what was wrong with the errors and ends of the others.
-    """
+    first save. A job that has only lost a writer process must complete another save, and is killed then."""
     Path(f"{root}.rendezvous").unlink(missing_ok=True)
     read_end, write_end = os.pipe()
     processes = [start_rank(job, root, first, rank, size, (read_end, write_end)) for rank in range(size)]
     os.close(write_end)
-    told, outcome, faults = Told(read_end), Outcome(first), []
+    told, outcome = Told(read_end), Outcome()
     try:
         assert [told.line() for _ in processes] == ["begin"] * size
-        if warm:
-            outcome.take(told.line() or "begin")
+        while warm and not outcome.acknowledged and (line := told.line()):
+            outcome.take(line)
         time.sleep(delay)
         writers = children(processes[victim]) if what != "rank" else []
         for process in writers + [processes[victim]] * (what != "writer" or not writers):
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        alone = what == "writer" and writers
-        if alone:
+        if what == "writer" and writers:
             while line := told.line(0):  # what was on its way
                 outcome.take(line)
             goal = outcome.acknowledged + 2  # the one under way may have been complete
             while outcome.acknowledged < goal:
                 if (line := told.line()) is None:
-                    faults.append("no save was completed after a writer process was killed")
+                    outcome.faults.append("no save was completed after a writer process was killed")
                     break
                 outcome.take(line)
             os.kill(processes[victim], signal.SIGKILL)
@@ -321,28 +204,37 @@ def kill_once(job: Job, root: Path, first: int, delay: float, size: int = 1, vic
         os.close(read_end)
     if not os.WIFSIGNALED(statuses.pop(victim)):
         raise RuntimeError("the victim ended by itself: see its traceback above")
-    faults += ["a rank waited for the dead one" if status is None else f"a rank ended with status {status}"
-               for status in statuses if status is None or os.waitstatus_to_exitcode(status) != BEREFT]
-    faults += outcome.faults(bool(writers))
-    return outcome.acknowledged, "; ".join(faults) or None
+    outcome.faults += ["a rank waited for the dead one" if status is None else f"a rank ended with status {status}"
+                       for status in statuses if status is None or os.waitstatus_to_exitcode(status) != BEREFT]
+    outcome.judge_errors(bool(writers))
+    return outcome
 
 
 def campaign(kills: int, seed: int, job: Job, root: Path, report: Callable[[str], None], ranks: int = 1, mode: str = "sync") -> list[str]:
-    """Run it; returns what went wrong, one line a kill."""
+    """Run it; returns what went wrong, one line a kill. In the local tier nodes are lost too: of two or more one, when none is missing."""
     rng, faults, saved, begin = random.Random(seed), [], 0, time.monotonic()
-    background = mode == "async"
-    recovered, _ = kill_once(job, root, 1, 1.0, ranks, warm=background)  # how many saves a second holds; the next kill's verdict covers its folder
+    recovered = kill_once(job, root, 1, 1.0, ranks, warm=mode != "sync").acknowledged  # how many saves a second holds
     once = 1.0 / max(1, recovered)
     for number in range(1, kills + 1):
-        what = rng.choice(["rank", "writer", "both"]) if background else "rank"
-        warm = background and rng.random() < 0.7
-        acknowledged, fault = kill_once(job, root, recovered + 1, rng.uniform(0, 4 * once), ranks, rng.randrange(ranks), what, warm)
-        faults += [f"kill {number}: {fault}"] if fault else []
+        what = "rank" if mode == "sync" else rng.choice(["rank", "writer", "both"])
+        warm = mode != "sync" and rng.random() < 0.7
+        outcome = kill_once(job, root, recovered + 1, rng.uniform(0, 4 * once), ranks, rng.randrange(ranks), what, warm)
+        acknowledged = max(recovered, outcome.acknowledged)
         saved += acknowledged - recovered
-        recovered, fault = verdict(root, acknowledged)
-        if fault:
-            faults.append(f"kill {number}: {fault}")
-            shutil.rmtree(root)  # go on from a clean folder
+        iteration, fault = verdict(root, 0 if mode == "local" else acknowledged)
+        wrong = outcome.faults + [fault] * (fault is not None)
+        if mode == "local":
+            if outcome.found is not None and outcome.found < recovered:
+                wrong.append(f"iteration {recovered} was saved, but the next job found {outcome.found}")
+            recovered = max(acknowledged, outcome.found or 0)
+            if ranks > 1 and outcome.found is not None and rng.random() < 0.4:
+                shutil.rmtree(node_folder(root, rng.randrange(ranks)))
+        else:
+            recovered = iteration
+        if wrong:
+            faults.append(f"kill {number}: {'; '.join(wrong)}")
+            for folder in (root, *(node_folder(root, node) for node in range(ranks))):  # go on from clean ones
+                shutil.rmtree(folder, ignore_errors=True)
             root.mkdir()
             recovered = 0
         for old in manifest.list_iterations(root)[2:]:

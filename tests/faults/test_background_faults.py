@@ -13,12 +13,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
-import kill_writer
 import pytest
+import saving_jobs
 import torch
 import torch.distributed as dist
 from disk_model import CALLS, Disk
-from kill_writer import JOBS, SAVES, campaign, check, children, contents, start_rank, step, verdict
+from kill_writer import campaign, check, children, start_rank, verdict
+from saving_jobs import JOBS, SAVES, contents, step
 from test_kill_writer import only, recoveries
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "checkpoint"))
@@ -47,6 +48,14 @@ def test_random_kills_of_either_of_two_ranks(tmp_path):
 @pytest.mark.parametrize("mutant", ["early", "uncopied"])
 def test_the_campaign_catches_a_bad_background_save(tmp_path, mutant):
     assert campaign(5, 1, JOBS["async"][mutant], tmp_path / "run", lambda line: None, mode="async")
+
+
+def test_random_kills_and_lost_nodes_in_two_tiers(tmp_path):
+    assert campaign(4, 1, JOBS["local"]["real"], tmp_path / "run", lambda line: None, ranks=2, mode="local") == []
+
+
+def test_the_campaign_catches_nodes_without_partners(tmp_path):
+    assert campaign(4, 1, JOBS["local"]["alone"], tmp_path / "run", lambda line: None, ranks=2, mode="local")
 
 
 # ---- a writer process that begins with something of ours -------------------------------------------------------------
@@ -101,7 +110,7 @@ def traces(root: Path) -> list[str]:
 
 def test_the_writer_dies_before_any_of_its_calls(tmp_path, monkeypatch):
     """The save fails, or was complete; the next one succeeds, and nothing is left."""
-    monkeypatch.setattr(kill_writer, "SHAPES", {"w": (40, 8)})
+    monkeypatch.setattr(saving_jobs, "SHAPES", {"w": (40, 8)})
     outcomes = []
     for number in range(100):
         root = tmp_path / str(number)
@@ -130,7 +139,7 @@ def lone_trainer(root: Path, first: int, ranks: Ranks, tell) -> None:
 
 def test_the_trainer_dies_at_calls_of_its_writer(tmp_path, monkeypatch):
     """And takes the writer with it."""
-    monkeypatch.setattr(kill_writer, "SHAPES", {"w": (40, 8)})
+    monkeypatch.setattr(saving_jobs, "SHAPES", {"w": (40, 8)})
     recovered = []
     for number in range(0, 100, 3):
         root, pipe = tmp_path / str(number), os.pipe()
@@ -236,7 +245,7 @@ def replace(source, target):
     shutil.copytree({str(tmp_path / "other" / "iter_0000002")!r}, target)
 os.rename = replace
 """
-    assert zombie_and_another_job(root, mutant) == [name for name in kill_writer.SHAPES]
+    assert zombie_and_another_job(root, mutant) == [name for name in saving_jobs.SHAPES]
 
 
 # ---- two jobs in one folder ------------------------------------------------------------------------------------------
@@ -352,7 +361,7 @@ for name in {calls}:
 
 def background_power_losses(tmp_path, monkeypatch) -> list[str]:
     """Save iterations 1, 2 in the background and lose power before each call of trainer and writer and at the end; what recovery finds wrong."""
-    monkeypatch.setattr(kill_writer, "SHAPES", {"w": (700, 400), "v": (700,)})  # more than a chunk
+    monkeypatch.setattr(saving_jobs, "SHAPES", {"w": (700, 400), "v": (700,)})  # more than a chunk
     root, path = tmp_path / "run", tmp_path / "calls"
     root.mkdir()
     record = RECORD.format(path=str(path), calls=CALLS)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from disk_model import CALLS, Disk, put
-from kill_writer import JOBS, SAVES, campaign, check, contents, verdict
+from kill_writer import campaign, check, verdict
+from saving_jobs import JOBS, SAVES, contents
 
 from megatron.checkpoint.reader import find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint

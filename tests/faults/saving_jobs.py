@@ -1,0 +1,188 @@
+"""What the processes of the kill campaigns do: save one iteration after the other, in several ways and in some bad ones, and tell what is complete."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.checkpoint import local, manifest, writer  # noqa: E402
+from megatron.checkpoint.ranks import ONE, Ranks  # noqa: E402
+from megatron.checkpoint.reader import Checkpoint  # noqa: E402
+from megatron.checkpoint.rebuild import LocalCheckpoint  # noqa: E402
+from megatron.checkpoint.saver import Saver, Staging, staging_bytes  # noqa: E402
+from megatron.checkpoint.share import own_part  # noqa: E402
+from megatron.checkpoint.tiers import Tiers, settle_run  # noqa: E402
+from megatron.model.layout import Box, Holder  # noqa: E402
+
+SHAPES = {"embedding.word.weight": (307, 512), "layers.0.mlp.up.weight": (512, 512), "layers.0.mlp.up.bias": (512,)}
+Tell = Callable[[str], None]
+Job = Callable[[Path, int, Ranks, Tell], None]
+
+
+def contents(iteration: int, ranks: Ranks = ONE) -> tuple[list, dict]:
+    """What this rank writes of tensors whose every value tells the iteration, and the state."""
+    pairs = []
+    for number, (name, shape) in enumerate(SHAPES.items()):
+        values = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).mul_(1e-3).add_(1000 * iteration + number).view(shape)
+        pairs.append((Box(name, shape, (0,) * len(shape), shape), values))
+    own = own_part(pairs, lambda box: Holder(ranks.world.rank, ranks.world.size), balanced=True)
+    return own, {"iteration": iteration, "consumed_samples": 8 * iteration}
+
+
+def differs(checkpoint: Checkpoint) -> str | None:
+    """What of an open checkpoint is not what `contents` put into it, if anything."""
+    pairs, state = contents(checkpoint.iteration)
+    if checkpoint.state != state:
+        return f"iteration {checkpoint.iteration}: the state is {checkpoint.state}"
+    wrong = [box.name for box, want in pairs if not torch.equal(checkpoint.read_tensor(box.name), want)]
+    return f"iteration {checkpoint.iteration}: wrong values in {wrong}" if wrong else None
+
+
+def in_place(root: Path, iteration: int, pairs: list, state: dict, ranks: Ranks = ONE) -> None:
+    """A mutant: writes where readers look."""
+    target = root / manifest.iteration_folder(iteration)
+    if ranks.first:
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+    ranks.agree(lambda: None)
+    records = ranks.agree(lambda: writer.write_shard(target, ranks.world.rank, ranks.world.size, iteration, pairs))
+    content = {"format": manifest.FORMAT, "version": manifest.VERSION, "iteration": iteration, "attempt": "", "created": ""}
+    content |= {"shards": records, "state": state}
+    if ranks.first:
+        (target / manifest.MANIFEST).write_bytes(manifest.encode_manifest(content))
+    ranks.agree(lambda: None)
+
+
+def overwrite(root: Path, iteration: int, pairs: list, state: dict, ranks: Ranks = ONE) -> None:
+    """A mutant: the newest checkpoint takes the place of the one before."""
+    for old in manifest.list_iterations(root) if ranks.first else []:
+        os.rename(root / manifest.iteration_folder(old), root / manifest.iteration_folder(iteration))
+    in_place(root, iteration, pairs, state, ranks)
+
+
+# ---- jobs: loops that save one iteration after the other and `tell` of each that is complete -------------------------
+
+def at_once(save: Callable, root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
+    """Synchronous saves."""
+    for iteration in range(first, first + 1000):
+        save(root, iteration, *contents(iteration, ranks), ranks=ranks)
+        tell(str(iteration))
+
+
+def in_background(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
+    """Asynchronous saves: the tensors change as soon as a save has begun, and some steps are taken before the next one."""
+    rng = random.Random(first)  # the same on all ranks
+    memory = staging_bytes(contents(first, ranks)[0], None)
+    saver = Saver(root, ranks, memory, report=lambda iteration, saved: tell(str(iteration)), say=partial(hear, tell))
+    for iteration in range(first, first + 1000):
+        pairs, state = contents(iteration, ranks)
+        saver.save(iteration, pairs, state)
+        for _, tensor in pairs:
+            tensor.fill_(-1.0)
+        for _ in range(rng.randrange(20)):
+            step(saver)
+
+
+def hear(tell: Tell, line: str) -> None:
+    """What a Saver says, as a Tell."""
+    if "NOT saved" in line:
+        tell(f"failed {line}")
+    elif match := re.match(r" saved local checkpoint of iteration (\d+)", line):
+        tell(match[1])
+
+
+def step(saver: Saver) -> None:
+    """What training does of a save in each step."""
+    time.sleep(0.001)
+    sums = torch.tensor(saver.ready())
+    if saver.ranks.world.size > 1:
+        dist.all_reduce(sums)
+    saver.advance(sums.tolist())
+
+
+def in_tiers(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
+    """Go on from the newest checkpoint of both tiers, told as `found N`, or `wrong`; save in the local tier, and each fourth time in both, in the
+    background. Each rank is a node of its own; with two or more each keeps another one's shards too."""
+    root.mkdir(exist_ok=True)
+    tiers = Tiers(node_folder(root, ranks.world.rank), ranks, ranks.world.size > 1, partial(hear, tell))
+    checkpoint = tiers.newest(str(root), str(root), False)
+    found = 0
+    if checkpoint is not None:
+        if isinstance(checkpoint, LocalCheckpoint):
+            checkpoint.fetch([box for box, _ in contents(1)[0]])
+        found, fault = checkpoint.iteration, differs(checkpoint)
+        ranks.agree(lambda: None)
+        checkpoint.close()
+        if fault is not None:
+            tell(f"wrong {fault}")
+    tell(f"found {found}")
+    tiers.run = settle_run(str(root), str(root), ranks, local=True)
+    saver = Saver(root, ranks, 1, tiers=tiers, rate=200.0, report=lambda iteration, saved: tell(str(iteration)), say=partial(hear, tell))
+    rng = random.Random(found)
+    for iteration in range(found + 1, found + 1000):
+        pairs, state = contents(iteration, ranks)
+        (saver if iteration % 4 == 0 else tiers).save(iteration, pairs, state)
+        for _, tensor in pairs:
+            tensor.fill_(-1.0)
+        for _ in range(rng.randrange(20)):
+            step(saver)
+
+
+def node_folder(root: Path, node: int) -> Path:
+    """Of the local tier."""
+    return Path(f"{root}.node{node}")
+
+
+def uncopied_to_partner(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
+    """A mutant: a node's shards lie on that node alone."""
+    with mock.patch.object(local, "partner_parcels", lambda *args: []):
+        in_tiers(root, first, ranks, tell)
+
+
+def early(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
+    """A mutant: a save counts when it has begun."""
+    begin = Saver._begin
+
+    def begun(saver: Saver, iteration: int, *rest: object) -> None:
+        begin(saver, iteration, *rest)
+        tell(str(iteration))
+
+    with mock.patch.object(Saver, "_begin", begun):
+        in_background(root, first, ranks, tell)
+
+
+def uncopied(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
+    """A mutant: the copy is made when training has gone on."""
+    fill, hand_over = Staging.fill, Staging.hand_over
+
+    def later(staging: Staging, *what: object) -> None:
+        staging.what = what
+
+    def late(staging: Staging) -> None:
+        if what := staging.__dict__.pop("what", None):
+            fill(staging, what[0], list(what[1]))
+        hand_over(staging)
+
+    with mock.patch.object(Staging, "fill", later), mock.patch.object(Staging, "hand_over", late):
+        in_background(root, first, ranks, tell)
+
+
+SAVES: dict[str, Callable] = {"real": writer.save_checkpoint, "in-place": in_place, "overwrite": overwrite}
+JOBS: dict[str, dict[str, Job]] = {  # mode, writer
+    "sync": {name: partial(at_once, save) for name, save in SAVES.items()},
+    "async": {"real": in_background, "early": early, "uncopied": uncopied},
+    "local": {"real": in_tiers, "alone": uncopied_to_partner},
+}
