@@ -2,6 +2,7 @@
 
     python tools/inspect_checkpoint.py FOLDER [--ckpt-step N] [--verify]     # FOLDER: what --save wrote to, or one iter_* folder in it
     python tools/inspect_checkpoint.py --diff A B                            # configuration and other state of two checkpoints
+    python tools/inspect_checkpoint.py --diff A B --tensors                  # every value too, whatever the layouts that saved them
 
 Exit code: 0 in order (--diff: equal), 1 damaged (--diff: different), 2 not found or wrongly called.
 """
@@ -10,16 +11,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.checkpoint.index import Stored  # noqa: E402
 from megatron.checkpoint.manifest import MANIFEST, CheckpointError, iteration_folder, list_iterations  # noqa: E402
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint  # noqa: E402
+from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint, find_checkpoint  # noqa: E402
+from megatron.model.layout import Box  # noqa: E402
+
+PIECE = 16 << 20  # bytes of each tensor that --diff --tensors compares at a time
 
 
 def locate(folder: str, step: int | None) -> Path:
@@ -68,6 +76,7 @@ def summary(checkpoint: Checkpoint) -> list[str]:
         f"{checkpoint.path}: iteration {checkpoint.iteration}, written {manifest['created']} by attempt {manifest['attempt']}",
         f"  {len(sizes)} shard(s), {gib(sum(sizes))}; largest / mean {max(sizes) * len(sizes) / sum(sizes):.3f}",
         *(f"  {kind}: {len(found)} tensors, {gib(sum(found))}" for kind, found in kinds.items()),
+        *shares(manifest["shards"]),
         "state:", *(f"  {name} = {json.dumps(value)}" for name, value in flatten(state)),
         "configuration:", *(f"  {name} = {json.dumps(value)}" for name, value in flatten(config) if value is not None),
         "tensors:", *table(checkpoint),
@@ -75,21 +84,74 @@ def summary(checkpoint: Checkpoint) -> list[str]:
     return lines
 
 
+def shares(shards: list[dict[str, Any]]) -> list[str]:
+    """Bytes by pipeline stage and by rank, where the manifest says who wrote what."""
+    stages: dict[int, list[dict[str, Any]]] = {}
+    for record in shards:
+        if isinstance(record.get("rank"), int) and isinstance(record.get("pp"), int):
+            stages.setdefault(record["pp"], []).append(record)
+    lines = []
+    for stage, records in sorted(stages.items()):
+        sizes = [record["bytes"] for record in records]
+        lines.append(f"  pipeline stage {stage}: {len(records)} ranks wrote {gib(sum(sizes))}; largest / mean {max(sizes) * len(sizes) / sum(sizes):.3f}")
+        lines += [f"    rank {record['rank']}: {gib(record['bytes'])} in {record['file']}" for record in sorted(records, key=lambda each: each["rank"])]
+    return lines
+
+
 def verify(checkpoint: Checkpoint) -> str:
     """Read everything, a line every 5 seconds; raises CheckpointError at the first damage."""
+    begin = time.monotonic()
+    checkpoint.verify(reporter("verified"))
+    seconds = time.monotonic() - begin
+    rate = checkpoint.bytes_read / 1e9 / max(seconds, 1e-9)
+    return f"verified: every byte matches its digest ({gib(checkpoint.bytes_read)} of tensors, {rate:.2f} GB/s)"
+
+
+def reporter(verb: str) -> Callable[[int, int], None]:
+    """Told (bytes done, in all), says every 5 seconds how far it is."""
     begin = last = time.monotonic()
 
     def report(done: int, total: int) -> None:
         nonlocal last
         now = time.monotonic()
-        if now - last > 5:
+        if now - last > 5 and done:
             last = now
-            print(f"verified {gib(done)} of {gib(total)}, {(now - begin) * (total / done - 1):.0f} s left", file=sys.stderr, flush=True)
+            print(f"{verb} {gib(done)} of {gib(total)}, {(now - begin) * (total / done - 1):.0f} s left", file=sys.stderr, flush=True)
 
-    checkpoint.verify(report)
-    seconds = time.monotonic() - begin
-    rate = checkpoint.bytes_read / 1e9 / max(seconds, 1e-9)
-    return f"verified: every byte matches its digest ({gib(checkpoint.bytes_read)} of tensors, {rate:.2f} GB/s)"
+    return report
+
+
+def pieces(stored: Stored) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offset, extent) of boxes of at most PIECE bytes, or a row, that make up a tensor."""
+    rest = stored.shape[1:]
+    step = max(1, PIECE // max(1, math.prod(rest) * stored.item_bytes))
+    for row in range(0, stored.shape[0], step):
+        yield (row, *(0 for _ in rest)), (min(step, stored.shape[0] - row), *rest)
+
+
+def tensor_differences(a: Checkpoint, b: Checkpoint) -> list[str]:
+    """A line for each tensor that both have in one shape and whose values differ in any bit; a piece of it is in memory at a time."""
+    common = [name for name, stored in a.tensors.items() if name in b.tensors and stored.shape == b.tensors[name].shape]
+    report, done, total = reporter("compared"), 0, sum(a.tensors[name].bytes for name in common)
+    lines = []
+    for name in common:
+        count, largest, same = 0, 0.0, a.tensors[name].dtype == b.tensors[name].dtype
+        for offset, extent in pieces(a.tensors[name]):
+            x, y = (torch.empty(extent, dtype=TORCH_DTYPES[each.tensors[name].dtype]) for each in (a, b))
+            for each, into in ((a, x), (b, y)):
+                each.read(Box(name, a.tensors[name].shape, offset, extent), into)
+            done += x.nbytes
+            if same and torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
+                continue
+            x, y = x.double(), y.double()
+            bits = x.view(torch.int64) != y.view(torch.int64)
+            count += int(bits.sum())
+            gap = torch.where(bits & (x != y), (x - y).abs(), 0.0)
+            largest = max(largest, math.inf if gap.isnan().any() else gap.max().item())
+        report(done, total)
+        if count:
+            lines.append(f"  tensor {name}: {count} of {math.prod(a.tensors[name].shape)} values differ; largest difference {largest:.6g}")
+    return lines
 
 
 def differences(a: Checkpoint, b: Checkpoint) -> list[str]:
@@ -111,14 +173,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ckpt-step", type=int, help="iteration to look at; default: the newest")
     parser.add_argument("--verify", action="store_true", help="read every byte and compare its digest")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare the state of two checkpoints")
+    parser.add_argument("--tensors", action="store_true", help="with --diff: compare all values too")
     flags = parser.parse_args(argv)
-    if (flags.folder is None) == (flags.diff is None):
-        parser.error("give one folder, or --diff A B")
+    if (flags.folder is None) == (flags.diff is None) or (flags.tensors and flags.diff is None):
+        parser.error("give one folder, or --diff A B [--tensors]")
     try:
         if flags.diff:
             with Checkpoint(locate(flags.diff[0], None)) as a, Checkpoint(locate(flags.diff[1], None)) as b:
-                lines = differences(a, b)
-            print("\n".join([f"{a.path} -> {b.path}", *(lines or ["  no difference in state, names, shapes and dtypes"])]))
+                lines = differences(a, b) + (tensor_differences(a, b) if flags.tensors else [])
+            equal = "  no difference in state, names, shapes and dtypes" + (", and all values are equal bit for bit" if flags.tensors else "")
+            print("\n".join([f"{a.path} -> {b.path}", *(lines or [equal])]))
             return int(bool(lines))
         path = locate(flags.folder, flags.ckpt_step)
         others = [i for i in list_iterations(path.parent) if iteration_folder(i) != path.name]

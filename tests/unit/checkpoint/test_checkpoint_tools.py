@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_cases import pairs, same_bits
+from checkpoint_cases import cut, pairs, same_bits, save_in_shards
 from test_huggingface import CASES, VOCAB, build, difference, tokens
 
 from megatron.checkpoint import huggingface_files
@@ -18,6 +19,7 @@ from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config, DataConfig, PrecisionConfig
+from megatron.model.layout import Box
 from megatron.training.pretrain import pretrain
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
@@ -203,3 +205,35 @@ def test_inspect_diff(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "iteration: 5 -> 6" in out and "config.model.add_bias_linear: false -> true" in out
     assert "mlp.up.bias: absent -> [80] F64" in out
+
+
+def test_inspect_compares_values_whatever_the_layout(tmp_path, monkeypatch, capsys):
+    _, _, held = save_run(tmp_path / "a", "llama")
+    state = json.loads((tmp_path / "a" / "iter_0000005" / "MANIFEST.json").read_text())["manifest"]["state"]
+    moments = {f"optimizer.exp_avg.{name}": torch.zeros_like(tensor) for name, tensor in held.items()}
+
+    def save_cut(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+        rng, shards = random.Random(2), [[], [], []]
+        for name, full in tensors.items():
+            for offset, extent in cut(rng, tuple(full.shape), 4):
+                part = full[tuple(slice(o, o + e) for o, e in zip(offset, extent))].clone()
+                rng.choice(shards).append((Box(name, tuple(full.shape), offset, extent), part))
+        save_in_shards(folder, 5, shards, state)
+
+    save_cut(tmp_path / "b", held | moments)
+    monkeypatch.setattr(inspect_checkpoint, "PIECE", 3000)
+    assert run(inspect_checkpoint, "--diff", tmp_path / "a", tmp_path / "b", "--tensors") == 0
+    assert "all values are equal bit for bit" in capsys.readouterr().out
+    other = {name: tensor.clone() for name, tensor in (held | moments).items()}
+    other["head.weight"][3, 4] += 0.25
+    other["head.weight"][66, 31] -= 0.5
+    other["optimizer.exp_avg.head.weight"][0, 0] = -0.0
+    other["final_norm.weight"][0] = float("nan")
+    save_cut(tmp_path / "c", other)
+    assert run(inspect_checkpoint, "--diff", tmp_path / "a", tmp_path / "c") == 0  # values are not read
+    capsys.readouterr()
+    assert run(inspect_checkpoint, "--diff", tmp_path / "b", tmp_path / "c", "--tensors") == 1
+    lines = sorted(line.strip() for line in capsys.readouterr().out.splitlines()[1:])
+    assert lines == ["tensor final_norm.weight: 1 of 32 values differ; largest difference inf",
+                     "tensor head.weight: 2 of 2144 values differ; largest difference 0.5",
+                     "tensor optimizer.exp_avg.head.weight: 1 of 2144 values differ; largest difference 0"]

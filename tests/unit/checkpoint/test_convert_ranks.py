@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import errno
 import io
+import json
+import re
 import sys
 import threading
 from pathlib import Path
@@ -27,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
 import convert_checkpoint  # noqa: E402
 import generate  # noqa: E402
+import inspect_checkpoint  # noqa: E402
 
 transformers = pytest.importorskip("transformers")
 
@@ -61,6 +64,7 @@ def test_a_run_of_four_ranks_becomes_one_model_and_comes_back(tmp_path, gloo_wor
     """Saved by four ranks, exported by one, two and three, judged by transformers, imported by one and two."""
     words = (*flags(feature, layout), "--save", str(tmp_path / "run"), "--train-iters", "2")
     assert all(text.endswith("exit code 0") for text in gloo_world(4).run(start, words)), "the run failed"
+    bytes_by_rank_and_stage_are_shown(tmp_path / "run" / "iter_0000002")
     export = ("--load", tmp_path / "run", "--dtype", "fp64", "--to-huggingface")
     assert convert(*export, tmp_path / "hf1")[0] == 0
     for ranks in (2, 3):
@@ -84,6 +88,19 @@ def test_a_run_of_four_ranks_becomes_one_model_and_comes_back(tmp_path, gloo_wor
             assert sorted(one.names) == sorted(two.names) == sorted(name for name in checkpoint.names if not name.startswith("optimizer."))
             for name in one.names:
                 assert same_bits(one[name], checkpoint[name].double()) and same_bits(two[name], one[name]), name
+
+
+def bytes_by_rank_and_stage_are_shown(folder: Path) -> None:
+    """inspect_checkpoint.py on the checkpoint of two pipeline stages of two ranks each."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        assert inspect_checkpoint.main([str(folder)]) == 0
+    stages = re.findall(r"pipeline stage (\d): 2 ranks wrote \S+ MiB; largest / mean (\d\.\d{3})", told.getvalue())
+    assert [stage for stage, _ in stages] == ["0", "1"] and len(re.findall(r"rank [0-3]: \S+ MiB in shard-0000[0-3]", told.getvalue())) == 4
+    shards = json.loads((folder / "MANIFEST.json").read_text())["manifest"]["shards"]
+    for stage, ratio in stages:
+        sizes = [record["bytes"] for record in shards if record["pp"] == int(stage)]
+        assert ratio == f"{max(sizes) * len(sizes) / sum(sizes):.3f}"
 
 
 def test_shares_are_equal_and_complete():
