@@ -50,7 +50,7 @@ TABLE = [
     *_rows("mqa-fp64", "tp4sp>tp4sp pp4>pp4 pp2v2>pp2v2 pp2zbv>pp2zbv dp2zero3>dp2zero3 dp4zero3shard2>dp4zero3shard2"),
     *_rows("untied-fp64", "tp2sppp2>tp2sppp2 pp2dp2zero2>pp2dp2zero2"),
     *_rows("gqa-fp16", "tp2>dp2zero2 tp4sp>pp2 pp2zbv>dp2zero1 dp4zero3shard2>pp2v2 one>tp2dp2 dp2zero3>dp2zero3 tp2sppp2>tp2sppp2"),
-    *_rows("ramp-fp64", "pp2v2>dp2zero2 dp2>tp2sp dp2zero3>pp2zbv tp2dp2>pp4 dp4zero3shard2>dp4zero3shard2"),
+    *_rows("ramp-fp64", "pp2v2>dp2zero2 dp2zero1>tp2sp dp2zero3>pp2zbv tp2dp2>pp4 dp4zero3shard2>dp4zero3shard2"),
     *_rows("ledger-fp64", "dp2>tp2sp tp4sp>dp2zero3 pp4>one pp2dp2>dp2zero1 dp2zero2>dp2zero2"),
 ]
 
