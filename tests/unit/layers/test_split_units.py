@@ -153,7 +153,7 @@ def test_what_belongs_to_which_part():
             left.append((unit, kept))
 
     assert changed(inputs) == names - late
-    assert [kept is None for _, kept in left] == [not isinstance(unit, LayerBlock) for unit, _ in left]
+    assert [not kept for _, kept in left] == [not isinstance(unit, LayerBlock) for unit, _ in left]
     assert changed(lambda: [wrapper.backward_weight(unit, kept) for unit, kept in left]) == late
     assert not any(hasattr(p, "stash") for p in model.parameters())
 
