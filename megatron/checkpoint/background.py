@@ -114,8 +114,11 @@ def serve(descriptor: int) -> None:
 
 
 def _tell(answer: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # the trainer is dead, and the signal on its way
+        os._exit(0)
 
 
 def _say(text: str) -> None:

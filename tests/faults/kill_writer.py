@@ -217,7 +217,7 @@ def campaign(kills: int, seed: int, job: Job, root: Path, report: Callable[[str]
     once = 1.0 / max(1, recovered)
     for number in range(1, kills + 1):
         what = "rank" if mode == "sync" else rng.choice(["rank", "writer", "both"])
-        warm = mode != "sync" and rng.random() < 0.7
+        warm = what != "rank" or (mode != "sync" and rng.random() < 0.7)  # a run that loses its writer process while it starts does not start
         outcome = kill_once(job, root, recovered + 1, rng.uniform(0, 4 * once), ranks, rng.randrange(ranks), what, warm)
         acknowledged = max(recovered, outcome.acknowledged)
         saved += acknowledged - recovered
