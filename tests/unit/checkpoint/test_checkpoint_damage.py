@@ -9,12 +9,12 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_cases import example, loads, pairs, save_in_shards, whole
+from checkpoint_cases import example, loads, pairs, same_bits, save_in_shards, whole
 from xxhash import xxh3_128_hexdigest
 
 from megatron.checkpoint import manifest
 from megatron.checkpoint.manifest import CheckpointError, decode_header, decode_manifest, encode_header
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import Checkpoint, find_checkpoint, open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 
 STATE = {"iteration": 2, "consumed_samples": 16}
@@ -116,6 +116,63 @@ def test_missing_file_names_the_older_checkpoint_and_its_flag(tmp_path, two, nam
     with pytest.raises(CheckpointError, match=rf"{name}.*incomplete.*--ckpt-step 1\."):
         find_checkpoint(tmp_path)
     loads(find_checkpoint(tmp_path, step=1), example(1))
+
+
+def harm(two, root, how: str) -> str:
+    """Damage the newer checkpoint; the name of the file that a message must hold."""
+    shard, table, manifest_file = two / "shard-00001.safetensors", two / "shard-00000.digests", two / "MANIFEST.json"
+    raw = bytearray(shard.read_bytes())
+    start = 8 + int.from_bytes(raw[:8], "little")
+    if how == "missing":
+        shard.unlink()
+    elif how == "truncated":
+        shard.write_bytes(raw[:-1])
+    elif how == "torn manifest":
+        manifest_file.write_bytes(manifest_file.read_bytes()[:-40])
+    elif how == "foreign":
+        shutil.copy(save_checkpoint(root / "other", 2, pairs(example(5)), STATE) / table.name, table)
+    else:
+        at = {"header": 40, "padding": start - 2, "data": start + 300}[how]
+        raw[at] ^= 4
+        shard.write_bytes(raw)
+    return {"torn manifest": manifest_file, "foreign": table}.get(how, shard).name
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "torn manifest", "foreign", "header", "padding", "data"])
+def test_an_older_whole_checkpoint_is_taken_when_allowed_and_that_is_said(tmp_path, two, how):
+    """Damaged data too, which opening does not see; and when the older one is damaged as well, one error."""
+    name, said = harm(two, tmp_path, how), []
+    if how != "data":
+        with pytest.raises(CheckpointError, match=f"{name}.*iter_0000002 cannot be loaded; load the older whole one with --ckpt-step 1"):
+            open_checkpoint(tmp_path)
+    with open_checkpoint(tmp_path, say=said.append, older=True) as checkpoint:
+        assert checkpoint.iteration == 1 and all(same_bits(checkpoint[key], tensor) for key, tensor in example(1).items())
+    (line,) = said
+    assert re.fullmatch(rf"warning: .*{name}.*iter_0000002 CANNOT BE LOADED; an older checkpoint is taken instead \(--allow-older-checkpoint\)", line)
+    with open_checkpoint(tmp_path, step=1, say=pytest.fail, older=True) as checkpoint:
+        assert checkpoint.iteration == 1
+    (tmp_path / "iter_0000001" / "MANIFEST.json").unlink()
+    with pytest.raises(CheckpointError, match="iter_0000001.*no older whole checkpoint is there"):
+        open_checkpoint(tmp_path, say=said.append, older=True)
+
+
+def test_whole_checkpoints_are_not_passed_over(tmp_path, two):
+    said: list[str] = []
+    with open_checkpoint(tmp_path, say=said.append, older=True) as checkpoint:
+        assert checkpoint.iteration == 2 and said == []
+
+
+def test_the_first_damage_in_the_order_of_the_files_is_told(two):
+    """However fast the threads are: of many damaged chunks always the same one."""
+    shard = two / "shard-00000.safetensors"
+    raw = bytearray(shard.read_bytes())
+    start = 8 + int.from_bytes(raw[:8], "little")
+    for at in range(start + 700, len(raw), 256):
+        raw[at] ^= 1
+    shard.write_bytes(raw)
+    for _ in range(20):
+        with pytest.raises(CheckpointError, match=f"bytes {start + 512} to {start + 768} "), Checkpoint(two) as checkpoint:
+            checkpoint.read_all(pairs({name: torch.zeros_like(tensor) for name, tensor in example().items()}))
 
 
 def test_truncation_while_a_checkpoint_is_open(two):
