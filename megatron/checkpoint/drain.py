@@ -35,8 +35,10 @@ def limited(data: Iterable[memoryview], rate: float | None, *, clock: Callable[[
 
 
 def copy_shard(source: Path, folder: Path, index: int, record: dict[str, Any], rate: float | None, **options: Any) -> dict[str, Any]:
-    """Write the shard file `source` into `folder` anew; `options` and result as write_shard_file's. Raises CheckpointError when it is not what `record`, its
-    entry in a manifest, says."""
+    """Write the shard file `source` into `folder` anew; `options` and result as write_shard_file's.
+
+    Raises CheckpointError when it is not what `record`, its entry in a manifest, says.
+    """
     with open(source, "rb", buffering=0) as file:
         head = file.read(8)
         header = head + _read(file, int.from_bytes(head, "little"))

@@ -25,7 +25,8 @@ from megatron.checkpoint import manifest as m
 from megatron.checkpoint.commit import Attempt
 from megatron.checkpoint.files import clean, hold, new_file, sync_folder, write_all, write_shard_file
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.nodes import Nodes, Parcel, RunId, carry, own_folder
+from megatron.checkpoint.nodes import Nodes, RunId, own_folder
+from megatron.checkpoint.parcels import Parcel, carry
 from megatron.checkpoint.writer import write_shard
 
 if TYPE_CHECKING:
@@ -184,14 +185,15 @@ def require_partners(nodes: Nodes, say: Callable[[str], None] = print) -> None:
     """Raise CheckpointError unless every rank has a partner on another node."""
     sizes = [len(ranks) for ranks in nodes.members]
     if len(sizes) == 1:
-        raise CheckpointError(f"--local-redundancy partner: all ranks see the same {nodes.root}, which counts as one node, and a partner is another one: "
-                              "start on two or more nodes, or give --local-redundancy none")
+        raise CheckpointError(f"--local-redundancy partner: all ranks see the same {nodes.root}, which counts as one node, and a partner is another "
+                              "one: start on two or more nodes, or give --local-redundancy none")
     if len(set(sizes)) > 1:
         shown = ", ".join(f"{host} {size}" for host, size in zip(nodes.hosts, sizes))
-        raise CheckpointError(f"--local-redundancy partner: needs the same number of ranks on every node, found {shown}: start as many on each, or give "
-                              "--local-redundancy none")
+        raise CheckpointError(f"--local-redundancy partner: needs the same number of ranks on every node, found {shown}: start as many on each, or "
+                              "give --local-redundancy none")
     if len(set(nodes.hosts)) < len(sizes):
-        say(f"warning: --local-redundancy partner: {len(sizes)} folders {nodes.root} on {len(set(nodes.hosts))} host(s): when a host is lost, so may be both copies")
+        say(f"warning: --local-redundancy partner: {len(sizes)} folders {nodes.root} on {len(set(nodes.hosts))} host(s): when a host is lost, so may "
+            "be both copies")
 
 
 def require_room(nodes: Nodes, run: RunId, own_bytes: int, partner: bool, drains: bool = False) -> None:
@@ -213,10 +215,11 @@ def require_room(nodes: Nodes, run: RunId, own_bytes: int, partner: bool, drains
         others = sum(_size(path) for path in nodes.root.glob("run-*") if path.name != run.folder)
         if most * one > free + held:
             left = f" Other runs have left {others / GIB:.3g} GiB there (run-*): remove what is no longer needed." if others else ""
+            draining = ", one on its way to --save" if drains else ""
             raise CheckpointError(
                 f"--local-checkpoint-dir {nodes.root} on node {nodes.index} ({nodes.hosts[nodes.index]}): {most} checkpoints ({KEPT} kept, one being "
-                f"written{', one on its way to --save' if drains else ''}) of {one / GIB:.3g} GiB each need {most * one / GIB:.3g} GiB, and {(free + held) / GIB:.3g} GiB are free.{left} Give a "
-                f"larger folder{', or --local-redundancy none' if partner else ''}")
+                f"written{draining}) of {one / GIB:.3g} GiB each need {most * one / GIB:.3g} GiB, and {(free + held) / GIB:.3g} GiB are free.{left} "
+                f"Give a larger folder{', or --local-redundancy none' if partner else ''}")
 
     nodes.ranks.agree(check)
 

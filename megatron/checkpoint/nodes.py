@@ -1,4 +1,4 @@
-"""Nodes: which ranks see the same local folder; messages between them; and the run to which local checkpoints belong."""
+"""Nodes: which ranks see the same local folder; and the run to which local checkpoints belong."""
 
 from __future__ import annotations
 
@@ -7,22 +7,16 @@ import re
 import secrets
 import socket
 import stat
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
 from megatron.checkpoint.files import new_file, sync_folder, write_all
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import Ranks
-from megatron.dist.collectives import all_reduce, is_gloo
-from megatron.dist.p2p import Receiving, Sending
 
-PIECE = 8 << 20  # bytes of one message
-FLYING = 2  # messages on their way at a time
 RUN_FILE = "run_id"
 
 
@@ -87,18 +81,13 @@ def find_nodes(root: str | Path, ranks: Ranks) -> Nodes:
     return Nodes(root, ranks, members, tuple(hosts[row[0]] for row in members))
 
 
-class _explained:
+@contextmanager
+def _explained(root: Path) -> Iterator[None]:
     """Errors of the file system as CheckpointError."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            raise CheckpointError(f"--local-checkpoint-dir {self.root}: {error.strerror}: make it writable, or give another folder") from error
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"--local-checkpoint-dir {root}: {error.strerror}: make it writable, or give another folder") from error
 
 
 def own_folder(root: Path) -> None:
@@ -115,93 +104,8 @@ def own_folder(root: Path) -> None:
     elif found.st_mode & 0o022:
         wrong = "may be written to by other users"
     if wrong:
-        raise CheckpointError(f"--local-checkpoint-dir {root}: {wrong}: give the name of a new folder in it or beside it, which is made with mode 0700")
-
-
-# ---- messages ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """Shard `number`, `size` bytes, from a rank that has its file to one that gets it."""
-
-    number: int
-    size: int
-    source: int
-    to: int
-
-
-def carry(parcels: Iterable[Parcel], ranks: Ranks, path: Callable[[int], Path], write: Callable[[int, Iterator[memoryview]], None]) -> Exception | None:
-    """Carry parcels, one after the other as each rank sees it; all ranks call this with the same ones in the same order, so none waits in a circle.
-
-    `path(number)` is the file to send, `write(number, pieces)` takes what arrives. What goes wrong here with a file is returned when all
-    has been carried. Over NCCL pieces pass through the device (that way has never run).
-    """
-    fault: Exception | None = None
-    me, device = ranks.world.rank, torch.device("cpu") if ranks.world.size == 1 or is_gloo(ranks.world) else ranks.device
-    for parcel in parcels:
-        try:
-            if parcel.source == me:
-                _send(parcel, path(parcel.number), ranks, device)
-            elif parcel.to == me:
-                pieces = _arriving(parcel, ranks, device)
-                try:
-                    write(parcel.number, pieces)
-                finally:
-                    for _ in pieces:  # what was promised is taken, even when it cannot be written
-                        pass
-        except (OSError, ValueError) as error:
-            fault = fault or error
-    return fault
-
-
-def _pieces(parcel: Parcel) -> Iterator[tuple[int, int]]:
-    return ((start, min(PIECE, parcel.size - start)) for start in range(0, parcel.size, PIECE))
-
-
-def _send(parcel: Parcel, path: Path, ranks: Ranks, device: torch.device) -> None:
-    """What cannot be read is sent as zeros: the receiver counts on the bytes, and refuses them by their digests."""
-    fault, flying = None, []
-    try:
-        file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed below
-    except OSError as error:
-        file, fault = None, error
-    for start, size in _pieces(parcel):
-        piece = torch.zeros(size, dtype=torch.uint8)
-        try:
-            if file is not None and os.preadv(file.fileno(), [memoryview(piece.numpy())], start) != size:
-                raise CheckpointError(f"{path}: ends before byte {start + size}")
-        except (OSError, CheckpointError) as error:
-            fault = fault or error
-        flying.append(Sending(piece.to(device), parcel.to, ranks.world, 0))
-        if len(flying) == FLYING:
-            flying.pop(0).wait()
-    for message in flying:
-        message.wait()
-    if file is not None:
-        file.close()
-    if fault is not None:
-        raise fault
-
-
-def _arriving(parcel: Parcel, ranks: Ranks, device: torch.device) -> Iterator[memoryview]:
-    """The bytes in pieces, each with memory of its own."""
-    sizes, flying = [size for _, size in _pieces(parcel)], []
-    while sizes or flying:
-        while sizes and len(flying) < FLYING:
-            flying.append(Receiving((sizes.pop(0),), torch.uint8, device, parcel.source, ranks.world, 0))
-        yield memoryview(flying.pop(0).wait().cpu().numpy())
-
-
-def share_bytes(parts: dict[int, bytes], sizes: list[int], ranks: Ranks) -> list[bytes]:
-    """Every rank gets all of the strings of `sizes` bytes; `parts` are those, by number, that this rank alone has."""
-    whole, starts = torch.zeros(sum(sizes), dtype=torch.uint8), [0]
-    for size in sizes:
-        starts.append(starts[-1] + size)
-    for number, data in parts.items():
-        whole[starts[number] : starts[number + 1]] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    raw = all_reduce(whole.to(ranks.device), ranks.world).cpu().numpy().tobytes() if sum(sizes) else b""
-    return [raw[start:stop] for start, stop in zip(starts, starts[1:])]
+        raise CheckpointError(f"--local-checkpoint-dir {root}: {wrong}: give the name of a new folder in it or beside it, "
+                              "which is made with mode 0700")
 
 
 # ---- whose local checkpoints ------------------------------------------------------------------------------------------

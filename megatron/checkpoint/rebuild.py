@@ -14,7 +14,8 @@ from megatron.checkpoint.boxes import intersect
 from megatron.checkpoint.index import BATCH, load_bytes
 from megatron.checkpoint.local import GIB, NodeAttempt
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.nodes import Nodes, Parcel, RunId, carry, share_bytes
+from megatron.checkpoint.nodes import Nodes, RunId
+from megatron.checkpoint.parcels import Parcel, carry, share_bytes
 from megatron.checkpoint.reader import Checkpoint
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def newest_local(nodes: Nodes, run: RunId, oldest: int, say: Callable[[str], Non
             return Found(key[0], _shared_manifest(nodes, run, key[0], sources[key]), tuple(map(frozenset, held)))
         if nodes.ranks.first:
             shown = ", ".join(map(str, missing[:NAMED])) + (" ..." if len(missing) > NAMED else "")
-            say(f"warning: the local checkpoint of iteration {key[0]} is not taken: of its {total} shards {len(missing)} ({shown}) are whole on no node")
+            say(f"warning: the local checkpoint of iteration {key[0]} is not taken: of its {total} shards {len(missing)} ({shown}) are whole on no "
+                "node")
     return None
 
 
@@ -233,9 +235,9 @@ class LocalCheckpoint(Checkpoint):
         disk = os.statvfs(self.nodes.root)
         if size > disk.f_bavail * disk.f_frsize:
             raise CheckpointError(
-                f"--local-checkpoint-dir {self.nodes.root} on node {self.nodes.index} ({self.nodes.hosts[self.nodes.index]}): on this layout its ranks "
-                f"read shards of {size / GIB:.3g} GiB from other nodes, and {disk.f_bavail * disk.f_frsize / GIB:.3g} GiB are free: free space there, start "
-                "with the layout and the nodes of before, or take a checkpoint of --load with --ckpt-step")
+                f"--local-checkpoint-dir {self.nodes.root} on node {self.nodes.index} ({self.nodes.hosts[self.nodes.index]}): on this layout its "
+                f"ranks read shards of {size / GIB:.3g} GiB from other nodes, and {disk.f_bavail * disk.f_frsize / GIB:.3g} GiB are free: free space, "
+                "start with the layout and the nodes of before, or take a checkpoint of --load with --ckpt-step")
 
     def _fill(self, number: int, pieces: Iterator[memoryview]) -> None:
         with open(self.shards[number].path, "r+b", buffering=0) as file:

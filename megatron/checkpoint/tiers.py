@@ -68,7 +68,9 @@ class Tiers:
         """Raise CheckpointError on every rank when a node has no room for the run's checkpoints, `own_bytes` of this rank."""
         require_room(self.nodes, self.run, own_bytes, self.partner, drains)
 
-    def save(self, iteration: int, pairs: Sequence[tuple[Box, Tensor]], state: dict[str, Any], check: Callable[[], None] = lambda: None) -> bool:
+    def save(
+        self, iteration: int, pairs: Sequence[tuple[Box, Tensor]], state: dict[str, Any], check: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Save locally; whether that went well. A failed save is said, and stops nothing. `check` may refuse with a ValueError on all ranks."""
         began = time.perf_counter()
         try:
@@ -79,7 +81,8 @@ class Tiers:
             return False
         size = shard_bytes(pairs)
         seconds = time.perf_counter() - began
-        self.say(f" saved local checkpoint of iteration {iteration}: {size / GB:.2f} GB of this rank in {seconds:.1f} s, {size / GB / seconds:.2f} GB/s")
+        rate = size / GB / seconds
+        self.say(f" saved local checkpoint of iteration {iteration}: {size / GB:.2f} GB of this rank in {seconds:.1f} s, {rate:.2f} GB/s")
         return True
 
     def shard(self, iteration: int, index: int) -> tuple[Path, dict[str, Any]]:

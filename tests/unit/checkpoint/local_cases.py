@@ -16,8 +16,7 @@ import torch.distributed as dist
 from checkpoint_cases import cut, example, same_bits
 from reshard_cases import start
 
-from megatron.checkpoint import local, manifest, nodes, rebuild, tiers
-from megatron.checkpoint.background import Background
+from megatron.checkpoint import local, manifest, nodes, parcels, rebuild, tiers
 from megatron.checkpoint.files import write_shard_file
 from megatron.checkpoint.local import save_local
 from megatron.checkpoint.nodes import Nodes, RunId, find_nodes
@@ -64,7 +63,7 @@ def small(mutant: str | None = None, chunk: int = 256) -> Iterator[None]:
     """Chunks and messages so small that every shard has several, and a mutant."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(manifest, "CHUNK", chunk))
-        stack.enter_context(mock.patch.object(nodes, "PIECE", 1000))
+        stack.enter_context(mock.patch.object(parcels, "PIECE", 1000))
         if mutant is not None:
             stack.enter_context(MUTANTS[mutant]())
         yield
@@ -232,7 +231,7 @@ def _unverified(folder: Path, number: int, header: bytes, data: Iterator[memoryv
 @contextlib.contextmanager
 def _damaged_on_the_way() -> Iterator[None]:
     """One bit of what this rank sends changes."""
-    real, preadv = nodes._send, os.preadv
+    real, preadv = parcels._send, os.preadv
 
     def flipped(file: int, buffers: list, at: int) -> int:
         got = preadv(file, buffers, at)
@@ -243,7 +242,7 @@ def _damaged_on_the_way() -> Iterator[None]:
         with mock.patch.object(os, "preadv", flipped):
             real(*args)
 
-    with mock.patch.object(nodes, "_send", send):
+    with mock.patch.object(parcels, "_send", send):
         yield
 
 
@@ -266,13 +265,8 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "the oldest first": lambda: mock.patch.object(rebuild, "sorted", lambda values, reverse=False: sorted(values), create=True),
     "a new start is the old run": lambda: mock.patch.object(tiers, "new_run", lambda save: tiers.read_run(save) or nodes.new_run(save)),
     "a copy is the same run": lambda: mock.patch.object(nodes.os.path, "realpath", lambda path: "everywhere"),
-    "what is copied is not compared": lambda: mock.patch.object(Background, "send", _whatever_the_record(Background.send)),
     "thinned before it is written": lambda: mock.patch.object(local.NodeAttempt, "_make", _thin_first(local.NodeAttempt._make)),
 }
-
-
-def _whatever_the_record(send: Callable) -> Callable:
-    return lambda self, command: send(self, command | ({"record": {"bytes": command["record"]["bytes"]}} if "record" in command else {}))
 
 
 def _thin_first(make: Callable) -> Callable:

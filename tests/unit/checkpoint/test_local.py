@@ -202,12 +202,16 @@ def _pictures(gloo_world, tmp_path: Path, partner: bool, mutant: str | None = No
     gloo_world(2).run(save, live, 1, 1, 5, partner)
     shutil.copytree(live, before)
     taken = gloo_world(2).run(save_with_pictures, live, 1, 2, 5, pictures, partner, mutant)
-    told = []
-    for at in range(taken[0]):
-        node = at % 2
+    told, seen = [], set()
+    for node, at in [(node, at) for node in (0, 1) for at in range(taken[node])]:
+        picture = pictures / f"{node}-{node}-{at}"
+        visible = frozenset(str(path.relative_to(picture)) for path in picture.rglob("*") if ".tmp-" not in str(path))
+        if (node, visible) in seen and at % 4:  # of those that differ in the temporary folder alone every fourth
+            continue
+        seen.add((node, visible))
         for other in (before, live):
             now = tmp_path / f"now-{node}-{at}-{other.name}"
-            shutil.copytree(pictures / f"{node}-{node}-{min(at, taken[node] - 1)}", now / str(node))
+            shutil.copytree(picture, now / str(node))
             shutil.copytree(other / str(1 - node), now / str(1 - node))
             told.append(outcome(gloo_world(2).run(restart, now, 1, 5, 8)))
             assert told[-1][0] is None or leftovers(now) == []
@@ -217,7 +221,7 @@ def _pictures(gloo_world, tmp_path: Path, partner: bool, mutant: str | None = No
 @pytest.mark.parametrize("partner", [True, False])
 def test_whenever_a_save_ends_a_whole_checkpoint_is_there(gloo_world, tmp_path, partner):
     told = _pictures(gloo_world, tmp_path, partner)
-    assert set(told) == {(1, True), (2, True)} and len(told) > 20
+    assert set(told) == {(1, True), (2, True)} and len(told) >= 16
 
 
 def test_a_save_that_removes_the_older_one_first_is_caught(gloo_world, tmp_path):
@@ -238,8 +242,8 @@ def test_no_room_on_one_node(gloo_world, tmp_path, call):
     """For its own shard, or for the neighbour's: one error, and nothing is lost or left."""
     gloo_world(4).run(save, tmp_path, 2, 1, 1)
     told = gloo_world(4).run(save_without_room, tmp_path, 2, 2, call)
-    assert len(set(told)) == 1 and told[0].startswith(f"rank 2: --local-checkpoint-dir {tmp_path}/1: the local checkpoint of iteration 2 was not saved: ")
-    assert told[0].endswith("No space left on device; free space there, or give a larger folder. Older ones are untouched") and leftovers(tmp_path) == []
+    begins = f"rank 2: --local-checkpoint-dir {tmp_path}/1: the local checkpoint of iteration 2 was not saved: No space left on device; "
+    assert set(told) == {begins + "free space there, or give a larger folder. Older ones are untouched"} and leftovers(tmp_path) == []
     assert outcome(gloo_world(4).run(restart, tmp_path, 2, 1, 8)) == (1, True)
 
 
