@@ -104,6 +104,7 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
             f"{model.kv_channels}, {model.num_query_groups} key/value heads, {model.normalization}, positions {model.position_embedding_type}",
             f"{parameters['total']:,} parameters ({', '.join(f'{name} {count:,}' for name, count in parameters.items() if name != 'total')})",
             f"vocabulary {tokenizer.vocab_size} ({tokenizer.name}), padded to {padded_vocab}",
+            *([f"frozen: {config.optimizer.freeze}"] if config.optimizer.freeze else []),
         ],
         "precision": [f"{str(dtype).removeprefix('torch.')} weights, {'float64' if dtype == torch.float64 else 'float32'} master weights, gradients and moments"],
         "batch": [
