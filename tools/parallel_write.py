@@ -6,8 +6,9 @@ The case is that of a published experiment, 8 layers, tensor-parallel 2, data-pa
 process computes with this project's own code, from flags and its rank alone, what it would write; nothing is trained. It makes those
 tensors, and the processes save them together, `owner` and `balanced` in turn; a time is from the first process's begin to the last one's end.
 
-One machine has one memory and one disk, whoever writes: there balance can gain little but the second core. On a cluster each node has a link
-of its own to the storage, and a save takes as long as the fullest one. Stages of ZeRO: 0, where all of a stage's data-parallel ranks hold all state, and 1, where each holds a slice of it, which ours writes in
+One machine has one memory and one disk, whoever writes: there balance can gain little but the second core. On a cluster processes have links of
+their own to the storage, and a save takes as long as the fullest one: shown by holding every writer to --link MB/s (`--save-rate-limit`), on tmpfs,
+where nothing else limits them. Stages of ZeRO: 0, where all of a stage's data-parallel ranks hold all state, and 1, where each holds a slice of it, which ours writes in
 place, so that there is nothing left to balance but what tensor-parallel ranks share.
 """
 
@@ -38,8 +39,8 @@ from benchmark_checkpoint import put_section
 from benchmark_training import machine
 
 from megatron.checkpoint.ranks import Ranks
+from megatron.checkpoint.saver import Saver, staging_bytes
 from megatron.checkpoint.share import own_part
-from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
 from megatron.config.stages import place
@@ -101,19 +102,22 @@ def imbalance(sizes: list[int]) -> float:
 
 
 def serve(rank: int, ranks: int, store: str, plans: dict[str, Pairs], pipe: Connection) -> None:
-    """One process: saves what it is told, (mode, folder), and answers (begin, end)."""
+    """One process: saves what it is told, (mode, folder, MB/s or None), and answers (begin, end)."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     together = Ranks(Axis("world", rank, tuple(range(ranks)), dist.group.WORLD))
     while True:
-        mode, folder = pipe.recv()
+        mode, folder, link = pipe.recv()
         pairs = [(box, torch.ones(tensor.shape, dtype=tensor.dtype)) for box, tensor in plans[mode]]
+        saver = Saver(folder, together, None if link is None else staging_bytes(pairs, None), rate=link, say=lambda line: None)
         dist.barrier()
         begin = time.perf_counter()
-        save_checkpoint(folder, 1, pairs, {"iteration": 1}, ranks=together)
+        saver.save(1, pairs, {"iteration": 1})
+        assert saver.drain(), "the save failed"
         end = time.perf_counter()
-        del pairs
+        saver.close()
+        del pairs, saver
         pipe.send((begin, end))
 
 
@@ -129,11 +133,11 @@ def start(config: Config, ranks: int, store: Path) -> list[Connection]:
     return pipes
 
 
-def save(pipes: list[Connection], mode: str, folder: Path) -> tuple[float, list[int]]:
+def save(pipes: list[Connection], mode: str, folder: Path, link: float | None) -> tuple[float, list[int]]:
     """(seconds, bytes of each shard by its rank) of one save into a folder that is deleted afterwards."""
     try:
         for pipe in pipes:
-            pipe.send((mode, folder))
+            pipe.send((mode, folder, link))
         times = [pipe.recv() for pipe in pipes]
         entries = {entry["rank"]: entry["bytes"] for entry in json.loads((folder / "iter_0000001" / "MANIFEST.json").read_bytes())["manifest"]["shards"]}
     finally:
@@ -141,17 +145,17 @@ def save(pipes: list[Connection], mode: str, folder: Path) -> tuple[float, list[
     return max(end for _, end in times) - min(begin for begin, _ in times), [entries.get(rank, 0) for rank in range(len(pipes))]
 
 
-def measure(args: argparse.Namespace, stage: int, places: dict[str, Path]) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace, stage: int, places: dict[str, tuple[Path, float | None]]) -> list[dict[str, Any]]:
     """A run for each place, round and mode of one ZeRO stage; what --rounds does not count is the first."""
     parsed = parse_arguments([*FLAGS.split(), "--hidden-size", str(args.hidden), "--global-batch-size", str(RANKS // 2), "--zero-stage", str(stage)])
     runs = []
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = start(parsed.config, RANKS, Path(folder) / "store")
+    with tempfile.TemporaryDirectory() as own:
+        pipes = start(parsed.config, RANKS, Path(own) / "store")
         try:
             for index in range(args.rounds + 1):
-                for place, where in places.items():
+                for place, (folder, link) in places.items():
                     for mode in MODES[:: 1 if index % 2 else -1]:
-                        seconds, sizes = save(pipes, mode, where / "save")
+                        seconds, sizes = save(pipes, mode, folder / "save", link)
                         run = {"stage": stage, "place": place, "mode": mode, "round": index, "seconds": seconds, "bytes": sizes}
                         runs += [run] if index > 0 else []
                         print(f"ZeRO-{stage}, {place}, round {index}, {mode}: {seconds:.3f} s, most by mean {imbalance(sizes):.3f}", flush=True)
@@ -215,6 +219,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--zero-stages", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--link", type=float, default=100.0, help="MB/s of each process, in the last column")
     parser.add_argument("--tmpfs", default="/dev/shm", help="a folder there")
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="a folder there")
     parser.add_argument("--out", type=Path, help="JSON of every run")
@@ -224,7 +229,8 @@ def main(argv: list[str]) -> None:
     started, runs = datetime.now().isoformat(timespec="seconds"), []
     with tempfile.TemporaryDirectory(dir=args.tmpfs) as tmpfs, tempfile.TemporaryDirectory(dir=args.disk) as disk:
         for stage in args.zero_stages:
-            runs += measure(args, stage, {"tmpfs": Path(tmpfs), "disk": Path(disk)})
+            places = {"tmpfs": (Path(tmpfs), None), "disk": (Path(disk), None), f"{args.link:g} MB/s each": (Path(tmpfs), args.link)}
+            runs += measure(args, stage, places)
     about, text = machine(), table(runs)
     print("\n" + text, flush=True)
     if args.out:
