@@ -50,13 +50,19 @@ class Tiers:
         run, shared = None if told[0] is None else RunId(**told[0]), told[1]
         if run is None:
             return open_checkpoint(load, None, self.say, ranks, older)
-        found = newest_local(self.nodes, run, 0 if older else max(shared, default=0), self.say)
-        if found is None or found.iteration < max(shared, default=0):
-            checkpoint = open_checkpoint(load, None, self.say, ranks, older)
+        found, newest = newest_local(self.nodes, run, 0 if older else max(shared, default=0), self.say), max(shared, default=0)
+        if found is None or found.iteration < newest:
+            try:
+                checkpoint = open_checkpoint(load, None, self.say, ranks, older)
+            except ValueError as error:  # the same on all ranks
+                if found is None or not older:
+                    raise
+                self._first_says(f"warning: {error}")
+                checkpoint = None
             if found is None or (checkpoint is not None and checkpoint.iteration > found.iteration):
                 return checkpoint
-        self._first_says(f" taking the local checkpoint of iteration {found.iteration} ({self.nodes.root}): "
-                         + (f"--load {load} has iteration {max(shared)}" if shared else f"--load {load} has none"))
+        self._first_says(f" taking the local checkpoint of iteration {found.iteration} ({self.nodes.root}): --load {load} has "
+                         + (f"iteration {newest}" if shared else "none") + (", which is not whole" if newest > found.iteration else ""))
         return self._open(run, found)
 
     def _open(self, run: RunId, found: Found) -> LocalCheckpoint:

@@ -256,6 +256,7 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "no copies": lambda: mock.patch.object(local, "partner_parcels", lambda nodes, sizes: []),
     "copies at home": _copies_at_home,
     "nothing is read to the end": lambda: mock.patch.object(rebuild, "_is_whole", lambda folder, number: True),
+    "no room for copies": lambda: mock.patch.object(local, "write_shard_file", mock.Mock(side_effect=OSError(28, os.strerror(28)))),
     "nothing is fetched": lambda: mock.patch.object(LocalCheckpoint, "fetch", lambda self, boxes: 0),
     "the folder of any run": lambda: mock.patch.object(RunId, "folder", "run"),
     "any run": _any_run,

@@ -247,6 +247,14 @@ def test_no_room_on_one_node(gloo_world, tmp_path, call):
     assert outcome(gloo_world(4).run(restart, tmp_path, 2, 1, 8)) == (1, True)
 
 
+def test_without_room_to_rebuild_a_restart_reads_the_one_copy(gloo_world, tmp_path):
+    gloo_world(2).run(save, tmp_path, 1, 1, 5)
+    shutil.rmtree(tmp_path / "1")
+    told = gloo_world(2).run(restart, tmp_path, 1, 5, 8, RUN, 0, "no room for copies")
+    assert outcome(told) == (1, True) and "have one copy only: " in told[0][2][0] and "No space left" in told[0][2][0]
+    assert leftovers(tmp_path) == [] and not (tmp_path / "1" / RUN.folder / ONE).exists()
+
+
 # ---- before training --------------------------------------------------------------------------------------------------
 
 

@@ -96,6 +96,24 @@ def test_the_shared_one_is_taken_when_it_is_newer(gloo_world, died):
     assert "taking the local" not in text and f"loaded checkpoint {saved(died / 'shared', 6)} at iteration 6" in text
 
 
+def test_an_older_local_one_is_taken_when_that_is_allowed(gloo_world, died):
+    """The newest of --load is damaged, and the local one is older than that: it is newer than the one before, or there is none."""
+    def spoil() -> None:
+        shutil.rmtree(saved(died / "shared", 6), ignore_errors=True)
+        shutil.copytree(saved(died / "whole", 6), saved(died / "shared", 6))
+        (saved(died / "shared", 6) / "shard-00001.digests").unlink()
+        die_before(died, 6)
+
+    spoil()
+    assert "iter_0000006 cannot be loaded; load the older whole one with --ckpt-step 3" in run(gloo_world, died)
+    for _ in range(2):
+        text = run(gloo_world, died, "--allow-older-checkpoint")
+        assert "taking the local checkpoint of iteration 4 (" in text and "has iteration 6, which is not whole" in text
+        assert "at iteration 4; goes on bit for bit" in text
+        shutil.rmtree(saved(died / "shared", 3), ignore_errors=True)
+        spoil()
+
+
 @pytest.mark.parametrize(("layout", "each"), [("one", 1), ("pp2", 1), ("dp4zero3shard2", 1), ("tp4sp", 4)])
 def test_any_layout_on_any_nodes(gloo_world, died, layout, each):
     """Where folder 1 is no node any more, the partners' copies serve."""
