@@ -7,9 +7,10 @@
 
 The first writes config.json, safetensors files and the tokenizer's files, which transformers loads (GPT-2, Llama, Mistral, Qwen2 or Qwen3,
 as the model's flags allow). The others write a weights-only checkpoint of iteration 0 and RUN/model.json with the model's flags: train on
-from it with --config RUN/model.json --load RUN --finetune. --from-megatron reads GPT models of Megatron-LM's torch_dist format, and those
-that torch.distributed.checkpoint wrote under the same names; the model's flags come from common.pt, or from --config. Weights keep the precision that they have there. Nothing that is read is
-executed, and no tensor is held as a whole. Folders lie on a file system that all ranks share.
+from it with --config RUN/model.json --load RUN --finetune. --from-megatron reads GPT models of Megatron-LM (torch_dist, and mp_rank_* folders of
+core models), and those that torch.distributed.checkpoint wrote under the same names; the model's flags are those kept there, or --config.
+Weights keep the precision that they have there. Nothing that is read is executed, and no tensor is held as a whole. Folders lie on a file
+system that all ranks share.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from megatron.checkpoint.huggingface import from_huggingface, to_huggingface  # 
 from megatron.checkpoint.huggingface_files import open_folder, read_json, take_rules, write_folder  # noqa: E402
 from megatron.checkpoint.manifest import list_iterations  # noqa: E402
 from megatron.checkpoint.megatron_lm import map_tensors, model_fields, our_parameter  # noqa: E402
+from megatron.checkpoint.mp_ranks import MpRanks  # noqa: E402
 from megatron.checkpoint.pickles import ARGUMENT_CLASSES, read_torch_file  # noqa: E402
 from megatron.checkpoint.ranks import Ranks  # noqa: E402
 from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint, find_checkpoint  # noqa: E402
@@ -45,6 +47,7 @@ from megatron.data.tokenizer import build_tokenizer  # noqa: E402
 from megatron.dist.groups import Axis  # noqa: E402
 from megatron.dist.setup import connect, disconnect, read_launch, share_cores  # noqa: E402
 from megatron.dist.together import together  # noqa: E402
+from megatron.layers.mlp import GATED  # noqa: E402
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 TIMEOUT = 120  # minutes that a rank waits for the others' shares
@@ -137,38 +140,51 @@ def _tokenizer_of(folder: Path) -> DataConfig:
 
 
 def open_megatron(folder: Path, config: str | None, vocab_size: int | None) -> Foreign:
-    """A torch_dist folder (or the folder of a run, whose tracker file names it). Raises ValueError naming what has no counterpart here."""
+    """A folder of Megatron-LM (or the folder of a run, whose tracker file names it). Raises ValueError naming what has no counterpart here."""
     folder = _megatron_iteration(folder)
+    ranks = None if (folder / ".metadata").exists() else MpRanks(folder)
     if config is not None:
         given = derive(parse_arguments(["--config", config]).config, 1, vocab_size)[0].model
         fields = {field.name: getattr(given, field.name) for field in dataclasses.fields(given) if getattr(given, field.name) != field.default}
-    elif (folder / "common.pt").is_file():
-        common = read_torch_file(MappedFile(folder / "common.pt"), ARGUMENT_CLASSES)
-        if not isinstance(common, dict) or "args" not in common:
-            raise ValueError(f"{folder / 'common.pt'}: holds no arguments: give the model's flags with --config FILE")
-        fields = model_fields(common["args"])
     else:
-        raise ValueError(f"{folder}: has no common.pt: give the model's flags with --config FILE")
-    stored = DcpFolder(folder)
-    rows = [tensor.shape[0] for name, tensor in stored.tensors.items() if our_parameter(name) == ("embedding.word.weight", -1)]
+        fields = model_fields(_common_arguments(folder) if ranks is None else ranks.args)
+    model = ModelConfig(**fields)
+    if ranks is None:
+        stored = DcpFolder(folder)
+        tensors = [(name, tensor.shape, [(chunk.offset, chunk.extent, functools.partial(stored.map, chunk)) for chunk in tensor.chunks])
+                   for name, tensor in stored.tensors.items()]
+    else:
+        tensors = ranks.tensors(gated=model.activation in GATED, tied=not model.untie_embeddings_and_output_weights)
+    rows = [shape[0] for name, shape, _ in tensors if our_parameter(name) == ("embedding.word.weight", -1)]
     if not rows or rows[0] < (vocab_size or 1):
         raise ValueError(f"{folder}: the word embedding has {rows[0] if rows else 'no'} rows; --vocab-size is {vocab_size or 'not given'}")
-    tensors = ((name, tensor.shape, [(chunk.offset, chunk.extent, functools.partial(stored.map, chunk)) for chunk in tensor.chunks])
-               for name, tensor in stored.tensors.items())
     note = "note: weights only: optimizer, schedule and random state stay behind"
     padded = f"note: all {rows[0]} rows of the vocabulary are kept, padding too; --vocab-size N keeps the first N"
-    pairs = map_tensors(ModelConfig(**fields), vocab_size or rows[0], tensors)
-    return Foreign(fields, DataConfig(), pairs, "torch_dist", (note,) if vocab_size else (note, padded))
+    pairs = map_tensors(model, vocab_size or rows[0], tensors)
+    return Foreign(fields, DataConfig(), pairs, "mp_rank" if ranks else "torch_dist", (note,) if vocab_size else (note, padded))
+
+
+def _common_arguments(folder: Path) -> Any:
+    if not (folder / "common.pt").is_file():
+        raise ValueError(f"{folder}: has no common.pt: give the model's flags with --config FILE")
+    common = read_torch_file(MappedFile(folder / "common.pt"), ARGUMENT_CLASSES)
+    if not isinstance(common, dict) or "args" not in common:
+        raise ValueError(f"{folder / 'common.pt'}: holds no arguments: give the model's flags with --config FILE")
+    return common["args"]
 
 
 def _megatron_iteration(folder: Path) -> Path:
-    """The folder itself when it holds a distributed checkpoint, else the one that its tracker file names."""
+    """The folder itself when it holds a checkpoint of Megatron-LM, else the one that its tracker file names."""
+
+    def holds(path: Path) -> bool:
+        return (path / ".metadata").exists() or any(path.glob("mp_rank_*"))
+
     tracker = folder / "latest_checkpointed_iteration.txt"
-    if not (folder / ".metadata").exists() and tracker.is_file():
+    if not holds(folder) and tracker.is_file():
         word = tracker.read_text().strip()
         folder = folder / (f"iter_{int(word):07d}" if word.isdecimal() else "release")
-    if not (folder / ".metadata").exists():
-        raise ValueError(f"--from-megatron {folder}: no .metadata there: not a checkpoint of the torch_dist format")
+    if not holds(folder):
+        raise ValueError(f"--from-megatron {folder}: neither .metadata (torch_dist) nor mp_rank_* there: not a checkpoint of Megatron-LM")
     return folder
 
 

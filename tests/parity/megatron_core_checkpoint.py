@@ -1,4 +1,4 @@
-"""Our import against megatron-core itself: a torch_dist checkpoint that it writes, and the logits of both.
+"""Our import against megatron-core itself: checkpoints that it writes (torch_dist, and one file a rank), and the logits of both.
 
 In an environment with megatron-core and psutil, then in ours:
 
@@ -64,7 +64,7 @@ def build(kind: str, tp: int, pp: int):
 
 def write(out: Path, kind: str, tp: int, pp: int) -> None:
     model, config = build(kind, tp, pp)
-    from megatron.core import dist_checkpointing
+    from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
     from megatron.core.enums import ModelType
     from megatron.core.transformer.enums import AttnBackend
@@ -83,6 +83,9 @@ def write(out: Path, kind: str, tp: int, pp: int) -> None:
     state = {"args": arguments, "checkpoint_version": 3.0, "iteration": 3, "model": model.sharded_state_dict()}
     dist_checkpointing.save(state, folder, TorchDistSaveShardedStrategy("torch_dist", 1))
     (out / "latest_checkpointed_iteration.txt").write_text("3")
+    name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}" + (f"_{parallel_state.get_pipeline_model_parallel_rank():03d}" if pp > 1 else "")
+    (out / "older" / name).mkdir(parents=True, exist_ok=True)
+    torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 3, "model": model.state_dict()}, out / "older" / name / "model_optim_rng.pt")
 
 
 def logits(out: Path, kind: str) -> None:
@@ -104,14 +107,15 @@ def compare(out: Path) -> int:
 
     from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 
-    if code := convert_checkpoint.main(["--from-megatron", str(out), "--save", str(out / "ours")]):
-        return code
-    want = torch.load(out / "logits.pt")
-    with Checkpoint(find_checkpoint(out / "ours")) as checkpoint, torch.no_grad():
-        got = generate.load_model(checkpoint, torch.device("cpu")).logits(ids())
-    difference = ((got - want).norm() / want.norm()).item()
-    print(f"relative difference of the logits: {difference:.2e}")
-    return int(difference > BOUND)
+    want, differences = torch.load(out / "logits.pt"), []
+    for source, save in ((out, out / "ours"), (out / "older", out / "ours_older")):
+        if code := convert_checkpoint.main(["--from-megatron", str(source), "--save", str(save)]):
+            return code
+        with Checkpoint(find_checkpoint(save)) as checkpoint, torch.no_grad():
+            got = generate.load_model(checkpoint, torch.device("cpu")).logits(ids())
+        differences.append(((got - want).norm() / want.norm()).item())
+        print(f"relative difference of the logits: {differences[-1]:.2e}")
+    return int(max(differences) > BOUND)
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ import random
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -152,6 +153,62 @@ def test_what_cannot_be_mapped_is_one_error(tmp_path):
     arguments.num_experts = None
     torch.save({"args": arguments}, tmp_path / "b" / "common.pt")
     assert "holds 3 layers, --num-layers is 4" in convert("--from-megatron", tmp_path / "b", "--save", tmp_path / "run")[1]
+    assert not (tmp_path / "run").exists()
+
+
+def write_mp_ranks(folder: Path, case: str, tp: int, pp: int) -> dict[str, torch.Tensor]:
+    """One file a rank, as Megatron-LM wrote them; returns the logical tensors."""
+    arguments, theirs, held, _ = megatron_names(case)
+    gated, tied = arguments.swiglu, not arguments.untie_embeddings_and_output_weights
+
+    def local(name: str, value: torch.Tensor, rank: int) -> torch.Tensor:
+        if "linear_fc1.weight" in name or "linear_fc1.bias" in name:
+            return torch.cat([half.chunk(tp)[rank] for half in value.chunk(2 if gated else 1)])
+        rows = "linear_qkv.weight" in name or "linear_qkv.bias" in name or "word_embeddings" in name or "output_layer" in name
+        columns = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+        return value.chunk(tp, int(columns))[rank] if rows or columns else value
+
+    stages = [range(LAYERS)] if pp == 1 else [range(2), range(2, LAYERS)]
+    for stage, layers in enumerate(stages):
+        for rank in range(tp):
+            state = {}
+            for name, value in theirs.items():
+                if name.startswith("decoder.layers."):
+                    for i, layer in enumerate(layers):
+                        state[name.replace("layers.", f"layers.{i}.")] = local(name, value[layer], rank).clone()
+                elif stage == (0 if name.startswith("embedding") else pp - 1):
+                    state[name] = local(name, value, rank).clone()
+            if tied and pp > 1 and stage == pp - 1:
+                state["output_layer.weight"] = local("output_layer", theirs["embedding.word_embeddings.weight"], rank).clone()
+            state["decoder.layers.0.self_attention.linear_qkv._extra_state"] = io.BytesIO(b"x")
+            path = folder / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")) / "model_optim_rng.pt"
+            path.parent.mkdir(parents=True)
+            torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 7, "model": state, "optimizer": {"step": 4, "m": torch.ones(5)},
+                        "rng_state": [{"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state()}]}, path)
+    return held
+
+
+@pytest.mark.parametrize("case, tp, pp", [("llama tied, gqa, eps", 2, 2), ("gpt2", 1, 1), ("gpt2", 2, 2), ("qwen3", 2, 1)])
+def test_one_file_a_model_parallel_rank(tmp_path, case, tp, pp):
+    held = write_mp_ranks(tmp_path / "theirs", case, tp, pp)
+    code, told = convert("--from-megatron", tmp_path / "theirs", "--vocab-size", VOCAB, "--save", tmp_path / "run")
+    assert code == 0, told
+    with Checkpoint(find_checkpoint(tmp_path / "run")) as checkpoint:
+        assert sorted(checkpoint.names) == sorted(held) and all(same_bits(checkpoint[name], held[name]) for name in held)
+
+
+def test_faults_of_model_parallel_files(tmp_path):
+    held = write_mp_ranks(tmp_path / "theirs", "llama tied, gqa, eps", 2, 2)
+    words = ("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "run")
+    file = tmp_path / "theirs" / "mp_rank_01_001" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    content["model"]["output_layer.weight"][0, 0] += 1
+    torch.save(content, file)
+    assert "output_layer.weight is not the embedding" in convert(*words)[1]
+    torch.save(content | {"more": Poison(tmp_path / "touched")}, file)
+    assert "it names posix.system" in convert(*words)[1] and not (tmp_path / "touched").exists()
+    file.unlink()
+    assert "has 3 files" in convert(*words)[1] and held
     assert not (tmp_path / "run").exists()
 
 
