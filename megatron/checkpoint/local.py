@@ -26,7 +26,7 @@ from megatron.checkpoint.commit import Attempt
 from megatron.checkpoint.files import clean, hold, new_file, sync_folder, write_all, write_shard_file
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.nodes import Nodes, RunId, own_folder
-from megatron.checkpoint.parcels import Parcel, carry
+from megatron.checkpoint.parcels import Parcel, carry, in_rounds
 from megatron.checkpoint.writer import write_shard
 
 if TYPE_CHECKING:
@@ -62,21 +62,11 @@ def save_local(
 
 
 def partner_parcels(nodes: Nodes, sizes: list[int | None]) -> list[Parcel]:
-    """Every rank's shard, of `sizes` bytes by rank (None: it has none), goes to the rank of the same place on the next node.
-
-    First from every second node, then from the others: neighbours that wait for one another would carry one parcel after the other.
-    """
-    parcels, number = [], 0
-    numbers: dict[int, int] = {}
-    for rank, size in enumerate(sizes):
-        if size is not None:
-            numbers[rank], number = number, number + 1
-    count = len(nodes.members)
-    for node, ranks in enumerate(nodes.members):
-        turn = 2 if node == count - 1 and count % 2 else node % 2
-        after = nodes.members[(node + 1) % count]
-        parcels += [(turn, Parcel(numbers[rank], sizes[rank], rank, after[place])) for place, rank in enumerate(ranks) if rank in numbers]
-    return [parcel for _, parcel in sorted(parcels, key=lambda each: each[0])]
+    """Every rank's shard, of `sizes` bytes by rank (None: it has none), goes to the rank of the same place on the next node."""
+    numbers = {rank: number for number, rank in enumerate(rank for rank, size in enumerate(sizes) if size is not None)}
+    after = [*nodes.members[1:], nodes.members[0]]
+    return in_rounds([Parcel(numbers[rank], sizes[rank], rank, to) for here, there in zip(nodes.members, after) for rank, to in zip(here, there)
+                      if rank in numbers], nodes.members)
 
 
 class NodeAttempt(Attempt):

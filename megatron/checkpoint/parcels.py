@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,23 @@ class Parcel:
     size: int
     source: int
     to: int
+
+
+def in_rounds(parcels: Iterable[Parcel], nodes: Sequence[Sequence[int]]) -> list[Parcel]:
+    """The order for `carry`, `nodes` being the ranks of each node: in every round a node sends to one node alone, or receives from one alone, or rests.
+
+    First from every node to the next one, then to the one after that, and so on; of the rings that these make every second node sends first.
+    """
+    home = {rank: node for node, ranks in enumerate(nodes) for rank in ranks}
+
+    def turn(parcel: Parcel) -> tuple[int, int, int]:
+        node, steps = home[parcel.source], (home[parcel.to] - home[parcel.source]) % len(nodes)
+        rings = math.gcd(steps, len(nodes))
+        length = len(nodes) // rings
+        place = node // rings * pow(steps // rings, -1, length) % length  # on its ring: node = place * steps + node % rings
+        return steps, 2 if length % 2 and place == length - 1 else place % 2, parcel.number
+
+    return sorted(parcels, key=turn)
 
 
 def carry(

@@ -15,7 +15,7 @@ from megatron.checkpoint.index import BATCH, load_bytes
 from megatron.checkpoint.local import GIB, NodeAttempt
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.nodes import Nodes, RunId
-from megatron.checkpoint.parcels import Parcel, carry, share_bytes
+from megatron.checkpoint.parcels import Parcel, carry, in_rounds, share_bytes
 from megatron.checkpoint.reader import Checkpoint
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def restore_copies(nodes: Nodes, run: RunId, found: Found, say: Callable[[str], 
     try:
         with NodeAttempt(nodes, run, found.iteration, "rebuilt") as attempt:
             attempt.agree(lambda: _link(folder, attempt.folder, found.held[nodes.index]) if nodes.first else None)
-            attempt.take(parcels, folder, records)
+            attempt.take(in_rounds(parcels, nodes.members), folder, records)
             attempt.publish(found.manifest, lambda node: bool(gains[node]))
     except ValueError as error:
         if nodes.ranks.first:
@@ -227,7 +227,7 @@ class LocalCheckpoint(Checkpoint):
                 parcels.append(Parcel(number, size, nodes.rank(holders[(node + number) % len(holders)], number), nodes.rank(node, number)))
                 room[node] += size
         self._attempt.agree(lambda: self._require(room[nodes.index]))
-        fault = carry(parcels, nodes.ranks, lambda number: self.shards[number].path, self._fill)
+        fault = carry(in_rounds(parcels, nodes.members), nodes.ranks, lambda number: self.shards[number].path, self._fill)
         self._attempt.agree(lambda: _reraise(fault))
         return sum(room)
 
