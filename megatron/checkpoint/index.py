@@ -159,8 +159,10 @@ class Index:
 
     def encode(self) -> bytes:
         """All of it, for ranks of the same job: JSON (its length before it), then every tensor's rows; compressed."""
-        tensors = [[name, stored.dtype, stored.shape, len(stored.rows)] for name, stored in self.tensors.items()]
-        content = {"head": self._head.hex(), "manifest": self.manifest, "shards": [[s.data_start, s.chunk] for s in self.shards], "tensors": tensors}
+        content = {
+            "head": self._head.hex(), "manifest": self.manifest, "shards": [[shard.data_start, shard.chunk] for shard in self.shards],
+            "tensors": [[name, stored.dtype, stored.shape, len(stored.rows)] for name, stored in self.tensors.items()],
+        }
         text = json.dumps(content).encode()
         return zlib.compress(b"".join([struct.pack("<Q", len(text)), text, *(stored.rows.tobytes() for stored in self.tensors.values())]), 1)
 
@@ -171,8 +173,8 @@ class Index:
         self._head, self.manifest = bytes.fromhex(content["head"]), content["manifest"]
         seen = load_bytes(self.path / m.MANIFEST, m.MANIFEST_HEAD) if self.path.is_dir() else b""
         if seen != self._head:
-            raise CheckpointError(f"{self.path}: the checkpoint that rank 0 found there is not seen from here: is --load on a file system that all nodes "
-                                  "share?")
+            raise CheckpointError(f"{self.path}: the checkpoint that rank 0 found there is not seen from here: is --load on a file system that all "
+                                  "nodes share?")
         for number, (record, (data_start, chunk)) in enumerate(zip(self.manifest["shards"], content["shards"], strict=True)):
             self.shards.append(Shard(number, self.path / m.shard_file(number), record["bytes"], record["table_digest"], data_start, chunk))
         for name, dtype, shape, count in content["tensors"]:
@@ -250,7 +252,7 @@ def _load_table(path: Path, digest: str) -> DigestTable:
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], bytes]:
-    """The manifest of a checkpoint folder, verified by its own digest, and the first bytes of its file; the folder has the name that it gives itself."""
+    """The manifest of a checkpoint folder, verified by its own digest, and its first bytes; the folder has the name that the manifest says."""
     raw = load_bytes(folder / m.MANIFEST, m.MANIFEST_LIMIT)
     content = m.decode_manifest(raw, folder / m.MANIFEST)
     right = m.iteration_folder(content["iteration"])

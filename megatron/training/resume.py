@@ -14,7 +14,7 @@ from megatron.checkpoint.index import read_manifest
 from megatron.checkpoint.manifest import CheckpointError, iteration_folder, list_iterations
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.errors import ArgumentErrors
-from megatron.config.groups import Config, ModelConfig
+from megatron.config.groups import CheckpointConfig, Config, ModelConfig
 from megatron.dist.groups import describe_layout
 from megatron.optimizer.lr_schedule import Schedule
 
@@ -60,7 +60,8 @@ def _tensors(run: Run) -> dict[str, list[int]]:
 
 def config_of(state: dict[str, Any]) -> Config:
     """The configuration in a checkpoint's state; fields that are younger or older than this program's are left out."""
-    kept = {group: {name: value for name, value in state["config"].get(group, {}).items() if name in fields} for group, fields in Config().to_dict().items()}
+    kept = {group: {name: value for name, value in state["config"].get(group, {}).items() if name in fields}
+            for group, fields in Config().to_dict().items()}
     return Config.from_dict(kept)
 
 
@@ -148,14 +149,16 @@ def changed_data(state: dict[str, Any], config: Config, ledger: dict[str, Any]) 
 def accept_changes(checkpoint: Checkpoint, changes: list[Change], config: Config) -> list[str]:
     """Lines for the banner on what was accepted. Raises CheckpointError listing every change that was not, with the flag that would accept it."""
     accepted = config.checkpoint.accept_changed or ()
-    faults = [f"{change.text} [--accept-changed {change.accept}]" if change.accept else change.text for change in changes if change.accept not in accepted]
+    refused = [change for change in changes if change.accept not in accepted]
+    faults = [f"{change.text} [--accept-changed {change.accept}]" if change.accept else change.text for change in refused]
     if faults:
         ways = []
         if any(change.accept for change in changes):
             ways.append("a field goes on as on the command line with the flag in brackets, and --finetune takes the weights alone")
         if not all(change.accept for change in changes):
             ways.append("--use-checkpoint-args takes the model from the checkpoint")
-        raise CheckpointError(f"{checkpoint.path} does not fit this run:\n" + "\n".join(f"  {fault}" for fault in [*faults, f"({'; '.join(ways)})"]))
+        lines = [f"{checkpoint.path} does not fit this run:", *faults, f"({'; '.join(ways)})"]
+        raise CheckpointError("\n  ".join(lines))
     return [f"accepted by --accept-changed {change.accept}: {change.text}" for change in changes]
 
 
@@ -169,11 +172,7 @@ def take_checkpoint_args(config: Config) -> Config:
         return config
     if options.load is None:
         raise ArgumentErrors(["--use-checkpoint-args: there is no checkpoint to take them from; give --load"])
-    known = list_iterations(Path(options.load))
-    iteration = options.ckpt_step if options.ckpt_step is not None else next(iter(known), None)
-    if iteration not in known:
-        raise ArgumentErrors([f"--use-checkpoint-args: no checkpoint{f' of iteration {iteration}' if iteration is not None else ''} in --load {options.load}"])
-    theirs = config_of(read_manifest(Path(options.load, iteration_folder(iteration)))[0]["state"])
+    theirs = config_of(_manifest_of(options)["state"])
     faults, default = [], Config()
     for group, names in (("model", [field.name for field in dataclasses.fields(ModelConfig) if field.name not in _FREE_MODEL_FIELDS]),
                          ("data", _TOKENIZER_FIELDS)):
@@ -188,6 +187,21 @@ def take_checkpoint_args(config: Config) -> Config:
     if faults:
         raise ArgumentErrors(faults)
     return config
+
+
+def _manifest_of(options: CheckpointConfig) -> dict[str, Any]:
+    """The manifest of the checkpoint that will be loaded, if nothing else of it is damaged."""
+    root, step = Path(options.load), options.ckpt_step
+    known = [iteration for iteration in list_iterations(root) if step is None or iteration <= step]
+    if not known or known[0] != (step if step is not None else known[0]):
+        raise ArgumentErrors([f"--use-checkpoint-args: no checkpoint{'' if step is None else f' of iteration {step}'} in --load {root}"])
+    for iteration in known:
+        try:
+            return read_manifest(root / iteration_folder(iteration))[0]
+        except CheckpointError as error:
+            if not options.allow_older_checkpoint or iteration == known[-1]:
+                raise ArgumentErrors([f"--use-checkpoint-args: {error}"]) from error
+    raise AssertionError
 
 
 def resumed_schedule(ours: Schedule, theirs: dict[str, Any], config: Config) -> Schedule:

@@ -116,7 +116,8 @@ def load_and_compare(arguments: tuple[str, ...], source: Path, mutant: str | Non
             if optimizer.steps.item() != checkpoint.state["optimizer_steps"] or run.progress.iteration != checkpoint.iteration:
                 faults.append(f"step {optimizer.steps.item()}, iteration {run.progress.iteration}")
             now = {**asdict(run.progress), "scaler": run.scaler.state(), "ledger": run.data.ledger, "schedule": asdict(run.schedule)}
-            faults.extend(f"{name}: {value}, in the checkpoint {checkpoint.state[name]}" for name, value in now.items() if value != checkpoint.state[name])
+            state = checkpoint.state
+            faults.extend(f"{name}: {value}, in the checkpoint {state[name]}" for name, value in now.items() if value != state[name])
             faults.extend(_computed_with(run, checkpoint))
         save(run)
         drain(run)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import resource
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from checkpoint_cases import cut, example, loads, mounted, same_bits
 
 from megatron.checkpoint import manifest, writer
 from megatron.checkpoint.ranks import Ranks
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint, open_checkpoint
+from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint, try_folder
 from megatron.dist.groups import ALONE, Axis, Groups, Layout, build_groups
 from megatron.model.layout import Box
@@ -158,38 +157,6 @@ def save_by_rank(root) -> bool:
 
 def test_shards_are_numbered_by_rank_and_a_rank_without_boxes_writes_none(gloo_world, tmp_path):
     assert gloo_world(4).run(save_by_rank, tmp_path) == [True] * 4
-
-
-def open_and_read(root, seed: int, cut_seed: int) -> tuple[list[str], list[str]]:
-    """The files that this rank opens to open a checkpoint of all ranks, and then to read its boxes."""
-    opened: list[str] = []
-
-    def watch(event: str, arguments: tuple) -> None:
-        if event == "open" and str(arguments[0]).startswith(str(root)) and watching:
-            opened.append(Path(arguments[0]).name)
-
-    watching = True
-    sys.addaudithook(watch)
-    with open_checkpoint(root, ranks=all_ranks()) as checkpoint:
-        opening = sorted(opened)
-        opened.clear()
-        pairs = [(box, torch.zeros_like(want)) for box, want in dealt(seed, cut_seed)[dist.get_rank()]]
-        checkpoint.read_all(pairs)
-        assert all(same_bits(into, want) for (_, into), (_, want) in zip(pairs, dealt(seed, cut_seed)[dist.get_rank()], strict=True))
-    watching = False
-    return opening, sorted(opened)
-
-
-def test_the_first_rank_opens_everything_and_the_others_what_they_read(gloo_world, tmp_path):
-    """In the cut that was saved each rank reads its own shard alone; no file is opened twice."""
-    gloo_world(4).run(save, tmp_path, 1, 7, BOTH)
-    told = gloo_world(4).run(open_and_read, tmp_path, 7, BOTH)
-    shards, tables = ([f"shard-{i:05d}.{kind}" for i in range(4)] for kind in ("safetensors", "digests"))
-    assert told[0][0] == sorted(["MANIFEST.json", "latest_checkpointed_iteration.txt", *shards, *tables])
-    assert [opening for opening, _ in told[1:]] == [["MANIFEST.json"]] * 3
-    assert [reading for _, reading in told] == [[tables[i], shards[i]] for i in range(4)]
-    across = gloo_world(4).run(open_and_read, tmp_path, 7, 3)
-    assert all(len(set(reading)) == len(reading) for _, reading in across) and sum(len(reading) for _, reading in across) > 8
 
 
 # ---- an iteration that exists already ---------------------------------------------------------------------------------

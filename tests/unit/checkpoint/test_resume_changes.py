@@ -63,8 +63,8 @@ def test_another_schedule_is_not_bit_for_bit(root):
 
 
 def ledger(*sources: tuple[str, str, int]) -> dict:
-    return {"segments": [{"first_sample": 0, "sources": [{"id": f"{content}-{name}", "content": content, "name": name, "share": share, "first_index": 0}
-                                                         for content, name, share in sources]}]}
+    entries = [{"id": f"{content}-{name}", "content": content, "name": name, "share": share, "first_index": 0} for content, name, share in sources]
+    return {"segments": [{"first_sample": 0, "sources": entries}]}
 
 
 def test_changed_data_is_told_by_content_not_by_name_or_order():
