@@ -30,7 +30,7 @@ class Parcel:
 
 
 def in_rounds(parcels: Iterable[Parcel], nodes: Sequence[Sequence[int]]) -> list[Parcel]:
-    """The order for `carry`, `nodes` being the ranks of each node: in every round a node sends to one node alone, or receives from one alone, or rests.
+    """The order for `carry`, `nodes` being the ranks of each node: in every round a node sends to one node alone, receives from one alone, or rests.
 
     First from every node to the next one, then to the one after that, and so on; of the rings that these make every second node sends first.
     """

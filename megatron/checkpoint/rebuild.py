@@ -236,7 +236,7 @@ class LocalCheckpoint(Checkpoint):
         if size > disk.f_bavail * disk.f_frsize:
             raise CheckpointError(
                 f"--local-checkpoint-dir {self.nodes.root} on node {self.nodes.index} ({self.nodes.hosts[self.nodes.index]}): on this layout its "
-                f"ranks read shards of {size / GIB:.3g} GiB from other nodes, and {disk.f_bavail * disk.f_frsize / GIB:.3g} GiB are free: free space, "
+                f"ranks read shards of {size / GIB:.3g} GiB from other nodes, and {disk.f_bavail * disk.f_frsize / GIB:.3g} GiB are free: make room, "
                 "start with the layout and the nodes of before, or take a checkpoint of --load with --ckpt-step")
 
     def _fill(self, number: int, pieces: Iterator[memoryview]) -> None:

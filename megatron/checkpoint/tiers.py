@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.local import require_partners, require_room, save_local
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.nodes import RunId, find_nodes, forget_run, new_run, read_run
+from megatron.checkpoint.nodes import RUN_FILE, RunId, find_nodes, forget_run, new_run, read_run
 from megatron.checkpoint.progress import GB
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
@@ -48,6 +48,8 @@ class Tiers:
         ranks = self.nodes.ranks
         told = ranks.agree(lambda: _look(load, save) if ranks.first else None)[0]
         run, shared = None if told[0] is None else RunId(**told[0]), told[1]
+        if told[2]:
+            self._first_says(f"warning: {load} was copied or moved, which makes it another run's: local checkpoints are not looked for")
         if run is None:
             return open_checkpoint(load, None, self.say, ranks, older)
         found, newest = newest_local(self.nodes, run, 0 if older else max(shared, default=0), self.say), max(shared, default=0)
@@ -98,9 +100,10 @@ class Tiers:
         return folder / m.shard_file(index), manifest["shards"][index]
 
 
-def _look(load: str, save: str | None) -> tuple[dict[str, str] | None, list[int]]:
+def _look(load: str, save: str | None) -> tuple[dict[str, str] | None, list[int], bool]:
+    """The run that goes on, the iterations of `load`, and whether that has a run's id which is not its own."""
     run = read_run(load) if _same(load, save) else None
-    return None if run is None else asdict(run), m.list_iterations(Path(load))
+    return None if run is None else asdict(run), m.list_iterations(Path(load)), run is None and _same(load, save) and Path(load, RUN_FILE).exists()
 
 
 def _same(load: str | None, save: str | None) -> bool:

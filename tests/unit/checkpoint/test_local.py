@@ -81,6 +81,14 @@ def test_another_number_of_ranks_and_nodes(gloo_world, tmp_path, before, after):
     assert outcome(told) == ((None, True) if lost else (1, True))
 
 
+def test_ranks_on_other_nodes_than_before(gloo_world, tmp_path):
+    gloo_world(4).run(save, tmp_path, 1, 1, 7, False)
+    for before, after in (("0", "x"), ("1", "0"), ("3", "1"), ("x", "3")):
+        (tmp_path / before).rename(tmp_path / after)
+    told = gloo_world(4).run(restart, tmp_path, 1, 7, 7)
+    assert outcome(told) == (1, True) and told[0][3] > 0
+
+
 @pytest.mark.parametrize(("size", "each", "node"), [(4, 2, 0), (4, 2, 1), (4, 1, 2)])
 def test_a_lost_node_is_rebuilt_bit_for_bit(gloo_world, tmp_path, size, each, node):
     gloo_world(size).run(save, tmp_path, each, 1, 7)

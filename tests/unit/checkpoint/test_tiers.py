@@ -149,6 +149,7 @@ def test_a_copy_of_a_run_does_not_take_its_local_ones(gloo_world, died, mutant):
         for path in (died / "copy" / "local").glob("*/*/*/MANIFEST.json"):
             _moved(path, str(died / "shared"), "everywhere")
     text = run(gloo_world, died / "copy", mutant=mutant)
+    assert ("was copied or moved" in text) == (mutant is None)
     assert ("taking the local checkpoint of iteration 6 (" in text) == (mutant is not None) and text.endswith("exit code 0"), text
 
 
