@@ -1,11 +1,12 @@
 """The optimizer's step through files (--optimizer-nvme-offload) against the disk's own streaming of the same bytes.
 
-    python tools/benchmark_nvme.py DIR --out docs/results/nvme.json     # DIR on the disk to measure; the machine should be quiet
+    OMP_WAIT_POLICY=passive python tools/benchmark_nvme.py DIR --out docs/results/nvme.json
 
-Ours is the whole step of a GPT (125M parameters by default) in bf16: fp32 master weights and moments are read, stepped, and written back, 24 bytes
-a parameter, and the weights rounded; it ends when all is written. Raw moves the same bytes in requests of the same size, with as many threads,
-around the page cache, and computes nothing: each thread reads a piece and writes it back. A round is a turn of each, in turning order; a ratio is
-our seconds by those of raw in the same round, and passes by tools/ratio_rule.py when it is at most the goal.
+DIR lies on the disk to measure; the machine should be quiet. Ours is the whole step of a GPT (125M parameters by default) in bf16: fp32 master
+weights and moments are read, stepped, and written back, 24 bytes a parameter, and the weights rounded; it ends when all is written. Raw moves the
+same bytes in requests of the same size, with as many threads, around the page cache, and computes nothing: each thread reads a piece and writes it
+back. A round is a turn of each, in turning order; a ratio is our seconds by those of raw in the same round, and passes by tools/ratio_rule.py when
+it is at most the goal.
 """
 
 from __future__ import annotations
@@ -111,8 +112,10 @@ def measure(folder: Path, layers: int, hidden: int, rounds: int) -> dict[str, An
                                              f"{run['others_cores']:.2f} cores" for run in runs[-2:]), flush=True)
     seconds = {name: [run["seconds"] for run in sorted(runs, key=lambda run: run["round"]) if run["side"] == name] for name in sides}
     verdict = ratio_rule.verdict([ours / raw for ours, raw in zip(*seconds.values())], GOAL, upper_limit=True)
-    return {"parameters": step.elements, "bytes": step.bytes, "ring_bytes": sum(len(memory) for slot in step.optimizer.files.ring for memory in slot.memory.values()),
-            "part": nvme.PART, "slots": nvme.SLOTS, "workers": nvme.WORKERS, "direct": all(direct for _, direct in step.optimizer.files.files.values()),
+    files = step.optimizer.files
+    ring = sum(len(memory) for slot in files.ring for memory in slot.memory.values())
+    return {"parameters": step.elements, "bytes": step.bytes, "ring_bytes": ring, "part": nvme.PART, "slots": nvme.SLOTS, "workers": nvme.WORKERS,
+            "direct": all(direct for _, direct in files.files.values()),
             "median_seconds": {name: statistics.median(each) for name, each in seconds.items()}, **asdict(verdict), "runs": runs}
 
 
