@@ -91,6 +91,7 @@ class NodeAttempt(Attempt):
             shutil.rmtree(self.folder, ignore_errors=True)
         if self.lock >= 0:
             os.close(self.lock)
+            self.lock = -1
 
     def _make(self) -> None:
         if self.nodes.first:

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from checkpoint_cases import mounted
 from local_cases import (
     OTHER,
     RUN,
@@ -275,6 +276,19 @@ def test_no_room_on_one_node(gloo_world, tmp_path, call):
     begins = f"rank 2: --local-checkpoint-dir {tmp_path}/1: the local checkpoint of iteration 2 was not saved: No space left on device; "
     assert set(told) == {begins + "free space there, or give a larger folder. Older ones are untouched"} and leftovers(tmp_path) == []
     assert outcome(gloo_world(4).run(restart, tmp_path, 2, 1, 8)) == (1, True)
+
+
+def test_a_full_tmpfs_on_one_node(gloo_world, tmp_path):
+    """The first checkpoint fits, and the second; the third does not."""
+    (tmp_path / "1").mkdir()
+    gloo_world(2).run(save, tmp_path / "sized", 1, 1, 5)
+    one = sum(-(-path.stat().st_size // 4096) * 4 for path in (tmp_path / "sized" / "1").rglob("*") if path.is_file())
+    shutil.rmtree(tmp_path / "sized")
+    with mounted(tmp_path / "1", f"mode=0700,size={2 * one + one // 2}k"):
+        told = [gloo_world(2).run(save, tmp_path, 1, iteration, 5) for iteration in (1, 2, 3)]
+        assert told[:2] == [[ONE] * 2, [TWO] * 2] and told[2][0] == told[2][1]
+        assert told[2][0].startswith("rank 1: ") and "iteration 3 was not saved: No space left on device; free space there" in told[2][0]
+        assert outcome(gloo_world(2).run(restart, tmp_path, 1, 5, 8)) == (2, True) and leftovers(tmp_path) == []
 
 
 def test_without_room_to_rebuild_a_restart_reads_the_one_copy(gloo_world, tmp_path):
