@@ -278,7 +278,8 @@ def build_blocks(model: GPTModel, device: torch.device, groups: Groups = one_pro
     """Give every parameter of a model born on the meta device its storage (zeros), and a `main_grad` when it is trained.
 
     Buffers can be cut into as many equal slices as ranks hold the same parameters. `narrow_grads` accumulates gradients in the model's precision;
-    blocks with about `host_fraction` of the parameters have their master weights in host memory, or `in_files`; those named in `frozen` are not trained.
+    blocks with about `host_fraction` of the parameters have their master weights in host memory, or `in_files`; those named in
+    `frozen` are not trained.
     """
     grad_dtype = model.dtype if narrow_grads else accumulation_dtype(model.dtype)
     plans = plan_blocks(model, groups.replicas.size)

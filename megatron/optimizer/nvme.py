@@ -151,8 +151,8 @@ class StateFiles:
                 each.result()
             except OSError as error:
                 self.fault = StorageError(
-                    f"--optimizer-nvme-offload {self.folder}: the optimizer's state cannot be written or read back: {error.strerror}; the run cannot go "
-                    "on. Checkpoints are untouched: look after the disk, then resume from the last one with --load")
+                    f"--optimizer-nvme-offload {self.folder}: the optimizer's state cannot be written or read back: {error.strerror}; the run cannot "
+                    "go on. Checkpoints are untouched: look after the disk, then resume from the last one with --load")
         if self.fault is not None:
             raise self.fault
 

@@ -86,7 +86,8 @@ def unit_sizes(config: Config, padded_vocab: int, replicas: int, *, copied: bool
         layers.append(Sizes(f"layer {layer}", size, size - sum(late)))
     head = Sizes("head", matrix, matrix) if copied or model.untie_embeddings_and_output_weights else None
     frozen = frozen_units(config)
-    return [unit and unit._replace(trained=unit.name.replace("layer ", "layers.") not in frozen) for unit in (Sizes("embedding", matrix, matrix), *layers, head)]
+    units = Sizes("embedding", matrix, matrix), *layers, head
+    return [unit and unit._replace(trained=unit.name.replace("layer ", "layers.") not in frozen) for unit in units]
 
 
 def rank_blocks(config: Config, world_size: int, stages: Sequence[Stage], placement: Sequence[int], padded_vocab: int, rank: int) -> dict[int, Sizes]:
@@ -97,8 +98,9 @@ def rank_blocks(config: Config, world_size: int, stages: Sequence[Stage], placem
 
 
 def static_bytes(config: Config, blocks: Sequence[Sizes], shard: int) -> dict[str, int]:
-    """Bytes, when the passes of a step are over, of a rank's (distinct) blocks in the order of the forward pass: parameters, gradients, optimizer, host, which is
-    what --optimizer-cpu-offload keeps in the host's memory, and disk, where --optimizer-nvme-offload keeps that, with a ring of buffers in the host's memory.
+    """Bytes, when the passes of a step are over, of a rank's (distinct) blocks in the order of the forward pass: parameters, gradients, optimizer,
+    host, which is what --optimizer-cpu-offload keeps in the host's memory, and disk, where --optimizer-nvme-offload keeps that, with a ring of
+    buffers in the host's memory.
 
     Per element with Adam, N ranks sharing, in bf16: 18 | 6 + 12/N | 2 + 16/N | 16/N at stages 0 | 1 | 2 | 3: 2 of weights, 4 of gradients, 4 of
     master weights, 8 of moments; in fp32 16 | 8 + 8/N | 4 + 12/N | 16/N, where below stage 3 the weights are the master weights. Of a block that is

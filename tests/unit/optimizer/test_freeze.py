@@ -40,8 +40,11 @@ def assembled(outcomes, what: str) -> dict[str, torch.Tensor]:
 
 def unit_of(name: str) -> str:
     """The unit that a logical tensor belongs to."""
-    layer = [".".join(name.split(".")[:2])] if name.startswith("layers.") else []
-    return (layer or [{"embedding.position.weight": "layers.0", "final_norm.weight": "layers.3", "final_norm.bias": "layers.3"}.get(name, name.split(".")[0])])[0]
+    if name == "embedding.position.weight":
+        return "layers.0"
+    if name.startswith("final_norm."):
+        return "layers.3"
+    return ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])
 
 
 def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -84,7 +87,8 @@ def test_every_layout_trains_the_same(gloo_world, references, case):
 
 # ---------------------------------------------------------------- memory, checkpoints, words
 
-WIDE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --vocab-size 255 --bf16 --lr-warmup-iters 0".split()
+WIDE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --vocab-size 255 --bf16
+--lr-warmup-iters 0""".split()
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

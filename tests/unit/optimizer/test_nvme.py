@@ -100,7 +100,8 @@ def test_what_is_read_is_what_was_written_last(tmp_path, lacking):
 
 MUTANTS = {
     "a part is handed out before it has arrived": ("        self._wait(slot)\n        self.using = True", "        self.using = True"),
-    "a pass begins before the last one is written": ("            self._wait(slot)\n        self.plan", "            slot.work = []\n        self.plan"),
+    "a pass begins before the last one is written": ("            self._wait(slot)\n        self.plan",
+                                                     "            slot.work = []\n        self.plan"),
     "a slot is read into before it is written out": ("((out, os.pwritev), (coming, os.preadv))", "((coming, os.preadv), (out, os.pwritev))"),
     "the wrong part comes into a slot": ("[self.at + SLOTS : self.at + SLOTS + 1]", "[self.at + SLOTS - 1 : self.at + SLOTS]"),
     "changes are dropped": ("part if changed else None, *coming", "None, *coming"),
