@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import signal
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron.checkpoint.dcp_folder import DcpFolder
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.pickles import ARGUMENT_CLASSES, DCP_CLASSES, MappedFile, read_pickle, read_torch_file
+from megatron.checkpoint.pickles import ARGUMENT_CLASSES, DCP_CLASSES, TORCH_CLASSES, MappedFile, read_pickle, read_torch_file
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 
 VOCAB, PADDED, LAYERS = 67, 72, 3
@@ -283,6 +284,26 @@ def test_poison_is_refused_by_name_and_does_nothing(theirs, tmp_path, where, way
 def test_pickles_by_hand_are_refused(raw, tmp_path):
     with pytest.raises(CheckpointError, match="refused"):
         read_pickle(raw, DCP_CLASSES, tmp_path / "x")
+
+
+def test_tensors_are_what_the_metadata_says(theirs, tmp_path):
+    path, name = theirs / ".metadata", "embedding.word_embeddings.weight"
+    raw = path.read_bytes()
+    metadata = pickle.loads(raw)
+    metadata.state_dict_metadata[name].chunks[0].sizes = torch.Size((PADDED - 1, 32))
+    path.write_bytes(pickle.dumps(metadata))
+    assert f"a tensor of shape [{PADDED - 1}, 32] is expected" in convert("--from-megatron", theirs, "--save", tmp_path / "run")[1]
+    metadata = pickle.loads(raw)
+    index = next(index for index in metadata.storage_data if index.fqn == name)
+    metadata.storage_data[index].relative_path = "../theirs/__0_0.distcp"
+    path.write_bytes(pickle.dumps(metadata))
+    assert "is not a plain file name" in convert("--from-megatron", theirs, "--save", tmp_path / "run")[1]
+    stream = io.BytesIO()
+    torch.save(torch.arange(6.0)[:3], stream)
+    raw = zipfile.ZipFile(stream).read("archive/data.pkl")
+    assert read_pickle(raw, TORCH_CLASSES, tmp_path, lambda reference: torch.arange(6.0)).tolist() == [0, 1, 2]
+    with pytest.raises(CheckpointError, match="out of bounds"):
+        read_pickle(raw.replace(b"K\x03\x85", b"K\x07\x85"), TORCH_CLASSES, tmp_path, lambda reference: torch.arange(6.0))
 
 
 def test_broken_files_end_in_one_kind_of_error(theirs):
