@@ -238,7 +238,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, help="tokens of the real vocabulary: padding rows beyond them are left behind")
     flags = parser.parse_args(argv)
     direction = next(name for name in ("to_huggingface", "from_huggingface", "from_megatron") if getattr(flags, name) is not None)
-    takes = {"to_huggingface": ["load", "ckpt_step", "dtype"], "from_huggingface": ["save"], "from_megatron": ["save", "config", "vocab_size"]}[direction]
+    imports = {"from_huggingface": ["save"], "from_megatron": ["save", "config", "vocab_size"]}
+    takes = imports.get(direction, ["load", "ckpt_step", "dtype"])
     given = [name for name in ("load", "ckpt_step", "dtype", "save", "config", "vocab_size") if getattr(flags, name) is not None]
     if takes[0] not in given or set(given) - set(takes):
         parser.error(f"--{direction} FOLDER takes --{takes[0]}{''.join(f' [--{name}]' for name in takes[1:])} and nothing else".replace("_", "-"))

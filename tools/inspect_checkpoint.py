@@ -93,8 +93,10 @@ def shares(shards: list[dict[str, Any]]) -> list[str]:
     lines = []
     for stage, records in sorted(stages.items()):
         sizes = [record["bytes"] for record in records]
-        lines.append(f"  pipeline stage {stage}: {len(records)} ranks wrote {gib(sum(sizes))}; largest / mean {max(sizes) * len(sizes) / sum(sizes):.3f}")
-        lines += [f"    rank {record['rank']}: {gib(record['bytes'])} in {record['file']}" for record in sorted(records, key=lambda each: each["rank"])]
+        ratio = max(sizes) * len(sizes) / sum(sizes)
+        lines.append(f"  pipeline stage {stage}: {len(records)} ranks wrote {gib(sum(sizes))}; largest / mean {ratio:.3f}")
+        records.sort(key=lambda record: record["rank"])
+        lines += [f"    rank {record['rank']}: {gib(record['bytes'])} in {record['file']}" for record in records]
     return lines
 
 

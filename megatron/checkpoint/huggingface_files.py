@@ -85,7 +85,8 @@ def write_folder(target: Path, checkpoint: Checkpoint, rules: list[Rule], dtype:
         if not ranks.first:
             return None
         target.parent.mkdir(parents=True, exist_ok=True)
-        notes.extend(f"note: {left} is left of an export that was interrupted: delete it" for left in target.parent.glob(f".{target.name}-{'?' * 16}"))
+        leftovers = target.parent.glob(f".{target.name}-{'?' * 16}")
+        notes.extend(f"note: {left} is left of an export that was interrupted: delete it" for left in leftovers)
         temporary = target.parent / f".{target.name}-{os.urandom(8).hex()}"
         temporary.mkdir()
         free = shutil.disk_usage(temporary).free

@@ -36,7 +36,8 @@ class MpRanks:
         self.folder = folder
         self.pp, self.tp = (1 + max((key[i] for key in found), default=-1) for i in (0, 1))
         if len(found) != self.pp * self.tp or not found:
-            raise CheckpointError(f"{folder}: has {len(found)} files mp_rank_*/{FILE}; {self.pp * self.tp} ranks (tp {self.tp}, pp {self.pp}) are numbered")
+            ranks = f"{self.pp * self.tp} ranks (tp {self.tp}, pp {self.pp}) are numbered"
+            raise CheckpointError(f"{folder}: has {len(found)} files mp_rank_*/{FILE}; {ranks}")
         self.files = {key: read_torch_file(MappedFile(path), ARGUMENT_CLASSES) for key, path in found.items()}
 
     @property
@@ -51,8 +52,8 @@ class MpRanks:
         """Whole tensors (name with global layer numbers, shape, parts of the ranks)."""
         whole: dict[str, list[Tensor]] = {}
         layers = 0
-        chunks = sorted({key for content in self.files.values() for key in content if re.fullmatch(r"model\d*", key)}, key=lambda key: (len(key), key))
-        for chunk in chunks or ["model"]:
+        chunks = {key for content in self.files.values() for key in content if re.fullmatch(r"model\d*", key)}
+        for chunk in sorted(chunks, key=lambda key: (len(key), key)):
             for stage in range(self.pp):
                 layers += self._add(whole, stage, chunk, layers)
         word, head = whole.get("embedding.word_embeddings.weight"), whole.get("output_layer.weight")

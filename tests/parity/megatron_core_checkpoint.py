@@ -83,9 +83,10 @@ def write(out: Path, kind: str, tp: int, pp: int) -> None:
     state = {"args": arguments, "checkpoint_version": 3.0, "iteration": 3, "model": model.sharded_state_dict()}
     dist_checkpointing.save(state, folder, TorchDistSaveShardedStrategy("torch_dist", 1))
     (out / "latest_checkpointed_iteration.txt").write_text("3")
-    name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}" + (f"_{parallel_state.get_pipeline_model_parallel_rank():03d}" if pp > 1 else "")
-    (out / "older" / name).mkdir(parents=True, exist_ok=True)
-    torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 3, "model": model.state_dict()}, out / "older" / name / "model_optim_rng.pt")
+    stage = f"_{parallel_state.get_pipeline_model_parallel_rank():03d}" if pp > 1 else ""
+    older = out / "older" / f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}{stage}"
+    older.mkdir(parents=True, exist_ok=True)
+    torch.save(state | {"model": model.state_dict()}, older / "model_optim_rng.pt")
 
 
 def logits(out: Path, kind: str) -> None:

@@ -126,8 +126,9 @@ def test_flags_from_a_file_and_layers_numbered_in_names(tmp_path):
         if name.startswith("decoder.layers."):
             numbered |= {f"model.decoder.layers.{i}.{name.removeprefix('decoder.layers.')}": value[i].clone() for i in range(LAYERS)}
     for i in range(LAYERS):  # gate and up apart
-        gate, up = numbered.pop(f"model.decoder.layers.{i}.mlp.linear_fc1.weight").chunk(2)
-        numbered |= {f"model.decoder.layers.{i}.mlp.linear_fc1.weight_w": gate.clone(), f"model.decoder.layers.{i}.mlp.linear_fc1.weight_v": up.clone()}
+        name = f"model.decoder.layers.{i}.mlp.linear_fc1.weight"
+        gate, up = numbered.pop(name).chunk(2)
+        numbered |= {f"{name}_w": gate.clone(), f"{name}_v": up.clone()}
     save_alone(tmp_path / "theirs", numbered)
     assert "has no common.pt: give the model's flags with --config" in convert("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "new")[1]
     base, changes, _ = CASES["qwen3"]
