@@ -13,9 +13,9 @@ from typing import Any, Protocol, TypeVar
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.manifest import CheckpointError, DigestTable
 
-BATCH = 4 << 20  # bytes of one coalesced read, rounded out to whole chunks
-THREADS = 4  # that read and verify; hashing and reading leave Python's lock alone
-AHEAD = 5  # runs on their way or read, beside the one in use: with it, all the memory that reading takes
+BATCH = 2 << 20  # bytes of one coalesced read, rounded out to whole chunks: larger runs leave the caches before they are used
+THREADS = 2  # that read and verify; hashing and reading leave Python's lock alone
+AHEAD = 3  # runs on their way or read, beside the one in use and the one before it: all the memory that reading takes
 
 
 class Source(Protocol):

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_checkpoint_ranks import BOTH, all_ranks, dealt, save
 
+from megatron.checkpoint import fetch, manifest
 from megatron.checkpoint.boxes import tiles
 from megatron.checkpoint.index import Index
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.model.layout import Box
 
 
 def open_and_read(root, seed: int, cut_seed: int) -> tuple[list[str], list[str]]:
@@ -68,6 +71,20 @@ def test_an_index_that_was_sent_is_the_one_that_was_opened(tmp_path):
     (path / "shard-00001.digests").write_bytes(b"")  # what comes later is verified later
     with pytest.raises(CheckpointError, match="shard-00001.digests: damaged"):
         Checkpoint(path, opened.encode()).read_all((box, torch.zeros_like(tensor)) for box, tensor in items)
+
+
+def test_reading_holds_a_few_runs_and_no_more(tmp_path):
+    """The peak of what reading 64 MiB allocates beside the tensors: runs ahead, the one in use and the one before it."""
+    tensor = torch.randn(2048, 8192)
+    path = save_in_shards(tmp_path, 1, [[(Box("w", (2048, 8192), (row, 0), (512, 8192)), tensor[row : row + 512])] for row in range(0, 2048, 512)], {})
+    halves = [(Box("w", (2048, 8192), (0, column), (2048, 4096)), torch.zeros(2048, 4096)) for column in (0, 4096)]
+    with Checkpoint(path) as checkpoint:
+        tracemalloc.start()
+        checkpoint.read_all(halves)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert same_bits(torch.cat([half for _, half in halves], 1), tensor)
+    assert fetch.BATCH < peak < (fetch.AHEAD + 2) * (fetch.BATCH + 2 * manifest.CHUNK) + (1 << 20) < tensor.nbytes // 2
 
 
 def test_a_process_that_commits_needs_no_torch():

@@ -162,7 +162,7 @@ def peak_of(*words: object) -> int:
 def test_no_whole_model_in_memory(tmp_path, monkeypatch):
     size = large_run(tmp_path / "run")
     assert size > 160 << 20
-    reader = (fetch.AHEAD + 1) * (fetch.BATCH + manifest.CHUNK)
+    reader = (fetch.AHEAD + 2) * (fetch.BATCH + 2 * manifest.CHUNK)
     bound = reader + 6 * huggingface_files.PIECE  # a piece as it is read, converted and turned (or the writer's 16 MiB), and the allocator
     assert bound < size / 2
     assert peak_of("--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf") < bound
