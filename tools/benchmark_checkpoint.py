@@ -290,7 +290,8 @@ def main(argv: list[str]) -> None:
     if any(each == DEEPSPEED for each in args.systems) and not (args.peers / "deepspeed").is_dir():
         parser.error(f"--peers {args.peers}: no environment deepspeed there; make it with --setup {args.peers}")
     places = prepared(args)
-    document: Row = {"started": datetime.now().isoformat(timespec="seconds"), "command": argv, "machine": machine(), "versions": versions(args.peers),
+    command = ["DIR" if word.startswith("/") else word for word in argv]  # no folder of this machine
+    document: Row = {"started": datetime.now().isoformat(timespec="seconds"), "command": command, "machine": machine(), "versions": versions(args.peers),
                      "rounds": args.rounds, "disk": disk_kind(args.disk), "out": str(args.out), "settings": {}, "rows": []}
     try:
         for ranks in args.processes:
