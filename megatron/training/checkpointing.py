@@ -6,16 +6,16 @@ from functools import partial
 
 from torch import Tensor
 
+from megatron.checkpoint.local.rebuild import LocalCheckpoint
+from megatron.checkpoint.local.tiers import Tiers, settle_run
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.progress import Saved
 from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.rebuild import LocalCheckpoint
 from megatron.checkpoint.replicas import Replicas
 from megatron.checkpoint.retention import Policy
 from megatron.checkpoint.saver import Saver, staging_bytes
 from megatron.checkpoint.share import own_part
-from megatron.checkpoint.tiers import Tiers, settle_run
 from megatron.checkpoint.writer import shard_bytes, try_folder
 from megatron.config.groups import Config
 from megatron.dist.together import together

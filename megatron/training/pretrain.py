@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from megatron import __version__
+from megatron.checkpoint.local.tiers import Tiers
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.tiers import Tiers
 from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config, PrecisionConfig
 from megatron.config.stages import frozen_units, place

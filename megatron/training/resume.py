@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megatron.checkpoint.foreign import model_shapes
+from megatron.checkpoint.foreign.models import model_shapes
 from megatron.checkpoint.index import read_manifest
 from megatron.checkpoint.manifest import CheckpointError, iteration_folder, list_iterations
 from megatron.checkpoint.reader import Checkpoint

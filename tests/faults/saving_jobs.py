@@ -18,13 +18,14 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.checkpoint import local, manifest, writer  # noqa: E402
+from megatron.checkpoint import manifest, writer  # noqa: E402
+from megatron.checkpoint.local import saves  # noqa: E402
+from megatron.checkpoint.local.rebuild import LocalCheckpoint  # noqa: E402
+from megatron.checkpoint.local.tiers import Tiers, settle_run  # noqa: E402
 from megatron.checkpoint.ranks import ONE, Ranks  # noqa: E402
 from megatron.checkpoint.reader import Checkpoint  # noqa: E402
-from megatron.checkpoint.rebuild import LocalCheckpoint  # noqa: E402
 from megatron.checkpoint.saver import Saver, Staging, staging_bytes  # noqa: E402
 from megatron.checkpoint.share import own_part  # noqa: E402
-from megatron.checkpoint.tiers import Tiers, settle_run  # noqa: E402
 from megatron.model.layout import Box, Holder  # noqa: E402
 
 SHAPES = {"embedding.word.weight": (307, 512), "layers.0.mlp.up.weight": (512, 512), "layers.0.mlp.up.bias": (512,)}
@@ -148,7 +149,7 @@ def node_folder(root: Path, node: int) -> Path:
 
 def uncopied_to_partner(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
     """A mutant: a node's shards lie on that node alone."""
-    with mock.patch.object(local, "partner_parcels", lambda *args: []):
+    with mock.patch.object(saves, "partner_parcels", lambda *args: []):
         in_tiers(root, first, ranks, tell)
 
 

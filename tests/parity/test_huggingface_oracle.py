@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.checkpoint.huggingface import to_huggingface
+from megatron.checkpoint.foreign.huggingface import to_huggingface
 from megatron.config.groups import ModelConfig
 from megatron.model.block import PlainBlocks
 from megatron.model.gpt import GPTModel

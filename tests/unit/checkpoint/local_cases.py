@@ -16,12 +16,13 @@ import torch.distributed as dist
 from checkpoint_cases import cut, example, same_bits
 from reshard_cases import start
 
-from megatron.checkpoint import local, manifest, nodes, parcels, rebuild, tiers
+from megatron.checkpoint import manifest
 from megatron.checkpoint.files import write_shard_file
-from megatron.checkpoint.local import save_local
-from megatron.checkpoint.nodes import Nodes, RunId, find_nodes
+from megatron.checkpoint.local import nodes, parcels, rebuild, saves, tiers
+from megatron.checkpoint.local.nodes import Nodes, RunId, find_nodes
+from megatron.checkpoint.local.rebuild import LocalCheckpoint, newest_local, restore_copies
+from megatron.checkpoint.local.saves import save_local
 from megatron.checkpoint.ranks import Ranks
-from megatron.checkpoint.rebuild import LocalCheckpoint, newest_local, restore_copies
 from megatron.dist.groups import Axis
 from megatron.model.layout import Box
 from megatron.training.exit import Exit
@@ -126,7 +127,7 @@ def save_without_room(root: Path, each: int, who: int, call: str) -> str:
     def fail(*args: object) -> None:
         raise OSError(28, os.strerror(28))
 
-    with mock.patch.object(local, call, fail) if dist.get_rank() == who else contextlib.nullcontext():
+    with mock.patch.object(saves, call, fail) if dist.get_rank() == who else contextlib.nullcontext():
         return save(root, each, 2, 5)
 
 
@@ -134,7 +135,7 @@ def checked(root: Path, each: int, check: str, *arguments: object) -> tuple[str,
     """What `require_partners` or `require_room` says."""
     said: list[str] = []
     try:
-        getattr(local, check)(join(root, each), *arguments, *([said.append] if check == "require_partners" else []))
+        getattr(saves, check)(join(root, each), *arguments, *([said.append] if check == "require_partners" else []))
     except ValueError as error:
         return str(error), said
     return "", said
@@ -198,12 +199,12 @@ def die_while_saving(root: Path, each: int, iteration: int, seed: int, who: int,
 
 def _copies_at_home() -> contextlib.AbstractContextManager:
     """The partner is the node itself."""
-    real = local.partner_parcels
+    real = saves.partner_parcels
 
     def near(joined: nodes.Nodes, sizes: list) -> list:
         return [parcel for parcel in real(joined, sizes) if any({parcel.source, parcel.to} <= set(ranks) for ranks in joined.members)]
 
-    return mock.patch.object(local, "partner_parcels", near)
+    return mock.patch.object(saves, "partner_parcels", near)
 
 
 class _Anyone:
@@ -248,15 +249,15 @@ def _damaged_on_the_way() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _damaged_and_unverified() -> Iterator[None]:
-    with _damaged_on_the_way(), mock.patch.object(local, "write_shard_file", _unverified):
+    with _damaged_on_the_way(), mock.patch.object(saves, "write_shard_file", _unverified):
         yield
 
 
 MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
-    "no copies": lambda: mock.patch.object(local, "partner_parcels", lambda nodes, sizes: []),
+    "no copies": lambda: mock.patch.object(saves, "partner_parcels", lambda nodes, sizes: []),
     "copies at home": _copies_at_home,
     "nothing is read to the end": lambda: mock.patch.object(rebuild, "_is_whole", lambda folder, number: True),
-    "no room for copies": lambda: mock.patch.object(local, "write_shard_file", mock.Mock(side_effect=OSError(28, os.strerror(28)))),
+    "no room for copies": lambda: mock.patch.object(saves, "write_shard_file", mock.Mock(side_effect=OSError(28, os.strerror(28)))),
     "nothing is fetched": lambda: mock.patch.object(LocalCheckpoint, "fetch", lambda self, boxes: 0),
     "the folder of any run": lambda: mock.patch.object(RunId, "folder", "run"),
     "any run": _any_run,
@@ -266,7 +267,7 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "the oldest first": lambda: mock.patch.object(rebuild, "sorted", lambda values, reverse=False: sorted(values), create=True),
     "a new start is the old run": lambda: mock.patch.object(tiers, "new_run", lambda save: tiers.read_run(save) or nodes.new_run(save)),
     "a copy is the same run": lambda: mock.patch.object(nodes.os.path, "realpath", lambda path: "everywhere"),
-    "thinned before it is written": lambda: mock.patch.object(local.NodeAttempt, "_make", _thin_first(local.NodeAttempt._make)),
+    "thinned before it is written": lambda: mock.patch.object(saves.NodeAttempt, "_make", _thin_first(saves.NodeAttempt._make)),
 }
 
 

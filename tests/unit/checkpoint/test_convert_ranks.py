@@ -19,8 +19,9 @@ from checkpoint_cases import save_in_shards, same_bits, whole
 from reshard_cases import flags, start
 from test_huggingface import difference
 
-from megatron.checkpoint import fetch, huggingface_files, manifest
-from megatron.checkpoint.foreign import model_shapes, own_rows, own_share
+from megatron.checkpoint import fetch, manifest
+from megatron.checkpoint.foreign import huggingface_files
+from megatron.checkpoint.foreign.models import model_shapes, own_rows, own_share
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.config.groups import Config, ModelConfig
 from megatron.model.layout import Box
@@ -134,7 +135,7 @@ def large_run(root: Path) -> int:
     """A checkpoint of 165 MiB, most of it in an embedding and in matrices that GPT-2 transposes; its bytes."""
     model = ModelConfig(num_layers=1, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=16, kv_channels=64, num_query_groups=16,
                         max_position_embeddings=16)
-    from megatron.checkpoint.foreign import model_shapes
+    from megatron.checkpoint.foreign.models import model_shapes
 
     tensors = {name: torch.rand(shape) for name, shape in model_shapes(model, 30_000).items()}
     save_in_shards(root, 1, [[(whole(name, tensor), tensor) for name, tensor in tensors.items()]],

@@ -10,16 +10,17 @@ import pytest
 import torch
 from checkpoint_cases import example, loads, pairs, save_in_shards
 
-from megatron.checkpoint import drain, manifest, tiers
+from megatron.checkpoint import manifest
 from megatron.checkpoint.background import Background
-from megatron.checkpoint.drain import BURST, copy_shard, limited
 from megatron.checkpoint.index import Index
+from megatron.checkpoint.local import drain, tiers
+from megatron.checkpoint.local.drain import BURST, copy_shard, limited
+from megatron.checkpoint.local.nodes import RunId
+from megatron.checkpoint.local.tiers import Tiers
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.nodes import RunId
 from megatron.checkpoint.ranks import ONE
 from megatron.checkpoint.reader import find_checkpoint
 from megatron.checkpoint.saver import Saver, staging_bytes
-from megatron.checkpoint.tiers import Tiers
 
 
 class Clock:

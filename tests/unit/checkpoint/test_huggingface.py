@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from megatron.checkpoint.huggingface import family, from_huggingface, to_huggingface
-from megatron.checkpoint.huggingface_files import take_rules
+from megatron.checkpoint.foreign.huggingface import family, from_huggingface, to_huggingface
+from megatron.checkpoint.foreign.huggingface_files import take_rules
 from megatron.config.groups import ModelConfig
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel

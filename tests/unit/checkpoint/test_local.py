@@ -23,7 +23,7 @@ from local_cases import (
     save_without_room,
 )
 
-from megatron.checkpoint.parcels import Parcel, in_rounds
+from megatron.checkpoint.local.parcels import Parcel, in_rounds
 
 ONE, TWO = "iter_0000001", "iter_0000002"
 

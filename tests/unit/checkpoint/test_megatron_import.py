@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megatron.checkpoint.dcp_folder import DcpFolder
+from megatron.checkpoint.foreign.dcp_folder import DcpFolder
+from megatron.checkpoint.foreign.pickles import ARGUMENT_CLASSES, DCP_CLASSES, TORCH_CLASSES, MappedFile, read_pickle, read_torch_file
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.pickles import ARGUMENT_CLASSES, DCP_CLASSES, TORCH_CLASSES, MappedFile, read_pickle, read_torch_file
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 
 VOCAB, PADDED, LAYERS = 67, 72, 3

@@ -9,7 +9,7 @@ import pytest
 from local_cases import on_nodes, start_and_die
 from reshard_cases import LAYOUTS, differing, flags, load_and_compare, saved, start
 
-from megatron.checkpoint.nodes import RUN_FILE
+from megatron.checkpoint.local.nodes import RUN_FILE
 
 FEATURE, LAYOUT = "gqa-untied", "tp2dp2"
 EVERY = ("--save-interval", 3, "--local-save-interval", 2)

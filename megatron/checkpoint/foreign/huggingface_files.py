@@ -1,0 +1,274 @@
+"""Hugging Face model folders, written and read by all ranks at once.
+
+A safetensors file's header gives every tensor its place, and the header follows from names and shapes alone: each rank writes its equal
+share of all rows straight into the final files, and equal state gives equal bytes for every number of ranks. A folder that appears under
+its name is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.files import sync_folder
+from megatron.checkpoint.foreign.huggingface import Rule
+from megatron.checkpoint.foreign.models import MappedFile, Pair, own_rows
+from megatron.checkpoint.manifest import HEADER_LIMIT, CheckpointError, encode_header
+from megatron.checkpoint.ranks import Ranks
+from megatron.checkpoint.reader import DTYPE_NAMES, TORCH_DTYPES, Checkpoint
+from megatron.model.layout import Box
+
+FILE = 4 << 30  # most bytes of tensors in one file, unless a single tensor is larger
+PIECE = 8 << 20  # bytes that are read, converted and written at a time
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one tensor of the export lies: in file `file`, from byte `start` on."""
+
+    rule: Rule
+    rows: int  # of our tensors on top of each other: of theirs, or its columns where it is transposed
+    rest: tuple[int, ...]
+    file: int
+    start: int
+
+
+def lay_out(rules: list[Rule], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[list[Place], dict[str, bytes], dict[str, str]]:
+    """Every tensor's place; the files' headers by name; the file of each tensor."""
+    files: list[list[tuple[Rule, int, tuple[int, ...]]]] = []
+    room = 0
+    for rule in rules:
+        rows, rest = sum(shapes[name][0] for name in rule.ours), shapes[rule.ours[0]][1:]
+        size = rows * math.prod(rest) * dtype.itemsize
+        if not files or size > room:
+            files.append([])
+            room = max(size, FILE)
+        files[-1].append((rule, rows, rest))
+        room -= size
+    names = ["model.safetensors"] if len(files) == 1 else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    places, headers = [], {}
+    for number, (name, tensors) in enumerate(zip(names, files, strict=True)):
+        entries = [(rule.theirs, DTYPE_NAMES[dtype], (*rest, rows) if rule.transposed else (rows, *rest)) for rule, rows, rest in tensors]
+        headers[name] = encode_header(entries, {"format": "pt"})
+        at = len(headers[name])
+        for rule, rows, rest in tensors:
+            places.append(Place(rule, rows, rest, number, at))
+            at += rows * math.prod(rest) * dtype.itemsize
+    return places, headers, {place.rule.theirs: names[place.file] for place in places}
+
+
+def write_folder(target: Path, checkpoint: Checkpoint, rules: list[Rule], dtype: torch.dtype, extras: Callable[[Path], list[str]],
+                 ranks: Ranks) -> list[str]:
+    """Write the weights that `rules` name to the new folder `target`, with what `extras` adds to it on the first rank; returns its lines.
+
+    Raises CheckpointError, on several ranks the same ValueError on each; nothing is left then.
+    """
+    places, headers, weight_map = lay_out(rules, {name: stored.shape for name, stored in checkpoint.tensors.items()}, dtype)
+    total = sum(place.rows * math.prod(place.rest) for place in places) * dtype.itemsize
+    temporary: Path | None = None
+    notes: list[str] = []
+
+    def make() -> str | None:
+        nonlocal temporary
+        if not ranks.first:
+            return None
+        target.parent.mkdir(parents=True, exist_ok=True)
+        leftovers = target.parent.glob(f".{target.name}-{'?' * 16}")
+        notes.extend(f"note: {left} is left of an export that was interrupted: delete it" for left in leftovers)
+        temporary = target.parent / f".{target.name}-{os.urandom(8).hex()}"
+        temporary.mkdir()
+        free = shutil.disk_usage(temporary).free
+        if free < total:
+            raise CheckpointError(f"{target}: the export takes {total / 2**30:.2f} GiB, its disk has {free / 2**30:.2f} GiB left")
+        for (name, header), size in zip(headers.items(), _sizes(places, headers, dtype), strict=True):
+            with open(temporary / name, "xb") as file:
+                file.write(header)
+                file.truncate(size)
+        return str(temporary)
+
+    def finish() -> list[str] | None:
+        if not ranks.first:
+            return None
+        if len(headers) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        notes.extend(extras(temporary))
+        for path in temporary.iterdir():
+            _sync(path)
+        sync_folder(temporary)
+        os.rename(temporary, target)
+        sync_folder(target.parent)
+        return notes
+
+    try:
+        folder = Path(ranks.agree(lambda: _in_words(target, make))[0])
+        ranks.agree(lambda: _in_words(target, lambda: _write_share(folder, list(headers), places, checkpoint, dtype, ranks)))
+        return ranks.agree(lambda: _in_words(target, finish))[0]
+    except BaseException:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _sizes(places: list[Place], headers: dict[str, bytes], dtype: torch.dtype) -> list[int]:
+    sizes = [len(header) for header in headers.values()]
+    for place in places:
+        sizes[place.file] = place.start + place.rows * math.prod(place.rest) * dtype.itemsize
+    return sizes
+
+
+def _in_words(target: Path, part: Callable[[], Any]) -> Any:
+    try:
+        return part()
+    except OSError as error:
+        raise CheckpointError(f"{target}: was not written: {error.strerror} ({error.filename or target})") from error
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _write_share(folder: Path, names: list[str], places: list[Place], checkpoint: Checkpoint, dtype: torch.dtype, ranks: Ranks) -> None:
+    """This rank's rows of all tensors, durably."""
+    shares = list(own_rows([(place.rows, math.prod(place.rest)) for place in places], ranks.world.rank, ranks.world.size))
+    report = Progress("exported", sum((last - first) * math.prod(p.rest) for p, (first, last) in zip(places, shares)) * dtype.itemsize, ranks.first)
+    files = {number: os.open(folder / names[number], os.O_WRONLY | os.O_CLOEXEC)
+             for number in sorted({place.file for place, (first, last) in zip(places, shares) if first < last})}
+    try:
+        for place, (first, last) in zip(places, shares, strict=True):
+            for row, piece in _pieces(place, first, last, checkpoint, dtype):
+                _write_piece(files[place.file], place, row, piece)
+                report.add(piece.nbytes)
+        for file in files.values():
+            os.fsync(file)
+    finally:
+        for file in files.values():
+            os.close(file)
+
+
+def _pieces(place: Place, first: int, last: int, checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """Rows [first, last) of the stacked tensors as (row, a few MiB of rows)."""
+    begin = 0
+    for name in place.rule.ours:
+        stored = checkpoint.tensors[name]
+        kept = TORCH_DTYPES[stored.dtype]
+        step = max(1, PIECE // (math.prod(place.rest) * max(kept.itemsize, dtype.itemsize)))
+        end = begin + stored.shape[0]
+        for row in range(max(first, begin), min(last, end), step):
+            rows = min(step, last - row, end - row)
+            piece = torch.empty((rows, *place.rest), dtype=kept)
+            checkpoint.read(Box(name, stored.shape, (row - begin, *(0 for _ in place.rest)), tuple(piece.shape)), piece)
+            yield row, piece.to(dtype)
+        begin = end
+
+
+def _write_piece(file: int, place: Place, row: int, piece: Tensor) -> None:
+    """Rows from `row` on where they belong; a transposed tensor holds them as columns."""
+    size, rest = piece.element_size(), math.prod(place.rest)
+    if not place.rule.transposed:
+        _write_at(file, piece, place.start + row * rest * size)
+    elif len(piece) == place.rows:
+        _write_at(file, piece.t().contiguous(), place.start)
+    else:
+        for line, columns in enumerate(piece.t().contiguous()):
+            _write_at(file, columns, place.start + (line * place.rows + row) * size)
+
+
+def _write_at(file: int, data: Tensor, position: int) -> None:
+    left = memoryview(data.reshape(-1).view(torch.uint8).numpy())
+    while len(left):
+        written = os.pwrite(file, left, position)
+        left, position = left[written:], position + written
+
+
+class Progress:
+    """Every 5 seconds a line with the share done and the time left."""
+
+    def __init__(self, verb: str, total: int, shown: bool) -> None:
+        self.verb, self.total, self.shown, self.done = verb, total, shown, 0
+        self.begin = self.last = time.monotonic()
+
+    def add(self, size: int) -> None:
+        self.done += size
+        now = time.monotonic()
+        if self.shown and now - self.last > 5:
+            self.last = now
+            left = (now - self.begin) * (self.total / self.done - 1)
+            print(f"{self.verb} {self.done / 2**30:.1f} of {self.total / 2**30:.1f} GiB, {left:.0f} s left", file=sys.stderr, flush=True)
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------------
+
+
+def open_folder(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a Hugging Face folder by name, mapped. Raises CheckpointError."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+    elif (folder / "model.safetensors").is_file():
+        names = ["model.safetensors"]
+    else:
+        fix = "pickled weights are not read: save them again with transformers' save_pretrained"
+        raise CheckpointError(f"{folder}: no model.safetensors ({fix})")
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        if Path(name).name != name:
+            raise CheckpointError(f"{index}: {name!r} is not a plain file name")
+        tensors |= _open_file(folder / name)
+    return tensors
+
+
+def _open_file(path: Path) -> dict[str, Tensor]:
+    """The floating-point tensors of a safetensors file; others (buffers of old models) are left out."""
+    file, tensors = MappedFile(path), {}
+    try:
+        (length,) = struct.unpack("<Q", file.bytes[:8])
+        if length > min(HEADER_LIMIT, file.size - 8):
+            raise ValueError(f"a header of {length} bytes in a file of {file.size}")
+        for key, value in json.loads(file.bytes[8 : 8 + length]).items():
+            if key != "__metadata__" and value["dtype"] in TORCH_DTYPES:
+                dtype, shape, (start, stop) = TORCH_DTYPES[value["dtype"]], tuple(map(int, value["shape"])), value["data_offsets"]
+                if min(shape, default=0) < 0 or stop - start != math.prod(shape) * dtype.itemsize:
+                    raise ValueError(f"{key}: {stop - start} bytes for shape {list(shape)}")
+                tensors[key] = file.tensor(dtype, shape, 8 + length + start)
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    return tensors
+
+
+def take_rules(rules: list[Rule], tensors: dict[str, Tensor]) -> list[Pair]:
+    """The logical tensors, whole, as they lie in Hugging Face's."""
+    pairs = []
+    for rule in rules:
+        value = tensors[rule.theirs].t() if rule.transposed else tensors[rule.theirs]
+        for name, part in zip(rule.ours, value.chunk(len(rule.ours)), strict=True):
+            shape = tuple(part.shape)
+            pairs.append((Box(name, shape, (0,) * part.ndim, shape), part))
+    return pairs
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises CheckpointError unless the file is a JSON object."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return content

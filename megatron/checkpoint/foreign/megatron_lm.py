@@ -1,0 +1,156 @@
+"""Megatron-LM's GPT tensors and arguments <-> ours: which of our parameters a name means, and the logical tensors in it.
+
+Facts of Megatron-LM (core 0.5 to 0.16): layers are stacked along a first dimension (or numbered in the name); the fused QKV has for each
+query group the rows of its queries, then of its key and its value; fc1 of a gated MLP has the gate's rows, then the others (`_w` and `_v`
+apart on request); a normalisation before a linear layer may carry that layer's name; the vocabulary is padded. All as ours but for names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.boxes import intersect
+from megatron.checkpoint.foreign.models import Pair
+from megatron.checkpoint.foreign.pickles import Record
+from megatron.config.groups import ModelConfig
+from megatron.model.layout import Box, boxes
+
+Part = tuple[tuple[int, ...], tuple[int, ...], Callable[[], Tensor]]  # offset, extent, and the elements of a box of a tensor
+
+OUTER = {
+    "embedding.word_embeddings.weight": "embedding.word.weight", "embedding.position_embeddings.weight": "layers.0.position.weight",
+    "decoder.final_layernorm": "final_norm", "output_layer.weight": "head.weight",
+}
+INNER = {  # names in a layer, without weight or bias
+    "input_layernorm": "input_norm", "self_attention.linear_qkv.layer_norm": "input_norm", "self_attention.linear_qkv": "attention.qkv",
+    "self_attention.q_layernorm": "attention.q_norm", "self_attention.k_layernorm": "attention.k_norm",
+    "self_attention.linear_proj": "attention.proj", "pre_mlp_layernorm": "mlp_norm", "mlp.linear_fc1.layer_norm": "mlp_norm",
+    "mlp.linear_fc1": "mlp.fc1", "mlp.linear_fc2": "mlp.fc2",
+}
+BESIDE = re.compile(r"optimizer\.|rng_state|.*_extra_state|rerun_state|opt_param_scheduler|chained_\d+\.|param_groups|args\.|common_step|iteration")
+
+
+def our_parameter(name: str) -> tuple[str, int] | None:
+    """(our parameter's name with {} for the layer's number, the half of fc1: 0 or 1, -1 for all) of one of theirs; None when there is none."""
+    name = re.sub(r"^(?:model\d*\.|module\.)+", "", name)
+    half = {"_w": 0, "_v": 1}.get(name[-2:], -1)
+    name = name[:-2] if half >= 0 else name
+    layer = re.fullmatch(r"decoder\.layers\.(?:(\d+)\.)?(.+?)[._](weight|bias)", name)
+    if layer:
+        ours = INNER.get(layer[2])
+        return (f"layers.{layer[1] or '{}'}.{ours}.{layer[3]}", half) if ours and (half < 0 or ours == "mlp.fc1") else None
+    outer = re.fullmatch(r"(.+?)(\.weight|\.bias)", name)
+    if name in OUTER:
+        return OUTER[name], half
+    return (OUTER[outer[1]] + outer[2], half) if outer and outer[1] in OUTER else None
+
+
+def map_tensors(model: ModelConfig, vocab_size: int, tensors: Iterable[tuple[str, tuple[int, ...], list[Part]]]) -> list[Pair]:
+    """The logical tensors in theirs (name, shape, parts). Raises ValueError listing all names that have no counterpart here."""
+    unknown, wrong, pairs = [], [], []
+    for name, shape, parts in tensors:
+        if BESIDE.match(name):
+            continue
+        found = our_parameter(name)
+        if found is None:
+            unknown.append(name)
+            continue
+        ours, half = found
+        if "{}" in ours and shape[0] != model.num_layers:
+            wrong.append(f"{name} holds {shape[0]} layers, --num-layers is {model.num_layers}")
+            continue
+        for layer, part in _layers(ours, shape, parts):
+            try:
+                pairs += _boxes(model, vocab_size, ours.format(layer), shape["{}" in ours :], half, part)
+            except ValueError as error:
+                wrong.append(f"{name}: {error}")
+                break
+    if unknown or wrong:
+        shown = [f"  {name}" for name in unknown[:40]] + [f"  and {len(unknown) - 40} more"] * (len(unknown) > 40)
+        raise ValueError("\n".join([*(["tensors without a counterpart here:"] if unknown else []), *shown, *wrong]))
+    return pairs
+
+
+def _layers(ours: str, shape: tuple[int, ...], parts: list[Part]) -> Iterator[tuple[int, Part]]:
+    """Each layer's part of stacked tensors."""
+    for offset, extent, elements in parts:
+        if "{}" not in ours:
+            yield 0, (offset, extent, elements)
+            continue
+        value = elements()
+        for index in range(extent[0]):
+            yield offset[0] + index, (offset[1:], extent[1:], lambda value=value, index=index: value[index])
+
+
+def _boxes(model: ModelConfig, vocab_size: int, parameter: str, shape: tuple[int, ...], half: int, part: Part) -> Iterator[Pair]:
+    """The logical tensors' parts in a box of a whole parameter of this `shape`."""
+    offset, extent, elements = part
+    if half >= 0:
+        shape, offset = (2 * shape[0], *shape[1:]), (half * shape[0] + offset[0], *offset[1:])
+    value = None
+    for box in boxes(model, vocab_size, parameter, torch.empty(shape, device="meta")):
+        rows, stride = box.extent[0] // box.groups, shape[0] // box.groups
+        if math.prod(box.shape[1:]) != math.prod(shape[1:]) or box.start + rows > stride or (box.groups > 1 and shape[0] % box.groups):
+            raise ValueError(f"shape {list(shape)} does not hold {box.name} {list(box.shape)}")
+        if box.groups > 1:
+            first, last = offset[0] / stride, (offset[0] + extent[0]) / stride
+            if first != int(first) or last != int(last):
+                raise ValueError(f"is cut inside a query group at row {offset[0]}: save it there with fewer tensor-parallel ranks than query groups")
+            low, high, start, groups = int(first) * rows, int(last) * rows, box.start, int(last - first)
+            first_row, last_row = 0, extent[0]
+        else:
+            common = intersect((box.start,), (rows,), (offset[0],), (extent[0],))
+            if common is None:
+                continue
+            ((first_row,), (last_row,)), start, groups = common, 0, 1
+            low, high = first_row - box.start, last_row - box.start
+            first_row, last_row = first_row - offset[0], last_row - offset[0]
+        value = elements() if value is None else value
+        where = (low, *offset[1:])
+        yield dataclasses.replace(box, offset=where, extent=(high - low, *extent[1:]), groups=groups, start=start), value[first_row:last_row]
+
+
+# ---- arguments -----------------------------------------------------------------------------------------------------------
+
+SAME = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "group_query_attention", "max_position_embeddings",
+        "position_embedding_type", "rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "use_rope_scaling",
+        "rope_scaling_factor", "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights",
+        "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by")
+REFUSED = {  # what our models do not have -> the values under which it is not there
+    "apply_layernorm_1p": (None, False), "num_experts": (None, 0), "multi_latent_attention": (None, False), "rotary_interleaved": (None, False),
+    "apply_residual_connection_post_layernorm": (None, False), "window_size": (None,), "mtp_num_layers": (None, 0), "hybrid_layer_pattern": (None,),
+    "add_position_embedding": (None, True),
+}
+
+
+def model_fields(args: Record) -> dict[str, Any]:
+    """Fields of ModelConfig that the arguments kept in a Megatron-LM checkpoint mean. Raises ValueError naming what has no counterpart."""
+    given = dict(args.state) if isinstance(args, Record) and isinstance(args.state, dict) else {}
+    faults = [f"--{name.replace('_', '-')} {given[name]!r}" for name, absent in REFUSED.items() if given.get(name) not in absent]
+    lacking = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if type(given.get(name)) is not int]
+    if faults or lacking:
+        raise ValueError("the arguments in common.pt cannot be taken over: " + "; ".join([*faults, *(f"no {name}" for name in lacking)]))
+    fields = {name: given[name] for name in SAME if given.get(name) is not None}
+    heads = fields["num_attention_heads"]
+    fields.setdefault("kv_channels", fields["hidden_size"] // heads)
+    fields["num_query_groups"] = given["num_query_groups"] if given.get("group_query_attention") else heads
+    fields["norm_epsilon"] = given.get("norm_epsilon") or given.get("layernorm_epsilon") or 1e-5
+    gated = given.get("swiglu")
+    fused = given.get("bias_gelu_fusion") and fields.get("add_bias_linear", True)  # Megatron's fused kernel is the tanh form
+    fields["activation"] = ("swiglu" if gated else "squared-relu" if given.get("squared_relu")
+                            else "gelu-tanh" if given.get("openai_gelu") or fused else "gelu")
+    fields.setdefault("ffn_hidden_size", 4 * fields["hidden_size"])
+    kinds = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
+    for name, value in fields.items():
+        if kinds[name].startswith("float"):
+            fields[name] = float(value)
+        elif isinstance(value, Record):
+            raise ValueError(f"the arguments in common.pt cannot be taken over: --{name.replace('_', '-')} is a {value.kind}")
+    return fields

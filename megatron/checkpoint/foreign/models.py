@@ -1,0 +1,102 @@
+"""Tensors in files of other programs, taken over without loading them: mapped, cut into equal shares, and checked against the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import mmap
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.manifest import CheckpointError
+from megatron.config.groups import ModelConfig
+from megatron.model.arithmetic import padded_vocab_size
+from megatron.model.gpt import GPTModel
+from megatron.model.layout import Box, model_boxes
+
+Pair = tuple[Box, Tensor]  # part of a logical tensor, and the tensor that holds it
+
+
+class MappedFile:
+    """A file's bytes as tensors that the kernel reads when they are used, and may forget again: no memory of this process."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError when it cannot be read."""
+        self.path = path
+        try:
+            with open(path, "rb") as file:
+                self.size = file.seek(0, 2)
+                self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> Tensor:
+        """The elements in C order from byte `start` on. They must not be written to. Raises CheckpointError when the file ends before."""
+        count = math.prod(shape)
+        if start < 0 or start + count * dtype.itemsize > self.size:
+            raise CheckpointError(f"{self.path}: has {self.size} bytes, a tensor of it would end at {start + count * dtype.itemsize}: truncated")
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the bytes are not writable
+            return torch.frombuffer(self.bytes, dtype=dtype, count=count, offset=start).view(shape)
+
+
+def own_rows(sizes: Iterable[tuple[int, int]], rank: int, ranks: int) -> Iterator[tuple[int, int]]:
+    """For each (rows, bytes of a row) in turn the rows [first, last) of this rank: the ranks' shares of all bytes differ by a row at most."""
+    sizes = list(sizes)
+    total = sum(rows * size for rows, size in sizes)
+    low, high = (total * n // ranks for n in (rank, rank + 1))
+    at = 0
+    for rows, size in sizes:
+        first, last = (min(max(-(-(edge - at) // max(size, 1)), 0), rows) for edge in (low, high))
+        yield first, last
+        at += rows * size
+
+
+def own_share(pairs: list[Pair], rank: int, ranks: int) -> list[Pair]:
+    """This rank's part of whole tensors: rows (groups of rows where a box has several), columns where the tensor lies transposed."""
+    cuts = [1 if tensor.ndim == 2 and tensor.stride(0) < tensor.stride(1) else 0 for _, tensor in pairs]
+    counts = [box.extent[1] if cut else box.groups if box.groups > 1 else box.extent[0] for (box, _), cut in zip(pairs, cuts, strict=True)]
+    sizes = [(count, math.prod(box.extent) // max(count, 1) * tensor.element_size()) for (box, tensor), count in zip(pairs, counts, strict=True)]
+    share = []
+    for (box, tensor), cut, count, (first, last) in zip(pairs, cuts, counts, own_rows(sizes, rank, ranks), strict=True):
+        if first == last:
+            continue
+        unit = box.extent[cut] // count
+        offset, extent = list(box.offset), list(box.extent)
+        offset[cut], extent[cut] = offset[cut] + first * unit, (last - first) * unit
+        groups, start = box.groups, box.start
+        if cut:
+            tensor = tensor[:, first:last]
+        elif groups > 1:
+            stride = tensor.shape[0] // groups
+            tensor, groups = tensor[first * stride : last * stride], last - first
+        else:
+            tensor, start = tensor[start + first : start + last], 0
+        share.append((dataclasses.replace(box, offset=tuple(offset), extent=tuple(extent), groups=groups, start=start), tensor))
+    return share
+
+
+@functools.cache
+def model_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """The logical tensors of a model and their shapes. Nothing is allocated."""
+    described = GPTModel(model, vocab_size=vocab_size, padded_vocab=padded_vocab_size(vocab_size, model), dtype=torch.float32, seed=0)
+    return {box.name: box.shape for box, _, _ in model_boxes(described)}
+
+
+def check_shapes(pairs: list[Pair], model: ModelConfig, vocab_size: int) -> None:
+    """Raises ValueError unless the boxes are of exactly the model's tensors, in its shapes; whether they cover them shows when they are saved."""
+    wanted, given = model_shapes(model, vocab_size), {box.name: box.shape for box, _ in pairs}
+    faults = [f"{name} has shape {list(given[name])}, the model's flags want {list(wanted[name])}"
+              for name in given.keys() & wanted.keys() if given[name] != wanted[name]]
+    missing, extra = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
+    faults += [f"tensors missing: {', '.join(missing[:5])} ({len(missing)} in all)"] if missing else []
+    faults += [f"tensors that the model does not have: {', '.join(extra[:5])} ({len(extra)} in all)"] if extra else []
+    if faults:
+        raise ValueError("the tensors are not those of a model with these flags:\n" + "\n".join(f"  {fault}" for fault in sorted(faults)[:10]))

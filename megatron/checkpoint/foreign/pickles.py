@@ -1,0 +1,272 @@
+"""What files of other programs say in pickles, without executing any: an interpreter that knows no classes and calls nothing.
+
+Every class or function that a pickle names must be on the list of those that checkpoints contain, and becomes an inert `Record` of its
+name and its arguments; anything else is refused by name. Files of torch.save are zip files: their tensors are mapped, not loaded.
+"""
+
+from __future__ import annotations
+
+import io
+import pickletools
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.foreign.models import MappedFile
+from megatron.checkpoint.manifest import CheckpointError
+
+STORAGES = {
+    "torch.DoubleStorage": torch.float64, "torch.FloatStorage": torch.float32, "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16, "torch.LongStorage": torch.int64, "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16, "torch.CharStorage": torch.int8, "torch.ByteStorage": torch.uint8, "torch.BoolStorage": torch.bool,
+}
+_DCP = "torch.distributed.checkpoint.metadata."
+_MCORE = "megatron.core."
+DCP_CLASSES = {
+    *(_DCP + name for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+                               "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *(f"torch.distributed.checkpoint.planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),  # cached plans
+    "torch.distributed.checkpoint.filesystem._StorageInfo", "torch.serialization._get_layout", "torch.Size", "pathlib.PosixPath",
+    _MCORE + "dist_checkpointing.strategies.torch.MCoreMetadata",
+    *(f"torch.{name}" for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "strided")),
+}
+TORCH_CLASSES = {
+    *STORAGES, "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter", "collections.OrderedDict", "torch.Size", "torch.device",
+    *(f"torch.{str(dtype).removeprefix('torch.')}" for dtype in STORAGES.values()),
+}
+ARGUMENT_CLASSES = TORCH_CLASSES | {  # what Megatron-LM keeps beside the weights
+    "argparse.Namespace", "types.SimpleNamespace", "signal.Signals", "pathlib.PosixPath", "_io.BytesIO", "_codecs.encode",
+    "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar",
+    "numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType", "collections.defaultdict", "builtins.slice", "builtins.complex",
+    *(_MCORE + name for name in ("enums.ModelType", "transformer.enums.AttnBackend", "transformer.enums.AttnMaskType",
+                                 "transformer.enums.CudaGraphScope", "optimizer.optimizer_config.OptimizerConfig",
+                                 "rerun_state_machine.RerunDiagnostic", "rerun_state_machine.RerunMode", "rerun_state_machine.RerunState")),
+}
+
+
+class Record:
+    """A value of some class that the pickle names: nothing of that class exists here. `state` is a dictionary or what else it holds."""
+
+    def __init__(self, kind: str, args: tuple[Any, ...] | None) -> None:
+        self.kind, self.args, self.state = kind, args, None  # args None: the class itself
+
+    def __getitem__(self, name: str) -> Any:
+        """A field of its state. Raises KeyError."""
+        if not isinstance(self.state, dict):
+            raise KeyError(name)
+        return self.state[name]
+
+
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_TUPLE": tuple, "EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set}
+_VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES",
+           "BINBYTES", "BINBYTES8", "BINSTRING", "SHORT_BINSTRING"}
+
+
+class _Interpreter:
+    """The stack machine of pickle protocols 2 to 5."""
+
+    def __init__(self, known: set[str], storage: Callable[[Any], Any] | None) -> None:
+        self.known, self.storage = known, storage
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self, raw: bytes) -> Any:
+        for opcode, argument, _ in pickletools.genops(raw):
+            name = opcode.name
+            if name == "STOP":
+                return self.stack.pop()
+            if name in _CONSTANTS:
+                self.stack.append(_CONSTANTS[name])
+            elif name in _EMPTY:
+                self.stack.append(_EMPTY[name]())
+            elif name in _VALUES:
+                self.stack.append(argument)
+            elif name not in ("PROTO", "FRAME"):
+                step = getattr(self, f"op_{name}", None)
+                if step is None:
+                    raise ValueError(f"the pickle instruction {name} has no place in a checkpoint")
+                step(argument)
+        raise ValueError("the pickle has no end")
+
+    def _marked(self) -> list[Any]:
+        at = self.marks.pop()
+        values = self.stack[at:]
+        del self.stack[at:]
+        return values
+
+    def op_MARK(self, _: Any) -> None:
+        self.marks.append(len(self.stack))
+
+    def op_POP(self, _: Any) -> None:
+        self.stack.pop()
+
+    def op_TUPLE(self, _: Any) -> None:
+        self.stack.append(tuple(self._marked()))
+
+    def _tuple(self, size: int) -> None:
+        self.stack[-size:] = [tuple(self.stack[-size:])]
+
+    def op_TUPLE1(self, _: Any) -> None:
+        self._tuple(1)
+
+    def op_TUPLE2(self, _: Any) -> None:
+        self._tuple(2)
+
+    def op_TUPLE3(self, _: Any) -> None:
+        self._tuple(3)
+
+    def op_APPEND(self, _: Any) -> None:
+        value = self.stack.pop()
+        _expect(self.stack[-1], list).append(value)
+
+    def op_APPENDS(self, _: Any) -> None:
+        values = self._marked()
+        _expect(self.stack[-1], list).extend(values)
+
+    def op_ADDITEMS(self, _: Any) -> None:
+        values = self._marked()
+        _expect(self.stack[-1], set).update(values)
+
+    def op_SETITEM(self, _: Any) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        _expect(self.stack[-1], dict)[key] = value
+
+    def op_SETITEMS(self, _: Any) -> None:
+        values = self._marked()
+        _expect(self.stack[-1], dict).update(zip(values[::2], values[1::2], strict=True))
+
+    def op_MEMOIZE(self, _: Any) -> None:
+        self.memo[len(self.memo)] = self.stack[-1]
+
+    def op_BINPUT(self, place: int) -> None:
+        self.memo[place] = self.stack[-1]
+
+    op_LONG_BINPUT = op_BINPUT
+
+    def op_BINGET(self, place: int) -> None:
+        self.stack.append(self.memo[place])
+
+    op_LONG_BINGET = op_BINGET
+
+    def op_GLOBAL(self, argument: str) -> None:
+        self._name(*argument.split(" ", 1))
+
+    def op_STACK_GLOBAL(self, _: Any) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        self._name(_expect(module, str), _expect(name, str))
+
+    def _name(self, module: str, name: str) -> None:
+        full = f"{module}.{name}".replace("__builtin__.", "builtins.", 1)
+        if full not in self.known:
+            raise ValueError(f"it names {full}, which has no place in a checkpoint; nothing of it was executed")
+        self.stack.append(Record(full, None))
+
+    def op_REDUCE(self, _: Any) -> None:
+        args, kind = self.stack.pop(), self.stack.pop()
+        self.stack.append(self._made(kind, args))
+
+    op_NEWOBJ = op_REDUCE
+
+    def _made(self, kind: Any, args: Any) -> Any:
+        _expect(args, tuple)
+        if _expect(kind, Record).args is not None:
+            raise ValueError(f"it calls a value of {kind.kind}")
+        if kind.kind in ("collections.OrderedDict", "collections.defaultdict"):
+            return {}
+        if kind.kind == "torch._utils._rebuild_tensor_v2":
+            storage, offset, size, stride = args[:4]
+            return _expect(storage, Tensor).as_strided(tuple(size), tuple(stride), offset)  # torch refuses what reaches beyond the storage
+        if kind.kind == "torch._utils._rebuild_parameter":
+            return _expect(args[0], Tensor)
+        return Record(kind.kind, args)
+
+    def op_BUILD(self, _: Any) -> None:
+        state = self.stack.pop()
+        target = self.stack[-1]
+        if isinstance(target, Record) and target.args is not None:
+            target.state = state
+        elif not isinstance(target, dict):  # attributes of an ordered dictionary are let go
+            raise ValueError("it sets the state of something that has none")
+
+    def op_BINPERSID(self, _: Any) -> None:
+        if self.storage is None:
+            raise ValueError("it refers to something outside it")
+        self.stack.append(self.storage(self.stack.pop()))
+
+
+def _expect(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"a {kind.__name__} is expected, {type(value).__name__} was found")
+    return value
+
+
+def read_pickle(raw: bytes, known: set[str], path: Path, storage: Callable[[Any], Any] | None = None) -> Any:
+    """The value that the pickle `raw` describes: plain Python values and Records of `known` names; `storage` turns references to storages into
+    flat tensors. Raises CheckpointError, naming `path`, for anything else."""
+    try:
+        return _Interpreter(known, storage).run(raw)
+    except (ValueError, TypeError, IndexError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{path}: the pickle in it is refused: {error}") from error
+
+
+class _Part(io.RawIOBase):
+    """A range of a mapped file, as a file."""
+
+    def __init__(self, file: MappedFile, start: int, length: int) -> None:
+        self.data, self.at = memoryview(file.bytes)[start : start + length], 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.at = max(0, (0, self.at, len(self.data))[whence] + offset)
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        part = self.data[self.at : self.at + len(buffer)]
+        buffer[: len(part)] = part
+        self.at += len(part)
+        return len(part)
+
+
+def read_torch_file(file: MappedFile, known: set[str] = TORCH_CLASSES, start: int = 0, length: int | None = None) -> Any:
+    """What torch.save wrote to bytes [start, start + length) of a file; its tensors are mapped. Raises CheckpointError."""
+    length = file.size - start if length is None else length
+    if start < 0 or length < 0 or start + length > file.size:
+        raise CheckpointError(f"{file.path}: has {file.size} bytes, {start + length} are expected: truncated")
+    try:
+        with zipfile.ZipFile(_Part(file, start, length)) as archive:
+            entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            if any(info.compress_type != zipfile.ZIP_STORED for info in entries.values()) or "data.pkl" not in entries:
+                raise ValueError("not as torch.save writes it")
+            if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
+                raise ValueError("written on a machine with another byte order")
+            raw = archive.read(entries["data.pkl"])
+    except (zipfile.BadZipFile, ValueError, OSError, struct.error, NotImplementedError, EOFError) as error:
+        raise CheckpointError(f"{file.path}: is not a file of torch.save (since 1.6): {error}") from error
+
+    def storage(reference: Any) -> Tensor:
+        kind, storage_class, key, _, count = reference
+        if kind != "storage" or storage_class.kind not in STORAGES or type(count) is not int:
+            raise ValueError(f"a reference to {kind!r} of {storage_class.kind}")
+        info, dtype = entries[f"data/{key}"], STORAGES[storage_class.kind]
+        if info.file_size != count * dtype.itemsize:
+            raise ValueError(f"storage {key} has {info.file_size} bytes, {count * dtype.itemsize} are expected")
+        header = start + info.header_offset
+        name, extra = struct.unpack("<HH", file.bytes[header + 26 : header + 30])
+        return file.tensor(dtype, (count,), header + 30 + name + extra)
+
+    return read_pickle(raw, known, file.path, storage)

@@ -1,0 +1,149 @@
+"""Nodes: which ranks see the same local folder; and the run to which local checkpoints belong."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from megatron.checkpoint.files import new_file, sync_folder, write_all
+from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.ranks import Ranks
+
+RUN_FILE = "run_id"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The ranks of the job by the local folder that they see. `root`: --local-checkpoint-dir, the same text on every node."""
+
+    root: Path
+    ranks: Ranks
+    members: tuple[tuple[int, ...], ...]  # ranks of each node, ascending; nodes in the order of their first ranks
+    hosts: tuple[str, ...]  # name of each node's host
+
+    @cached_property
+    def index(self) -> int:
+        """The node of this rank."""
+        return next(i for i, ranks in enumerate(self.members) if self.ranks.world.rank in ranks)
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank does its node's part of what one rank does."""
+        return self.members[self.index][0] == self.ranks.world.rank
+
+    @property
+    def place(self) -> int:
+        """This rank's place among those of its node."""
+        return self.members[self.index].index(self.ranks.world.rank)
+
+    def rank(self, node: int, number: int) -> int:
+        """The rank of a node that moves shard `number`: its ranks take turns."""
+        return self.members[node][number % len(self.members[node])]
+
+
+def find_nodes(root: str | Path, ranks: Ranks) -> Nodes:
+    """Every rank makes a file in its folder `root` and looks whose it sees. Raises CheckpointError when the folder cannot be used on any rank."""
+    root = Path(root)
+    token = ranks.agree(lambda: secrets.token_hex(8))[0]
+
+    def mark(rank: int) -> Path:
+        return root / f".rank-{token}-{rank}"
+
+    def leave() -> str:
+        own_folder(root)
+        with _explained(root), new_file(mark(ranks.world.rank)):
+            pass
+        return socket.gethostname()
+
+    def look() -> list[int]:
+        with _explained(root):
+            names = set(os.listdir(root))
+        return [rank for rank in range(ranks.world.size) if mark(rank).name in names]
+
+    try:
+        hosts = ranks.agree(leave)
+        seen = ranks.agree(look)
+    finally:
+        with suppress(OSError):
+            mark(ranks.world.rank).unlink(missing_ok=True)
+    members = tuple(sorted({tuple(row) for row in seen}))
+    if sorted(rank for row in members for rank in row) != list(range(ranks.world.size)):
+        raise CheckpointError(f"--local-checkpoint-dir {root}: ranks do not agree on who sees the same folder ({members}): give a folder of the node "
+                              "itself, such as one in /dev/shm")
+    return Nodes(root, ranks, members, tuple(hosts[row[0]] for row in members))
+
+
+@contextmanager
+def _explained(root: Path) -> Iterator[None]:
+    """Errors of the file system as CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"--local-checkpoint-dir {root}: {error.strerror}: make it writable, or give another folder") from error
+
+
+def own_folder(root: Path) -> None:
+    """Make `root` (0700), or accept one that this user owns and no other may write to: names in places such as /dev/shm can be guessed."""
+    with _explained(root):
+        with suppress(FileExistsError):
+            os.makedirs(root, mode=0o700)
+        found = root.lstat()
+    wrong = None
+    if not stat.S_ISDIR(found.st_mode):
+        wrong = "is not a folder (links are not followed)"
+    elif found.st_uid != os.geteuid():
+        wrong = f"belongs to another user (uid {found.st_uid})"
+    elif found.st_mode & 0o022:
+        wrong = "may be written to by other users"
+    if wrong:
+        raise CheckpointError(f"--local-checkpoint-dir {root}: {wrong}: give the name of a new folder in it or beside it, "
+                              "which is made with mode 0700")
+
+
+# ---- whose local checkpoints ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunId:
+    """A run: what it is called in its --save folder, and where that lies, so that a copy of the folder is another run."""
+
+    name: str
+    save: str
+
+    @property
+    def folder(self) -> str:
+        return f"run-{self.name}"
+
+
+def read_run(save: str | Path) -> RunId | None:
+    """The run that --save belongs to; None when it has none yet, and in a copy of another's folder."""
+    try:
+        name, at = Path(save, RUN_FILE).read_text().splitlines()
+    except (OSError, ValueError):
+        return None
+    run = RunId(name, os.path.realpath(save))
+    return run if re.fullmatch("[0-9a-f]{32}", name) and at == run.save else None
+
+
+def new_run(save: str | Path) -> RunId:
+    """Make --save another run's. Raises OSError."""
+    run = RunId(secrets.token_hex(16), os.path.realpath(save))
+    temporary = Path(save, f".{RUN_FILE}-{run.name}")
+    with new_file(temporary) as file:
+        write_all(file, [memoryview(f"{run.name}\n{run.save}\n".encode())])
+    os.rename(temporary, Path(save, RUN_FILE))
+    sync_folder(Path(save))
+    return run
+
+
+def forget_run(save: str | Path) -> None:
+    """A run without local checkpoints begins in --save: those of the one before it are not its own."""
+    Path(save, RUN_FILE).unlink(missing_ok=True)

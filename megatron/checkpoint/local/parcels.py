@@ -1,0 +1,121 @@
+"""Shards on their way between nodes: files cut into messages between two ranks, and small strings that all ranks get."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.ranks import Ranks
+from megatron.dist.collectives import all_reduce, is_gloo
+from megatron.dist.p2p import Receiving, Sending
+
+PIECE = 8 << 20  # bytes of one message
+FLYING = 2  # messages on their way at a time
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Shard `number`, `size` bytes, from a rank that has its file to one that gets it."""
+
+    number: int
+    size: int
+    source: int
+    to: int
+
+
+def in_rounds(parcels: Iterable[Parcel], nodes: Sequence[Sequence[int]]) -> list[Parcel]:
+    """The order for `carry`, `nodes` being the ranks of each node: in every round a node sends to one node alone, receives from one alone, or rests.
+
+    First from every node to the next one, then to the one after that, and so on; of the rings that these make every second node sends first.
+    """
+    home = {rank: node for node, ranks in enumerate(nodes) for rank in ranks}
+
+    def turn(parcel: Parcel) -> tuple[int, int, int]:
+        node, steps = home[parcel.source], (home[parcel.to] - home[parcel.source]) % len(nodes)
+        rings = math.gcd(steps, len(nodes))
+        length = len(nodes) // rings
+        place = node // rings * pow(steps // rings, -1, length) % length  # on its ring: node = place * steps + node % rings
+        return steps, 2 if length % 2 and place == length - 1 else place % 2, parcel.number
+
+    return sorted(parcels, key=turn)
+
+
+def carry(
+    parcels: Iterable[Parcel], ranks: Ranks, path: Callable[[int], Path], write: Callable[[int, Iterator[memoryview]], None],
+) -> Exception | None:
+    """Carry parcels, one after the other as each rank sees it; all ranks call this with the same ones in the same order, so none waits in a circle.
+
+    `path(number)` is the file to send, `write(number, pieces)` takes what arrives. What goes wrong here with a file is returned when all
+    has been carried. Over NCCL pieces pass through the device (that way has never run).
+    """
+    fault: Exception | None = None
+    me, device = ranks.world.rank, torch.device("cpu") if ranks.world.size == 1 or is_gloo(ranks.world) else ranks.device
+    for parcel in parcels:
+        try:
+            if parcel.source == me:
+                _send(parcel, path(parcel.number), ranks, device)
+            elif parcel.to == me:
+                pieces = _arriving(parcel, ranks, device)
+                try:
+                    write(parcel.number, pieces)
+                finally:
+                    for _ in pieces:  # what was promised is taken, even when it cannot be written
+                        pass
+        except (OSError, ValueError) as error:
+            fault = fault or error
+    return fault
+
+
+def _pieces(parcel: Parcel) -> Iterator[tuple[int, int]]:
+    return ((start, min(PIECE, parcel.size - start)) for start in range(0, parcel.size, PIECE))
+
+
+def _send(parcel: Parcel, path: Path, ranks: Ranks, device: torch.device) -> None:
+    """What cannot be read is sent as zeros: the receiver counts on the bytes, and refuses them by their digests."""
+    fault, flying = None, []
+    try:
+        file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed below
+    except OSError as error:
+        file, fault = None, error
+    for start, size in _pieces(parcel):
+        piece = torch.zeros(size, dtype=torch.uint8)
+        try:
+            if file is not None and os.preadv(file.fileno(), [memoryview(piece.numpy())], start) != size:
+                raise CheckpointError(f"{path}: ends before byte {start + size}")
+        except (OSError, CheckpointError) as error:
+            fault = fault or error
+        flying.append(Sending(piece.to(device), parcel.to, ranks.world, 0))
+        if len(flying) == FLYING:
+            flying.pop(0).wait()
+    for message in flying:
+        message.wait()
+    if file is not None:
+        file.close()
+    if fault is not None:
+        raise fault
+
+
+def _arriving(parcel: Parcel, ranks: Ranks, device: torch.device) -> Iterator[memoryview]:
+    """The bytes in pieces, each with memory of its own."""
+    sizes, flying = [size for _, size in _pieces(parcel)], []
+    while sizes or flying:
+        while sizes and len(flying) < FLYING:
+            flying.append(Receiving((sizes.pop(0),), torch.uint8, device, parcel.source, ranks.world, 0))
+        yield memoryview(flying.pop(0).wait().cpu().numpy())
+
+
+def share_bytes(parts: dict[int, bytes], sizes: list[int], ranks: Ranks) -> list[bytes]:
+    """Every rank gets all of the strings of `sizes` bytes; `parts` are those, by number, that this rank alone has."""
+    whole, starts = torch.zeros(sum(sizes), dtype=torch.uint8), [0]
+    for size in sizes:
+        starts.append(starts[-1] + size)
+    for number, data in parts.items():
+        whole[starts[number] : starts[number + 1]] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    raw = all_reduce(whole.to(ranks.device), ranks.world).cpu().numpy().tobytes() if sum(sizes) else b""
+    return [raw[start:stop] for start, stop in zip(starts, starts[1:])]
