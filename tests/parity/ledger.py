@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -80,7 +81,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Ledger]:
-        isend, all_reduce, forward, backward = dist.isend, dist.all_reduce, LayerBlock.forward, PlainBlocks.backward
+        isend, all_reduce, all_gather, forward, backward = dist.isend, dist.all_reduce, dist.all_gather, LayerBlock.forward, PlainBlocks.backward
 
         def noted_isend(tensor, dst=None, group=None, tag=0, **kwargs):
             self._note(tensor, group, 1.0, dst, tag)
@@ -94,6 +95,10 @@ class Ledger:
         def refused(*args, **kwargs):
             raise AssertionError("a collective that sends more on Gloo than it needs to")
 
+        def messages_alone(rows, x, group=None, async_op=False):
+            assert x.dtype in (torch.int64, torch.uint8), "an all-gather of the library's, which sends more on Gloo than it needs to"
+            return all_gather(rows, x, group, async_op)
+
         def layer_forward(layer, *args):
             with self.during("forward"):
                 return forward(layer, *args)
@@ -106,7 +111,8 @@ class Ledger:
             for module in (dist, distributed_c10d):  # P2POp compares with the second
                 stack.enter_context(mock.patch.object(module, "isend", noted_isend))
             stack.enter_context(mock.patch.object(dist, "all_reduce", noted_all_reduce))
-            for name in ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
+            stack.enter_context(mock.patch.object(dist, "all_gather", messages_alone))
+            for name in ("all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
                          "broadcast", "reduce", "send"):
                 stack.enter_context(mock.patch.object(dist, name, refused))
             stack.enter_context(mock.patch.object(LayerBlock, "forward", layer_forward))
