@@ -11,7 +11,7 @@ import torch
 
 from megatron.dist.collectives import broadcast_bytes, gather_bytes
 from megatron.dist.groups import ALONE, Axis
-from megatron.dist.together import together
+from megatron.dist.together import raise_together, together
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,16 @@ class Ranks:
 
         When the part of any rank raises ValueError, every rank raises the same error, which names that rank (`together`).
         """
-        with together(self.world, self.device):
-            result = json.dumps(part()).encode()
-        return [json.loads(line) for line in gather_bytes(result, self.world, self.device)]
+        if self.world.size == 1:
+            return [json.loads(json.dumps(part()))]
+        fault = None
+        try:
+            line = "+" + json.dumps(part())
+        except ValueError as error:
+            fault, line = error, "-" + (str(error) or "?")
+        lines = [told.decode() for told in gather_bytes(line.encode(), self.world, self.device)]
+        raise_together([told[1:] if told[0] == "-" else "" for told in lines], self.world, fault)
+        return [json.loads(told[1:]) for told in lines]
 
     def refuse(self, error: ValueError) -> None:
         """Raise it, on every rank the same."""

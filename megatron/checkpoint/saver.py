@@ -136,7 +136,7 @@ class Saver:
         self.background = self.staging = None
         if memory is not None:
             self.background = Background(memory if tiers is None else mmap.PAGESIZE, say)
-            self.background.start()
+            ranks.agree(self.background.start)
             self.staging = Staging(self.background, ranks.device) if tiers is None else None
 
     def save(self, iteration: int, pairs: Iterable[tuple[Box, Tensor]], state: dict[str, Any], replicas: Replicas | None = None) -> None:

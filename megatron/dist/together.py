@@ -55,6 +55,11 @@ def together(axis: Axis, device: torch.device) -> Iterator[None]:
     except ValueError as error:
         fault = error
     texts = [text.decode() for text in gather_bytes(b"" if fault is None else str(fault).encode() or b"?", axis, device)]
+    raise_together(texts, axis, fault)
+
+
+def raise_together(texts: list[str], axis: Axis, fault: ValueError | None) -> None:
+    """Raise RankError, the same on every rank, when `texts` has what went wrong on any (by rank; empty where nothing did); `fault` is this rank's."""
     failed = [rank for rank, text in enumerate(texts) if text]
     if failed:
         same = [rank for rank in failed if texts[rank] == texts[failed[0]]]
