@@ -49,8 +49,16 @@ class Attempt:
         self.iteration, self.name, self.folder = iteration, name, self.root / f".tmp-iter-{iteration}-{name}"
 
     def agree(self, part: Callable[[], Any]) -> list[Any]:
-        """As Ranks.agree, with errors of the file system, of memory and of the device in words."""
+        """As Ranks.agree, with errors of the file system, of memory and of the device in words. Before its first part a rank joins the attempt."""
 
+        def joined() -> Any:
+            if self.lock < 0:
+                self._join()
+            return part()
+
+        return self._agree(joined)
+
+    def _agree(self, part: Callable[[], Any]) -> list[Any]:
         def explained() -> Any:
             try:
                 return part()
@@ -61,8 +69,7 @@ class Attempt:
 
     def __enter__(self) -> Attempt:
         try:
-            self._choose(self.iteration, self.agree(self._make)[0])
-            self.agree(self._join)
+            self._choose(self.iteration, self._agree(self._make)[0])
         except BaseException as error:
             self.__exit__(error)
             raise
@@ -94,8 +101,6 @@ class Attempt:
         return self.name
 
     def _join(self) -> None:
-        if self.ranks.first:
-            return
         try:
             self.lock = hold(self.folder)
         except FileNotFoundError as error:

@@ -78,9 +78,9 @@ class NodeAttempt(Attempt):
         super().__init__(nodes.root / run.folder, iteration, nodes.ranks, partial(_not_done, nodes.root, iteration, done))
 
     def __enter__(self) -> NodeAttempt:
-        self._choose(self.iteration, self.agree(lambda: self.name)[0])
+        self._choose(self.iteration, self._agree(lambda: self.name)[0])
         try:
-            self.agree(self._make)
+            self._agree(self._make)
         except BaseException:
             self.__exit__()
             raise
@@ -92,6 +92,9 @@ class NodeAttempt(Attempt):
         if self.lock >= 0:
             os.close(self.lock)
             self.lock = -1
+
+    def _join(self) -> None:
+        """The node's first rank holds the folder for all."""
 
     def _make(self) -> None:
         if self.nodes.first:
