@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickletools
+import signal
 import struct
 import zipfile
 from collections.abc import Callable
@@ -42,6 +43,7 @@ TORCH_CLASSES = {
 ARGUMENT_CLASSES = TORCH_CLASSES | {  # what Megatron-LM keeps beside the weights
     "argparse.Namespace", "types.SimpleNamespace", "signal.Signals", "pathlib.PosixPath", "_io.BytesIO", "_codecs.encode",
     "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar",
+    *(f"signal.{name}" for name in signal.Signals.__members__),  # how some versions of Python write a signal
     "numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType", "collections.defaultdict", "builtins.slice", "builtins.complex",
     *(_MCORE + name for name in ("enums.ModelType", "transformer.enums.AttnBackend", "transformer.enums.AttnMaskType",
                                  "transformer.enums.CudaGraphScope", "optimizer.optimizer_config.OptimizerConfig",
