@@ -25,8 +25,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from datetime import datetime
-from multiprocessing import active_children, get_context
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -121,16 +122,17 @@ def serve(rank: int, ranks: int, store: str, plans: dict[str, Pairs], pipe: Conn
         pipe.send((begin, end))
 
 
-def start(config: Config, ranks: int, store: Path) -> list[Connection]:
-    """Fork the processes of one layout; their ends of pipes, by rank."""
-    context, pipes = get_context("fork"), []
+def start(config: Config, ranks: int, store: Path) -> tuple[list[Connection], list[BaseProcess]]:
+    """Fork the processes of one layout; their ends of pipes, by rank, and they themselves."""
+    context, pipes, children = get_context("fork"), [], []
     plans = [{mode: written(optimizer, mode) for mode in MODES} for _, optimizer in optimizers(config, ranks)]
     for rank in range(ranks):
         mine, theirs = context.Pipe()
-        context.Process(target=serve, args=(rank, ranks, str(store), plans[rank], theirs), daemon=True).start()
+        children.append(context.Process(target=serve, args=(rank, ranks, str(store), plans[rank], theirs), daemon=True))
+        children[-1].start()
         theirs.close()
         pipes.append(mine)
-    return pipes
+    return pipes, children
 
 
 def save(pipes: list[Connection], mode: str, folder: Path, link: float | None) -> tuple[float, list[int]]:
@@ -150,7 +152,7 @@ def measure(args: argparse.Namespace, stage: int, places: dict[str, tuple[Path, 
     parsed = parse_arguments([*FLAGS.split(), "--hidden-size", str(args.hidden), "--global-batch-size", str(RANKS // 2), "--zero-stage", str(stage)])
     runs = []
     with tempfile.TemporaryDirectory() as own:
-        pipes = start(parsed.config, RANKS, Path(own) / "store")
+        pipes, children = start(parsed.config, RANKS, Path(own) / "store")
         try:
             for index in range(args.rounds + 1):
                 for place, (folder, link) in places.items():
@@ -160,7 +162,7 @@ def measure(args: argparse.Namespace, stage: int, places: dict[str, tuple[Path, 
                         runs += [run] if index > 0 else []
                         print(f"ZeRO-{stage}, {place}, round {index}, {mode}: {seconds:.3f} s, most by mean {imbalance(sizes):.3f}", flush=True)
         finally:
-            for child in active_children():
+            for child in children:
                 child.kill()
                 child.join()
     return runs

@@ -32,7 +32,7 @@ DCP_CLASSES = {
     *(_DCP + name for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
                                "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
     *(f"torch.distributed.checkpoint.planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),  # cached plans
-    "torch.distributed.checkpoint.filesystem._StorageInfo", "torch.serialization._get_layout", "torch.Size", "pathlib.PosixPath",
+    "torch.distributed.checkpoint.filesystem._StorageInfo", "torch.serialization._get_layout", "torch.Size", "pathlib.PosixPath", "builtins.getattr",
     _MCORE + "dist_checkpointing.strategies.torch.MCoreMetadata",
     *(f"torch.{name}" for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "strided")),
 }
@@ -41,7 +41,7 @@ TORCH_CLASSES = {
     *(f"torch.{str(dtype).removeprefix('torch.')}" for dtype in STORAGES.values()),
 }
 ARGUMENT_CLASSES = TORCH_CLASSES | {  # what Megatron-LM keeps beside the weights
-    "argparse.Namespace", "types.SimpleNamespace", "signal.Signals", "pathlib.PosixPath", "_io.BytesIO", "_codecs.encode",
+    "builtins.getattr", "argparse.Namespace", "types.SimpleNamespace", "signal.Signals", "pathlib.PosixPath", "_io.BytesIO", "_codecs.encode",
     "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar",
     *(f"signal.{name}" for name in signal.Signals.__members__),  # how some versions of Python write a signal
     "numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType", "collections.defaultdict", "builtins.slice", "builtins.complex",
@@ -180,6 +180,10 @@ class _Interpreter:
         _expect(args, tuple)
         if _expect(kind, Record).args is not None:
             raise ValueError(f"it calls a value of {kind.kind}")
+        if kind.kind == "builtins.getattr":  # how some versions of Python write a member of an enumeration: of a class that is known, its name
+            if _expect(args[0], Record).args is not None:
+                raise ValueError(f"it asks a value of {args[0].kind} for something")
+            return Record(args[0].kind, (_expect(args[1], str),))
         if kind.kind in ("collections.OrderedDict", "collections.defaultdict"):
             return {}
         if kind.kind == "torch._utils._rebuild_tensor_v2":
