@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import ratio_rule
-from benchmark_training import ROOT, SCRIPTS, Work, busy_seconds, machine, our_flags, setup, wait_until_quiet, write_start
+from benchmark_training import SCRIPTS, Work, busy_seconds, machine, our_flags, setup, wait_until_quiet, write_start
 from loopback import own_loopback, sent_bytes
 from turn_group import Group
 

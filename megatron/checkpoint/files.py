@@ -121,13 +121,14 @@ def write_shard_file(folder: Path, index: int, header: bytes, data: Iterable[mem
         stream.finish()
         size = len(header) + stream.size
     table = m.DigestTable(m.CHUNK, len(header), size, m.chunk_digest(header), tuple(stream.digests))
+    raw = table.encode()
     with new_file(folder / m.table_file(index)) as file:
-        write_all(file, [memoryview(table.encode())])
+        write_all(file, [memoryview(raw)])
     if verify:
         read_back(folder / m.shard_file(index), table)
     if index > 0:
         sync_folder(folder)  # the commit syncs it for the first rank, on whose node this one's names may not be known yet
-    return {"file": m.shard_file(index), "bytes": size, "table_digest": m.table_digest(table.encode())}
+    return {"file": m.shard_file(index), "bytes": size, "table_digest": m.table_digest(raw)}
 
 
 class ChunkStream:

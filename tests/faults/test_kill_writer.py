@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from disk_model import CALLS, Disk, put
+from dying import die_before
 from kill_writer import campaign, check, verdict
 from saving_jobs import JOBS, SAVES, contents
 
@@ -46,36 +46,13 @@ def test_the_documented_command(tmp_path, ranks):
     assert "2 kills" in done.stdout and "0 bad recoveries" in done.stdout
 
 
-def die_before(number: int, save, root: Path) -> int:
-    """Fork a process that saves iteration 2 and is killed before its system call `number`; return its wait status."""
-    child = os.fork()
-    if child == 0:
-        try:
-            left = number
-            for name in CALLS:
-
-                def dying(*args, real=getattr(os, name), **kwargs):
-                    nonlocal left
-                    left -= 1
-                    if left < 0:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return real(*args, **kwargs)
-
-                setattr(os, name, dying)
-            save(root, 2, *contents(2))
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitpid(child, 0)[1]
-
-
 @pytest.mark.parametrize("name", ["real", "in-place"])
 def test_kill_before_every_system_call(tmp_path, name):
     save, recovered, faults = SAVES[name], [], []
     for number in range(200):
         root = tmp_path / str(number)
         save_checkpoint(root, 1, *contents(1))
-        status = die_before(number, save, root)
+        status = die_before(number, CALLS, lambda: save(root, 2, *contents(2)))
         iteration, fault = verdict(root, 2 if status == 0 else 1)
         recovered.append(iteration)
         faults += [fault] if fault else []
@@ -98,7 +75,7 @@ def test_kill_while_a_damaged_checkpoint_is_replaced(tmp_path):
         for iteration in (1, 2):
             save_checkpoint(root, iteration, *contents(iteration))
         (root / "iter_0000002" / "shard-00000.digests").write_bytes(b"damaged")
-        status = die_before(number, save_checkpoint, root)
+        status = die_before(number, CALLS, lambda: save_checkpoint(root, 2, *contents(2)))
         assert check(find_checkpoint(root, step=1, say=lambda line: None), 1) is None
         if status != 0:
             save_checkpoint(root, 2, *contents(2))

@@ -20,7 +20,7 @@ from megatron.checkpoint.boxes import intersect
 from megatron.checkpoint.foreign.models import Pair
 from megatron.checkpoint.foreign.pickles import Record
 from megatron.config.groups import ModelConfig
-from megatron.model.layout import Box, boxes
+from megatron.model.layout import boxes
 
 Part = tuple[tuple[int, ...], tuple[int, ...], Callable[[], Tensor]]  # offset, extent, and the elements of a box of a tensor
 

@@ -52,7 +52,8 @@ class Tiers:
             self._first_says(f"warning: {load} was copied or moved, which makes it another run's: local checkpoints are not looked for")
         if run is None:
             return open_checkpoint(load, None, self.say, ranks, older)
-        found, newest = newest_local(self.nodes, run, 0 if older else max(shared, default=0), self.say), max(shared, default=0)
+        newest = max(shared, default=0)
+        found = newest_local(self.nodes, run, 0 if older else newest, self.say)
         if found is None or found.iteration < newest:
             try:
                 checkpoint = open_checkpoint(load, None, self.say, ranks, older)

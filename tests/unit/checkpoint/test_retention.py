@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_cases import pairs
+from faults.dying import die_before
 from reshard_cases import BASE, FEATURES, start
 
 from megatron.checkpoint import retention
@@ -22,6 +22,7 @@ from megatron.checkpoint.writer import save_checkpoint
 from megatron.observe.tracking import read_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+CALLS = ("open", "writev", "fsync", "rename", "mkdir", "unlink", "rmdir")
 
 
 def save(root: Path, iteration: int) -> None:
@@ -143,29 +144,6 @@ def delete_in_place(root: Path, iteration: int) -> None:
         shutil.rmtree(root / iteration_folder(old))
 
 
-def die_before(number: int, act, root: Path) -> int:
-    """Fork a process that is killed before its system call `number`; its wait status."""
-    child = os.fork()
-    if child == 0:
-        try:
-            left = number
-            for name in ("open", "writev", "fsync", "rename", "mkdir", "unlink", "rmdir"):
-
-                def dying(*args, real=getattr(os, name), **kwargs):
-                    nonlocal left
-                    left -= 1
-                    if left < 0:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return real(*args, **kwargs)
-
-                setattr(os, name, dying)
-            act(root, 3)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitpid(child, 0)[1]
-
-
 def faults_of(root: Path) -> list[str]:
     """What is wrong with a folder in which iteration 2 had been saved."""
     found = []
@@ -184,7 +162,7 @@ def killed(act, ten: Path, folder: Path) -> Iterator[Path]:
         shutil.copytree(ten / iteration_folder(iteration), folder / "start" / iteration_folder(iteration))
     for number in range(100):
         root = shutil.copytree(folder / "start", folder / str(number))
-        status = die_before(number, act, root)
+        status = die_before(number, CALLS, lambda: act(root, 3))
         yield root
         if status == 0:
             return

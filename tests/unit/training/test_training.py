@@ -11,7 +11,7 @@ from megatron.checkpoint import saver
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.model.block import HeadBlock
 from megatron.observe.tracking import read_metrics
-from megatron.training import checkpointing, loop, pretrain
+from megatron.training import loop, pretrain
 from pretrain_gpt import main
 
 TINY = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --global-batch-size 4 --train-iters 12
