@@ -13,7 +13,7 @@ fail() {
     exit 1
 }
 
-# has_pins PYTHON: does it have every pinned version? Another torch >= 2.11 counts when it sees a GPU.
+# has_pins PYTHON: does it have every pinned version? Another torch >= 2.11 counts when it sees a GPU, with the Triton that it came with.
 has_pins() {
     "$1" - "$pins" <<'PYTHON' 2>/dev/null
 import sys
@@ -22,7 +22,7 @@ for line in open(sys.argv[1]):
     name, _, pinned = line.strip().partition("==")
     if not pinned or line.startswith("#") or version(name).split("+")[0] == pinned:
         continue
-    if name != "torch" or tuple(map(int, version(name).split(".")[:2])) < (2, 11):
+    if name not in ("torch", "triton") or tuple(map(int, version("torch").split(".")[:2])) < (2, 11):
         sys.exit(1)
     import torch
     if not torch.cuda.is_available():
@@ -57,7 +57,7 @@ find_python() {
 # install_pins PYTHON [TORCH]: pip install of the pins, with its progress; TORCH is a version to keep instead of the pinned one.
 install_pins() {
     local log="$venv/pip.log" wanted="$venv/wanted.txt" total collected installed start=$SECONDS state pid status=0
-    sed "s/^torch==.*/torch==${2:-$(sed -n 's/^torch==//p' "$pins")}/" "$pins" >"$wanted"
+    sed "${2:+s/^torch==.*/torch==$2/;/^triton==/d}" "$pins" >"$wanted"
     total=$(grep -c '==' "$wanted")
     "$1" -m pip install --only-binary :all: --no-compile --progress-bar off -r "$wanted" >"$log" 2>&1 </dev/null &
     pid=$!

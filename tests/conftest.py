@@ -8,6 +8,7 @@ cause named.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections import defaultdict
@@ -15,6 +16,10 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels run on CPU tensors; Triton reads it when it is first imported
 
 TESTS = Path(__file__).resolve().parent
 MINUTES: dict[str, float] = json.loads((TESTS / "minutes.json").read_text())
@@ -77,8 +82,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = {folder_of(item.path) for item in items} - MINUTES.keys()
     if missing:
         raise pytest.UsageError(f"tests/minutes.json allots no time to {', '.join(sorted(missing))}: add a line")
-    import torch
-
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -87,8 +90,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def one_thread():
     """torch with one thread here, as ranks and forked children have: sums over two have other bits, and a fork may not use its parent's threads."""
-    import torch
-
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,0 +1,76 @@
+"""Triton where it is installed, and what a compile without a GPU needs to know of a kernel. CPU builds of torch come without Triton: the plain
+PyTorch definitions beside the kernels work there too.
+
+A kernel runs compiled on CUDA tensors, and on CPU tensors in Triton's interpreter (TRITON_INTERPRET=1, set before Triton is imported).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+if importlib.util.find_spec("triton") is not None:
+    import triton
+    import triton.language as tl
+
+    jit: Callable = triton.jit
+else:
+    triton = tl = None
+
+    def jit(function: Callable) -> Callable:
+        """The function as it is: nobody can call it."""
+        return function
+
+
+SHARED_MEMORY = 232448  # bytes that a block of threads may have on sm_90
+HOPPER = 90
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One compilation of a kernel as it is shipped: what tools/kernel_manifest.py compiles without a GPU and counts instructions of.
+
+    `signature` maps argument names to Triton's types ("*bf16", "fp32", "i32", "tensordesc<bf16[128, 64]>"), in any order; `constants` are its
+    constexpr arguments; `divisible` names arguments that are multiples of 16 (pointers of torch's allocator are, strides mostly).
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    divisible: tuple[str, ...] = ()
+    num_warps: int = 4
+    num_stages: int = 3
+    arch: int = HOPPER
+    matmul: bool = False  # must use the tensor cores' wgmma instructions, and none of the older ones
+    spills: int = 0  # bytes of registers spilled to memory that are accepted
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, which takes CPU tensors."""
+    return triton is not None and triton.knobs.runtime.interpret
+
+
+def unfit(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why Triton kernels cannot run on tensors of this kind; None when they can."""
+    if dtype == torch.float64:
+        return "float64"
+    if triton is None:
+        return "Triton is not installed (pip install triton)"
+    if device.type == "cuda":
+        major = torch.cuda.get_device_capability(device)[0]
+        return f"a GPU of compute capability {major}, the kernels need 8 or newer" if major < 8 else None
+    return None if interpreted() else "it needs a GPU"
+
+
+def capability(device: torch.device) -> int:
+    """The architecture that configurations are chosen for: 90 for Hopper, whose configurations serve where there is no GPU."""
+    if device.type != "cuda":
+        return HOPPER
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

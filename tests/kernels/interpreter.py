@@ -1,0 +1,80 @@
+"""Triton's interpreter, made honest about bf16. It keeps bf16 as 16-bit integers and computes with those integers, silently.
+
+Mended: matrix products, and conversions from and to fp32 (to nearest, ties to even, as a GPU does). All other arithmetic on bf16 raises
+TypeError: a kernel widens what it loads.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+
+
+def is_bf16(value: object) -> bool:
+    return isinstance(value, Handle) and value.dtype.scalar == tl.bfloat16
+
+
+def widen(bits: np.ndarray) -> np.ndarray:
+    """bf16 as 16-bit integers -> float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def narrow(values: np.ndarray) -> np.ndarray:
+    """float32 -> the nearest bf16 as 16-bit integers, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+
+def mend() -> None:
+    """Change the interpreter of this process; again does nothing."""
+    if getattr(Builder, "honest", False):
+        return
+    Builder.honest = True
+    dot, cast, round_to = Builder.create_dot, Builder.cast_impl, Builder.create_fp_to_fp
+
+    def create_dot(self, a, b, d, precision, imprecise):
+        if is_bf16(a) or is_bf16(b):
+            left, right = (widen(x.data) if is_bf16(x) else x.data for x in (a, b))
+            return Handle(np.matmul(left, right, dtype=np.float32) + d.data, d.dtype.scalar)
+        return dot(self, a, b, d, precision, imprecise)
+
+    def cast_impl(self, source, target):
+        kind = target.scalar
+        if is_bf16(source) and kind != tl.bfloat16:
+            if kind != tl.float32:
+                raise TypeError(f"bf16 to {kind} in the interpreter: go through float32")
+            return Handle(widen(source.data), kind)
+        if kind == tl.bfloat16 and not is_bf16(source):
+            if source.dtype.scalar != tl.float32:
+                raise TypeError(f"{source.dtype.scalar} to bf16 in the interpreter: go through float32")
+            return Handle(narrow(source.data), kind)
+        return cast(self, source, target)
+
+    def create_fp_to_fp(self, source, target, mode):
+        return cast_impl(self, source, target) if is_bf16(source) or target.scalar == tl.bfloat16 else round_to(self, source, target, mode)
+
+    Builder.create_dot, Builder.cast_impl, Builder.create_fp_to_fp = create_dot, cast_impl, create_fp_to_fp
+    arithmetic = ("binary_op", "unary_op", "create_fma", "create_clampf", "create_fabs", "create_exp", "create_exp2", "create_log", "create_log2", "create_sqrt",
+                  "create_rsqrt", "create_sin", "create_cos", "create_floor", "create_erf")
+    for name in arithmetic:
+        if hasattr(Builder, name):
+            setattr(Builder, name, _refusing(name, getattr(Builder, name)))
+    interpreter.ReduceScanOpInterface.apply = _refusing("reduction", interpreter.ReduceScanOpInterface.apply)
+
+
+def _refusing(name: str, function):
+    @wraps(function)
+    def wrapped(self, *args):
+        for value in args:
+            for each in value if isinstance(value, tuple | list) else (value,):
+                if is_bf16(getattr(each, "handle", each)):
+                    raise TypeError(f"{name} on bf16: the interpreter computes it wrongly; widen to float32 after the load")
+        return function(self, *args)
+
+    return wrapped
