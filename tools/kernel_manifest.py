@@ -1,0 +1,172 @@
+"""Compile every shipped kernel for a GPU without one, and compare what comes out with kernels/manifest.json.
+
+    python tools/kernel_manifest.py                   # compare; exit code 1 where a kernel breaks a rule or differs from the manifest
+    python tools/kernel_manifest.py --only norm       # kernels whose name contains this; prints what each compiles to
+    python tools/kernel_manifest.py --write           # after a change that is meant: write the manifest anew
+
+The rows come from the functions `aot()` of kernels/*.py. Rules, whatever the manifest says: matrix products use the tensor cores' wgmma (sm_90) and
+nothing older; no more spilled bytes than the row accepts; shared memory fits. The manifest is keyed by Triton's version: with another one
+only the rules are checked. Compilation runs in processes of its own: the compiler can abort, and the row that it did that with is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron.kernels import lang  # noqa: E402
+
+MANIFEST = ROOT / "kernels/manifest.json"
+COUNTED = {"wgmma": r"HGMMA", "old_mma": r"HMMA", "tma_loads": r"UTMALDG", "tma_stores": r"UTMASTG", "loads_128": r"LDG\.E.*\.128", "stores_128": r"STG\.E.*\.128",
+           "atomics": r"(RED|ATOM)"}
+Facts = dict[str, Any]
+
+
+def rows(only: str = "") -> dict[str, lang.Compiled]:
+    """All shipped configurations by name, of kernels/*.py in order."""
+    found: dict[str, lang.Compiled] = {}
+    for path in sorted((ROOT / "kernels").glob("*.py")):
+        module = importlib.import_module(f"megatron.kernels.{path.stem}")
+        for row in module.aot() if hasattr(module, "aot") else ():
+            assert row.name not in found, f"two rows are called {row.name}"
+            found[row.name] = row
+    return {name: row for name, row in found.items() if only in name}
+
+
+def compile_row(row: lang.Compiled) -> Facts:
+    """What the kernel compiles to: registers of a thread, bytes that it spills and shared memory of a block, counts of instructions."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = row.kernel.arg_names
+    missing = set(names) - set(row.signature) - set(row.constants)
+    assert not missing, f"{row.name}: no type for {', '.join(sorted(missing))}"
+    source = ASTSource(
+        fn=row.kernel, signature={name: "constexpr" if name in row.constants else row.signature[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in row.constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in row.divisible})
+    options = {"num_warps": row.num_warps, "num_stages": row.num_stages, **row.options}
+    return read_cubin(lang.triton.compile(source, target=GPUTarget("cuda", row.arch, 32), options=options))
+
+
+def read_cubin(compiled: Any) -> Facts:
+    tools = Path(lang.triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage, code = (subprocess.run([tools / command[0], *command[1:], file.name], capture_output=True, text=True, check=True).stdout
+                       for command in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c")))
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    instructions = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", code, re.MULTILINE)
+    counts = {name: sum(re.match(pattern, each) is not None for each in instructions) for name, pattern in COUNTED.items()}
+    return {"registers": registers, "spilled": stack, "shared": compiled.metadata.shared, "instructions": len(instructions), **counts}
+
+
+def faults(row: lang.Compiled, facts: Facts) -> list[str]:
+    """The rules that a compilation breaks."""
+    if "error" in facts:
+        return [facts["error"]]
+    found = []
+    if row.matmul and row.arch == lang.HOPPER and (facts["wgmma"] == 0 or facts["old_mma"] > 0):
+        found.append(f"{facts['wgmma']} wgmma and {facts['old_mma']} older matrix instructions: a tile is too small for wgmma")
+    if facts["spilled"] > row.spills:
+        found.append(f"{facts['spilled']} bytes are spilled, {row.spills} are accepted: take smaller tiles or more warps")
+    if facts["shared"] > lang.SHARED_MEMORY:
+        found.append(f"{facts['shared']} bytes of shared memory, a block may have {lang.SHARED_MEMORY}: take smaller tiles or fewer stages")
+    return found
+
+
+def work(names: list[str]) -> None:
+    """Compile these rows, a line of JSON for each."""
+    known = rows()
+    for name in names:
+        try:
+            facts = compile_row(known[name])
+        except Exception as error:
+            facts = {"error": f"does not compile: {type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"}
+        print(json.dumps({name: facts}), flush=True)
+
+
+def compile_all(names: list[str], jobs: int) -> dict[str, Facts]:
+    """What all of these compile to, by processes that may die."""
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+    def some(left: list[str]) -> dict[str, Facts]:
+        found: dict[str, Facts] = {}
+        while left:
+            child = subprocess.run([sys.executable, __file__, "--compile", *left], capture_output=True, text=True, env=environ)
+            for line in child.stdout.splitlines():
+                found |= json.loads(line)
+            left = [name for name in left if name not in found]
+            if left:
+                tail = child.stderr.strip().splitlines()
+                found[left.pop(0)] = {"error": f"the compiler died with code {child.returncode}: {tail[-1] if tail else ''}"}
+        return found
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return {name: facts for part in pool.map(some, [names[index::jobs] for index in range(jobs)]) for name, facts in part.items()}
+
+
+def differences(found: dict[str, Facts], known: dict[str, Facts], *, whole: bool) -> list[str]:
+    """Where compilations are not those of the manifest; `whole`: nothing may be in it that was not compiled."""
+    lines = [f"{name}: not in the manifest" for name in found if name not in known]
+    lines += [f"{name}: {key} {found[name].get(key)}, the manifest has {known[name].get(key)}"
+              for name in found if name in known for key in sorted(found[name].keys() | known[name].keys()) if found[name].get(key) != known[name].get(key)]
+    return lines + ([f"{name}: in the manifest, but no kernel has it" for name in known if name not in found] if whole else [])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose name contains it")
+    parser.add_argument("--write", action="store_true", help="write the manifest")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at once")
+    parser.add_argument("--compile", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if lang.triton is None:
+        parser.error("Triton is not installed: pip install triton==3.6.0")
+    if arguments.compile:
+        work(arguments.compile)
+        return 0
+    selected, version = rows(arguments.only), lang.triton.__version__
+    if not selected:
+        parser.error(f"--only {arguments.only}: no kernel is called so; there are {', '.join(rows())}")
+    found = compile_all(list(selected), arguments.jobs)
+    manifest = json.loads(MANIFEST.read_text()) if MANIFEST.exists() else {}
+    broken = [f"{name}: {fault}" for name, row in selected.items() for fault in faults(row, found[name])]
+    if arguments.only:
+        for name in selected:
+            print(name, json.dumps(found[name]))
+    if arguments.write:
+        kept = manifest.get(version, {}) if arguments.only else {}
+        rewritten = {version: {name: facts for name, facts in sorted((kept | found).items()) if "error" not in facts}}
+        MANIFEST.write_text(_as_table(rewritten))
+    elif version in manifest:
+        broken += differences(found, manifest[version], whole=not arguments.only)
+    else:
+        print(f"the manifest is of Triton {', '.join(manifest)}, this is {version}: only the rules are checked")
+    print(*broken, sep="\n")
+    print(f"{len(selected)} kernels compiled with Triton {version}, {len(broken)} faults")
+    return 1 if broken else 0
+
+
+def _as_table(manifest: dict[str, dict[str, Facts]]) -> str:
+    """JSON with a line for each kernel."""
+    parts = [f'"{version}": {{\n' + ",\n".join(f"{json.dumps(name)}: {json.dumps(facts)}" for name, facts in kernels.items()) + "\n}"
+             for version, kernels in manifest.items()]
+    return "{" + ",\n".join(parts) + "}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
