@@ -60,6 +60,8 @@ def unfit(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why Triton kernels cannot run on tensors of this kind; None when they can."""
     if dtype == torch.float64:
         return "float64"
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return None  # a plan for another machine
     if triton is None:
         return "Triton is not installed (pip install triton)"
     if device.type == "cuda":
@@ -70,7 +72,7 @@ def unfit(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def capability(device: torch.device) -> int:
     """The architecture that configurations are chosen for: 90 for Hopper, whose configurations serve where there is no GPU."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():
         return HOPPER
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor

@@ -54,18 +54,25 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap:
     return probabilities.to(v.dtype) @ v, lse
 
 
-def choose_attention(config: ModelConfig, *, training: bool) -> str:
-    """The implementation of the attention core: plain where sdpa cannot do what is asked, else as the flag says.
-
-    Raises ValueError when --attention-backend sdpa is forced with settings it cannot compute.
-    """
-    needs_plain = [name for name, needed in (
+def beyond_sdpa(config: ModelConfig, *, training: bool) -> list[str]:
+    """The settings, as flags with their remedy, that torch's fused attention cannot compute."""
+    return [name for name, needed in (
         ("--attention-dropout above 0 (use 0)", training and config.attention_dropout > 0),
         ("--attn-logit-softcapping", config.attn_logit_softcapping is not None),
     ) if needed]
+
+
+def choose_attention(config: ModelConfig, *, training: bool) -> str:
+    """The implementation of the attention core: what the flag says, else torch's fused one where it can do what is asked.
+
+    Raises ValueError when --attention-backend sdpa is forced with settings it cannot compute.
+    """
+    if config.attention_backend in ("triton", "plain"):
+        return config.attention_backend
+    needs_plain = beyond_sdpa(config, training=training)
     if config.attention_backend == "sdpa" and needs_plain:
         raise ValueError(f"--attention-backend sdpa cannot compute {', '.join(needs_plain)}: drop it, or take --attention-backend auto")
-    return "plain" if needs_plain or config.attention_backend == "plain" else "sdpa"
+    return "plain" if needs_plain else "sdpa"
 
 
 def attention_core(q: Tensor, k: Tensor, v: Tensor, *, scale: float, backend: str = "sdpa", q_positions: Tensor | None = None,

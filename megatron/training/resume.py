@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from megatron.training.run import Run
 
 # Model fields that change neither weights nor results, and those a continued run may change on purpose.
-_FREE_MODEL_FIELDS = {"attention_backend", "hidden_dropout", "attention_dropout", "z_loss_coeff", "init_method_std"}
+_BACKENDS = {f"{operator}_backend" for operator in ("attention", "norm", "rotary", "activation", "dropout", "cross_entropy")}
+_FREE_MODEL_FIELDS = {*_BACKENDS, "hidden_dropout", "attention_dropout", "z_loss_coeff", "init_method_std"}
 _NO_ARITHMETIC = {"init_method_std", "distributed_timeout_minutes", "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
                   "use_tp_pp_dp_mapping", "num_layers_per_virtual_pipeline_stage", "zero3_keep_gathered", "overlap_param_gather"}
 _OPTIMIZER_ARITHMETIC = ("optimizer", "adam_implementation", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload",

@@ -1,0 +1,87 @@
+"""The table that chooses implementations: what auto takes, what is refused and with which way out, and what a model is built from."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron.config.groups import ModelConfig
+from megatron.kernels import apex, dispatch, lang
+from megatron.kernels.dispatch import OPERATORS, choose
+from megatron.model.kernels import choose_kernels
+
+CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
+QUIET = ModelConfig(hidden_dropout=0.0, attention_dropout=0.0)
+
+
+@pytest.fixture
+def no_interpreter(monkeypatch):
+    monkeypatch.setattr(lang, "interpreted", lambda: False)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """A machine whose table says that Triton wins everything."""
+    monkeypatch.setattr(dispatch, "MEASURED", frozenset((operator, lang.HOPPER) for operator in OPERATORS))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_auto_on_a_cpu_is_torch(operator, no_interpreter):
+    expected = "sdpa" if operator == "attention" else "torch"
+    assert str(choose(operator, "auto", CPU, torch.float32)) == expected
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_auto_takes_triton_where_it_has_been_measured_to_win(operator, measured):
+    assert choose(operator, "auto", GPU, BF16).implementation == "triton"
+    assert choose(operator, "auto", GPU, torch.float64).implementation in ("torch", "sdpa")
+
+
+def test_auto_says_what_it_did_not_take_on_a_gpu():
+    assert str(choose("norm", "auto", GPU, BF16)) == "torch (--norm-backend triton has not been measured here)"
+    assert str(choose("attention", "auto", GPU, torch.float64)) == "sdpa (triton: float64)"
+
+
+def test_what_cannot_be_had_is_refused_with_a_way_out(no_interpreter):
+    with pytest.raises(ValueError, match=r"^--norm-backend triton: it needs a GPU; drop the flag, or take torch$"):
+        choose("norm", "triton", CPU, BF16)
+    with pytest.raises(ValueError, match=r"^--attention-backend triton: float64; drop the flag, or take sdpa or plain$"):
+        choose("attention", "triton", GPU, torch.float64)
+    with pytest.raises(ValueError, match=r"^--norm-backend apex: module fused_layer_norm_cuda is missing .*; drop the flag, or take"):
+        choose("norm", "apex", GPU, BF16)
+    with pytest.raises(ValueError, match=r"^--attention-backend sdpa: cannot compute --attention-dropout above 0 \(use 0\); drop the flag, or take plain$"):
+        choose_kernels(dataclasses.replace(QUIET, attention_dropout=0.1, attention_backend="sdpa"), CPU, BF16)
+
+
+def test_without_triton(monkeypatch, no_interpreter):
+    monkeypatch.setattr(lang, "triton", None)
+    assert lang.unfit(CPU, BF16) == "Triton is not installed (pip install triton)"
+    assert choose("norm", "auto", CPU, BF16).implementation == "torch"
+
+
+def test_a_model_is_built_without_auto(no_interpreter):
+    resolved, choices = choose_kernels(QUIET, CPU, BF16)
+    assert {resolved.norm_backend, resolved.rotary_backend, resolved.activation_backend, resolved.dropout_backend, resolved.cross_entropy_backend} == {"torch"}
+    assert resolved.attention_backend == "auto" and choices["attention"].implementation == "sdpa"
+    _, choices = choose_kernels(ModelConfig(), CPU, BF16)
+    assert choices["attention"].implementation == "plain"
+
+
+def test_in_the_interpreter_a_flag_forces_triton():
+    if not lang.interpreted():
+        pytest.skip("there is a GPU")
+    forced = dataclasses.replace(ModelConfig(), **{f"{operator.replace('-', '_')}_backend": "triton" for operator in OPERATORS})
+    resolved, choices = choose_kernels(forced, CPU, torch.float32)
+    assert {choice.implementation for choice in choices.values()} == {"triton"} and resolved == forced
+
+
+def test_apex_is_found_by_what_it_holds(tmp_path, monkeypatch):
+    assert apex.missing("norm") == "module fused_layer_norm_cuda is missing (NVIDIA's apex, built with its CUDA extensions)"
+    (tmp_path / "fused_layer_norm_cuda.py").write_text("def forward_affine(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert apex.missing("norm").startswith("not NVIDIA's apex: module 'fused_layer_norm_cuda' has no attribute 'backward_affine'")
+    (tmp_path / "fused_weight_gradient_mlp_cuda.py").write_text("def wgrad_gemm_accum_fp32(x, dy, grad):\n    grad.add_(dy.t().to(grad.dtype) @ x.to(grad.dtype))\n")
+    assert apex.missing("weight gradient") is None
+    dy, x, grad = torch.randn(5, 3), torch.randn(5, 4), torch.ones(3, 4)
+    apex.add_weight_grad(dy, x, grad)
+    torch.testing.assert_close(grad, 1 + dy.t() @ x)
