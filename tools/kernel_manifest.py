@@ -2,6 +2,7 @@
 
     python tools/kernel_manifest.py                   # compare; exit code 1 where a kernel breaks a rule or differs from the manifest
     python tools/kernel_manifest.py --only norm       # kernels whose name contains this; prints what each compiles to
+    python tools/kernel_manifest.py --rows trial.py   # the rows of another file's `aot()`: to try configurations
     python tools/kernel_manifest.py --write           # after a change that is meant: write the manifest anew
 
 The rows come from the functions `aot()` of kernels/*.py. Rules, whatever the manifest says: matrix products use the tensor cores' wgmma (sm_90) and
@@ -12,7 +13,7 @@ only the rules are checked. Compilation runs in processes of its own: the compil
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -34,11 +35,16 @@ COUNTED = {"wgmma": r"HGMMA", "old_mma": r"HMMA", "tma_loads": r"UTMALDG", "tma_
 Facts = dict[str, Any]
 
 
-def rows(only: str = "") -> dict[str, lang.Compiled]:
-    """All shipped configurations by name, of kernels/*.py in order."""
+def rows(file: str | None = None, only: str = "") -> dict[str, lang.Compiled]:
+    """All shipped configurations by name, of kernels/*.py in order, or those of a file."""
     found: dict[str, lang.Compiled] = {}
-    for path in sorted((ROOT / "kernels").glob("*.py")):
-        module = importlib.import_module(f"megatron.kernels.{path.stem}")
+    if file is None:
+        modules = [importlib.import_module(f"megatron.kernels.{path.stem}") for path in sorted((ROOT / "kernels").glob("*.py"))]
+    else:
+        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+        modules = [importlib.util.module_from_spec(spec)]
+        spec.loader.exec_module(modules[0])
+    for module in modules:
         for row in module.aot() if hasattr(module, "aot") else ():
             assert row.name not in found, f"two rows are called {row.name}"
             found[row.name] = row
@@ -88,9 +94,9 @@ def faults(row: lang.Compiled, facts: Facts) -> list[str]:
     return found
 
 
-def work(names: list[str]) -> None:
+def work(file: str | None, names: list[str]) -> None:
     """Compile these rows, a line of JSON for each."""
-    known = rows()
+    known = rows(file)
     for name in names:
         try:
             facts = compile_row(known[name])
@@ -99,14 +105,14 @@ def work(names: list[str]) -> None:
         print(json.dumps({name: facts}), flush=True)
 
 
-def compile_all(names: list[str], jobs: int) -> dict[str, Facts]:
+def compile_all(names: list[str], jobs: int, file: str | None = None) -> dict[str, Facts]:
     """What all of these compile to, by processes that may die."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
     def some(left: list[str]) -> dict[str, Facts]:
         found: dict[str, Facts] = {}
         while left:
-            child = subprocess.run([sys.executable, __file__, "--compile", *left], capture_output=True, text=True, env=environ)
+            child = subprocess.run([sys.executable, __file__, *(["--rows", file] if file else []), "--compile", *left], capture_output=True, text=True, env=environ)
             for line in child.stdout.splitlines():
                 found |= json.loads(line)
             left = [name for name in left if name not in found]
@@ -130,6 +136,7 @@ def differences(found: dict[str, Facts], known: dict[str, Facts], *, whole: bool
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose name contains it")
+    parser.add_argument("--rows", metavar="FILE", help="a Python file with a function aot()")
     parser.add_argument("--write", action="store_true", help="write the manifest")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--compile", nargs="+", help=argparse.SUPPRESS)
@@ -137,21 +144,25 @@ def main() -> int:
     if lang.triton is None:
         parser.error("Triton is not installed: pip install triton==3.6.0")
     if arguments.compile:
-        work(arguments.compile)
+        work(arguments.rows, arguments.compile)
         return 0
-    selected, version = rows(arguments.only), lang.triton.__version__
+    if arguments.write and arguments.rows:
+        parser.error("--write: the manifest is that of kernels/; drop --rows")
+    selected, version = rows(arguments.rows, arguments.only), lang.triton.__version__
     if not selected:
-        parser.error(f"--only {arguments.only}: no kernel is called so; there are {', '.join(rows())}")
-    found = compile_all(list(selected), arguments.jobs)
+        parser.error(f"--only {arguments.only}: no kernel is called so; there are {', '.join(rows(arguments.rows))}")
+    found = compile_all(list(selected), arguments.jobs, arguments.rows)
     manifest = json.loads(MANIFEST.read_text()) if MANIFEST.exists() else {}
     broken = [f"{name}: {fault}" for name, row in selected.items() for fault in faults(row, found[name])]
-    if arguments.only:
+    if arguments.only or arguments.rows:
         for name in selected:
             print(name, json.dumps(found[name]))
     if arguments.write:
         kept = manifest.get(version, {}) if arguments.only else {}
         rewritten = {version: {name: facts for name, facts in sorted((kept | found).items()) if "error" not in facts}}
         MANIFEST.write_text(_as_table(rewritten))
+    elif arguments.rows:
+        pass
     elif version in manifest:
         broken += differences(found, manifest[version], whole=not arguments.only)
     else:
