@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from megatron.dist.collectives import all_gather
+from megatron.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_parts
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 # Logits widened and exponentiated at once, in bytes: a CPU core's cache; a GPU wants few launches.
@@ -22,63 +25,100 @@ def _wide_logits(logits: Tensor, softcap: float | None) -> Tensor:
     return wide if softcap is None else (wide / softcap).tanh_().mul_(softcap)
 
 
-def _label_columns(labels: Tensor, columns: int, tp: TensorParallel) -> tuple[Tensor | None, Tensor]:
-    """(whether this rank holds a token's label, the label's column here). Not asked on one rank, where a label out of range is a fault."""
-    if tp.size == 1:
-        return None, labels
-    return (labels >= 0) & (labels < columns), labels.clamp(0, max(columns - 1, 0))
+@dataclass(frozen=True)
+class Columns:
+    """The columns of the logits that this rank holds: how they are reduced to three numbers a token, and turned into their gradient.
 
+    Logits are [n, padded v / size], labels [n] counted from this rank's first column. `backend`: torch, or triton (kernels/cross_entropy.py).
+    """
 
-class _CrossEntropy(torch.autograd.Function):
-    """Each rank reduces its columns to three numbers a token; one all-gather of them gives the loss on every rank."""
+    count: int  # that are no padding
+    softcap: float | None
+    tp: TensorParallel
+    backend: str
 
-    @staticmethod
-    def forward(ctx, logits: Tensor, labels: Tensor, columns: int, softcap: float | None, tp: TensorParallel) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        parts = torch.empty((3, *labels.shape), dtype=wide, device=logits.device)  # maximum, sum of exponentials, logit of the label
+    def reduce(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """[3, n]: the maximum, the sum of exponentials after it is taken off, and the logit of the label where it is here, else 0."""
+        if self.backend == "triton":
+            return cross_entropy_parts(logits, labels, self.count, self.softcap)
+        parts = torch.empty((3, *labels.shape), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
         top, exponentials, target = parts
-        here, index = _label_columns(labels, columns, tp)
-        for rows in _chunks(logits) if columns else ():
-            z = _wide_logits(logits[rows, :columns], softcap)
+        here, index = self._find(labels)
+        for rows in _chunks(logits) if self.count else ():
+            z = _wide_logits(logits[rows, : self.count], self.softcap)
             top[rows] = z.amax(-1)
             target[rows] = z.gather(-1, index[rows, None]).squeeze(-1)
             exponentials[rows] = (z - top[rows, None]).exp_().sum(-1)
-        if tp.size == 1:
+        if self.count == 0:  # this rank holds nothing but padding
+            top.fill_(torch.finfo(parts.dtype).min), exponentials.zero_(), target.zero_()
+        if here is not None:
+            target.mul_(here)
+        return parts
+
+    def combine(self, parts: Tensor) -> tuple[Tensor, Tensor]:
+        """(loss, log-sum-exp) [n] from each rank's three numbers a token, which are overwritten. One all-gather."""
+        top, exponentials, target = parts
+        if self.tp.size == 1:
             lse = exponentials.log_().add_(top)
         else:
-            if columns == 0:  # this rank holds nothing but padding
-                top.fill_(torch.finfo(wide).min), exponentials.zero_(), target.zero_()
-            target.mul_(here)
-            tops, sums, targets = all_gather(parts[None], tp.axis).unbind(1)  # [ranks, tokens]
+            tops, sums, targets = all_gather(parts[None], self.tp.axis).unbind(1)  # [ranks, tokens]
             top = tops.amax(0)
             lse = (sums * (tops - top).exp_()).sum(0).log_().add_(top)
             target = targets.sum(0)
-        ctx.logits, ctx.columns, ctx.softcap = logits, columns, softcap
-        ctx.save_for_backward(lse, index, here)
         return lse - target, lse
+
+    def into_gradient(self, logits: Tensor, labels: Tensor, lse: Tensor, dloss: Tensor, dlse: Tensor) -> None:
+        """Overwrite the logits with their gradient."""
+        if self.backend == "triton":
+            cross_entropy_backward_(logits, labels, lse, dloss, dlse, self.count, self.softcap)
+            return
+        here, index = self._find(labels)
+        for rows in _chunks(logits) if self.count else ():
+            part = logits[rows, : self.count]
+            z = _wide_logits(part, self.softcap)
+            dz = (z.sub_(lse[rows, None]) if self.softcap is None else z - lse[rows, None]).exp_().mul_((dloss + dlse)[rows, None])
+            dz.scatter_add_(-1, index[rows, None], -dloss[rows, None] if here is None else -(dloss * here)[rows, None])
+            if self.softcap is not None:
+                dz.mul_(1 - (z / self.softcap).square_())
+            part.copy_(dz)
+        logits[:, self.count :] = 0
+
+    def _find(self, labels: Tensor) -> tuple[Tensor | None, Tensor]:
+        """(whether a label is here, its column here). Not asked on one rank, where a label out of range is a fault."""
+        if self.tp.size == 1:
+            return None, labels
+        return (labels >= 0) & (labels < self.count), labels.clamp(0, max(self.count - 1, 0))
+
+
+def own_columns(width: int, vocab_size: int, softcap: float | None, tp: TensorParallel, backend: str) -> tuple[int, Columns]:
+    """(the first of this rank's columns, `width` on each rank, what is done with them)."""
+    first = tp.axis.rank * width
+    columns = min(max(vocab_size - first, 0), width)
+    return first, Columns(columns, softcap, tp, backend)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor, labels: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
+        loss, lse = columns.combine(columns.reduce(logits, labels))
+        ctx.logits, ctx.columns = logits, columns
+        ctx.save_for_backward(lse, labels)
+        return loss, lse
 
     @staticmethod
     def backward(ctx, dloss: Tensor, dlse: Tensor):
-        lse, index, here = ctx.saved_tensors
+        lse, labels = ctx.saved_tensors
         logits, ctx.logits = ctx.logits, None  # consumed: the gradient takes the logits' storage
-        for rows in _chunks(logits) if ctx.columns else ():
-            part = logits[rows, : ctx.columns]
-            z = _wide_logits(part, ctx.softcap)
-            dz = (z.sub_(lse[rows, None]) if ctx.softcap is None else z - lse[rows, None]).exp_().mul_((dloss + dlse)[rows, None])
-            dz.scatter_add_(-1, index[rows, None], -dloss[rows, None] if here is None else -(dloss * here)[rows, None])
-            if ctx.softcap is not None:
-                dz.mul_(1 - (z / ctx.softcap).square_())
-            part.copy_(dz)
-        logits[:, ctx.columns :] = 0
-        return logits, None, None, None, None
+        ctx.columns.into_gradient(logits, labels, lse, dloss, dlse)
+        return logits, None, None
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int, softcap: float | None = None, tp: TensorParallel = DENSE) -> tuple[Tensor, Tensor]:
+def cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int, softcap: float | None = None, tp: TensorParallel = DENSE,
+                  backend: str = "torch") -> tuple[Tensor, Tensor]:
     """(loss, log-sum-exp) per token [s, b] in fp32 (fp64 for fp64) from this rank's logits [s, b, padded v / size] and labels [s, b].
 
     Vocabulary entries from vocab_size on are padding: no probability mass, no gradient. The backward pass overwrites the logits.
     """
-    first = tp.axis.rank * logits.shape[-1]
-    columns = min(max(vocab_size - first, 0), logits.shape[-1])
-    loss, lse = _CrossEntropy.apply(logits.flatten(0, 1), labels.flatten() - first, columns, softcap, tp)
+    first, columns = own_columns(logits.shape[-1], vocab_size, softcap, tp, backend)
+    loss, lse = _CrossEntropy.apply(logits.flatten(0, 1), labels.flatten() - first, columns)
     return loss.view(labels.shape), lse.view(labels.shape)

@@ -157,7 +157,7 @@ def input_bytes(shape: Shape) -> int:
 
 
 def loss_bytes(shape: Shape) -> int:
-    """What the loss keeps of a micro-batch: shifted labels and three numbers a token; on tensor-parallel ranks whose label it is, too."""
+    """What the loss keeps of a micro-batch: shifted labels and three numbers a token."""
     return shape.tokens * (8 + 3 * shape.wide)
 
 

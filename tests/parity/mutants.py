@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant("a maximum of logits not shared", f"{LAYERS}/loss.py",
            "(sums * (tops - top).exp_()).sum(0)", "sums.sum(0)", ("fp64-gpt-tp2",)),
     Mutant("probability for padded vocabulary", f"{LAYERS}/loss.py",
-           "columns = min(max(vocab_size - first, 0), logits.shape[-1])", "columns = logits.shape[-1]", ("fp64-padding-tp2-sp",)),
+           "columns = min(max(vocab_size - first, 0), width)", "columns = width", ("fp64-padding-tp2-sp",)),
     Mutant("heads of every rank numbered from 0 in dropout", f"{LAYERS}/attention.py",
            "self.first_head = tp.axis.rank * self.heads", "self.first_head = 0", ("fp64-dropout-tp2",)),
     Mutant("positions of every rank counted from 0 in dropout", f"{MODEL}/gpt.py",

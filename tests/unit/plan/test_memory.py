@@ -40,8 +40,8 @@ def configure(precision: PrecisionConfig = PrecisionConfig(), training: dict | N
 
 # Per token: shifted labels and three numbers of the loss.
 LOSS = (8 + 3 * 4) * SEQ * BATCH
-# Per token: the log-sum-exp, label columns here and whether they are here, rows of the embedding and whether they are elsewhere.
-TP_LOSS = (4 + 8 + 1 + 8 + 1) * SEQ * BATCH
+# Per token: the log-sum-exp, label columns here, rows of the embedding and whether they are elsewhere.
+TP_LOSS = (4 + 8 + 8 + 1) * SEQ * BATCH
 
 
 def planned(config: Config, tp: int = 1) -> int:
