@@ -10,16 +10,18 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.integrity import read_back
 
 FOLDER_MODE, FILE_MODE = 0o750, 0o640  # the umask may take more away
-BUFFERS = 1024  # most buffers that one writev takes
-AHEAD = 8 << 20  # bytes after which the kernel is asked to begin to write them to the disk
+BUFFERS = 1024  # most buffers that one pwritev takes
+AHEAD = 8  # chunks after which the kernel is asked to begin to write them to the disk
 
 
 @contextmanager
@@ -33,11 +35,12 @@ def new_file(path: Path) -> Iterator[int]:
         os.close(file)
 
 
-def write_all(file: int, buffers: list[memoryview]) -> int:
-    """Write them one after the other; returns their bytes. A short write is gone on with, or raises what is wrong."""
-    total, left = sum(map(len, buffers)), [data for data in buffers if len(data)]
+def write_all(file: int, buffers: list[memoryview], at: int = 0) -> int:
+    """Write them one after the other from byte `at` of the file on; returns their bytes. A short write is gone on with, or raises what is wrong."""
+    total, left = 0, [data for data in buffers if len(data)]
     while left:
-        written = os.writev(file, left[:BUFFERS])
+        written = os.pwritev(file, left[:BUFFERS], at + total)
+        total += written
         while left and written >= len(left[0]):
             written -= len(left.pop(0))
         if left:
@@ -107,20 +110,18 @@ def clean(root: Path, attempt: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def write_shard_file(folder: Path, index: int, header: bytes, data: Iterable[memoryview], *, verify: bool = False,
+def write_shard_file(folder: Path, index: int, header: bytes, data: Iterable[memoryview], *, threads: int = 1, verify: bool = False,
                      progress: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
     """Write shard `index`, `header` and then `data`, and its digest table into `folder`, durably; return the shard's entry in the manifest.
 
-    `verify` reads both back from the disk; raises CheckpointError when they are not what was written. `progress` is told of bytes as they are written.
+    With one of `threads` what of `data` has filled a chunk is written before more is asked for; with several each takes a chunk in turn.
+    `verify` reads both files back from the disk; raises CheckpointError when they are not what was written. `progress` is told of bytes as they are
+    written.
     """
     with new_file(folder / m.shard_file(index)) as file:
         write_all(file, [memoryview(header)])
-        stream = ChunkStream(file, progress)
-        for part in data:
-            stream.append(part)
-        stream.finish()
-        size = len(header) + stream.size
-    table = m.DigestTable(m.CHUNK, len(header), size, m.chunk_digest(header), tuple(stream.digests))
+        digests, size = _write_data(file, len(header), data, threads, progress)
+    table = m.DigestTable(m.CHUNK, len(header), len(header) + size, m.chunk_digest(header), tuple(digests))
     raw = table.encode()
     with new_file(folder / m.table_file(index)) as file:
         write_all(file, [memoryview(raw)])
@@ -128,48 +129,59 @@ def write_shard_file(folder: Path, index: int, header: bytes, data: Iterable[mem
         read_back(folder / m.shard_file(index), table)
     if index > 0:
         sync_folder(folder)  # the commit syncs it for the first rank, on whose node this one's names may not be known yet
-    return {"file": m.shard_file(index), "bytes": size, "table_digest": m.table_digest(raw)}
+    return {"file": m.shard_file(index), "bytes": table.size, "table_digest": m.table_digest(raw)}
 
 
-class ChunkStream:
-    """Writes a stream of buffers, without copying them, and digests every m.CHUNK bytes of it.
+def _write_data(file: int, start: int, data: Iterable[memoryview], threads: int, progress: Callable[[int], None]) -> tuple[list[bytes], int]:
+    """Write `data` from byte `start` of the file on, without copying it; returns the digests of its chunks, and its bytes.
 
-    Half a chunk at a time is written, then digested: the write has left it in the cache. The disk writes meanwhile: what is left to the fsync in
-    the end is little.
+    A chunk is digested, then written: the digest leaves it in the cache, which saves the write more than the digest takes. The disk writes
+    meanwhile: what is left to the fsync in the end is little.
     """
+    chunks, lock, digests, size = enumerate(_chunks(data)), Lock(), {}, 0
 
-    def __init__(self, file: int, progress: Callable[[int], None] = lambda count: None) -> None:
-        self.file, self.digests, self.size, self.progress = file, [], 0, progress
-        self.parts: list[memoryview] = []  # of the half chunk that is not full yet
-        self.room = self.half = m.CHUNK // 2
-        self.begun = 0  # so much is on its way to the disk
-        self.hasher = m.chunk_hasher()
+    def work() -> None:
+        nonlocal chunks, size
+        hasher = m.chunk_hasher()
+        try:
+            while True:
+                with lock:
+                    number, parts = next(chunks, (0, None))
+                if parts is None:
+                    return
+                hasher.reset()
+                for part in parts:
+                    hasher.update(part)
+                digests[number] = hasher.digest()
+                count = write_all(file, parts, start + number * m.CHUNK)
+                if number % AHEAD == AHEAD - 1:
+                    os.posix_fadvise(file, start + (number + 1 - AHEAD) * m.CHUNK, AHEAD * m.CHUNK, os.POSIX_FADV_DONTNEED)
+                with lock:
+                    size += count
+                    progress(count)
+        except BaseException:
+            chunks = iter(())  # the others stop too
+            raise
 
-    def append(self, data: memoryview) -> None:
-        while len(data):
-            part, data = data[: self.room], data[self.room :]
-            self.parts.append(part)
-            self.room -= len(part)
-            if self.room == 0:
-                self._write()
+    if threads == 1:
+        work()
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            for each in [pool.submit(work) for _ in range(threads)]:
+                each.result()
+    return [digests[number] for number in range(len(digests))], size
 
-    def _write(self) -> None:
-        count = write_all(self.file, self.parts)
-        self.size += count
-        self.progress(count)
-        for part in self.parts:
-            self.hasher.update(part)
-        self.parts, self.room = [], self.half
-        if self.size % m.CHUNK == 0:
-            self.digests.append(self.hasher.digest())
-            self.hasher.reset()
-        if self.size - self.begun >= AHEAD:
-            os.posix_fadvise(self.file, self.begun, self.size - self.begun, os.POSIX_FADV_DONTNEED)
-            self.begun = self.size
 
-    def finish(self) -> None:
-        """Write what has come since the last full half."""
-        if self.parts:
-            self._write()
-        if self.size % m.CHUNK:
-            self.digests.append(self.hasher.digest())
+def _chunks(data: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """The stream in lists of parts of m.CHUNK bytes in all; the last list may hold less."""
+    parts, room = [], m.CHUNK
+    for each in data:
+        while len(each):
+            parts.append(each[:room])
+            each = each[room:]
+            room -= len(parts[-1])
+            if room == 0:
+                yield parts
+                parts, room = [], m.CHUNK
+    if parts:
+        yield parts

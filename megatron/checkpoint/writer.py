@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron.model.layout import Box
 
 PIECE = 16 << 20  # bytes copied at a time from tensors that lie on a device or are strided
+THREADS = 4  # most that write a shard: most file systems let one write to a file at a time, and the others digest and copy meanwhile
 
 
 def save_checkpoint(
@@ -70,10 +71,11 @@ def try_folder(root: str | Path, ranks: Ranks = ONE) -> None:
 
 
 def write_shard(folder: Path, index: int, shards: int, iteration: int, pairs: list[tuple[Box, Tensor]], **options: Any) -> dict[str, Any]:
-    """Write shard `index` of `shards` and its digest table into `folder`; `options` and result as `write_shard_file`'s."""
+    """Write shard `index` of `shards` and its digest table into `folder`, by the threads that torch has; `options` and result as
+    `write_shard_file`'s."""
     pairs = in_file_order(pairs)
     data = (memoryview(piece.reshape(-1).view(torch.uint8).numpy()) for box, tensor in pairs for piece in _host_pieces(box.view(tensor.detach())))
-    return write_shard_file(folder, index, shard_header(pairs, index, shards, iteration), data, **options)
+    return write_shard_file(folder, index, shard_header(pairs, index, shards, iteration), data, threads=min(torch.get_num_threads(), THREADS), **options)
 
 
 def shard_bytes(pairs: Iterable[tuple[Box, Tensor]]) -> int:

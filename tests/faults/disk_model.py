@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from threading import Lock
 
-CALLS = ("open", "writev", "fsync", "rename", "mkdir", "close")
+CALLS = ("open", "pwritev", "fsync", "rename", "mkdir", "close")
 
 
 class Node:
@@ -23,7 +24,7 @@ class Disk:
     """
 
     def __init__(self, root: Path) -> None:
-        self.root, self.top, self.files, self.crashes, self.acknowledged = root, Node({}), {}, [], 0
+        self.root, self.top, self.files, self.crashes, self.acknowledged, self.lock = root, Node({}), {}, [], 0, Lock()
 
     def follow(self, monkeypatch) -> None:
         """The calls of this process, which are carried out too."""
@@ -32,10 +33,11 @@ class Disk:
 
     def _followed(self, name: str, real):
         def call(*args, **kwargs):
-            self.crash()
-            result = real(*args, **kwargs)
-            getattr(self, f"on_{name}")(result, *args)
-            return result
+            with self.lock:  # several threads may write
+                self.crash()
+                result = real(*args, **kwargs)
+                getattr(self, f"on_{name}")(result, *args)
+                return result
 
         return call
 
@@ -88,8 +90,9 @@ class Disk:
         a.now = {name: child for name, child in a.now.items() if name != old}
         b.now = b.now | {new: node}
 
-    def on_writev(self, count, file, buffers):
-        self.files[file].now += b"".join(buffers)[:count]
+    def on_pwritev(self, count, file, buffers, at):
+        data, node = b"".join(buffers)[:count], self.files[file]
+        node.now = node.now[:at].ljust(at, b"\0") + data + node.now[at + count :]
 
     def on_fsync(self, _, file):
         self.files[file].durable = self.files[file].now

@@ -348,7 +348,7 @@ log, write = os.open({path!r}, os.O_WRONLY | os.O_APPEND | os.O_CREAT), os.write
 
 def recorded(name, real):
     def call(*args, **kwargs):
-        shown = (args[0], [bytes(part) for part in args[1]]) if name == "writev" else args
+        shown = (args[0], [bytes(part) for part in args[1]], args[2]) if name == "pwritev" else args
         result = real(*args, **kwargs)
         write(log, pickle.dumps((os.getpid(), name, result, shown)))
         return result

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from disk_model import CALLS, Disk, put
 from dying import die_before
 from kill_writer import campaign, check, verdict
@@ -46,8 +47,14 @@ def test_the_documented_command(tmp_path, ranks):
     assert "2 kills" in done.stdout and "0 bad recoveries" in done.stdout
 
 
+def two_threads(monkeypatch) -> None:
+    """To write a shard; the rest has one: a process that is forked must not wait for threads that stay behind."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+
 @pytest.mark.parametrize("name", ["real", "in-place"])
-def test_kill_before_every_system_call(tmp_path, name):
+def test_kill_before_every_system_call(tmp_path, monkeypatch, name):
+    two_threads(monkeypatch)
     save, recovered, faults = SAVES[name], [], []
     for number in range(200):
         root = tmp_path / str(number)
@@ -95,6 +102,7 @@ def power_losses(tmp_path, monkeypatch) -> list[str]:
     root.mkdir()
     disk = Disk(root)
     with monkeypatch.context() as patch:
+        two_threads(patch)
         disk.follow(patch)
         for iteration in (1, 2):
             save_checkpoint(root, iteration, *contents(iteration))

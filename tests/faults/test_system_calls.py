@@ -29,7 +29,7 @@ with writers_begin_with({prologue!r}):
 def faults_of_order(root: Path, prologue: str = "") -> list[str]:
     """What is not durable when it must be; `prologue` is executed in the writer before it begins."""
     log, program = root.with_suffix(".strace"), ONE_SAVE.format(folder=str(Path(__file__).parent), prologue=prologue)
-    command = ["strace", "-f", "-y", "-qq", "-o", str(log), "-e", "trace=openat,writev,fsync,rename", sys.executable, "-c", program, str(root)]
+    command = ["strace", "-f", "-y", "-qq", "-o", str(log), "-e", "trace=openat,pwritev,fsync,rename", sys.executable, "-c", program, str(root)]
     subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     unsynced: set[str] = set()  # files and folders
     faults, renamed = [], 0
@@ -40,7 +40,7 @@ def faults_of_order(root: Path, prologue: str = "") -> list[str]:
         paths = [path for path in re.findall(r'[<"]([^<>"]+)[>"]', call) if path.startswith(str(root))]
         if call.startswith("openat") and "O_CREAT" in call:
             unsynced |= {paths[0], str(Path(paths[0]).parent)}
-        elif call.startswith("writev"):
+        elif call.startswith("pwritev"):
             unsynced.add(paths[0])
         elif call.startswith("fsync"):
             unsynced.discard(paths[0])

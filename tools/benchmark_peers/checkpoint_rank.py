@@ -207,7 +207,7 @@ def own_bytes(folder: Path, rank: int) -> int:
 def main(system: str) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))  # as in training
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     tensors = {}

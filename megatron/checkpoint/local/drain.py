@@ -58,8 +58,8 @@ def _read(file: Any, size: int) -> bytes:
 
 
 def _data(file: Any) -> Iterator[memoryview]:
-    """The rest of the file, in one buffer: a part that is taken has been written when the next one is asked for."""
-    buffer, held = memoryview(bytearray(m.CHUNK // 2)), 0
+    """The rest of the file, in one buffer of a chunk: one that is taken has been written when the next is asked for."""
+    buffer, held = memoryview(bytearray(m.CHUNK)), 0
     while True:
         got = file.readinto(buffer[held:])
         held += got

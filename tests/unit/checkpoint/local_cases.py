@@ -163,7 +163,7 @@ def save_with_pictures(root: Path, each: int, iteration: int, seed: int, picture
 
         return call
 
-    reals = {name: getattr(os, name) for name in ("writev", "rename", "fsync", "mkdir")}
+    reals = {name: getattr(os, name) for name in ("pwritev", "rename", "fsync", "mkdir")}
     joined = join(root, each)
     dist.barrier()
     with small(mutant, 1 << 16), mock.patch.multiple(os, **{name: pictured(real) for name, real in reals.items()}):
@@ -188,7 +188,7 @@ def die_while_saving(root: Path, each: int, iteration: int, seed: int, who: int,
     joined = join(root, each)
     dist.barrier()
     if dist.get_rank() == who:
-        for name in ("writev", "rename", "fsync", "mkdir"):
+        for name in ("pwritev", "rename", "fsync", "mkdir"):
             setattr(os, name, deadly(getattr(os, name)))
     with small(None, 1 << 16):
         save_local(joined, RUN, iteration, dealt(seed, seed), STATE, True)

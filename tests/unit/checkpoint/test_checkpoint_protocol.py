@@ -172,7 +172,7 @@ def test_file_size_limit(root):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("call", ["open", "writev", "fsync", "rename"])
+@pytest.mark.parametrize("call", ["open", "pwritev", "fsync", "rename"])
 def test_any_failing_system_call_leaves_the_older_checkpoint(root, monkeypatch, call):
     """Each call of a save fails in turn with an I/O error: one CheckpointError, or the save was complete before it (the tracker)."""
     real, failed = getattr(os, call), 0
@@ -202,17 +202,17 @@ def test_any_failing_system_call_leaves_the_older_checkpoint(root, monkeypatch, 
             loads(path, example(at))
             if count < at:  # no such call any more
                 break
-    assert failed >= {"open": 4, "writev": 3, "fsync": 4, "rename": 1}[call]
+    assert failed >= {"open": 4, "pwritev": 3, "fsync": 4, "rename": 1}[call]
 
 
 def test_short_writes_are_completed(root, monkeypatch):
-    real, rng = os.write, random.Random(4)
+    rng = random.Random(4)
 
-    def short(file, buffers):
+    def short(file, buffers, at):
         joined = b"".join(buffers)
-        return real(file, joined[: rng.randint(1, len(joined))])
+        return os.pwrite(file, joined[: rng.randint(1, len(joined))], at)
 
-    monkeypatch.setattr(files.os, "writev", short)
+    monkeypatch.setattr(files.os, "pwritev", short)
     loads(save_checkpoint(root, 2, pairs(example(2)), STATE), example(2))
 
 

@@ -281,7 +281,7 @@ def save_failing_on(root, ranks: list[int], kind: str, call: str | None, at: int
         setattr(module, name, real)
 
 
-@pytest.mark.parametrize("call", ["open", "writev", "fsync", "rename"])
+@pytest.mark.parametrize("call", ["open", "pwritev", "fsync", "rename"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_any_failing_system_call_of_any_rank(gloo_world, tmp_path, call, rank):
     """Each call of one rank's save fails in turn: one error on both, or the save was complete before it; nothing waits for ever."""
@@ -300,7 +300,7 @@ def test_any_failing_system_call_of_any_rank(gloo_world, tmp_path, call, rank):
         else:
             failed += 1
             assert_one_error(outcomes, f"rank {rank}: {root}: the checkpoint of iteration 2 was not saved: Input/output error", root)
-    assert at < 39 and failed >= {"open": 2, "writev": 2, "fsync": 2, "rename": 0}[call] + (rank == 0)
+    assert at < 39 and failed >= {"open": 2, "pwritev": 2, "fsync": 2, "rename": 0}[call] + (rank == 0)
 
 
 def save_elsewhere(root) -> tuple[str, list[str]]:

@@ -22,7 +22,7 @@ from megatron.checkpoint.writer import save_checkpoint
 from megatron.observe.tracking import read_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CALLS = ("open", "writev", "fsync", "rename", "mkdir", "unlink", "rmdir")
+CALLS = ("open", "pwritev", "fsync", "rename", "mkdir", "unlink", "rmdir")
 
 
 def save(root: Path, iteration: int) -> None:
