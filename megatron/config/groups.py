@@ -208,8 +208,8 @@ class OptimizerConfig:
 
     optimizer: Literal["adam", "sgd"] = "adam"
     """adam is AdamW (decoupled weight decay)."""
-    adam_implementation: Literal["auto", "apex", "torch-fused", "torch"] = flag("auto", megatron="absent there")
-    """auto takes NVIDIA apex's FusedAdam when present on a GPU, else torch's fused AdamW."""
+    adam_implementation: Literal["auto", "triton", "apex", "torch-fused", "torch"] = flag("auto", megatron="absent there")
+    """auto takes NVIDIA apex's FusedAdam when present on a GPU, else torch's fused AdamW; triton computes the gradient's norm too."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients are accumulated, with bf16 weights: bf16 takes 2 bytes a parameter less, and loses bits with every micro-batch."""
     exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"

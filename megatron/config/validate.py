@@ -196,7 +196,7 @@ def _optimizer(run: Run) -> Iterator[str]:
         for field in (*moments, *(["optimizer_cpu_offload"] if run.optimizer_cpu_offload else [])):
             yield f"{run.show(field)}: not something that apex's FusedAdam does; drop --adam-implementation apex, or this"
     if run.fp64:
-        for field in moments:
+        for field in (*moments, *(["adam_implementation"] if run.adam_implementation == "triton" else [])):
             yield f"{run.show(field)}: contradicts --fp64; drop one"
     if run.has("num_layers"):
         try:

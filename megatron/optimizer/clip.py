@@ -7,12 +7,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from megatron.kernels import grad_norm
+
 PIECE = 1 << 16  # elements widened to float64 at once on a CPU: half a megabyte, in cache
 PIECE_CUDA = 1 << 20
 
 
-def sum_of_squares(buffers: Iterable[Tensor], device: torch.device = torch.device("cpu")) -> Tensor:
-    """Sum of squares of flat fp32 or fp64 buffers in float64 (an fp32 sum over 60M elements is off by thousands of ulp)."""
+def sum_of_squares(buffers: Iterable[Tensor], device: torch.device = torch.device("cpu"), implementation: str = "torch") -> Tensor:
+    """Sum of squares of flat buffers in float64 (an fp32 sum over 60M elements is off by thousands of ulp): torch, or triton for those up to fp32."""
+    if implementation == "triton" and (pieces := list(buffers)):
+        return grad_norm.sum_of_squares(pieces)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for buffer in buffers:
         for piece in buffer.split(PIECE_CUDA if buffer.is_cuda else PIECE):

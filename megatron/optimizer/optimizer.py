@@ -56,7 +56,7 @@ class Optimizer:
         self.wide = accumulation_dtype(dtype)
         implementation = choose_adam(config.optimizer, device) if config.optimizer.optimizer == "adam" else "torch-fused"
         self.rule = UpdateRule(config.optimizer, implementation)
-        self.host_rule = replace(self.rule, implementation="torch-fused") if implementation == "apex" else self.rule
+        self.host_rule = replace(self.rule, implementation="torch-fused") if implementation in ("apex", "triton") else self.rule
         self.host = HostSteps(blocks)
         self.waiting: set[Block] = set()  # for their step on the host
         self.used_up: set[Block] = set()  # of these, whose gradients are of no use to anybody else any more
@@ -123,7 +123,8 @@ class Optimizer:
 
     def squares(self) -> Tensor:
         """This rank's share of the gradient's sum of squares (float64)."""
-        return sum_of_squares((piece for block in self.trained for piece in block.counted(block.grad_shard, self.groups)), self.steps.device)
+        pieces = (piece for block in self.trained for piece in block.counted(block.grad_shard, self.groups))
+        return sum_of_squares(pieces, self.steps.device, self.rule.implementation)
 
     @torch.no_grad()
     def step(self, *, lr: float, weight_decay: float, squares: Tensor, grad_factor: Tensor | float) -> StepOutcome:

@@ -1,4 +1,4 @@
-"""Update rules on flat segments: AdamW (torch's fused kernel, torch's plain loop, NVIDIA apex) and SGD with momentum."""
+"""Update rules on flat segments: AdamW (torch's fused kernel, torch's plain loop, NVIDIA apex, Triton) and SGD with momentum."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megatron.config.groups import OptimizerConfig
+from megatron.kernels import lang
+from megatron.kernels.adamw import adamw_
 
 PIECE = 1 << 19  # elements updated at once on a CPU, a multiple of blocks.ALIGNMENT: 2 MB of scratch for each narrow buffer
 PIECE_CUDA = 1 << 23
@@ -38,6 +40,8 @@ def choose_adam(config: OptimizerConfig, device: torch.device) -> str:
         unfit = unfit or "its moments are fp32, not those of --exp-avg-dtype bf16 or --exp-avg-sq-dtype bf16"
     if choice == "apex" and unfit:
         raise ValueError(f"--adam-implementation apex: {unfit}; drop the flag to take torch's fused AdamW")
+    if choice == "triton" and (unable := lang.unfit(device, torch.float32)):
+        raise ValueError(f"--adam-implementation triton: {unable}; drop the flag to take torch's fused AdamW")
     if choice == "auto":
         return "torch-fused" if unfit else "apex"
     return choice
@@ -48,7 +52,7 @@ class UpdateRule:
     """How one step changes parameters; `state_names` are the buffers it keeps beside each segment."""
 
     config: OptimizerConfig
-    implementation: str  # torch-fused, torch, apex
+    implementation: str  # torch-fused, torch, apex, triton
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -65,7 +69,7 @@ class UpdateRule:
     @property
     def skips_on_device(self) -> bool:
         """Whether a found_inf word on the device suppresses the step, without the host having to look."""
-        return self.implementation == "torch-fused"
+        return self.implementation in ("torch-fused", "triton")
 
     def apply(self, master: Tensor, grad: Tensor, states: dict[str, Tensor], step: Tensor, *, lr: float, weight_decay: float, coefficient: Tensor,
               found_inf: Tensor, out: Tensor | None = None) -> None:
@@ -75,6 +79,10 @@ class UpdateRule:
         widened, used, and of the states rounded back. What `grad` holds afterwards is undefined. `step` (fp32 scalar) counts the steps
         taken before and is advanced by the caller; found_inf 1 leaves everything as it is when skips_on_device.
         """
+        if self.implementation == "triton":  # one pass over everything, narrow or not; never run on a GPU yet
+            adamw_(master, grad, states["exp_avg"], states["exp_avg_sq"], out, step, coefficient, found_inf, lr, self.config.adam_beta1,
+                   self.config.adam_beta2, self.config.adam_eps, weight_decay)
+            return
         size = PIECE_CUDA if master.is_cuda else PIECE
         adam = {"torch-fused": self._fused, "torch": self._loop, "apex": self._apex}[self.implementation]
         update, folds = (self._sgd, False) if self.config.optimizer == "sgd" else (adam, self._folds(coefficient))

@@ -118,6 +118,7 @@ def test_a_complete_configuration_has_no_faults():
     ("--optimizer sgd --exp-avg-dtype bf16", "--exp-avg-dtype bf16: acts only with --optimizer adam"),
     ("--fp64 --exp-avg-dtype bf16", "--exp-avg-dtype bf16: contradicts --fp64; drop one"),
     ("--adam-implementation apex --exp-avg-sq-dtype bf16", "--exp-avg-sq-dtype bf16: not something that apex's FusedAdam does; drop --adam-impl"),
+    ("--adam-implementation triton --fp64", "--adam-implementation triton: contradicts --fp64; drop one"),
     ("--adam-implementation apex --optimizer-cpu-offload", "--optimizer-cpu-offload: not something that apex's FusedAdam does"),
     ("--optimizer sgd --optimizer-cpu-offload", "--optimizer-cpu-offload: acts only with --optimizer adam"),
     ("--optimizer sgd --optimizer-nvme-offload disk", "--optimizer-nvme-offload disk: acts only with --optimizer adam"),

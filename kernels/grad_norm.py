@@ -1,0 +1,77 @@
+"""Sum of squares of many flat pieces of a gradient, which is finite exactly when all of them are.
+
+Shapes: pieces [n_i] in fp32, bf16 or fp16; the result is a float64 scalar: sum over all elements of g^2.
+
+Squares of fp32 numbers have 48 bits and exponents far from float64's ends: in float64 each is exact, none overflows (3e38 squared is 1e77) or vanishes, and
+the sum is as good as the number of additions in a row allows, 1e-16 times a few hundred. So the norm's own word says whether anything was infinite or
+not a number, and no second pass or flag is needed. Each program adds up every so many blocks, lane by lane; its sum goes to a buffer that one more
+reduction adds up in a fixed order: the same bits every time.
+
+Roofline: 4 bytes a parameter (2 in bf16); 1e9 parameters at 4.3 TB/s: 0.93 ms (0.47 ms). A Hopper widens 16 and multiplies 64 numbers in float64 a clock on each
+multiprocessor: a quarter (half) of the time that the bytes take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.lang import Compiled, jit, tl, triton
+
+
+def sum_of_squares_reference(pieces: Sequence[Tensor]) -> Tensor:
+    """The sum in float64."""
+    return torch.stack([piece.double().square().sum() for piece in pieces]).sum()
+
+
+@jit
+def squares_kernel(piece, partials, size, BLOCK: tl.constexpr):
+    """One partial sum a program."""
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, size, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        g = tl.load(piece + at, mask=at < size, other=0.0).to(tl.float32).to(tl.float64)
+        total += g * g
+    tl.store(partials + tl.program_id(0), tl.sum(total, 0))
+
+
+class Configuration(NamedTuple):
+    """How the kernel is launched: at most `programs` of them for a piece."""
+
+    BLOCK: int
+    num_warps: int
+    programs: int
+
+
+def configuration(capability: int = 90) -> Configuration:
+    """Sixteen elements a thread, four blocks of eight warps for each of a Hopper's 132 multiprocessors: 64 kB in flight on each in fp32."""
+    return Configuration(4096, 8, 4 * 132)
+
+
+@torch.library.custom_op("megatron::sum_of_squares", mutates_args=())
+def sum_of_squares(pieces: Sequence[Tensor]) -> Tensor:
+    """The sum in float64 of at least one piece; one launch a piece."""
+    block, num_warps, most = configuration()
+    assert all(piece.is_contiguous() and piece.dtype != torch.float64 for piece in pieces)
+    programs = [min(most, triton.cdiv(piece.numel(), block)) for piece in pieces]
+    partials = torch.empty(sum(programs), dtype=torch.float64, device=pieces[0].device)
+    for piece, partial in zip(pieces, partials.split(programs), strict=True):
+        if piece.numel():
+            squares_kernel[(partial.numel(),)](piece, partial, piece.numel(), BLOCK=block, num_warps=num_warps)
+    return partials.sum()
+
+
+@sum_of_squares.register_fake
+def _(pieces: Sequence[Tensor]) -> Tensor:
+    return torch.empty((), dtype=torch.float64, device=pieces[0].device)
+
+
+def aot() -> Iterator[Compiled]:
+    """What is shipped: gradients in fp32 and bf16."""
+    block, num_warps, _ = configuration()
+    for dtype in ("fp32", "bf16"):
+        signature = {"piece": f"*{dtype}", "partials": "*fp64", "size": "i32"}
+        yield Compiled(f"sum of squares {dtype}", squares_kernel, signature, {"BLOCK": block}, ("piece", "size"), num_warps)

@@ -1,0 +1,63 @@
+"""The sum of squares in float64: its accuracy, its range, and what it says of numbers that are none."""
+
+import math
+
+import pytest
+import torch
+
+import megatron.kernels.grad_norm as module
+from megatron.kernels.grad_norm import Configuration, sum_of_squares, sum_of_squares_reference
+from megatron.optimizer import clip
+
+FEW = Configuration(256, 4, 3)  # three programs, so that a program has several blocks
+
+
+def draw(size, dtype, device, seed=0):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+@pytest.mark.parametrize("configuration", [None, FEW], ids=["shipped", "few programs"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_equals_the_optimizers_sum(device, dtype, configuration, monkeypatch):
+    if configuration:
+        monkeypatch.setattr(module, "configuration", lambda: configuration)
+    buffer = draw(9000, dtype, device)
+    pieces = [buffer[0:1], buffer[1:1], buffer[7:300], buffer[300:4396], buffer[4397:9000]]
+    got = sum_of_squares(pieces)
+    assert got.dtype == torch.float64
+    exact = math.fsum(x * x for piece in pieces for x in piece.double().tolist())
+    assert abs(float(got) - exact) <= 1e-14 * exact
+    torch.testing.assert_close(got, clip.sum_of_squares(pieces, device), rtol=1e-13, atol=0)
+    torch.testing.assert_close(got, sum_of_squares_reference(pieces), rtol=1e-13, atol=0)
+    assert torch.equal(got, sum_of_squares(pieces)) and torch.equal(got, clip.sum_of_squares(iter(pieces), device, "triton"))
+
+
+@pytest.mark.parametrize("value", [3e38, 1e-38, 1e-45])
+def test_squares_beyond_fp32(device, value):
+    buffer = torch.full((5000,), value, device=device)
+    assert float(sum_of_squares([buffer])) == pytest.approx(5000 * float(buffer[0]) ** 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", [0, 4095, 4096, 4999])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_anything_that_is_not_finite_shows(device, value, where, dtype):
+    buffer = draw(5000, dtype, device)
+    beside = draw(100, dtype, device)
+    assert sum_of_squares([beside, buffer[:where], buffer[where + 1 :]]).isfinite()
+    buffer[where] = value
+    assert not sum_of_squares([beside, buffer]).isfinite()
+
+
+def test_reads_nothing_beyond_a_piece(device):
+    whole = torch.full((2000,), torch.nan, device=device)
+    whole[64:1000] = 1.0
+    assert float(sum_of_squares([whole[64:1000], whole[100:101]])) == 937
+
+
+def test_no_pieces_at_all(device):
+    assert float(clip.sum_of_squares(iter(()), device, "triton")) == 0
+
+
+def test_op_is_what_it_says(device):
+    torch.library.opcheck(sum_of_squares, ([draw(70, torch.float32, device), draw(10, torch.bfloat16, device)],))
