@@ -4,6 +4,7 @@ memory: a table of memory by pipeline rank, which stage of ZeRO fits, and whethe
     --memory GIB          what a device has (80)
     --mfu SHARE           what training reaches of its peak (0.4); the peak is --peak-tflops (989: H100)
     --bandwidth GB/S      what one rank sends at (50: one 400 Gb/s adapter)
+    --host-bandwidth GB/S what weights come from host memory at (50: PCI Express 5.0, assumed)
 checkpoint: bytes and seconds of a checkpoint, and how often to save.
     --write GB/S          what one rank writes to --save at, all writing at once (1)
     --copy GB/S           what one rank copies into host memory at (10)
@@ -25,11 +26,12 @@ from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
 from megatron.config.validate import resolve
 from megatron.data.tokenizer import build_tokenizer
-from megatron.plan.advice import BANDWIDTH, MFU, PEAK_TFLOPS, Machine
+from megatron.plan.advice import BANDWIDTH, HOST_BANDWIDTH, MFU, PEAK_TFLOPS, Machine
 from megatron.plan.checkpoint import checkpoint_report
 from megatron.plan.table import memory_report
 
-OWN = {"memory": {"--memory": 80.0, "--mfu": MFU, "--bandwidth": BANDWIDTH}, "checkpoint": {"--write": 1.0, "--copy": 10.0, "--mtbf": 24.0}}
+OWN = {"memory": {"--memory": 80.0, "--mfu": MFU, "--bandwidth": BANDWIDTH, "--host-bandwidth": HOST_BANDWIDTH},
+       "checkpoint": {"--write": 1.0, "--copy": 10.0, "--mtbf": 24.0}}
 
 
 def take_own(argv: list[str], own: dict[str, float]) -> tuple[dict[str, float], list[str]]:
@@ -75,7 +77,7 @@ def plan(what: str, argv: list[str]) -> list[str]:
     config = resolve(config, world_size, vocab_size).config
     if what == "checkpoint":
         return checkpoint_report(config, vocab_size, world_size, write=own["--write"], copy=own["--copy"], between_failures=own["--mtbf"])
-    machine = Machine(config.logging.peak_tflops or PEAK_TFLOPS, own["--mfu"], own["--bandwidth"])
+    machine = Machine(config.logging.peak_tflops or PEAK_TFLOPS, own["--mfu"], own["--bandwidth"], own["--host-bandwidth"])
     return memory_report(config, vocab_size, world_size, memory=own["--memory"], machine=machine)
 
 

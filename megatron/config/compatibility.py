@@ -223,7 +223,7 @@ ONLY = (
     only("--context-parallel-size --ds-sequence-parallel-size", "1", f"context parallelism is {_LATER}"),
     only("--num-distributed-optimizer-instances", "1", "give --zero-shard-size with the data-parallel ranks of one instance: all of them / instances"),
     only("--outer-dp-sharding-strategy", "no_shard", "copies made by --zero-shard-size share nothing; drop that to shard over all ranks"),
-    only("--remote-device", "none", f"offload of weights is {_LATER}; --optimizer-cpu-offload moves the optimizer's state"),
+    only("--remote-device", "none", "use --param-cpu-offload, which keeps weights in host memory between their uses"),
     only("--num-experts --num-experts-switch --expert-model-parallel-size --expert-tensor-parallel-size "
          "--expert-tensor-parallel-num-weight-shards --moe-expert-parallel-size", "1", "mixture of experts is not supported"),
     only("--mlp-type", "standard", "mixture of experts is not supported"),

@@ -33,6 +33,8 @@ SAME = {
     "zero_optimization.mics_shard_size": ("distributed", "zero_shard_size"),
     "zero_optimization.offload_optimizer.ratio": ("optimizer", "optimizer_offload_fraction"),
     "zero_optimization.cpu_offload": ("optimizer", "optimizer_cpu_offload"),
+    "zero_optimization.cpu_offload_params": ("optimizer", "param_cpu_offload"),
+    "zero_optimization.offload_param.device": ("optimizer", "param_cpu_offload"),
     "data_types.grad_accum_dtype": ("optimizer", "main_grads_dtype"),
 }
 
@@ -46,9 +48,9 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "zero_optimization.offload_optimizer.device": (
         lambda value: value not in ("cpu", "nvme", "none", None), "no such place here; use cpu or nvme"),
     "zero_optimization.offload_param.device": (
-        lambda value: value not in ("none", None), "offload of weights is not built yet; take it out (offload_optimizer is --optimizer-cpu-offload)"),
-    "zero_optimization.cpu_offload_params": (
-        bool, "offload of weights is not built yet; take it out (offload_optimizer is --optimizer-cpu-offload)"),
+        lambda value: value not in ("cpu", "none", None),
+        "weights are kept on the device or in host memory, not in files; use cpu (--param-cpu-offload; its master weights and moments may be in files: "
+        "--optimizer-nvme-offload DIR)"),
     "zero_optimization.zero_hpz_partition_size": (
         lambda value: value != 1, "no second copy of the weights is kept inside a node; to gather inside a node give --zero-shard-size, which shards all "
         "of the stage there, and take this out"),
@@ -82,7 +84,7 @@ NOTED = {
     "zero_optimization.overlap_comm": "see --overlap-grad-reduce and --overlap-param-gather, which are on",
     "zero_optimization.reduce_scatter": "gradients are always reduce-scattered",
     "zero_optimization.offload_optimizer": "how the offloaded optimizer moves its data is chosen here: see --optimizer-cpu-offload",
-    "zero_optimization.offload_param": "acts only with offload of weights, which is refused",
+    "zero_optimization.offload_param": "how offloaded weights are moved is chosen here: see --param-cpu-offload",
     "zero_optimization.cpu_offload_use_pin_memory": "how the offloaded optimizer moves its data is chosen here: see --optimizer-cpu-offload",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "checkpoints are independent of the ZeRO stage",
     "zero_optimization.gather_16bit_weights_on_model_save": "checkpoints are independent of the ZeRO stage",
@@ -163,6 +165,8 @@ def _in_our_terms(key: str, value: Any) -> Any:
         return None  # dynamic
     if key == "fp16.initial_scale_power" and isinstance(value, (int, float)):
         return 2.0**value
+    if key == "zero_optimization.offload_param.device":
+        return value == "cpu"
     if key == "zero_optimization.mics_shard_size" and value == -1:
         return None  # all ranks
     if key == "optimizer.type" and str(value).lower() in ("adam", "adamw", "fusedadam"):

@@ -100,6 +100,8 @@ def _derive_schedule(run: Run) -> Derivation:
 def _derive_optimizer(run: Run) -> Derivation:
     if run.optimizer_nvme_offload is not None and not run.optimizer_cpu_offload and run.optimizer == "adam":
         yield "optimizer_cpu_offload", True, "--optimizer-nvme-offload moves on what it keeps in host memory"
+    elif run.param_cpu_offload and not run.optimizer_cpu_offload and run.optimizer == "adam" and run.zero_stage == 3:
+        yield "optimizer_cpu_offload", True, "--param-cpu-offload keeps weights where they are stepped"
 
 
 def _derive_distributed(run: Run) -> Derivation:
@@ -118,14 +120,16 @@ def _derive_distributed(run: Run) -> Derivation:
 
 
 def _without_sharing(run: Run) -> Derivation:
-    """ZeRO where each rank would share with itself alone: the same flags run in every layout."""
+    """ZeRO where each rank would share with itself alone: the same flags run in every layout. Weights come and go from host memory all the same."""
     if run.zero_stage == 0 or (run.dp != 1 and run.zero_shard_size != 1):
         return
     reason = "with one data-parallel rank there is nobody to share with" if run.dp == 1 else "--zero-shard-size 1 shares with nobody"
-    yield "zero_stage", 0, reason
-    if run.has("zero_shard_size"):
+    offloaded = run.zero_stage == 3 and run.param_cpu_offload
+    if not offloaded:
+        yield "zero_stage", 0, reason
+    if run.has("zero_shard_size") and (run.dp == 1 or not offloaded):
         yield "zero_shard_size", None, reason
-    if run.zero3_keep_gathered and run.zero_stage == 3:
+    if run.zero3_keep_gathered and run.zero_stage == 3 and not offloaded:
         yield "zero3_keep_gathered", False, reason
 
 

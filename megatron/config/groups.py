@@ -222,6 +222,8 @@ class OptimizerConfig:
     """With --optimizer-cpu-offload: the share of the parameters that are stepped on the CPU."""
     optimizer_nvme_offload: str | None = flag(None, megatron="absent there")
     """Keep in files in this folder, on a local disk of each node, what --optimizer-cpu-offload (which it sets) keeps in host memory."""
+    param_cpu_offload: bool = flag(False, megatron="absent there")
+    """With --zero-stage 3: keep in host memory also the weights that are stepped there, and frozen ones; it sets --optimizer-cpu-offload."""
     freeze: str | None = flag(None, megatron="absent there")
     """Units that are not trained, as in embedding,layers.0-3,head; positions belong to the first layer, the final norm to the last."""
     lr: float | None = None

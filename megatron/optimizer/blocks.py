@@ -12,7 +12,8 @@ What a rank holds of a block follows from the ZeRO stage (Rajbhandari et al. 202
     2       whole                    while a backward runs    a slice         a slice
     3       while it is needed       while a backward runs    a slice         a slice
 
-Gradients exist from the first backward pass of a step to the update. A frozen block has the weight alone, its slice at stage 3.
+Gradients exist from the first backward pass of a step to the update. A frozen block has the weight alone, its slice at stage 3. Of an offloaded
+block (stage 3) what a gather reads is in the host's memory: the device has the whole weight while it is needed, and nothing else of it.
 """
 
 from __future__ import annotations
@@ -72,8 +73,9 @@ class Block:
     """The flat buffers of one block on this rank. `stage` is 0 where one rank alone holds them."""
 
     def __init__(self, plan: Plan, parameters: Sequence[nn.Parameter], dtype: torch.dtype, device: torch.device, groups: Groups, stage: int,
-                 grad_dtype: torch.dtype | None, on_host: bool = False, in_files: bool = False):
+                 grad_dtype: torch.dtype | None, on_host: bool = False, in_files: bool = False, offloaded: bool = False):
         self.on_host, self.in_files = on_host, in_files  # where master weights and moments are: in the host's memory, or in its files (nvme.py)
+        self.offloaded = offloaded
         self.plan, self.parameters, self.stage, self.grad_dtype, self.trained = plan, parameters, stage, grad_dtype, grad_dtype is not None
         self.name, self.entries, self.size = plan.name, plan.entries, plan.size
         self.shard = groups.shard
@@ -92,17 +94,26 @@ class Block:
             self.release()
         self.grad: Tensor | None = None
         self.summed: Tensor | None = None  # stages 2 and 3: the slice, once a reduction has come
+        self._build_masters(dtype, wide, device)
+
+    def _build_masters(self, dtype: torch.dtype, wide: torch.dtype, device: torch.device) -> None:
+        """The master weights, unless files have them, and what a step rounds them to: nothing where they are the weights, nor at stage 3, which
+        rounds when it gathers, unless that is in another memory or they are."""
         length = self.own[1] - self.own[0]
-        separate = stage == 3 or dtype != wide or on_host
+        separate = self.stage == 3 or dtype != wide or self.on_host
         self.master: Tensor | None = None
-        if not in_files:
-            self.master = torch.zeros(length, dtype=wide, device="cpu" if on_host else device) if separate else self.part(self.weight)
-        # Where a step rounds the master weights to: nowhere where they are the weights, nor at stage 3, which rounds when it gathers, unless
-        # they are in another memory.
         self.rounded: Tensor | None = None
-        if stage < 3:
+        if self.offloaded:
+            narrow = dtype != wide or self.in_files
+            self.rounded = host_memory(length, dtype, device) if narrow else None
+            if not self.in_files:
+                self.master = torch.zeros(length, dtype=wide) if narrow else host_memory(length, wide, device)
+            return
+        if not self.in_files:
+            self.master = torch.zeros(length, dtype=wide, device="cpu" if self.on_host else device) if separate else self.part(self.weight)
+        if self.stage < 3:
             self.rounded = self.part(self.weight) if separate else None
-        elif on_host:
+        elif self.on_host:
             self.rounded = torch.zeros(length, dtype=dtype, device=device)
 
     def part(self, buffer: Tensor) -> Tensor:
@@ -114,6 +125,11 @@ class Block:
         return buffer.chunk(self.shard.size)[self.shard.rank]
 
     # ---- weights at stage 3
+
+    @property
+    def kept(self) -> Tensor:
+        """What this rank keeps of the weight between its uses."""
+        return self.master if self.rounded is None else self.rounded
 
     @property
     def is_released(self) -> bool:
@@ -246,6 +262,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def host_memory(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in the host's memory that a GPU reads by itself: in pinned pages, of which torch takes a power of two. Never run on a GPU."""
+    return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+
+
 def padded(elements: int, parts: int = 1) -> int:
     """Elements of a tensor, or of a block of `parts` equal slices, on the grid."""
     return -(-elements // (ALIGNMENT * parts)) * ALIGNMENT * parts
@@ -274,19 +295,20 @@ def plan_blocks(model: GPTModel, parts: int) -> list[tuple[Plan, list[nn.Paramet
 
 
 def build_blocks(model: GPTModel, device: torch.device, groups: Groups = one_process(), *, stage: int = 0, training: bool = True,
-                 narrow_grads: bool = False, host_fraction: float = 0.0, in_files: bool = False, frozen: Container[str] = ()) -> list[Block]:
+                 narrow_grads: bool = False, host_fraction: float = 0.0, in_files: bool = False, offloaded: bool = False,
+                 frozen: Container[str] = ()) -> list[Block]:
     """Give every parameter of a model born on the meta device its storage (zeros), and a `main_grad` when it is trained.
 
     Buffers can be cut into as many equal slices as ranks hold the same parameters. `narrow_grads` accumulates gradients in the model's precision;
     blocks with about `host_fraction` of the parameters have their master weights in host memory, or `in_files`; those named in
-    `frozen` are not trained.
+    `frozen` are not trained. `offloaded`: at stage 3 weights of both are in host memory between their uses.
     """
     grad_dtype = model.dtype if narrow_grads else accumulation_dtype(model.dtype)
     plans = plan_blocks(model, groups.replicas.size)
     trained = [training and plan.name not in frozen for plan, _ in plans]
     on_host = on_host_of([plan.size * train for (plan, _), train in zip(plans, trained)], host_fraction)
-    return [Block(plan, parameters, model.dtype, device, groups, stage, grad_dtype if train else None, host, host and in_files)
-            for (plan, parameters), train, host in zip(plans, trained, on_host)]
+    return [Block(plan, parameters, model.dtype, device, groups, stage, grad_dtype if train else None, host, host and in_files,
+                  offloaded and stage == 3 and (host or not train)) for (plan, parameters), train, host in zip(plans, trained, on_host)]
 
 
 def on_host_of(sizes: Sequence[int], fraction: float) -> list[bool]:

@@ -2,7 +2,8 @@
 
 Gradients are accumulated on the device and cross to the host once a step; the norm is taken on the device before, so clipping is exact.
 A block is stepped when the next forward pass comes near it: while the GPU computes one block the host steps the next, the gradient of
-the one after that on its way. Where the device is the CPU nothing is moved.
+the one after that on its way. Weights of offloaded blocks stay on the host: the next gather takes them there. Where the device is the CPU nothing
+is moved.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class HostSteps:
         if self.device.type == "cuda":
             self.complete = torch.cuda.current_stream().record_event()
 
-    def step(self, block: Block, update: Callable[[Tensor, Tensor], None]) -> None:
+    def step(self, block: Block, update: Callable[[Tensor, Tensor | None], None]) -> None:
         """Call update(gradient, rounded weights to fill in), both on the host, and let the device have the result.
 
         On a GPU the current stream waits for the result; the gradient has been read when this returns.
@@ -40,11 +41,15 @@ class HostSteps:
         if self.device.type != "cuda":
             update(block.grad_shard, target)
             return
+        # The gradient came after all passes, so after the gathers that read what is now overwritten.
         place = self.order.index(block)
         for coming in self.order[place : place + 2]:
             self._fetch(coming)
         grad, arrived = self.fetched.pop(block)
         arrived.synchronize()
+        if block.offloaded:
+            update(grad, target)
+            return
         pinned = self.ring[place % 2]
         out = pinned.weight[: target.numel()]
         update(grad, out)
@@ -67,10 +72,10 @@ class HostSteps:
 
 
 class _Pinned:
-    """Room for a gradient and for the weights of a block, which a GPU reads and writes by itself."""
+    """Room for a gradient and, unless they stay here, for the weights of a block, which a GPU reads and writes by itself."""
 
     def __init__(self, blocks: Sequence[Block]):
         size, first = max(block.own[1] - block.own[0] for block in blocks), blocks[0]
         self.grad = torch.empty(size, dtype=first.grad_dtype, pin_memory=True)
-        self.weight = torch.empty(size, dtype=first.weight.dtype, pin_memory=True)
+        self.weight = torch.empty(0 if first.offloaded else size, dtype=first.weight.dtype, pin_memory=True)
         self.free: torch.cuda.Event | None = None  # once the weights have left

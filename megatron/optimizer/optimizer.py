@@ -167,7 +167,7 @@ class Optimizer:
                            weight_decay=weight_decay if decays else 0.0, out=None if rounded is None else rounded[part], **scalars)
 
     @torch.no_grad()
-    def _step_on_host(self, block: Block, update: Callable[[Tensor, Tensor], None]) -> None:
+    def _step_on_host(self, block: Block, update: Callable[[Tensor, Tensor | None], None]) -> None:
         self.host.step(block, update)
         self.waiting.remove(block)
         if block in self.used_up or not self.keeps_gradients:

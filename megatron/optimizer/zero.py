@@ -3,7 +3,8 @@
 One code path, four lifetimes (optimizer/blocks.py). A block's gradients are reduce-scattered over the ranks that share it as soon as its last
 backward pass is over: of the step at stages 0 and 1, of each micro-batch at stages 2 and 3, where no more than two blocks have a gradient
 buffer at a time: the one that is computed and the one that is on its way. Stage 3 gathers a block before a pass needs it, beside the
-computation of the block before, in the order that the schedule fixes, and frees it afterwards. No hook, no bucket, no threshold.
+computation of the block before, in the order that the schedule fixes, and frees it afterwards. No hook, no bucket, no threshold. What an offloaded
+block gathers comes from the host's memory, likewise beside the block before.
 
 Under a split backward pass the gradients of norms, biases and positions exist before those of the matrices: a small buffer keeps them from one
 half to the other.
@@ -181,6 +182,8 @@ class Zero:
     def _arrive(self, block: Block) -> None:
         if block in self.gathering:
             self.gathering.pop(block).wait()
+            if self.gather_stream is not None and self.groups.shard.size == 1:  # nothing was sent: it is the copy from the host that is awaited
+                torch.cuda.current_stream().wait_stream(self.gather_stream)
 
     @contextlib.contextmanager
     def _weights(self, unit: nn.Module, method: str) -> Iterator[None]:
@@ -216,7 +219,7 @@ class Zero:
             block.allocate()
             with self._beside(self.gather_stream):
                 own = block.part(block.unseen)
-                own.copy_(block.master if block.rounded is None else block.rounded)
+                own.copy_(block.kept, non_blocking=True)  # of an offloaded block from the host, never run on a GPU
                 self.gathering[block] = start_all_gather(own, self.groups.shard_gather, out=block.unseen)
 
     def _needed(self, block: Block) -> bool:
@@ -270,7 +273,8 @@ class Zero:
         self._finish()
         grad = block.close() if self.stage >= 2 else block.grad  # its next backward pass, which may come at once, gets another buffer
         own = block.slice(grad)
-        out = torch.empty_like(own) if self.stage >= 2 and block.summed is None else own  # the step's first sum is where others are added
+        first = self.stage >= 2 and block.summed is None and self.groups.shard.size > 1
+        out = torch.empty_like(own) if first else own  # the step's first sum is where others are added
         self.reducing = block, grad, start_reduce_scatter(grad, self.groups.shard, out, self.wire, self.room)
 
     def _finish(self) -> None:

@@ -8,25 +8,27 @@ from dataclasses import dataclass
 from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config
 from megatron.plan.memory import RankMemory, rank_memories, with_stage
-from megatron.plan.state import precisions
+from megatron.plan.state import precisions, shard_size
 
 PEAK_TFLOPS, MFU, BANDWIDTH = 989.0, 0.4, 50.0  # H100, a share of its peak that training reaches, GB/s of its 400 Gb/s network adapter
+HOST_BANDWIDTH = 50.0  # GB/s from pinned host memory over PCI Express 5.0 x16: assumed, of 63 there are
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What one rank computes and sends: peak TFLOP/s, the share of it that is reached, GB/s each way."""
+    """What one rank computes and sends: peak TFLOP/s, the share of it that is reached, GB/s each way; and GB/s from its host's memory."""
 
     peak_tflops: float = PEAK_TFLOPS
     mfu: float = MFU
     bandwidth: float = BANDWIDTH
+    host_bandwidth: float = HOST_BANDWIDTH
 
     def __str__(self) -> str:
         return f"{self.bandwidth:g} GB/s a rank and {self.mfu:.0%} of {self.peak_tflops:g} TFLOP/s"
 
-    @property
-    def flops_per_byte(self) -> float:
-        return self.peak_tflops * 1e12 * self.mfu / (self.bandwidth * 1e9)
+    def flops_per_byte(self, *, host: bool = False) -> float:
+        """Of a byte that is sent, or that comes from the host."""
+        return self.peak_tflops * 1e12 * self.mfu / ((self.host_bandwidth if host else self.bandwidth) * 1e9)
 
 
 @dataclass(frozen=True)
@@ -50,35 +52,38 @@ class Transfer:
 
 
 def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> list[Transfer]:
-    """What the ranks that hold the same parameters send beside computation; nothing where there is one.
+    """What the ranks that hold the same parameters send beside computation, nothing where there is one; and weights that come from host memory.
 
     A transfer hides when its bytes take no longer than the FLOPs beside it: 2 for each parameter and token in a forward pass, 4 in a backward pass
     (6 with recomputation). Latency and what else is on the wire are not counted.
     """
     distributed, training, size = config.distributed, config.training, precisions(config)
     stage, seq, replicas = distributed.zero_stage, config.data.seq_length, data_parallel_size(config, world_size)
-    if replicas == 1:
-        return []
+    shard = shard_size(config, world_size)
     tokens, backward = training.micro_batch_size * seq, 6 if training.recompute_granularity else 4
     accumulates = training.global_batch_size > training.micro_batch_size * replicas
     gathers = stage == 3 and not distributed.zero3_keep_gathered
 
-    def transfer(what: str, sent: int, flops: int, narrower: int = 0) -> Transfer:
+    def transfer(what: str, sent: float, flops: int, narrower: int = 0, host: bool = False) -> Transfer:
         """`narrower`: the bytes with --grad-reduce-in-bf16."""
-        needed = math.ceil(sent * machine.flops_per_byte / flops)
+        needed = math.ceil(sent * machine.flops_per_byte(host=host) / flops)
         flags = [f"--micro-batch-size {-(-needed // seq)}"]
-        if 0 < narrower < sent and tokens >= narrower * machine.flops_per_byte / flops:
+        if 0 < narrower < sent and tokens >= narrower * machine.flops_per_byte() / flops:
             flags.insert(0, "--grad-reduce-in-bf16")
         elif gathers and accumulates:
             flags.insert(0, "--zero3-keep-gathered")
         return Transfer(what, needed, tokens, " or ".join(flags))
 
     often = "of every micro-batch" if stage >= 2 and accumulates else "of the last micro-batch"
+    copies = [transfer(f"copy of the weights from host memory ({machine.host_bandwidth:g} GB/s) in a forward pass", size.compute / shard, 2, host=True)
+              ] if stage == 3 and config.optimizer.param_cpu_offload else []
+    if replicas == 1 or (stage and shard == 1):
+        return copies
     if gathers:
-        return [transfer("gather of the weights in a forward pass", size.compute, 2),
+        return [*copies, transfer("gather of the weights in a forward pass", size.compute, 2),
                 transfer(f"gather and reduce-scatter {often} in its backward pass", size.compute + size.wire, backward, size.compute + 2)]
     ways = 2 if stage == 0 else 1  # there and back
-    return [transfer(f"{'reduction' if stage == 0 else 'reduce-scatter'} {often}", ways * size.wire, backward, ways * 2),
+    return [*copies, transfer(f"{'reduction' if stage == 0 else 'reduce-scatter'} {often}", ways * size.wire, backward, ways * 2),
             *([transfer("gather of the new weights in the next forward pass", size.compute, 2)] if stage else [])]
 
 

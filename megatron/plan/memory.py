@@ -46,7 +46,7 @@ def estimate(config: Config, vocab_size: int, world_size: int, device: str = "cu
 
 
 def estimate_ranks(config: Config, vocab_size: int, world_size: int, device: str = "cuda") -> list[dict[str, int]]:
-    """What `estimate` says, for each pipeline rank. `host` and `disk` (--optimizer-cpu-offload, --optimizer-nvme-offload) are not in `total`."""
+    """What `estimate` says, for each pipeline rank. `host` and `disk` (what the offload flags move) are not in `total`."""
     result = []
     for rank in rank_memories(config, vocab_size, world_size, device):
         sizes = {kind: size for kind, size in {**rank.static, **rank.peak.bytes}.items() if size}

@@ -180,8 +180,11 @@ class _Gradients:
         block, self.reducing = self.reducing, None
         self.live.now["scratch"] -= self.sharing.received(block.elements, self.layer)
         if self.sharing.stage >= 2:
+            slot = block.elements * self.sharing.gradient
+            becomes = slot if self.sharing.shard == 1 else 0  # what is accumulated into, where nobody else has a part of it
+            self.live.now["slots"] -= becomes
             self._accumulate(block, block.elements // self.sharing.shard)
-            self.live.now["slots"] -= block.elements * self.sharing.gradient
+            self.live.now["slots"] -= slot - becomes
         elif self.sharing.stage == 0 and self.sharing.wire != self.sharing.gradient:
             self.live.now["scratch"] += block.elements * self.sharing.wire  # the sum on its way back
 

@@ -99,26 +99,30 @@ def rank_blocks(config: Config, world_size: int, stages: Sequence[Stage], placem
 
 def static_bytes(config: Config, blocks: Sequence[Sizes], shard: int) -> dict[str, int]:
     """Bytes, when the passes of a step are over, of a rank's (distinct) blocks in the order of the forward pass: parameters, gradients, optimizer,
-    host, which is what --optimizer-cpu-offload keeps in the host's memory, and disk, where --optimizer-nvme-offload keeps that, with a ring of
-    buffers in the host's memory.
+    host, which is what --optimizer-cpu-offload and --param-cpu-offload keep in the host's memory, and disk, where --optimizer-nvme-offload keeps the
+    optimizer's, with a ring of buffers in the host's memory.
 
     Per element with Adam, N ranks sharing, in bf16: 18 | 6 + 12/N | 2 + 16/N | 16/N at stages 0 | 1 | 2 | 3: 2 of weights, 4 of gradients, 4 of
     master weights, 8 of moments; in fp32 16 | 8 + 8/N | 4 + 12/N | 16/N, where below stage 3 the weights are the master weights. Of a block that is
-    stepped on the host the master weights are always apart, and stage 3 has its rounded weights beside them, on the device. Of a frozen block
-    there are the weights, at stage 3 a slice of them.
+    stepped on the host the master weights are always apart, and stage 3 has its rounded weights beside them, on the device; or with
+    --param-cpu-offload on the host, in fp32 the master weights themselves. Of a frozen block there are the weights, at stage 3 a slice of them.
     """
     stage, size, optimizer = config.distributed.zero_stage, precisions(config), config.optimizer
     fraction = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
+    offloaded = stage == 3 and optimizer.param_cpu_offload
     found, in_files = dict.fromkeys(("parameters", "gradients", "optimizer", "host", "disk"), 0), []
     for block, on_host in zip(blocks, on_host_of([block.elements * block.trained for block in blocks], fraction), strict=True):
         whole, part = block.elements, block.elements // shard
         if not block.trained:
-            found["parameters"] += size.compute * (whole if stage < 3 else part)
+            found["host" if offloaded else "parameters"] += size.compute * (whole if stage < 3 else part)
             continue
-        updated = whole if stage == 0 else part
-        found["parameters"] += size.compute * (whole if stage < 3 else part * on_host)  # stage 3 gathers its master weights
+        updated, filed = whole if stage == 0 else part, on_host and optimizer.optimizer_nvme_offload is not None
+        if stage < 3:
+            found["parameters"] += size.compute * whole
+        elif on_host and not (offloaded and size.compute == size.wide and not filed):  # else stage 3 gathers its master weights
+            found["host" if offloaded else "parameters"] += size.compute * part
         found["gradients"] += size.gradient * (whole if stage < 2 else part)
-        if on_host and optimizer.optimizer_nvme_offload is not None:
+        if filed:
             in_files.append(updated)
             continue
         found["host" if on_host else "optimizer"] += ((size.compute != size.wide or stage == 3 or on_host) * size.wide + size.moments) * updated

@@ -6,6 +6,7 @@ from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config
 from megatron.plan.advice import Machine, gib, order_of_peaks, transfers
 from megatron.plan.memory import estimate, rank_memories, with_recompute
+from megatron.plan.state import shard_size
 
 COLUMNS = ("parameters", "gradients", "optimizer", "slots", "scratch", "gathered", "activations", "(recomputed)", "logits", "temporaries", "peak",
            "(recomputed)", "bytes/param")
@@ -53,7 +54,10 @@ def memory_report(config: Config, vocab_size: int, world_size: int, *, memory: f
 def zero_lines(config: Config, vocab_size: int, world_size: int, memory: float, device: str) -> list[str]:
     """Which stage of ZeRO fits into so many GiB, and whether each needs less than the one before."""
     if data_parallel_size(config, world_size) == 1:
-        return ["one data-parallel rank: ZeRO has nothing to share out"]
+        offloaded = config.distributed.zero_stage == 3  # it would be 0
+        return ["one data-parallel rank: ZeRO has nothing to share out" + (", and weights are in host memory between their uses" if offloaded else "")]
+    if config.distributed.zero_shard_size == 1:
+        return []
     order = order_of_peaks(config, vocab_size, world_size, device)
     fits = [stage for stage, total in enumerate(order.totals) if total <= memory * 2**30]
     peaks = (", " if order.broken else " > ").join(f"{gib(total)} (stage {stage})" for stage, total in enumerate(order.totals))
@@ -67,7 +71,7 @@ def banner_lines(config: Config, vocab_size: int, world_size: int, device: str, 
     sizes = estimate(config, vocab_size, world_size, device)
     which = " (the largest)" if config.distributed.pipeline_model_parallel_size > 1 else ""
     lines = [f"estimate per rank{which} (GiB): {', '.join(f'{name} {gib(size)}' for name, size in sizes.items())}"]
-    if config.distributed.zero_stage > 0:
+    if shard_size(config, world_size) > 1:
         lines += order_of_peaks(config, vocab_size, world_size, device).broken
     if machine is not None:
         lines += [f"warning: with {machine} the {transfer.line()}" for transfer in transfers(config, world_size, machine) if not transfer.hides]

@@ -221,7 +221,8 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
                      stages=tuple(stage for stage, rank in zip(stages, placement, strict=True) if rank == groups.pp.rank))
     blocks = build_blocks(model, device, groups, stage=distributed.zero_stage, narrow_grads=config.optimizer.main_grads_dtype == "bf16",
                           host_fraction=config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0,
-                          in_files=config.optimizer.optimizer_nvme_offload is not None, frozen=frozen_units(config))
+                          in_files=config.optimizer.optimizer_nvme_offload is not None, offloaded=config.optimizer.param_cpu_offload,
+                          frozen=frozen_units(config))
     zero = block_wrapper(config, model, blocks, groups)
     with together(groups.world, device):
         optimizer = Optimizer(blocks, config, groups, zero.publish)

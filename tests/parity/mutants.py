@@ -182,7 +182,7 @@ MUTANTS = (
     Mutant("weights gathered for forward passes alone", ZERO,
            """return method == "forward" or""", """return method == "forward" or False and""", ("fp64-dropout-dp2-zero3",)),
     Mutant("the own slice gathered as it was left", ZERO,
-           "own.copy_(block.master if block.rounded is None else block.rounded)", "own.zero_()", ("fp64-dropout-dp2-zero3",)),
+           "own.copy_(block.kept, non_blocking=True)", "own.zero_()", ("fp64-dropout-dp2-zero3",)),
     Mutant("the shards' gradients kept from step to step", BLOCKS, "        self.summed = None\n", "", ("fp64-dropout-dp2-zero2",)),
     Mutant("a gradient buffer that does not begin with zeros", BLOCKS, "self.grad[start:].zero_()", "self.grad[start:].fill_(1)",
            ("fp64-dropout-dp2-zero2",)),

@@ -176,7 +176,7 @@ def test_a_longer_family_or_an_exact_name_wins():
     ("--num-distributed-optimizer-instances 1 --outer-dp-sharding-strategy no_shard --remote-device none", [], []),
     ("--num-distributed-optimizer-instances 2", ["--num-distributed-optimizer-instances 2: give --zero-shard-size"], []),
     ("--outer-dp-sharding-strategy optim", ["--outer-dp-sharding-strategy optim: copies made by --zero-shard-size share nothing"], []),
-    ("--remote-device cpu", ["--remote-device cpu: offload of weights is not built yet"], []),
+    ("--remote-device cpu", ["--remote-device cpu: use --param-cpu-offload"], []),
     ("--enable-full-sharding-in-hsdp --offload-optimizer-states", ["--enable-full-sharding-in-hsdp: ZeRO shards over all", "--offload-optimizer-states: "
      "use --optimizer-cpu-offload"], []),
     ("--zero-reduce-scatter --zero-reduce-bucket-size 1 --ddp-bucket-size 1 --fsdp-double-buffer --megatron-fsdp-version 2", [],

@@ -33,7 +33,8 @@ def compare(tmp_path, content, flags=FLAGS):
     ({"zero_optimization": {"stage": 0}}, "equals --zero-stage"),
     ({"zero_optimization": {"overlap_comm": True}}, "see --overlap-grad-reduce and --overlap-param-gather"),
     ({"zero_optimization": {"offload_optimizer": {"device": "none", "pin_memory": True}}}, "equals no --optimizer-cpu-offload"),
-    ({"zero_optimization": {"offload_param": {"device": "none", "pin_memory": True}}}, "acts only with offload of weights, which is refused"),
+    ({"zero_optimization": {"offload_param": {"device": "none", "pin_memory": True}}}, "equals no --param-cpu-offload"),
+    ({"zero_optimization": {"offload_param": {"buffer_count": 5}}}, "how offloaded weights are moved is chosen here: see --param-cpu-offload"),
     ({"zero_optimization": {"zero_hpz_partition_size": 1, "zero_quantized_weights": False}}, "no such size or threshold"),
     ({"zero_optimization": {"mics_shard_size": -1}}, "equals no --zero-shard-size"),
     ({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}}, "checkpoints are independent of the ZeRO stage"),
@@ -66,8 +67,9 @@ def test_keys_that_agree(tmp_path, content, note):
     ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "disk"}}}, "give --optimizer-nvme-offload disk"),
     ({"zero_optimization": {"offload_optimizer": {"device": "tape"}}}, "no such place here; use cpu or nvme"),
     ({"zero_optimization": {"offload_optimizer": {"ratio": 0.3}}}, "contradicts --optimizer-offload-fraction 1.0; give --optimizer-offload-fraction 0.3"),
-    ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload of weights is not built yet"),
-    ({"zero_optimization": {"cpu_offload_params": True}}, "offload of weights is not built yet"),
+    ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "give --param-cpu-offload"),
+    ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "weights are kept on the device or in host memory, not in files; use cpu"),
+    ({"zero_optimization": {"cpu_offload_params": True}}, "give --param-cpu-offload"),
     ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "to gather inside a node give --zero-shard-size"),
     ({"zero_optimization": {"mics_shard_size": 8}}, "give --zero-shard-size 8"),
     ({"zero_optimization": {"zero_quantized_gradients": True}}, "never quantized on the wire"),
@@ -116,6 +118,15 @@ def test_zero_and_its_offload(tmp_path):
     assert compare(tmp_path, content | {"zero_optimization": {"offload_optimizer": {"device": "cpu", "nvme_path": "x", "ratio": 0.5}}}, flags)[1] == []
     assert "contradicts --optimizer-cpu-offload; drop the flag" in compare(
         tmp_path, {"zero_optimization": {"offload_optimizer": {"device": "none"}}}, flags)[1][0]
+
+
+def test_weights_on_the_host(tmp_path):
+    content = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu", "pin_memory": True}}}
+    flags = [*FLAGS, *"--zero-stage 3 --optimizer-cpu-offload --param-cpu-offload".split()]
+    notes, faults = compare(tmp_path, content, flags)
+    assert faults == [] and any("offload_param.device = \"cpu\": equals --param-cpu-offload" in note for note in notes)
+    for off in ({"offload_param": {"device": "none"}}, {"cpu_offload_params": False}):
+        assert "contradicts --param-cpu-offload; drop the flag" in compare(tmp_path, {"zero_optimization": off}, flags)[1][0]
 
 
 def test_state_in_files(tmp_path):

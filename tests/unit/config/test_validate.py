@@ -123,6 +123,8 @@ def test_a_complete_configuration_has_no_faults():
     ("--optimizer sgd --optimizer-cpu-offload", "--optimizer-cpu-offload: acts only with --optimizer adam"),
     ("--optimizer sgd --optimizer-nvme-offload disk", "--optimizer-nvme-offload disk: acts only with --optimizer adam"),
     ("--optimizer-offload-fraction 0.5", "--optimizer-offload-fraction 0.5: acts only with --optimizer-cpu-offload"),
+    ("--zero-stage 3 --optimizer sgd --param-cpu-offload", "--param-cpu-offload: acts only with --optimizer adam"),
+    ("--zero-stage 2 --param-cpu-offload", "--param-cpu-offload: acts only with --zero-stage 3"),
     ("--optimizer-cpu-offload --optimizer-offload-fraction 0", "--optimizer-offload-fraction 0.0: must be above 0 and at most 1"),
     ("--optimizer-cpu-offload --optimizer-offload-fraction 1.5", "--optimizer-offload-fraction 1.5: must be above 0 and at most 1"),
     # ZeRO

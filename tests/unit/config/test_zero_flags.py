@@ -36,6 +36,7 @@ def zero_notes(found: Resolved) -> list[str]:
 
 ALONE = "with one data-parallel rank there is nobody to share with"
 NOBODY = "--zero-shard-size 1 shares with nobody"
+HOST = "optimizer-cpu-offload = True: --param-cpu-offload keeps weights where they are stepped"
 
 
 @pytest.mark.parametrize("extra, world, notes", [
@@ -53,6 +54,11 @@ NOBODY = "--zero-shard-size 1 shares with nobody"
     ("--zero-stage 2 --no-overlap-param-gather", 4, []),
     ("--zero-stage 3 --zero-shard-size 4 --zero3-keep-gathered", 4, []),
     ("--bf16 --main-grads-dtype bf16 --exp-avg-dtype bf16 --optimizer-cpu-offload", 1, []),
+    ("--zero-stage 3 --zero3-keep-gathered --param-cpu-offload", 1, [HOST]),
+    ("--zero-stage 3 --zero-shard-size 4 --param-cpu-offload", 1, [HOST, f"zero-shard-size = None: {ALONE}"]),
+    ("--zero-stage 3 --zero-shard-size 1 --param-cpu-offload --optimizer-cpu-offload", 4, []),
+    ("--zero-stage 3 --param-cpu-offload --optimizer-nvme-offload disk", 4, [
+        "optimizer-cpu-offload = True: --optimizer-nvme-offload moves on what it keeps in host memory"]),
 ])
 def test_the_same_flags_run_in_every_layout(extra, world, notes):
     found = resolved(extra, world)

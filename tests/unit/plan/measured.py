@@ -70,6 +70,10 @@ CASES: dict[str, tuple[int, int, str]] = {
         4, 3, f"{LARGER} {PP2} --num-layers 8 --pipeline-schedule zero-bubble-v --bf16 {FULL} --zero-stage 3"),
     "held out: stage 2, pp2 dp2, gpipe": (4, 4, f"{SMALL} {PP2} {LLAMA} --pipeline-schedule gpipe --zero-stage 2"),
     "stage 3, dp2, stepped on the host": (2, 2, f"{SMALL} --zero-stage 3 --bf16 --optimizer-cpu-offload"),
+    "one rank, stage 3, weights on the host": (1, 2, f"{SMALL} --zero-stage 3 --bf16 --param-cpu-offload"),
+    "stage 3, pp2 dp2, zero-bubble, weights on the host": (
+        4, 4, f"{SMALL} {LLAMA} {PP2} --pipeline-schedule zero-bubble --zero-stage 3 --bf16 --param-cpu-offload"),
+    "stage 3, dp2, fp32, kept gathered, weights on the host": (2, 2, f"{SMALL} --zero-stage 3 --zero3-keep-gathered --param-cpu-offload"),
     "stage 2, dp4, shared by 2": (4, 2, f"{SMALL} --zero-stage 2 --zero-shard-size 2"),
 }
 

@@ -6,17 +6,20 @@ Models are built on the meta device, where storages have sizes and no memory, wi
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron.config.groups import Config, DataConfig, DistributedConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.config.stages import frozen_units
 from megatron.config.validate import resolve
 from megatron.dist.groups import Axis, Groups, Layout, build_groups
 from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import local_parameter_count, padded_vocab_size
 from megatron.model.gpt import GPTModel
 from megatron.model.stages import pipeline_stages
+from megatron.optimizer import blocks as optimizer_blocks
 from megatron.optimizer.blocks import Block, build_blocks
 from megatron.plan.memory import rank_memories, schedule_of
 
@@ -65,7 +68,8 @@ def blocks_of(config: Config, world: int, rank: int, vocab: int) -> tuple[GPTMod
                      tp=TensorParallel(Axis("tp", 0, tuple(range(tp))), groups.kv, sequence=distributed.sequence_parallel))
     fraction = config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0
     return model, build_blocks(model, torch.device("meta"), groups, stage=distributed.zero_stage, host_fraction=fraction,
-                               narrow_grads=config.optimizer.main_grads_dtype == "bf16", in_files=config.optimizer.optimizer_nvme_offload is not None)
+                               narrow_grads=config.optimizer.main_grads_dtype == "bf16", in_files=config.optimizer.optimizer_nvme_offload is not None,
+                               offloaded=config.optimizer.param_cpu_offload, frozen=frozen_units(config))
 
 
 def nbytes(*tensors: torch.Tensor | None) -> int:
@@ -136,3 +140,28 @@ def test_hybrid_sharding_narrow_state_and_offload():
                 "optimizer": sum(size for on_host, size in state if not on_host), "host": 4 * 2**21 * 12 if in_files else apart, "disk": pages if in_files else 0,
             }
             assert (apart > 0) == ("optimizer_offload_fraction" in options)
+
+
+def held_on_the_device(blocks: list[Block]) -> int:
+    """Bytes of all tensors that blocks keep on the meta device, which stands for a GPU, between their uses."""
+    return nbytes(*(value for block in blocks for value in vars(block).values() if isinstance(value, torch.Tensor) and value.is_meta))
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"optimizer_offload_fraction": 0.5}, {"freeze": "embedding,layers.0-3"}, {"optimizer_nvme_offload": "files", "freeze": "head"}, {"zero_shard_size": 64},
+], ids=str)
+def test_offloaded_weights_leave_the_device(options):
+    """What is stepped on the host or frozen leaves no byte of its weights there; a slice that stays is seen."""
+    world, vocab = 512, 32000
+    config = configure("7B", world, 1, 1, zero_stage=3, param_cpu_offload=True, **options)
+    static, (_, blocks) = rank_memories(config, vocab, world)[0].static, blocks_of(config, world, 0, vocab)
+    stays = [block for block in blocks if not block.offloaded]
+    assert all(not block.on_host and block.trained for block in stays) and bool(stays) == ("optimizer_offload_fraction" in options)
+    part = {block: block.own[1] - block.own[0] for block in blocks}
+    assert held_on_the_device(blocks) == sum(4 * part[block] for block in stays) and static["parameters"] == 0
+    assert static["optimizer"] == sum(12 * part[block] for block in stays)
+    host = sum(block.kept.nbytes for block in blocks if block.offloaded) + sum(12 * part[block] for block in blocks if block.on_host and not block.in_files)
+    ring = 4 * 12 * max((-(-part[block] // 4096) * 4096 for block in blocks if block.in_files), default=0)  # parts smaller than the largest there are
+    assert static["host"] == host + ring and (ring > 0) == ("optimizer_nvme_offload" in options)
+    with mock.patch.object(optimizer_blocks, "host_memory", lambda size, dtype, device: torch.zeros(size, dtype=dtype, device=device)):
+        assert held_on_the_device(blocks_of(config, world, 0, vocab)[1]) > held_on_the_device(blocks)

@@ -7,12 +7,14 @@ import io
 from collections.abc import Callable, Iterator
 from unittest import mock
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.config.arguments import parse_arguments
 from megatron.dist import collectives
 from megatron.layers import embedding, linear
-from megatron.optimizer import clip, reduction, update
+from megatron.optimizer import blocks, clip, reduction, update, zero
 from megatron.optimizer.blocks import Block
 from megatron.training import loop, pretrain
 from unit.zero.tracker import LiveBytes, Span
@@ -36,13 +38,19 @@ def measure(flags: tuple[str, ...], pieces: int | None = None, leak: str | None 
     order of the run."""
     spans: dict[str, list[Span]] = {"start": [], "between": [], "step": [], "update": [], "evaluation": []}
     kept: list[loop.Run] = []
+    hosted: list[Tensor] = []
     live = LiveBytes()
+
+    def host_memory(*args, **kwargs):
+        hosted.append(real_host_memory(*args, **kwargs))
+        return hosted[-1]
 
     def train(run: loop.Run):
         kept.append(run)
         stack.enter_context(live)
         states = [state for states in run.optimizer.states.values() for state in states]
-        live.own(run.zero.blocks, states, slots=run.zero.stage >= 2)
+        stepped = [tensor for block in run.optimizer.trained if block.on_host for tensor in run.optimizer.held[block].values()]
+        live.own(run.zero.blocks, states, slots=run.zero.stage >= 2, host=[*stepped, *hosted])
         spans["start"].append(live.mark())
         try:
             return real_train(run)
@@ -65,12 +73,14 @@ def measure(flags: tuple[str, ...], pieces: int | None = None, leak: str | None 
         spans["evaluation"].append(live.mark())
         return loss
 
+    real_host_memory = blocks.host_memory
     real_train, real_forward_backward, real_update, real_evaluate = loop.train, loop.forward_backward, loop.update, loop.evaluate
     parsed = parse_arguments(list(flags))
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))  # the world goes on
         stack.enter_context(mock.patch.object(pretrain, "train", train))
+        stack.enter_context(mock.patch.object(blocks, "host_memory", host_memory))
         stack.enter_context(mock.patch.object(loop, "forward_backward", forward_backward))
         stack.enter_context(mock.patch.object(loop, "update", updated))
         stack.enter_context(mock.patch.object(loop, "evaluate", evaluate))
@@ -117,4 +127,34 @@ def leaked_slot() -> Iterator[None]:
     assert kept
 
 
-LEAKS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {"block": leaked_block, "slot": leaked_slot}
+@contextlib.contextmanager
+def kept_slice() -> Iterator[None]:
+    """The device keeps one of the slices that were copied to it from the host."""
+    start, kept = zero.start_all_gather, []
+
+    def keeping(own: Tensor, *args, **kwargs):
+        if not kept and own.numel() > 1 << 15:
+            kept.append(own.clone())
+        return start(own, *args, **kwargs)
+
+    with mock.patch.object(zero, "start_all_gather", keeping):
+        yield
+    assert kept
+
+
+@contextlib.contextmanager
+def slice_on_the_device() -> Iterator[None]:
+    """What the host should hold of one layer is on the device."""
+    allocate, made = blocks.host_memory, []
+
+    def allocating(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        made.append(size)
+        return torch.zeros(size, dtype=dtype, device=device) if len(made) == 3 else allocate(size, dtype, device)
+
+    with mock.patch.object(blocks, "host_memory", allocating):
+        yield
+    assert len(made) >= 3
+
+
+LEAKS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
+    "block": leaked_block, "slot": leaked_slot, "kept slice": kept_slice, "slice on the device": slice_on_the_device}

@@ -13,6 +13,7 @@ PIECES = 1 << 15  # of the small model: small enough that no bound is met by cha
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 V = "--pipeline-schedule zero-bubble-v"
 SPLIT = "--pipeline-schedule zero-bubble"
+HOST = "--param-cpu-offload"
 LARGE_VOCABULARY = tuple({**SMALL, "vocab": 4096, "layers": 4}.items())
 FOUR = tuple({**SMALL, "layers": 4}.items())  # a layer for each stage of a V
 
@@ -26,6 +27,8 @@ ROWS = [
     Row(3, 2, 2, 4, flags=f"{V} --zero3-keep-gathered", size=FOUR), Row(3, 2, 1, 4, flags="--zero3-keep-gathered"),
     Row(2, 4, 1, 1, shard=2), Row(3, 4, 1, 4, shard=2),
     Row(3, 2, 1, 4, flags="--no-overlap-grad-reduce --no-overlap-param-gather"), Row(2, 2, 1, 4, flags="--grad-reduce-in-bf16"),
+    Row(3, 1, 1, 4, flags=HOST), Row(3, 2, 1, 4, "fp32", flags=HOST), Row(3, 2, 2, 4, flags=f"{V} {HOST}", size=FOUR),
+    Row(3, 2, 1, 4, flags=f"{HOST} --zero3-keep-gathered"),
 ]
 
 
@@ -68,12 +71,14 @@ def test_the_peak_of_a_step_falls_from_stage_to_stage(gloo_world):
         assert peak[0] > peak[1] > peak[2] > peak[3], peak
 
 
-@pytest.mark.parametrize("leak, kind", [("block", "parameters"), ("slot", "slots")])
-def test_one_leak_is_seen(gloo_world, leak, kind):
-    """A layer that is not released once, or one gradient buffer that somebody keeps."""
-    row = Row(3, 2, 1, 4)
+@pytest.mark.parametrize("leak, fault, flags", [
+    ("block", "parameters", ""), ("slot", "slots", ""), ("kept slice", "all after between 1", HOST), ("slice on the device", "parameters after between 1", HOST),
+])
+def test_one_leak_is_seen(gloo_world, leak, fault, flags):
+    """A layer that is not released once, one gradient buffer that somebody keeps, one slice of weights that is not in host memory alone."""
+    row = Row(3, 2, 1, 4, flags=flags)
     found = faults_of(row, held(gloo_world, row, leak))
-    assert any(kind in fault for fault in found), "\n".join(found)
+    assert any(fault in each for each in found), "\n".join(found)
 
 
 def test_the_condition_does_not_hold_where_a_block_is_too_large():

@@ -3,8 +3,9 @@
 A sum is taken anew each time, so storages that are resized to nothing, by which ZeRO-3 lets go of a gathered block, count as nothing. Nothing
 here is shared with megatron/plan: it is what the planner is held against.
 
-Each storage has a kind: `parameters`, `gradients`, `optimizer`, `slots` are buffers that the run's blocks own; of the others `scratch` is what
-the optimizer's and ZeRO's own code and the forming of weight gradients made, `before` what lived when the tracker began, `activations` the rest.
+Each storage has a kind: `parameters`, `gradients`, `optimizer`, `slots` are buffers that the run's blocks own, and `host` those of them that a GPU
+would not hold; of the others `scratch` is what the optimizer's and ZeRO's own code and the forming of weight gradients made, `before` what lived
+when the tracker began, `activations` the rest.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-KINDS = ("parameters", "gradients", "optimizer", "slots", "scratch", "activations", "before")
+KINDS = ("parameters", "gradients", "optimizer", "host", "slots", "scratch", "activations", "before")
 MEGATRON = str(Path(__file__).resolve().parents[3] / "megatron") + "/"
 WEIGHT_GRADIENTS = {"linear_weight_grad", "embedding_weight_grad", "bias_grad"}
 # Functions of torch.distributed, and the bytes of buffers that Gloo's own hide in them: measured by test_tracker.py.
@@ -156,14 +157,16 @@ class LiveBytes(TorchDispatchMode):
         storage.kind = self.kinds[key] = kind
         self.live[kind][key], self.refs[kind][key] = storage, storage.ref
 
-    def own(self, blocks: Iterable[Any], states: Iterable[Tensor], *, slots: bool) -> None:
-        """From now on these blocks' buffers and the optimizer's states have their kinds. `slots`: whole gradients come and go in a step."""
+    def own(self, blocks: Iterable[Any], states: Iterable[Tensor], *, slots: bool, host: Iterable[Tensor] = ()) -> None:
+        """From now on these blocks' buffers and the optimizer's states have their kinds. `slots`: whole gradients come and go in a step; `host`: which
+        of them all are in host memory."""
         self.blocks, self.slots = list(blocks), slots
         buffers = [(state, "optimizer") for state in states]
-        for block in self.blocks:
-            buffers += [(block.master, "optimizer"), (block.weight, "parameters")]  # the last one counts: a master may be a view of the weight
-        for buffer, kind in buffers:
-            self._rename(self._see(buffer, kind, ""), kind)
+        for block in self.blocks:  # the last one counts: a master may be a view of the weight
+            buffers += [(block.master, "optimizer"), (block.rounded, "parameters"), (block.weight, "parameters")]
+        for buffer, kind in (*buffers, *((each, "host") for each in host)):
+            if buffer is not None:
+                self._rename(self._see(buffer, kind, ""), kind)
 
     def sample(self, hidden: int = 0) -> Counter[str]:
         """Add up what is alive; `hidden` more bytes were for a moment."""
@@ -178,7 +181,7 @@ class LiveBytes(TorchDispatchMode):
             opened = [(storage, _size(storage.ref)) for kind in ("scratch", "slots") for storage in list(self.live[kind].values())]
             if not self.open or self.open[-1] != (opened, hidden):
                 self.open.append((opened, hidden))
-        for kind in ("parameters", "gradients", "optimizer", "activations", "before"):
+        for kind in ("parameters", "gradients", "optimizer", "host", "activations", "before"):
             self.peak[kind] = max(self.peak[kind], now[kind])
         if now["total"] + hidden > self.peak["total"]:
             self.peak["total"], self.at_peak = now["total"] + hidden, (now, len(self.open) - 1, _origin()[1])
