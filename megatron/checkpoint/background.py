@@ -169,7 +169,7 @@ def _waves(size: int, memory: memoryview, commands: BinaryIO) -> Iterator[memory
 
 def _commit(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> None:
     root, iteration = Path(command["root"]), command["iteration"]
-    commit(root, Path(command["folder"]), iteration, command["attempt"], command["shards"], command["state"], _say)
+    commit(root, Path(command["folder"]), iteration, command["attempt"], command["shards"], command["state"], _say, command["before"])
     retire(root, Policy(**command["retention"]), iteration, _say)
 
 

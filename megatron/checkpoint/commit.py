@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.files import FOLDER_MODE, clean, hold, make_root, new_file, sync_folder, write_all
-from megatron.checkpoint.index import Index
+from megatron.checkpoint.index import Index, newest_first, read_manifest
 from megatron.checkpoint.manifest import CheckpointError
 
 if TYPE_CHECKING:
@@ -110,13 +110,17 @@ class Attempt:
 
 def commit(
     root: Path, temporary: Path, iteration: int, attempt: str, shards: list[dict[str, Any]], state: dict[str, Any],
-    say: Callable[[str], None],
+    say: Callable[[str], None], before: Iterable[int] = (),
 ) -> Path:
-    """Add the manifest to `temporary`, whose shards are durable, and make it the checkpoint of `iteration`; return its folder."""
+    """Add the manifest to `temporary`, whose shards are durable, and make it the checkpoint of `iteration`; return its folder.
+
+    `before`: iterations that were under `root` when the run began; the later ones among them are of a pass that it has left.
+    """
+    left = _attempts(root, [each for each in before if each > iteration])
     content = {
         "format": m.FORMAT, "version": m.VERSION, "iteration": iteration, "attempt": attempt,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "shards": shards, "state": state,
-    }
+    } | ({"left": left} if left else {})
     with new_file(temporary / m.MANIFEST) as file:
         write_all(file, [memoryview(m.encode_manifest(content))])
     sync_folder(temporary)
@@ -136,7 +140,19 @@ def commit(
         say(f"{fault}. It was moved to {aside.name}, and a new checkpoint of iteration {iteration} is in its place")
     sync_folder(root)
     _write_tracker(root, iteration, attempt)
+    if left:
+        say(f"warning: {root} holds later iterations from before this run, which has gone on from an earlier one: {', '.join(left)}. From now on --load "
+            f"takes iteration {iteration}, and none of them without --ckpt-step; move them away if they are not wanted")
     return target
+
+
+def _attempts(root: Path, iterations: Iterable[int]) -> dict[str, str]:
+    """By iteration, of those that can be read."""
+    found = {}
+    for iteration in iterations:
+        with suppress(CheckpointError):
+            found[str(iteration)] = read_manifest(root / m.iteration_folder(iteration))[0]["attempt"]
+    return found
 
 
 def _fault_of(target: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> str | None:
@@ -180,7 +196,7 @@ def not_saved(root: Path, iteration: int, error: Exception) -> str:
     elif number == errno.ENOENT:
         text += " Its temporary folder vanished: another run is saving to this folder; give each its own --save."
     with suppress(CheckpointError):
-        kept = m.list_iterations(root)
+        kept, _ = newest_first(root)
         text += f" Older checkpoints are untouched (newest: iteration {kept[0]})." if kept else ""
     return text
 

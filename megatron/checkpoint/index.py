@@ -10,6 +10,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -259,6 +260,21 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], bytes]:
     if folder.name.startswith("iter_") and folder.name != right:
         raise CheckpointError(f"{folder}: its manifest is of iteration {content['iteration']}: the folder was renamed; name it {right}")
     return content, raw[: m.MANIFEST_HEAD]
+
+
+def newest_first(root: Path) -> tuple[list[int], list[int]]:
+    """Iterations under `root`: (those that count, those of passes that a run has left by going back), each newest first.
+
+    A checkpoint's manifest names the later ones, and their attempts, that were there before the run that saved it began. What cannot be read counts.
+    """
+    iterations, attempts, left = m.list_iterations(root), {}, set()
+    for iteration in iterations if len(iterations) > 1 else ():
+        with suppress(CheckpointError):
+            content, _ = read_manifest(root / m.iteration_folder(iteration))
+            attempts[iteration] = content["attempt"]
+            left |= {(int(later), attempt) for later, attempt in content.get("left", {}).items()}
+    behind = [iteration for iteration in iterations if (iteration, attempts.get(iteration)) in left]
+    return [iteration for iteration in iterations if iteration not in behind], behind
 
 
 def load_bytes(path: Path, limit: int) -> bytes:

@@ -202,6 +202,9 @@ def decode_manifest(raw: bytes, path: Path) -> dict[str, Any]:
             raise ValueError("iteration, state or shards are not what they should be")
         if not isinstance(content["attempt"], str) or not isinstance(content["created"], str):
             raise ValueError("attempt or created is not text")
+        left = content.get("left", {})
+        if not isinstance(left, dict) or any(int(later) <= content["iteration"] or not isinstance(attempt, str) for later, attempt in left.items()):
+            raise ValueError("left is not of later iterations and their attempts")
         for index, shard in enumerate(content["shards"]):
             # Names are derived, never followed: a manifest cannot point outside its folder.
             if shard["file"] != shard_file(index):

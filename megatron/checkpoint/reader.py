@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.boxes import intersect
 from megatron.checkpoint.fetch import BATCH
-from megatron.checkpoint.index import Index, Piece, Shard, Stored
+from megatron.checkpoint.index import Index, Piece, Shard, Stored, newest_first
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import ONE, Ranks
 
@@ -30,7 +30,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def find_checkpoint(root: str | Path, step: int | None = None, say: Callable[[str], None] = print) -> Path | None:
-    """The folder of the newest checkpoint under `root` (or of iteration `step`), verified as far as opening goes; None when there is none.
+    """The folder of the newest checkpoint under `root` (`newest_first`; or of iteration `step`), verified as far as opening goes; None when there is none.
 
     The tracker file is only a hint: one that disagrees is ignored, and `say` is told. Raises CheckpointError when the wanted
     checkpoint is damaged, naming the newest whole one before it, and when `step` is given and missing.
@@ -48,7 +48,7 @@ def open_checkpoint(
     first, each rank its part. Raises as find_checkpoint, on several ranks the same ValueError on each.
     """
     root = Path(root)
-    iterations = ranks.agree(lambda: _candidates(root, step) if ranks.first else None)[0]
+    iterations = ranks.agree(lambda: _candidates(root, step, say) if ranks.first else None)[0]
     for iteration in iterations:
         path, others = root / m.iteration_folder(iteration), [i for i in iterations if i < iteration]
         checkpoint, fault = _open_together(path, ranks)
@@ -67,12 +67,16 @@ def open_checkpoint(
     return None
 
 
-def _candidates(root: Path, step: int | None) -> list[int]:
+def _candidates(root: Path, step: int | None, say: Callable[[str], None]) -> list[int]:
     """The iterations that may be loaded, the wanted one first."""
     iterations = m.list_iterations(root)
     if (root / m.MANIFEST).is_file():
         raise CheckpointError(f"{root} is itself a checkpoint: give its parent folder {root.parent}, and choose with --ckpt-step")
     if step is None:
+        iterations, left = newest_first(root)
+        if left:
+            say(f"warning: {root}: NOT taken are iterations {', '.join(map(str, left))}: a run has gone on from an earlier one and saved since; give "
+                f"--ckpt-step {left[0]} if you want them")
         return iterations
     if step not in iterations:
         known = ", ".join(map(str, iterations)) or "none"

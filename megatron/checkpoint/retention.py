@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.files import sync_folder
-from megatron.checkpoint.index import Index
+from megatron.checkpoint.index import Index, newest_first
 from megatron.checkpoint.manifest import CheckpointError
 
 
@@ -35,7 +35,8 @@ def retire(root: Path, policy: Policy, newest: int, say: Callable[[str], None]) 
     """Delete the checkpoints under `root` that `policy` does not keep, now that iteration `newest` is committed; returns theirs, newest first.
 
     A checkpoint counts, and goes, only when it can be opened: what is damaged or of another program stays and is no reason for a whole one to go.
-    Later iterations than `newest` stay too: another pass over the same iterations left them. Nothing goes unless `newest` can be opened.
+    Later iterations than `newest` stay too: another pass over the same iterations left them. Once passed, those that a run left by going back are older
+    than all others. Nothing goes unless `newest` can be opened.
     An error of the file system ends the deletion, is told to `say`, and fails no save.
     """
     if policy.newest is None:
@@ -60,7 +61,8 @@ def retire(root: Path, policy: Policy, newest: int, say: Callable[[str], None]) 
 
 def _surplus(root: Path, policy: Policy, newest: int) -> list[int]:
     kept, surplus = 0, []
-    for iteration in m.list_iterations(root):
+    counting, left = newest_first(root)
+    for iteration in counting + left:
         spared = policy.interval is not None and iteration % policy.interval == 0
         if iteration > newest or spared and kept >= policy.newest or not _is_whole(root / m.iteration_folder(iteration)):
             continue

@@ -130,6 +130,7 @@ class Saver:
                  say: Callable[[str], None] = partial(print, flush=True)):
         self.root, self.ranks, self.retention, self.verify, self.report, self.say = Path(root), ranks, retention, verify, report, say
         self.tiers, self.rate = tiers, rate
+        self.before = m.list_iterations(self.root) if ranks.first else []  # what was there before this run
         self.under_way: UnderWay | None = None
         self.went_well = True  # the last save
         self.stall = 0.0  # seconds that the last one has held training up
@@ -153,7 +154,7 @@ class Saver:
             local = self.tiers is not None and self.tiers.save(iteration, pairs, state)
             at_once = self.background is None or (self.staging is None and not local)
             if at_once:
-                save_checkpoint(self.root, iteration, pairs, state, self.say, self.ranks, verify=self.verify)
+                save_checkpoint(self.root, iteration, pairs, state, self.say, self.ranks, verify=self.verify, before=self.before)
             else:
                 self._begin(iteration, pairs, state, began)
                 self.under_way.replicas = replicas if self.staging is not None else None
@@ -291,7 +292,8 @@ class Saver:
         try:
             self.background.start()
             self.background.send(self._command("commit", save.attempt) | {
-                "attempt": save.attempt.name, "shards": save.records, "state": save.state, "retention": asdict(self.retention)})
+                "attempt": save.attempt.name, "shards": save.records, "state": save.state, "before": self.before,
+                "retention": asdict(self.retention)})
         except m.CheckpointError as error:
             save.outcome = {"error": str(error)}
 

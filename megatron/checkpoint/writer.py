@@ -32,13 +32,13 @@ THREADS = 4  # most that write a shard: most file systems let one write to a fil
 
 def save_checkpoint(
     root: str | Path, iteration: int, tensors: Iterable[tuple[Box, Tensor]], state: dict[str, Any], say: Callable[[str], None] = print,
-    ranks: Ranks = ONE, *, verify: bool = False,
+    ranks: Ranks = ONE, *, verify: bool = False, before: Iterable[int] = (),
 ) -> Path:
     """Write iteration `iteration` under `root` and return its folder. All `ranks` call this together; each that owns boxes writes one shard.
 
     `tensors`: (box, local tensor) pairs that this rank owns; the boxes of all ranks cover each logical tensor exactly once. `state`: JSON,
     the same on every rank. `root` lies on a file system that all ranks share.
-    `verify`: every rank reads its shard back from the disk before it counts.
+    `verify`: every rank reads its shard back from the disk before it counts. `before`: as `commit`'s, on the first rank.
     An iteration that exists already is never overwritten: when it is whole and bit-equal to this one it is kept and returned, when it
     is whole and differs CheckpointError is raised, when it is damaged or foreign it is moved aside, and the first rank's `say` is told.
     Raises CheckpointError when anything prevents the save on any rank, on several the same ValueError on each; older checkpoints are
@@ -51,7 +51,7 @@ def save_checkpoint(
         records = attempt.agree(lambda: None if index is None else
                                 write_shard(attempt.folder, index, shards, iteration, pairs, verify=verify, progress=progress) | ranks.who)
         written = [record for record in records if record is not None]
-        attempt.agree(lambda: commit(root, attempt.folder, iteration, attempt.name, written, state, say).name if ranks.first else None)
+        attempt.agree(lambda: commit(root, attempt.folder, iteration, attempt.name, written, state, say, before).name if ranks.first else None)
     return root / m.iteration_folder(iteration)
 
 

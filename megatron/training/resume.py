@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megatron.checkpoint.foreign.models import model_shapes
-from megatron.checkpoint.index import read_manifest
+from megatron.checkpoint.index import newest_first, read_manifest
 from megatron.checkpoint.manifest import CheckpointError, iteration_folder, list_iterations
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.errors import ArgumentErrors
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Model fields that change neither weights nor results, and those a continued run may change on purpose.
 _BACKENDS = {f"{operator}_backend" for operator in ("attention", "norm", "rotary", "activation", "dropout", "cross_entropy")}
-_FREE_MODEL_FIELDS = {*_BACKENDS, "hidden_dropout", "attention_dropout", "z_loss_coeff", "init_method_std"}
+_FREE_MODEL_FIELDS = {*_BACKENDS, "fused_linear_cross_entropy", "hidden_dropout", "attention_dropout", "z_loss_coeff", "init_method_std"}
 _NO_ARITHMETIC = {"init_method_std", "distributed_timeout_minutes", "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
                   "use_tp_pp_dp_mapping", "num_layers_per_virtual_pipeline_stage", "zero3_keep_gathered", "overlap_param_gather"}
 _OPTIMIZER_ARITHMETIC = ("optimizer", "adam_implementation", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload",
@@ -193,7 +193,7 @@ def take_checkpoint_args(config: Config) -> Config:
 def _manifest_of(options: CheckpointConfig) -> dict[str, Any]:
     """The manifest of the checkpoint that will be loaded, if nothing else of it is damaged."""
     root, step = Path(options.load), options.ckpt_step
-    known = [iteration for iteration in list_iterations(root) if step is None or iteration <= step]
+    known = newest_first(root)[0] if step is None else [iteration for iteration in list_iterations(root) if iteration <= step]
     if not known or known[0] != (step if step is not None else known[0]):
         raise ArgumentErrors([f"--use-checkpoint-args: no checkpoint{'' if step is None else f' of iteration {step}'} in --load {root}"])
     for iteration in known:

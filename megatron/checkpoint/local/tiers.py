@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint import manifest as m
+from megatron.checkpoint.index import newest_first
 from megatron.checkpoint.local.nodes import RUN_FILE, RunId, find_nodes, forget_run, new_run, read_run
 from megatron.checkpoint.local.rebuild import Found, LocalCheckpoint, newest_local, restore_copies
 from megatron.checkpoint.local.saves import require_partners, require_room, save_local
@@ -104,7 +105,7 @@ class Tiers:
 def _look(load: str, save: str | None) -> tuple[dict[str, str] | None, list[int], bool]:
     """The run that goes on, the iterations of `load`, and whether that has a run's id which is not its own."""
     run = read_run(load) if _same(load, save) else None
-    return None if run is None else asdict(run), m.list_iterations(Path(load)), run is None and _same(load, save) and Path(load, RUN_FILE).exists()
+    return None if run is None else asdict(run), newest_first(Path(load))[0], run is None and _same(load, save) and Path(load, RUN_FILE).exists()
 
 
 def _same(load: str | None, save: str | None) -> bool:
