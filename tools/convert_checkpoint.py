@@ -3,12 +3,15 @@
     python tools/convert_checkpoint.py --load RUN [--ckpt-step N] --to-huggingface FOLDER [--dtype bf16]
     python tools/convert_checkpoint.py --from-huggingface FOLDER --save RUN
     python tools/convert_checkpoint.py --from-megatron FOLDER --save RUN [--config FILE] [--vocab-size N]
+    python tools/convert_checkpoint.py --from-deepspeed FOLDER --save RUN [--qkv-order ORDER] [--config FILE] [--vocab-size N]
     torchrun --nproc-per-node 8 tools/convert_checkpoint.py ...        # or srun: each rank reads and writes an equal share
 
 The first writes config.json, safetensors files and the tokenizer's files, which transformers loads (GPT-2, Llama, Mistral, Qwen2 or Qwen3,
 as the model's flags allow). The others write a weights-only checkpoint of iteration 0 and RUN/model.json with the model's flags: train on
 from it with --config RUN/model.json --load RUN --finetune. --from-megatron reads GPT models of Megatron-LM (torch_dist, and mp_rank_* folders of
 core models), and those that torch.distributed.checkpoint wrote under the same names; the model's flags are those kept there, or --config.
+--from-deepspeed reads the fp32 master weights in folders of ZeRO stages 1 to 3: of Hugging Face models (with the model's config.json in FOLDER, as
+its Trainer leaves it) and of Megatron-DeepSpeed's GPT, which needs --qkv-order and takes --config and --vocab-size as --from-megatron does.
 Weights keep the precision that they have there. Nothing that is read is executed, and no tensor is held as a whole. Folders lie on a file
 system that all ranks share.
 """
@@ -31,11 +34,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.checkpoint.foreign.dcp_folder import DcpFolder  # noqa: E402
 from megatron.checkpoint.foreign.huggingface import from_huggingface, to_huggingface  # noqa: E402
-from megatron.checkpoint.foreign.huggingface_files import open_folder, read_json, take_rules, write_folder  # noqa: E402
+from megatron.checkpoint.foreign.huggingface_files import open_folder, read_json, take_parts, take_rules, write_folder  # noqa: E402
+from megatron.checkpoint.foreign.megatron_deepspeed import is_megatron, map_ranks, megatron_arguments, tensor_parallel_size  # noqa: E402
 from megatron.checkpoint.foreign.megatron_lm import map_tensors, model_fields, our_parameter  # noqa: E402
 from megatron.checkpoint.foreign.models import MappedFile, Pair, check_shapes, own_share  # noqa: E402
 from megatron.checkpoint.foreign.mp_ranks import MpRanks  # noqa: E402
 from megatron.checkpoint.foreign.pickles import ARGUMENT_CLASSES, read_torch_file  # noqa: E402
+from megatron.checkpoint.foreign.zero_folder import ZeroFolder, find_folder  # noqa: E402
 from megatron.checkpoint.manifest import list_iterations  # noqa: E402
 from megatron.checkpoint.ranks import Ranks  # noqa: E402
 from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint, find_checkpoint  # noqa: E402
@@ -51,6 +56,9 @@ from megatron.layers.mlp import GATED  # noqa: E402
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 TIMEOUT = 120  # minutes that a rank waits for the others' shares
+WEIGHTS_ONLY = "note: weights only: optimizer, schedule and random state stay behind"
+ROTARY = ("note: Megatron-DeepSpeed since change #441 rotates q and k by cos(angle) instead of the angle unless it ran with sequence parallelism: "
+          "such a model computes something else here; compare the loss before you train on")
 
 
 def export(load: str, step: int | None, target: Path, dtype: torch.dtype | None, ranks: Ranks) -> list[str]:
@@ -144,8 +152,7 @@ def open_megatron(folder: Path, config: str | None, vocab_size: int | None) -> F
     folder = _megatron_iteration(folder)
     ranks = None if (folder / ".metadata").exists() else MpRanks(folder)
     if config is not None:
-        given = derive(parse_arguments(["--config", config]).config, 1, vocab_size)[0].model
-        fields = {field.name: getattr(given, field.name) for field in dataclasses.fields(given) if getattr(given, field.name) != field.default}
+        fields = _given_fields(config, vocab_size)
     else:
         fields = model_fields(_common_arguments(folder) if ranks is None else ranks.args)
     model = ModelConfig(**fields)
@@ -158,10 +165,46 @@ def open_megatron(folder: Path, config: str | None, vocab_size: int | None) -> F
     rows = [shape[0] for name, shape, _ in tensors if our_parameter(name) == ("embedding.word.weight", -1)]
     if not rows or rows[0] < (vocab_size or 1):
         raise ValueError(f"{folder}: the word embedding has {rows[0] if rows else 'no'} rows; --vocab-size is {vocab_size or 'not given'}")
-    note = "note: weights only: optimizer, schedule and random state stay behind"
-    padded = f"note: all {rows[0]} rows of the vocabulary are kept, padding too; --vocab-size N keeps the first N"
     pairs = map_tensors(model, vocab_size or rows[0], tensors)
-    return Foreign(fields, DataConfig(), pairs, "mp_rank" if ranks else "torch_dist", (note,) if vocab_size else (note, padded))
+    return Foreign(fields, DataConfig(), pairs, "mp_rank" if ranks else "torch_dist", (WEIGHTS_ONLY, *_padding_note(vocab_size, rows[0])))
+
+
+def _given_fields(config: str, vocab_size: int | None) -> dict[str, Any]:
+    """The fields of ModelConfig that a file of flags gives."""
+    given = derive(parse_arguments(["--config", config]).config, 1, vocab_size)[0].model
+    return {field.name: getattr(given, field.name) for field in dataclasses.fields(given) if getattr(given, field.name) != field.default}
+
+
+def _padding_note(vocab_size: int | None, rows: int) -> tuple[str, ...]:
+    return () if vocab_size else (f"note: all {rows} rows of the vocabulary are kept, padding too; --vocab-size N keeps the first N",)
+
+
+def open_deepspeed(given: Path, config: str | None, vocab_size: int | None, qkv_order: str | None) -> Foreign:
+    """A folder of DeepSpeed with ZeRO's partitions. Raises ValueError naming what has no counterpart here."""
+    folder = find_folder(given)
+    zero = ZeroFolder(folder)
+    names = {name.removeprefix("module."): name for rank in zero.ranks for name in rank}
+    if not is_megatron(set(names)):
+        flags = [flag for flag, value in (("--config", config), ("--vocab-size", vocab_size), ("--qkv-order", qkv_order)) if value is not None]
+        if flags:
+            raise ValueError(f"{folder}: its tensors have no names of Megatron-DeepSpeed: drop {' and '.join(flags)}")
+        if len(zero.ranks) > 1:
+            raise ValueError(f"{folder}: a Hugging Face model of {len(zero.ranks)} tensor-parallel ranks is not read: save it without AutoTP")
+        beside = next((place for place in (given, folder, folder.parent) if (place / "config.json").is_file()), None)
+        if beside is None:
+            raise ValueError(f"{given}: no config.json there: put that of the Hugging Face model beside the folder of the partitions")
+        described = read_json(beside / "config.json")
+        fields, rules = from_huggingface(described, names)
+        pairs = take_parts(rules, {name: zero.ranks[0][theirs] for name, theirs in names.items()})
+        return Foreign(fields, _tokenizer_of(beside), pairs, f"deepspeed {described['model_type']}", (WEIGHTS_ONLY,))
+    if qkv_order is None:
+        raise ValueError(f"{folder}: Megatron-DeepSpeed has laid the rows of query_key_value in two ways and says nowhere in which: give --qkv-order "
+                         "grouped (its code before 4 December 2024, change #441) or --qkv-order stacked (since then)")
+    tp = tensor_parallel_size(folder, zero.states)
+    fields = _given_fields(config, vocab_size) if config is not None else model_fields(megatron_arguments(zero.states[0].get("args")))
+    pairs, rows = map_ranks(folder, zero.ranks, tp, ModelConfig(**fields), vocab_size, qkv_order == "stacked")
+    angles = [ROTARY] if qkv_order == "stacked" and fields.get("position_embedding_type") == "rope" else []
+    return Foreign(fields, DataConfig(), pairs, "megatron-deepspeed", (WEIGHTS_ONLY, *_padding_note(vocab_size, rows), *angles))
 
 
 def _common_arguments(folder: Path) -> Any:
@@ -219,8 +262,10 @@ def convert(flags: argparse.Namespace, ranks: Ranks) -> list[str]:
     with together(ranks.world, ranks.device):
         if flags.from_huggingface:
             source, foreign = flags.from_huggingface, open_huggingface(flags.from_huggingface)
-        else:
+        elif flags.from_megatron:
             source, foreign = flags.from_megatron, open_megatron(flags.from_megatron, flags.config, flags.vocab_size)
+        else:
+            source, foreign = flags.from_deepspeed, open_deepspeed(flags.from_deepspeed, flags.config, flags.vocab_size, flags.qkv_order)
     return take_over(source, foreign, flags.save, ranks)
 
 
@@ -230,17 +275,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     direction.add_argument("--to-huggingface", metavar="FOLDER", type=Path, help="write this folder")
     direction.add_argument("--from-huggingface", metavar="FOLDER", type=Path, help="read this folder")
     direction.add_argument("--from-megatron", metavar="FOLDER", type=Path, help="read this folder of Megatron-LM, or one iter_* folder in it")
+    direction.add_argument("--from-deepspeed", metavar="FOLDER", type=Path, help="read this folder of ZeRO partitions, or the one its `latest` names")
     parser.add_argument("--load", help="checkpoints to export")
     parser.add_argument("--ckpt-step", type=int, help="iteration to export; default: the newest")
     parser.add_argument("--dtype", choices=PRECISIONS, help="precision of the export; default: the one that the run computed in")
     parser.add_argument("--save", help="where the imported checkpoint goes")
-    parser.add_argument("--config", metavar="FILE", help="the model's flags (JSON, as train runs take it); default: those in common.pt")
+    parser.add_argument("--config", metavar="FILE", help="the model's flags (JSON, as train runs take it); default: those in the folder")
     parser.add_argument("--vocab-size", type=int, help="tokens of the real vocabulary: padding rows beyond them are left behind")
+    parser.add_argument("--qkv-order", choices=["grouped", "stacked"], help="rows of Megatron-DeepSpeed's query_key_value: q, k, v of each head or "
+                        "query group together (before 4 December 2024), or all q, all k, all v of a rank (since then)")
     flags = parser.parse_args(argv)
-    direction = next(name for name in ("to_huggingface", "from_huggingface", "from_megatron") if getattr(flags, name) is not None)
-    imports = {"from_huggingface": ["save"], "from_megatron": ["save", "config", "vocab_size"]}
+    direction = next(name for name in ("to_huggingface", "from_huggingface", "from_megatron", "from_deepspeed") if getattr(flags, name) is not None)
+    imports = {"from_huggingface": ["save"], "from_megatron": ["save", "config", "vocab_size"],
+               "from_deepspeed": ["save", "config", "vocab_size", "qkv_order"]}
     takes = imports.get(direction, ["load", "ckpt_step", "dtype"])
-    given = [name for name in ("load", "ckpt_step", "dtype", "save", "config", "vocab_size") if getattr(flags, name) is not None]
+    given = [name for name in ("load", "ckpt_step", "dtype", "save", "config", "vocab_size", "qkv_order") if getattr(flags, name) is not None]
     if takes[0] not in given or set(given) - set(takes):
         parser.error(f"--{direction} FOLDER takes --{takes[0]}{''.join(f' [--{name}]' for name in takes[1:])} and nothing else".replace("_", "-"))
     return flags

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.boxes import intersect
 from megatron.checkpoint.files import sync_folder
 from megatron.checkpoint.foreign.huggingface import Rule
-from megatron.checkpoint.foreign.models import MappedFile, Pair, own_rows
+from megatron.checkpoint.foreign.models import MappedFile, Pair, Part, own_rows, whole_part
 from megatron.checkpoint.manifest import HEADER_LIMIT, CheckpointError, encode_header
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import DTYPE_NAMES, TORCH_DTYPES, Checkpoint
@@ -254,12 +255,28 @@ def _open_file(path: Path) -> dict[str, Tensor]:
 
 def take_rules(rules: list[Rule], tensors: dict[str, Tensor]) -> list[Pair]:
     """The logical tensors, whole, as they lie in Hugging Face's."""
+    return take_parts(rules, {name: (tuple(value.shape), [whole_part(value)]) for name, value in tensors.items()})
+
+
+def take_parts(rules: list[Rule], tensors: dict[str, tuple[tuple[int, ...], list[Part]]]) -> list[Pair]:
+    """The logical tensors as they lie in parts (shape, parts) of Hugging Face's. Raises ValueError for one that cannot be cut as its rule says."""
     pairs = []
     for rule in rules:
-        value = tensors[rule.theirs].t() if rule.transposed else tensors[rule.theirs]
-        for name, part in zip(rule.ours, value.chunk(len(rule.ours)), strict=True):
-            shape = tuple(part.shape)
-            pairs.append((Box(name, shape, (0,) * part.ndim, shape), part))
+        shape, parts = tensors[rule.theirs]
+        turn = -1 if rule.transposed else 1
+        shape = shape[::turn]
+        rows, rest = divmod(shape[0], len(rule.ours))
+        if rest:
+            raise ValueError(f"{rule.theirs} {list(shape)} does not hold {' and '.join(rule.ours)}")
+        for offset, extent, elements in parts:
+            value = elements().t() if rule.transposed else elements()
+            offset, extent = offset[::turn], extent[::turn]
+            for i, name in enumerate(rule.ours):
+                common = intersect((i * rows,), (rows,), offset[:1], extent[:1])
+                if common is not None:
+                    (low,), (high,) = common
+                    box = Box(name, (rows, *shape[1:]), (low - i * rows, *offset[1:]), (high - low, *extent[1:]))
+                    pairs.append((box, value[low - offset[0] : high - offset[0]]))
     return pairs
 
 

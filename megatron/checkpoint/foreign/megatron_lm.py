@@ -10,19 +10,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint.boxes import intersect
-from megatron.checkpoint.foreign.models import Pair
+from megatron.checkpoint.foreign.models import Pair, Part, Whole
 from megatron.checkpoint.foreign.pickles import Record
 from megatron.config.groups import ModelConfig
 from megatron.model.layout import boxes
-
-Part = tuple[tuple[int, ...], tuple[int, ...], Callable[[], Tensor]]  # offset, extent, and the elements of a box of a tensor
 
 OUTER = {
     "embedding.word_embeddings.weight": "embedding.word.weight", "embedding.position_embeddings.weight": "layers.0.position.weight",
@@ -52,7 +50,7 @@ def our_parameter(name: str) -> tuple[str, int] | None:
     return (OUTER[outer[1]] + outer[2], half) if outer and outer[1] in OUTER else None
 
 
-def map_tensors(model: ModelConfig, vocab_size: int, tensors: Iterable[tuple[str, tuple[int, ...], list[Part]]]) -> list[Pair]:
+def map_tensors(model: ModelConfig, vocab_size: int, tensors: Iterable[Whole]) -> list[Pair]:
     """The logical tensors in theirs (name, shape, parts). Raises ValueError listing all names that have no counterpart here."""
     unknown, wrong, pairs = [], [], []
     for name, shape, parts in tensors:
@@ -94,27 +92,35 @@ def _boxes(model: ModelConfig, vocab_size: int, parameter: str, shape: tuple[int
     offset, extent, elements = part
     if half >= 0:
         shape, offset = (2 * shape[0], *shape[1:]), (half * shape[0] + offset[0], *offset[1:])
-    value = None
+    value = elements()
     for box in boxes(model, vocab_size, parameter, torch.empty(shape, device="meta")):
         rows, stride = box.extent[0] // box.groups, shape[0] // box.groups
         if math.prod(box.shape[1:]) != math.prod(shape[1:]) or box.start + rows > stride or (box.groups > 1 and shape[0] % box.groups):
             raise ValueError(f"shape {list(shape)} does not hold {box.name} {list(box.shape)}")
-        if box.groups > 1:
-            first, last = offset[0] / stride, (offset[0] + extent[0]) / stride
-            if first != int(first) or last != int(last):
-                raise ValueError(f"is cut inside a query group at row {offset[0]}: save it there with fewer tensor-parallel ranks than query groups")
-            low, high, start, groups = int(first) * rows, int(last) * rows, box.start, int(last - first)
-            first_row, last_row = 0, extent[0]
-        else:
-            common = intersect((box.start,), (rows,), (offset[0],), (extent[0],))
-            if common is None:
-                continue
-            ((first_row,), (last_row,)), start, groups = common, 0, 1
-            low, high = first_row - box.start, last_row - box.start
-            first_row, last_row = first_row - offset[0], last_row - offset[0]
-        value = elements() if value is None else value
-        where = (low, *offset[1:])
-        yield dataclasses.replace(box, offset=where, extent=(high - low, *extent[1:]), groups=groups, start=start), value[first_row:last_row]
+        for first, last, whole in _runs(offset[0], offset[0] + extent[0], stride):
+            group = first // stride
+            if whole and box.groups > 1:
+                low, high, start, groups = group * rows, last // stride * rows, box.start, last // stride - group
+            else:
+                common = intersect((group * stride + box.start,), (rows,), (first,), (last - first,))
+                if common is None:
+                    continue
+                ((first,), (last,)), start, groups = common, 0, 1
+                low = group * rows + first - group * stride - box.start
+                high = low + last - first
+            where = dataclasses.replace(box, offset=(low, *offset[1:]), extent=(high - low, *extent[1:]), groups=groups, start=start)
+            yield where, value[first - offset[0] : last - offset[0]]
+
+
+def _runs(first: int, last: int, stride: int) -> Iterator[tuple[int, int, bool]]:
+    """Rows [first, last) as runs (first, last, whether it is of whole groups of `stride` rows): a run that is not lies within one group."""
+    begin, end = -(-first // stride) * stride, last // stride * stride
+    if begin > end:
+        yield first, last, False
+        return
+    for low, high, whole in ((first, begin, False), (begin, end, True), (end, last, False)):
+        if low < high:
+            yield low, high, whole
 
 
 # ---- arguments -----------------------------------------------------------------------------------------------------------
@@ -136,7 +142,7 @@ def model_fields(args: Record) -> dict[str, Any]:
     faults = [f"--{name.replace('_', '-')} {given[name]!r}" for name, absent in REFUSED.items() if given.get(name) not in absent]
     lacking = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if type(given.get(name)) is not int]
     if faults or lacking:
-        raise ValueError("the arguments in common.pt cannot be taken over: " + "; ".join([*faults, *(f"no {name}" for name in lacking)]))
+        raise ValueError("the arguments in the checkpoint cannot be taken over: " + "; ".join([*faults, *(f"no {name}" for name in lacking)]))
     fields = {name: given[name] for name in SAME if given.get(name) is not None}
     heads = fields["num_attention_heads"]
     fields.setdefault("kv_channels", fields["hidden_size"] // heads)
@@ -152,5 +158,5 @@ def model_fields(args: Record) -> dict[str, Any]:
         if kinds[name].startswith("float"):
             fields[name] = float(value)
         elif isinstance(value, Record):
-            raise ValueError(f"the arguments in common.pt cannot be taken over: --{name.replace('_', '-')} is a {value.kind}")
+            raise ValueError(f"the arguments in the checkpoint cannot be taken over: --{name.replace('_', '-')} is a {value.kind}")
     return fields

@@ -7,7 +7,7 @@ import functools
 import math
 import mmap
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -20,6 +20,13 @@ from megatron.model.gpt import GPTModel
 from megatron.model.layout import Box, model_boxes
 
 Pair = tuple[Box, Tensor]  # part of a logical tensor, and the tensor that holds it
+Part = tuple[tuple[int, ...], tuple[int, ...], Callable[[], Tensor]]  # offset, extent, and the elements of a box of one of their tensors
+Whole = tuple[str, tuple[int, ...], list[Part]]  # one of their tensors: name, shape, and the parts that make it up
+
+
+def whole_part(value: Tensor) -> Part:
+    """A tensor that lies in one piece."""
+    return (0,) * value.ndim, tuple(value.shape), lambda: value
 
 
 class MappedFile:

@@ -7,14 +7,16 @@ forward pass virtual stage by virtual stage; the last stage of a tied model keep
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.foreign.megatron_lm import Part
-from megatron.checkpoint.foreign.models import MappedFile
+from megatron.checkpoint.boxes import intersect
+from megatron.checkpoint.foreign.models import MappedFile, Part, Whole, whole_part
 from megatron.checkpoint.foreign.pickles import ARGUMENT_CLASSES, Record, read_torch_file
 from megatron.checkpoint.manifest import CheckpointError
 
@@ -48,7 +50,7 @@ class MpRanks:
             raise CheckpointError(f"{self.folder}: its files hold no arguments: give the model's flags with --config FILE")
         return args
 
-    def tensors(self, *, gated: bool, tied: bool) -> list[tuple[str, tuple[int, ...], list[Part]]]:
+    def tensors(self, *, gated: bool, tied: bool) -> list[Whole]:
         """Whole tensors (name with global layer numbers, shape, parts of the ranks)."""
         whole: dict[str, list[Tensor]] = {}
         layers = 0
@@ -79,23 +81,32 @@ class MpRanks:
             whole[f"{layer[1]}{int(layer[2]) + first}{layer[3]}" if layer else name] = parts
         return len(numbers)
 
-    def _joined(self, name: str, parts: list[Tensor], gated: bool) -> tuple[str, tuple[int, ...], list[Part]]:
-        shape = list(parts[0].shape)
+    def _joined(self, name: str, parts: list[Tensor], gated: bool) -> Whole:
         if len({part.shape for part in parts}) > 1:
             raise CheckpointError(f"{self.folder}: {name} has another shape on other tensor-parallel ranks")
-        if not ROWS.fullmatch(name) and not COLUMNS.fullmatch(name):
-            return name, tuple(shape), [_part(parts[0], (0,) * len(shape))]  # the same on all
-        cut = 1 if COLUMNS.fullmatch(name) else 0
-        own, rest = shape[cut], len(shape) - cut - 1
-        shape[cut] = own * len(parts)
-        joined = []
-        for rank, part in enumerate(parts):
-            halves = part.chunk(2) if gated and ".linear_fc1." in name else (part,)  # each rank has its gate on top of its up
-            for i, half in enumerate(halves):
-                start = i * shape[0] // 2 + rank * len(half) if len(halves) > 1 else rank * own
-                joined.append(_part(half, (*(0 for _ in range(cut)), start, *(0 for _ in range(rest)))))
-        return name, tuple(shape), joined
+        folds = 2 if gated and ".linear_fc1." in name else 1
+        return join_ranks(name, tuple(parts[0].shape), [[whole_part(part)] for part in parts], folds)
 
 
-def _part(value: Tensor, offset: tuple[int, ...]) -> Part:
-    return offset, tuple(value.shape), lambda: value
+def join_ranks(name: str, shape: tuple[int, ...], ranks: list[list[Part]], folds: int = 1) -> Whole:
+    """The tensor of which each tensor-parallel rank holds `shape` in parts. With `folds` every rank has so many equal pieces on top of each other,
+    each cut among the ranks by itself: its gate on top of its up."""
+    if not ROWS.fullmatch(name) and not COLUMNS.fullmatch(name):
+        return name, shape, ranks[0]  # the same on all
+    cut = 1 if COLUMNS.fullmatch(name) else 0
+    own, joined = shape[cut] // folds, []
+    for rank, parts in enumerate(ranks):
+        for offset, extent, elements in parts:
+            for fold in range(folds):
+                common = intersect((fold * own,), (own,), (offset[cut],), (extent[cut],))
+                if common is None:
+                    continue
+                (low,), (high,) = common
+                place = (fold * (len(ranks) - 1) + rank) * own + low
+                take = partial(_narrowed, elements, cut, low - offset[cut], high - low)
+                joined.append(((*offset[:cut], place, *offset[cut + 1 :]), (*extent[:cut], high - low, *extent[cut + 1 :]), take))
+    return name, (*shape[:cut], len(ranks) * shape[cut], *shape[cut + 1 :]), joined
+
+
+def _narrowed(elements: Callable[[], Tensor], dimension: int, start: int, length: int) -> Tensor:
+    return elements().narrow(dimension, start, length)

@@ -50,6 +50,14 @@ ARGUMENT_CLASSES = TORCH_CLASSES | {  # what Megatron-LM keeps beside the weight
                                  "rerun_state_machine.RerunDiagnostic", "rerun_state_machine.RerunMode", "rerun_state_machine.RerunState")),
 }
 
+_DS = "deepspeed."
+DEEPSPEED_CLASSES = ARGUMENT_CLASSES | {  # what DeepSpeed and its users keep beside the partitions
+    "torch._tensor._rebuild_from_type_v2", "torch.Tensor", "torch.nn.parameter.Parameter",
+    *(_DS + name for name in ("runtime.fp16.loss_scaler.LossScaler", "runtime.fp16.loss_scaler.DynamicLossScaler",
+                              "runtime.zero.config.ZeroStageEnum", "utils.tensor_fragment.fragment_address")),
+    "megatron.enums.ModelType", "megatron.model.enums.ModelType", "megatron.enums.PositionEmbeddingType",
+}
+
 
 class Record:
     """A value of some class that the pickle names: nothing of that class exists here. `state` is a dictionary or what else it holds."""
@@ -191,6 +199,8 @@ class _Interpreter:
             return _expect(storage, Tensor).as_strided(tuple(size), tuple(stride), offset)  # torch refuses what reaches beyond the storage
         if kind.kind == "torch._utils._rebuild_parameter":
             return _expect(args[0], Tensor)
+        if kind.kind == "torch._tensor._rebuild_from_type_v2":  # the way to make a tensor, its class, what goes into it, attributes
+            return _expect(self._made(args[0], args[2]), Tensor)
         return Record(kind.kind, args)
 
     def op_BUILD(self, _: Any) -> None:
