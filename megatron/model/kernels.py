@@ -26,5 +26,11 @@ def choose_kernels(model: ModelConfig, device: torch.device, dtype: torch.dtype)
     return dataclasses.replace(model, **fields), choices
 
 
+def passed_over(choices: dict[str, Choice]) -> list[str]:
+    """For the banner: why something else is not taken, a line for each reason."""
+    reasons = sorted({choice.because for choice in choices.values() if choice.because})
+    return [f"{', '.join(operator for operator, choice in choices.items() if choice.because == reason)}: {reason}" for reason in reasons]
+
+
 def _field(operator: str) -> str:
     return f"{operator.replace('-', '_')}_backend"

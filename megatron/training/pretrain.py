@@ -25,11 +25,11 @@ from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.dist.groups import ALONE, ORDER, TP_PP_DP_ORDER, Axis, Groups, Layout, describe_layout
 from megatron.dist.setup import choose_device, connect, disconnect, make_groups, read_launch, share_cores
 from megatron.dist.together import together
-from megatron.layers.attention import choose_attention
 from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import flops_per_iteration, padded_vocab_size, parameter_count, peak_tflops
 from megatron.model.block import BlockWrapper, PlainBlocks
 from megatron.model.gpt import GPTModel
+from megatron.model.kernels import choose_kernels, passed_over
 from megatron.model.stages import pipeline_stages
 from megatron.observe.console import banner
 from megatron.observe.tracking import Tracker
@@ -91,8 +91,8 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
     flops = [flops_per_iteration(model, gbs, seq, vocab) for vocab in (tokenizer.vocab_size, padded_vocab)]
     across = device.type == "cuda" and world_size > torch.cuda.device_count()  # nodes, whose links the plan knows
     machine = Machine(peak) if across and peak else None
-    attention = choose_attention(model, training=True)
-    slow = " (--attention-dropout 0 allows the fused one)" if attention == "plain" and model.attention_dropout > 0 else ""
+    _, kernels = choose_kernels(model, torch.device(planned_for or device), dtype)
+    slow = kernels["attention"].implementation == "plain" and model.attention_dropout > 0 and model.attention_backend == "auto"
     adam = choose_adam(config.optimizer, device) if config.optimizer.optimizer == "adam" else "torch-fused"
     length = f"{training.train_iters} iterations" if training.train_iters is not None else f"{training.train_samples} samples"
     return {
@@ -113,7 +113,12 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
             f"{flops[0] / 1e12:.4g} TFLOP an iteration ({flops[1] / 1e12:.4g} with the padded vocabulary, Megatron's count)",
         ],
         "pipeline": stage_lines(config, tokenizer.vocab_size, world_size, planned_for or device.type),
-        "kernels": [f"attention {attention}{slow}; {config.optimizer.optimizer} {adam}; recompute {training.recompute_granularity or 'none'}"],
+        "kernels": [
+            "; ".join([*(f"{operator} {choice.implementation}" for operator, choice in kernels.items()), f"{config.optimizer.optimizer} {adam}",
+                       f"recompute {training.recompute_granularity or 'none'}"]),
+            *(["--attention-dropout 0 allows a faster attention"] if slow else []),
+            *passed_over(kernels),
+        ],
         "memory": banner_lines(config, tokenizer.vocab_size, world_size, planned_for or device.type, machine),
         "data": data.notes,
         "paths": [
@@ -217,7 +222,8 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     dtype, distributed = compute_dtype(config.precision), config.distributed
     tp = TensorParallel(groups.tp, groups.kv, sequence=distributed.sequence_parallel, overlap=distributed.tp_comm_overlap)
     stages = pipeline_stages(config, prepared.padded_vocab)
-    model = GPTModel(config.model, vocab_size=tokenizer.vocab_size, padded_vocab=prepared.padded_vocab, dtype=dtype, seed=config.training.seed, tp=tp,
+    model_config, _ = choose_kernels(config.model, device, dtype)
+    model = GPTModel(model_config, vocab_size=tokenizer.vocab_size, padded_vocab=prepared.padded_vocab, dtype=dtype, seed=config.training.seed, tp=tp,
                      stages=tuple(stage for stage, rank in zip(stages, placement, strict=True) if rank == groups.pp.rank))
     blocks = build_blocks(model, device, groups, stage=distributed.zero_stage, narrow_grads=config.optimizer.main_grads_dtype == "bf16",
                           host_fraction=config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0,

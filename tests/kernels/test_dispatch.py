@@ -8,7 +8,7 @@ import torch
 from megatron.config.groups import ModelConfig
 from megatron.kernels import apex, dispatch, lang
 from megatron.kernels.dispatch import OPERATORS, choose
-from megatron.model.kernels import choose_kernels
+from megatron.model.kernels import choose_kernels, passed_over
 
 CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 QUIET = ModelConfig(hidden_dropout=0.0, attention_dropout=0.0)
@@ -38,8 +38,13 @@ def test_auto_takes_triton_where_it_has_been_measured_to_win(operator, measured)
 
 
 def test_auto_says_what_it_did_not_take_on_a_gpu():
-    assert str(choose("norm", "auto", GPU, BF16)) == "torch (--norm-backend triton has not been measured here)"
+    assert str(choose("norm", "auto", GPU, BF16)) == "torch (triton is there for the asking; its speed has not been measured on such a device)"
     assert str(choose("attention", "auto", GPU, torch.float64)) == "sdpa (triton: float64)"
+
+
+def test_the_banner_groups_operators_by_reason():
+    choices = {"norm": dispatch.Choice("torch", "slow"), "rotary": dispatch.Choice("triton"), "activation": dispatch.Choice("torch", "slow")}
+    assert passed_over(choices) == ["norm, activation: slow"]
 
 
 def test_what_cannot_be_had_is_refused_with_a_way_out(no_interpreter):
