@@ -21,7 +21,7 @@ if importlib.util.find_spec("triton") is not None:
 else:
     triton = tl = None
 
-    def jit(function: Callable) -> Callable:
+    def jit(function: Callable, **_: Any) -> Callable:
         """The function as it is: nobody can call it."""
         return function
 

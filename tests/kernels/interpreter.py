@@ -1,6 +1,6 @@
 """Triton's interpreter, made honest about bf16. It keeps bf16 as 16-bit integers and computes with those integers, silently.
 
-Mended: matrix products, and conversions from and to fp32 (to nearest, ties to even, as a GPU does). All other arithmetic on bf16 raises
+Mended: matrix products, and conversions from and to fp32 (to nearest, ties to even, as a GPU does). Added: descriptors that add to memory. All other arithmetic on bf16 raises
 TypeError: a kernel widens what it loads.
 """
 
@@ -10,6 +10,7 @@ from functools import wraps
 
 import numpy as np
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.runtime import interpreter
 
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
@@ -59,7 +60,13 @@ def mend() -> None:
     def create_fp_to_fp(self, source, target, mode):
         return cast_impl(self, source, target) if is_bf16(source) or target.scalar == tl.bfloat16 else round_to(self, source, target, mode)
 
+    def create_descriptor_reduce(self, kind, descriptor, value, indices):
+        assert kind == ir.DESCRIPTOR_REDUCE_KIND.ADD
+        pointers, inside = descriptor.materialize_pointers(indices)
+        return self.create_atomic_rmw(ir.ATOMIC_OP.FADD, pointers, value, Handle(inside, tl.int1), ir.MEM_SEMANTIC.RELAXED, ir.MEM_SYNC_SCOPE.GPU)
+
     Builder.create_dot, Builder.cast_impl, Builder.create_fp_to_fp = create_dot, cast_impl, create_fp_to_fp
+    Builder.create_descriptor_reduce = create_descriptor_reduce
     arithmetic = ("binary_op", "unary_op", "create_fma", "create_clampf", "create_fabs", "create_exp", "create_exp2", "create_log", "create_log2", "create_sqrt",
                   "create_rsqrt", "create_sin", "create_cos", "create_floor", "create_erf")
     for name in arithmetic:

@@ -1,0 +1,246 @@
+"""Flash attention: softmax(scale q k^T) v without the matrix of scores ever in memory, forward here, backward in attention_backward.py.
+
+q [s, b, n, d], k and v [t, b, g, d] with n a multiple of g (query head i reads key head i // (n / g)); strided views will do. Out [s, b, n, d], and
+lse [b, n, s] fp32, the natural logarithm of each row's sum of exponentials, which joins parts of a row that were computed apart:
+
+    x = softcap tanh(scale q k^T / softcap)      (scale q k^T without softcap), -inf where the query does not see the key
+    lse = log sum exp x,   p = exp(x - lse),   out = (p keep / (1 - drop)) v        a row that sees nothing: out 0, lse -inf, gradients 0
+
+Source: Dao, "FlashAttention-2: faster attention with better parallelism and work partitioning", ICLR 2024. Exponentials are of base 2 with
+the scale folded in; whole blocks come first and without masks, then the edges (attention_masks.py); the longest rows start first.
+
+Roofline: 4 b n s t d FLOPs forward and 10 backward (14 for what the deterministic mode computes), half of that when causal. 8192 tokens, d = 128,
+32 heads, causal: 0.55 TFLOP forward, 0.7 ms at the 790 TFLOP/s that matrix products reach on an H200; its 268 MB take 0.06 ms at 4.3 TB/s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.kernels import lang, philox
+from megatron.kernels.attention_backward import backward
+from megatron.kernels.attention_launch import (
+    RUNTIME,
+    VARIANTS,
+    Options,
+    Tiles,
+    aligned,
+    compiled,
+    constants,
+    descriptor,
+    mask_tensors,
+    numbers,
+    of_mask,
+    section,
+)
+from megatron.kernels.attention_masks import AttentionMask, keys_of_queries, schedule, visible
+from megatron.kernels.lang import jit, tl
+from megatron.kernels.random import keep_scores
+
+
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: AttentionMask, softcap: float | None = None, drop: float = 0.0,
+                        key: philox.Key = (0, 0), sample_ids: Tensor | None = None, first_head: int = 0) -> tuple[Tensor, Tensor]:
+    """The definition: (out [s, b, n, d], lse [b, n, s] in fp32 or fp64), of any dtype and differentiable.
+
+    Dropout keeps by counter (sample_ids [b], first_head + head, query position, key // 4), lane key % 4, of the stream `key`.
+    """
+    s, b, n, _ = q.shape
+    t, _, g, _ = k.shape
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    k, v = k.repeat_interleave(n // g, 1), v.repeat_interleave(n // g, 1)
+    x = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    if softcap is not None:
+        x = softcap * torch.tanh(x / softcap)
+    see = mask.dense(s, t, q.device)
+    blind = ~see.any(-1)
+    x = x.masked_fill(~see, float("-inf")).masked_fill(blind[..., None], 0.0)  # no softmax of nothing: its gradient is NaN
+    lse = torch.logsumexp(x, -1).masked_fill(blind, float("-inf"))
+    p = torch.softmax(x, -1).masked_fill(blind[..., None], 0.0)
+    if drop > 0:
+        at = torch.arange(s, device=q.device) if mask.q_positions is None else mask.q_positions.long()
+        heads = torch.arange(first_head, first_head + n, device=q.device)
+        rows = torch.broadcast_tensors(sample_ids[:, None, None], heads[None, :, None], at[None, None, :])
+        p = p * philox.keep_mask(key, [word.flatten() for word in rows], t, drop).view(b, n, s, t) * (1 / (1 - drop))
+    return (p.to(v.dtype) @ v).permute(2, 0, 1, 3), lse
+
+
+def configuration(d: int, *, dropout: bool = False, dtype: torch.dtype = torch.bfloat16, tile: int = 0, capability: int = lang.HOPPER) -> Tiles:
+    """Tiles for head dimension d, by what compiles without spills and how many blocks of threads an SM then holds (docs/kernels.md).
+
+    Up to 128 that is two with 128 registers a thread: while one computes exponentials, the other one multiplies.
+    """
+    if tile or dtype == torch.float32:
+        return Tiles(tile or 32, tile or 32)
+    if capability < lang.HOPPER:
+        return Tiles(128, 32 if d > 128 else 64, 8, 2)
+    if d > 128:
+        return Tiles(128, 32 if dropout else 64, 8, 2)
+    if dropout:
+        return Tiles(128, 64, 8, 2)
+    return Tiles(128, 64, 8, 2, {"maxnreg": 128}) if d > 64 else Tiles(128, 64, 8, 3)
+
+
+@jit
+def capped(x, scale, SOFTCAP: tl.constexpr):
+    """(y, factor): y factor are the scores q k^T scale in base 2, soft-capped where SOFTCAP > 0."""
+    if SOFTCAP > 0:
+        y = (SOFTCAP * 1.4426950408889634) * (2 * tl.sigmoid(x * (scale * (2 / SOFTCAP))) - 1)  # tanh
+        factor = 1.0
+    else:
+        y = x
+        factor = scale * 1.4426950408889634
+    return y, factor
+
+
+@jit
+def _forward_pass(acc, m, l, q, k, v, b, g, first, last, hole, gap, t, q_at, start, k_positions, scale, drop, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+                  MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr,
+                  SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr):
+    """Take blocks first..last of keys into (acc [M, D], m [M] the greatest score so far, l [M] the sum); `gap` blocks are left out from `hole` on."""
+    for step in range(first, last):
+        block = step + tl.where(step >= hole, gap, 0) if MASKED else step
+        k_tile = tl.reshape(k.load([b, g, block * N, 0]), [N, D])
+        x, factor = capped(tl.dot(q, tl.trans(k_tile), input_precision="ieee"), scale, SOFTCAP)
+        if MASKED:
+            k_index = block * N + tl.arange(0, N)
+            k_at = tl.load(k_positions + k_index, mask=k_index < t, other=0) if POSITIONS else k_index
+            see = visible(q_at[:, None], k_at[None, :], k_index[None, :], start[:, None], t, CAUSAL, WINDOW, DOCUMENTS)
+            x = tl.where(see, x, float("-inf"))
+        top = tl.maximum(m, tl.max(x, 1) * factor)
+        base = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
+        p = tl.exp2(x * factor - base[:, None])
+        alpha = tl.exp2(m - base)
+        l = l * alpha + tl.sum(p, 1)
+        if DROPOUT:
+            sample, head, k0, k1, threshold, inverse_keep = drop
+            p = tl.where(keep_scores(sample, head, q_at, block * N, k0, k1, threshold, M, N), p * inverse_keep, 0.0)
+        v_tile = tl.reshape(v.load([b, g, block * N, 0]), [N, D])
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
+        m = top
+    return acc, m, l
+
+
+@partial(jit, do_not_specialize=RUNTIME)
+def forward_kernel(q, k, v, out, lse, table, q_positions, k_positions, starts, samples, s, t, heads, group, section, scale, first_head,
+                   k0: tl.uint32, k1: tl.uint32, threshold: tl.uint32, inverse_keep, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+                   CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr,
+                   SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr):
+    """M rows of one head. q, k, v, out are descriptors [b, heads, length, d] of blocks [1, 1, M or N, D], which read zeros and write nothing beyond."""
+    blocks = tl.cdiv(s, M)
+    block, head = schedule(tl.program_id(0), blocks, tl.num_programs(0) // blocks, section)
+    b, n = head // heads, head % heads
+    row = (blocks - 1 - block) * M
+    rows = row + tl.arange(0, M)
+    inside = rows < s
+    q_tile = tl.reshape(q.load([b, n, row, 0]), [M, D])
+    q_at = tl.load(q_positions + rows, mask=inside, other=0) if POSITIONS else rows
+    start = tl.load(starts + b * s + rows, mask=inside, other=0) if DOCUMENTS else rows
+    drop = (tl.load(samples + b), first_head + n, k0, k1, threshold, inverse_keep) if DROPOUT else (0, 0, 0, 0, 0, 0)
+    low, full_low, full_high, high = keys_of_queries(table, b if DOCUMENTS else 0, row, s, t, CAUSAL, WINDOW, TABLE, M, N)
+    acc, m, l = tl.zeros([M, D], tl.float32), tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+    acc, m, l = _forward_pass(acc, m, l, q_tile, k, v, b, n // group, full_low, full_high, 0, 0, t, q_at, start, k_positions, scale, drop, D, M, N,
+                              False, CAUSAL, WINDOW, DOCUMENTS, POSITIONS, SOFTCAP, DROPOUT)
+    gap = full_high - full_low
+    acc, m, l = _forward_pass(acc, m, l, q_tile, k, v, b, n // group, low, high - gap, full_low, gap, t, q_at, start, k_positions, scale, drop, D, M, N,
+                              True, CAUSAL, WINDOW, DOCUMENTS, POSITIONS, SOFTCAP, DROPOUT)
+    total = tl.where(l == 0, 1.0, l)
+    out.store([b, n, row, 0], tl.reshape((acc / total[:, None]).to(out.dtype), [1, 1, M, D]))
+    value = tl.where(l == 0, float("-inf"), m * 0.6931471805599453 + tl.log(total))
+    tl.store(lse + head.to(tl.int64) * s + rows, value, mask=inside)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, options: Options, sample_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) by one launch."""
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    (s, b, n, d), (t, _, g, _) = q.shape, k.shape
+    tiles = configuration(d, dropout=options.drop > 0, dtype=q.dtype, tile=options.tile, capability=lang.capability(q.device))
+    out = torch.empty(s, b, n, d, dtype=q.dtype, device=q.device)
+    lse = torch.empty(b, n, s, dtype=torch.float32, device=q.device)
+    forward_kernel[(-(-s // tiles.M) * b * n,)](
+        descriptor(q, tiles.M), descriptor(k, tiles.N), descriptor(v, tiles.N), descriptor(out, tiles.M), lse, mask.by_query,
+        **mask_tensors(mask, sample_ids), **numbers(s, t, n, g, options), section=section(t, d, q.dtype, n // g),
+        **constants(d, tiles, options, **of_mask(mask)), **tiles.launch())
+    return out, lse
+
+
+def unfit(q: Tensor) -> str | None:
+    """Why the kernels cannot take queries like these (k and v are of the same kind); None when they can."""
+    d = q.shape[-1]
+    if d > 256 or d % 8:
+        return f"head dimension {d} (a multiple of 8, at most 256)"
+    return lang.unfit(q.device, q.dtype)
+
+
+@torch.library.custom_op("megatron::flash_attention", mutates_args=())
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, causal: bool, window: int | None, q_positions: Tensor | None,
+                     k_positions: Tensor | None, document_starts: Tensor | None, by_query: Tensor | None, by_key: Tensor | None, drop: float,
+                     key: Sequence[int], sample_ids: Tensor | None, first_head: int, deterministic: bool, tile: int) -> tuple[Tensor, Tensor]:
+    mask = AttentionMask(causal, window, q_positions, k_positions, document_starts, by_query, by_key)
+    return forward(q, k, v, mask, Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile), sample_ids)
+
+
+@_flash_attention.register_fake
+def _(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    s, b, n, _d = q.shape
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(b, n, s, dtype=torch.float32, device=q.device)
+
+
+@torch.library.custom_op("megatron::flash_attention_backward", mutates_args=())
+def _flash_attention_backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None,
+                              causal: bool, window: int | None, q_positions: Tensor | None, k_positions: Tensor | None, document_starts: Tensor | None,
+                              by_query: Tensor | None, by_key: Tensor | None, drop: float, key: Sequence[int], sample_ids: Tensor | None, first_head: int,
+                              deterministic: bool, tile: int) -> tuple[Tensor, Tensor, Tensor]:
+    mask = AttentionMask(causal, window, q_positions, k_positions, document_starts, by_query, by_key)
+    return backward(dout, dlse, out, lse, q, k, v, mask, Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile), sample_ids)
+
+
+@_flash_attention_backward.register_fake
+def _(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, *(x for x in inputs if isinstance(x, Tensor)))
+    ctx.others = [None if isinstance(x, Tensor) else (x,) for x in inputs]
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    out, lse, *tensors = ctx.saved_tensors
+    rest = iter(tensors)
+    inputs = [next(rest) if other is None else other[0] for other in ctx.others]
+    gradients = torch.ops.megatron.flash_attention_backward(torch.zeros_like(out) if dout is None else dout, dlse, out, lse, *inputs)
+    return *gradients, *(None for _ in inputs[3:])
+
+
+_flash_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: AttentionMask, softcap: float | None = None, drop: float = 0.0,
+                    key: philox.Key = (0, 0), sample_ids: Tensor | None = None, first_head: int = 0, deterministic: bool = True,
+                    tile: int = 0) -> tuple[Tensor, Tensor]:
+    """(out [s, b, n, d], lse [b, n, s]) as of attention_reference, by the kernels; both have gradients.
+
+    The model calls it so, the mask made once a micro-batch by attention_masks.attention_mask and shared by all layers:
+
+        mask = attention_mask(s, t, window=..., q_positions=..., k_positions=..., document_starts=...)
+        out, lse = flash_attention(q, k, v, scale=d**-0.5, mask=mask, softcap=..., drop=..., key=dropout.key, sample_ids=state.sample_ids, first_head=...)
+
+    deterministic=False adds up dq atomically: faster, but equal runs give unequal last bits.
+    """
+    assert scale > 0 and q.shape[2] % k.shape[2] == 0 and k.shape == v.shape and q.shape[1] == k.shape[1] and (drop == 0 or sample_ids is not None)
+    return torch.ops.megatron.flash_attention(
+        q, k, v, scale, softcap, mask.causal, mask.window, mask.q_positions, mask.k_positions, mask.document_starts, mask.by_query, mask.by_key, drop, list(key),
+        sample_ids, first_head, deterministic, tile)
+
+
+def aot() -> Iterator[lang.Compiled]:
+    for d in (64, 96, 128, 256):
+        for variant in VARIANTS:
+            tiles = configuration(d, dropout=variant == "dropout")
+            yield compiled(forward_kernel, "forward", d, tiles, variant, {"q": tiles.M, "k": tiles.N, "v": tiles.N, "out": tiles.M})

@@ -1,0 +1,248 @@
+"""The backward pass of flash attention: probabilities are made again from q, k and lse, tile by tile.
+
+With dP = dout v^T (dropped as P was) and delta = sum over d of dout out, minus the gradient of lse:
+
+    dS = P (dP - delta),   dq = scale dS k,   dk = scale dS^T q,   dv = (P keep / (1 - drop))^T dout         (soft-cap: dS (1 - (x / softcap)^2))
+
+dk and dv: one program for N keys of a key head, which goes over all queries of all its query heads, with keys along the rows of its tiles, so
+that P^T and dS^T are operands as they are. dq: a program for M queries goes over their keys, so that every sum has one order and equal runs
+give equal bits (7 products a tile); or the dk/dv program adds its part of dq to memory atomically (5 products, sums in any order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron.kernels import lang
+from megatron.kernels.attention_launch import (
+    RUNTIME,
+    VARIANTS,
+    Options,
+    Tiles,
+    aligned,
+    columns,
+    compiled,
+    constants,
+    descriptor,
+    mask_tensors,
+    numbers,
+    of_mask,
+    section,
+)
+from megatron.kernels.attention_masks import TILE, AttentionMask, keys_of_queries, queries_of_keys, schedule, visible
+from megatron.kernels.lang import jit, tl
+from megatron.kernels.random import keep_scores, keep_scores_transposed
+
+
+def configuration(d: int, *, dq: bool, dtype: torch.dtype = torch.bfloat16, tile: int = 0, capability: int = lang.HOPPER) -> Tiles:
+    """Tiles of the kernel for dq (dq=True), or for dk and dv, for head dimension d; docs/kernels.md has what they compile to."""
+    if tile or dtype == torch.float32:
+        return Tiles(tile or 32, tile or 32)
+    if capability < lang.HOPPER:
+        return Tiles(64, 64 if d <= 128 else 32, 4 if d <= 64 else 8, 1)
+    if dq:
+        return Tiles(128, 64 if d <= 128 else 32, 8, 2)
+    return Tiles(64, 128 if d <= 128 else 64, 8, 2)
+
+
+@jit
+def prepare_kernel(out, dout, lse, dlse, base, delta, s, padded, heads, out_s, out_b, out_n, dout_s, dout_b, dout_n, d: tl.constexpr, D: tl.constexpr,
+                   M: tl.constexpr):
+    """For M rows of one head: base [b, n, padded], lse in base 2, and delta [b, n, padded], the sum of out dout over d, minus dlse where there is one.
+
+    Rows beyond the last, and those that see nothing, get base +inf, which makes every p 0, and delta 0.
+    """
+    head = tl.program_id(1)
+    b, n = (head // heads).to(tl.int64), head % heads
+    rows = tl.program_id(0) * M + tl.arange(0, M)
+    columns = tl.arange(0, D)
+    inside = rows < s
+    tile = inside[:, None] & (columns < d)[None, :]
+    at = rows[:, None].to(tl.int64)
+    left = tl.load(out + b * out_b + n * out_n + at * out_s + columns[None, :], mask=tile, other=0.0).to(tl.float32)
+    right = tl.load(dout + b * dout_b + n * dout_n + at * dout_s + columns[None, :], mask=tile, other=0.0).to(tl.float32)
+    value = tl.sum(left * right, 1)
+    at = head.to(tl.int64) * s + rows
+    if dlse is not None:
+        value -= tl.load(dlse + at, mask=inside, other=0.0)
+    total = tl.load(lse + at, mask=inside, other=float("-inf"))
+    blind = total == float("-inf")
+    at = head.to(tl.int64) * padded + rows
+    tl.store(base + at, tl.where(blind, float("inf"), total * 1.4426950408889634), mask=rows < padded)
+    tl.store(delta + at, tl.where(blind, 0.0, value), mask=rows < padded)
+
+
+@jit
+def _probabilities(x, base, scale, SOFTCAP: tl.constexpr):
+    """(p, slope): exp(scores - lse) from the products x = q k^T and base = lse in base 2, and the scores' derivative by scale x (of use with SOFTCAP)."""
+    if SOFTCAP > 0:
+        tanh = 2 * tl.sigmoid(x * (scale * (2 / SOFTCAP))) - 1
+        return tl.exp2(tanh * (SOFTCAP * 1.4426950408889634) - base), 1 - tanh * tanh
+    else:
+        return tl.exp2(x * (scale * 1.4426950408889634) - base), 1.0
+
+
+@jit
+def _dkv_pass(dk, dv, k_tile, v, q, dout, dq, base, delta, b, n, first, last, hole, gap, s, t, key, k_at, q_positions, starts, scale, drop,
+              D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+              DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, ATOMIC: tl.constexpr):
+    """Take blocks first..last of one head's queries into dk, dv [N, D]; `gap` blocks are left out from `hole` on. Tiles are [N keys, M queries]."""
+    k_index = key + tl.arange(0, N)
+    for step in range(first, last):
+        block = step + tl.where(step >= hole, gap, 0) if MASKED else step
+        rows = block * M + tl.arange(0, M)
+        q_tile = tl.reshape(q.load([b, n, block * M, 0]), [M, D])
+        x = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
+        p, slope = _probabilities(x, tl.load(base + rows)[None, :], scale, SOFTCAP)
+        if MASKED or DROPOUT:
+            q_at = tl.load(q_positions + rows, mask=rows < s, other=0) if POSITIONS else rows
+        if MASKED:
+            start = tl.load(starts + rows, mask=rows < s, other=0) if DOCUMENTS else rows
+            see = visible(q_at[None, :], k_at[:, None], k_index[:, None], start[None, :], t, CAUSAL, WINDOW, DOCUMENTS)
+            p = tl.where(see, p, 0.0)
+        dout_tile = tl.reshape(dout.load([b, n, block * M, 0]), [M, D])
+        dp = tl.dot(v, tl.trans(dout_tile), input_precision="ieee")
+        kept = p
+        if DROPOUT:
+            sample, head, k0, k1, threshold, inverse_keep = drop
+            keep = keep_scores_transposed(sample, head, q_at, key, k0, k1, threshold, N, M)
+            kept, dp = tl.where(keep, p * inverse_keep, 0.0), tl.where(keep, dp * inverse_keep, 0.0)
+        dv = tl.dot(kept.to(dout_tile.dtype), dout_tile, dv, input_precision="ieee")
+        ds = p * (dp - tl.load(delta + rows)[None, :])
+        if SOFTCAP > 0:
+            ds *= slope
+        if MASKED:
+            ds = tl.where(see, ds, 0.0)  # a gradient that is NaN stays with the keys of its row
+        ds = ds.to(q_tile.dtype)
+        dk = tl.dot(ds, q_tile, dk, input_precision="ieee")
+        if ATOMIC:
+            part = tl.dot(tl.trans(ds), k_tile, input_precision="ieee") * scale
+            dq.atomic_add([b, n, block * M, 0], tl.reshape(part, [1, 1, M, D]))
+    return dk, dv
+
+
+@partial(jit, do_not_specialize=RUNTIME)
+def dkv_kernel(q, k, v, dout, dk, dv, dq, base, delta, table, q_positions, k_positions, starts, samples, s, padded, t, heads, group, section, scale, first_head,
+               k0: tl.uint32, k1: tl.uint32, threshold: tl.uint32, inverse_keep, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+               CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr,
+               SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, ATOMIC: tl.constexpr):
+    """N keys of one key head, the first ones first: they have the most queries. ATOMIC: dq [s, b, n, d] fp32 is added to."""
+    blocks = tl.cdiv(t, N)
+    block, head = schedule(tl.program_id(0), blocks, tl.num_programs(0) // blocks, section)
+    b, g = head // (heads // group), head % (heads // group)
+    key = block * N
+    k_index = key + tl.arange(0, N)
+    k_tile, v_tile = tl.reshape(k.load([b, g, key, 0]), [N, D]), tl.reshape(v.load([b, g, key, 0]), [N, D])
+    k_at = tl.load(k_positions + k_index, mask=k_index < t, other=0) if POSITIONS else k_index
+    low, full_low, full_high, high = queries_of_keys(table, b if DOCUMENTS else 0, key, s, t, CAUSAL, WINDOW, TABLE, M, N)
+    gap = full_high - full_low
+    dk_tile, dv_tile = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
+    for member in range(group):
+        n = g * group + member
+        row = (b * heads + n).to(tl.int64)
+        drop = (tl.load(samples + b), first_head + n, k0, k1, threshold, inverse_keep) if DROPOUT else (0, 0, 0, 0, 0, 0)
+        for MASKED in tl.static_range(2):
+            first, last = (low, high - gap) if MASKED else (full_low, full_high)
+            dk_tile, dv_tile = _dkv_pass(dk_tile, dv_tile, k_tile, v_tile, q, dout, dq, base + row * padded, delta + row * padded, b, n,
+                                         first, last, full_low, gap, s, t, key, k_at, q_positions, starts + b * s if DOCUMENTS else starts, scale, drop, D, M, N,
+                                         MASKED, CAUSAL, WINDOW, DOCUMENTS, POSITIONS, SOFTCAP, DROPOUT, ATOMIC)
+    dk.store([b, g, key, 0], tl.reshape((dk_tile * scale).to(dk.dtype), [1, 1, N, D]))
+    dv.store([b, g, key, 0], tl.reshape(dv_tile.to(dv.dtype), [1, 1, N, D]))
+
+
+@jit
+def _dq_pass(dq, q, dout, k, v, base, delta, b, g, first, last, hole, gap, t, q_at, start, k_positions, scale, drop, D: tl.constexpr, M: tl.constexpr,
+             N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr,
+             SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr):
+    """Take blocks first..last of keys into dq [M, D]; `gap` blocks are left out from `hole` on. Tiles are [M queries, N keys]."""
+    for step in range(first, last):
+        block = step + tl.where(step >= hole, gap, 0) if MASKED else step
+        k_tile = tl.reshape(k.load([b, g, block * N, 0]), [N, D])
+        p, slope = _probabilities(tl.dot(q, tl.trans(k_tile), input_precision="ieee"), base[:, None], scale, SOFTCAP)
+        v_tile = tl.reshape(v.load([b, g, block * N, 0]), [N, D])
+        dp = tl.dot(dout, tl.trans(v_tile), input_precision="ieee")
+        if DROPOUT:
+            sample, head, k0, k1, threshold, inverse_keep = drop
+            dp = tl.where(keep_scores(sample, head, q_at, block * N, k0, k1, threshold, M, N), dp * inverse_keep, 0.0)
+        ds = p * (dp - delta[:, None])
+        if SOFTCAP > 0:
+            ds *= slope
+        if MASKED:
+            k_index = block * N + tl.arange(0, N)
+            k_at = tl.load(k_positions + k_index, mask=k_index < t, other=0) if POSITIONS else k_index
+            see = visible(q_at[:, None], k_at[None, :], k_index[None, :], start[:, None], t, CAUSAL, WINDOW, DOCUMENTS)
+            ds = tl.where(see, ds, 0.0)
+        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision="ieee")
+    return dq
+
+
+@partial(jit, do_not_specialize=RUNTIME)
+def dq_kernel(q, k, v, dout, dq, base, delta, table, q_positions, k_positions, starts, samples, s, padded, t, heads, group, section, scale, first_head,
+              k0: tl.uint32, k1: tl.uint32, threshold: tl.uint32, inverse_keep, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+              CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr,
+              SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr):
+    """M rows of one head, the last ones first: they see the most keys."""
+    blocks = tl.cdiv(s, M)
+    block, head = schedule(tl.program_id(0), blocks, tl.num_programs(0) // blocks, section)
+    b, n = head // heads, head % heads
+    row = (blocks - 1 - block) * M
+    rows = row + tl.arange(0, M)
+    inside = rows < s
+    q_tile, dout_tile = tl.reshape(q.load([b, n, row, 0]), [M, D]), tl.reshape(dout.load([b, n, row, 0]), [M, D])
+    at = head.to(tl.int64) * padded + rows
+    base_tile, delta_tile = tl.load(base + at), tl.load(delta + at)
+    q_at = tl.load(q_positions + rows, mask=inside, other=0) if POSITIONS else rows
+    start = tl.load(starts + b * s + rows, mask=inside, other=0) if DOCUMENTS else rows
+    drop = (tl.load(samples + b), first_head + n, k0, k1, threshold, inverse_keep) if DROPOUT else (0, 0, 0, 0, 0, 0)
+    low, full_low, full_high, high = keys_of_queries(table, b if DOCUMENTS else 0, row, s, t, CAUSAL, WINDOW, TABLE, M, N)
+    gap = full_high - full_low
+    dq_tile = tl.zeros([M, D], tl.float32)
+    for MASKED in tl.static_range(2):
+        first, last = (low, high - gap) if MASKED else (full_low, full_high)
+        dq_tile = _dq_pass(dq_tile, q_tile, dout_tile, k, v, base_tile, delta_tile, b, n // group, first, last, full_low, gap, t, q_at, start, k_positions, scale,
+                           drop, D, M, N, MASKED, CAUSAL, WINDOW, DOCUMENTS, POSITIONS, SOFTCAP, DROPOUT)
+    dq.store([b, n, row, 0], tl.reshape((dq_tile * scale).to(dq.dtype), [1, 1, M, D]))
+
+
+def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, options: Options,
+             sample_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv): one launch to prepare, one for dk and dv, one more for dq when deterministic."""
+    q, k, v, dout = aligned(q), aligned(k), aligned(v), aligned(dout)
+    (s, b, n, d), (t, _, g, _) = q.shape, k.shape
+    rows = -(-s // TILE) * TILE
+    base, delta = (torch.empty(b, n, rows, dtype=torch.float32, device=q.device) for _ in range(2))
+    prepare_kernel[(rows // 64, b * n)](out, dout, lse, None if dlse is None else dlse.contiguous(), base, delta, s, rows, n, *out.stride()[:3],
+                                        *dout.stride()[:3], d=d, D=columns(d), M=64)
+    shared = mask_tensors(mask, sample_ids) | numbers(s, t, n, g, options) | {"padded": rows, "base": base, "delta": delta}
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    choose = partial(configuration, d, dtype=q.dtype, tile=options.tile, capability=lang.capability(q.device))
+    tiles = choose(dq=False)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if options.deterministic else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    dkv_kernel[(-(-t // tiles.N) * b * g,)](
+        descriptor(q, tiles.M), descriptor(k, tiles.N), descriptor(v, tiles.N), descriptor(dout, tiles.M), descriptor(dk, tiles.N), descriptor(dv, tiles.N),
+        None if options.deterministic else descriptor(dq, tiles.M), table=mask.by_key, **shared, section=section(s, d, q.dtype),
+        **constants(d, tiles, options, **of_mask(mask)), ATOMIC=not options.deterministic, **tiles.launch())
+    if not options.deterministic:
+        return dq.to(q.dtype), dk, dv
+    tiles = choose(dq=True)
+    dq_kernel[(-(-s // tiles.M) * b * n,)](
+        descriptor(q, tiles.M), descriptor(k, tiles.N), descriptor(v, tiles.N), descriptor(dout, tiles.M), descriptor(dq, tiles.M), table=mask.by_query, **shared,
+        section=section(t, d, q.dtype, n // g), **constants(d, tiles, options, **of_mask(mask)), **tiles.launch())
+    return dq, dk, dv
+
+
+def aot() -> Iterator[lang.Compiled]:
+    for d in (64, 96, 128, 256):
+        for variant in VARIANTS:
+            tiles = configuration(d, dq=False)
+            M, N = tiles.M, tiles.N
+            blocks = {"q": M, "k": N, "v": N, "dout": M, "dk": N, "dv": N}
+            yield compiled(dkv_kernel, "dkv", d, tiles, variant, blocks, ATOMIC=False)
+            yield compiled(dkv_kernel, "dkv_dq", d, tiles, variant, blocks | {"dq": M}, deterministic=False, ATOMIC=True)
+            tiles = configuration(d, dq=True)
+            M, N = tiles.M, tiles.N
+            yield compiled(dq_kernel, "dq", d, tiles, variant, {"q": M, "k": N, "v": N, "dout": M, "dq": M})

@@ -1,0 +1,132 @@
+"""What the kernels of flash attention are launched with, forward and backward: descriptors, tile sizes, and one set of arguments for all.
+
+q, k, v and what becomes of them are read and written through tensor descriptors [b, heads, length, d] (the TMA unit of Hopper; pointers on older
+GPUs): strided views need no copy, a head dimension that is no power of two no special kernel (96 takes the one for 128), and rows beyond
+the last read as zeros and are not written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.kernels import lang
+from megatron.kernels.attention_masks import STEP, TILE, AttentionMask
+
+L2_BYTES = 24 << 20  # of a GPU's 50 MB: the inner operands of the heads that are worked on together
+RUNTIME = ("s", "t", "padded", "heads", "section", "first_head", "k0", "k1", "threshold")  # one compilation for all values
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """M queries by N keys at a time, and how Triton is to compile it."""
+
+    M: int
+    N: int
+    num_warps: int = 4
+    num_stages: int = 2
+    options: Mapping[str, int] = field(default_factory=dict)
+
+    def launch(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **self.options}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The numbers of a call; `tile` is 0 but in tests."""
+
+    scale: float
+    softcap: float | None = None
+    drop: float = 0.0
+    key: tuple[int, int] = (0, 0)
+    first_head: int = 0
+    deterministic: bool = True
+    tile: int = 0
+
+
+def columns(d: int) -> int:
+    """Width of a tile for head dimension d."""
+    return max(16, 1 << (d - 1).bit_length())
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x [length, b, heads, d] where a descriptor can address it (rows contiguous, all else at multiples of 16 bytes), a copy where not."""
+    steps = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def descriptor(x: Tensor, rows: int) -> Any:
+    """Blocks [1, 1, rows, columns(d)] of x [length, b, heads, d], as [b, heads, length, d]."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    length, b, heads, d = x.shape
+    assert d * x.element_size() % 16 == 0, "check with unfit()"
+    stride = [given if size > 1 else d for size, given in zip(x.shape, x.stride(), strict=True)]  # that of a single element may be anything
+    return TensorDescriptor(x, [b, heads, length, d], [stride[1], stride[2], stride[0], 1], [1, 1, rows, columns(d)])
+
+
+def section(length: int, d: int, dtype: torch.dtype, heads: int = 1) -> int:
+    """How many heads are worked on together, when `heads` of them share two operands [length, d] that stay in the L2 cache."""
+    return max(1, L2_BYTES // (2 * length * d * dtype.itemsize)) * heads
+
+
+def numbers(s: int, t: int, n: int, g: int, options: Options) -> dict[str, Any]:
+    """The arguments that are numbers, but for `section`."""
+    return {"s": s, "t": t, "heads": n, "group": n // g, "scale": options.scale, "first_head": options.first_head, "k0": options.key[0], "k1": options.key[1],
+            "threshold": round(options.drop * 2**32), "inverse_keep": 1 / (1 - options.drop)}
+
+
+def mask_tensors(mask: AttentionMask, sample_ids: Tensor | None) -> dict[str, Tensor | None]:
+    return {"q_positions": mask.q_positions, "k_positions": mask.k_positions, "starts": mask.document_starts, "samples": sample_ids}
+
+
+def constants(d: int, tiles: Tiles, options: Options, *, causal: bool, window: int | None, documents: bool, positions: bool) -> dict[str, Any]:
+    """The arguments that are compiled in."""
+    return {"D": columns(d), "M": tiles.M, "N": tiles.N, "CAUSAL": causal, "WINDOW": window or 0, "TABLE": (options.tile or TILE) if documents or positions else 0,
+            "DOCUMENTS": documents, "POSITIONS": positions, "SOFTCAP": float(options.softcap or 0), "DROPOUT": options.drop > 0}
+
+
+def of_mask(mask: AttentionMask) -> dict[str, Any]:
+    return {"causal": mask.causal, "window": mask.window, "documents": mask.document_starts is not None, "positions": mask.q_positions is not None}
+
+
+# The shipped variants: what `aot()` compiles for each head dimension.
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name: (of the mask, of the options)
+    "causal": ({}, {}),
+    "full": ({"causal": False}, {}),
+    "window": ({"window": 1024}, {}),
+    "documents": ({"documents": True}, {}),
+    "positions_documents": ({"documents": True, "positions": True}, {}),
+    "softcap": ({}, {"softcap": 50.0}),
+    "dropout": ({}, {"drop": 0.1}),
+}
+
+
+def compiled(kernel: Any, name: str, d: int, tiles: Tiles, variant: str, descriptors: Mapping[str, int], *, deterministic: bool = True, spills: int = 0,
+             **more: Any) -> lang.Compiled:
+    """The row of a kernel in bf16; `descriptors` gives rows of a block by argument name, `more` what else is compiled in."""
+    mask, given = VARIANTS[variant]
+    options = Options(scale=1.0, deterministic=deterministic, **given)
+    flags = {"causal": True, "window": None, "documents": False, "positions": False} | mask
+    fixed = constants(d, tiles, options, **flags) | more
+    types = {"lse": "*fp32", "base": "*fp32", "delta": "*fp32", "scale": "fp32", "inverse_keep": "fp32", "k0": "u32", "k1": "u32", "threshold": "u32"}
+    given_tensors = {"table": fixed["TABLE"] > 0, "starts": flags["documents"], "q_positions": flags["positions"], "k_positions": flags["positions"],
+                     "samples": options.drop > 0}
+    types |= {key: "*i64" if key == "samples" else "*i32" for key, present in given_tensors.items() if present}
+    fixed |= {key: None for key, present in given_tensors.items() if not present}
+    for key, rows in descriptors.items():
+        types[key] = f"tensordesc<{'fp32' if key == 'dq' and not deterministic else 'bf16'}[1, 1, {rows}, {columns(d)}]>"
+    if "dq" in kernel.arg_names and "dq" not in descriptors:
+        fixed["dq"] = None
+    signature = {key: types.get(key, "i32") for key in kernel.arg_names if key not in fixed}
+    return lang.Compiled(
+        name=f"attention_{name}_d{d}_{variant}", kernel=kernel, signature=signature, constants=fixed, matmul=True, spills=spills,
+        divisible=tuple(key for key, kind in signature.items() if kind.startswith("*")), num_warps=tiles.num_warps, num_stages=tiles.num_stages, options=tiles.options)
+
+
+assert TILE % STEP == 0
