@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import dataclass
 
@@ -12,28 +11,16 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megatron.config.groups import OptimizerConfig
-from megatron.kernels import lang
+from megatron.kernels import apex, lang
 from megatron.kernels.adamw import adamw_
 
 PIECE = 1 << 19  # elements updated at once on a CPU, a multiple of blocks.ALIGNMENT: 2 MB of scratch for each narrow buffer
 PIECE_CUDA = 1 << 23
 
 
-def find_apex() -> str | None:
-    """None when NVIDIA's apex with its fused Adam is importable, else why not (PyPI's `apex` is another package)."""
-    try:
-        importlib.import_module("amp_C").multi_tensor_adam
-        importlib.import_module("apex.optimizers").FusedAdam
-    except ModuleNotFoundError as error:
-        return f"module {error.name} is missing"
-    except AttributeError as error:
-        return f"not NVIDIA's apex: {error}"
-    return None
-
-
 def choose_adam(config: OptimizerConfig, device: torch.device) -> str:
     """The AdamW implementation: apex on a GPU that has it and where moments are fp32, else torch's fused kernel, unless the flag says otherwise."""
-    choice, unfit = config.adam_implementation, find_apex()
+    choice, unfit = config.adam_implementation, apex.missing("adam")
     if device.type != "cuda":
         unfit = unfit or "it needs a GPU"
     elif "bf16" in (config.exp_avg_dtype, config.exp_avg_sq_dtype):
@@ -117,9 +104,9 @@ class UpdateRule:
 
     def _apex(self, weight, grad, exp_avg, exp_avg_sq, *, count, divisor, found_inf, lr, weight_decay) -> None:
         # never run: no machine with apex was at hand
-        amp_c, applier = importlib.import_module("amp_C"), importlib.import_module("apex.multi_tensor_apply").multi_tensor_applier
+        multi_tensor_adam, applier = apex.symbols("adam")
         overflow = torch.zeros(1, dtype=torch.int, device=weight.device)
-        applier(amp_c.multi_tensor_adam, overflow, [[grad], [weight], [exp_avg], [exp_avg_sq]], lr, self.config.adam_beta1,
+        applier(multi_tensor_adam, overflow, [[grad], [weight], [exp_avg], [exp_avg_sq]], lr, self.config.adam_beta1,
                 self.config.adam_beta2, self.config.adam_eps, int(count.item()), 1, True, weight_decay)
 
     def _sgd(self, weight, grad, momentum_buffer, *, count, divisor, found_inf, lr, weight_decay) -> None:

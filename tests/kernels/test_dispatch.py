@@ -80,6 +80,13 @@ def test_in_the_interpreter_a_flag_forces_triton():
     assert {choice.implementation for choice in choices.values()} == {"triton"} and resolved == forced
 
 
+def test_the_impostor_apex_is_recognised(tmp_path, monkeypatch):
+    for name in ("amp_C", "apex"):
+        (tmp_path / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert apex.missing("adam").startswith("not NVIDIA's apex")
+
+
 def test_apex_is_found_by_what_it_holds(tmp_path, monkeypatch):
     assert apex.missing("norm") == "module fused_layer_norm_cuda is missing (NVIDIA's apex, built with its CUDA extensions)"
     (tmp_path / "fused_layer_norm_cuda.py").write_text("def forward_affine(): ...\n")

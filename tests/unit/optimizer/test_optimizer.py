@@ -14,7 +14,7 @@ from megatron.optimizer.clip import PIECE, clip_coefficient, sum_of_squares
 from megatron.optimizer.lr_schedule import Schedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
-from megatron.optimizer.update import choose_adam, find_apex
+from megatron.optimizer.update import choose_adam
 
 MODEL = ModelConfig(num_layers=2, hidden_size=24, ffn_hidden_size=40, num_attention_heads=4, kv_channels=6, num_query_groups=2,
                     max_position_embeddings=16, activation="swiglu")
@@ -192,16 +192,8 @@ def test_num_zeros_leaves_padding_out():
 
 
 def test_apex_is_refused_with_the_reason():
-    assert find_apex() is not None  # not on a CPU machine
-    with pytest.raises(ValueError, match="--adam-implementation apex"):
+    with pytest.raises(ValueError, match=r"--adam-implementation apex: module amp_C is missing"):
         choose_adam(OptimizerConfig(adam_implementation="apex"), torch.device("cpu"))
-
-
-def test_the_impostor_apex_is_recognised(tmp_path, monkeypatch):
-    for name in ("amp_C", "apex"):
-        (tmp_path / f"{name}.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert "not NVIDIA's apex" in find_apex()
 
 
 # ---- schedules ----

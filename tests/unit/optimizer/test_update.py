@@ -179,7 +179,7 @@ def test_states_are_stored_as_the_flags_say():
 
 @pytest.mark.parametrize("flag", ["exp_avg_dtype", "exp_avg_sq_dtype"])
 def test_apex_is_not_given_narrow_moments(flag, monkeypatch):
-    monkeypatch.setattr(update, "find_apex", lambda: None)
+    monkeypatch.setattr(update.apex, "missing", lambda feature: None)
     gpu = torch.device("cuda")
     assert choose_adam(OptimizerConfig(), gpu) == "apex" and choose_adam(OptimizerConfig(**{flag: "bf16"}), gpu) == "torch-fused"
     with pytest.raises(ValueError, match="--adam-implementation apex: its moments are fp32"):
