@@ -1,6 +1,7 @@
 """The table that chooses implementations: what auto takes, what is refused and with which way out, and what a model is built from."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -12,6 +13,21 @@ from megatron.model.kernels import choose_kernels, passed_over
 
 CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 QUIET = ModelConfig(hidden_dropout=0.0, attention_dropout=0.0)
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """`fake(name, code)`: a module that is there for one test."""
+    made = []
+
+    def make(name: str, code: str = "") -> None:
+        made.append(name)
+        (tmp_path / f"{name}.py").write_text(code)
+
+    monkeypatch.syspath_prepend(tmp_path)
+    yield make
+    for name in made:
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture
@@ -80,19 +96,17 @@ def test_in_the_interpreter_a_flag_forces_triton():
     assert {choice.implementation for choice in choices.values()} == {"triton"} and resolved == forced
 
 
-def test_the_impostor_apex_is_recognised(tmp_path, monkeypatch):
+def test_the_impostor_apex_is_recognised(fake):
     for name in ("amp_C", "apex"):
-        (tmp_path / f"{name}.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
+        fake(name)
     assert apex.missing("adam").startswith("not NVIDIA's apex")
 
 
-def test_apex_is_found_by_what_it_holds(tmp_path, monkeypatch):
+def test_apex_is_found_by_what_it_holds(fake):
     assert apex.missing("norm") == "module fused_layer_norm_cuda is missing (NVIDIA's apex, built with its CUDA extensions)"
-    (tmp_path / "fused_layer_norm_cuda.py").write_text("def forward_affine(): ...\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    fake("fused_layer_norm_cuda", "def forward_affine(): ...\n")
     assert apex.missing("norm").startswith("not NVIDIA's apex: module 'fused_layer_norm_cuda' has no attribute 'backward_affine'")
-    (tmp_path / "fused_weight_gradient_mlp_cuda.py").write_text("def wgrad_gemm_accum_fp32(x, dy, grad):\n    grad.add_(dy.t().to(grad.dtype) @ x.to(grad.dtype))\n")
+    fake("fused_weight_gradient_mlp_cuda", "def wgrad_gemm_accum_fp32(x, dy, grad):\n    grad.add_(dy.t().to(grad.dtype) @ x.to(grad.dtype))\n")
     assert apex.missing("weight gradient") is None
     dy, x, grad = torch.randn(5, 3), torch.randn(5, 4), torch.ones(3, 4)
     apex.add_weight_grad(dy, x, grad)
