@@ -27,26 +27,39 @@ if TYPE_CHECKING:
 
 
 class Attempt:
-    """The temporary `folder` of one save: made and in the end removed by the first rank, held by all while they live."""
+    """The temporary `folder` of one save: made and in the end removed by the first rank, held by all while they live.
 
-    def __init__(self, root: Path, iteration: int, ranks: Ranks, explain: Callable[[Exception], str]) -> None:
-        self.root, self.ranks, self.explain, self.lock = root, ranks, explain, -1
+    `state` is what is saved beside tensors; a rank that `takes_part` writes one of `shards`, number `index` (else None): all are told when it begins.
+    """
+
+    def __init__(self, root: Path, iteration: int, ranks: Ranks, explain: Callable[[Exception], str], state: dict[str, Any] | None = None,
+                 takes_part: bool = False) -> None:
+        self.root, self.ranks, self.explain, self.lock, self.makes = root, ranks, explain, -1, ranks.first
+        self.state, self.takes_part = state or {}, takes_part
         self._choose(iteration, secrets.token_hex(8))
-
-    def number_shards(self, state: dict[str, Any], takes_part: bool) -> tuple[int | None, int]:
-        """(this rank's shard, None where it has nothing to write; how many there are). Raises CheckpointError on all when their states differ."""
-        told = self.agree(lambda: (takes_part, m.state_digests({"iteration": self.iteration, **state})))
-        for rank, (_, digests) in enumerate(told):
-            differing = [key for key in {**told[0][1], **digests} if digests.get(key) != told[0][1].get(key)]
-            if differing:
-                raise CheckpointError(f"{self.root}: the checkpoint of iteration {self.iteration} was not saved: the state of rank {rank} differs from "
-                                      f"that of rank 0 in {', '.join(differing)}: they no longer carry out the same run. Go on from an older checkpoint.")
-        owners = [rank for rank, (owns, _) in enumerate(told) if owns]
-        assert owners, "a checkpoint without tensors"
-        return (owners.index(self.ranks.world.rank) if takes_part else None), len(owners)
 
     def _choose(self, iteration: int, name: str) -> None:
         self.iteration, self.name, self.folder = iteration, name, self.root / f".tmp-iter-{iteration}-{name}"
+
+    def __enter__(self) -> Attempt:
+        """Raises CheckpointError on all ranks when their states differ."""
+        try:
+            told = self._agree(lambda: (self._begin(), self.takes_part, m.state_digests({"iteration": self.iteration, **self.state})))
+            self._choose(self.iteration, told[0][0])
+            self._compare([digests for _, _, digests in told])
+        except BaseException as error:
+            self.__exit__(error)
+            raise
+        owners = [rank for rank, (_, owns, _) in enumerate(told) if owns]
+        self.index, self.shards = (owners.index(self.ranks.world.rank) if self.takes_part else None), len(owners)
+        return self
+
+    def _compare(self, told: list[dict[str, str]]) -> None:
+        for rank, digests in enumerate(told):
+            differing = [key for key in {**told[0], **digests} if digests.get(key) != told[0].get(key)]
+            if differing:
+                raise CheckpointError(f"{self.root}: the checkpoint of iteration {self.iteration} was not saved: the state of rank {rank} differs from "
+                                      f"that of rank 0 in {', '.join(differing)}: they no longer carry out the same run. Go on from an older checkpoint.")
 
     def agree(self, part: Callable[[], Any]) -> list[Any]:
         """As Ranks.agree, with errors of the file system, of memory and of the device in words. Before its first part a rank joins the attempt."""
@@ -67,14 +80,6 @@ class Attempt:
 
         return self.ranks.agree(explained)
 
-    def __enter__(self) -> Attempt:
-        try:
-            self._choose(self.iteration, self._agree(self._make)[0])
-        except BaseException as error:
-            self.__exit__(error)
-            raise
-        return self
-
     @contextmanager
     def kept(self) -> Iterator[None]:
         """As `with`, but an attempt that has gone well so far lives on, to be ended by `__exit__`."""
@@ -86,18 +91,19 @@ class Attempt:
             raise
 
     def __exit__(self, *_: object) -> None:
-        if self.ranks.first:
+        if self.makes:
             shutil.rmtree(self.folder, ignore_errors=True)  # gone already when it was committed
         if self.lock >= 0:
             os.close(self.lock)
+            self.lock = -1
 
-    def _make(self) -> str | None:
-        if not self.ranks.first:
-            return None
-        make_root(self.root)
-        clean(self.root, self.name)
-        self.folder.mkdir(mode=FOLDER_MODE)
-        self.lock = hold(self.folder)
+    def _begin(self) -> str:
+        """The first rank's name is the one for all; by then its folder is there."""
+        if self.ranks.first:
+            make_root(self.root)
+            clean(self.root, self.name)
+            self.folder.mkdir(mode=FOLDER_MODE)
+            self.lock = hold(self.folder)
         return self.name
 
     def _join(self) -> None:

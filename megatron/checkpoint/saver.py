@@ -170,24 +170,24 @@ class Saver:
             self._stands(iteration, began)
 
     def _begin(self, iteration: int, pairs: list[tuple[Box, Tensor]], state: dict[str, Any], began: float) -> None:
-        attempt = Attempt(self.root, iteration, self.ranks, partial(not_saved, self.root, iteration))
+        attempt = Attempt(self.root, iteration, self.ranks, partial(not_saved, self.root, iteration), state, bool(pairs))
         with attempt.kept():
-            index, shards = attempt.number_shards(state, bool(pairs))
+            index = attempt.index
             save = UnderWay(attempt, state, began, bool(pairs), handed_over=self.staging is None)
 
             def hand_over() -> None:
                 if index is not None and self.staging is None:
                     save.local = self._copy(attempt, index)
                 elif index is not None:
-                    self._stage(attempt, index, shards, in_file_order(pairs))
+                    self._stage(attempt, in_file_order(pairs))
 
             attempt.agree(hand_over)
             self.under_way = save
 
-    def _stage(self, attempt: Attempt, index: int, shards: int, pairs: list[tuple[Box, Tensor]]) -> None:
-        header = shard_header(pairs, index, shards, attempt.iteration)
+    def _stage(self, attempt: Attempt, pairs: list[tuple[Box, Tensor]]) -> None:
+        header = shard_header(pairs, attempt.index, attempt.shards, attempt.iteration)
         self.background.start()
-        self.background.send(self._command("write", attempt) | {"index": index, "header": len(header), "bytes": len(header) + shard_bytes(pairs),
+        self.background.send(self._command("write", attempt) | {"index": attempt.index, "header": len(header), "bytes": len(header) + shard_bytes(pairs),
                                                                 "verify": self.verify, "rate": self.rate})
         self.staging.fill(header, (box.view(tensor.detach()) for box, tensor in pairs))
 

@@ -45,11 +45,11 @@ def save_checkpoint(
     untouched by that.
     """
     root, pairs = Path(root), [(box, tensor) for box, tensor in tensors if math.prod(box.extent)]
-    with Attempt(root, iteration, ranks, partial(not_saved, root, iteration)) as attempt:
-        index, shards = attempt.number_shards(state, bool(pairs))
+    with Attempt(root, iteration, ranks, partial(not_saved, root, iteration), state, bool(pairs)) as attempt:
+        index = attempt.index
         progress = Progress(iteration, shard_bytes(pairs), say)
         records = attempt.agree(lambda: None if index is None else
-                                write_shard(attempt.folder, index, shards, iteration, pairs, verify=verify, progress=progress) | ranks.who)
+                                write_shard(attempt.folder, index, attempt.shards, iteration, pairs, verify=verify, progress=progress) | ranks.who)
         written = [record for record in records if record is not None]
         attempt.agree(lambda: commit(root, attempt.folder, iteration, attempt.name, written, state, say, before).name if ranks.first else None)
     return root / m.iteration_folder(iteration)

@@ -1,7 +1,7 @@
 """Checkpoints in a folder of each node, such as /dev/shm: written often, and found again after the job (docs/checkpoint.md, "Tiers").
 
 `<root>/run-<id>/iter_0000010/` holds on every node the manifest of all shards, and the shards of the node's own ranks; with a partner
-those of the node before it too. What is there of an iteration is whole; whether all nodes together have all of it is found out at a restart.
+those of the node before it too; in a set of nodes a parity of theirs for each of its ranks, numbered after all shards. What is there of an iteration is whole; whether all nodes together have all of it is found out at a restart.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import errno
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -26,6 +26,7 @@ from megatron.checkpoint.commit import Attempt
 from megatron.checkpoint.files import clean, hold, new_file, sync_folder, write_all, write_shard_file
 from megatron.checkpoint.local.nodes import Nodes, RunId, own_folder
 from megatron.checkpoint.local.parcels import Parcel, carry, in_rounds
+from megatron.checkpoint.local.parity import Stream, columns_in, columns_of, exchange, parity_header, sets_of
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.writer import write_shard
 
@@ -37,25 +38,28 @@ GIB = 1 << 30
 
 
 def save_local(
-    nodes: Nodes, run: RunId, iteration: int, tensors: Iterable[tuple[Box, Tensor]], state: dict[str, Any], partner: bool = False,
+    nodes: Nodes, run: RunId, iteration: int, tensors: Iterable[tuple[Box, Tensor]], state: dict[str, Any], redundancy: str = "none",
 ) -> Path:
     """Write iteration `iteration` of `run` on every node, and return the folder on this one. All ranks call this together.
 
-    `tensors` and `state` as for save_checkpoint. With `partner` each node keeps the shards of the one before it too. An iteration that
+    `tensors` and `state` as for save_checkpoint. `redundancy`: --local-redundancy. An iteration that
     exists already is replaced; the newest one before this is kept, and all others are removed, those of an abandoned later pass too.
     Raises ValueError on every rank when anything prevents the save on any; the checkpoints that were there are untouched by that.
     """
     pairs = [(box, tensor) for box, tensor in tensors if math.prod(box.extent)]
-    with NodeAttempt(nodes, run, iteration) as attempt:
-        index, shards = attempt.number_shards(state, bool(pairs))
-        told = attempt.agree(lambda: (None if index is None else write_shard(attempt.folder, index, shards, iteration, pairs) | nodes.ranks.who,
+    with NodeAttempt(nodes, run, iteration, state=state, takes_part=bool(pairs)) as attempt:
+        index = attempt.index
+        told = attempt.agree(lambda: (None if index is None else write_shard(attempt.folder, index, attempt.shards, iteration, pairs) | nodes.ranks.who,
                                       datetime.now(timezone.utc).isoformat(timespec="seconds")))
         records, created = [record for record, _ in told if record is not None], told[0][1]
-        if partner:
+        parities: dict[str, Any] = {}
+        if redundancy == "partner":
             parcels = partner_parcels(nodes, [None if record is None else record["bytes"] for record, _ in told])
             attempt.take(parcels, attempt.folder, records)
+        elif redundancy == "xor":
+            parities = attempt.add_parities([record for record, _ in told])
         content = {"format": m.FORMAT, "version": m.VERSION, "iteration": iteration, "attempt": attempt.name, "created": created, "run": asdict(run),
-                   "shards": records, "state": state}
+                   "shards": records, **parities, "state": state}
         attempt.publish(m.encode_manifest(content))
         attempt.agree(attempt.thin)
         return attempt.root / m.iteration_folder(iteration)
@@ -73,12 +77,13 @@ class NodeAttempt(Attempt):
     """A temporary folder on each node for one iteration that is to be `done` (saved, rebuilt, read): made, and in the end removed, by the
     node's first rank."""
 
-    def __init__(self, nodes: Nodes, run: RunId, iteration: int, done: str = "saved") -> None:
+    def __init__(self, nodes: Nodes, run: RunId, iteration: int, done: str = "saved", **saved: Any) -> None:
         self.nodes = nodes
-        super().__init__(nodes.root / run.folder, iteration, nodes.ranks, partial(_not_done, nodes.root, iteration, done))
+        super().__init__(nodes.root / run.folder, iteration, nodes.ranks, partial(_not_done, nodes.root, iteration, done), **saved)
+        self.makes = nodes.first
 
     def __enter__(self) -> NodeAttempt:
-        self._choose(self.iteration, self._agree(lambda: self.name)[0])
+        super().__enter__()
         try:
             self._agree(self._make)
         except BaseException:
@@ -86,12 +91,9 @@ class NodeAttempt(Attempt):
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self.nodes.first:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        if self.lock >= 0:
-            os.close(self.lock)
-            self.lock = -1
+    def _begin(self) -> str:
+        """Its name alone: each node's folder is made when all know it."""
+        return self.name
 
     def _join(self) -> None:
         """The node's first rank holds the folder for all."""
@@ -119,6 +121,36 @@ class NodeAttempt(Attempt):
 
         fault = carry(parcels, self.ranks, lambda number: source / m.shard_file(number), write)
         self.agree(check)
+
+    def add_parities(self, told: list[dict[str, Any] | None]) -> dict[str, Any]:
+        """A parity of its column for every rank, `told` being the entries of all ranks' shards; what the manifest says of them."""
+        columns, shards = columns_of(self.nodes.members), [record for record in told if record is not None]
+        writers = [rank for rank, record in enumerate(told) if record is not None]
+        sets = [[writers.index(rank) if rank in writers else None for rank in ranks] for ranks in columns]
+        streams = [column.parity(place, rank) for column, ranks in zip(columns_in(shards, sets), columns) for place, rank in enumerate(ranks)]
+        made = self.make(streams, len(shards), writers.__getitem__, self.folder)
+        return {"sets": sets, "parities": [made[stream.number] for stream in streams]}
+
+    def make(self, streams: list[Stream], shards: int, owner: Callable[[int], int], source: Path,
+             records: Sequence[dict[str, Any]] = ()) -> dict[int, dict[str, Any]]:
+        """Make files out of others, which `owner(number)` has in `source`: their entries by number, from `shards` on parities. Those that are in
+        `records` already must become the same."""
+        made: list[tuple[int, dict[str, Any]]] = []
+
+        def write(number: int, pieces: Iterator[memoryview]) -> None:
+            header, rest = _split(pieces) if number < shards else (parity_header(self.iteration, number), pieces)
+            entry = write_shard_file(self.folder, number, header, rest)
+            if number < len(records) and any(records[number][key] != value for key, value in entry.items()):
+                raise CheckpointError(f"{self.folder}: {m.shard_file(number)} is not what was saved")
+            made.append((number, entry))
+
+        def check() -> list[tuple[int, dict[str, Any]]]:
+            if fault is not None:
+                raise fault
+            return made
+
+        fault = exchange(streams, self.ranks, owner, lambda number: source / m.shard_file(number), write)
+        return {number: entry for told in self.agree(check) for number, entry in told}
 
     def publish(self, manifest: bytes, on: Callable[[int], bool] = lambda node: True) -> None:
         """Add the manifest and give the folder its name, in the place of one that is there, on the nodes chosen."""
@@ -175,22 +207,28 @@ def _not_done(root: Path, iteration: int, done: str, error: Exception) -> str:
 # ---- before training --------------------------------------------------------------------------------------------------
 
 
-def require_partners(nodes: Nodes, say: Callable[[str], None] = print) -> None:
-    """Raise CheckpointError unless every rank has a partner on another node."""
-    sizes = [len(ranks) for ranks in nodes.members]
+def require_redundancy(nodes: Nodes, redundancy: str, say: Callable[[str], None] = print) -> None:
+    """Raise CheckpointError unless every rank has one of the same place on another node."""
+    sizes, flag = [len(ranks) for ranks in nodes.members], f"--local-redundancy {redundancy}"
     if len(sizes) == 1:
-        raise CheckpointError(f"--local-redundancy partner: all ranks see the same {nodes.root}, which counts as one node, and a partner is another "
-                              "one: start on two or more nodes, or give --local-redundancy none")
+        what = "a partner is another one" if redundancy == "partner" else "a set is of several"
+        raise CheckpointError(f"{flag}: all ranks see the same {nodes.root}, which counts as one node, and {what}: start on two or more nodes, or "
+                              "give --local-redundancy none")
     if len(set(sizes)) > 1:
         shown = ", ".join(f"{host} {size}" for host, size in zip(nodes.hosts, sizes))
-        raise CheckpointError(f"--local-redundancy partner: needs the same number of ranks on every node, found {shown}: start as many on each, or "
+        raise CheckpointError(f"{flag}: needs the same number of ranks on every node, found {shown}: start as many on each, or "
                               "give --local-redundancy none")
     if len(set(nodes.hosts)) < len(sizes):
-        say(f"warning: --local-redundancy partner: {len(sizes)} folders {nodes.root} on {len(set(nodes.hosts))} host(s): when a host is lost, so may "
-            "be both copies")
+        lost = "both copies" if redundancy == "partner" else "two nodes of a set"
+        say(f"warning: {flag}: {len(sizes)} folders {nodes.root} on {len(set(nodes.hosts))} host(s): when a host is lost, so may be {lost}")
+    if redundancy == "xor":
+        sets = [len(chosen) for chosen in sets_of(len(sizes))]
+        share = "a copy" if max(sizes_of := set(sets)) == 2 else " or ".join(f"1/{size - 1}" for size in sorted(sizes_of, reverse=True))
+        say(f" {flag}: {len(sizes)} nodes in {len(sets)} set(s) of {' and '.join(map(str, sorted(sizes_of, reverse=True)))}; beside its own shards a "
+            f"node keeps {share} of the largest's bytes, and of each set one node may be lost")
 
 
-def require_room(nodes: Nodes, run: RunId, own_bytes: int, partner: bool, drains: bool = False) -> None:
+def require_room(nodes: Nodes, run: RunId, own_bytes: int, redundancy: str, drains: bool = False) -> None:
     """Raise CheckpointError on every rank unless each node's folder has room for KEPT checkpoints and the one that is being written; and, with
     `drains`, for one that is no longer kept and still on its way to --save.
 
@@ -198,7 +236,10 @@ def require_room(nodes: Nodes, run: RunId, own_bytes: int, partner: bool, drains
     """
     by_rank = nodes.ranks.agree(lambda: own_bytes)
     own = [sum(by_rank[rank] for rank in ranks) for ranks in nodes.members]
-    one = own[nodes.index] + (own[nodes.index - 1] if partner else 0)
+    one = own[nodes.index] + (own[nodes.index - 1] if redundancy == "partner" else 0)
+    if redundancy == "xor":
+        mine = [ranks for ranks in columns_of(nodes.members) if set(ranks) & set(nodes.members[nodes.index])]
+        one += sum(max(by_rank[rank] for rank in ranks) // (len(ranks) - 1) + m.ALIGN for ranks in mine)
     most = KEPT + 1 + drains
 
     def check() -> None:
@@ -213,7 +254,7 @@ def require_room(nodes: Nodes, run: RunId, own_bytes: int, partner: bool, drains
             raise CheckpointError(
                 f"--local-checkpoint-dir {nodes.root} on node {nodes.index} ({nodes.hosts[nodes.index]}): {most} checkpoints ({KEPT} kept, one being "
                 f"written{draining}) of {one / GIB:.3g} GiB each need {most * one / GIB:.3g} GiB, and {(free + held) / GIB:.3g} GiB are free.{left} "
-                f"Give a larger folder{', or --local-redundancy none' if partner else ''}")
+                f"Give a larger folder{', or --local-redundancy none' if redundancy != 'none' else ''}")
 
     nodes.ranks.agree(check)
 

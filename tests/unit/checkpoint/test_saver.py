@@ -202,6 +202,7 @@ def kill_a_writer(root, victim: int, when: str) -> list[str]:
         for iteration in (1, 2, 3):
             if iteration == 2 and ranks.world.rank == victim:
                 os.kill(each.background.process.pid, signal.SIGKILL if when == "before" else signal.SIGSTOP)
+                os.waitid(os.P_PID, each.background.process.pid, os.WNOWAIT | (os.WEXITED if when == "before" else os.WSTOPPED))
             each.save(iteration, part(iteration), STATE)
             for _ in range(3):
                 end_of_step()
