@@ -7,12 +7,13 @@ everything as it is) and `step`, t - 1: the steps taken before.
     g = coefficient g        m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2
     p = p - lr (weight_decay p + m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps))        out = p
 
-Moments narrower than fp32 are widened, used, and rounded to nearest when they are stored. The two powers are taken in float64: 1 - beta2^t would lose four
-digits of fp32 at the first steps.
+Moments narrower than fp32 are widened, used, and rounded to nearest when they are stored. The two powers are taken in float64: 1 - beta2^t would
+lose four digits of fp32 at the first steps.
 
 Source: Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019.
 
-Roofline: 24 bytes a parameter for master weights and moments, 4 for the gradient (2 in bf16) and 2 for out: 30 (28). 1e9 parameters at 4.3 TB/s: 7.0 ms.
+Roofline: 24 bytes a parameter for master weights and moments, 4 for the gradient (2 in bf16) and 2 for out: 30 (28). 1e9 parameters at 4.3 TB/s:
+7.0 ms.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from torch import Tensor
 from megatron.kernels.lang import Compiled, jit, tl, triton
 
 
-def adamw_reference(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, coefficient: Tensor, found_inf: Tensor, *, lr: float,
-                    beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[Tensor, Tensor, Tensor]:
+def adamw_reference(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, coefficient: Tensor, found_inf: Tensor, *,
+                    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[Tensor, Tensor, Tensor]:
     """New (master, exp_avg, exp_avg_sq), in the precision of `master`."""
     wide, count = master.dtype, step.double() + 1
     g = grad.to(wide) * coefficient.to(wide)
@@ -86,8 +87,8 @@ def _constants(beta1: float, beta2: float, eps: float) -> dict[str, float]:
 
 
 @torch.library.custom_op("megatron::adamw_", mutates_args=("master", "exp_avg", "exp_avg_sq", "out"))
-def adamw_(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Tensor | None, step: Tensor, coefficient: Tensor, found_inf: Tensor,
-           lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
+def adamw_(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Tensor | None, step: Tensor, coefficient: Tensor,
+           found_inf: Tensor, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
     """One step in place on a flat segment."""
     assert master.dtype == torch.float32 and coefficient.dtype == torch.float32
     assert all(x is None or x.is_contiguous() and x.numel() == master.numel() for x in (master, grad, exp_avg, exp_avg_sq, out))
@@ -109,8 +110,8 @@ def aot() -> Iterator[Compiled]:
     """What is shipped: gradients and moments in either precision, with rounded weights and (fp32 training) without."""
     block, num_warps, _ = configuration()
     for grad, moments, out in (("fp32", "fp32", "bf16"), ("bf16", "fp32", "bf16"), ("fp32", "bf16", "bf16"), ("fp32", "fp32", None)):
-        signature = {"master": "*fp32", "grad": f"*{grad}", "exp_avg": f"*{moments}", "exp_avg_sq": f"*{moments}", "step": "*fp32", "coefficient": "*fp32",
-                     "found_inf": "*fp32", "size": "i32", "lr": "fp32", "decay": "fp32", **({"out": f"*{out}"} if out else {})}
+        scalars = {"step": "*fp32", "coefficient": "*fp32", "found_inf": "*fp32", "size": "i32", "lr": "fp32", "decay": "fp32"}
+        buffers = {"master": "*fp32", "grad": f"*{grad}", "exp_avg": f"*{moments}", "exp_avg_sq": f"*{moments}", **({"out": f"*{out}"} if out else {})}
         constants = {**_constants(0.9, 0.95, 1e-8), "BLOCK": block, **({} if out else {"out": None})}
-        buffers = ("master", "grad", "exp_avg", "exp_avg_sq", *(("out",) if out else ()))
-        yield Compiled(f"adamw grad {grad} moments {moments} weights {out or 'themselves'}", adamw_kernel, signature, constants, (*buffers, "size"), num_warps)
+        name = f"adamw grad {grad} moments {moments} weights {out or 'themselves'}"
+        yield Compiled(name, adamw_kernel, {**scalars, **buffers}, constants, (*buffers, "size"), num_warps)

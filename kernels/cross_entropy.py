@@ -10,9 +10,9 @@ cap x tanh(logit / cap) with a soft cap.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; three numbers a token over ranks: layers/loss.py.
 
-Roofline: the forward pass reads each logit once and the backward pass reads and writes it once, 2 + 4 bytes each in bf16. 8192 tokens of 131072 columns
-at 4.3 TB/s: 0.50 + 1.0 ms. One exp an element (two more for the cap's tanh) takes half of a Hopper's special-function units at that rate: so the
-maximum is one number a row, and not one a lane, which would take two.
+Roofline: the forward pass reads each logit once and the backward pass reads and writes it once, 2 + 4 bytes each in bf16. 8192 tokens of 131072
+columns at 4.3 TB/s: 0.50 + 1.0 ms. One exp an element takes half of a Hopper's special-function units at that rate: so the maximum is one number a
+row, and not one a lane, which would take two. The cap's tanh takes two more: with it those units bound the forward pass, at 2.8 TB/s.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def cross_entropy_parts(logits: Tensor, labels: Tensor, columns: int, softcap: f
     (tokens, width), _ = logits.shape, _checked(logits)
     parts = torch.empty((3, tokens), dtype=torch.float32, device=logits.device)
     if tokens:
-        parts_kernel[(tokens,)](logits, labels.contiguous(), parts, tokens, columns, width, logits.stride(0), softcap or 0.0, SOFTCAP=softcap is not None,
-                                **configuration(width)._asdict())
+        parts_kernel[(tokens,)](logits, labels.contiguous(), parts, tokens, columns, width, logits.stride(0), softcap or 0.0,
+                                SOFTCAP=softcap is not None, **configuration(width)._asdict())
     return parts
 
 
@@ -132,8 +132,8 @@ def cross_entropy_backward_(logits: Tensor, labels: Tensor, lse: Tensor, dloss: 
     (tokens, width), _ = logits.shape, _checked(logits)
     if tokens:
         numbers = (each.float().contiguous() for each in (lse, dloss, dlse))
-        backward_kernel[(tokens,)](logits, labels.contiguous(), *numbers, columns, width, logits.stride(0), softcap or 0.0, SOFTCAP=softcap is not None,
-                                   **configuration(width)._asdict())
+        backward_kernel[(tokens,)](logits, labels.contiguous(), *numbers, columns, width, logits.stride(0), softcap or 0.0,
+                                   SOFTCAP=softcap is not None, **configuration(width)._asdict())
 
 
 @cross_entropy_backward_.register_fake

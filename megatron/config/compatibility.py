@@ -91,12 +91,13 @@ EQUALS = (
     equals("--megatron-fsdp-main-grads-dtype", "--main-grads-dtype $"),
     equals("--megatron-fsdp-grad-comm-dtype", "--grad-reduce-in-bf16 $"),
     equals("--cpu-optimizer", "--optimizer-cpu-offload"),
+    equals("--cross-entropy-fusion-impl", "--fused-linear-cross-entropy $"),
 )
 
 NOTES = (
     note("--use-mcore-models --transformer-impl --spec --enable-experimental", "there is one implementation of the model here"),
     note("--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm "
-         "--no-gradient-accumulation-fusion --cross-entropy-loss-fusion --cross-entropy-fusion-impl --fused-residual-rmsnorm "
+         "--no-gradient-accumulation-fusion --cross-entropy-loss-fusion --fused-residual-rmsnorm "
          "--use-fused-weighted-squared-relu --use-te-activation-func --use-transformer-engine-op-fuser --disable-jit-fuser "
          "--disable-mem-efficient-ln --enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph --cuda-graph-* "
          "--disable-bf16-reduced-precision-matmul --mlp-chunks-for-training --use-grouped-gemm-for-dense-mlp --onnx-safe",
@@ -332,6 +333,9 @@ VALUES: dict[tuple[str, str], tuple[str, str]] = {
     ("--zero-stage", "optim_grads_params"): ("3", ""),
     ("--grad-reduce-in-bf16", "fp32"): ("false", ""),
     ("--grad-reduce-in-bf16", "bf16"): ("true", ""),
+    ("--fused-linear-cross-entropy", "linear"): ("true", ""),
+    ("--fused-linear-cross-entropy", "native"): ("false", ""),
+    ("--fused-linear-cross-entropy", "te"): ("false", "--cross-entropy-fusion-impl te: --cross-entropy-backend chooses the kernel of the loss"),
     ("--timing-log-level", "2"): ("1", "--timing-log-level 2: there are no finer timers than level 1's"),
 }
 

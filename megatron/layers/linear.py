@@ -78,7 +78,8 @@ def _products_of(dtype: torch.dtype) -> Iterator[None]:
         settings.fp32_precision = before
 
 
-def _add_weight_grad(dy: Tensor, x: Tensor, weight: nn.Parameter) -> None:
+def add_weight_grad(dy: Tensor, x: Tensor, weight: nn.Parameter) -> None:
+    """Add a weight's gradient in its main_grad, or put it there if that is fresh."""
     overwrite, weight.fresh = getattr(weight, "fresh", False), False
     linear_weight_grad(dy, x, weight.main_grad, overwrite)
 
@@ -107,7 +108,7 @@ class WeightGrad(NamedTuple):
 
 
 def _finish(weight: nn.Parameter, dy: Pending, x: Pending) -> None:
-    _add_weight_grad(dy.wait(), x.wait(), weight)
+    add_weight_grad(dy.wait(), x.wait(), weight)
 
 
 @torch.no_grad()
@@ -153,7 +154,7 @@ class _Linear(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:  # frozen, and so is the bias
             return dx, None, None
         if stash is None:
-            _add_weight_grad(dy, x, ctx.weight)
+            add_weight_grad(dy, x, ctx.weight)
         else:
             stash.append(WeightGrad(ctx.weight, dy, x.detach()))
         if ctx.bias is not None:
@@ -200,7 +201,7 @@ class _ColumnLinear(torch.autograd.Function):
         if not tp.overlap:
             summing.wait()
         if gathering is not None:
-            _add_weight_grad(dy, gathering.wait(), weight)
+            add_weight_grad(dy, gathering.wait(), weight)
         if ctx.bias is not None and not frozen:
             bias_grad(dy, ctx.bias.main_grad)
         return summing.wait(), None, None, None
@@ -242,7 +243,7 @@ class _RowLinear(torch.autograd.Function):
             dy = all_gather(dy, tp.axis) if tp.sequence else dy
             dx = linear_input_grad(dy, weight)
         if stash is None and not frozen:
-            _add_weight_grad(dy, x, weight)
+            add_weight_grad(dy, x, weight)
         return dx, None, None, None
 
 

@@ -19,6 +19,7 @@ from megatron.layers.attention import SelfAttention
 from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.embedding import Embedding, VocabularyEmbedding
 from megatron.layers.linear import WeightGrad, add_weight_grads, column_linear, linear, stashing
+from megatron.layers.linear_cross_entropy import linear_cross_entropy
 from megatron.layers.loss import cross_entropy
 from megatron.layers.mlp import MLP
 from megatron.layers.norm import Norm
@@ -100,8 +101,11 @@ class HeadBlock(nn.Module):
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         """[2]: the objective to differentiate (with z-loss in training) and the loss to report, summed over unmasked tokens."""
-        logits = column_linear(x, self.weight, None, self.tp)
-        loss, lse = cross_entropy(logits, micro.labels, self.vocab_size, self.config.final_logit_softcapping, self.tp)
+        settings = self.vocab_size, self.config.final_logit_softcapping, self.tp, self.config.cross_entropy_backend
+        if self.config.fused_linear_cross_entropy:
+            loss, lse = linear_cross_entropy(x, self.weight, micro.labels, *settings)
+        else:
+            loss, lse = cross_entropy(column_linear(x, self.weight, None, self.tp), micro.labels, *settings)
         mask = micro.loss_mask.to(loss.dtype)
         reported = (loss.detach() * mask).sum()
         objective = (loss * mask).sum()

@@ -16,6 +16,7 @@ from megatron.plan.state import element_sizes
 
 SCRATCH = 8 << 20  # bytes of which a weight gradient is formed at once: layers/linear.py
 LOSS_CHUNK = {"cpu": 1 << 20, "cuda": 256 << 20}  # bytes of logits that are widened at once: layers/loss.py
+HEAD_CHUNK = {"cpu": 32 << 20, "cuda": 512 << 20}  # bytes of logits that are made at once: layers/linear_cross_entropy.py
 DROPOUT_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}  # counters of random words at once, on a CPU for each thread: kernels/philox.py
 DROPOUT_COUNTER = 48  # bytes that one counter takes: six words of int64
 
@@ -33,6 +34,7 @@ class UnitBytes:
     forming: int  # the same at the moment when weight gradients are formed
     weight: int  # during a weight gradient's pass alone, beside `stashed`
     scratch: int  # in which weight gradients are formed
+    head: bool = False
 
 
 class Shape:
@@ -84,13 +86,14 @@ class Shape:
             return 0
         return DROPOUT_COUNTER * min(self.own * self.model.hidden_size // 4, DROPOUT_CHUNK[self.device])
 
-    def weight_scratch(self, columns: int, rows: int) -> int:
-        """Bytes in which the gradient of a weight of `columns` inputs and `rows` outputs is formed: none where the product is added by the GEMM."""
+    def weight_scratch(self, columns: int, rows: int, tokens: int | None = None) -> int:
+        """Bytes in which the gradient of a weight of `columns` inputs and `rows` outputs is formed, of all tokens or of so many at a time: none where
+        the product is added by the GEMM."""
         if self.compute == self.wide or self.config.optimizer.main_grads_dtype == "bf16":
             return 0
         if self.device == "cuda":
             return min(SCRATCH, rows * columns * self.wide)
-        tokens = min(self.tokens, max(1, SCRATCH // (self.wide * max(rows, columns))))
+        tokens = min(tokens or self.tokens, max(1, SCRATCH // (self.wide * max(rows, columns))))
         return tokens * self.wide * (rows + columns)
 
 
@@ -131,16 +134,23 @@ def embedding_bytes(shape: Shape) -> UnitBytes:
 
 
 def head_bytes(shape: Shape) -> UnitBytes:
-    """Head and loss: the gradient of the logits takes their place, in chunks that are widened."""
-    logits = shape.tokens * shape.vocab * shape.compute
-    rows = min(shape.tokens, max(1, LOSS_CHUNK[shape.device] // (4 * shape.vocab)))
+    """Head and loss: the gradient of the logits takes their place, in chunks that are widened. Fused, the logits themselves are made in chunks."""
+    fused, h = shape.model.fused_linear_cross_entropy, shape.model.hidden_size
+    tokens = min(shape.tokens, max(1, HEAD_CHUNK[shape.device] // (shape.vocab * shape.compute))) if fused else shape.tokens
+    logits = tokens * shape.vocab * shape.compute
+    rows = min(tokens, max(1, LOSS_CHUNK[shape.device] // (4 * shape.vocab)))
     chunk = rows * shape.vocab * shape.wide
     widened, capped = shape.compute != shape.wide, shape.model.final_logit_softcapping is not None
-    gathered = shape.whole if shape.sequence_parallel else 0
-    chunks = 4 if capped else 2 if widened else 1  # of the loss, in whichever pass takes more
-    forward = max(gathered, chunks * chunk)
-    backward = shape.whole + gathered + (shape.hidden if shape.sequence_parallel else 0)
-    return UnitBytes(shape.hidden, logits, 0, forward, backward, backward, backward, 0, shape.weight_scratch(shape.model.hidden_size, shape.vocab))
+    gathered, own = (shape.whole, shape.hidden) if shape.sequence_parallel else (0, 0)
+    pieces = 0 if shape.model.cross_entropy_backend == "triton" else 4 if capped else 2 if widened else 1
+    loss = pieces * chunk  # in whichever pass takes more
+    scratch = shape.weight_scratch(h, shape.vocab, tokens)
+    if fused:
+        forming = shape.whole + gathered + logits
+        backward = max(forming + loss, shape.whole + gathered + own)
+        return UnitBytes(shape.hidden, 0, 0, gathered + logits + loss, backward, backward, forming, 0, scratch, head=True)
+    backward = shape.whole + gathered + own
+    return UnitBytes(shape.hidden, logits, 0, max(gathered, loss), backward, backward, backward, 0, scratch, head=True)
 
 
 def unit_bytes(shape: Shape, stage: Stage) -> list[UnitBytes]:

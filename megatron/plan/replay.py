@@ -313,7 +313,7 @@ def replay(actions: Sequence[Action], rank: RankUnits, sharing: Sharing) -> Peak
 
 
 def _name(sizes: UnitBytes, block: Sizes) -> str:
-    return "head" if sizes.logits else block.name
+    return "head" if sizes.head else block.name
 
 
 def _completes(kind: Kind, sizes: UnitBytes) -> bool:

@@ -134,7 +134,7 @@ def test_a_whole_optimizer(device):
     """Three steps of a bf16 model with clipping, then one that is skipped: what torch's fused AdamW makes, norms to float64's rounding."""
     ends = {}
     for implementation in ("triton", "torch-fused"):
-        config = Config(model=ModelConfig(num_layers=1, hidden_size=16, ffn_hidden_size=24, num_attention_heads=2, kv_channels=8, num_query_groups=2, activation="gelu",
+        config = Config(model=ModelConfig(num_layers=1, hidden_size=16, ffn_hidden_size=24, num_attention_heads=2, kv_channels=8, num_query_groups=2,
                                           max_position_embeddings=8),
                         optimizer=OptimizerConfig(adam_implementation=implementation, clip_grad=1.0))
         model = GPTModel(config.model, vocab_size=20, padded_vocab=20, dtype=BF16, seed=1)

@@ -96,7 +96,8 @@ def test_huge_and_infinite_logits(device):
     assert not lse[3:5].isfinite().any() and lse[5] == -3e38 and target[5] == -3e38
     cross_entropy_backward_(rows, labels, lse, torch.ones(6, device=device), torch.zeros(6, device=device), 600, None)
     assert rows[3:5].isnan().any(-1).all()  # the loop finds a NaN in the gradient
-    torch.testing.assert_close(rows[0, 7], torch.tensor(1 / 600 - 1, device=device)), torch.testing.assert_close(rows[1], torch.zeros(600, device=device))
+    torch.testing.assert_close(rows[0, 7], torch.tensor(1 / 600 - 1, device=device))
+    torch.testing.assert_close(rows[1], torch.zeros(600, device=device))
 
 
 def test_an_online_softmax_forgets_no_block(device):
@@ -138,7 +139,8 @@ def test_layer_over_three_ranks(device, monkeypatch):
     monkeypatch.setattr(layer, "all_gather", lambda mine, axis: torch.stack(parts))
     for (first, columns), piece, rank in zip(made, pieces, range(3), strict=True):
         got_loss, got_lse = columns.combine(parts[rank].clone())
-        torch.testing.assert_close(got_lse.double(), lse, rtol=1e-6, atol=1e-6), torch.testing.assert_close(got_loss.double(), loss, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(got_lse.double(), lse, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(got_loss.double(), loss, rtol=1e-6, atol=1e-6)
         mine = piece.contiguous()
         columns.into_gradient(mine, labels - first, got_lse, dloss, dlse)
         assert error(mine, dz.chunk(3, -1)[rank]) < 2e-6

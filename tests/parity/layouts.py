@@ -34,6 +34,7 @@ class Feature:
     patches: tuple[str, ...] = ()
     most_dp: int = 8  # data-parallel ranks that its smallest global batch feeds
     micro_batches: int | None = None  # of a step, on each data-parallel rank (None: what GLOBAL_BATCH leaves)
+    beside: str = ""  # flags of the layout's run that the one process does without: they must not change a number
     zero: tuple[str, str] | None = None  # ending of parameters whose exact gradient is 0, and of those that they are held against
 
 
@@ -51,6 +52,8 @@ FEATURES = {
     "documents-rope": Feature(f"{LLAMA} --reset-position-ids --reset-attention-mask --eod-mask-loss --window-size 6"),
     "uneven": Feature(NO_DROPOUT, patches=("uneven",), zero=KEY_BIAS),
     "caps-zloss": Feature(f"{NO_DROPOUT} --attn-logit-softcapping 3 --final-logit-softcapping 2 --z-loss-coeff 1e-2 --num-layers 3"),
+    "fused-head": Feature(f"{NO_DROPOUT} --final-logit-softcapping 2 --z-loss-coeff 1e-2", patches=("few_tokens",), zero=KEY_BIAS,
+                          beside="--fused-linear-cross-entropy"),
     "ramp-up": Feature("--rampup-batch-size 4 4 40", most_dp=4, zero=KEY_BIAS),
     "recompute": Feature("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --geglu", zero=KEY_BIAS),
     "sgd": Feature(f"--optimizer sgd --lr 0.1 {LLAMA}"),
@@ -176,6 +179,8 @@ class Row:
         if words.pp > 1:  # eight micro-batches, or four; the same in one process: over steps the rounding of other sums would grow to 2e-10
             own += ["--num-layers", str(self.layers), "--train-iters", str(PIPELINE_STEPS)]
             micro_batch = 2 if words.tp > 1 == words.dp else 1
+        if layout:
+            own += feature.beside.split()
         if feature.micro_batches:
             own += ["--global-batch-size", str(feature.micro_batches)]
         return (*BASE, *own, "--micro-batch-size", str(micro_batch), *(words.flags if layout else ()))
@@ -258,6 +263,7 @@ CI = {
         "documents-rope": "tp2 dp2, tp4 sp dp2, pp2 interleaved v2 dp2",
         "uneven": "tp2 sp, tp2 dp2, pp2 gpipe, pp2 1f1b first3, pp4 interleaved v2 auto, pp2 zero-bubble drawn, pp2 zero-bubble-v",
         "caps-zloss": "tp4, tp2 sp dp2, pp2 1f1b",
+        "fused-head": "tp2 sp, tp2 dp2, pp2 zero-bubble tp2 sp",
         "ramp-up": "tp2 sp, tp2 dp2, pp2 gpipe, pp2 1f1b, pp2 interleaved v2, pp2 zero-bubble dp2, pp2 zero-bubble-v dp2 serial",
         "recompute": "tp2 sp, tp2 dp2, pp2 gpipe, pp2 1f1b tp2, pp2 interleaved v2, pp2 zero-bubble, pp2 zero-bubble-v",
         "sgd": "tp2 sp, tp2 dp2, pp2 1f1b",
@@ -278,7 +284,8 @@ ZERO_CI = {  # each at every stage
     "fp64": {
         "gpt": "pp2 zero-bubble-v dp2", "dropout": "dp2", "llama": "pp2 interleaved v2 dp2", "gqa2-qknorm": "dp4 shard2",
         "mqa-qknorm-bias": "tp2 sp dp2", "gqa4-qkvbias": "dp2", "mqa-bias": "tp2 dp2", "padding": "dp2", "documents": "pp2 zero-bubble dp2",
-        "documents-rope": "dp2", "uneven": "dp4", "caps-zloss": "dp2", "ramp-up": "pp2 gpipe dp2", "recompute": "pp2 1f1b dp2", "sgd": "dp2 serial",
+        "documents-rope": "dp2", "uneven": "dp4", "caps-zloss": "dp2", "fused-head": "dp2", "ramp-up": "pp2 gpipe dp2",
+        "recompute": "pp2 1f1b dp2", "sgd": "dp2 serial",
     },
     "fp32": {"gpt": "dp2"}, "bf16": {"gpt": "tp2 sp dp2"}, "fp16": {"gpt": "dp2", "gqa2-qknorm": "pp2 zero-bubble dp2"}, "wire": {"gpt": "dp2"},
 }

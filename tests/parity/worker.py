@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megatron.config.arguments import parse_arguments
 from megatron.data.loader import Batch, Source
+from megatron.layers import linear_cross_entropy
 from megatron.layers.linear import WeightGrad, add_weight_grads
 from megatron.model.block import LayerBlock
 from megatron.observe.metrics import is_measured
@@ -198,7 +199,12 @@ def overflow() -> Iterator[None]:
         yield
 
 
-PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {"uneven": uneven, "overflow": overflow}
+def few_tokens() -> contextlib.AbstractContextManager:
+    """The logits of five to ten tokens at once, where they are made in chunks."""
+    return mock.patch.dict(linear_cross_entropy.CHUNK_BYTES, cpu=2000)
+
+
+PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {"uneven": uneven, "overflow": overflow, "few_tokens": few_tokens}
 
 
 @functools.cache

@@ -136,7 +136,7 @@ def test_the_launch_scripts_run_after_these_edits(folder):
     assert resolve(dense.config, 1, 50257).config.training.recompute_granularity == "full"
 
 
-VALUE_OF = {"--megatron-fsdp-main-grads-dtype": "bf16", "--megatron-fsdp-grad-comm-dtype": "bf16"}  # of names that take no number
+VALUE_OF = {"--megatron-fsdp-main-grads-dtype": "bf16", "--megatron-fsdp-grad-comm-dtype": "bf16", "--cross-entropy-fusion-impl": "linear"}  # no number
 
 
 def test_the_table_is_consistent():
@@ -253,6 +253,13 @@ def test_other_names_of_precisions_and_offload():
     assert parsed.optimizer.optimizer_cpu_offload and parsed.optimizer.main_grads_dtype == "bf16"
     assert parsed.distributed.grad_reduce_in_bf16 and parsed.distributed.zero3_keep_gathered
     assert not parse_arguments("--megatron-fsdp-grad-comm-dtype fp32".split()).config.distributed.grad_reduce_in_bf16
+
+
+@pytest.mark.parametrize("words, fused", [("linear", True), ("native", False), ("te", False)])
+def test_other_names_of_the_fused_head(words, fused):
+    parsed = parse_arguments(["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", words])
+    assert parsed.config.model.fused_linear_cross_entropy == fused
+    assert any("--cross-entropy-backend" in note for note in parsed.notes) == (words == "te")
 
 
 def test_notes_change_nothing():

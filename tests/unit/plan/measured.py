@@ -7,6 +7,7 @@ import json
 import platform
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -16,10 +17,12 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 from dist.pool import Worlds  # noqa: E402
 from megatron.config.arguments import parse_arguments  # noqa: E402
 from megatron.config.validate import resolve  # noqa: E402
+from megatron.plan import activations  # noqa: E402
 from megatron.plan.memory import rank_memories  # noqa: E402
 from unit.zero.measure import measure  # noqa: E402
 
 VOCAB = 1023
+HEAD_CHUNK = 1 << 18  # bytes of logits that are made at once where the flags say so: a fraction of all
 COMMON = f"""--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB} --make-vocab-size-divisible-by 64 --lr 1e-3 --train-iters 2
 --log-interval 1 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0"""
 SMALL = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --micro-batch-size 4"  # 1M parameters
@@ -27,6 +30,7 @@ LARGER = "--num-layers 6 --hidden-size 192 --num-attention-heads 4 --seq-length 
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights"
 FULL = "--recompute-granularity full"
 PP2 = "--pipeline-model-parallel-size 2"
+WIDE_HEAD = "--fused-linear-cross-entropy --untie-embeddings-and-output-weights --num-layers 2"  # whose worst moment is the head's
 TP2 = "--tensor-model-parallel-size 2"
 
 # name: ranks, micro-batches, flags
@@ -58,6 +62,9 @@ CASES: dict[str, tuple[int, int, str]] = {
     "stage 3, pp2 dp2": (4, 4, f"{SMALL} {PP2} --zero-stage 3"),
     "stage 2, pp2 dp2, zero-bubble": (4, 4, f"{SMALL} {LLAMA} {PP2} --pipeline-schedule zero-bubble --zero-stage 2"),
     "stage 2, pp2 dp2, zero-bubble-v": (4, 4, f"{SMALL} {PP2} --pipeline-schedule zero-bubble-v --zero-stage 2"),
+    "one rank, bf16, head in chunks": (1, 2, f"{SMALL} {WIDE_HEAD} --bf16"),
+    "tp2 sp, head in chunks, soft cap": (2, 2, f"{SMALL} {WIDE_HEAD} {TP2} --sequence-parallel --final-logit-softcapping 30 --micro-batch-size 8"),
+    "pp2, gpipe, head in chunks": (2, 4, f"{SMALL} {WIDE_HEAD} {PP2} --pipeline-schedule gpipe"),
     "tp2": (2, 2, f"{SMALL} {TP2}"),
     "tp2 sp, llama": (2, 2, f"{LARGER} {LLAMA} {TP2} --sequence-parallel"),
     "stage 2, tp2 sp dp2": (4, 2, f"{SMALL} {TP2} --sequence-parallel --zero-stage 2"),
@@ -91,9 +98,10 @@ def compare(name: str, worlds: Worlds) -> list[dict]:
     """Of each pipeline rank: the bytes at the worst moment of a run's second step, as measured and as planned."""
     ranks, flags = CASES[name][0], command(name)
     config = resolve(parse_arguments(list(flags)).config, ranks, VOCAB + 1).config
-    planned = rank_memories(config, VOCAB + 1, ranks, "cpu")
+    with mock.patch.dict(activations.HEAD_CHUNK, cpu=HEAD_CHUNK):
+        planned = rank_memories(config, VOCAB + 1, ranks, "cpu")
     rows = {}
-    for pipeline_rank, spans in worlds(ranks).run(measure, flags):
+    for pipeline_rank, spans in worlds(ranks).run(measure, flags, None, None, HEAD_CHUNK):
         span = spans["step"][-1]
         found = {kind: size for kind, size in sorted(span.at_peak.items()) if kind not in ("total", "before") and size}
         row = {"case": name, "pipeline_rank": pipeline_rank, "measured": sum(found.values()), "measured_kinds": found, "where": span.where}

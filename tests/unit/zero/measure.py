@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.config.arguments import parse_arguments
 from megatron.dist import collectives
-from megatron.layers import embedding, linear
+from megatron.layers import embedding, linear, linear_cross_entropy
 from megatron.optimizer import blocks, clip, reduction, update, zero
 from megatron.optimizer.blocks import Block
 from megatron.training import loop, pretrain
@@ -21,9 +21,12 @@ from unit.zero.tracker import LiveBytes, Span
 
 
 @contextlib.contextmanager
-def pieces_of(size: int | None) -> Iterator[None]:
-    """Temporaries are formed, sent and widened in pieces of so many bytes: in a small model the real ones would hold everything at once."""
+def pieces_of(size: int | None, head: int | None = None) -> Iterator[None]:
+    """Temporaries are formed, sent and widened in pieces of so many bytes: in a small model the real ones would hold everything at once;
+    logits in pieces of `head` where the flags say so."""
     with contextlib.ExitStack() as stack:
+        if head is not None:
+            stack.enter_context(mock.patch.dict(linear_cross_entropy.CHUNK_BYTES, cpu=head))
         if size is not None:
             for module in (linear, embedding, reduction):
                 stack.enter_context(mock.patch.object(module, "SCRATCH_BYTES", size))
@@ -33,7 +36,7 @@ def pieces_of(size: int | None) -> Iterator[None]:
         yield
 
 
-def measure(flags: tuple[str, ...], pieces: int | None = None, leak: str | None = None) -> tuple[int, dict[str, list[Span]]]:
+def measure(flags: tuple[str, ...], pieces: int | None = None, leak: str | None = None, head: int | None = None) -> tuple[int, dict[str, list[Span]]]:
     """(pipeline rank, spans by name): `between` two steps (nothing but its end counts), the passes of a `step`, its `update`, `evaluation`, in the
     order of the run."""
     spans: dict[str, list[Span]] = {"start": [], "between": [], "step": [], "update": [], "evaluation": []}
@@ -84,7 +87,7 @@ def measure(flags: tuple[str, ...], pieces: int | None = None, leak: str | None 
         stack.enter_context(mock.patch.object(loop, "forward_backward", forward_backward))
         stack.enter_context(mock.patch.object(loop, "update", updated))
         stack.enter_context(mock.patch.object(loop, "evaluate", evaluate))
-        stack.enter_context(pieces_of(pieces))
+        stack.enter_context(pieces_of(pieces, head))
         if leak is not None:
             stack.enter_context(LEAKS[leak]())
         code = pretrain.pretrain(parsed.config, parsed.notes)
