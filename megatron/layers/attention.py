@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
+from megatron.kernels.attention import attention_reference, flash_attention
+from megatron.kernels.attention_masks import AttentionMask, attention_mask
 from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.linear import ColumnLinear, RowLinear
 from megatron.layers.norm import Norm
@@ -17,41 +19,25 @@ from megatron.layers.rotary import Rotary, apply_rotary
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 
-def attention_mask(q_positions: Tensor, k_positions: Tensor, document_starts: Tensor | None, window: int | None) -> Tensor:
-    """True where a query may see a key: [1 or b, 1, s, t] from positions [s], [t] within the sample and document_starts [b, s]."""
-    distance = q_positions[:, None] - k_positions[None, :]
-    visible = distance >= 0
-    if window is not None:
-        visible = visible & (distance < window)
-    visible = visible[None]
-    if document_starts is not None:
-        visible = visible & (k_positions[None, None, :] >= document_starts[:, :, None])
-    return visible.unsqueeze(1)
+CAUSAL = AttentionMask()
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """torch's fused attention on [b, n, s, d]; mask None means causal."""
+def mask_of(config: ModelConfig, length: int, document_starts: Tensor | None) -> AttentionMask:
+    """The mask of all layers for samples of this length, one document each or with document_starts [b, s]."""
+    if config.attention_backend == "triton":
+        return attention_mask(length, length, window=config.window_size, document_starts=document_starts)
+    return AttentionMask(window=config.window_size, document_starts=document_starts)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, scale: float) -> Tensor:
+    """torch's fused attention on [s, b, n, d]; a mask that is no tensor says whether it is causal."""
     dtype = q.dtype
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     if not q.is_cuda:  # the backward pass of torch's CPU kernel takes three times as long in bf16
         q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return out.to(dtype)
-
-
-def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None, dropout: Dropout | None,
-           state: DropoutState | None, first_head: int) -> tuple[Tensor, Tensor]:
-    """The definition: (output [b, n, s, d], log-sum-exp of the scores [b, n, s] in fp32 or fp64)."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask, float("-inf"))
-    lse = torch.logsumexp(scores, dim=-1)
-    probabilities = torch.softmax(scores, dim=-1)
-    if dropout is not None:
-        probabilities = dropout.attention(probabilities, state, first_head)
-    return probabilities.to(v.dtype) @ v, lse
+    tensor, causal = (None, mask) if isinstance(mask, bool) else (mask, False)
+    out = F.scaled_dot_product_attention(q, k, v, tensor, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.to(dtype).permute(2, 0, 1, 3)
 
 
 def beyond_sdpa(config: ModelConfig, *, training: bool) -> list[str]:
@@ -75,31 +61,23 @@ def choose_attention(config: ModelConfig, *, training: bool) -> str:
     return "plain" if needs_plain else "sdpa"
 
 
-def attention_core(q: Tensor, k: Tensor, v: Tensor, *, scale: float, backend: str = "sdpa", q_positions: Tensor | None = None,
-                   k_positions: Tensor | None = None, document_starts: Tensor | None = None, window: int | None = None,
-                   softcap: float | None = None, dropout: Dropout | None = None, state: DropoutState | None = None, first_head: int = 0,
+def attention_core(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: AttentionMask = CAUSAL, backend: str = "sdpa", softcap: float | None = None,
+                   dropout: Dropout | None = None, state: DropoutState | None = None, first_head: int = 0,
                    return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention of q [s, b, n, d] over k, v [t, b, g, d] -> [s, b, n, d], with log-sum-exp [b, n, s] when asked.
+    """Attention of q [s, b, n, d] over k, v [t, b, g, d] -> [s, b, n, d], with log-sum-exp [b, n, s] when asked (which sdpa cannot give).
 
-    A query at position p sees keys at positions <= p, within `window` latest ones (itself included), not before its document's first
-    position document_starts [b, s]. first_head numbers q's first head within the model. q_positions [s] and k_positions [t] count within the sample; None means 0, 1, 2, ... for both.
+    `mask` says which keys a query sees. Dropout acts where there is a state; first_head numbers q's first head within the model.
     """
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    plain = backend == "plain" or return_lse
-    mask = None
-    if plain or q_positions is not None or document_starts is not None or window is not None:
-        if q_positions is None:
-            q_positions = torch.arange(q.shape[2], device=q.device)
-        if k_positions is None:
-            k_positions = torch.arange(k.shape[2], device=k.device)
-        mask = attention_mask(q_positions, k_positions, document_starts, window)
-    if plain:
-        out, lse = _plain(q, k, v, mask, scale, softcap, dropout, state, first_head)
-    else:
-        assert softcap is None and (dropout is None or dropout.probability == 0 or state is None)
-        out, lse = _sdpa(q, k, v, mask, scale), None
-    out = out.permute(2, 0, 1, 3)
-    return (out, lse) if return_lse else out
+    if backend != "sdpa":
+        drop = {}
+        if dropout is not None and dropout.probability > 0 and state is not None:
+            drop = {"drop": dropout.probability, "key": dropout.key, "sample_ids": state.sample_ids, "first_head": first_head}
+        compute = flash_attention if backend == "triton" else attention_reference
+        out, lse = compute(q, k, v, scale=scale, mask=mask, softcap=softcap, **drop)
+        return (out, lse) if return_lse else out
+    assert not return_lse and softcap is None and (dropout is None or dropout.probability == 0 or state is None)
+    simple = mask.window is None and mask.q_positions is None and mask.document_starts is None
+    return _sdpa(q, k, v, mask.causal if simple else mask.dense(q.shape[0], k.shape[0], q.device), scale)
 
 
 class SelfAttention(nn.Module):
@@ -125,7 +103,7 @@ class SelfAttention(nn.Module):
         self.dropout = Dropout(config.attention_dropout, seed, "layers", layer, "attention.dropout")
         self.backend = {training: choose_attention(config, training=training) for training in (True, False)}
 
-    def forward(self, x: Tensor, rotary: Rotary | None, document_starts: Tensor | None, state: DropoutState | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None, mask: AttentionMask, state: DropoutState | None) -> Tensor:
         qkv = self.qkv(x)
         s, b, _ = qkv.shape  # the whole sequence, whatever part x is
         qkv = qkv.view(s, b, self.groups, self.queries_per_group + 2, self.head_dim)
@@ -135,8 +113,7 @@ class SelfAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
         out = attention_core(
-            q, k, v, scale=self.head_dim**-0.5, backend=self.backend[state is not None],
-            document_starts=document_starts, window=self.config.window_size, softcap=self.config.attn_logit_softcapping,
+            q, k, v, scale=self.head_dim**-0.5, mask=mask, backend=self.backend[state is not None], softcap=self.config.attn_logit_softcapping,
             dropout=self.dropout, state=state, first_head=self.first_head,
         )
         return self.proj(out.reshape(s, b, -1))

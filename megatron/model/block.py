@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.config.groups import ModelConfig
+from megatron.kernels.attention_masks import AttentionMask
 from megatron.layers.attention import SelfAttention
 from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.embedding import Embedding, VocabularyEmbedding
@@ -35,7 +36,7 @@ class MicroBatch:
     labels: Tensor  # [s, b]
     loss_mask: Tensor  # [s, b]
     position_ids: Tensor  # [s, b]; under sequence parallelism this rank's part, as the hidden states are
-    document_starts: Tensor | None  # [b, s]
+    mask: AttentionMask
     rotary: Rotary | None
     dropout: DropoutState | None  # of the whole sequence; None: evaluation
     hidden_dropout: DropoutState | None  # under sequence parallelism of this rank's part
@@ -78,7 +79,7 @@ class LayerBlock(nn.Module):
             x = x + self.position(micro.position_ids)
         if self.embedding_dropout is not None:
             x = self.embedding_dropout.hidden(x, micro.hidden_dropout)
-        attended = self.attention(self.input_norm(x), micro.rotary, micro.document_starts, micro.dropout)
+        attended = self.attention(self.input_norm(x), micro.rotary, micro.mask, micro.dropout)
         x = x + self.attention_dropout.hidden(attended, micro.hidden_dropout)
         x = x + self.mlp_dropout.hidden(self.mlp(self.mlp_norm(x)), micro.hidden_dropout)
         return x if self.final_norm is None else self.final_norm(x)

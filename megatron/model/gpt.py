@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
+from megatron.layers.attention import mask_of
 from megatron.layers.dropout import DropoutState
 from megatron.layers.rotary import rotary_table
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
@@ -56,7 +57,8 @@ class GPTModel(nn.Module):
             part = tokens.shape[0] // self.tp.size
             own = slice(self.tp.axis.rank * part, (self.tp.axis.rank + 1) * part)
         return MicroBatch(
-            tokens=tokens, labels=labels, loss_mask=loss_mask, position_ids=position_ids[own], document_starts=document_starts,
+            tokens=tokens, labels=labels, loss_mask=loss_mask, position_ids=position_ids[own],
+            mask=mask_of(self.config, tokens.shape[0], document_starts),
             rotary=rotary_table(self.config, position_ids, self.dtype) if rotates else None,
             dropout=DropoutState(sample_ids, token_index) if training else None,
             hidden_dropout=DropoutState(sample_ids, token_index[own]) if training else None,

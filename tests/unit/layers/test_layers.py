@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.config.groups import ModelConfig
 from megatron.layers import linear as linear_module
-from megatron.layers.attention import SelfAttention, attention_core, choose_attention
+from megatron.kernels.attention_masks import AttentionMask
+from megatron.layers.attention import CAUSAL, SelfAttention, attention_core, choose_attention
 from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.embedding import Embedding, embedding_weight_grad
 from megatron.layers.linear import Linear, add_weight_grads, linear_weight_grad, stashing
@@ -195,11 +196,11 @@ def test_attention_core(backend, window, documents):
         return j <= i and (window is None or i - j < window) and (not documents or j >= STARTS[b, i])
 
     expected, lse = brute_force(q, k, v, 0.3, visible)
-    starts = STARTS if documents else None
-    torch.testing.assert_close(attention_core(q, k, v, scale=0.3, backend=backend, document_starts=starts, window=window), expected, **TIGHT)
-    out, got = attention_core(q, k, v, scale=0.3, backend=backend, document_starts=starts, window=window, return_lse=True)
-    torch.testing.assert_close(out, expected, **TIGHT)
-    torch.testing.assert_close(got, lse, **TIGHT)
+    mask = AttentionMask(window=window, document_starts=STARTS if documents else None)
+    torch.testing.assert_close(attention_core(q, k, v, scale=0.3, backend=backend, mask=mask), expected, **TIGHT)
+    if backend == "plain":
+        _, got = attention_core(q, k, v, scale=0.3, backend=backend, mask=mask, return_lse=True)
+        torch.testing.assert_close(got, lse, **TIGHT)
 
 
 def test_attention_softcap_and_gradients():
@@ -211,17 +212,16 @@ def test_attention_softcap_and_gradients():
     small = [randn(4, 1, 2, 3, grad=True), randn(4, 1, 1, 3, seed=1, grad=True), randn(4, 1, 1, 3, seed=2, grad=True)]
     for backend in ("plain", "sdpa"):
         cap = 2.0 if backend == "plain" else None
-        assert torch.autograd.gradcheck(lambda *x: attention_core(*x, scale=1.0, backend=backend, softcap=cap, window=3), small)
+        assert torch.autograd.gradcheck(lambda *x: attention_core(*x, scale=1.0, backend=backend, softcap=cap, mask=AttentionMask(window=3)), small)
 
 
 def test_attention_positions_split_the_keys():
     """Two halves of the keys, combined by their log-sum-exp, are the whole: what ring attention will do."""
     q, k, v = randn(S, B, N, D), randn(S, B, G, D, seed=1), randn(S, B, G, D, seed=2)
-    whole, lse = attention_core(q, k, v, scale=0.5, return_lse=True)
-    positions = torch.arange(S)
-    late = positions[S // 2 :]  # these queries see every key of the first half
-    first = attention_core(q[S // 2 :], k[: S // 2], v[: S // 2], scale=0.5, q_positions=late, k_positions=positions[: S // 2], return_lse=True)
-    second = attention_core(q[S // 2 :], k[S // 2 :], v[S // 2 :], scale=0.5, q_positions=late, k_positions=late, return_lse=True)
+    plain = {"scale": 0.5, "backend": "plain", "return_lse": True}
+    whole, lse = attention_core(q, k, v, **plain)
+    early, late = torch.arange(S).split(S // 2)  # the late queries see every early key
+    first, second = (attention_core(q[S // 2 :], k[at], v[at], mask=AttentionMask(q_positions=late, k_positions=at), **plain) for at in (early, late))
     total = torch.logaddexp(first[1], second[1])
     torch.testing.assert_close(total, lse[..., S // 2 :], **TIGHT)
     parts = sum(out * torch.exp(part - total).permute(2, 0, 1).unsqueeze(-1) for out, part in (first, second))
@@ -245,7 +245,7 @@ def test_qkv_rows_are_grouped():
     q = torch.cat([F.linear(x, w[g, i], b[g, i]) for g in range(2) for i in range(2)], -1).view(5, 2, 4, 4)
     k, v = (torch.stack([F.linear(x, w[g, i], b[g, i]) for g in range(2)], 2) for i in (2, 3))
     expected = F.linear(attention_core(q, k, v, scale=0.5).reshape(5, 2, 16), attention.proj.weight, attention.proj.bias)
-    torch.testing.assert_close(attention(x, None, None, None), expected, **TIGHT)
+    torch.testing.assert_close(attention(x, None, CAUSAL, None), expected, **TIGHT)
 
 
 # ---- rotary ----
