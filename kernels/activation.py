@@ -65,8 +65,8 @@ def logistic(z):
 
 @jit
 def normal(a):
-    """Phi(a) and its derivative. With t = 1 / (1 + |a| / 4), exp(a^2 / 2) Phi(-|a|) is t times a polynomial in t, fitted: off by 7e-9 at most, 1e-5 of
-    Phi at a = -5 and 1e-4 of it further out, and by roundings. Two thirds of the instructions of erf, which in bf16 take longer than memory."""
+    """Phi(a) and its derivative. With t = 1 / (1 + |a| / 4), exp(a^2 / 2) Phi(-|a|) is t times a polynomial in t, fitted: off by 7e-9 at most, by
+    1e-5 of Phi at a = -5 and 1e-4 of it further out, and by roundings. Two thirds of the instructions of erf, which in bf16 take longer than memory."""
     bell = tl.exp2(-0.7213475204444817 * a * a)
     t = 1 / (1 + 0.25 * tl.abs(a))
     tail = t * (-0.274827778339386 + t * (0.34626758098602295 + t * -0.09270460903644562))

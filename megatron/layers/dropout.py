@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels import philox
+from megatron.kernels.dropout import dropout, dropout_add
 
 
 @dataclass(frozen=True)
@@ -22,21 +23,47 @@ def _apply(x: Tensor, keep: Tensor, probability: float) -> Tensor:
     return x * keep * (1 / (1 - probability))
 
 
-class Dropout:
-    """One dropout site: `names` name its random stream. Counter (sample, position, hidden // 4), lane hidden % 4."""
+class _TritonDropout(torch.autograd.Function):
+    """Dropout of x, with the residual added where there is one, by kernels/dropout.py: nothing of size s b h is kept."""
 
-    def __init__(self, probability: float, seed: int, *names: object):
-        self.probability = probability
+    @staticmethod
+    def forward(ctx, x: Tensor, residual: Tensor | None, state: DropoutState, key: philox.Key, probability: float) -> Tensor:
+        ctx.mask = (state.sample_ids, state.token_index, *key, probability)
+        return dropout(x, *ctx.mask) if residual is None else dropout_add(x, residual, *ctx.mask)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return dropout(dy, *ctx.mask), dy if ctx.needs_input_grad[1] else None, None, None, None
+
+
+class Dropout:
+    """One dropout site: `names` name its random stream. Counter (sample, position, hidden // 4), lane hidden % 4. Backend (of hidden states) torch or
+    triton."""
+
+    def __init__(self, probability: float, seed: int, *names: object, backend: str = "torch"):
+        self.probability, self.backend = probability, backend
         self.key = philox.key(seed, *names)
+
+    def acts(self, state: DropoutState | None) -> bool:
+        """Whether anything can be dropped."""
+        return self.probability > 0 and state is not None
 
     def hidden(self, x: Tensor, state: DropoutState | None) -> Tensor:
         """Drop elements of x [s, b, h]; the identity when state is None (evaluation) or the probability is 0."""
-        if self.probability == 0 or state is None:
+        if not self.acts(state):
             return x
+        if self.backend == "triton":
+            return _TritonDropout.apply(x, None, state, self.key, self.probability)
         s, b, h = x.shape
         rows = torch.broadcast_tensors(state.sample_ids[None, :], state.token_index[:, None])  # [s, b]
         keep = philox.keep_mask(self.key, [word.flatten() for word in rows], h, self.probability)
         return _apply(x, keep.view(s, b, h), self.probability)
+
+    def add(self, x: Tensor, residual: Tensor, state: DropoutState | None) -> Tensor:
+        """residual + hidden(x)."""
+        if self.backend == "triton" and self.acts(state):
+            return _TritonDropout.apply(x, residual, state, self.key, self.probability)
+        return residual + self.hidden(x, state)
 
     def attention(self, p: Tensor, state: DropoutState | None, first_head: int = 0) -> Tensor:
         """Drop attention probabilities p [b, n, s, t] of heads first_head, first_head + 1, ...: counter (sample, head, query, key // 4), lane key % 4."""

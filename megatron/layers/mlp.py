@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
-from megatron.layers.linear import ColumnLinear, RowLinear
+from megatron.kernels.activation import activation_backward
+from megatron.kernels.activation import activation as activation_forward
+from megatron.layers.linear import ColumnLinear, RowLinear, column_linear
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 GATED = ("swiglu", "geglu")
@@ -38,6 +40,23 @@ class _Gated(torch.autograd.Function):
         return dfused, None
 
 
+class _TritonActivation(torch.autograd.Function):
+    """The activation of x + bias by kernels/activation.py; saves x alone."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, bias: nn.Parameter | None, activation: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.bias, ctx.activation = bias, activation
+        return activation_forward(x, bias, activation)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        dx, dbias = activation_backward(dy, *ctx.saved_tensors, ctx.bias, ctx.activation)
+        if ctx.needs_input_grad[1]:  # else there is none, or it is frozen
+            ctx.bias.main_grad.add_(dbias)
+        return dx, None, None
+
+
 def activate(x: Tensor, activation: str) -> Tensor:
     """The activation on fc1's output [s, b, f or 2f] -> [s, b, f]."""
     if activation in GATED:
@@ -52,11 +71,14 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel = DENSE):
         super().__init__()
-        self.activation = config.activation
+        self.activation, self.backend = config.activation, config.activation_backend
         width = config.ffn_hidden_size // tp.size
         columns = width * (2 if config.activation in GATED else 1)
         self.fc1 = ColumnLinear(config.hidden_size, columns, config.add_bias_linear, tp)
         self.fc2 = RowLinear(width, config.hidden_size, config.add_bias_linear, tp)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.backend == "triton":  # the activation adds the bias, and sums up its gradient in the pass that it makes over dx anyway
+            fused = column_linear(x, self.fc1.weight, None, self.fc1.tp)
+            return self.fc2(_TritonActivation.apply(fused, self.fc1.bias, self.activation))
         return self.fc2(activate(self.fc1(x), self.activation))

@@ -1,9 +1,14 @@
-"""LayerNorm and RMSNorm over the last dimension; statistics in fp32 (fp64 in a float64 run), gradients into `main_grad`."""
+"""LayerNorm and RMSNorm over the last dimension; statistics in fp32 (fp64 in a float64 run), gradients into `main_grad`.
+
+Computed by PyTorch, or by kernels/norm.py, which also takes the residual addition in front and the sum of two gradients behind.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+
+from megatron.kernels.norm import add_norm, norm, norm_backward
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -46,16 +51,50 @@ class _RMSNorm(torch.autograd.Function):
         return dnormed.addcmul_(normed, projection, value=-1).mul_(rstd).to(x.dtype), None, None
 
 
-class Norm(nn.Module):
-    """LayerNorm (weight and bias) or RMSNorm (weight) over the last dimension of width `size`."""
+class _TritonNorm(torch.autograd.Function):
+    """(norm of x + residual, x + residual); the second of x alone where there is no residual."""
 
-    def __init__(self, kind: str, size: int, eps: float):
+    @staticmethod
+    def forward(ctx, x: Tensor, residual: Tensor | None, weight: nn.Parameter, bias: nn.Parameter | None, eps: float) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            total, (y, statistics) = x.view_as(x), norm(x, weight, bias, eps)
+        else:
+            y, total, statistics = add_norm(x, residual, weight, bias, eps)
+        ctx.save_for_backward(total, statistics)
+        ctx.weight, ctx.bias = weight, bias
+        ctx.set_materialize_grads(False)
+        return y, total
+
+    @staticmethod
+    def backward(ctx, dy: Tensor, dtotal: Tensor | None):
+        total, statistics = ctx.saved_tensors
+        dx, gradients = norm_backward(dy, total, ctx.weight, statistics, dtotal)
+        if ctx.needs_input_grad[2]:  # else it is frozen
+            ctx.weight.main_grad.add_(gradients[0])
+            if ctx.bias is not None:
+                ctx.bias.main_grad.add_(gradients[1])
+        return dx, dx if ctx.needs_input_grad[1] else None, None, None, None
+
+
+class Norm(nn.Module):
+    """LayerNorm (weight and bias) or RMSNorm (weight) over the last dimension of width `size`; backend torch or triton."""
+
+    def __init__(self, kind: str, size: int, eps: float, backend: str = "torch"):
         super().__init__()
-        self.eps = eps
+        self.eps, self.backend = eps, backend
         self.weight = nn.Parameter(torch.empty(size, device="meta"))
         self.bias = nn.Parameter(torch.empty(size, device="meta")) if kind == "LayerNorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.backend == "triton":
+            return _TritonNorm.apply(x, None, self.weight, self.bias, self.eps)[0]
         if self.bias is None:
             return _RMSNorm.apply(x, self.weight, self.eps)
         return _LayerNorm.apply(x, self.weight, self.bias, self.eps)
+
+    def of_sum(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, the sum) of x and a residual, or of x alone: whoever uses both has their gradients added in the norm's backward."""
+        if self.backend == "triton":
+            return _TritonNorm.apply(x, residual, self.weight, self.bias, self.eps)
+        total = x if residual is None else residual + x
+        return self(total), total

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.groups import ModelConfig
+from megatron.kernels.rotary import rotary_
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -75,6 +76,32 @@ class _Rotary(torch.autograd.Function):
         return _rotate(dy, cos, sin, -1), None, None  # the transpose of a rotation turns the other way
 
 
-def apply_rotary(x: Tensor, rotary: Rotary | None) -> Tensor:
-    """Rotate x [s, b, n, d] by the table; the identity when there is none."""
-    return x if rotary is None else _Rotary.apply(x, *rotary)
+class _RotaryInPlace(torch.autograd.Function):
+    """Turns the first `turning` heads of each group of x, which is no view, in place: [s, b, ...] seen as [s, b, *heads] = [s, b, g, n, d]."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int, int], turning: int) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.heads, ctx.turning = heads, turning
+        ctx.mark_dirty(x)
+        rotary_(x.view(*x.shape[:2], *heads)[:, :, :, :turning], cos, sin, 1)
+        return x
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        cos, sin = ctx.saved_tensors
+        dy = dy.contiguous()  # what attention's backward made for this alone: as it is, it is turned in place
+        rotary_(dy.view(*dy.shape[:2], *ctx.heads)[:, :, :, : ctx.turning], cos, sin, -1)
+        return dy, None, None, None, None
+
+
+def apply_rotary(x: Tensor, rotary: Rotary | None, backend: str = "torch") -> Tensor:
+    """Rotate x [s, b, n, d] by the table, in place with backend triton; the identity when there is none."""
+    if rotary is None:
+        return x
+    return _RotaryInPlace.apply(x, *rotary, (x.shape[2], 1, x.shape[3]), 1) if backend == "triton" else _Rotary.apply(x, *rotary)
+
+
+def rotate_fused(qkv: Tensor, rotary: Rotary, heads: tuple[int, int, int]) -> Tensor:
+    """Rotate queries and keys of the fused projection [s, b, g (q + 2) d] in place, by kernels/rotary.py; heads = (g, q + 2, d)."""
+    return _RotaryInPlace.apply(qkv, *rotary, heads, heads[1] - 1)
