@@ -30,7 +30,7 @@ from megatron.training.run import Run
 def join_tiers(config: Config, ranks: Ranks) -> Tiers | None:
     """The local tier; None without --local-checkpoint-dir. Raises ValueError on every rank when it cannot be used."""
     options = config.checkpoint
-    return None if options.local_checkpoint_dir is None else Tiers(options.local_checkpoint_dir, ranks, options.local_redundancy == "partner")
+    return None if options.local_checkpoint_dir is None else Tiers(options.local_checkpoint_dir, ranks, options.local_redundancy)
 
 
 def locate_checkpoint(config: Config, ranks: Ranks = ONE, tiers: Tiers | None = None) -> Checkpoint | None:

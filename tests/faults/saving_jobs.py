@@ -19,7 +19,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.checkpoint import manifest, writer  # noqa: E402
-from megatron.checkpoint.local import saves  # noqa: E402
+from megatron.checkpoint.local import parity, saves  # noqa: E402
 from megatron.checkpoint.local.rebuild import LocalCheckpoint  # noqa: E402
 from megatron.checkpoint.local.tiers import Tiers, settle_run  # noqa: E402
 from megatron.checkpoint.ranks import ONE, Ranks  # noqa: E402
@@ -114,11 +114,11 @@ def step(saver: Saver) -> None:
     saver.advance(sums.tolist())
 
 
-def in_tiers(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
+def in_tiers(root: Path, first: int, ranks: Ranks, tell: Tell, redundancy: str = "partner") -> None:
     """Go on from the newest checkpoint of both tiers, told as `found N`, or `wrong`; save in the local tier, and each fourth time in both, in the
-    background. Each rank is a node of its own; with two or more each keeps another one's shards too."""
+    background. Each rank is a node of its own; with two or more each keeps another one's shards too, or a parity of all others'."""
     root.mkdir(exist_ok=True)
-    tiers = Tiers(node_folder(root, ranks.world.rank), ranks, ranks.world.size > 1, partial(hear, tell))
+    tiers = Tiers(node_folder(root, ranks.world.rank), ranks, redundancy if ranks.world.size > 1 else "none", partial(hear, tell))
     checkpoint = tiers.newest(str(root), str(root), False)
     found = 0
     if checkpoint is not None:
@@ -153,6 +153,13 @@ def uncopied_to_partner(root: Path, first: int, ranks: Ranks, tell: Tell) -> Non
         in_tiers(root, first, ranks, tell)
 
 
+def without_a_piece(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
+    """A mutant: one piece of a column is in no parity."""
+    real = parity.Column._pieces
+    with mock.patch.object(parity.Column, "_pieces", lambda column, of, without=-1: real(column, of, without)[: None if without >= 0 else 1]):
+        in_tiers(root, first, ranks, tell, "xor")
+
+
 def early(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
     """A mutant: a save counts when it has begun."""
     begin = Saver._begin
@@ -185,5 +192,5 @@ SAVES: dict[str, Callable] = {"real": writer.save_checkpoint, "in-place": in_pla
 JOBS: dict[str, dict[str, Job]] = {  # mode, writer
     "sync": {name: partial(at_once, save) for name, save in SAVES.items()},
     "async": {"real": in_background, "early": early, "uncopied": uncopied},
-    "local": {"real": in_tiers, "alone": uncopied_to_partner},
+    "local": {"real": in_tiers, "alone": uncopied_to_partner, "xor": partial(in_tiers, redundancy="xor"), "half-xor": without_a_piece},
 }

@@ -1,7 +1,8 @@
-"""A restart from local checkpoints: what the nodes have together, a lost node's shards from its partner, and reading on any layout."""
+"""A restart from local checkpoints: what the nodes have together, a lost node's shards from its partner or set, and reading on any layout."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from megatron.checkpoint.boxes import intersect
 from megatron.checkpoint.index import BATCH, load_bytes
 from megatron.checkpoint.local.nodes import Nodes, RunId
 from megatron.checkpoint.local.parcels import Parcel, carry, in_rounds, share_bytes
+from megatron.checkpoint.local.parity import Column, columns_in
 from megatron.checkpoint.local.saves import GIB, NodeAttempt
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint
@@ -26,58 +28,85 @@ NAMED = 8  # most shards that a message lists
 
 @dataclass(frozen=True)
 class Found:
-    """A local checkpoint of which the nodes together have every shard. `held`: the shards that each node has whole."""
+    """A local checkpoint of which the nodes together have every shard, or can make it. `held`: the files that each node has whole, shards and,
+    numbered after them, parities."""
 
     iteration: int
     manifest: bytes
     held: tuple[frozenset[int], ...]
 
     @cached_property
+    def content(self) -> dict[str, Any]:
+        return m.decode_manifest(self.manifest, Path(m.MANIFEST))
+
+    @property
     def records(self) -> list[dict[str, Any]]:
-        return m.decode_manifest(self.manifest, Path(m.MANIFEST))["shards"]
+        """Of the shards."""
+        return self.content["shards"]
+
+    @property
+    def all_records(self) -> list[dict[str, Any]]:
+        """Of the parities, too."""
+        return self.records + self.content.get("parities", [])
+
+    @property
+    def missing(self) -> list[int]:
+        """Files that no node has."""
+        return sorted(set(range(len(self.all_records))) - set.union(set(), *self.held))
 
 
-def newest_local(nodes: Nodes, run: RunId, oldest: int, say: Callable[[str], None] = print) -> Found | None:
-    """The newest local checkpoint of `run`, of iteration `oldest` or later, of which the nodes have every shard; all bytes are verified.
+def newest_local(nodes: Nodes, run: RunId, oldest: int, say: Callable[[str], None] = print, before: float = math.inf) -> Found | None:
+    """The newest local checkpoint of `run`, of iteration `oldest` or later and `before` another, of which the nodes have every shard or can make
+    it; all bytes are verified.
 
     All ranks call this together; each reads its part of what its node has. The first rank's `say` is told why newer ones are passed over.
     """
-    listed = nodes.ranks.agree(lambda: _listed(nodes, run, oldest) if nodes.first else [])
+    listed = nodes.ranks.agree(lambda: _listed(nodes, run, oldest, before) if nodes.first else [])
     candidates: dict[tuple[int, str], list[set[int]]] = {}
     sources: dict[tuple[int, str], int] = {}
-    totals: dict[tuple[int, str], int] = {}
+    contents: dict[tuple[int, str], list] = {}
     for rank, rows in enumerate(listed):
-        for iteration, digest, total, whole in rows:
+        for iteration, digest, whole, *content in rows:
             held = candidates.setdefault((iteration, digest), [set() for _ in nodes.members])
             held[next(i for i, ranks in enumerate(nodes.members) if rank in ranks)] = set(whole)
             sources.setdefault((iteration, digest), rank)
-            totals[iteration, digest] = total
+            contents[iteration, digest] = content
     for key in sorted(candidates, reverse=True):
-        held, total = candidates[key], totals[key]
-        if not set(range(total)) - set.union(*held):
+        held, (total, sizes, sets) = candidates[key], contents[key]
+        columns = columns_in([{"bytes": size} for size in sizes], sets)
+        if not _lost(total, columns, set.union(*held)):
             _drop_damaged(nodes, run, key[0], held)
-        missing = sorted(set(range(total)) - set.union(*held))
-        if not missing:
+        lost = sorted(_lost(total, columns, set.union(*held)))
+        if not lost:
             return Found(key[0], _shared_manifest(nodes, run, key[0], sources[key]), tuple(map(frozenset, held)))
         if nodes.ranks.first:
-            shown = ", ".join(map(str, missing[:NAMED])) + (" ..." if len(missing) > NAMED else "")
-            say(f"warning: the local checkpoint of iteration {key[0]} is not taken: of its {total} shards {len(missing)} ({shown}) are whole on no "
-                "node")
+            shown = ", ".join(map(str, lost[:NAMED])) + (" ..." if len(lost) > NAMED else "")
+            why = "; with --local-redundancy xor one node of a set may be lost, not two" if sets else ""
+            say(f"warning: the local checkpoint of iteration {key[0]} is not taken: of its {total} shards {len(lost)} ({shown}) are whole on no "
+                f"node{why}")
     return None
 
 
-def _listed(nodes: Nodes, run: RunId, oldest: int) -> list[tuple[int, str, int, list[int]]]:
-    """(iteration, digest of the manifest, shards in all, those that are here by table and size) of this node's checkpoints of `run`."""
+def _lost(total: int, columns: list[Column], present: set[int]) -> set[int]:
+    """Of `total` shards those that are neither among the files `present` nor can be made of them."""
+    missing = set(range(total)) - present
+    return missing & set().union(*(column.lost(present) for column in columns)) if columns else missing
+
+
+def _listed(nodes: Nodes, run: RunId, oldest: int, before: float) -> list[tuple[int, str, list[int], int, list[int], list]]:
+    """Of this node's checkpoints of `run`: iteration, digest of the manifest, the files that are here by table and size; and what the manifest
+    says of shards in all, their bytes, and sets."""
     root, rows = nodes.root / run.folder, []
     for iteration in m.list_iterations(root):
         try:
             raw, content = _manifest(root / m.iteration_folder(iteration))
-            if content["run"] != asdict(run) or content["iteration"] != iteration or iteration < oldest:
+            if content["run"] != asdict(run) or content["iteration"] != iteration or not oldest <= iteration < before:
                 continue
         except (CheckpointError, KeyError):
             continue  # the other nodes' tells what is missing here
-        whole = [i for i, record in enumerate(content["shards"]) if _fits(root / m.iteration_folder(iteration), i, record)]
-        rows.append((iteration, m.table_digest(raw), len(content["shards"]), whole))
+        shards = content["shards"]
+        whole = [i for i, record in enumerate(shards + content.get("parities", [])) if _fits(root / m.iteration_folder(iteration), i, record)]
+        rows.append((iteration, m.table_digest(raw), whole, len(shards), [record["bytes"] for record in shards], content.get("sets", [])))
     return rows
 
 
@@ -143,7 +172,7 @@ def restore_copies(nodes: Nodes, run: RunId, found: Found, say: Callable[[str], 
 
     When that fails (no room) the first rank's `say` is told, and nothing has changed.
     """
-    records, load = found.records, [sum(found.records[i]["bytes"] for i in held) for held in found.held]
+    records, load = found.records, _load(found)
     parcels, gains = [], [set() for _ in nodes.members]
     for number, record in enumerate(records):
         holders = [node for node, held in enumerate(found.held) if number in held]
@@ -168,6 +197,52 @@ def restore_copies(nodes: Nodes, run: RunId, found: Found, say: Callable[[str], 
     if nodes.ranks.first:
         to = ", ".join(f"node {node} ({nodes.hosts[node]}): {len(numbers)}" for node, numbers in enumerate(gains) if numbers)
         say(f"shards of the local checkpoint of iteration {found.iteration} rebuilt from their partners: {to}")
+    return Found(found.iteration, found.manifest, tuple(held | gained for held, gained in zip(found.held, map(frozenset, gains))))
+
+
+def _load(found: Found) -> list[int]:
+    """Bytes of each node."""
+    records = found.all_records
+    return [sum(records[number]["bytes"] for number in held) for held in found.held]
+
+
+def rebuild_lost(nodes: Nodes, run: RunId, found: Found, say: Callable[[str], None] = print) -> Found | None:
+    """Make what no node has out of the sets' parities, on the emptiest node that has nothing of the same column, where there is one.
+
+    None when that fails and a shard is lost; the first rank's `say` is told, and nothing has changed.
+    """
+    missing = found.missing
+    if not missing:
+        return found
+    records, shards, streams, load, gains = found.all_records, range(len(found.records)), [], _load(found), [set() for _ in nodes.members]
+    for column in columns_in(found.records, found.content["sets"]):
+        for place, number in enumerate(column.shards):
+            lost = [each for each in (number, column.first + place) if each in missing]
+            if not lost:
+                continue
+            beside = {*column.shards, *range(column.first, column.first + len(column.shards))} - {number, column.first + place}
+            to = min(range(len(load)), key=lambda node: (len(beside & found.held[node]), load[node], node))
+            load[to] += sum(records[each]["bytes"] for each in lost)
+            gains[to].update(lost)
+            streams += [(column.shard if each == number else column.parity)(place, nodes.rank(to, each)) for each in lost]
+    folder = nodes.root / run.folder / m.iteration_folder(found.iteration)
+
+    def owner(number: int) -> int:
+        return nodes.rank(next(node for node, held in enumerate(found.held) if number in held), number)
+
+    try:
+        with NodeAttempt(nodes, run, found.iteration, "rebuilt") as attempt:
+            attempt.agree(lambda: _link(folder, attempt.folder, found.held[nodes.index]) if nodes.first else None)
+            attempt.make(streams, len(shards), owner, folder, records)
+            attempt.publish(found.manifest, lambda node: bool(gains[node]))
+    except ValueError as error:
+        whole = missing[0] not in shards  # parities alone are lost
+        if nodes.ranks.first:
+            say(f"warning: the local checkpoint of iteration {found.iteration} {'lacks a parity' if whole else 'is not taken'}: {error}")
+        return found if whole else None
+    if nodes.ranks.first:
+        to = ", ".join(f"node {node} ({nodes.hosts[node]}): {len(numbers & set(shards))}" for node, numbers in enumerate(gains) if numbers)
+        say(f"shards of the local checkpoint of iteration {found.iteration} rebuilt from their sets: {to}")
     return Found(found.iteration, found.manifest, tuple(held | gained for held, gained in zip(found.held, map(frozenset, gains))))
 
 

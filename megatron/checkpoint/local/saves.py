@@ -1,7 +1,8 @@
 """Checkpoints in a folder of each node, such as /dev/shm: written often, and found again after the job (docs/checkpoint.md, "Tiers").
 
 `<root>/run-<id>/iter_0000010/` holds on every node the manifest of all shards, and the shards of the node's own ranks; with a partner
-those of the node before it too; in a set of nodes a parity of theirs for each of its ranks, numbered after all shards. What is there of an iteration is whole; whether all nodes together have all of it is found out at a restart.
+those of the node before it too, in a set a parity for each of its ranks, numbered after all shards. What is there of an iteration is
+whole; whether all nodes together have all of it is found out at a restart.
 """
 
 from __future__ import annotations

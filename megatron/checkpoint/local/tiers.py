@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.index import newest_first
 from megatron.checkpoint.local.nodes import RUN_FILE, RunId, find_nodes, forget_run, new_run, read_run
-from megatron.checkpoint.local.rebuild import Found, LocalCheckpoint, newest_local, restore_copies
-from megatron.checkpoint.local.saves import require_partners, require_room, save_local
+from megatron.checkpoint.local.rebuild import Found, LocalCheckpoint, newest_local, rebuild_lost, restore_copies
+from megatron.checkpoint.local.saves import require_redundancy, require_room, save_local
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.progress import GB
 from megatron.checkpoint.ranks import Ranks
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class Tiers:
-    """The local tier of a run. `partner`: each node keeps another one's shards too."""
+    """The local tier of a run. `redundancy`: --local-redundancy."""
 
-    def __init__(self, root: str | Path, ranks: Ranks, partner: bool, say: Callable[[str], None] = partial(print, flush=True)):
-        self.nodes, self.partner, self.say = find_nodes(root, ranks), partner, say
+    def __init__(self, root: str | Path, ranks: Ranks, redundancy: str, say: Callable[[str], None] = partial(print, flush=True)):
+        self.nodes, self.redundancy, self.say = find_nodes(root, ranks), redundancy, say
         self.run: RunId | None = None
-        if partner:
-            require_partners(self.nodes, self._first_says)
+        if redundancy != "none":
+            require_redundancy(self.nodes, redundancy, self._first_says)
 
     def _first_says(self, text: str) -> None:
         if self.nodes.ranks.first:
@@ -54,7 +54,7 @@ class Tiers:
         if run is None:
             return open_checkpoint(load, None, self.say, ranks, older)
         newest = max(shared, default=0)
-        found = newest_local(self.nodes, run, 0 if older else newest, self.say)
+        found = self._newest_whole(run, 0 if older else newest)
         if found is None or found.iteration < newest:
             try:
                 checkpoint = open_checkpoint(load, None, self.say, ranks, older)
@@ -69,14 +69,24 @@ class Tiers:
                          + (f"iteration {newest}" if shared else "none") + (", which is not whole" if newest > found.iteration else ""))
         return self._open(run, found)
 
+    def _newest_whole(self, run: RunId, oldest: int) -> Found | None:
+        """The newest local checkpoint of iteration `oldest` or later; what a set's parities can make is there then."""
+        found = newest_local(self.nodes, run, oldest, self.say)
+        while found is not None:
+            whole = rebuild_lost(self.nodes, run, found, self.say)
+            if whole is not None:
+                return whole
+            found = newest_local(self.nodes, run, oldest, self.say, before=found.iteration)
+        return None
+
     def _open(self, run: RunId, found: Found) -> LocalCheckpoint:
-        if self.partner:
+        if self.redundancy == "partner":
             found = restore_copies(self.nodes, run, found, self.say)
         return LocalCheckpoint(self.nodes, run, found)
 
     def require_room(self, own_bytes: int, drains: bool) -> None:
         """Raise CheckpointError on every rank when a node has no room for the run's checkpoints, `own_bytes` of this rank."""
-        require_room(self.nodes, self.run, own_bytes, self.partner, drains)
+        require_room(self.nodes, self.run, own_bytes, self.redundancy, drains)
 
     def save(
         self, iteration: int, pairs: Sequence[tuple[Box, Tensor]], state: dict[str, Any], check: Callable[[], None] = lambda: None,
@@ -85,7 +95,7 @@ class Tiers:
         began = time.perf_counter()
         try:
             check()
-            save_local(self.nodes, self.run, iteration, pairs, state, self.partner)
+            save_local(self.nodes, self.run, iteration, pairs, state, self.redundancy)
         except (ValueError, OSError) as error:
             self.say(f"warning: iteration {iteration} was NOT saved locally. {error}")
             return False

@@ -18,10 +18,11 @@ from reshard_cases import start
 
 from megatron.checkpoint import manifest
 from megatron.checkpoint.files import write_shard_file
-from megatron.checkpoint.local import nodes, parcels, rebuild, saves, tiers
+from megatron.checkpoint.local import nodes, parcels, parity, rebuild, saves, tiers
 from megatron.checkpoint.local.nodes import Nodes, RunId, find_nodes
 from megatron.checkpoint.local.rebuild import LocalCheckpoint, newest_local, restore_copies
 from megatron.checkpoint.local.saves import save_local
+from megatron.checkpoint.local.tiers import Tiers
 from megatron.checkpoint.ranks import Ranks
 from megatron.dist.groups import Axis
 from megatron.model.layout import Box
@@ -65,16 +66,17 @@ def small(mutant: str | None = None, chunk: int = 256) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(manifest, "CHUNK", chunk))
         stack.enter_context(mock.patch.object(parcels, "PIECE", 1000))
+        stack.enter_context(mock.patch.object(parity, "WINDOW", 300))
         if mutant is not None:
             stack.enter_context(MUTANTS[mutant]())
         yield
 
 
-def save(root: Path, each: int, iteration: int, seed: int, partner: bool = True, run: RunId = RUN, mutant: str | None = None) -> str:
+def save(root: Path, each: int, iteration: int, seed: int, redundancy: str = "partner", run: RunId = RUN, mutant: str | None = None) -> str:
     """Save `example(seed)` locally: the folder's name, or the error."""
     with small(mutant):
         try:
-            name = save_local(join(root, each), run, iteration, dealt(seed, seed), STATE, partner).name
+            name = save_local(join(root, each), run, iteration, dealt(seed, seed), STATE, redundancy).name
         except ValueError as error:
             name = str(error)
         dist.barrier()
@@ -88,10 +90,11 @@ def restart(root: Path, each: int, seed: int, cut_seed: int, run: RunId = RUN, o
     said: list[str] = []
     with small(mutant):
         joined = join(root, each)
-        found = newest_local(joined, run, oldest, said.append)
+        tier = Tiers(Path(root, str(dist.get_rank() // each)), all_ranks(), "none", said.append)
+        found = tier._newest_whole(run, oldest)
         if found is None:
             return None, [], said, 0
-        found = restore_copies(joined, run, found, said.append)
+        found = found if "sets" in found.content else restore_copies(joined, run, found, said.append)
         checkpoint, faults, fetched, wanted = LocalCheckpoint(joined, run, found), [], 0, dealt(seed or found.iteration, cut_seed)
         try:
             fetched = checkpoint.fetch([box for box, _ in wanted])
@@ -132,10 +135,10 @@ def save_without_room(root: Path, each: int, who: int, call: str) -> str:
 
 
 def checked(root: Path, each: int, check: str, *arguments: object) -> tuple[str, list[str]]:
-    """What `require_partners` or `require_room` says."""
+    """What `require_redundancy` or `require_room` says."""
     said: list[str] = []
     try:
-        getattr(saves, check)(join(root, each), *arguments, *([said.append] if check == "require_partners" else []))
+        getattr(saves, check)(join(root, each), *arguments, *([said.append] if check == "require_redundancy" else []))
     except ValueError as error:
         return str(error), said
     return "", said
@@ -149,7 +152,7 @@ def join_on(folders: list[Path]) -> str:
     return ""
 
 
-def save_with_pictures(root: Path, each: int, iteration: int, seed: int, pictures: Path, partner: bool, mutant: str | None = None) -> int:
+def save_with_pictures(root: Path, each: int, iteration: int, seed: int, pictures: Path, redundancy: str, mutant: str | None = None) -> int:
     """Save; before every change that this rank makes to its node's folder that is copied to `pictures`/node-rank-number. How many there are."""
     node, rank, taken = Path(root, str(dist.get_rank() // each)), dist.get_rank(), 0
 
@@ -167,7 +170,7 @@ def save_with_pictures(root: Path, each: int, iteration: int, seed: int, picture
     joined = join(root, each)
     dist.barrier()
     with small(mutant, 1 << 16), mock.patch.multiple(os, **{name: pictured(real) for name, real in reals.items()}):
-        save_local(joined, RUN, iteration, dealt(seed, seed), STATE, partner)
+        save_local(joined, RUN, iteration, dealt(seed, seed), STATE, redundancy)
     return taken
 
 
@@ -191,7 +194,7 @@ def die_while_saving(root: Path, each: int, iteration: int, seed: int, who: int,
         for name in ("pwritev", "rename", "fsync", "mkdir"):
             setattr(os, name, deadly(getattr(os, name)))
     with small(None, 1 << 16):
-        save_local(joined, RUN, iteration, dealt(seed, seed), STATE, True)
+        save_local(joined, RUN, iteration, dealt(seed, seed), STATE, "partner")
 
 
 # ---- mutants: mistakes that the tests must notice ---------------------------------------------------------------------
@@ -253,6 +256,22 @@ def _damaged_and_unverified() -> Iterator[None]:
         yield
 
 
+def _incomplete_parities() -> contextlib.AbstractContextManager:
+    real = parity.Column._pieces
+    return mock.patch.object(parity.Column, "_pieces", lambda column, of, without=-1: real(column, of, without)[without < 0 :])
+
+
+def _damaged_pieces() -> contextlib.AbstractContextManager:
+    real = parity._Files.read
+
+    def read(files: parity._Files, number: int, at: int, size: int) -> torch.Tensor:
+        piece = real(files, number, at, size)
+        piece[-1] ^= dist.get_rank() == 0
+        return piece
+
+    return mock.patch.object(parity._Files, "read", read)
+
+
 MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "no copies": lambda: mock.patch.object(saves, "partner_parcels", lambda nodes, sizes: []),
     "copies at home": _copies_at_home,
@@ -264,6 +283,9 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "saves are one": _one_name,
     "damaged on the way": _damaged_on_the_way,
     "damaged and unverified": _damaged_and_unverified,
+    "a piece in no parity": _incomplete_parities,
+    "damaged while it is made": _damaged_pieces,
+    "sets of three": lambda: mock.patch.object(parity, "SET", 3),
     "the oldest first": lambda: mock.patch.object(rebuild, "sorted", lambda values, reverse=False: sorted(values), create=True),
     "a new start is the old run": lambda: mock.patch.object(tiers, "new_run", lambda save: tiers.read_run(save) or nodes.new_run(save)),
     "a copy is the same run": lambda: mock.patch.object(nodes.os.path, "realpath", lambda path: "everywhere"),

@@ -135,7 +135,7 @@ def saver(tmp_path):
 
     def make(rate: float | None = None, local: bool = True) -> tuple[Saver, list[str]]:
         said: list[str] = []
-        tier = Tiers(tmp_path / "local", ONE, False, said.append) if local else None
+        tier = Tiers(tmp_path / "local", ONE, "none", said.append) if local else None
         if local:
             tier.run = RunId("c" * 32, "here")
         made.append(Saver(tmp_path / "shared", ONE, staging_bytes(pairs(tensors()), None), tiers=tier, rate=rate, say=said.append))

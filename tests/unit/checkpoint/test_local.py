@@ -54,7 +54,7 @@ def test_nodes_are_who_sees_the_same_folder(gloo_world, tmp_path):
 def test_what_is_saved_comes_back_in_any_cut(gloo_world, tmp_path, size, each):
     """Each node has its own shards and, with a partner, those of the one before it; nothing else stays."""
     partner = each < size
-    assert gloo_world(size).run(save, tmp_path, each, 1, 7, partner) == [ONE] * size
+    assert gloo_world(size).run(save, tmp_path, each, 1, 7, "partner" if partner else "none") == [ONE] * size
     told = gloo_world(size).run(restart, tmp_path, each, 7, 8)
     assert [row[:3] for row in told] == [(1, [], [])] * size
     assert outcome(gloo_world(size).run(restart, tmp_path, each, 9, 8)) == (1, False)  # the control: other values
@@ -67,7 +67,7 @@ def test_what_is_saved_comes_back_in_any_cut(gloo_world, tmp_path, size, each):
 
 def test_a_hole_is_never_believed(gloo_world, tmp_path):
     """What a node lacks and has not fetched is refused, wherever it lies."""
-    gloo_world(4).run(save, tmp_path, 1, 1, 7, False)
+    gloo_world(4).run(save, tmp_path, 1, 1, 7, "none")
     assert all("do not match their digest" in text for text in gloo_world(4).run(read_unfetched, tmp_path, 1))
     assert outcome(gloo_world(4).run(restart, tmp_path, 1, 7, 8, RUN, 0, "nothing is fetched")) == (1, False)
 
@@ -83,7 +83,7 @@ def test_another_number_of_ranks_and_nodes(gloo_world, tmp_path, before, after):
 
 
 def test_ranks_on_other_nodes_than_before(gloo_world, tmp_path):
-    gloo_world(4).run(save, tmp_path, 1, 1, 7, False)
+    gloo_world(4).run(save, tmp_path, 1, 1, 7, "none")
     for before, after in (("0", "x"), ("1", "0"), ("3", "1"), ("x", "3")):
         (tmp_path / before).rename(tmp_path / after)
     told = gloo_world(4).run(restart, tmp_path, 1, 7, 7)
@@ -103,7 +103,7 @@ def test_a_lost_node_is_rebuilt_bit_for_bit(gloo_world, tmp_path, size, each, no
 
 @pytest.mark.parametrize("mutant", ["no copies", "copies at home"])
 def test_without_real_partners_a_node_is_lost(gloo_world, tmp_path, mutant):
-    assert gloo_world(4).run(save, tmp_path, 2, 1, 7, True, RUN, mutant) == [ONE] * 4
+    assert gloo_world(4).run(save, tmp_path, 2, 1, 7, "partner", RUN, mutant) == [ONE] * 4
     shutil.rmtree(tmp_path / "1")
     told = gloo_world(4).run(restart, tmp_path, 2, 7, 8)
     assert outcome(told) == (None, True) and "are whole on no node" in told[0][2][0]
@@ -188,24 +188,24 @@ def test_damage_is_found_and_mended_from_the_partner(gloo_world, tmp_path, kind)
 
 
 def test_damage_without_a_copy_leaves_the_older_one(gloo_world, tmp_path):
-    gloo_world(2).run(save, tmp_path, 1, 1, 1, False)
-    gloo_world(2).run(save, tmp_path, 1, 2, 2, False)
+    gloo_world(2).run(save, tmp_path, 1, 1, 1, "none")
+    gloo_world(2).run(save, tmp_path, 1, 2, 2, "none")
     _flip(next(tmp_path.glob(f"*/{RUN.folder}/{TWO}/*.safetensors")))
     assert outcome(gloo_world(2).run(restart, tmp_path, 1, 2, 2, RUN, 0, "nothing is read to the end")) == (2, False)
     assert outcome(gloo_world(2).run(restart, tmp_path, 1, 1, 1)) == (1, True)
 
 
 def test_what_changes_on_the_way_to_the_partner_is_refused(gloo_world, tmp_path):
-    told = gloo_world(2).run(save, tmp_path, 1, 1, 7, True, RUN, "damaged on the way")
+    told = gloo_world(2).run(save, tmp_path, 1, 1, 7, "partner", RUN, "damaged on the way")
     assert told[0] == told[1] and "changed on its way from another node" in told[0] and leftovers(tmp_path) == []
-    assert gloo_world(2).run(save, tmp_path, 1, 1, 7, True, RUN, "damaged and unverified") == [ONE] * 2
+    assert gloo_world(2).run(save, tmp_path, 1, 1, 7, "partner", RUN, "damaged and unverified") == [ONE] * 2
     shutil.rmtree(tmp_path / "1")
     assert outcome(gloo_world(2).run(restart, tmp_path, 1, 7, 8)) != (1, True)
 
 
 def test_two_saves_of_an_iteration_are_never_mixed(gloo_world, tmp_path):
     for name, seed in (("a", 7), ("b", 9)):
-        gloo_world(2).run(save, tmp_path / name, 1, 1, seed, False)
+        gloo_world(2).run(save, tmp_path / name, 1, 1, seed, "none")
     (tmp_path / "mixed").mkdir()
     for name, node in (("a", "0"), ("b", "1")):
         shutil.copytree(tmp_path / name / node, tmp_path / "mixed" / node)
@@ -216,10 +216,10 @@ def test_two_saves_of_an_iteration_are_never_mixed(gloo_world, tmp_path):
 
 def test_leftovers_of_another_run_are_not_seen(gloo_world, tmp_path):
     """By the folder's name, and by what the manifest says."""
-    gloo_world(2).run(save, tmp_path / "plain", 1, 1, 7, True, OTHER)
+    gloo_world(2).run(save, tmp_path / "plain", 1, 1, 7, "partner", OTHER)
     assert outcome(gloo_world(2).run(restart, tmp_path / "plain", 1, 7, 8)) == (None, True)
     assert outcome(gloo_world(2).run(restart, tmp_path / "plain", 1, 7, 8, OTHER)) == (1, True)
-    gloo_world(2).run(save, tmp_path, 1, 1, 7, True, OTHER, "the folder of any run")
+    gloo_world(2).run(save, tmp_path, 1, 1, 7, "partner", OTHER, "the folder of any run")
     assert outcome(gloo_world(2).run(restart, tmp_path, 1, 7, 8, RUN, 0, "the folder of any run")) == (None, True)
     assert outcome(gloo_world(2).run(restart, tmp_path, 1, 7, 8, RUN, 0, "any run")) == (1, True)
 
@@ -227,13 +227,13 @@ def test_leftovers_of_another_run_are_not_seen(gloo_world, tmp_path):
 # ---- a save that does not end -----------------------------------------------------------------------------------------
 
 
-def _pictures(gloo_world, tmp_path: Path, partner: bool, mutant: str | None = None) -> list[tuple[int | None, bool]]:
+def _pictures(gloo_world, tmp_path: Path, redundancy: str, mutant: str | None = None) -> list[tuple[int | None, bool]]:
     """What a restart finds when the save of iteration 2 over iteration 1 ended before any change of one node, and before or after all of the other's:
     (iteration, whether it has its bits)."""
     live, before, pictures = tmp_path / "live", tmp_path / "before", tmp_path / "pictures"
-    gloo_world(2).run(save, live, 1, 1, 5, partner)
+    gloo_world(2).run(save, live, 1, 1, 5, redundancy)
     shutil.copytree(live, before)
-    taken = gloo_world(2).run(save_with_pictures, live, 1, 2, 5, pictures, partner, mutant)
+    taken = gloo_world(2).run(save_with_pictures, live, 1, 2, 5, pictures, redundancy, mutant)
     told, seen = [], set()
     for node, at in [(node, at) for node in (0, 1) for at in range(taken[node])]:
         picture = pictures / f"{node}-{node}-{at}"
@@ -250,14 +250,14 @@ def _pictures(gloo_world, tmp_path: Path, partner: bool, mutant: str | None = No
     return told
 
 
-@pytest.mark.parametrize("partner", [True, False])
-def test_whenever_a_save_ends_a_whole_checkpoint_is_there(gloo_world, tmp_path, partner):
-    told = _pictures(gloo_world, tmp_path, partner)
+@pytest.mark.parametrize("redundancy", ["partner", "none", "xor"])
+def test_whenever_a_save_ends_a_whole_checkpoint_is_there(gloo_world, tmp_path, redundancy):
+    told = _pictures(gloo_world, tmp_path, redundancy)
     assert set(told) == {(1, True), (2, True)} and len(told) >= 16
 
 
 def test_a_save_that_removes_the_older_one_first_is_caught(gloo_world, tmp_path):
-    assert None in {iteration for iteration, _ in _pictures(gloo_world, tmp_path, False, "thinned before it is written")}
+    assert None in {iteration for iteration, _ in _pictures(gloo_world, tmp_path, "none", "thinned before it is written")}
 
 
 def test_kill_of_a_rank(gloo_world, tmp_path):
@@ -303,9 +303,9 @@ def test_without_room_to_rebuild_a_restart_reads_the_one_copy(gloo_world, tmp_pa
 
 
 def test_partners_need_two_nodes_of_one_size(gloo_world, tmp_path):
-    assert "counts as one node, and a partner is another one" in gloo_world(2).run(checked, tmp_path, 2, "require_partners")[0][0]
-    assert "found " in gloo_world(4).run(checked, tmp_path, 3, "require_partners")[3][0]
-    told = gloo_world(4).run(checked, tmp_path, 2, "require_partners")
+    assert "counts as one node, and a partner is another one" in gloo_world(2).run(checked, tmp_path, 2, "require_redundancy", "partner")[0][0]
+    assert "found " in gloo_world(4).run(checked, tmp_path, 3, "require_redundancy", "partner")[3][0]
+    told = gloo_world(4).run(checked, tmp_path, 2, "require_redundancy", "partner")
     assert all(error == "" for error, _ in told) and "when a host is lost, so may be both copies" in told[0][1][0]
 
 
@@ -313,9 +313,10 @@ def test_room_is_asked_for_before_training(gloo_world, tmp_path):
     """Three times this rank's bytes, and the partner's; what the run has there counts as room."""
     disk = os.statvfs(tmp_path)
     free = disk.f_bavail * disk.f_frsize
-    for part, partner, enough in ((4, False, True), (2, False, False), (7, True, True), (4, True, False)):
-        told = gloo_world(2).run(checked, tmp_path, 1, "require_room", RUN, free // part, partner)
-        assert {error == "" for error, _ in told} == {enough}, (part, partner)
+    for part, redundancy, enough in ((4, "none", True), (2, "none", False), (7, "partner", True), (4, "partner", False), (7, "xor", True),
+                                     (5, "xor", False)):
+        told = gloo_world(2).run(checked, tmp_path, 1, "require_room", RUN, free // part, redundancy)
+        assert {error == "" for error, _ in told} == {enough}, (part, redundancy)
     assert "3 checkpoints (2 kept, one being written) of " in told[0][0] and "or --local-redundancy none" in told[0][0]
 
 
