@@ -107,6 +107,8 @@ class ModelConfig:
     """Implementation of dropout on hidden states."""
     cross_entropy_backend: Literal["auto", "triton", "torch"] = flag("auto", megatron="absent there")
     """Implementation of the loss."""
+    init_backend: Literal["auto", "triton", "torch"] = flag("auto", megatron="absent there")
+    """Implementation of the generator that draws the initial weights; those on the host are drawn by torch."""
     fused_linear_cross_entropy: bool = flag(False, megatron="--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear")
     """Make the logits in chunks of tokens, in the forward pass and again in the backward pass, so that they are never whole in memory."""
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from megatron.config.groups import ModelConfig
-from megatron.kernels import philox
+from megatron.kernels import lang, philox
+from megatron.kernels.initialise import normal_
 from megatron.model.layout import Box
 
 
@@ -24,8 +25,10 @@ def fill_initial(box: Box, local: Tensor, config: ModelConfig, seed: int) -> Non
         residual_output = box.name.endswith(("attention.proj.weight", "mlp.down.weight"))
         std = config.init_method_std / (2 * config.num_layers) ** 0.5 if residual_output else config.init_method_std
         key = philox.key(seed, box.name)
+        by_kernel = config.init_backend == "triton" and lang.unfit(local.device, torch.float32) is None
         rows = box.extent[0] // box.groups
         for group in range(box.groups):
             part = torch.empty(target.shape[1:], dtype=torch.float32, device=local.device)
-            philox.normal(part, key, box.offset[0] + group * rows, box.offset[1], std)
+            corner = box.offset[0] + group * rows, box.offset[1]
+            normal_(part, *key, *corner, std) if by_kernel else philox.normal(part, key, *corner, std)
             target[group].copy_(part)

@@ -1,0 +1,71 @@
+"""Initial weights drawn by the kernel are those of philox.normal."""
+
+import pytest
+import torch
+from checks import canaries
+
+from megatron.config.groups import Config, ModelConfig, OptimizerConfig
+from megatron.kernels import philox
+from megatron.kernels.initialise import normal_, normal_reference
+from megatron.model.gpt import GPTModel
+from megatron.optimizer.blocks import build_blocks
+from megatron.optimizer.optimizer import Optimizer
+
+KEY = philox.key(1234, "layers.0.attention.q.weight")
+STD = 0.02
+
+
+def ulps(a, b):
+    """How many fp32 numbers lie between two of one sign, element by element."""
+    assert (a.signbit() == b.signbit()).all()
+    return (a.view(torch.int32).long() - b.view(torch.int32).long()).abs()
+
+
+def definition(rows, columns, row, column, key=KEY, std=STD):
+    out = torch.empty(rows, columns)
+    normal_reference(out, key, row, column, std)
+    return out
+
+
+@pytest.mark.parametrize("rows, columns, row, column", [
+    (7, 9, 0, 0), (20, 33, 3, 1), (1, 1, 17, 4), (40, 2, 0, 63), (3, 1100, 5, 60), (300, 8, 0, 0), (2, 64, 2**31 - 2, 2), (2, 5, 7, 2**31 - 8),
+])
+def test_any_rectangle(device, rows, columns, row, column):
+    with canaries():
+        out = torch.empty(rows, columns, device=device)
+        normal_(out, *KEY, row, column, STD)
+    apart = ulps(out.cpu(), definition(rows, columns, row, column))
+    assert apart.max() <= 2 and (apart == 0).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("key", [(0, 0), (philox.MASK, philox.MASK), (3, 0x80000000)])
+def test_any_key(device, key):
+    out = torch.empty(16, 16, device=device)
+    normal_(out, *key, 0, 0, 1.5)
+    assert ulps(out.cpu(), definition(16, 16, 0, 0, key, 1.5)).max() <= 2
+
+
+def test_rectangles_are_parts_of_one_matrix(device):
+    whole, part = torch.empty(12, 50, device=device), torch.empty(5, 21, device=device)
+    normal_(whole, *KEY, 0, 0, STD)
+    normal_(part, *KEY, 4, 13, STD)
+    assert torch.equal(part, whole[4:9, 13:34])
+
+
+def test_a_models_weights(device):
+    """Every matrix, its residual outputs scaled, and what is not drawn."""
+    weights = {}
+    for backend in ("triton", "torch"):
+        model = ModelConfig(num_layers=1, hidden_size=16, ffn_hidden_size=24, num_attention_heads=2, kv_channels=8, num_query_groups=2,
+                            max_position_embeddings=8, init_backend=backend)
+        config = Config(model=model, optimizer=OptimizerConfig(lr=1.0))
+        gpt = GPTModel(model, vocab_size=18, padded_vocab=20, dtype=torch.float32, seed=1)
+        optimizer = Optimizer(build_blocks(gpt, device), config)
+        optimizer.initialise(config)
+        weights[backend] = torch.cat([block.master for block in optimizer.blocks]).cpu()
+    apart = ulps(weights["triton"], weights["torch"])
+    assert apart.max() <= 2 and (apart == 0).float().mean() > 0.99 and (weights["triton"] != 0).sum() > 2000
+
+
+def test_op_is_what_it_says(device):
+    torch.library.opcheck(normal_, (torch.zeros(3, 5, device=device), *KEY, 1, 2, STD))
