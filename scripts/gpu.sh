@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call, or the named parts of it where a call may take 10 minutes at most:
-#   tests  those marked gpu (parity of 2 to 4 ranks on one GPU among them)
+#   tests  those marked gpu (parity of 2 to 4 ranks on one GPU among them), and those of the kernels, which run compiled where there is a GPU
+#   kernels  the kernels beside PyTorch's and Liger's (where it is installed), against the device's limits: at most 9 minutes
 #   zero   ZeRO's memory and speed, offload, and others' experiments, on one GPU that plays one rank of 8: at most 8 minutes
 #   train  a 125M-parameter GPT for 40 iterations on one device and, where there are two, on two: each way to share it, with communication beside
 #          computation and without
@@ -10,9 +11,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
 out="${1:-gpu-results}"
 parts="${*:2}"
-parts="${parts:-tests zero train}"
+parts="${parts:-tests kernels zero train}"
 for part in $parts; do
-  case "$part" in tests | zero | train) ;; *) echo "$part: no part; they are tests, zero and train" >&2 && exit 2 ;; esac
+  case "$part" in tests | kernels | zero | train) ;; *) echo "$part: no part; they are tests, kernels, zero and train" >&2 && exit 2 ;; esac
 done
 mkdir -p "$out"
 "$python" -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "no CUDA device: torch " + torch.__version__ + " sees none")' || exit 2
@@ -21,6 +22,10 @@ wanted() { [[ " $parts " == *" $1 "* ]]; }
 failed=0
 if wanted tests; then
   "$python" -m pytest -m gpu tests 2>&1 | tee "$out/tests.txt" || failed=1
+  "$python" -m pytest tests/kernels 2>&1 | tee "$out/tests-kernels.txt" || failed=1
+fi
+if wanted kernels; then
+  "$python" tools/benchmark_kernels.py --out "$out" 2>&1 | tee "$out/kernels.txt" || failed=1
 fi
 if wanted zero; then
   "$python" tools/benchmark_zero_gpu.py --out "$out" 2>&1 | tee "$out/zero.txt" || failed=1

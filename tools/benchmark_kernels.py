@@ -1,0 +1,179 @@
+"""The kernels of kernels/ on a GPU, beside PyTorch's, torch.compile's and Liger's, against what the device can do: one call of at most 9 minutes.
+
+    python tools/benchmark_kernels.py --out FOLDER                 # writes kernels.json and kernels.md there
+    python tools/benchmark_kernels.py --out FOLDER --parts attention
+    python tools/benchmark_kernels.py --out FOLDER --tiny          # the same cases in small shapes, also on a CPU in Triton's interpreter: to try the tool
+
+Parts (--parts), in this order until --minutes are used up; the rest is listed as not run:
+
+limits     a product of 8192 x 8192 matrices in bf16, and a copy of 1 GiB: what fractions below are of
+attention  heads of 64 and 128, causal and full, 16384 tokens in sequences of 1024 to 16384, 2048 channels: ours (and with atomic sums of dq), torch's flash and
+           cuDNN kernels, flex_attention. FLOPs as everybody counts them: 4 b n s^2 d forward, half of it when causal, 2.5 times that backward
+memory     norms, rotary embedding, activations, dropout, cross-entropy, AdamW and the gradient's norm: bytes that must be moved, by time
+
+Where a result is cheap to know, ours is compared with fp32 before it is timed; an error above the bound is a row of its own, a fault. `predicted` was written before anything was measured. Times are medians over events around single calls,
+after two calls to warm up, with a buffer of twice the L2 cache overwritten in between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    sys.path.append(str(ROOT / "tests" / "kernels"))
+    import interpreter
+
+    interpreter.mend()
+
+from benchmark_kernels_cases import PARTS
+
+FLUSH_BYTES = 256 << 20
+REPETITIONS = 20
+
+
+@dataclass
+class Row:
+    """One implementation in one case. `work` is in FLOP or bytes, `unit`."""
+
+    part: str
+    case: str
+    implementation: str
+    work: float
+    unit: str
+    predicted_ms: float | None = None
+    milliseconds: float | None = None
+    fault: str | None = None
+    all: list[float] = field(default_factory=list)
+
+
+class Bench:
+    """Times calls on one device, and keeps the rows."""
+
+    BOUND = {torch.bfloat16: 1e-2, torch.float32: 1e-5}  # relative error in the Frobenius norm, against fp32
+
+    def __init__(self, device: torch.device, tiny: bool, deadline: float):
+        self.device, self.tiny, self.deadline, self.rows = device, tiny, deadline, []
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # the interpreter's bf16 is wrong
+        self.limits: dict[str, float] = {}  # unit -> measured best, per second
+        self.flush = torch.empty(1024 if tiny else FLUSH_BYTES, dtype=torch.int8, device=device)
+
+    def measure(self, part: str, case: str, implementations: dict[str, Callable[[], object]], work: float, unit: str, predicted_ms: float | None = None) -> None:
+        """Time each implementation; one that fails leaves its error in its row."""
+        for name, call in implementations.items():
+            row = Row(part, case, name, work, unit, predicted_ms if name.startswith("ours") else None)
+            self.rows.append(row)
+            if time.monotonic() > self.deadline:
+                row.fault = "not run: out of time"
+                continue
+            try:
+                row.all = self._times(call)
+                row.milliseconds = statistics.median(row.all)
+            except Exception as error:  # a peer that cannot do a case is a result, too
+                row.fault = _first_line(error)
+            print(self.line(row), flush=True)
+
+    @contextlib.contextmanager
+    def checking(self, case: str, implementation: str) -> Iterator[None]:
+        """Around a first call: what goes wrong becomes the fault of its rows."""
+        try:
+            yield
+        except Exception as error:
+            self.rows.append(Row("checks", case, implementation, 0.0, "byte", fault=_first_line(error)))
+            print(self.line(self.rows[-1]), flush=True)
+
+    def check(self, actual: Tensor, expected: Tensor) -> None:
+        """Raises AssertionError when a result is not near the expected one (fp32)."""
+        actual, expected = actual.detach().float(), expected.float()
+        error = float((actual - expected).norm() / expected.norm())
+        assert error < self.BOUND[self.dtype], f"its result is off by {error:.2g} of the norm"
+
+    def _times(self, call: Callable[[], object]) -> list[float]:
+        for _ in range(1 if self.tiny else 3):
+            call()
+        found = []
+        for _ in range(1 if self.tiny else REPETITIONS):
+            self.flush.zero_()
+            if self.device.type == "cuda":
+                start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                call()
+                stop.record()
+                stop.synchronize()
+                found.append(start.elapsed_time(stop))
+            else:
+                begun = time.perf_counter()
+                call()
+                found.append(1e3 * (time.perf_counter() - begun))
+        return found
+
+    def rate(self, row: Row) -> float | None:
+        """Work per second."""
+        return None if row.milliseconds is None else row.work / row.milliseconds * 1e3
+
+    def line(self, row: Row) -> str:
+        rate, limit = self.rate(row), self.limits.get(row.unit)
+        if rate is None:
+            return f"| {row.part} | {row.case} | {row.implementation} | - | - | - | {row.fault} |"
+        share = f"{rate / limit:.2f}" if limit else "-"
+        shown = f"{rate / 1e12:.4g} TFLOP/s" if row.unit == "FLOP" else f"{rate / 1e9:.4g} GB/s"
+        predicted = "" if row.predicted_ms is None else f"predicted {row.predicted_ms:.4g} ms"
+        return f"| {row.part} | {row.case} | {row.implementation} | {row.milliseconds:.4g} | {shown} | {share} | {predicted} |"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:200]
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    with contextlib.suppress(ImportError):
+        import triton
+
+        return {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU", "torch": torch.__version__,
+                "triton": triton.__version__, "python": platform.python_version(), "date": date.today().isoformat()}
+    sys.exit("Triton is not installed: pip install triton==3.6.0")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--tiny", action="store_true", help="small shapes, one repetition")
+    parser.add_argument("--minutes", type=float, default=8.5, help="begin no case after so many")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not arguments.tiny:
+        parser.error("no GPU is here: --tiny tries the tool on a CPU")
+    bench = Bench(device, arguments.tiny, time.monotonic() + 60 * arguments.minutes)
+    about = describe(device)
+    print("| part | case | implementation | ms | rate | of the limit | |\n|---|---|---|---|---|---|---|")
+    for name in arguments.parts:
+        PARTS[name](bench)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "kernels.json").write_text(json.dumps({**about, "limits": bench.limits, "rows": [asdict(row) for row in bench.rows]}, indent=1) + "\n")
+    table = ["| part | case | implementation | ms | rate | of the limit | |", "|---|---|---|---|---|---|---|", *(bench.line(row) for row in bench.rows)]
+    (arguments.out / "kernels.md").write_text("\n".join([", ".join(f"{name} {value}" for name, value in about.items()), "", *table]) + "\n")
+    faults = [row for row in bench.rows if row.fault and row.implementation.startswith("ours")]
+    print(f"{len(bench.rows)} rows, {len(faults)} of ours without a time; results in {arguments.out}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

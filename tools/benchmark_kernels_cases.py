@@ -1,0 +1,242 @@
+"""The cases of benchmark_kernels.py: what is computed, by whom, and how much work it is.
+
+A case builds its tensors, hands over one call for each implementation, and lets go of them. What is checked before a case is timed uses the same calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.kernels.activation import activation, activation_backward, activation_reference
+from megatron.kernels.adamw import adamw_
+from megatron.kernels.attention import flash_attention
+from megatron.kernels.attention_masks import AttentionMask
+from megatron.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_parts
+from megatron.kernels.grad_norm import sum_of_squares
+from megatron.kernels.norm import add_norm, norm, norm_backward
+from megatron.kernels.rotary import rotary_
+
+COPY_SHARE = 0.85  # of the copy's bandwidth: what the predictions of memory-bound operators assume
+# TFLOP/s of (head dimension, forward) that were expected from models of the hardware before anything was measured.
+EXPECTED = {(64, True): 380e12, (128, True): 440e12, (64, False): 260e12, (128, False): 360e12}
+H200_COPY = 4.3e12  # bytes per second, for predictions alone
+
+
+def limits(bench: Any) -> None:
+    """What the device can do: the unit of every fraction."""
+    size = 64 if bench.tiny else 8192
+    a, b = (torch.randn(size, size, device=bench.device, dtype=bench.dtype) for _ in range(2))
+    bench.measure("limits", f"{size} x {size} product", {"torch": lambda: a @ b}, 2.0 * size**3, "FLOP")
+    count = 1 << (12 if bench.tiny else 29)
+    source = torch.empty(count, device=bench.device, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    bench.measure("limits", f"copy of {2 * count >> 20} MiB", {"torch": lambda: target.copy_(source)}, 4.0 * count, "byte")
+    for row in bench.rows[-2:]:
+        bench.limits[row.unit] = bench.rate(row)
+
+
+def attention(bench: Any) -> None:
+    """16384 tokens and 2048 channels, however they are cut."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    tokens, channels, lengths = (256, 128, (128,)) if bench.tiny else (16384, 2048, (16384, 8192, 4096, 2048, 1024))
+    for d in (64, 128):
+        for causal in (True, False):
+            for length in lengths:
+                b, n = tokens // length, channels // d
+                q, k, v, dout = (torch.randn(length, b, n, d, device=bench.device, dtype=bench.dtype) for _ in range(4))
+                mask = AttentionMask(causal=causal)
+
+                def ours(q, k, v, *, deterministic: bool = True, mask=mask, d=d) -> Tensor:
+                    return flash_attention(q, k, v, scale=d**-0.5, mask=mask, deterministic=deterministic)[0]
+
+                def torchs(backend: SDPBackend, causal=causal) -> Callable[..., Tensor]:
+                    def call(q, k, v) -> Tensor:
+                        with sdpa_kernel(backend):
+                            return F.scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), is_causal=causal).permute(2, 0, 1, 3)
+                    return call
+
+                systems = {"ours": ours, "ours, atomic dq": lambda q, k, v, ours=ours: ours(q, k, v, deterministic=False)}
+                if bench.device.type == "cuda":
+                    systems |= {"torch flash": torchs(SDPBackend.FLASH_ATTENTION), "torch cuDNN": torchs(SDPBackend.CUDNN_ATTENTION)}
+                    if length in (8192, 2048):
+                        systems["flex_attention"] = _flex(causal, length, bench.device)
+                else:
+                    systems["torch"] = torchs(SDPBackend.MATH)
+                flops = 4.0 * b * n * length**2 * d / (2 if causal else 1)
+                case = f"d {d}, {'causal' if causal else 'full'}, {length}"
+                expected = _attention_expected(q, k, v, causal) if length == min(lengths) else None
+                forwards, backwards = {}, {}
+                for name, call in systems.items():
+                    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+                    with bench.checking(f"attention forward {case}", name):
+                        out = call(*inputs)
+                        if expected is not None:
+                            bench.check(out, expected)
+                        backwards[name] = lambda out=out, inputs=inputs, dout=dout: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+                        if "atomic" not in name:
+                            forwards[name] = lambda call=call, plain=(q, k, v): call(*plain)
+                bench.measure("attention", f"forward, {case}", forwards, flops, "FLOP", 1e3 * flops / EXPECTED[d, True])
+                bench.measure("attention", f"backward, {case}", backwards, 2.5 * flops, "FLOP", 2.5e3 * flops / EXPECTED[d, False])
+                del forwards, backwards
+
+
+def _flex(causal: bool, length: int, device: torch.device) -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    block = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=device) if causal else None
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: compiled(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), block_mask=block).permute(2, 0, 1, 3)
+
+
+def _attention_expected(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    wide = (x.permute(1, 2, 0, 3).float() for x in (q, k, v))
+    return F.scaled_dot_product_attention(*wide, is_causal=causal).permute(2, 0, 1, 3)
+
+
+def memory(bench: Any) -> None:
+    """Operators that only move bytes."""
+    for case, work, systems, expected in _memory_cases(bench):
+        for name, call in systems.items():
+            if expected is not None and name.startswith("ours"):
+                with bench.checking(case, name):
+                    bench.check(call(), expected())
+        bench.measure("memory", case, systems, work, "byte", 1e3 * work / (COPY_SHARE * H200_COPY))
+
+
+def _memory_cases(bench: Any) -> Iterator[tuple[str, float, dict[str, Callable[[], Any]], Callable[[], Tensor] | None]]:
+    """(case, bytes that must be moved, implementations, the first result in fp32)."""
+    device, dtype, item = bench.device, bench.dtype, bench.dtype.itemsize
+
+    def random(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=kind)
+
+    rows, width = (8, 64) if bench.tiny else (8192, 4096)
+    x, residual, dy, weight, bias = random(rows, width), random(rows, width), random(rows, width), random(width), random(width)
+    for title, shift in (("RMSNorm", None), ("LayerNorm", bias)):
+        _, statistics = norm(x, weight, shift, 1e-5)
+
+        def plain(x=x, shift=shift) -> Tensor:
+            return F.rms_norm(x, (width,), weight, 1e-5) if shift is None else F.layer_norm(x, (width,), weight, shift, 1e-5)
+
+        yield (f"{title} forward {rows} x {width}", 2.0 * item * x.numel(),
+               {"ours": lambda shift=shift: norm(x, weight, shift, 1e-5)[0], "torch": plain, **_compiled(bench, plain)},
+               lambda shift=shift: F.rms_norm(x.float(), (width,), weight.float(), 1e-5) if shift is None
+               else F.layer_norm(x.float(), (width,), weight.float(), shift.float(), 1e-5))
+        yield (f"{title} forward with residual {rows} x {width}", 4.0 * item * x.numel(), {"ours": lambda shift=shift: add_norm(x, residual, weight, shift, 1e-5)},
+               None)
+        yield (f"{title} backward {rows} x {width}", 3.0 * item * x.numel(),
+               {"ours": lambda shift=shift, statistics=statistics: norm_backward(dy, x, weight, statistics, None), **_backward(bench, plain, x, dy)}, None)
+    s, b, n, d = (8, 1, 2, 16) if bench.tiny else (4096, 4, 32, 128)
+    heads, cos, sin = random(s, b, n, d), random(s, b, 1, d, kind=torch.float32), random(s, b, 1, d, kind=torch.float32)
+    yield f"rotary embedding in place {s} x {b} x {n} x {d}", 2.0 * item * heads.numel(), {"ours": lambda: rotary_(heads, cos, sin, 1)}, None
+    tokens, ffn = (8, 64) if bench.tiny else (8192, 14336)
+    fused, dout = random(tokens, 2 * ffn), random(tokens, ffn)
+
+    def swiglu(fused=fused) -> Tensor:
+        gate, up = fused.chunk(2, -1)
+        return F.silu(gate) * up
+
+    yield (f"SwiGLU forward {tokens} x {ffn}", 3.0 * item * dout.numel(),
+           {"ours": lambda: activation(fused, None, "swiglu"), "torch": swiglu, **_compiled(bench, swiglu), **_liger_swiglu(fused)},
+           lambda: activation_reference(fused.float(), None, "swiglu"))
+    yield (f"SwiGLU backward {tokens} x {ffn}", 5.0 * item * dout.numel(),
+           {"ours": lambda: activation_backward(dout, fused, None, "swiglu"), **_backward(bench, swiglu, fused, dout)}, None)
+    one, shift = random(tokens, ffn), random(ffn)
+
+    def gelu(one=one) -> Tensor:
+        return F.gelu(one + shift)
+
+    yield (f"bias and GELU forward {tokens} x {ffn}", 2.0 * item * dout.numel(),
+           {"ours": lambda: activation(one, shift, "gelu"), "torch": gelu, **_compiled(bench, gelu)}, lambda: F.gelu(one.float() + shift.float()))
+    yield (f"bias and GELU backward {tokens} x {ffn}", 3.0 * item * dout.numel(),
+           {"ours": lambda: activation_backward(dout, one, shift, "gelu"), **_backward(bench, gelu, one, dout)}, None)
+    del fused, dout, one, x, residual, dy
+    yield from _loss_cases(bench, random)
+    yield from _optimizer_cases(bench, random)
+
+
+def _loss_cases(bench: Any, random: Callable[..., Tensor]) -> Iterator[tuple]:
+    tokens, vocabulary = (4, 100) if bench.tiny else (8192, 131072)
+    logits, labels = random(tokens, vocabulary), torch.randint(vocabulary, (tokens,), device=bench.device)
+    ones, zeros = torch.ones(tokens, device=bench.device), torch.zeros(tokens, device=bench.device)
+
+    def lse() -> Tensor:
+        top, exponentials, _ = cross_entropy_parts(logits, labels, vocabulary, None)
+        return top + exponentials.log()
+
+    def both() -> None:
+        cross_entropy_backward_(logits, labels, lse(), ones, zeros, vocabulary, None)
+
+    def plain(logits=logits) -> Tensor:
+        return F.cross_entropy(logits.float(), labels, reduction="sum")
+
+    def torchs() -> Tensor:
+        leaf = logits.detach().requires_grad_()
+        return torch.autograd.grad(plain(leaf), leaf)[0]
+
+    item = logits.element_size()
+    yield f"cross-entropy forward {tokens} x {vocabulary}", 1.0 * item * logits.numel(), {"ours": lse, "torch": plain, **_compiled(bench, plain)}, \
+        lambda: torch.logsumexp(logits.float(), -1)
+    systems = {"torch": torchs, "ours": both}  # ours last: it writes over the logits
+    with suppress(ImportError):
+        from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+
+        def liger() -> None:
+            leaf = logits.clone().requires_grad_()
+            LigerCrossEntropyFunction.apply(leaf, labels, None)[0].backward()
+
+        systems = {"torch": torchs, "liger (and a copy of the logits)": liger, "ours": both}
+    yield f"cross-entropy forward and backward {tokens} x {vocabulary}", 3.0 * item * logits.numel(), systems, None
+
+
+def _optimizer_cases(bench: Any, random: Callable[..., Tensor]) -> Iterator[tuple]:
+    count = 1 << (10 if bench.tiny else 30)
+    wide = torch.float32
+    master, grad, m, v = (torch.full((count,), value, device=bench.device, dtype=wide) for value in (1.0, 1e-3, 0.0, 1e-6))
+    out = torch.empty(count, device=bench.device, dtype=torch.bfloat16)
+    step, coefficient, found = (torch.tensor(value, device=bench.device) for value in (10.0, 1.0, 0.0))
+
+    def ours() -> None:
+        adamw_(master, grad, m, v, out, step, coefficient, found, 1e-4, 0.9, 0.95, 1e-8, 0.1)
+
+    def torchs() -> None:
+        torch._fused_adamw_([master], [grad], [m], [v], [], [step + 1], lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+                            grad_scale=None, found_inf=found)
+        out.copy_(master)
+
+    yield f"AdamW of {count / 1e9:.3g}B parameters, fp32 gradients and moments", 30.0 * count, {"ours": ours, "torch fused, and a copy": torchs}, None
+    yield (f"norm of {count / 1e9:.3g}B fp32 gradients", 4.0 * count, {"ours (float64)": lambda: sum_of_squares([grad]), "torch (fp32)": lambda: torch.linalg.vector_norm(grad)},
+           None)
+
+
+def _compiled(bench: Any, function: Callable[[], Tensor]) -> dict[str, Callable[[], Tensor]]:
+    return {"torch.compile": torch.compile(function, dynamic=False)} if bench.device.type == "cuda" else {}
+
+
+def _backward(bench: Any, function: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> dict[str, Callable[[], Any]]:
+    """Backward passes alone, through PyTorch's own and through compiled graphs."""
+    systems = {}
+    for name, call in {"torch": function, **({"torch.compile": torch.compile(function, dynamic=False)} if bench.device.type == "cuda" else {})}.items():
+        leaf = x.detach().requires_grad_()
+        y = call(leaf)
+        systems[name] = lambda y=y, leaf=leaf: torch.autograd.grad(y, leaf, dy, retain_graph=True)
+    return systems
+
+
+def _liger_swiglu(fused: Tensor) -> dict[str, Callable[[], Tensor]]:
+    with suppress(ImportError):
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+        gate, up = (half.contiguous() for half in fused.chunk(2, -1))
+        return {"liger (two tensors)": lambda: LigerSiLUMulFunction.apply(gate, up)}
+    return {}
+
+
+PARTS: dict[str, Callable[[Any], None]] = {"limits": limits, "attention": attention, "memory": memory}
