@@ -9,6 +9,8 @@ A case that runs out of memory is recorded as such. Parts (--parts), in this ord
 stages   1.3B parameters, 8 ranks, ZeRO 0 to 3, 1 and 4 micro-batches, and 4 with full recompute
 users    two experiments of others, at stages 0 to 3, beside the figures that they published (research notes: DeepSpeed, ZeRO-2 against ZeRO-3)
 offload  1.3B, stage 2: a step of 8k, 16k and 32k tokens on each rank, with the optimizer on the host and without
+params   weights on the host too: 1.3B, stage 3, beside the optimizer alone there; 2.7B on one rank that shares with nobody, 4k and 16k tokens a
+         micro-batch, beside all of it on the GPU
 more     1 micro-batch with full recompute, and 2.7B parameters at stages 1 to 3
 
 Memory: torch.cuda.memory_allocated between two steps and its most within them, against megatron/plan (goal: within 3%). On a CPU live storages are
@@ -95,11 +97,13 @@ class Case:
     ranks: int = 8
     recompute: bool = False
     offload: bool = False
+    params: bool = False
 
     def flags(self, tiny: bool) -> list[str]:
         """Of pretrain_gpt.py."""
         batch = self.micro_batch * self.accumulation * self.ranks
         words = [MODELS[self.model], TINY * tiny, RECOMPUTE * self.recompute, "--optimizer-cpu-offload" * self.offload,
+                 "--param-cpu-offload" * self.params,
                  f"--zero-stage {self.stage} --micro-batch-size {self.micro_batch} --global-batch-size {batch}"]
         return " ".join(words).split()
 
@@ -110,6 +114,9 @@ def cases(parts: list[str]) -> list[Case]:
              for count, recompute in ((1, False), (4, False), (4, True)) for stage in range(4)]
     found += [Case("users", model, stage, samples, 1, ranks) for model, samples, ranks in (("340M", 64, 4), ("1.8B", 16, 8)) for stage in range(4)]
     found += [Case("offload", "1.3B", 2, 4, count, offload=offload) for count in (1, 2, 4) for offload in (False, True)]
+    found += [Case("params", "1.3B", 3, 4, 2, offload=True, params=params) for params in (False, True)]
+    found += [Case("params", "2.7B", 3 * params, samples, 1, 1, recompute=True, offload=params, params=params)
+              for samples in (2, 8) for params in (False, True)]
     found += [Case("more", "1.3B", stage, 2, 1, recompute=True) for stage in range(4)]
     found += [Case("more", "2.7B", stage, 2, 4, recompute=recompute) for recompute in (True, False) for stage in (1, 2, 3)]
     return [case for case in found if case.part in parts]
@@ -166,7 +173,8 @@ def build(flags: list[str], ranks: int, device: torch.device) -> Run:
     model = GPTModel(config.model, vocab_size=vocab, padded_vocab=padded, dtype=compute_dtype(config.precision), seed=config.training.seed,
                      stages=pipeline_stages(config, padded))
     blocks = build_blocks(model, device, groups, stage=distributed.zero_stage,
-                          host_fraction=offload.optimizer_offload_fraction if offload.optimizer_cpu_offload else 0.0)
+                          host_fraction=offload.optimizer_offload_fraction if offload.optimizer_cpu_offload else 0.0,
+                          offloaded=offload.param_cpu_offload)
     zero = block_wrapper(config, model, blocks, groups)
     seq, samples = config.data.seq_length, config.training.micro_batch_size
     return Run(
@@ -182,16 +190,16 @@ def static_kinds(run: Run) -> dict[str, int]:
     """Bytes on the device that the run's buffers hold between two steps, by the planner's kinds; each storage once. There are no gradients then."""
     blocks, seen = run.zero.blocks, set()
 
-    def size(buffers: list[torch.Tensor]) -> int:
+    def size(buffers: list[torch.Tensor | None]) -> int:
         total = 0
-        for buffer in buffers:
+        for buffer in filter(torch.is_tensor, buffers):
             storage = buffer.untyped_storage()
             if buffer.device == run.device and storage.nbytes() and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
                 total += storage.nbytes()
         return total
 
-    return {"parameters": size([block.weight for block in blocks]),
+    return {"parameters": size([buffer for block in blocks for buffer in (block.weight, block.rounded)]),
             "optimizer": size([*(block.master for block in blocks), *(state for states in run.optimizer.states.values() for state in states)])}
 
 
@@ -282,7 +290,7 @@ def measured(chosen: list[Case], tiny: bool, minutes: float) -> Iterator[dict[st
 
 def _what(row: dict[str, Any]) -> str:
     words = [row["model"], f"{row['ranks']} ranks", f"{row['accumulation']} x {row['micro_batch']}", *["recompute"] * row["recompute"],
-             *["offload"] * row["offload"]]
+             *(["offload of weights"] if row["params"] else ["offload"] * row["offload"])]
     return f"{', '.join(words)} | {row['stage']}"
 
 
@@ -324,7 +332,7 @@ def _users_table(found: dict[tuple, dict[str, Any]]) -> list[str]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parts = list(dict.fromkeys(case.part for case in cases(["stages", "users", "offload", "more"])))
+    parts = list(dict.fromkeys(case.part for case in cases(["stages", "users", "offload", "params", "more"])))
     parser.add_argument("--out", type=Path, metavar="FOLDER")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--tiny", action="store_true", help="small shapes")

@@ -4,7 +4,7 @@
 
 A layout is words: tpN, dpN, ppN, a schedule of the pipeline (gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v), vN (virtual stages on each
 pipeline rank), auto (stages of equal cost), sp (sequence parallelism), zeroN (a ZeRO stage), shardN (--zero-shard-size), kept
-(--zero3-keep-gathered), offload (the optimizer on the host), serial (no communication overlaps), mapping (--use-tp-pp-dp-mapping). Your flags stay what they are but for the layout and its first --steps iterations alone, float64, no saving, loading, evaluation or trackers, a line of metrics (parameter norm
+(--zero3-keep-gathered), offload (the optimizer on the host), param-offload (weights too), serial (no communication overlaps), mapping (--use-tp-pp-dp-mapping). Your flags stay what they are but for the layout and its first --steps iterations alone, float64, no saving, loading, evaluation or trackers, a line of metrics (parameter norm
 included) every iteration. Shrink the model with further flags (--num-layers 2): the last one counts. In float64 rounding is far below
 the gate, so what differs by more is a bug. Exit code: 0 noise, 1 bug, 2 a run failed.
 """
@@ -37,7 +37,7 @@ GATE = 1e-10  # relative; float64 rounds at 1e-16, a run of some steps stays ord
 SWITCHES = {
     "sp": "--sequence-parallel", "serial": "--no-overlap-grad-reduce --no-overlap-param-gather --no-tp-comm-overlap", "mapping": "--use-tp-pp-dp-mapping",
     "auto": "--pipeline-model-parallel-layout auto", "kept": "--zero3-keep-gathered",
-    "offload": "--optimizer-cpu-offload", **{name: f"--pipeline-schedule {name}" for name in BUILDERS},
+    "offload": "--optimizer-cpu-offload", "param-offload": "--param-cpu-offload", **{name: f"--pipeline-schedule {name}" for name in BUILDERS},
 }
 SIZES = {"tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "v": "--num-virtual-stages-per-pipeline-rank",
          "zero": "--zero-stage", "shard": "--zero-shard-size"}

@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value not in ("cpu", "nvme", "none", None), "no such place here; use cpu or nvme"),
     "zero_optimization.offload_param.device": (
         lambda value: value not in ("cpu", "none", None),
-        "weights are kept on the device or in host memory, not in files; use cpu (--param-cpu-offload; its master weights and moments may be in files: "
+        "weights are kept on the device or in host memory, not in files; use cpu (--param-cpu-offload; master weights and moments may be in files: "
         "--optimizer-nvme-offload DIR)"),
     "zero_optimization.zero_hpz_partition_size": (
         lambda value: value != 1, "no second copy of the weights is kept inside a node; to gather inside a node give --zero-shard-size, which shards all "

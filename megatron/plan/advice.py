@@ -75,8 +75,9 @@ def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> 
         return Transfer(what, needed, tokens, " or ".join(flags))
 
     often = "of every micro-batch" if stage >= 2 and accumulates else "of the last micro-batch"
-    copies = [transfer(f"copy of the weights from host memory ({machine.host_bandwidth:g} GB/s) in a forward pass", size.compute / shard, 2, host=True)
-              ] if stage == 3 and config.optimizer.param_cpu_offload else []
+    copies, where = [], f"host memory ({machine.host_bandwidth:g} GB/s)"
+    if stage == 3 and config.optimizer.param_cpu_offload:
+        copies = [transfer(f"copy of the weights from {where} in a forward pass", size.compute / shard, 2, host=True)]
     if replicas == 1 or (stage and shard == 1):
         return copies
     if gathers:

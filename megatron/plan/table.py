@@ -54,8 +54,8 @@ def memory_report(config: Config, vocab_size: int, world_size: int, *, memory: f
 def zero_lines(config: Config, vocab_size: int, world_size: int, memory: float, device: str) -> list[str]:
     """Which stage of ZeRO fits into so many GiB, and whether each needs less than the one before."""
     if data_parallel_size(config, world_size) == 1:
-        offloaded = config.distributed.zero_stage == 3  # it would be 0
-        return ["one data-parallel rank: ZeRO has nothing to share out" + (", and weights are in host memory between their uses" if offloaded else "")]
+        where = ", and weights are in host memory between their uses" if config.distributed.zero_stage == 3 else ""  # else it is 0
+        return [f"one data-parallel rank: ZeRO has nothing to share out{where}"]
     if config.distributed.zero_shard_size == 1:
         return []
     order = order_of_peaks(config, vocab_size, world_size, device)

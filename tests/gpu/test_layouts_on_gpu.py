@@ -13,6 +13,7 @@ PIPELINES = (*(f"pp2 {schedule}" for schedule in SCHEDULES), "pp2 zero-bubble tp
 SHARDED = (
     *staged(("dp2", "dp2 serial", "tp2 sp dp2", "dp4 shard2", "pp2 1f1b dp2", "pp2 zero-bubble dp2"), kept=("dp2", "pp2 zero-bubble-v dp2")),
     *(f"{layout} offload" for layout in ("dp2", *staged(("dp2",)), "dp2 zero3 kept", "pp2 1f1b dp2 zero2", "dp4 shard2 zero2")),
+    *(f"{layout} zero3 param-offload" for layout in ("dp1", "dp2", "dp2 kept", "dp2 serial", "pp2 zero-bubble-v dp2", "dp4 shard2")),
 )
 ROWS = [
     *(Row(layout, feature) for feature in ("gpt", "m3") for layout in PIPELINES),
@@ -23,7 +24,8 @@ ROWS = [
     Row("dp2", "gpt", "wire"),
     *(Row(layout, "gpt") for layout in SHARDED),
     *(Row("dp2 zero3", feature) for feature in ("dropout", "documents", "uneven", "recompute", "gqa2-qknorm", "sgd")),
-    *(Row(layout, "gpt", precision) for layout in ("dp2 zero2", "dp2 zero3") for precision in ("fp32", "bf16", "fp16", "wire")),
+    *(Row(layout, "gpt", precision) for layout in ("dp2 zero2", "dp2 zero3", "dp2 zero3 param-offload")
+      for precision in ("fp32", "bf16", "fp16", "wire")),
 ]
 
 

@@ -36,7 +36,7 @@ def test_a_mutant_is_a_bug(tmp_path):
 @pytest.mark.parametrize("arguments, words", [
     (["--layout", "tp2"], "--layout: expected two, got 1"),
     (["--layout", "tp2", "--layout", "tp2 xx"], "'xx' is none of tpN, dpN, ppN, vN, zeroN, shardN, sp, serial, mapping, auto, "
-                                                "kept, offload, gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v"),
+                                                "kept, offload, param-offload, gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v"),
     (["--layout", "tp1", "--layout", "pp3"], "--layout 'pp3' on 3 rank(s): 1 fault in the settings:\n  --num-layers 2: not divisible by --pipe"),
     (["--layout", "tp2", "--layout", "tp3"], "--layout 'tp3' on 3 rank(s): 1 fault in the settings:\n  --tensor-model-parallel-size 3: must divide"),
     (["--layout", "tp2", "--layout", "tp1", "--hiden-size", "3"], "--hiden-size 3: unknown flag"),

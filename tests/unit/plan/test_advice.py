@@ -11,7 +11,7 @@ from megatron.config.groups import Config
 from megatron.config.validate import resolve
 from megatron.plan.advice import Machine, order_of_peaks, transfers
 from megatron.plan.memory import rank_memories
-from megatron.plan.table import banner_lines
+from megatron.plan.table import banner_lines, memory_report
 
 VOCAB = 50257
 COMMON = f"--mock-data --vocab-size {VOCAB - 1} --train-iters 1 --lr 1e-3 --bf16 --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1"
@@ -51,6 +51,21 @@ def test_the_flags_that_are_named_help(stage, samples):
             batch = int(flag.split()[1]) * 32 if "micro" in flag else samples * 32
             helped = transfers(configure(SEVEN, 8, *flags.split(), *flag.split(), "--global-batch-size", batch), 8)[index]
             assert helped.hides
+
+
+@pytest.mark.parametrize("flags, world, needed", [
+    ("", 1, [7912]), ("--zero-shard-size 1", 8, [7912]), ("", 8, [989, 7912, 11868]), ("--zero3-keep-gathered", 4, [1978, 7912, 7912]),
+])
+def test_tokens_that_hide_weights_from_host_memory(flags, world, needed):
+    """p F MFU / (2 BW N) at 50 GB/s: each rank copies its own slice. Nobody to share with sends nothing; another bandwidth is another need."""
+    config = configure(SEVEN, world, "--zero-stage", 3, "--param-cpu-offload", *flags.split())
+    found = transfers(config, world)
+    assert [transfer.tokens_needed for transfer in found] == needed and "from host memory (50 GB/s)" in found[0].what
+    assert transfers(config, world, Machine(host_bandwidth=25.0))[0].tokens_needed == pytest.approx(2 * needed[0], abs=1)
+    report = memory_report(config, VOCAB, world, memory=80.0, machine=Machine())
+    assert report[-len(needed)].startswith("copy of the weights")
+    assert any("weights are in host memory between their uses" in line for line in report) == (world == 1)
+    assert any(line.startswith("in the host's memory") for line in report)
 
 
 def test_nothing_is_sent_where_one_rank_holds_the_model():

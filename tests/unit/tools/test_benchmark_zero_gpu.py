@@ -18,7 +18,7 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
 from megatron.model.arithmetic import parameter_count
 
-ALL = tool.cases(["stages", "users", "offload", "more"])
+ALL = tool.cases(["stages", "users", "offload", "params", "more"])
 
 
 def test_the_models_have_the_sizes_of_their_names():
@@ -29,13 +29,14 @@ def test_the_models_have_the_sizes_of_their_names():
         assert count == pytest.approx(size, rel=0.04), case
         assert config.training.global_batch_size == case.micro_batch * case.accumulation * case.ranks
         assert config.distributed.zero_stage == case.stage and config.optimizer.optimizer_cpu_offload == case.offload
+        assert config.optimizer.param_cpu_offload == case.params
     assert {case.accumulation * case.micro_batch * 2048 for case in ALL if case.part == "offload"} == {8192, 16384, 32768}
     assert len(set(ALL)) == len(ALL)
 
 
 @pytest.mark.parametrize("case", [
     *(tool.Case("stages", "1.3B", stage, 2, 4) for stage in range(4)), tool.Case("users", "340M", 1, 2, 1, ranks=4),
-    tool.Case("offload", "1.3B", 2, 2, 2, offload=True),
+    tool.Case("offload", "1.3B", 2, 2, 2, offload=True), tool.Case("params", "1.3B", 3, 2, 2, ranks=2, offload=True, params=True),
 ], ids=lambda case: f"{case.model}-stage{case.stage}")
 def test_a_case_takes_real_steps_and_holds_what_is_planned(case, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

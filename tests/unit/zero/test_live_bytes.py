@@ -27,8 +27,7 @@ ROWS = [
     Row(3, 2, 2, 4, flags=f"{V} --zero3-keep-gathered", size=FOUR), Row(3, 2, 1, 4, flags="--zero3-keep-gathered"),
     Row(2, 4, 1, 1, shard=2), Row(3, 4, 1, 4, shard=2),
     Row(3, 2, 1, 4, flags="--no-overlap-grad-reduce --no-overlap-param-gather"), Row(2, 2, 1, 4, flags="--grad-reduce-in-bf16"),
-    Row(3, 1, 1, 4, flags=HOST), Row(3, 2, 1, 4, "fp32", flags=HOST), Row(3, 2, 2, 4, flags=f"{V} {HOST}", size=FOUR),
-    Row(3, 2, 1, 4, flags=f"{HOST} --zero3-keep-gathered"),
+    Row(3, 1, 1, 4, flags=HOST), Row(3, 2, 2, 4, "fp32", flags=f"{V} {HOST}", size=FOUR), Row(3, 2, 1, 4, flags=f"{HOST} --zero3-keep-gathered"),
 ]
 
 
@@ -72,7 +71,8 @@ def test_the_peak_of_a_step_falls_from_stage_to_stage(gloo_world):
 
 
 @pytest.mark.parametrize("leak, fault, flags", [
-    ("block", "parameters", ""), ("slot", "slots", ""), ("kept slice", "all after between 1", HOST), ("slice on the device", "parameters after between 1", HOST),
+    ("block", "parameters", ""), ("slot", "slots", ""),
+    ("kept slice", "all after between 1", HOST), ("slice on the device", "parameters after between 1", HOST),
 ])
 def test_one_leak_is_seen(gloo_world, leak, fault, flags):
     """A layer that is not released once, one gradient buffer that somebody keeps, one slice of weights that is not in host memory alone."""

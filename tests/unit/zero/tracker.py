@@ -158,8 +158,8 @@ class LiveBytes(TorchDispatchMode):
         self.live[kind][key], self.refs[kind][key] = storage, storage.ref
 
     def own(self, blocks: Iterable[Any], states: Iterable[Tensor], *, slots: bool, host: Iterable[Tensor] = ()) -> None:
-        """From now on these blocks' buffers and the optimizer's states have their kinds. `slots`: whole gradients come and go in a step; `host`: which
-        of them all are in host memory."""
+        """From now on these blocks' buffers and the optimizer's states have their kinds. `slots`: whole gradients come and go in a step; `host`: those
+        of them that are in host memory."""
         self.blocks, self.slots = list(blocks), slots
         buffers = [(state, "optimizer") for state in states]
         for block in self.blocks:  # the last one counts: a master may be a view of the weight
