@@ -58,7 +58,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: 
         x = softcap * torch.tanh(x / softcap)
     see = mask.dense(s, t, q.device)
     x = x.masked_fill(~see, float("-inf"))
-    blind = None if mask.q_positions is None else ~see.any(-1)  # rows that see nothing: else each sees itself
+    blind = None if mask.q_positions is None and s <= t else ~see.any(-1)  # rows that see nothing; with such lengths each sees itself
     if blind is not None:
         x = x.masked_fill(blind[..., None], 0.0)  # the gradient of a softmax of nothing is NaN
     lse, p = torch.logsumexp(x, -1), torch.softmax(x, -1)
@@ -237,6 +237,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Atte
     deterministic=False adds up dq atomically: faster, but equal runs give unequal last bits.
     """
     assert scale > 0 and q.shape[2] % k.shape[2] == 0 and k.shape == v.shape and q.shape[1] == k.shape[1] and (drop == 0 or sample_ids is not None)
+    assert mask.by_query is not None or (mask.q_positions is None and mask.document_starts is None), "make the mask with attention_mask()"
     return torch.ops.megatron.flash_attention(
         q, k, v, scale, softcap, mask.causal, mask.window, mask.q_positions, mask.k_positions, mask.document_starts, mask.by_query, mask.by_key, drop, list(key),
         sample_ids, first_head, deterministic, tile)

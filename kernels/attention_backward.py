@@ -6,7 +6,8 @@ With dP = dout v^T (dropped as P was) and delta = sum over d of dout out, minus 
 
 dk and dv: one program for N keys of a key head, which goes over all queries of all its query heads, with keys along the rows of its tiles, so
 that P^T and dS^T are operands as they are. dq: a program for M queries goes over their keys, so that every sum has one order and equal runs
-give equal bits (7 products a tile); or the dk/dv program adds its part of dq to memory atomically (5 products, sums in any order).
+give equal bits (7 products a tile); or the dk/dv program adds its part of dq to memory atomically (5 products, sums in any order; up to d = 128, without
+soft-cap and dropout).
 """
 
 from __future__ import annotations
@@ -38,15 +39,32 @@ from megatron.kernels.lang import jit, tl
 from megatron.kernels.random import keep_scores, keep_scores_transposed
 
 
-def configuration(d: int, *, dq: bool, dtype: torch.dtype = torch.bfloat16, tile: int = 0, capability: int = lang.HOPPER) -> Tiles:
-    """Tiles of the kernel for dq (dq=True), or for dk and dv, for head dimension d; docs/kernels.md has what they compile to."""
-    if tile or dtype == torch.float32:
-        return Tiles(tile or 32, tile or 32)
+def configuration(d: int, *, dq: bool, options: Options, dtype: torch.dtype = torch.bfloat16, capability: int = lang.HOPPER) -> Tiles:
+    """Tiles of the kernel for dq (dq=True), or for dk and dv, for head dimension d; docs/kernels.md has what they compile to.
+
+    Random bits and soft-caps want registers, of which dk and dv hold half.
+    """
+    dropout, costly = options.drop > 0, options.drop > 0 or options.softcap is not None
+    if options.tile or dtype == torch.float32:
+        return Tiles(options.tile or 32, options.tile or 32)
     if capability < lang.HOPPER:
         return Tiles(64, 64 if d <= 128 else 32, 4 if d <= 64 else 8, 1)
     if dq:
-        return Tiles(128, 64 if d <= 128 else 32, 8, 2)
-    return Tiles(64, 128 if d <= 128 else 64, 8, 2)
+        return Tiles(128, 64, 8, 2, {} if costly or d > 64 else {"maxnreg": 128}) if d <= 128 else Tiles(64, 64, 8, 2) if dropout else Tiles(128, 32, 8, 2)
+    if d <= 64:
+        return Tiles(32 if dropout else 64, 128, 8, 2)
+    return Tiles(32 if costly else 64, 128 if d <= 128 else 64, 8, 2)
+
+
+def atomic(d: int, options: Options) -> bool:
+    """Whether dq is added up atomically: where it is asked for, and the registers and the shared memory suffice."""
+    return not options.deterministic and d <= 128 and options.softcap is None and options.drop == 0
+
+
+def heads_of_a_program(programs: int, group: int, multiprocessors: int) -> int:
+    """How many of a key head's `group` query heads one program takes: all of them, if that makes enough programs for the GPU; fewer if not."""
+    fitting = [members for members in range(1, group + 1) if group % members == 0 and programs * (group // members) >= multiprocessors]
+    return max(fitting, default=1)
 
 
 @jit
@@ -126,14 +144,18 @@ def _dkv_pass(dk, dv, k_tile, v, q, dout, dq, base, delta, b, n, first, last, ho
 
 
 @partial(jit, do_not_specialize=RUNTIME)
-def dkv_kernel(q, k, v, dout, dk, dv, dq, base, delta, table, q_positions, k_positions, starts, samples, s, padded, t, heads, group, section, scale, first_head,
+def dkv_kernel(q, k, v, dout, dk, dv, dq, base, delta, table, q_positions, k_positions, starts, samples, s, padded, t, heads, group, members, section, scale, first_head,
                k0: tl.uint32, k1: tl.uint32, threshold: tl.uint32, inverse_keep, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr,
                SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, ATOMIC: tl.constexpr):
-    """N keys of one key head, the first ones first: they have the most queries. ATOMIC: dq [s, b, n, d] fp32 is added to."""
+    """N keys, the first ones first (they have the most queries), and `members` query heads of theirs. ATOMIC: dq [s, b, n, d] fp32 is added to.
+
+    dk, dv [t, b, heads / members, d] are whole where members = group, else parts in fp32.
+    """
     blocks = tl.cdiv(t, N)
     block, head = schedule(tl.program_id(0), blocks, tl.num_programs(0) // blocks, section)
-    b, g = head // (heads // group), head % (heads // group)
+    b, part = head // (heads // members), head % (heads // members)
+    g = part * members // group
     key = block * N
     k_index = key + tl.arange(0, N)
     k_tile, v_tile = tl.reshape(k.load([b, g, key, 0]), [N, D]), tl.reshape(v.load([b, g, key, 0]), [N, D])
@@ -141,8 +163,8 @@ def dkv_kernel(q, k, v, dout, dk, dv, dq, base, delta, table, q_positions, k_pos
     low, full_low, full_high, high = queries_of_keys(table, b if DOCUMENTS else 0, key, s, t, CAUSAL, WINDOW, TABLE, M, N)
     gap = full_high - full_low
     dk_tile, dv_tile = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
-    for member in range(group):
-        n = g * group + member
+    for member in range(members):
+        n = part * members + member
         row = (b * heads + n).to(tl.int64)
         drop = (tl.load(samples + b), first_head + n, k0, k1, threshold, inverse_keep) if DROPOUT else (0, 0, 0, 0, 0, 0)
         for MASKED in tl.static_range(2):
@@ -150,8 +172,8 @@ def dkv_kernel(q, k, v, dout, dk, dv, dq, base, delta, table, q_positions, k_pos
             dk_tile, dv_tile = _dkv_pass(dk_tile, dv_tile, k_tile, v_tile, q, dout, dq, base + row * padded, delta + row * padded, b, n,
                                          first, last, full_low, gap, s, t, key, k_at, q_positions, starts + b * s if DOCUMENTS else starts, scale, drop, D, M, N,
                                          MASKED, CAUSAL, WINDOW, DOCUMENTS, POSITIONS, SOFTCAP, DROPOUT, ATOMIC)
-    dk.store([b, g, key, 0], tl.reshape((dk_tile * scale).to(dk.dtype), [1, 1, N, D]))
-    dv.store([b, g, key, 0], tl.reshape(dv_tile.to(dv.dtype), [1, 1, N, D]))
+    dk.store([b, part, key, 0], tl.reshape((dk_tile * scale).to(dk.dtype), [1, 1, N, D]))
+    dv.store([b, part, key, 0], tl.reshape(dv_tile.to(dv.dtype), [1, 1, N, D]))
 
 
 @jit
@@ -218,15 +240,20 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Ten
     prepare_kernel[(rows // 64, b * n)](out, dout, lse, None if dlse is None else dlse.contiguous(), base, delta, s, rows, n, *out.stride()[:3],
                                         *dout.stride()[:3], d=d, D=columns(d), M=64)
     shared = mask_tensors(mask, sample_ids) | numbers(s, t, n, g, options) | {"padded": rows, "base": base, "delta": delta}
-    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    choose = partial(configuration, d, dtype=q.dtype, tile=options.tile, capability=lang.capability(q.device))
+    add = atomic(d, options)
+    choose = partial(configuration, d, options=options, dtype=q.dtype, capability=lang.capability(q.device))
     tiles = choose(dq=False)
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if options.deterministic else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    dkv_kernel[(-(-t // tiles.N) * b * g,)](
+    programs = -(-t // tiles.N) * b
+    members = heads_of_a_program(programs * g, n // g, lang.multiprocessors(q.device))
+    dk, dv = (torch.empty(t, b, n // members, d, dtype=q.dtype if members == n // g else torch.float32, device=q.device) for _ in range(2))
+    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if add else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dkv_kernel[(programs * (n // members),)](
         descriptor(q, tiles.M), descriptor(k, tiles.N), descriptor(v, tiles.N), descriptor(dout, tiles.M), descriptor(dk, tiles.N), descriptor(dv, tiles.N),
-        None if options.deterministic else descriptor(dq, tiles.M), table=mask.by_key, **shared, section=section(s, d, q.dtype),
-        **constants(d, tiles, options, **of_mask(mask)), ATOMIC=not options.deterministic, **tiles.launch())
-    if not options.deterministic:
+        descriptor(dq, tiles.M) if add else None, table=mask.by_key, **shared, members=members, section=section(s, d, q.dtype),
+        **constants(d, tiles, options, **of_mask(mask)), ATOMIC=add, **tiles.launch())
+    if members < n // g:
+        dk, dv = (x.view(t, b, g, -1, d).sum(3).to(q.dtype) for x in (dk, dv))
+    if add:
         return dq.to(q.dtype), dk, dv
     tiles = choose(dq=True)
     dq_kernel[(-(-s // tiles.M) * b * n,)](
@@ -236,13 +263,21 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Ten
 
 
 def aot() -> Iterator[lang.Compiled]:
-    for d in (64, 96, 128, 256):
-        for variant in VARIANTS:
-            tiles = configuration(d, dq=False)
+    """Head dimension 96 takes what 128 compiles to. What is spilled lies outside the loops over blocks, or is a few of their instructions."""
+    for d, spills in ((64, 40), (128, 128), (256, 152)):
+        for variant, (_, given) in VARIANTS.items():
+            options = Options(scale=1.0, deterministic=False, **given)
+            tiles = configuration(d, dq=False, options=options)
             M, N = tiles.M, tiles.N
             blocks = {"q": M, "k": N, "v": N, "dout": M, "dk": N, "dv": N}
-            yield compiled(dkv_kernel, "dkv", d, tiles, variant, blocks, ATOMIC=False)
-            yield compiled(dkv_kernel, "dkv_dq", d, tiles, variant, blocks | {"dq": M}, deterministic=False, ATOMIC=True)
-            tiles = configuration(d, dq=True)
+            yield compiled(dkv_kernel, "dkv", d, tiles, variant, blocks, spills=spills, ATOMIC=False)
+            if atomic(d, options):
+                yield compiled(dkv_kernel, "dkv_dq", d, tiles, variant, blocks | {"dq": M}, deterministic=False, spills=16 if d == 64 else 304, ATOMIC=True)
+            tiles = configuration(d, dq=True, options=options)
             M, N = tiles.M, tiles.N
-            yield compiled(dq_kernel, "dq", d, tiles, variant, {"q": M, "k": N, "v": N, "dout": M, "dq": M})
+            yield compiled(dq_kernel, "dq", d, tiles, variant, {"q": M, "k": N, "v": N, "dout": M, "dq": M}, spills=96 if d == 256 else 0)
+        pointers = ("out", "dout", "lse", "dlse", "base", "delta")
+        types = {name: "*bf16" if name.endswith("out") else "*fp32" for name in pointers}
+        fixed = {"d": d, "D": columns(d), "M": 64}
+        signature = {name: types.get(name, "i32") for name in prepare_kernel.arg_names if name not in fixed}
+        yield lang.Compiled(f"attention_prepare_{d}", prepare_kernel, signature, fixed, divisible=tuple(signature))

@@ -18,7 +18,7 @@ from megatron.kernels import lang
 from megatron.kernels.attention_masks import STEP, TILE, AttentionMask
 
 L2_BYTES = 24 << 20  # of a GPU's 50 MB: the inner operands of the heads that are worked on together
-RUNTIME = ("s", "t", "padded", "heads", "section", "first_head", "k0", "k1", "threshold")  # one compilation for all values
+RUNTIME = ("s", "t", "padded", "heads", "group", "members", "section", "first_head", "k0", "k1", "threshold")  # one compilation for all values
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def compiled(kernel: Any, name: str, d: int, tiles: Tiles, variant: str, descrip
         fixed["dq"] = None
     signature = {key: types.get(key, "i32") for key in kernel.arg_names if key not in fixed}
     return lang.Compiled(
-        name=f"attention_{name}_d{d}_{variant}", kernel=kernel, signature=signature, constants=fixed, matmul=True, spills=spills,
+        name=f"attention_{name}_{d}_{variant}", kernel=kernel, signature=signature, constants=fixed, matmul=True, spills=spills,
         divisible=tuple(key for key, kind in signature.items() if kind.startswith("*")), num_warps=tiles.num_warps, num_stages=tiles.num_stages, options=tiles.options)
 
 

@@ -76,3 +76,8 @@ def capability(device: torch.device) -> int:
         return HOPPER
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many blocks of threads a GPU works on at once, at least; an H200's where there is no GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

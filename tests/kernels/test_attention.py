@@ -6,10 +6,10 @@ from checks import assert_as_good, canaries
 
 from torch.utils.checkpoint import checkpoint
 
-from megatron.kernels import philox
+from megatron.kernels import lang, philox
 from megatron.kernels.attention import attention_reference, flash_attention
+from megatron.kernels.attention_backward import heads_of_a_program
 from megatron.kernels.attention_masks import attention_mask
-from megatron.layers.attention import attention_core
 from megatron.layers.dropout import Dropout, DropoutState
 
 KEY = philox.key(7, "attention")
@@ -30,7 +30,7 @@ def zigzag(s, t):
 # (s, t, b, n, g, d, dtype, tile, what the mask has, other options): each pair of settings is in some row
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 CASES = {
-    "causal": (128, 128, 1, 2, 1, 64, BF16, 64, {}, {}),
+    "causal": (128, 128, 1, 1, 1, 64, BF16, 64, {}, {}),
     "odd_gqa": (77, 77, 1, 4, 2, 16, F32, 32, {}, {}),
     "full": (70, 101, 2, 2, 2, 16, F32, 32, {"causal": False}, {}),
     "full_softcap_dropout_d96": (64, 40, 1, 2, 1, 96, BF16, 32, {"causal": False}, {"softcap": 3.0, "drop": 0.3}),
@@ -164,22 +164,42 @@ def test_dropout_mask_is_that_of_the_model(device):
     assert torch.equal(out > 0, kept & mask.dense(64, 64, device).permute(2, 0, 1, 3))
 
 
+@pytest.mark.parametrize("programs", [1, 24])
+def test_a_program_takes_the_heads_that_keep_the_gpu_busy(device, monkeypatch, programs):
+    """All four, or two at a time; the other tests are so small that each head has its own program."""
+    assert [heads_of_a_program(24, group, 132) for group in (1, 4, 6, 12)] == [1, 1, 1, 2] and heads_of_a_program(200, 8, 132) == 8
+    monkeypatch.setattr(lang, "multiprocessors", lambda _: programs)
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, dout = (torch.randn(96, 2, heads, 16, generator=generator).to(device) for heads in (8, 2, 2, 8))
+    mask, dlse = attention_mask(96, 96), torch.zeros(2, 8, 96, device=device)
+    exact, torchs = (results(attention_reference, [x.to(kind) for x in (q, k, v)], (dout, dlse), mask, scale=0.25) for kind in (torch.float64, torch.float32))
+    for deterministic in (True, False):
+        ours = results(flash_attention, (q, k, v), (dout, dlse), mask, scale=0.25, tile=32, deterministic=deterministic)
+        for got, want, low in zip(ours, exact, torchs, strict=True):
+            assert_near(got, want, low)
+
+
 def test_equal_runs_have_equal_bits(device):
     tensors, gradients, (s, t, has), options, tile = make("documents_window_dropout", device)
     first, second = (results(flash_attention, tensors, gradients, attention_mask(s, t, **has, tile=tile), tile=tile, **options) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_definition_equals_the_models(device):
-    tensors, _, (s, t, has), options, _ = make("documents_window_dropout", device)
-    tensors = [x.double() for x in tensors]
-    out, lse = attention_reference(*tensors, mask=attention_mask(s, t, **has), **options)
+def test_definition_by_other_means(device):
+    """Written out with einsum and the model's dropout."""
+    (q, k, v), _, (s, t, has), options, _ = make("documents_window_dropout", device)
+    q, k, v = q.double().repeat(1, 1, 4, 1), k.double().repeat(1, 1, 2, 1), v.double().repeat(1, 1, 2, 1)
+    out, lse = attention_reference(q, k, v, mask=attention_mask(s, t, **has), **options)
+    at = torch.arange(s, device=device)
+    distance = at[:, None] - at[None, :]
+    see = (distance >= 0) & (distance < has["window"]) & (at[None, None, :] >= has["document_starts"][:, :, None])
+    x = torch.einsum("sbgnd,tbgd->bgnst", q.unflatten(2, (2, 2)), k).flatten(1, 2) * options["scale"]
+    x = torch.where(see[:, None], x, -torch.inf).exp()
     site = Dropout(options["drop"], 0)
     site.key = KEY
-    state = DropoutState(options["sample_ids"], torch.arange(s, device=device))
-    want, want_lse = attention_core(*tensors, scale=options["scale"], backend="plain", document_starts=has["document_starts"], window=has["window"], dropout=site,
-                                    state=state, first_head=3, return_lse=True)
-    assert (out - want).abs().max() < 1e-12 and (lse - want_lse).abs().max() < 1e-12
+    p = site.attention(x / x.sum(-1, keepdim=True), DropoutState(options["sample_ids"], at), first_head=options["first_head"])
+    want = torch.einsum("bgnst,tbgd->sbgnd", p.unflatten(1, (2, 2)), v).flatten(2, 3)
+    assert (out - want).abs().max() < 1e-12 and (lse - x.sum(-1).log()).abs().max() < 1e-12
 
 
 def test_gradients_of_the_definition():
