@@ -15,7 +15,7 @@ from megatron.kernels.attention_masks import AttentionMask, attention_mask
 from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.linear import ColumnLinear, RowLinear
 from megatron.layers.norm import Norm
-from megatron.layers.rotary import Rotary, apply_rotary
+from megatron.layers.rotary import Rotary, apply_rotary, rotate_fused
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 
@@ -98,20 +98,23 @@ class SelfAttention(nn.Module):
         self.qkv = ColumnLinear(config.hidden_size, width + 2 * self.head_dim * self.groups, qkv_bias, tp)
         self.proj = RowLinear(width, config.hidden_size, config.add_bias_linear, tp)
         norms = config.qk_layernorm
-        self.q_norm = Norm(config.normalization, self.head_dim, config.norm_epsilon) if norms else None
-        self.k_norm = Norm(config.normalization, self.head_dim, config.norm_epsilon) if norms else None
+        self.q_norm = Norm(config.normalization, self.head_dim, config.norm_epsilon, config.norm_backend) if norms else None
+        self.k_norm = Norm(config.normalization, self.head_dim, config.norm_epsilon, config.norm_backend) if norms else None
         self.dropout = Dropout(config.attention_dropout, seed, "layers", layer, "attention.dropout")
         self.backend = {training: choose_attention(config, training=training) for training in (True, False)}
 
     def forward(self, x: Tensor, rotary: Rotary | None, mask: AttentionMask, state: DropoutState | None) -> Tensor:
         qkv = self.qkv(x)
         s, b, _ = qkv.shape  # the whole sequence, whatever part x is
-        qkv = qkv.view(s, b, self.groups, self.queries_per_group + 2, self.head_dim)
+        heads = self.groups, self.queries_per_group + 2, self.head_dim
+        fused = self.config.rotary_backend == "triton" and self.q_norm is None and rotary is not None
+        qkv = (rotate_fused(qkv, rotary, heads) if fused else qkv).view(s, b, *heads)
         q, k, v = qkv.split((self.queries_per_group, 1, 1), dim=3)
         q, k, v = q.reshape(s, b, -1, self.head_dim), k.squeeze(3), v.squeeze(3)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+        if not fused:
+            q, k = (apply_rotary(x, rotary, self.config.rotary_backend) for x in (q, k))
         out = attention_core(
             q, k, v, scale=self.head_dim**-0.5, mask=mask, backend=self.backend[state is not None], softcap=self.config.attn_logit_softcapping,
             dropout=self.dropout, state=state, first_head=self.first_head,

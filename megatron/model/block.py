@@ -61,17 +61,20 @@ class LayerBlock(nn.Module):
         first, last = index == 0, index == config.num_layers - 1
 
         def norm() -> Norm:
-            return Norm(config.normalization, config.hidden_size, config.norm_epsilon)
+            return Norm(config.normalization, config.hidden_size, config.norm_epsilon, config.norm_backend)
+
+        def dropout(*names: object) -> Dropout:
+            return Dropout(config.hidden_dropout, seed, *names, backend=config.dropout_backend)
 
         learned = first and config.position_embedding_type == "learned_absolute"
         self.position = Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
-        self.embedding_dropout = Dropout(config.hidden_dropout, seed, "embedding.dropout") if first else None
+        self.embedding_dropout = dropout("embedding.dropout") if first else None
         self.input_norm = norm()
         self.attention = SelfAttention(config, seed, index, tp)
-        self.attention_dropout = Dropout(config.hidden_dropout, seed, "layers", index, "attention.output_dropout")
+        self.attention_dropout = dropout("layers", index, "attention.output_dropout")
         self.mlp_norm = norm()
         self.mlp = MLP(config, tp)
-        self.mlp_dropout = Dropout(config.hidden_dropout, seed, "layers", index, "mlp.output_dropout")
+        self.mlp_dropout = dropout("layers", index, "mlp.output_dropout")
         self.final_norm = norm() if last else None
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
@@ -79,10 +82,20 @@ class LayerBlock(nn.Module):
             x = x + self.position(micro.position_ids)
         if self.embedding_dropout is not None:
             x = self.embedding_dropout.hidden(x, micro.hidden_dropout)
-        attended = self.attention(self.input_norm(x), micro.rotary, micro.mask, micro.dropout)
-        x = x + self.attention_dropout.hidden(attended, micro.hidden_dropout)
-        x = x + self.mlp_dropout.hidden(self.mlp(self.mlp_norm(x)), micro.hidden_dropout)
-        return x if self.final_norm is None else self.final_norm(x)
+        y, x = self.input_norm.of_sum(x)
+        attended = self.attention(y, micro.rotary, micro.mask, micro.dropout)
+        y, x = _add_norm(attended, self.attention_dropout, x, self.mlp_norm, micro)
+        y = self.mlp(y)
+        if self.final_norm is None:
+            return self.mlp_dropout.add(y, x, micro.hidden_dropout)
+        return _add_norm(y, self.mlp_dropout, x, self.final_norm, micro)[0]
+
+
+def _add_norm(y: Tensor, dropout: Dropout, x: Tensor, norm: Norm, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    """(norm of the residual stream, the stream) behind the addition of y, with dropout, to the stream x."""
+    if dropout.acts(micro.hidden_dropout):
+        return norm.of_sum(dropout.add(y, x, micro.hidden_dropout))
+    return norm.of_sum(y, x)
 
 
 class HeadBlock(nn.Module):
