@@ -171,12 +171,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, options: Optio
     return out, lse
 
 
-def unfit(q: Tensor) -> str | None:
-    """Why the kernels cannot take queries like these (k and v are of the same kind); None when they can."""
-    d = q.shape[-1]
-    if d > 256 or d % 8:
-        return f"head dimension {d} (a multiple of 8, at most 256)"
-    return lang.unfit(q.device, q.dtype)
+def unfit(d: int) -> str | None:
+    """Why the kernels cannot take heads of dimension d; None when they can."""
+    return f"head dimension {d}, which is no multiple of 8 up to 256" if d > 256 or d % 8 else None
 
 
 @torch.library.custom_op("megatron::flash_attention", mutates_args=())

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from megatron.config.groups import ModelConfig
+from megatron.kernels.attention import unfit
 from megatron.kernels.dispatch import OPERATORS, Choice, choose
 from megatron.layers.attention import beyond_sdpa
 
@@ -19,6 +20,8 @@ def choose_kernels(model: ModelConfig, device: torch.device, dtype: torch.dtype)
     """
     needs = ", ".join(beyond_sdpa(model, training=True))
     unable = {"attention": {"sdpa": f"cannot compute {needs}"} if needs else {}}
+    if model.kv_channels is not None and (reason := unfit(model.kv_channels)):
+        unable["attention"]["triton"] = reason
     choices = {operator: choose(operator, getattr(model, _field(operator)), device, dtype, unable.get(operator)) for operator in OPERATORS}
     fields = {_field(operator): choice.implementation for operator, choice in choices.items() if operator != "attention"}
     if choices["attention"].implementation == "triton":
