@@ -15,7 +15,7 @@ def where(s, b, device):
     return torch.arange(b, device=device) + 2**31 - 1, torch.arange(s, device=device) + 5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("s, b, h, probability", [(3, 2, 96, 0.1), (2, 1, 2051, 0.5), (1, 3, 5, 0.0)])
 def test_against_the_definition(s, b, h, probability, dtype, device):
     x, residual, dy = (torch.randn(s, b, h, device=device).to(dtype) for _ in range(3))

@@ -50,7 +50,7 @@ def check(given, dtype):
         assert_as_good(mine, exact, torchs, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("centre", [False, True], ids=["rms", "layer"])
 @pytest.mark.parametrize("shape, add", [((3, 2, 96), True), ((5, 1, 1000), False), ((1, 2049), True)])
 def test_against_the_definition(shape, add, centre, dtype, device):

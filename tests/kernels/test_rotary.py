@@ -21,7 +21,7 @@ def check(x, cos, sin, direction, dtype):
     assert_as_good(x, exact, torchs, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("direction", [1, -1])
 @pytest.mark.parametrize("heads, d, width", [(3, 64, 64), (20, 24, 12), (1, 10, 6), (5, 128, 64)])
 def test_against_the_definition(heads, d, width, direction, dtype, device):
