@@ -327,8 +327,8 @@ class CheckpointConfig:
     """Folder on each node (such as /dev/shm/NAME) for frequent checkpoints; a restart takes the newest complete one, here or in --load."""
     local_save_interval: int | None = flag(None, "--non-persistent-save-interval")
     """Iterations between checkpoints in --local-checkpoint-dir."""
-    local_redundancy: Literal["none", "partner"] = flag("none", megatron="there: --replication")
-    """partner: each node keeps another node's local shards too, so that a lost node is rebuilt."""
+    local_redundancy: Literal["none", "partner", "xor"] = flag("none", megatron="there: --replication")
+    """partner: each node keeps another node's local shards too, so that a lost node is rebuilt; xor: a parity of its set of up to 8."""
     save_rate_limit: float | None = flag(None, megatron="absent there")
     """Most MB/s that each rank's background save sends to --save."""
     save_retain_interval: int | None = None

@@ -4,6 +4,7 @@
     python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2                    # the same of one of two ranks, chosen at random
     python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2 --mode async       # of a rank, of its writer process, or of both
     python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2 --mode local       # both tiers; now and then a node is lost as well
+    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 3 --mode local --writer xor  # the nodes are a set with parities
     python tests/faults/kill_writer.py --kills 20 --writer in-place                      # a bad writer: the campaign must fail
 
 All ranks hold the same tensors and share out their rows, as data-parallel ranks do. Oracle, after every kill: the newest checkpoint found is at
@@ -12,7 +13,7 @@ that of its iteration, and the ranks that were not killed have ended by themselv
 from there in the same folder. A writer process that is killed alone fails at most one save, with one error on all ranks; the next one succeeds.
 Negative controls: `--writer in-place` (no temporary folder) and `overwrite` (one folder for all iterations); with --mode async `early` (says
 that it has saved when it has begun to) and `uncopied` (training goes on before the copy is made); with --mode local --ranks 2 `alone` (nothing
-is copied to the partner).
+is copied to the partner), with --ranks 3 `half-xor` (a piece of every column is in no parity).
 """
 
 from __future__ import annotations

@@ -58,6 +58,14 @@ def test_the_campaign_catches_nodes_without_partners(tmp_path):
     assert campaign(4, 1, JOBS["local"]["alone"], tmp_path / "run", lambda line: None, ranks=2, mode="local")
 
 
+def test_random_kills_and_lost_nodes_of_a_set(tmp_path):
+    assert campaign(3, 4, JOBS["local"]["xor"], tmp_path / "run", lambda line: None, ranks=3, mode="local") == []
+
+
+def test_the_campaign_catches_incomplete_parities(tmp_path):
+    assert campaign(3, 4, JOBS["local"]["half-xor"], tmp_path / "run", lambda line: None, ranks=3, mode="local")
+
+
 # ---- a writer process that begins with something of ours -------------------------------------------------------------
 
 

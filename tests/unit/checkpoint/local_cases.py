@@ -125,13 +125,13 @@ def read_unfetched(root: Path, each: int) -> str:
         checkpoint.close()
 
 
-def save_without_room(root: Path, each: int, who: int, call: str) -> str:
-    """Save iteration 2 while rank `who` finds no room for its own shard, or for the other one's."""
+def save_without_room(root: Path, each: int, who: int, call: str, redundancy: str = "partner", iteration: int = 2) -> str:
+    """Save while rank `who` finds no room for its own shard, or for the other one's or a parity."""
     def fail(*args: object) -> None:
         raise OSError(28, os.strerror(28))
 
     with mock.patch.object(saves, call, fail) if dist.get_rank() == who else contextlib.nullcontext():
-        return save(root, each, 2, 5)
+        return save(root, each, iteration, 5, redundancy)
 
 
 def checked(root: Path, each: int, check: str, *arguments: object) -> tuple[str, list[str]]:

@@ -89,6 +89,19 @@ def test_a_lost_node_and_two_lost_nodes(gloo_world, died, tmp_path):
     assert "taking the local" not in text and "at iteration 3; goes on bit for bit\n" in text
 
 
+def test_a_run_whose_nodes_are_a_set(gloo_world, tmp_path):
+    """Four nodes of one rank; one is lost. The restart goes on bit for bit."""
+    words = flags(FEATURE, LAYOUT, *folders(tmp_path), *EVERY, "--local-redundancy", "xor")
+    text = gloo_world(4).run(on_nodes, 1, None, start, words)[0]
+    assert text.endswith("exit code 0") and "--local-redundancy xor: 4 nodes in 1 set(s) of 4; " in text, text
+    shutil.move(saved(tmp_path / "shared", 6), saved(tmp_path / "whole", 6))
+    die_before(tmp_path, 6)
+    shutil.rmtree(tmp_path / "local" / "2")
+    text = gloo_world(4).run(on_nodes, 1, None, start, words)[0]
+    assert "taking the local checkpoint of iteration 4 (" in text and "rebuilt from their sets: node 2 (" in text, text
+    assert differing(saved(tmp_path / "shared", 6), saved(tmp_path / "whole", 6)) == []
+
+
 def test_the_shared_one_is_taken_when_it_is_newer(gloo_world, died):
     shutil.copytree(saved(died / "whole", 6), saved(died / "shared", 6))
     die_before(died, 6)
