@@ -77,15 +77,15 @@ class _Rotary(torch.autograd.Function):
 
 
 class _RotaryInPlace(torch.autograd.Function):
-    """Turns the first `turning` heads of each group of x, which is no view, in place: [s, b, ...] seen as [s, b, *heads] = [s, b, g, n, d]."""
+    """Turns the first `turning` heads of each group of x in place, which nobody else may read: [s, b, ...] seen as [s, b, *heads] = [s, b, g, n, d]."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int, int], turning: int) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.heads, ctx.turning = heads, turning
-        ctx.mark_dirty(x)
-        rotary_(x.view(*x.shape[:2], *heads)[:, :, :, :turning], cos, sin, 1)
-        return x
+        y = x.detach()  # autograd forbids to write into x where a layer's function returned it as a view
+        rotary_(y.view(*y.shape[:2], *heads)[:, :, :, :turning], cos, sin, 1)
+        return y
 
     @staticmethod
     def backward(ctx, dy: Tensor):

@@ -72,6 +72,8 @@ def test_what_cannot_be_had_is_refused_with_a_way_out(no_interpreter):
         choose("norm", "apex", GPU, BF16)
     with pytest.raises(ValueError, match=r"^--attention-backend sdpa: cannot compute --attention-dropout above 0 \(use 0\); drop the flag, or take plain$"):
         choose_kernels(dataclasses.replace(QUIET, attention_dropout=0.1, attention_backend="sdpa"), CPU, BF16)
+    with pytest.raises(ValueError, match=r"^--attention-backend triton: .*; drop the flag, or take sdpa or plain$"):
+        choose_kernels(dataclasses.replace(QUIET, kv_channels=12, attention_backend="triton"), GPU, BF16)
 
 
 def test_without_triton(monkeypatch, no_interpreter):
