@@ -1,6 +1,7 @@
 """LayerNorm and RMSNorm over the last dimension; statistics in fp32 (fp64 in a float64 run), gradients into `main_grad`.
 
-Computed by PyTorch, or by kernels/norm.py, which also takes the residual addition in front and the sum of two gradients behind.
+Computed by PyTorch, by NVIDIA's apex (never run), or by kernels/norm.py, which also takes the residual addition in front and the sum of two
+gradients behind.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megatron.kernels import apex
 from megatron.kernels.norm import add_norm, norm, norm_backward
 
 
@@ -51,6 +53,25 @@ class _RMSNorm(torch.autograd.Function):
         return dnormed.addcmul_(normed, projection, value=-1).mul_(rstd).to(x.dtype), None, None
 
 
+class _ApexNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, eps: float) -> Tensor:
+        y, *statistics = apex.rms_norm(x, weight, eps) if bias is None else apex.layer_norm(x, weight, bias, eps)
+        ctx.save_for_backward(x, *statistics)
+        ctx.weight, ctx.bias, ctx.eps = weight, bias, eps
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        parameters = [ctx.weight] if ctx.bias is None else [ctx.weight, ctx.bias]
+        differentiate = apex.rms_norm_backward if ctx.bias is None else apex.layer_norm_backward
+        dx, *gradients = differentiate(dy, *ctx.saved_tensors, *parameters, ctx.eps)
+        if ctx.needs_input_grad[1]:  # else it is frozen
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.main_grad.add_(gradient)
+        return dx, None, None, None
+
+
 class _TritonNorm(torch.autograd.Function):
     """(norm of x + residual, x + residual); the second of x alone where there is no residual."""
 
@@ -77,7 +98,7 @@ class _TritonNorm(torch.autograd.Function):
 
 
 class Norm(nn.Module):
-    """LayerNorm (weight and bias) or RMSNorm (weight) over the last dimension of width `size`; backend torch or triton."""
+    """LayerNorm (weight and bias) or RMSNorm (weight) over the last dimension of width `size`; backend torch, apex or triton."""
 
     def __init__(self, kind: str, size: int, eps: float, backend: str = "torch"):
         super().__init__()
@@ -88,6 +109,8 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.backend == "triton":
             return _TritonNorm.apply(x, None, self.weight, self.bias, self.eps)[0]
+        if self.backend == "apex":
+            return _ApexNorm.apply(x, self.weight, self.bias, self.eps)
         if self.bias is None:
             return _RMSNorm.apply(x, self.weight, self.eps)
         return _LayerNorm.apply(x, self.weight, self.bias, self.eps)

@@ -9,6 +9,7 @@ import torch
 from megatron.config.groups import ModelConfig
 from megatron.kernels import apex, dispatch, lang
 from megatron.kernels.dispatch import OPERATORS, choose
+from megatron.layers.norm import Norm
 from megatron.model.kernels import choose_kernels, passed_over
 
 CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
@@ -113,3 +114,41 @@ def test_apex_is_found_by_what_it_holds(fake):
     dy, x, grad = torch.randn(5, 3), torch.randn(5, 4), torch.ones(3, 4)
     apex.add_weight_grad(dy, x, grad)
     torch.testing.assert_close(grad, 1 + dy.t() @ x)
+
+
+APEX_NORMS = """
+import torch
+
+def forward_affine(x, shape, weight, bias, eps):
+    return torch.native_layer_norm(x, shape, weight, bias, eps)
+
+def backward_affine(dy, mean, rstd, x, shape, weight, bias, eps, memory_efficient):
+    return torch.ops.aten.native_layer_norm_backward(dy, x, shape, mean, rstd, weight, bias, [True, True, True])
+
+def rms_forward_affine(x, shape, weight, eps):
+    rstd = (x.square().mean(-1) + eps).rsqrt()
+    return x * rstd[..., None] * weight, rstd
+
+def rms_backward_affine(dy, rstd, x, shape, weight, eps, memory_efficient):
+    normed = x * rstd[..., None]
+    d = dy * weight
+    return (d - normed * (d * normed).mean(-1, keepdim=True)) * rstd[..., None], (dy * normed).sum((0, 1))
+"""
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_the_norms_of_apex_are_called_as_it_defines_them(kind, fake):
+    """With a stand-in for its extension that has its functions' order of arguments: the real one has never been at hand."""
+    fake("fused_layer_norm_cuda", APEX_NORMS)
+    found = []
+    for backend in ("torch", "apex"):
+        norm = Norm(kind, 8, 1e-5, backend).to_empty(device="cpu")
+        for parameter in norm.parameters():
+            parameter.data.copy_(torch.linspace(0.5, 1.5, 8))
+            parameter.main_grad = torch.zeros(8)
+        x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        y = norm(x)
+        y.backward(torch.linspace(-1, 1, 48).view(3, 2, 8))
+        found.append([y.detach(), x.grad, *(parameter.main_grad for parameter in norm.parameters())])
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected)
