@@ -3,8 +3,9 @@
 import pytest
 
 from parity.compare import faults_of
-from parity.layouts import SCHEDULES, Row, possible, staged
+from parity.layouts import BASE, SCHEDULES, Row, possible, staged
 from parity.worker import run_case
+from unit.optimizer.test_nvme import same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -24,8 +25,7 @@ ROWS = [
     Row("dp2", "gpt", "wire"),
     *(Row(layout, "gpt") for layout in SHARDED),
     *(Row("dp2 zero3", feature) for feature in ("dropout", "documents", "uneven", "recompute", "gqa2-qknorm", "sgd")),
-    *(Row(layout, "gpt", precision) for layout in ("dp2 zero2", "dp2 zero3", "dp2 zero3 param-offload")
-      for precision in ("fp32", "bf16", "fp16", "wire")),
+    *(Row(layout, "gpt", precision) for layout in ("dp2 zero2", "dp2 zero3") for precision in ("fp32", "bf16", "fp16", "wire")),
 ]
 
 
@@ -33,3 +33,13 @@ ROWS = [
 def test_the_layout_is_the_same_run(gloo_world, row):
     flags = (*row.flags(layout=True), "--distributed-backend", "gloo")
     assert not faults_of(row, gloo_world(row.world).run(run_case, flags, row.patches, "cuda"), "cuda")
+
+
+@pytest.mark.parametrize("more", ["--bf16", "--bf16 --zero3-keep-gathered --freeze layers.0", "--bf16 --optimizer-nvme-offload"])
+def test_weights_on_the_host_are_those_on_the_device(gloo_world, tmp_path, more):
+    """The optimizer is on the host in both runs: what a gather copies from there is what it otherwise finds on the device."""
+    flags = (*BASE, *f"--micro-batch-size 2 --distributed-backend gloo --zero-stage 3 --optimizer-cpu-offload {more}".split())
+    flags += (str(tmp_path),) if "nvme" in more else ()
+    device, host = (gloo_world(2).run(run_case, (*flags, *words), (), "cuda") for words in ((), ("--param-cpu-offload",)))
+    for one, other in zip(device, host, strict=True):
+        same_bits(one, other)
