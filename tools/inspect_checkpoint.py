@@ -86,17 +86,16 @@ def summary(checkpoint: Checkpoint) -> list[str]:
 
 def shares(shards: list[dict[str, Any]]) -> list[str]:
     """Bytes by pipeline stage and by rank, where the manifest says who wrote what."""
-    stages: dict[int, list[dict[str, Any]]] = {}
+    stages: dict[int, dict[int, list[dict[str, Any]]]] = {}
     for record in shards:
         if isinstance(record.get("rank"), int) and isinstance(record.get("pp"), int):
-            stages.setdefault(record["pp"], []).append(record)
+            stages.setdefault(record["pp"], {}).setdefault(record["rank"], []).append(record)
     lines = []
-    for stage, records in sorted(stages.items()):
-        sizes = [record["bytes"] for record in records]
-        ratio = max(sizes) * len(sizes) / sum(sizes)
-        lines.append(f"  pipeline stage {stage}: {len(records)} ranks wrote {gib(sum(sizes))}; largest / mean {ratio:.3f}")
-        records.sort(key=lambda record: record["rank"])
-        lines += [f"    rank {record['rank']}: {gib(record['bytes'])} in {record['file']}" for record in records]
+    for stage, ranks in sorted(stages.items()):
+        sizes = {rank: sum(record["bytes"] for record in records) for rank, records in sorted(ranks.items())}
+        ratio = max(sizes.values()) * len(sizes) / sum(sizes.values())
+        lines.append(f"  pipeline stage {stage}: {len(sizes)} ranks wrote {gib(sum(sizes.values()))}; largest / mean {ratio:.3f}")
+        lines += [f"    rank {rank}: {gib(size)} in {', '.join(record['file'] for record in ranks[rank])}" for rank, size in sizes.items()]
     return lines
 
 

@@ -23,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime
 from multiprocessing import get_context
@@ -136,15 +137,17 @@ def start(config: Config, ranks: int, store: Path) -> tuple[list[Connection], li
 
 
 def save(pipes: list[Connection], mode: str, folder: Path, link: float | None) -> tuple[float, list[int]]:
-    """(seconds, bytes of each shard by its rank) of one save into a folder that is deleted afterwards."""
+    """(seconds, bytes of each rank) of one save into a folder that is deleted afterwards."""
     try:
         for pipe in pipes:
             pipe.send((mode, folder, link))
         times = [pipe.recv() for pipe in pipes]
-        entries = {entry["rank"]: entry["bytes"] for entry in json.loads((folder / "iter_0000001" / "MANIFEST.json").read_bytes())["manifest"]["shards"]}
+        sizes = Counter()
+        for entry in json.loads((folder / "iter_0000001" / "MANIFEST.json").read_bytes())["manifest"]["shards"]:
+            sizes[entry["rank"]] += entry["bytes"]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return max(end for _, end in times) - min(begin for begin, _ in times), [entries.get(rank, 0) for rank in range(len(pipes))]
+    return max(end for _, end in times) - min(begin for begin, _ in times), [sizes[rank] for rank in range(len(pipes))]
 
 
 def measure(args: argparse.Namespace, stage: int, places: dict[str, tuple[Path, float | None]]) -> list[dict[str, Any]]:

@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 class Attempt:
     """The temporary `folder` of one save: made and in the end removed by the first rank, held by all while they live.
 
-    `state` is what is saved beside tensors; a rank that `takes_part` writes one of `shards`, number `index` (else None): all are told when it begins.
+    `state` is what is saved beside tensors; a rank writes `own` of `shards`, from number `index` on (None where it writes none): all are told in the
+    beginning.
     """
 
     def __init__(self, root: Path, iteration: int, ranks: Ranks, explain: Callable[[Exception], str], state: dict[str, Any] | None = None,
-                 takes_part: bool = False) -> None:
+                 own: int = 0) -> None:
         self.root, self.ranks, self.explain, self.lock, self.makes = root, ranks, explain, -1, ranks.first
-        self.state, self.takes_part = state or {}, takes_part
+        self.state, self.own = state or {}, own
         self._choose(iteration, secrets.token_hex(8))
 
     def _choose(self, iteration: int, name: str) -> None:
@@ -44,14 +45,14 @@ class Attempt:
     def __enter__(self) -> Attempt:
         """Raises CheckpointError on all ranks when their states differ."""
         try:
-            told = self._agree(lambda: (self._begin(), self.takes_part, m.state_digests({"iteration": self.iteration, **self.state})))
+            told = self._agree(lambda: (self._begin(), self.own, m.state_digests({"iteration": self.iteration, **self.state})))
             self._choose(self.iteration, told[0][0])
             self._compare([digests for _, _, digests in told])
         except BaseException as error:
             self.__exit__(error)
             raise
-        owners = [rank for rank, (_, owns, _) in enumerate(told) if owns]
-        self.index, self.shards = (owners.index(self.ranks.world.rank) if self.takes_part else None), len(owners)
+        counts = [own for _, own, _ in told]
+        self.index, self.shards = (sum(counts[: self.ranks.world.rank]) if self.own else None), sum(counts)
         return self
 
     def _compare(self, told: list[dict[str, str]]) -> None:

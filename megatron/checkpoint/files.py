@@ -10,10 +10,8 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from megatron.checkpoint import manifest as m
@@ -21,7 +19,7 @@ from megatron.checkpoint.integrity import read_back
 
 FOLDER_MODE, FILE_MODE = 0o750, 0o640  # the umask may take more away
 BUFFERS = 1024  # most buffers that one pwritev takes
-AHEAD = 8  # chunks after which the kernel is asked to begin to write them to the disk
+AHEAD = 8 << 20  # bytes after which the kernel is asked to begin to write them to the disk
 
 
 @contextmanager
@@ -110,17 +108,16 @@ def clean(root: Path, attempt: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def write_shard_file(folder: Path, index: int, header: bytes, data: Iterable[memoryview], *, threads: int = 1, verify: bool = False,
+def write_shard_file(folder: Path, index: int, header: bytes, data: Iterable[memoryview], *, verify: bool = False,
                      progress: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
     """Write shard `index`, `header` and then `data`, and its digest table into `folder`, durably; return the shard's entry in the manifest.
 
-    With one of `threads` what of `data` has filled a chunk is written before more is asked for; with several each takes a chunk in turn.
-    `verify` reads both files back from the disk; raises CheckpointError when they are not what was written. `progress` is told of bytes as they are
-    written.
+    What of `data` has filled a chunk is written before more is asked for. `verify` reads both files back from the disk; raises CheckpointError when
+    they are not what was written. `progress` is told of bytes as they are written.
     """
     with new_file(folder / m.shard_file(index)) as file:
         write_all(file, [memoryview(header)])
-        digests, size = _write_data(file, len(header), data, threads, progress)
+        digests, size = _write_data(file, len(header), data, progress)
     table = m.DigestTable(m.CHUNK, len(header), len(header) + size, m.chunk_digest(header), tuple(digests))
     raw = table.encode()
     with new_file(folder / m.table_file(index)) as file:
@@ -132,44 +129,25 @@ def write_shard_file(folder: Path, index: int, header: bytes, data: Iterable[mem
     return {"file": m.shard_file(index), "bytes": table.size, "table_digest": m.table_digest(raw)}
 
 
-def _write_data(file: int, start: int, data: Iterable[memoryview], threads: int, progress: Callable[[int], None]) -> tuple[list[bytes], int]:
+def _write_data(file: int, start: int, data: Iterable[memoryview], progress: Callable[[int], None]) -> tuple[list[bytes], int]:
     """Write `data` from byte `start` of the file on, without copying it; returns the digests of its chunks, and its bytes.
 
     A chunk is digested, then written: the digest leaves it in the cache, which saves the write more than the digest takes. The disk writes
     meanwhile: what is left to the fsync in the end is little.
     """
-    chunks, lock, digests, size = enumerate(_chunks(data)), Lock(), {}, 0
-
-    def work() -> None:
-        nonlocal chunks, size
-        hasher = m.chunk_hasher()
-        try:
-            while True:
-                with lock:
-                    number, parts = next(chunks, (0, None))
-                if parts is None:
-                    return
-                hasher.reset()
-                for part in parts:
-                    hasher.update(part)
-                digests[number] = hasher.digest()
-                count = write_all(file, parts, start + number * m.CHUNK)
-                if number % AHEAD == AHEAD - 1:
-                    os.posix_fadvise(file, start + (number + 1 - AHEAD) * m.CHUNK, AHEAD * m.CHUNK, os.POSIX_FADV_DONTNEED)
-                with lock:
-                    size += count
-                    progress(count)
-        except BaseException:
-            chunks = iter(())  # the others stop too
-            raise
-
-    if threads == 1:
-        work()
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            for each in [pool.submit(work) for _ in range(threads)]:
-                each.result()
-    return [digests[number] for number in range(len(digests))], size
+    hasher, digests, size, begun = m.chunk_hasher(), [], 0, 0
+    for parts in _chunks(data):
+        hasher.reset()
+        for part in parts:
+            hasher.update(part)
+        digests.append(hasher.digest())
+        count = write_all(file, parts, start + size)
+        size += count
+        progress(count)
+        if size - begun >= AHEAD:
+            os.posix_fadvise(file, start + begun, size - begun, os.POSIX_FADV_DONTNEED)
+            begun = size
+    return digests, size
 
 
 def _chunks(data: Iterable[memoryview]) -> Iterator[list[memoryview]]:

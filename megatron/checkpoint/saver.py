@@ -170,7 +170,7 @@ class Saver:
             self._stands(iteration, began)
 
     def _begin(self, iteration: int, pairs: list[tuple[Box, Tensor]], state: dict[str, Any], began: float) -> None:
-        attempt = Attempt(self.root, iteration, self.ranks, partial(not_saved, self.root, iteration), state, bool(pairs))
+        attempt = Attempt(self.root, iteration, self.ranks, partial(not_saved, self.root, iteration), state, int(bool(pairs)))
         with attempt.kept():
             index = attempt.index
             save = UnderWay(attempt, state, began, bool(pairs), handed_over=self.staging is None)

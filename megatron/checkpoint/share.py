@@ -7,7 +7,7 @@ parts as there are holders, each cut moved to the next row. A row is an element 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -38,6 +38,12 @@ def own_part(pairs: Iterable[tuple[Box, Tensor]], holder: Callable[[Box], Holder
         first, stop = (min(max(-((before - at) // row), 0), box.extent[0]) for at in (low, high))
         found += cut_rows(box, tensor, first, stop)
     return found
+
+
+def in_parts(pairs: Sequence[tuple[Box, Tensor]], count: int) -> list[list[tuple[Box, Tensor]]]:
+    """The pairs cut by rows into at most `count` lists of about equal bytes, none of them empty."""
+    parts = (own_part(pairs, lambda box, part=part: Holder(part, count), balanced=True) for part in range(count))
+    return [part for part in parts if part]
 
 
 def _bytes(box: Box, tensor: Tensor) -> int:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,19 +24,21 @@ from megatron.checkpoint.files import new_file, write_all, write_shard_file
 from megatron.checkpoint.progress import Progress
 from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import DTYPE_NAMES
+from megatron.checkpoint.share import in_parts
 
 if TYPE_CHECKING:
     from megatron.model.layout import Box
 
 PIECE = 16 << 20  # bytes copied at a time from tensors that lie on a device or are strided
-THREADS = 4  # most that write a shard: most file systems let one write to a file at a time, and the others digest and copy meanwhile
+PARTS, PART = 4, 128 << 20  # most shards that a rank writes at a time, for a file takes one write at a time; bytes of the least
 
 
 def save_checkpoint(
     root: str | Path, iteration: int, tensors: Iterable[tuple[Box, Tensor]], state: dict[str, Any], say: Callable[[str], None] = print,
     ranks: Ranks = ONE, *, verify: bool = False, before: Iterable[int] = (),
 ) -> Path:
-    """Write iteration `iteration` under `root` and return its folder. All `ranks` call this together; each that owns boxes writes one shard.
+    """Write iteration `iteration` under `root` and return its folder. All `ranks` call this together; each that owns boxes writes a shard, or several
+    at a time where it owns much and has several cores.
 
     `tensors`: (box, local tensor) pairs that this rank owns; the boxes of all ranks cover each logical tensor exactly once. `state`: JSON,
     the same on every rank. `root` lies on a file system that all ranks share.
@@ -45,12 +49,11 @@ def save_checkpoint(
     untouched by that.
     """
     root, pairs = Path(root), [(box, tensor) for box, tensor in tensors if math.prod(box.extent)]
-    with Attempt(root, iteration, ranks, partial(not_saved, root, iteration), state, bool(pairs)) as attempt:
-        index = attempt.index
+    parts = shard_parts(pairs)
+    with Attempt(root, iteration, ranks, partial(not_saved, root, iteration), state, len(parts)) as attempt:
         progress = Progress(iteration, shard_bytes(pairs), say)
-        records = attempt.agree(lambda: None if index is None else
-                                write_shard(attempt.folder, index, attempt.shards, iteration, pairs, verify=verify, progress=progress) | ranks.who)
-        written = [record for record in records if record is not None]
+        told = attempt.agree(lambda: (write_shards(attempt, parts, verify, progress), ranks.who))
+        written = [record | who for records, who in told for record in records]
         attempt.agree(lambda: commit(root, attempt.folder, iteration, attempt.name, written, state, say, before).name if ranks.first else None)
     return root / m.iteration_folder(iteration)
 
@@ -70,12 +73,45 @@ def try_folder(root: str | Path, ranks: Ranks = ONE) -> None:
         attempt.agree(write)
 
 
+def shard_parts(pairs: list[tuple[Box, Tensor]]) -> list[list[tuple[Box, Tensor]]]:
+    """What this rank owns, for the shards that it writes at a time: one for each core that it has, but none of less than PART bytes."""
+    count = min(PARTS, torch.get_num_threads(), shard_bytes(pairs) // PART)
+    return in_parts(pairs, count) if count > 1 else [pairs] if pairs else []
+
+
+def write_shards(
+    attempt: Attempt, parts: list[list[tuple[Box, Tensor]]], verify: bool, progress: Callable[[int], None],
+) -> list[dict[str, Any]]:
+    """Write this rank's shards, each by a thread; the error of one ends all. Options and results as `write_shard_file`'s."""
+    lock, faults = Lock(), []
+
+    def tell(count: int) -> None:
+        with lock:
+            if faults:
+                raise faults[0]
+            progress(count)
+
+    def write(number: int) -> dict[str, Any]:
+        try:
+            return write_shard(attempt.folder, attempt.index + number, attempt.shards, attempt.iteration, parts[number], verify=verify, progress=tell)
+        except BaseException as error:
+            faults.append(error)
+            raise
+
+    if len(parts) < 2:
+        return [write(number) for number in range(len(parts))]
+    with ThreadPoolExecutor(len(parts)) as threads:
+        futures = [threads.submit(write, number) for number in range(len(parts))]
+    if faults:
+        raise faults[0]
+    return [future.result() for future in futures]
+
+
 def write_shard(folder: Path, index: int, shards: int, iteration: int, pairs: list[tuple[Box, Tensor]], **options: Any) -> dict[str, Any]:
-    """Write shard `index` of `shards` and its digest table into `folder`, by the threads that torch has; `options` and result as
-    `write_shard_file`'s."""
+    """Write shard `index` of `shards` and its digest table into `folder`; `options` and result as `write_shard_file`'s."""
     pairs = in_file_order(pairs)
     data = (memoryview(piece.reshape(-1).view(torch.uint8).numpy()) for box, tensor in pairs for piece in _host_pieces(box.view(tensor.detach())))
-    return write_shard_file(folder, index, shard_header(pairs, index, shards, iteration), data, threads=min(torch.get_num_threads(), THREADS), **options)
+    return write_shard_file(folder, index, shard_header(pairs, index, shards, iteration), data, **options)
 
 
 def shard_bytes(pairs: Iterable[tuple[Box, Tensor]]) -> int:

@@ -14,6 +14,7 @@ from dying import die_before
 from kill_writer import campaign, check, verdict
 from saving_jobs import JOBS, SAVES, contents
 
+from megatron.checkpoint import writer
 from megatron.checkpoint.reader import find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 
@@ -48,8 +49,9 @@ def test_the_documented_command(tmp_path, ranks):
 
 
 def two_threads(monkeypatch) -> None:
-    """To write a shard; the rest has one: a process that is forked must not wait for threads that stay behind."""
+    """To write two shards; the rest has one: a process that is forked must not wait for threads that stay behind."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(writer, "PART", 1 << 16)
 
 
 @pytest.mark.parametrize("name", ["real", "in-place"])

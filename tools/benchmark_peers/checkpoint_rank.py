@@ -198,7 +198,9 @@ SYSTEMS = {
 
 def own_bytes(folder: Path, rank: int) -> int:
     """Of the files that this rank has written; what the first writes for all of them counts for it."""
-    own = (f"rank-{rank}", f"shard-{rank:05d}", f"__{rank}_", f"bf16_zero_pp_rank_{rank}_", f"zero_pp_rank_{rank}_")
+    ours = [json.loads(path.read_bytes())["manifest"]["shards"] for path in folder.glob("iter_*/MANIFEST.json")]
+    shards = (Path(each["file"]).stem for each in sum(ours, []) if each["rank"] == rank)
+    own = (*shards, f"rank-{rank}", f"__{rank}_", f"bf16_zero_pp_rank_{rank}_", f"zero_pp_rank_{rank}_")
     others = ("rank-", "shard-", "__", "bf16_zero", "zero_pp")
     files = [path for path in folder.rglob("*") if path.is_file()]
     return sum(path.stat().st_size for path in files if path.name.startswith(own) or (rank == 0 and not path.name.startswith(others)))

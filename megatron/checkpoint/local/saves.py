@@ -48,7 +48,7 @@ def save_local(
     Raises ValueError on every rank when anything prevents the save on any; the checkpoints that were there are untouched by that.
     """
     pairs = [(box, tensor) for box, tensor in tensors if math.prod(box.extent)]
-    with NodeAttempt(nodes, run, iteration, state=state, takes_part=bool(pairs)) as attempt:
+    with NodeAttempt(nodes, run, iteration, state=state, own=int(bool(pairs))) as attempt:
         index = attempt.index
         told = attempt.agree(lambda: (None if index is None else write_shard(attempt.folder, index, attempt.shards, iteration, pairs) | nodes.ranks.who,
                                       datetime.now(timezone.utc).isoformat(timespec="seconds")))
