@@ -10,10 +10,12 @@ from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.replicas import odd_factors, position_sum
 from megatron.checkpoint.saver import Saver, staging_bytes
 from megatron.kernels import philox
+from megatron.layers import linear_cross_entropy
 from megatron.layers.attention import attention_core
 from megatron.layers.embedding import embedding_weight_grad
-from megatron.layers.linear import linear_weight_grad
+from megatron.layers.linear import column_linear, linear_weight_grad
 from megatron.layers.loss import cross_entropy
+from megatron.layers.tensor_parallel import DENSE
 from megatron.model.layout import Box
 from megatron.observe.tracking import read_metrics
 from megatron.training import pretrain as pretrain_module
@@ -106,6 +108,25 @@ def test_loss_and_attention_in_bf16():
     q, k, v = (torch.randn(128, 2, n, 64, generator=generator).bfloat16().cuda() for n in (8, 2, 2))
     fused, plain = (attention_core(q, k, v, scale=0.125, backend=backend).double() for backend in ("sdpa", "plain"))
     assert (fused - plain).norm() < 5e-3 * plain.norm()
+
+
+def test_head_and_loss_in_chunks(monkeypatch):
+    """In bf16 against the two apart: losses, the input's gradient, and the weight's, summed in fp32."""
+    monkeypatch.setitem(linear_cross_entropy.CHUNK_BYTES, "cuda", 100 * 1024 * 2)
+    generator, results = torch.Generator().manual_seed(0), []
+    x, weight = (torch.randn(*shape, generator=generator).bfloat16().cuda() for shape in ((128, 2, 64), (1024, 64)))
+    labels = torch.randint(0, 1000, (128, 2), generator=generator).cuda()
+    for fused in (True, False):
+        x, weight = x.detach().requires_grad_(), torch.nn.Parameter(weight)
+        weight.main_grad, x.grad = torch.zeros(1024, 64, device="cuda"), None
+        if fused:
+            loss, lse = linear_cross_entropy.linear_cross_entropy(x, weight, labels, 1000, None, DENSE)
+        else:
+            loss, lse = cross_entropy(column_linear(x, weight, None, DENSE), labels, 1000)
+        (loss + 1e-2 * lse.square()).sum().backward()
+        results.append((loss.detach(), x.grad, weight.main_grad))
+    for ours, apart in zip(*results, strict=True):
+        assert (ours.double() - apart.double()).norm() < 2**-8 * apart.double().norm()
 
 
 def test_a_background_save_is_of_the_values_at_its_call(tmp_path):

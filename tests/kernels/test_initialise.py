@@ -28,7 +28,7 @@ def definition(rows, columns, row, column, key=KEY, std=STD):
 
 
 @pytest.mark.parametrize("rows, columns, row, column", [
-    (7, 9, 0, 0), (20, 33, 3, 1), (1, 1, 17, 4), (40, 2, 0, 63), (3, 1100, 5, 60), (300, 8, 0, 0), (2, 64, 2**31 - 2, 2), (2, 5, 7, 2**31 - 8),
+    (7, 9, 0, 0), (20, 33, 3, 1), (1, 1, 17, 4), (40, 2, 0, 63), (3, 1100, 5, 60), (300, 8, 0, 0), (2, 1024, 0, 3), (2, 64, 2**31 - 2, 2), (2, 5, 7, 2**31 - 8),
 ])
 def test_any_rectangle(device, rows, columns, row, column):
     with canaries():
