@@ -103,7 +103,8 @@ def write_megatron(root: Path, case: str, *, tp: int, pp: int, stacked: bool, pi
                     own |= {renamed(name, i): local(name, value[i], rank).float() for i in layers}
                 elif stage == (0 if name.startswith("embedding") else pp - 1) or (pipe and "tied" in renamed(name, 0) and stage == pp - 1):
                     own[renamed(name, 0)] = local(name, value, rank).float()
-            write_rank(root / "global_step3", in_groups(own), kind, 2, model_rank=stage * tp + rank, args=argparse.Namespace(**state))
+            write_rank(root / "global_step3", in_groups(own), kind, 2, model_rank=stage * tp + rank, args=argparse.Namespace(**state),
+                       **({"module": None} if pipe else {}))
     return {name: value.float() for name, value in held.items()}
 
 

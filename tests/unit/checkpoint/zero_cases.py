@@ -42,13 +42,16 @@ def outline(content: dict[str, Any]) -> dict[str, str]:
 
 def differences(root: Path) -> list[str]:
     """Lines on what is otherwise in a real folder than here."""
-    found = []
-    for path in sorted((root / (root / "latest").read_text().strip()).glob("*.pt")):
+    found, folder = [], root / (root / "latest").read_text().strip()
+    piped = any(folder.glob("layer_*"))
+    for path in sorted(folder.glob("*.pt")):
+        if path.name.startswith("layer_"):  # a pipeline's weights in bf16: nothing of them is read
+            continue
         content = read_torch_file(MappedFile(path), DEEPSPEED_CLASSES)
         if path.name.endswith("_model_states.pt"):
             for name in ("frozen_param_shapes", "frozen_param_fragments"):  # stage 1 leaves them out
                 content[name] = content[name] or {}
-            wanted, content = MODEL, {key: value for key, value in content.items() if key not in ("args", "iteration")}
+            wanted, content = MODEL | ({"module": "NoneType"} if piped else {}), {key: value for key, value in content.items() if key not in ("args", "iteration")}
         else:
             assert set(content) == {"optimizer_state_dict", "ds_config", "ds_version"}
             content = content["optimizer_state_dict"]
