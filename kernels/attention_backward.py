@@ -42,17 +42,19 @@ from megatron.kernels.random import keep_scores, keep_scores_transposed
 def configuration(d: int, *, dq: bool, options: Options, dtype: torch.dtype = torch.bfloat16, capability: int = lang.HOPPER) -> Tiles:
     """Tiles of the kernel for dq (dq=True), or for dk and dv, for head dimension d; docs/kernels.md has what they compile to.
 
-    Random bits and soft-caps want registers, of which dk and dv hold half.
+    Up to 64, an SM holds two blocks of 128 registers a thread: one multiplies while the other one computes exponentials. Beyond, dk and dv
+    alone take 128, and random bits and soft-caps are left with smaller tiles.
     """
     dropout, costly = options.drop > 0, options.drop > 0 or options.softcap is not None
+    two = {} if costly else {"maxnreg": 128}
     if options.tile or dtype == torch.float32:
         return Tiles(options.tile or 32, options.tile or 32)
     if capability < lang.HOPPER:
         return Tiles(64, 64 if d <= 128 else 32, 4 if d <= 64 else 8, 1)
     if dq:
-        return Tiles(128, 64, 8, 2, {} if costly or d > 64 else {"maxnreg": 128}) if d <= 128 else Tiles(64, 64, 8, 2) if dropout else Tiles(128, 32, 8, 2)
+        return Tiles(128, 64, 8, 2, two) if d <= 64 else Tiles(128, 64, 8, 2) if d <= 128 else Tiles(64, 64, 8, 2) if dropout else Tiles(128, 32, 8, 2)
     if d <= 64:
-        return Tiles(32 if dropout else 64, 128, 8, 2)
+        return Tiles(64, 128, 8, 2) if atomic(d, options) else Tiles(32, 128, 8, 2, two)
     return Tiles(32 if costly else 64, 128 if d <= 128 else 64, 8, 2)
 
 
@@ -136,10 +138,10 @@ def _dkv_pass(dk, dv, k_tile, v, q, dout, dq, base, delta, b, n, first, last, ho
         if MASKED:
             ds = tl.where(see, ds, 0.0)  # a gradient that is NaN stays with the keys of its row
         ds = ds.to(q_tile.dtype)
-        dk = tl.dot(ds, q_tile, dk, input_precision="ieee")
-        if ATOMIC:
-            part = tl.dot(tl.trans(ds), k_tile, input_precision="ieee") * scale
+        if ATOMIC:  # before dk, which leaves it registers
+            part = tl.dot(tl.trans(ds), k_tile, input_precision="ieee")
             dq.atomic_add([b, n, block * M, 0], tl.reshape(part, [1, 1, M, D]))
+        dk = tl.dot(ds, q_tile, dk, input_precision="ieee")
     return dk, dv
 
 
@@ -148,7 +150,7 @@ def dkv_kernel(q, k, v, dout, dk, dv, dq, base, delta, table, q_positions, k_pos
                k0: tl.uint32, k1: tl.uint32, threshold: tl.uint32, inverse_keep, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr,
                SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, ATOMIC: tl.constexpr):
-    """N keys, the first ones first (they have the most queries), and `members` query heads of theirs. ATOMIC: dq [s, b, n, d] fp32 is added to.
+    """N keys, the first ones first (they have the most queries), and `members` query heads of theirs. ATOMIC: dq / scale [s, b, n, d] in fp32 is added to.
 
     dk, dv [t, b, heads / members, d] are whole where members = group, else parts in fp32.
     """
@@ -254,7 +256,7 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Ten
     if members < n // g:
         dk, dv = (x.view(t, b, g, -1, d).sum(3).to(q.dtype) for x in (dk, dv))
     if add:
-        return dq.to(q.dtype), dk, dv
+        return torch.mul(dq, options.scale, out=torch.empty(q.shape, dtype=q.dtype, device=q.device)), dk, dv
     tiles = choose(dq=True)
     dq_kernel[(-(-s // tiles.M) * b * n,)](
         descriptor(q, tiles.M), descriptor(k, tiles.N), descriptor(v, tiles.N), descriptor(dout, tiles.M), descriptor(dq, tiles.M), table=mask.by_query, **shared,
@@ -264,20 +266,18 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Ten
 
 def aot() -> Iterator[lang.Compiled]:
     """Head dimension 96 takes what 128 compiles to. What is spilled lies outside the loops over blocks, or is a few of their instructions."""
-    for d, spills in ((64, 40), (128, 128), (256, 152)):
+    spills = {"dkv": {64: 120, 128: 128, 256: 152}, "dkv_dq": {64: 72, 128: 216}, "dq": {64: 0, 128: 0, 256: 96}}
+    for d in (64, 128, 256):
         for variant, (_, given) in VARIANTS.items():
-            options = Options(scale=1.0, deterministic=False, **given)
-            tiles = configuration(d, dq=False, options=options)
-            M, N = tiles.M, tiles.N
-            blocks = {"q": M, "k": N, "v": N, "dout": M, "dk": N, "dv": N}
-            yield compiled(dkv_kernel, "dkv", d, tiles, variant, blocks, spills=spills, ATOMIC=False)
-            if atomic(d, options):
-                yield compiled(dkv_kernel, "dkv_dq", d, tiles, variant, blocks | {"dq": M}, deterministic=False, spills=16 if d == 64 else 304, ATOMIC=True)
-            tiles = configuration(d, dq=True, options=options)
-            M, N = tiles.M, tiles.N
-            yield compiled(dq_kernel, "dq", d, tiles, variant, {"q": M, "k": N, "v": N, "dout": M, "dq": M}, spills=96 if d == 256 else 0)
-        pointers = ("out", "dout", "lse", "dlse", "base", "delta")
-        types = {name: "*bf16" if name.endswith("out") else "*fp32" for name in pointers}
+            for name in spills:
+                options = Options(scale=1.0, deterministic=name != "dkv_dq", **given)
+                if options.deterministic or atomic(d, options):
+                    tiles = configuration(d, dq=name == "dq", options=options)
+                    M, N = tiles.M, tiles.N
+                    blocks = {"q": M, "k": N, "v": N, "dout": M} | ({} if name == "dq" else {"dk": N, "dv": N}) | ({} if name == "dkv" else {"dq": M})
+                    kernel, more = (dq_kernel, {}) if name == "dq" else (dkv_kernel, {"ATOMIC": name == "dkv_dq"})
+                    yield compiled(kernel, name, d, tiles, variant, blocks, deterministic=options.deterministic, spills=spills[name][d], **more)
         fixed = {"d": d, "D": columns(d), "M": 64}
+        types = {name: "*bf16" for name in ("out", "dout")} | {name: "*fp32" for name in ("lse", "dlse", "base", "delta")}
         signature = {name: types.get(name, "i32") for name in prepare_kernel.arg_names if name not in fixed}
         yield lang.Compiled(f"attention_prepare_{d}", prepare_kernel, signature, fixed, divisible=tuple(signature))
