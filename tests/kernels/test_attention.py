@@ -30,11 +30,11 @@ def zigzag(s, t):
 # (s, t, b, n, g, d, dtype, tile, what the mask has, other options): each pair of settings is in some row
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 CASES = {
-    "causal": (128, 128, 1, 1, 1, 64, BF16, 64, {}, {}),
+    "causal": (120, 120, 1, 1, 1, 64, BF16, 64, {}, {}),
     "odd_gqa": (77, 77, 1, 4, 2, 16, F32, 32, {}, {}),
-    "full": (70, 101, 2, 2, 2, 16, F32, 32, {"causal": False}, {}),
+    "full": (70, 101, 1, 2, 2, 16, F32, 32, {"causal": False}, {}),
     "full_softcap_dropout_d96": (64, 40, 1, 2, 1, 96, BF16, 32, {"causal": False}, {"softcap": 3.0, "drop": 0.3}),
-    "window": (96, 96, 1, 2, 1, 32, F32, 16, {"window": 37}, {}),
+    "window": (80, 80, 1, 1, 1, 32, F32, 16, {"window": 37}, {}),
     "narrow_window_fewer_keys": (96, 70, 1, 2, 2, 16, F32, 32, {"window": 5}, {"softcap": 2.0}),
     "documents": (100, 100, 2, 1, 1, 16, BF16, 32, {"documents": (3, 40, 80)}, {}),
     "documents_window_dropout": (96, 96, 2, 1, 1, 32, F32, 32, {"documents": (33, 50), "window": 24}, {"drop": 0.5}),
@@ -164,14 +164,14 @@ def test_dropout_mask_is_that_of_the_model(device):
     assert torch.equal(out > 0, kept & mask.dense(64, 64, device).permute(2, 0, 1, 3))
 
 
-@pytest.mark.parametrize("programs", [1, 24])
+@pytest.mark.parametrize("programs", [1, 4])
 def test_a_program_takes_the_heads_that_keep_the_gpu_busy(device, monkeypatch, programs):
     """All four, or two at a time; the other tests are so small that each head has its own program."""
     assert [heads_of_a_program(24, group, 132) for group in (1, 4, 6, 12)] == [1, 1, 1, 2] and heads_of_a_program(200, 8, 132) == 8
     monkeypatch.setattr(lang, "multiprocessors", lambda _: programs)
     generator = torch.Generator().manual_seed(1)
-    q, k, v, dout = (torch.randn(96, 2, heads, 16, generator=generator).to(device) for heads in (8, 2, 2, 8))
-    mask, dlse = attention_mask(96, 96), torch.zeros(2, 8, 96, device=device)
+    q, k, v, dout = (torch.randn(64, 1, heads, 16, generator=generator).to(device) for heads in (4, 1, 1, 4))
+    mask, dlse = attention_mask(64, 64), torch.zeros(1, 4, 64, device=device)
     exact, torchs = (results(attention_reference, [x.to(kind) for x in (q, k, v)], (dout, dlse), mask, scale=0.25) for kind in (torch.float64, torch.float32))
     for deterministic in (True, False):
         ours = results(flash_attention, (q, k, v), (dout, dlse), mask, scale=0.25, tile=32, deterministic=deterministic)
@@ -180,7 +180,7 @@ def test_a_program_takes_the_heads_that_keep_the_gpu_busy(device, monkeypatch, p
 
 
 def test_equal_runs_have_equal_bits(device):
-    tensors, gradients, (s, t, has), options, tile = make("documents_window_dropout", device)
+    tensors, gradients, (s, t, has), options, tile = make("positions_window", device)
     first, second = (results(flash_attention, tensors, gradients, attention_mask(s, t, **has, tile=tile), tile=tile, **options) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
