@@ -72,8 +72,11 @@ def test_rows_wider_than_a_program_holds(add, centre, device, monkeypatch):
 
 
 def test_layers_rounding_of_rms_norm(device):
-    """x rstd is rounded before the product with the weight: few results differ by a bit, as rstd does; without it a fourth does."""
-    x, _, weight, *_ = operands((16, 256), torch.bfloat16, False, device)
+    """x rstd is rounded before the product with the weight: few results differ by a bit, as rstd does; without it a fourth does. The sum with a
+    residual is rounded before it is normed."""
+    x, residual, weight, *_ = operands((16, 256), torch.bfloat16, False, device)
+    y, total, _ = ops.add_norm(x, residual, weight, None, EPS)
+    assert torch.equal(total, x + residual) and torch.equal(y, ops.norm(total, weight, None, EPS)[0])
     expected = ops.norm_reference(x, weight, None, EPS)
     assert (ops.norm(x, weight, None, EPS)[0] != expected).float().mean() < 0.01
     assert ((x.double() * (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()).bfloat16() != expected).float().mean() > 0.1
