@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels import lang, philox
-from megatron.kernels.attention_backward import backward
+from megatron.kernels.attention_backward import backward, tanh
 from megatron.kernels.attention_launch import (
     RUNTIME,
     VARIANTS,
@@ -92,7 +92,7 @@ def configuration(d: int, *, dropout: bool = False, dtype: torch.dtype = torch.b
 def capped(x, scale, SOFTCAP: tl.constexpr):
     """(y, factor): y factor are the scores q k^T scale in base 2, soft-capped where SOFTCAP > 0."""
     if SOFTCAP > 0:
-        y = (SOFTCAP * 1.4426950408889634) * (2 * tl.sigmoid(x * (scale * (2 / SOFTCAP))) - 1)  # tanh
+        y = (SOFTCAP * 1.4426950408889634) * tanh(x * (scale / SOFTCAP))
         factor = 1.0
     else:
         y = x
