@@ -6,7 +6,7 @@
 Every rank holds an equal share of a GPT's fp32 weights and Adam moments (benchmark_peers/checkpoint_rank.py), and every system saves the same
 bytes into a new folder, on tmpfs and on disk; DeepSpeed, whose format holds bf16 weights too, is shown without a goal. All systems are alive
 together and take turns, in turning order; each sleeps meanwhile. One turn of each is not counted (buffers, processes and plans are made
-then; its stall is the column `first stall`), and in one more the memory is sampled instead.
+then; its stall is the column `first stall`), and in one more the memory is sampled instead. Every rank may use its share of the cores.
 
 total   from the first rank's begin to the last rank's end, everything fsynced: by the system itself (ours, DCP), else by each rank afterwards
 stall   from the begin until the state may change again, of the slowest rank

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import sys
 import time
 from pathlib import Path
 
@@ -16,6 +18,10 @@ from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint, shard_bytes, shard_parts
 from megatron.model.layout import Box
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+
+import inspect_checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CHUNK = 256
@@ -108,8 +114,11 @@ def save_by_two(root: Path) -> list[tuple[int, int]]:
         return [(shard.number, record["rank"]) for shard, record in zip(checkpoint.shards, checkpoint.manifest["shards"], strict=True)]
 
 
-def test_ranks_with_different_cores(gloo_world, tmp_path):
+def test_ranks_with_different_cores(gloo_world, tmp_path, capsys):
     assert gloo_world(2).run(save_by_two, tmp_path) == [[(0, 0), (1, 1), (2, 1), (3, 1)]] * 2
+    assert inspect_checkpoint.main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "2 ranks wrote" in out and re.search(r"rank 1: \S+ MiB in shard-00001.safetensors, shard-00002.safetensors, shard-00003.safetensors\n", out)
 
 
 def test_what_has_been_taken_is_written_before_more_is_asked_for(tmp_path, monkeypatch):
