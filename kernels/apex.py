@@ -15,7 +15,7 @@ SYMBOLS: dict[str, tuple[tuple[str, str], ...]] = {  # feature -> (module, funct
     "adam": (("amp_C", "multi_tensor_adam"), ("apex.multi_tensor_apply", "multi_tensor_applier")),
     "norm": tuple(("fused_layer_norm_cuda", name) for name in ("forward_affine", "backward_affine", "rms_forward_affine", "rms_backward_affine")),
     "grad norm": (("amp_C", "multi_tensor_l2norm"), ("apex.multi_tensor_apply", "multi_tensor_applier")),
-    "weight gradient": (("fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"),),
+    "weight-grad": (("fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"),),
 }
 
 
@@ -69,5 +69,5 @@ def l2_norm(buffers: Iterable[Tensor]) -> Tensor:
 
 def add_weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor) -> None:
     """main_grad [o, i] (fp32) += dy^T x, with dy [tokens, o] and x [tokens, i] in half precision."""
-    (add,) = symbols("weight gradient")
+    (add,) = symbols("weight-grad")
     add(x, dy, main_grad)

@@ -20,6 +20,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "activation": ("triton", "torch"),
     "dropout": ("triton", "torch"),
     "cross-entropy": ("triton", "torch"),
+    "weight-grad": ("apex", "torch"),
     "init": ("triton", "torch"),
 }
 # (operator, architecture) of which docs/performance.md has a measurement that the Triton kernel wins. None has run on a GPU yet.

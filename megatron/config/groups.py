@@ -107,6 +107,8 @@ class ModelConfig:
     """Implementation of dropout on hidden states."""
     cross_entropy_backend: Literal["auto", "triton", "torch"] = flag("auto", megatron="absent there")
     """Implementation of the loss."""
+    weight_grad_backend: Literal["auto", "apex", "torch"] = flag("auto", megatron="--no-gradient-accumulation-fusion switches apex's off there")
+    """Implementation of the weight gradients' sum in fp32 on a GPU."""
     init_backend: Literal["auto", "triton", "torch"] = flag("auto", megatron="absent there")
     """Implementation of the generator that draws the initial weights; those on the host are drawn by torch."""
     fused_linear_cross_entropy: bool = flag(False, megatron="--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear")

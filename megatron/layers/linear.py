@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from megatron.dist.collectives import all_gather, all_reduce, gather_parts, reduce_scatter, scatter_parts
 from megatron.dist.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from megatron.dist.groups import ALONE, Axis
+from megatron.kernels import apex
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 # Largest temporary that forming a weight gradient may take, in bytes.
@@ -45,9 +46,12 @@ def linear_input_grad(dy: Tensor, weight: Tensor) -> Tensor:
     return dy.matmul(weight)
 
 
-def linear_weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool = False) -> None:
+def linear_weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool = False, by_apex: bool = False) -> None:
     """main_grad [o, i] += dy^T x (= where it is to `overwrite`), with dy [s, b, o] and x [s, b, i]; no temporary above SCRATCH_BYTES."""
     dy, x = dy.flatten(0, -2), x.flatten(0, -2)
+    if by_apex and main_grad.dtype == torch.float32 and dy.dtype != torch.float32:
+        apex.add_weight_grad(dy, x, main_grad.zero_() if overwrite else main_grad)
+        return
     if main_grad.dtype == dy.dtype:
         main_grad.addmm_(dy.t(), x, beta=0 if overwrite else 1)  # the product is added by the GEMM itself
         return
@@ -81,7 +85,7 @@ def _products_of(dtype: torch.dtype) -> Iterator[None]:
 def add_weight_grad(dy: Tensor, x: Tensor, weight: nn.Parameter) -> None:
     """Add a weight's gradient in its main_grad, or put it there if that is fresh."""
     overwrite, weight.fresh = getattr(weight, "fresh", False), False
-    linear_weight_grad(dy, x, weight.main_grad, overwrite)
+    linear_weight_grad(dy, x, weight.main_grad, overwrite, getattr(weight, "by_apex", False))
 
 
 def bias_grad(dy: Tensor, main_grad: Tensor) -> None:

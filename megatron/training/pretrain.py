@@ -229,6 +229,8 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
                           host_fraction=config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0,
                           in_files=config.optimizer.optimizer_nvme_offload is not None, offloaded=config.optimizer.param_cpu_offload,
                           frozen=frozen_units(config))
+    for parameter in model.parameters() if model_config.weight_grad_backend == "apex" else ():
+        parameter.by_apex = True  # read where its gradient is formed
     zero = block_wrapper(config, model, blocks, groups)
     with together(groups.world, device):
         optimizer = Optimizer(blocks, config, groups, zero.publish)

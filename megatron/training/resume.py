@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron.training.run import Run
 
 # Model fields that change neither weights nor results, and those a continued run may change on purpose.
-_BACKENDS = {f"{operator}_backend" for operator in ("attention", "norm", "rotary", "activation", "dropout", "cross_entropy", "init")}
+_BACKENDS = {f"{operator}_backend" for operator in ("attention", "norm", "rotary", "activation", "dropout", "cross_entropy", "weight_grad", "init")}
 _FREE_MODEL_FIELDS = {*_BACKENDS, "fused_linear_cross_entropy", "hidden_dropout", "attention_dropout", "z_loss_coeff", "init_method_std"}
 _NO_ARITHMETIC = {"init_method_std", "distributed_timeout_minutes", "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
                   "use_tp_pp_dp_mapping", "num_layers_per_virtual_pipeline_stage", "zero3_keep_gathered", "overlap_param_gather"}

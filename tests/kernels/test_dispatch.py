@@ -9,9 +9,11 @@ import torch
 from megatron.config.groups import ModelConfig
 from megatron.kernels import apex, dispatch, lang
 from megatron.kernels.dispatch import OPERATORS, choose
+from megatron.layers.linear import linear_weight_grad
 from megatron.layers.norm import Norm
 from megatron.model.kernels import choose_kernels, passed_over
 
+TRITON = [operator for operator, names in OPERATORS.items() if "triton" in names]
 CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 QUIET = ModelConfig(hidden_dropout=0.0, attention_dropout=0.0)
 
@@ -48,7 +50,7 @@ def test_auto_on_a_cpu_is_torch(operator, no_interpreter):
     assert str(choose(operator, "auto", CPU, torch.float32)) == expected
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", TRITON)
 def test_auto_takes_triton_where_it_has_been_measured_to_win(operator, measured):
     assert choose(operator, "auto", GPU, BF16).implementation == "triton"
     assert choose(operator, "auto", GPU, torch.float64).implementation in ("torch", "sdpa")
@@ -94,9 +96,10 @@ def test_a_model_is_built_without_auto(no_interpreter):
 def test_in_the_interpreter_a_flag_forces_triton():
     if not lang.interpreted():
         pytest.skip("there is a GPU")
-    forced = dataclasses.replace(ModelConfig(), **{f"{operator.replace('-', '_')}_backend": "triton" for operator in OPERATORS})
+    forced = dataclasses.replace(ModelConfig(), **{f"{operator.replace('-', '_')}_backend": "triton" for operator in TRITON})
     resolved, choices = choose_kernels(forced, CPU, torch.float32)
-    assert {choice.implementation for choice in choices.values()} == {"triton"} and resolved == forced
+    assert {choices[operator].implementation for operator in TRITON} == {"triton"}
+    assert resolved == dataclasses.replace(forced, weight_grad_backend="torch")
 
 
 def test_the_impostor_apex_is_recognised(fake):
@@ -110,10 +113,12 @@ def test_apex_is_found_by_what_it_holds(fake):
     fake("fused_layer_norm_cuda", "def forward_affine(): ...\n")
     assert apex.missing("norm").startswith("not NVIDIA's apex: module 'fused_layer_norm_cuda' has no attribute 'backward_affine'")
     fake("fused_weight_gradient_mlp_cuda", "def wgrad_gemm_accum_fp32(x, dy, grad):\n    grad.add_(dy.t().to(grad.dtype) @ x.to(grad.dtype))\n")
-    assert apex.missing("weight gradient") is None
-    dy, x, grad = torch.randn(5, 3), torch.randn(5, 4), torch.ones(3, 4)
-    apex.add_weight_grad(dy, x, grad)
-    torch.testing.assert_close(grad, 1 + dy.t() @ x)
+    assert apex.missing("weight-grad") is None
+    dy, x, grad = torch.randn(5, 1, 3).bfloat16(), torch.randn(5, 1, 4).bfloat16(), torch.ones(3, 4)
+    product = dy[:, 0].float().t() @ x[:, 0].float()
+    for overwrite, expected in ((False, 1 + product), (True, product)):
+        linear_weight_grad(dy, x, grad, overwrite, by_apex=True)
+        torch.testing.assert_close(grad, expected)
 
 
 APEX_NORMS = """
