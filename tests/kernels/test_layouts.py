@@ -1,0 +1,62 @@
+"""A model by the kernels and by PyTorch on two tensor-parallel ranks with sequence parallelism: losses and gradients, whole, recomputed, in two parts."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.config.groups import ModelConfig
+from megatron.dist.groups import Layout, build_groups
+from megatron.layers.tensor_parallel import TensorParallel
+from megatron.model.block import PlainBlocks
+from megatron.model.gpt import GPTModel
+from megatron.model.init import fill_initial
+from megatron.optimizer.blocks import build_blocks
+from megatron.parallel.recompute import Recompute
+
+S, B, VOCAB = 8, 2, 30
+GPT = ModelConfig(num_layers=1, hidden_size=32, ffn_hidden_size=24, num_attention_heads=4, kv_channels=8, num_query_groups=4, max_position_embeddings=S,
+                  attention_dropout=0.1, hidden_dropout=0.1)
+CONFIGS = {
+    "gpt": GPT,
+    "llama": dataclasses.replace(GPT, num_query_groups=2, activation="swiglu", normalization="RMSNorm", add_bias_linear=False, position_embedding_type="rope",
+                                 untie_embeddings_and_output_weights=True, fused_linear_cross_entropy=True),
+}
+TRITON = {f"{name}_backend": "triton" for name in ("attention", "norm", "rotary", "activation", "dropout", "cross_entropy", "init")}
+
+
+def passes(config: ModelConfig, how: str) -> dict[str, torch.Tensor]:
+    """The loss and every main_grad of one micro-batch on this rank."""
+    tp = TensorParallel(build_groups(Layout(tp=2), dist.get_rank(), dist.new_group).tp, sequence=True)
+    model = GPTModel(config, vocab_size=VOCAB, padded_vocab=32, dtype=torch.float32, seed=5, tp=tp)
+    for block in build_blocks(model, torch.device("cpu")):
+        for entry in block.entries:
+            for box in entry.boxes:
+                fill_initial(box, entry.view(block.weight), config, 5)
+        block.open()
+    ids = torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(0))
+    micro = model.micro_batch(ids[:, :-1], ids[:, 1:], torch.ones(B, S), torch.arange(S).expand(B, S), torch.arange(B),
+                              torch.tensor([[0] * 5 + [5] * 3, [0] * S]), training=True)
+    wrapper = Recompute(PlainBlocks()) if how == "recompute" else PlainBlocks()
+    sums, saved = model(micro, wrapper)
+    dy = GPTModel.loss_gradient(sums, 1.0)
+    if how == "in two parts":
+        _, left = model.backward_input(saved, dy, wrapper)
+        model.backward_weight(left, wrapper)
+    else:
+        model.backward(saved, dy, wrapper)
+    return {"loss": sums} | {name: parameter.main_grad for name, parameter in model.named_parameters()}
+
+
+def compare(config: ModelConfig, how: str) -> None:
+    torchs, ours = passes(config, how), passes(dataclasses.replace(config, **TRITON), how)
+    assert any(not torch.equal(torchs[name], ours[name]) for name in torchs)
+    for name, expected in torchs.items():  # keys' biases have no gradient but noise
+        scale = max(expected.norm(), 1e-3 * torchs["loss"].norm()) if "bias" in name else expected.norm()
+        assert (ours[name] - expected).norm() < 5e-6 * scale, name
+
+
+@pytest.mark.parametrize("name, how", [("gpt", "whole"), ("gpt", "in two parts"), ("llama", "recompute"), ("llama", "in two parts")])
+def test_kernels_on_two_ranks(gloo_world, name, how):
+    gloo_world(2).run(compare, CONFIGS[name], how)
