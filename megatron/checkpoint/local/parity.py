@@ -24,7 +24,8 @@ from megatron.dist.collectives import is_gloo
 from megatron.dist.p2p import Receiving, Sending
 
 SET = 8  # most nodes of a set
-WINDOW = 1 << 20  # bytes of one message; a rank has at most 2 * SET of them on their way
+WINDOW = 1 << 20  # bytes of one message
+FLYING = 2  # windows on their way at a time: of each a rank sends and receives fewer than SET messages
 
 Part = tuple[int, int]  # a file's number, and a byte in it
 
@@ -115,7 +116,7 @@ class Stream:
 def exchange(streams: Iterable[Stream], ranks: Ranks, owner: Callable[[int], int], path: Callable[[int], Path],
              write: Callable[[int, Iterator[memoryview]], None]) -> Exception | None:
     """Make the files of `streams`; all ranks call this with the same ones in the same order. `owner(number)` is the rank that reads a file at
-    `path(number)`, `write(number, pieces)` takes what a rank makes. What goes wrong here is returned when all has been moved. Memory: 2 * SET
+    `path(number)`, `write(number, pieces)` takes what a rank makes. What goes wrong here is returned when all has been moved. Memory: 4 * SET
     messages. Over NCCL they pass through the device (that way has never run)."""
     fault: Exception | None = None
     for turn in _turns(streams, owner):
@@ -175,26 +176,30 @@ class _Files:
 def _windows(turn: list[Stream], ranks: Ranks, owner: Callable[[int], int], files: _Files) -> Iterator[memoryview]:
     """This rank's stream of a turn, piece by piece, while it sends what the others' need. Messages are started in one order on all ranks."""
     me, device = ranks.world.rank, torch.device("cpu") if ranks.world.size == 1 or is_gloo(ranks.world) else ranks.device
-    try:
-        for windows in itertools.zip_longest(*(stream.windows() for stream in turn)):
-            sent: list[Sending] = []
-            coming: list[Receiving] = []
-            own: Tensor | None = None
-            for stream, window in zip(turn, windows, strict=True):
-                if window is None:
-                    continue
-                size, parts = window
-                if stream.to == me:
-                    own = torch.zeros(size, dtype=torch.uint8)
-                for number, at in parts:
-                    if owner(number) == me:
-                        piece = files.read(number, at, size)
-                        if stream.to == me:
-                            own.bitwise_xor_(piece)
-                        else:
-                            sent.append(Sending(piece.to(device), stream.to, ranks.world, 0))
-                    elif stream.to == me:
+
+    def start(windows: Iterable[tuple[int, list[Part]] | None]) -> tuple[Tensor | None, list[Receiving], list[Sending]]:
+        own, coming, sent = None, [], []
+        for stream, (size, parts) in ((stream, window) for stream, window in zip(turn, windows, strict=True) if window is not None):
+            if stream.to == me:
+                own = torch.zeros(size, dtype=torch.uint8)
+            for number, at in parts:
+                if owner(number) != me:
+                    if stream.to == me:
                         coming.append(Receiving((size,), torch.uint8, device, owner(number), ranks.world, 0))
+                elif stream.to == me:
+                    own.bitwise_xor_(files.read(number, at, size))
+                else:
+                    sent.append(Sending(files.read(number, at, size).to(device), stream.to, ranks.world, 0))
+        return own, coming, sent
+
+    try:
+        flying: list[tuple[Tensor | None, list[Receiving], list[Sending]]] = []
+        for windows in itertools.chain(itertools.zip_longest(*(stream.windows() for stream in turn)), itertools.repeat(None, FLYING - 1)):
+            if windows is not None:
+                flying.append(start(windows))
+            if not flying or (windows is not None and len(flying) < FLYING):
+                continue
+            own, coming, sent = flying.pop(0)
             for message in coming:
                 own.bitwise_xor_(message.wait().cpu())
             for message in sent:
