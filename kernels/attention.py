@@ -101,9 +101,9 @@ def capped(x, scale, SOFTCAP: tl.constexpr):
 
 
 @jit
-def _forward_pass(acc, m, l, q, k, v, b, g, first, last, hole, gap, t, q_at, start, k_positions, scale, drop, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-                  MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr,
-                  SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr):
+def _forward_pass(acc, m, l, q, k, v, b, g, first, last, hole, gap, t, q_at, start, k_positions, scale, drop,
+                  D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+                  DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr):
     """Take blocks first..last of keys into (acc [M, D], m [M] the greatest score so far, l [M] the sum); `gap` blocks are left out from `hole` on."""
     for step in range(first, last):
         block = step + tl.where(step >= hole, gap, 0) if MASKED else step
@@ -133,7 +133,7 @@ def forward_kernel(q, k, v, out, lse, table, q_positions, k_positions, starts, s
                    k0: tl.uint32, k1: tl.uint32, threshold: tl.uint32, inverse_keep, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr,
                    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr):
-    """M rows of one head. q, k, v, out are descriptors [b, heads, length, d] of blocks [1, 1, M or N, D], which read zeros and write nothing beyond."""
+    """M rows of one head. q, k, v, out: descriptors [b, heads, length, d] of blocks [1, 1, M or N, D], which read zeros and write nothing beyond."""
     blocks = tl.cdiv(s, M)
     block, head = schedule(tl.program_id(0), blocks, tl.num_programs(0) // blocks, section)
     b, n = head // heads, head % heads
@@ -146,11 +146,11 @@ def forward_kernel(q, k, v, out, lse, table, q_positions, k_positions, starts, s
     drop = (tl.load(samples + b), first_head + n, k0, k1, threshold, inverse_keep) if DROPOUT else (0, 0, 0, 0, 0, 0)
     low, full_low, full_high, high = keys_of_queries(table, b if DOCUMENTS else 0, row, s, t, CAUSAL, WINDOW, TABLE, M, N)
     acc, m, l = tl.zeros([M, D], tl.float32), tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
-    acc, m, l = _forward_pass(acc, m, l, q_tile, k, v, b, n // group, full_low, full_high, 0, 0, t, q_at, start, k_positions, scale, drop, D, M, N,
-                              False, CAUSAL, WINDOW, DOCUMENTS, POSITIONS, SOFTCAP, DROPOUT)
     gap = full_high - full_low
-    acc, m, l = _forward_pass(acc, m, l, q_tile, k, v, b, n // group, low, high - gap, full_low, gap, t, q_at, start, k_positions, scale, drop, D, M, N,
-                              True, CAUSAL, WINDOW, DOCUMENTS, POSITIONS, SOFTCAP, DROPOUT)
+    for MASKED in tl.static_range(2):
+        first, last = (low, high - gap) if MASKED else (full_low, full_high)
+        acc, m, l = _forward_pass(acc, m, l, q_tile, k, v, b, n // group, first, last, full_low, gap, t, q_at, start, k_positions, scale, drop,
+                                  D, M, N, MASKED, CAUSAL, WINDOW, DOCUMENTS, POSITIONS, SOFTCAP, DROPOUT)
     total = tl.where(l == 0, 1.0, l)
     out.store([b, n, row, 0], tl.reshape((acc / total[:, None]).to(out.dtype), [1, 1, M, D]))
     value = tl.where(l == 0, float("-inf"), m * 0.6931471805599453 + tl.log(total))
@@ -177,9 +177,10 @@ def unfit(d: int) -> str | None:
 
 
 @torch.library.custom_op("megatron::flash_attention", mutates_args=())
-def _flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, causal: bool, window: int | None, q_positions: Tensor | None,
-                     k_positions: Tensor | None, document_starts: Tensor | None, by_query: Tensor | None, by_key: Tensor | None, drop: float,
-                     key: Sequence[int], sample_ids: Tensor | None, first_head: int, deterministic: bool, tile: int) -> tuple[Tensor, Tensor]:
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, causal: bool, window: int | None,
+                     q_positions: Tensor | None, k_positions: Tensor | None, document_starts: Tensor | None, by_query: Tensor | None,
+                     by_key: Tensor | None, drop: float, key: Sequence[int], sample_ids: Tensor | None, first_head: int, deterministic: bool,
+                     tile: int) -> tuple[Tensor, Tensor]:
     mask = AttentionMask(causal, window, q_positions, k_positions, document_starts, by_query, by_key)
     return forward(q, k, v, mask, Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile), sample_ids)
 
@@ -191,10 +192,10 @@ def _(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("megatron::flash_attention_backward", mutates_args=())
-def _flash_attention_backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None,
-                              causal: bool, window: int | None, q_positions: Tensor | None, k_positions: Tensor | None, document_starts: Tensor | None,
-                              by_query: Tensor | None, by_key: Tensor | None, drop: float, key: Sequence[int], sample_ids: Tensor | None, first_head: int,
-                              deterministic: bool, tile: int) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_attention_backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float,
+                              softcap: float | None, causal: bool, window: int | None, q_positions: Tensor | None, k_positions: Tensor | None,
+                              document_starts: Tensor | None, by_query: Tensor | None, by_key: Tensor | None, drop: float, key: Sequence[int],
+                              sample_ids: Tensor | None, first_head: int, deterministic: bool, tile: int) -> tuple[Tensor, Tensor, Tensor]:
     mask = AttentionMask(causal, window, q_positions, k_positions, document_starts, by_query, by_key)
     return backward(dout, dlse, out, lse, q, k, v, mask, Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile), sample_ids)
 
@@ -229,15 +230,16 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Atte
     The model calls it so, the mask made once a micro-batch by attention_masks.attention_mask and shared by all layers:
 
         mask = attention_mask(s, t, window=..., q_positions=..., k_positions=..., document_starts=...)
-        out, lse = flash_attention(q, k, v, scale=d**-0.5, mask=mask, softcap=..., drop=..., key=dropout.key, sample_ids=state.sample_ids, first_head=...)
+        out, lse = flash_attention(q, k, v, scale=d**-0.5, mask=mask, softcap=..., drop=..., key=dropout.key, sample_ids=state.sample_ids,
+                                   first_head=...)
 
     deterministic=False adds up dq atomically: faster, but equal runs give unequal last bits.
     """
     assert scale > 0 and q.shape[2] % k.shape[2] == 0 and k.shape == v.shape and q.shape[1] == k.shape[1] and (drop == 0 or sample_ids is not None)
     assert mask.by_query is not None or (mask.q_positions is None and mask.document_starts is None), "make the mask with attention_mask()"
     return torch.ops.megatron.flash_attention(
-        q, k, v, scale, softcap, mask.causal, mask.window, mask.q_positions, mask.k_positions, mask.document_starts, mask.by_query, mask.by_key, drop, list(key),
-        sample_ids, first_head, deterministic, tile)
+        q, k, v, scale, softcap, mask.causal, mask.window, mask.q_positions, mask.k_positions, mask.document_starts, mask.by_query, mask.by_key,
+        drop, list(key), sample_ids, first_head, deterministic, tile)
 
 
 def aot() -> Iterator[lang.Compiled]:

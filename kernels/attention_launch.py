@@ -77,8 +77,8 @@ def section(length: int, d: int, dtype: torch.dtype, heads: int = 1) -> int:
 
 def numbers(s: int, t: int, n: int, g: int, options: Options) -> dict[str, Any]:
     """The arguments that are numbers, but for `section`."""
-    return {"s": s, "t": t, "heads": n, "group": n // g, "scale": options.scale, "first_head": options.first_head, "k0": options.key[0], "k1": options.key[1],
-            "threshold": round(options.drop * 2**32), "inverse_keep": 1 / (1 - options.drop)}
+    return {"s": s, "t": t, "heads": n, "group": n // g, "scale": options.scale, "first_head": options.first_head,
+            "k0": options.key[0], "k1": options.key[1], "threshold": round(options.drop * 2**32), "inverse_keep": 1 / (1 - options.drop)}
 
 
 def mask_tensors(mask: AttentionMask, sample_ids: Tensor | None) -> dict[str, Tensor | None]:
@@ -87,7 +87,8 @@ def mask_tensors(mask: AttentionMask, sample_ids: Tensor | None) -> dict[str, Te
 
 def constants(d: int, tiles: Tiles, options: Options, *, causal: bool, window: int | None, documents: bool, positions: bool) -> dict[str, Any]:
     """The arguments that are compiled in."""
-    return {"D": columns(d), "M": tiles.M, "N": tiles.N, "CAUSAL": causal, "WINDOW": window or 0, "TABLE": (options.tile or TILE) if documents or positions else 0,
+    table = (options.tile or TILE) if documents or positions else 0
+    return {"D": columns(d), "M": tiles.M, "N": tiles.N, "CAUSAL": causal, "WINDOW": window or 0, "TABLE": table,
             "DOCUMENTS": documents, "POSITIONS": positions, "SOFTCAP": float(options.softcap or 0), "DROPOUT": options.drop > 0}
 
 
@@ -107,8 +108,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name: (of the 
 }
 
 
-def compiled(kernel: Any, name: str, d: int, tiles: Tiles, variant: str, descriptors: Mapping[str, int], *, deterministic: bool = True, spills: int = 0,
-             **more: Any) -> lang.Compiled:
+def compiled(kernel: Any, name: str, d: int, tiles: Tiles, variant: str, descriptors: Mapping[str, int], *,
+             deterministic: bool = True, spills: int = 0, **more: Any) -> lang.Compiled:
     """The row of a kernel in bf16; `descriptors` gives rows of a block by argument name, `more` what else is compiled in."""
     mask, given = VARIANTS[variant]
     options = Options(scale=1.0, deterministic=deterministic, **given)
@@ -126,7 +127,8 @@ def compiled(kernel: Any, name: str, d: int, tiles: Tiles, variant: str, descrip
     signature = {key: types.get(key, "i32") for key in kernel.arg_names if key not in fixed}
     return lang.Compiled(
         name=f"attention_{name}_{d}_{variant}", kernel=kernel, signature=signature, constants=fixed, matmul=True, spills=spills,
-        divisible=tuple(key for key, kind in signature.items() if kind.startswith("*")), num_warps=tiles.num_warps, num_stages=tiles.num_stages, options=tiles.options)
+        divisible=tuple(key for key, kind in signature.items() if kind.startswith("*")), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        options=tiles.options)
 
 
 assert TILE % STEP == 0

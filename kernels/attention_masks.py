@@ -64,7 +64,8 @@ def attention_mask(s: int, t: int, *, causal: bool = True, window: int | None = 
     assert causal or (window is None and q_positions is None and document_starts is None), "without causality every query sees every key"
     assert window is None or window > 0
     assert (q_positions is None) == (k_positions is None), "positions of both or of neither"
-    q_positions, k_positions, document_starts = (x if x is None else x.to(torch.int32).contiguous() for x in (q_positions, k_positions, document_starts))
+    q_positions, k_positions, document_starts = (
+        x if x is None else x.to(torch.int32).contiguous() for x in (q_positions, k_positions, document_starts))
     plain = AttentionMask(causal, window, q_positions, k_positions, document_starts)
     if q_positions is None and document_starts is None:
         return plain

@@ -155,7 +155,8 @@ def test_bad_numbers_stay_in_their_rows(device, where, bad):
 
 def test_dropout_mask_is_that_of_the_model(device):
     """With v the identity, out holds the probabilities."""
-    site, state = Dropout(0.4, 11, "layers", 3, "attention.dropout"), DropoutState(torch.tensor([9, 4], device=device), torch.arange(32, 96, device=device))
+    site = Dropout(0.4, 11, "layers", 3, "attention.dropout")
+    state = DropoutState(torch.tensor([9, 4], device=device), torch.arange(32, 96, device=device))
     q, k = (torch.randn(64, 2, 2, 64, device=device) for _ in range(2))
     v = torch.eye(64, device=device)[:, None, None].expand(64, 2, 2, 64)
     mask = attention_mask(64, 64, q_positions=state.token_index, k_positions=torch.arange(64, device=device), tile=32)
@@ -172,7 +173,8 @@ def test_a_program_takes_the_heads_that_keep_the_gpu_busy(device, monkeypatch, p
     generator = torch.Generator().manual_seed(1)
     q, k, v, dout = (torch.randn(64, 1, heads, 16, generator=generator).to(device) for heads in (4, 1, 1, 4))
     mask, dlse = attention_mask(64, 64), torch.zeros(1, 4, 64, device=device)
-    exact, torchs = (results(attention_reference, [x.to(kind) for x in (q, k, v)], (dout, dlse), mask, scale=0.25) for kind in (torch.float64, torch.float32))
+    exact, torchs = (results(attention_reference, [x.to(kind) for x in (q, k, v)], (dout, dlse), mask, scale=0.25)
+                     for kind in (torch.float64, torch.float32))
     for deterministic in (True, False):
         ours = results(flash_attention, (q, k, v), (dout, dlse), mask, scale=0.25, tile=32, deterministic=deterministic)
         for got, want, low in zip(ours, exact, torchs, strict=True):
@@ -232,7 +234,8 @@ class TestOps:
         tensors, (dout, dlse), (s, t, has), options, tile = make("documents_window_dropout", device)
         tensors, dout, dlse = [x[:40, :1] for x in tensors], dout[:40, :1], dlse[:1, :, :40].contiguous()
         mask = attention_mask(40, 40, window=has["window"], document_starts=has["document_starts"][:1, :40], tile=tile)
-        rest = (0.2, None, True, mask.window, None, None, mask.document_starts, mask.by_query, mask.by_key, 0.5, list(KEY), options["sample_ids"][:1], 3, True, tile)
+        rest = (0.2, None, True, mask.window, None, None, mask.document_starts, mask.by_query, mask.by_key, 0.5, list(KEY),
+                options["sample_ids"][:1], 3, True, tile)
         leaves = [x.detach().clone().requires_grad_() for x in tensors]
         torch.library.opcheck(torch.ops.megatron.flash_attention.default, (*leaves, *rest))
         out, lse = torch.ops.megatron.flash_attention(*tensors, *rest)

@@ -10,7 +10,8 @@ SIZES = [(128, 128), (96, 160), (160, 96), (77, 50), (16, 16), (1, 40), (40, 1)]
 
 
 @jit
-def bounds_kernel(out, table, s, t, by_query: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+def bounds_kernel(out, table, s, t, by_query: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, M: tl.constexpr,
+                  N: tl.constexpr):
     tile, b = tl.program_id(0), tl.program_id(1)
     if by_query:
         low, full_low, full_high, high = keys_of_queries(table, b, tile * M, s, t, CAUSAL, WINDOW, TABLE, M, N)
