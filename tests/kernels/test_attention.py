@@ -122,6 +122,26 @@ def test_rows_that_see_nothing(device):
     assert (got[0][:20] == 0).all() and (got[1][..., :20] == -torch.inf).all() and (got[2][:20] == 0).all() and (got[3][57:] == 0).all()
 
 
+def test_parts_of_the_keys_join_by_lse(device):
+    """As ring attention does: later keys apart from earlier ones, which half of the rows do not see."""
+    tensors, gradients, *_ = make("odd_gqa", device)
+    at = torch.arange(77, device=device)
+
+    def joined(q, k, v, mask, **options):
+        parts = []
+        for first, last in ((0, 40), (40, 77)):
+            part = attention_mask(77, last - first, q_positions=at, k_positions=at[first:last], tile=32)
+            parts.append(flash_attention(q, k[first:last], v[first:last], scale=0.25, mask=part, tile=32))
+        outs, lses = zip(*parts, strict=True)
+        lse = torch.logaddexp(*lses)
+        return sum(out * (part - lse).exp().permute(2, 0, 1)[..., None] for out, part in zip(outs, lses, strict=True)), lse
+
+    exact, torchs = (results(attention_reference, [x.to(kind) for x in tensors], gradients, attention_mask(77, 77), scale=0.25)
+                     for kind in (torch.float64, torch.float32))
+    for got, want, low in zip(results(joined, tensors, gradients, None), exact, torchs, strict=True):
+        assert_near(got, want, low)
+
+
 @pytest.mark.parametrize("logit", [-300.0, 300.0, 20000.0])
 def test_extreme_logits(device, logit):
     """A common part of all scores changes lse, and nothing else."""
