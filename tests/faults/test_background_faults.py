@@ -45,9 +45,14 @@ def test_random_kills_of_either_of_two_ranks(tmp_path):
     assert campaign(4, 3, JOBS["async"]["real"], tmp_path / "run", lambda line: None, ranks=2, mode="async") == []
 
 
+def caught(kills: int, job: list[str], folder: Path, **settings) -> bool:
+    """Whether campaigns of so many kills find something, of which a few are begun: when a kill strikes depends on the machine's speed."""
+    return any(campaign(kills, seed, job, folder / str(seed), lambda line: None, **settings) for seed in range(1, 7))
+
+
 @pytest.mark.parametrize("mutant", ["early", "uncopied"])
 def test_the_campaign_catches_a_bad_background_save(tmp_path, mutant):
-    assert campaign(5, 1, JOBS["async"][mutant], tmp_path / "run", lambda line: None, mode="async")
+    assert caught(5, JOBS["async"][mutant], tmp_path, mode="async")
 
 
 def test_random_kills_and_lost_nodes_in_two_tiers(tmp_path):
@@ -55,7 +60,7 @@ def test_random_kills_and_lost_nodes_in_two_tiers(tmp_path):
 
 
 def test_the_campaign_catches_nodes_without_partners(tmp_path):
-    assert campaign(4, 1, JOBS["local"]["alone"], tmp_path / "run", lambda line: None, ranks=2, mode="local")
+    assert caught(4, JOBS["local"]["alone"], tmp_path, ranks=2, mode="local")
 
 
 def test_random_kills_and_lost_nodes_of_a_set(tmp_path):
@@ -63,7 +68,7 @@ def test_random_kills_and_lost_nodes_of_a_set(tmp_path):
 
 
 def test_the_campaign_catches_incomplete_parities(tmp_path):
-    assert campaign(3, 4, JOBS["local"]["half-xor"], tmp_path / "run", lambda line: None, ranks=3, mode="local")
+    assert caught(3, JOBS["local"]["half-xor"], tmp_path, ranks=3, mode="local")
 
 
 # ---- a writer process that begins with something of ours -------------------------------------------------------------
