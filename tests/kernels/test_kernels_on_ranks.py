@@ -57,6 +57,7 @@ def compare(config: ModelConfig, how: str) -> None:
         assert (ours[name] - expected).norm() < 5e-6 * scale, name
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks have CPU tensors, which take the interpreter")
 @pytest.mark.parametrize("name, how", [("gpt", "whole"), ("gpt", "in two parts"), ("llama", "recompute"), ("llama", "in two parts")])
 def test_kernels_on_two_ranks(gloo_world, name, how):
     gloo_world(2).run(compare, CONFIGS[name], how)
