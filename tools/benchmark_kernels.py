@@ -31,7 +31,7 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools" / "benchmark_peers")]
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ if not torch.cuda.is_available():
 
     interpreter.mend()
 
-from benchmark_kernels_cases import PARTS
+from kernel_cases import PARTS
 
 FLUSH_BYTES = 256 << 20
 REPETITIONS = 20
