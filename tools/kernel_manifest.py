@@ -32,6 +32,7 @@ from megatron.kernels import lang  # noqa: E402
 MANIFEST = ROOT / "kernels/manifest.json"
 COUNTED = {"wgmma": r"HGMMA", "old_mma": r"HMMA", "tma_loads": r"UTMALDG", "tma_stores": r"UTMASTG", "loads_128": r"LDG\.E.*\.128", "stores_128": r"STG\.E.*\.128",
            "atomics": r"(RED|ATOM)"}
+ORDER = 0.02  # measured: up to 0.7%, by the order in which the compiler goes over its sets
 Facts = dict[str, Any]
 
 
@@ -129,8 +130,14 @@ def differences(found: dict[str, Facts], known: dict[str, Facts], *, whole: bool
     """Where compilations are not those of the manifest; `whole`: nothing may be in it that was not compiled."""
     lines = [f"{name}: not in the manifest" for name in found if name not in known]
     lines += [f"{name}: {key} {found[name].get(key)}, the manifest has {known[name].get(key)}"
-              for name in found if name in known for key in sorted(found[name].keys() | known[name].keys()) if found[name].get(key) != known[name].get(key)]
+              for name in found if name in known for key in sorted(found[name].keys() | known[name].keys())
+              if not _same(key, found[name].get(key), known[name].get(key))]
     return lines + ([f"{name}: in the manifest, but no kernel has it" for name in known if name not in found] if whole else [])
+
+
+def _same(key: str, found: Any, known: Any) -> bool:
+    """Equal; the number of all instructions to ORDER, since equal compilations differ by some moves where registers are short."""
+    return found == known or key == "instructions" and None not in (found, known) and abs(found - known) <= ORDER * known
 
 
 def main() -> int:

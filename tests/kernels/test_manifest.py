@@ -52,3 +52,6 @@ def test_a_difference_from_the_manifest_is_named():
     assert kernel_manifest.differences({"a": same}, {"a": same}, whole=True) == []
     assert kernel_manifest.differences({"a": other, "b": same}, {"a": same, "c": same}, whole=True) == [
         "b: not in the manifest", "a: registers 40, the manifest has 32", "c: in the manifest, but no kernel has it"]
+    assert kernel_manifest.differences({"a": {"instructions": 1020}}, {"a": {"instructions": 1000}}, whole=True) == []
+    for other in (1021, 979, None):
+        assert len(kernel_manifest.differences({"a": {"instructions": other}}, {"a": {"instructions": 1000}}, whole=True)) == 1
