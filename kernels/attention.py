@@ -43,12 +43,18 @@ from megatron.kernels.lang import jit, tl
 from megatron.kernels.random import keep_scores
 
 
+def keep_mask(key: philox.Key, sample_ids: Tensor, heads: Tensor, queries: Tensor, keys: int, drop: float) -> Tensor:
+    """Which attention probabilities dropout keeps: bool [b, n, s, keys], of samples [b], heads [n] of the model and query positions [s].
+
+    Counter (sample, head, query, key // 4), lane key % 4, of the stream `key`.
+    """
+    rows = torch.broadcast_tensors(sample_ids[:, None, None], heads[None, :, None], queries[None, None, :])
+    return philox.keep_mask(key, [word.flatten() for word in rows], keys, drop).view(*rows[0].shape, keys)
+
+
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: AttentionMask, softcap: float | None = None, drop: float = 0.0,
                         key: philox.Key = (0, 0), sample_ids: Tensor | None = None, first_head: int = 0) -> tuple[Tensor, Tensor]:
-    """The definition: (out [s, b, n, d], lse [b, n, s] in fp32 or fp64), of any dtype and differentiable.
-
-    Dropout keeps by counter (sample_ids [b], first_head + head, query position, key // 4), lane key % 4, of the stream `key`.
-    """
+    """The definition: (out [s, b, n, d], lse [b, n, s] in fp32 or fp64), of any dtype and differentiable. Dropout is that of `keep_mask`."""
     s, b, n, _ = q.shape
     t, _, g, _ = k.shape
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
@@ -67,8 +73,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: 
     if drop > 0:
         at = torch.arange(s, device=q.device) if mask.q_positions is None else mask.q_positions.long()
         heads = torch.arange(first_head, first_head + n, device=q.device)
-        rows = torch.broadcast_tensors(sample_ids[:, None, None], heads[None, :, None], at[None, None, :])
-        p = p * philox.keep_mask(key, [word.flatten() for word in rows], t, drop).view(b, n, s, t) * (1 / (1 - drop))
+        p = p * keep_mask(key, sample_ids, heads, at, t, drop) * (1 / (1 - drop))
     return (p.to(v.dtype) @ v).permute(2, 0, 1, 3), lse
 
 

@@ -122,11 +122,17 @@ def _bounds(some: Tensor, whole: Tensor, step: int, length: int) -> Tensor:
 
 
 @jit
+def _row_of(table, b, first, length, TABLE: tl.constexpr):
+    """The four bounds in a table [b, ceil(length / TABLE), 4] of the tile that begins with element `first`."""
+    at = table + (b * tl.cdiv(length, TABLE) + first // TABLE) * 4
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@jit
 def keys_of_queries(table, b, row, s, t, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """Bounds of the M queries from `row` on, in blocks of N keys. TABLE: queries that a row of the table serves, 0 for the closed form."""
     if TABLE > 0:
-        at = table + (b * tl.cdiv(s, TABLE) + row // TABLE) * 4
-        low, full_low, full_high, high = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+        low, full_low, full_high, high = _row_of(table, b, row, s, TABLE)
     else:
         last = tl.minimum(row + M, s) - 1
         low, full_low, full_high, high = row * 0, row * 0, t, t
@@ -141,8 +147,7 @@ def keys_of_queries(table, b, row, s, t, CAUSAL: tl.constexpr, WINDOW: tl.conste
 def queries_of_keys(table, b, key, s, t, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """Bounds of the N keys from `key` on, in blocks of M queries. A tile that passes the last key is masked everywhere."""
     if TABLE > 0:
-        at = table + (b * tl.cdiv(t, TABLE) + key // TABLE) * 4
-        low, full_low, full_high, high = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+        low, full_low, full_high, high = _row_of(table, b, key, t, TABLE)
     else:
         last = key + N - 1
         low, full_low, full_high, high = key * 0, key * 0, s, s

@@ -34,9 +34,6 @@ class Choice:
     implementation: str
     because: str = ""
 
-    def __str__(self) -> str:
-        return self.implementation + (f" ({self.because})" if self.because else "")
-
 
 def choose(operator: str, wanted: str, device: torch.device, dtype: torch.dtype, unable: Mapping[str, str] | None = None) -> Choice:
     """The implementation of an operator. `unable` maps implementations to what they cannot do of what is asked.

@@ -70,12 +70,12 @@ def attention_core(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Atten
     """
     if backend != "sdpa":
         drop = {}
-        if dropout is not None and dropout.probability > 0 and state is not None:
+        if dropout is not None and dropout.acts(state):
             drop = {"drop": dropout.probability, "key": dropout.key, "sample_ids": state.sample_ids, "first_head": first_head}
         compute = flash_attention if backend == "triton" else attention_reference
         out, lse = compute(q, k, v, scale=scale, mask=mask, softcap=softcap, **drop)
         return (out, lse) if return_lse else out
-    assert not return_lse and softcap is None and (dropout is None or dropout.probability == 0 or state is None)
+    assert not return_lse and softcap is None and (dropout is None or not dropout.acts(state))
     simple = mask.window is None and mask.q_positions is None and mask.document_starts is None
     return _sdpa(q, k, v, mask.causal if simple else mask.dense(q.shape[0], k.shape[0], q.device), scale)
 

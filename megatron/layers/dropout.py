@@ -64,13 +64,3 @@ class Dropout:
         if self.backend == "triton" and self.acts(state):
             return _TritonDropout.apply(x, residual, state, self.key, self.probability)
         return residual + self.hidden(x, state)
-
-    def attention(self, p: Tensor, state: DropoutState | None, first_head: int = 0) -> Tensor:
-        """Drop attention probabilities p [b, n, s, t] of heads first_head, first_head + 1, ...: counter (sample, head, query, key // 4), lane key % 4."""
-        if self.probability == 0 or state is None:
-            return p
-        b, n, s, t = p.shape
-        heads = torch.arange(first_head, first_head + n, device=p.device)
-        rows = torch.broadcast_tensors(state.sample_ids[:, None, None], heads[None, :, None], state.token_index[None, None, :])
-        keep = philox.keep_mask(self.key, [word.flatten() for word in rows], t, self.probability)
-        return _apply(p, keep.view(b, n, s, t), self.probability)

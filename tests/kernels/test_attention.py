@@ -7,10 +7,10 @@ from checks import assert_as_good, canaries
 from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels import lang, philox
-from megatron.kernels.attention import attention_reference, flash_attention
+from megatron.kernels.attention import attention_reference, flash_attention, keep_mask
 from megatron.kernels.attention_backward import heads_of_a_program
 from megatron.kernels.attention_masks import attention_mask
-from megatron.layers.dropout import Dropout, DropoutState
+from megatron.layers.dropout import Dropout
 
 KEY = philox.key(7, "attention")
 
@@ -176,12 +176,12 @@ def test_bad_numbers_stay_in_their_rows(device, where, bad):
 def test_dropout_mask_is_that_of_the_model(device):
     """With v the identity, out holds the probabilities."""
     site = Dropout(0.4, 11, "layers", 3, "attention.dropout")
-    state = DropoutState(torch.tensor([9, 4], device=device), torch.arange(32, 96, device=device))
+    samples, at = torch.tensor([9, 4], device=device), torch.arange(32, 96, device=device)
     q, k = (torch.randn(64, 2, 2, 64, device=device) for _ in range(2))
     v = torch.eye(64, device=device)[:, None, None].expand(64, 2, 2, 64)
-    mask = attention_mask(64, 64, q_positions=state.token_index, k_positions=torch.arange(64, device=device), tile=32)
-    out, _ = flash_attention(q, k, v, scale=0.1, mask=mask, drop=0.4, key=site.key, sample_ids=state.sample_ids, first_head=5, tile=32)
-    kept = site.attention(torch.ones(2, 2, 64, 64, device=device), state, first_head=5).permute(2, 0, 1, 3) > 0
+    mask = attention_mask(64, 64, q_positions=at, k_positions=torch.arange(64, device=device), tile=32)
+    out, _ = flash_attention(q, k, v, scale=0.1, mask=mask, drop=0.4, key=site.key, sample_ids=samples, first_head=5, tile=32)
+    kept = keep_mask(site.key, samples, torch.arange(5, 7, device=device), at, 64, 0.4).permute(2, 0, 1, 3)
     assert torch.equal(out > 0, kept & mask.dense(64, 64, device).permute(2, 0, 1, 3))
 
 
@@ -208,7 +208,7 @@ def test_equal_runs_have_equal_bits(device):
 
 
 def test_definition_by_other_means(device):
-    """Written out with einsum and the model's dropout."""
+    """Written out with einsum, the mask of dropout drawn for one sample and head at a time."""
     (q, k, v), _, (s, t, has), options, _ = make("documents_window_dropout", device)
     q, k, v = q.double().repeat(1, 1, 4, 1), k.double().repeat(1, 1, 2, 1), v.double().repeat(1, 1, 2, 1)
     out, lse = attention_reference(q, k, v, mask=attention_mask(s, t, **has), **options)
@@ -217,9 +217,10 @@ def test_definition_by_other_means(device):
     see = (distance >= 0) & (distance < has["window"]) & (at[None, None, :] >= has["document_starts"][:, :, None])
     x = torch.einsum("sbgnd,tbgd->bgnst", q.unflatten(2, (2, 2)), k).flatten(1, 2) * options["scale"]
     x = torch.where(see[:, None], x, -torch.inf).exp()
-    site = Dropout(options["drop"], 0)
-    site.key = KEY
-    p = site.attention(x / x.sum(-1, keepdim=True), DropoutState(options["sample_ids"], at), first_head=options["first_head"])
+    heads = range(options["first_head"], options["first_head"] + x.shape[1])
+    keep = torch.stack([torch.stack([philox.keep_mask(KEY, [sample.expand(s), torch.full_like(at, head), at], t, options["drop"]) for head in heads])
+                        for sample in options["sample_ids"]])
+    p = x / x.sum(-1, keepdim=True) * keep / (1 - options["drop"])
     want = torch.einsum("bgnst,tbgd->sbgnd", p.unflatten(1, (2, 2)), v).flatten(2, 3)
     assert (out - want).abs().max() < 1e-12 and (lse - x.sum(-1).log()).abs().max() < 1e-12
 

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.config.groups import ModelConfig
 from megatron.layers import linear as linear_module
+from megatron.kernels.attention import keep_mask
 from megatron.kernels.attention_masks import AttentionMask
 from megatron.layers.attention import CAUSAL, SelfAttention, attention_core, choose_attention
 from megatron.layers.dropout import Dropout, DropoutState
@@ -307,9 +308,8 @@ def test_dropout_is_a_function_of_sample_and_position():
 
 def test_attention_dropout_address():
     dropout = Dropout(0.5, 1, "attention")
-    p = torch.ones(3, 2, 8, 8)
-    whole = dropout.attention(p, DropoutState(torch.tensor([7, 8, 9]), torch.arange(8)))
-    part = dropout.attention(p[1:2, :, 3:5], DropoutState(torch.tensor([8]), torch.arange(3, 5)))
+    whole = keep_mask(dropout.key, torch.tensor([7, 8, 9]), torch.arange(2), torch.arange(8), 8, 0.5)
+    part = keep_mask(dropout.key, torch.tensor([8]), torch.arange(2), torch.arange(3, 5), 8, 0.5)
     assert torch.equal(part, whole[1:2, :, 3:5])
 
 
