@@ -18,7 +18,9 @@ import hypothesis
 import pytest
 import torch
 
-if not torch.cuda.is_available():
+if torch.cuda.is_available():
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for --deterministic-mode; torch looks once, at the first product of any test
+else:
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run on CPU tensors; Triton reads it when it is first imported
 
 TESTS = Path(__file__).resolve().parent

@@ -124,7 +124,6 @@ NOTES = (
     note("--no-position-embedding", "rotary positions have no table",
          when=lambda config: config.model.position_embedding_type != "learned_absolute",
          otherwise="use --position-embedding-type rope or none"),
-    note("--deterministic-mode", "runs are deterministic on one device type by design"),
     note("--tp-comm-* --no-tp-comm-* --disable-tp-comm-* --symmetric-ar-type",
          "how the collectives of tensor parallelism run is chosen here; --no-tp-comm-overlap takes them out from beside the matrix products"),
     note("--distribute-saved-activations --distribute-checkpointed-activations --scattered-embeddings "

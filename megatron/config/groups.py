@@ -111,6 +111,8 @@ class ModelConfig:
     """Implementation of the weight gradients' sum in fp32 on a GPU."""
     init_backend: Literal["auto", "triton", "torch"] = flag("auto", megatron="absent there")
     """Implementation of the generator that draws the initial weights; those on the host are drawn by torch."""
+    deterministic_mode: bool = flag(True, megatron="off by default there")
+    """Take kernels alone that give the same bits every time; off, the backward pass of attention may add up in any order on a GPU, which is faster."""
     fused_linear_cross_entropy: bool = flag(False, megatron="--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear")
     """Make the logits in chunks of tokens, in the forward pass and again in the backward pass, so that they are never whole in memory."""
 

@@ -2,6 +2,7 @@
 
     launch = read_launch()
     device, backend = choose_device(launch, config.distributed)
+    set_determinism(device, config.model.deterministic_mode)
     connect(launch, backend, config.distributed.distributed_timeout_minutes, fingerprint)
     groups = make_groups(layout, kv_heads)
     ...
@@ -14,7 +15,7 @@ import ctypes
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names of mallopt's parameters in 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST",
         "SLURM_JOB_ID", "SLURM_STEP_ID")
+CUBLAS, CUBLAS_REPEATABLE = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # what torch asks for, from cuBLAS's notes on reproducibility
 SRUN_PORTS = range(20000, 30000)  # below the ports that Linux gives to outgoing connections, so that ours is rarely taken
 
 
@@ -165,6 +167,18 @@ def choose_device(launch: Launch, config: DistributedConfig) -> tuple[torch.devi
         share_cores(launch)
     keep_freed_memory()
     return torch.device("cpu"), backend
+
+
+def set_determinism(device: torch.device, wanted: bool, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Hold torch's CUDA kernels to equal bits for equal inputs, or let them be. Without it the fused attention's backward pass adds atomically; with
+    it an operation that has no deterministic form raises. To be called before the GPU's first product of matrices. Raises LaunchError.
+    """
+    if device.type != "cuda":
+        return
+    if wanted and (found := environment.setdefault(CUBLAS, CUBLAS_REPEATABLE[0])) not in CUBLAS_REPEATABLE:
+        raise LaunchError(f"{CUBLAS}={found}: products repeat their bits with {' or '.join(CUBLAS_REPEATABLE)} alone; unset it, or give --no-deterministic-mode")
+    torch.use_deterministic_algorithms(wanted)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # every buffer is written before it is read
 
 
 def share_cores(launch: Launch, environment: Mapping[str, str] = os.environ) -> None:

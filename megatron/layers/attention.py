@@ -5,6 +5,8 @@ s query length, t key length, b batch, n query heads, g key/value heads, d head 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -63,16 +65,17 @@ def choose_attention(config: ModelConfig, *, training: bool) -> str:
 
 def attention_core(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: AttentionMask = CAUSAL, backend: str = "sdpa", softcap: float | None = None,
                    dropout: Dropout | None = None, state: DropoutState | None = None, first_head: int = 0,
-                   return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+                   return_lse: bool = False, deterministic: bool = True) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of q [s, b, n, d] over k, v [t, b, g, d] -> [s, b, n, d], with log-sum-exp [b, n, s] when asked (which sdpa cannot give).
 
     `mask` says which keys a query sees. Dropout acts where there is a state; first_head numbers q's first head within the model.
+    What is not deterministic is our kernels' way to add up dq; torch's own follow torch.use_deterministic_algorithms.
     """
     if backend != "sdpa":
         drop = {}
         if dropout is not None and dropout.acts(state):
             drop = {"drop": dropout.probability, "key": dropout.key, "sample_ids": state.sample_ids, "first_head": first_head}
-        compute = flash_attention if backend == "triton" else attention_reference
+        compute = partial(flash_attention, deterministic=deterministic) if backend == "triton" else attention_reference
         out, lse = compute(q, k, v, scale=scale, mask=mask, softcap=softcap, **drop)
         return (out, lse) if return_lse else out
     assert not return_lse and softcap is None and (dropout is None or not dropout.acts(state))
@@ -117,6 +120,6 @@ class SelfAttention(nn.Module):
             q, k = (apply_rotary(x, rotary, self.config.rotary_backend) for x in (q, k))
         out = attention_core(
             q, k, v, scale=self.head_dim**-0.5, mask=mask, backend=self.backend[state is not None], softcap=self.config.attn_logit_softcapping,
-            dropout=self.dropout, state=state, first_head=self.first_head,
+            dropout=self.dropout, state=state, first_head=self.first_head, deterministic=self.config.deterministic_mode,
         )
         return self.proj(out.reshape(s, b, -1))

@@ -23,7 +23,7 @@ from megatron.config.validate import resolve
 from megatron.data.loader import Data, build_data
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.dist.groups import ALONE, ORDER, TP_PP_DP_ORDER, Axis, Groups, Layout, describe_layout
-from megatron.dist.setup import choose_device, connect, disconnect, make_groups, read_launch, share_cores
+from megatron.dist.setup import choose_device, connect, disconnect, make_groups, read_launch, set_determinism, share_cores
 from megatron.dist.together import together
 from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import flops_per_iteration, padded_vocab_size, parameter_count, peak_tflops
@@ -115,7 +115,7 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
         "pipeline": stage_lines(config, tokenizer.vocab_size, world_size, planned_for or device.type),
         "kernels": [
             "; ".join([*(f"{operator} {choice.implementation}" for operator, choice in kernels.items()), f"{config.optimizer.optimizer} {adam}",
-                       f"recompute {training.recompute_granularity or 'none'}"]),
+                       f"recompute {training.recompute_granularity or 'none'}", f"deterministic mode {'on' if model.deterministic_mode else 'off'}"]),
             *(["--attention-dropout 0 allows a faster attention"] if slow else []),
             *passed_over(kernels),
         ],
@@ -139,6 +139,7 @@ def pretrain(config: Config, notes: list[str], *, dry_run: bool = False) -> int:
         print(banner(prepared.sections) + "\ndry run: everything is in order; nothing was trained", flush=True)
         return 0
     device, backend = choose_device(launch, config.distributed)
+    set_determinism(device, resolved.model.deterministic_mode)
     if device.type == "cuda" and resolved.optimizer.optimizer_cpu_offload:
         share_cores(launch)
     versions = {"megatron": __version__, "torch": torch.__version__}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Model fields that change neither weights nor results, and those a continued run may change on purpose.
 _BACKENDS = {f"{operator}_backend" for operator in ("attention", "norm", "rotary", "activation", "dropout", "cross_entropy", "weight_grad", "init")}
-_FREE_MODEL_FIELDS = {*_BACKENDS, "fused_linear_cross_entropy", "hidden_dropout", "attention_dropout", "z_loss_coeff", "init_method_std"}
+_FREE_MODEL_FIELDS = {*_BACKENDS, "deterministic_mode", "fused_linear_cross_entropy", "hidden_dropout", "attention_dropout", "z_loss_coeff", "init_method_std"}
 _NO_ARITHMETIC = {"init_method_std", "distributed_timeout_minutes", "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
                   "use_tp_pp_dp_mapping", "num_layers_per_virtual_pipeline_stage", "zero3_keep_gathered", "overlap_param_gather"}
 _OPTIMIZER_ARITHMETIC = ("optimizer", "adam_implementation", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload",
@@ -80,6 +80,7 @@ def continuity(checkpoint: Checkpoint, run: Run) -> str:
     different = [f"{name} {theirs.get(name)} -> {value}" for name, value in ours.items() if theirs.get(name) != value]
     state = checkpoint.state
     changes = [*changed_fields(state, run.config, run.vocab_size, run.tokenizer_fingerprint), *changed_data(state, run.config, run.data.ledger)]
+    different += [] if run.config.model.deterministic_mode or run.device.type == "cpu" else ["--no-deterministic-mode"]
     different += sorted({change.accept for change in changes}) + ([] if asdict(run.schedule) == state["schedule"] else ["learning-rate schedule"])
     return f"; goes on from the same state, not bit for bit: {', '.join(different)}" if different else "; goes on bit for bit"
 

@@ -11,7 +11,7 @@ import torch
 from megatron.config.groups import DistributedConfig
 from megatron.dist import setup
 from megatron.dist.rendezvous import Launch, LaunchError
-from megatron.dist.setup import choose_device, connect, disconnect, expand_counts, expand_hosts, read_launch, share_cores
+from megatron.dist.setup import choose_device, connect, disconnect, expand_counts, expand_hosts, read_launch, set_determinism, share_cores
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "29400"}
 SRUN = {
@@ -141,6 +141,38 @@ class TestDevice:
         gpus(0)
         with pytest.raises(LaunchError, match="rank 0: --distributed-backend nccl needs a GPU, and torch finds none here"):
             choose_device(Launch(), DistributedConfig(distributed_backend="nccl"))
+
+
+class TestDeterminism:
+    """torch's CUDA kernels repeat their bits unless told not to; a CPU's are left alone."""
+
+    GPU = torch.device("cuda")
+
+    @pytest.fixture(autouse=True)
+    def restored(self):
+        fills = torch.utils.deterministic.fill_uninitialized_memory
+        yield
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+    def test_on_and_off(self):
+        environment: dict[str, str] = {}
+        set_determinism(self.GPU, True, environment)
+        assert environment == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} and torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled() and not torch.utils.deterministic.fill_uninitialized_memory
+        set_determinism(self.GPU, False, environment)
+        assert not torch.are_deterministic_algorithms_enabled()
+
+    def test_a_cpu_is_left_alone(self):
+        environment: dict[str, str] = {}
+        set_determinism(torch.device("cpu"), True, environment)
+        assert environment == {} and not torch.are_deterministic_algorithms_enabled()
+
+    def test_what_the_user_set(self):
+        set_determinism(self.GPU, True, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"})
+        set_determinism(self.GPU, False, {"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
+        with pytest.raises(LaunchError, match="CUBLAS_WORKSPACE_CONFIG=:0:0: .* unset it, or give --no-deterministic-mode"):
+            set_determinism(self.GPU, True, {"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
 
 
 class TestThreads:
