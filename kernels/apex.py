@@ -14,7 +14,7 @@ from torch import Tensor
 SYMBOLS: dict[str, tuple[tuple[str, str], ...]] = {  # feature -> (module, function)
     "adam": (("amp_C", "multi_tensor_adam"), ("apex.multi_tensor_apply", "multi_tensor_applier")),
     "norm": tuple(("fused_layer_norm_cuda", name) for name in ("forward_affine", "backward_affine", "rms_forward_affine", "rms_backward_affine")),
-    "grad norm": (("amp_C", "multi_tensor_l2norm"), ("apex.multi_tensor_apply", "multi_tensor_applier")),
+    "grad-norm": (("amp_C", "multi_tensor_l2norm"), ("apex.multi_tensor_apply", "multi_tensor_applier")),
     "weight-grad": (("fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"),),
 }
 
@@ -60,8 +60,8 @@ def rms_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, eps: 
 
 
 def l2_norm(buffers: Iterable[Tensor]) -> Tensor:
-    """The norm [1] of all buffers together, in fp32."""
-    l2norm, applier = symbols("grad norm")
+    """The norm [1] of at least one buffer, all of one dtype, accumulated in fp32: infinite where a sum of squares passes 3.4e38."""
+    l2norm, applier = symbols("grad-norm")
     buffers = list(buffers)
     norm, _ = applier(l2norm, torch.zeros(1, dtype=torch.int, device=buffers[0].device), [buffers], False)
     return norm

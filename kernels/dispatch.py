@@ -22,17 +22,26 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "cross-entropy": ("triton", "torch"),
     "weight-grad": ("apex", "torch"),
     "init": ("triton", "torch"),
+    "grad-norm": ("triton", "apex", "torch"),
+    "adam": ("triton", "apex", "torch-fused", "torch"),
 }
 # (operator, architecture) of which docs/performance.md has a measurement that the Triton kernel wins. None has run on a GPU yet.
 MEASURED: frozenset[tuple[str, int]] = frozenset()
+# What is for the asking alone, and what whoever takes it should know.
+FLAWS = {("grad-norm", "apex"): "apex adds up in fp32, the others in float64; where its sum overflows torch's is taken; never run"}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What computes an operator; `because` is set where something that would be tried before it was passed over."""
+    """What computes an operator; `because` is set where something that would be tried before it was passed over, or what is taken has a flaw."""
 
     implementation: str
     because: str = ""
+
+
+def flag_of(operator: str) -> str:
+    """The flag that forces an implementation."""
+    return f"--{operator}-{'implementation' if operator == 'adam' else 'backend'}"
 
 
 def choose(operator: str, wanted: str, device: torch.device, dtype: torch.dtype, unable: Mapping[str, str] | None = None) -> Choice:
@@ -40,15 +49,16 @@ def choose(operator: str, wanted: str, device: torch.device, dtype: torch.dtype,
 
     Raises ValueError when `wanted` is not `auto` and cannot be had.
     """
-    flag = f"--{operator}-backend"
     faults = {name: fault for name in OPERATORS[operator] if (fault := _fault(operator, name, device, dtype) or (unable or {}).get(name))}
     if wanted != "auto":
         if wanted in faults:
             can = [name for name in OPERATORS[operator] if name not in faults]
-            raise ValueError(f"{flag} {wanted}: {faults[wanted]}; drop the flag, or take {' or '.join(can)}")
-        return Choice(wanted)
+            raise ValueError(f"{flag_of(operator)} {wanted}: {faults[wanted]}; drop the flag, or take {' or '.join(can)}")
+        return Choice(wanted, FLAWS.get((operator, wanted), ""))
     passed = ""
     for name in OPERATORS[operator]:
+        if (operator, name) in FLAWS:
+            continue
         if name in faults:
             passed = passed or (f"{name}: {faults[name]}" if device.type == "cuda" else "")
         elif name in ("triton", "apex") and (operator, lang.capability(device)) not in MEASURED:

@@ -50,7 +50,7 @@ class Step:
         blocks = build_blocks(model, torch.device("cpu"), host_fraction=1.0, in_files=True)
         self.optimizer = Optimizer(blocks, config)
         self.optimizer.keeps_gradients = True
-        self.optimizer.initialise(config)
+        self.optimizer.initialise()
         draw = torch.Generator().manual_seed(1)
         for block in blocks:
             block.open()

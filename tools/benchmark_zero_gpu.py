@@ -50,6 +50,7 @@ from megatron.data.loader import Batch, Data
 from megatron.dist.groups import build_groups
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
+from megatron.model.kernels import compute_dtype
 from megatron.model.stages import pipeline_stages
 from megatron.optimizer.blocks import build_blocks
 from megatron.optimizer.lr_schedule import Schedule
@@ -58,7 +59,7 @@ from megatron.optimizer.scaler import LossScaler
 from megatron.parallel.pipeline import Pipeline
 from megatron.plan.memory import rank_memories
 from megatron.training.exit import ExitConditions
-from megatron.training.pretrain import block_wrapper, compute_dtype, layout_of
+from megatron.training.pretrain import block_wrapper, layout_of
 from megatron.training.run import Progress, Run
 from megatron.training.step import Pending, forward_backward, update
 
@@ -233,7 +234,7 @@ def measure(case: Case, tiny: bool) -> dict[str, Any]:
     with contextlib.nullcontext() if cuda else LiveBytes() as live:
         before = torch.cuda.memory_allocated() if live is None else live.now
         run = build(case.flags(tiny), case.ranks, device)
-        run.optimizer.initialise(run.config)
+        run.optimizer.initialise()
         _, pendings = take_steps(run, WARMUP if cuda else 1)
         run.zero.settle()  # a step on the host is put off to the next pass, and its gradients with it
         gc.collect()

@@ -24,8 +24,8 @@ from megatron.dist.setup import choose_device, read_launch
 from megatron.kernels import philox
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
+from megatron.model.kernels import compute_dtype
 from megatron.optimizer.blocks import build_blocks
-from megatron.training.pretrain import compute_dtype
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device) -> GPTModel:

@@ -51,11 +51,12 @@ from megatron.dist.groups import Axis, Groups, build_groups
 from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
+from megatron.model.kernels import compute_dtype
 from megatron.model.layout import Box
 from megatron.model.stages import pipeline_stages
 from megatron.optimizer.blocks import build_blocks
 from megatron.optimizer.optimizer import Optimizer
-from megatron.training.pretrain import compute_dtype, layout_of
+from megatron.training.pretrain import layout_of
 
 Pairs = list[tuple[Box, torch.Tensor]]
 MODES = ("owner", "balanced")

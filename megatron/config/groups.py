@@ -217,7 +217,9 @@ class OptimizerConfig:
     optimizer: Literal["adam", "sgd"] = "adam"
     """adam is AdamW (decoupled weight decay)."""
     adam_implementation: Literal["auto", "triton", "apex", "torch-fused", "torch"] = flag("auto", megatron="absent there")
-    """auto takes NVIDIA apex's FusedAdam when present on a GPU, else torch's fused AdamW; triton computes the gradient's norm too."""
+    """Implementation of AdamW: our Triton kernel, NVIDIA apex's FusedAdam, torch's fused kernel or its plain loop."""
+    grad_norm_backend: Literal["auto", "triton", "apex", "torch"] = flag("auto", megatron="absent there")
+    """Implementation of the gradient's sum of squares: in float64, but apex's, which adds up in fp32."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients are accumulated, with bf16 weights: bf16 takes 2 bytes a parameter less, and loses bits with every micro-batch."""
     exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"

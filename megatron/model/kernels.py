@@ -1,4 +1,4 @@
-"""Which implementation computes each operator of a model: the one place where flags, device and precision meet the dispatch table."""
+"""Which implementation computes each operator of a run: the one place where flags, device and precision meet the dispatch table."""
 
 from __future__ import annotations
 
@@ -6,34 +6,58 @@ import dataclasses
 
 import torch
 
-from megatron.config.groups import ModelConfig
+from megatron.config.groups import Config, PrecisionConfig
 from megatron.kernels.attention import unfit
-from megatron.kernels.dispatch import OPERATORS, Choice, choose
+from megatron.kernels.dispatch import OPERATORS, Choice, choose, flag_of
 from megatron.layers.attention import beyond_sdpa
 
 
-def choose_kernels(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[ModelConfig, dict[str, Choice]]:
-    """The configuration that the layers are built from, in which no backend but attention's is `auto`, and for the banner what trains.
+def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
+    """Precision of weights and activations."""
+    chosen = (torch.bfloat16, precision.bf16), (torch.float16, precision.fp16), (torch.float64, precision.fp64)
+    return next((dtype for dtype, on in chosen if on), torch.float32)
+
+
+def choose_kernels(config: Config, device: torch.device) -> tuple[Config, dict[str, Choice]]:
+    """The configuration that layers and optimizer are built from, in which no backend but attention's is `auto`, and for the banner what trains.
 
     Attention that is not ours stays a matter of the layer, which takes another implementation for evaluation than for training with dropout.
-    Raises ValueError when a --*-backend flag asks for what this device, precision or model cannot have.
+    Raises ValueError when a flag asks for what this device, precision or model cannot have. What it returns chooses itself.
     """
-    needs = ", ".join(beyond_sdpa(model, training=True))
-    unable = {"attention": {"sdpa": f"cannot compute {needs}"} if needs else {}}
-    if model.kv_channels is not None and (reason := unfit(model.kv_channels)):
-        unable["attention"]["triton"] = reason
-    choices = {operator: choose(operator, getattr(model, _field(operator)), device, dtype, unable.get(operator)) for operator in OPERATORS}
-    fields = {_field(operator): choice.implementation for operator, choice in choices.items() if operator != "attention"}
-    if choices["attention"].implementation == "triton":
-        fields["attention_backend"] = "triton"
-    return dataclasses.replace(model, **fields), choices
+    unable, dtype = _unable(config), compute_dtype(config.precision)
+    operators = [operator for operator in OPERATORS if operator != "adam" or config.optimizer.optimizer == "adam"]
+    choices = {operator: choose(operator, _wanted(config, operator), device, dtype, unable.get(operator)) for operator in operators}
+    fields = {_field(operator): choice.implementation for operator, choice in choices.items()
+              if operator != "attention" or choice.implementation == "triton"}
+    groups = {name: dataclasses.replace(group, **{field: value for field, value in fields.items() if hasattr(group, field)})
+              for name, group in (("model", config.model), ("optimizer", config.optimizer))}
+    return dataclasses.replace(config, **groups), choices
 
 
-def passed_over(choices: dict[str, Choice]) -> list[str]:
-    """For the banner: why something else is not taken, a line for each reason."""
+def remarks(choices: dict[str, Choice]) -> list[str]:
+    """For the banner: why something else is not taken, or what is to be known of what is, a line for each."""
     reasons = sorted({choice.because for choice in choices.values() if choice.because})
     return [f"{', '.join(operator for operator, choice in choices.items() if choice.because == reason)}: {reason}" for reason in reasons]
 
 
+def _unable(config: Config) -> dict[str, dict[str, str]]:
+    """Operator -> implementation -> what it cannot do of what the flags ask for."""
+    model, unable = config.model, {"attention": {}}
+    if needs := ", ".join(beyond_sdpa(model, training=True)):
+        unable["attention"]["sdpa"] = f"cannot compute {needs}"
+    if model.kv_channels is not None and (reason := unfit(model.kv_channels)):
+        unable["attention"]["triton"] = reason
+    if "bf16" in (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype):
+        unable["adam"] = {"apex": "its moments are fp32, not those of --exp-avg-dtype bf16 or --exp-avg-sq-dtype bf16"}
+    if config.precision.fp64:
+        unable["grad-norm"] = {"apex": "it adds up in fp32"}
+    return unable
+
+
+def _wanted(config: Config, operator: str) -> str:
+    group = config.model if hasattr(config.model, _field(operator)) else config.optimizer
+    return getattr(group, _field(operator))
+
+
 def _field(operator: str) -> str:
-    return f"{operator.replace('-', '_')}_backend"
+    return flag_of(operator).removeprefix("--").replace("-", "_")

@@ -17,12 +17,13 @@ from torch import Tensor
 from megatron.config.groups import Config
 from megatron.dist.groups import Groups, one_process
 from megatron.model.init import fill_initial
+from megatron.model.kernels import choose_kernels
 from megatron.model.layout import Box, Holder, holders
 from megatron.optimizer.blocks import Block, accumulation_dtype
 from megatron.optimizer.clip import clip_coefficient, sum_of_squares
 from megatron.optimizer.nvme import StateFiles, Stored
 from megatron.optimizer.offload import HostSteps
-from megatron.optimizer.update import UpdateRule, choose_adam
+from megatron.optimizer.update import UpdateRule
 
 MASTER = "master"  # beside the names of the rule's states: what is kept of a block
 
@@ -50,12 +51,13 @@ class Optimizer:
     """Owns what a step needs beside blocks: moments, the step count."""
 
     def __init__(self, blocks: list[Block], config: Config, groups: Groups = one_process(), publish: Publish = publish_at_once):
-        self.blocks, self.config, self.groups, self.publish = blocks, config.optimizer, groups, publish
+        self.chosen, _ = choose_kernels(config, blocks[0].weight.device)
+        self.blocks, self.config, self.groups, self.publish = blocks, self.chosen.optimizer, groups, publish
         self.trained = [block for block in blocks if block.trained]
         device, dtype = blocks[0].weight.device, blocks[0].weight.dtype
         self.wide = accumulation_dtype(dtype)
-        implementation = choose_adam(config.optimizer, device) if config.optimizer.optimizer == "adam" else "torch-fused"
-        self.rule = UpdateRule(config.optimizer, implementation)
+        implementation = self.config.adam_implementation if self.config.optimizer == "adam" else "torch-fused"
+        self.rule = UpdateRule(self.config, implementation)
         self.host_rule = replace(self.rule, implementation="torch-fused") if implementation in ("apex", "triton") else self.rule
         self.host = HostSteps(blocks)
         self.waiting: set[Block] = set()  # for their step on the host
@@ -71,11 +73,11 @@ class Optimizer:
         self.files = StateFiles(config.optimizer.optimizer_nvme_offload, in_files, {MASTER: self.wide, **dtypes}) if in_files else None
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
 
-    def initialise(self, config: Config) -> None:
+    def initialise(self) -> None:
         """Fill the master weights from the seed and publish them."""
         def fill(pairs: list[tuple[Box, Tensor]]) -> None:
             for box, master in pairs:
-                fill_initial(box, master, config.model, config.training.seed)
+                fill_initial(box, master, self.chosen.model, self.chosen.training.seed)
 
         self.fill_weights(fill)
 
@@ -124,7 +126,7 @@ class Optimizer:
     def squares(self) -> Tensor:
         """This rank's share of the gradient's sum of squares (float64)."""
         pieces = (piece for block in self.trained for piece in block.counted(block.grad_shard, self.groups))
-        return sum_of_squares(pieces, self.steps.device, self.rule.implementation)
+        return sum_of_squares(pieces, self.steps.device, self.config.grad_norm_backend)
 
     @torch.no_grad()
     def step(self, *, lr: float, weight_decay: float, squares: Tensor, grad_factor: Tensor | float) -> StepOutcome:

@@ -11,27 +11,11 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megatron.config.groups import OptimizerConfig
-from megatron.kernels import apex, lang
+from megatron.kernels import apex
 from megatron.kernels.adamw import adamw_
 
 PIECE = 1 << 19  # elements updated at once on a CPU, a multiple of blocks.ALIGNMENT: 2 MB of scratch for each narrow buffer
 PIECE_CUDA = 1 << 23
-
-
-def choose_adam(config: OptimizerConfig, device: torch.device) -> str:
-    """The AdamW implementation: apex on a GPU that has it and where moments are fp32, else torch's fused kernel, unless the flag says otherwise."""
-    choice, unfit = config.adam_implementation, apex.missing("adam")
-    if device.type != "cuda":
-        unfit = unfit or "it needs a GPU"
-    elif "bf16" in (config.exp_avg_dtype, config.exp_avg_sq_dtype):
-        unfit = unfit or "its moments are fp32, not those of --exp-avg-dtype bf16 or --exp-avg-sq-dtype bf16"
-    if choice == "apex" and unfit:
-        raise ValueError(f"--adam-implementation apex: {unfit}; drop the flag to take torch's fused AdamW")
-    if choice == "triton" and (unable := lang.unfit(device, torch.float32)):
-        raise ValueError(f"--adam-implementation triton: {unable}; drop the flag to take torch's fused AdamW")
-    if choice == "auto":
-        return "torch-fused" if unfit else "apex"
-    return choice
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.derive import data_parallel_size
-from megatron.config.groups import Config, PrecisionConfig
+from megatron.config.groups import Config
 from megatron.config.stages import frozen_units, place
 from megatron.config.validate import resolve
 from megatron.data.loader import Data, build_data
@@ -29,7 +29,7 @@ from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import flops_per_iteration, padded_vocab_size, parameter_count, peak_tflops
 from megatron.model.block import BlockWrapper, PlainBlocks
 from megatron.model.gpt import GPTModel
-from megatron.model.kernels import choose_kernels, passed_over
+from megatron.model.kernels import choose_kernels, compute_dtype, remarks
 from megatron.model.stages import pipeline_stages
 from megatron.observe.console import banner
 from megatron.observe.tracking import Tracker
@@ -37,7 +37,6 @@ from megatron.optimizer.blocks import Block, build_blocks
 from megatron.optimizer.lr_schedule import Schedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
-from megatron.optimizer.update import choose_adam
 from megatron.optimizer.zero import Zero
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.recompute import Recompute
@@ -57,12 +56,6 @@ from megatron.training.resume import (
     take_checkpoint_args,
 )
 from megatron.training.run import Progress, Run
-
-
-def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
-    """Precision of weights and activations."""
-    chosen = (torch.bfloat16, precision.bf16), (torch.float16, precision.fp16), (torch.float64, precision.fp64)
-    return next((dtype for dtype, on in chosen if on), torch.float32)
 
 
 def block_wrapper(config: Config, model: GPTModel, blocks: list[Block], groups: Groups) -> Zero:
@@ -91,9 +84,8 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
     flops = [flops_per_iteration(model, gbs, seq, vocab) for vocab in (tokenizer.vocab_size, padded_vocab)]
     across = device.type == "cuda" and world_size > torch.cuda.device_count()  # nodes, whose links the plan knows
     machine = Machine(peak) if across and peak else None
-    _, kernels = choose_kernels(model, torch.device(planned_for or device), dtype)
+    _, kernels = choose_kernels(config, torch.device(planned_for or device))
     slow = kernels["attention"].implementation == "plain" and model.attention_dropout > 0 and model.attention_backend == "auto"
-    adam = choose_adam(config.optimizer, device) if config.optimizer.optimizer == "adam" else "torch-fused"
     length = f"{training.train_iters} iterations" if training.train_iters is not None else f"{training.train_samples} samples"
     return {
         "versions": [f"megatron {__version__}, torch {torch.__version__}, Python {platform.python_version()}"],
@@ -114,10 +106,11 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
         ],
         "pipeline": stage_lines(config, tokenizer.vocab_size, world_size, planned_for or device.type),
         "kernels": [
-            "; ".join([*(f"{operator} {choice.implementation}" for operator, choice in kernels.items()), f"{config.optimizer.optimizer} {adam}",
-                       f"recompute {training.recompute_granularity or 'none'}", f"deterministic mode {'on' if model.deterministic_mode else 'off'}"]),
+            "; ".join([*(f"{operator} {choice.implementation}" for operator, choice in kernels.items()),
+                       *(["sgd torch-fused"] if config.optimizer.optimizer == "sgd" else []), f"recompute {training.recompute_granularity or 'none'}",
+                       f"deterministic mode {'on' if model.deterministic_mode else 'off'}"]),
             *(["--attention-dropout 0 allows a faster attention"] if slow else []),
-            *passed_over(kernels),
+            *remarks(kernels),
         ],
         "memory": banner_lines(config, tokenizer.vocab_size, world_size, planned_for or device.type, machine),
         "data": data.notes,
@@ -223,18 +216,18 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     dtype, distributed = compute_dtype(config.precision), config.distributed
     tp = TensorParallel(groups.tp, groups.kv, sequence=distributed.sequence_parallel, overlap=distributed.tp_comm_overlap)
     stages = pipeline_stages(config, prepared.padded_vocab)
-    model_config, _ = choose_kernels(config.model, device, dtype)
-    model = GPTModel(model_config, vocab_size=tokenizer.vocab_size, padded_vocab=prepared.padded_vocab, dtype=dtype, seed=config.training.seed, tp=tp,
+    chosen, _ = choose_kernels(config, device)
+    model = GPTModel(chosen.model, vocab_size=tokenizer.vocab_size, padded_vocab=prepared.padded_vocab, dtype=dtype, seed=config.training.seed, tp=tp,
                      stages=tuple(stage for stage, rank in zip(stages, placement, strict=True) if rank == groups.pp.rank))
     blocks = build_blocks(model, device, groups, stage=distributed.zero_stage, narrow_grads=config.optimizer.main_grads_dtype == "bf16",
                           host_fraction=config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0,
                           in_files=config.optimizer.optimizer_nvme_offload is not None, offloaded=config.optimizer.param_cpu_offload,
                           frozen=frozen_units(config))
-    for parameter in model.parameters() if model_config.weight_grad_backend == "apex" else ():
+    for parameter in model.parameters() if chosen.model.weight_grad_backend == "apex" else ():
         parameter.by_apex = True  # read where its gradient is formed
     zero = block_wrapper(config, model, blocks, groups)
     with together(groups.world, device):
-        optimizer = Optimizer(blocks, config, groups, zero.publish)
+        optimizer = Optimizer(blocks, chosen, groups, zero.publish)
     sequence = config.data.seq_length // tp.size if tp.sequence else config.data.seq_length
     shape = sequence, config.training.micro_batch_size, config.model.hidden_size
     exits = ExitConditions(config.training)
@@ -257,7 +250,7 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
 
 def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
     if checkpoint is None:
-        run.optimizer.initialise(run.config)
+        run.optimizer.initialise()
     else:
         fetch(checkpoint, run)
         with together(run.groups.world, run.device):

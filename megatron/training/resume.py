@@ -26,8 +26,8 @@ _BACKENDS = {f"{operator}_backend" for operator in ("attention", "norm", "rotary
 _FREE_MODEL_FIELDS = {*_BACKENDS, "deterministic_mode", "fused_linear_cross_entropy", "hidden_dropout", "attention_dropout", "z_loss_coeff", "init_method_std"}
 _NO_ARITHMETIC = {"init_method_std", "distributed_timeout_minutes", "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
                   "use_tp_pp_dp_mapping", "num_layers_per_virtual_pipeline_stage", "zero3_keep_gathered", "overlap_param_gather"}
-_OPTIMIZER_ARITHMETIC = ("optimizer", "adam_implementation", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload",
-                         "optimizer_offload_fraction", "freeze", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
+_OPTIMIZER_ARITHMETIC = ("optimizer", "adam_implementation", "grad_norm_backend", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
+                         "optimizer_cpu_offload", "optimizer_offload_fraction", "freeze", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
 _DATA_ARITHMETIC = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")  # may lie elsewhere now: their content is compared
 _TOKENIZER_FIELDS = ("tokenizer_type", "vocab_size", "seq_length", *_FILES)

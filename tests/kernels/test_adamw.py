@@ -6,12 +6,11 @@ from checks import CANARY, error
 from torch.optim.adamw import adamw
 
 from megatron.config.groups import Config, ModelConfig, OptimizerConfig
-from megatron.kernels import lang
 from megatron.kernels.adamw import adamw_, adamw_reference
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import build_blocks
 from megatron.optimizer.optimizer import Optimizer
-from megatron.optimizer.update import UpdateRule, choose_adam
+from megatron.optimizer.update import UpdateRule
 
 SETTINGS = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -112,7 +111,7 @@ def test_no_momentum_at_all(device):
 def test_the_optimizers_rule_takes_it(device):
     """The same as torch's fused kernel makes of bf16 moments and rounded weights, which the rule computes in pieces."""
     config = OptimizerConfig(lr=1e-3, adam_implementation="triton", exp_avg_dtype="bf16")
-    assert choose_adam(config, device) == "triton" and UpdateRule(config, "triton").skips_on_device
+    assert UpdateRule(config, "triton").skips_on_device
     results = {}
     for implementation in ("triton", "torch-fused"):
         p, g, _, v = draw(640, device)
@@ -124,22 +123,17 @@ def test_the_optimizers_rule_takes_it(device):
         torch.testing.assert_close(ours, torchs, rtol=2**-7 if ours.dtype == BF16 else 5e-7, atol=1e-9)
 
 
-def test_refused_where_it_cannot_run(device, monkeypatch):
-    monkeypatch.setattr(lang, "interpreted", lambda: False)
-    with pytest.raises(ValueError, match="--adam-implementation triton: it needs a GPU; drop the flag"):
-        choose_adam(OptimizerConfig(adam_implementation="triton"), torch.device("cpu"))
-
-
 def test_a_whole_optimizer(device):
     """Three steps of a bf16 model with clipping, then one that is skipped: what torch's fused AdamW makes, norms to float64's rounding."""
     ends = {}
     for implementation in ("triton", "torch-fused"):
         config = Config(model=ModelConfig(num_layers=1, hidden_size=16, ffn_hidden_size=24, num_attention_heads=2, kv_channels=8, num_query_groups=2,
                                           max_position_embeddings=8),
-                        optimizer=OptimizerConfig(adam_implementation=implementation, clip_grad=1.0))
+                        optimizer=OptimizerConfig(adam_implementation=implementation, clip_grad=1.0,
+                                                  grad_norm_backend="triton" if implementation == "triton" else "torch"))
         model = GPTModel(config.model, vocab_size=20, padded_vocab=20, dtype=BF16, seed=1)
         optimizer, norms = Optimizer(build_blocks(model, device), config), []
-        optimizer.initialise(config)
+        optimizer.initialise()
         for step in range(4):
             for block in optimizer.blocks:
                 block.open()

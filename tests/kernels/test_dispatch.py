@@ -6,16 +6,22 @@ import sys
 import pytest
 import torch
 
-from megatron.config.groups import ModelConfig
+from megatron.config.groups import Config, ModelConfig, OptimizerConfig, PrecisionConfig
 from megatron.kernels import apex, dispatch, lang
-from megatron.kernels.dispatch import OPERATORS, choose
+from megatron.kernels.dispatch import OPERATORS, choose, flag_of
 from megatron.layers.linear import linear_weight_grad
 from megatron.layers.norm import Norm
-from megatron.model.kernels import choose_kernels, passed_over
+from megatron.model.kernels import choose_kernels, remarks
+from megatron.optimizer.clip import sum_of_squares
 
 TRITON = [operator for operator, names in OPERATORS.items() if "triton" in names]
 CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 QUIET = ModelConfig(hidden_dropout=0.0, attention_dropout=0.0)
+FALLBACK = {operator: names[-1] for operator, names in OPERATORS.items()} | {"attention": "sdpa", "adam": "torch-fused"}
+
+
+def of(model=QUIET, **optimizer):
+    return Config(model=model, optimizer=OptimizerConfig(**optimizer), precision=PrecisionConfig(bf16=True))
 
 
 @pytest.fixture
@@ -46,14 +52,13 @@ def measured(monkeypatch):
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_auto_on_a_cpu_is_torch(operator, no_interpreter):
-    expected = "sdpa" if operator == "attention" else "torch"
-    assert choose(operator, "auto", CPU, torch.float32) == dispatch.Choice(expected)
+    assert choose(operator, "auto", CPU, torch.float32) == dispatch.Choice(FALLBACK[operator])
 
 
 @pytest.mark.parametrize("operator", TRITON)
 def test_auto_takes_triton_where_it_has_been_measured_to_win(operator, measured):
     assert choose(operator, "auto", GPU, BF16).implementation == "triton"
-    assert choose(operator, "auto", GPU, torch.float64).implementation in ("torch", "sdpa")
+    assert choose(operator, "auto", GPU, torch.float64).implementation == FALLBACK[operator]
 
 
 def test_auto_says_what_it_did_not_take_on_a_gpu():
@@ -64,7 +69,7 @@ def test_auto_says_what_it_did_not_take_on_a_gpu():
 
 def test_the_banner_groups_operators_by_reason():
     choices = {"norm": dispatch.Choice("torch", "slow"), "rotary": dispatch.Choice("triton"), "activation": dispatch.Choice("torch", "slow")}
-    assert passed_over(choices) == ["norm, activation: slow"]
+    assert remarks(choices) == ["norm, activation: slow"]
 
 
 def test_what_cannot_be_had_is_refused_with_a_way_out(no_interpreter):
@@ -75,9 +80,30 @@ def test_what_cannot_be_had_is_refused_with_a_way_out(no_interpreter):
     with pytest.raises(ValueError, match=r"^--norm-backend apex: module fused_layer_norm_cuda is missing .*; drop the flag, or take"):
         choose("norm", "apex", GPU, BF16)
     with pytest.raises(ValueError, match=r"^--attention-backend sdpa: cannot compute --attention-dropout above 0 \(use 0\); drop the flag, or take plain$"):
-        choose_kernels(dataclasses.replace(QUIET, attention_dropout=0.1, attention_backend="sdpa"), CPU, BF16)
+        choose_kernels(of(dataclasses.replace(QUIET, attention_dropout=0.1, attention_backend="sdpa")), CPU)
     with pytest.raises(ValueError, match=r"^--attention-backend triton: .*; drop the flag, or take sdpa or plain$"):
-        choose_kernels(dataclasses.replace(QUIET, kv_channels=12, attention_backend="triton"), GPU, BF16)
+        choose_kernels(of(dataclasses.replace(QUIET, kv_channels=12, attention_backend="triton")), GPU)
+
+
+@pytest.mark.parametrize("flag", ["exp_avg_dtype", "exp_avg_sq_dtype"])
+def test_apex_is_not_given_narrow_moments(flag, monkeypatch, measured):
+    monkeypatch.setattr(apex, "missing", lambda feature: None)
+    monkeypatch.setattr(lang, "unfit", lambda device, dtype: "not here")
+    for narrow, taken in (({}, "apex"), ({flag: "bf16"}, "torch-fused")):
+        assert choose_kernels(of(**narrow), GPU)[0].optimizer.adam_implementation == taken
+    with pytest.raises(ValueError, match="--adam-implementation apex: its moments are fp32, .*; drop the flag, or take torch-fused or torch$"):
+        choose_kernels(of(adam_implementation="apex", **{flag: "bf16"}), GPU)
+
+
+def test_the_optimizers_rows(no_interpreter):
+    with pytest.raises(ValueError, match=r"^--adam-implementation apex: module amp_C is missing .*; drop the flag, or take torch-fused or torch$"):
+        choose_kernels(of(adam_implementation="apex"), CPU)
+    with pytest.raises(ValueError, match=r"^--grad-norm-backend triton: it needs a GPU; drop the flag, or take torch$"):
+        choose_kernels(of(grad_norm_backend="triton"), CPU)
+    chosen, choices = choose_kernels(of(), CPU)
+    assert (chosen.optimizer.adam_implementation, chosen.optimizer.grad_norm_backend) == ("torch-fused", "torch")
+    assert choose_kernels(chosen, CPU)[0] == chosen
+    assert "adam" in choices and "adam" not in choose_kernels(of(optimizer="sgd"), CPU)[1]
 
 
 def test_without_triton(monkeypatch, no_interpreter):
@@ -87,20 +113,23 @@ def test_without_triton(monkeypatch, no_interpreter):
 
 
 def test_a_model_is_built_without_auto(no_interpreter):
-    resolved, choices = choose_kernels(QUIET, CPU, BF16)
+    chosen, choices = choose_kernels(of(), CPU)
+    resolved = chosen.model
     assert {resolved.norm_backend, resolved.rotary_backend, resolved.activation_backend, resolved.dropout_backend, resolved.cross_entropy_backend} == {"torch"}
     assert resolved.attention_backend == "auto" and choices["attention"].implementation == "sdpa"
-    _, choices = choose_kernels(ModelConfig(), CPU, BF16)
+    _, choices = choose_kernels(of(ModelConfig()), CPU)
     assert choices["attention"].implementation == "plain"
 
 
 def test_in_the_interpreter_a_flag_forces_triton():
     if not lang.interpreted():
         pytest.skip("there is a GPU")
-    forced = dataclasses.replace(ModelConfig(), **{f"{operator.replace('-', '_')}_backend": "triton" for operator in TRITON})
-    resolved, choices = choose_kernels(forced, CPU, torch.float32)
+    fields = [flag_of(operator).removeprefix("--").replace("-", "_") for operator in TRITON]
+    forced = dataclasses.replace(ModelConfig(), **{field: "triton" for field in fields if hasattr(ModelConfig(), field)})
+    given = of(forced, adam_implementation="triton", grad_norm_backend="triton")
+    chosen, choices = choose_kernels(given, CPU)
     assert {choices[operator].implementation for operator in TRITON} == {"triton"}
-    assert resolved == dataclasses.replace(forced, weight_grad_backend="torch")
+    assert chosen == dataclasses.replace(given, model=dataclasses.replace(forced, weight_grad_backend="torch"))
 
 
 def test_the_impostor_apex_is_recognised(fake):
@@ -158,3 +187,48 @@ def test_the_norms_of_apex_are_called_as_it_defines_them(kind, fake):
         found.append([y.detach(), x.grad, *(parameter.main_grad for parameter in norm.parameters())])
     for expected, got in zip(*found, strict=True):
         torch.testing.assert_close(got, expected)
+
+
+AMP_C = """
+import torch
+
+def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor):
+    (tensors,) = tensor_lists
+    assert chunk_size == 2048 * 32 and noop_flag.dtype == torch.int and per_tensor is False and len({tensor.dtype for tensor in tensors}) == 1
+    total = sum(tensor.float().square().sum() for tensor in tensors)
+    noop_flag.fill_(int(not total.isfinite()))
+    return total.sqrt().view(1), torch.empty(0)
+"""
+APPLIER = """
+def multi_tensor_applier(op, noop_flag_buffer, tensor_lists, *args):
+    return op(2048 * 32, noop_flag_buffer, tensor_lists, *args)
+"""
+
+
+def test_the_norm_of_apex_is_called_as_it_defines_it(fake, tmp_path):
+    """With stand-ins for its modules that have its functions' order of arguments: the real ones have never been at hand. What fp32 cannot hold is not
+    taken for a gradient that is not finite."""
+    fake("amp_C", AMP_C)
+    (tmp_path / "apex").mkdir()
+    for name, code in (("__init__", ""), ("multi_tensor_apply", APPLIER)):
+        (tmp_path / "apex" / f"{name}.py").write_text(code)
+    try:
+        assert apex.missing("grad-norm") is None
+        pieces = [torch.randn(1000, generator=torch.Generator().manual_seed(0)), torch.randn(7)]
+        exact, got = sum_of_squares(pieces), sum_of_squares(iter(pieces), CPU, "apex")
+        assert got.dtype == torch.float64 and got.shape == () and float(got) == pytest.approx(float(exact), rel=1e-6) and got != exact
+        for value, finite in ((1e30, True), (torch.inf, False), (torch.nan, False)):
+            pieces[1][3] = value
+            assert sum_of_squares(pieces, CPU, "apex").isfinite() == finite
+        assert float(sum_of_squares([], CPU, "apex")) == 0
+    finally:
+        for name in ("apex", "apex.multi_tensor_apply"):
+            sys.modules.pop(name, None)
+
+
+def test_who_takes_the_norm_of_apex_is_told(monkeypatch):
+    monkeypatch.setattr(apex, "missing", lambda feature: None)
+    _, choices = choose_kernels(of(grad_norm_backend="apex"), GPU)
+    assert "grad-norm: apex adds up in fp32, the others in float64; where its sum overflows torch's is taken; never run" in remarks(choices)
+    with pytest.raises(ValueError, match="^--grad-norm-backend apex: it adds up in fp32; drop the flag, or take torch$"):
+        choose_kernels(dataclasses.replace(of(grad_norm_backend="apex"), precision=PrecisionConfig(fp64=True)), GPU)

@@ -5,8 +5,9 @@ import torch
 from checks import canaries
 
 from megatron.config.groups import Config, ModelConfig, OptimizerConfig
-from megatron.kernels import philox
+from megatron.kernels import dispatch, lang, philox
 from megatron.kernels.initialise import normal_, normal_reference
+from megatron.model import init
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import build_blocks
 from megatron.optimizer.optimizer import Optimizer
@@ -52,17 +53,22 @@ def test_rectangles_are_parts_of_one_matrix(device):
     assert torch.equal(part, whole[4:9, 13:34])
 
 
-def test_a_models_weights(device):
-    """Every matrix, its residual outputs scaled, and what is not drawn."""
-    weights = {}
-    for backend in ("triton", "torch"):
+def test_a_models_weights(device, monkeypatch):
+    """Every matrix, its residual outputs scaled, and what is not drawn; auto follows the table."""
+    weights, drawn = {}, []
+    monkeypatch.setattr(init, "normal_", lambda *given: (drawn.append(given), normal_(*given)))
+    monkeypatch.setattr(dispatch, "MEASURED", frozenset({("init", lang.capability(device))}))
+    for backend in ("torch", "auto", "triton"):
+        drawn.clear()
         model = ModelConfig(num_layers=1, hidden_size=16, ffn_hidden_size=24, num_attention_heads=2, kv_channels=8, num_query_groups=2,
                             max_position_embeddings=8, init_backend=backend)
         config = Config(model=model, optimizer=OptimizerConfig(lr=1.0))
         gpt = GPTModel(model, vocab_size=18, padded_vocab=20, dtype=torch.float32, seed=1)
         optimizer = Optimizer(build_blocks(gpt, device), config)
-        optimizer.initialise(config)
+        optimizer.initialise()
+        assert bool(drawn) == (backend != "torch")
         weights[backend] = torch.cat([block.master for block in optimizer.blocks]).cpu()
+    assert torch.equal(weights["auto"], weights["triton"])
     apart = ulps(weights["triton"], weights["torch"])
     assert apart.max() <= 2 and (apart == 0).float().mean() > 0.99 and (weights["triton"] != 0).sum() > 2000
 

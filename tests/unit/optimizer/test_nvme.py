@@ -222,7 +222,7 @@ def test_memory_is_bounded_by_the_ring(tmp_path):
             block.grad.normal_()
         squares = optimizer.squares()
         before = live.mark().peak["total"]
-        optimizer.initialise(config)
+        optimizer.initialise()
         optimizer.step(lr=1e-3, weight_decay=0.1, squares=squares, grad_factor=1.0)
         optimizer.squared_weight_norm()
         for _, tensor in [*optimizer.weight_boxes(), *optimizer.state_boxes()]:

@@ -14,7 +14,6 @@ from megatron.optimizer.clip import PIECE, clip_coefficient, sum_of_squares
 from megatron.optimizer.lr_schedule import Schedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
-from megatron.optimizer.update import choose_adam
 
 MODEL = ModelConfig(num_layers=2, hidden_size=24, ffn_hidden_size=40, num_attention_heads=4, kv_channels=6, num_query_groups=2,
                     max_position_embeddings=16, activation="swiglu")
@@ -24,7 +23,7 @@ def build(dtype=torch.float32, model=MODEL, **optimizer):
     config = Config(model=model, optimizer=OptimizerConfig(**optimizer))
     gpt = GPTModel(model, vocab_size=50, padded_vocab=64, dtype=dtype, seed=1)
     opt = Optimizer(build_blocks(gpt, torch.device("cpu")), config)
-    opt.initialise(config)
+    opt.initialise()
     return gpt, opt
 
 
@@ -189,11 +188,6 @@ def test_num_zeros_leaves_padding_out():
     assert opt.zero_gradients() == 0
     gpt.layers["0"].mlp.fc1.weight.main_grad[3, 4:7] = 0
     assert opt.zero_gradients() == 3
-
-
-def test_apex_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match=r"--adam-implementation apex: module amp_C is missing"):
-        choose_adam(OptimizerConfig(adam_implementation="apex"), torch.device("cpu"))
 
 
 # ---- schedules ----

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.config.groups import OptimizerConfig
 from megatron.optimizer import update
 from megatron.optimizer.blocks import ALIGNMENT
-from megatron.optimizer.update import PIECE, UpdateRule, choose_adam
+from megatron.optimizer.update import PIECE, UpdateRule
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DTYPES = list(itertools.product((FP32, BF16), repeat=3))  # of gradient, exp_avg, exp_avg_sq
@@ -175,12 +175,3 @@ def test_states_are_stored_as_the_flags_say():
     rule = rule_of(exp_avg=BF16)
     assert rule.state_dtype("exp_avg", FP32) == BF16 and rule.state_dtype("exp_avg_sq", FP32) == FP32
     assert rule_of(exp_avg_sq=BF16).state_dtype("exp_avg_sq", FP32) == BF16 and rule_of().state_dtype("exp_avg_sq", torch.float64) == torch.float64
-
-
-@pytest.mark.parametrize("flag", ["exp_avg_dtype", "exp_avg_sq_dtype"])
-def test_apex_is_not_given_narrow_moments(flag, monkeypatch):
-    monkeypatch.setattr(update.apex, "missing", lambda feature: None)
-    gpu = torch.device("cuda")
-    assert choose_adam(OptimizerConfig(), gpu) == "apex" and choose_adam(OptimizerConfig(**{flag: "bf16"}), gpu) == "torch-fused"
-    with pytest.raises(ValueError, match="--adam-implementation apex: its moments are fp32"):
-        choose_adam(OptimizerConfig(adam_implementation="apex", **{flag: "bf16"}), gpu)
