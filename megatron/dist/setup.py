@@ -208,6 +208,8 @@ def connect(launch: Launch, backend: str, timeout_minutes: float, fingerprint: d
     """
     if launch.world_size == 1 or dist.is_initialized():
         return
+    # Messages between stages, which torch warns about, have communicators of their own direction (Groups.channel).
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device else ""
     store = meet(launch, 60 * timeout_minutes, {**fingerprint, "backend": backend}, gpu)
