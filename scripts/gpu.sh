@@ -6,6 +6,11 @@
 #   train  a 125M-parameter GPT for 40 iterations on one device and, where there are two, on two: each way to share it, with communication beside
 #          computation and without
 # Usage: bash scripts/gpu.sh [FOLDER for the results [PART ...]]. Takes the Python that has a CUDA torch: PYTHON=/path/to/python, default python3.
+# What it lacks is said at once. Packages that a machine without a network lacks are downloaded elsewhere, for its Python, and carried in a folder
+# (all of these: 4.4 MB; git ignores the folder):
+#   python3 -m pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 \
+#     --platform manylinux_2_28_x86_64 -d .wheels liger-kernel==0.6.4 [xxhash PyYAML pytest pluggy iniconfig packaging Pygments hypothesis sortedcontainers]
+# and unpacked there: python3 -m pip install -q --no-index --no-deps --target /tmp/wheels .wheels/*.whl && PYTHONPATH=/tmp/wheels bash scripts/gpu.sh
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
@@ -16,12 +21,32 @@ for part in $parts; do
   case "$part" in tests | kernels | zero | train) ;; *) echo "$part: no part; they are tests, kernels, zero and train" >&2 && exit 2 ;; esac
 done
 mkdir -p "$out"
-"$python" -c 'import torch, sys; sys.exit(None if torch.cuda.is_available() else "no CUDA device: torch " + torch.__version__ + " sees none")' || exit 2
+"$python" - $parts <<'PYTHON' 2>&1 | tee "$out/versions.txt" || exit 2
+import sys
+from importlib.metadata import PackageNotFoundError, version
+needed = ["torch", "triton", "numpy", "xxhash"] + ["pytest", "hypothesis", "PyYAML"] * ("tests" in sys.argv)
+found, missing = [f"Python {sys.version.split()[0]}"], []
+for name in [*needed, "liger-kernel"] if "kernels" in sys.argv else needed:
+    try:
+        found.append(f"{name} {version(name)}")
+    except PackageNotFoundError:
+        missing.append(name)
+print(", ".join(found))
+if missing == ["liger-kernel"]:
+    print("no liger-kernel: its column stays out of the kernels' table (to have it, carry its wheel: see the top of scripts/gpu.sh)")
+elif missing:
+    sys.exit(f"{sys.executable} lacks {' '.join(missing)}: carry wheels, see the top of scripts/gpu.sh")
+import torch
+if not torch.cuda.is_available():
+    sys.exit(f"no CUDA device: torch {torch.__version__} sees none")
+print(f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}")
+PYTHON
 
 wanted() { [[ " $parts " == *" $1 "* ]]; }
 failed=0
 if wanted tests; then
-  "$python" -m pytest -m gpu tests 2>&1 | tee "$out/tests.txt" || failed=1
+  # shellcheck disable=SC2046  # only the files that hold such tests: the others' imports cost half a minute
+  "$python" -m pytest -m gpu $(grep -rl --include='test_*.py' 'mark\.gpu' tests) 2>&1 | tee "$out/tests.txt" || failed=1
   "$python" -m pytest tests/kernels 2>&1 | tee "$out/tests-kernels.txt" || failed=1
 fi
 if wanted kernels; then

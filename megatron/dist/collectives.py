@@ -18,6 +18,9 @@ from megatron.dist.groups import Axis
 
 # Bytes that a reduce-scatter takes on Gloo for what is received, cast and summed: half of what is reduced, or this where that is less.
 ROUND_BYTES = 8 << 20
+# Of torch.distributed: torch 2.13 has new names, and warns of the old ones, which are all that 2.11 has.
+ALL_GATHER, REDUCE_SCATTER = (
+    ("all_gather_single", "reduce_scatter_single") if hasattr(dist, "all_gather_single") else ("all_gather_into_tensor", "reduce_scatter_tensor"))
 MESSAGE = 1024  # bytes that ranks exchange at once in `gather_bytes`: enough for what they tell each other around a checkpoint
 
 
@@ -75,7 +78,7 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if out is None else out
     x = x.contiguous()
     if not is_gloo(axis):
-        return _Works([dist.all_gather_into_tensor(out, x, group=axis.group, async_op=True)], out)
+        return _Works([getattr(dist, ALL_GATHER)(out, x, group=axis.group, async_op=True)], out)
     parts = out.chunk(axis.size)
     works = []
     for step in range(1, axis.size):  # each rank begins with its neighbour: no rank is everyone's first
@@ -168,9 +171,9 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None, wire:
         room = x.numel() * wire.itemsize // 2 if room is None else room
         return _Shaped(_GlooReduceScatter(x, axis, out, wire, room), own.shape)
     if wire == x.dtype:
-        return _Works([dist.reduce_scatter_tensor(out, x.contiguous(), group=axis.group, async_op=True)], out)
+        return _Works([getattr(dist, REDUCE_SCATTER)(out, x.contiguous(), group=axis.group, async_op=True)], out)
     narrow = torch.empty_like(own, dtype=wire)  # NCCL adds in the precision of the wire
-    work = dist.reduce_scatter_tensor(narrow, x.to(wire), group=axis.group, async_op=True)
+    work = getattr(dist, REDUCE_SCATTER)(narrow, x.to(wire), group=axis.group, async_op=True)
     return _Works([work], out, lambda: out.copy_(narrow))
 
 

@@ -1,7 +1,7 @@
 """Triton's interpreter, made honest about bf16. It keeps bf16 as 16-bit integers and computes with those integers, silently.
 
-Mended: matrix products, and conversions from and to fp32 (to nearest, ties to even, as a GPU does). Added: descriptors that add to memory. All other arithmetic on bf16 raises
-TypeError: a kernel widens what it loads.
+Mended: matrix products, and conversions from and to fp32 (to nearest, ties to even, as a GPU does), and numbers made of arrays of one element, which
+numpy 2.4 refuses. Added: descriptors that add to memory. All other arithmetic on bf16 raises TypeError: a kernel widens what it loads.
 """
 
 from __future__ import annotations
@@ -72,6 +72,13 @@ def mend() -> None:
     for name in arithmetic:
         if hasattr(Builder, name):
             setattr(Builder, name, _refusing(name, getattr(Builder, name)))
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_lang_tensor
     interpreter.ReduceScanOpInterface.apply = _refusing("reduction", interpreter.ReduceScanOpInterface.apply)
 
 

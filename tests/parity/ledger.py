@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron.dist.collectives import ALL_GATHER, REDUCE_SCATTER
 from megatron.model.block import LayerBlock, PlainBlocks
 from parity.worker import run_case
 
@@ -112,7 +113,7 @@ class Ledger:
                 stack.enter_context(mock.patch.object(module, "isend", noted_isend))
             stack.enter_context(mock.patch.object(dist, "all_reduce", noted_all_reduce))
             stack.enter_context(mock.patch.object(dist, "all_gather", messages_alone))
-            for name in ("all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
+            for name in (ALL_GATHER, "reduce_scatter", REDUCE_SCATTER, "all_to_all", "all_to_all_single",
                          "broadcast", "reduce", "send"):
                 stack.enter_context(mock.patch.object(dist, name, refused))
             stack.enter_context(mock.patch.object(LayerBlock, "forward", layer_forward))

@@ -29,6 +29,8 @@ from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.dist.collectives import ALL_GATHER, REDUCE_SCATTER
+
 KINDS = ("parameters", "gradients", "optimizer", "host", "slots", "scratch", "activations", "before")
 MEGATRON = str(Path(__file__).resolve().parents[3] / "megatron") + "/"
 WEIGHT_GRADIENTS = {"linear_weight_grad", "embedding_weight_grad", "bias_grad"}
@@ -36,9 +38,8 @@ WEIGHT_GRADIENTS = {"linear_weight_grad", "embedding_weight_grad", "bias_grad"}
 CALLS: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("isend", "irecv", "send", "recv", "all_reduce", "broadcast", "reduce", "all_to_all_single"), lambda *_, **__: 0),
     "all_gather": lambda outs, *_, **__: sum(out.nbytes for out in outs),
-    "all_gather_into_tensor": lambda out, *_, **__: out.nbytes,
-    "reduce_scatter_tensor": lambda _, x, *__, **___: x.nbytes,
-    "all_to_all": lambda _, parts, *__, **___: 2 * sum(part.nbytes for part in parts),
+    ALL_GATHER: lambda out, *_, **__: out.nbytes,
+    REDUCE_SCATTER: lambda _, x, *__, **___: x.nbytes,
 }
 
 
