@@ -10,7 +10,7 @@
 # (all of these: 4.4 MB; git ignores the folder):
 #   python3 -m pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 \
 #     --platform manylinux_2_28_x86_64 -d .wheels liger-kernel==0.6.4 [xxhash PyYAML pytest pluggy iniconfig packaging Pygments hypothesis sortedcontainers]
-# and unpacked there: python3 -m pip install -q --no-index --no-deps --target /tmp/wheels .wheels/*.whl && PYTHONPATH=/tmp/wheels bash scripts/gpu.sh
+# and unpacked there: python3 -m pip install -q --no-index --no-deps --target .wheels/site .wheels/*.whl && PYTHONPATH=$PWD/.wheels/site bash scripts/gpu.sh
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
