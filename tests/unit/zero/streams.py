@@ -131,6 +131,8 @@ class NCCL:
     def __init__(self, gpu: PretendedGPU):
         self.gpu = gpu
         self.streams: dict[Any, Stream] = {}
+        setattr(self, collectives.ALL_GATHER, self._all_gather)
+        setattr(self, collectives.REDUCE_SCATTER, self._reduce_scatter)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
@@ -148,11 +150,11 @@ class NCCL:
         work = self._start(group, [x], [x], lambda: dist.all_reduce(x, group=group, async_op=True).wait)
         return work if async_op else work.wait()
 
-    def all_gather_into_tensor(self, out: Tensor, x: Tensor, group: Any, async_op: bool) -> Work:
+    def _all_gather(self, out: Tensor, x: Tensor, group: Any, async_op: bool) -> Work:
         assert async_op
-        return self._start(group, [x], [out], lambda: dist.all_gather_into_tensor(out, x.clone(), group=group, async_op=True).wait)
+        return self._start(group, [x], [out], lambda: getattr(dist, collectives.ALL_GATHER)(out, x.clone(), group=group, async_op=True).wait)
 
-    def reduce_scatter_tensor(self, out: Tensor, x: Tensor, group: Any, async_op: bool) -> Work:
+    def _reduce_scatter(self, out: Tensor, x: Tensor, group: Any, async_op: bool) -> Work:
         assert async_op
 
         def begin():
