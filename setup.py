@@ -26,6 +26,7 @@ class EditableWheel(editable_wheel):
 setup(
     packages=[*PACKAGES, "megatron.kernels"],
     package_dir={"megatron.kernels": "kernels"},
+    package_data={"megatron.kernels": ["configurations.json"]},
     py_modules=["pretrain_gpt"],
     cmdclass={"editable_wheel": EditableWheel},
 )

@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kernels.lang import Compiled, jit, tl, triton
+from megatron.kernels.configurations import Row, find
+from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
 
 GATED = ("swiglu", "geglu")
 KINDS = (*GATED, "gelu", "gelu-tanh", "squared-relu")
@@ -43,16 +44,19 @@ def activation_reference(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
 class Configuration:
     """`block` columns a program; `programs` of the backward with a bias share all rows between them, so many tiles ahead of the sums."""
 
+    row: Row
     block: int
     num_warps: int
     programs: int
     prefetch: int
 
 
-def configuration(kind: str, width: int, bias: bool) -> Configuration:
-    """Of y's width. Two or four loads of 16 bytes a thread; eight programs with a bias on each of 132 processors."""
-    block = min(triton.next_power_of_2(width), 1024 if kind in GATED or bias else 2048)
-    return Configuration(block, 4, max(8 * 132 // triton.cdiv(width, block), 1) if bias else 0, 3 if bias else 1)
+def configuration(direction: str, kind: str, width: int, bias: bool, arch: int = HOPPER) -> Configuration:
+    """Of y's width, "forward" or "backward", where a bias is summed: two or four loads of 16 bytes a thread, eight programs a processor for the sums."""
+    row = find(f"activation {direction}", arch, kind="bias" if bias and direction == "backward" else "gated" if kind in GATED else "plain")
+    block = min(triton.next_power_of_2(width), row.numbers["block"])
+    programs = max(row.numbers.get("programs", 0) // triton.cdiv(width, block), 1)
+    return Configuration(row, block, row.numbers["num_warps"], programs, row.numbers.get("prefetch", 1))
 
 
 @jit
@@ -162,7 +166,7 @@ def activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     width = _width(x, bias, kind)
     y = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     if y.numel():
-        form = configuration(kind, width, False)
+        form = configuration("forward", kind, width, bias is not None, capability(x.device))
         forward_kernel[(triton.cdiv(width, form.block) * (y.numel() // width),)](
             x.contiguous(), x if bias is None else bias, y, width,
             KIND=kind, GATE=kind in GATED, BIAS=bias is not None, BLOCK=form.block, num_warps=form.num_warps,
@@ -182,7 +186,7 @@ def activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if dx.numel() == 0:
         return dx, torch.zeros(0 if bias is None else x.shape[-1], device=x.device)
-    form = configuration(kind, width, bias is not None)
+    form = configuration("backward", kind, width, bias is not None, capability(x.device))
     rows = dy.numel() // width
     programs = rows if bias is None else min(form.programs, rows)
     partials = torch.empty(0 if bias is None else programs, x.shape[-1], device=x.device)
@@ -198,7 +202,7 @@ def _(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Te
     return x.new_empty(x.shape), x.new_empty(0 if bias is None else x.shape[-1], dtype=torch.float32)
 
 
-def aot() -> Iterator[Compiled]:
+def aot(arch: int = HOPPER) -> Iterator[Compiled]:
     """Every kind in bf16, with a bias a gated one and GELU, which in fp32 too."""
     for dtype, kind in (*(("bf16", kind) for kind in KINDS), ("fp32", "gelu")):
         width = 14336 if kind in GATED else 16384
@@ -206,12 +210,14 @@ def aot() -> Iterator[Compiled]:
             name, pointer = f"{kind}_{'bias_' * bias}{dtype}", f"*{dtype}"
             types = {"x": pointer, "bias": pointer, "width": "i32"}
             constants = {"KIND": kind, "GATE": kind in GATED, "BIAS": bias}
-            form = configuration(kind, width, False)
+            form = configuration("forward", kind, width, bias, arch)
             yield Compiled(
-                name, forward_kernel, types | {"y": pointer}, constants | {"BLOCK": form.block}, ("x", "bias", "y", "width"), form.num_warps
+                name, forward_kernel, types | {"y": pointer}, constants | {"BLOCK": form.block}, ("x", "bias", "y", "width"), form.num_warps,
+                row=form.row,
             )
-            form = configuration(kind, width, bias)
+            form = configuration("backward", kind, width, bias, arch)
             yield Compiled(
                 f"{name}_backward", backward_kernel, types | {"dy": pointer, "dx": pointer, "partials": "*fp32", "rows": "i32"},
                 constants | {"BLOCK": form.block, "PREFETCH": form.prefetch}, ("dy", "x", "bias", "dx", "partials", "width"), form.num_warps,
+                row=form.row,
             )

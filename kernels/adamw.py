@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.kernels.lang import Compiled, jit, tl, triton
+from megatron.kernels.configurations import find
+from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
 
 
 def adamw_reference(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, coefficient: Tensor, found_inf: Tensor, *,
@@ -67,19 +67,6 @@ def adamw_kernel(master, grad, exp_avg, exp_avg_sq, out, step, coefficient, foun
                 tl.store(out + at, p.to(out.dtype.element_ty), mask=inside)
 
 
-class Configuration(NamedTuple):
-    """How the kernel is launched: at most `programs` of them."""
-
-    BLOCK: int
-    num_warps: int
-    programs: int
-
-
-def configuration(capability: int = 90) -> Configuration:
-    """Eight blocks of four warps for each of a Hopper's 132 multiprocessors: 128 kB in flight on each."""
-    return Configuration(1024, 4, 8 * 132)
-
-
 def _constants(beta1: float, beta2: float, eps: float) -> dict[str, float]:
     """`1 - beta` is rounded once, not after beta was; log2 of 0 is as good as minus infinity."""
     logs = (math.log2(beta) if beta > 0 else -1e30 for beta in (beta1, beta2))
@@ -94,10 +81,11 @@ def adamw_(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, ou
     assert all(x is None or x.is_contiguous() and x.numel() == master.numel() for x in (master, grad, exp_avg, exp_avg_sq, out))
     if master.numel() == 0:
         return
-    block, num_warps, programs = configuration()
-    grid = (min(programs, triton.cdiv(master.numel(), block)),)
+    # on Hopper eight blocks of four warps for each of 132 multiprocessors: 128 kB in flight on each
+    row = find("adamw", capability(master.device)).numbers
+    grid = (min(row["programs"], triton.cdiv(master.numel(), row["block"])),)
     adamw_kernel[grid](master, grad, exp_avg, exp_avg_sq, out, step, coefficient, found_inf, master.numel(), lr, lr * weight_decay,
-                       **_constants(beta1, beta2, eps), BLOCK=block, num_warps=num_warps)
+                       **_constants(beta1, beta2, eps), BLOCK=row["block"], num_warps=row["num_warps"])
 
 
 @adamw_.register_fake
@@ -106,12 +94,12 @@ def _(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Te
     return None
 
 
-def aot() -> Iterator[Compiled]:
+def aot(arch: int = HOPPER) -> Iterator[Compiled]:
     """What is shipped: gradients and moments in either precision, with rounded weights and (fp32 training) without."""
-    block, num_warps, _ = configuration()
+    row = find("adamw", arch)
     for grad, moments, out in (("fp32", "fp32", "bf16"), ("bf16", "fp32", "bf16"), ("fp32", "bf16", "bf16"), ("fp32", "fp32", None)):
         scalars = {"step": "*fp32", "coefficient": "*fp32", "found_inf": "*fp32", "size": "i32", "lr": "fp32", "decay": "fp32"}
         buffers = {"master": "*fp32", "grad": f"*{grad}", "exp_avg": f"*{moments}", "exp_avg_sq": f"*{moments}", **({"out": f"*{out}"} if out else {})}
-        constants = {**_constants(0.9, 0.95, 1e-8), "BLOCK": block, **({} if out else {"out": None})}
+        constants = {**_constants(0.9, 0.95, 1e-8), "BLOCK": row.numbers["block"], **({} if out else {"out": None})}
         name = f"adamw grad {grad} moments {moments} weights {out or 'themselves'}"
-        yield Compiled(name, adamw_kernel, {**scalars, **buffers}, constants, (*buffers, "size"), num_warps)
+        yield Compiled(name, adamw_kernel, {**scalars, **buffers}, constants, (*buffers, "size"), row.numbers["num_warps"], row=row)

@@ -28,17 +28,20 @@ from megatron.kernels.attention_launch import (
     RUNTIME,
     VARIANTS,
     Options,
-    Tiles,
     aligned,
     compiled,
+    configuration,
     constants,
     descriptor,
+    key,
     mask_tensors,
     numbers,
     of_mask,
     section,
+    shipped,
 )
 from megatron.kernels.attention_masks import AttentionMask, keys_of_queries, schedule, visible
+from megatron.kernels.configurations import find
 from megatron.kernels.lang import jit, tl
 from megatron.kernels.random import keep_scores
 
@@ -75,22 +78,6 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: 
         heads = torch.arange(first_head, first_head + n, device=q.device)
         p = p * keep_mask(key, sample_ids, heads, at, t, drop) * (1 / (1 - drop))
     return (p.to(v.dtype) @ v).permute(2, 0, 1, 3), lse
-
-
-def configuration(d: int, *, dropout: bool = False, dtype: torch.dtype = torch.bfloat16, tile: int = 0, capability: int = lang.HOPPER) -> Tiles:
-    """Tiles for head dimension d, by what compiles without spills and how many blocks of threads an SM then holds (docs/kernels.md).
-
-    Up to 128 that is two with 128 registers a thread: while one computes exponentials, the other one multiplies.
-    """
-    if tile or dtype == torch.float32:
-        return Tiles(tile or 32, tile or 32)
-    if capability < lang.HOPPER:
-        return Tiles(128, 32 if d > 128 else 64, 8, 2)
-    if d > 128:
-        return Tiles(128, 32 if dropout else 64, 8, 2)
-    if dropout:
-        return Tiles(128, 64, 8, 2)
-    return Tiles(128, 64, 8, 2 if d > 64 else 3, {"maxnreg": 128})
 
 
 @jit
@@ -166,7 +153,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, options: Optio
     """(out, lse) by one launch."""
     q, k, v = aligned(q), aligned(k), aligned(v)
     (s, b, n, d), (t, _, g, _) = q.shape, k.shape
-    tiles = configuration(d, dropout=options.drop > 0, dtype=q.dtype, tile=options.tile, capability=lang.capability(q.device))
+    tiles = configuration("forward", d, options, mask.causal, q.dtype, lang.capability(q.device))
     out = torch.empty(s, b, n, d, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, n, s, dtype=torch.float32, device=q.device)
     forward_kernel[(-(-s // tiles.M) * b * n,)](
@@ -176,9 +163,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, options: Optio
     return out, lse
 
 
-def unfit(d: int) -> str | None:
-    """Why the kernels cannot take heads of dimension d; None when they can."""
-    return f"head dimension {d}, which is no multiple of 8 up to 256" if d > 256 or d % 8 else None
+def unfit(d: int, arch: int = lang.HOPPER, dtype: torch.dtype = torch.bfloat16, *, softcap: float | None = None, drop: float = 0.0) -> str | None:
+    """Why the kernels cannot take heads of dimension d on a GPU of this architecture; None when they can."""
+    if d > 256 or d % 8:
+        return f"head dimension {d}, which is no multiple of 8 up to 256"
+    options = Options(1.0, softcap, drop)
+    rows = () if dtype == torch.float32 else (find(f"attention {kernel}", arch, **key(d, options, causal))
+                                              for kernel in ("forward", "dkv", "dq") for causal in (True, False))
+    return next((fault for row in rows if (fault := row.unfit(arch))), None)
 
 
 @torch.library.custom_op("megatron::flash_attention", mutates_args=())
@@ -247,9 +239,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Atte
         drop, list(key), sample_ids, first_head, deterministic, tile)
 
 
-def aot() -> Iterator[lang.Compiled]:
+def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
     """Head dimension 96 takes what 128 compiles to."""
     for d in (64, 128, 256):
         for variant in VARIANTS:
-            tiles = configuration(d, dropout=variant == "dropout")
-            yield compiled(forward_kernel, "forward", d, tiles, variant, {"q": tiles.M, "k": tiles.N, "v": tiles.N, "out": tiles.M}, spills=16)
+            if tiles := shipped("forward", d, variant, arch):
+                yield compiled(forward_kernel, "forward", d, tiles, variant, {"q": tiles.M, "k": tiles.N, "v": tiles.N, "out": tiles.M})

@@ -26,41 +26,22 @@ from megatron.kernels.attention_launch import (
     RUNTIME,
     VARIANTS,
     Options,
-    Tiles,
     aligned,
     columns,
     compiled,
+    configuration,
     constants,
     descriptor,
     mask_tensors,
     numbers,
     of_mask,
     section,
+    shipped,
 )
 from megatron.kernels.attention_masks import TILE, AttentionMask, keys_of_queries, queries_of_keys, schedule, visible
+from megatron.kernels.configurations import find
 from megatron.kernels.lang import jit, tl
 from megatron.kernels.random import keep_scores, keep_scores_transposed
-
-
-def configuration(d: int, *, dq: bool, options: Options, dtype: torch.dtype = torch.bfloat16, capability: int = lang.HOPPER) -> Tiles:
-    """Tiles of the kernel for dq (dq=True), or for dk and dv, for head dimension d; docs/kernels.md has what they compile to.
-
-    Up to 64, an SM holds two blocks of 128 registers a thread: one multiplies while the other one computes exponentials. Beyond, dk and dv
-    alone take 128, and random bits and soft-caps are left with smaller tiles.
-    """
-    dropout, costly = options.drop > 0, options.drop > 0 or options.softcap is not None
-    two = {} if costly else {"maxnreg": 128}
-    if options.tile or dtype == torch.float32:
-        return Tiles(options.tile or 32, options.tile or 32)
-    if capability < lang.HOPPER:
-        return Tiles(64, 64 if d <= 128 else 32, 4 if d <= 64 else 8, 1)
-    if dq:
-        if d > 128:
-            return Tiles(64, 64, 8, 2) if dropout else Tiles(128, 32, 8, 2)
-        return Tiles(128, 64, 8, 2, two if d <= 64 else {})
-    if d <= 64:
-        return Tiles(64, 128, 8, 2) if atomic(d, options) else Tiles(32, 128, 8, 2, two)
-    return Tiles(32 if costly else 64, 128 if d <= 128 else 64, 8, 2)
 
 
 def atomic(d: int, options: Options) -> bool:
@@ -251,12 +232,13 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Ten
     (s, b, n, d), (t, _, g, _) = q.shape, k.shape
     rows = -(-s // TILE) * TILE
     base, delta = (torch.empty(b, n, rows, dtype=torch.float32, device=q.device) for _ in range(2))
-    prepare_kernel[(rows // 64, b * n)](out, dout, lse, None if dlse is None else dlse.contiguous(), base, delta, s, rows, n, *out.stride()[:3],
-                                        *dout.stride()[:3], d=d, D=columns(d), M=64)
+    prepare = find("attention prepare", lang.capability(q.device))
+    prepare_kernel[(rows // prepare.numbers["M"], b * n)](out, dout, lse, None if dlse is None else dlse.contiguous(), base, delta, s, rows, n, *out.stride()[:3],
+                                        *dout.stride()[:3], d=d, D=columns(d), M=prepare.numbers["M"], **prepare.launch())
     shared = mask_tensors(mask, sample_ids) | numbers(s, t, n, g, options) | {"padded": rows, "base": base, "delta": delta}
     add = atomic(d, options)
-    choose = partial(configuration, d, options=options, dtype=q.dtype, capability=lang.capability(q.device))
-    tiles = choose(dq=False)
+    how = options, mask.causal, q.dtype, lang.capability(q.device)
+    tiles = configuration("dkv_dq" if add else "dkv", d, *how)
     programs = -(-t // tiles.N) * b
     members = heads_of_a_program(programs * g, n // g, lang.multiprocessors(q.device))
     dk, dv = (torch.empty(t, b, n // members, d, dtype=q.dtype if members == n // g else torch.float32, device=q.device) for _ in range(2))
@@ -269,27 +251,26 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Ten
         dk, dv = (x.view(t, b, g, -1, d).sum(3).to(q.dtype) for x in (dk, dv))
     if add:
         return torch.mul(dq, options.scale, out=torch.empty(q.shape, dtype=q.dtype, device=q.device)), dk, dv
-    tiles = choose(dq=True)
+    tiles = configuration("dq", d, *how)
     dq_kernel[(-(-s // tiles.M) * b * n,)](
         descriptor(q, tiles.M), descriptor(k, tiles.N), descriptor(v, tiles.N), descriptor(dout, tiles.M), descriptor(dq, tiles.M),
         table=mask.by_query, **shared, section=section(t, d, q.dtype, n // g), **constants(d, tiles, options, **of_mask(mask)), **tiles.launch())
     return dq, dk, dv
 
 
-def aot() -> Iterator[lang.Compiled]:
+def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
     """Head dimension 96 takes what 128 compiles to. What is spilled lies outside the loops over blocks, or is a few of their instructions."""
-    spills = {"dkv": {64: 120, 128: 128, 256: 152}, "dkv_dq": {64: 72, 128: 216}, "dq": {64: 0, 128: 0, 256: 96}}
+    prepare = find("attention prepare", arch)
     for d in (64, 128, 256):
         for variant, (_, given) in VARIANTS.items():
-            for name in spills:
-                options = Options(scale=1.0, deterministic=name != "dkv_dq", **given)
-                if options.deterministic or atomic(d, options):
-                    tiles = configuration(d, dq=name == "dq", options=options)
+            adding = atomic(d, Options(scale=1.0, deterministic=False, **given))
+            for name in ("dkv", "dkv_dq", "dq") if adding else ("dkv", "dq"):
+                if tiles := shipped(name, d, variant, arch):
                     M, N = tiles.M, tiles.N
                     blocks = {"q": M, "k": N, "v": N, "dout": M} | ({} if name == "dq" else {"dk": N, "dv": N}) | ({} if name == "dkv" else {"dq": M})
                     kernel, more = (dq_kernel, {}) if name == "dq" else (dkv_kernel, {"ATOMIC": name == "dkv_dq"})
-                    yield compiled(kernel, name, d, tiles, variant, blocks, deterministic=options.deterministic, spills=spills[name][d], **more)
-        fixed = {"d": d, "D": columns(d), "M": 64}
+                    yield compiled(kernel, name, d, tiles, variant, blocks, deterministic=name != "dkv_dq", **more)
+        fixed = {"d": d, "D": columns(d), "M": prepare.numbers["M"]}
         types = {name: "*bf16" for name in ("out", "dout")} | {name: "*fp32" for name in ("lse", "dlse", "base", "delta")}
         signature = {name: types.get(name, "i32") for name in prepare_kernel.arg_names if name not in fixed}
-        yield lang.Compiled(f"attention_prepare_{d}", prepare_kernel, signature, fixed, divisible=tuple(signature))
+        yield lang.Compiled(f"attention_prepare_{d}", prepare_kernel, signature, fixed, tuple(signature), prepare.numbers["num_warps"], row=prepare)

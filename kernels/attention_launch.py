@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.kernels import lang
 from megatron.kernels.attention_masks import STEP, TILE, AttentionMask
+from megatron.kernels.configurations import Row, find
 
 L2_BYTES = 24 << 20  # of a GPU's 50 MB: the inner operands of the heads that are worked on together
 RUNTIME = ("s", "t", "padded", "heads", "group", "members", "section", "first_head", "k0", "k1", "threshold")  # one compilation for all values
@@ -30,6 +31,7 @@ class Tiles:
     num_warps: int = 4
     num_stages: int = 2
     options: Mapping[str, int] = field(default_factory=dict)
+    row: Row | None = None
 
     def launch(self) -> dict[str, int]:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **self.options}
@@ -46,6 +48,26 @@ class Options:
     first_head: int = 0
     deterministic: bool = True
     tile: int = 0
+
+
+def key(d: int, options: Options, causal: bool) -> dict[str, Any]:
+    """The table's key for a call: tiles follow the head dimension and the costliest thing that is done to a score."""
+    return {"d": max(64, columns(d)), "kind": "dropout" if options.drop > 0 else "softcap" if options.softcap is not None else "causal" if causal else "full"}
+
+
+def configuration(kernel: str, d: int, options: Options, causal: bool, dtype: torch.dtype = torch.bfloat16, arch: int = lang.HOPPER) -> Tiles:
+    """Tiles of the kernel "forward", "dkv", "dkv_dq" or "dq". In fp32 there is one size: those products use no tensor cores.
+
+    On Hopper by what compiles without spills in the loops and how many blocks of threads an SM then holds (docs/kernels.md): with 128 registers a
+    thread two, of which one multiplies while the other one computes exponentials. Random bits and soft-caps are left with smaller tiles.
+    """
+    if options.tile or dtype == torch.float32:
+        return Tiles(options.tile or 32, options.tile or 32)
+    row = find(f"attention {kernel}", arch, **key(d, options, causal))
+    if fault := row.unfit(arch):
+        raise ValueError(fault)
+    numbers = row.numbers
+    return Tiles(numbers["M"], numbers["N"], numbers["num_warps"], numbers["num_stages"], {"maxnreg": numbers["maxnreg"]} if "maxnreg" in numbers else {}, row)
 
 
 def columns(d: int) -> int:
@@ -108,8 +130,15 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name: (of the 
 }
 
 
+def shipped(kernel: str, d: int, variant: str, arch: int) -> Tiles | None:
+    """What a kernel is launched with for a variant; None where the table refuses it for this architecture."""
+    mask, given = VARIANTS[variant]
+    call = Options(scale=1.0, **given), mask.get("causal", True)
+    return None if find(f"attention {kernel}", arch, **key(d, *call)).refused else configuration(kernel, d, *call, arch=arch)
+
+
 def compiled(kernel: Any, name: str, d: int, tiles: Tiles, variant: str, descriptors: Mapping[str, int], *,
-             deterministic: bool = True, spills: int = 0, **more: Any) -> lang.Compiled:
+             deterministic: bool = True, **more: Any) -> lang.Compiled:
     """The row of a kernel in bf16; `descriptors` gives rows of a block by argument name, `more` what else is compiled in."""
     mask, given = VARIANTS[variant]
     options = Options(scale=1.0, deterministic=deterministic, **given)
@@ -126,7 +155,7 @@ def compiled(kernel: Any, name: str, d: int, tiles: Tiles, variant: str, descrip
         fixed["dq"] = None
     signature = {key: types.get(key, "i32") for key in kernel.arg_names if key not in fixed}
     return lang.Compiled(
-        name=f"attention_{name}_{d}_{variant}", kernel=kernel, signature=signature, constants=fixed, matmul=True, spills=spills,
+        name=f"attention_{name}_{d}_{variant}", kernel=kernel, signature=signature, constants=fixed, matmul=True, row=tiles.row,
         divisible=tuple(key for key, kind in signature.items() if kind.startswith("*")), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         options=tiles.options)
 

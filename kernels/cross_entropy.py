@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.kernels.lang import Compiled, jit, tl, triton
+from megatron.kernels.configurations import find
+from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
 
 
 def cross_entropy_parts_reference(logits: Tensor, labels: Tensor, columns: int, softcap: float | None = None) -> Tensor:
@@ -104,10 +105,11 @@ class Configuration(NamedTuple):
     num_warps: int
 
 
-def configuration(width: int, capability: int = 90) -> Configuration:
+def configuration(width: int, arch: int = HOPPER) -> Configuration:
     """Sixteen elements a thread: two loads of 16 bytes in flight in bf16, and registers for eight blocks of eight warps on a multiprocessor."""
-    block = min(4096, max(512, triton.next_power_of_2(width)))
-    return Configuration(block, block // 512)
+    row = find("cross_entropy", arch).numbers
+    block = min(row["block"], max(512, triton.next_power_of_2(width)))
+    return Configuration(block, block // (32 * row["per_thread"]))
 
 
 @torch.library.custom_op("megatron::cross_entropy_parts", mutates_args=())
@@ -117,7 +119,7 @@ def cross_entropy_parts(logits: Tensor, labels: Tensor, columns: int, softcap: f
     parts = torch.empty((3, tokens), dtype=torch.float32, device=logits.device)
     if tokens:
         parts_kernel[(tokens,)](logits, labels.contiguous(), parts, tokens, columns, width, logits.stride(0), softcap or 0.0,
-                                SOFTCAP=softcap is not None, **configuration(width)._asdict())
+                                SOFTCAP=softcap is not None, **configuration(width, capability(logits.device))._asdict())
     return parts
 
 
@@ -133,7 +135,7 @@ def cross_entropy_backward_(logits: Tensor, labels: Tensor, lse: Tensor, dloss: 
     if tokens:
         numbers = (each.float().contiguous() for each in (lse, dloss, dlse))
         backward_kernel[(tokens,)](logits, labels.contiguous(), *numbers, columns, width, logits.stride(0), softcap or 0.0,
-                                   SOFTCAP=softcap is not None, **configuration(width)._asdict())
+                                   SOFTCAP=softcap is not None, **configuration(width, capability(logits.device))._asdict())
 
 
 @cross_entropy_backward_.register_fake
@@ -146,14 +148,14 @@ def _checked(logits: Tensor) -> None:
     assert logits.stride(1) == 1 or logits.shape[1] <= 1
 
 
-def aot() -> Iterator[Compiled]:
+def aot(arch: int = HOPPER) -> Iterator[Compiled]:
     """What is shipped: a large vocabulary in bf16."""
-    block, num_warps = configuration(131072)
+    row, (block, num_warps) = find("cross_entropy", arch), configuration(131072, arch)
     numbers = {"columns": "i32", "width": "i32", "stride": "i32", "softcap": "fp32", "logits": "*bf16", "labels": "*i64"}
     for softcap in (False, True):
         constants = {"SOFTCAP": softcap, "BLOCK": block}
         name = "capped" if softcap else "plain"
         yield Compiled(f"cross_entropy parts {name}", parts_kernel, {**numbers, "parts": "*fp32", "tokens": "i32"}, constants,
-                       ("logits", "labels", "parts", "width", "stride"), num_warps)
+                       ("logits", "labels", "parts", "width", "stride"), num_warps, row=row)
         yield Compiled(f"cross_entropy backward {name}", backward_kernel, {**numbers, "lse": "*fp32", "dloss": "*fp32", "dlse": "*fp32"}, constants,
-                       ("logits", "labels", "lse", "dloss", "dlse", "width", "stride"), num_warps)
+                       ("logits", "labels", "lse", "dloss", "dlse", "width", "stride"), num_warps, row=row)

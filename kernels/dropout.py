@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from megatron.kernels import philox
-from megatron.kernels.lang import Compiled, jit, tl, triton
+from megatron.kernels.configurations import find
+from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
 from megatron.kernels.random import keep_tile
 
 
@@ -32,10 +33,11 @@ def dropout_add_reference(
     return residual + x * keep * (1 / (1 - probability))
 
 
-def configuration(width: int) -> tuple[int, int]:
+def configuration(width: int, arch: int = HOPPER) -> tuple[int, int]:
     """(columns, warps) of a program: 16 elements a thread."""
-    block = min(max(triton.next_power_of_2(width), 128), 2048)
-    return block, max(block // 512, 1)
+    row = find("dropout", arch).numbers
+    block = min(max(triton.next_power_of_2(width), 128), row["block"])
+    return block, max(block // (32 * row["per_thread"]), 1)
 
 
 @partial(jit, do_not_specialize=("k0", "k1", "threshold"))
@@ -65,7 +67,7 @@ def _launch(x: Tensor, residual: Tensor | None, sample_ids: Tensor, token_index:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
         x = x.contiguous()
-        block, warps = configuration(width)
+        block, warps = configuration(width, capability(x.device))
         dropout_kernel[(triton.cdiv(width, block) * s * b,)](
             x, x if residual is None else residual.contiguous(), y, sample_ids.contiguous(), token_index.contiguous(), b, width,
             k0, k1, round(probability * 2**32), 1 / (1 - probability), ADD=residual is not None, BLOCK=block, num_warps=warps,
@@ -95,12 +97,12 @@ def _(x: Tensor, sample_ids: Tensor, token_index: Tensor, k0: int, k1: int, prob
     return x.new_empty(x.shape)
 
 
-def aot() -> Iterator[Compiled]:
+def aot(arch: int = HOPPER) -> Iterator[Compiled]:
     """A hidden size's block, forward and backward."""
-    block, warps = configuration(4096)
+    row, (block, warps) = find("dropout", arch), configuration(4096, arch)
     for dtype in ("bf16", "fp32"):
         for add in (True, False):
             pointers = dict.fromkeys(("x", "residual", "y"), f"*{dtype}") | dict.fromkeys(("sample_ids", "token_index"), "*i64")
             types = pointers | {"batch": "i32", "width": "i32", "scale": "fp32"} | dict.fromkeys(("k0", "k1", "threshold"), "u32")
             name = f"dropout_{'add_' if add else ''}{dtype}"
-            yield Compiled(name, dropout_kernel, types, {"ADD": add, "BLOCK": block}, (*pointers, "width"), warps)
+            yield Compiled(name, dropout_kernel, types, {"ADD": add, "BLOCK": block}, (*pointers, "width"), warps, row=row)

@@ -14,12 +14,12 @@ clock on each multiprocessor: a quarter (half) of the time that the bytes take.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.kernels.lang import Compiled, jit, tl, triton
+from megatron.kernels.configurations import find
+from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
 
 
 def sum_of_squares_reference(pieces: Sequence[Tensor]) -> Tensor:
@@ -38,29 +38,18 @@ def squares_kernel(piece, partials, size, BLOCK: tl.constexpr):
     tl.store(partials + tl.program_id(0), tl.sum(total, 0))
 
 
-class Configuration(NamedTuple):
-    """How the kernel is launched: at most `programs` of them for a piece."""
-
-    BLOCK: int
-    num_warps: int
-    programs: int
-
-
-def configuration(capability: int = 90) -> Configuration:
-    """Sixteen elements a thread, four blocks of eight warps for each of a Hopper's 132 multiprocessors: 64 kB in flight on each in fp32."""
-    return Configuration(4096, 8, 4 * 132)
-
-
 @torch.library.custom_op("megatron::sum_of_squares", mutates_args=())
 def sum_of_squares(pieces: Sequence[Tensor]) -> Tensor:
     """The sum in float64 of at least one piece; one launch a piece."""
-    block, num_warps, most = configuration()
+    # on Hopper four blocks of eight warps for each of 132 multiprocessors, sixteen elements a thread: 64 kB in flight on each in fp32
+    row = find("grad_norm", capability(pieces[0].device)).numbers
+    block = row["block"]
     assert all(piece.is_contiguous() and piece.dtype != torch.float64 for piece in pieces)
-    programs = [min(most, triton.cdiv(piece.numel(), block)) for piece in pieces]
+    programs = [min(row["programs"], triton.cdiv(piece.numel(), block)) for piece in pieces]
     partials = torch.empty(sum(programs), dtype=torch.float64, device=pieces[0].device)
     for piece, partial in zip(pieces, partials.split(programs), strict=True):
         if piece.numel():
-            squares_kernel[(partial.numel(),)](piece, partial, piece.numel(), BLOCK=block, num_warps=num_warps)
+            squares_kernel[(partial.numel(),)](piece, partial, piece.numel(), BLOCK=block, num_warps=row["num_warps"])
     return partials.sum()
 
 
@@ -69,9 +58,10 @@ def _(pieces: Sequence[Tensor]) -> Tensor:
     return torch.empty((), dtype=torch.float64, device=pieces[0].device)
 
 
-def aot() -> Iterator[Compiled]:
+def aot(arch: int = HOPPER) -> Iterator[Compiled]:
     """What is shipped: gradients in fp32 and bf16."""
-    block, num_warps, _ = configuration()
+    row = find("grad_norm", arch)
     for dtype in ("fp32", "bf16"):
         signature = {"piece": f"*{dtype}", "partials": "*fp64", "size": "i32"}
-        yield Compiled(f"sum of squares {dtype}", squares_kernel, signature, {"BLOCK": block}, ("piece", "size"), num_warps)
+        yield Compiled(f"sum of squares {dtype}", squares_kernel, signature, {"BLOCK": row.numbers["block"]}, ("piece", "size"),
+                       row.numbers["num_warps"], row=row)

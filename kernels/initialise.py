@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from megatron.kernels import philox
-from megatron.kernels.lang import Compiled, jit, tl, triton
+from megatron.kernels.configurations import find
+from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
 from megatron.kernels.random import philox4x32
 
 normal_reference = philox.normal
@@ -66,17 +67,18 @@ class Configuration(NamedTuple):
     num_warps: int
 
 
-def configuration(columns: int, capability: int = 90) -> Configuration:
+def configuration(columns: int, arch: int = HOPPER) -> Configuration:
     """Two counters a thread, along a row where it is long enough."""
-    blocks = min(256, triton.next_power_of_2(triton.cdiv(columns, 4) + 1))
-    return Configuration(256 // blocks, blocks, 4)
+    row = find("initialise", arch).numbers
+    blocks = min(row["block"], triton.next_power_of_2(triton.cdiv(columns, 4) + 1))
+    return Configuration(row["block"] // blocks, blocks, row["num_warps"])
 
 
 @torch.library.custom_op("megatron::normal_", mutates_args=("out",))
 def normal_(out: Tensor, k0: int, k1: int, first_row: int, first_column: int, std: float) -> None:
     """Fill out [R, C] (fp32) with the rectangle at (first_row, first_column) of a normal(0, std) matrix under the key (k0, k1)."""
     assert out.is_contiguous() and out.dtype == torch.float32
-    (rows, columns), tile = out.shape, configuration(out.shape[1])
+    (rows, columns), tile = out.shape, configuration(out.shape[1], capability(out.device))
     if out.numel():
         grid = (triton.cdiv(rows, tile.ROWS), triton.cdiv(triton.cdiv(first_column % 4 + columns, 4), tile.BLOCKS))
         normal_kernel[grid](out, k0, k1, first_row, first_column // 4, first_column % 4, rows, columns, STD=std, ANGLE=ANGLE, **tile._asdict())
@@ -87,9 +89,9 @@ def _(out: Tensor, k0: int, k1: int, first_row: int, first_column: int, std: flo
     return None
 
 
-def aot() -> Iterator[Compiled]:
+def aot(arch: int = HOPPER) -> Iterator[Compiled]:
     """What is shipped. The bytes "spilled" are the array in which sine and cosine reduce arguments that ours never are as large as."""
-    rows, blocks, num_warps = configuration(4096)
+    rows, blocks, num_warps = configuration(4096, arch)
     signature = {"out": "*fp32", "k0": "u32", "k1": "u32", **dict.fromkeys(("first_row", "first_block", "skip", "rows", "columns"), "i32")}
     yield Compiled("initialise normal", normal_kernel, signature, {"STD": 0.02, "ANGLE": ANGLE, "ROWS": rows, "BLOCKS": blocks},
-                   ("out", "skip", "columns"), num_warps, spills=48)
+                   ("out", "skip", "columns"), num_warps, row=find("initialise", arch))

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from megatron.kernels.configurations import Row
+
 if importlib.util.find_spec("triton") is not None:
     import triton
     import triton.language as tl
@@ -26,7 +28,6 @@ else:
         return function
 
 
-SHARED_MEMORY = 232448  # bytes that a block of threads may have on sm_90
 HOPPER = 90
 
 
@@ -47,7 +48,7 @@ class Compiled:
     num_stages: int = 3
     arch: int = HOPPER
     matmul: bool = False  # must use the tensor cores' wgmma instructions, and none of the older ones
-    spills: int = 0  # bytes of registers spilled to memory that are accepted
+    row: Row | None = None  # of the table of configurations
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.kernels.lang import Compiled, jit, tl, triton
+from megatron.kernels.configurations import Row, find
+from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
 
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WIDEST = {"forward": 32768, "backward": 8192}  # elements of a row that a program holds in registers
-CHUNK = 2048  # elements of a wider row that it holds at once
 
 
 def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -50,6 +50,7 @@ def add_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor
 class Configuration:
     """A program takes `rows` rows at once, `block` elements of each; `programs` of the backward share all rows between them."""
 
+    row: Row
     rows: int
     block: int
     num_warps: int
@@ -57,17 +58,21 @@ class Configuration:
     prefetch: int = 1  # tiles on their way from memory at once, in shared memory
 
 
-def configuration(direction: str, width: int, dtype: torch.dtype) -> Configuration:
+def configuration(direction: str, width: int, dtype: torch.dtype, arch: int = HOPPER) -> Configuration:
     """Of "forward", 32 bytes of x a thread, or "backward": 16 elements a thread, 16 warps at once on each of 132 processors, which is what its
     registers allow. What that leaves to hide memory's latency behind are two rows (fp32: one) of each operand on their way."""
     block = triton.next_power_of_2(width)
-    if block > WIDEST[direction]:
-        return Configuration(1, CHUNK, 8, 64)
-    rows = max(1, 2048 // block)
+    if block > WIDEST[direction]:  # pieces of a row at once
+        row = find(f"norm {direction}", arch, kind="wide")
+        return Configuration(row, 1, row.numbers["block"], row.numbers["num_warps"], row.numbers.get("programs", 0))
     if direction == "forward":
-        return Configuration(rows, block, min(rows * block * dtype.itemsize // 1024, 32))
-    warps = rows * block // 512
-    return Configuration(rows, block, warps, 132 * 16 // warps, 3 if dtype.itemsize == 2 else 2)
+        row = find("norm forward", arch, kind="whole")
+        rows = max(1, row.numbers["block"] // block)
+        return Configuration(row, rows, block, min(rows * block * dtype.itemsize // (32 * row.numbers["thread_bytes"]), 32))
+    row = find("norm backward", arch, kind="whole", bytes=dtype.itemsize)
+    rows = max(1, row.numbers["block"] // block)
+    warps = rows * block // (32 * row.numbers["per_thread"])
+    return Configuration(row, rows, block, warps, row.numbers["warps"] // warps, row.numbers["prefetch"])
 
 
 @jit
@@ -268,7 +273,7 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | 
     width, rows = x.shape[-1], x.numel() // x.shape[-1]
     statistics = torch.empty(1 if bias is None else 2, rows, device=x.device)
     if rows:
-        form = configuration("forward", width, x.dtype)
+        form = configuration("forward", width, x.dtype, capability(x.device))
         kernel = forward_kernel if form.block >= width else wide_forward_kernel
         x, *view = _rows(x)
         added, shift = x if residual is None else residual.contiguous(), weight if bias is None else bias
@@ -313,7 +318,7 @@ def norm_backward(dy: Tensor, total: Tensor, weight: Tensor, statistics: Tensor,
     dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     if not rows:
         return dx, torch.zeros(kinds, width, device=dx.device)
-    form = configuration("backward", width, dy.dtype)
+    form = configuration("backward", width, dy.dtype, capability(dy.device))
     programs = min(form.programs, triton.cdiv(rows, form.rows))
     partials = torch.empty(kinds, programs, width, device=dx.device)
     dy, (x, *view) = dy.contiguous(), _rows(total)
@@ -339,29 +344,32 @@ def _(dy: Tensor, total: Tensor, weight: Tensor, statistics: Tensor, dtotal: Ten
     return total.new_empty(total.shape), total.new_empty(statistics.shape[0], total.shape[-1], dtype=torch.float32)
 
 
-def _row(name: str, kernel: Any, dtype: str, constants: dict[str, Any], num_warps: int) -> Compiled:
+def _row(name: str, kernel: Any, dtype: str, constants: dict[str, Any], form: Configuration) -> Compiled:
     types = dict.fromkeys(("rows", "inner", "outer_stride", "inner_stride", "width"), "i32") | {"eps": "fp32"}
     types |= dict.fromkeys(("statistics", "projections", "partials"), "*fp32")
     constants = {argument: value for argument, value in constants.items() if argument in kernel.arg_names}
     left = [argument for argument in kernel.arg_names if argument not in constants]
     divisible = tuple(argument for argument in left if argument not in ("rows", "inner", "eps"))
-    return Compiled(name, kernel, {argument: types.get(argument, f"*{dtype}") for argument in left}, constants, divisible, num_warps)
+    return Compiled(name, kernel, {argument: types.get(argument, f"*{dtype}") for argument in left}, constants, divisible, form.num_warps, row=form.row)
 
 
-def aot() -> Iterator[Compiled]:
+def aot(arch: int = HOPPER) -> Iterator[Compiled]:
     """Both norms at hidden sizes and, of strided views, at a head's width."""
-    for dtype, width in (("bf16", 128), ("bf16", 4096), ("bf16", 8192), ("bf16", 16384), ("fp32", 8192)):
+    for dtype, width in (("bf16", 128), ("bf16", 4096), ("bf16", 8192), ("bf16", 16384), ("bf16", 65536), ("fp32", 8192)):
         for centre, add in ((False, False), (False, True), (True, False), (True, True)):
             if add and width == 128 or not add and width > 4096:
                 continue
             name = f"{'add_' * add}{'layer' if centre else 'rms'}_norm_{dtype}_{width}"
             flags = {"ADD": add, "CENTRE": centre} | ({} if width == 128 else {"inner": 1, "inner_stride": 0})
-            form = configuration("forward", width, TORCH[dtype])
-            yield _row(name, forward_kernel, dtype, flags | {"ROWS": form.rows, "BLOCK": form.block}, form.num_warps)
-            form = configuration("backward", width, TORCH[dtype])
+            form = configuration("forward", width, TORCH[dtype], arch)
+            kernel = forward_kernel if form.block >= width else wide_forward_kernel
+            yield _row(name, kernel, dtype, flags | {"ROWS": form.rows, "BLOCK": form.block}, form)
+            if kernel is wide_forward_kernel:
+                continue  # its backward is that of 16384
+            form = configuration("backward", width, TORCH[dtype], arch)
             flags |= {"ROWS": form.rows, "BLOCK": form.block, "PREFETCH": form.prefetch}
             if form.block >= width:
-                yield _row(f"{name}_backward", backward_kernel, dtype, flags, form.num_warps)
+                yield _row(f"{name}_backward", backward_kernel, dtype, flags, form)
             else:
-                yield _row(f"{name}_backward", wide_backward_kernel, dtype, flags, form.num_warps)
-                yield _row(f"{name}_projection", projection_kernel, dtype, flags, form.num_warps)
+                yield _row(f"{name}_backward", wide_backward_kernel, dtype, flags, form)
+                yield _row(f"{name}_projection", projection_kernel, dtype, flags, form)

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.kernels.lang import Compiled, jit, tl, triton
+from megatron.kernels.configurations import Row, find
+from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
 
 
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
@@ -33,18 +34,20 @@ def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Ten
 class Configuration:
     """A program turns `heads` heads of a token, a thread 8 pairs."""
 
+    row: Row
     heads: int
     block: int
     num_warps: int
 
 
-def configuration(heads: int, half: int) -> Configuration:
+def configuration(heads: int, half: int, arch: int = HOPPER) -> Configuration:
     """1024 to 4096 channels a program, with no more idle heads than there must be."""
     block = triton.next_power_of_2(half)
-    together = max(2048 // block, 1)
+    row = find("rotary", arch)
+    together = max(row.numbers["block"] // block, 1)
     while together * block > 512 and heads % together:
         together //= 2
-    return Configuration(together, block, max(together * block // 256, 1))
+    return Configuration(row, together, block, max(together * block // (32 * row.numbers["per_thread"]), 1))
 
 
 @jit
@@ -77,7 +80,7 @@ def rotary_(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> None:
     heads = groups[0] * group
     if x.numel() == 0 or width == 0:
         return
-    form = configuration(heads, width // 2)
+    form = configuration(heads, width // 2, capability(x.device))
     rotary_kernel[(s * b, triton.cdiv(heads, form.heads))](
         x, cos, sin, b, heads, x.stride(0), x.stride(1), x.stride(2), x.stride(3) if group > 1 else 0, cos.stride(0), cos.stride(1), direction,
         GROUP=group, HALF=width // 2, HEADS=form.heads, BLOCK=form.block, num_warps=form.num_warps,
@@ -89,11 +92,11 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> None:
     return None
 
 
-def aot() -> Iterator[Compiled]:
+def aot(arch: int = HOPPER) -> Iterator[Compiled]:
     """Fused QKV outputs with grouped heads, of which half or all channels turn, and a norm's output without groups."""
     strides = ("stride_s", "stride_b", "stride_g", "stride_n", "table_s", "table_b")
     for dtype, heads, group, half in (("bf16", 40, 5, 64), ("bf16", 24, 2, 32), ("bf16", 32, 1, 64), ("fp32", 40, 5, 64)):
-        form = configuration(heads, half)
+        form = configuration(heads, half, arch)
         constants = {"GROUP": group, "HALF": half, "HEADS": form.heads, "BLOCK": form.block}
         types = {"x": f"*{dtype}", "cos": "*fp32", "sin": "*fp32"} | dict.fromkeys(("batch", "heads", "direction", *strides), "i32")
-        yield Compiled(f"rotary_{dtype}_{heads}x{group}_{2 * half}", rotary_kernel, types, constants, ("x", "cos", "sin", *strides), form.num_warps)
+        yield Compiled(f"rotary_{dtype}_{heads}x{group}_{2 * half}", rotary_kernel, types, constants, ("x", "cos", "sin", *strides), form.num_warps, row=form.row)

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from megatron.config.groups import Config, PrecisionConfig
+from megatron.kernels import lang
 from megatron.kernels.attention import unfit
 from megatron.kernels.dispatch import OPERATORS, Choice, choose, flag_of
 from megatron.layers.attention import beyond_sdpa
@@ -24,7 +25,8 @@ def choose_kernels(config: Config, device: torch.device) -> tuple[Config, dict[s
     Attention that is not ours stays a matter of the layer, which takes another implementation for evaluation than for training with dropout.
     Raises ValueError when a flag asks for what this device, precision or model cannot have. What it returns chooses itself.
     """
-    unable, dtype = _unable(config), compute_dtype(config.precision)
+    dtype = compute_dtype(config.precision)
+    unable = _unable(config, lang.capability(device), dtype)
     operators = [operator for operator in OPERATORS if operator != "adam" or config.optimizer.optimizer == "adam"]
     choices = {operator: choose(operator, _wanted(config, operator), device, dtype, unable.get(operator)) for operator in operators}
     fields = {_field(operator): choice.implementation for operator, choice in choices.items()
@@ -40,12 +42,13 @@ def remarks(choices: dict[str, Choice]) -> list[str]:
     return [f"{', '.join(operator for operator, choice in choices.items() if choice.because == reason)}: {reason}" for reason in reasons]
 
 
-def _unable(config: Config) -> dict[str, dict[str, str]]:
+def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str, str]]:
     """Operator -> implementation -> what it cannot do of what the flags ask for."""
     model, unable = config.model, {"attention": {}}
     if needs := ", ".join(beyond_sdpa(model, training=True)):
         unable["attention"]["sdpa"] = f"cannot compute {needs}"
-    if model.kv_channels is not None and (reason := unfit(model.kv_channels)):
+    given = {"softcap": model.attn_logit_softcapping, "drop": model.attention_dropout}
+    if model.kv_channels is not None and (reason := unfit(model.kv_channels, arch, dtype, **given)):
         unable["attention"]["triton"] = reason
     if "bf16" in (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype):
         unable["adam"] = {"apex": "its moments are fp32, not those of --exp-avg-dtype bf16 or --exp-avg-sq-dtype bf16"}

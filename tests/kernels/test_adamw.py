@@ -7,6 +7,7 @@ from torch.optim.adamw import adamw
 
 from megatron.config.groups import Config, ModelConfig, OptimizerConfig
 from megatron.kernels.adamw import adamw_, adamw_reference
+from megatron.kernels.configurations import Row
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import build_blocks
 from megatron.optimizer.optimizer import Optimizer
@@ -68,7 +69,7 @@ def test_one_step(device, size, grad, moments, out, step):
 def test_many_steps_and_more_blocks_than_programs(device, monkeypatch):
     """Two programs take five blocks in turn; thirty steps in fp32 stay at fp32's rounding."""
     import megatron.kernels.adamw as module
-    monkeypatch.setattr(module, "configuration", lambda: module.Configuration(256, 4, 2))
+    monkeypatch.setattr(module, "find", lambda *_: Row("adamw", 90, {}, {"block": 256, "num_warps": 4, "programs": 2}))
     settings = {**SETTINGS, "beta2": 0.999}
     p, g, m, v = draw(1100, device)
     m, v = torch.zeros_like(p), torch.zeros_like(p)

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import megatron.kernels.grad_norm as module
-from megatron.kernels.grad_norm import Configuration, sum_of_squares, sum_of_squares_reference
+from megatron.kernels.configurations import Row
+from megatron.kernels.grad_norm import sum_of_squares, sum_of_squares_reference
 from megatron.optimizer import clip
 
-FEW = Configuration(256, 4, 3)  # three programs, so that a program has several blocks
+FEW = Row("grad_norm", 90, {}, {"block": 256, "num_warps": 4, "programs": 3})  # three programs, so that a program has several blocks
 
 
 def draw(size, dtype, device, seed=0):
@@ -20,7 +21,7 @@ def draw(size, dtype, device, seed=0):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_equals_the_optimizers_sum(device, dtype, configuration, monkeypatch):
     if configuration:
-        monkeypatch.setattr(module, "configuration", lambda: configuration)
+        monkeypatch.setattr(module, "find", lambda *_: configuration)
     buffer = draw(9000, dtype, device)
     pieces = [buffer[0:1], buffer[1:1], buffer[7:300], buffer[300:4396], buffer[4397:9000]]
     got = sum_of_squares(pieces)

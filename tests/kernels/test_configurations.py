@@ -1,0 +1,95 @@
+"""The table of configurations: every row is looked up and compiled, a GPU gets its own or an older one's, and one that lacks what a row needs is refused."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.kernels import configurations, lang
+from megatron.kernels.attention import unfit
+from megatron.kernels.attention_launch import Options, configuration
+from megatron.kernels.configurations import FILE, Row, find, index, read, shared_memory, write
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+import kernel_manifest  # noqa: E402
+
+ROWS = read(FILE.read_text())
+
+
+def dead(rows, compiled):
+    """Rows of the table that nothing is compiled from."""
+    used = [each.row for each in compiled if each.row is not None]
+    return [row for row in rows if not row.refused and row not in used]
+
+
+def test_every_row_is_compiled_and_none_of_its_numbers_is_dead(monkeypatch):
+    compiled = list(kernel_manifest.rows().values())
+    assert all(each.row is not None for each in compiled) and dead(ROWS, compiled) == []
+    assert {each.arch for each in compiled} == set(configurations.ARCHITECTURES)
+    stray = replace(ROWS[0], key={"kind": "nobody asks for it"})
+    assert dead([*ROWS, stray], compiled) == [stray]
+    before = {each.name: each for each in compiled}
+    for row in {each.row.operator: each.row for each in reversed(compiled)}.values():  # what a row says reaches the kernels: each number, halved, changes them
+        for name in row.numbers:
+            changed = replace(row, numbers=row.numbers | {name: row.numbers[name] // 2})
+            with monkeypatch.context() as patch:
+                patch.setattr(configurations, "TABLE", index([changed if each == row else each for each in ROWS]))
+                after = [each for each in kernel_manifest.rows().values() if each.row == changed]
+            assert after, (row, name)
+            facts = ((each.constants, each.num_warps, each.num_stages, each.options) for each in after)
+            old = ((before[each.name].constants, before[each.name].num_warps, before[each.name].num_stages, before[each.name].options) for each in after)
+            assert name in ("programs", "warps") or any(a != b for a, b in zip(facts, old, strict=True)), (row, name)
+
+
+def test_a_refused_row_says_why_and_is_one_that_attention_looks_up():
+    for row in ROWS:
+        assert not (row.refused and row.numbers) and (row.refused or row.numbers) and row.arch in configurations.ARCHITECTURES
+        if row.refused:
+            given = {"dropout": {"drop": 0.1}, "softcap": {"softcap": 50.0}}.get(row.key["kind"], {})
+            with pytest.raises(ValueError, match="on compute capability"):
+                configuration(row.operator.removeprefix("attention "), row.key["d"], Options(1.0, **given), row.key["kind"] == "causal", arch=row.arch)
+
+
+def test_what_rows_accept_is_what_their_kernels_need():
+    """Spills and shared memory are the most of the manifest's, no byte more."""
+    manifest = json.loads(kernel_manifest.MANIFEST.read_text())["3.6.0"]
+    need: dict[int, list[dict]] = {}
+    for name, each in kernel_manifest.rows().items():
+        need.setdefault(ROWS.index(each.row), []).append(manifest[name])
+    for at, facts in need.items():
+        assert ROWS[at].spills == max(each["spilled"] for each in facts), ROWS[at]
+        if ROWS[at].operator.startswith("attention ") and ROWS[at].shared:
+            assert ROWS[at].shared == max(each["shared"] for each in facts), ROWS[at]
+        else:
+            assert max(each["shared"] for each in facts) <= 48 << 10, ROWS[at]
+
+
+def test_the_newest_row_that_is_not_newer(monkeypatch):
+    rows = [Row("op", arch, {"d": 64}, {"M": arch}) for arch in (90, 80)]
+    monkeypatch.setattr(configurations, "TABLE", index(rows))
+    assert [find("op", arch, d=64).arch for arch in (80, 86, 89, 90, 100, 120)] == [80, 80, 80, 90, 90, 90]
+    with pytest.raises(ValueError):
+        find("op", 75, d=64)
+    with pytest.raises(KeyError):
+        find("op", 90, d=128)
+    with pytest.raises(ValueError, match="two rows of op"):
+        index([*rows, rows[0]])
+
+
+def test_a_gpu_without_the_shared_memory_is_refused():
+    row = Row("attention forward", 80, {"d": 64, "kind": "full"}, {"M": 64}, shared=120 << 10)
+    assert row.unfit(80) is None and row.unfit(90) is None
+    assert row.unfit(86) == "attention forward (d 64, kind full) needs 120 KiB of shared memory for a block of threads, a GPU of compute capability 8.6 has 99"
+    assert [shared_memory(arch) for arch in (80, 86, 89, 90, 100, 103, 120, 121)] == [166912, 101376, 101376, 232448, 232448, 232448, 101376, 101376]
+    assert unfit(128) is None and unfit(128, 90, softcap=50.0) is None and unfit(96, 100, drop=0.1) is None
+    assert unfit(260) == "head dimension 260, which is no multiple of 8 up to 256" and "260" in unfit(260, 80)
+    assert "a GPU of compute capability 12.0 has 99" in unfit(128, 120) and unfit(128, 120, torch.float32) is None
+    assert lang.capability(torch.device("cpu")) == 90
+
+
+def test_the_file_is_a_row_a_line():
+    assert write(ROWS) == FILE.read_text()

@@ -1,0 +1,296 @@
+"""Tries other configurations than those of kernels/configurations.json and writes those that win. Nothing else tunes, and nothing while a model runs.
+
+    python tools/tune_kernels.py --compile-only --only "attention dq"        # no GPU: what each candidate for sm_90 compiles to (--arch 80, 100)
+    python tools/tune_kernels.py --out tuned.jsonl [--minutes 8]             # on a GPU: a line for each row of the table; goes on where FILE ends
+    python tools/tune_kernels.py --out tuned.jsonl --write                   # and puts what won into the table; then: tools/kernel_manifest.py --write
+    python tools/tune_kernels.py --out tuned.jsonl --tiny                    # small shapes, few candidates, on a CPU in the interpreter: to try the tool
+
+For each row: candidates are compiled ahead of time, in processes of their own; those that break a rule of the gate (shared memory, spilled bytes
+beyond the frozen row's, no wgmma) are dropped. What is left is timed beside the frozen row, a call of each in turn, the four best and the frozen one
+for longer. The winner must be faster than the frozen row by more than both the noise of the two medians and 1%, its result must be the
+definition's, and all variants of it must pass the gate: then it is written. A row is measured where it is looked up: on a GPU newer than the row's
+architecture the winner becomes a row of the GPU's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tools" / "benchmark_peers")]
+
+import torch
+
+if __name__ == "__main__" and not torch.cuda.is_available() and "--tiny" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    sys.path.append(str(ROOT / "tests" / "kernels"))
+    import interpreter
+
+    interpreter.mend()
+
+import kernel_manifest
+
+from megatron.kernels import configurations, lang
+from megatron.kernels.configurations import FILE, Row, find, read, write
+
+GRID = {"M": (32, 64, 128), "N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3, 4), "maxnreg": (0, 128)}  # of kernels with matrix products
+LEAST_GAIN = 0.01
+ROUNDS = {"first": 5, "last": 25}
+FLUSH_BYTES = 256 << 20  # twice and more of any L2 cache
+BOUND = {torch.bfloat16: 1e-2, torch.float32: 1e-5}  # relative error in the Frobenius norm, against fp32
+
+
+def rows_of(arch: int, only: str = "") -> list[Row]:
+    """What the table has for an architecture, each row once; no refused ones."""
+    rows = (find(operator, arch, **dict(key)) for operator, key in configurations.TABLE if min(configurations.TABLE[operator, key]) <= arch)
+    return [row for row in rows if only in title(row) and not row.refused]
+
+
+def title(row: Row) -> str:
+    return " ".join([row.operator, *(str(value) for value in row.key.values())])
+
+
+def candidates(row: Row, arch: int) -> list[Row]:
+    """Other numbers for a row: the grid for matrix products; for what only moves bytes one number halved or doubled at a time."""
+    if "M" in row.numbers and "N" in row.numbers:
+        chosen = [dict(zip(GRID, values, strict=True)) for values in itertools.product(*GRID.values())]
+        chosen = [{name: value for name, value in each.items() if value} for each in chosen if not (each["maxnreg"] and each["num_warps"] == 4)]
+    else:
+        chosen = [row.numbers | {name: value} for name, old in row.numbers.items() for value in (old // 2, 2 * old) if value]
+    return [replace(row, arch=arch, numbers=each, shared=0, measured={}) for each in chosen if each != row.numbers]
+
+
+@contextlib.contextmanager
+def using(row: Row) -> Iterator[None]:
+    """While open, the table has this row in its place."""
+    place = configurations.TABLE[row.operator, frozenset(row.key.items())]
+    before = dict(place)
+    place[row.arch] = row
+    try:
+        yield
+    finally:
+        place.clear()
+        place.update(before)
+
+
+def compiled(row: Row, arch: int) -> list[lang.Compiled]:
+    """What is compiled from a row."""
+    name = {"attention forward": "attention"}.get(row.operator, "attention_backward" if row.operator.startswith("attention") else row.operator.split()[0])
+    with using(row):
+        return [replace(each, arch=arch) for each in importlib.import_module(f"megatron.kernels.{name}").aot(arch) if each.row == row]
+
+
+def gate(rows: list[Row], arch: int, jobs: int, *, whole: bool) -> list[tuple[kernel_manifest.Facts, list[str]]]:
+    """For each row what it compiles to and the rules that it breaks, in processes that may die; `whole`: all variants, the worst of each number."""
+    each = {f"{at}/{shape.name}": (at, shape) for at, row in enumerate(rows) for shape in (compiled(row, arch) if whole else compiled(row, arch)[:1])}
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(f"import sys\nsys.path[:0] = {[str(ROOT), str(ROOT / 'tools')]!r}\nfrom tune_kernels import again\n\n\n"
+                   f"def aot():\n    return again({write(rows)!r}, {arch}, {whole})\n")
+        file.flush()
+        facts = kernel_manifest.compile_all(list(each), jobs, file.name)
+    result: list[tuple[dict, list[str]]] = [({}, []) for _ in rows]
+    for name, (at, shape) in each.items():
+        found, faults = result[at]
+        faults += kernel_manifest.faults(shape, facts[name])
+        found.update({key: max(value, found.get(key, 0)) for key, value in facts[name].items() if key != "error"})
+    return result
+
+
+def again(text: str, arch: int, whole: bool) -> Iterator[lang.Compiled]:
+    """In a process that compiles: the same rows under the same names."""
+    for at, row in enumerate(read(text)):
+        for shape in compiled(row, arch) if whole else compiled(row, arch)[:1]:
+            yield replace(shape, name=f"{at}/{shape.name}")
+
+
+def blocks_of_an_sm(facts: kernel_manifest.Facts, warps: int, arch: int) -> int:
+    """How many blocks of threads a multiprocessor holds at once, by threads, registers (256 at a time a warp) and shared memory (1 KiB more each)."""
+    registers = -(-facts["registers"] * 32 // 256) * 256 * warps
+    shared = configurations.shared_memory(arch) + 1024
+    return min((1536 if arch in (86, 89, 120) else 2048) // (32 * warps), 65536 // registers, shared // (facts["shared"] + 1024), 32)
+
+
+def show(row: Row, facts: kernel_manifest.Facts, faults: list[str], arch: int) -> str:
+    numbers = ", ".join(f"{name} {value}" for name, value in row.numbers.items())
+    if "registers" not in facts:
+        return f"| {title(row)} | {numbers} | - | - | - | - | {'; '.join(faults)} |"
+    blocks = blocks_of_an_sm(facts, row.numbers.get("num_warps", 4), arch)
+    return f"| {title(row)} | {numbers} | {facts['registers']} | {facts['spilled']} | {facts['shared']} | {blocks} | {'; '.join(faults)} |"
+
+
+class Clock:
+    """Times calls in turn on one device."""
+
+    def __init__(self, device: torch.device, tiny: bool):
+        self.device, self.tiny = device, tiny
+        self.flush = torch.empty(1024 if tiny else FLUSH_BYTES, dtype=torch.int8, device=device)
+
+    def once(self, call: Callable[[], Any]) -> float:
+        """Milliseconds."""
+        self.flush.zero_()
+        if self.device.type != "cuda":
+            begun = time.perf_counter()
+            call()
+            return 1e3 * (time.perf_counter() - begun)
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop)
+
+    def rounds(self, rows: list[Row], call: Callable[[], Any], count: int) -> list[list[float]]:
+        """`count` times of each row, one call of each in turn."""
+        times: list[list[float]] = [[] for _ in rows]
+        for turn in range(-1, count):  # the first compiles and warms up
+            for row, found in zip(rows, times, strict=True):
+                with using(row):
+                    taken = self.once(call)
+                if turn >= 0:
+                    found.append(taken)
+        return times
+
+
+def noise(times: list[float]) -> float:
+    """Twice the standard error of the median, by the median distance from it."""
+    middle = statistics.median(times)
+    return 2 * 1.2533 * 1.4826 * statistics.median(abs(each - middle) for each in times) / len(times) ** 0.5
+
+
+def winner(frozen: Row, rows: list[Row], times: list[list[float]]) -> tuple[Row, float, float]:
+    """(row, its median, the frozen row's): the fastest if it beats the frozen one, rows[0], by more than the noise, else that."""
+    medians = [statistics.median(each) for each in times]
+    best = min(range(len(rows)), key=medians.__getitem__)
+    if medians[0] - medians[best] > max(LEAST_GAIN * medians[0], noise(times[0]) + noise(times[best])):
+        return rows[best], medians[best], medians[0]
+    return frozen, medians[0], medians[0]
+
+
+def wrong(case: Any) -> str:
+    """What is wrong with a case's results; nothing: "". """
+    for actual, expected in zip(case.call(), case.expected(), strict=True):
+        error = float((actual.double() - expected.double()).norm() / expected.double().norm())
+        if not error < BOUND[actual.dtype if actual.dtype in BOUND else torch.float32]:
+            return f"off by {error:.2g} of the norm"
+    return ""
+
+
+def tune(row: Row, arch: int, clock: Clock, jobs: int) -> dict[str, Any]:
+    """A line of the results for one row."""
+    import tuned_operators
+
+    tried = candidates(row, arch)
+    if clock.tiny:
+        tried = tried[:2]
+        fit = tried
+    else:
+        fit = [each for each, (_, faults) in zip(tried, gate(tried, arch, jobs, whole=False), strict=True) if not faults]
+    line: dict[str, Any] = {"operator": row.operator, "arch": arch, "key": dict(row.key), "frozen": dict(row.numbers), "tried": len(tried), "fit": len(fit)}
+    case = tuned_operators.case(row, clock.device, clock.tiny)
+    fit = [row, *fit]
+    quick = clock.rounds(fit, case.call, 1 if clock.tiny else ROUNDS["first"])
+    order = sorted(range(1, len(fit)), key=lambda at: statistics.median(quick[at]))
+    finals = [row, *(fit[at] for at in order[:4])]
+    times = clock.rounds(finals, case.call, 2 if clock.tiny else ROUNDS["last"])
+    best, ms, frozen_ms = winner(row, finals, times)
+    line |= {"numbers": dict(best.numbers), "ms": ms, "frozen_ms": frozen_ms}
+    with using(best):
+        fault = wrong(tuned_operators.case(row, clock.device, True))
+    facts: dict[str, Any] = {}
+    if best is not row and not fault and not clock.tiny:
+        ((facts, faults),) = gate([best], arch, jobs, whole=True)
+        fault = "; ".join(faults)
+    return line | {"spills": facts.get("spilled", row.spills), "shared": facts.get("shared", row.shared), "fault": fault}
+
+
+def taken(table: list[Row], lines: list[dict[str, Any]]) -> list[Row]:
+    """The table with what won in place of, or beside, what was frozen."""
+    rows = {(row.operator, frozenset(row.key.items()), row.arch): row for row in table}
+    for line in lines:
+        place = line["operator"], frozenset(line["key"].items()), line["arch"]
+        if line["fault"] or line["tiny"] or (line["numbers"] == line["frozen"] and place not in rows):
+            continue
+        shared = line["shared"] if line["operator"].startswith("attention ") else 0
+        measured = {name: line[name] for name in ("ms", "gpu", "torch", "triton", "date")}
+        rows[place] = Row(line["operator"], line["arch"], line["key"], line["numbers"], line["spills"], shared, measured=measured)
+    return sorted(rows.values(), key=lambda row: (row.operator, row.arch))
+
+
+def finished(file: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """Lines of this device and these versions; a last line that was cut off does not count."""
+    lines = []
+    for text in file.read_text().splitlines() if file.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            line = json.loads(text)
+            if all(line[name] == about[name] for name in ("gpu", "torch", "triton", "tiny")):
+                lines.append(line)
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TEXT", help='rows whose operator and key contain it, as in "attention dq 128"')
+    parser.add_argument("--out", type=Path, metavar="FILE", help="lines of results, which a later call goes on with")
+    parser.add_argument("--write", action="store_true", help="put what won into kernels/configurations.json")
+    parser.add_argument("--minutes", type=float, default=8.5, help="begin no row after so many")
+    parser.add_argument("--compile-only", action="store_true", help="compile the candidates and show what they need")
+    parser.add_argument("--arch", type=int, choices=configurations.ARCHITECTURES, help="of --compile-only; default 90")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile at once")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, two candidates, one round")
+    arguments = parser.parse_args()
+    deadline = time.monotonic() + 60 * arguments.minutes
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if lang.triton is None:
+        parser.error("Triton is not installed: pip install triton==3.6.0")
+    arch = arguments.arch or lang.capability(device)
+    rows = rows_of(arch, arguments.only)
+    if not rows:
+        parser.error(f"--only {arguments.only}: no row is called so; there are {', '.join(title(row) for row in rows_of(arch))}")
+    if arguments.compile_only:
+        print("| row | numbers | registers | spilled | shared | blocks an SM | faults |\n|---|---|---|---|---|---|---|")
+        for row in rows:
+            all_of_them = [replace(row, arch=arch), *candidates(row, arch)]
+            for each, (facts, faults) in zip(all_of_them, gate(all_of_them, arch, arguments.jobs, whole=False), strict=True):
+                print(show(each, facts, faults, arch), flush=True)
+        return 0
+    if arguments.arch:
+        parser.error("--arch: what is timed is this GPU; add --compile-only")
+    if not arguments.out:
+        parser.error("--out FILE: where results go, or --compile-only")
+    if device.type == "cpu" and not arguments.tiny:
+        parser.error("no GPU is here: --compile-only compiles, --tiny tries the tool on a CPU")
+    about = {"gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(), "torch": torch.__version__,
+             "triton": lang.triton.__version__, "date": date.today().isoformat(), "tiny": arguments.tiny}
+    done = {(line["operator"], frozenset(line["key"].items())) for line in finished(arguments.out, about)}
+    left = [row for row in rows if (row.operator, frozenset(row.key.items())) not in done]
+    clock = Clock(device, arguments.tiny)
+    with arguments.out.open("a") as out:
+        while left and time.monotonic() < deadline:
+            row = left.pop(0)
+            line = tune(row, arch, clock, arguments.jobs) | about
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+            print(f"{title(row)}: {line['numbers']}, {line['ms']:.4g} ms, frozen {line['frozen_ms']:.4g} ms {line['fault']}", flush=True)
+    if arguments.write:
+        FILE.write_text(write(taken(read(FILE.read_text()), finished(arguments.out, about))))
+    print(f"{len(rows) - len(left)} rows measured, {len(left)} left" + (": the same call goes on with them" if left else ""))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
