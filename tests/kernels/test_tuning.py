@@ -1,8 +1,6 @@
 """The tool that tunes: what it tries, what wins, what it writes, and that it goes on where it was stopped."""
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -78,24 +76,24 @@ def test_every_operator_is_right_at_the_size_that_is_compared(row, device):
     assert tool.wrong(tuned_operators.case(row, device, True)) == ""
 
 
-def test_it_goes_on_where_it_was_stopped(tmp_path):
-    def call(*arguments: str) -> list[str]:
-        done = subprocess.run([sys.executable, ROOT / "tools/tune_kernels.py", "--tiny", "--out", tmp_path / "tuned.jsonl", *arguments], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
+def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
+    def call(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["tune_kernels.py", "--tiny", "--out", str(tmp_path / "tuned.jsonl"), *arguments])
+        assert tool.main() == 0
+        return capsys.readouterr().out.splitlines()[-1]
 
-    assert call("--only", "norm backward", "--minutes", "0") == ["0 rows measured, 3 left: the same call goes on with them"]
-    assert call("--only", "norm backward wide")[-1] == "1 rows measured, 0 left"
+    assert call("--only", "norm backward", "--minutes", "0") == "0 rows measured, 3 left: the same call goes on with them"
+    assert call("--only", "norm backward wide") == "1 rows measured, 0 left"
     before = (tmp_path / "tuned.jsonl").read_text()
     line = json.loads(before)
-    assert line["frozen"] == find("norm backward", configurations.ARCHITECTURES[0], kind="wide").numbers and line["ms"] > 0 and line["fault"] == "" and line["tiny"]
-    assert call("--only", "norm backward wide") == ["1 rows measured, 0 left"] and (tmp_path / "tuned.jsonl").read_text() == before
+    assert line["tried"] == 2 and line["ms"] > 0 and line["fault"] == "" and line["tiny"]
+    assert call("--only", "norm backward wide", "--write") == "1 rows measured, 0 left" and (tmp_path / "tuned.jsonl").read_text() == before
+    assert configurations.write(configurations.read(configurations.FILE.read_text())) == configurations.FILE.read_text()  # tiny results are not written
 
 
 def test_compiled_candidates_and_what_they_need():
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, ROOT / "tools/tune_kernels.py", "--compile-only", "--only", "dropout", "--arch", "80", "--jobs", "1"],
-                          capture_output=True, text=True, env=environ)
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("| dropout | ")]
-    assert len(lines) == 5 and "block 2048, per_thread 16" in lines[0] and "block 1024, per_thread 16" in lines[1]
+    row = find("dropout", 80)
+    wide = replace(row, numbers={"block": 4096, "per_thread": 128})
+    (facts, faults), (other, _) = tool.gate([row, wide], 80, 1, whole=False)
+    assert faults == [] and facts["registers"] < other["registers"] and facts["spilled"] == 0
+    assert tool.show(row, facts, ["why"], 80).startswith(f"| dropout | block 2048, per_thread 16 | {facts['registers']} | 0 | 0 | ")
