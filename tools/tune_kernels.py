@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import itertools
 import json
 import os
@@ -45,10 +44,25 @@ if __name__ == "__main__" and not torch.cuda.is_available() and "--tiny" in sys.
 
 import kernel_manifest
 
-from megatron.kernels import configurations, lang
+from megatron.kernels import (
+    activation,
+    adamw,
+    attention,
+    attention_backward,
+    configurations,
+    cross_entropy,
+    dropout,
+    grad_norm,
+    initialise,
+    lang,
+    norm,
+    rotary,
+)
 from megatron.kernels.configurations import FILE, Row, find, read, write
 
 GRID = {"M": (32, 64, 128), "N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3, 4), "maxnreg": (0, 128)}  # of kernels with matrix products
+MODULES = {"activation": activation, "adamw": adamw, "attention forward": attention, "attention": attention_backward, "cross_entropy": cross_entropy,
+           "dropout": dropout, "grad_norm": grad_norm, "initialise": initialise, "norm": norm, "rotary": rotary}
 LEAST_GAIN = 0.01
 ROUNDS = {"first": 5, "last": 25}
 FLUSH_BYTES = 256 << 20  # twice and more of any L2 cache
@@ -90,9 +104,9 @@ def using(row: Row) -> Iterator[None]:
 
 def compiled(row: Row, arch: int) -> list[lang.Compiled]:
     """What is compiled from a row."""
-    name = {"attention forward": "attention"}.get(row.operator, "attention_backward" if row.operator.startswith("attention") else row.operator.split()[0])
+    module = MODULES.get(row.operator) or MODULES[row.operator.split()[0]]
     with using(row):
-        return [replace(each, arch=arch) for each in importlib.import_module(f"megatron.kernels.{name}").aot(arch) if each.row == row]
+        return [replace(each, arch=arch) for each in module.aot(arch) if each.row == row]
 
 
 def gate(rows: list[Row], arch: int, jobs: int, *, whole: bool) -> list[tuple[kernel_manifest.Facts, list[str]]]:
