@@ -13,6 +13,11 @@ MARGIN = 64  # elements on either side of a canary-padded buffer
 CANARY = 12345.0
 
 
+def canary(dtype: torch.dtype) -> Tensor:
+    """CANARY, or what 8 bits have in its place."""
+    return torch.tensor(CANARY if torch.finfo(dtype).max > CANARY else 208.0, dtype=dtype)
+
+
 def error(actual: Tensor, exact: Tensor) -> float:
     """Relative error in the Frobenius norm."""
     return float((actual.double() - exact).norm() / exact.norm().clamp_min(1e-300))
@@ -33,7 +38,7 @@ def assert_as_good(actual: Tensor, exact: Tensor, torchs: Tensor, dtype: torch.d
 
 @contextmanager
 def canaries() -> Iterator[list[tuple[Tensor, int]]]:
-    """While open, every `torch.empty`, `empty_like` and `new_empty` lies between margins that hold CANARY; on leaving, they still do."""
+    """While open, every `torch.empty`, `empty_like` and `new_empty` lies between margins that hold `canary`; on leaving, they still do."""
     made: list[tuple[Tensor, int]] = []
     empty = torch.empty
 
@@ -43,7 +48,7 @@ def canaries() -> Iterator[list[tuple[Tensor, int]]]:
         if not dtype.is_floating_point or other.get("out") is not None or torch.device(device or "cpu").type == "meta":
             return empty(*size, dtype=dtype, device=device, **other)
         count = torch.Size(shape).numel()
-        whole = torch.full((count + 2 * MARGIN,), CANARY, dtype=dtype, device=device)
+        whole = canary(dtype).to(device or "cpu").repeat(count + 2 * MARGIN)
         made.append((whole, count))
         return whole[MARGIN : MARGIN + count].view(shape)
 
@@ -62,4 +67,4 @@ def canaries() -> Iterator[list[tuple[Tensor, int]]]:
     assert made, "nothing was allocated"
     for whole, count in made:
         edge = torch.cat([whole[:MARGIN], whole[MARGIN + count :]]).float()
-        assert (edge == torch.tensor(CANARY, dtype=whole.dtype).float().item()).all(), f"written outside a buffer of {count} elements"
+        assert (edge == canary(whole.dtype).float().item()).all(), f"written outside a buffer of {count} elements"

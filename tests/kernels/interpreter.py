@@ -1,7 +1,8 @@
 """Triton's interpreter, made honest about bf16. It keeps bf16 as 16-bit integers and computes with those integers, silently.
 
-Mended: matrix products, and conversions from and to fp32 (to nearest, ties to even, as a GPU does), and numbers made of arrays of one element, which
-numpy 2.4 refuses. Added: descriptors that add to memory. All other arithmetic on bf16 raises TypeError: a kernel widens what it loads.
+Mended: matrix products, and conversions from and to fp32 (to nearest, ties to even, as a GPU does), those to 8-bit floats too (saturating, as a GPU's
+do; the interpreter's are off by one in some percent of values), and numbers made of arrays of one element, which numpy 2.4 refuses. Added: descriptors
+that add to memory. All other arithmetic on bf16 raises TypeError: a kernel widens what it loads.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 from functools import wraps
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
 
+EIGHT = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
 
 
@@ -30,6 +33,13 @@ def narrow(values: np.ndarray) -> np.ndarray:
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+
+def narrow_to_8(values: np.ndarray, kind: tl.dtype) -> np.ndarray:
+    """float32 -> the nearest 8-bit float as integers, ties to even, the largest for what is beyond; NaN stays NaN."""
+    dtype = EIGHT[kind]
+    most = torch.finfo(dtype).max
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).clamp(-most, most).to(dtype).view(torch.uint8).numpy()
 
 
 def mend() -> None:
@@ -58,7 +68,12 @@ def mend() -> None:
         return cast(self, source, target)
 
     def create_fp_to_fp(self, source, target, mode):
-        return cast_impl(self, source, target) if is_bf16(source) or target.scalar == tl.bfloat16 else round_to(self, source, target, mode)
+        kind = target.scalar
+        if kind in EIGHT:
+            if source.dtype.scalar != tl.float32:
+                raise TypeError(f"{source.dtype.scalar} to {kind} in the interpreter: go through float32")
+            return Handle(narrow_to_8(source.data, kind), kind)
+        return cast_impl(self, source, target) if is_bf16(source) or kind == tl.bfloat16 else round_to(self, source, target, mode)
 
     def create_descriptor_reduce(self, kind, descriptor, value, indices):
         assert kind == ir.DESCRIPTOR_REDUCE_KIND.ADD
