@@ -25,7 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.kernels.lang import Compiled, jit, tl, triton
+from megatron.kernels.configurations import find
+from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
 
 BLOCK = 128  # elements of a row that share a scale
 TINY = 2.0**-100  # below it a scale and its inverse would leave fp32's normal numbers
@@ -140,15 +141,11 @@ def tile_kernel(x, q, scale, q_t, scale_t, m, n, step, LARGEST: tl.constexpr, BL
         tl.store(q_t + columns.to(tl.int64)[:, None] * m + rows[None, :], turned, mask=tl.trans(inside))
 
 
-def row_configuration(n: int) -> tuple[int, int]:
-    """(columns, warps) of a row's program: 16 elements a thread, and no more than stay in registers."""
-    columns = min(max(triton.next_power_of_2(n), 128), 8192)
-    return columns, max(columns // 512, 1)
-
-
-def tile_configuration() -> tuple[int, int, int]:
-    """(M, N, warps) of a tile, which is as wide and high as a block."""
-    return BLOCK, BLOCK, 16
+def row_configuration(n: int, arch: int = HOPPER) -> tuple[int, int]:
+    """(columns, warps) of a row's program."""
+    row = find("fp8 rows", arch).numbers
+    columns = min(max(triton.next_power_of_2(n), 128), row["block"])
+    return columns, max(columns // (32 * row["per_thread"]), 1)
 
 
 def _scales(down: int, across: int, m: int, n: int, scaling: str, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -165,23 +162,24 @@ def quantise_fp8(x: Tensor, dtype: torch.dtype, scaling: str, transposed: bool) 
     m, n = x.shape
     assert x.dtype != torch.float64, "float64: the definition serves it"
     assert dtype in LARGEST and scaling in SCALINGS and x.numel()
-    M, N, warps = tile_configuration()
-    down, across = triton.cdiv(m, M), triton.cdiv(n, N)
+    arch = capability(x.device)
+    assert arch >= HOPPER, f"the 8-bit floats of compute capability {arch / 10} are not compiled for: Hopper and newer"
+    down, across, warps = triton.cdiv(m, BLOCK), triton.cdiv(n, BLOCK), find("fp8 tiles", arch).numbers["num_warps"]
     x, largest = x.contiguous(), LARGEST[dtype]
     q, q_t = torch.empty(m, n, dtype=dtype, device=x.device), torch.empty((n, m) if transposed else (0, 0), dtype=dtype, device=x.device)
     scale, scale_t = _scales(down, across, m, n, scaling, x.device)
     if scaling == "row" and not transposed:
-        columns, warps = row_configuration(n)
+        columns, warps = row_configuration(n, arch)
         row_kernel[(m,)](x, q, scale, n, LARGEST=largest, COLUMNS=columns, LOOPS=columns < n, num_warps=warps)
     else:
         if scaling != "block":
             of_rows, of_columns = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in ((across, m), (down, n)))
-            maxima_kernel[(down * across,)](x, of_rows, of_columns, m, n, M=M, N=N, num_warps=warps)
+            maxima_kernel[(down * across,)](x, of_rows, of_columns, m, n, M=BLOCK, N=BLOCK, num_warps=warps)
             for found, into in ((of_rows, scale), (of_columns, scale_t)):
                 amax = found.amax(0) if scaling == "row" else found.amax()
                 torch.mul(amax.clamp_min(TINY).view(into.shape), 1 / largest, out=into)
         tile_kernel[(down * across,)](x, q, scale, q_t, scale_t, m, n, int(scaling == "row"), LARGEST=largest, BLOCKS=scaling == "block",
-                                      TRANSPOSED=transposed, M=M, N=N, num_warps=warps)
+                                      TRANSPOSED=transposed, M=BLOCK, N=BLOCK, num_warps=warps)
     return q, scale, q_t, scale_t if transposed else scale.new_empty(0, 0)
 
 
@@ -199,20 +197,23 @@ def quantise(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, scaling: str =
     return Quantised(q, scale, *((q_t, scale_t) if transposed else (None, None)))
 
 
-def aot() -> Iterator[Compiled]:
-    """Every kernel in bf16 and e4m3; e5m2 differs in one instruction."""
-    M, N, warps = tile_configuration()
-    tile, sizes = {"M": M, "N": N}, {"m": "i32", "n": "i32"}
+def aot(arch: int = HOPPER) -> Iterator[Compiled]:
+    """Every kernel in bf16 and e4m3, from Hopper on; e5m2 differs in one instruction."""
+    if arch < HOPPER:
+        return
+    tile, sizes, tiles, rows = {"M": BLOCK, "N": BLOCK}, {"m": "i32", "n": "i32"}, find("fp8 tiles", arch), find("fp8 rows", arch)
+    warps = tiles.numbers["num_warps"]
     maxima = {"x": "*bf16", "of_rows": "*fp32", "of_columns": "*fp32"}
-    yield Compiled("fp8_maxima", maxima_kernel, maxima | sizes, tile, (*maxima, *sizes), warps)
+    yield Compiled("fp8_maxima", maxima_kernel, maxima | sizes, tile, (*maxima, *sizes), warps, row=tiles)
     for n in (4096, 16384):
-        columns, row_warps = row_configuration(n)
+        columns, row_warps = row_configuration(n, arch)
         row = {"x": "*bf16", "q": "*fp8e4nv", "scale": "*fp32"}
-        yield Compiled(f"fp8_rows_{n}", row_kernel, row | {"n": "i32"}, {"LARGEST": 448.0, "COLUMNS": columns, "LOOPS": columns < n}, (*row, "n"), row_warps)
+        yield Compiled(f"fp8_rows_{n}", row_kernel, row | {"n": "i32"}, {"LARGEST": 448.0, "COLUMNS": columns, "LOOPS": columns < n}, (*row, "n"), row_warps,
+                       row=rows)
     for name, blocks, transposed, kind, largest in (
             ("blocks", True, False, "*fp8e4nv", 448.0), ("blocks_transposed", True, True, "*fp8e4nv", 448.0),
             ("blocks_transposed_e5m2", True, True, "*fp8e5", 57344.0), ("scaled", False, False, "*fp8e4nv", 448.0),
             ("scaled_transposed", False, True, "*fp8e4nv", 448.0)):
         given = {"x": "*bf16", "q": kind, "scale": "*fp32", "q_t": kind, "scale_t": "*fp32"}
         yield Compiled(f"fp8_{name}", tile_kernel, given | sizes | {"step": "i32"},
-                       tile | {"LARGEST": largest, "BLOCKS": blocks, "TRANSPOSED": transposed}, (*given, *sizes), warps)
+                       tile | {"LARGEST": largest, "BLOCKS": blocks, "TRANSPOSED": transposed}, (*given, *sizes), warps, row=tiles)

@@ -52,6 +52,7 @@ from megatron.kernels import (
     configurations,
     cross_entropy,
     dropout,
+    fp8,
     grad_norm,
     initialise,
     lang,
@@ -62,7 +63,7 @@ from megatron.kernels.configurations import FILE, Row, find, read, write
 
 GRID = {"M": (32, 64, 128), "N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3, 4), "maxnreg": (0, 128)}  # of kernels with matrix products
 MODULES = {"activation": activation, "adamw": adamw, "attention forward": attention, "attention": attention_backward, "cross_entropy": cross_entropy,
-           "dropout": dropout, "grad_norm": grad_norm, "initialise": initialise, "norm": norm, "rotary": rotary}
+           "dropout": dropout, "fp8": fp8, "grad_norm": grad_norm, "initialise": initialise, "norm": norm, "rotary": rotary}
 LEAST_GAIN = 0.01
 ROUNDS = {"first": 5, "last": 25}
 FLUSH_BYTES = 256 << 20  # twice and more of any L2 cache

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.kernels import activation, adamw, attention, attention_masks, cross_entropy, dropout, grad_norm, initialise, norm, rotary
+from megatron.kernels import activation, adamw, attention, attention_masks, cross_entropy, dropout, fp8, grad_norm, initialise, norm, rotary
 from megatron.kernels.configurations import Row
 
 Results = tuple[Tensor, ...]
@@ -121,6 +121,21 @@ def _dropout(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
                 lambda: (dropout.dropout_add_reference(x.float(), residual.float(), samples, tokens, KEY, 0.1),))
 
 
+def _fp8(draw: Draw, _key: dict[str, Any], part: str) -> Case:
+    """What comes out, widened: the definition's bits."""
+    x, scaling = draw(*draw.either((130, 300), (8192, 4096))), "row" if part == "rows" else "block"
+
+    def call() -> Results:
+        found = fp8.quantise(x, scaling=scaling, transposed=part == "tiles")
+        return tuple(each.float() if draw.tiny else each for each in found if each is not None)
+
+    def expected() -> Results:
+        sources = (x, x.t()) if part == "tiles" else (x,)
+        return tuple(each.float() for source in sources for each in fp8.quantise_reference(source, torch.float8_e4m3fn, scaling))
+
+    return Case(call, expected)
+
+
 def _grad_norm(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
     pieces = [draw(draw.either(9000, 1 << 28), dtype=torch.float32)]
     return Case(lambda: (grad_norm.sum_of_squares(pieces),), lambda: (grad_norm.sum_of_squares_reference(pieces),))
@@ -176,5 +191,5 @@ def _rotary(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
 
 CASES: dict[str, Callable[[Draw, dict[str, Any], str], Case]] = {
     "attention": _attention, "activation": _activation, "adamw": _adamw, "cross_entropy": _cross_entropy, "dropout": _dropout,
-    "grad_norm": _grad_norm, "initialise": _initialise, "norm": _norm, "rotary": _rotary,
+    "fp8": _fp8, "grad_norm": _grad_norm, "initialise": _initialise, "norm": _norm, "rotary": _rotary,
 }
