@@ -1,16 +1,21 @@
 """What one micro-batch keeps of each unit of a model, and what a unit needs besides while it runs.
 
-Counts what this code keeps, not what a perfect implementation would: tests compare it with the tensors that autograd saves and with the bytes
-that live while a step runs. Per token: h hidden, f ffn width, q and k widths of queries and keys, V vocabulary, all of this rank.
+Counts what this code keeps with the kernels that it takes, not what a perfect implementation would: tests compare it with the tensors that autograd
+saves and with the bytes that live while a step runs. Kernels that keep the same as PyTorch's operators are not mentioned. Per token: h hidden, f ffn width, q and k widths of queries and keys, V vocabulary, all of this rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from megatron.config.derive import GATED
 from megatron.config.groups import Config, ModelConfig
+from megatron.kernels import activation as activation_kernel
+from megatron.kernels.attention_masks import TILE
 from megatron.model.arithmetic import head_widths, local_shape
+from megatron.model.kernels import choose_kernels
 from megatron.model.stages import Stage
 from megatron.plan.state import element_sizes
 
@@ -42,7 +47,8 @@ class Shape:
 
     def __init__(self, config: Config, padded_vocab: int, device: str = "cuda"):
         tp = config.distributed.tensor_model_parallel_size
-        self.config, self.model, self.device = config, local_shape(config.model, tp), device
+        chosen, _ = choose_kernels(config, torch.device(device))
+        self.config, self.model, self.device = config, local_shape(chosen.model, tp), device
         self.compute, self.wide = element_sizes(config.precision)
         self.seq, self.sequence_parallel = config.data.seq_length, config.distributed.sequence_parallel
         self.tokens = config.training.micro_batch_size * self.seq
@@ -52,7 +58,7 @@ class Shape:
         self.vocab = padded_vocab // tp
         self.recomputed = config.training.recompute_granularity == "full"
         self.dropped = self.model.hidden_dropout > 0
-        self.widened = device == "cpu" and self.compute < self.wide  # by the fused attention: layers/attention.py
+        self.widened = device == "cpu" and self.compute < self.wide and self.model.attention_backend != "triton"  # by torch's fused attention
 
     @property
     def inner(self) -> int:
@@ -69,22 +75,29 @@ class Shape:
         model, compute, wide = self.model, self.compute, self.wide
         layer = self.tokens * inner_bytes_per_token(model, self.seq, compute, wide, widened=self.widened)
         layer += self.own * outer_bytes_per_token(model, compute, wide)
-        return layer + mask_bytes(self.config, compute)
+        return layer + mask_bytes(self)
 
     def ends(self, index: int) -> int:
         """What the first layer keeps beside: the embedding before positions and dropout, the mask; and the last: the final norm's input."""
         model, total = self.model, 0
         if index == 0 and (self.dropped or model.position_embedding_type == "learned_absolute"):
-            total += self.hidden + (self.own * model.hidden_size if self.dropped else 0)
+            total += self.hidden + self.own * dropout_mask_per_token(model)
         if index == model.num_layers - 1:
             total += self.hidden + self.own * norm_statistics(model, self.wide)
         return total
 
     def dropout(self) -> int:
-        """Bytes in which random words are drawn."""
-        if not self.dropped:
+        """Bytes in which random words are drawn: a kernel has them in registers."""
+        if not dropout_mask_per_token(self.model):
             return 0
         return DROPOUT_COUNTER * min(self.own * self.model.hidden_size // 4, DROPOUT_CHUNK[self.device])
+
+    def bias_sums(self) -> int:
+        """Bytes in which our activation's backward pass adds up the gradient of fc1's bias."""
+        if self.model.activation_backend != "triton" or not self.model.add_bias_linear:
+            return 0
+        programs = activation_kernel.configuration(self.model.activation, self.model.ffn_hidden_size, True).programs
+        return 4 * min(programs, self.tokens) * self.inner // (self.tokens * self.compute)
 
     def weight_scratch(self, columns: int, rows: int, tokens: int | None = None) -> int:
         """Bytes in which the gradient of a weight of `columns` inputs and `rows` outputs is formed, of all tokens or of so many at a time: none where
@@ -104,19 +117,19 @@ def layer_bytes(shape: Shape, index: int) -> UnitBytes:
     q, k = head_widths(model)
     whole = shape.layer() + shape.ends(index)
     attention = tokens * attention_bytes_per_token(model, shape.seq, shape.compute, shape.wide, widened=shape.widened)
-    attention += mask_bytes(shape.config, shape.compute)
+    attention += mask_bytes(shape)
     gathered = shape.whole if shape.sequence_parallel else 0
     mlp = shape.inner + shape.activated
     forward = 3 * hidden + shape.dropout()  # the outputs of attention and MLP, and the layer's
     # Of the MLP: the gradients of the activation's output and input, when fc2's input is gone; of attention when the MLP's tensors are gone.
     attention_backward = tokens * shape.compute * 2 * (q + 2 * k) + score_gradients(shape) - mlp - hidden
-    backward = max(shape.inner, gathered + shape.activated, attention_backward)
+    backward = max(shape.inner + shape.bias_sums(), gathered + shape.activated, attention_backward)
     columns = shape.inner // (tokens * shape.compute)
     # While the gradient of fc2's weight is formed, and of fc1's, when fc2's input is gone.
     pieces = (gathered + shape.activated, shape.weight_scratch(f, h)), (2 * gathered + hidden - shape.activated, shape.weight_scratch(h, columns))
     forming, scratch = max(pieces, key=sum)
     stashed = 4 * hidden + tokens * stashed_bytes_per_token(model, shape.compute)
-    split = backward + shape.activated  # fc2's input stays
+    split = backward + shape.activated + (hidden if shape.dropped else 0)  # fc2's input stays, and dropout's gradient beside that of its output
     if shape.recomputed:
         again = whole - hidden
         once = max(hidden + attention, 3 * hidden + mlp) + shape.dropout()  # nothing is kept
@@ -160,10 +173,14 @@ def unit_bytes(shape: Shape, stage: Stage) -> list[UnitBytes]:
 
 
 def input_bytes(shape: Shape) -> int:
-    """Token ids, labels, loss mask and positions of a micro-batch, and the rotary tables."""
+    """Token ids, labels, loss mask and positions of a micro-batch, the rotary tables, and what our attention reads of documents' bounds."""
     model = shape.model
     rotating = int(model.kv_channels * model.rotary_percent) // 2 * 2 if model.position_embedding_type in ("rope", "yarn") else 0
-    return shape.tokens * (8 + 8 + 4 + 2 * rotating * shape.wide) + shape.own * 8
+    tables = 0
+    if model.attention_backend == "triton" and shape.config.data.reset_attention_mask:
+        rows = shape.seq + 4 * (-(-shape.seq // TILE)) * 2
+        tables = 4 * shape.config.training.micro_batch_size * rows
+    return shape.tokens * (8 + 8 + 4 + 2 * rotating * shape.wide) + shape.own * 8 + tables
 
 
 def loss_bytes(shape: Shape) -> int:
@@ -186,7 +203,12 @@ def norm_statistics(model: ModelConfig, wide: int) -> int:
 def outer_bytes_per_token(model: ModelConfig, compute: int, wide: int) -> int:
     """Bytes per token that one layer keeps outside its pairs of matrices: residual stream, norm output and dropout mask, before attention and MLP."""
     h = model.hidden_size
-    return 2 * (compute * 2 * h + norm_statistics(model, wide) + (h if model.hidden_dropout > 0 else 0))
+    return 2 * (compute * 2 * h + norm_statistics(model, wide) + dropout_mask_per_token(model))
+
+
+def dropout_mask_per_token(model: ModelConfig) -> int:
+    """Bytes per token of a mask of the hidden states' dropout: the kernel draws it again."""
+    return model.hidden_size if model.hidden_dropout > 0 and model.dropout_backend == "torch" else 0
 
 
 def inner_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: int, *, widened: bool = False) -> int:
@@ -205,7 +227,7 @@ def attention_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: 
     """Bytes per token from the QKV projection's output to the output projection's input; `widened`: the fused attention computes in fp32."""
     q, k = head_widths(model)
     heads, groups = model.num_attention_heads, model.num_query_groups
-    rotates, norms = model.position_embedding_type in ("rope", "yarn"), model.qk_layernorm
+    norms, rotates = model.qk_layernorm, model.position_embedding_type in ("rope", "yarn") and model.rotary_backend == "torch"  # the kernel in place
     statistics = (heads + groups) * norm_statistics(model, wide) if norms else 0
     gathered = q if 1 < groups < heads else 0  # a copy of the queries, which stand between their groups' keys and values
     if uses_plain_attention(model):
@@ -229,13 +251,15 @@ def attention_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: 
 
 def uses_plain_attention(model: ModelConfig) -> bool:
     """Whether training computes attention with all scores in memory."""
-    return model.attention_dropout > 0 or model.attn_logit_softcapping is not None or model.attention_backend == "plain"
+    needed = model.attention_dropout > 0 or model.attn_logit_softcapping is not None or model.attention_backend == "plain"
+    return needed and model.attention_backend != "triton"
 
 
-def mask_bytes(config: Config, compute: int) -> int:
-    """Bytes of one layer's attention mask: none when the fused attention is causal and no more, one per sample with document masking."""
-    plain, documents = uses_plain_attention(config.model), config.data.reset_attention_mask
-    if not (plain or documents or config.model.window_size is not None):
+def mask_bytes(shape: Shape) -> int:
+    """Bytes of one layer's attention mask: none when the fused attention is causal and no more, one per sample with document masking. Our kernels
+    have none."""
+    plain, documents = uses_plain_attention(shape.model), shape.config.data.reset_attention_mask
+    if shape.model.attention_backend == "triton" or not (plain or documents or shape.model.window_size is not None):
         return 0
-    element = 1 if plain else compute  # the fused attention turns a boolean mask into numbers that are added to the scores
-    return element * config.data.seq_length**2 * (config.training.micro_batch_size if documents else 1)
+    element = 1 if plain else shape.compute  # torch's fused attention turns a boolean mask into numbers that are added to the scores
+    return element * shape.seq**2 * (shape.config.training.micro_batch_size if documents else 1)

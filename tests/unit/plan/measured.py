@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 TESTS = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+os.environ["TRITON_INTERPRET"] = "1"  # the kernels' operators take CPU tensors; Triton reads it when it is first imported
 
 from dist.pool import Worlds  # noqa: E402
 from megatron.config.arguments import parse_arguments  # noqa: E402
@@ -32,6 +34,8 @@ FULL = "--recompute-granularity full"
 PP2 = "--pipeline-model-parallel-size 2"
 WIDE_HEAD = "--fused-linear-cross-entropy --untie-embeddings-and-output-weights --num-layers 2"  # whose worst moment is the head's
 TP2 = "--tensor-model-parallel-size 2"
+KERNELS = " ".join(f"--{operator}-backend triton" for operator in ("attention", "norm", "rotary", "activation", "dropout", "cross-entropy"))
+KERNELS += " --nan-policy skip"  # they compute nothing here
 
 # name: ranks, micro-batches, flags
 CASES: dict[str, tuple[int, int, str]] = {
@@ -81,6 +85,16 @@ CASES: dict[str, tuple[int, int, str]] = {
     "stage 3, pp2 dp2, zero-bubble, weights on the host": (
         4, 4, f"{SMALL} {LLAMA} {PP2} --pipeline-schedule zero-bubble --zero-stage 3 --bf16 --param-cpu-offload"),
     "stage 3, dp2, fp32, kept gathered, weights on the host": (2, 2, f"{SMALL} --zero-stage 3 --zero3-keep-gathered --param-cpu-offload"),
+    "one rank, our kernels": (1, 2, f"{SMALL} {KERNELS} --hidden-dropout 0.1 --attention-dropout 0.1"),
+    "one rank, our kernels, no dropout, bf16": (1, 1, f"{SMALL} {KERNELS} --bf16"),
+    "one rank, our kernels, llama, bf16": (1, 2, f"{LARGER} {LLAMA} {KERNELS} --bf16 --hidden-dropout 0.1"),
+    "stage 2, tp2 sp dp2, our kernels, grouped, documents": (
+        4, 2, f"{LARGER} {KERNELS} {TP2} --sequence-parallel --zero-stage 2 --group-query-attention --num-query-groups 2 --position-embedding-type rope "
+        "--reset-attention-mask --activation squared-relu"),
+    "held out: our kernels, norms of queries, recompute, grouped": (
+        1, 2, f"{LARGER} {KERNELS} {FULL} --qk-layernorm --group-query-attention --num-query-groups 2 --position-embedding-type rope --swiglu"),
+    "pp2, zero-bubble, dropout": (2, 4, f"{SMALL} {PP2} --pipeline-schedule zero-bubble --hidden-dropout 0.1"),
+    "pp2, zero-bubble, our kernels, head in chunks": (2, 4, f"{SMALL} {WIDE_HEAD} {LLAMA} {PP2} {KERNELS} --num-layers 4 --pipeline-schedule zero-bubble --hidden-dropout 0.1"),
     "stage 2, dp4, shared by 2": (4, 2, f"{SMALL} --zero-stage 2 --zero-shard-size 2"),
 }
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from unit.zero.measure import launches_of_nothing
+
 from megatron.config.groups import Config, DataConfig, DistributedConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 from megatron.config.validate import resolve
 from megatron.dist.groups import Layout, build_groups
@@ -26,6 +28,7 @@ FUSED = {"attention_dropout": 0.0}
 DRY = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 ROPE = {"position_embedding_type": "rope"}
+KERNELS = {f"{operator}_backend": "triton" for operator in ("attention", "norm", "rotary", "activation", "dropout", "cross_entropy")}
 
 
 def configure(precision: PrecisionConfig = PrecisionConfig(), training: dict | None = None, tp: int = 1, sp: bool = False, world: int | None = None,
@@ -38,6 +41,7 @@ def configure(precision: PrecisionConfig = PrecisionConfig(), training: dict | N
     return resolve(config, world or tp, VOCAB).config
 
 
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="these have CPU tensors, which take the interpreter")
 # Per token: shifted labels and three numbers of the loss.
 LOSS = (8 + 3 * 4) * SEQ * BATCH
 # Per token: the log-sum-exp, label columns here, rows of the embedding and whether they are elsewhere.
@@ -68,7 +72,7 @@ def kept_bytes(config: Config, dtype: torch.dtype) -> int:
         block.open()
     tokens, ids = torch.zeros(BATCH, SEQ, dtype=torch.int64), torch.arange(BATCH)
     micro = model.micro_batch(tokens, tokens, torch.ones(BATCH, SEQ), torch.arange(SEQ).expand(BATCH, SEQ), ids, training=True)
-    given = [*model.parameters(), micro.tokens, micro.labels, micro.loss_mask, micro.position_ids, *(micro.rotary or ())]
+    given = [*model.parameters(), micro.tokens, micro.labels, micro.loss_mask, micro.position_ids, *(micro.rotary or ()), micro.dropout.sample_ids]
     alive: weakref.WeakSet[Kept] = weakref.WeakSet()
 
     def pack(tensor: torch.Tensor) -> Kept:
@@ -76,7 +80,7 @@ def kept_bytes(config: Config, dtype: torch.dtype) -> int:
         alive.add(kept)
         return kept
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor), launches_of_nothing():
         _, saved = model.forward(micro, PlainBlocks())
     tensors = [kept.tensor for kept in alive] + [x for x, _ in saved if x is not None]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
@@ -94,12 +98,34 @@ def test_activations_are_what_autograd_keeps(model):
     assert kept_bytes(config, torch.float32) - LOSS == planned(config)
 
 
+@interpreted
+@pytest.mark.parametrize("model", [
+    {}, DRY, {**DRY, **ROPE, **GROUPED, "activation": "swiglu", "normalization": "RMSNorm"}, {**ROPE, **GROUPED, "qk_layernorm": True},
+    {**DRY, **ROPE, **GROUPED}, {**DRY, **GROUPED}, {**ROPE, "num_attention_heads": 8, **GROUPED, "normalization": "RMSNorm"},
+    {"attn_logit_softcapping": 5.0, "window_size": 8, "activation": "squared-relu", "group_query_attention": True, "num_query_groups": 1},
+])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_with_our_kernels(model, dtype):
+    precision = PrecisionConfig(bf16=dtype == torch.bfloat16)
+    config, torchs = (configure(precision, **model, **backends) for backends in (KERNELS, {}))
+    assert kept_bytes(config, dtype) - LOSS == planned(config)
+    assert planned(config) <= planned(torchs)
+
+
+@interpreted
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_activations_with_one_of_our_kernels(kernel):
+    config = configure(**{**ROPE, **GROUPED, "attention_dropout": 0.1 * (kernel == "attention_backend"), kernel: "triton"})
+    assert kept_bytes(config, torch.float32) - LOSS == planned(config)
+
+
 @pytest.mark.parametrize("sp", [False, True], ids=["tp2", "tp2 sp"])
 @pytest.mark.parametrize("model", [
     {}, DRY, {**DRY, **ROPE, **GROUPED, "activation": "swiglu", "normalization": "RMSNorm"}, {**DRY, **GROUPED, "qk_layernorm": True},
     {"attn_logit_softcapping": 5.0, **ROPE, "group_query_attention": True, "num_query_groups": 1}, {**ROPE, "qk_layernorm": True},
     {**DRY, **ROPE, "group_query_attention": True, "num_query_groups": 1}, {**DRY, "num_attention_heads": 2, "window_size": 8},
     {**DRY, "num_attention_heads": 8, **GROUPED, "untie_embeddings_and_output_weights": True},
+    *([] if torch.cuda.is_available() else [{**ROPE, **GROUPED, **KERNELS}]),
 ])
 def test_activations_of_tensor_parallel_ranks(gloo_world, model, sp):
     config = configure(tp=2, sp=sp, **model)

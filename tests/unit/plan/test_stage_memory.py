@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_memory import BATCH, DRY, GROUPED, LOSS, ROPE, SEQ, VOCAB, Kept
+from test_memory import BATCH, DRY, GROUPED, KERNELS, LOSS, ROPE, SEQ, VOCAB, Kept
+from unit.zero.measure import launches_of_nothing
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools/benchmark_peers"))
 
@@ -78,7 +79,7 @@ def kept_of_stages(config: Config) -> list[tuple[int, int]]:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
             y, saved = model.forward(micro, wrapper, x)
         inputs = [pair[0] for pair in saved if pair[0] is not None]
-        given = (micro.tokens, micro.labels, micro.loss_mask, micro.position_ids, *(micro.rotary or ()))
+        given = (micro.tokens, micro.labels, micro.loss_mask, micro.position_ids, *(micro.rotary or ()), micro.dropout.sample_ids)
         of_micro = {tensor.untyped_storage().data_ptr() for tensor in given}
         tensors = [kept.tensor for kept in alive if kept.tensor.untyped_storage().data_ptr() not in of_micro] + inputs
         forwards.append((model, saved, storages(tensors, model) - (LOSS if stage.head else 0)))
@@ -95,12 +96,14 @@ def kept_of_stages(config: Config) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("model, distributed", [
     ({}, {}), (DRY, {"pipeline_model_parallel_layout": "E|tttt|L"}), (LLAMA, {"decoder_last_pipeline_num_layers": 2}),
     ({**DRY, "qk_layernorm": True}, {"pipeline_model_parallel_layout": "E|tttt|L"}),
+    *([] if torch.cuda.is_available() else [({**KERNELS}, {}), ({**LLAMA, **KERNELS}, {"pipeline_model_parallel_layout": "E|tttt|L"})]),
 ])
 def test_what_a_stage_keeps_is_what_autograd_keeps(model, distributed, recompute):
     config = configure(3 if "E" in distributed.get("pipeline_model_parallel_layout", "") else 2, 4, model, recompute=recompute, **distributed)
     padded = padded_vocab_size(VOCAB, config.model)
     expected = [unit_bytes(Shape(config, padded), stage) for stage in pipeline_stages(config, padded)]
-    found = kept_of_stages(config)
+    with launches_of_nothing():
+        found = kept_of_stages(config)
     assert [saved for saved, _ in found] == [sum(unit.saved for unit in units) for units in expected]
     assert [stashed for _, stashed in found] == [sum(unit.stashed for unit in units) for units in expected]
 
