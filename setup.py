@@ -26,7 +26,7 @@ class EditableWheel(editable_wheel):
 setup(
     packages=[*PACKAGES, "megatron.kernels"],
     package_dir={"megatron.kernels": "kernels"},
-    package_data={"megatron.kernels": ["configurations.json"]},
+    package_data={"megatron.kernels": ["configurations.json", "measured.json"]},
     py_modules=["pretrain_gpt"],
     cmdclass={"editable_wheel": EditableWheel},
 )

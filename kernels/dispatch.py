@@ -1,13 +1,16 @@
 """One table: operator x (device, precision, settings) -> implementation, and why.
 
-An implementation is taken by `auto` when it can do what is asked and nothing before it in the table can, Triton's only where it has been measured
-to be the fastest (MEASURED). A word other than `auto` is taken or refused.
+An implementation is taken by `auto` when it can do what is asked and nothing before it in the table can, Triton's and apex's only where they have been
+measured to be faster than what comes behind them (MEASURED). A word other than `auto` is taken or refused.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,15 +28,41 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "grad-norm": ("triton", "apex", "torch"),
     "adam": ("triton", "apex", "torch-fused", "torch"),
 }
-# (operator, architecture) of which docs/performance.md has a measurement that the Triton kernel wins. None has run on a GPU yet.
-MEASURED: frozenset[tuple[str, int]] = frozenset()
 # What is for the asking alone, and what whoever takes it should know.
 FLAWS = {("grad-norm", "apex"): "apex adds up in fp32, the others in float64; where its sum overflows torch's is taken; never run"}
 
 
 @dataclass(frozen=True)
+class Measurement:
+    """How much faster than `rival` an implementation was: the ratio of all cases' times with its 95% interval. Written by tools/adopt_kernels.py."""
+
+    rival: str
+    ratio: float
+    low: float
+    high: float
+    wins: bool
+    gpu: str
+    torch: str
+    triton: str
+    date: str
+
+    def __str__(self) -> str:
+        return f"measured {self.ratio:.2f} times {self.rival} on {self.gpu}"
+
+
+def read_measured(file: Path) -> dict[tuple[str, str, int], Measurement]:
+    """(operator, implementation, architecture) -> what was measured."""
+    rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
+    fields = Measurement.__dataclass_fields__
+    return {(row["operator"], row["implementation"], row["architecture"]): Measurement(**{name: row[name] for name in fields}) for row in rows}
+
+
+MEASURED: Mapping[tuple[str, str, int], Measurement] = read_measured(Path(__file__).with_name("measured.json"))
+
+
+@dataclass(frozen=True)
 class Choice:
-    """What computes an operator; `because` is set where something that would be tried before it was passed over, or what is taken has a flaw."""
+    """What computes an operator; `because` says why something that would be tried before it was passed over, or what is known of what is taken."""
 
     implementation: str
     because: str = ""
@@ -61,10 +90,12 @@ def choose(operator: str, wanted: str, device: torch.device, dtype: torch.dtype,
             continue
         if name in faults:
             passed = passed or (f"{name}: {faults[name]}" if device.type == "cuda" else "")
-        elif name in ("triton", "apex") and (operator, lang.capability(device)) not in MEASURED:
-            passed = passed or f"{name} is there for the asking; its speed has not been measured on such a device"
-        else:
+        elif name not in ("triton", "apex"):
             return Choice(name, passed)
+        elif (found := MEASURED.get((operator, name, lang.capability(device)))) is not None and found.wins:
+            return Choice(name, str(found))
+        else:
+            passed = passed or (f"{name}: {found}" if found else f"{name} is there for the asking; its speed has not been measured on such a device")
     raise AssertionError(f"nothing computes {operator}")
 
 

@@ -2,17 +2,18 @@
 
     python tools/benchmark_kernels.py --out FOLDER                 # writes kernels.json and kernels.md there
     python tools/benchmark_kernels.py --out FOLDER --parts attention
+    python tools/adopt_kernels.py FOLDER/kernels.json              # then: what has won is taken by `auto` from now on
     python tools/benchmark_kernels.py --out FOLDER --tiny          # the same cases in small shapes, also on a CPU in Triton's interpreter: to try the tool
 
 Parts (--parts), in this order until --minutes are used up; the rest is listed as not run:
 
 limits     a product of 8192 x 8192 matrices in bf16, and a copy of 1 GiB: what fractions below are of
-attention  heads of 64 and 128, causal and full, 16384 tokens in sequences of 1024 to 16384, 2048 channels: ours (and with atomic sums of dq), torch's flash and
-           cuDNN kernels, flex_attention. FLOPs as everybody counts them: 4 b n s^2 d forward, half of it when causal, 2.5 times that backward
-memory     norms, rotary embedding, activations, dropout, cross-entropy, AdamW and the gradient's norm: bytes that must be moved, by time
+attention  heads of 64 and 128, causal and full, 16384 tokens in sequences of 1024 to 16384, 2048 channels: ours (and with atomic sums of dq), torch's flash
+           kernel held to equal bits (what --deterministic-mode takes) and not, its cuDNN kernel, flex_attention. FLOPs as everybody counts them: 4 b n s^2 d forward, half of it when causal, 2.5 times that backward
+memory     norms, rotary embedding, activations, dropout, cross-entropy, initial weights, AdamW and the gradient's norm: bytes that must be moved, by time
 
 Where a result is cheap to know, ours is compared with fp32 before it is timed; an error above the bound is a row of its own, a fault. `predicted` was written before anything was measured. Times are medians over events around single calls,
-after two calls to warm up, with a buffer of twice the L2 cache overwritten in between.
+after three calls to warm up, with a buffer of twice the L2 cache overwritten in between; the implementations of a case take turns.
 """
 
 from __future__ import annotations
@@ -45,19 +46,23 @@ if not torch.cuda.is_available():
 
 from kernel_cases import PARTS
 
+from megatron.kernels import lang
+
 FLUSH_BYTES = 256 << 20
-REPETITIONS = 20
+WARM_UP, REPETITIONS = 3, 20
 
 
 @dataclass
 class Row:
-    """One implementation in one case. `work` is in FLOP or bytes, `unit`."""
+    """One implementation in one case. `work` is in FLOP or bytes, `unit`. `role` in a choice of dispatch's `operator`: kernel, rival, or none."""
 
     part: str
     case: str
     implementation: str
     work: float
     unit: str
+    operator: str = ""
+    role: str = ""
     predicted_ms: float | None = None
     milliseconds: float | None = None
     fault: str | None = None
@@ -75,28 +80,36 @@ class Bench:
         self.limits: dict[str, float] = {}  # unit -> measured best, per second
         self.flush = torch.empty(1024 if tiny else FLUSH_BYTES, dtype=torch.int8, device=device)
 
-    def measure(self, part: str, case: str, implementations: dict[str, Callable[[], object]], work: float, unit: str, predicted_ms: float | None = None) -> None:
-        """Time each implementation; one that fails leaves its error in its row."""
-        for name, call in implementations.items():
-            row = Row(part, case, name, work, unit, predicted_ms if name.startswith("ours") else None)
-            self.rows.append(row)
-            if time.monotonic() > self.deadline:
+    def measure(self, part: str, case: str, implementations: dict[str, Callable[[], object]], work: float, unit: str, predicted_ms: float | None = None,
+                operator: str = "", rival: str = "torch") -> None:
+        """Time the implementations in turns; one that fails leaves its error in its row. `rival` is what the model takes instead of "ours"."""
+        rows = [Row(part, case, name, work, unit, operator, {"ours": "kernel", rival: "rival"}.get(name, "") if operator else "",
+                    predicted_ms if name.startswith("ours") else None) for name in implementations]
+        self.rows += rows
+        late = time.monotonic() > self.deadline
+        for turn in range(0 if late else 2 if self.tiny else WARM_UP + REPETITIONS):
+            for row, call in zip(rows, implementations.values(), strict=True):
+                if row.fault is None:
+                    try:
+                        row.all.append(self._time(call))
+                    except Exception as error:  # a peer that cannot do a case is a result, too
+                        row.fault = _first_line(error)
+        for row in rows:
+            row.all = row.all[1 if self.tiny else WARM_UP :]
+            if late:
                 row.fault = "not run: out of time"
-                continue
-            try:
-                row.all = self._times(call)
+            elif row.fault is None:
                 row.milliseconds = statistics.median(row.all)
-            except Exception as error:  # a peer that cannot do a case is a result, too
-                row.fault = _first_line(error)
             print(self.line(row), flush=True)
 
     @contextlib.contextmanager
-    def checking(self, case: str, implementation: str) -> Iterator[None]:
+    def checking(self, case: str, implementation: str, operator: str = "") -> Iterator[None]:
         """Around a first call: what goes wrong becomes the fault of its rows."""
         try:
             yield
         except Exception as error:
-            self.rows.append(Row("checks", case, implementation, 0.0, "byte", fault=_first_line(error)))
+            role = "kernel" if implementation == "ours" else ""
+            self.rows.append(Row("checks", case, implementation, 0.0, "byte", operator, role, fault=_first_line(error)))
             print(self.line(self.rows[-1]), flush=True)
 
     def check(self, actual: Tensor, expected: Tensor) -> None:
@@ -105,24 +118,19 @@ class Bench:
         error = float((actual - expected).norm() / expected.norm())
         assert error < self.BOUND[self.dtype], f"its result is off by {error:.2g} of the norm"
 
-    def _times(self, call: Callable[[], object]) -> list[float]:
-        for _ in range(1 if self.tiny else 3):
+    def _time(self, call: Callable[[], object]) -> float:
+        """Milliseconds of one call."""
+        self.flush.zero_()
+        if self.device.type == "cuda":
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
             call()
-        found = []
-        for _ in range(1 if self.tiny else REPETITIONS):
-            self.flush.zero_()
-            if self.device.type == "cuda":
-                start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                start.record()
-                call()
-                stop.record()
-                stop.synchronize()
-                found.append(start.elapsed_time(stop))
-            else:
-                begun = time.perf_counter()
-                call()
-                found.append(1e3 * (time.perf_counter() - begun))
-        return found
+            stop.record()
+            stop.synchronize()
+            return start.elapsed_time(stop)
+        begun = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - begun)
 
     def rate(self, row: Row) -> float | None:
         """Work per second."""
@@ -142,11 +150,12 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:200]
 
 
-def describe(device: torch.device) -> dict[str, str]:
+def describe(device: torch.device) -> dict[str, object]:
     with contextlib.suppress(ImportError):
         import triton
 
-        return {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU", "torch": torch.__version__,
+        return {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU",
+                "architecture": lang.capability(device) if device.type == "cuda" else None, "torch": torch.__version__,
                 "triton": triton.__version__, "python": platform.python_version(), "date": date.today().isoformat()}
     sys.exit("Triton is not installed: pip install triton==3.6.0")
 
@@ -167,7 +176,7 @@ def main() -> int:
     for name in arguments.parts:
         PARTS[name](bench)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "kernels.json").write_text(json.dumps({**about, "limits": bench.limits, "rows": [asdict(row) for row in bench.rows]}, indent=1) + "\n")
+    (arguments.out / "kernels.json").write_text(json.dumps({**about, "tiny": arguments.tiny, "limits": bench.limits, "rows": [asdict(row) for row in bench.rows]}, indent=1) + "\n")
     table = ["| part | case | implementation | ms | rate | of the limit | |", "|---|---|---|---|---|---|---|", *(bench.line(row) for row in bench.rows)]
     (arguments.out / "kernels.md").write_text("\n".join([", ".join(f"{name} {value}" for name, value in about.items()), "", *table]) + "\n")
     faults = [row for row in bench.rows if row.fault and row.implementation.startswith("ours")]

@@ -96,7 +96,7 @@ class Shape:
         """Bytes in which our activation's backward pass adds up the gradient of fc1's bias."""
         if self.model.activation_backend != "triton" or not self.model.add_bias_linear:
             return 0
-        programs = activation_kernel.configuration(self.model.activation, self.model.ffn_hidden_size, True).programs
+        programs = activation_kernel.configuration("backward", self.model.activation, self.model.ffn_hidden_size, True).programs
         return 4 * min(programs, self.tokens) * self.inner // (self.tokens * self.compute)
 
     def weight_scratch(self, columns: int, rows: int, tokens: int | None = None) -> int:

@@ -18,6 +18,7 @@ TRITON = [operator for operator, names in OPERATORS.items() if "triton" in names
 CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 QUIET = ModelConfig(hidden_dropout=0.0, attention_dropout=0.0)
 FALLBACK = {operator: names[-1] for operator, names in OPERATORS.items()} | {"attention": "sdpa", "adam": "torch-fused"}
+WIN = dispatch.Measurement("torch", 1.34, 1.3, 1.4, True, "NVIDIA H200", "2.13.0", "3.6.0", "2026-11-22")
 
 
 def of(model=QUIET, **optimizer):
@@ -46,8 +47,8 @@ def no_interpreter(monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """A machine whose table says that Triton wins everything."""
-    monkeypatch.setattr(dispatch, "MEASURED", frozenset((operator, lang.HOPPER) for operator in OPERATORS))
+    """A machine whose table says that Triton, or apex where that is not to be had, wins everything."""
+    monkeypatch.setattr(dispatch, "MEASURED", {(operator, name, lang.HOPPER): WIN for operator in OPERATORS for name in ("triton", "apex")})
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -57,7 +58,7 @@ def test_auto_on_a_cpu_is_torch(operator, no_interpreter):
 
 @pytest.mark.parametrize("operator", TRITON)
 def test_auto_takes_triton_where_it_has_been_measured_to_win(operator, measured):
-    assert choose(operator, "auto", GPU, BF16).implementation == "triton"
+    assert choose(operator, "auto", GPU, BF16) == dispatch.Choice("triton", "measured 1.34 times torch on NVIDIA H200")
     assert choose(operator, "auto", GPU, torch.float64).implementation == FALLBACK[operator]
 
 
@@ -65,6 +66,12 @@ def test_auto_says_what_it_did_not_take_on_a_gpu():
     unmeasured = "triton is there for the asking; its speed has not been measured on such a device"
     assert choose("norm", "auto", GPU, BF16) == dispatch.Choice("torch", unmeasured)
     assert choose("attention", "auto", GPU, torch.float64) == dispatch.Choice("sdpa", "triton: float64")
+
+
+def test_auto_does_not_take_what_was_measured_to_lose(monkeypatch):
+    lost = dataclasses.replace(WIN, ratio=0.876, wins=False)
+    monkeypatch.setattr(dispatch, "MEASURED", {("norm", "triton", lang.HOPPER): lost})
+    assert choose("norm", "auto", GPU, BF16) == dispatch.Choice("torch", "triton: measured 0.88 times torch on NVIDIA H200")
 
 
 def test_the_banner_groups_operators_by_reason():

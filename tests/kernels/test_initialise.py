@@ -57,7 +57,8 @@ def test_a_models_weights(device, monkeypatch):
     """Every matrix, its residual outputs scaled, and what is not drawn; auto follows the table."""
     weights, drawn = {}, []
     monkeypatch.setattr(init, "normal_", lambda *given: (drawn.append(given), normal_(*given)))
-    monkeypatch.setattr(dispatch, "MEASURED", frozenset({("init", lang.capability(device))}))
+    won = dispatch.Measurement("torch", 2.0, 1.9, 2.1, True, "GPU", "2.13", "3.6", "2026-01-01")
+    monkeypatch.setattr(dispatch, "MEASURED", {("init", "triton", lang.capability(device)): won})
     for backend in ("torch", "auto", "triton"):
         drawn.clear()
         model = ModelConfig(num_layers=1, hidden_size=16, ffn_hidden_size=24, num_attention_heads=2, kv_channels=8, num_query_groups=2,

@@ -13,18 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.kernels import philox
 from megatron.kernels.activation import activation, activation_backward, activation_reference
 from megatron.kernels.adamw import adamw_
 from megatron.kernels.attention import flash_attention
 from megatron.kernels.attention_masks import AttentionMask
 from megatron.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_parts
 from megatron.kernels.grad_norm import sum_of_squares
+from megatron.kernels.initialise import normal_
 from megatron.kernels.norm import add_norm, norm, norm_backward
 from megatron.kernels.rotary import rotary_
+from megatron.layers.dropout import Dropout, DropoutState
+from megatron.layers.rotary import apply_rotary
+from megatron.optimizer.clip import sum_of_squares as torch_sum
 
 COPY_SHARE = 0.85  # of the copy's bandwidth: what the predictions of memory-bound operators assume
 # TFLOP/s of (head dimension, forward) that were expected from models of the hardware before anything was measured.
 EXPECTED = {(64, True): 380e12, (128, True): 440e12, (64, False): 260e12, (128, False): 360e12}
+DETERMINISTIC = "torch flash, deterministic"
 H200_COPY = 4.3e12  # bytes per second, for predictions alone
 
 
@@ -56,7 +62,7 @@ def attention(bench: Any) -> None:
                 def ours(q, k, v, *, deterministic: bool = True, mask=mask, d=d) -> Tensor:
                     return flash_attention(q, k, v, scale=d**-0.5, mask=mask, deterministic=deterministic)[0]
 
-                def torchs(backend: SDPBackend, causal=causal) -> Callable[..., Tensor]:
+                def torchs(backend: SDPBackend, causal: bool = causal) -> Callable[..., Tensor]:
                     def call(q, k, v) -> Tensor:
                         with sdpa_kernel(backend):
                             return F.scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), is_causal=causal).permute(2, 0, 1, 3)
@@ -64,27 +70,43 @@ def attention(bench: Any) -> None:
 
                 systems = {"ours": ours, "ours, atomic dq": lambda q, k, v, ours=ours: ours(q, k, v, deterministic=False)}
                 if bench.device.type == "cuda":
-                    systems |= {"torch flash": torchs(SDPBackend.FLASH_ATTENTION), "torch cuDNN": torchs(SDPBackend.CUDNN_ATTENTION)}
+                    systems |= {DETERMINISTIC: torchs(SDPBackend.FLASH_ATTENTION), "torch flash": torchs(SDPBackend.FLASH_ATTENTION),
+                                "torch cuDNN": torchs(SDPBackend.CUDNN_ATTENTION)}
                     if length in (8192, 2048):
                         systems["flex_attention"] = _flex(causal, length, bench.device)
                 else:
-                    systems["torch"] = torchs(SDPBackend.MATH)
+                    systems[DETERMINISTIC] = torchs(SDPBackend.MATH)
                 flops = 4.0 * b * n * length**2 * d / (2 if causal else 1)
                 case = f"d {d}, {'causal' if causal else 'full'}, {length}"
                 expected = _attention_expected(q, k, v, causal) if length == min(lengths) else None
                 forwards, backwards = {}, {}
                 for name, call in systems.items():
                     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-                    with bench.checking(f"attention forward {case}", name):
+                    with bench.checking(f"attention forward {case}", name, "attention"):
                         out = call(*inputs)
                         if expected is not None:
                             bench.check(out, expected)
-                        backwards[name] = lambda out=out, inputs=inputs, dout=dout: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+                        held = _held if name == DETERMINISTIC else lambda call: call
+                        backwards[name] = held(lambda out=out, inputs=inputs, dout=dout: torch.autograd.grad(out, inputs, dout, retain_graph=True))
                         if "atomic" not in name:
-                            forwards[name] = lambda call=call, plain=(q, k, v): call(*plain)
-                bench.measure("attention", f"forward, {case}", forwards, flops, "FLOP", 1e3 * flops / EXPECTED[d, True])
-                bench.measure("attention", f"backward, {case}", backwards, 2.5 * flops, "FLOP", 2.5e3 * flops / EXPECTED[d, False])
+                            forwards[name] = held(lambda call=call, plain=(q, k, v): call(*plain))
+                choice = {"operator": "attention", "rival": DETERMINISTIC}
+                bench.measure("attention", f"forward, {case}", forwards, flops, "FLOP", 1e3 * flops / EXPECTED[d, True], **choice)
+                bench.measure("attention", f"backward, {case}", backwards, 2.5 * flops, "FLOP", 2.5e3 * flops / EXPECTED[d, False], **choice)
                 del forwards, backwards
+
+
+def _held(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call as under --deterministic-mode: torch's flash kernel then adds up dq in a fixed order."""
+    def called() -> Any:
+        torch.use_deterministic_algorithms(True)
+        try:
+            return call()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    return called
 
 
 def _flex(causal: bool, length: int, device: torch.device) -> Callable[..., Tensor]:
@@ -102,16 +124,16 @@ def _attention_expected(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor
 
 def memory(bench: Any) -> None:
     """Operators that only move bytes."""
-    for case, work, systems, expected in _memory_cases(bench):
+    for operator, case, work, systems, expected in _memory_cases(bench):
         for name, call in systems.items():
             if expected is not None and name.startswith("ours"):
-                with bench.checking(case, name):
+                with bench.checking(case, name, operator):
                     bench.check(call(), expected())
-        bench.measure("memory", case, systems, work, "byte", 1e3 * work / (COPY_SHARE * H200_COPY))
+        bench.measure("memory", case, systems, work, "byte", 1e3 * work / (COPY_SHARE * H200_COPY), operator)
 
 
-def _memory_cases(bench: Any) -> Iterator[tuple[str, float, dict[str, Callable[[], Any]], Callable[[], Tensor] | None]]:
-    """(case, bytes that must be moved, implementations, the first result in fp32)."""
+def _memory_cases(bench: Any) -> Iterator[tuple[str, str, float, dict[str, Callable[[], Any]], Callable[[], Tensor] | None]]:
+    """(operator of the dispatch table, case, bytes that must be moved, implementations, the first result in fp32)."""
     device, dtype, item = bench.device, bench.dtype, bench.dtype.itemsize
 
     def random(*shape: int, kind: torch.dtype = dtype) -> Tensor:
@@ -122,20 +144,21 @@ def _memory_cases(bench: Any) -> Iterator[tuple[str, float, dict[str, Callable[[
     for title, shift in (("RMSNorm", None), ("LayerNorm", bias)):
         _, statistics = norm(x, weight, shift, 1e-5)
 
-        def plain(x=x, shift=shift) -> Tensor:
+        def plain(x: Tensor = x, shift: Tensor | None = shift) -> Tensor:
             return F.rms_norm(x, (width,), weight, 1e-5) if shift is None else F.layer_norm(x, (width,), weight, shift, 1e-5)
 
-        yield (f"{title} forward {rows} x {width}", 2.0 * item * x.numel(),
+        yield ("norm", f"{title} forward {rows} x {width}", 2.0 * item * x.numel(),
                {"ours": lambda shift=shift: norm(x, weight, shift, 1e-5)[0], "torch": plain, **_compiled(bench, plain)},
                lambda shift=shift: F.rms_norm(x.float(), (width,), weight.float(), 1e-5) if shift is None
                else F.layer_norm(x.float(), (width,), weight.float(), shift.float(), 1e-5))
-        yield (f"{title} forward with residual {rows} x {width}", 4.0 * item * x.numel(), {"ours": lambda shift=shift: add_norm(x, residual, weight, shift, 1e-5)},
-               None)
-        yield (f"{title} backward {rows} x {width}", 3.0 * item * x.numel(),
+        yield ("norm", f"{title} forward with residual {rows} x {width}", 4.0 * item * x.numel(),
+               {"ours": lambda shift=shift: add_norm(x, residual, weight, shift, 1e-5), "torch": lambda plain=plain: plain(x + residual)}, None)
+        yield ("norm", f"{title} backward {rows} x {width}", 3.0 * item * x.numel(),
                {"ours": lambda shift=shift, statistics=statistics: norm_backward(dy, x, weight, statistics, None), **_backward(bench, plain, x, dy)}, None)
     s, b, n, d = (8, 1, 2, 16) if bench.tiny else (4096, 4, 32, 128)
     heads, cos, sin = random(s, b, n, d), random(s, b, 1, d, kind=torch.float32), random(s, b, 1, d, kind=torch.float32)
-    yield f"rotary embedding in place {s} x {b} x {n} x {d}", 2.0 * item * heads.numel(), {"ours": lambda: rotary_(heads, cos, sin, 1)}, None
+    yield ("rotary", f"rotary embedding {s} x {b} x {n} x {d}", 2.0 * item * heads.numel(),
+           {"ours": lambda: rotary_(heads, cos, sin, 1), "torch": lambda: apply_rotary(heads, (cos, sin))}, None)
     tokens, ffn = (8, 64) if bench.tiny else (8192, 14336)
     fused, dout = random(tokens, 2 * ffn), random(tokens, ffn)
 
@@ -143,21 +166,26 @@ def _memory_cases(bench: Any) -> Iterator[tuple[str, float, dict[str, Callable[[
         gate, up = fused.chunk(2, -1)
         return F.silu(gate) * up
 
-    yield (f"SwiGLU forward {tokens} x {ffn}", 3.0 * item * dout.numel(),
+    yield ("activation", f"SwiGLU forward {tokens} x {ffn}", 3.0 * item * dout.numel(),
            {"ours": lambda: activation(fused, None, "swiglu"), "torch": swiglu, **_compiled(bench, swiglu), **_liger_swiglu(fused)},
            lambda: activation_reference(fused.float(), None, "swiglu"))
-    yield (f"SwiGLU backward {tokens} x {ffn}", 5.0 * item * dout.numel(),
+    yield ("activation", f"SwiGLU backward {tokens} x {ffn}", 5.0 * item * dout.numel(),
            {"ours": lambda: activation_backward(dout, fused, None, "swiglu"), **_backward(bench, swiglu, fused, dout)}, None)
     one, shift = random(tokens, ffn), random(ffn)
 
     def gelu(one=one) -> Tensor:
         return F.gelu(one + shift)
 
-    yield (f"bias and GELU forward {tokens} x {ffn}", 2.0 * item * dout.numel(),
+    yield ("activation", f"bias and GELU forward {tokens} x {ffn}", 2.0 * item * dout.numel(),
            {"ours": lambda: activation(one, shift, "gelu"), "torch": gelu, **_compiled(bench, gelu)}, lambda: F.gelu(one.float() + shift.float()))
-    yield (f"bias and GELU backward {tokens} x {ffn}", 3.0 * item * dout.numel(),
+    yield ("activation", f"bias and GELU backward {tokens} x {ffn}", 3.0 * item * dout.numel(),
            {"ours": lambda: activation_backward(dout, one, shift, "gelu"), **_backward(bench, gelu, one, dout)}, None)
-    del fused, dout, one, x, residual, dy
+    hidden = x.view(-1, 1, width)
+    state = DropoutState(torch.zeros(1, dtype=torch.int64, device=device), torch.arange(rows, device=device))
+    drop = {name: Dropout(0.1, 0, "benchmark", backend=backend) for name, backend in (("ours", "triton"), ("torch", "torch"))}
+    yield ("dropout", f"dropout and addition {rows} x {width}", 3.0 * item * x.numel(),
+           {name: lambda site=site: site.add(hidden, residual.view_as(hidden), state) for name, site in drop.items()}, None)
+    del fused, dout, one, x, residual, dy, hidden
     yield from _loss_cases(bench, random)
     yield from _optimizer_cases(bench, random)
 
@@ -182,7 +210,7 @@ def _loss_cases(bench: Any, random: Callable[..., Tensor]) -> Iterator[tuple]:
         return torch.autograd.grad(plain(leaf), leaf)[0]
 
     item = logits.element_size()
-    yield f"cross-entropy forward {tokens} x {vocabulary}", 1.0 * item * logits.numel(), {"ours": lse, "torch": plain, **_compiled(bench, plain)}, \
+    yield "cross-entropy", f"cross-entropy forward {tokens} x {vocabulary}", 1.0 * item * logits.numel(), {"ours": lse, "torch": plain, **_compiled(bench, plain)}, \
         lambda: torch.logsumexp(logits.float(), -1)
     systems = {"torch": torchs, "ours": both}  # ours last: it writes over the logits
     with suppress(ImportError):
@@ -193,7 +221,7 @@ def _loss_cases(bench: Any, random: Callable[..., Tensor]) -> Iterator[tuple]:
             LigerCrossEntropyFunction.apply(leaf, labels, None)[0].backward()
 
         systems = {"torch": torchs, "liger (and a copy of the logits)": liger, "ours": both}
-    yield f"cross-entropy forward and backward {tokens} x {vocabulary}", 3.0 * item * logits.numel(), systems, None
+    yield "cross-entropy", f"cross-entropy forward and backward {tokens} x {vocabulary}", 3.0 * item * logits.numel(), systems, None
 
 
 def _optimizer_cases(bench: Any, random: Callable[..., Tensor]) -> Iterator[tuple]:
@@ -211,9 +239,12 @@ def _optimizer_cases(bench: Any, random: Callable[..., Tensor]) -> Iterator[tupl
                             grad_scale=None, found_inf=found)
         out.copy_(master)
 
-    yield f"AdamW of {count / 1e9:.3g}B parameters, fp32 gradients and moments", 30.0 * count, {"ours": ours, "torch fused, and a copy": torchs}, None
-    yield (f"norm of {count / 1e9:.3g}B fp32 gradients", 4.0 * count, {"ours (float64)": lambda: sum_of_squares([grad]), "torch (fp32)": lambda: torch.linalg.vector_norm(grad)},
-           None)
+    yield "adam", f"AdamW of {count / 1e9:.3g}B parameters, fp32 gradients and moments (torch: fused, and a copy)", 30.0 * count, {"ours": ours, "torch": torchs}, None
+    yield ("grad-norm", f"norm of {count / 1e9:.3g}B fp32 gradients in float64", 4.0 * count,
+           {"ours": lambda: sum_of_squares([grad]), "torch": lambda: torch_sum([grad], bench.device), "torch, fp32": lambda: torch.linalg.vector_norm(grad)}, None)
+    matrix = master[: count // 4].view(-1, 32 if bench.tiny else 8192)
+    yield ("init", f"initial weights, {matrix.shape[0]} x {matrix.shape[1]}", 4.0 * matrix.numel(),
+           {"ours": lambda: normal_(matrix, 1, 2, 0, 0, 0.02), "torch": lambda: philox.normal(matrix, (1, 2), 0, 0, 0.02)}, None)
 
 
 def _compiled(bench: Any, function: Callable[[], Tensor]) -> dict[str, Callable[[], Tensor]]:
