@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call, or the named parts of it where a call may take 10 minutes at most:
 #   tests  those marked gpu (parity of 2 to 4 ranks on one GPU among them), and those of the kernels, which run compiled where there is a GPU
+#   sanitize  every kernel in small shapes under compute-sanitizer, which finds accesses out of bounds and races in shared memory: about 5 minutes at most
 #   kernels  the kernels beside PyTorch's and Liger's (where it is installed), against the device's limits: at most 9 minutes
 #   zero   ZeRO's memory and speed, offload, and others' experiments, on one GPU that plays one rank of 8: at most 8 minutes
 #   train  a 125M-parameter GPT for 40 iterations on one device and, where there are two, on two: each way to share it, with communication beside
@@ -11,14 +12,17 @@
 #   python3 -m pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 \
 #     --platform manylinux_2_28_x86_64 -d .wheels liger-kernel==0.6.4 [xxhash PyYAML pytest pluggy iniconfig packaging Pygments hypothesis sortedcontainers]
 # and unpacked there: python3 -m pip install -q --no-index --no-deps --target .wheels/site .wheels/*.whl && PYTHONPATH=$PWD/.wheels/site bash scripts/gpu.sh
+# compute-sanitizer comes with CUDA's toolkit; where it is not on the PATH, its wheel for CUDA 13 (18 MB) has it, fetched and unpacked in the same way:
+#   nvidia-cuda-sanitizer-api==13.5.25 with --platform manylinux_2_25_x86_64 added, then PATH=$PWD/.wheels/site/nvidia/cu13/bin:$PATH
+# (for CUDA 12 nvidia-cuda-sanitizer-api-cu12==12.9.79, 9 MB: chmod +x .wheels/site/nvidia/cuda_sanitizer_api/bin/compute-sanitizer, and that folder).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
 out="${1:-gpu-results}"
 parts="${*:2}"
-parts="${parts:-tests kernels zero train}"
+parts="${parts:-tests sanitize kernels zero train}"
 for part in $parts; do
-  case "$part" in tests | kernels | zero | train) ;; *) echo "$part: no part; they are tests, kernels, zero and train" >&2 && exit 2 ;; esac
+  case "$part" in tests | sanitize | kernels | zero | train) ;; *) echo "$part: no part; they are tests, sanitize, kernels, zero and train" >&2 && exit 2 ;; esac
 done
 mkdir -p "$out"
 "$python" - $parts <<'PYTHON' 2>&1 | tee "$out/versions.txt" || exit 2
@@ -49,8 +53,27 @@ if wanted tests; then
   "$python" -m pytest -m gpu $(grep -rl --include='test_*.py' 'mark\.gpu' tests) 2>&1 | tee "$out/tests.txt" || failed=1
   "$python" -m pytest tests/kernels 2>&1 | tee "$out/tests-kernels.txt" || failed=1
 fi
+if wanted sanitize; then
+  if ! command -v compute-sanitizer >/dev/null; then
+    echo "sanitize: skipped, no compute-sanitizer on the PATH (see the top of scripts/gpu.sh)" | tee "$out/sanitize.txt"
+  elif ! "$python" tools/sanitize_kernels.py >"$out/sanitize.txt" 2>&1; then  # compiles what the two below run, too
+    tail "$out/sanitize.txt"
+    failed=1
+  else
+    for tool in memcheck racecheck; do
+      echo "== $tool"
+      PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 150 compute-sanitizer --tool "$tool" "$python" tools/sanitize_kernels.py
+    done 2>&1 | tee -a "$out/sanitize.txt"
+    if grep -q "Device not supported" "$out/sanitize.txt"; then
+      echo "sanitize: skipped, compute-sanitizer does not take this machine's GPU" | tee -a "$out/sanitize.txt"
+    elif grep -q "SUMMARY: [1-9]" "$out/sanitize.txt" || [ "$(grep -c "calls on cuda" "$out/sanitize.txt")" != 3 ]; then
+      failed=1  # something was found, or a run did not come to its end
+    fi
+  fi
+fi
 if wanted kernels; then
   "$python" tools/benchmark_kernels.py --out "$out" 2>&1 | tee "$out/kernels.txt" || failed=1
+  echo "to let auto take what has won: $python tools/adopt_kernels.py $out/kernels.json"
 fi
 if wanted zero; then
   "$python" tools/benchmark_zero_gpu.py --out "$out" 2>&1 | tee "$out/zero.txt" || failed=1

@@ -1,0 +1,41 @@
+"""What compute-sanitizer is given runs every operator of kernels/, forward and backward."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import TorchDispatchMode
+from unit.zero.measure import launches_of_nothing
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "tools"))
+
+
+class Called(TorchDispatchMode):
+    """The names of our operators that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "megatron":
+            self.names.add(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it runs for real: scripts/gpu.sh FOLDER sanitize")
+def test_every_operator_is_called(capsys):
+    import sanitize_kernels as tool
+
+    for file in (ROOT / "kernels").glob("*.py"):
+        importlib.import_module(f"megatron.kernels.{file.stem}")
+    with Called() as called, launches_of_nothing():  # the tool by itself takes a minute in the interpreter
+        assert tool.main() == 0
+    assert called.names == {name for name in OPDEFS if name.startswith("megatron::")}
+    assert capsys.readouterr().out.endswith(" calls on cpu\n")
