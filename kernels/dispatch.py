@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from megatron.kernels import apex, lang
+from megatron.kernels import apex, attention_gluon, lang
 
 OPERATORS: dict[str, tuple[str, ...]] = {
-    "attention": ("triton", "sdpa", "plain"),
+    "attention": ("gluon", "triton", "sdpa", "plain"),
     "norm": ("triton", "apex", "torch"),
     "rotary": ("triton", "torch"),
     "activation": ("triton", "torch"),
@@ -29,7 +29,8 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "adam": ("triton", "apex", "torch-fused", "torch"),
 }
 # What is for the asking alone, and what whoever takes it should know.
-FLAWS = {("grad-norm", "apex"): "apex adds up in fp32, the others in float64; where its sum overflows torch's is taken; never run"}
+FLAWS = {("attention", "gluon"): "compiled, and checked on a CPU; never run on a GPU",
+         ("grad-norm", "apex"): "apex adds up in fp32, the others in float64; where its sum overflows torch's is taken; never run"}
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ def choose(operator: str, wanted: str, device: torch.device, dtype: torch.dtype,
 def _fault(operator: str, name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     if name == "triton":
         return lang.unfit(device, dtype)
+    if name == "gluon":
+        return attention_gluon.unfit(device, dtype)
     if name == "apex":
         return apex.missing(operator) or (None if device.type == "cuda" else "it needs a GPU")
     return None

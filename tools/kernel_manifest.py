@@ -39,6 +39,7 @@ COUNTED = {"wgmma": r"HGMMA", "old_mma": r"HMMA", "tma_loads": r"UTMALDG", "tma_
 COUNTED_TOO = {80: {"cp_async": r"LDGSTS"}, 100: {"tcgen05": r"UTC\w*MMA"}}  # of one architecture
 PRODUCTS = {80: ("old_mma", "HMMA"), 90: ("wgmma", "wgmma"), 100: ("tcgen05", "tcgen05")}  # what matrix products have to be
 SUBSET = r"attention_(forward|dkv|dq)_128_causal$|attention_prepare_128|_bf16_4096|swiglu_bf16|adamw .*bf16 weights bf16|plain$|dropout_add_bf16|squares fp32|initialise|rotary_bf16_40"
+OVERLAP = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1\b(.*?)WARPGROUP\.DEPBAR\.LE gsb0, 0x0\b", re.DOTALL)  # all products but one are over, then all
 ORDER = 0.02  # measured: up to 0.7%, by the order in which the compiler goes over its sets
 Facts = dict[str, Any]
 
@@ -65,19 +66,22 @@ def compile_row(row: lang.Compiled) -> Facts:
     """What the kernel compiles to: registers of a thread, bytes that it spills and shared memory of a block, counts of instructions."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     names = row.kernel.arg_names
     missing = set(names) - set(row.signature) - set(row.constants)
     assert not missing, f"{row.name}: no type for {', '.join(sorted(missing))}"
-    source = ASTSource(
+    gluon = row.kernel.is_gluon()
+    source = (GluonASTSource if gluon else ASTSource)(
         fn=row.kernel, signature={name: "constexpr" if name in row.constants else row.signature[name] for name in names},
         constexprs={(names.index(name),): value for name, value in row.constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in row.divisible})
     options = {"num_warps": row.num_warps, "num_stages": row.num_stages, **row.options}
-    return read_cubin(lang.triton.compile(source, target=GPUTarget("cuda", row.arch, 32), options=options), row.arch)
+    return read_cubin(lang.triton.compile(source, target=GPUTarget("cuda", row.arch, 32), options=options), row.arch, gluon)
 
 
-def read_cubin(compiled: Any, arch: int) -> Facts:
+def read_cubin(compiled: Any, arch: int, gluon: bool) -> Facts:
+    """Of a kernel that is written warp by warp also: changes of its warps' registers, and exponentials that are computed while a product runs."""
     tools = Path(lang.triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -87,6 +91,9 @@ def read_cubin(compiled: Any, arch: int) -> Facts:
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     instructions = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", code, re.MULTILINE)
     counts = {name: sum(re.match(pattern, each) is not None for each in instructions) for name, pattern in (COUNTED | COUNTED_TOO.get(arch, {})).items()}
+    if gluon:
+        counts |= {"setmaxnreg": sum(each.startswith("USETMAXREG") for each in instructions),
+                   "overlapped": sum(between.count("MUFU.EX2") for between in OVERLAP.findall(code))}
     return {"registers": registers, "spilled": stack, "shared": compiled.metadata.shared, "instructions": len(instructions), **counts}
 
 
@@ -100,6 +107,10 @@ def faults(row: lang.Compiled, facts: Facts) -> list[str]:
         found.append(f"{facts[wanted]} {called} and {facts['old_mma']} older matrix instructions: a tile is too small for {called}")
     if row.matmul and facts.get("cp_async") == 0:
         found.append("no asynchronous copies: its loads wait for memory")
+    if facts.get("setmaxnreg") == 0:
+        found.append("no register changes hands between warps: ask for counts that sum up to what the block has")
+    if facts.get("overlapped") == 0:
+        found.append("no exponential is computed while a product runs: the wait for the product has moved up")
     spills, shared = row.row.spills if row.row else 0, row.row.shared if row.row and row.row.shared else shared_memory(row.arch)
     if facts["spilled"] > spills:
         found.append(f"{facts['spilled']} bytes are spilled, {spills} are accepted: take smaller tiles or more warps")

@@ -94,9 +94,9 @@ class ModelConfig:
     """Standard deviation of the initial weights; residual-output projections use std / sqrt(2 x num-layers)."""
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
-    attention_backend: Literal["auto", "triton", "sdpa", "plain"] = flag(
+    attention_backend: Literal["auto", "gluon", "triton", "sdpa", "plain"] = flag(
         "auto", megatron="auto takes the fastest that supports the settings; flash and fused are read as auto, unfused and local as plain")
-    """Implementation of the attention core: our Triton kernels, torch's scaled_dot_product_attention, or plain products."""
+    """Implementation of the attention core: our Triton kernels (gluon: with the forward pass for Hopper), torch's scaled_dot_product_attention, or plain products."""
     norm_backend: Literal["auto", "triton", "apex", "torch"] = flag("auto", megatron="absent there")
     """Implementation of LayerNorm and RMSNorm."""
     rotary_backend: Literal["auto", "triton", "torch"] = flag("auto", megatron="absent there")

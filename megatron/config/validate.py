@@ -174,10 +174,11 @@ def _positions(run: Run) -> Iterator[str]:
 
 
 def _attention(run: Run) -> Iterator[str]:
-    if run.attention_backend == "sdpa" and run.attention_dropout > 0:
-        yield f"--attention-backend sdpa: cannot apply {run.show('attention_dropout')}; give --attention-dropout 0, or drop the backend"
-    if run.attention_backend == "sdpa" and run.attn_logit_softcapping is not None:
-        yield f"--attention-backend sdpa: cannot apply {run.show('attn_logit_softcapping')}; drop one"
+    limited = run.attention_backend in ("gluon", "sdpa")
+    if limited and run.attention_dropout > 0:
+        yield f"--attention-backend {run.attention_backend}: cannot apply {run.show('attention_dropout')}; give --attention-dropout 0, or drop the backend"
+    if limited and run.attn_logit_softcapping is not None:
+        yield f"--attention-backend {run.attention_backend}: cannot apply {run.show('attn_logit_softcapping')}; drop one"
 
 
 def _precision(run: Run) -> Iterator[str]:

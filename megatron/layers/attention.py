@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
 from megatron.kernels.attention import attention_reference, flash_attention
+from megatron.kernels.attention_gluon import flash_attention_gluon
 from megatron.kernels.attention_masks import AttentionMask, attention_mask
 from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.linear import ColumnLinear, RowLinear
@@ -22,11 +23,12 @@ from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 
 CAUSAL = AttentionMask()
+FLASH = {"triton": flash_attention, "gluon": flash_attention_gluon}  # ours, which take masks with tables
 
 
 def mask_of(config: ModelConfig, length: int, document_starts: Tensor | None) -> AttentionMask:
     """The mask of all layers for samples of this length, one document each or with document_starts [b, s]."""
-    if config.attention_backend == "triton":
+    if config.attention_backend in FLASH:
         return attention_mask(length, length, window=config.window_size, document_starts=document_starts)
     return AttentionMask(window=config.window_size, document_starts=document_starts)
 
@@ -55,7 +57,7 @@ def choose_attention(config: ModelConfig, *, training: bool) -> str:
 
     Raises ValueError when --attention-backend sdpa is forced with settings it cannot compute.
     """
-    if config.attention_backend in ("triton", "plain"):
+    if config.attention_backend in (*FLASH, "plain"):
         return config.attention_backend
     needs_plain = beyond_sdpa(config, training=training)
     if config.attention_backend == "sdpa" and needs_plain:
@@ -75,7 +77,7 @@ def attention_core(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Atten
         drop = {}
         if dropout is not None and dropout.acts(state):
             drop = {"drop": dropout.probability, "key": dropout.key, "sample_ids": state.sample_ids, "first_head": first_head}
-        compute = partial(flash_attention, deterministic=deterministic) if backend == "triton" else attention_reference
+        compute = partial(FLASH[backend], deterministic=deterministic) if backend in FLASH else attention_reference
         out, lse = compute(q, k, v, scale=scale, mask=mask, softcap=softcap, **drop)
         return (out, lse) if return_lse else out
     assert not return_lse and softcap is None and (dropout is None or not dropout.acts(state))

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from megatron.config.groups import Config, PrecisionConfig
-from megatron.kernels import lang
+from megatron.kernels import attention_gluon, lang
 from megatron.kernels.attention import unfit
 from megatron.kernels.dispatch import OPERATORS, Choice, choose, flag_of
 from megatron.layers.attention import beyond_sdpa
@@ -50,6 +50,8 @@ def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str
     given = {"softcap": model.attn_logit_softcapping, "drop": model.attention_dropout}
     if model.kv_channels is not None and (reason := unfit(model.kv_channels, arch, dtype, **given)):
         unable["attention"]["triton"] = reason
+    if reason := attention_gluon.cannot(model.kv_channels, **given):
+        unable["attention"]["gluon"] = reason
     if "bf16" in (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype):
         unable["adam"] = {"apex": "its moments are fp32, not those of --exp-avg-dtype bf16 or --exp-avg-sq-dtype bf16"}
     if config.precision.fp64:

@@ -5,15 +5,19 @@ A case builds its tensors, hands over one call for each implementation, and lets
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kernels import philox
+from megatron.kernels import attention_gluon, philox
 from megatron.kernels.activation import activation, activation_backward, activation_reference
 from megatron.kernels.adamw import adamw_
 from megatron.kernels.attention import flash_attention
@@ -31,6 +35,19 @@ COPY_SHARE = 0.85  # of the copy's bandwidth: what the predictions of memory-bou
 # TFLOP/s of (head dimension, forward) that were expected from models of the hardware before anything was measured.
 EXPECTED = {(64, True): 380e12, (128, True): 440e12, (64, False): 260e12, (128, False): 360e12}
 DETERMINISTIC = "torch flash, deterministic"
+EXPECTED_GLUON = {(64, True): 400e12, (64, False): 430e12, (128, True): 600e12, (128, False): 630e12}  # forward, of (head dimension, causal)
+GLUON_CHECK = """  # small shapes of each kind, against fp64
+import torch
+from megatron.kernels.attention import attention_reference
+from megatron.kernels.attention_gluon import flash_attention_gluon
+from megatron.kernels.attention_masks import AttentionMask
+for d in (64, 128):
+    for s, t, mask in ((2112, 2112, AttentionMask()), (1000, 3000, AttentionMask(causal=False)), (1500, 1500, AttentionMask(window=300))):
+        q, k, v = (torch.randn(length, 2, heads, d, device="cuda", dtype=torch.bfloat16) for length, heads in ((s, 8), (t, 2), (t, 2)))
+        for ours, exact in zip(flash_attention_gluon(q, k, v, scale=d**-0.5, mask=mask), attention_reference(q.double(), k.double(), v.double(), scale=d**-0.5, mask=mask)):
+            error = float((ours.double() - exact).norm() / exact.norm())
+            assert error < 5e-3, f"d {d}, {mask}: off by {error:.2g} of the norm"
+"""
 H200_COPY = 4.3e12  # bytes per second, for predictions alone
 
 
@@ -52,6 +69,9 @@ def attention(bench: Any) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     tokens, channels, lengths = (256, 128, (128,)) if bench.tiny else (16384, 2048, (16384, 8192, 4096, 2048, 1024))
+    gluon = None
+    with bench.checking("attention forward", "ours in Gluon"):
+        gluon = _gluon(bench.device)
     for d in (64, 128):
         for causal in (True, False):
             for length in lengths:
@@ -92,6 +112,9 @@ def attention(bench: Any) -> None:
                             forwards[name] = held(lambda call=call, plain=(q, k, v): call(*plain))
                 choice = {"operator": "attention", "rival": DETERMINISTIC}
                 bench.measure("attention", f"forward, {case}", forwards, flops, "FLOP", 1e3 * flops / EXPECTED[d, True], **choice)
+                if gluon is not None:
+                    bench.measure("attention", f"forward, {case}", {name: lambda layout=layout, plain=(q, k, v): attention_gluon.forward(*plain, mask, d**-0.5, layout)
+                                                                    for name, layout in gluon(d, length).items()}, flops, "FLOP", 1e3 * flops / EXPECTED_GLUON[d, causal])
                 bench.measure("attention", f"backward, {case}", backwards, 2.5 * flops, "FLOP", 2.5e3 * flops / EXPECTED[d, False], **choice)
                 del forwards, backwards
 
@@ -107,6 +130,21 @@ def _held(call: Callable[[], Any]) -> Callable[[], Any]:
 
     torch.utils.deterministic.fill_uninitialized_memory = False
     return called
+
+
+def _gluon(device: torch.device) -> Callable[[int, int], dict[str, Any]] | None:
+    """(head dimension, length) -> what is measured of the kernel in Gluon, which has never run: it is tried in a process that may hang first."""
+    if reason := attention_gluon.unfit(device, torch.bfloat16):
+        print(f"ours in Gluon is not measured: {reason}")
+        return None
+    done = subprocess.run([sys.executable, "-c", GLUON_CHECK], cwd=Path(__file__).resolve().parents[2], timeout=90, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stderr.strip().splitlines() or ["it died"])[-1]
+
+    def layouts(d: int, length: int) -> dict[str, Any]:
+        shipped = attention_gluon.configuration(d)
+        return {"ours in Gluon": shipped} | ({"ours in Gluon, consumers in no order": replace(shipped, pingpong=0)} if length == 8192 else {})
+
+    return layouts
 
 
 def _flex(causal: bool, length: int, device: torch.device) -> Callable[..., Tensor]:

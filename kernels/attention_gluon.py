@@ -1,0 +1,416 @@
+"""Flash attention forward on Hopper, written out warp by warp in Gluon, the low-level language within Triton's wheel. Backward is attention_backward.py's.
+
+q [s, b, n, d], k and v [t, b, g, d], out and lse as in attention.py, which has the definition; bf16 and fp16, d up to 128. A block of threads takes
+128 rows of one head after another (a persistent grid). In it:
+
+- one warp loads: q of a tile, then k and v of block after block into two rings of buffers, through the TMA unit. A buffer has two mbarriers: `full`,
+  on which its copy ends, and `empty`, on which each consumer arrives when its products have read the buffer;
+- two consumers, four warps and 64 rows each, multiply and compute exponentials. A consumer issues q k^T of block j + 1, then p v of block j, and while
+  both run on the tensor cores waits for the first and computes p of block j + 1. They issue their products in turns (PINGPONG), so that one's
+  exponentials hide behind the other's products.
+
+Sources: Shah et al., "FlashAttention-3: fast and accurate attention with asynchrony and low-precision", 2024 (the two overlaps); the PTX manual (mbarriers, wgmma).
+Edges come first and masked, then whole blocks without masks; tiles are dealt out long ones first and back and forth, so that all blocks of threads
+end together. p is carried as fp32 from one step to the next: as bf16 the compiler shuffles each register twice.
+
+Roofline: 4 b n s t d FLOPs, half of it when causal. A 64 x 128 block of d = 128 is 1,024 clocks of products, 528 of exponentials and some 480
+instructions a warp; d = 64 halves the products only (docs/kernels.md: predictions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.kernels import lang
+from megatron.kernels.attention_launch import aligned, columns, descriptor, section
+from megatron.kernels.attention_masks import TILE, AttentionMask, keys_of_queries, schedule
+from megatron.kernels.configurations import find
+
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    jit = gluon.jit
+except ImportError:
+    gluon = gl = fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = TensorDescriptor = None
+
+    def jit(function: Any, **_: Any) -> Any:
+        """The function as it is: nobody can call it."""
+        return function
+
+
+ROWS, PARTS = 64, 2  # of a consumer, which is what one wgmma takes; and consumers
+WRITTEN_FOR = "3.6."  # Triton's versions; Gluon is experimental and changes with each
+RUNTIME = ("s", "t", "all_heads", "heads", "group", "section")  # one compilation for all values
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a block of threads is laid out: N keys a block, buffers in each ring, registers of a thread in a consumer and in the producer."""
+
+    N: int
+    stages: int
+    registers: int
+    producer_registers: int
+    pingpong: int
+
+
+def configuration(d: int) -> Layout:
+    """For head dimension d, from the table."""
+    return Layout(**find("attention gluon", lang.HOPPER, d=columns(d)).numbers)
+
+
+@jit
+def _count_tiles(sizes, M: gl.constexpr):
+    """Tiles of this program."""
+    s, t, all_heads, heads, group, section = sizes
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    tiles = gl.cdiv(s, M) * all_heads
+    rounds = tiles // programs
+    place = gl.where(rounds % 2 == 0, program, programs - 1 - program)
+    return rounds + gl.where(place < tiles % programs, 1, 0)
+
+
+@jit
+def _tile(index, sizes, M: gl.constexpr):
+    """(first row, head of all samples) of this program's tile: every other round of tiles is dealt out backwards."""
+    s, t, all_heads, heads, group, section = sizes
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    blocks = gl.cdiv(s, M)
+    place = gl.where(index % 2 == 0, program, programs - 1 - program)
+    block, head = schedule(index * programs + place, blocks, all_heads, section)
+    return (blocks - 1 - block) * M, head
+
+
+@jit
+def _blocks_of_tile(table, row, head, sizes, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TABLE: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
+    """(span, edges, steps): the tile takes `steps` blocks of keys, of which the first `edges` are masked; at least one of either, for the first is."""
+    s, t, all_heads, heads, group, section = sizes
+    low, full_low, full_high, high = keys_of_queries(table, head // heads, row, s, t, CAUSAL, WINDOW, TABLE, M, N)
+    steps, whole = high - low, full_high - full_low
+    bare = gl.where((whole > 0) & (whole == steps), 1, 0)
+    full_low, whole = full_low + bare, whole - bare
+    return (low, full_low, whole), gl.maximum(steps - whole, 1), gl.maximum(steps, 1)
+
+
+@jit
+def _block(step, span, edges):
+    """The block of keys that a step takes: the edges on both sides of the whole blocks, then those."""
+    low, full_low, whole = span
+    edge = low + step
+    return gl.where(step < edges, edge + gl.where(edge >= full_low, whole, 0), full_low + step - edges)
+
+
+@jit
+def _load(source, at, ring, barriers, count, STAGES: gl.constexpr):
+    """Copy block `count` of all that a ring takes, when its buffer is free."""
+    full, empty = barriers
+    slot = count % STAGES
+    mbarrier.wait(empty.index(slot), (count // STAGES & 1) ^ 1)
+    mbarrier.expect(full.index(slot), source.block_type.nbytes)
+    tma.async_copy_global_to_shared(source, at, full.index(slot), ring.index(slot))
+
+
+@jit
+def _produce(q, k, v, table, buffers, barriers, sizes, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TABLE: gl.constexpr, N: gl.constexpr,
+             STAGES: gl.constexpr, PARTS: gl.constexpr):
+    """The loading warp: blocks in the order in which consumers let go of them, k of a block before v of the one before it."""
+    q_tiles, k_ring, v_ring, out_tiles = buffers
+    q_bars, k_bars, v_bars, turns = barriers
+    s, t, all_heads, heads, group, section = sizes
+    M: gl.constexpr = PARTS * q.block_type.shape[2]
+    count = 0
+    for index in range(_count_tiles(sizes, M)):
+        row, head = _tile(index, sizes, M)
+        b, n = head // heads, head % heads
+        span, edges, steps = _blocks_of_tile(table, row, head, sizes, CAUSAL, WINDOW, TABLE, M, N)
+        for part in gl.static_range(PARTS):
+            _load(q, [b, n, row + part * (M // PARTS), 0], q_tiles, q_bars, index * PARTS + part, PARTS)
+        at = _block(0, span, edges) * N
+        _load(k, [b, n // group, at, 0], k_ring, k_bars, count, STAGES)
+        for step in range(1, steps):
+            after = _block(step, span, edges) * N
+            _load(k, [b, n // group, after, 0], k_ring, k_bars, count + 1, STAGES)
+            _load(v, [b, n // group, at, 0], v_ring, v_bars, count, STAGES)
+            at = after
+            count += 1
+        _load(v, [b, n // group, at, 0], v_ring, v_bars, count, STAGES)
+        count += 1
+
+
+@jit
+def _softmax(x, m, l, factor, q_at, start, first, t, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr, MASKED: gl.constexpr,
+             X: gl.constexpr):
+    """(p, m, l, alpha) with the scores x of one more block, keys from `first` on: alpha is what came before is worth now."""
+    if MASKED:
+        column = gl.expand_dims(gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, X)), 0)
+        beyond = (gl.minimum(q_at + 1, t) if CAUSAL else q_at * 0 + t) - first
+        see = column < gl.expand_dims(beyond, 1)
+        if WINDOW > 0:
+            see = see & (column > gl.expand_dims(q_at - WINDOW - first, 1))
+        if DOCUMENTS:
+            see = see & (column >= gl.expand_dims(start - first, 1))
+        x = gl.where(see, x, float("-inf"))
+    top = gl.maximum(m, gl.max(x, 1) * factor)
+    base = gl.where(top == float("-inf"), 0.0, top) if MASKED else top
+    p = gl.exp2(x * factor - gl.expand_dims(base, 1))
+    alpha = gl.exp2(m - base)
+    return p, top, l * alpha + gl.sum(p, 1), alpha
+
+
+@jit
+def _add_values(acc, p, v_ring, v_full, count, O: gl.constexpr, STAGES: gl.constexpr):
+    """Issue acc + p v of block `count`."""
+    N: gl.constexpr = v_ring.shape[3]
+    D: gl.constexpr = v_ring.shape[4]
+    mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
+    v_tile = v_ring.index(count % STAGES).reshape([N, D])
+    return warpgroup_mma(gl.convert_layout(p.to(v_ring.dtype), gl.DotOperandLayout(0, O, 2)), v_tile, acc, is_async=True)
+
+
+@jit
+def _scores(q_tile, k_ring, count, X: gl.constexpr, STAGES: gl.constexpr):
+    """Issue q k^T of block `count`, which has been waited for."""
+    N: gl.constexpr = k_ring.shape[3]
+    D: gl.constexpr = k_ring.shape[4]
+    k_tile = k_ring.index(count % STAGES).reshape([N, D])
+    unused = gl.full([q_tile.shape[0], N], 0.0, gl.float32, X)
+    return warpgroup_mma(q_tile, k_tile.permute((1, 0)), unused, use_acc=False, is_async=True)
+
+
+@jit
+def _steps(acc, p, m, l, first, last, count, rounds, q_tile, buffers, barriers, rows, span, edges, steps, t, factor, PART: gl.constexpr, PARTS: gl.constexpr,
+           CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, MASKED: gl.constexpr,
+           X: gl.constexpr, O: gl.constexpr):
+    """Steps first..last: p is that of the step before, whose v has not been multiplied yet; `count` is its block, `rounds` of the turns are over."""
+    q_tiles, k_ring, v_ring, out_tiles = buffers
+    q_bars, k_bars, v_bars, turns = barriers
+    k_full, k_empty = k_bars
+    v_full, v_empty = v_bars
+    q_at, start = rows
+    N: gl.constexpr = k_ring.shape[3]
+    for step in range(first, last):
+        if PINGPONG:
+            mbarrier.wait(turns.index(PART), (rounds & 1) ^ (1 if PART == 0 else 0))
+        x = _scores(q_tile, k_ring, count + 1, X, STAGES)
+        acc = _add_values(acc, p, v_ring, v_full, count, O, STAGES)
+        if PINGPONG:
+            mbarrier.arrive(turns.index((PART + 1) % PARTS), count=1)
+        x = warpgroup_mma_wait(1, deps=[x])
+        mbarrier.arrive(k_empty.index((count + 1) % STAGES), count=1)
+        p, m, l, alpha = _softmax(x, m, l, factor, q_at, start, _block(step, span, edges) * N, t, CAUSAL, WINDOW, DOCUMENTS, MASKED, X)
+        # waited for here, not above: the branch keeps the compiler from moving the next line before the exponentials
+        mbarrier.wait(k_full.index((count + 2) % STAGES), (count + 2) // STAGES & 1, pred=step + 1 < steps)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_empty.index(count % STAGES), count=1)
+        acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O)), 1)
+        count += 1
+        rounds += 1
+    return acc, p, m, l, count, rounds
+
+
+@jit
+def _consume(out, lse, table, starts, buffers, barriers, sizes, factor, PART: gl.constexpr, PARTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+             TABLE: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr):
+    """A consumer: its 64 rows of tile after tile. m is the greatest score so far in base 2, l the sum of exponentials."""
+    q_tiles, k_ring, v_ring, out_tiles = buffers
+    q_bars, k_bars, v_bars, turns = barriers
+    q_full, q_empty = q_bars
+    k_full, k_empty = k_bars
+    v_full, v_empty = v_bars
+    s, t, all_heads, heads, group, section = sizes
+    R: gl.constexpr = q_tiles.shape[3]
+    D: gl.constexpr = q_tiles.shape[4]
+    M: gl.constexpr = PARTS * R
+    X: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, X)
+    q_tile, out_tile = q_tiles.index(PART).reshape([R, D]), out_tiles.index(PART)
+    count = 0
+    rounds = 0
+    for index in range(_count_tiles(sizes, M)):
+        row, head = _tile(index, sizes, M)
+        b, n = head // heads, head % heads
+        span, edges, steps = _blocks_of_tile(table, row, head, sizes, CAUSAL, WINDOW, TABLE, M, N)
+        row += PART * R
+        q_at = row + gl.arange(0, R, layout=ROW)
+        start = gl.load(starts + b * s + q_at, mask=q_at < s, other=0) if TABLE > 0 else q_at
+        m, l = gl.full([R], float("-inf"), gl.float32, ROW), gl.zeros([R], gl.float32, ROW)
+        mbarrier.wait(q_full.index(PART), index & 1)
+        mbarrier.wait(k_full.index(count % STAGES), count // STAGES & 1)
+        x = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_ring, count, X, STAGES)])
+        mbarrier.arrive(k_empty.index(count % STAGES), count=1)
+        p, m, l, alpha = _softmax(x, m, l, factor, q_at, start, _block(0, span, edges) * N, t, CAUSAL, WINDOW, TABLE > 0, True, X)
+        mbarrier.wait(k_full.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=steps > 1)
+        acc = gl.zeros([R, D], gl.float32, O)
+        for MASKED in gl.static_range(1, -1, -1):
+            first, last = (1, edges) if MASKED else (edges, steps)
+            acc, p, m, l, count, rounds = _steps(acc, p, m, l, first, last, count, rounds, q_tile, buffers, barriers, (q_at, start), span, edges, steps, t,
+                                                 factor, PART, PARTS, CAUSAL, WINDOW, TABLE > 0, STAGES, PINGPONG, MASKED, X, O)
+        mbarrier.arrive(q_empty.index(PART), count=1)
+        acc = warpgroup_mma_wait(0, deps=[_add_values(acc, p, v_ring, v_full, count, O, STAGES)])
+        mbarrier.arrive(v_empty.index(count % STAGES), count=1)
+        count += 1
+        total = gl.where(l == 0, 1.0, l)
+        result = acc * gl.expand_dims(gl.convert_layout(1.0 / total, gl.SliceLayout(1, O)), 1)
+        tma.store_wait(0)
+        out_tile.reshape([R, D]).store(result.to(out_tiles.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out, [b, n, row, 0], out_tile)
+        value = gl.where(l == 0, float("-inf"), m * 0.6931471805599453 + gl.log(total))
+        gl.store(lse + gl.cast(head, gl.int64) * s + q_at, value, mask=q_at < s)
+    tma.store_wait(0)
+
+
+@jit
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT mbarriers whose phases end with so many arrivals."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for each in gl.static_range(COUNT):
+        mbarrier.init(made.index(each), count=ARRIVALS)
+    return made
+
+
+@partial(jit, do_not_specialize=RUNTIME)
+def forward_kernel(q, k, v, out, lse, table, starts, s, t, all_heads, heads, group, section, scale, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+                   TABLE: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):
+    """q, k, v, out: descriptors [b, heads, length, d] of blocks [1, 1, 64 or N, D], which read zeros and write nothing beyond."""
+    q_tiles = gl.allocate_shared_memory(q.dtype, [2] + q.block_type.shape, q.layout)
+    k_ring = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_type.shape, k.layout)
+    v_ring = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_type.shape, v.layout)
+    out_tiles = gl.allocate_shared_memory(out.dtype, [2] + out.block_type.shape, out.layout)
+    buffers = (q_tiles, k_ring, v_ring, out_tiles)
+    barriers = ((_barriers(2, 1), _barriers(2, 1)), (_barriers(STAGES, 1), _barriers(STAGES, 2)), (_barriers(STAGES, 1), _barriers(STAGES, 2)),
+                _barriers(2, 1))
+    sizes = (s, t, all_heads, heads, group, section)
+    factor = scale * 1.4426950408889634
+    gl.warp_specialize(
+        [(_consume, (out, lse, table, starts, buffers, barriers, sizes, factor, 0, 2, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
+         (_consume, (out, lse, table, starts, buffers, barriers, sizes, factor, 1, 2, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
+         (_produce, (q, k, v, table, buffers, barriers, sizes, CAUSAL, WINDOW, TABLE, N, STAGES, 2))],
+        [4, 1], [REGISTERS, PRODUCER_REGISTERS])
+
+
+def unfit(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot run on tensors of this kind; None when it can."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{str(dtype).removeprefix('torch.')}, the kernel computes bf16 and fp16"
+    if device.type != "cuda":
+        return "it needs a GPU, Triton's interpreter cannot run Gluon"
+    if not torch.cuda.is_available():
+        return None  # a plan for another machine
+    if lang.capability(device) != lang.HOPPER:
+        return f"a GPU of architecture sm_{lang.capability(device)}, the kernel is made of sm_90's instructions"
+    if gluon is None or not lang.triton.__version__.startswith(WRITTEN_FOR):
+        return f"it is written in the Gluon of Triton {WRITTEN_FOR}x (pip install triton=={WRITTEN_FOR}0)"
+    return None
+
+
+def cannot(d: int | None, *, softcap: float | None = None, drop: float = 0.0) -> str | None:
+    """What the kernel cannot compute of this; None when it can all. The backward pass is that of attention.py and could."""
+    if d is not None and (not 32 < d <= 128 or d % 8):
+        return f"head dimension {d}, which is no multiple of 8 from 40 to 128"
+    if softcap is not None:
+        return "soft-capping (--attn-logit-softcapping)"
+    return "attention dropout (use --attention-dropout 0)" if drop > 0 else None
+
+
+def _block_layout(rows: int, d: int, dtype: Any) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns(d)], dtype)
+
+
+def _described(x: Tensor, rows: int) -> Any:
+    """x for the TMA unit, in blocks of `rows`, laid out in shared memory as wgmma reads them."""
+    plain, dtype = descriptor(x, rows), gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+    return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, _block_layout(rows, x.shape[-1], dtype))
+
+
+def _fixed(layout: Layout, causal: bool, window: int | None, documents: bool) -> dict[str, Any]:
+    """The arguments that are compiled in."""
+    return {"CAUSAL": causal, "WINDOW": window or 0, "TABLE": TILE if documents else 0, "N": layout.N, "STAGES": layout.stages, "PINGPONG": layout.pingpong,
+            "REGISTERS": layout.registers, "PRODUCER_REGISTERS": layout.producer_registers}
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, layout: Layout | None = None) -> tuple[Tensor, Tensor]:
+    """(out, lse) by one launch."""
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    (s, b, n, d), (t, _, g, _) = q.shape, k.shape
+    layout = layout or configuration(d)
+    out = torch.empty(s, b, n, d, dtype=q.dtype, device=q.device)
+    lse = torch.empty(b, n, s, dtype=torch.float32, device=q.device)
+    programs = min(lang.multiprocessors(q.device), -(-s // (PARTS * ROWS)) * b * n)
+    forward_kernel[(programs,)](
+        _described(q, ROWS), _described(k, layout.N), _described(v, layout.N), _described(out, ROWS), lse, mask.by_query, mask.document_starts,
+        s=s, t=t, all_heads=b * n, heads=n, group=n // g, section=section(t, d, q.dtype, n // g), scale=scale,
+        **_fixed(layout, mask.causal, mask.window, mask.document_starts is not None), num_warps=4)
+    return out, lse
+
+
+@torch.library.custom_op("megatron::flash_attention_gluon", mutates_args=())
+def _flash_attention_gluon(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None, document_starts: Tensor | None,
+                           by_query: Tensor | None, by_key: Tensor | None, deterministic: bool) -> tuple[Tensor, Tensor]:
+    return forward(q, k, v, AttentionMask(causal, window, document_starts=document_starts, by_query=by_query, by_key=by_key), scale)
+
+
+@_flash_attention_gluon.register_fake
+def _(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    s, b, n, _d = q.shape
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(b, n, s, dtype=torch.float32, device=q.device)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, scale, causal, window, document_starts, by_query, by_key, deterministic = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, q, k, v, document_starts, by_query, by_key)
+    ctx.others = scale, causal, window, deterministic
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    out, lse, q, k, v, document_starts, by_query, by_key = ctx.saved_tensors
+    scale, causal, window, deterministic = ctx.others
+    gradients = torch.ops.megatron.flash_attention_backward(
+        torch.zeros_like(out) if dout is None else dout, dlse, out, lse, q, k, v, scale, None, causal, window, None, None, document_starts, by_query,
+        by_key, 0.0, [0, 0], None, 0, deterministic, 0)
+    return *gradients, *(None for _ in range(7))
+
+
+_flash_attention_gluon.register_autograd(_differentiate, setup_context=_save)
+
+
+def flash_attention_gluon(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: AttentionMask, softcap: None = None,
+                          deterministic: bool = True) -> tuple[Tensor, Tensor]:
+    """(out, lse) as of flash_attention, with its backward pass. No positions, dropout or soft-cap."""
+    assert softcap is None and cannot(q.shape[3]) is None
+    assert scale > 0 and q.shape[2] % k.shape[2] == 0 and k.shape == v.shape and q.shape[1] == k.shape[1] and mask.q_positions is None
+    assert mask.by_query is not None or mask.document_starts is None, "make the mask with attention_mask()"
+    return torch.ops.megatron.flash_attention_gluon(
+        q, k, v, scale, mask.causal, mask.window, mask.document_starts, mask.by_query, mask.by_key, deterministic)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {  # of the mask
+    "causal": {}, "full": {"causal": False}, "window": {"window": 1024}, "documents": {"documents": True}}
+
+
+def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
+    """Head dimensions between take what 64 and 128 compile to. What is spilled lies outside the loop over whole blocks."""
+    if gluon is None or arch != lang.HOPPER:
+        return
+    for d in (64, 128):
+        for variant, of_mask in VARIANTS.items():
+            layout = configuration(d)
+            fixed: dict[str, Any] = _fixed(layout, **{"causal": True, "window": None, "documents": False} | of_mask)
+            blocks = {name: f"tensordesc<bf16[1, 1, {rows}, {d}],{_block_layout(rows, d, gl.bfloat16)!r}>"
+                      for name, rows in {"q": ROWS, "k": layout.N, "v": layout.N, "out": ROWS}.items()}
+            tables = {"table": "*i32", "starts": "*i32"} if fixed["TABLE"] else {}
+            fixed |= {} if tables else {"table": None, "starts": None}
+            signature = {**blocks, **tables, "lse": "*fp32", "scale": "fp32", **dict.fromkeys(RUNTIME, "i32")}
+            yield lang.Compiled(name=f"attention_gluon_{d}_{variant}", kernel=forward_kernel, signature=signature, constants=fixed,
+                                divisible=("lse", *tables), num_warps=4, matmul=True, row=find("attention gluon", arch, d=d))
