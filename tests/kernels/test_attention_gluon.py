@@ -1,6 +1,7 @@
 """The forward pass in Gluon against the definition in float64, in many orders of events (gluon_interpreter.py), and that its faults would be found."""
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from megatron.kernels.attention_gluon import cannot, flash_attention_gluon, forw
 from megatron.kernels.attention_masks import attention_mask
 
 pytestmark = pytest.mark.skipif(attention_gluon.gluon is None, reason="this Triton has no Gluon")
+ROOT = Path(__file__).resolve().parents[2]
 BF16, F16 = torch.bfloat16, torch.float16
 # (s, t, b, query heads, key heads, d, dtype, what the mask has, programs): lengths are odd, whole tiles, or end within the first consumer's rows
 CASES = {
@@ -86,7 +88,7 @@ def test_order_does_not_matter(interpreted, monkeypatch, layout):
 
 def test_gradients_are_those_of_the_other_kernels(interpreted, device):
     if device.type == "cuda":
-        pytest.skip("the backward pass runs where the tensors are")
+        pytest.skip("the backward pass is in the interpreter here")
     q, k, v, mask, _ = make("narrow_window_fewer_keys")
     interpreted(2)
     x = [each[:70].detach().requires_grad_() for each in (q, k, v)]
@@ -98,6 +100,17 @@ def test_gradients_are_those_of_the_other_kernels(interpreted, device):
     (out.sin().sum() + lse.sum()).backward()
     for ours, exact in zip(x, y, strict=True):
         assert (ours.grad.double() - exact.grad).norm() < 5e-3 * exact.grad.norm()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    """In a process that may hang."""
+    sys.path.append(str(ROOT / "tools" / "benchmark_peers"))
+    from kernel_cases import GLUON_CHECK
+
+    if reason := unfit(torch.device("cuda"), BF16):
+        pytest.skip(reason)
+    subprocess.run([sys.executable, "-c", GLUON_CHECK], cwd=ROOT, timeout=120, check=True)
 
 
 def test_nan_stays_in_its_rows(interpreted):
@@ -162,7 +175,7 @@ def test_mutants_are_found(interpreted, monkeypatch, job, name):
 
 
 def test_the_gate_wants_what_the_design_rests_on():
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+    sys.path.insert(0, str(ROOT / "tools"))
     import kernel_manifest
 
     for row in attention_gluon.aot():
