@@ -60,13 +60,14 @@ if wanted sanitize; then
     tail "$out/sanitize.txt"
     failed=1
   else
-    for tool in memcheck racecheck; do
-      echo "== $tool"
-      PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 150 compute-sanitizer --tool "$tool" "$python" tools/sanitize_kernels.py
+    for case in memcheck racecheck "memcheck gluon"; do
+      echo "== $case"
+      read -r tool which <<<"$case"
+      PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 150 compute-sanitizer --tool "$tool" "$python" tools/sanitize_kernels.py ${which:+"$which"}
     done 2>&1 | tee -a "$out/sanitize.txt"
     if grep -q "Device not supported" "$out/sanitize.txt"; then
       echo "sanitize: skipped, compute-sanitizer does not take this machine's GPU" | tee -a "$out/sanitize.txt"
-    elif grep -q "SUMMARY: [1-9]" "$out/sanitize.txt" || [ "$(grep -c "calls on cuda" "$out/sanitize.txt")" != 3 ]; then
+    elif grep -q "SUMMARY: [1-9]" "$out/sanitize.txt" || [ "$(grep -c "calls on cuda" "$out/sanitize.txt")" != 4 ]; then
       failed=1  # something was found, or a run did not come to its end
     fi
   fi

@@ -1,6 +1,7 @@
 """Every kernel once or twice in small shapes whose ends are no block's end, for compute-sanitizer: bash scripts/gpu.sh FOLDER sanitize.
 
-    compute-sanitizer --tool memcheck python tools/sanitize_kernels.py      # and --tool racecheck
+    compute-sanitizer --tool memcheck python tools/sanitize_kernels.py          # and --tool racecheck
+    compute-sanitizer --tool memcheck python tools/sanitize_kernels.py gluon    # on Hopper: the kernel in Gluon, alone since it may hang
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives every tensor an allocation of its own, without which memcheck sees the allocator's blocks and not their ends.
 Without a GPU the same calls run in Triton's interpreter, to try the tool. Results are not looked at: tests/kernels does that.
@@ -29,6 +30,7 @@ if not torch.cuda.is_available():
 from megatron.kernels.activation import KINDS, activation, activation_backward
 from megatron.kernels.adamw import adamw_
 from megatron.kernels.attention import flash_attention
+from megatron.kernels.attention_gluon import flash_attention_gluon, unfit
 from megatron.kernels.attention_masks import attention_mask
 from megatron.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_parts
 from megatron.kernels.dropout import dropout, dropout_add
@@ -68,6 +70,14 @@ def attention_calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "attention, documents and positions", lambda: attend(150, 2, 2, 64, {"document_starts": starts, "q_positions": positions, "k_positions": positions})
     if DEVICE.type == "cuda":
         yield "attention, d 256", lambda: attend(90, 1, 1, 256)
+
+
+def gluon_calls() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Nothing where the kernel cannot run."""
+    for d, has in ((64, {}), (128, {"causal": False}), (96, {"window": 40})) if unfit(DEVICE, HALF) is None else ():
+        q, k, v = (random(150, 2, heads, d) for heads in (4, 2, 2))
+        mask = attention_mask(150, 150, **has)
+        yield f"attention in Gluon, d {d}", lambda q=q, k=k, v=v, d=d, mask=mask: flash_attention_gluon(q, k, v, scale=d**-0.5, mask=mask)
 
 
 def norm_call(rows: int, width: int, bias: bool, residual: bool) -> None:
@@ -112,10 +122,10 @@ def optimizer_calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "initial weights", lambda: normal_(torch.empty(5, 1030, device=DEVICE), 1, 2, 3, 7, 0.02)
 
 
-def main() -> int:
+def main(words: list[str]) -> int:
     torch.manual_seed(0)
     count = 0
-    for calls in (attention_calls, row_calls, optimizer_calls):
+    for calls in (gluon_calls,) if words == ["gluon"] else (attention_calls, row_calls, optimizer_calls):
         for name, call in calls():
             print(name, flush=True)  # a fault that comes now is of this
             call()
@@ -127,4 +137,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -23,6 +23,7 @@ SCRATCH = 8 << 20  # bytes of which a weight gradient is formed at once: layers/
 LOSS_CHUNK = {"cpu": 1 << 20, "cuda": 256 << 20}  # bytes of logits that are widened at once: layers/loss.py
 HEAD_CHUNK = {"cpu": 32 << 20, "cuda": 512 << 20}  # bytes of logits that are made at once: layers/linear_cross_entropy.py
 DROPOUT_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}  # counters of random words at once, on a CPU for each thread: kernels/philox.py
+OURS = ("gluon", "triton")  # kernels of attention that are this project's
 DROPOUT_COUNTER = 48  # bytes that one counter takes: six words of int64
 
 
@@ -58,7 +59,7 @@ class Shape:
         self.vocab = padded_vocab // tp
         self.recomputed = config.training.recompute_granularity == "full"
         self.dropped = self.model.hidden_dropout > 0
-        self.widened = device == "cpu" and self.compute < self.wide and self.model.attention_backend != "triton"  # by torch's fused attention
+        self.widened = device == "cpu" and self.compute < self.wide and self.model.attention_backend not in OURS  # by torch's fused attention
 
     @property
     def inner(self) -> int:
@@ -177,7 +178,7 @@ def input_bytes(shape: Shape) -> int:
     model = shape.model
     rotating = int(model.kv_channels * model.rotary_percent) // 2 * 2 if model.position_embedding_type in ("rope", "yarn") else 0
     tables = 0
-    if model.attention_backend == "triton" and shape.config.data.reset_attention_mask:
+    if model.attention_backend in OURS and shape.config.data.reset_attention_mask:
         rows = shape.seq + 4 * (-(-shape.seq // TILE)) * 2
         tables = 4 * shape.config.training.micro_batch_size * rows
     return shape.tokens * (8 + 8 + 4 + 2 * rotating * shape.wide) + shape.own * 8 + tables
@@ -252,14 +253,14 @@ def attention_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: 
 def uses_plain_attention(model: ModelConfig) -> bool:
     """Whether training computes attention with all scores in memory."""
     needed = model.attention_dropout > 0 or model.attn_logit_softcapping is not None or model.attention_backend == "plain"
-    return needed and model.attention_backend != "triton"
+    return needed and model.attention_backend not in OURS
 
 
 def mask_bytes(shape: Shape) -> int:
     """Bytes of one layer's attention mask: none when the fused attention is causal and no more, one per sample with document masking. Our kernels
     have none."""
     plain, documents = uses_plain_attention(shape.model), shape.config.data.reset_attention_mask
-    if shape.model.attention_backend == "triton" or not (plain or documents or shape.model.window_size is not None):
+    if shape.model.attention_backend in OURS or not (plain or documents or shape.model.window_size is not None):
         return 0
     element = 1 if plain else shape.compute  # torch's fused attention turns a boolean mask into numbers that are added to the scores
     return element * shape.seq**2 * (shape.config.training.micro_batch_size if documents else 1)
