@@ -10,7 +10,7 @@ Parts (--parts), in this order until --minutes are used up; the rest is listed a
 limits     a product of 8192 x 8192 matrices in bf16, and a copy of 1 GiB: what fractions below are of
 attention  heads of 64 and 128, causal and full, 16384 tokens in sequences of 1024 to 16384, 2048 channels: ours (and with atomic sums of dq), torch's flash
            kernel held to equal bits (what --deterministic-mode takes) and not, its cuDNN kernel, flex_attention. FLOPs as everybody counts them: 4 b n s^2 d forward, half of it when causal, 2.5 times that backward
-memory     norms, rotary embedding, activations, dropout, cross-entropy, initial weights, AdamW and the gradient's norm: bytes that must be moved, by time
+memory     norms, rotary embedding, activations, 8-bit floats, dropout, cross-entropy, initial weights, AdamW and the gradient's norm: bytes that must be moved, by time
 
 Where a result is cheap to know, ours is compared with fp32 before it is timed; an error above the bound is a row of its own, a fault. `predicted` was written before anything was measured. Times are medians over events around single calls,
 after three calls to warm up, with a buffer of twice the L2 cache overwritten in between; the implementations of a case take turns.

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kernels import attention_gluon, philox
+from megatron.kernels import attention_gluon, lang, philox
 from megatron.kernels.activation import activation, activation_backward, activation_reference
 from megatron.kernels.adamw import adamw_
 from megatron.kernels.attention import flash_attention
 from megatron.kernels.attention_masks import AttentionMask
 from megatron.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_parts
+from megatron.kernels.fp8 import quantise, quantise_reference
 from megatron.kernels.grad_norm import sum_of_squares
 from megatron.kernels.initialise import normal_
 from megatron.kernels.norm import add_norm, norm, norm_backward
@@ -179,51 +181,65 @@ def _memory_cases(bench: Any) -> Iterator[tuple[str, str, float, dict[str, Calla
 
     rows, width = (8, 64) if bench.tiny else (8192, 4096)
     x, residual, dy, weight, bias = random(rows, width), random(rows, width), random(rows, width), random(width), random(width)
-    for title, shift in (("RMSNorm", None), ("LayerNorm", bias)):
+    for title, shift, of_liger in (("RMSNorm", None, "norm"), ("LayerNorm", bias, "layer_norm")):
         _, statistics = norm(x, weight, shift, 1e-5)
+        inputs = (x, weight) if shift is None else (x, weight, shift)
 
-        def plain(x: Tensor = x, shift: Tensor | None = shift) -> Tensor:
+        def plain(x: Tensor, weight: Tensor, shift: Tensor | None = None) -> Tensor:
             return F.rms_norm(x, (width,), weight, 1e-5) if shift is None else F.layer_norm(x, (width,), weight, shift, 1e-5)
 
+        peers = {"torch": plain, **_compiled(bench, plain), **_liger(of_liger)}
         yield ("norm", f"{title} forward {rows} x {width}", 2.0 * item * x.numel(),
-               {"ours": lambda shift=shift: norm(x, weight, shift, 1e-5)[0], "torch": plain, **_compiled(bench, plain)},
-               lambda shift=shift: F.rms_norm(x.float(), (width,), weight.float(), 1e-5) if shift is None
-               else F.layer_norm(x.float(), (width,), weight.float(), shift.float(), 1e-5))
+               {"ours": lambda shift=shift: norm(x, weight, shift, 1e-5)[0], **_calls(peers, inputs)},
+               lambda inputs=inputs, plain=plain: plain(*(each.float() for each in inputs)))
+        added = {"torch": lambda x, residual, *rest, plain=plain: plain(x + residual, *rest), **(_liger("add_norm") if shift is None else {})}
         yield ("norm", f"{title} forward with residual {rows} x {width}", 4.0 * item * x.numel(),
-               {"ours": lambda shift=shift: add_norm(x, residual, weight, shift, 1e-5), "torch": lambda plain=plain: plain(x + residual)}, None)
+               {"ours": lambda shift=shift: add_norm(x, residual, weight, shift, 1e-5), **_calls(added, (x, residual, *inputs[1:]))}, None)
         yield ("norm", f"{title} backward {rows} x {width}", 3.0 * item * x.numel(),
-               {"ours": lambda shift=shift, statistics=statistics: norm_backward(dy, x, weight, statistics, None), **_backward(bench, plain, x, dy)}, None)
+               {"ours": lambda statistics=statistics: norm_backward(dy, x, weight, statistics, None), **_gradients(peers, inputs, dy)}, None)
     s, b, n, d = (8, 1, 2, 16) if bench.tiny else (4096, 4, 32, 128)
     heads, cos, sin = random(s, b, n, d), random(s, b, 1, d, kind=torch.float32), random(s, b, 1, d, kind=torch.float32)
+    q, k = (random(b, n // 2, s, d) for _ in range(2))
+    turned = _liger("rope")
     yield ("rotary", f"rotary embedding {s} x {b} x {n} x {d}", 2.0 * item * heads.numel(),
-           {"ours": lambda: rotary_(heads, cos, sin, 1), "torch": lambda: apply_rotary(heads, (cos, sin))}, None)
+           {"ours": lambda: rotary_(heads, cos, sin, 1), "torch": lambda: apply_rotary(heads, (cos, sin)),
+            **_calls(turned, (q, k, *(angles[:, 0, 0].expand(b, s, d).to(dtype).contiguous() for angles in (cos, sin))))}, None)
     tokens, ffn = (8, 64) if bench.tiny else (8192, 14336)
     fused, dout = random(tokens, 2 * ffn), random(tokens, ffn)
 
-    def swiglu(fused=fused) -> Tensor:
+    def swiglu(fused: Tensor) -> Tensor:
         gate, up = fused.chunk(2, -1)
         return F.silu(gate) * up
 
+    peers, halves = {"torch": swiglu, **_compiled(bench, swiglu)}, tuple(half.contiguous() for half in fused.chunk(2, -1))
     yield ("activation", f"SwiGLU forward {tokens} x {ffn}", 3.0 * item * dout.numel(),
-           {"ours": lambda: activation(fused, None, "swiglu"), "torch": swiglu, **_compiled(bench, swiglu), **_liger_swiglu(fused)},
+           {"ours": lambda: activation(fused, None, "swiglu"), **_calls(peers, (fused,)), **_calls(_liger("swiglu"), halves)},
            lambda: activation_reference(fused.float(), None, "swiglu"))
     yield ("activation", f"SwiGLU backward {tokens} x {ffn}", 5.0 * item * dout.numel(),
-           {"ours": lambda: activation_backward(dout, fused, None, "swiglu"), **_backward(bench, swiglu, fused, dout)}, None)
+           {"ours": lambda: activation_backward(dout, fused, None, "swiglu"), **_gradients(peers, (fused,), dout),
+            **_gradients(_liger("swiglu"), halves, dout)}, None)
     one, shift = random(tokens, ffn), random(ffn)
 
-    def gelu(one=one) -> Tensor:
+    def gelu(one: Tensor, shift: Tensor) -> Tensor:
         return F.gelu(one + shift)
 
+    peers = {"torch": gelu, **_compiled(bench, gelu)}
     yield ("activation", f"bias and GELU forward {tokens} x {ffn}", 2.0 * item * dout.numel(),
-           {"ours": lambda: activation(one, shift, "gelu"), "torch": gelu, **_compiled(bench, gelu)}, lambda: F.gelu(one.float() + shift.float()))
+           {"ours": lambda: activation(one, shift, "gelu"), **_calls(peers, (one, shift))}, lambda: F.gelu(one.float() + shift.float()))
     yield ("activation", f"bias and GELU backward {tokens} x {ffn}", 3.0 * item * dout.numel(),
-           {"ours": lambda: activation_backward(dout, one, shift, "gelu"), **_backward(bench, gelu, one, dout)}, None)
+           {"ours": lambda: activation_backward(dout, one, shift, "gelu"), **_gradients(peers, (one, shift), dout)}, None)
+    if bench.device.type == "cpu" or lang.capability(bench.device) >= lang.HOPPER:
+        for scaling, transposed, passes in (("row", False, 3), ("block", True, 4), ("tensor", True, 6)):
+            definition = _calls(_compiled(bench, lambda x, scaling=scaling: quantise_reference(x, torch.float8_e4m3fn, scaling)), (x,))
+            yield ("", f"to e4m3, scales of a {scaling}{', and transposed' * transposed} {rows} x {width}", passes / 2 * item * x.numel(),
+                   {"ours": lambda scaling=scaling, transposed=transposed: quantise(x, scaling=scaling, transposed=transposed)[0],
+                    **({} if transposed else definition)}, None)
     hidden = x.view(-1, 1, width)
     state = DropoutState(torch.zeros(1, dtype=torch.int64, device=device), torch.arange(rows, device=device))
     drop = {name: Dropout(0.1, 0, "benchmark", backend=backend) for name, backend in (("ours", "triton"), ("torch", "torch"))}
     yield ("dropout", f"dropout and addition {rows} x {width}", 3.0 * item * x.numel(),
            {name: lambda site=site: site.add(hidden, residual.view_as(hidden), state) for name, site in drop.items()}, None)
-    del fused, dout, one, x, residual, dy, hidden
+    del fused, halves, dout, one, x, residual, dy, hidden, q, k, heads
     yield from _loss_cases(bench, random)
     yield from _optimizer_cases(bench, random)
 
@@ -240,7 +256,7 @@ def _loss_cases(bench: Any, random: Callable[..., Tensor]) -> Iterator[tuple]:
     def both() -> None:
         cross_entropy_backward_(logits, labels, lse(), ones, zeros, vocabulary, None)
 
-    def plain(logits=logits) -> Tensor:
+    def plain(logits: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), labels, reduction="sum")
 
     def torchs() -> Tensor:
@@ -248,7 +264,7 @@ def _loss_cases(bench: Any, random: Callable[..., Tensor]) -> Iterator[tuple]:
         return torch.autograd.grad(plain(leaf), leaf)[0]
 
     item = logits.element_size()
-    yield "cross-entropy", f"cross-entropy forward {tokens} x {vocabulary}", 1.0 * item * logits.numel(), {"ours": lse, "torch": plain, **_compiled(bench, plain)}, \
+    yield "cross-entropy", f"cross-entropy forward {tokens} x {vocabulary}", 1.0 * item * logits.numel(), {"ours": lse, **_calls({"torch": plain, **_compiled(bench, plain)}, (logits,))}, \
         lambda: torch.logsumexp(logits.float(), -1)
     systems = {"torch": torchs, "ours": both}  # ours last: it writes over the logits
     with suppress(ImportError):
@@ -285,26 +301,41 @@ def _optimizer_cases(bench: Any, random: Callable[..., Tensor]) -> Iterator[tupl
            {"ours": lambda: normal_(matrix, 1, 2, 0, 0, 0.02), "torch": lambda: philox.normal(matrix, (1, 2), 0, 0, 0.02)}, None)
 
 
-def _compiled(bench: Any, function: Callable[[], Tensor]) -> dict[str, Callable[[], Tensor]]:
+def _compiled(bench: Any, function: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
     return {"torch.compile": torch.compile(function, dynamic=False)} if bench.device.type == "cuda" else {}
 
 
-def _backward(bench: Any, function: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> dict[str, Callable[[], Any]]:
-    """Backward passes alone, through PyTorch's own and through compiled graphs."""
-    systems = {}
-    for name, call in {"torch": function, **({"torch.compile": torch.compile(function, dynamic=False)} if bench.device.type == "cuda" else {})}.items():
-        leaf = x.detach().requires_grad_()
-        y = call(leaf)
-        systems[name] = lambda y=y, leaf=leaf: torch.autograd.grad(y, leaf, dy, retain_graph=True)
-    return systems
+def _calls(functions: dict[str, Callable[..., Any]], inputs: tuple[Tensor, ...]) -> dict[str, Callable[[], Any]]:
+    return {name: partial(function, *inputs) for name, function in functions.items()}
 
 
-def _liger_swiglu(fused: Tensor) -> dict[str, Callable[[], Tensor]]:
+def _gradients(functions: dict[str, Callable[..., Tensor]], inputs: tuple[Tensor, ...], dy: Tensor) -> dict[str, Callable[[], Any]]:
+    """Backward passes alone, of all inputs; the forward pass is that of the first call, which is not timed."""
+    def backward(function: Callable[..., Tensor]) -> Callable[[], Any]:
+        @cache
+        def graph() -> tuple[Tensor, list[Tensor]]:
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            return function(*leaves), leaves
+
+        return lambda: torch.autograd.grad(*graph(), dy, retain_graph=True)
+
+    return {name: backward(function) for name, function in functions.items()}
+
+
+def _liger(operator: str) -> dict[str, Callable[..., Any]]:
+    """Liger's function, by the name "liger", where the package is there."""
     with suppress(ImportError):
-        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+        from liger_kernel.ops import fused_add_rms_norm, layer_norm, rms_norm, rope, swiglu
 
-        gate, up = (half.contiguous() for half in fused.chunk(2, -1))
-        return {"liger (two tensors)": lambda: LigerSiLUMulFunction.apply(gate, up)}
+        functions = {
+            "norm": lambda x, weight: rms_norm.LigerRMSNormFunction.apply(x, weight, 1e-5, 0.0, "llama", False, None),
+            "add_norm": lambda x, residual, weight: fused_add_rms_norm.LigerFusedAddRMSNormFunction.apply(x, residual, weight, 1e-5, 0.0, "llama", False),
+            "layer_norm": lambda x, weight, bias: layer_norm.LigerLayerNormFunction.apply(x, weight, bias, 1e-5),
+            "rope": rope.LigerRopeFunction.apply,
+            "swiglu": swiglu.LigerSiLUMulFunction.apply,
+        }
+        apart = {"rope": " (q and k apart)", "swiglu": " (two tensors)"}.get(operator, "")
+        return {f"liger{apart}": functions[operator]}
     return {}
 
 
