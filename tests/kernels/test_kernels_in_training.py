@@ -1,16 +1,13 @@
 """A run by our kernels is the run by PyTorch's: the same losses and gradient norms but for roundings, dropout included."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 from megatron.kernels.dispatch import OPERATORS, flag_of
+from pretrain_gpt import main
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = ("--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --global-batch-size 2 --mock-data --tokenizer-type NullTokenizer "
          "--vocab-size 60 --lr 1e-2 --train-iters 2 --log-interval 1 --eval-iters 0 --normalization RMSNorm --swiglu --position-embedding-type rope "
          "--hidden-dropout 0.1 --attention-dropout 0.1 --reset-attention-mask --reset-position-ids").split()
@@ -18,20 +15,19 @@ TRITON = [operator for operator, names in OPERATORS.items() if "triton" in names
 ALL = [word for operator in TRITON for word in (flag_of(operator), "triton")]
 
 
-def train(folder: Path, *flags: str) -> list[tuple[float, float]]:
+def train(capsys, folder: Path, *flags: str) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step."""
     metrics = folder / f"{len(flags)}.jsonl"
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, ROOT / "pretrain_gpt.py", *MODEL, *flags, "--metrics-file", metrics], capture_output=True, text=True, env=environ)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert main([*MODEL, *flags, "--metrics-file", str(metrics)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
     for operator in TRITON if flags else ():
-        assert f"{operator} triton" in " ".join(done.stdout.split())
+        assert f"{operator} triton" in told
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [(row["lm loss"], row["grad-norm"]) for row in rows if "lm loss" in row]
 
 
-def test_losses_agree(tmp_path):
-    torchs, ours = train(tmp_path), train(tmp_path, *ALL)
+def test_losses_agree(one_thread, capsys, tmp_path):
+    torchs, ours = train(capsys, tmp_path), train(capsys, tmp_path, *ALL)
     assert len(torchs) == len(ours) == 2
     # fp32 rounds to 6e-8; some hundred roundings in a row, and Adam's first steps, whose direction is a gradient's sign, widen that
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(torchs), rtol=2e-5, atol=0)
