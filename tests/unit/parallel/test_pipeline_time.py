@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[3] / "tools"), str(Path(__file__).resolve().parents[3] / "tools/benchmark_peers")]
@@ -57,6 +58,8 @@ def measure(calls: list[dict]) -> list:
 def test_torch_pipelines_compute_the_same_and_the_table_has_all_rows(gloo_world, tmp_path, monkeypatch):
     """One round of the smallest size; the ranks compare losses and gradients of both sides."""
     monkeypatch.setattr(tool, "launch", lambda ranks, calls: list(zip(*gloo_world(ranks).run(measure, calls))))
+    if torch.__version__ < "2.13":
+        monkeypatch.delitem(tool.SCHEDULES, "zero-bubble-v")  # torch 2.11's begins with a message from a rank to itself, which Gloo cannot send
     out = tmp_path / "out.json"
     tool.main(["--torch", "--size", "tiny", "--pairs", "1", "--quiet", "9", "--patience", "0", "--out", str(out)])
     rows = json.loads(out.read_text())["sections"]["torch"]["rows"]
