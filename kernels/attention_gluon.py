@@ -167,12 +167,13 @@ def _softmax(x, m, l, factor, q_at, start, first, t, CAUSAL: gl.constexpr, WINDO
 
 
 @jit
-def _add_values(acc, p, v_ring, v_full, count, O: gl.constexpr, STAGES: gl.constexpr):
-    """Issue acc + p v of block `count`."""
+def _add_values(acc, alpha, p, v_ring, v_full, count, O: gl.constexpr, STAGES: gl.constexpr):
+    """Issue alpha acc + p v of block `count`."""
     N: gl.constexpr = v_ring.shape[3]
     D: gl.constexpr = v_ring.shape[4]
     mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
     v_tile = v_ring.index(count % STAGES).reshape([N, D])
+    acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O)), 1)
     return warpgroup_mma(gl.convert_layout(p.to(v_ring.dtype), gl.DotOperandLayout(0, O, 2)), v_tile, acc, is_async=True)
 
 
@@ -187,10 +188,10 @@ def _scores(q_tile, k_ring, count, X: gl.constexpr, STAGES: gl.constexpr):
 
 
 @jit
-def _steps(acc, p, m, l, first, last, count, rounds, q_tile, buffers, barriers, rows, span, edges, steps, t, factor, PART: gl.constexpr, PARTS: gl.constexpr,
+def _steps(acc, alpha, p, m, l, first, last, count, rounds, q_tile, buffers, barriers, rows, span, edges, steps, t, factor, PART: gl.constexpr, PARTS: gl.constexpr,
            CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, MASKED: gl.constexpr,
            X: gl.constexpr, O: gl.constexpr):
-    """Steps first..last: p is that of the step before, whose v has not been multiplied yet; `count` is its block, `rounds` of the turns are over."""
+    """Steps first..last: p and alpha are those of the step before, whose v has not been multiplied yet; `count` is its block, `rounds` of the turns are over."""
     q_tiles, k_ring, v_ring, out_tiles = buffers
     q_bars, k_bars, v_bars, turns = barriers
     k_full, k_empty = k_bars
@@ -201,7 +202,7 @@ def _steps(acc, p, m, l, first, last, count, rounds, q_tile, buffers, barriers, 
         if PINGPONG:
             mbarrier.wait(turns.index(PART), (rounds & 1) ^ (1 if PART == 0 else 0))
         x = _scores(q_tile, k_ring, count + 1, X, STAGES)
-        acc = _add_values(acc, p, v_ring, v_full, count, O, STAGES)
+        acc = _add_values(acc, alpha, p, v_ring, v_full, count, O, STAGES)
         if PINGPONG:
             mbarrier.arrive(turns.index((PART + 1) % PARTS), count=1)
         x = warpgroup_mma_wait(1, deps=[x])
@@ -211,10 +212,9 @@ def _steps(acc, p, m, l, first, last, count, rounds, q_tile, buffers, barriers, 
         mbarrier.wait(k_full.index((count + 2) % STAGES), (count + 2) // STAGES & 1, pred=step + 1 < steps)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(count % STAGES), count=1)
-        acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O)), 1)
         count += 1
         rounds += 1
-    return acc, p, m, l, count, rounds
+    return acc, alpha, p, m, l, count, rounds
 
 
 @jit
@@ -253,10 +253,10 @@ def _consume(out, lse, table, starts, buffers, barriers, sizes, factor, PART: gl
         acc = gl.zeros([R, D], gl.float32, O)
         for MASKED in gl.static_range(1, -1, -1):
             first, last = (1, edges) if MASKED else (edges, steps)
-            acc, p, m, l, count, rounds = _steps(acc, p, m, l, first, last, count, rounds, q_tile, buffers, barriers, (q_at, start), span, edges, steps, t,
+            acc, alpha, p, m, l, count, rounds = _steps(acc, alpha, p, m, l, first, last, count, rounds, q_tile, buffers, barriers, (q_at, start), span, edges, steps, t,
                                                  factor, PART, PARTS, CAUSAL, WINDOW, TABLE > 0, STAGES, PINGPONG, MASKED, X, O)
         mbarrier.arrive(q_empty.index(PART), count=1)
-        acc = warpgroup_mma_wait(0, deps=[_add_values(acc, p, v_ring, v_full, count, O, STAGES)])
+        acc = warpgroup_mma_wait(0, deps=[_add_values(acc, alpha, p, v_ring, v_full, count, O, STAGES)])
         mbarrier.arrive(v_empty.index(count % STAGES), count=1)
         count += 1
         total = gl.where(l == 0, 1.0, l)
