@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
 import benchmark_kernels as tool
 
+from megatron.kernels.dispatch import OPERATORS
+
 
 def test_every_case_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tool", "--out", str(tmp_path), "--tiny", "--parts", "limits", "memory"])
@@ -18,6 +20,10 @@ def test_every_case_runs(tmp_path, monkeypatch, capsys):
     found = json.loads((tmp_path / "kernels.json").read_text())
     ours = [row for row in found["rows"] if row["implementation"].startswith("ours")]
     assert len(ours) >= 14 and all(row["milliseconds"] > 0 and row["predicted_ms"] > 0 and row["fault"] is None for row in ours)
+    roles = {operator: {(row["case"], row["role"]) for row in found["rows"] if row["operator"] == operator and row["role"]} for operator in OPERATORS}
+    for operator in [operator for operator, names in OPERATORS.items() if "triton" in names and operator != "attention"]:  # what can be adopted
+        cases = {case for case, _ in roles[operator]}
+        assert cases and roles[operator] == {(case, role) for case in cases for role in ("kernel", "rival")}
     assert found["limits"].keys() == {"FLOP", "byte"} and found["torch"] == torch.__version__
     assert (tmp_path / "kernels.md").read_text().count("\n| memory |") == len(found["rows"]) - 2
 
