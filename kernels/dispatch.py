@@ -1,7 +1,7 @@
 """One table: operator x (device, precision, settings) -> implementation, and why.
 
-An implementation is taken by `auto` when it can do what is asked and nothing before it in the table can, Triton's and apex's only where they have been
-measured to be faster than what comes behind them (MEASURED). A word other than `auto` is taken or refused.
+An implementation is taken by `auto` when it can do what is asked and nothing before it in the table can, Triton's and apex's only where they have
+been measured to be faster than what comes behind them (MEASURED). A word other than `auto` is taken or refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What one micro-batch keeps of each unit of a model, and what a unit needs besides while it runs.
 
 Counts what this code keeps with the kernels that it takes, not what a perfect implementation would: tests compare it with the tensors that autograd
-saves and with the bytes that live while a step runs. Kernels that keep the same as PyTorch's operators are not mentioned. Per token: h hidden, f ffn width, q and k widths of queries and keys, V vocabulary, all of this rank.
+saves and with the bytes that live while a step runs. Kernels that keep the same as PyTorch's operators are not mentioned. Per token: h hidden, f ffn
+width, q and k widths of queries and keys, V vocabulary, all of this rank.
 """
 
 from __future__ import annotations

@@ -89,12 +89,16 @@ CASES: dict[str, tuple[int, int, str]] = {
     "one rank, our kernels, no dropout, bf16": (1, 1, f"{SMALL} {KERNELS} --bf16"),
     "one rank, our kernels, llama, bf16": (1, 2, f"{LARGER} {LLAMA} {KERNELS} --bf16 --hidden-dropout 0.1"),
     "stage 2, tp2 sp dp2, our kernels, grouped, documents": (
-        4, 2, f"{LARGER} {KERNELS} {TP2} --sequence-parallel --zero-stage 2 --group-query-attention --num-query-groups 2 --position-embedding-type rope "
-        "--reset-attention-mask --activation squared-relu"),
+        4, 2, f"{LARGER} {KERNELS} {TP2} --sequence-parallel --zero-stage 2 --group-query-attention --num-query-groups 2 "
+        "--position-embedding-type rope --reset-attention-mask --activation squared-relu"),
+    "one rank, our kernels, grouped, narrow MLP": (  # whose worst moment is attention's
+        1, 1, f"{LARGER} {KERNELS} --group-query-attention --num-query-groups 2 --ffn-hidden-size 64 {FULL} --fused-linear-cross-entropy"),
+    "one rank, our kernels, atomic": (1, 1, f"{LARGER} {KERNELS} --no-deterministic-mode --ffn-hidden-size 64 --micro-batch-size 4 {FULL} --fused-linear-cross-entropy"),
     "held out: our kernels, norms of queries, recompute, grouped": (
         1, 2, f"{LARGER} {KERNELS} {FULL} --qk-layernorm --group-query-attention --num-query-groups 2 --position-embedding-type rope --swiglu"),
     "pp2, zero-bubble, dropout": (2, 4, f"{SMALL} {PP2} --pipeline-schedule zero-bubble --hidden-dropout 0.1"),
-    "pp2, zero-bubble, our kernels, head in chunks": (2, 4, f"{SMALL} {WIDE_HEAD} {LLAMA} {PP2} {KERNELS} --num-layers 4 --pipeline-schedule zero-bubble --hidden-dropout 0.1"),
+    "pp2, zero-bubble, our kernels, head in chunks": (
+        2, 4, f"{SMALL} {WIDE_HEAD} {LLAMA} {PP2} {KERNELS} --num-layers 4 --pipeline-schedule zero-bubble --hidden-dropout 0.1"),
     "stage 2, dp4, shared by 2": (4, 2, f"{SMALL} --zero-stage 2 --zero-shard-size 2"),
 }
 

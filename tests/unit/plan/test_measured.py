@@ -9,7 +9,8 @@ from measured import CASES, TESTS, compare
 
 TOLERANCE = 0.03
 IN_CI = ["stage 0, dp2", "stage 1, dp2, llama, bf16", "stage 2, dp2, recompute", "stage 3, dp2", "pp2", "tp2 sp, llama",
-         "tp2 sp, head in chunks, soft cap", "pp2, zero-bubble, our kernels, head in chunks", "stage 3, dp2, fp32, kept gathered, weights on the host"]  # all of two ranks
+         "tp2 sp, head in chunks, soft cap", "pp2, zero-bubble, our kernels, head in chunks",
+         "stage 3, dp2, fp32, kept gathered, weights on the host"]  # all of two ranks
 
 
 @pytest.mark.parametrize("name", IN_CI)
