@@ -47,15 +47,16 @@ except ImportError:
         return function
 
 
-ROWS, PARTS = 64, 2  # of a consumer, which is what one wgmma takes; and consumers
+ROWS = 64  # of a consumer: what one wgmma takes
 WRITTEN_FOR = "3.6."  # Triton's versions; Gluon is experimental and changes with each
 RUNTIME = ("s", "t", "all_heads", "heads", "group", "section")  # one compilation for all values
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a block of threads is laid out: N keys a block, buffers in each ring, registers of a thread in a consumer and in the producer."""
+    """How a block of threads is laid out: consumers (2 or 3), N keys a block, buffers in each ring, registers of a thread in a consumer and in the producer."""
 
+    consumers: int
     N: int
     stages: int
     registers: int
@@ -63,9 +64,9 @@ class Layout:
     pingpong: int
 
 
-def configuration(d: int) -> Layout:
-    """For head dimension d, from the table."""
-    return Layout(**find("attention gluon", lang.HOPPER, d=columns(d)).numbers)
+def configuration(d: int, kind: str = "shipped") -> Layout:
+    """For head dimension d, from the table; `three consumers` is there for d = 64, without documents, to be measured."""
+    return Layout(**find("attention gluon", lang.HOPPER, d=columns(d), kind=kind).numbers)
 
 
 @jit
@@ -167,6 +168,12 @@ def _softmax(x, m, l, factor, q_at, start, first, t, CAUSAL: gl.constexpr, WINDO
 
 
 @jit
+def _carried(p, DTYPE: gl.constexpr, PARTS: gl.constexpr):
+    """p from one step to the next: as fp32 where registers suffice, for of 16 bits the compiler swaps halves, twice."""
+    return p if PARTS == 2 else p.to(DTYPE)
+
+
+@jit
 def _add_values(acc, alpha, p, v_ring, v_full, count, O: gl.constexpr, STAGES: gl.constexpr):
     """Issue alpha acc + p v of block `count`."""
     N: gl.constexpr = v_ring.shape[3]
@@ -212,6 +219,7 @@ def _steps(acc, alpha, p, m, l, first, last, count, rounds, q_tile, buffers, bar
         mbarrier.wait(k_full.index((count + 2) % STAGES), (count + 2) // STAGES & 1, pred=step + 1 < steps)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(count % STAGES), count=1)
+        p = _carried(p, k_ring.dtype, PARTS)
         count += 1
         rounds += 1
     return acc, alpha, p, m, l, count, rounds
@@ -249,6 +257,7 @@ def _consume(out, lse, table, starts, buffers, barriers, sizes, factor, PART: gl
         x = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_ring, count, X, STAGES)])
         mbarrier.arrive(k_empty.index(count % STAGES), count=1)
         p, m, l, alpha = _softmax(x, m, l, factor, q_at, start, _block(0, span, edges) * N, t, CAUSAL, WINDOW, TABLE > 0, True, X)
+        p = _carried(p, k_ring.dtype, PARTS)
         mbarrier.wait(k_full.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=steps > 1)
         acc = gl.zeros([R, D], gl.float32, O)
         for MASKED in gl.static_range(1, -1, -1):
@@ -281,22 +290,30 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @partial(jit, do_not_specialize=RUNTIME)
 def forward_kernel(q, k, v, out, lse, table, starts, s, t, all_heads, heads, group, section, scale, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-                   TABLE: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):
+                   TABLE: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):
     """q, k, v, out: descriptors [b, heads, length, d] of blocks [1, 1, 64 or N, D], which read zeros and write nothing beyond."""
-    q_tiles = gl.allocate_shared_memory(q.dtype, [2] + q.block_type.shape, q.layout)
+    q_tiles = gl.allocate_shared_memory(q.dtype, [PARTS] + q.block_type.shape, q.layout)
     k_ring = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_type.shape, k.layout)
     v_ring = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_type.shape, v.layout)
-    out_tiles = gl.allocate_shared_memory(out.dtype, [2] + out.block_type.shape, out.layout)
+    out_tiles = gl.allocate_shared_memory(out.dtype, [PARTS] + out.block_type.shape, out.layout)
     buffers = (q_tiles, k_ring, v_ring, out_tiles)
-    barriers = ((_barriers(2, 1), _barriers(2, 1)), (_barriers(STAGES, 1), _barriers(STAGES, 2)), (_barriers(STAGES, 1), _barriers(STAGES, 2)),
-                _barriers(2, 1))
+    barriers = ((_barriers(PARTS, 1), _barriers(PARTS, 1)), (_barriers(STAGES, 1), _barriers(STAGES, PARTS)),
+                (_barriers(STAGES, 1), _barriers(STAGES, PARTS)), _barriers(PARTS, 1))
     sizes = (s, t, all_heads, heads, group, section)
     factor = scale * 1.4426950408889634
-    gl.warp_specialize(
-        [(_consume, (out, lse, table, starts, buffers, barriers, sizes, factor, 0, 2, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
-         (_consume, (out, lse, table, starts, buffers, barriers, sizes, factor, 1, 2, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
-         (_produce, (q, k, v, table, buffers, barriers, sizes, CAUSAL, WINDOW, TABLE, N, STAGES, 2))],
-        [4, 1], [REGISTERS, PRODUCER_REGISTERS])
+    if PARTS == 2:
+        gl.warp_specialize(
+            [(_consume, (out, lse, table, starts, buffers, barriers, sizes, factor, 0, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
+             (_consume, (out, lse, table, starts, buffers, barriers, sizes, factor, 1, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
+             (_produce, (q, k, v, table, buffers, barriers, sizes, CAUSAL, WINDOW, TABLE, N, STAGES, PARTS))],
+            [4, 1], [REGISTERS, PRODUCER_REGISTERS])
+    else:
+        gl.warp_specialize(
+            [(_consume, (out, lse, table, starts, buffers, barriers, sizes, factor, 0, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
+             (_consume, (out, lse, table, starts, buffers, barriers, sizes, factor, 1, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
+             (_consume, (out, lse, table, starts, buffers, barriers, sizes, factor, 2, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
+             (_produce, (q, k, v, table, buffers, barriers, sizes, CAUSAL, WINDOW, TABLE, N, STAGES, PARTS))],
+            [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER_REGISTERS])
 
 
 def unfit(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -335,18 +352,19 @@ def _described(x: Tensor, rows: int) -> Any:
 
 def _fixed(layout: Layout, causal: bool, window: int | None, documents: bool) -> dict[str, Any]:
     """The arguments that are compiled in."""
-    return {"CAUSAL": causal, "WINDOW": window or 0, "TABLE": TILE if documents else 0, "N": layout.N, "STAGES": layout.stages, "PINGPONG": layout.pingpong,
-            "REGISTERS": layout.registers, "PRODUCER_REGISTERS": layout.producer_registers}
+    return {"CAUSAL": causal, "WINDOW": window or 0, "TABLE": TILE if documents else 0, "N": layout.N, "PARTS": layout.consumers, "STAGES": layout.stages,
+            "PINGPONG": layout.pingpong, "REGISTERS": layout.registers, "PRODUCER_REGISTERS": layout.producer_registers}
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, layout: Layout | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse) by one launch."""
+    assert mask.document_starts is None or layout is None or TILE % (layout.consumers * ROWS) == 0, "a row of the mask's table serves whole tiles"
     q, k, v = aligned(q), aligned(k), aligned(v)
     (s, b, n, d), (t, _, g, _) = q.shape, k.shape
     layout = layout or configuration(d)
     out = torch.empty(s, b, n, d, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, n, s, dtype=torch.float32, device=q.device)
-    programs = min(lang.multiprocessors(q.device), -(-s // (PARTS * ROWS)) * b * n)
+    programs = min(lang.multiprocessors(q.device), -(-s // (layout.consumers * ROWS)) * b * n)
     forward_kernel[(programs,)](
         _described(q, ROWS), _described(k, layout.N), _described(v, layout.N), _described(out, ROWS), lse, mask.by_query, mask.document_starts,
         s=s, t=t, all_heads=b * n, heads=n, group=n // g, section=section(t, d, q.dtype, n // g), scale=scale,
@@ -403,14 +421,17 @@ def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
     """Head dimensions between take what 64 and 128 compile to. What is spilled lies outside the loop over whole blocks."""
     if gluon is None or arch != lang.HOPPER:
         return
-    for d in (64, 128):
+    for d, kind in ((64, "shipped"), (64, "three consumers"), (128, "shipped")):
         for variant, of_mask in VARIANTS.items():
-            layout = configuration(d)
+            if kind != "shipped" and variant not in ("causal", "full"):
+                continue
+            layout = configuration(d, kind)
             fixed: dict[str, Any] = _fixed(layout, **{"causal": True, "window": None, "documents": False} | of_mask)
             blocks = {name: f"tensordesc<bf16[1, 1, {rows}, {d}],{_block_layout(rows, d, gl.bfloat16)!r}>"
                       for name, rows in {"q": ROWS, "k": layout.N, "v": layout.N, "out": ROWS}.items()}
             tables = {"table": "*i32", "starts": "*i32"} if fixed["TABLE"] else {}
             fixed |= {} if tables else {"table": None, "starts": None}
             signature = {**blocks, **tables, "lse": "*fp32", "scale": "fp32", **dict.fromkeys(RUNTIME, "i32")}
-            yield lang.Compiled(name=f"attention_gluon_{d}_{variant}", kernel=forward_kernel, signature=signature, constants=fixed,
-                                divisible=("lse", *tables), num_warps=4, matmul=True, row=find("attention gluon", arch, d=d))
+            name = f"attention_gluon_{d}_{variant}" + ("_3_consumers" if layout.consumers == 3 else "")
+            yield lang.Compiled(name=name, kernel=forward_kernel, signature=signature, constants=fixed,
+                                divisible=("lse", *tables), num_warps=4, matmul=True, row=find("attention gluon", arch, d=d, kind=kind))
