@@ -196,7 +196,7 @@ class TestTorchrunsStore:
         ranks = launches(2, agent.port, agent_store=True)
         stores = meet_all([*ranks, *(dataclasses.replace(launch, job="other") for launch in ranks)])
         stores[0].set("key", "mine")
-        assert stores[1].check(["key"]) and not stores[2].check(["key"]) and not stores[3].check(["key"])
+        assert stores[1].get("key") == b"mine" and not stores[2].check(["key"]) and not stores[3].check(["key"])
 
     def test_a_store_that_goes_away(self, agent, monkeypatch):
         """The store's host dies while a rank waits there."""
