@@ -1,7 +1,8 @@
 """Flash attention: softmax(scale q k^T) v without the matrix of scores ever in memory, forward here, backward in attention_backward.py.
 
-q [s, b, n, d], k and v [t, b, g, d] with n a multiple of g (query head i reads key head i // (n / g)); strided views will do. Out [s, b, n, d], and
-lse [b, n, s] fp32, the natural logarithm of each row's sum of exponentials, which joins parts of a row that were computed apart:
+q [s, b, n, d], k and v [t, b, g, d] with n a multiple of g (query head i reads key head i // (n / g)); strided views will do, and so does the fused
+projection [s, b, g, n / g + 2, d] in their place. Out [s, b, n, d], and lse [b, n, s] fp32, the natural logarithm of each row's sum of exponentials,
+which joins parts of a row that were computed apart:
 
     x = softcap tanh(scale q k^T / softcap)      (scale q k^T without softcap), -inf where the query does not see the key
     lse = log sum exp x,   p = exp(x - lse),   out = (p keep / (1 - drop)) v        a row that sees nothing: out 0, lse -inf, gradients 0
@@ -29,6 +30,7 @@ from megatron.kernels.attention_launch import (
     VARIANTS,
     Options,
     aligned,
+    by_key_head,
     compiled,
     configuration,
     constants,
@@ -93,13 +95,13 @@ def capped(x, scale, SOFTCAP: tl.constexpr):
 
 
 @jit
-def _forward_pass(acc, m, l, q, k, v, b, g, first, last, hole, gap, t, q_at, start, k_positions, scale, drop,
+def _forward_pass(acc, m, l, q, k, v, kv, first, last, hole, gap, t, q_at, start, k_positions, scale, drop,
                   D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
                   DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr):
     """Take blocks first..last of keys into (acc [M, D], m [M] the greatest score so far, l [M] the sum); `gap` blocks are left out from `hole` on."""
     for step in range(first, last):
         block = step + tl.where(step >= hole, gap, 0) if MASKED else step
-        k_tile = tl.reshape(k.load([b, g, block * N, 0]), [N, D])
+        k_tile = tl.reshape(k.load([kv, block * N, 0]), [N, D])
         x, factor = capped(tl.dot(q, tl.trans(k_tile), input_precision="ieee"), scale, SOFTCAP)
         if MASKED:
             k_index = block * N + tl.arange(0, N)
@@ -114,7 +116,7 @@ def _forward_pass(acc, m, l, q, k, v, b, g, first, last, hole, gap, t, q_at, sta
         if DROPOUT:
             sample, head, k0, k1, threshold, inverse_keep = drop
             p = tl.where(keep_scores(sample, head, q_at, block * N, k0, k1, threshold, M, N), p * inverse_keep, 0.0)
-        v_tile = tl.reshape(v.load([b, g, block * N, 0]), [N, D])
+        v_tile = tl.reshape(v.load([kv, block * N, 0]), [N, D])
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
         m = top
     return acc, m, l
@@ -125,40 +127,42 @@ def forward_kernel(q, k, v, out, lse, table, q_positions, k_positions, starts, s
                    k0: tl.uint32, k1: tl.uint32, threshold: tl.uint32, inverse_keep, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr,
                    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr):
-    """M rows of one head. q, k, v, out: descriptors [b, heads, length, d] of blocks [1, 1, M or N, D], which read zeros and write nothing beyond."""
+    """M rows of one head. q, out: descriptors [b g, m, s, d] of blocks [1, 1, M, D]; k, v [b g, t, d] of [1, N, D]. They read zeros and write nothing
+    beyond."""
     blocks = tl.cdiv(s, M)
     block, head = schedule(tl.program_id(0), blocks, tl.num_programs(0) // blocks, section)
-    b, n = head // heads, head % heads
+    b, kv, member = head // heads, head // group, head % group
     row = (blocks - 1 - block) * M
     rows = row + tl.arange(0, M)
     inside = rows < s
-    q_tile = tl.reshape(q.load([b, n, row, 0]), [M, D])
+    q_tile = tl.reshape(q.load([kv, member, row, 0]), [M, D])
     q_at = tl.load(q_positions + rows, mask=inside, other=0) if POSITIONS else rows
     start = tl.load(starts + b * s + rows, mask=inside, other=0) if DOCUMENTS else rows
-    drop = (tl.load(samples + b), first_head + n, k0, k1, threshold, inverse_keep) if DROPOUT else (0, 0, 0, 0, 0, 0)
+    drop = (tl.load(samples + b), first_head + head % heads, k0, k1, threshold, inverse_keep) if DROPOUT else (0, 0, 0, 0, 0, 0)
     low, full_low, full_high, high = keys_of_queries(table, b if DOCUMENTS else 0, row, s, t, CAUSAL, WINDOW, TABLE, M, N)
     acc, m, l = tl.zeros([M, D], tl.float32), tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     gap = full_high - full_low
     for MASKED in tl.static_range(2):
         first, last = (low, high - gap) if MASKED else (full_low, full_high)
-        acc, m, l = _forward_pass(acc, m, l, q_tile, k, v, b, n // group, first, last, full_low, gap, t, q_at, start, k_positions, scale, drop,
+        acc, m, l = _forward_pass(acc, m, l, q_tile, k, v, kv, first, last, full_low, gap, t, q_at, start, k_positions, scale, drop,
                                   D, M, N, MASKED, CAUSAL, WINDOW, DOCUMENTS, POSITIONS, SOFTCAP, DROPOUT)
     total = tl.where(l == 0, 1.0, l)
-    out.store([b, n, row, 0], tl.reshape((acc / total[:, None]).to(out.dtype), [1, 1, M, D]))
+    out.store([kv, member, row, 0], tl.reshape((acc / total[:, None]).to(out.dtype), [1, 1, M, D]))
     value = tl.where(l == 0, float("-inf"), m * 0.6931471805599453 + tl.log(total))
     tl.store(lse + head.to(tl.int64) * s + rows, value, mask=inside)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, options: Options, sample_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(out, lse) by one launch."""
-    q, k, v = aligned(q), aligned(k), aligned(v)
-    (s, b, n, d), (t, _, g, _) = q.shape, k.shape
+    """(out [s, b, n, d], lse [b, n, s]) of q [s, b, g, m, d], k and v [t, b, g, d], by one launch."""
+    (s, b, g, m, d), t = q.shape, len(k)
+    n = g * m
+    q, k, v = (aligned(x.flatten(1, 2)) for x in (q, k, v))
     tiles = configuration("forward", d, options, mask.causal, q.dtype, lang.capability(q.device))
     out = torch.empty(s, b, n, d, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, n, s, dtype=torch.float32, device=q.device)
     forward_kernel[(-(-s // tiles.M) * b * n,)](
-        descriptor(q, tiles.M), descriptor(k, tiles.N), descriptor(v, tiles.N), descriptor(out, tiles.M), lse, mask.by_query,
-        **mask_tensors(mask, sample_ids), **numbers(s, t, n, g, options), section=section(t, d, q.dtype, n // g),
+        descriptor(q, tiles.M), descriptor(k, tiles.N), descriptor(v, tiles.N), descriptor(out.view(q.shape), tiles.M), lse, mask.by_query,
+        **mask_tensors(mask, sample_ids), **numbers(s, t, n, g, options), section=section(t, d, q.dtype, m),
         **constants(d, tiles, options, **of_mask(mask)), **tiles.launch())
     return out, lse
 
@@ -174,68 +178,73 @@ def unfit(d: int, arch: int = lang.HOPPER, dtype: torch.dtype = torch.bfloat16, 
 
 
 @torch.library.custom_op("megatron::flash_attention", mutates_args=())
-def _flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, causal: bool, window: int | None,
-                     q_positions: Tensor | None, k_positions: Tensor | None, document_starts: Tensor | None, by_query: Tensor | None,
-                     by_key: Tensor | None, drop: float, key: Sequence[int], sample_ids: Tensor | None, first_head: int, deterministic: bool,
-                     tile: int) -> tuple[Tensor, Tensor]:
+def _flash_attention(qkv: Sequence[Tensor], scale: float, softcap: float | None, causal: bool, window: int | None, q_positions: Tensor | None,
+                     k_positions: Tensor | None, document_starts: Tensor | None, by_query: Tensor | None, by_key: Tensor | None, drop: float,
+                     key: Sequence[int], sample_ids: Tensor | None, first_head: int, deterministic: bool, tile: int) -> tuple[Tensor, Tensor]:
     mask = AttentionMask(causal, window, q_positions, k_positions, document_starts, by_query, by_key)
-    return forward(q, k, v, mask, Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile), sample_ids)
+    return forward(*by_key_head(qkv), mask, Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile), sample_ids)
 
 
 @_flash_attention.register_fake
-def _(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(qkv: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
+    q = by_key_head(qkv)[0].flatten(2, 3)
     s, b, n, _d = q.shape
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(b, n, s, dtype=torch.float32, device=q.device)
 
 
 @torch.library.custom_op("megatron::flash_attention_backward", mutates_args=())
-def _flash_attention_backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float,
+def _flash_attention_backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, qkv: Sequence[Tensor], scale: float,
                               softcap: float | None, causal: bool, window: int | None, q_positions: Tensor | None, k_positions: Tensor | None,
                               document_starts: Tensor | None, by_query: Tensor | None, by_key: Tensor | None, drop: float, key: Sequence[int],
-                              sample_ids: Tensor | None, first_head: int, deterministic: bool, tile: int) -> tuple[Tensor, Tensor, Tensor]:
+                              sample_ids: Tensor | None, first_head: int, deterministic: bool, tile: int) -> list[Tensor]:
     mask = AttentionMask(causal, window, q_positions, k_positions, document_starts, by_query, by_key)
-    return backward(dout, dlse, out, lse, q, k, v, mask, Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile), sample_ids)
+    return backward(dout, dlse, out, lse, qkv, mask, Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile), sample_ids)
 
 
 @_flash_attention_backward.register_fake
-def _(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+def _(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, qkv: Sequence[Tensor], *_: Any) -> list[Tensor]:
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    qkv, *rest = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, *(x for x in inputs if isinstance(x, Tensor)))
-    ctx.others = [None if isinstance(x, Tensor) else (x,) for x in inputs]
+    ctx.save_for_backward(*output, *qkv, *(x for x in rest if isinstance(x, Tensor)))
+    ctx.count, ctx.others = len(qkv), [None if isinstance(x, Tensor) else (x,) for x in rest]
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     out, lse, *tensors = ctx.saved_tensors
-    rest = iter(tensors)
-    inputs = [next(rest) if other is None else other[0] for other in ctx.others]
-    gradients = torch.ops.megatron.flash_attention_backward(torch.zeros_like(out) if dout is None else dout, dlse, out, lse, *inputs)
-    return *gradients, *(None for _ in inputs[3:])
+    qkv, rest = tensors[: ctx.count], iter(tensors[ctx.count :])
+    others = [next(rest) if other is None else other[0] for other in ctx.others]
+    gradients = torch.ops.megatron.flash_attention_backward(torch.zeros_like(out) if dout is None else dout, dlse, out, lse, qkv, *others)
+    return gradients, *(None for _ in others)
 
 
 _flash_attention.register_autograd(_differentiate, setup_context=_save)
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: AttentionMask, softcap: float | None = None, drop: float = 0.0,
-                    key: philox.Key = (0, 0), sample_ids: Tensor | None = None, first_head: int = 0, deterministic: bool = True,
-                    tile: int = 0) -> tuple[Tensor, Tensor]:
+def flash_attention(*qkv: Tensor, scale: float, mask: AttentionMask, softcap: float | None = None, drop: float = 0.0, key: philox.Key = (0, 0),
+                    sample_ids: Tensor | None = None, first_head: int = 0, deterministic: bool = True, tile: int = 0) -> tuple[Tensor, Tensor]:
     """(out [s, b, n, d], lse [b, n, s]) as of attention_reference, by the kernels; both have gradients.
+
+    Given are q, k, v, or the fused projection [s, b, g, m + 2, d] alone: each key head's m query heads, the key, the value. They are read where
+    they are, and the gradient of the fused one is written whole, so that nothing is copied on either way.
 
     The model calls it so, the mask made once a micro-batch by attention_masks.attention_mask and shared by all layers:
 
         mask = attention_mask(s, t, window=..., q_positions=..., k_positions=..., document_starts=...)
-        out, lse = flash_attention(q, k, v, scale=d**-0.5, mask=mask, softcap=..., drop=..., key=dropout.key, sample_ids=state.sample_ids,
+        out, lse = flash_attention(qkv, scale=d**-0.5, mask=mask, softcap=..., drop=..., key=dropout.key, sample_ids=state.sample_ids,
                                    first_head=...)
 
     deterministic=False adds up dq atomically: faster, but equal runs give unequal last bits.
     """
-    assert scale > 0 and q.shape[2] % k.shape[2] == 0 and k.shape == v.shape and q.shape[1] == k.shape[1] and (drop == 0 or sample_ids is not None)
+    assert len(qkv) == 1 and qkv[0].ndim == 5 and qkv[0].shape[3] > 2 or len(qkv) == 3 and all(x.ndim == 4 for x in qkv)
+    q, k, v = by_key_head(qkv)
+    assert scale > 0 and k.shape == v.shape and q.shape[1] == k.shape[1] and (drop == 0 or sample_ids is not None)
     assert mask.by_query is not None or (mask.q_positions is None and mask.document_starts is None), "make the mask with attention_mask()"
     return torch.ops.megatron.flash_attention(
-        q, k, v, scale, softcap, mask.causal, mask.window, mask.q_positions, mask.k_positions, mask.document_starts, mask.by_query, mask.by_key,
+        list(qkv), scale, softcap, mask.causal, mask.window, mask.q_positions, mask.k_positions, mask.document_starts, mask.by_query, mask.by_key,
         drop, list(key), sample_ids, first_head, deterministic, tile)
 
 

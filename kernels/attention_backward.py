@@ -15,8 +15,8 @@ Roofline: 10 b n s t d FLOPs (14 for what 7 products are), half of that when cau
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from megatron.kernels.attention_launch import (
     VARIANTS,
     Options,
     aligned,
+    by_key_head,
     columns,
     compiled,
     configuration,
@@ -56,21 +57,21 @@ def heads_of_a_program(programs: int, group: int, multiprocessors: int) -> int:
 
 
 @jit
-def prepare_kernel(out, dout, lse, dlse, base, delta, s, padded, heads, out_s, out_b, out_n, dout_s, dout_b, dout_n, d: tl.constexpr, D: tl.constexpr,
-                   M: tl.constexpr):
+def prepare_kernel(out, dout, lse, dlse, base, delta, s, padded, group, out_s, out_kv, out_m, dout_s, dout_kv, dout_m, d: tl.constexpr,
+                   D: tl.constexpr, M: tl.constexpr):
     """For M rows of one head: base [b, n, padded], lse in base 2, and delta [b, n, padded], the sum of out dout over d, minus dlse if there is one.
 
     Rows beyond the last, and those that see nothing, get base +inf, which makes every p 0, and delta 0.
     """
     head = tl.program_id(1)
-    b, n = (head // heads).to(tl.int64), head % heads
+    kv, member = (head // group).to(tl.int64), head % group
     rows = tl.program_id(0) * M + tl.arange(0, M)
     columns = tl.arange(0, D)
     inside = rows < s
     tile = inside[:, None] & (columns < d)[None, :]
     at = rows[:, None].to(tl.int64)
-    left = tl.load(out + b * out_b + n * out_n + at * out_s + columns[None, :], mask=tile, other=0.0).to(tl.float32)
-    right = tl.load(dout + b * dout_b + n * dout_n + at * dout_s + columns[None, :], mask=tile, other=0.0).to(tl.float32)
+    left = tl.load(out + kv * out_kv + member * out_m + at * out_s + columns[None, :], mask=tile, other=0.0).to(tl.float32)
+    right = tl.load(dout + kv * dout_kv + member * dout_m + at * dout_s + columns[None, :], mask=tile, other=0.0).to(tl.float32)
     value = tl.sum(left * right, 1)
     at = head.to(tl.int64) * s + rows
     if dlse is not None:
@@ -100,7 +101,7 @@ def _probabilities(x, base, scale, SOFTCAP: tl.constexpr):
 
 
 @jit
-def _dkv_pass(dk, dv, k_tile, v, q, dout, dq, base, delta, b, n, first, last, hole, gap, s, t, key, k_at, q_positions, starts, scale, drop,
+def _dkv_pass(dk, dv, k_tile, v, q, dout, dq, base, delta, kv, member, first, last, hole, gap, s, t, key, k_at, q_positions, starts, scale, drop,
               D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
               DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, ATOMIC: tl.constexpr):
     """Take blocks first..last of one head's queries into dk, dv [N, D]; `gap` blocks are left out from `hole` on. Tiles are [N keys, M queries]."""
@@ -108,7 +109,7 @@ def _dkv_pass(dk, dv, k_tile, v, q, dout, dq, base, delta, b, n, first, last, ho
     for step in range(first, last):
         block = step + tl.where(step >= hole, gap, 0) if MASKED else step
         rows = block * M + tl.arange(0, M)
-        q_tile = tl.reshape(q.load([b, n, block * M, 0]), [M, D])
+        q_tile = tl.reshape(q.load([kv, member, block * M, 0]), [M, D])
         x = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
         p, slope = _probabilities(x, tl.load(base + rows)[None, :], scale, SOFTCAP)
         if MASKED or DROPOUT:
@@ -117,7 +118,7 @@ def _dkv_pass(dk, dv, k_tile, v, q, dout, dq, base, delta, b, n, first, last, ho
             start = tl.load(starts + rows, mask=rows < s, other=0) if DOCUMENTS else rows
             see = visible(q_at[None, :], k_at[:, None], k_index[:, None], start[None, :], t, CAUSAL, WINDOW, DOCUMENTS)
             p = tl.where(see, p, 0.0)
-        dout_tile = tl.reshape(dout.load([b, n, block * M, 0]), [M, D])
+        dout_tile = tl.reshape(dout.load([kv, member, block * M, 0]), [M, D])
         dp = tl.dot(v, tl.trans(dout_tile), input_precision="ieee")
         kept = p
         if DROPOUT:
@@ -133,7 +134,7 @@ def _dkv_pass(dk, dv, k_tile, v, q, dout, dq, base, delta, b, n, first, last, ho
         ds = ds.to(q_tile.dtype)
         if ATOMIC:  # before dk, which leaves it registers
             part = tl.dot(tl.trans(ds), k_tile, input_precision="ieee")
-            dq.atomic_add([b, n, block * M, 0], tl.reshape(part, [1, 1, M, D]))
+            dq.atomic_add([kv, member, block * M, 0], tl.reshape(part, [1, 1, M, D]))
         dk = tl.dot(ds, q_tile, dk, input_precision="ieee")
     return dk, dv
 
@@ -145,42 +146,42 @@ def dkv_kernel(q, k, v, dout, dk, dv, dq, base, delta, table, q_positions, k_pos
                DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, ATOMIC: tl.constexpr):
     """N keys, the first ones first (they have the most queries), and `members` query heads of theirs.
 
-    ATOMIC: dq / scale [s, b, n, d] in fp32 is added to. dk, dv [t, b, heads / members, d] are whole where members = group, else parts in fp32.
+    ATOMIC: dq / scale [b g, m, s, d] in fp32 is added to. dk, dv [b heads / members, t, d] are whole where members = group, else parts in fp32.
     """
     blocks = tl.cdiv(t, N)
     block, head = schedule(tl.program_id(0), blocks, tl.num_programs(0) // blocks, section)
-    b, part = head // (heads // members), head % (heads // members)
-    g = part * members // group
+    b, kv = head * members // heads, head * members // group
     key = block * N
     k_index = key + tl.arange(0, N)
-    k_tile, v_tile = tl.reshape(k.load([b, g, key, 0]), [N, D]), tl.reshape(v.load([b, g, key, 0]), [N, D])
+    k_tile, v_tile = tl.reshape(k.load([kv, key, 0]), [N, D]), tl.reshape(v.load([kv, key, 0]), [N, D])
     k_at = tl.load(k_positions + k_index, mask=k_index < t, other=0) if POSITIONS else k_index
     low, full_low, full_high, high = queries_of_keys(table, b if DOCUMENTS else 0, key, s, t, CAUSAL, WINDOW, TABLE, M, N)
     gap = full_high - full_low
     dk_tile, dv_tile = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
-    for member in range(members):
-        n = part * members + member
-        row = (b * heads + n).to(tl.int64)
-        drop = (tl.load(samples + b), first_head + n, k0, k1, threshold, inverse_keep) if DROPOUT else (0, 0, 0, 0, 0, 0)
+    start = head * members - kv * group
+    for member in range(start, start + members):
+        row = (kv * group + member).to(tl.int64)
+        drop = (tl.load(samples + b), first_head + row.to(tl.int32) % heads, k0, k1, threshold, inverse_keep) if DROPOUT else (0, 0, 0, 0, 0, 0)
         for MASKED in tl.static_range(2):
             first, last = (low, high - gap) if MASKED else (full_low, full_high)
-            dk_tile, dv_tile = _dkv_pass(dk_tile, dv_tile, k_tile, v_tile, q, dout, dq, base + row * padded, delta + row * padded, b, n,
-                                         first, last, full_low, gap, s, t, key, k_at, q_positions, starts + b * s if DOCUMENTS else starts,
-                                         scale, drop, D, M, N, MASKED, CAUSAL, WINDOW, DOCUMENTS, POSITIONS, SOFTCAP, DROPOUT, ATOMIC)
-    dk.store([b, part, key, 0], tl.reshape((dk_tile * scale).to(dk.dtype), [1, 1, N, D]))
-    dv.store([b, part, key, 0], tl.reshape(dv_tile.to(dv.dtype), [1, 1, N, D]))
+            dk_tile, dv_tile = _dkv_pass(dk_tile, dv_tile, k_tile, v_tile, q, dout, dq, base + row * padded, delta + row * padded, kv,
+                                         member, first, last, full_low, gap, s, t, key, k_at, q_positions,
+                                         starts + b * s if DOCUMENTS else starts, scale, drop, D, M, N, MASKED, CAUSAL, WINDOW, DOCUMENTS, POSITIONS,
+                                         SOFTCAP, DROPOUT, ATOMIC)
+    dk.store([head, key, 0], tl.reshape((dk_tile * scale).to(dk.dtype), [1, N, D]))
+    dv.store([head, key, 0], tl.reshape(dv_tile.to(dv.dtype), [1, N, D]))
 
 
 @jit
-def _dq_pass(dq, q, dout, k, v, base, delta, b, g, first, last, hole, gap, t, q_at, start, k_positions, scale, drop, D: tl.constexpr, M: tl.constexpr,
+def _dq_pass(dq, q, dout, k, v, base, delta, kv, first, last, hole, gap, t, q_at, start, k_positions, scale, drop, D: tl.constexpr, M: tl.constexpr,
              N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr,
              SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr):
     """Take blocks first..last of keys into dq [M, D]; `gap` blocks are left out from `hole` on. Tiles are [M queries, N keys]."""
     for step in range(first, last):
         block = step + tl.where(step >= hole, gap, 0) if MASKED else step
-        k_tile = tl.reshape(k.load([b, g, block * N, 0]), [N, D])
+        k_tile = tl.reshape(k.load([kv, block * N, 0]), [N, D])
         p, slope = _probabilities(tl.dot(q, tl.trans(k_tile), input_precision="ieee"), base[:, None], scale, SOFTCAP)
-        v_tile = tl.reshape(v.load([b, g, block * N, 0]), [N, D])
+        v_tile = tl.reshape(v.load([kv, block * N, 0]), [N, D])
         dp = tl.dot(dout, tl.trans(v_tile), input_precision="ieee")
         if DROPOUT:
             sample, head, k0, k1, threshold, inverse_keep = drop
@@ -205,57 +206,66 @@ def dq_kernel(q, k, v, dout, dq, base, delta, table, q_positions, k_positions, s
     """M rows of one head, the last ones first: they see the most keys."""
     blocks = tl.cdiv(s, M)
     block, head = schedule(tl.program_id(0), blocks, tl.num_programs(0) // blocks, section)
-    b, n = head // heads, head % heads
+    b, kv, member = head // heads, head // group, head % group
     row = (blocks - 1 - block) * M
     rows = row + tl.arange(0, M)
     inside = rows < s
-    q_tile, dout_tile = tl.reshape(q.load([b, n, row, 0]), [M, D]), tl.reshape(dout.load([b, n, row, 0]), [M, D])
+    q_tile, dout_tile = tl.reshape(q.load([kv, member, row, 0]), [M, D]), tl.reshape(dout.load([kv, member, row, 0]), [M, D])
     at = head.to(tl.int64) * padded + rows
     base_tile, delta_tile = tl.load(base + at), tl.load(delta + at)
     q_at = tl.load(q_positions + rows, mask=inside, other=0) if POSITIONS else rows
     start = tl.load(starts + b * s + rows, mask=inside, other=0) if DOCUMENTS else rows
-    drop = (tl.load(samples + b), first_head + n, k0, k1, threshold, inverse_keep) if DROPOUT else (0, 0, 0, 0, 0, 0)
+    drop = (tl.load(samples + b), first_head + head % heads, k0, k1, threshold, inverse_keep) if DROPOUT else (0, 0, 0, 0, 0, 0)
     low, full_low, full_high, high = keys_of_queries(table, b if DOCUMENTS else 0, row, s, t, CAUSAL, WINDOW, TABLE, M, N)
     gap = full_high - full_low
     dq_tile = tl.zeros([M, D], tl.float32)
     for MASKED in tl.static_range(2):
         first, last = (low, high - gap) if MASKED else (full_low, full_high)
-        dq_tile = _dq_pass(dq_tile, q_tile, dout_tile, k, v, base_tile, delta_tile, b, n // group, first, last, full_low, gap, t, q_at, start,
+        dq_tile = _dq_pass(dq_tile, q_tile, dout_tile, k, v, base_tile, delta_tile, kv, first, last, full_low, gap, t, q_at, start,
                            k_positions, scale, drop, D, M, N, MASKED, CAUSAL, WINDOW, DOCUMENTS, POSITIONS, SOFTCAP, DROPOUT)
-    dq.store([b, n, row, 0], tl.reshape((dq_tile * scale).to(dq.dtype), [1, 1, M, D]))
+    dq.store([kv, member, row, 0], tl.reshape((dq_tile * scale).to(dq.dtype), [1, 1, M, D]))
 
 
-def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, options: Options,
-             sample_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv): one launch to prepare, one for dk and dv, one more for dq when deterministic."""
-    q, k, v, dout = aligned(q), aligned(k), aligned(v), aligned(dout)
-    (s, b, n, d), (t, _, g, _) = q.shape, k.shape
-    rows = -(-s // TILE) * TILE
+def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, qkv: Sequence[Tensor], mask: AttentionMask, options: Options,
+             sample_ids: Tensor | None) -> list[Tensor]:
+    """Gradients of qkv, three tensors or one, from those of out [s, b, n, d] and lse [b, n, s]: one launch to prepare, one for dk and dv, one more
+    for dq when deterministic."""
+    gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
+    q, k, v = by_key_head(qkv)
+    (s, b, g, m, d), t = q.shape, len(k)
+    n, rows = g * m, -(-s // TILE) * TILE
     base, delta = (torch.empty(b, n, rows, dtype=torch.float32, device=q.device) for _ in range(2))
+    out, dout = out.unflatten(2, (g, m)), dout.unflatten(2, (g, m))
+    q, k, v, out, dout = (aligned(x.flatten(1, 2)) for x in (q, k, v, out, dout))
+    dq, dk, dv = (x.view(len(x), b * g, *x.shape[3:]) for x in by_key_head(gradients))
     prepare = find("attention prepare", lang.capability(q.device))
-    prepare_kernel[(rows // prepare.numbers["M"], b * n)](out, dout, lse, None if dlse is None else dlse.contiguous(), base, delta, s, rows, n, *out.stride()[:3],
-                                        *dout.stride()[:3], d=d, D=columns(d), M=prepare.numbers["M"], **prepare.launch())
+    prepare_kernel[(rows // prepare.numbers["M"], b * n)](
+        out, dout, lse, None if dlse is None else dlse.contiguous(), base, delta, s, rows, m, *out.stride()[:3], *dout.stride()[:3], d=d,
+        D=columns(d), M=prepare.numbers["M"], **prepare.launch())
     shared = mask_tensors(mask, sample_ids) | numbers(s, t, n, g, options) | {"padded": rows, "base": base, "delta": delta}
     add = atomic(d, options)
     how = options, mask.causal, q.dtype, lang.capability(q.device)
     tiles = configuration("dkv_dq" if add else "dkv", d, *how)
     programs = -(-t // tiles.N) * b
-    members = heads_of_a_program(programs * g, n // g, lang.multiprocessors(q.device))
-    dk, dv = (torch.empty(t, b, n // members, d, dtype=q.dtype if members == n // g else torch.float32, device=q.device) for _ in range(2))
-    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if add else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    members = heads_of_a_program(programs * g, m, lang.multiprocessors(q.device))
+    parts = [torch.empty(t, b * n // members, d, dtype=torch.float32, device=q.device) for _ in range(2)] if members < m else [dk, dv]
+    sum_of_dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if add else None
     dkv_kernel[(programs * (n // members),)](
-        descriptor(q, tiles.M), descriptor(k, tiles.N), descriptor(v, tiles.N), descriptor(dout, tiles.M), descriptor(dk, tiles.N),
-        descriptor(dv, tiles.N), descriptor(dq, tiles.M) if add else None, table=mask.by_key, **shared, members=members,
+        descriptor(q, tiles.M), descriptor(k, tiles.N), descriptor(v, tiles.N), descriptor(dout, tiles.M), *(descriptor(x, tiles.N) for x in parts),
+        descriptor(sum_of_dq, tiles.M) if add else None, table=mask.by_key, **shared, members=members,
         section=section(s, d, q.dtype), **constants(d, tiles, options, **of_mask(mask)), ATOMIC=add, **tiles.launch())
-    if members < n // g:
-        dk, dv = (x.view(t, b, g, -1, d).sum(3).to(q.dtype) for x in (dk, dv))
+    if members < m:
+        for x, whole in zip(parts, (dk, dv), strict=True):
+            *others, last = x.view(t, b * g, -1, d).unbind(2)
+            torch.add(reduce(Tensor.add_, others), last, out=whole)
     if add:
-        return torch.mul(dq, options.scale, out=torch.empty(q.shape, dtype=q.dtype, device=q.device)), dk, dv
+        torch.mul(sum_of_dq, options.scale, out=dq)
+        return gradients
     tiles = configuration("dq", d, *how)
     dq_kernel[(-(-s // tiles.M) * b * n,)](
         descriptor(q, tiles.M), descriptor(k, tiles.N), descriptor(v, tiles.N), descriptor(dout, tiles.M), descriptor(dq, tiles.M),
-        table=mask.by_query, **shared, section=section(t, d, q.dtype, n // g), **constants(d, tiles, options, **of_mask(mask)), **tiles.launch())
-    return dq, dk, dv
+        table=mask.by_query, **shared, section=section(t, d, q.dtype, m), **constants(d, tiles, options, **of_mask(mask)), **tiles.launch())
+    return gradients
 
 
 def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:

@@ -395,7 +395,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     out, lse, q, k, v, document_starts, by_query, by_key = ctx.saved_tensors
     scale, causal, window, deterministic = ctx.others
     gradients = torch.ops.megatron.flash_attention_backward(
-        torch.zeros_like(out) if dout is None else dout, dlse, out, lse, q, k, v, scale, None, causal, window, None, None, document_starts, by_query,
+        torch.zeros_like(out) if dout is None else dout, dlse, out, lse, [q, k, v], scale, None, causal, window, None, None, document_starts, by_query,
         by_key, 0.0, [0, 0], None, 0, deterministic, 0)
     return *gradients, *(None for _ in range(7))
 

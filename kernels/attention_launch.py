@@ -1,13 +1,14 @@
 """What the kernels of flash attention are launched with, forward and backward: descriptors, tile sizes, and one set of arguments for all.
 
-q, k, v and what becomes of them are read and written through tensor descriptors [b, heads, length, d] (the TMA unit of Hopper; pointers on older
-GPUs): strided views need no copy, a head dimension that is no power of two no special kernel (96 takes the one for 128), and rows beyond
+q, k, v and what becomes of them are read and written through tensor descriptors (the TMA unit of Hopper; pointers on older GPUs), query heads as
+[b g, m, length, d] (m heads read one key head), key heads as [b g, length, d]: they lie as well in tensors of their own as in the fused
+projection [s, b, g, m + 2, d]. A head dimension that is no power of two needs no special kernel (96 takes the one for 128), and rows beyond
 the last read as zeros and are not written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,21 +76,28 @@ def columns(d: int) -> int:
     return max(16, 1 << (d - 1).bit_length())
 
 
+def by_key_head(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Views q [s, b, g, m, d], k and v [t, b, g, d] of (q [s, b, g m, d], k, v), or of the one fused [s, b, g, m + 2, d]."""
+    if len(qkv) == 1:
+        return qkv[0][:, :, :, :-2], qkv[0][:, :, :, -2], qkv[0][:, :, :, -1]
+    q, k, v = qkv
+    return q.unflatten(2, (k.shape[2], -1)), k, v
+
+
 def aligned(x: Tensor) -> Tensor:
-    """x [length, b, heads, d] where a descriptor can address it (rows contiguous, all else at multiples of 16 bytes), a copy where not."""
+    """x [length, ..., d] where a descriptor can address it (rows contiguous, all else at multiples of 16 bytes), a copy where not."""
     steps = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
     fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def descriptor(x: Tensor, rows: int) -> Any:
-    """Blocks [1, 1, rows, columns(d)] of x [length, b, heads, d], as [b, heads, length, d]."""
+    """Blocks [1, ..., rows, columns(d)] of x [length, ..., d], as [..., length, d]."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    length, b, heads, d = x.shape
+    (length, *heads, d), (step, *steps, _) = x.shape, (given if size > 1 else x.shape[-1] for size, given in zip(x.shape, x.stride(), strict=True))
     assert d * x.element_size() % 16 == 0, "check with unfit()"
-    stride = [given if size > 1 else d for size, given in zip(x.shape, x.stride(), strict=True)]  # that of a single element may be anything
-    return TensorDescriptor(x, [b, heads, length, d], [stride[1], stride[2], stride[0], 1], [1, 1, rows, columns(d)])
+    return TensorDescriptor(x, [*heads, length, d], [*steps, step, 1], [1] * len(heads) + [rows, columns(d)])
 
 
 def section(length: int, d: int, dtype: torch.dtype, heads: int = 1) -> int:
@@ -150,7 +158,8 @@ def compiled(kernel: Any, name: str, d: int, tiles: Tiles, variant: str, descrip
     types |= {key: "*i64" if key == "samples" else "*i32" for key, present in given_tensors.items() if present}
     fixed |= {key: None for key, present in given_tensors.items() if not present}
     for key, rows in descriptors.items():
-        types[key] = f"tensordesc<{'fp32' if key == 'dq' and not deterministic else 'bf16'}[1, 1, {rows}, {columns(d)}]>"
+        heads = "1, 1" if key in ("q", "out", "dout", "dq") else "1"
+        types[key] = f"tensordesc<{'fp32' if key == 'dq' and not deterministic else 'bf16'}[{heads}, {rows}, {columns(d)}]>"
     if "dq" in kernel.arg_names and "dq" not in descriptors:
         fixed["dq"] = None
     signature = {key: types.get(key, "i32") for key in kernel.arg_names if key not in fixed}

@@ -65,11 +65,12 @@ def choose_attention(config: ModelConfig, *, training: bool) -> str:
     return "plain" if needs_plain else "sdpa"
 
 
-def attention_core(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: AttentionMask = CAUSAL, backend: str = "sdpa", softcap: float | None = None,
+def attention_core(*qkv: Tensor, scale: float, mask: AttentionMask = CAUSAL, backend: str = "sdpa", softcap: float | None = None,
                    dropout: Dropout | None = None, state: DropoutState | None = None, first_head: int = 0,
                    return_lse: bool = False, deterministic: bool = True) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of q [s, b, n, d] over k, v [t, b, g, d] -> [s, b, n, d], with log-sum-exp [b, n, s] when asked (which sdpa cannot give).
 
+    Backend triton also takes the fused projection [s, b, g, n / g + 2, d] instead of the three, and copies nothing in either pass.
     `mask` says which keys a query sees. Dropout acts where there is a state; first_head numbers q's first head within the model.
     What is not deterministic is our kernels' way to add up dq; torch's own follow torch.use_deterministic_algorithms.
     """
@@ -78,9 +79,10 @@ def attention_core(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Atten
         if dropout is not None and dropout.acts(state):
             drop = {"drop": dropout.probability, "key": dropout.key, "sample_ids": state.sample_ids, "first_head": first_head}
         compute = partial(FLASH[backend], deterministic=deterministic) if backend in FLASH else attention_reference
-        out, lse = compute(q, k, v, scale=scale, mask=mask, softcap=softcap, **drop)
+        out, lse = compute(*qkv, scale=scale, mask=mask, softcap=softcap, **drop)
         return (out, lse) if return_lse else out
     assert not return_lse and softcap is None and (dropout is None or not dropout.acts(state))
+    q, k, v = qkv
     simple = mask.window is None and mask.q_positions is None and mask.document_starts is None
     return _sdpa(q, k, v, mask.causal if simple else mask.dense(q.shape[0], k.shape[0], q.device), scale)
 
@@ -111,17 +113,21 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary | None, mask: AttentionMask, state: DropoutState | None) -> Tensor:
         qkv = self.qkv(x)
         s, b, _ = qkv.shape  # the whole sequence, whatever part x is
-        heads = self.groups, self.queries_per_group + 2, self.head_dim
-        fused = self.config.rotary_backend == "triton" and self.q_norm is None and rotary is not None
-        qkv = (rotate_fused(qkv, rotary, heads) if fused else qkv).view(s, b, *heads)
-        q, k, v = qkv.split((self.queries_per_group, 1, 1), dim=3)
-        q, k, v = q.reshape(s, b, -1, self.head_dim), k.squeeze(3), v.squeeze(3)
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if not fused:
+        heads, backend = (self.groups, self.queries_per_group + 2, self.head_dim), self.backend[state is not None]
+        if self.config.rotary_backend == "triton" and self.q_norm is None and rotary is not None:
+            qkv, rotary = rotate_fused(qkv, rotary, heads), None
+        qkv = qkv.view(s, b, *heads)
+        if backend == "triton" and self.q_norm is None and rotary is None:
+            parts = (qkv,)
+        else:
+            q, k, v = qkv.split((self.queries_per_group, 1, 1), dim=3)
+            q, k = q.reshape(s, b, -1, self.head_dim), k.squeeze(3)
+            if self.q_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
             q, k = (apply_rotary(x, rotary, self.config.rotary_backend) for x in (q, k))
+            parts = q, k, v.squeeze(3)
         out = attention_core(
-            q, k, v, scale=self.head_dim**-0.5, mask=mask, backend=self.backend[state is not None], softcap=self.config.attn_logit_softcapping,
+            *parts, scale=self.head_dim**-0.5, mask=mask, backend=backend, softcap=self.config.attn_logit_softcapping,
             dropout=self.dropout, state=state, first_head=self.first_head, deterministic=self.config.deterministic_mode,
         )
         return self.proj(out.reshape(s, b, -1))

@@ -124,7 +124,8 @@ def layer_bytes(shape: Shape, index: int) -> UnitBytes:
     mlp = shape.inner + shape.activated
     forward = 3 * hidden + shape.dropout()  # the outputs of attention and MLP, and the layer's
     # Of the MLP: the gradients of the activation's output and input, when fc2's input is gone; of attention when the MLP's tensors are gone.
-    attention_backward = tokens * shape.compute * 2 * (q + 2 * k) + score_gradients(shape) - mlp - hidden
+    gradients = (1 if takes_projection(model) else 2) * (q + 2 * k)  # of queries, keys and values apart, then of the projection
+    attention_backward = tokens * shape.compute * gradients + score_gradients(shape) - mlp - hidden
     backward = max(shape.inner + shape.bias_sums(), gathered + shape.activated, attention_backward)
     columns = shape.inner // (tokens * shape.compute)
     # While the gradient of fc2's weight is formed, and of fc1's, when fc2's input is gone.
@@ -231,7 +232,8 @@ def attention_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: 
     heads, groups = model.num_attention_heads, model.num_query_groups
     norms, rotates = model.qk_layernorm, model.position_embedding_type in ("rope", "yarn") and model.rotary_backend == "torch"  # the kernel in place
     statistics = (heads + groups) * norm_statistics(model, wide) if norms else 0
-    gathered = q if 1 < groups < heads else 0  # a copy of the queries, which stand between their groups' keys and values
+    # A copy of the queries, which stand between their groups' keys and values: our kernels read them there where nothing else does.
+    gathered = q if 1 < groups < heads and not takes_projection(model) else 0
     if uses_plain_attention(model):
         dropped = model.attention_dropout > 0
         scores = wide + (wide if model.attn_logit_softcapping is not None else 0) + (1 if dropped else 0)  # softmax, tanh, mask
@@ -249,6 +251,12 @@ def attention_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: 
     width += gathered if norms or not rotates else 0
     width += q + k if norms or rotates else 0
     return compute * width + wide * heads + statistics  # with log-sum-exp
+
+
+def takes_projection(model: ModelConfig) -> bool:
+    """Whether attention reads the fused projection itself, and writes its gradient."""
+    turned = model.rotary_backend == "triton" or model.position_embedding_type not in ("rope", "yarn")
+    return model.attention_backend == "triton" and turned and not model.qk_layernorm
 
 
 def uses_plain_attention(model: ModelConfig) -> bool:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 FROBENIUS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}  # relative: two roundings of a result, some of what goes into it
 MARGIN = 64  # elements on either side of a canary-padded buffer
@@ -68,3 +71,33 @@ def canaries() -> Iterator[list[tuple[Tensor, int]]]:
     for whole, count in made:
         edge = torch.cat([whole[:MARGIN], whole[MARGIN + count :]]).float()
         assert (edge == canary(whole.dtype).float().item()).all(), f"written outside a buffer of {count} elements"
+
+
+class Allocations(TorchDispatchMode):
+    """While open, notes what every operation allocates or copies: (name, elements); views, and a tensor onto itself, are neither.
+
+    Of an operator of ours it sees what the functions do that are wrapped by `inside`.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result, name = function(*arguments, **(keywords or {})), function._schema.name
+        if name.startswith("megatron::"):
+            return result
+        storages = {x.untyped_storage().data_ptr() for x in tree_leaves((arguments, keywords)) if isinstance(x, Tensor)}
+        copied = name == "aten::copy_" and arguments[0].data_ptr() != arguments[1].data_ptr()
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x.numel() > 0 and (copied or x.untyped_storage().data_ptr() not in storages):
+                self.seen.append((name.removeprefix("aten::"), x.numel()))
+        return result
+
+    def inside(self, function):
+        @wraps(function)
+        def wrapped(*arguments):
+            with self:
+                return function(*arguments)
+
+        return wrapped

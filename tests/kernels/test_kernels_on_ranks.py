@@ -1,14 +1,17 @@
 """A model by the kernels and by PyTorch on two tensor-parallel ranks with sequence parallelism: losses and gradients, whole, recomputed, in two parts."""
 
 import dataclasses
+from unittest.mock import patch
 
 import interpreter
 import pytest
 import torch
 import torch.distributed as dist
+from checks import Allocations
 
 from megatron.config.groups import ModelConfig
 from megatron.dist.groups import Layout, build_groups
+from megatron.kernels import attention
 from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.block import PlainBlocks
 from megatron.model.gpt import GPTModel
@@ -59,7 +62,21 @@ def compare(config: ModelConfig, how: str) -> None:
         assert (ours[name] - expected).norm() < 5e-6 * scale, name
 
 
+def copies(config: ModelConfig, how: str) -> None:
+    """Nothing of the queries' or the projection's size is made but by products of matrices and by attention itself."""
+    mode = Allocations()
+    with mode, patch.object(attention, "forward", mode.inside(attention.forward)), patch.object(attention, "backward", mode.inside(attention.backward)):
+        passes(dataclasses.replace(config, **TRITON), how)
+    queries, projection = S * B * 32, S * B * 64  # of this rank's two key heads with two queries each
+    assert {name for name, size in mode.seen if size in (queries, projection)} == {"empty", "empty_like", "new_empty"}  # what others write into
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks have CPU tensors, which take the interpreter")
 @pytest.mark.parametrize("name, how", [("gpt", "whole"), ("gpt", "in two parts"), ("llama", "recompute"), ("llama", "in two parts")])
 def test_kernels_on_two_ranks(gloo_world, name, how):
     gloo_world(2).run(compare, CONFIGS[name], how)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks have CPU tensors, which take the interpreter")
+def test_attention_copies_nothing_on_two_ranks(gloo_world):
+    gloo_world(2).run(copies, dataclasses.replace(CONFIGS["llama"], hidden_size=40, num_attention_heads=8, num_query_groups=4), "recompute")
