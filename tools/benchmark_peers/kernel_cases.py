@@ -44,7 +44,7 @@ from megatron.kernels.attention import attention_reference
 from megatron.kernels.attention_gluon import configuration, forward
 from megatron.kernels.attention_masks import AttentionMask
 for d in (64, 128):
-    for s, t, mask in ((2112, 2112, AttentionMask()), (1000, 3000, AttentionMask(causal=False)), (1500, 1500, AttentionMask(window=300))):
+    for s, t, mask in ((2112, 2112, AttentionMask()), (1000, 3000, AttentionMask(causal=False)), (1500, 1500, AttentionMask(window=300)))[: 3 if d == 128 else 2]:
         q, k, v = (torch.randn(length, 2, heads, d, device="cuda", dtype=torch.bfloat16) for length, heads in ((s, 8), (t, 2), (t, 2)))
         exact = attention_reference(q.double(), k.double(), v.double(), scale=d**-0.5, mask=mask)
         for kind in ("shipped", "three consumers")[: 2 if d == 64 else 1]:
@@ -141,7 +141,7 @@ def _gluon(device: torch.device) -> Callable[[int, int], dict[str, Any]] | None:
     if reason := attention_gluon.unfit(device, torch.bfloat16):
         print(f"ours in Gluon is not measured: {reason}")
         return None
-    done = subprocess.run([sys.executable, "-c", GLUON_CHECK], cwd=Path(__file__).resolve().parents[2], timeout=90, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", GLUON_CHECK], cwd=Path(__file__).resolve().parents[2], timeout=150, capture_output=True, text=True)
     assert done.returncode == 0, (done.stderr.strip().splitlines() or ["it died"])[-1]
 
     def layouts(d: int, length: int) -> dict[str, Any]:
