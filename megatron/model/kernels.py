@@ -30,7 +30,7 @@ def choose_kernels(config: Config, device: torch.device) -> tuple[Config, dict[s
     operators = [operator for operator in OPERATORS if operator != "adam" or config.optimizer.optimizer == "adam"]
     choices = {operator: choose(operator, _wanted(config, operator), device, dtype, unable.get(operator)) for operator in operators}
     fields = {_field(operator): choice.implementation for operator, choice in choices.items()
-              if operator != "attention" or choice.implementation == "triton"}
+              if operator != "attention" or choice.implementation in ("gluon", "triton")}
     groups = {name: dataclasses.replace(group, **{field: value for field, value in fields.items() if hasattr(group, field)})
               for name, group in (("model", config.model), ("optimizer", config.optimizer))}
     return dataclasses.replace(config, **groups), choices

@@ -16,14 +16,16 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import CheckpointConfig, Config, ModelConfig
 from megatron.dist.groups import describe_layout
+from megatron.kernels.dispatch import OPERATORS, flag_of
+from megatron.model.kernels import choose_kernels
 from megatron.optimizer.lr_schedule import Schedule
 
 if TYPE_CHECKING:
     from megatron.training.run import Run
 
 # Model fields that change neither weights nor results, and those a continued run may change on purpose.
-_BACKENDS = {f"{operator}_backend" for operator in ("attention", "norm", "rotary", "activation", "dropout", "cross_entropy", "weight_grad", "init")}
-_FREE_MODEL_FIELDS = {*_BACKENDS, "deterministic_mode", "fused_linear_cross_entropy", "hidden_dropout", "attention_dropout", "z_loss_coeff", "init_method_std"}
+_CHOICES = {flag_of(operator).removeprefix("--").replace("-", "_") for operator in OPERATORS}
+_FREE_MODEL_FIELDS = {*_CHOICES, "deterministic_mode", "fused_linear_cross_entropy", "hidden_dropout", "attention_dropout", "z_loss_coeff", "init_method_std"}
 _NO_ARITHMETIC = {"init_method_std", "distributed_timeout_minutes", "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
                   "use_tp_pp_dp_mapping", "num_layers_per_virtual_pipeline_stage", "zero3_keep_gathered", "overlap_param_gather"}
 _OPTIMIZER_ARITHMETIC = ("optimizer", "adam_implementation", "grad_norm_backend", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
@@ -48,6 +50,7 @@ def run_state(run: Run) -> dict[str, Any]:
         "versions": {"torch": torch.__version__},
         "layout": describe_layout(run.groups.layout),
         "device": run.device_names,
+        "kernels": {operator: choice.implementation for operator, choice in choose_kernels(run.config, run.device)[1].items()},
     }
 
 
@@ -74,7 +77,8 @@ def continuity(checkpoint: Checkpoint, run: Run) -> str:
     """For the log: whether the run goes on with the bits of one that was never interrupted, and if not, what makes them differ."""
     if run.config.checkpoint.finetune or not run.config.checkpoint.load_optim or run.config.evaluation.skip_train:
         return ""
-    theirs, ours = _decides_rounding(checkpoint.state), _decides_rounding(run_state(run))
+    known = "kernels" in checkpoint.state  # not in a checkpoint from before they were written down
+    theirs, ours = (_decides_rounding(state, kernels=known) for state in (checkpoint.state, run_state(run)))
     if run.device.type == "cpu" and _same_sums(checkpoint.state["config"], run.config.to_dict(), run.chunk):
         ours["--zero-stage"] = theirs["--zero-stage"]
     different = [f"{name} {theirs.get(name)} -> {value}" for name, value in ours.items() if theirs.get(name) != value]
@@ -85,12 +89,15 @@ def continuity(checkpoint: Checkpoint, run: Run) -> str:
     return f"; goes on from the same state, not bit for bit: {', '.join(different)}" if different else "; goes on bit for bit"
 
 
-def _decides_rounding(state: dict[str, Any]) -> dict[str, Any]:
+def _decides_rounding(state: dict[str, Any], *, kernels: bool = False) -> dict[str, Any]:
+    """What decides it, by name; of kernels what was taken, where that is known, and else what the flags say."""
     config = config_of(state).to_dict()
     fields = {**config["model"], **config["precision"], **config["distributed"], "micro_batch_size": config["training"]["micro_batch_size"],
               **{name: config["optimizer"][name] for name in _OPTIMIZER_ARITHMETIC}, **{name: config["data"][name] for name in _DATA_ARITHMETIC}}
-    flags = {f"--{name.replace('_', '-')}": value for name, value in fields.items() if name not in _NO_ARITHMETIC}
-    return {"layout": state.get("layout"), "device": state.get("device"), "torch": state["versions"]["torch"], **flags}
+    left_out = _NO_ARITHMETIC | _CHOICES if kernels else _NO_ARITHMETIC
+    flags = {f"--{name.replace('_', '-')}": value for name, value in fields.items() if name not in left_out}
+    taken = {f"{operator} by": implementation for operator, implementation in state["kernels"].items()} if kernels else {}
+    return {"layout": state.get("layout"), "device": state.get("device"), "torch": state["versions"]["torch"], **taken, **flags}
 
 
 def _same_sums(theirs: dict[str, Any], ours: dict[str, Any], chunk: int) -> bool:

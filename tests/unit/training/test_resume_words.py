@@ -36,3 +36,14 @@ def test_a_checkpoint_without_the_fields_means_their_defaults():
         del state["config"][group][field]
     assert _decides_rounding(state) == whole
     assert not {"--overlap-param-gather", "--zero3-keep-gathered"} & whole.keys()  # the same sums sooner or later
+
+
+def test_kernels_count_by_what_was_taken():
+    """A measurement adopted between two runs changes what `auto` takes, and a flag that names what was taken anyway changes nothing."""
+    state = {"config": Config().to_dict(), "versions": {"torch": "2"}, "kernels": {"attention": "sdpa", "norm": "torch"}}
+    named = {**state, "config": replace(Config(), model=replace(Config().model, attention_backend="sdpa")).to_dict()}
+    adopted = {**state, "kernels": {"attention": "triton", "norm": "torch"}}
+    whole = _decides_rounding(state, kernels=True)
+    assert whole["attention by"] == "sdpa" and not {"--attention-backend", "--adam-implementation", "--grad-norm-backend"} & whole.keys()
+    assert _decides_rounding(named, kernels=True) == whole != _decides_rounding(adopted, kernels=True)
+    assert _decides_rounding(named)["--attention-backend"] == "sdpa" and "attention by" not in _decides_rounding(named)  # an older checkpoint
