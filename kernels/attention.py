@@ -34,15 +34,16 @@ from megatron.kernels.attention_launch import (
     compiled,
     configuration,
     constants,
-    descriptor,
-    key,
     mask_tensors,
     numbers,
     of_mask,
+    operand,
     section,
     shipped,
+    table_key,
 )
 from megatron.kernels.attention_masks import AttentionMask, keys_of_queries, schedule, visible
+from megatron.kernels.attention_tiles import load_tile, store_tile
 from megatron.kernels.configurations import find
 from megatron.kernels.lang import jit, tl
 from megatron.kernels.random import keep_scores
@@ -101,7 +102,7 @@ def _forward_pass(acc, m, l, q, k, v, kv, first, last, hole, gap, t, q_at, start
     """Take blocks first..last of keys into (acc [M, D], m [M] the greatest score so far, l [M] the sum); `gap` blocks are left out from `hole` on."""
     for step in range(first, last):
         block = step + tl.where(step >= hole, gap, 0) if MASKED else step
-        k_tile = tl.reshape(k.load([kv, block * N, 0]), [N, D])
+        k_tile = load_tile(k, (kv,), block * N, N, D)
         x, factor = capped(tl.dot(q, tl.trans(k_tile), input_precision="ieee"), scale, SOFTCAP)
         if MASKED:
             k_index = block * N + tl.arange(0, N)
@@ -116,7 +117,7 @@ def _forward_pass(acc, m, l, q, k, v, kv, first, last, hole, gap, t, q_at, start
         if DROPOUT:
             sample, head, k0, k1, threshold, inverse_keep = drop
             p = tl.where(keep_scores(sample, head, q_at, block * N, k0, k1, threshold, M, N), p * inverse_keep, 0.0)
-        v_tile = tl.reshape(v.load([kv, block * N, 0]), [N, D])
+        v_tile = load_tile(v, (kv,), block * N, N, D)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
         m = top
     return acc, m, l
@@ -135,7 +136,7 @@ def forward_kernel(q, k, v, out, lse, table, q_positions, k_positions, starts, s
     row = (blocks - 1 - block) * M
     rows = row + tl.arange(0, M)
     inside = rows < s
-    q_tile = tl.reshape(q.load([kv, member, row, 0]), [M, D])
+    q_tile = load_tile(q, (kv, member), row, M, D)
     q_at = tl.load(q_positions + rows, mask=inside, other=0) if POSITIONS else rows
     start = tl.load(starts + b * s + rows, mask=inside, other=0) if DOCUMENTS else rows
     drop = (tl.load(samples + b), first_head + head % heads, k0, k1, threshold, inverse_keep) if DROPOUT else (0, 0, 0, 0, 0, 0)
@@ -147,7 +148,7 @@ def forward_kernel(q, k, v, out, lse, table, q_positions, k_positions, starts, s
         acc, m, l = _forward_pass(acc, m, l, q_tile, k, v, kv, first, last, full_low, gap, t, q_at, start, k_positions, scale, drop,
                                   D, M, N, MASKED, CAUSAL, WINDOW, DOCUMENTS, POSITIONS, SOFTCAP, DROPOUT)
     total = tl.where(l == 0, 1.0, l)
-    out.store([kv, member, row, 0], tl.reshape((acc / total[:, None]).to(out.dtype), [1, 1, M, D]))
+    store_tile(out, (kv, member), row, acc / total[:, None], M, D)
     value = tl.where(l == 0, float("-inf"), m * 0.6931471805599453 + tl.log(total))
     tl.store(lse + head.to(tl.int64) * s + rows, value, mask=inside)
 
@@ -161,7 +162,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, options: Optio
     out = torch.empty(s, b, n, d, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, n, s, dtype=torch.float32, device=q.device)
     forward_kernel[(-(-s // tiles.M) * b * n,)](
-        descriptor(q, tiles.M), descriptor(k, tiles.N), descriptor(v, tiles.N), descriptor(out.view(q.shape), tiles.M), lse, mask.by_query,
+        operand(q, tiles.M), operand(k, tiles.N), operand(v, tiles.N), operand(out.view(q.shape), tiles.M), lse, mask.by_query,
         **mask_tensors(mask, sample_ids), **numbers(s, t, n, g, options), section=section(t, d, q.dtype, m),
         **constants(d, tiles, options, **of_mask(mask)), **tiles.launch())
     return out, lse
@@ -172,7 +173,7 @@ def unfit(d: int, arch: int = lang.HOPPER, dtype: torch.dtype = torch.bfloat16, 
     if d > 256 or d % 8:
         return f"head dimension {d}, which is no multiple of 8 up to 256"
     options = Options(1.0, softcap, drop)
-    rows = () if dtype == torch.float32 else (find(f"attention {kernel}", arch, **key(d, options, causal))
+    rows = () if dtype == torch.float32 else (find(f"attention {kernel}", arch, **table_key(d, options, causal))
                                               for kernel in ("forward", "dkv", "dq") for causal in (True, False))
     return next((fault for row in rows if (fault := row.unfit(arch))), None)
 
@@ -253,4 +254,4 @@ def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
     for d in (64, 128, 256):
         for variant in VARIANTS:
             if tiles := shipped("forward", d, variant, arch):
-                yield compiled(forward_kernel, "forward", d, tiles, variant, {"q": tiles.M, "k": tiles.N, "v": tiles.N, "out": tiles.M})
+                yield compiled(forward_kernel, "forward", d, tiles, variant, {"q": tiles.M, "k": tiles.N, "v": tiles.N, "out": tiles.M}, arch)

@@ -32,22 +32,25 @@ from megatron.kernels.attention_launch import (
     compiled,
     configuration,
     constants,
-    descriptor,
     mask_tensors,
     numbers,
     of_mask,
+    operand,
     section,
     shipped,
+    table_key,
 )
 from megatron.kernels.attention_masks import TILE, AttentionMask, keys_of_queries, queries_of_keys, schedule, visible
+from megatron.kernels.attention_tiles import load_tile, store_tile
 from megatron.kernels.configurations import find
 from megatron.kernels.lang import jit, tl
 from megatron.kernels.random import keep_scores, keep_scores_transposed
 
 
-def atomic(d: int, options: Options) -> bool:
+def atomic(d: int, options: Options, arch: int = lang.HOPPER) -> bool:
     """Whether dq is added up atomically: where it is asked for, and the registers and the shared memory suffice."""
-    return not options.deterministic and d <= 128 and options.softcap is None and options.drop == 0
+    able = not options.deterministic and d <= 128 and options.softcap is None and options.drop == 0
+    return able and not find("attention dkv_dq", arch, **table_key(d, options, True)).refused
 
 
 def heads_of_a_program(programs: int, group: int, multiprocessors: int) -> int:
@@ -109,7 +112,7 @@ def _dkv_pass(dk, dv, k_tile, v, q, dout, dq, base, delta, kv, member, first, la
     for step in range(first, last):
         block = step + tl.where(step >= hole, gap, 0) if MASKED else step
         rows = block * M + tl.arange(0, M)
-        q_tile = tl.reshape(q.load([kv, member, block * M, 0]), [M, D])
+        q_tile = load_tile(q, (kv, member), block * M, M, D)
         x = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
         p, slope = _probabilities(x, tl.load(base + rows)[None, :], scale, SOFTCAP)
         if MASKED or DROPOUT:
@@ -118,7 +121,7 @@ def _dkv_pass(dk, dv, k_tile, v, q, dout, dq, base, delta, kv, member, first, la
             start = tl.load(starts + rows, mask=rows < s, other=0) if DOCUMENTS else rows
             see = visible(q_at[None, :], k_at[:, None], k_index[:, None], start[None, :], t, CAUSAL, WINDOW, DOCUMENTS)
             p = tl.where(see, p, 0.0)
-        dout_tile = tl.reshape(dout.load([kv, member, block * M, 0]), [M, D])
+        dout_tile = load_tile(dout, (kv, member), block * M, M, D)
         dp = tl.dot(v, tl.trans(dout_tile), input_precision="ieee")
         kept = p
         if DROPOUT:
@@ -153,7 +156,7 @@ def dkv_kernel(q, k, v, dout, dk, dv, dq, base, delta, table, q_positions, k_pos
     b, kv = head * members // heads, head * members // group
     key = block * N
     k_index = key + tl.arange(0, N)
-    k_tile, v_tile = tl.reshape(k.load([kv, key, 0]), [N, D]), tl.reshape(v.load([kv, key, 0]), [N, D])
+    k_tile, v_tile = load_tile(k, (kv,), key, N, D), load_tile(v, (kv,), key, N, D)
     k_at = tl.load(k_positions + k_index, mask=k_index < t, other=0) if POSITIONS else k_index
     low, full_low, full_high, high = queries_of_keys(table, b if DOCUMENTS else 0, key, s, t, CAUSAL, WINDOW, TABLE, M, N)
     gap = full_high - full_low
@@ -168,8 +171,8 @@ def dkv_kernel(q, k, v, dout, dk, dv, dq, base, delta, table, q_positions, k_pos
                                          member, first, last, full_low, gap, s, t, key, k_at, q_positions,
                                          starts + b * s if DOCUMENTS else starts, scale, drop, D, M, N, MASKED, CAUSAL, WINDOW, DOCUMENTS, POSITIONS,
                                          SOFTCAP, DROPOUT, ATOMIC)
-    dk.store([head, key, 0], tl.reshape((dk_tile * scale).to(dk.dtype), [1, N, D]))
-    dv.store([head, key, 0], tl.reshape(dv_tile.to(dv.dtype), [1, N, D]))
+    store_tile(dk, (head,), key, dk_tile * scale, N, D)
+    store_tile(dv, (head,), key, dv_tile, N, D)
 
 
 @jit
@@ -179,9 +182,9 @@ def _dq_pass(dq, q, dout, k, v, base, delta, kv, first, last, hole, gap, t, q_at
     """Take blocks first..last of keys into dq [M, D]; `gap` blocks are left out from `hole` on. Tiles are [M queries, N keys]."""
     for step in range(first, last):
         block = step + tl.where(step >= hole, gap, 0) if MASKED else step
-        k_tile = tl.reshape(k.load([kv, block * N, 0]), [N, D])
+        k_tile = load_tile(k, (kv,), block * N, N, D)
         p, slope = _probabilities(tl.dot(q, tl.trans(k_tile), input_precision="ieee"), base[:, None], scale, SOFTCAP)
-        v_tile = tl.reshape(v.load([kv, block * N, 0]), [N, D])
+        v_tile = load_tile(v, (kv,), block * N, N, D)
         dp = tl.dot(dout, tl.trans(v_tile), input_precision="ieee")
         if DROPOUT:
             sample, head, k0, k1, threshold, inverse_keep = drop
@@ -210,7 +213,7 @@ def dq_kernel(q, k, v, dout, dq, base, delta, table, q_positions, k_positions, s
     row = (blocks - 1 - block) * M
     rows = row + tl.arange(0, M)
     inside = rows < s
-    q_tile, dout_tile = tl.reshape(q.load([kv, member, row, 0]), [M, D]), tl.reshape(dout.load([kv, member, row, 0]), [M, D])
+    q_tile, dout_tile = load_tile(q, (kv, member), row, M, D), load_tile(dout, (kv, member), row, M, D)
     at = head.to(tl.int64) * padded + rows
     base_tile, delta_tile = tl.load(base + at), tl.load(delta + at)
     q_at = tl.load(q_positions + rows, mask=inside, other=0) if POSITIONS else rows
@@ -223,7 +226,7 @@ def dq_kernel(q, k, v, dout, dq, base, delta, table, q_positions, k_positions, s
         first, last = (low, high - gap) if MASKED else (full_low, full_high)
         dq_tile = _dq_pass(dq_tile, q_tile, dout_tile, k, v, base_tile, delta_tile, kv, first, last, full_low, gap, t, q_at, start,
                            k_positions, scale, drop, D, M, N, MASKED, CAUSAL, WINDOW, DOCUMENTS, POSITIONS, SOFTCAP, DROPOUT)
-    dq.store([kv, member, row, 0], tl.reshape((dq_tile * scale).to(dq.dtype), [1, 1, M, D]))
+    store_tile(dq, (kv, member), row, dq_tile * scale, M, D)
 
 
 def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, qkv: Sequence[Tensor], mask: AttentionMask, options: Options,
@@ -243,16 +246,16 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, qkv: S
         out, dout, lse, None if dlse is None else dlse.contiguous(), base, delta, s, rows, m, *out.stride()[:3], *dout.stride()[:3], d=d,
         D=columns(d), M=prepare.numbers["M"], **prepare.launch())
     shared = mask_tensors(mask, sample_ids) | numbers(s, t, n, g, options) | {"padded": rows, "base": base, "delta": delta}
-    add = atomic(d, options)
     how = options, mask.causal, q.dtype, lang.capability(q.device)
+    add = atomic(d, options, how[-1])
     tiles = configuration("dkv_dq" if add else "dkv", d, *how)
     programs = -(-t // tiles.N) * b
     members = heads_of_a_program(programs * g, m, lang.multiprocessors(q.device))
     parts = [torch.empty(t, b * n // members, d, dtype=torch.float32, device=q.device) for _ in range(2)] if members < m else [dk, dv]
     sum_of_dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if add else None
     dkv_kernel[(programs * (n // members),)](
-        descriptor(q, tiles.M), descriptor(k, tiles.N), descriptor(v, tiles.N), descriptor(dout, tiles.M), *(descriptor(x, tiles.N) for x in parts),
-        descriptor(sum_of_dq, tiles.M) if add else None, table=mask.by_key, **shared, members=members,
+        operand(q, tiles.M), operand(k, tiles.N), operand(v, tiles.N), operand(dout, tiles.M), *(operand(x, tiles.N) for x in parts),
+        operand(sum_of_dq, tiles.M) if add else None, table=mask.by_key, **shared, members=members,
         section=section(s, d, q.dtype), **constants(d, tiles, options, **of_mask(mask)), ATOMIC=add, **tiles.launch())
     if members < m:
         for x, whole in zip(parts, (dk, dv), strict=True):
@@ -263,7 +266,7 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, qkv: S
         return gradients
     tiles = configuration("dq", d, *how)
     dq_kernel[(-(-s // tiles.M) * b * n,)](
-        descriptor(q, tiles.M), descriptor(k, tiles.N), descriptor(v, tiles.N), descriptor(dout, tiles.M), descriptor(dq, tiles.M),
+        operand(q, tiles.M), operand(k, tiles.N), operand(v, tiles.N), operand(dout, tiles.M), operand(dq, tiles.M),
         table=mask.by_query, **shared, section=section(t, d, q.dtype, m), **constants(d, tiles, options, **of_mask(mask)), **tiles.launch())
     return gradients
 
@@ -273,13 +276,13 @@ def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
     prepare = find("attention prepare", arch)
     for d in (64, 128, 256):
         for variant, (_, given) in VARIANTS.items():
-            adding = atomic(d, Options(scale=1.0, deterministic=False, **given))
+            adding = atomic(d, Options(scale=1.0, deterministic=False, **given), arch)
             for name in ("dkv", "dkv_dq", "dq") if adding else ("dkv", "dq"):
                 if tiles := shipped(name, d, variant, arch):
                     M, N = tiles.M, tiles.N
                     blocks = {"q": M, "k": N, "v": N, "dout": M} | ({} if name == "dq" else {"dk": N, "dv": N}) | ({} if name == "dkv" else {"dq": M})
                     kernel, more = (dq_kernel, {}) if name == "dq" else (dkv_kernel, {"ATOMIC": name == "dkv_dq"})
-                    yield compiled(kernel, name, d, tiles, variant, blocks, deterministic=name != "dkv_dq", **more)
+                    yield compiled(kernel, name, d, tiles, variant, blocks, arch, deterministic=name != "dkv_dq", **more)
         fixed = {"d": d, "D": columns(d), "M": prepare.numbers["M"]}
         types = {name: "*bf16" for name in ("out", "dout")} | {name: "*fp32" for name in ("lse", "dlse", "base", "delta")}
         signature = {name: types.get(name, "i32") for name in prepare_kernel.arg_names if name not in fixed}

@@ -51,7 +51,7 @@ class Options:
     tile: int = 0
 
 
-def key(d: int, options: Options, causal: bool) -> dict[str, Any]:
+def table_key(d: int, options: Options, causal: bool) -> dict[str, Any]:
     """The table's key for a call: tiles follow the head dimension and the costliest thing that is done to a score."""
     return {"d": max(64, columns(d)), "kind": "dropout" if options.drop > 0 else "softcap" if options.softcap is not None else "causal" if causal else "full"}
 
@@ -64,7 +64,7 @@ def configuration(kernel: str, d: int, options: Options, causal: bool, dtype: to
     """
     if options.tile or dtype == torch.float32:
         return Tiles(options.tile or 32, options.tile or 32)
-    row = find(f"attention {kernel}", arch, **key(d, options, causal))
+    row = find(f"attention {kernel}", arch, **table_key(d, options, causal))
     if fault := row.unfit(arch):
         raise ValueError(fault)
     numbers = row.numbers
@@ -98,6 +98,14 @@ def descriptor(x: Tensor, rows: int) -> Any:
     (length, *heads, d), (step, *steps, _) = x.shape, (given if size > 1 else x.shape[-1] for size, given in zip(x.shape, x.stride(), strict=True))
     assert d * x.element_size() % 16 == 0, "check with unfit()"
     return TensorDescriptor(x, [*heads, length, d], [*steps, step, 1], [1] * len(heads) + [rows, columns(d)])
+
+
+def operand(x: Tensor, rows: int) -> Any:
+    """x [length, b g, ..., d] as the kernels take it (attention_tiles.py): a descriptor; on GPUs older than Hopper its pointer, length, width, strides."""
+    if lang.capability(x.device) >= lang.HOPPER:
+        return descriptor(x, rows)
+    (length, *_, d), (step, *steps, _) = x.shape, x.stride()
+    return (x, length, d, step, *steps)
 
 
 def section(length: int, d: int, dtype: torch.dtype, heads: int = 1) -> int:
@@ -142,10 +150,10 @@ def shipped(kernel: str, d: int, variant: str, arch: int) -> Tiles | None:
     """What a kernel is launched with for a variant; None where the table refuses it for this architecture."""
     mask, given = VARIANTS[variant]
     call = Options(scale=1.0, **given), mask.get("causal", True)
-    return None if find(f"attention {kernel}", arch, **key(d, *call)).refused else configuration(kernel, d, *call, arch=arch)
+    return None if find(f"attention {kernel}", arch, **table_key(d, *call)).refused else configuration(kernel, d, *call, arch=arch)
 
 
-def compiled(kernel: Any, name: str, d: int, tiles: Tiles, variant: str, descriptors: Mapping[str, int], *,
+def compiled(kernel: Any, name: str, d: int, tiles: Tiles, variant: str, descriptors: Mapping[str, int], arch: int = lang.HOPPER, *,
              deterministic: bool = True, **more: Any) -> lang.Compiled:
     """The row of a kernel in bf16; `descriptors` gives rows of a block by argument name, `more` what else is compiled in."""
     mask, given = VARIANTS[variant]
@@ -158,14 +166,14 @@ def compiled(kernel: Any, name: str, d: int, tiles: Tiles, variant: str, descrip
     types |= {key: "*i64" if key == "samples" else "*i32" for key, present in given_tensors.items() if present}
     fixed |= {key: None for key, present in given_tensors.items() if not present}
     for key, rows in descriptors.items():
-        heads = "1, 1" if key in ("q", "out", "dout", "dq") else "1"
-        types[key] = f"tensordesc<{'fp32' if key == 'dq' and not deterministic else 'bf16'}[{heads}, {rows}, {columns(d)}]>"
+        kind, heads = "fp32" if key == "dq" and not deterministic else "bf16", 2 if key in ("q", "out", "dout", "dq") else 1
+        types[key] = f"tensordesc<{kind}[{'1, ' * heads}{rows}, {columns(d)}]>" if arch >= lang.HOPPER else (f"*{kind}", *["i32"] * (3 + heads))
     if "dq" in kernel.arg_names and "dq" not in descriptors:
         fixed["dq"] = None
     signature = {key: types.get(key, "i32") for key in kernel.arg_names if key not in fixed}
     return lang.Compiled(
         name=f"attention_{name}_{d}_{variant}", kernel=kernel, signature=signature, constants=fixed, matmul=True, row=tiles.row,
-        divisible=tuple(key for key, kind in signature.items() if kind.startswith("*")), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        divisible=tuple(key for key, kind in signature.items() if isinstance(kind, str) and kind.startswith("*")), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         options=tiles.options)
 
 

@@ -35,13 +35,13 @@ HOPPER = 90
 class Compiled:
     """One compilation of a kernel as it is shipped: what tools/kernel_manifest.py compiles without a GPU and counts instructions of.
 
-    `signature` maps argument names to Triton's types ("*bf16", "fp32", "i32", "tensordesc<bf16[128, 64]>"), in any order; `constants` are its
+    `signature` maps argument names to Triton's types ("*bf16", "fp32", "i32", "tensordesc<bf16[128, 64]>") or tuples of them, in any order; `constants` are its
     constexpr arguments; `divisible` names arguments that are multiples of 16 (pointers of torch's allocator are, strides mostly).
     """
 
     name: str
     kernel: Any
-    signature: Mapping[str, str]
+    signature: Mapping[str, Any]
     constants: Mapping[str, Any]
     divisible: tuple[str, ...] = ()
     num_warps: int = 4

@@ -3,6 +3,8 @@
 #   tests  those marked gpu (parity of 2 to 4 ranks on one GPU among them), and those of the kernels, which run compiled where there is a GPU
 #   sanitize  every kernel in small shapes under compute-sanitizer, which finds accesses out of bounds and races in shared memory: about 5 minutes at most
 #   kernels  the kernels beside PyTorch's and Liger's (where it is installed), against the device's limits: at most 9 minutes
+#   tune   other configurations of the kernels than the frozen ones; only where it is named. It goes on with tuned.jsonl in FOLDER, which each call of
+#          at most 9 minutes makes longer: tools/tune_kernels.py, which writes the table when asked
 #   zero   ZeRO's memory and speed, offload, and others' experiments, on one GPU that plays one rank of 8: at most 8 minutes
 #   train  a 125M-parameter GPT for 40 iterations on one device and, where there are two, on two: each way to share it, with communication beside
 #          computation and without
@@ -22,7 +24,7 @@ out="${1:-gpu-results}"
 parts="${*:2}"
 parts="${parts:-tests sanitize kernels zero train}"
 for part in $parts; do
-  case "$part" in tests | sanitize | kernels | zero | train) ;; *) echo "$part: no part; they are tests, sanitize, kernels, zero and train" >&2 && exit 2 ;; esac
+  case "$part" in tests | sanitize | kernels | tune | zero | train) ;; *) echo "$part: no part; they are tests, sanitize, kernels, tune, zero and train" >&2 && exit 2 ;; esac
 done
 mkdir -p "$out"
 "$python" - $parts <<'PYTHON' 2>&1 | tee "$out/versions.txt" || exit 2
@@ -75,6 +77,9 @@ fi
 if wanted kernels; then
   "$python" tools/benchmark_kernels.py --out "$out" 2>&1 | tee "$out/kernels.txt" || failed=1
   echo "to let auto take what has won: $python tools/adopt_kernels.py $out/kernels.json"
+fi
+if wanted tune; then
+  "$python" tools/tune_kernels.py --out "$out/tuned.jsonl" 2>&1 | tee -a "$out/tune.txt" || failed=1
 fi
 if wanted zero; then
   "$python" tools/benchmark_zero_gpu.py --out "$out" 2>&1 | tee "$out/zero.txt" || failed=1

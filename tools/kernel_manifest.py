@@ -71,11 +71,14 @@ def compile_row(row: lang.Compiled) -> Facts:
     names = row.kernel.arg_names
     missing = set(names) - set(row.signature) - set(row.constants)
     assert not missing, f"{row.name}: no type for {', '.join(sorted(missing))}"
+    divisible = [(names.index(name),) for name in row.divisible]
+    divisible += [(at, part) for at, name in enumerate(names) if isinstance(row.signature.get(name), tuple)  # a pointer, the length, the width, strides
+                  for part in range(len(row.signature[name])) if part != 1]
     gluon = row.kernel.is_gluon()
     source = (GluonASTSource if gluon else ASTSource)(
         fn=row.kernel, signature={name: "constexpr" if name in row.constants else row.signature[name] for name in names},
         constexprs={(names.index(name),): value for name, value in row.constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in row.divisible})
+        attrs={place: [["tt.divisibility", 16]] for place in divisible})
     options = {"num_warps": row.num_warps, "num_stages": row.num_stages, **row.options}
     return read_cubin(lang.triton.compile(source, target=GPUTarget("cuda", row.arch, 32), options=options), row.arch, gluon)
 
