@@ -124,6 +124,7 @@ def gate(rows: list[Row], arch: int, jobs: int, *, whole: bool) -> list[tuple[ke
         found, faults = result[at]
         faults += kernel_manifest.faults(shape, facts[name])
         found.update({key: max(value, found.get(key, 0)) for key, value in facts[name].items() if key != "error"})
+        found["num_warps"] = shape.num_warps
     return result
 
 
@@ -134,8 +135,9 @@ def again(text: str, arch: int, whole: bool) -> Iterator[lang.Compiled]:
             yield replace(shape, name=f"{at}/{shape.name}")
 
 
-def blocks_of_an_sm(facts: kernel_manifest.Facts, warps: int, arch: int) -> int:
+def blocks_of_an_sm(facts: kernel_manifest.Facts, arch: int) -> int:
     """How many blocks of threads a multiprocessor holds at once, by threads, registers (256 at a time a warp) and shared memory (1 KiB more each)."""
+    warps = facts["num_warps"]
     registers = -(-facts["registers"] * 32 // 256) * 256 * warps
     shared = configurations.shared_memory(arch) + 1024
     return min((1536 if arch in (86, 89, 120) else 2048) // (32 * warps), 65536 // registers, shared // (facts["shared"] + 1024), 32)
@@ -145,7 +147,7 @@ def show(row: Row, facts: kernel_manifest.Facts, faults: list[str], arch: int) -
     numbers = ", ".join(f"{name} {value}" for name, value in row.numbers.items())
     if "registers" not in facts:
         return f"| {title(row)} | {numbers} | - | - | - | - | {'; '.join(faults)} |"
-    blocks = blocks_of_an_sm(facts, row.numbers.get("num_warps", 4), arch)
+    blocks = blocks_of_an_sm(facts, arch)
     return f"| {title(row)} | {numbers} | {facts['registers']} | {facts['spilled']} | {facts['shared']} | {blocks} | {'; '.join(faults)} |"
 
 
