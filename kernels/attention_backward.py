@@ -6,8 +6,8 @@ With dP = dout v^T (dropped as P was) and delta = sum over d of dout out, minus 
 
 dk and dv: one program for N keys of a key head, which goes over all queries of all its query heads, with keys along the rows of its tiles, so
 that P^T and dS^T are operands as they are. dq: a program for M queries goes over their keys, so that every sum has one order and equal runs
-give equal bits (7 products a tile); or the dk/dv program adds its part of dq to memory atomically (5 products, sums in any order; up to
-d = 128, without soft-cap and dropout).
+give equal bits (7 products a tile); or the dk/dv program adds its part of dq to memory atomically (5 products, sums in any order;
+where that exists: why_not_atomic).
 
 Roofline: 10 b n s t d FLOPs (14 for what 7 products are), half of that when causal; 16 b n s d bytes in bf16 without grouped queries.
 8192 tokens, d = 128, 32 heads, causal: 1.37 TFLOP, 1.7 ms at 790 TFLOP/s; 0.54 GB, 0.12 ms at 4.3 TB/s.
@@ -47,10 +47,15 @@ from megatron.kernels.lang import jit, tl
 from megatron.kernels.random import keep_scores, keep_scores_transposed
 
 
-def atomic(d: int, options: Options, arch: int = lang.HOPPER) -> bool:
-    """Whether dq is added up atomically: where it is asked for, and the registers and the shared memory suffice."""
-    able = not options.deterministic and d <= 128 and options.softcap is None and options.drop == 0
-    return able and not find("attention dkv_dq", arch, **table_key(d, options, True)).refused
+def why_not_atomic(d: int, softcap: float | None, drop: float, arch: int = lang.HOPPER) -> str | None:
+    """Why dq cannot be added up atomically, in the kernel that makes dk and dv; None when it can."""
+    if d > 128:
+        return f"head dimension {d}: its tiles need more shared memory than a block of threads may have"
+    if d > 64 and (softcap is not None or drop > 0):
+        return f"{'dropout' if drop > 0 else 'soft-capping'} of attention at head dimension {d}: registers are spilled in the loops"
+    if refused := find("attention dkv_dq", arch, **table_key(d, Options(1.0, softcap, drop), True)).refused:
+        return f"compute capability {arch / 10}: {refused}"
+    return None
 
 
 def heads_of_a_program(programs: int, group: int, multiprocessors: int) -> int:
@@ -247,7 +252,7 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, qkv: S
         D=columns(d), M=prepare.numbers["M"], **prepare.launch())
     shared = mask_tensors(mask, sample_ids) | numbers(s, t, n, g, options) | {"padded": rows, "base": base, "delta": delta}
     how = options, mask.causal, q.dtype, lang.capability(q.device)
-    add = atomic(d, options, how[-1])
+    add = not options.deterministic
     tiles = configuration("dkv_dq" if add else "dkv", d, *how)
     programs = -(-t // tiles.N) * b
     members = heads_of_a_program(programs * g, m, lang.multiprocessors(q.device))
@@ -276,7 +281,7 @@ def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
     prepare = find("attention prepare", arch)
     for d in (64, 128, 256):
         for variant, (_, given) in VARIANTS.items():
-            adding = atomic(d, Options(scale=1.0, deterministic=False, **given), arch)
+            adding = why_not_atomic(d, given.get("softcap"), given.get("drop", 0.0), arch) is None
             for name in ("dkv", "dkv_dq", "dq") if adding else ("dkv", "dq"):
                 if tiles := shipped(name, d, variant, arch):
                     M, N = tiles.M, tiles.N

@@ -9,6 +9,7 @@ import torch
 from megatron.config.groups import Config, PrecisionConfig
 from megatron.kernels import attention_gluon, lang
 from megatron.kernels.attention import unfit
+from megatron.kernels.attention_backward import why_not_atomic
 from megatron.kernels.dispatch import OPERATORS, Choice, choose, flag_of
 from megatron.layers.attention import beyond_sdpa
 
@@ -50,6 +51,8 @@ def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str
     given = {"softcap": model.attn_logit_softcapping, "drop": model.attention_dropout}
     if model.kv_channels is not None and (reason := unfit(model.kv_channels, arch, dtype, **given)):
         unable["attention"]["triton"] = reason
+    elif not model.deterministic_mode and model.kv_channels is not None and (reason := why_not_atomic(model.kv_channels, **given, arch=arch)):
+        unable["attention"]["triton"] = f"--no-deterministic-mode with {reason}"
     if reason := attention_gluon.cannot(model.kv_channels, **given):
         unable["attention"]["gluon"] = reason
     if "bf16" in (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype):

@@ -90,6 +90,9 @@ def test_what_cannot_be_had_is_refused_with_a_way_out(no_interpreter):
         choose_kernels(of(dataclasses.replace(QUIET, attention_dropout=0.1, attention_backend="sdpa")), CPU)
     with pytest.raises(ValueError, match=r"^--attention-backend triton: .*; drop the flag, or take sdpa or plain$"):
         choose_kernels(of(dataclasses.replace(QUIET, kv_channels=12, attention_backend="triton")), GPU)
+    with pytest.raises(ValueError, match=r"^--attention-backend triton: --no-deterministic-mode with soft-capping of attention at head dimension 128: .*, or take plain$"):
+        capped = dataclasses.replace(QUIET, kv_channels=128, attn_logit_softcapping=5.0, deterministic_mode=False, attention_backend="triton")
+        choose_kernels(of(capped), GPU)
 
 
 @pytest.mark.parametrize("flag", ["exp_avg_dtype", "exp_avg_sq_dtype"])
