@@ -53,7 +53,8 @@ class Options:
 
 def table_key(d: int, options: Options, causal: bool) -> dict[str, Any]:
     """The table's key for a call: tiles follow the head dimension and the costliest thing that is done to a score."""
-    return {"d": max(64, columns(d)), "kind": "dropout" if options.drop > 0 else "softcap" if options.softcap is not None else "causal" if causal else "full"}
+    kind = "dropout" if options.drop > 0 else "softcap" if options.softcap is not None else "causal" if causal else "full"
+    return {"d": max(64, columns(d)), "kind": kind}
 
 
 def configuration(kernel: str, d: int, options: Options, causal: bool, dtype: torch.dtype = torch.bfloat16, arch: int = lang.HOPPER) -> Tiles:
@@ -68,7 +69,8 @@ def configuration(kernel: str, d: int, options: Options, causal: bool, dtype: to
     if fault := row.unfit(arch):
         raise ValueError(fault)
     numbers = row.numbers
-    return Tiles(numbers["M"], numbers["N"], numbers["num_warps"], numbers["num_stages"], {"maxnreg": numbers["maxnreg"]} if "maxnreg" in numbers else {}, row)
+    options_of_compiler = {name: numbers[name] for name in ("maxnreg",) if name in numbers}
+    return Tiles(numbers["M"], numbers["N"], numbers["num_warps"], numbers["num_stages"], options_of_compiler, row)
 
 
 def columns(d: int) -> int:
@@ -101,7 +103,7 @@ def descriptor(x: Tensor, rows: int) -> Any:
 
 
 def operand(x: Tensor, rows: int) -> Any:
-    """x [length, b g, ..., d] as the kernels take it (attention_tiles.py): a descriptor; on GPUs older than Hopper its pointer, length, width, strides."""
+    """x [length, b g, ..., d] as the kernels take it (attention_tiles.py): a descriptor; before Hopper its pointer, length, width, strides."""
     if lang.capability(x.device) >= lang.HOPPER:
         return descriptor(x, rows)
     (length, *_, d), (step, *steps, _) = x.shape, x.stride()
@@ -173,8 +175,8 @@ def compiled(kernel: Any, name: str, d: int, tiles: Tiles, variant: str, descrip
     signature = {key: types.get(key, "i32") for key in kernel.arg_names if key not in fixed}
     return lang.Compiled(
         name=f"attention_{name}_{d}_{variant}", kernel=kernel, signature=signature, constants=fixed, matmul=True, row=tiles.row,
-        divisible=tuple(key for key, kind in signature.items() if isinstance(kind, str) and kind.startswith("*")), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        options=tiles.options)
+        divisible=tuple(key for key, kind in signature.items() if isinstance(kind, str) and kind.startswith("*")),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, options=tiles.options)
 
 
 assert TILE % STEP == 0

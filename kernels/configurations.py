@@ -1,7 +1,7 @@
 """The one table of frozen configurations, configurations.json, and the function that looks a row up. Nothing is tuned while a model runs.
 
-A row belongs to an operator, an architecture and a key (of attention, head dimension and kind). `numbers` are what is chosen: tile sizes, warps, stages
-and options of the compiler for a kernel of fixed tiles; for one that follows its input's width, the most elements that a program takes, elements
+A row belongs to an operator, an architecture and a key (of attention, head dimension and kind). `numbers` are what is chosen: tile sizes, warps,
+stages and options of the compiler for a kernel of fixed tiles; for one that follows its input's width, the most elements that a program takes, elements
 or bytes a thread, programs in all, from which the operator's `configuration()` makes a launch. `spills` and `shared` are the bytes that it may spill
 and what it needs of shared memory, `measured` says by what it won and is absent where no GPU has had a say; a row `refused` says why there is none.
 
@@ -46,8 +46,8 @@ class Row:
         if self.refused:
             return f"{what} on compute capability {capability / 10}: {self.refused}"
         if self.shared > shared_memory(capability):
-            return (f"{what} needs {self.shared >> 10} KiB of shared memory for a block of threads, a GPU of compute capability {capability / 10} has "
-                    f"{shared_memory(capability) >> 10}")
+            return (f"{what} needs {self.shared >> 10} KiB of shared memory for a block of threads, "
+                    f"a GPU of compute capability {capability / 10} has {shared_memory(capability) >> 10}")
         return None
 
 

@@ -7,7 +7,7 @@
     python tools/kernel_manifest.py --write           # after a change that is meant: write the manifest anew
 
 The rows come from the functions `aot(architecture)` of kernels/*.py, which take the table kernels/configurations.json. Rules,
-whatever the manifest says: matrix products use wgmma on sm_90, tcgen05 on sm_100 and nothing older, on sm_80 the tensor cores and asynchronous copies;
+whatever the manifest says: matrix products use wgmma on sm_90, tcgen05 on sm_100 and nothing older, on sm_80 tensor cores and asynchronous copies;
 no more spilled bytes and shared memory than the table's row has. The manifest is keyed by Triton's version: with another one
 only the rules are checked. Compilation runs in processes of its own: the compiler can abort, and the row that it did that with is named.
 """
@@ -38,7 +38,8 @@ COUNTED = {"wgmma": r"HGMMA", "old_mma": r"HMMA", "tma_loads": r"UTMALDG", "tma_
            "atomics": r"(RED|ATOM)"}
 COUNTED_TOO = {80: {"cp_async": r"LDGSTS"}, 100: {"tcgen05": r"UTC\w*MMA"}}  # of one architecture
 PRODUCTS = {80: ("old_mma", "HMMA"), 90: ("wgmma", "wgmma"), 100: ("tcgen05", "tcgen05")}  # what matrix products have to be
-SUBSET = r"attention_(forward|dkv|dq)_128_causal$|attention_prepare_128|_bf16_4096|swiglu_bf16|adamw .*bf16 weights bf16|plain$|dropout_add_bf16|squares fp32|initialise|rotary_bf16_40"
+SUBSET = (r"attention_(forward|dkv|dq)_128_causal$|attention_prepare_128|_bf16_4096|swiglu_bf16|adamw .*bf16 weights bf16|plain$|dropout_add_bf16|"
+          r"squares fp32|initialise|rotary_bf16_40")
 OVERLAP = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1\b(.*?)WARPGROUP\.DEPBAR\.LE gsb0, 0x0\b", re.DOTALL)  # all products but one are over, then all
 ORDER = 0.02  # measured: up to 0.7%, by the order in which the compiler goes over its sets
 Facts = dict[str, Any]
@@ -72,7 +73,7 @@ def compile_row(row: lang.Compiled) -> Facts:
     missing = set(names) - set(row.signature) - set(row.constants)
     assert not missing, f"{row.name}: no type for {', '.join(sorted(missing))}"
     divisible = [(names.index(name),) for name in row.divisible]
-    divisible += [(at, part) for at, name in enumerate(names) if isinstance(row.signature.get(name), tuple)  # a pointer, the length, the width, strides
+    divisible += [(at, part) for at, name in enumerate(names) if isinstance(row.signature.get(name), tuple)  # pointer, length, width, strides
                   for part in range(len(row.signature[name])) if part != 1]
     gluon = row.kernel.is_gluon()
     source = (GluonASTSource if gluon else ASTSource)(

@@ -2,8 +2,8 @@
 
     python tools/tune_kernels.py --compile-only --only "attention dq"        # no GPU: what each candidate for sm_90 compiles to (--arch 80, 100)
     python tools/tune_kernels.py --out tuned.jsonl [--minutes 8]             # on a GPU: a line for each row of the table; goes on where FILE ends
-    python tools/tune_kernels.py --out tuned.jsonl --write                   # and puts what won into the table; then: tools/kernel_manifest.py --write
-    python tools/tune_kernels.py --out tuned.jsonl --tiny                    # small shapes, few candidates, on a CPU in the interpreter: to try the tool
+    python tools/tune_kernels.py --out tuned.jsonl --write                   # and puts what won into the table; then kernel_manifest.py --write
+    python tools/tune_kernels.py --out tuned.jsonl --tiny                    # small shapes, few candidates, also on a CPU: to try the tool
 
 For each row: candidates are compiled ahead of time, in processes of their own; those that break a rule of the gate (shared memory, spilled bytes
 beyond the frozen row's, no wgmma) are dropped. What is left is timed beside the frozen row, a call of each in turn, the four best and the frozen one
@@ -61,7 +61,8 @@ from megatron.kernels import (
 )
 from megatron.kernels.configurations import FILE, Row, find, read, write
 
-GRID = {"M": (32, 64, 128), "N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3, 4), "maxnreg": (0, 128)}  # of kernels with matrix products
+# of kernels with matrix products
+GRID = {"M": (32, 64, 128), "N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3, 4), "maxnreg": (0, 128)}
 MODULES = {"activation": activation, "adamw": adamw, "attention forward": attention, "attention": attention_backward, "cross_entropy": cross_entropy,
            "dropout": dropout, "fp8": fp8, "grad_norm": grad_norm, "initialise": initialise, "norm": norm, "rotary": rotary}
 UNTUNED = "attention gluon"  # has few layouts, which benchmark_kernels.py measures
@@ -218,7 +219,8 @@ def tune(row: Row, arch: int, clock: Clock, jobs: int) -> dict[str, Any]:
         fit = tried
     else:
         fit = [each for each, (_, faults) in zip(tried, gate(tried, arch, jobs, whole=False), strict=True) if not faults]
-    line: dict[str, Any] = {"operator": row.operator, "arch": arch, "key": dict(row.key), "frozen": dict(row.numbers), "tried": len(tried), "fit": len(fit)}
+    line: dict[str, Any] = {"operator": row.operator, "arch": arch, "key": dict(row.key), "frozen": dict(row.numbers),
+                            "tried": len(tried), "fit": len(fit)}
     case = tuned_operators.case(row, clock.device, clock.tiny)
     fit = [row, *fit]
     quick = clock.rounds(fit, case.call, 1 if clock.tiny else ROUNDS["first"])

@@ -1,4 +1,4 @@
-"""The table of configurations: every row is looked up and compiled, a GPU gets its own or an older one's, and one that lacks what a row needs is refused."""
+"""The table of configurations: every row is compiled, a GPU gets its own or an older one's, and one that lacks what a row needs is refused."""
 
 import json
 import sys
@@ -33,16 +33,16 @@ def test_every_row_is_compiled_and_none_of_its_numbers_is_dead(monkeypatch):
     stray = replace(ROWS[0], key={"kind": "nobody asks for it"})
     assert dead([*ROWS, stray], compiled) == [stray]
     before = {each.name: each for each in compiled}
-    for row in {each.row.operator: each.row for each in reversed(compiled)}.values():  # what a row says reaches the kernels: each number, halved, changes them
+    for row in {each.row.operator: each.row for each in reversed(compiled)}.values():  # each number, halved, changes what is compiled
         for name in row.numbers:
             changed = replace(row, numbers=row.numbers | {name: row.numbers[name] // 2})
             with monkeypatch.context() as patch:
                 patch.setattr(configurations, "TABLE", index([changed if each == row else each for each in ROWS]))
                 after = [each for each in kernel_manifest.rows().values() if each.row == changed]
             assert after, (row, name)
-            facts = ((each.constants, each.num_warps, each.num_stages, each.options) for each in after)
-            old = ((before[each.name].constants, before[each.name].num_warps, before[each.name].num_stages, before[each.name].options) for each in after)
-            assert name in ("programs", "warps") or any(a != b for a, b in zip(facts, old, strict=True)), (row, name)
+            facts, old = ([(each.constants, each.num_warps, each.num_stages, each.options) for each in group]
+                          for group in (after, [before[each.name] for each in after]))
+            assert name in ("programs", "warps") or facts != old, (row, name)
 
 
 def test_a_refused_row_says_why_and_is_one_that_attention_looks_up():
@@ -51,7 +51,8 @@ def test_a_refused_row_says_why_and_is_one_that_attention_looks_up():
         if row.refused:
             given = {"dropout": {"drop": 0.1}, "softcap": {"softcap": 50.0}}.get(row.key["kind"], {})
             with pytest.raises(ValueError, match="on compute capability"):
-                configuration(row.operator.removeprefix("attention "), row.key["d"], Options(1.0, **given), row.key["kind"] == "causal", arch=row.arch)
+                kernel, causal = row.operator.removeprefix("attention "), row.key["kind"] == "causal"
+                configuration(kernel, row.key["d"], Options(1.0, **given), causal, arch=row.arch)
 
 
 def test_what_rows_accept_is_what_their_kernels_need():
@@ -83,7 +84,8 @@ def test_the_newest_row_that_is_not_newer(monkeypatch):
 def test_a_gpu_without_the_shared_memory_is_refused():
     row = Row("attention forward", 80, {"d": 64, "kind": "full"}, {"M": 64}, shared=120 << 10)
     assert row.unfit(80) is None and row.unfit(90) is None
-    assert row.unfit(86) == "attention forward (d 64, kind full) needs 120 KiB of shared memory for a block of threads, a GPU of compute capability 8.6 has 99"
+    assert row.unfit(86) == ("attention forward (d 64, kind full) needs 120 KiB of shared memory for a block of threads, "
+                             "a GPU of compute capability 8.6 has 99")
     assert [shared_memory(arch) for arch in (80, 86, 89, 90, 100, 103, 120, 121)] == [166912, 101376, 101376, 232448, 232448, 232448, 101376, 101376]
     assert unfit(128) is None and unfit(128, 90, softcap=50.0) is None
     assert unfit(260) == "head dimension 260, which is no multiple of 8 up to 256" and "260" in unfit(260, 80)

@@ -158,7 +158,8 @@ def _initialise(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
 
 def _norm(draw: Draw, key: dict[str, Any], direction: str) -> Case:
     wide, dtype = key["kind"] == "wide", torch.float32 if key.get("bytes") == 4 else torch.bfloat16
-    rows, width = draw.either((5, (33000 if direction == "forward" else 9000) if wide else 300), (8192, 4096)) if draw.tiny or not wide else (1024, 65536)
+    small = (33000 if direction == "forward" else 9000) if wide else 300  # just wider than a program holds
+    rows, width = draw.either((5, small), (1024, 65536) if wide else (8192, 4096))
     x, weight, dy = draw(rows, width, dtype=dtype), draw(width, dtype=dtype), draw(rows, width, dtype=dtype)
 
     def definition(x: Tensor, weight: Tensor) -> Tensor:
