@@ -53,7 +53,10 @@ failed=0
 if wanted tests; then
   # shellcheck disable=SC2046  # only the files that hold such tests: the others' imports cost half a minute
   "$python" -m pytest -m gpu $(grep -rl --include='test_*.py' 'mark\.gpu' tests) 2>&1 | tee "$out/tests.txt" || failed=1
-  "$python" -m pytest tests/kernels 2>&1 | tee "$out/tests-kernels.txt" || failed=1
+  # every launch that is new is compiled: several processes at once, each with its part of the tests
+  shards=$(($(nproc) > 3 ? $(nproc) / 2 : 1))
+  seq "$shards" | xargs -P "$shards" -I '{}' sh -c '"$1" -m pytest tests/kernels --shard "{}/$2" >"$3/tests-kernels-{}.txt" 2>&1' - "$python" "$shards" "$out" || failed=1
+  grep -hE "^(FAILED|ERROR)|passed|failed" "$out"/tests-kernels-*.txt | tee "$out/tests-kernels.txt"
 fi
 if wanted sanitize; then
   if ! command -v compute-sanitizer >/dev/null; then

@@ -76,11 +76,25 @@ class Clock:
             terminalreporter.line(f"{seconds / 60:6.2f} of {MINUTES[folder]:5.2f}  tests/{folder}")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", metavar="K/N", help="every N-th test, from the K-th on: what is compiled for a GPU takes several processes")
+
+
+def shard_of(items: list[pytest.Item], shard: str) -> list[pytest.Item]:
+    """Raises pytest.UsageError for what is no K/N with 1 <= K <= N."""
+    first, _, step = shard.partition("/")
+    if not (first.isdigit() and step.isdigit() and 1 <= int(first) <= int(step)):
+        raise pytest.UsageError(f"--shard {shard}: expected K/N, as in 1/4 to 4/4")
+    return items[int(first) - 1 :: int(step)]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Clock(), "clock")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("shard"):
+        items[:] = shard_of(items, config.getoption("shard"))
     missing = {folder_of(item.path) for item in items} - MINUTES.keys()
     if missing:
         raise pytest.UsageError(f"tests/minutes.json allots no time to {', '.join(sorted(missing))}: add a line")
