@@ -51,6 +51,7 @@ from megatron.config.validate import resolve
 from megatron.data.loader import Batch, Data
 from megatron.dist.collectives import ALL_GATHER, REDUCE_SCATTER
 from megatron.dist.groups import build_groups
+from megatron.dist.setup import set_determinism
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import compute_dtype
@@ -240,6 +241,7 @@ def measure(case: Case, tiny: bool) -> dict[str, Any]:
     setattr(dist, REDUCE_SCATTER, keep_own_slice)
     if cuda:
         torch.cuda.set_device(device)
+        set_determinism(device, True)
         make_streams_wait()
     with contextlib.nullcontext() if cuda else LiveBytes() as live:
         before = torch.cuda.memory_allocated() if live is None else live.now
