@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.kernels import lang, philox
+from megatron.kernels import attention_gluon, lang, philox
 from megatron.kernels.attention_backward import backward, tanh, why_not_atomic
 from megatron.kernels.attention_launch import (
     RUNTIME,
@@ -181,9 +181,11 @@ def unfit(d: int, arch: int = lang.HOPPER, dtype: torch.dtype = torch.bfloat16, 
 @torch.library.custom_op("megatron::flash_attention", mutates_args=())
 def _flash_attention(qkv: Sequence[Tensor], scale: float, softcap: float | None, causal: bool, window: int | None, q_positions: Tensor | None,
                      k_positions: Tensor | None, document_starts: Tensor | None, by_query: Tensor | None, by_key: Tensor | None, drop: float,
-                     key: Sequence[int], sample_ids: Tensor | None, first_head: int, deterministic: bool, tile: int) -> tuple[Tensor, Tensor]:
+                     key: Sequence[int], sample_ids: Tensor | None, first_head: int, deterministic: bool, tile: int,
+                     gluon: bool) -> tuple[Tensor, Tensor]:
     mask = AttentionMask(causal, window, q_positions, k_positions, document_starts, by_query, by_key)
-    return forward(*by_key_head(qkv), mask, Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile), sample_ids)
+    options = Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile)
+    return attention_gluon.forward(*by_key_head(qkv), mask, options) if gluon else forward(*by_key_head(qkv), mask, options, sample_ids)
 
 
 @_flash_attention.register_fake
@@ -218,7 +220,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     out, lse, *tensors = ctx.saved_tensors
     qkv, rest = tensors[: ctx.count], iter(tensors[ctx.count :])
     others = [next(rest) if other is None else other[0] for other in ctx.others]
-    gradients = torch.ops.megatron.flash_attention_backward(torch.zeros_like(out) if dout is None else dout, dlse, out, lse, qkv, *others)
+    gradients = torch.ops.megatron.flash_attention_backward(torch.zeros_like(out) if dout is None else dout, dlse, out, lse, qkv, *others[:-1])
     return gradients, *(None for _ in others)
 
 
@@ -226,8 +228,9 @@ _flash_attention.register_autograd(_differentiate, setup_context=_save)
 
 
 def flash_attention(*qkv: Tensor, scale: float, mask: AttentionMask, softcap: float | None = None, drop: float = 0.0, key: philox.Key = (0, 0),
-                    sample_ids: Tensor | None = None, first_head: int = 0, deterministic: bool = True, tile: int = 0) -> tuple[Tensor, Tensor]:
-    """(out [s, b, n, d], lse [b, n, s]) as of attention_reference, by the kernels; both have gradients.
+                    sample_ids: Tensor | None = None, first_head: int = 0, deterministic: bool = True, tile: int = 0,
+                    gluon: bool = False) -> tuple[Tensor, Tensor]:
+    """(out [s, b, n, d], lse [b, n, s]) as of attention_reference, by the kernels; both have gradients. `gluon`: forward by attention_gluon.py.
 
     Given are q, k, v, or the fused projection [s, b, g, m + 2, d] alone: each key head's m query heads, the key, the value. They are read where
     they are, and the gradient of the fused one is written whole, so that nothing is copied on either way.
@@ -248,7 +251,7 @@ def flash_attention(*qkv: Tensor, scale: float, mask: AttentionMask, softcap: fl
     assert mask.by_query is not None or (mask.q_positions is None and mask.document_starts is None), "make the mask with attention_mask()"
     return torch.ops.megatron.flash_attention(
         list(qkv), scale, softcap, mask.causal, mask.window, mask.q_positions, mask.k_positions, mask.document_starts, mask.by_query, mask.by_key,
-        drop, list(key), sample_ids, first_head, deterministic, tile)
+        drop, list(key), sample_ids, first_head, deterministic, tile, gluon)
 
 
 def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:

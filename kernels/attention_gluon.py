@@ -1,6 +1,6 @@
 """Flash attention forward on Hopper, written out warp by warp in Gluon, the low-level language within Triton's wheel. Backward is attention_backward.py's.
 
-q [s, b, n, d], k and v [t, b, g, d], out and lse as in attention.py, which has the definition; bf16 and fp16, d up to 128. A block of threads takes
+q, k, v, out and lse as in attention.py, which has the definition and the operator; bf16 and fp16, d up to 128. A block of threads takes
 128 rows of one head after another (a persistent grid). In it:
 
 - one warp loads: q of a tile, then k and v of block after block into two rings of buffers, through the TMA unit. A buffer has two mbarriers: `full`,
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels import lang
-from megatron.kernels.attention_launch import aligned, columns, descriptor, section
+from megatron.kernels.attention_launch import Options, aligned, columns, descriptor, section
 from megatron.kernels.attention_masks import TILE, AttentionMask, keys_of_queries, schedule
 from megatron.kernels.configurations import find
 
@@ -131,19 +131,19 @@ def _produce(q, k, v, table, buffers, barriers, sizes, CAUSAL: gl.constexpr, WIN
     count = 0
     for index in range(_count_tiles(sizes, M)):
         row, head = _tile(index, sizes, M)
-        b, n = head // heads, head % heads
+        kv, member = head // group, head % group
         span, edges, steps = _blocks_of_tile(table, row, head, sizes, CAUSAL, WINDOW, TABLE, M, N)
         for part in gl.static_range(PARTS):
-            _load(q, [b, n, row + part * (M // PARTS), 0], q_tiles, q_bars, index * PARTS + part, PARTS)
+            _load(q, [kv, member, row + part * (M // PARTS), 0], q_tiles, q_bars, index * PARTS + part, PARTS)
         at = _block(0, span, edges) * N
-        _load(k, [b, n // group, at, 0], k_ring, k_bars, count, STAGES)
+        _load(k, [kv, 0, at, 0], k_ring, k_bars, count, STAGES)
         for step in range(1, steps):
             after = _block(step, span, edges) * N
-            _load(k, [b, n // group, after, 0], k_ring, k_bars, count + 1, STAGES)
-            _load(v, [b, n // group, at, 0], v_ring, v_bars, count, STAGES)
+            _load(k, [kv, 0, after, 0], k_ring, k_bars, count + 1, STAGES)
+            _load(v, [kv, 0, at, 0], v_ring, v_bars, count, STAGES)
             at = after
             count += 1
-        _load(v, [b, n // group, at, 0], v_ring, v_bars, count, STAGES)
+        _load(v, [kv, 0, at, 0], v_ring, v_bars, count, STAGES)
         count += 1
 
 
@@ -246,7 +246,7 @@ def _consume(out, lse, table, starts, buffers, barriers, sizes, factor, PART: gl
     rounds = 0
     for index in range(_count_tiles(sizes, M)):
         row, head = _tile(index, sizes, M)
-        b, n = head // heads, head % heads
+        b, kv, member = head // heads, head // group, head % group
         span, edges, steps = _blocks_of_tile(table, row, head, sizes, CAUSAL, WINDOW, TABLE, M, N)
         row += PART * R
         q_at = row + gl.arange(0, R, layout=ROW)
@@ -273,7 +273,7 @@ def _consume(out, lse, table, starts, buffers, barriers, sizes, factor, PART: gl
         tma.store_wait(0)
         out_tile.reshape([R, D]).store(result.to(out_tiles.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out, [b, n, row, 0], out_tile)
+        tma.async_copy_shared_to_global(out, [kv, member, row, 0], out_tile)
         value = gl.where(l == 0, float("-inf"), m * 0.6931471805599453 + gl.log(total))
         gl.store(lse + gl.cast(head, gl.int64) * s + q_at, value, mask=q_at < s)
     tma.store_wait(0)
@@ -291,7 +291,7 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 @partial(jit, do_not_specialize=RUNTIME)
 def forward_kernel(q, k, v, out, lse, table, starts, s, t, all_heads, heads, group, section, scale, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
                    TABLE: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):
-    """q, k, v, out: descriptors [b, heads, length, d] of blocks [1, 1, 64 or N, D], which read zeros and write nothing beyond."""
+    """q, out: descriptors [b g, m, s, d] of blocks [1, 1, 64, D]; k, v [b g, 1, t, d] of [1, 1, N, D]. They read zeros and write nothing beyond."""
     q_tiles = gl.allocate_shared_memory(q.dtype, [PARTS] + q.block_type.shape, q.layout)
     k_ring = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_type.shape, k.layout)
     v_ring = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_type.shape, v.layout)
@@ -356,61 +356,21 @@ def _fixed(layout: Layout, causal: bool, window: int | None, documents: bool) ->
             "PINGPONG": layout.pingpong, "REGISTERS": layout.registers, "PRODUCER_REGISTERS": layout.producer_registers}
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, layout: Layout | None = None) -> tuple[Tensor, Tensor]:
-    """(out, lse) by one launch."""
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, options: Options, layout: Layout | None = None) -> tuple[Tensor, Tensor]:
+    """(out [s, b, n, d], lse [b, n, s]) of q [s, b, g, m, d], k and v [t, b, g, d], by one launch."""
     assert mask.document_starts is None or layout is None or TILE % (layout.consumers * ROWS) == 0, "a row of the mask's table serves whole tiles"
-    q, k, v = aligned(q), aligned(k), aligned(v)
-    (s, b, n, d), (t, _, g, _) = q.shape, k.shape
-    layout = layout or configuration(d)
+    assert q.shape[4] <= 128 and mask.q_positions is None and cannot(None, softcap=options.softcap, drop=options.drop) is None
+    (s, b, g, m, d), t = q.shape, len(k)
+    n, layout = g * m, layout or configuration(d)
+    q, k, v = aligned(q.flatten(1, 2)), *(aligned(x.flatten(1, 2).unsqueeze(2)) for x in (k, v))
     out = torch.empty(s, b, n, d, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, n, s, dtype=torch.float32, device=q.device)
     programs = min(lang.multiprocessors(q.device), -(-s // (layout.consumers * ROWS)) * b * n)
     forward_kernel[(programs,)](
-        _described(q, ROWS), _described(k, layout.N), _described(v, layout.N), _described(out, ROWS), lse, mask.by_query, mask.document_starts,
-        s=s, t=t, all_heads=b * n, heads=n, group=n // g, section=section(t, d, q.dtype, n // g), scale=scale,
+        _described(q, ROWS), _described(k, layout.N), _described(v, layout.N), _described(out.view(q.shape), ROWS), lse, mask.by_query,
+        mask.document_starts, s=s, t=t, all_heads=b * n, heads=n, group=m, section=section(t, d, q.dtype, m), scale=options.scale,
         **_fixed(layout, mask.causal, mask.window, mask.document_starts is not None), num_warps=4)
     return out, lse
-
-
-@torch.library.custom_op("megatron::flash_attention_gluon", mutates_args=())
-def _flash_attention_gluon(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None, document_starts: Tensor | None,
-                           by_query: Tensor | None, by_key: Tensor | None, deterministic: bool) -> tuple[Tensor, Tensor]:
-    return forward(q, k, v, AttentionMask(causal, window, document_starts=document_starts, by_query=by_query, by_key=by_key), scale)
-
-
-@_flash_attention_gluon.register_fake
-def _(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    s, b, n, _d = q.shape
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(b, n, s, dtype=torch.float32, device=q.device)
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, scale, causal, window, document_starts, by_query, by_key, deterministic = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, q, k, v, document_starts, by_query, by_key)
-    ctx.others = scale, causal, window, deterministic
-
-
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    out, lse, q, k, v, document_starts, by_query, by_key = ctx.saved_tensors
-    scale, causal, window, deterministic = ctx.others
-    gradients = torch.ops.megatron.flash_attention_backward(
-        torch.zeros_like(out) if dout is None else dout, dlse, out, lse, [q, k, v], scale, None, causal, window, None, None, document_starts, by_query,
-        by_key, 0.0, [0, 0], None, 0, deterministic, 0)
-    return *gradients, *(None for _ in range(7))
-
-
-_flash_attention_gluon.register_autograd(_differentiate, setup_context=_save)
-
-
-def flash_attention_gluon(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: AttentionMask, softcap: None = None,
-                          deterministic: bool = True) -> tuple[Tensor, Tensor]:
-    """(out, lse) as of flash_attention, with its backward pass. No positions, dropout or soft-cap."""
-    assert softcap is None and cannot(q.shape[3]) is None
-    assert scale > 0 and q.shape[2] % k.shape[2] == 0 and k.shape == v.shape and q.shape[1] == k.shape[1] and mask.q_positions is None
-    assert mask.by_query is not None or mask.document_starts is None, "make the mask with attention_mask()"
-    return torch.ops.megatron.flash_attention_gluon(
-        q, k, v, scale, mask.causal, mask.window, mask.document_starts, mask.by_query, mask.by_key, deterministic)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {  # of the mask

@@ -30,7 +30,7 @@ if not torch.cuda.is_available():
 from megatron.kernels.activation import KINDS, activation, activation_backward
 from megatron.kernels.adamw import adamw_
 from megatron.kernels.attention import flash_attention
-from megatron.kernels.attention_gluon import flash_attention_gluon, unfit
+from megatron.kernels.attention_gluon import unfit
 from megatron.kernels.attention_masks import attention_mask
 from megatron.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_parts
 from megatron.kernels.dropout import dropout, dropout_add
@@ -77,7 +77,7 @@ def gluon_calls() -> Iterator[tuple[str, Callable[[], None]]]:
     for d, has in ((64, {}), (128, {"causal": False}), (96, {"window": 40})) if unfit(DEVICE, HALF) is None else ():
         q, k, v = (random(150, 2, heads, d) for heads in (4, 2, 2))
         mask = attention_mask(150, 150, **has)
-        yield f"attention in Gluon, d {d}", lambda q=q, k=k, v=v, d=d, mask=mask: flash_attention_gluon(q, k, v, scale=d**-0.5, mask=mask)
+        yield f"attention in Gluon, d {d}", lambda q=q, k=k, v=v, d=d, mask=mask: flash_attention(q, k, v, scale=d**-0.5, mask=mask, gluon=True)
 
 
 def norm_call(rows: int, width: int, bias: bool, residual: bool) -> None:

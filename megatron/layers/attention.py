@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
 from megatron.kernels.attention import attention_reference, flash_attention
-from megatron.kernels.attention_gluon import flash_attention_gluon
 from megatron.kernels.attention_masks import AttentionMask, attention_mask
 from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.linear import ColumnLinear, RowLinear
@@ -23,7 +22,7 @@ from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 
 CAUSAL = AttentionMask()
-FLASH = {"triton": flash_attention, "gluon": flash_attention_gluon}  # ours, which take masks with tables
+FLASH = {"triton": flash_attention, "gluon": partial(flash_attention, gluon=True)}  # ours, which take masks with tables
 
 
 def mask_of(config: ModelConfig, length: int, document_starts: Tensor | None) -> AttentionMask:
@@ -117,7 +116,7 @@ class SelfAttention(nn.Module):
         if self.config.rotary_backend == "triton" and self.q_norm is None and rotary is not None:
             qkv, rotary = rotate_fused(qkv, rotary, heads), None
         qkv = qkv.view(s, b, *heads)
-        if backend == "triton" and self.q_norm is None and rotary is None:
+        if backend in FLASH and self.q_norm is None and rotary is None:
             parts = (qkv,)
         else:
             q, k, v = qkv.split((self.queries_per_group, 1, 1), dim=3)

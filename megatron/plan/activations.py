@@ -256,7 +256,7 @@ def attention_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: 
 def takes_projection(model: ModelConfig) -> bool:
     """Whether attention reads the fused projection itself, and writes its gradient."""
     turned = model.rotary_backend == "triton" or model.position_embedding_type not in ("rope", "yarn")
-    return model.attention_backend == "triton" and turned and not model.qk_layernorm
+    return model.attention_backend in OURS and turned and not model.qk_layernorm
 
 
 def uses_plain_attention(model: ModelConfig) -> bool:

@@ -263,8 +263,8 @@ class TestOps:
         rest = (0.2, None, True, mask.window, None, None, mask.document_starts, mask.by_query, mask.by_key, 0.5, list(KEY),
                 options["sample_ids"][:1], 3, True, tile)
         leaves = [x.detach().clone().requires_grad_() for x in tensors]
-        torch.library.opcheck(torch.ops.megatron.flash_attention.default, (leaves, *rest))
-        out, lse = torch.ops.megatron.flash_attention(tensors, *rest)
+        torch.library.opcheck(torch.ops.megatron.flash_attention.default, (leaves, *rest, False))
+        out, lse = torch.ops.megatron.flash_attention(tensors, *rest, False)
         torch.library.opcheck(torch.ops.megatron.flash_attention_backward.default, (dout, dlse, out, lse, tensors, *rest))
 
     def gradients(self, attend, tensors):

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import assert_as_good, canaries
+from checks import Allocations, assert_as_good, canaries
 from gluon_interpreter import Fault, Interpreted
 
 from megatron.kernels import attention_gluon, lang
-from megatron.kernels.attention import attention_reference
-from megatron.kernels.attention_gluon import cannot, flash_attention_gluon, forward_kernel, unfit
+from megatron.kernels.attention import attention_reference, flash_attention
+from megatron.kernels.attention_gluon import cannot, forward_kernel, unfit
+from megatron.kernels.attention_launch import Options
 from megatron.kernels.attention_masks import attention_mask
 
 pytestmark = pytest.mark.skipif(attention_gluon.gluon is None, reason="this Triton has no Gluon")
@@ -67,7 +68,7 @@ def test_equals_the_definition(interpreted, name):
     for seed in range(3):
         interpreted(programs, seed)
         with canaries():
-            results.append(flash_attention_gluon(q, k, v, scale=scale, mask=mask))
+            results.append(flash_attention(q, k, v, scale=scale, mask=mask, gluon=True))
     for ours, want, low in zip(results[0], exact, torchs, strict=True):
         assert_as_good(ours, want, low)
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
@@ -82,7 +83,7 @@ def test_order_does_not_matter(interpreted, monkeypatch, layout):
     found = []
     for seed in range(12):
         interpreted(4, seed)
-        found.append(flash_attention_gluon(q, k, v, scale=0.1, mask=mask))
+        found.append(flash_attention(q, k, v, scale=0.1, mask=mask, gluon=True))
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(other, found[0], strict=True))
 
 
@@ -93,13 +94,26 @@ def test_gradients_are_those_of_the_other_kernels(interpreted, device):
     interpreted(2)
     x = [each[:70].detach().requires_grad_() for each in (q, k, v)]
     mask = attention_mask(70, 70, window=5)
-    out, lse = flash_attention_gluon(*x, scale=0.1, mask=mask)
+    out, lse = flash_attention(*x, scale=0.1, mask=mask, gluon=True)
     (out.float().sin().sum() + lse.sum()).backward()
     y = [each[:70].double().requires_grad_() for each in (q, k, v)]
     out, lse = attention_reference(*y, scale=0.1, mask=mask)
     (out.sin().sum() + lse.sum()).backward()
     for ours, exact in zip(x, y, strict=True):
         assert (ours.grad.double() - exact.grad).norm() < 5e-3 * exact.grad.norm()
+
+
+def test_the_fused_projection_is_read_where_it_lies(interpreted, monkeypatch):
+    """Two key heads of three query heads each: the same bits as of its parts, and nothing is copied."""
+    fused = torch.randn(70, 2, 2, 3 + 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    q, k, v = fused.split((3, 1, 1), 3)
+    interpreted(3)
+    parts = flash_attention(q.reshape(70, 2, 6, 64), k.squeeze(3), v.squeeze(3), scale=0.1, mask=attention_mask(70, 70), gluon=True)
+    allocations = Allocations()
+    monkeypatch.setattr(attention_gluon, "forward", allocations.inside(attention_gluon.forward))
+    whole = flash_attention(fused, scale=0.1, mask=attention_mask(70, 70), gluon=True)
+    assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
+    assert [(name, count) for name, count in allocations.seen if count >= q.numel()] == [("empty", q.numel())]  # the output
 
 
 @pytest.mark.gpu
@@ -118,7 +132,7 @@ def test_nan_stays_in_its_rows(interpreted):
     q, k = q.clone(), k.clone()
     q[5, 0, 0], k[200, 0, 1, 0] = float("nan"), float("inf")
     interpreted(2)
-    out, lse = flash_attention_gluon(q, k, v, scale=0.1, mask=mask)
+    out, lse = flash_attention(q, k, v, scale=0.1, mask=mask, gluon=True)
     bad = out.isnan().any(-1)[:, 0]
     assert bad[:, 0].nonzero().flatten().tolist() == [5] and not bad[:, 1].any() and bad[200:, 2:].any() and not bad[:200, 2:].any()
 
@@ -160,7 +174,7 @@ def job():
     """15 tiles of 5 blocks for 4 programs: the last round of tiles is not complete and dealt out backwards."""
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(length, 1, heads, 16, generator=generator).bfloat16() for length, heads in ((260, 5), (600, 1), (600, 1)))
-    return q, k, v, attention_mask(260, 600, causal=False)
+    return q.unflatten(2, (1, 5)), k, v, attention_mask(260, 600, causal=False), Options(0.1)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -171,7 +185,7 @@ def test_mutants_are_found(interpreted, monkeypatch, job, name):
     for seed in range(2):
         interpreted(4, seed, {old: new})
         with pytest.raises(Fault, match=message):
-            attention_gluon.forward(*job, 0.1, layout)
+            attention_gluon.forward(*job, layout)
 
 
 def test_the_gate_wants_what_the_design_rests_on():

@@ -22,6 +22,7 @@ from megatron.kernels import attention_gluon, lang, philox
 from megatron.kernels.activation import activation, activation_backward, activation_reference
 from megatron.kernels.adamw import adamw_
 from megatron.kernels.attention import flash_attention
+from megatron.kernels.attention_launch import Options, by_key_head
 from megatron.kernels.attention_masks import AttentionMask
 from megatron.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_parts
 from megatron.kernels.fp8 import quantise, quantise_reference
@@ -42,13 +43,14 @@ GLUON_CHECK = """  # small shapes of each kind, against fp64
 import torch
 from megatron.kernels.attention import attention_reference
 from megatron.kernels.attention_gluon import configuration, forward
+from megatron.kernels.attention_launch import Options, by_key_head
 from megatron.kernels.attention_masks import AttentionMask
 for d in (64, 128):
     for s, t, mask in ((2112, 2112, AttentionMask()), (1000, 3000, AttentionMask(causal=False)), (1500, 1500, AttentionMask(window=300)))[: 3 if d == 128 else 2]:
         q, k, v = (torch.randn(length, 2, heads, d, device="cuda", dtype=torch.bfloat16) for length, heads in ((s, 8), (t, 2), (t, 2)))
         exact = attention_reference(q.double(), k.double(), v.double(), scale=d**-0.5, mask=mask)
         for kind in ("shipped", "three consumers")[: 2 if d == 64 else 1]:
-            for ours, want in zip(forward(q, k, v, mask, d**-0.5, configuration(d, kind)), exact):
+            for ours, want in zip(forward(*by_key_head((q, k, v)), mask, Options(d**-0.5), configuration(d, kind)), exact):
                 error = float((ours.double() - want).norm() / want.norm())
                 assert error < 5e-3, f"d {d}, {mask}, {kind}: off by {error:.2g} of the norm"
 """
@@ -117,7 +119,7 @@ def attention(bench: Any) -> None:
                 choice = {"operator": "attention", "rival": DETERMINISTIC}
                 bench.measure("attention", f"forward, {case}", forwards, flops, "FLOP", 1e3 * flops / EXPECTED[d, True], **choice)
                 if gluon is not None:
-                    bench.measure("attention", f"forward, {case}", {name: lambda layout=layout, plain=(q, k, v): attention_gluon.forward(*plain, mask, d**-0.5, layout)
+                    bench.measure("attention", f"forward, {case}", {name: lambda layout=layout, plain=(q, k, v): attention_gluon.forward(*by_key_head(plain), mask, Options(d**-0.5), layout)
                                                                     for name, layout in gluon(d, length).items()}, flops, "FLOP", 1e3 * flops / EXPECTED_GLUON[d, causal])
                 bench.measure("attention", f"backward, {case}", backwards, 2.5 * flops, "FLOP", 2.5e3 * flops / EXPECTED[d, False], **choice)
                 del forwards, backwards
