@@ -45,10 +45,10 @@ if not torch.cuda.is_available():
     interpreter.mend()
 
 from kernel_cases import PARTS
+from one_call import OneCall
 
 from megatron.kernels import lang
 
-FLUSH_BYTES = 256 << 20
 WARM_UP, REPETITIONS = 3, 20
 
 
@@ -78,7 +78,7 @@ class Bench:
         self.device, self.tiny, self.deadline, self.rows = device, tiny, deadline, []
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # the interpreter's bf16 is wrong
         self.limits: dict[str, float] = {}  # unit -> measured best, per second
-        self.flush = torch.empty(1024 if tiny else FLUSH_BYTES, dtype=torch.int8, device=device)
+        self.once = OneCall(device, tiny)
 
     def measure(self, part: str, case: str, implementations: dict[str, Callable[[], object]], work: float, unit: str, predicted_ms: float | None = None,
                 operator: str = "", rival: str = "torch") -> None:
@@ -91,7 +91,7 @@ class Bench:
             for row, call in zip(rows, implementations.values(), strict=True):
                 if row.fault is None:
                     try:
-                        row.all.append(self._time(call))
+                        row.all.append(self.once.milliseconds(call))
                     except Exception as error:  # a peer that cannot do a case is a result, too
                         row.fault = _first_line(error)
         for row in rows:
@@ -117,20 +117,6 @@ class Bench:
         actual, expected = actual.detach().float(), expected.float()
         error = float((actual - expected).norm() / expected.norm())
         assert error < self.BOUND[self.dtype], f"its result is off by {error:.2g} of the norm"
-
-    def _time(self, call: Callable[[], object]) -> float:
-        """Milliseconds of one call."""
-        self.flush.zero_()
-        if self.device.type == "cuda":
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            call()
-            stop.record()
-            stop.synchronize()
-            return start.elapsed_time(stop)
-        begun = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - begun)
 
     def rate(self, row: Row) -> float | None:
         """Work per second."""

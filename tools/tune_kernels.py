@@ -43,6 +43,7 @@ if __name__ == "__main__" and not torch.cuda.is_available() and "--tiny" in sys.
     interpreter.mend()
 
 import kernel_manifest
+from one_call import OneCall
 
 from megatron.kernels import (
     activation,
@@ -68,7 +69,6 @@ MODULES = {"activation": activation, "adamw": adamw, "attention forward": attent
 UNTUNED = "attention gluon"  # has few layouts, which benchmark_kernels.py measures
 LEAST_GAIN = 0.01
 ROUNDS = {"first": 5, "last": 25}
-FLUSH_BYTES = 256 << 20  # twice and more of any L2 cache
 BOUND = {torch.bfloat16: 1e-2, torch.float32: 1e-5}  # relative error in the Frobenius norm, against fp32
 
 
@@ -156,22 +156,7 @@ class Clock:
     """Times calls in turn on one device."""
 
     def __init__(self, device: torch.device, tiny: bool):
-        self.device, self.tiny = device, tiny
-        self.flush = torch.empty(1024 if tiny else FLUSH_BYTES, dtype=torch.int8, device=device)
-
-    def once(self, call: Callable[[], Any]) -> float:
-        """Milliseconds."""
-        self.flush.zero_()
-        if self.device.type != "cuda":
-            begun = time.perf_counter()
-            call()
-            return 1e3 * (time.perf_counter() - begun)
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop)
+        self.device, self.tiny, self.once = device, tiny, OneCall(device, tiny)
 
     def rounds(self, rows: list[Row], call: Callable[[], Any], count: int) -> list[list[float]]:
         """`count` times of each row, one call of each in turn."""
@@ -179,7 +164,7 @@ class Clock:
         for turn in range(-1, count):  # the first compiles and warms up
             for row, found in zip(rows, times, strict=True):
                 with using(row):
-                    taken = self.once(call)
+                    taken = self.once.milliseconds(call)
                 if turn >= 0:
                     found.append(taken)
         return times
