@@ -22,12 +22,12 @@ from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 
 CAUSAL = AttentionMask()
-FLASH = {"triton": flash_attention, "gluon": partial(flash_attention, gluon=True)}  # ours, which take masks with tables
+OURS = ("gluon", "triton")  # the backends of flash_attention, which takes masks with tables
 
 
 def mask_of(config: ModelConfig, length: int, document_starts: Tensor | None) -> AttentionMask:
     """The mask of all layers for samples of this length, one document each or with document_starts [b, s]."""
-    if config.attention_backend in FLASH:
+    if config.attention_backend in OURS:
         return attention_mask(length, length, window=config.window_size, document_starts=document_starts)
     return AttentionMask(window=config.window_size, document_starts=document_starts)
 
@@ -56,7 +56,7 @@ def choose_attention(config: ModelConfig, *, training: bool) -> str:
 
     Raises ValueError when --attention-backend sdpa is forced with settings it cannot compute.
     """
-    if config.attention_backend in (*FLASH, "plain"):
+    if config.attention_backend in (*OURS, "plain"):
         return config.attention_backend
     needs_plain = beyond_sdpa(config, training=training)
     if config.attention_backend == "sdpa" and needs_plain:
@@ -77,7 +77,7 @@ def attention_core(*qkv: Tensor, scale: float, mask: AttentionMask = CAUSAL, bac
         drop = {}
         if dropout is not None and dropout.acts(state):
             drop = {"drop": dropout.probability, "key": dropout.key, "sample_ids": state.sample_ids, "first_head": first_head}
-        compute = partial(FLASH[backend], deterministic=deterministic) if backend in FLASH else attention_reference
+        compute = partial(flash_attention, gluon=backend == "gluon", deterministic=deterministic) if backend in OURS else attention_reference
         out, lse = compute(*qkv, scale=scale, mask=mask, softcap=softcap, **drop)
         return (out, lse) if return_lse else out
     assert not return_lse and softcap is None and (dropout is None or not dropout.acts(state))
@@ -116,7 +116,7 @@ class SelfAttention(nn.Module):
         if self.config.rotary_backend == "triton" and self.q_norm is None and rotary is not None:
             qkv, rotary = rotate_fused(qkv, rotary, heads), None
         qkv = qkv.view(s, b, *heads)
-        if backend in FLASH and self.q_norm is None and rotary is None:
+        if backend in OURS and self.q_norm is None and rotary is None:
             parts = (qkv,)
         else:
             q, k, v = qkv.split((self.queries_per_group, 1, 1), dim=3)

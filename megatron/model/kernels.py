@@ -11,7 +11,7 @@ from megatron.kernels import attention_gluon, lang
 from megatron.kernels.attention import unfit
 from megatron.kernels.attention_backward import why_not_atomic
 from megatron.kernels.dispatch import OPERATORS, Choice, choose, flag_of
-from megatron.layers.attention import beyond_sdpa
+from megatron.layers.attention import OURS, beyond_sdpa
 
 
 def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
@@ -31,7 +31,7 @@ def choose_kernels(config: Config, device: torch.device) -> tuple[Config, dict[s
     operators = [operator for operator in OPERATORS if operator != "adam" or config.optimizer.optimizer == "adam"]
     choices = {operator: choose(operator, _wanted(config, operator), device, dtype, unable.get(operator)) for operator in operators}
     fields = {_field(operator): choice.implementation for operator, choice in choices.items()
-              if operator != "attention" or choice.implementation in ("gluon", "triton")}
+              if operator != "attention" or choice.implementation in OURS}
     groups = {name: dataclasses.replace(group, **{field: value for field, value in fields.items() if hasattr(group, field)})
               for name, group in (("model", config.model), ("optimizer", config.optimizer))}
     return dataclasses.replace(config, **groups), choices

@@ -16,7 +16,7 @@ from megatron.config.groups import Config, ModelConfig
 from megatron.kernels import activation as activation_kernel
 from megatron.kernels.attention_masks import TILE
 from megatron.model.arithmetic import head_widths, local_shape
-from megatron.model.kernels import choose_kernels
+from megatron.model.kernels import OURS, choose_kernels
 from megatron.model.stages import Stage
 from megatron.plan.state import element_sizes
 
@@ -24,7 +24,6 @@ SCRATCH = 8 << 20  # bytes of which a weight gradient is formed at once: layers/
 LOSS_CHUNK = {"cpu": 1 << 20, "cuda": 256 << 20}  # bytes of logits that are widened at once: layers/loss.py
 HEAD_CHUNK = {"cpu": 32 << 20, "cuda": 512 << 20}  # bytes of logits that are made at once: layers/linear_cross_entropy.py
 DROPOUT_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}  # counters of random words at once, on a CPU for each thread: kernels/philox.py
-OURS = ("gluon", "triton")  # kernels of attention that are this project's
 DROPOUT_COUNTER = 48  # bytes that one counter takes: six words of int64
 
 
