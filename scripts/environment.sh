@@ -19,7 +19,7 @@ has_pins() {
 import sys
 from importlib.metadata import version
 for line in open(sys.argv[1]):
-    name, _, pinned = line.strip().partition("==")
+    name, _, pinned = line.strip().removesuffix(" \\").partition("==")  # hashes follow on lines of their own
     if not pinned or line.startswith("#") or version(name).split("+")[0] == pinned:
         continue
     if name not in ("torch", "triton") or tuple(map(int, version("torch").split(".")[:2])) < (2, 11):
@@ -54,12 +54,24 @@ find_python() {
     [ -n "$first" ] && echo "$first"
 }
 
-# install_pins PYTHON [TORCH]: pip install of the pins, with its progress; TORCH is a version to keep instead of the pinned one.
+# install_pins PYTHON [TORCH]: installs the pins, each file of which must have a digest that is listed there. torch comes after them, by version:
+# its builds (CPU, CUDA, a site's own) are other files, and pip takes the one that its indexes offer here. With TORCH, a torch that is there
+# already, neither torch nor Triton is installed.
 install_pins() {
-    local log="$venv/pip.log" wanted="$venv/wanted.txt" total collected installed start=$SECONDS state pid status=0
-    sed "${2:+s/^torch==.*/torch==$2/;/^triton==/d}" "$pins" >"$wanted"
-    total=$(grep -c '==' "$wanted")
-    "$1" -m pip install --only-binary :all: --no-compile --progress-bar off -r "$wanted" >"$log" 2>&1 </dev/null &
+    local hashed="$venv/hashed.txt" versions="$venv/versions.txt"
+    awk -v left="^(torch${2:+|triton})==" '/^[^ #]/ { drop = $0 ~ left } !drop' "$pins" >"$hashed"
+    run_pip "$1" --require-hashes -r "$hashed"
+    if [ -z "${2:-}" ]; then
+        grep -o '^[^ #]*==[^ ]*' "$pins" >"$versions"
+        run_pip "$1" -r "$versions"
+    fi
+}
+
+# run_pip PYTHON FLAG... FILE: pip install, with its progress through the packages of FILE.
+run_pip() {
+    local log="$venv/pip.log" total collected installed start=$SECONDS state pid status=0
+    total=$(grep -c '==' "${!#}")
+    "$1" -m pip install --only-binary :all: --no-compile --progress-bar off "${@:2}" >"$log" 2>&1 </dev/null &
     pid=$!
     trap 'kill $pid 2>/dev/null; exit 130' INT TERM
     while kill -0 $pid 2>/dev/null; do
@@ -82,6 +94,7 @@ install_pins() {
     [ $status -eq 0 ] || fail "$(tail -n 15 "$log")" \
         "pip could not install requirements/pinned.txt (whole log: $log)." \
         "Without a network: put the wheels into a folder and set PIP_NO_INDEX=1 PIP_FIND_LINKS=that-folder. Behind a mirror: set PIP_INDEX_URL." \
+        "Where a mirror serves other files than those of requirements/pinned.txt, pip refuses them: use one that serves the original files." \
         "Then run this again; it goes on from here."
 }
 
