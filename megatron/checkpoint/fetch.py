@@ -18,6 +18,10 @@ THREADS = 2  # that read and verify; hashing and reading leave Python's lock alo
 AHEAD = 3  # runs on their way or read, beside the one in use and the one before it: all the memory that reading takes
 
 
+class DamageError(CheckpointError):
+    """Tensor data that are not what was saved, or cannot be read."""
+
+
 class Source(Protocol):
     """A shard: where its data begins in the file, how much it is, the bytes of a chunk, and its digest table, which is read when asked for."""
 
@@ -56,7 +60,7 @@ class _Open:
             try:
                 self.file = os.open(self.shard.path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
-                raise CheckpointError(f"{self.shard.path}: {error.strerror}") from error
+                raise DamageError(f"{self.shard.path}: {error.strerror}") from error
 
     def close(self) -> None:
         if self.file is not None:
@@ -186,15 +190,18 @@ def _read(run: _Run, describe: Callable[[Any, int, int], str]) -> None:
     into, done = memoryview(run.buffer)[run.shared : run.stop - run.first], 0
     while done < len(into):
         at = shard.data_start + position + done
-        got = os.preadv(run.source.file, [into[done:]], at)
+        try:
+            got = os.preadv(run.source.file, [into[done:]], at)
+        except OSError as error:
+            raise DamageError(f"{shard.path}: byte {at} and those after it cannot be read: {error.strerror}") from error
         if got == 0:
-            raise CheckpointError(f"{shard.path}: ends at byte {at}: truncated while it was read")
+            raise DamageError(f"{shard.path}: ends at byte {at}: truncated while it was read")
         done += got
     for at in range(0, done, table.chunk):
         part = into[at : at + table.chunk]
         if m.chunk_digest(part) != table.chunks[(position + at) // table.chunk]:
             low, high = position + at, position + at + len(part)
-            raise CheckpointError(
+            raise DamageError(
                 f"{shard.path}: damaged: bytes {shard.data_start + low} to {shard.data_start + high} (in tensor {describe(shard, low, high)}) do not "
-                "match their digest; load an older checkpoint with --ckpt-step"
+                "match their digest"
             )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.boxes import intersect
-from megatron.checkpoint.fetch import BATCH
+from megatron.checkpoint.fetch import BATCH, DamageError
 from megatron.checkpoint.index import Index, Piece, Shard, Stored, newest_first
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import ONE, Ranks
@@ -59,8 +59,7 @@ def open_checkpoint(
                 _compare_tracker(root, path, say)
             return checkpoint
         if not older or not others:
-            whole = ranks.agree(lambda: _newest_whole(root, others) if ranks.first else None)[0]
-            fix = f"load the older whole one with --ckpt-step {whole}" if whole is not None else "no older whole checkpoint is there"
+            fix = ranks.agree(lambda: _instead(root, others) if ranks.first else "")[0]
             ranks.refuse(CheckpointError(f"{fault}. {path.name} cannot be loaded; {fix}."))
         if ranks.first:
             say(f"warning: {fault}. {path.name} CANNOT BE LOADED; an older checkpoint is taken instead (--allow-older-checkpoint)")
@@ -120,12 +119,13 @@ def _verify_together(checkpoint: Checkpoint, ranks: Ranks) -> str | None:
     return next(filter(None, ranks.agree(part)), None)
 
 
-def _newest_whole(root: Path, iterations: list[int]) -> int | None:
+def _instead(root: Path, iterations: list[int]) -> str:
+    """What to load in the place of a damaged checkpoint: the newest of `iterations` (newest first) that opens, and the flag that takes it."""
     for iteration in iterations:
         with suppress(CheckpointError):
             Index(root / m.iteration_folder(iteration))
-            return iteration
-    return None
+            return f"load the older whole one with --ckpt-step {iteration}"
+    return "no older whole checkpoint is there"
 
 
 def _compare_tracker(root: Path, newest: Path, say: Callable[[str], None]) -> None:
@@ -191,8 +191,15 @@ class Checkpoint(Index):
                 if common is not None:
                     cuts.append(_Cut(piece, TORCH_DTYPES[stored.dtype], *common, offset, view))
         cuts.sort(key=lambda cut: (cut.piece.shard.number, cut.begin))
-        for batch, data in self.fetcher.stream(batch for cut in cuts for batch in cut.batches()):
-            batch.cut.copy(batch, torch.frombuffer(data, dtype=torch.uint8))
+        try:
+            for batch, data in self.fetcher.stream(batch for cut in cuts for batch in cut.batches()):
+                batch.cut.copy(batch, torch.frombuffer(data, dtype=torch.uint8))
+        except DamageError as error:
+            raise CheckpointError(f"{error}. {self.path.name} cannot be loaded; {self._instead()}.") from error
+
+    def _instead(self) -> str:
+        root = self.path.parent
+        return _instead(root, [iteration for iteration in newest_first(root)[0] if iteration < self.iteration])
 
 
 class _Batch(NamedTuple):

@@ -320,6 +320,9 @@ class LocalCheckpoint(Checkpoint):
                 while len(piece):
                     piece = piece[file.write(piece) :]
 
+    def _instead(self) -> str:
+        return "take a checkpoint of --load with --ckpt-step"
+
     def close(self) -> None:
         super().close()
         self._attempt.__exit__()

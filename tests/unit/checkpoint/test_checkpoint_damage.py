@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import re
 import shutil
@@ -154,6 +156,26 @@ def test_an_older_whole_checkpoint_is_taken_when_allowed_and_that_is_said(tmp_pa
     (tmp_path / "iter_0000001" / "MANIFEST.json").unlink()
     with pytest.raises(CheckpointError, match="iter_0000001.*no older whole checkpoint is there"):
         open_checkpoint(tmp_path, say=said.append, older=True)
+
+
+def test_damaged_data_is_refused_with_the_older_whole_checkpoint_and_its_flag(tmp_path, two):
+    """Found when it is read, long after the checkpoint was opened."""
+    name = harm(two, tmp_path, "data")
+    instead = "iter_0000002 cannot be loaded; load the older whole one with --ckpt-step 1"
+    with pytest.raises(CheckpointError, match=f"{name}: damaged: bytes .*{instead}"):
+        load_all(tmp_path)
+    (tmp_path / "iter_0000001" / "MANIFEST.json").unlink()
+    with pytest.raises(CheckpointError, match="iter_0000002 cannot be loaded; no older whole checkpoint is there"):
+        load_all(tmp_path)
+
+
+def test_a_disk_that_cannot_read_is_damage_too(tmp_path, two, monkeypatch):
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(CheckpointError, match="cannot be read: Input/output error.*--ckpt-step 1"):
+        load_all(tmp_path)
 
 
 def test_whole_checkpoints_are_not_passed_over(tmp_path, two):

@@ -238,6 +238,7 @@ def test_damage_that_one_rank_reads_ends_all_with_one_error_or_all_take_the_olde
     shard.write_bytes(raw)
     first, second = gloo_world(2).run(start, (*arguments, "--load", str(tmp_path)))
     assert first == second and first.startswith(f"rank 1: {shard}: damaged: bytes ")
+    assert "iter_0000006 cannot be loaded; load the older whole one with --ckpt-step 3" in first
     first, second = gloo_world(2).run(start, (*arguments, "--load", str(tmp_path), "--allow-older-checkpoint", "--exit-interval", "4"))
     assert f"warning: {shard}: damaged: bytes " in first and "iter_0000006 CANNOT BE LOADED" in first
     assert "iteration 3; goes on bit for bit" in first and first.endswith("exit code 0") and "warning" not in second
