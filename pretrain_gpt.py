@@ -9,10 +9,10 @@ from megatron.config.arguments import dump_config, parse_arguments
 from megatron.config.errors import ArgumentErrors
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Flags -> configuration -> run; the exit code: 2 for what the user can mend, which is a message without a traceback."""
     try:
-        parsed = parse_arguments(argv)
+        parsed = parse_arguments(sys.argv[1:] if argv is None else argv)
         if parsed.print_config:
             print(dump_config(parsed.config))
             return 0
@@ -43,4 +43,4 @@ def message(error: ValueError) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

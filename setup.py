@@ -1,12 +1,18 @@
-"""Builds the distribution megatron-gpt-pretrain; everything declarative stands in pyproject.toml.
+"""Builds the distribution megatron-gpt-pretrain; what can be declared is in pyproject.toml.
 
-The folder kernels/ is installed as the package `megatron.kernels`: PyPI has another top-level package `kernels`,
-which `transformers` imports.
+The folder kernels/ is installed as the package `megatron.kernels`: PyPI has another top-level
+package `kernels`, which `transformers` imports. The modules of tools/ that pyproject.toml names as
+commands are installed as `megatron.tools`.
 """
+
+import tomllib
+from pathlib import Path
 
 from setuptools import find_packages, setup
 from setuptools.command.editable_wheel import editable_wheel
 
+PROJECT = tomllib.loads(Path(__file__).with_name("pyproject.toml").read_text())["project"]
+COMMAND_MODULES = sorted({target.split(":")[0] for target in PROJECT["scripts"].values()})
 PACKAGES = find_packages(include=["megatron", "megatron.*"])
 
 
@@ -19,14 +25,15 @@ class EditableWheel(editable_wheel):
 
     def finalize_options(self):
         self.distribution.packages = PACKAGES
+        self.distribution.py_modules = ["pretrain_gpt"]
         self.distribution.package_dir = {"": "."}
         super().finalize_options()
 
 
 setup(
     packages=[*PACKAGES, "megatron.kernels"],
-    package_dir={"megatron.kernels": "kernels"},
+    package_dir={"megatron.kernels": "kernels", "megatron.tools": "tools"},
     package_data={"megatron.kernels": ["configurations.json", "measured.json"]},
-    py_modules=["pretrain_gpt"],
+    py_modules=COMMAND_MODULES,
     cmdclass={"editable_wheel": EditableWheel},
 )

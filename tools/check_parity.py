@@ -20,19 +20,20 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-
-from compare_runs import computed_rows, differences  # noqa: E402
+if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.arguments import dump_config, parse_arguments  # noqa: E402
 from megatron.config.groups import CheckpointConfig, Config, LoggingConfig, PrecisionConfig  # noqa: E402
 from megatron.config.validate import resolve  # noqa: E402
 from megatron.parallel.schedule import BUILDERS  # noqa: E402
+from megatron.tools.compare_runs import computed_rows, differences  # noqa: E402
 
+PROGRAM = find_spec("pretrain_gpt").origin  # its file, in a checkout and where it is installed
 GATE = 1e-10  # relative; float64 rounds at 1e-16, a run of some steps stays orders below this, and no bug does
 SWITCHES = {
     "sp": "--sequence-parallel", "serial": "--no-overlap-grad-reduce --no-overlap-param-gather --no-tp-comm-overlap", "mapping": "--use-tp-pp-dp-mapping",
@@ -89,7 +90,7 @@ def train(layout: str, config_file: Path, folder: Path) -> Path:
     """Run one layout; its metrics file. RuntimeError with the output of a run that failed."""
     ranks, flags, *_ = read_layout(layout)
     metrics = folder / f"{layout.replace(' ', '-')}.jsonl"
-    command = [str(ROOT / "pretrain_gpt.py"), "--config", str(config_file), "--metrics-file", str(metrics), *flags]
+    command = [PROGRAM, "--config", str(config_file), "--metrics-file", str(metrics), *flags]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
     done = subprocess.run([sys.executable, *launcher, *command], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -12,7 +12,8 @@ import math
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.observe.metrics import is_measured  # noqa: E402
 from megatron.observe.tracking import read_metrics  # noqa: E402

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
@@ -93,9 +94,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return flags
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Load, generate, print prompt and continuation."""
-    flags = parse(argv)
+    flags = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        return write_text(flags)
+    except (ValueError, FileNotFoundError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def write_text(flags: argparse.Namespace) -> int:
+    """Load, generate, print. Raises ValueError for a checkpoint or tokenizer that cannot be used."""
     path = find_checkpoint(flags.load, flags.ckpt_step)
     if path is None:
         raise CheckpointError(f"--load {flags.load}: no checkpoint{'' if flags.ckpt_step is None else f' of iteration {flags.ckpt_step}'} there")
@@ -114,7 +124,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"{error}")
+    sys.exit(main())

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.checkpoint.index import Stored  # noqa: E402
 from megatron.checkpoint.manifest import MANIFEST, CheckpointError, iteration_folder, list_iterations  # noqa: E402

@@ -19,7 +19,8 @@ import dataclasses
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.errors import ArgumentErrors
@@ -81,8 +82,9 @@ def plan(what: str, argv: list[str]) -> list[str]:
     return memory_report(config, vocab_size, world_size, memory=own["--memory"], machine=machine)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
     """The exit code."""
+    argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] not in OWN or any(word in ("-h", "--help") for word in argv):
         print(__doc__.strip(), file=sys.stdout if "--help" in argv or "-h" in argv else sys.stderr)
         return 0 if "--help" in argv or "-h" in argv else 2
@@ -95,4 +97,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -30,7 +30,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.groups import DataConfig  # noqa: E402
 from megatron.data.indexed_dataset import DataError, IndexedDatasetWriter, best_dtype  # noqa: E402

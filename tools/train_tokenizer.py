@@ -15,9 +15,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from preprocess_data import LARGEST_CHUNK, compressed_chunks, input_files, plain_chunks, read_records  # noqa: E402
+from megatron.tools.preprocess_data import (  # noqa: E402
+    LARGEST_CHUNK,
+    compressed_chunks,
+    input_files,
+    plain_chunks,
+    read_records,
+)
 
 LOUD = 50 << 20  # bytes of input from which SentencePiece reports its own progress
 

@@ -46,6 +46,7 @@ from megatron.plan.table import banner_lines
 from megatron.training.checkpointing import drain, fetch, join_tiers, load, locate_checkpoint, make_saver, prepare_save_folder
 from megatron.training.exit import ExitConditions
 from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
+from megatron.training.neighbours import megatron_core_lines
 from megatron.training.resume import (
     accept_changes,
     changed_data,
@@ -88,7 +89,8 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
     slow = kernels["attention"].implementation == "plain" and model.attention_dropout > 0 and model.attention_backend == "auto"
     length = f"{training.train_iters} iterations" if training.train_iters is not None else f"{training.train_samples} samples"
     return {
-        "versions": [f"megatron {__version__}, torch {torch.__version__}, Python {platform.python_version()}"],
+        "versions": [f"megatron {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+                     *megatron_core_lines()],
         "device": [f"{device_name(device)}; MFU against {f'{peak:g} TFLOP/s' if peak else 'no known peak (--peak-tflops)'}"],
         "layout": [describe_layout(layout_of(config, world_size))],
         "model": [

@@ -1,44 +1,111 @@
-"""`pip install .` and `pip install -e .` give a working `megatron`, also beside PyPI's `kernels` and megatron-core's namespace package."""
+"""A wheel and `pip install -e .` give a working `megatron` and the commands `mgpt-*`, also beside
+PyPI's `kernels` and megatron-core's namespace package."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 CHECK = """
 import importlib.util, kernels, megatron.config.groups, pretrain_gpt
-print(kernels.theirs, importlib.util.find_spec("megatron.kernels.philox").origin, megatron.__file__, pretrain_gpt.__file__)
+found = importlib.util.find_spec("megatron.kernels.philox").origin
+print(kernels.theirs, found, megatron.__file__, pretrain_gpt.__file__)
 """
+# Every command's --help in one process, which imports torch once. Loading them leaves sys.path alone.
+HELP = """
+import contextlib, io, json, sys
+from importlib.metadata import entry_points
+before, pages = list(sys.path), {}
+for command in entry_points(group="console_scripts"):
+    if command.name.startswith("mgpt-"):
+        sys.argv, page = [command.name, "--help"], io.StringIO()
+        with contextlib.redirect_stdout(page):
+            try:
+                code = command.load()()
+            except SystemExit as ended:
+                code = ended.code
+        pages[command.name] = [code or 0, page.getvalue()]
+print(json.dumps([before == sys.path, pages]))
+"""
+MODEL = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8"]
+TRAINING = ["--micro-batch-size", "1", "--train-iters", "2", "--lr", "1e-3", "--eval-iters", "0"]
+DATA = ["--data-path", "mine_text_document", "--tokenizer-type", "NullTokenizer", "--vocab-size", "99"]
 
 
 @pytest.fixture
 def venv(tmp_path: Path) -> Path:
-    """A virtual environment that sees this one's packages behind its own and holds other projects' `kernels` and `megatron.core`."""
+    """A virtual environment that sees this one's packages behind its own and holds other projects'
+    `kernels` and `megatron.core`."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
-    site = tmp_path / f"venv/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    site = tmp_path / f"venv/lib/{version}/site-packages"
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (site / "kernels").mkdir()
     (site / "kernels/__init__.py").write_text("theirs = True\n")
     (site / "megatron/core").mkdir(parents=True)
     (site / "megatron/core/__init__.py").write_text("")
+    (site / "megatron_core-9.8.7.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: megatron-core\nVersion: 9.8.7\n"
+    (site / "megatron_core-9.8.7.dist-info/METADATA").write_text(metadata)
     return tmp_path / "venv"
 
 
-@pytest.mark.parametrize("arguments", [["."], ["-e", "."]], ids=["plain", "editable"])
-def test_install(arguments: list[str], venv: Path, clone: Path, tmp_path: Path):
-    python = venv / "bin/python"
+def pip(*arguments: str | Path, cwd: Path) -> None:
+    """Run pip without a network and without touching dependencies."""
     offline = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
-    install = [sys.executable, "-m", "pip", "--python", python, "install", *offline, *arguments]
-    done = subprocess.run(install, cwd=clone, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pip", *arguments, *offline]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    shown = subprocess.run([python, "-c", CHECK], cwd=tmp_path, capture_output=True, text=True)
-    assert shown.returncode == 0, shown.stderr
-    home = clone if "-e" in arguments else venv
-    assert shown.stdout.split()[0] == "True" and all(path.startswith(str(home)) for path in shown.stdout.split()[1:]), shown.stdout
-    program = [python, "-m", "pretrain_gpt", "--print-config", "--seq-length", "8"]
-    page = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
-    assert page.returncode == 0 and '"seq_length": 8' in page.stdout, page.stderr
+
+
+def run(command: list[str | Path], folder: Path) -> str:
+    """Standard output of a command that must succeed."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def check_imports(venv: Path, home: Path, folder: Path) -> None:
+    """Our modules are found below `home`, and PyPI's `kernels` is still itself."""
+    theirs, *paths = run([venv / "bin/python", "-c", CHECK], folder).split()
+    assert theirs == "True" and all(path.startswith(str(home)) for path in paths), paths
+
+
+def test_wheel(venv: Path, clone: Path, tmp_path: Path):
+    """Every command says what it does; three of them prepare data, train and verify."""
+    pip("wheel", ".", "--wheel-dir", tmp_path / "wheels", cwd=clone)
+    (wheel,) = (tmp_path / "wheels").glob("*.whl")
+    pip("--python", venv / "bin/python", "install", wheel, cwd=tmp_path)
+    check_imports(venv, venv, tmp_path)
+
+    path_is_untouched, pages = json.loads(run([venv / "bin/python", "-c", HELP], tmp_path))
+    assert path_is_untouched and pages.keys() == COMMANDS.keys()
+    assert [name for name, (code, page) in pages.items() if code or len(page) < 200] == []
+
+    command = {name: venv / "bin" / name for name in COMMANDS}
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"text": "1 2 3 4 5 6 7 8 9 10 11 12 13"}) + "\n")
+    files = ["--input", "mine.jsonl", "--output-prefix", "mine", *DATA[2:], "--append-eod"]
+    run([command["mgpt-preprocess"], *files], tmp_path)
+    flags = [*MODEL, *TRAINING, *DATA, "--split", "100,0,0", "--save", "run"]
+    shown = run([command["mgpt-pretrain"], *flags], tmp_path)
+    assert shown.count("megatron-core 9.8.7 is installed") == 1, shown
+    assert "`import megatron.core` works" in shown
+    run([command["mgpt-inspect-checkpoint"], "run", "--verify"], tmp_path)
+
+
+def test_editable(venv: Path, clone: Path, tmp_path: Path):
+    """An editable installation finds the checkout, and says that megatron-core cannot be imported."""
+    pip("--python", venv / "bin/python", "install", "-e", ".", cwd=clone)
+    check_imports(venv, clone, tmp_path)
+    flags = [*MODEL, *TRAINING, "--mock-data", "--vocab-size", "99", "--dry-run"]
+    shown = run([venv / "bin/mgpt-pretrain", *flags], tmp_path)
+    assert shown.count("megatron-core 9.8.7 is installed") == 1, shown
+    assert "`import megatron.core` fails" in shown
