@@ -60,7 +60,7 @@ CASES = (
     Case("documents", f"{FILES} {DOCUMENTS} --lr-decay-style constant"),
     Case("documents-rope", f"{FILES} {LLAMA} {DOCUMENTS} --window-size 11 --hidden-dropout 0.2 --log-params-norm"),
     Case("caps-zloss", f"{MOCK} {GPT} --attn-logit-softcapping 2 --final-logit-softcapping 3 --z-loss-coeff 1e-2 --num-layers 3"),
-    Case("ramp-up", f"{FILES} {LLAMA} --rampup-batch-size 2 2 10 --lr-decay-style WSD --lr-wsd-decay-iters 2 --eod-mask-loss"),
+    Case("ramp-up", f"{FILES} {LLAMA} --rampup-batch-size 2 2 6 --global-batch-size 6 --lr-decay-style WSD --lr-wsd-decay-iters 2 --eod-mask-loss"),
     Case("sgd", f"{FILES} --optimizer sgd --lr 0.1 --weight-decay 0.1 --sgd-momentum 0.8 --log-interval 2"),
     Case("resume", f"{FILES} {LLAMA} --attention-dropout 0.1", first="--exit-interval 2", then=("",)),
     Case("resume-new-blend", f"{LLAMA} --train-iters 7 --train-data-path 2 {{data}}/books 1 {{data}}/code --valid-data-path {{data}}/web "

@@ -146,7 +146,7 @@ class Trainer:
             self.margins.append(max(ratio, 1 / ratio) if ratio else math.inf)
         if tokens == 0:
             return math.nan, 0.0, [torch.full_like(g, math.nan) for g in scaled]
-        return float((loss * batch.loss_mask).sum()) / tokens, tokens, [g * (nominal / (tokens * scale)) for g in scaled]
+        return float((loss.detach() * batch.loss_mask).sum()) / tokens, tokens, [g * (nominal / (tokens * scale)) for g in scaled]
 
     def update(self, gradients: list[Tensor], norm: float, rate: float, weight_decay: float) -> None:
         """Clip to the global norm and step."""
