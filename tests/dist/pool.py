@@ -100,7 +100,7 @@ class World:
         self.pipes: list[Connection] = []
         self.folder: tempfile.TemporaryDirectory | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
         """`function(*args)` on every rank; the results by rank. Raises RankError with tracebacks, Hang after `timeout` seconds."""
         assert "<" not in function.__qualname__, "a lambda or an inner function cannot be found by name in another process"
         task = pickle.dumps((sys.path, function.__module__, function.__qualname__, pickle.dumps(args)))

@@ -61,10 +61,8 @@ def test_results_come_by_rank(gloo_world, size):
 
 @pytest.mark.parametrize("size", [8, 2, 4])
 def test_worlds_stay_alive(gloo_world, size):
-    begun = time.monotonic()
     for _ in range(10):
         assert [pid for pid, *_ in gloo_world(size).run(add_ranks, 1)] == PIDS[size]
-    assert time.monotonic() - begun < 10
 
 
 def test_groups_made_by_a_task_go_with_it(gloo_world):

@@ -252,7 +252,7 @@ def caught_by(mutant: Mutant) -> tuple[str, str] | None:
                 world = worlds.setdefault(row.world, World(row.world))
                 try:
                     with mock.patch.object(sys, "path", path):
-                        outcomes = world.run(run_mutated, tree, row.flags(layout=True), row.patches, timeout=60)
+                        outcomes = world.run(run_mutated, tree, row.flags(layout=True), row.patches)
                 except (Hang, RankError) as error:
                     return name, str(error).strip().splitlines()[-1]
                 if faults := faults_of(row, outcomes):

@@ -219,7 +219,7 @@ def test_killed_half_way_leaves_the_old_output_and_a_second_run_repairs(tmp_path
     patched = f"import sys; sys.argv = ['preprocess_data.py', '--input', {str(path)!r}, {str(tmp_path / 'slow.jsonl.gz')!r}] + {flags!r}\n"
     patched += f"import os, runpy; os.path.isfile = lambda path: True; runpy.run_path({str(TOOL)!r}, run_name='__main__')"
     process = subprocess.Popen([sys.executable, "-c", patched])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not (tmp_path / "x_text_document.bin.part").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.2)

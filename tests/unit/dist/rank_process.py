@@ -25,6 +25,12 @@ from megatron.dist.setup import choose_device, connect, disconnect, make_groups,
 WHAT, MINUTES = sys.argv[1], float(sys.argv[2])
 
 
+def gave_up() -> Path:
+    """A file that rank 1 makes when its collective has ended, and rank 0 waits for."""
+    gate = Path(sys.argv[3])
+    return gate.with_name(f"{gate.name}.gave-up")
+
+
 def main(config, _notes, *, dry_run: bool) -> int:
     launch = read_launch()
     if len(sys.argv) > 3:
@@ -49,8 +55,11 @@ def main(config, _notes, *, dry_run: bool) -> int:
             dist.all_reduce(total, group=groups.world.group)
         except RuntimeError:
             shown["waited"] = time.monotonic() - begun
+        gave_up().touch()
     elif WHAT == "hang":
-        time.sleep(60 * MINUTES + 3)
+        until = time.monotonic() + 300
+        while not gave_up().exists() and time.monotonic() < until:
+            time.sleep(0.01)
     else:
         time.sleep(0.5 * launch.rank)  # rank 0 is the first that wants to leave
     print(json.dumps(shown), flush=True)

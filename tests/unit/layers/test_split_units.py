@@ -192,7 +192,7 @@ class Storages(TorchDispatchMode):
 
     def settle(self, done):
         """Whether `done` of the living storages comes true: Gloo's thread drops a sent tensor a moment after the message is over."""
-        end = time.monotonic() + 5
+        end = time.monotonic() + 60
         while not (came := done(self.alive())) and time.monotonic() < end:
             time.sleep(0.001)
         return came

@@ -25,7 +25,7 @@ def run(folder: Path, losses: list[float], first: int = 1, resumed: int = 0, **m
 
 
 def compare(*arguments: str | Path) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, TOOL, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, TOOL, *map(str, arguments)], capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout + done.stderr
 
 

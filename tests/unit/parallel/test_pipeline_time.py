@@ -1,4 +1,4 @@
-"""The executor with sleeps for computations takes the time that the simulator says; the benchmark of pipelines runs and says so."""
+"""The executor runs each computation when the simulator says; the benchmark of pipelines runs and says so."""
 
 from __future__ import annotations
 
@@ -17,37 +17,75 @@ import pipeline_rank
 
 from megatron.dist.groups import Layout
 from megatron.dist.setup import make_groups
+from megatron.model.block import PlainBlocks
+from megatron.parallel.pipeline import Pipeline
+from megatron.parallel.schedule import COMPUTATIONS, build_schedule, place
 
-RANKS, MICRO_BATCHES, UNIT = 4, 8, 0.02
-SHAPE = (64, 1, 64)
+RANKS, MICRO_BATCHES = 4, 8
+SHAPE = (1, 1, 1)
 
 
-def sleep(names: list[str], tries: int) -> list:
+class Clocked:
+    """Stands in for a model: a computation advances this rank's clock, and its output is the time at which it ended.
+
+    So every message tells its receiver when it was sent, and times do not depend on how busy the machine is.
+    """
+
+    dtype = torch.float64
+
+    def __init__(self, placement: tuple[int, ...], rank: int, costs: dict[str, list[float]]):
+        self.stages = [stage for stage, where in enumerate(placement) if where == rank]
+        self.costs, self.chunks = costs, [[] for _ in self.stages]
+        self.clock, self.spans = 0.0, []
+
+    def _compute(self, kinds: str, chunk: int, x: torch.Tensor | None) -> torch.Tensor:
+        begin = self.clock if x is None else max(self.clock, x.item())
+        self.clock = begin + sum(self.costs[kind][self.stages[chunk]] for kind in kinds)
+        self.spans.append((begin, self.clock))
+        return torch.full(SHAPE, self.clock, dtype=self.dtype)
+
+    def forward(self, micro, wrapper, x, chunk):
+        return self._compute("F", chunk, x), []
+
+    def backward(self, saved, dy, wrapper, chunk):
+        return self._compute("IW", chunk, dy)
+
+    def backward_input(self, saved, dy, wrapper, chunk):
+        return self._compute("I", chunk, dy), saved
+
+    def backward_weight(self, left, wrapper, chunk):
+        self._compute("W", chunk, None)
+
+    def loss_gradient(self, sums, scale):
+        return sums
+
+
+def clocked_step(name: str, costs: dict[str, list[float]]) -> list[dict]:
+    """One step of a schedule on this rank, as benchmark_pipeline reads it."""
     groups = make_groups(Layout(pp=dist.get_world_size()), None)
-    found = [pipeline_rank.latency(groups, SHAPE)]
-    return found + [pipeline_rank.sleeps(groups, name, MICRO_BATCHES, tool.even_costs(name, UNIT), SHAPE, tries) for name in names]
+    placement = place(name, RANKS, tool.SCHEDULES[name])
+    schedule = build_schedule(name, RANKS, tool.SCHEDULES[name], MICRO_BATCHES)
+    model = Clocked(placement, groups.pp.rank, costs)
+    pipeline = Pipeline(model, PlainBlocks(), placement, SHAPE, groups, torch.device("cpu"))
+    pipeline.run(schedule, lambda index: None, 1.0)
+    actions = [a for a in schedule.actions[groups.pp.rank] if a.kind in COMPUTATIONS]
+    spans = zip(actions, model.spans, strict=True)
+    return [{"spans": [[action.kind.value, action.stage, action.micro, *span] for action, span in spans]}]
+
+
+UNEVEN = {kind: [1.0 + stage % 3 + (kind == "W") for stage in range(2 * RANKS)] for kind in "FIW"}
 
 
 def test_steps_take_the_simulated_time_and_zero_bubble_has_a_third_of_the_idle_time(gloo_world):
-    """The best of several tries, since a busy machine only ever adds time."""
-    best: dict[str, dict] = {}
-    simulated_idle = 3 * (RANKS - 1) * UNIT  # of a rank under 1F1B; measured there is some more
-
-    def good(name: str) -> bool:
-        row = best.get(name)
-        return row is not None and row["achieved"] <= 1.05 * row["simulated"] and (name != "zero-bubble" or row["idle"] <= 0.4 * simulated_idle)
-
-    for _ in range(8):
-        missing = [name for name in tool.SCHEDULES if not good(name)]
-        if not missing:
-            break
-        (delay, *_), *found = zip(*gloo_world(RANKS).run(sleep, missing, 1))
-        for name, ranks in zip(missing, found):
-            row = tool.sleep_row("equal", name, MICRO_BATCHES, tool.even_costs(name, UNIT), delay, ranks)
-            assert row["achieved"] >= 0.999 * 3 * UNIT * MICRO_BATCHES  # no rank can sleep faster
-            if name not in best or row["achieved"] < best[name]["achieved"]:
-                best[name] = row
-    assert all(map(good, tool.SCHEDULES)), {name: (row["achieved"] / row["simulated"], row["idle"]) for name, row in best.items()}
+    """Costs are whole numbers of 1/2: sums are exact, whatever their order."""
+    idle = {}
+    for name in tool.SCHEDULES:
+        for costs in (tool.even_costs(name, 1.0), UNEVEN):
+            row = tool.sleep_row("", name, MICRO_BATCHES, costs, 0.0, gloo_world(RANKS).run(clocked_step, name, costs))
+            assert (row["achieved"], row["idle"]) == (row["simulated"], row["idle_simulated"]), name
+            idle.setdefault(name, row["idle"])
+    assert idle["1f1b"] == 3 * (RANKS - 1)
+    assert idle["zero-bubble"] == idle["1f1b"] / 3
 
 
 def measure(calls: list[dict]) -> list:
