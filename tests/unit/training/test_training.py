@@ -9,6 +9,7 @@ import torch
 
 from megatron.checkpoint import saver
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.data.loader import Source
 from megatron.model.block import HeadBlock
 from megatron.observe.tracking import read_metrics
 from megatron.training import loop, pretrain
@@ -108,13 +109,34 @@ def test_micro_batches_do_not_change_the_run(tmp_path, flags):
             assert (x[name] - y[name]).norm() <= 1e-10 * x[name].norm(), name
 
 
+PRECISIONS = {"": 2**-24, "--fp16 --initial-loss-scale 1024": 2**-11, "--bf16": 2**-8}  # unit roundoffs
+
+
 def test_precisions_train_alike(tmp_path):
-    """From equal weights the first loss differs by rounding only: eps of the precision times a few hundred operations' root."""
-    losses = {flag: run(tmp_path / flag, flag, "--train-iters", 3)[1]["lm loss"] for flag in ("--fp64", "--bf16", "--fp16")}
-    losses["--fp32"] = run(tmp_path / "fp32", "--train-iters", 3)[1]["lm loss"]
-    for flag, bound in (("--fp32", 2**-20), ("--fp16", 2**-9), ("--bf16", 2**-6)):
-        assert losses[flag] == pytest.approx(losses["--fp64"], rel=bound)
-        assert losses[flag] != losses["--fp64"]
+    """Losses, gradient norms and weights of three SGD steps from equal weights, which are large enough to matter.
+
+    A run of L layers rounds each activation about n = 12 L + 4 times on its way, each time by at most u (parity/layouts.py): errors of 2 u sqrt(2 n)
+    in gradients. A gradient that is off by e moves the weights by lr e |g| in each step that its momentum lasts.
+    """
+    lr, momentum, steps = 0.01, 0.9, 3
+    flags = f"--optimizer sgd --lr {lr} --sgd-momentum {momentum} --lr-warmup-iters 0 --lr-decay-style constant --weight-decay 0 --clip-grad 0"
+    flags += f" --train-iters {steps} --init-method-std 0.2 --hidden-dropout 0 --attention-dropout 0"
+    runs = {flag: run(tmp_path / f"x{flag}", *flags.split(), *flag.split()) for flag in ("--fp64", *PRECISIONS)}
+    weights = {flag: tensors(tmp_path / f"x{flag}") for flag in runs}
+    exact = runs["--fp64"]
+    norms = [exact[step]["grad-norm"] for step in range(1, steps + 1)]
+    reach = [sum(momentum**k for k in range(steps - step)) for step in range(steps)]
+    moved = lr * sum(norm * far for norm, far in zip(norms, reach))
+    for flag, roundoff in PRECISIONS.items():
+        bound = 2 * roundoff * math.sqrt(2 * (12 * 2 + 4))
+        for step, row in runs[flag].items():
+            assert row["lm loss"] == pytest.approx(exact[step]["lm loss"], rel=bound)
+            assert row["grad-norm"] == pytest.approx(exact[step]["grad-norm"], rel=bound)
+        assert runs[flag][1]["lm loss"] != exact[1]["lm loss"]
+        for name, expected in weights["--fp64"].items():
+            error = (weights[flag][name].double() - expected).norm()
+            far = moved / lr if name.startswith("optimizer.") else moved
+            assert error <= bound * far + steps * 2**-24 * expected.norm(), (flag, name)  # masters are fp32
 
 
 def test_evaluation_uses_the_same_batches(tmp_path):
@@ -124,13 +146,21 @@ def test_evaluation_uses_the_same_batches(tmp_path):
 
 
 def test_train_samples_and_ramp_up(tmp_path):
+    """Batches of 2 for 16 samples, then of 4 to the fortieth; the rate counts samples; a small batch's gradient is that of its own mean loss."""
     at = TINY.index("--train-iters")
     in_samples = [*TINY[:at], *TINY[at + 2 :], "--train-samples", 40]
     in_samples[in_samples.index("--lr-warmup-iters")] = "--lr-warmup-samples"
-    rows = run(tmp_path, "--rampup-batch-size", 2, 2, 16, base=in_samples)
-    sizes = [row["batch-size"] for row in rows.values()]
-    consumed = [row["consumed_samples"] for row in rows.values()]
-    assert sizes[0] == 2 and sizes[-1] == 4 and sorted(sizes) == sizes and consumed[-1] >= 40 > consumed[-2]
+    rows = [*run(tmp_path / "a", "--rampup-batch-size", 2, 2, 16, base=in_samples).values()]
+    sizes = [2] * 8 + [4] * 6
+    consumed = [sum(sizes[: step + 1]) for step in range(len(sizes))]
+    assert [row["batch-size"] for row in rows] == sizes
+    assert [row["consumed_samples"] for row in rows] == consumed
+    rates = [1e-2 * 0.5 * (1 + math.cos(math.pi * (samples - 2) / (40 - 2))) for samples in consumed]
+    assert [row["learning-rate"] for row in rows] == pytest.approx(rates, rel=1e-12, abs=1e-18)
+    small = [*run(tmp_path / "b", "--global-batch-size", 2, base=in_samples).values()]
+    for name in ("lm loss", "grad-norm"):
+        assert [row[name] for row in rows[:8]] == [row[name] for row in small[:8]]
+        assert rows[8][name] != small[8][name]
 
 
 def test_exit_duration(tmp_path):
@@ -209,8 +239,6 @@ def test_nan_is_skipped_on_request(tmp_path, monkeypatch, capsys):
 
 
 def test_a_step_without_a_token_is_skipped(tmp_path, monkeypatch, capsys):
-    from megatron.data.loader import Source
-
     original = Source.batch
 
     def batch(self, first, count):
@@ -223,11 +251,36 @@ def test_a_step_without_a_token_is_skipped(tmp_path, monkeypatch, capsys):
     assert "iteration 2: no valid token in samples 4..7" in capsys.readouterr().out
 
 
-def test_finetune_takes_weights_alone(tmp_path):
-    run(tmp_path / "a", "--train-iters", 4)
-    rows = main([*TINY, "--train-iters", "3", "--load", str(tmp_path / "a"), "--finetune", "--save", str(tmp_path / "b"), "--seq-length", "8",
-                 "--max-position-embeddings", "16"])
-    assert rows == 0 and find_checkpoint(tmp_path / "b").name == "iter_0000003"
+def test_finetune_takes_weights_alone(tmp_path, monkeypatch):
+    """Its first step is AdamW's first from the checkpoint's weights: no moment is left, and schedule, data and counts begin anew."""
+    run(tmp_path / "a", "--train-iters", 4, "--fp64")
+    read, batch = [], Source.batch
+
+    def noted(self, first, count):
+        read.append((self.name, first))
+        return batch(self, first, count)
+
+    monkeypatch.setattr(Source, "batch", noted)
+    flags = ["--load", tmp_path / "a", "--finetune", "--save", tmp_path / "b", "--train-iters", 3, "--exit-interval", 1, "--fp64"]
+    flags += ["--seq-length", 8, "--max-position-embeddings", 16, "--clip-grad", 0, "--weight-decay", 0.1]
+    assert main([*map(str, (*TINY, *flags))]) == 0
+    (row,) = read_metrics(tmp_path / "b" / "metrics.jsonl")
+    lr = 1e-2 * 4 / 8  # the first of two iterations of warm-up
+    assert (row["iteration"], row["consumed_samples"]) == (1, 4)
+    assert row["learning-rate"] == pytest.approx(lr, rel=1e-12)
+    assert [first for name, first in read if name == "train"] == [0, 2]
+    before, after = tensors(tmp_path / "a"), tensors(tmp_path / "b")
+    squares = 0.0
+    for name, old in before.items():
+        if name.startswith("optimizer."):
+            continue
+        gradient = after[f"optimizer.exp_avg.{name}"] / (1 - 0.9)
+        squares += gradient.square().sum()
+        torch.testing.assert_close(after[f"optimizer.exp_avg_sq.{name}"], (1 - 0.999) * gradient.square(), rtol=1e-12, atol=0)
+        decayed = old * (1 - lr * 0.1) if old.dim() > 1 else old
+        expected = decayed - lr * gradient / (gradient.abs() + 1e-8)
+        torch.testing.assert_close(after[name], expected, rtol=1e-10, atol=1e-12)
+    assert row["grad-norm"] == pytest.approx(squares.sqrt().item(), rel=1e-12)
 
 
 def test_another_model_is_refused(tmp_path, capsys):
@@ -241,7 +294,9 @@ def test_another_schedule_needs_a_choice(tmp_path, capsys):
     run(tmp_path, "--train-iters", 12, "--exit-interval", 4)
     run(tmp_path, "--train-iters", 12, "--lr", 1e-3, code=2)
     assert "--override-opt-param-scheduler" in capsys.readouterr().err
-    assert run(tmp_path, "--train-iters", 8, "--lr", 1e-3, "--override-opt-param-scheduler")[8]["learning-rate"] < 1e-3
+    rows = run(tmp_path, "--train-iters", 8, "--lr", 1e-3, "--override-opt-param-scheduler")
+    assert [rows[i]["learning-rate"] for i in (4, 5)] == pytest.approx(
+        [1e-2 * 0.5 * (1 + math.cos(math.pi * (4 - 2) / (12 - 2))), 1e-3 * 0.5 * (1 + math.cos(math.pi * (5 - 2) / (8 - 2)))], rel=1e-12)
 
 
 def test_missing_checkpoint_is_refused(tmp_path, capsys):
