@@ -39,12 +39,25 @@ def test_one_element_off(precision, relative, part):
     assert len(faults) == 1 and f"{part} of {name}" in faults[0]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_gradient_that_is_a_quarter_off(precision):
+@pytest.mark.parametrize("part", ["gradients", "weights"])
+@pytest.mark.parametrize("precision, relative", [("bf16", 0.1), ("fp16", 0.01)])
+def test_one_element_of_a_narrow_run_off(precision, relative, part):
+    row = Row("dp2", "gpt", precision)
+    one, name = outcome(row), "embedding.word.weight"
+    faults = faults_of(row, [replace(one, **{part: off(getattr(one, part), name, relative)})])
+    assert len(faults) == 1 and f"{part} of {name}" in faults[0]
+
+
+@pytest.mark.parametrize("field", ["loss", "grad_norm"])
+@pytest.mark.parametrize("precision, relative", [("bf16", 0.1), ("fp16", 0.01)])
+def test_one_step_of_a_narrow_run_off(precision, relative, field):
     row = Row("dp2", "gpt", precision)
     one = outcome(row)
-    faults = faults_of(row, [replace(one, gradients=off(one.gradients, "embedding.word.weight", 0.25))])
-    assert len(faults) == 1 and "gradient of embedding.word.weight" in faults[0]
+    steps = list(one.steps)
+    steps[5] = replace(steps[5], **{field: getattr(steps[5], field) * (1 + relative)})
+    assert not steps[5].skipped
+    faults = faults_of(row, [replace(one, steps=steps)])
+    assert len(faults) == 1 and faults[0].startswith(f"{field}: error")
 
 
 @pytest.mark.parametrize("field", ["loss", "grad_norm"])
