@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.config.errors import UserError
 from megatron.kernels import attention_gluon, lang, philox
 from megatron.kernels.attention_backward import backward, tanh, why_not_atomic
 from megatron.kernels.attention_launch import (
@@ -241,10 +242,10 @@ def flash_attention(*qkv: Tensor, scale: float, mask: AttentionMask, softcap: fl
         out, lse = flash_attention(qkv, scale=d**-0.5, mask=mask, softcap=..., drop=..., key=dropout.key, sample_ids=state.sample_ids,
                                    first_head=...)
 
-    deterministic=False adds up dq atomically: faster, but equal runs give unequal last bits. Raises ValueError where that does not exist.
+    deterministic=False adds up dq atomically: faster, but equal runs give unequal last bits. Raises UserError where that does not exist.
     """
     if not deterministic and (reason := why_not_atomic(qkv[0].shape[-1], softcap, drop, lang.capability(qkv[0].device))):
-        raise ValueError(f"attention that is not deterministic: {reason}; take --deterministic-mode")
+        raise UserError(f"attention that is not deterministic: {reason}; take --deterministic-mode")
     assert len(qkv) == 1 and qkv[0].ndim == 5 and qkv[0].shape[3] > 2 or len(qkv) == 3 and all(x.ndim == 4 for x in qkv)
     q, k, v = by_key_head(qkv)
     assert scale > 0 and k.shape == v.shape and q.shape[1] == k.shape[1] and (drop == 0 or sample_ids is not None)

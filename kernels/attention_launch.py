@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.config.errors import UserError
 from megatron.kernels import lang
 from megatron.kernels.attention_masks import STEP, TILE, AttentionMask
 from megatron.kernels.configurations import Row, find
@@ -67,7 +68,7 @@ def configuration(kernel: str, d: int, options: Options, causal: bool, dtype: to
         return Tiles(options.tile or 32, options.tile or 32)
     row = find(f"attention {kernel}", arch, **table_key(d, options, causal))
     if fault := row.unfit(arch):
-        raise ValueError(fault)
+        raise UserError(fault)
     numbers = row.numbers
     options_of_compiler = {name: numbers[name] for name in ("maxnreg",) if name in numbers}
     return Tiles(numbers["M"], numbers["N"], numbers["num_warps"], numbers["num_stages"], options_of_compiler, row)

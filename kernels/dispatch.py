@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron.config.errors import UserError
 from megatron.kernels import apex, attention_gluon, lang
 
 OPERATORS: dict[str, tuple[str, ...]] = {
@@ -77,13 +78,13 @@ def flag_of(operator: str) -> str:
 def choose(operator: str, wanted: str, device: torch.device, dtype: torch.dtype, unable: Mapping[str, str] | None = None) -> Choice:
     """The implementation of an operator. `unable` maps implementations to what they cannot do of what is asked.
 
-    Raises ValueError when `wanted` is not `auto` and cannot be had.
+    Raises UserError when `wanted` is not `auto` and cannot be had.
     """
     faults = {name: fault for name in OPERATORS[operator] if (fault := _fault(operator, name, device, dtype) or (unable or {}).get(name))}
     if wanted != "auto":
         if wanted in faults:
             can = [name for name in OPERATORS[operator] if name not in faults]
-            raise ValueError(f"{flag_of(operator)} {wanted}: {faults[wanted]}; drop the flag, or take {' or '.join(can)}")
+            raise UserError(f"{flag_of(operator)} {wanted}: {faults[wanted]}; drop the flag, or take {' or '.join(can)}")
         return Choice(wanted, FLAWS.get((operator, wanted), ""))
     passed = ""
     for name in OPERATORS[operator]:

@@ -28,6 +28,7 @@ if not __package__:  # run as a file of a checkout; as an installed command it f
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.arguments import dump_config, parse_arguments  # noqa: E402
+from megatron.config.errors import UserError
 from megatron.config.groups import CheckpointConfig, Config, LoggingConfig, PrecisionConfig  # noqa: E402
 from megatron.config.validate import resolve  # noqa: E402
 from megatron.parallel.schedule import BUILDERS  # noqa: E402
@@ -55,7 +56,7 @@ class Words(NamedTuple):
 
 
 def read_layout(text: str) -> Words:
-    """`tp2 sp pp2 zero-bubble dp2`. ValueError for a word that is none."""
+    """`tp2 sp pp2 zero-bubble dp2`. UserError for a word that is none."""
     sizes, flags = {"tp": 1, "dp": 1, "pp": 1}, []
     for word in text.split():
         if match := re.fullmatch(r"(tp|dp|pp|v|zero|shard)([1-9]\d*)", word):
@@ -63,7 +64,7 @@ def read_layout(text: str) -> Words:
         elif word in SWITCHES:
             flags += SWITCHES[word].split()
         else:
-            raise ValueError(f"--layout {text!r}: {word!r} is none of tpN, dpN, ppN, vN, zeroN, shardN, {', '.join(SWITCHES)}")
+            raise UserError(f"--layout {text!r}: {word!r} is none of tpN, dpN, ppN, vN, zeroN, shardN, {', '.join(SWITCHES)}")
     given = [part for name, flag in SIZES.items() if name in sizes for part in (flag, str(sizes[name]))]
     tp, dp, pp = (sizes[name] for name in ("tp", "dp", "pp"))
     return Words(tp * dp * pp, (*given, *flags), tp, dp, pp)
@@ -106,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments, flags = parser.parse_known_args(argv)
     try:
         if len(arguments.layout) != 2:
-            raise ValueError(f"--layout: expected two, got {len(arguments.layout)}")
+            raise UserError(f"--layout: expected two, got {len(arguments.layout)}")
         config = shortened(parse_arguments(flags).config, arguments.steps, arguments.layout)
         with tempfile.TemporaryDirectory(prefix="check_parity_") as folder:
             file = Path(folder, "config.json")
@@ -115,10 +116,10 @@ def main(argv: list[str] | None = None) -> int:
                 ranks, words, *_ = read_layout(layout)
                 try:
                     resolve(parse_arguments(["--config", str(file), *words]).config, ranks, None)
-                except ValueError as error:
-                    raise ValueError(f"--layout {layout!r} on {ranks} rank(s): {error}") from None
+                except UserError as error:
+                    raise UserError(f"--layout {layout!r} on {ranks} rank(s): {error}") from None
             rows = [computed_rows(str(train(layout, file, Path(folder)))) for layout in arguments.layout]
-    except (ValueError, RuntimeError) as error:
+    except (UserError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     faults, largest = differences(*rows, GATE)

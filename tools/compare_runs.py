@@ -15,6 +15,7 @@ from pathlib import Path
 if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.errors import UserError  # noqa: E402
 from megatron.observe.metrics import is_measured  # noqa: E402
 from megatron.observe.tracking import read_metrics  # noqa: E402
 
@@ -22,11 +23,11 @@ Rows = dict[int, dict[str, float]]
 
 
 def computed_rows(path: str) -> Rows:
-    """The rows of a run by iteration, without what depends on the machine. ValueError for an unreadable file or one without rows."""
+    """The rows of a run by iteration, without what depends on the machine. UserError for an unreadable file or one without rows."""
     rows = {row["iteration"]: {name: value for name, value in row.items() if name != "iteration" and not is_measured(name)} for row in read_metrics(path)}
     rows = {iteration: row for iteration, row in rows.items() if row}
     if not rows:
-        raise ValueError(f"{path}: no rows; the run has not logged anything yet (see --log-interval)")
+        raise UserError(f"{path}: no rows; the run has not logged anything yet (see --log-interval)")
     return rows
 
 
@@ -72,9 +73,9 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.common:
             shared = a.keys() & b.keys()
             if not shared:
-                raise ValueError(f"no iteration is in both {arguments.a} and {arguments.b}: nothing to compare")
+                raise UserError(f"no iteration is in both {arguments.a} and {arguments.b}: nothing to compare")
             a, b = ({i: rows[i] for i in shared} for rows in (a, b))
-    except ValueError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     faults, largest = differences(a, b, arguments.rtol)

@@ -48,6 +48,7 @@ from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint  # noqa: E402
 from megatron.config.arguments import parse_arguments  # noqa: E402
 from megatron.config.derive import derive  # noqa: E402
+from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.groups import Config, DataConfig, ModelConfig, PrecisionConfig  # noqa: E402
 from megatron.data.tokenizer import build_tokenizer  # noqa: E402
 from megatron.dist.groups import Axis  # noqa: E402
@@ -63,16 +64,16 @@ ROTARY = ("note: Megatron-DeepSpeed since change #441 rotates q and k by cos(ang
 
 
 def export(load: str, step: int | None, target: Path, dtype: torch.dtype | None, ranks: Ranks) -> list[str]:
-    """Write `target` in Hugging Face's format; returns lines to show. Raises ValueError naming what stands in the way."""
+    """Write `target` in Hugging Face's format; returns lines to show. Raises UserError naming what stands in the way."""
 
     def find() -> str | None:
         if not ranks.first:
             return None
         if target.exists() and any(target.iterdir()):
-            raise ValueError(f"--to-huggingface {target}: exists and is not empty; give a new folder")
+            raise UserError(f"--to-huggingface {target}: exists and is not empty; give a new folder")
         path = find_checkpoint(load, step)
         if path is None:
-            raise ValueError(f"--load {load}: no checkpoint there")
+            raise UserError(f"--load {load}: no checkpoint there")
         return str(path)
 
     path = ranks.agree(find)[0]
@@ -99,7 +100,7 @@ def _tokenizer_files(data: DataConfig, folder: Path, described: dict[str, Any]) 
     """Copy the tokenizer where Hugging Face looks for it and set the end-of-document id; returns lines to show."""
     try:
         tokenizer = build_tokenizer(data)
-    except ValueError as error:
+    except UserError as error:
         return [f"note: no tokenizer was copied and eos_token_id is empty: {error}"]
     described["eos_token_id"] = tokenizer.eod
     given = {
@@ -128,7 +129,7 @@ class Foreign:
 
 
 def open_huggingface(folder: Path) -> Foreign:
-    """Raises ValueError naming what has no counterpart here."""
+    """Raises UserError naming what has no counterpart here."""
     described = read_json(folder / "config.json")
     tensors = open_folder(folder)
     fields, rules = from_huggingface(described, tensors)
@@ -149,7 +150,7 @@ def _tokenizer_of(folder: Path) -> DataConfig:
 
 
 def open_megatron(folder: Path, config: str | None, vocab_size: int | None) -> Foreign:
-    """A folder of Megatron-LM (or the folder of a run, whose tracker file names it). Raises ValueError naming what has no counterpart here."""
+    """A folder of Megatron-LM (or the folder of a run, whose tracker file names it). Raises UserError naming what has no counterpart here."""
     folder = _megatron_iteration(folder)
     ranks = None if (folder / ".metadata").exists() else MpRanks(folder)
     if config is not None:
@@ -165,7 +166,7 @@ def open_megatron(folder: Path, config: str | None, vocab_size: int | None) -> F
         tensors = ranks.tensors(gated=model.activation in GATED, tied=not model.untie_embeddings_and_output_weights)
     rows = [shape[0] for name, shape, _ in tensors if our_parameter(name) == ("embedding.word.weight", -1)]
     if not rows or rows[0] < (vocab_size or 1):
-        raise ValueError(f"{folder}: the word embedding has {rows[0] if rows else 'no'} rows; --vocab-size is {vocab_size or 'not given'}")
+        raise UserError(f"{folder}: the word embedding has {rows[0] if rows else 'no'} rows; --vocab-size is {vocab_size or 'not given'}")
     pairs = map_tensors(model, vocab_size or rows[0], tensors)
     return Foreign(fields, DataConfig(), pairs, "mp_rank" if ranks else "torch_dist", (WEIGHTS_ONLY, *_padding_note(vocab_size, rows[0])))
 
@@ -181,25 +182,25 @@ def _padding_note(vocab_size: int | None, rows: int) -> tuple[str, ...]:
 
 
 def open_deepspeed(given: Path, config: str | None, vocab_size: int | None, qkv_order: str | None) -> Foreign:
-    """A folder of DeepSpeed with ZeRO's partitions. Raises ValueError naming what has no counterpart here."""
+    """A folder of DeepSpeed with ZeRO's partitions. Raises UserError naming what has no counterpart here."""
     folder = find_folder(given)
     zero = ZeroFolder(folder)
     names = {name.removeprefix("module."): name for rank in zero.ranks for name in rank}
     if not is_megatron(set(names)):
         flags = [flag for flag, value in (("--config", config), ("--vocab-size", vocab_size), ("--qkv-order", qkv_order)) if value is not None]
         if flags:
-            raise ValueError(f"{folder}: its tensors have no names of Megatron-DeepSpeed: drop {' and '.join(flags)}")
+            raise UserError(f"{folder}: its tensors have no names of Megatron-DeepSpeed: drop {' and '.join(flags)}")
         if len(zero.ranks) > 1:
-            raise ValueError(f"{folder}: a Hugging Face model of {len(zero.ranks)} tensor-parallel ranks is not read: save it without AutoTP")
+            raise UserError(f"{folder}: a Hugging Face model of {len(zero.ranks)} tensor-parallel ranks is not read: save it without AutoTP")
         beside = next((place for place in (given, folder, folder.parent) if (place / "config.json").is_file()), None)
         if beside is None:
-            raise ValueError(f"{given}: no config.json there: put that of the Hugging Face model beside the folder of the partitions")
+            raise UserError(f"{given}: no config.json there: put that of the Hugging Face model beside the folder of the partitions")
         described = read_json(beside / "config.json")
         fields, rules = from_huggingface(described, names)
         pairs = take_parts(rules, {name: zero.ranks[0][theirs] for name, theirs in names.items()})
         return Foreign(fields, _tokenizer_of(beside), pairs, f"deepspeed {described['model_type']}", (WEIGHTS_ONLY,))
     if qkv_order is None:
-        raise ValueError(f"{folder}: Megatron-DeepSpeed has laid the rows of query_key_value in two ways and says nowhere in which: give --qkv-order "
+        raise UserError(f"{folder}: Megatron-DeepSpeed has laid the rows of query_key_value in two ways and says nowhere in which: give --qkv-order "
                          "grouped (its code before 4 December 2024, change #441) or --qkv-order stacked (since then)")
     tp = tensor_parallel_size(folder, zero.states)
     fields = _given_fields(config, vocab_size) if config is not None else model_fields(megatron_arguments(zero.states[0].get("args")))
@@ -210,10 +211,10 @@ def open_deepspeed(given: Path, config: str | None, vocab_size: int | None, qkv_
 
 def _common_arguments(folder: Path) -> Any:
     if not (folder / "common.pt").is_file():
-        raise ValueError(f"{folder}: has no common.pt: give the model's flags with --config FILE")
+        raise UserError(f"{folder}: has no common.pt: give the model's flags with --config FILE")
     common = read_torch_file(MappedFile(folder / "common.pt"), ARGUMENT_CLASSES)
     if not isinstance(common, dict) or "args" not in common:
-        raise ValueError(f"{folder / 'common.pt'}: holds no arguments: give the model's flags with --config FILE")
+        raise UserError(f"{folder / 'common.pt'}: holds no arguments: give the model's flags with --config FILE")
     return common["args"]
 
 
@@ -228,17 +229,17 @@ def _megatron_iteration(folder: Path) -> Path:
         word = tracker.read_text().strip()
         folder = folder / (f"iter_{int(word):07d}" if word.isdecimal() else "release")
     if not holds(folder):
-        raise ValueError(f"--from-megatron {folder}: neither .metadata (torch_dist) nor mp_rank_* there: not a checkpoint of Megatron-LM")
+        raise UserError(f"--from-megatron {folder}: neither .metadata (torch_dist) nor mp_rank_* there: not a checkpoint of Megatron-LM")
     return folder
 
 
 def take_over(source: Path, foreign: Foreign, save: str, ranks: Ranks) -> list[str]:
-    """Write a model of another program as iteration 0 under `save`, each rank its share; returns lines to show. Raises ValueError."""
+    """Write a model of another program as iteration 0 under `save`, each rank its share; returns lines to show. Raises UserError."""
     word = next(tensor for box, tensor in foreign.pairs if box.name == "embedding.word.weight")
     vocab_size = next(box.shape[0] for box, _ in foreign.pairs if box.name == "embedding.word.weight")
     with together(ranks.world, ranks.device):
         if ranks.first and list_iterations(Path(save)):
-            raise ValueError(f"--save {save}: holds checkpoints already; give a new folder")
+            raise UserError(f"--save {save}: holds checkpoints already; give a new folder")
         model = ModelConfig(**foreign.fields)
         check_shapes(foreign.pairs, model, vocab_size)
     precision = PrecisionConfig(bf16=word.dtype == torch.bfloat16, fp16=word.dtype == torch.float16, fp64=word.dtype == torch.float64)
@@ -257,7 +258,7 @@ def take_over(source: Path, foreign: Foreign, save: str, ranks: Ranks) -> list[s
 
 
 def convert(flags: argparse.Namespace, ranks: Ranks) -> list[str]:
-    """Carry out what the flags say; returns lines to show. Raises ValueError."""
+    """Carry out what the flags say; returns lines to show. Raises UserError."""
     if flags.to_huggingface:
         return export(flags.load, flags.ckpt_step, flags.to_huggingface, PRECISIONS.get(flags.dtype), ranks)
     with together(ranks.world, ranks.device):
@@ -307,7 +308,7 @@ def main(argv: list[str] | None = None) -> int:
         connect(launch, "gloo", TIMEOUT, {name: str(value) for name, value in vars(flags).items()})
         lines = convert(flags, Ranks(Axis("world", rank, tuple(range(launch.world_size)))))
         disconnect()
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         if getattr(error, "rank", 0) == 0:  # what every rank knows is said once
             print(f"error: {error}", file=sys.stderr)
         return 2

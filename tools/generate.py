@@ -19,6 +19,7 @@ if not __package__:  # run as a file of a checkout; as an installed command it f
 
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.groups import Config, DistributedConfig
 from megatron.data.tokenizer import build_tokenizer
 from megatron.dist.setup import choose_device, read_launch
@@ -99,13 +100,13 @@ def main(argv: list[str] | None = None) -> int:
     flags = parse(sys.argv[1:] if argv is None else argv)
     try:
         return write_text(flags)
-    except (ValueError, FileNotFoundError) as error:
+    except (UserError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 2
 
 
 def write_text(flags: argparse.Namespace) -> int:
-    """Load, generate, print. Raises ValueError for a checkpoint or tokenizer that cannot be used."""
+    """Load, generate, print. Raises UserError for a checkpoint or tokenizer that cannot be used."""
     path = find_checkpoint(flags.load, flags.ckpt_step)
     if path is None:
         raise CheckpointError(f"--load {flags.load}: no checkpoint{'' if flags.ckpt_step is None else f' of iteration {flags.ckpt_step}'} there")

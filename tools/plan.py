@@ -23,7 +23,7 @@ if not __package__:  # run as a file of a checkout; as an installed command it f
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.arguments import parse_arguments
-from megatron.config.errors import ArgumentErrors
+from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
 from megatron.config.validate import resolve
 from megatron.data.tokenizer import build_tokenizer
@@ -67,7 +67,7 @@ def without_files(config: Config) -> Config:
 
 
 def plan(what: str, argv: list[str]) -> list[str]:
-    """The lines that `memory` or `checkpoint` prints. Raises ValueError for what the user can mend."""
+    """The lines that `memory` or `checkpoint` prints. Raises UserError for what the user can mend."""
     own, rest = take_own(argv, OWN[what])
     parsed = parse_arguments([*rest, "--dry-run"])
     world_size = parsed.config.distributed.world_size
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if "--help" in argv or "-h" in argv else 2
     try:
         print("\n".join(plan(argv[0], argv[1:])))
-    except ValueError as error:
+    except UserError as error:
         print(error, file=sys.stderr)
         return 2
     return 0

@@ -19,6 +19,7 @@ from pathlib import Path
 if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.errors import UserError  # noqa: E402
 from megatron.parallel.schedule import BUILDERS, Action, Kind, Schedule, build_schedule  # noqa: E402
 from megatron.parallel.simulate import Costs, peak_activations, simulate  # noqa: E402
 from megatron.parallel.timeline import Timeline  # noqa: E402
@@ -168,34 +169,34 @@ def _legend(lines: list[Timeline], y: float) -> list[str]:
 
 
 def write(svg: str, path: Path) -> None:
-    """As SVG, or with cairosvg as PNG, by the file's name. Raises ValueError for another name, and for PNG without cairosvg."""
+    """As SVG, or with cairosvg as PNG, by the file's name. Raises UserError for another name, and for PNG without cairosvg."""
     if path.suffix == ".svg":
         path.write_text(svg)
     elif path.suffix == ".png":
         try:
             import cairosvg
         except ImportError:
-            raise ValueError(f"{path}: PNG needs cairosvg (pip install cairosvg); or write {path.with_suffix('.svg')}") from None
+            raise UserError(f"{path}: PNG needs cairosvg (pip install cairosvg); or write {path.with_suffix('.svg')}") from None
         cairosvg.svg2png(bytestring=svg.encode(), write_to=str(path), scale=2)
     else:
-        raise ValueError(f"--out {path}: must end in .svg or .png")
+        raise UserError(f"--out {path}: must end in .svg or .png")
 
 
 def panels_of(arguments: argparse.Namespace) -> tuple[list[Panel], str]:
-    """What to draw, and the unit of its times. Raises ValueError."""
+    """What to draw, and the unit of its times. Raises UserError."""
     given = {"schedule": arguments.schedule, "ranks": arguments.ranks, "micro-batches": arguments.micro_batches}
     measured = None
     if arguments.measured:
         measured = Timeline.from_json(Path(arguments.measured).read_text())
         found = {"schedule": measured.schedule, "ranks": len(measured.rows), "micro-batches": measured.micro_batches}
         if measured.schedule not in BUILDERS:
-            raise ValueError(f"{arguments.measured}: schedule {measured.schedule} is not one of {', '.join(BUILDERS)}")
+            raise UserError(f"{arguments.measured}: schedule {measured.schedule} is not one of {', '.join(BUILDERS)}")
         for flag, value in given.items():
             if value not in (None, found[flag]):
-                raise ValueError(f"--{flag} {value}: {arguments.measured} has {found[flag]}; leave the flag out")
+                raise UserError(f"--{flag} {value}: {arguments.measured} has {found[flag]}; leave the flag out")
         given = found
     if missing := [f"--{flag}" for flag, value in given.items() if value is None]:
-        raise ValueError(f"needs {', '.join(missing)}, or --measured FILE")
+        raise UserError(f"needs {', '.join(missing)}, or --measured FILE")
     name = given["schedule"]
     virtual = {"interleaved": arguments.virtual, "zero-bubble-v": 2}.get(name, 1)
     if measured:
@@ -205,7 +206,7 @@ def panels_of(arguments: argparse.Namespace) -> tuple[list[Panel], str]:
     if measured and not arguments.costs:
         costs = measured_costs(measured, arguments.message, arguments.latency)
     if measured and schedule.placement != measured.placement:
-        raise ValueError(f"{arguments.measured}: stages lie on ranks {measured.placement}, in {name} on {schedule.placement}")
+        raise UserError(f"{arguments.measured}: stages lie on ranks {measured.placement}, in {name} on {schedule.placement}")
     size = f"{name}, {schedule.ranks} ranks" + (f" x {virtual} stages" if virtual > 1 else "") + f", {schedule.micro_batches} micro-batches"
     panels = [(f"{'simulated: ' if measured else ''}{size}", simulate(schedule, costs))]
     return panels + ([(f"measured: {size}", measured)] if measured else []), "s" if measured else "time"
@@ -247,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.table:
             if not arguments.ranks or not arguments.micro_batches:
-                raise ValueError("--table needs --ranks and --micro-batches")
+                raise UserError("--table needs --ranks and --micro-batches")
             costs = arguments.costs or (1.0, 1.0, 1.0)
             lines = all_schedules(arguments.ranks, arguments.virtual, arguments.micro_batches, costs, arguments.message, arguments.latency)
             print(table(lines, "time"))
@@ -256,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
         print(table(panels, unit))
         if arguments.out:
             write(draw(panels, unit), arguments.out)
-    except (OSError, ValueError) as error:
+    except (OSError, UserError) as error:
         print(f"plot_schedule.py: {error}", file=sys.stderr)
         return 2
     return 0

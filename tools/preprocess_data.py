@@ -33,6 +33,7 @@ import numpy as np
 if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.groups import DataConfig  # noqa: E402
 from megatron.data.indexed_dataset import DataError, IndexedDatasetWriter, best_dtype  # noqa: E402
 from megatron.data.tokenizer import Tokenizer, build_tokenizer  # noqa: E402
@@ -163,7 +164,7 @@ def read_records(chunk: Chunk) -> list[tuple[int, dict]]:
         try:
             record, end = scan(line, 0)
             if end < len(line):
-                raise ValueError(f"something follows the object at character {end}")
+                raise UserError(f"something follows the object at character {end}")
         except (ValueError, StopIteration) as error:
             raise refuse_line(chunk, number, f"not JSON ({error}): repair or remove the line") from None
         records.append((number, record))
@@ -195,7 +196,7 @@ def encode_chunk(chunk: Chunk, config: DataConfig, keys: tuple[str, ...], append
         try:
             tokens, lengths = tokenizer.encode_many(texts)
             if len(tokens) and int(tokens.max()) >= tokenizer.vocab_size:
-                raise ValueError("a token id lies outside the vocabulary")
+                raise UserError("a token id lies outside the vocabulary")
         except ValueError:
             for document, text in zip(owner.tolist(), texts):
                 refuse_text(tokenizer, chunk, records[document][0], text)
@@ -298,7 +299,7 @@ def input_files(patterns: list[str]) -> list[str]:
 
 
 def preprocess(arguments: argparse.Namespace) -> list[dict]:
-    """Do what the flags say; returns the sidecar of each key. Raises ValueError."""
+    """Do what the flags say; returns the sidecar of each key. Raises UserError."""
     begun = time.monotonic()
     names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
     config = DataConfig(**{name: getattr(arguments, name) for name in names})
@@ -367,7 +368,7 @@ def main() -> None:
         sys.exit("preprocess_data.py: --workers must be at least 1")
     try:
         preprocess(arguments)
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         sys.exit(f"preprocess_data.py: {error}")
 
 

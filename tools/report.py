@@ -21,6 +21,7 @@ from typing import Any
 if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.errors import UserError  # noqa: E402
 from megatron.observe.metrics import METRICS  # noqa: E402
 from megatron.observe.tracking import RESUMED, config_file, metrics_path, read_metrics  # noqa: E402
 
@@ -241,10 +242,10 @@ def main(argv: list[str] | None = None) -> int:
         metrics = metrics_path(arguments.run)
         rows = read_metrics(metrics)
         if not rows:
-            raise ValueError(f"{metrics}: no rows; the run has not logged anything yet (see --log-interval)")
+            raise UserError(f"{metrics}: no rows; the run has not logged anything yet (see --log-interval)")
         described = config_file(metrics)
         run_config = json.loads(described.read_text(encoding="utf-8")) if described.exists() else None
-    except ValueError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     expected = arguments.expected_validation_loss

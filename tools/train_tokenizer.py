@@ -26,21 +26,23 @@ from megatron.tools.preprocess_data import (  # noqa: E402
     read_records,
 )
 
+from megatron.config.errors import UserError  # noqa: E402
+
 LOUD = 50 << 20  # bytes of input from which SentencePiece reports its own progress
 
 
 def lines(files: list[str], key: str) -> Iterator[str]:
-    """Every line of every text that is not empty: SentencePiece learns within lines. Raises ValueError for a record without the key."""
+    """Every line of every text that is not empty: SentencePiece learns within lines. Raises UserError for a record without the key."""
     for path in files:
         for chunk in (compressed_chunks if path.endswith((".gz", ".zst")) else plain_chunks)(path, LARGEST_CHUNK):
             for _, record in read_records(chunk):
                 if not isinstance(record, dict) or not isinstance(record.get(key), str):
-                    raise ValueError(f"{path}: a record has no text under the key {key!r}: name the right one with --json-key")
+                    raise UserError(f"{path}: a record has no text under the key {key!r}: name the right one with --json-key")
                 yield from filter(None, record[key].split("\n"))
 
 
 def train(files: list[str], *, key: str, vocab_size: int, model_type: str, prefix: str, max_lines: int) -> None:
-    """Train and write the model, under its name only once complete. Raises ValueError for input that gives no such tokenizer."""
+    """Train and write the model, under its name only once complete. Raises UserError for input that gives no such tokenizer."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -52,7 +54,7 @@ def train(files: list[str], *, key: str, vocab_size: int, model_type: str, prefi
             minloglevel=0 if sum(map(os.path.getsize, files)) > LOUD else 2,
         )  # fmt: skip
     except RuntimeError as error:
-        raise ValueError(f"--vocab-size {vocab_size}: SentencePiece refuses ({error})") from None
+        raise UserError(f"--vocab-size {vocab_size}: SentencePiece refuses ({error})") from None
     os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
     Path(prefix + ".model.partial").write_bytes(model.getvalue())
     os.replace(prefix + ".model.partial", prefix + ".model")
@@ -72,7 +74,7 @@ def main() -> None:
             input_files(given.input), key=given.json_key, vocab_size=given.vocab_size, model_type=given.model_type,
             prefix=given.output_prefix, max_lines=given.max_lines,
         )
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         sys.exit(f"train_tokenizer.py: {error}")
     print(f"{given.output_prefix}.model: {given.vocab_size} ids, {given.model_type}")
 

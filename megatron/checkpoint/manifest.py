@@ -16,6 +16,8 @@ from typing import Any
 
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
+from megatron.config.errors import UserError
+
 CHUNK = 1 << 20  # bytes of shard data under one digest
 ALIGN = 4096  # tensor data starts at a multiple of this
 HEADER_LIMIT = 100_000_000  # bytes; also the limit of the safetensors library
@@ -28,7 +30,7 @@ VERSION = 1
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # the dtypes that a checkpoint can hold
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint cannot be written or read; the text names the file, what is wrong with it, and what to do."""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron.config.errors import UserError
 from megatron.dist.collectives import broadcast_bytes, gather_bytes
 from megatron.dist.groups import ALONE, Axis
 from megatron.dist.together import raise_together, together
@@ -34,20 +35,20 @@ class Ranks:
     def agree(self, part: Callable[[], Any]) -> list[Any]:
         """Carry out this rank's part and wait for the others'; every rank gets what all have returned (JSON), in rank order.
 
-        When the part of any rank raises ValueError, every rank raises the same error, which names that rank (`together`).
+        When the part of any rank raises UserError, every rank raises the same error, which names that rank (`together`).
         """
         if self.world.size == 1:
             return [json.loads(json.dumps(part()))]
         fault = None
         try:
             line = "+" + json.dumps(part())
-        except ValueError as error:
+        except UserError as error:
             fault, line = error, "-" + (str(error) or "?")
         lines = [told.decode() for told in gather_bytes(line.encode(), self.world, self.device)]
         raise_together([told[1:] if told[0] == "-" else "" for told in lines], self.world, fault)
         return [json.loads(told[1:]) for told in lines]
 
-    def refuse(self, error: ValueError) -> None:
+    def refuse(self, error: UserError) -> None:
         """Raise it, on every rank the same."""
         with together(self.world, self.device):
             raise error

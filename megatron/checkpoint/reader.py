@@ -45,7 +45,7 @@ def open_checkpoint(
     """What find_checkpoint finds, opened. All `ranks` call this together: the first finds and verifies it, the others get the index from it.
 
     `older`: instead of a damaged one the newest whole one before it, and the first rank's `say` is told; then every byte is read and verified
-    first, each rank its part. Raises as find_checkpoint, on several ranks the same ValueError on each.
+    first, each rank its part. Raises as find_checkpoint, on several ranks the same UserError on each.
     """
     root = Path(root)
     iterations = ranks.agree(lambda: _candidates(root, step, say) if ranks.first else None)[0]

@@ -27,6 +27,7 @@ from megatron.checkpoint.progress import Saved
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.retention import Policy, retire
 from megatron.checkpoint.writer import in_file_order, save_checkpoint, shard_bytes, shard_header
+from megatron.config.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.checkpoint.local.tiers import Tiers
@@ -158,7 +159,7 @@ class Saver:
             else:
                 self._begin(iteration, pairs, state, began)
                 self.under_way.replicas = replicas if self.staging is not None else None
-        except (ValueError, OSError) as error:
+        except (UserError, OSError) as error:
             if self.background is not None:
                 self.background.close()  # it may wait for the rest of a shard
             self._failed(iteration, error)
@@ -275,7 +276,7 @@ class Saver:
             results = save.attempt.agree(result)
             if save.records is None and save.replicas is not None:
                 save.replicas.check(self.ranks)
-        except ValueError as error:
+        except UserError as error:
             self._over()
             self._failed(iteration, error)
             return

@@ -45,7 +45,7 @@ def save_checkpoint(
     `verify`: every rank reads its shard back from the disk before it counts. `before`: as `commit`'s, on the first rank.
     An iteration that exists already is never overwritten: when it is whole and bit-equal to this one it is kept and returned, when it
     is whole and differs CheckpointError is raised, when it is damaged or foreign it is moved aside, and the first rank's `say` is told.
-    Raises CheckpointError when anything prevents the save on any rank, on several the same ValueError on each; older checkpoints are
+    Raises CheckpointError when anything prevents the save on any rank, on several the same UserError on each; older checkpoints are
     untouched by that.
     """
     root, pairs = Path(root), [(box, tensor) for box, tensor in tensors if math.prod(box.extent)]
@@ -61,7 +61,7 @@ def save_checkpoint(
 def try_folder(root: str | Path, ranks: Ranks = ONE) -> None:
     """Write a byte from every rank where checkpoints will go: a full disk is found before there is something to save.
 
-    Raises CheckpointError, on several ranks the same ValueError on each, when one cannot write there or does not see what the first made.
+    Raises CheckpointError, on several ranks the same UserError on each, when one cannot write there or does not see what the first made.
     """
     root = Path(root)
 

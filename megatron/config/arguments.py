@@ -25,7 +25,7 @@ from typing import Any
 from megatron.config import compatibility, groups
 from megatron.config.compatibility import key
 from megatron.config.deepspeed import compare_with_deepspeed
-from megatron.config.errors import ArgumentErrors
+from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
 from megatron.config.validate import cross_field_faults
 
@@ -65,12 +65,12 @@ class Option:
     megatron: str | None
 
     def convert(self, text: str) -> Any:
-        """The value of one word; raises ValueError with what was expected."""
+        """The value of one word; raises UserError with what was expected."""
         if self.choices and text not in map(str, self.choices):
-            raise ValueError(f"choose from {', '.join(map(str, self.choices))}{_did_you_mean(text, map(str, self.choices))}")
+            raise UserError(f"choose from {', '.join(map(str, self.choices))}{_did_you_mean(text, map(str, self.choices))}")
         if self.kind is bool:
             if text.lower() not in ("true", "false"):
-                raise ValueError("it takes no value")
+                raise UserError("it takes no value")
             return text.lower() == "true"
         if self.kind is str:
             return text
@@ -79,36 +79,36 @@ class Option:
         except ValueError:
             number = math.nan
         if not math.isfinite(number):
-            raise ValueError("expected a number")
+            raise UserError("expected a number")
         if self.kind is float:
             return number
         if re.fullmatch(r"[-+]?\d[\d_]*", text):
             return int(text)
         if number != int(number) or abs(number) > 2**53:
-            raise ValueError("expected a whole number")
+            raise UserError("expected a whole number")
         return int(number)
 
     def parse(self, words: list[str]) -> Any:
-        """The value of a flag followed by `words`; raises ValueError with what is wrong and the fix."""
+        """The value of a flag followed by `words`; raises UserError with what is wrong and the fix."""
         if self.kind is bool and not words:
             return True
         if not words or any(word == "" for word in words):
-            raise ValueError("no value follows it (is a shell variable unset?)")
+            raise UserError("no value follows it (is a shell variable unset?)")
         if not self.many and len(words) > 1:
-            raise ValueError(f"takes {'no value' if self.kind is bool else 'one value'}; drop the others, or quote a value with spaces")
+            raise UserError(f"takes {'no value' if self.kind is bool else 'one value'}; drop the others, or quote a value with spaces")
         values = tuple(self.convert(word) for word in words)
         return values if self.many else values[0]
 
     def load(self, value: Any) -> Any:
-        """The field's value from one read in a configuration file; raises ValueError."""
+        """The field's value from one read in a configuration file; raises UserError."""
         if value is None and self.optional:
             return None
         if isinstance(value, list) and self.many and value:
             return tuple(self.convert(_word(item)) for item in value)
         if value is None or isinstance(value, (list, dict)) or isinstance(value, bool) != (self.kind is bool):
-            raise ValueError(f"expected {'a list' if self.many else self.kind.__name__}")
+            raise UserError(f"expected {'a list' if self.many else self.kind.__name__}")
         if self.kind is str and not isinstance(value, str):
-            raise ValueError("expected a string")
+            raise UserError("expected a string")
         converted = self.convert(_word(value))
         return (converted,) if self.many else converted
 
@@ -279,7 +279,7 @@ class _Reading:
             value = option.parse(words)
             if option.kind is bool:
                 value = value == on
-        except ValueError as problem:
+        except UserError as problem:
             self.faults.append(f"{written}: {problem}")
             self.unsure.add(option.names[0])
             return
@@ -325,7 +325,7 @@ def load_config(path: str) -> tuple[dict[tuple[str, str], Any], list[str]]:
                 continue
             try:
                 values[group, field] = option.load(value)
-            except ValueError as problem:
+            except UserError as problem:
                 faults.append(f"--config {path}: {group}.{field} = {value!r}: {problem}")
     return values, faults
 
@@ -337,11 +337,11 @@ def _read_json_or_yaml(text: str) -> Any:
         try:
             import yaml
         except ImportError:
-            raise ValueError(f"it is not JSON ({problem}), and PyYAML is not installed to read it as YAML") from None
+            raise UserError(f"it is not JSON ({problem}), and PyYAML is not installed to read it as YAML") from None
         try:
             return yaml.safe_load(text)
         except yaml.YAMLError as yaml_problem:
-            raise ValueError(" ".join(str(yaml_problem).split())) from None
+            raise UserError(" ".join(str(yaml_problem).split())) from None
 
 
 def dump_config(config: Config) -> str:

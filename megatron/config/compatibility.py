@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron.config.errors import UserError
 from megatron.config.groups import Config
 
 
@@ -340,20 +341,20 @@ VALUES: dict[tuple[str, str], tuple[str, str]] = {
 
 
 def translate_value(flag: str, words: list[str]) -> tuple[list[str], str]:
-    """Our words for another codebase's values of our own flag, and a note; raises ValueError for values that cannot act."""
+    """Our words for another codebase's values of our own flag, and a note; raises UserError for values that cannot act."""
     if flag == "--window-size" and len(words) == 1 and "," in words[0]:
         left, right = (part.strip() for part in words[0].strip("()").split(",", 1))
         if not left.isdigit() or right != "0":
-            raise ValueError("Megatron's pair must be W-1,0 here: W latest tokens, itself included, none after it")
+            raise UserError("Megatron's pair must be W-1,0 here: W latest tokens, itself included, none after it")
         return [str(int(left) + 1)], f"--window-size {words[0]} is a window of {int(left) + 1} tokens, itself included"
     if flag == "--recompute-granularity" and words == ["selective"]:
-        raise ValueError("selective recompute is not built yet; drop it, or use --recompute-granularity full")
+        raise UserError("selective recompute is not built yet; drop it, or use --recompute-granularity full")
     if flag == "--recompute-method" and words == ["block"]:
-        raise ValueError("block recompute is not built yet; use --recompute-method uniform")
+        raise UserError("block recompute is not built yet; use --recompute-method uniform")
     if flag in ("--exp-avg-dtype", "--exp-avg-sq-dtype") and words in (["fp16"], ["fp8"]):
-        raise ValueError(f"moments are kept in fp32 or bf16; give {flag} bf16, which has fp32's range")
+        raise UserError(f"moments are kept in fp32 or bf16; give {flag} bf16, which has fp32's range")
     if flag == "--main-grads-dtype" and words == ["fp16"]:
-        raise ValueError("gradients are accumulated in fp32 or, with --bf16, in bf16; give --main-grads-dtype fp32")
+        raise UserError("gradients are accumulated in fp32 or, with --bf16, in bf16; give --main-grads-dtype fp32")
     if len(words) == 1 and (flag, words[0]) in VALUES:
         ours, text = VALUES[flag, words[0]]
         return [ours], text

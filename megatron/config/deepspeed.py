@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.derive import data_parallel_size
+from megatron.config.errors import UserError
 from megatron.config.groups import Config
 
 # DeepSpeed's key -> our flag; the field follows from the flag.
@@ -105,7 +106,7 @@ def compare_with_deepspeed(path: str, config: Config) -> tuple[list[str], list[s
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(content, dict):
-            raise ValueError("expected one JSON object")
+            raise UserError("expected one JSON object")
     except (OSError, ValueError) as problem:
         return [], [f"--deepspeed_config {path}: cannot be read: {problem}"]
     notes, faults = [], []

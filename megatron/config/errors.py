@@ -1,9 +1,17 @@
-"""The one error of the command line: all faults together."""
+"""Mistakes of the user's: one class, and the error of the command line, which lists all faults together."""
 
 from __future__ import annotations
 
 
-class ArgumentErrors(ValueError):
+class UserError(ValueError):
+    """Something that the user can correct: its text names the file, flag or value and the fix.
+
+    Programs print it without a traceback and exit with code 2. Every other exception is a fault of the
+    program: it keeps its traceback and the exit code is 1.
+    """
+
+
+class ArgumentErrors(UserError):
     """Every fault of a command line or configuration, one line each: flag, value, problem, fix."""
 
     def __init__(self, faults: list[str]):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+from megatron.config.errors import UserError
 from megatron.config.groups import Config
 
 AUTO = "auto"
@@ -15,48 +16,48 @@ _MOST_UNITS = 100_000  # in a layout string
 
 def parse_layout(text: str) -> tuple[int, ...]:
     """Layers of each stage of a string like Et*3|(tt|)*4tL: E embedding, t layer, L head and loss, | between stages, x*n and (...)*n
-    repetitions, commas for the eye. Raises ValueError with what is wrong and the fix."""
+    repetitions, commas for the eye. Raises UserError with what is wrong and the fix."""
     text = text.replace(",", "")
     for pattern in (r"\(([^()]*)\)\*(\d+)", r"([^()*])\*(\d+)"):
         text = re.sub(pattern, _repeat, text)
     units = text.replace("|", "")
     if "m" in units:
-        raise ValueError("m, a layer that predicts further tokens, is not supported; take it out")
+        raise UserError("m, a layer that predicts further tokens, is not supported; take it out")
     if unknown := re.sub("[EtL]", "", units):
-        raise ValueError(f"{unknown[0]!r} is none of E (embedding), t (layer), L (head and loss), | (next stage), x*n and (...)*n")
+        raise UserError(f"{unknown[0]!r} is none of E (embedding), t (layer), L (head and loss), | (next stage), x*n and (...)*n")
     if not re.fullmatch("Et*L", units):
-        raise ValueError("must begin with its one E and end with its one L")
+        raise UserError("must begin with its one E and end with its one L")
     stages = text.split("|")
     if "" in stages:
-        raise ValueError(f"stage {stages.index('')} (from 0) is empty; every stage needs a unit")
+        raise UserError(f"stage {stages.index('')} (from 0) is empty; every stage needs a unit")
     return tuple(stage.count("t") for stage in stages)
 
 
 def _repeat(match: re.Match[str]) -> str:
     body, count = match.groups()
     if len(count) > 6 or len(body) * int(count) > _MOST_UNITS:
-        raise ValueError(f"{match[0]} repeats more than {_MOST_UNITS} units")
+        raise UserError(f"{match[0]} repeats more than {_MOST_UNITS} units")
     return body * int(count)
 
 
 def frozen_units(config: Config) -> frozenset[str]:
-    """The units of --freeze, by the names of the model's; a tied head goes with the embedding. Raises ValueError with what is wrong and the fix."""
+    """The units of --freeze, by the names of the model's; a tied head goes with the embedding. Raises UserError with what is wrong and the fix."""
     layers, tied, found = config.model.num_layers, not config.model.untie_embeddings_and_output_weights, set()
     for word in (config.optimizer.freeze or "").split(",") if config.optimizer.freeze is not None else ():
         match = re.fullmatch(r"layers\.(\d+)(?:-(\d+))?", word)
         if match is None and word not in ("embedding", "head"):
-            raise ValueError(f"{word!r} is none of embedding, head, layers.N and layers.N-M, with commas between")
+            raise UserError(f"{word!r} is none of embedding, head, layers.N and layers.N-M, with commas between")
         if match is None:
             found.add(word)
             continue
         first, last = int(match[1]), int(match[2] or match[1])
         if not first <= last < layers:
-            raise ValueError(f"{word}: layers go from 0 to {layers - 1}")
+            raise UserError(f"{word}: layers go from 0 to {layers - 1}")
         found.update(f"layers.{layer}" for layer in range(first, last + 1))
     if tied and "head" in found and "embedding" not in found:
-        raise ValueError("head has the embedding's matrix: freeze embedding, which freezes both, or give --untie-embeddings-and-output-weights")
+        raise UserError("head has the embedding's matrix: freeze embedding, which freezes both, or give --untie-embeddings-and-output-weights")
     if len(found | ({"head"} if tied and "embedding" in found else set())) == layers + 2:
-        raise ValueError("nothing would be trained; to evaluate only, give --skip-train")
+        raise UserError("nothing would be trained; to evaluate only, give --skip-train")
     return frozenset(found | ({"head"} if tied and "embedding" in found else set()))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.derive import DEFAULTS, Run, derive
-from megatron.config.errors import ArgumentErrors
+from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
 from megatron.config.stages import frozen_units
 from megatron.config.validate_layout import bubble, nearest, pipeline_schedule, pipeline_split, tensor_parallel, zero
@@ -202,7 +202,7 @@ def _optimizer(run: Run) -> Iterator[str]:
     if run.has("num_layers"):
         try:
             frozen_units(run.config)
-        except ValueError as error:
+        except UserError as error:
             yield f"{run.show('freeze')}: {error}"
 
 

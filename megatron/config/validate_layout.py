@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.config.derive import Run
+from megatron.config.errors import UserError
 from megatron.config.stages import AUTO, counted_layers, parse_layout
 
 
@@ -139,7 +140,7 @@ def _drawn(run: Run) -> Iterator[str]:
     shown = run.show(_LAYOUT)
     try:
         counts = parse_layout(run.pipeline_model_parallel_layout)
-    except ValueError as problem:
+    except UserError as problem:
         yield f"{shown}: {problem}"
         return
     if sum(counts) != run.num_layers:

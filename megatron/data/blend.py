@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.config.errors import UserError
 from megatron.data.indexed_dataset import DataError
 
 PATTERN = 65536
@@ -74,9 +75,9 @@ class Blend:
             self._rank[at] = np.arange(len(at))
 
     def locate(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[m] sample numbers -> [m] sources, [m] indices. Raises ValueError before the first sample."""
+        """[m] sample numbers -> [m] sources, [m] indices. Raises UserError before the first sample."""
         if len(sample) and sample.min() < self.first_sample:
-            raise ValueError(
+            raise UserError(
                 f"sample {sample.min()} was read before the blend changed at sample {self.first_sample}: "
                 f"replay it from an earlier checkpoint"
             )

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from megatron.config.errors import UserError
+
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, S, D: 34 bytes
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
@@ -28,7 +30,7 @@ CHUNK = 1 << 22  # entries or tokens handled at once by full passes
 REMAKE = "copy both files again or run tools/preprocess_data.py again"
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """Data that cannot be trained on: names the file, the byte where there is one, what is wrong and the repair."""
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.config.errors import UserError
 from megatron.config.groups import DataConfig
 
 # The end of document is the first of these that the vocabulary has, where the tokenizer's own files do not name one.
@@ -53,14 +54,14 @@ class Tokenizer:
 
 
 def build_tokenizer(config: DataConfig) -> Tokenizer:
-    """The tokenizer of --tokenizer-type. Raises ValueError naming the flag or file at fault."""
+    """The tokenizer of --tokenizer-type. Raises UserError naming the flag or file at fault."""
     kind = config.tokenizer_type
     if kind is None and config.vocab_file and config.merge_file:
         kind = "GPT2BPETokenizer"
     if kind is None and config.mock_data and config.vocab_size:
         kind = "NullTokenizer"
     if kind is None:
-        raise ValueError("--tokenizer-type is missing: give one (with --mock-data, --vocab-size alone is enough)")
+        raise UserError("--tokenizer-type is missing: give one (with --mock-data, --vocab-size alone is enough)")
     if kind == "NullTokenizer":
         return _null(config.vocab_size)
     if kind == "GPT2BPETokenizer":
@@ -70,7 +71,7 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
         read = {"SentencePieceTokenizer": _sentencepiece, "HuggingFaceTokenizer": _huggingface}
         tokenizer = _tiktoken(path, config.vocab_size) if kind == "TikTokenizer" else read[kind](path)
     if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"--vocab-size {config.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} ids; drop the flag or give another tokenizer"
         )
     return tokenizer
@@ -79,10 +80,10 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
 def _file(value: str | None, flag: str, kind: str, inside: str | None = None) -> Path:
     """The path a flag gives (or the file `inside` it, where it names a folder)."""
     if value is None:
-        raise ValueError(f"{flag} is missing: --tokenizer-type {kind} needs it")
+        raise UserError(f"{flag} is missing: --tokenizer-type {kind} needs it")
     path = Path(value) / inside if inside and Path(value).is_dir() else Path(value)
     if not path.is_file():
-        raise ValueError(f"{flag} {value}: no such file; tokenizers are read from local files only")
+        raise UserError(f"{flag} {value}: no such file; tokenizers are read from local files only")
     return path
 
 
@@ -90,7 +91,7 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"--tokenizer-type: this one needs the package {name} ({error}): pip install {name}") from None
+        raise UserError(f"--tokenizer-type: this one needs the package {name} ({error}): pip install {name}") from None
 
 
 def _fingerprint(kind: str, *parts: Path | int) -> str:
@@ -110,7 +111,7 @@ def _eod(path: Path, find: Callable[[str], int | None], named: str | None = None
     for token in ((named,) if named else ()) + EOD_TOKENS:
         if (found := find(token)) is not None:
             return found
-    raise ValueError(f"{path}: has none of the end-of-document tokens {', '.join(EOD_TOKENS)}: add one to the tokenizer")
+    raise UserError(f"{path}: has none of the end-of-document tokens {', '.join(EOD_TOKENS)}: add one to the tokenizer")
 
 
 def _sentencepiece(path: Path) -> Tokenizer:
@@ -121,7 +122,7 @@ def _sentencepiece(path: Path) -> Tokenizer:
     try:
         model.LoadFromSerializedProto(path.read_bytes())
     except RuntimeError as error:
-        raise ValueError(f"--tokenizer-model {path}: not a SentencePiece model ({error})") from None
+        raise UserError(f"--tokenizer-model {path}: not a SentencePiece model ({error})") from None
     size = model.GetPieceSize()
 
     def find(token: str) -> int | None:
@@ -140,7 +141,7 @@ def _huggingface(path: Path) -> Tokenizer:
     try:
         model = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"--tokenizer-model {path}: not a tokenizer.json ({error})") from None
+        raise UserError(f"--tokenizer-model {path}: not a tokenizer.json ({error})") from None
     settings = path.with_name("tokenizer_config.json")
     named = json.loads(settings.read_text()).get("eos_token") if settings.is_file() else None
     eod = _eod(path, model.token_to_id, named["content"] if isinstance(named, dict) else named)
@@ -154,7 +155,7 @@ def _gpt2(vocab: Path, merges: Path) -> Tokenizer:
     try:
         model = tokenizers.ByteLevelBPETokenizer.from_file(str(vocab), str(merges))
     except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"--vocab-file {vocab}, --merge-file {merges}: not a GPT-2 BPE vocabulary and merges ({error})") from None
+        raise UserError(f"--vocab-file {vocab}, --merge-file {merges}: not a GPT-2 BPE vocabulary and merges ({error})") from None
     inner = model._tokenizer
     return _from_tokenizers(f"GPT2BPETokenizer {vocab.name}", inner, _eod(vocab, inner.token_to_id), _fingerprint("gpt2", vocab, merges))
 
@@ -183,7 +184,7 @@ def _tiktoken(path: Path, vocab_size: int | None) -> Tokenizer:
             pattern, special, eod = MEGATRON_PATTERN, {token: k for k, token in enumerate(MEGATRON_SPECIAL)}, 2
         else:
             if path.stem not in TIKTOKEN_FILES:
-                raise ValueError(f"does not say how text is cut; keep its published name: {', '.join(TIKTOKEN_FILES)}")
+                raise UserError(f"does not say how text is cut; keep its published name: {', '.join(TIKTOKEN_FILES)}")
             ranks = {
                 base64.b64decode(token): int(rank) for token, rank in (line.split() for line in path.read_bytes().splitlines() if line)
             }
@@ -191,7 +192,7 @@ def _tiktoken(path: Path, vocab_size: int | None) -> Tokenizer:
             special = {"<|endoftext|>": eod}
         model = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"--tokenizer-model {path}: not a tiktoken vocabulary that can be used ({error})") from None
+        raise UserError(f"--tokenizer-model {path}: not a tiktoken vocabulary that can be used ({error})") from None
     encode = lambda texts: _joined(model.encode_ordinary_batch(texts, num_threads=1))  # noqa: E731
     return Tokenizer(f"TikTokenizer {path.name}", model.n_vocab, eod, _fingerprint("tiktoken", path, model.n_vocab), encode, model.decode)
 
@@ -199,18 +200,18 @@ def _tiktoken(path: Path, vocab_size: int | None) -> Tokenizer:
 def _null(vocab_size: int | None) -> Tokenizer:
     """Whitespace-separated integers in [0, vocab_size]; the last is the end of document."""
     if vocab_size is None or vocab_size < 1:
-        raise ValueError("--vocab-size is missing: --tokenizer-type NullTokenizer needs it")
+        raise UserError("--vocab-size is missing: --tokenizer-type NullTokenizer needs it")
     decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
     return Tokenizer("NullTokenizer", vocab_size + 1, vocab_size, _fingerprint("null", vocab_size), parse_integers, decode)
 
 
 def parse_integers(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Whitespace-separated non-negative integers: all values [n] int64 (2^63 - 1 where one is larger) and how many each text holds.
-    Raises ValueError.
+    Raises UserError.
     """
     if "".join(texts).encode(errors="replace").translate(None, b"0123456789 \t\n\r\v\f"):
         wrong = next(text for text in texts if text.encode(errors="replace").translate(None, b"0123456789 \t\n\r\v\f"))
-        raise ValueError(f"NullTokenizer takes non-negative integers separated by whitespace, got {wrong[:60]!r}")
+        raise UserError(f"NullTokenizer takes non-negative integers separated by whitespace, got {wrong[:60]!r}")
     nothing = np.empty(0, np.int64)  # numpy reads one 0 from blank text
     parts = [np.fromstring(text, np.int64, sep=" ") if text and not text.isspace() else nothing for text in texts]
     return np.concatenate(parts or [nothing]), np.fromiter(map(len, parts), np.int64, len(parts))

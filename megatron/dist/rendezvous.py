@@ -22,6 +22,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from megatron.config.errors import UserError
 from megatron.config.groups import Config
 
 LONGEST_PAUSE = 0.5  # seconds between two looks at the store
@@ -30,7 +31,7 @@ FINE = "in order"
 MOST_DIFFERENCES = 5  # named in one message
 
 
-class LaunchError(ValueError):
+class LaunchError(UserError):
     """The processes of a job were started wrongly, or could not find each other."""
 
 

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 
 import torch
 
+from megatron.config.errors import UserError
 from megatron.dist.collectives import gather_bytes
 from megatron.dist.groups import Axis
 
 NAMED = 8  # most ranks that a message lists
 
 
-class RankError(ValueError):
+class RankError(UserError):
     """What went wrong on some ranks, raised on all of them; `rank` is the one that raises it here."""
 
     def __init__(self, text: str, rank: int):
@@ -42,7 +43,7 @@ def waiting(text: Callable[[float], str]) -> Iterator[None]:
 
 @contextmanager
 def together(axis: Axis, device: torch.device) -> Iterator[None]:
-    """Leave the block on every rank of the axis, or raise RankError on every one when a ValueError was raised inside on any.
+    """Leave the block on every rank of the axis, or raise RankError on every one when a UserError was raised inside on any.
 
     No collective may run inside. Other exceptions pass: they are faults of the program, and the launcher ends the other ranks.
     """
@@ -52,13 +53,13 @@ def together(axis: Axis, device: torch.device) -> Iterator[None]:
     fault = None
     try:
         yield
-    except ValueError as error:
+    except UserError as error:
         fault = error
     texts = [text.decode() for text in gather_bytes(b"" if fault is None else str(fault).encode() or b"?", axis, device)]
     raise_together(texts, axis, fault)
 
 
-def raise_together(texts: list[str], axis: Axis, fault: ValueError | None) -> None:
+def raise_together(texts: list[str], axis: Axis, fault: UserError | None) -> None:
     """Raise RankError, the same on every rank, when `texts` has what went wrong on any (by rank; empty where nothing did); `fault` is this rank's."""
     failed = [rank for rank, text in enumerate(texts) if text]
     if failed:

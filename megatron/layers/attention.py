@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.kernels.attention import attention_reference, flash_attention
 from megatron.kernels.attention_masks import AttentionMask, attention_mask
@@ -54,13 +55,13 @@ def beyond_sdpa(config: ModelConfig, *, training: bool) -> list[str]:
 def choose_attention(config: ModelConfig, *, training: bool) -> str:
     """The implementation of the attention core: what the flag says, else torch's fused one where it can do what is asked.
 
-    Raises ValueError when --attention-backend sdpa is forced with settings it cannot compute.
+    Raises UserError when --attention-backend sdpa is forced with settings it cannot compute.
     """
     if config.attention_backend in (*OURS, "plain"):
         return config.attention_backend
     needs_plain = beyond_sdpa(config, training=training)
     if config.attention_backend == "sdpa" and needs_plain:
-        raise ValueError(f"--attention-backend sdpa cannot compute {', '.join(needs_plain)}: drop it, or take --attention-backend auto")
+        raise UserError(f"--attention-backend sdpa cannot compute {', '.join(needs_plain)}: drop it, or take --attention-backend auto")
     return "plain" if needs_plain else "sdpa"
 
 

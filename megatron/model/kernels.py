@@ -24,7 +24,7 @@ def choose_kernels(config: Config, device: torch.device) -> tuple[Config, dict[s
     """The configuration that layers and optimizer are built from, in which no backend but attention's is `auto`, and for the banner what trains.
 
     Attention that is not ours stays a matter of the layer, which takes another implementation for evaluation than for training with dropout.
-    Raises ValueError when a flag asks for what this device, precision or model cannot have. What it returns chooses itself.
+    Raises UserError when a flag asks for what this device, precision or model cannot have. What it returns chooses itself.
     """
     dtype = compute_dtype(config.precision)
     unable = _unable(config, lang.capability(device), dtype)

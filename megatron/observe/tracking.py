@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron.config.errors import UserError
 from megatron.config.groups import Config
 
 RESUMED = "resumed-from-iteration"
@@ -244,11 +245,11 @@ def _json_number(value: float) -> float | str:
 
 
 def metrics_path(path: str | Path) -> Path:
-    """The metrics file of a run folder, or `path` itself when it is a file. ValueError when there is none."""
+    """The metrics file of a run folder, or `path` itself when it is a file. UserError when there is none."""
     path = Path(path)
     found = path / "metrics.jsonl" if path.is_dir() else path
     if not found.is_file():
-        raise ValueError(f"{found}: no such file; give a folder that was --save of a run, or the file of its --metrics-file")
+        raise UserError(f"{found}: no such file; give a folder that was --save of a run, or the file of its --metrics-file")
     return found
 
 
@@ -256,7 +257,7 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     """One row an iteration, in order, of a metrics.jsonl file (or of the run folder that holds it).
 
     A row marked `resumed-from-iteration` R starts a new attempt: what an earlier attempt logged beyond R was never part of this run and is
-    dropped. Of several rows of one iteration each value is the last one logged. A line torn by a kill is skipped; ValueError for a missing
+    dropped. Of several rows of one iteration each value is the last one logged. A line torn by a kill is skipped; UserError for a missing
     file and for one in which no line is a row.
     """
     path = metrics_path(path)
@@ -274,5 +275,5 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
             rows = {i: old for i, old in rows.items() if i <= row[RESUMED]}
         rows.setdefault(iteration, {}).update(row)
     if lines and not good:
-        raise ValueError(f"{path}: not a metrics file: none of its {len(lines)} lines is a JSON object with the key iteration")
+        raise UserError(f"{path}: not a metrics file: none of its {len(lines)} lines is a JSON object with the key iteration")
     return [rows[i] for i in sorted(rows)]

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.config.errors import UserError
 from megatron.optimizer.blocks import Block
 
 PAGE = 4096  # what O_DIRECT wants addresses, offsets and sizes to be multiples of, in bytes; blocks begin at multiples of so many elements
@@ -29,7 +30,7 @@ SLOTS = 4  # parts that are in memory: the one in use, those on their way in, th
 WORKERS = 4
 
 
-class StorageError(ValueError):
+class StorageError(UserError):
     """The disk of --optimizer-nvme-offload does not do what is asked of it."""
 
 

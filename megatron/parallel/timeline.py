@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.config.errors import UserError
 from megatron.parallel.schedule import COMPUTATIONS, Kind
 
 
@@ -64,15 +65,15 @@ class Timeline:
 
     @staticmethod
     def from_json(text: str) -> Timeline:
-        """The inverse of `to_json`. Raises ValueError for anything else."""
+        """The inverse of `to_json`. Raises UserError for anything else."""
         try:
             data = json.loads(text)
             rows = tuple(tuple(_span(*values) for values in row) for row in data["rows"])
             timeline = Timeline(str(data["schedule"]), tuple(map(int, data["placement"])), int(data["micro_batches"]), rows)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"not the JSON of a time line: {type(error).__name__}: {error}") from None
+            raise UserError(f"not the JSON of a time line: {type(error).__name__}: {error}") from None
         if problem := _problem(timeline):
-            raise ValueError(f"not a time line: {problem}")
+            raise UserError(f"not a time line: {problem}")
         return timeline
 
 

@@ -28,7 +28,7 @@ from megatron.training.run import Run
 
 
 def join_tiers(config: Config, ranks: Ranks) -> Tiers | None:
-    """The local tier; None without --local-checkpoint-dir. Raises ValueError on every rank when it cannot be used."""
+    """The local tier; None without --local-checkpoint-dir. Raises UserError on every rank when it cannot be used."""
     options = config.checkpoint
     return None if options.local_checkpoint_dir is None else Tiers(options.local_checkpoint_dir, ranks, options.local_redundancy)
 
@@ -37,7 +37,7 @@ def locate_checkpoint(config: Config, ranks: Ranks = ONE, tiers: Tiers | None = 
     """The checkpoint that --load names, or a newer one of the local tier; None for a first start. Rank 0 finds it and the others open that one,
     whatever appears meanwhile.
 
-    Raises ValueError when it must exist and does not, is damaged, or is not the same one on every rank.
+    Raises UserError when it must exist and does not, is damaged, or is not the same one on every rank.
     """
     options = config.checkpoint
     if options.load is None:
@@ -78,7 +78,7 @@ def load(checkpoint: Checkpoint, run: Run) -> None:
 
 
 def make_saver(config: Config, optimizer: Optimizer, ranks: Ranks, tracker: Tracker | None, tiers: Tiers | None) -> Saver | None:
-    """What writes the run's checkpoints and tells the tracker of them; None without --save. Raises ValueError when the local tier lacks room."""
+    """What writes the run's checkpoints and tells the tracker of them; None without --save. Raises UserError when the local tier lacks room."""
     options = config.checkpoint
     if options.save is None:
         return None
@@ -125,7 +125,7 @@ def prepare_save_folder(config: Config, ranks: Ranks = ONE, tiers: Tiers | None 
     """Make --save, and write into it from every rank: what is wrong with it is found before training, not at the first checkpoint. Unless the run
     `goes_on` with what it has loaded from there, it is a new one from now on for the local tier.
 
-    Raises ValueError on every rank when one cannot.
+    Raises UserError on every rank when one cannot.
     """
     options = config.checkpoint
     if options.save is None:

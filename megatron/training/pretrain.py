@@ -124,7 +124,7 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
 
 
 def pretrain(config: Config, notes: list[str], *, dry_run: bool = False) -> int:
-    """Carry out one run; the exit code of the process. Raises ValueError (with the fix) for everything a user can mend."""
+    """Carry out one run; the exit code of the process. Raises UserError (with the fix) for everything a user can mend."""
     launch = read_launch()
     config = take_checkpoint_args(config)
     world_size = config.distributed.world_size or launch.world_size
@@ -174,7 +174,7 @@ class Prepared:
 
 def prepare(config: Config, notes: list[str], world_size: int, device: torch.device, world: Axis, planned_for: str | None = None,
             tiers: Tiers | None = None) -> Prepared:
-    """Read everything that a run depends on, and refuse what does not fit, on every rank of `world` or on none. Raises ValueError."""
+    """Read everything that a run depends on, and refuse what does not fit, on every rank of `world` or on none. Raises UserError."""
     with together(world, device):
         tokenizer = build_tokenizer(resolve(config, world_size, None).config.data)
         resolved = resolve(config, world_size, tokenizer.vocab_size)
@@ -203,7 +203,7 @@ def prepare(config: Config, notes: list[str], world_size: int, device: torch.dev
 
 
 def build(config: Config, notes: list[str], world_size: int, device: torch.device) -> tuple[Run, Checkpoint | None]:
-    """Everything one run is made of on this rank, weights and state still unset; rank 0 prints the banner. Raises ValueError."""
+    """Everything one run is made of on this rank, weights and state still unset; rank 0 prints the banner. Raises UserError."""
     layout = layout_of(config, world_size)
     resolved = resolve(config, world_size, None).config
     placement = place(resolved.distributed.pipeline_schedule, layout.pp, resolved.distributed.num_virtual_stages_per_pipeline_rank)

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.checkpoint.foreign.models import MappedFile
 from megatron.checkpoint.foreign.pickles import DCP_CLASSES, Record, read_pickle, read_torch_file
 from megatron.checkpoint.manifest import CheckpointError
+from megatron.config.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,9 @@ def _described(metadata: Record) -> tuple[dict[str, Described], list[str]]:
             offset = _size(chunk["offsets"])
             info = places[name, offset]
             if info.state.get("transform_descriptors"):
-                raise ValueError(f"{name} is compressed")
+                raise UserError(f"{name} is compressed")
             if Path(info["relative_path"]).name != info["relative_path"]:
-                raise ValueError(f"{info['relative_path']!r} is not a plain file name")
+                raise UserError(f"{info['relative_path']!r} is not a plain file name")
             chunks.append(Chunk(offset, _size(chunk["sizes"]), info["relative_path"], int(info["offset"]), int(info["length"])))
         tensors[name] = Described(_size(stored["size"]), tuple(chunks))
     return tensors, others
@@ -81,5 +82,5 @@ def _described(metadata: Record) -> tuple[dict[str, Described], list[str]]:
 def _size(value: Any) -> tuple[int, ...]:
     """A torch.Size."""
     if value.kind != "torch.Size":
-        raise ValueError(f"a size is {value.kind}")
+        raise UserError(f"a size is {value.kind}")
     return tuple(int(n) for n in (value.args or ((),))[0])

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 
 
@@ -30,7 +31,7 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # in old
 
 
 def family(model: ModelConfig) -> str:
-    """The Hugging Face model type that expresses a resolved `model`; raises ValueError naming every flag that stands in the way."""
+    """The Hugging Face model type that expresses a resolved `model`; raises UserError naming every flag that stands in the way."""
     gpt2 = model.position_embedding_type == "learned_absolute"
     width = model.kv_channels * model.num_attention_heads
     scalings = (model.use_rope_scaling, model.position_embedding_type == "yarn", model.rotary_seq_len_interpolation_factor is not None)
@@ -65,7 +66,7 @@ def family(model: ModelConfig) -> str:
         }
     refused = [flag for flag, holds in faults.items() if holds]
     if refused:
-        raise ValueError("Hugging Face's GPT-2, Llama, Mistral and Qwen models cannot express: " + "; ".join(refused))
+        raise UserError("Hugging Face's GPT-2, Llama, Mistral and Qwen models cannot express: " + "; ".join(refused))
     return kind
 
 
@@ -115,7 +116,7 @@ def rules(kind: str, layers: int, *, tied: bool, linear_bias: bool, qkv_bias: bo
 def to_huggingface(model: ModelConfig, vocab_size: int) -> tuple[dict[str, Any], list[Rule]]:
     """config.json of a resolved `model` with the real vocabulary, and how each of its tensors is made of ours.
 
-    Raises ValueError naming every flag that Hugging Face's models cannot express. Training settings without a place there
+    Raises UserError naming every flag that Hugging Face's models cannot express. Training settings without a place there
     (hidden dropout of the Llama families, z-loss) do not change the model and are left out.
     """
     kind = family(model)
@@ -180,18 +181,18 @@ def _their_rotary(model: ModelConfig) -> dict[str, Any]:
 def from_huggingface(config: dict[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], list[Rule]]:
     """Fields of a resolved ModelConfig, and what each of the tensors called `names` holds, of a model with this config.json.
 
-    Raises ValueError for a model type, config field or tensor that has no counterpart here, naming all of them.
+    Raises UserError for a model type, config field or tensor that has no counterpart here, naming all of them.
     """
     kind = config.get("model_type")
     if kind not in ("gpt2", "llama", "mistral", "qwen2", "qwen3"):
-        raise ValueError(f"config.json: model_type {kind!r} has no counterpart here; known: gpt2, llama, mistral, qwen2, qwen3")
+        raise UserError(f"config.json: model_type {kind!r} has no counterpart here; known: gpt2, llama, mistral, qwen2, qwen3")
     faults: list[str] = []
     if config.get("quantization_config"):
         faults.append("quantization_config: the weights must be plain floating-point numbers")
     try:
         fields = (_our_gpt2 if kind == "gpt2" else _our_llama)(config, faults)
     except KeyError as error:
-        raise ValueError(f"config.json lacks {error}") from None
+        raise UserError(f"config.json lacks {error}") from None
     # A head of its own has its own tensor; older configs leave the field to the family's default.
     tied = config.get("tie_word_embeddings", kind == "gpt2")
     fields["untie_embeddings_and_output_weights"] = not tied
@@ -204,7 +205,7 @@ def from_huggingface(config: dict[str, Any], names: Iterable[str]) -> tuple[dict
     faults += [f"tensors missing: {', '.join(missing[:5])} ({len(missing)} in all)"] if missing else []
     faults += [f"tensors without a counterpart here: {', '.join(extra[:5])} ({len(extra)} in all)"] if extra else []
     if faults:
-        raise ValueError("this Hugging Face model cannot be taken over:\n" + "\n".join(f"  {fault}" for fault in faults))
+        raise UserError("this Hugging Face model cannot be taken over:\n" + "\n".join(f"  {fault}" for fault in faults))
 
     return fields, [rule._replace(theirs=present[rule.theirs]) for rule in table]
 

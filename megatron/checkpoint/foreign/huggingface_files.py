@@ -29,6 +29,7 @@ from megatron.checkpoint.foreign.models import MappedFile, Pair, Part, own_rows,
 from megatron.checkpoint.manifest import HEADER_LIMIT, CheckpointError, encode_header
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import DTYPE_NAMES, TORCH_DTYPES, Checkpoint
+from megatron.config.errors import UserError
 from megatron.model.layout import Box
 
 FILE = 4 << 30  # most bytes of tensors in one file, unless a single tensor is larger
@@ -74,7 +75,7 @@ def write_folder(target: Path, checkpoint: Checkpoint, rules: list[Rule], dtype:
                  ranks: Ranks) -> list[str]:
     """Write the weights that `rules` name to the new folder `target`, with what `extras` adds to it on the first rank; returns its lines.
 
-    Raises CheckpointError, on several ranks the same ValueError on each; nothing is left then.
+    Raises CheckpointError, on several ranks the same UserError on each; nothing is left then.
     """
     places, headers, weight_map = lay_out(rules, {name: stored.shape for name, stored in checkpoint.tensors.items()}, dtype)
     total = sum(place.rows * math.prod(place.rest) for place in places) * dtype.itemsize
@@ -241,12 +242,12 @@ def _open_file(path: Path) -> dict[str, Tensor]:
     try:
         (length,) = struct.unpack("<Q", file.bytes[:8])
         if length > min(HEADER_LIMIT, file.size - 8):
-            raise ValueError(f"a header of {length} bytes in a file of {file.size}")
+            raise UserError(f"a header of {length} bytes in a file of {file.size}")
         for key, value in json.loads(file.bytes[8 : 8 + length]).items():
             if key != "__metadata__" and value["dtype"] in TORCH_DTYPES:
                 dtype, shape, (start, stop) = TORCH_DTYPES[value["dtype"]], tuple(map(int, value["shape"])), value["data_offsets"]
                 if min(shape, default=0) < 0 or stop - start != math.prod(shape) * dtype.itemsize:
-                    raise ValueError(f"{key}: {stop - start} bytes for shape {list(shape)}")
+                    raise UserError(f"{key}: {stop - start} bytes for shape {list(shape)}")
                 tensors[key] = file.tensor(dtype, shape, 8 + length + start)
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
@@ -259,7 +260,7 @@ def take_rules(rules: list[Rule], tensors: dict[str, Tensor]) -> list[Pair]:
 
 
 def take_parts(rules: list[Rule], tensors: dict[str, tuple[tuple[int, ...], list[Part]]]) -> list[Pair]:
-    """The logical tensors as they lie in parts (shape, parts) of Hugging Face's. Raises ValueError for one that cannot be cut as its rule says."""
+    """The logical tensors as they lie in parts (shape, parts) of Hugging Face's. Raises UserError for one that cannot be cut as its rule says."""
     pairs = []
     for rule in rules:
         shape, parts = tensors[rule.theirs]
@@ -267,7 +268,7 @@ def take_parts(rules: list[Rule], tensors: dict[str, tuple[tuple[int, ...], list
         shape = shape[::turn]
         rows, rest = divmod(shape[0], len(rule.ours))
         if rest:
-            raise ValueError(f"{rule.theirs} {list(shape)} does not hold {' and '.join(rule.ours)}")
+            raise UserError(f"{rule.theirs} {list(shape)} does not hold {' and '.join(rule.ours)}")
         for offset, extent, elements in parts:
             value = elements().t() if rule.transposed else elements()
             offset, extent = offset[::turn], extent[::turn]

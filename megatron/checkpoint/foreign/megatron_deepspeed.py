@@ -91,7 +91,7 @@ def tensor_parallel_size(folder: Path, states: list[dict[str, Any]]) -> int:
 
 
 def map_ranks(folder: Path, ranks: list[Held], tp: int, model: ModelConfig, vocab_size: int | None, stacked: bool) -> tuple[list[Pair], int]:
-    """The logical tensors in those of all ranks, and how many rows the word embedding has; None keeps all of them. Raises ValueError."""
+    """The logical tensors in those of all ranks, and how many rows the word embedding has; None keeps all of them. Raises UserError."""
     core = _core_names({name for rank in ranks for name in rank})
     fused, rest = [], []
     for stage in range(0, len(ranks), tp):

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.checkpoint.boxes import intersect
 from megatron.checkpoint.foreign.models import Pair, Part, Whole
 from megatron.checkpoint.foreign.pickles import Record
+from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.model.layout import boxes
 
@@ -51,7 +52,7 @@ def our_parameter(name: str) -> tuple[str, int] | None:
 
 
 def map_tensors(model: ModelConfig, vocab_size: int, tensors: Iterable[Whole]) -> list[Pair]:
-    """The logical tensors in theirs (name, shape, parts). Raises ValueError listing all names that have no counterpart here."""
+    """The logical tensors in theirs (name, shape, parts). Raises UserError listing all names that have no counterpart here."""
     unknown, wrong, pairs = [], [], []
     for name, shape, parts in tensors:
         if BESIDE.match(name):
@@ -67,12 +68,12 @@ def map_tensors(model: ModelConfig, vocab_size: int, tensors: Iterable[Whole]) -
         for layer, part in _layers(ours, shape, parts):
             try:
                 pairs += _boxes(model, vocab_size, ours.format(layer), shape["{}" in ours :], half, part)
-            except ValueError as error:
+            except UserError as error:
                 wrong.append(f"{name}: {error}")
                 break
     if unknown or wrong:
         shown = [f"  {name}" for name in unknown[:40]] + [f"  and {len(unknown) - 40} more"] * (len(unknown) > 40)
-        raise ValueError("\n".join([*(["tensors without a counterpart here:"] if unknown else []), *shown, *wrong]))
+        raise UserError("\n".join([*(["tensors without a counterpart here:"] if unknown else []), *shown, *wrong]))
     return pairs
 
 
@@ -96,7 +97,7 @@ def _boxes(model: ModelConfig, vocab_size: int, parameter: str, shape: tuple[int
     for box in boxes(model, vocab_size, parameter, torch.empty(shape, device="meta")):
         rows, stride = box.extent[0] // box.groups, shape[0] // box.groups
         if math.prod(box.shape[1:]) != math.prod(shape[1:]) or box.start + rows > stride or (box.groups > 1 and shape[0] % box.groups):
-            raise ValueError(f"shape {list(shape)} does not hold {box.name} {list(box.shape)}")
+            raise UserError(f"shape {list(shape)} does not hold {box.name} {list(box.shape)}")
         for first, last, whole in _runs(offset[0], offset[0] + extent[0], stride):
             group = first // stride
             if whole and box.groups > 1:
@@ -137,12 +138,12 @@ REFUSED = {  # what our models do not have -> the values under which it is not t
 
 
 def model_fields(args: Record) -> dict[str, Any]:
-    """Fields of ModelConfig that the arguments kept in a Megatron-LM checkpoint mean. Raises ValueError naming what has no counterpart."""
+    """Fields of ModelConfig that the arguments kept in a Megatron-LM checkpoint mean. Raises UserError naming what has no counterpart."""
     given = dict(args.state) if isinstance(args, Record) and isinstance(args.state, dict) else {}
     faults = [f"--{name.replace('_', '-')} {given[name]!r}" for name, absent in REFUSED.items() if given.get(name) not in absent]
     lacking = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if type(given.get(name)) is not int]
     if faults or lacking:
-        raise ValueError("the arguments in the checkpoint cannot be taken over: " + "; ".join([*faults, *(f"no {name}" for name in lacking)]))
+        raise UserError("the arguments in the checkpoint cannot be taken over: " + "; ".join([*faults, *(f"no {name}" for name in lacking)]))
     fields = {name: given[name] for name in SAME if given.get(name) is not None}
     heads = fields["num_attention_heads"]
     fields.setdefault("kv_channels", fields["hidden_size"] // heads)
@@ -158,5 +159,5 @@ def model_fields(args: Record) -> dict[str, Any]:
         if kinds[name].startswith("float"):
             fields[name] = float(value)
         elif isinstance(value, Record):
-            raise ValueError(f"the arguments in the checkpoint cannot be taken over: --{name.replace('_', '-')} is a {value.kind}")
+            raise UserError(f"the arguments in the checkpoint cannot be taken over: --{name.replace('_', '-')} is a {value.kind}")
     return fields

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.manifest import CheckpointError
+from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
@@ -98,7 +99,7 @@ def model_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ..
 
 
 def check_shapes(pairs: list[Pair], model: ModelConfig, vocab_size: int) -> None:
-    """Raises ValueError unless the boxes are of exactly the model's tensors, in its shapes; whether they cover them shows when they are saved."""
+    """Raises UserError unless the boxes are of exactly the model's tensors, in its shapes; whether they cover them shows when they are saved."""
     wanted, given = model_shapes(model, vocab_size), {box.name: box.shape for box, _ in pairs}
     faults = [f"{name} has shape {list(given[name])}, the model's flags want {list(wanted[name])}"
               for name in given.keys() & wanted.keys() if given[name] != wanted[name]]
@@ -106,4 +107,4 @@ def check_shapes(pairs: list[Pair], model: ModelConfig, vocab_size: int) -> None
     faults += [f"tensors missing: {', '.join(missing[:5])} ({len(missing)} in all)"] if missing else []
     faults += [f"tensors that the model does not have: {', '.join(extra[:5])} ({len(extra)} in all)"] if extra else []
     if faults:
-        raise ValueError("the tensors are not those of a model with these flags:\n" + "\n".join(f"  {fault}" for fault in sorted(faults)[:10]))
+        raise UserError("the tensors are not those of a model with these flags:\n" + "\n".join(f"  {fault}" for fault in sorted(faults)[:10]))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron.checkpoint.foreign.models import MappedFile
 from megatron.checkpoint.manifest import CheckpointError
+from megatron.config.errors import UserError
 
 STORAGES = {
     "torch.DoubleStorage": torch.float64, "torch.FloatStorage": torch.float32, "torch.HalfStorage": torch.float16,
@@ -101,9 +102,9 @@ class _Interpreter:
             elif name not in ("PROTO", "FRAME"):
                 step = getattr(self, f"op_{name}", None)
                 if step is None:
-                    raise ValueError(f"the pickle instruction {name} has no place in a checkpoint")
+                    raise UserError(f"the pickle instruction {name} has no place in a checkpoint")
                 step(argument)
-        raise ValueError("the pickle has no end")
+        raise UserError("the pickle has no end")
 
     def _marked(self) -> list[Any]:
         at = self.marks.pop()
@@ -175,7 +176,7 @@ class _Interpreter:
     def _name(self, module: str, name: str) -> None:
         full = f"{module}.{name}".replace("__builtin__.", "builtins.", 1)
         if full not in self.known:
-            raise ValueError(f"it names {full}, which has no place in a checkpoint; nothing of it was executed")
+            raise UserError(f"it names {full}, which has no place in a checkpoint; nothing of it was executed")
         self.stack.append(Record(full, None))
 
     def op_REDUCE(self, _: Any) -> None:
@@ -187,10 +188,10 @@ class _Interpreter:
     def _made(self, kind: Any, args: Any) -> Any:
         _expect(args, tuple)
         if _expect(kind, Record).args is not None:
-            raise ValueError(f"it calls a value of {kind.kind}")
+            raise UserError(f"it calls a value of {kind.kind}")
         if kind.kind == "builtins.getattr":  # how some versions of Python write a member of an enumeration: of a class that is known, its name
             if _expect(args[0], Record).args is not None:
-                raise ValueError(f"it asks a value of {args[0].kind} for something")
+                raise UserError(f"it asks a value of {args[0].kind} for something")
             return Record(args[0].kind, (_expect(args[1], str),))
         if kind.kind in ("collections.OrderedDict", "collections.defaultdict"):
             return {}
@@ -209,17 +210,17 @@ class _Interpreter:
         if isinstance(target, Record) and target.args is not None:
             target.state = state
         elif not isinstance(target, dict):  # attributes of an ordered dictionary are let go
-            raise ValueError("it sets the state of something that has none")
+            raise UserError("it sets the state of something that has none")
 
     def op_BINPERSID(self, _: Any) -> None:
         if self.storage is None:
-            raise ValueError("it refers to something outside it")
+            raise UserError("it refers to something outside it")
         self.stack.append(self.storage(self.stack.pop()))
 
 
 def _expect(value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
-        raise ValueError(f"a {kind.__name__} is expected, {type(value).__name__} was found")
+        raise UserError(f"a {kind.__name__} is expected, {type(value).__name__} was found")
     return value
 
 
@@ -267,9 +268,9 @@ def read_torch_file(file: MappedFile, known: set[str] = TORCH_CLASSES, start: in
         with zipfile.ZipFile(_Part(file, start, length)) as archive:
             entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             if any(info.compress_type != zipfile.ZIP_STORED for info in entries.values()) or "data.pkl" not in entries:
-                raise ValueError("not as torch.save writes it")
+                raise UserError("not as torch.save writes it")
             if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
-                raise ValueError("written on a machine with another byte order")
+                raise UserError("written on a machine with another byte order")
             raw = archive.read(entries["data.pkl"])
     except (zipfile.BadZipFile, ValueError, OSError, struct.error, NotImplementedError, EOFError) as error:
         raise CheckpointError(f"{file.path}: is not a file of torch.save (since 1.6): {error}") from error
@@ -277,10 +278,10 @@ def read_torch_file(file: MappedFile, known: set[str] = TORCH_CLASSES, start: in
     def storage(reference: Any) -> Tensor:
         kind, storage_class, key, _, count = reference
         if kind != "storage" or storage_class.kind not in STORAGES or type(count) is not int:
-            raise ValueError(f"a reference to {kind!r} of {storage_class.kind}")
+            raise UserError(f"a reference to {kind!r} of {storage_class.kind}")
         info, dtype = entries[f"data/{key}"], STORAGES[storage_class.kind]
         if info.file_size != count * dtype.itemsize:
-            raise ValueError(f"storage {key} has {info.file_size} bytes, {count * dtype.itemsize} are expected")
+            raise UserError(f"storage {key} has {info.file_size} bytes, {count * dtype.itemsize} are expected")
         header = start + info.header_offset
         name, extra = struct.unpack("<HH", file.bytes[header + 26 : header + 30])
         return file.tensor(dtype, (count,), header + 30 + name + extra)

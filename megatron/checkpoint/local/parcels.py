@@ -12,6 +12,7 @@ import torch
 
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import Ranks
+from megatron.config.errors import UserError
 from megatron.dist.collectives import all_reduce, is_gloo
 from megatron.dist.p2p import Receiving, Sending
 
@@ -67,7 +68,7 @@ def carry(
                 finally:
                     for _ in pieces:  # what was promised is taken, even when it cannot be written
                         pass
-        except (OSError, ValueError) as error:
+        except (OSError, UserError) as error:
             fault = fault or error
     return fault
 

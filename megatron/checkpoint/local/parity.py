@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.ranks import Ranks
+from megatron.config.errors import UserError
 from megatron.dist.collectives import is_gloo
 from megatron.dist.p2p import Receiving, Sending
 
@@ -125,7 +126,7 @@ def exchange(streams: Iterable[Stream], ranks: Ranks, owner: Callable[[int], int
         try:
             if own is not None:
                 write(own.number, pieces)
-        except (OSError, ValueError) as error:
+        except (OSError, UserError) as error:
             fault = fault or error
         finally:
             try:

@@ -19,6 +19,7 @@ from megatron.checkpoint.local.parity import Column, columns_in
 from megatron.checkpoint.local.saves import GIB, NodeAttempt
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint
+from megatron.config.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.model.layout import Box
@@ -190,7 +191,7 @@ def restore_copies(nodes: Nodes, run: RunId, found: Found, say: Callable[[str], 
             attempt.agree(lambda: _link(folder, attempt.folder, found.held[nodes.index]) if nodes.first else None)
             attempt.take(in_rounds(parcels, nodes.members), folder, records)
             attempt.publish(found.manifest, lambda node: bool(gains[node]))
-    except ValueError as error:
+    except UserError as error:
         if nodes.ranks.first:
             say(f"warning: shards of the local checkpoint of iteration {found.iteration} have one copy only: {error}")
         return found
@@ -235,7 +236,7 @@ def rebuild_lost(nodes: Nodes, run: RunId, found: Found, say: Callable[[str], No
             attempt.agree(lambda: _link(folder, attempt.folder, found.held[nodes.index]) if nodes.first else None)
             attempt.make(streams, len(shards), owner, folder, records)
             attempt.publish(found.manifest, lambda node: bool(gains[node]))
-    except ValueError as error:
+    except UserError as error:
         whole = missing[0] not in shards  # parities alone are lost
         if nodes.ranks.first:
             say(f"warning: the local checkpoint of iteration {found.iteration} {'lacks a parity' if whole else 'is not taken'}: {error}")

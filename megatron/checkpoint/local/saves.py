@@ -45,7 +45,7 @@ def save_local(
 
     `tensors` and `state` as for save_checkpoint. `redundancy`: --local-redundancy. An iteration that
     exists already is replaced; the newest one before this is kept, and all others are removed, those of an abandoned later pass too.
-    Raises ValueError on every rank when anything prevents the save on any; the checkpoints that were there are untouched by that.
+    Raises UserError on every rank when anything prevents the save on any; the checkpoints that were there are untouched by that.
     """
     pairs = [(box, tensor) for box, tensor in tensors if math.prod(box.extent)]
     with NodeAttempt(nodes, run, iteration, state=state, own=int(bool(pairs))) as attempt:

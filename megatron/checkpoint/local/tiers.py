@@ -20,6 +20,7 @@ from megatron.checkpoint.progress import GB
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import shard_bytes
+from megatron.config.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +59,7 @@ class Tiers:
         if found is None or found.iteration < newest:
             try:
                 checkpoint = open_checkpoint(load, None, self.say, ranks, older)
-            except ValueError as error:  # the same on all ranks
+            except UserError as error:  # the same on all ranks
                 if found is None or not older:
                     raise
                 self._first_says(f"warning: {error}")
@@ -91,12 +92,12 @@ class Tiers:
     def save(
         self, iteration: int, pairs: Sequence[tuple[Box, Tensor]], state: dict[str, Any], check: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Save locally; whether that went well. A failed save is said, and stops nothing. `check` may refuse with a ValueError on all ranks."""
+        """Save locally; whether that went well. A failed save is said, and stops nothing. `check` may refuse with a UserError on all ranks."""
         began = time.perf_counter()
         try:
             check()
             save_local(self.nodes, self.run, iteration, pairs, state, self.redundancy)
-        except (ValueError, OSError) as error:
+        except (UserError, OSError) as error:
             self.say(f"warning: iteration {iteration} was NOT saved locally. {error}")
             return False
         size = shard_bytes(pairs)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.config.errors import UserError
 from megatron.dist import collectives as c
 from megatron.dist.groups import Layout, build_groups
 from megatron.dist.together import RankError, together
@@ -94,7 +95,7 @@ def fail_on(size, failing):
     try:
         with together(axis, CPU):
             if axis.rank in failing:
-                raise ValueError("no such file: x" if failing[axis.rank] is None else failing[axis.rank])
+                raise UserError("no such file: x" if failing[axis.rank] is None else failing[axis.rank])
     except RankError as error:
         return str(error), error.rank
     return None
