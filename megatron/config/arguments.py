@@ -19,7 +19,6 @@ import re
 import types
 import typing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron.config import compatibility, groups
@@ -27,7 +26,17 @@ from megatron.config.compatibility import key
 from megatron.config.deepspeed import compare_with_deepspeed
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
+from megatron.config.input_files import (
+    SETTINGS_LIMIT,
+    NotJson,
+    decode,
+    is_text,
+    parse_json,
+    path_fault,
+    read_bytes,
+)
 from megatron.config.validate import cross_field_faults
+from megatron.config.yaml_text import parse_yaml
 
 COMMANDS = {
     "--config": "Read settings from this JSON or YAML file (as --print-config writes it); flags on the command line win.",
@@ -36,6 +45,8 @@ COMMANDS = {
     "--dry-run": "Check everything (files, tokenizer, batch arithmetic, memory) and exit without training.",
 }
 TAKES_FILE = ("--config", "--deepspeed-config")
+NO_PATHS = {"split", "freeze", "pipeline_model_parallel_layout", "wandb_project", "wandb_exp_name", "wandb_entity"}
+MOST_FAULTS = 20  # of one file that are listed
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,9 @@ class Option:
                 raise UserError("it takes no value")
             return text.lower() == "true"
         if self.kind is str:
+            fault = "" if self.field in NO_PATHS else path_fault(text)
+            if fault or not is_text(text):
+                raise UserError(fault or "holds a character that UTF-8 text cannot hold")
             return text
         try:
             number = float(text)
@@ -82,6 +96,8 @@ class Option:
             raise UserError("expected a number")
         if self.kind is float:
             return number
+        if abs(number) >= 2**63:
+            raise UserError("expected a whole number of at most 64 bits")
         if re.fullmatch(r"[-+]?\d[\d_]*", text):
             return int(text)
         if number != int(number) or abs(number) > 2**53:
@@ -104,6 +120,8 @@ class Option:
         if value is None and self.optional:
             return None
         if isinstance(value, list) and self.many and value:
+            if any(type(item) not in (str, int, float) for item in value):
+                raise UserError("expected a list of words or numbers")
             return tuple(self.convert(_word(item)) for item in value)
         if value is None or isinstance(value, (list, dict)) or isinstance(value, bool) != (self.kind is bool):
             raise UserError(f"expected {'a list' if self.many else self.kind.__name__}")
@@ -268,6 +286,8 @@ class _Reading:
         takes_file = flag in TAKES_FILE
         if len(words) != takes_file or "" in words:
             self.faults.append(f"{_shown(flag, words)}: takes {'one file' if takes_file else 'no value'}")
+        elif fault := path_fault("".join(words)):
+            self.faults.append(f"{_shown(flag, words)}: {fault}")
         else:
             self.commands[flag] = words[0] if takes_file else ""
 
@@ -305,9 +325,8 @@ def _shown(flag: str, words: list[str]) -> str:
 def load_config(path: str) -> tuple[dict[tuple[str, str], Any], list[str]]:
     """Read a configuration file: values by (group, field), and the faults in it."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        content = _read_json_or_yaml(text)
-    except (OSError, ValueError) as problem:
+        content = _read_json_or_yaml(read_bytes(path, SETTINGS_LIMIT))
+    except UserError as problem:
         return {}, [f"--config {path}: cannot be read: {problem}"]
     known = {(option.group, option.field): option for option in options()}
     names = dataclasses.asdict(Config())
@@ -316,32 +335,33 @@ def load_config(path: str) -> tuple[dict[tuple[str, str], Any], list[str]]:
         return {}, [f"--config {path}: expected groups with settings, as --print-config writes them"]
     for group, fields in content.items():
         if group not in names or not isinstance(fields, dict):
-            faults.append(f"--config {path}: {group!r} is not a group of settings; the groups are {', '.join(names)}")
+            faults.append(f"--config {path}: {_short(group)} is not a group of settings; the groups are {', '.join(names)}")
             continue
         for field, value in fields.items():
             option = known.get((group, field))
             if option is None:
-                faults.append(f"--config {path}: {group} has no setting {field!r}{_did_you_mean(str(field), names[group])}")
+                faults.append(f"--config {path}: {group} has no setting {_short(field)}{_did_you_mean(str(field), names[group])}")
                 continue
             try:
                 values[group, field] = option.load(value)
             except UserError as problem:
-                faults.append(f"--config {path}: {group}.{field} = {value!r}: {problem}")
-    return values, faults
+                faults.append(f"--config {path}: {group}.{field} = {_short(value)}: {problem}")
+    more = f"--config {path}: and {len(faults) - MOST_FAULTS} more faults"
+    return values, faults[:MOST_FAULTS] + [more] * (len(faults) > MOST_FAULTS)
 
 
-def _read_json_or_yaml(text: str) -> Any:
+def _short(value: Any) -> str:
+    """A value in a message."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _read_json_or_yaml(raw: bytes) -> Any:
+    text = decode(raw)
     try:
-        return json.loads(text)
-    except ValueError as problem:
-        try:
-            import yaml
-        except ImportError:
-            raise UserError(f"it is not JSON ({problem}), and PyYAML is not installed to read it as YAML") from None
-        try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as yaml_problem:
-            raise UserError(" ".join(str(yaml_problem).split())) from None
+        return parse_json(raw)
+    except NotJson:
+        return parse_yaml(text)
 
 
 def dump_config(config: Config) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-from megatron.config.derive import data_parallel_size
+from megatron.config.derive import DEFAULTS, data_parallel_size
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
+from megatron.config.input_files import KINDS, SETTINGS_LIMIT, read_json
 
 # DeepSpeed's key -> our flag; the field follows from the flag.
 SAME = {
@@ -39,8 +39,8 @@ SAME = {
     "data_types.grad_accum_dtype": ("optimizer", "main_grads_dtype"),
 }
 
-# What gradients are sent in: values of communication_data_type and of fp32_allreduce -> --grad-reduce-in-bf16.
-WIRE = {"fp32": False, "true": False, "bf16": True, "bfp16": True}
+# What gradients are sent in: values of communication_data_type -> --grad-reduce-in-bf16.
+WIRE = {"fp32": False, "bf16": True, "bfp16": True}
 
 OFFLOAD = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_optimizer.nvme_path")
 
@@ -101,30 +101,65 @@ NOTED = {
 }
 
 
+MOST_FAULTS = 20  # of one file that are listed
+# Types of values, where our field does not give them: of SAME the text, and other numbers.
+TEXT = ("optimizer.type", "data_types.grad_accum_dtype", "zero_optimization.offload_param.device")
+NUMBERS = ("gradient_accumulation_steps", "zero_optimization.zero_hpz_partition_size")
+
+
 def compare_with_deepspeed(path: str, config: Config) -> tuple[list[str], list[str]]:
     """Notes (keys that equal our flags or need none) and faults (contradictions, unsupported keys) of a DeepSpeed file."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise UserError("expected one JSON object")
-    except (OSError, ValueError) as problem:
+        content = read_json(path, dict, SETTINGS_LIMIT)
+    except UserError as problem:
         return [], [f"--deepspeed_config {path}: cannot be read: {problem}"]
     notes, faults = [], []
-    for key, value in _flatten(content):
-        note, fault = _answer(key, value, content, config)
+    for names, value in _flatten(content):
+        key = ".".join(names)
+        shown = f"{key[:80]} = {_short(value)}"
+        if any("." in name for name in names):
+            note, fault = "", "a key with a dot is no section with a setting; write sections as objects"
+        else:
+            note, fault = _answer(key, value, content, config)
         if note:
-            notes.append(f"DeepSpeed's {key} = {json.dumps(value)}: {note}")
+            notes.append(f"DeepSpeed's {shown}: {note}")
         if fault:
-            faults.append(f"--deepspeed_config {path}: {key} = {json.dumps(value)}: {fault}")
-    return notes, faults
+            faults.append(f"--deepspeed_config {path}: {shown}: {fault}")
+    more = f"--deepspeed_config {path}: and {len(faults) - MOST_FAULTS} more faults"
+    return notes, faults[:MOST_FAULTS] + [more] * (len(faults) > MOST_FAULTS)
 
 
-def _flatten(content: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _flatten(content: dict, sections: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Each setting as the names that lead to it, and its value."""
     for key, value in content.items():
         if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from _flatten(value, (*sections, key))
         else:
-            yield prefix + key, value
+            yield (*sections, key), value
+
+
+def _kind_fault(key: str, value: Any) -> str:
+    """What is wrong with the type or size of a value that is compared; empty when nothing is."""
+    if key in TEXT:
+        kind = str
+    elif key in SAME and isinstance(DEFAULTS[SAME[key][1]], bool):
+        kind = bool
+    elif key in SAME or key in NUMBERS:
+        kind = float
+    else:
+        return ""
+    if kind is float and not (type(value) in (int, float) and abs(value) < 2**63):
+        return "expected a number"
+    if kind is not float and type(value) is not kind:
+        return f"expected {KINDS[kind]}"
+    if key == "fp16.initial_scale_power" and not 0 <= value <= 127:
+        return "expected a power of two from 0 to 127, the largest in fp32"
+    return ""
 
 
 def _answer(key: str, value: Any, content: dict, config: Config) -> tuple[str, str]:
@@ -134,15 +169,21 @@ def _answer(key: str, value: Any, content: dict, config: Config) -> tuple[str, s
         return "follows the flags", ""
     if isinstance(section, dict) and section.get("enabled") is False and not key.endswith(".enabled"):
         return "its section is not enabled", ""
+    if value is not None and (fault := _kind_fault(key, value)):
+        return "", fault
     if key == "optimizer.params.betas":
         ours = [config.optimizer.adam_beta1, config.optimizer.adam_beta2]
+        if not isinstance(value, list) or not all(type(beta) in (int, float) for beta in value):
+            return "", "expected a list of two numbers"
         return _compare(value, ours, "--adam-beta1 and --adam-beta2")
-    if key in ("communication_data_type", "fp32_allreduce") and value not in (None, False):
-        if str(value).lower() not in WIRE:
+    if key in ("communication_data_type", "fp32_allreduce") and value is not None and value is not False:
+        named = "fp32" if value is True and key == "fp32_allreduce" else value
+        if not isinstance(named, str) or named.lower() not in WIRE:
             return "", "gradients are sent in fp32, or in bf16 with --grad-reduce-in-bf16; take it out"
+        in_bf16 = WIRE[named.lower()]
         if config.optimizer.main_grads_dtype == "bf16":
-            return _compare("bf16" if WIRE[str(value).lower()] else "fp32", "bf16", "--main-grads-dtype")
-        return _compare(WIRE[str(value).lower()], config.distributed.grad_reduce_in_bf16, "--grad-reduce-in-bf16")
+            return _compare("bf16" if in_bf16 else "fp32", "bf16", "--main-grads-dtype")
+        return _compare(in_bf16, config.distributed.grad_reduce_in_bf16, "--grad-reduce-in-bf16")
     if key in REFUSED and REFUSED[key][0](value):
         return "", REFUSED[key][1]
     if key in OFFLOAD:
@@ -199,7 +240,7 @@ def _compare(theirs: Any, ours: Any, flag: str) -> tuple[str, str]:
 
 def _accumulation(steps: Any, config: Config) -> tuple[str, str]:
     micro, batch, world = config.training.micro_batch_size, config.training.global_batch_size, config.distributed.world_size
-    if not isinstance(steps, int) or steps < 1 or not micro or not batch:
+    if type(steps) is not int or steps < 1 or not micro or not batch:
         return "", "give --micro-batch-size and --global-batch-size, which say how many steps are accumulated"
     unit = micro * steps
     ranks = batch // unit if world is None else data_parallel_size(config, world)  # only a dry run knows its ranks here

@@ -7,6 +7,7 @@ A rule whose inputs are missing says nothing: the missing flag is a fault of its
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,17 +36,21 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
      "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups max_position_embeddings rotary_base "
      "rotary_seq_len_interpolation_factor rope_scaling_factor rope_original_max_position_embeddings rope_low_freq_factor "
      "rope_high_freq_factor yarn_beta_fast yarn_beta_slow norm_epsilon window_size attn_logit_softcapping final_logit_softcapping "
-     "init_method_std make_vocab_size_divisible_by loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis "
+     "init_method_std make_vocab_size_divisible_by loss_scale_window hysteresis "
      "seq_length vocab_size micro_batch_size global_batch_size exit_interval exit_duration_in_mins train_samples lr_decay_iters "
      "lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples eval_interval save_interval log_interval tensorboard_log_interval "
      "peak_tflops adam_eps tensor_model_parallel_size pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank "
-     "num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers distributed_timeout_minutes "
-     "zero_shard_size world_size save_retain_interval save_keep_last local_save_interval save_rate_limit"),
+     "num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
+     "zero_shard_size world_size save_retain_interval save_keep_last local_save_interval async_save_host_memory"),
     ("0 or more", lambda value: value >= 0,
      "z_loss_coeff lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay start_weight_decay end_weight_decay "
      "clip_grad eval_iters seed train_iters ckpt_step"),
     ("at least 0 and below 1", lambda value: 0 <= value < 1,
      "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction"),
+    # Loss scales multiply and divide numbers in fp32.
+    ("from 2**-126 to 2**127", lambda value: 2.0**-126 <= value <= 2.0**127, "loss_scale initial_loss_scale min_loss_scale"),
+    ("greater than 0 and at most 525600 (a year)", lambda value: 0 < value <= 525600, "distributed_timeout_minutes"),
+    ("greater than 0, and at least 0.001 MB/s", lambda value: value >= 0.001, "save_rate_limit"),
     ("above 0 and at most 1", lambda value: 0 < value <= 1, "rotary_percent optimizer_offload_fraction"),
 )
 
@@ -218,7 +223,7 @@ def _sources(run: Run) -> Iterator[str]:
         yield f"--{by_split[0].replace('_', '-')}: --train-data-path is missing"
     for field in ("data_path", *by_split):
         for prefix in blend_prefixes(getattr(run, field) or ()):
-            missing = [prefix + end for end in (".idx", ".bin") if not Path(prefix + end).is_file()]
+            missing = [prefix + end for end in (".idx", ".bin") if not os.path.isfile(prefix + end)]
             if missing:
                 flag = "--" + field.replace("_", "-")
                 yield f"{flag} {prefix}: no such file: {' and '.join(missing)}; give the prefix of files from tools/preprocess_data.py"
@@ -253,7 +258,7 @@ def _tokenizer(run: Run) -> Iterator[str]:
         path = getattr(run, field)
         if path is None:
             yield f"--tokenizer-type {kind}: give --{field.replace('_', '-')}"
-        elif not Path(path).exists():
+        elif not os.path.exists(path):
             yield f"{run.show(field)}: no such file"
     if kind not in (None, "NullTokenizer") and None not in (run.vocabulary, run.vocab_size) and run.vocab_size != run.vocabulary:
         yield f"{run.show('vocab_size')}: the tokenizer has {run.vocabulary} tokens; drop --vocab-size or take the right tokenizer"
@@ -328,11 +333,11 @@ def _recompute(run: Run) -> Iterator[str]:
 
 def _checkpoint(run: Run) -> Iterator[str]:
     same = run.load is not None and run.save is not None and Path(run.load).absolute() == Path(run.save).absolute()
-    if run.load is not None and not Path(run.load).is_dir() and (not same or run.exit_on_missing_checkpoint):
+    if run.load is not None and not os.path.isdir(run.load) and (not same or run.exit_on_missing_checkpoint):
         yield f"{run.show('load')}: no such folder; for a first start give the same folder as --save, or drop --load"
-    if run.pipeline_timeline is not None and not Path(run.pipeline_timeline).absolute().parent.is_dir():
+    if run.pipeline_timeline is not None and not os.path.isdir(Path(run.pipeline_timeline).absolute().parent):
         yield f"{run.show('pipeline_timeline')}: no such folder: {Path(run.pipeline_timeline).parent}; make it first"
-    if run.save is not None and Path(run.save).exists() and not Path(run.save).is_dir():
+    if run.save is not None and os.path.exists(run.save) and not os.path.isdir(run.save):
         yield f"{run.show('save')}: is a file, not a folder"
     if run.save_retain_interval is not None and run.save is not None and (not run.save_interval or run.save_retain_interval % run.save_interval):
         yield f"{run.show('save_retain_interval')}: must be a multiple of --save-interval; give that too"

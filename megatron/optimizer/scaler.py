@@ -5,6 +5,9 @@ from __future__ import annotations
 from megatron.config.groups import PrecisionConfig
 
 
+LARGEST = 2.0**127  # the largest power of two in fp32
+
+
 class LossScaler:
     """Halves after `hysteresis` overflows, doubles after `loss_scale_window` clean steps; constant 1 unless fp16."""
 
@@ -29,7 +32,8 @@ class LossScaler:
             return
         self.clean_steps += 1
         if self.clean_steps == self.config.loss_scale_window:
-            self.clean_steps, self.hysteresis, self.scale = 0, self.config.hysteresis, self.scale * 2
+            self.clean_steps, self.hysteresis = 0, self.config.hysteresis
+            self.scale = min(self.scale * 2, LARGEST)
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""

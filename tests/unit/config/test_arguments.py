@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 
 import pytest
 import yaml
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config import groups
-from megatron.config.arguments import COMMANDS, Option, build_parser, dump_config, options, options_by_flag, parse_arguments
+from megatron.config.arguments import COMMANDS, NO_PATHS, Option, build_parser, dump_config, options, options_by_flag, parse_arguments
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
 
@@ -33,7 +34,7 @@ def words(option: Option) -> st.SearchStrategy[str]:
         return st.integers(-(2**62), 2**62).map(str)
     if option.kind is float:
         return st.floats(allow_nan=False, allow_infinity=False).map(repr)
-    text = st.text(st.characters(exclude_categories=("Cs",)), min_size=1)
+    text = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), min_size=1)
     return text.filter(lambda word: not word.startswith("-") and (len(word) < 2 or word[0] != word[-1] or word[0] not in "'\""))
 
 
@@ -109,11 +110,57 @@ def test_command_line_wins_over_the_file(tmp_path):
     ("data: {data_path: {a: 1}}", "expected a list"),
     ("model: [", "cannot be read"),
     ("- 1", "expected groups with settings"),
+    ("[1]", "expected an object, found a list"),
+    ('{"model": {"num_layers": 2}, "model": {"hidden_size": 8}}', "the key 'model' occurs twice"),
+    ("model: {num_layers: 2}\nmodel: {hidden_size: 8}\n", "the key 'model' occurs twice"),
+    ("model: {num_layers: 2, num_layers: 3}", "the key 'num_layers' occurs twice"),
+    ("model: {num_layers: 010}", "010 is a number that versions of YAML read differently"),
+    ("model: {num_layers: 09}", "09 is a number that versions of YAML read differently"),
+    ("model: {num_layers: 1:30}", "1:30 is a number that versions of YAML read differently"),
+    ("model: {num_layers: 0x10}", "0x10 is a number that versions of YAML read differently"),
+    ("optimizer: {lr: .inf}", ".inf is a number that versions of YAML read differently"),
+    ("checkpoint: {save: 2024-01-01}", "a value of the kind timestamp is not read here"),
+    ("checkpoint: {save: !!binary aGk=}", "a value of the kind binary is not read here"),
+    ("checkpoint: !!python/name:os.system x", "a value of the kind python/name:os.system is not read here"),
+    ("model: &a {num_layers: 2}\ndata: *a", "aliases are not read here"),
+    ("model: {<<: {num_layers: 2}}", "a value of the kind merge is not read here"),
+    ("model: {1: 2}", "a key is not text"),
+    ("[" * 20_000, "nested deeper than 64 levels"),
+    ("a: " + "[" * 20_000, "nested too deep"),
+    ("a: " + "[" * 100 + "]" * 100, "nested"),
+    ('model: {num_layers: "' + "9" * 300 + '"}', "expected a whole number of at most 64 bits"),
+    ("model: {num_layers: " + "9" * 5000 + "}", "cannot be read"),
+    ("data: {data_path: [true, a]}", "expected a list of words or numbers"),
+    ("data: {data_path: [[a], a]}", "expected a list of words or numbers"),
+    ('{"checkpoint": {"save": "\\ud800"}}', "half of a surrogate pair"),
+    ('checkpoint: {save: "\\0"}', "holds a character that a path cannot hold"),
+    ("{" + ", ".join(f"a{number}: 1" for number in range(60)) + "}", "and 40 more faults"),
 ])
 def test_faults_in_a_configuration_file(tmp_path, text, fault):
     path = tmp_path / "config.yaml"
     path.write_text(text)
     assert any(fault in line and str(path) in line for line in faults_of(["--config", str(path)]))
+
+
+@pytest.mark.parametrize("flag", ["--config", "--deepspeed-config", *(
+    option.names[0] for option in options() if option.kind is str and option.field not in NO_PATHS and not option.choices)])
+@pytest.mark.parametrize("path, fault", [
+    ("x" * 5000, "a path of 5,000 bytes; at most 3,900 are taken"),
+    ("a/" + "x" * 256, "a name in this path is longer than the 255 bytes"),
+    ("x\udcff", "holds a character that a path cannot hold"),
+])
+def test_what_no_path_can_be(flag, path, fault):
+    found = [line for line in faults_of([*VALID, flag, path]) if flag in line]
+    assert len(found) == 1 and fault in found[0] and len(found[0]) < 200
+
+
+@pytest.mark.parametrize("make, fault", [
+    (lambda path: os.mkfifo(path), "is a named pipe (FIFO), not a regular file"),
+    (lambda path: path.mkdir(), "is a folder, not a regular file"),
+])
+def test_a_configuration_that_is_no_regular_file(tmp_path, make, fault):
+    make(tmp_path / "config.yaml")
+    assert fault in faults_of(["--config", str(tmp_path / "config.yaml")])[0]
 
 
 def test_a_missing_configuration_file_is_named(tmp_path):

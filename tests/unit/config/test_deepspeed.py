@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -80,11 +81,46 @@ def test_keys_that_agree(tmp_path, content, note):
     ({"curriculum_learning": {"enabled": True}}, "not supported; take it out"),
     ({"compression_training": {"weight_quantization": {"shared_parameters": 1}}}, "not supported; take it out"),
     ("{", "cannot be read"),
-    ("[]", "expected one JSON object"),
+    ("[]", "expected an object, found a list"),
+    ("[" * 20_000, "nested deeper than 64 levels"),
+    ('{"a": ' * 100 + "1" + "}" * 100, "nested deeper than 64 levels"),
+    ('{"zero_optimization": {"stage": 1}, "zero_optimization": {"stage": 0}}', "the key 'zero_optimization' occurs twice"),
+    ({"zero_optimization.stage": 0}, "a key with a dot is no section with a setting"),
+    ({"zero_optimization": {"offload_optimizer.device": "cpu"}}, "a key with a dot is no section"),
+    ({"zero_optimization.offload_optimizer.device": "cpu"}, "a key with a dot is no section"),
+    ({"fp16": {"enabled": True, "initial_scale_power": 99999}}, "expected a power of two from 0 to 127"),
+    ({"fp16": {"enabled": True, "initial_scale_power": -99999}}, "expected a power of two from 0 to 127"),
+    ({"fp16": {"enabled": True, "loss_scale": False}}, "expected a number"),
+    ({"gradient_accumulation_steps": True}, "expected a number"),
+    ({"gradient_accumulation_steps": 10**4000}, "expected a number"),
+    ({"train_batch_size": True}, "expected a number"),
+    ({"gradient_clipping": True}, "gradient_clipping = true: expected a number"),
+    ({"bf16": {"enabled": 1}}, "bf16.enabled = 1: expected true or false"),
+    ({"zero_optimization": {"stage": False}}, "expected a number"),
+    ({"zero_optimization": {"zero_hpz_partition_size": True}}, "expected a number"),
+    ({"optimizer": {"type": 1}}, "expected text"),
+    ({"optimizer": {"params": {"betas": 1}}}, "expected a list of two numbers"),
+    ({"communication_data_type": "true"}, "gradients are sent in fp32, or in bf16"),
+    ('{"train_batch_size": "\\ud800"}', "half of a surrogate pair"),
+    ({f"key {number}": 1 for number in range(100)}, "and 80 more faults"),
 ])
 def test_keys_that_do_not(tmp_path, content, fault):
     _, faults = compare(tmp_path, content)
     assert any(fault in line and "ds.json" in line for line in faults), faults
+
+
+@pytest.mark.parametrize("make, fault", [
+    (lambda path: os.mkfifo(path), "is a named pipe (FIFO), not a regular file"),
+    (lambda path: path.mkdir(), "is a folder, not a regular file"),
+    (lambda path: path.symlink_to("/dev/zero"), "is a device, not a regular file"),
+    (lambda path: path.write_bytes(b"\xff"), "not UTF-8 text: byte 0"),
+    (lambda path: path.write_bytes(b" " * (2 << 20)), "has more than 1,048,576 bytes"),
+    (lambda path: None, "No such file"),
+])
+def test_what_is_no_file_of_settings(tmp_path, make, fault):
+    make(tmp_path / "ds.json")
+    _, faults = compare_with_deepspeed(str(tmp_path / "ds.json"), parse_arguments(FLAGS).config)
+    assert len(faults) == 1 and fault in faults[0] and "ds.json" in faults[0]
 
 
 def test_values_in_other_units(tmp_path):

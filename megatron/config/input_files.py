@@ -1,0 +1,153 @@
+"""Files that a user names, read so that nothing in them can hang the program, crash it, or be taken for something else.
+
+The errors say what is wrong with a file and leave its name to the caller, who knows the flag that gave it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections import Counter
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megatron.config.errors import UserError
+
+DEEPEST = 64  # levels of lists and objects in each other; the formats here have fewer than 10
+SETTINGS_LIMIT = 1 << 20  # bytes of a configuration file, some hundred times what one needs
+JSON_LIMIT = 1 << 28  # bytes of other JSON files
+NAME_BYTES = 255  # the longest name of a file or folder that Linux takes
+PATH_BYTES = 3900  # Linux takes 4,095, of which names of files in a folder need some
+
+KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number",
+         float: "a number", type(None): "null"}
+SPECIAL = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe (FIFO)"),
+           (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"), (stat.S_ISSOCK, "a socket"))
+
+
+class InputError(UserError):
+    """A file that was given cannot be used: the text says why."""
+
+
+class NotJson(InputError):
+    """The text of a file is not JSON at all, so that it may be something else."""
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a regular file for reading, without ever waiting for one that is not.
+
+    Raises InputError where there is none, and for a named pipe, a device, a socket or a folder.
+    """
+    try:
+        # Without O_NONBLOCK the kernel waits until somebody writes to a pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise InputError(error.strerror) from error
+    except ValueError as error:
+        raise InputError("a path cannot hold this character") from error
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        kind = next((name for holds, name in SPECIAL if holds(mode)), "something else")
+        raise InputError(f"is {kind}, not a regular file")
+    return open(descriptor, "rb")
+
+
+def read_bytes(path: str | Path, most: int) -> bytes:
+    """All bytes of a regular file. Raises InputError, also when it has more than `most`."""
+    with open_regular(path) as file:
+        try:
+            raw = file.read(most + 1)
+        except OSError as error:
+            raise InputError(error.strerror) from error
+    if len(raw) > most:
+        raise InputError(f"has more than {most:,} bytes")
+    return raw
+
+
+def read_json(path: str | Path, kind: type = dict, most: int = JSON_LIMIT) -> Any:
+    """The value of type `kind` in a JSON file. Raises InputError as read_bytes and parse_json do."""
+    return parse_json(read_bytes(path, most), kind)
+
+
+def parse_json(raw: bytes, kind: type = dict) -> Any:
+    """The value of type `kind` in JSON text.
+
+    Raises InputError for text that is not UTF-8, not JSON (NotJson), nested too deep, has a key twice in
+    an object or a string that is no text, or is of another type.
+    """
+    try:
+        value = json.loads(decode(raw), object_pairs_hook=_unique_keys)
+    except json.JSONDecodeError as error:
+        raise NotJson(f"not JSON: {error}") from error
+    except RecursionError as error:
+        raise InputError(f"not usable: nested deeper than {DEEPEST} levels") from error
+    except InputError:
+        raise
+    except ValueError as error:  # a number of thousands of digits
+        raise InputError(f"not usable: {error}") from error
+    check_tree(value)
+    expect(value, kind)
+    return value
+
+
+def decode(raw: bytes) -> str:
+    """UTF-8 text, without a byte-order mark. Raises InputError."""
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"not UTF-8 text: byte {error.start} ({error.reason})") from error
+
+
+def expect(value: Any, kind: type) -> None:
+    """Raises InputError unless the value is of this type; true and false are no numbers."""
+    if type(value) is not kind:
+        found = KINDS.get(type(value), type(value).__name__)
+        raise InputError(f"not usable: expected {KINDS[kind]}, found {found}")
+
+
+def check_tree(value: Any) -> None:
+    """Raises InputError for lists and dictionaries nested too deep, and strings that UTF-8 cannot hold."""
+    level = [value]
+    for _ in range(DEEPEST):
+        below: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                below += [*each.keys(), *each.values()]
+            elif isinstance(each, list):
+                below += each
+            elif isinstance(each, str) and not is_text(each):
+                raise InputError(f"not usable: {each[:40]!r} holds half of a surrogate pair, which is no text")
+        if not below:
+            return
+        level = below
+    raise InputError(f"not usable: nested deeper than {DEEPEST} levels")
+
+
+def is_text(value: str) -> bool:
+    """Whether UTF-8 can hold it: a lone surrogate, as JSON can write one, cannot be stored or printed."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def path_fault(path: str) -> str:
+    """What no file can be called; empty for a path that one can have."""
+    if not is_text(path) or "\0" in path:
+        return "holds a character that a path cannot hold"
+    if len(path.encode()) > PATH_BYTES:
+        return f"a path of {len(path.encode()):,} bytes; at most {PATH_BYTES:,} are taken"
+    if max(len(name.encode()) for name in path.split("/")) > NAME_BYTES:
+        return f"a name in this path is longer than the {NAME_BYTES} bytes that file systems take"
+    return ""
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise InputError(f"the key {twice[:60]!r} occurs twice; keep one")
+    return result

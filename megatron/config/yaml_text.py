@@ -1,0 +1,86 @@
+"""YAML settings in the part of YAML that every version reads alike: maps with text keys, lists, text and decimal numbers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from megatron.config.input_files import InputError, check_tree
+
+INTEGER = re.compile(r"[-+]?(0|[1-9]\d*)")
+DECIMAL = re.compile(r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+LEADING_ZERO = re.compile(r"[-+]?0[\d_]+")
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of YAML text. Raises InputError, with the line, for what is not YAML or is not read here:
+
+    a key twice in a map, numbers that versions of YAML read differently (010, 1:30, 0x10), dates, binary data,
+    aliases, and values nested too deep.
+    """
+    try:
+        import yaml
+    except ImportError:
+        raise InputError("it is not JSON, and PyYAML is not installed to read it as YAML") from None
+    loader = _loader(yaml)(text)
+    try:
+        value = loader.get_single_data()
+    except yaml.YAMLError as error:
+        raise InputError(" ".join(str(error).split())) from None
+    except RecursionError:
+        raise InputError("nested too deep") from None
+    except (ValueError, OverflowError) as error:  # a number of thousands of digits, a character outside Unicode
+        raise InputError(str(error)) from None
+    finally:
+        loader.dispose()
+    check_tree(value)
+    return value
+
+
+def _loader(yaml: Any) -> type:
+    """A loader class with the constructors below; PyYAML is imported only where YAML is read."""
+
+    tag = "tag:yaml.org,2002:"
+
+    def refuse(node: Any, what: str) -> Exception:
+        return yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+
+    def number(loader: Any, node: Any) -> Any:
+        text = loader.construct_scalar(node)
+        if INTEGER.fullmatch(text):
+            return int(text)
+        if DECIMAL.fullmatch(text):
+            return float(text)
+        raise refuse(node, f"{text} is a number that versions of YAML read differently; write it in decimal digits")
+
+    def string(loader: Any, node: Any) -> str:
+        text = loader.construct_scalar(node)
+        if node.style is None and LEADING_ZERO.fullmatch(text):
+            raise refuse(node, f"{text} is a number that versions of YAML read differently; write it without leading zeros")
+        return text
+
+    def unknown(loader: Any, node: Any) -> Any:
+        kind = node.tag.removeprefix(tag)
+        raise refuse(node, f"a value of the kind {kind} is not read here; put text in quotation marks")
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                event = self.peek_event()
+                raise yaml.composer.ComposerError(None, None, "aliases are not read here; write the value out", event.start_mark)
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
+            result: dict[str, Any] = {}
+            for key_node, value_node in node.value:
+                key = self.construct_object(key_node, deep=True)
+                if not isinstance(key, str):
+                    raise refuse(key_node, "a key is not text")
+                if key in result:
+                    raise refuse(key_node, f"the key {key[:60]!r} occurs twice; keep one")
+                result[key] = self.construct_object(value_node, deep=deep)
+            return result
+
+    kept = {tag + name: yaml.SafeLoader.yaml_constructors[tag + name] for name in ("null", "bool", "seq", "map")}
+    Loader.yaml_constructors = kept | {tag + "int": number, tag + "float": number, tag + "str": string, None: unknown}
+    return Loader
