@@ -17,6 +17,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import re
 import sys
 import time
 import zlib
@@ -35,11 +36,15 @@ if not __package__:  # run as a file of a checkout; as an installed command it f
 
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.groups import DataConfig  # noqa: E402
+from megatron.config.input_files import is_text, path_fault  # noqa: E402
 from megatron.data.indexed_dataset import DataError, IndexedDatasetWriter, best_dtype  # noqa: E402
 from megatron.data.tokenizer import Tokenizer, build_tokenizer  # noqa: E402
 
 LARGEST_CHUNK = 4 << 20  # bytes of text that one task encodes
 SMALLEST_CHUNK = 1 << 16
+SURROGATE = re.compile("[\ud800-\udfff]")
+POLICIES = "--invalid-text replace (by U+FFFD) or --invalid-text skip"
+ENDINGS = ("bin", "idx", "json")
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Encoded:
     text_bytes: int
     max_id: int
     eod_count: int
+    invalid: int  # lines whose text UTF-8 cannot hold, replaced or left out
 
 
 @functools.cache
@@ -145,8 +151,8 @@ def refuse_line(chunk: Chunk, line: int, what: str) -> DataError:
     return DataError(f"{chunk.path}, line {before + line + 1}: {what}")
 
 
-def read_records(chunk: Chunk) -> list[tuple[int, dict]]:
-    """(line within the chunk, object) of every line that is not blank."""
+def read_records(chunk: Chunk, policy: str = "error") -> list[tuple[int, dict]]:
+    """(line within the chunk, object) of every line that is not blank; `policy` as in settle_invalid_texts."""
     raw = chunk.text
     if raw is None:
         with open(chunk.path, "rb") as file:
@@ -156,7 +162,11 @@ def read_records(chunk: Chunk) -> list[tuple[int, dict]]:
     try:
         lines = raw.decode().split("\n")  # not splitlines: JSON strings may hold other line ends
     except UnicodeDecodeError as error:
-        raise refuse_line(chunk, raw[: error.start].count(b"\n"), f"not UTF-8 ({error.reason}): convert the file") from None
+        if policy == "error":
+            problem = f"not UTF-8 ({error.reason}): convert the file, or give {POLICIES}"
+            raise refuse_line(chunk, raw[: error.start].count(b"\n"), problem) from None
+        # What is not UTF-8 becomes lone surrogates, as they come in JSON's own escapes.
+        lines = raw.decode(errors="surrogateescape").split("\n")
     for number, line in enumerate(lines):
         line = line.strip()
         if not line:
@@ -165,10 +175,37 @@ def read_records(chunk: Chunk) -> list[tuple[int, dict]]:
             record, end = scan(line, 0)
             if end < len(line):
                 raise UserError(f"something follows the object at character {end}")
+        except RecursionError:
+            raise refuse_line(chunk, number, "nested too deep for the parser: repair or remove the line") from None
         except (ValueError, StopIteration) as error:
             raise refuse_line(chunk, number, f"not JSON ({error}): repair or remove the line") from None
         records.append((number, record))
     return records
+
+
+def settle_invalid_texts(
+    chunk: Chunk, records: list[tuple[int, dict]], columns: list[tuple[list[str], np.ndarray]], policy: str
+) -> tuple[list[tuple[int, dict]], list[tuple[list[str], np.ndarray]], int]:
+    """Records and columns (texts, owner) without characters that UTF-8 cannot hold, and how many records had some.
+
+    JSON can write half of a surrogate pair (\\ud800), which is no character. `policy`: "error" raises DataError with
+    file and line, "replace" puts U+FFFD in its place, "skip" leaves the record out under every key.
+    """
+    if all(is_text("".join(texts)) for texts, _ in columns):
+        return records, columns, 0
+    bad = {int(document) for texts, owner in columns for text, document in zip(texts, owner) if not is_text(text)}
+    if policy == "error":
+        problem = f"a text holds half of a surrogate pair, which is no character: repair it, or give {POLICIES}"
+        raise refuse_line(chunk, records[min(bad)][0], problem)
+    if policy == "replace":
+        return records, [([SURROGATE.sub("\ufffd", text) for text in texts], owner) for texts, owner in columns], len(bad)
+    kept = np.array([document not in bad for document in range(len(records))], bool)
+    place = np.cumsum(kept) - 1
+    left = [
+        ([text for text, document in zip(texts, owner) if kept[document]], place[owner[kept[owner]]])
+        for texts, owner in columns
+    ]
+    return [record for record, keep in zip(records, kept) if keep], left, len(bad)
 
 
 def texts_of(chunk: Chunk, records: list[tuple[int, dict]], key: str) -> tuple[list[str], np.ndarray]:
@@ -187,22 +224,25 @@ def texts_of(chunk: Chunk, records: list[tuple[int, dict]], key: str) -> tuple[l
     return texts, np.array(owner, np.int64)
 
 
-def encode_chunk(chunk: Chunk, config: DataConfig, keys: tuple[str, ...], append_eod: bool) -> list[Encoded]:
+def encode_chunk(
+    chunk: Chunk, config: DataConfig, keys: tuple[str, ...], append_eod: bool, policy: str
+) -> list[Encoded]:
     """All documents of a chunk, one result per key. Raises DataError naming file and line."""
-    tokenizer, records = tokenizer_of(config), read_records(chunk)
+    tokenizer, records = tokenizer_of(config), read_records(chunk, policy)
+    columns = [texts_of(chunk, records, key) for key in keys]
+    records, columns, invalid = settle_invalid_texts(chunk, records, columns, policy)
     results = []
-    for key in keys:
-        texts, owner = texts_of(chunk, records, key)
+    for texts, owner in columns:
         try:
             tokens, lengths = tokenizer.encode_many(texts)
             if len(tokens) and int(tokens.max()) >= tokenizer.vocab_size:
                 raise UserError("a token id lies outside the vocabulary")
-        except ValueError:
+        except UserError:
             for document, text in zip(owner.tolist(), texts):
                 refuse_text(tokenizer, chunk, records[document][0], text)
             raise
-        text_bytes = len("".join(texts).encode(errors="replace"))
-        results.append(pack(tokenizer, tokens, lengths, owner, len(records), append_eod, text_bytes))
+        text_bytes = len("".join(texts).encode())
+        results.append(pack(tokenizer, tokens, lengths, owner, len(records), append_eod, text_bytes, invalid))
     return results
 
 
@@ -210,7 +250,7 @@ def refuse_text(tokenizer: Tokenizer, chunk: Chunk, line: int, text: str) -> Non
     """Raise the error for a text that cannot be encoded; return if it can."""
     try:
         ids, _ = tokenizer.encode_many([text])
-    except ValueError as error:
+    except UserError as error:
         raise refuse_line(chunk, line, str(error)) from None
     if len(ids) and int(ids.max()) >= tokenizer.vocab_size:
         raise refuse_line(
@@ -219,7 +259,8 @@ def refuse_text(tokenizer: Tokenizer, chunk: Chunk, line: int, text: str) -> Non
 
 
 def pack(
-    tokenizer: Tokenizer, tokens: np.ndarray, lengths: np.ndarray, owner: np.ndarray, documents: int, append_eod: bool, text_bytes: int
+    tokenizer: Tokenizer, tokens: np.ndarray, lengths: np.ndarray, owner: np.ndarray, documents: int, append_eod: bool,
+    text_bytes: int, invalid: int = 0,
 ) -> Encoded:
     """Drop empty texts and put an end-of-document id after each document that is not empty, counted in its last sequence."""
     owner, lengths = owner[lengths > 0], lengths[lengths > 0]
@@ -234,6 +275,7 @@ def pack(
         text_bytes=text_bytes,
         max_id=int(tokens.max()) if len(tokens) else -1,
         eod_count=int((tokens == tokenizer.eod).sum()),
+        invalid=invalid,
     )
 
 
@@ -298,26 +340,46 @@ def input_files(patterns: list[str]) -> list[str]:
     return files
 
 
+def output_prefixes(prefix: str, keys: tuple[str, ...]) -> list[str]:
+    """The prefix of each key's files. Raises DataError for one that cannot be written, before any work is done."""
+    if len(set(keys)) < len(keys):
+        raise DataError(f"--json-keys {' '.join(keys)}: a key is given twice; name each once")
+    found = []
+    for key in keys:
+        name = f"{prefix}_{key}_document"
+        if "/" in key or not key:
+            raise DataError(f"--json-keys {key!r}: a key becomes part of a file's name, so it must not be empty or hold a slash")
+        if fault := path_fault(f"{name}.documents.part"):
+            raise DataError(f"--output-prefix {prefix[:60]}, --json-keys {key[:60]}: {fault}")
+        for path in (f"{name}.{ending}" for ending in ENDINGS):
+            if os.path.lexists(path) and not os.path.isfile(path):
+                raise DataError(f"{path}: is a folder or no regular file; move it away, or give another --output-prefix")
+        found.append(name)
+    return found
+
+
 def preprocess(arguments: argparse.Namespace) -> list[dict]:
     """Do what the flags say; returns the sidecar of each key. Raises UserError."""
     begun = time.monotonic()
     names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
     config = DataConfig(**{name: getattr(arguments, name) for name in names})
+    keys, policy = tuple(arguments.json_keys), arguments.invalid_text
+    prefixes = output_prefixes(arguments.output_prefix, keys)
     tokenizer, files = tokenizer_of(config), input_files(arguments.input)
-    keys, prefix = tuple(arguments.json_keys), arguments.output_prefix
     total = sum(os.path.getsize(path) for path in files)
     size = min(max(total // (32 * arguments.workers), SMALLEST_CHUNK), LARGEST_CHUNK)
     chunks = (chunk for path in files for chunk in (compressed_chunks if path.endswith((".gz", ".zst")) else plain_chunks)(path, size))
     progress = Progress(total, arguments.log_interval)
-    writers = [IndexedDatasetWriter(f"{prefix}_{key}_document", best_dtype(tokenizer.vocab_size)) for key in keys]
-    facts = [{"text_bytes": 0, "max_id": -1, "eod_count": 0} for _ in keys]
+    writers = [IndexedDatasetWriter(prefix, best_dtype(tokenizer.vocab_size)) for prefix in prefixes]
+    facts = [{"text_bytes": 0, "max_id": -1, "eod_count": 0, "invalid_texts": 0} for _ in keys]
     try:
-        for chunk, results in encode_all(chunks, arguments.workers, config, keys, arguments.append_eod):
+        for chunk, results in encode_all(chunks, arguments.workers, config, keys, arguments.append_eod, policy):
             for writer, fact, result in zip(writers, facts, results):
                 writer.add(result.tokens, result.lengths, result.sequences)
                 fact["text_bytes"] += result.text_bytes
                 fact["max_id"] = max(fact["max_id"], result.max_id)
                 fact["eod_count"] += result.eod_count
+                fact["invalid_texts"] += result.invalid
             progress.add(chunk, len(results[0].sequences))
         for key, writer in zip(keys, writers):
             if not writer.num_tokens:
@@ -326,9 +388,11 @@ def preprocess(arguments: argparse.Namespace) -> list[dict]:
         # Offsets are computed back to back and every id was compared with the vocabulary: this is the full scan.
         scan = {"offsets_packed": True, "ids_below": tokenizer.vocab_size}
         sidecars = [
-            writer.finish({"tokenizer": made, "append_eod": arguments.append_eod, "scan": scan, **fact})
+            writer.complete({"tokenizer": made, "append_eod": arguments.append_eod, "invalid_text": policy, "scan": scan, **fact})
             for writer, fact in zip(writers, facts)
         ]
+        for writer in writers:  # when all are whole
+            writer.publish()
     finally:
         for writer in writers:
             writer.discard()
@@ -338,6 +402,9 @@ def preprocess(arguments: argparse.Namespace) -> list[dict]:
             f"{writer.prefix}.bin: {sidecar['documents']:,} documents{empty}, {sidecar['tokens']:,} tokens, "
             f"{sidecar['text_bytes'] / sidecar['tokens']:.2f} bytes of text a token, largest id {sidecar['max_id']}"
         )
+    if sidecars[0]["invalid_texts"]:
+        what = "replaced by U+FFFD" if policy == "replace" else "left out"
+        print(f"{sidecars[0]['invalid_texts']:,} lines with characters that UTF-8 cannot hold: {what} (--invalid-text {policy})")
     print(f"{progress.rate()}, {time.monotonic() - begun:.1f} s")
     return sidecars
 
@@ -357,6 +424,10 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--merge-file", help="GPT-2 BPE merges")
     flags.add_argument("--vocab-size", type=int, help="vocabulary of the NullTokenizer, without its end-of-document id")
     flags.add_argument("--append-eod", action="store_true", help="put the end-of-document id after each document")
+    flags.add_argument(
+        "--invalid-text", choices=["error", "replace", "skip"], default="error",
+        help="lines with bytes that are not UTF-8 or with half of a surrogate pair: stop, put U+FFFD there, or leave the line out",
+    )
     flags.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="worker processes (default: one a core)")
     flags.add_argument("--log-interval", type=int, default=1000, help="documents between progress lines (at most one a second)")
     return flags
@@ -364,12 +435,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     arguments = parser().parse_args()
-    if arguments.workers < 1:
-        sys.exit("preprocess_data.py: --workers must be at least 1")
     try:
+        if arguments.workers < 1:
+            raise UserError("--workers must be at least 1")
         preprocess(arguments)
     except (UserError, OSError) as error:
-        sys.exit(f"preprocess_data.py: {error}")
+        print(f"preprocess_data.py: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,11 @@ from megatron.tools.preprocess_data import (  # noqa: E402
     input_files,
     plain_chunks,
     read_records,
+    refuse_line,
 )
 
 from megatron.config.errors import UserError  # noqa: E402
+from megatron.config.input_files import is_text, path_fault  # noqa: E402
 
 LOUD = 50 << 20  # bytes of input from which SentencePiece reports its own progress
 
@@ -70,12 +72,15 @@ def main() -> None:
     flags.add_argument("--max-lines", type=int, default=5_000_000, help="learn from a random sample of this size (default: 5,000,000)")
     given = flags.parse_args()
     try:
+        if fault := path_fault(f"{given.output_prefix}.model.partial"):
+            raise UserError(f"--output-prefix {given.output_prefix[:60]}: {fault}")
         train(
             input_files(given.input), key=given.json_key, vocab_size=given.vocab_size, model_type=given.model_type,
             prefix=given.output_prefix, max_lines=given.max_lines,
         )
     except (UserError, OSError) as error:
-        sys.exit(f"train_tokenizer.py: {error}")
+        print(f"train_tokenizer.py: {error}", file=sys.stderr)
+        sys.exit(2)
     print(f"{given.output_prefix}.model: {given.vocab_size} ids, {given.model_type}")
 
 

@@ -20,12 +20,21 @@ import numpy as np
 import xxhash
 
 from megatron.config.errors import UserError
+from megatron.config.input_files import SETTINGS_LIMIT, InputError, open_regular, read_json
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, S, D: 34 bytes
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 CODES = {np.dtype(text): code for code, text in DTYPES.items()}
 PROBES = 1024
+COUNT = (lambda value: type(value) is int and 0 <= value < 2**63, "a count")
+ID = (lambda value: type(value) is int and -1 <= value < 2**31, "a token id")
+NAME = (lambda value: type(value) is str, "text")
+SIDECAR = {
+    ("files", "bin", "bytes"): COUNT, ("files", "idx", "bytes"): COUNT, ("max_id",): ID, ("eod_count",): COUNT,
+    ("files", "bin", "xxh3_128"): NAME, ("files", "idx", "xxh3_128"): NAME,
+    ("tokenizer", "fingerprint"): NAME, ("tokenizer", "eod"): ID,
+}
 CHUNK = 1 << 22  # entries or tokens handled at once by full passes
 REMAKE = "copy both files again or run tools/preprocess_data.py again"
 
@@ -39,15 +48,31 @@ def best_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
+def check_sidecar(sidecar: dict[str, Any]) -> None:
+    """Raises InputError unless every value that is read anywhere is there, of its type and in its range."""
+    optional = {("tokens",): COUNT, ("text_bytes",): COUNT, ("tokenizer", "name"): NAME}
+    for names, (holds, what) in {**SIDECAR, **optional}.items():
+        value: Any = sidecar
+        for name in names:
+            value = value.get(name) if isinstance(value, dict) else None
+        if not holds(value) and not (value is None and names in optional):
+            raise InputError(f"{'.'.join(names)} is not {what}")
+    if sidecar.get("text_bytes") and not sidecar.get("tokens"):
+        raise InputError("text_bytes without tokens")
+
+
 def probes(count: int) -> np.ndarray:
     """At most 1,024 evenly spaced positions in [0, count), first and last included, ascending."""
     return np.linspace(0, count - 1, PROBES).astype(np.int64) if count > PROBES else np.arange(count)
 
 
 def _map(path: Path) -> mmap.mmap | bytes:
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
+    except (InputError, OSError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
 
 
 def _prefetch(path: Path, positions: np.ndarray, length: int) -> None:
@@ -71,10 +96,10 @@ class IndexedDataset:
         self.prefix = prefix
         self.bin_path, self.idx_path, self.sidecar_path = (Path(f"{prefix}.{end}") for end in ("bin", "idx", "json"))
         for path in (self.idx_path, self.bin_path):
-            if not path.is_file():
+            if not os.path.lexists(path):
                 cut = f"; the flag takes the prefix without its ending: {prefix[:-4]}" if prefix.endswith((".bin", ".idx")) else ""
                 raise DataError(f"{path}: no such file{cut or '; check the prefix, or make it with tools/preprocess_data.py'}")
-        index = _map(self.idx_path)
+        index, content = _map(self.idx_path), _map(self.bin_path)
         self.dtype, sequences, entries = self._header(index)
         start = HEADER.size
         self.lengths = np.frombuffer(index, "<i4", sequences, start)
@@ -87,7 +112,7 @@ class IndexedDataset:
         _prefetch(self.idx_path, np.concatenate(places), 16)
         self._check_entries(at, documents_at)
         self._check_total()
-        self.tokens = np.frombuffer(_map(self.bin_path), self.dtype)
+        self.tokens = np.frombuffer(content, self.dtype)
         self.num_tokens = len(self.tokens)
         self.sidecar = self._read_sidecar()
         self.fingerprint = self._fingerprint(index)
@@ -154,20 +179,21 @@ class IndexedDataset:
             raise DataError(f"{self.bin_path}: holds no token; was the input of tools/preprocess_data.py empty?")
 
     def _read_sidecar(self) -> dict[str, Any] | None:
-        if not self.sidecar_path.is_file():
+        if not os.path.lexists(self.sidecar_path):
             return None
         try:
-            sidecar = json.loads(self.sidecar_path.read_text())
-            sizes = [sidecar["files"][kind]["bytes"] for kind in ("bin", "idx")]
-            sidecar["max_id"], sidecar["eod_count"], sidecar["tokenizer"]["fingerprint"], sidecar["tokenizer"]["eod"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{self.sidecar_path}: not a sidecar of tools/preprocess_data.py ({error!r}); delete it or make the data again"
-            ) from None
+            sidecar = read_json(self.sidecar_path, dict, SETTINGS_LIMIT)
+            check_sidecar(sidecar)
+        except InputError as error:
+            fix = "delete it or make the data again"
+            raise DataError(f"{self.sidecar_path}: not a sidecar of tools/preprocess_data.py ({error}); {fix}") from None
+        sizes = [sidecar["files"][kind]["bytes"] for kind in ("bin", "idx")]
         if sizes != [self.bin_path.stat().st_size, self.idx_path.stat().st_size]:
             raise DataError(
                 f"{self.sidecar_path}: describes .bin and .idx of other sizes ({sizes}); copy all three files again, or delete it"
             )
+        if sidecar.get("tokens", self.num_tokens) != self.num_tokens:
+            raise DataError(f"{self.sidecar_path}: names {sidecar['tokens']} tokens, .bin holds {self.num_tokens}; delete it")
         return sidecar
 
     def _fingerprint(self, index: mmap.mmap | bytes) -> str:
@@ -258,7 +284,13 @@ class IndexedDatasetWriter:
         self.empty_documents += int((np.asarray(sequences) == 0).sum())
 
     def finish(self, sidecar: dict[str, Any]) -> dict[str, Any]:
-        """Complete the index, write the sidecar (given facts + counts, sizes, digests), move all three into place; returns the sidecar."""
+        """`complete`, then `publish`; returns the sidecar."""
+        complete = self.complete(sidecar)
+        self.publish()
+        return complete
+
+    def complete(self, sidecar: dict[str, Any]) -> dict[str, Any]:
+        """Complete the index and write the sidecar (given facts + counts, sizes, digests), durably and still unpublished; returns it."""
         offset = 0
         for begin in range(0, self.num_sequences, CHUNK):
             count = min(CHUNK, self.num_sequences - begin)
@@ -285,11 +317,14 @@ class IndexedDatasetWriter:
             json.dump(complete, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
+        return complete
+
+    def publish(self) -> None:
+        """Move all three files into place."""
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)  # an old index must never meet the new .bin
         for kind in ("bin", "json", "idx"):
             os.replace(self._parts[kind], f"{self.prefix}.{kind}")
         self.discard()
-        return complete
 
     def discard(self) -> None:
         """Close and delete the unfinished files."""

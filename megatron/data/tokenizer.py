@@ -10,7 +10,8 @@ import base64
 import hashlib
 import importlib
 import itertools
-import json
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy as np
 
 from megatron.config.errors import UserError
 from megatron.config.groups import DataConfig
+from megatron.config.input_files import InputError, open_regular, read_json
 
 # The end of document is the first of these that the vocabulary has, where the tokenizer's own files do not name one.
 EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "<EOD>", "</s>", "<eos>", "<|eos|>")
@@ -81,9 +83,13 @@ def _file(value: str | None, flag: str, kind: str, inside: str | None = None) ->
     """The path a flag gives (or the file `inside` it, where it names a folder)."""
     if value is None:
         raise UserError(f"{flag} is missing: --tokenizer-type {kind} needs it")
-    path = Path(value) / inside if inside and Path(value).is_dir() else Path(value)
-    if not path.is_file():
+    path = Path(value) / inside if inside and os.path.isdir(value) else Path(value)
+    if not os.path.lexists(path):
         raise UserError(f"{flag} {value}: no such file; tokenizers are read from local files only")
+    try:
+        open_regular(path).close()
+    except InputError as error:
+        raise UserError(f"{flag} {value}: cannot be read: {error}") from None
     return path
 
 
@@ -142,10 +148,26 @@ def _huggingface(path: Path) -> Tokenizer:
         model = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise UserError(f"--tokenizer-model {path}: not a tokenizer.json ({error})") from None
-    settings = path.with_name("tokenizer_config.json")
-    named = json.loads(settings.read_text()).get("eos_token") if settings.is_file() else None
-    eod = _eod(path, model.token_to_id, named["content"] if isinstance(named, dict) else named)
+    named = _named_eos(path.with_name("tokenizer_config.json"))
+    eod = _eod(path, model.token_to_id, named)
+    if named is not None and model.token_to_id(named) is None:
+        raise UserError(f"{path.with_name('tokenizer_config.json')}: its eos_token {named!r} is not in {path.name}: correct one of them")
     return _from_tokenizers(f"HuggingFaceTokenizer {path.name}", model, eod, _fingerprint("huggingface", path))
+
+
+def _named_eos(settings: Path) -> str | None:
+    """The eos_token of a tokenizer_config.json; None where there is no such file or it names none. Raises UserError."""
+    if not os.path.lexists(settings):
+        return None
+    try:
+        named = read_json(settings).get("eos_token")
+        if isinstance(named, dict):
+            named = named.get("content")
+        if named is not None and not isinstance(named, str):
+            raise InputError("eos_token is not text")
+    except InputError as error:
+        raise UserError(f"{settings}: cannot be used: {error}; correct the file, or remove it to go by tokenizer.json alone") from None
+    return named
 
 
 def _gpt2(vocab: Path, merges: Path) -> Tokenizer:
@@ -164,7 +186,10 @@ def _from_tokenizers(name: str, model: Any, eod: int, fingerprint: str) -> Token
     model.encode_special_tokens = True  # a special token spelled out in a text is text
     model.no_truncation()
     model.no_padding()
-    size = max(model.get_vocab(with_added_tokens=True).values()) + 1
+    ids = list(model.get_vocab(with_added_tokens=True).values())
+    if not ids or len(set(ids)) < len(ids) or max(ids) >= 2**31:
+        raise UserError(f"{name}: its vocabulary is empty, gives an id to two tokens, or has one above 2**31: make the file again")
+    size = max(ids) + 1
 
     def encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         return _joined([encoding.ids for encoding in model.encode_batch_fast(texts, add_special_tokens=False)])
@@ -178,23 +203,60 @@ def _tiktoken(path: Path, vocab_size: int | None) -> Tokenizer:
 
     try:
         if path.suffix == ".json":
-            size = (vocab_size or MEGATRON_VOCAB) - len(MEGATRON_SPECIAL)
-            entries = json.loads(path.read_text())[:size]
-            ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] + len(MEGATRON_SPECIAL) for entry in entries}
+            ranks = _megatron_ranks(read_json(path, list), vocab_size or MEGATRON_VOCAB)
             pattern, special, eod = MEGATRON_PATTERN, {token: k for k, token in enumerate(MEGATRON_SPECIAL)}, 2
         else:
             if path.stem not in TIKTOKEN_FILES:
-                raise UserError(f"does not say how text is cut; keep its published name: {', '.join(TIKTOKEN_FILES)}")
-            ranks = {
-                base64.b64decode(token): int(rank) for token, rank in (line.split() for line in path.read_bytes().splitlines() if line)
-            }
+                raise InputError(f"does not say how text is cut; keep its published name: {', '.join(TIKTOKEN_FILES)}")
             pattern, eod = TIKTOKEN_FILES[path.stem]
+            ranks = _published_ranks(path.read_bytes(), eod)
             special = {"<|endoftext|>": eod}
         model = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"--tokenizer-model {path}: not a tiktoken vocabulary that can be used ({error})") from None
     encode = lambda texts: _joined(model.encode_ordinary_batch(texts, num_threads=1))  # noqa: E731
     return Tokenizer(f"TikTokenizer {path.name}", model.n_vocab, eod, _fingerprint("tiktoken", path, model.n_vocab), encode, model.decode)
+
+
+def _published_ranks(raw: bytes, eod: int) -> dict[bytes, int]:
+    """Token -> rank of a .tiktoken file: ranks from 0 on, without a hole but that of the end of document `eod`. Raises ValueError."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(raw.splitlines(), 1):
+        if not line:
+            continue
+        match = re.fullmatch(rb"(\S+) (\d{1,9})", line)
+        token = base64.b64decode(match[1], validate=True) if match else b""
+        if not token or token in ranks:
+            raise InputError(f"line {number} is not a new token in base64 and its rank")
+        ranks[token] = int(match[2])
+    _check_ranks(ranks, [rank for rank in range(len(ranks) + 1) if rank != eod][: len(ranks)])
+    return ranks
+
+
+def _megatron_ranks(entries: list[Any], vocab_size: int) -> dict[bytes, int]:
+    """Token -> id of the entries of Megatron's JSON, the k-th of which has rank k, cut to a vocabulary. Raises ValueError."""
+    size, first = vocab_size - len(MEGATRON_SPECIAL), len(MEGATRON_SPECIAL)
+    if size < 256:
+        raise InputError(f"a vocabulary of {vocab_size} has no room for {first} special tokens and 256 bytes")
+    ranks: dict[bytes, int] = {}
+    for number, entry in enumerate(entries[:size]):
+        text = entry.get("token_bytes") if isinstance(entry, dict) else None
+        token = base64.b64decode(text, validate=True) if isinstance(text, str) else b""
+        if not token or token in ranks or type(entry.get("rank")) is not int:
+            raise InputError(f"entry {number} is not a new token in base64 and its rank")
+        ranks[token] = first + entry["rank"]
+    _check_ranks(ranks, list(range(first, first + len(ranks))))
+    return ranks
+
+
+def _check_ranks(ranks: dict[bytes, int], expected: list[int]) -> None:
+    """Raises InputError unless the tokens have the expected ranks, each once, and every single byte is a token."""
+    for rank, right in zip(sorted(ranks.values()), expected, strict=True):
+        if rank != right:
+            raise InputError(f"rank {min(rank, right)} is missing or given twice")
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:
+        raise InputError(f"the single byte {missing[0]} has no token, so that some texts could not be encoded")
 
 
 def _null(vocab_size: int | None) -> Tokenizer:

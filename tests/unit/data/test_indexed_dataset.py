@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -200,3 +201,41 @@ def test_fingerprint_follows_content_not_path(tmp_path):
     Path(second + ".json").unlink()
     assert IndexedDataset(first).fingerprint == IndexedDataset(second).fingerprint
     assert IndexedDataset(write(tmp_path / "z", [[1, 2, 3], [5]])).fingerprint != IndexedDataset(first).fingerprint
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda sidecar: sidecar.update(max_id="7"), "max_id is not a token id"),
+    (lambda sidecar: sidecar.update(max_id=True), "max_id is not a token id"),
+    (lambda sidecar: sidecar.update(eod_count=None), "eod_count is not a count"),
+    (lambda sidecar: sidecar.update(files=[1]), "files.bin.bytes is not a count"),
+    (lambda sidecar: sidecar["files"]["bin"].update(xxh3_128=3), "files.bin.xxh3_128 is not text"),
+    (lambda sidecar: sidecar.update(tokenizer="gpt2"), "tokenizer.fingerprint is not text"),
+    (lambda sidecar: sidecar["tokenizer"].update(name=["a"]), "tokenizer.name is not text"),
+    (lambda sidecar: sidecar.update(text_bytes=1.5), "text_bytes is not a count"),
+    (lambda sidecar: sidecar.update(text_bytes=9, tokens=0), "text_bytes without tokens"),
+    (lambda sidecar: sidecar.update(tokens=1), "names 1 tokens, .bin holds 3"),
+])
+def test_a_sidecar_with_a_value_of_another_type(tmp_path, change, message):
+    write(tmp_path / "x", [[1, 2, 3]])
+    sidecar = json.loads((tmp_path / "x.json").read_text())
+    change(sidecar)
+    (tmp_path / "x.json").write_text(json.dumps(sidecar))
+    with pytest.raises(DataError, match=rf"x\.json: .*{message}"):
+        IndexedDataset(str(tmp_path / "x"))
+
+
+@pytest.mark.parametrize("ending", ["bin", "idx", "json"])
+@pytest.mark.parametrize("kind", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_no_regular_file(tmp_path, ending, kind):
+    write(tmp_path / "x", [[1, 2, 3]])
+    (tmp_path / f"x.{ending}").unlink()
+    kind(tmp_path / f"x.{ending}")
+    with pytest.raises(DataError, match=rf"x\.{ending}: .*is a .*not a regular file"):
+        IndexedDataset(str(tmp_path / "x"))
+
+
+def test_a_sidecar_nested_deep(tmp_path):
+    write(tmp_path / "x", [[1, 2, 3]])
+    (tmp_path / "x.json").write_text("[" * 20_000)
+    with pytest.raises(DataError, match="nested deeper than 64 levels"):
+        IndexedDataset(str(tmp_path / "x"))

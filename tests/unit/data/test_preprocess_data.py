@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.config.errors import UserError
 from megatron.config.groups import Config, DataConfig, EvaluationConfig
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import build_data
@@ -141,6 +142,8 @@ def test_the_sidecar_tells_the_loader(tmp_path):
 
 FAULTS = [
     ('{"text": "1"}\n{"text": \n{"text": "2"}\n', 2, "not JSON"),
+    ('{"text": "1"}\n' + '{"a":' * 20_000 + '\n', 2, "nested too deep for the parser"),
+    ('{"text": "1"}\n' + "[" * 20_000 + "]" * 20_000 + '\n', 2, "nested too deep for the parser"),
     ('{"text": "1"}\n[1, 2]\n', 2, "no text under the key 'text'"),
     ('{"text": "1"}\n\n{"txt": "2"}\n', 3, "no text under the key 'text': name the right one with --json-keys"),
     ('{"text": "1"}\n{"text": "x"}\n', 2, "NullTokenizer takes"),
@@ -159,6 +162,84 @@ def test_faults_name_file_and_line_and_leave_nothing(tmp_path, monkeypatch, cont
     with pytest.raises(ValueError, match=f"{path}, line {padding + line}: {message}"):
         run("--input", path, "--output-prefix", tmp_path / "out" / "x", "--workers", 2 if padding else 1)
     assert not list((tmp_path / "out").iterdir())
+
+
+SURROGATES = ['{"text": "1"}', '{"text": "2\\ud800 3"}', '{"text": ["4", "\\udfff"]}', '{"text": "5"}']
+
+
+def test_lone_surrogates_name_file_and_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(SURROGATES))
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2: a text holds half of a surrogate pair.*--invalid-text replace"):
+        run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x")
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_lone_surrogates_are_replaced_or_left_out_and_counted(tmp_path, capsys):
+    import tokenizers
+
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    bpe.train_from_iterator(["a b"], vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.jsonl").write_text("\n".join(SURROGATES) + "\n")
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tmp_path / "tokenizer.json"]
+    texts = {"replace": ["1", "2\ufffd 3", "4", "\ufffd", "5"], "skip": ["1", "5"]}
+    for policy, kept in texts.items():
+        (sidecar,) = run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / policy, "--invalid-text", policy, *flags)
+        made = IndexedDataset(str(tmp_path / f"{policy}_text_document"))
+        assert [bpe.decode(made.sequence(k).tolist()) for k in range(made.num_sequences)] == kept
+        assert sidecar["invalid_texts"] == 2 and sidecar["invalid_text"] == policy
+        assert made.num_documents == (4 if policy == "replace" else 2)
+        assert f"2 lines with characters that UTF-8 cannot hold: {'replaced' if policy == 'replace' else 'left out'}" in capsys.readouterr().out
+
+
+def test_a_line_left_out_is_left_out_under_every_key(tmp_path):
+    rows = [{"a": "1", "b": "2"}, {"a": "3", "b": "\ud800"}, {"a": "5", "b": "6"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--json-keys", "a", "b", "--invalid-text", "skip")
+    for key, kept in (("a", [1, 5]), ("b", [2, 6])):
+        assert IndexedDataset(str(tmp_path / f"x_{key}_document")).tokens.tolist() == kept
+
+
+def test_bytes_that_are_not_utf8_follow_the_policy(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "1"}\n{"text": "\xff"}\n{"text": "3"}\n')
+    (sidecar,) = run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--invalid-text", "skip")
+    assert sidecar["invalid_texts"] == 1 and sidecar["documents"] == 2
+
+
+@pytest.mark.parametrize("keys, message", [
+    (["text", "text"], "--json-keys text text: a key is given twice"),
+    (["a/b"], "--json-keys 'a/b': a key becomes part of a file's name"),
+    ([""], "must not be empty or hold a slash"),
+    (["k" * 300], "longer than the 255 bytes that file systems take"),
+    (["here"], "x_here_document.bin: is a folder or no regular file"),
+])
+def test_keys_that_cannot_name_files_are_refused_before_work(tmp_path, monkeypatch, keys, message):
+    (tmp_path / "x_here_document.bin").mkdir()
+    monkeypatch.setattr(tool, "tokenizer_of", lambda config: pytest.fail("work was begun"))
+    with pytest.raises(UserError, match=message):
+        run("--input", lines(tmp_path / "a.jsonl", ["1"]), "--output-prefix", tmp_path / "x", "--json-keys", *keys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "x_here_document.bin"]
+
+
+def test_a_prefix_that_is_too_long_is_one_error(tmp_path):
+    with pytest.raises(UserError, match="--output-prefix x+, --json-keys text: a path of .* bytes") as caught:
+        run("--input", lines(tmp_path / "a.jsonl", ["1"]), "--output-prefix", "x" * 5000)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_key_that_fails_publishes_no_other(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text('{"a": "1", "b": "2"}\n')
+    complete = tool.IndexedDatasetWriter.complete
+
+    def fail(writer, facts):
+        if "_b_" in writer.prefix:
+            raise OSError(28, "No space left on device")
+        return complete(writer, facts)
+
+    monkeypatch.setattr(tool.IndexedDatasetWriter, "complete", fail)
+    with pytest.raises(OSError):
+        run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--json-keys", "a", "b")
+    assert not list(tmp_path.glob("x*"))
 
 
 @pytest.mark.parametrize("content", ["", "\n", '{"text": ""}\n'])
@@ -201,7 +282,7 @@ def test_command_line(tmp_path):
     ):
         failed = subprocess.run(command + extra, cwd=tmp_path, capture_output=True, text=True)
         assert (
-            failed.returncode == 1
+            failed.returncode == 2
             and failed.stderr.startswith("preprocess_data.py: ")
             and message in failed.stderr
             and "Traceback" not in failed.stderr
@@ -232,7 +313,7 @@ def test_killed_half_way_leaves_the_old_output_and_a_second_run_repairs(tmp_path
 
 
 def test_a_killed_worker_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(tool, "read_records", lambda chunk: os._exit(9))  # as the kernel does when memory runs out
+    monkeypatch.setattr(tool, "read_records", lambda *_: os._exit(9))  # as the kernel does when memory runs out
     with pytest.raises(ValueError, match="a worker process was killed, .* give fewer --workers"):
         run("--input", lines(tmp_path / "a.jsonl", integers(10)), "--output-prefix", tmp_path / "x", "--workers", 2)
     assert not list(tmp_path.glob("x*"))

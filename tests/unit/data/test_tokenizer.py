@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.config.errors import UserError
 from megatron.config.groups import DataConfig
 from megatron.data.tokenizer import build_tokenizer, parse_integers
 
@@ -191,6 +193,62 @@ def test_null_tokenizer():
 def test_faults_are_named(config, message):
     with pytest.raises(ValueError, match=message):
         build_tokenizer(DataConfig(**config))
+
+
+@pytest.mark.parametrize("content, message", [
+    ("[]", "expected an object, found a list"),
+    ("null", "expected an object, found null"),
+    ('{"eos_token": 3}', "eos_token is not text"),
+    ('{"eos_token": {"content": ["x"]}}', "eos_token is not text"),
+    ('{"eos_token": "<nowhere>"}', "its eos_token '<nowhere>' is not in tokenizer.json"),
+    ("[" * 20_000, "nested deeper than 64 levels"),
+    ("{", "not JSON"),
+    (b"\xff", "not UTF-8"),
+])
+def test_a_tokenizer_config_that_cannot_be_used(files, tmp_path, content, message):
+    (tmp_path / "tokenizer.json").write_bytes((files / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=f"tokenizer_config.json: .*{message}"):
+        build("HuggingFaceTokenizer", tmp_path, "tokenizer.json")
+
+
+def _entry(token: bytes, rank: object) -> dict:
+    return {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": ""}
+
+
+BYTES = [bytes([k]) for k in range(256)]
+
+
+@pytest.mark.parametrize("change, published, megatron", [
+    (lambda rows: rows.pop(70), "rank 70 is missing or given twice", "rank 1070 is missing or given twice"),
+    (lambda rows: rows.append(rows[3]), "line 257 is not a new token", "entry 256 is not a new token"),
+    (lambda rows: rows.append(_entry(b"aa", 255)), "rank 255 is missing or given twice", "rank 1255 is missing or given twice"),
+    (lambda rows: rows.append(_entry(b"aa", -1)), "line 257 is not", "rank 999 is missing or given twice"),
+    (lambda rows: rows.append(_entry(b"aa", True)), "line 257 is not", "entry 256 is not"),
+    (lambda rows: rows.append(_entry(b"aa", 300)), "rank 256 is missing", "rank 1256 is missing"),
+    (lambda rows: rows.append({"rank": 256, "token_bytes": "?"}), "ase64", "ase64"),
+    (lambda rows: rows.append([1]), "line 257 is not", "entry 256 is not"),
+    (lambda rows: rows.__setitem__(65, _entry(b"ab", 65)), "the single byte 65 has no token", "the single byte 65 has no token"),
+])
+def test_tiktoken_vocabularies_that_cannot_be_used(tmp_path, change, published, megatron):
+    rows = [_entry(token, rank) for rank, token in enumerate(BYTES)]
+    change(rows)
+    text = [f"{row['token_bytes']} {row['rank']}" if isinstance(row, dict) else str(row) for row in rows]
+    (tmp_path / "r50k_base.tiktoken").write_text("\n".join(text))
+    (tmp_path / "mega.json").write_text(json.dumps(rows))
+    for name, message in (("r50k_base.tiktoken", published), ("mega.json", megatron)):
+        with pytest.raises(UserError, match=f"--tokenizer-model .*{name}: not a tiktoken vocabulary that can be used .*{message}"):
+            build("TikTokenizer", tmp_path, name)
+
+
+def test_a_tiktoken_file_nested_deep_and_a_pipe(tmp_path):
+    (tmp_path / "mega.json").write_text("[" * 20_000)
+    with pytest.raises(UserError, match="nested deeper than 64 levels"):
+        build("TikTokenizer", tmp_path, "mega.json")
+    os.mkfifo(tmp_path / "pipe.json")
+    for kind in ("TikTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer"):
+        with pytest.raises(UserError, match=r"--tokenizer-model .*pipe.json: cannot be read: is a named pipe \(FIFO\)"):
+            build(kind, tmp_path, "pipe.json")
 
 
 def test_vocab_size_is_checked(files):

@@ -70,7 +70,7 @@ def test_nothing_is_lost(tokenizer: Tokenizer, text: str):
 )
 def test_faults_are_named(folder: Path, tmp_path: Path, arguments: list, message: str):
     done = train("--input", folder / "texts.jsonl", "--output-prefix", tmp_path / "spm", *arguments)
-    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
 
 
