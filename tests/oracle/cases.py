@@ -1,7 +1,8 @@
 """The table of configurations in which the program is held against the oracle.
 
-A case is a command line (BASE, then its own flags: a later one wins), the runs that follow the first in the same folder (resumes), and the
-layout that the program alone is given. `{data}` stands for the folder of corpora, `{save}` for the run's own.
+A case is a command line (BASE, then its own flags: a later one wins), the runs that follow the
+first in the same folder (resumes), and the layout that the program alone is given. `{data}` stands
+for the folder of corpora, `{save}` for the run's own.
 """
 
 from __future__ import annotations
@@ -11,19 +12,26 @@ import shlex
 import struct
 import tempfile
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
+from random import Random
 
 import numpy as np
 
 VOCABULARY = 50  # 49 and the end of document
-BASE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 4 --train-iters 5
-    --tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} --init-method-std 0.2 --lr 1e-2 --log-interval 1 --eval-interval 3 --eval-iters 2
-    --save {{save}}"""
+BASE = f"""
+    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32
+    --micro-batch-size 2 --global-batch-size 4
+    --tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} --init-method-std 0.2 --lr 1e-2
+    --log-interval 1 --eval-interval 3 --eval-iters 2 --save {{save}}
+"""
 FILES = "--data-path {data}/books --split 8,1,1"
 MOCK = "--mock-data"
 GPT = "--hidden-dropout 0 --attention-dropout 0"
-LLAMA = f"""{GPT} --activation swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
-    --untie-embeddings-and-output-weights"""
+LLAMA = f"""
+    {GPT} --activation swiglu --normalization RMSNorm --position-embedding-type rope
+    --disable-bias-linear --untie-embeddings-and-output-weights
+"""
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
 FP64 = "--fp64"
 
@@ -34,66 +42,377 @@ class Case:
 
     name: str
     flags: str
-    then: tuple[str, ...] = ()  # flags of the runs that come after the first, on top of those of the first
+    then: tuple[
+        str, ...
+    ] = ()  # flags of the runs that come after the first, on top of those of the first
     first: str = ""  # flags of the first run alone
-    layout: str = ""
+    layout: str = ""  # of every run, or of each in turn, with | between them
     ranks: int = 1
     narrow: str | None = None  # fp32, bf16, fp16
 
     def __str__(self) -> str:
         return self.name
 
+    def layouts(self) -> list[list[str]]:
+        """The layout's flags in each run."""
+        each = [shlex.split(flags) for flags in self.layout.split("|")]
+        return each if len(each) > 1 else each * (1 + len(self.then))
+
     def runs(self, save: str) -> list[list[str]]:
         """The command line of each run in turn, without the layout."""
         precision = {None: FP64, "fp32": ""}.get(self.narrow, f"--{self.narrow}")
-        text = f"{BASE} {self.flags} {precision}"
+        length = "" if "--train-samples" in self.flags else "--train-iters 5"
+        text = f"{BASE} {length} {self.flags} {precision}"
         lines = [f"{text} {self.first}", *(f"{text} --load {{save}} {more}" for more in self.then)]
         return [shlex.split(line.format(data=corpora(), save=save)) for line in lines]
 
 
-CASES = (
-    # GPT and Llama as they come, every activation, norm and kind of position.
+FP16 = f"{MOCK} {LLAMA} --optimizer sgd --train-iters 8"
+
+# Written by hand: what has a course in time, and what comes as one piece.
+NAMED = (
     Case("gpt-dropout", MOCK),
-    Case("gpt-files", f"{FILES} {GPT} --activation gelu-tanh --init-method-std 0.02 --lr-decay-style cosine --lr-warmup-iters 2"),
+    Case(
+        "gpt-files",
+        f"{FILES} {GPT} --activation gelu-tanh --init-method-std 0.02 --lr-decay-style cosine "
+        f"--lr-warmup-iters 2",
+    ),
     Case("llama", f"{FILES} {LLAMA} --log-params-norm --log-num-zeros-in-grad --clip-grad 0.5"),
-    Case("llama-gqa-qknorm-window", f"{FILES} {LLAMA} --group-query-attention --num-query-groups 2 --qk-layernorm --window-size 7"),
-    Case("documents", f"{FILES} {DOCUMENTS} --lr-decay-style constant"),
-    Case("documents-rope", f"{FILES} {LLAMA} {DOCUMENTS} --window-size 11 --hidden-dropout 0.2 --log-params-norm"),
-    Case("caps-zloss", f"{MOCK} {GPT} --attn-logit-softcapping 2 --final-logit-softcapping 3 --z-loss-coeff 1e-2 --num-layers 3"),
-    Case("ramp-up", f"{FILES} {LLAMA} --rampup-batch-size 2 2 6 --global-batch-size 6 --lr-decay-style WSD --lr-wsd-decay-iters 2 --eod-mask-loss"),
-    Case("sgd", f"{FILES} --optimizer sgd --lr 0.1 --weight-decay 0.1 --sgd-momentum 0.8 --log-interval 2"),
-    Case("resume", f"{FILES} {LLAMA} --attention-dropout 0.1", first="--exit-interval 2", then=("",)),
-    Case("resume-new-blend", f"{LLAMA} --train-iters 7 --train-data-path 2 {{data}}/books 1 {{data}}/code --valid-data-path {{data}}/web "
-         "{data}/code", first="--exit-interval 3", then=("--train-data-path 1 {data}/web 1 {data}/books --accept-changed data",)),
-    Case("finetune", f"{FILES} {GPT}", first="--train-iters 2", then=("--finetune --seed 7 --save {save}/tuned",)),
-    Case("fp16-overflows", f"{MOCK} {LLAMA} --optimizer sgd --train-iters 8 --initial-loss-scale 4194304 --loss-scale-window 2", narrow="fp16"),
+    Case(
+        "llama-gqa-qknorm-window",
+        f"{FILES} {LLAMA} --group-query-attention --num-query-groups 2 --qk-layernorm "
+        f"--window-size 7",
+    ),
+    Case(
+        "documents", f"{FILES} {DOCUMENTS} --lr-decay-style constant --fused-linear-cross-entropy"
+    ),
+    Case(
+        "documents-rope",
+        f"{FILES} {LLAMA} {DOCUMENTS} --window-size 11 --hidden-dropout 0.2 --log-params-norm",
+    ),
+    Case(
+        "caps-zloss",
+        f"{MOCK} {GPT} --attn-logit-softcapping 2 --final-logit-softcapping 3 --z-loss-coeff "
+        f"1e-2 --num-layers 3",
+    ),
+    Case(
+        "sgd",
+        f"{FILES} --optimizer sgd --lr 0.1 --weight-decay 0.1 --sgd-momentum 0.8 --log-interval 2",
+    ),
+    Case(
+        "shapes",
+        f"{MOCK} {LLAMA} --num-attention-heads 6 --kv-channels 10 --ffn-hidden-size 48 "
+        f"--group-query-attention --num-query-groups 3 "
+        "--norm-epsilon 1e-3 --adam-beta1 0.8 --adam-beta2 0.95 --adam-eps 1e-6 "
+        "--micro-batch-size 1 --make-vocab-size-divisible-by 1",
+    ),
+    # Schedules in samples and in iterations, through a ramp.
+    Case(
+        "ramp-up",
+        f"{FILES} {LLAMA} --rampup-batch-size 2 2 6 --global-batch-size 6 --lr-decay-style WSD "
+        f"--lr-wsd-decay-iters 2 "
+        "--eod-mask-loss",
+    ),
+    Case(
+        "ramp-up-resume",
+        f"{FILES} {LLAMA} --rampup-batch-size 2 2 8 --global-batch-size 6 --train-iters 6 "
+        f"--lr-warmup-iters 2 "
+        "--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 0.3",
+        first="--exit-interval 3",
+        then=("",),
+    ),
+    Case(
+        "in-samples",
+        f"{MOCK} {LLAMA} --train-samples 26 --micro-batch-size 1 --rampup-batch-size 2 1 8 "
+        f"--lr-decay-samples 20 --lr-warmup-samples 5 "
+        "--lr-warmup-init 1e-3 --min-lr 1e-3 --lr-decay-style cosine --log-interval 3",
+    ),
+    Case(
+        "wsd-in-samples",
+        f"{MOCK} {LLAMA} --train-samples 24 --lr-decay-style WSD --lr-wsd-decay-samples 14 "
+        f"--min-lr 2e-3 "
+        "--lr-wsd-decay-style minus_sqrt",
+    ),
+    # Ends, and what comes after them.
+    Case(
+        "resume", f"{FILES} {LLAMA} --attention-dropout 0.1", first="--exit-interval 2", then=("",)
+    ),
+    Case(
+        "resume-sgd-new-schedule",
+        f"{FILES} --optimizer sgd",
+        first="--exit-interval 2",
+        then=(
+            "--lr 0.03 --lr-decay-style constant --clip-grad 0.3 --override-opt-param-scheduler",
+        ),
+    ),
+    Case(
+        "resume-new-blend",
+        f"{LLAMA} --train-iters 7 --train-data-path 2 {{data}}/books 1 {{data}}/code "
+        f"--valid-data-path {{data}}/web "
+        "{data}/code",
+        first="--exit-interval 3",
+        then=("--train-data-path 1 {data}/web 1 {data}/books --accept-changed data",),
+    ),
+    Case(
+        "resume-old-blend",
+        f"{LLAMA} --train-iters 8 --train-data-path {{data}}/books {{data}}/notes --eval-iters 0",
+        first="--exit-interval 3",
+        then=(
+            "--train-data-path {data}/code --accept-changed data --exit-interval 5",
+            "--train-data-path 1 {data}/notes 3 {data}/books --accept-changed data",
+        ),
+    ),
+    Case(
+        "resume-fp16",
+        FP16 + " --loss-scale-window 2 --initial-loss-scale 1048576",
+        first="--exit-interval 3",
+        then=("",),
+        narrow="fp16",
+    ),
+    Case(
+        "finetune",
+        f"{FILES} {GPT}",
+        first="--train-iters 2",
+        then=("--finetune --seed 7 --save {save}/tuned",),
+    ),
+    Case(
+        "evaluate-only", f"{FILES} {LLAMA} --train-iters 2", then=("--skip-train --eval-iters 3",)
+    ),
+    Case(
+        "no-valid-token",
+        f"{LLAMA} --train-data-path {{data}}/gaps --seq-length 8 --eod-mask-loss "
+        f"--global-batch-size 1 "
+        "--micro-batch-size 1 --train-iters 12 --log-interval 2",
+    ),
+    Case(
+        "three-sources",
+        f"{LLAMA} --train-data-path {{data}}/notes {{data}}/books {{data}}/code --train-iters 8 "
+        f"--valid-data-path {{data}}/web "
+        "--test-data-path {data}/code {data}/notes",
+    ),
+    # Narrow precisions: the decisions exactly, the numbers within a bound.
+    Case("fp32", f"{FILES} {LLAMA}", narrow="fp32"),
+    Case("fp32-dropout", f"{MOCK} --optimizer sgd --z-loss-coeff 1e-2", narrow="fp32"),
+    Case("bf16", f"{FILES} {LLAMA} --optimizer sgd {DOCUMENTS}", narrow="bf16"),
+    Case("bf16-adam", f"{MOCK} {GPT} --activation geglu", narrow="bf16"),
+    Case(
+        "fp16-overflows",
+        FP16 + " --loss-scale-window 2 --initial-loss-scale 4194304",
+        narrow="fp16",
+    ),
+    Case(
+        "fp16-hysteresis",
+        FP16
+        + " --loss-scale-window 2 --initial-loss-scale 1048576 --hysteresis 1 --min-loss-scale "
+        "524288 --nan-policy skip",
+        narrow="fp16",
+    ),
+    Case(
+        "fp16-one-scale",
+        FP16 + " --loss-scale 524288 --nan-policy skip --log-interval 3",
+        narrow="fp16",
+    ),
     # Layouts: the same oracle, several ranks.
-    Case("tp2-sp", f"{FILES} {DOCUMENTS}", layout="--tensor-model-parallel-size 2 --sequence-parallel", ranks=2),
-    Case("pp2", f"{FILES} {LLAMA} --z-loss-coeff 1e-2", layout="--pipeline-model-parallel-size 2", ranks=2),
-    Case("dp2-zero3", f"{FILES} --untie-embeddings-and-output-weights --eod-mask-loss", layout="--zero-stage 3", ranks=2),
+    Case(
+        "tp2",
+        f"{FILES} {LLAMA} --group-query-attention --num-query-groups 1 "
+        f"--final-logit-softcapping 3 --log-params-norm",
+        layout="--tensor-model-parallel-size 2",
+        ranks=2,
+    ),
+    Case(
+        "tp2-sp",
+        f"{FILES} {DOCUMENTS}",
+        layout="--tensor-model-parallel-size 2 --sequence-parallel",
+        ranks=2,
+    ),
+    Case(
+        "pp2",
+        f"{FILES} {LLAMA} --z-loss-coeff 1e-2",
+        layout="--pipeline-model-parallel-size 2",
+        ranks=2,
+    ),
+    Case(
+        "pp2-zero-bubble",
+        f"{FILES} --micro-batch-size 1 --eod-mask-loss",
+        layout="--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
+        ranks=2,
+    ),
+    Case(
+        "dp2-zero1-ramp-up",
+        f"{FILES} {LLAMA} --rampup-batch-size 4 2 8 --global-batch-size 6 --micro-batch-size 1 "
+        f"--eod-mask-loss",
+        layout="--zero-stage 1",
+        ranks=2,
+    ),
+    Case(
+        "dp2-zero3",
+        f"{FILES} --untie-embeddings-and-output-weights --eod-mask-loss",
+        layout="--zero-stage 3",
+        ranks=2,
+    ),
+    Case(
+        "dp2-fp16",
+        FP16 + " --loss-scale-window 2 --initial-loss-scale 1048576",
+        layout="--zero-stage 2",
+        ranks=2,
+        narrow="fp16",
+    ),
+    Case(
+        "tp2-sp-then-dp2-zero3",
+        f"{FILES} {LLAMA} --hidden-dropout 0.1 --train-iters 6",
+        first="--exit-interval 3",
+        then=("",),
+        layout="--tensor-model-parallel-size 2 --sequence-parallel | --zero-stage 3",
+        ranks=2,
+    ),
+    Case(
+        "tp2-sp-pp2",
+        f"{FILES} {DOCUMENTS} --micro-batch-size 1",
+        ranks=4,
+        layout="--tensor-model-parallel-size 2 --sequence-parallel "
+        "--pipeline-model-parallel-size 2",
+    ),
+    Case(
+        "tp2-sp-dp2-zero3",
+        f"{FILES} {LLAMA} {DOCUMENTS} --hidden-dropout 0.1 --micro-batch-size 1",
+        ranks=4,
+        layout="--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 3",
+    ),
 )
+
+# What can be mixed freely: each row of MIXED takes one value of each.
+FACTORS: dict[str, tuple[str, ...]] = {
+    "activation": tuple(
+        f"--activation {name}" for name in ("gelu", "gelu-tanh", "swiglu", "geglu", "squared-relu")
+    ),
+    "norm": ("", "--normalization RMSNorm"),
+    "positions": (
+        "--max-position-embeddings 40",
+        "--position-embedding-type none",
+        "--position-embedding-type rope",
+        "--position-embedding-type rope --rotary-percent 0.5 --rotary-base 300",
+        "--position-embedding-type rope --rotary-seq-len-interpolation-factor 3",
+        "--position-embedding-type rope --use-rope-scaling "
+        "--rope-original-max-position-embeddings 16 --rotary-base 200",
+        "--position-embedding-type yarn --rope-scaling-factor 4 "
+        "--rope-original-max-position-embeddings 16 --rotary-base 500",
+    ),
+    "heads": (
+        "",
+        "--group-query-attention --num-query-groups 2",
+        "--group-query-attention --num-query-groups 1",
+    ),
+    "qk norm": ("", "--qk-layernorm"),
+    "biases": ("", "--disable-bias-linear", "--disable-bias-linear --add-qkv-bias"),
+    "head": ("", "--untie-embeddings-and-output-weights"),
+    "window": ("", "--window-size 9"),
+    "attention cap": ("", "--attn-logit-softcapping 1.5"),
+    "final cap": ("", "--final-logit-softcapping 2.5"),
+    "z-loss": ("", "--z-loss-coeff 3e-3"),
+    "attention mask": ("", "--reset-attention-mask"),
+    "position ids": ("", "--reset-position-ids"),
+    "loss mask": ("", "--eod-mask-loss"),
+    "hidden dropout": ("--hidden-dropout 0", "--hidden-dropout 0.3"),
+    "attention dropout": ("--attention-dropout 0", "--attention-dropout 0.2"),
+    "data": (
+        FILES,
+        MOCK,
+        "--train-data-path 3 {data}/books 2 {data}/code --valid-data-path {data}/web",
+    ),
+    "learning rate": (
+        "--lr-decay-style constant --lr-warmup-iters 2",
+        "--lr-decay-style linear --min-lr 1e-3 --lr-decay-iters 4",
+        "--lr-decay-style cosine --lr-warmup-fraction 0.3",
+        "--lr-decay-style inverse-square-root --lr-warmup-iters 1 --lr-warmup-init 2e-3",
+        *(
+            f"--lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-wsd-decay-style {style}"
+            for style in ("exponential", "linear", "cosine", "minus_sqrt")
+        ),
+    ),
+    "weight decay": (
+        "",
+        "--weight-decay 0.2",
+        "--weight-decay-incr-style linear --start-weight-decay 0.3 --end-weight-decay 0.1",
+        "--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 0.4",
+    ),
+    "optimizer": ("", "--optimizer sgd --lr 0.05"),
+    "clipping": ("", "--clip-grad 0", "--clip-grad 0.3"),
+    "micro-batch": ("", "--micro-batch-size 4", "--micro-batch-size 1"),
+    "recompute": (
+        "",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+}
+MIXED_ROWS, CANDIDATES = 20, 60
+
+
+def pairs_of(row: dict[str, str]) -> set[frozenset[tuple[str, str]]]:
+    """The pairs of values that a row has."""
+    return {frozenset(pair) for pair in combinations(row.items(), 2)}
+
+
+def mixed_rows() -> list[dict[str, str]]:
+    """Rows of one value of each factor. Each is, of some drawn at random, the one with the most
+    pairs that no row before it has.
+    """
+    random, seen, rows = Random(1), set(), []
+    for _ in range(MIXED_ROWS):
+        drawn = [
+            {factor: random.choice(values) for factor, values in FACTORS.items()}
+            for _ in range(CANDIDATES)
+        ]
+        rows.append(max(drawn, key=lambda row: len(pairs_of(row) - seen)))
+        seen |= pairs_of(rows[-1])
+    return rows
+
+
+MIXED = tuple(
+    Case(f"mixed-{number}", " ".join(row.values()) + " --log-params-norm --log-num-zeros-in-grad")
+    for number, row in enumerate(mixed_rows())
+)
+CASES = (*NAMED, *MIXED)
 
 
 @functools.cache
 def corpora() -> str:
-    """A folder with three small corpora in Megatron's format, made once a session."""
+    """A folder with small corpora in Megatron's format, made once a session."""
     folder = tempfile.TemporaryDirectory(prefix="oracle_")
     _KEPT.append(folder)
-    for number, (name, documents, dtype) in enumerate((("books", 120, "<u2"), ("code", 70, "<i4"), ("web", 90, "<u2"))):
-        write_corpus(Path(folder.name, name), documents, np.dtype(dtype), np.random.default_rng(number))
+    kinds = (("books", 120, "<u2"), ("code", 70, "<i4"), ("web", 90, "<u2"), ("notes", 5, "<u2"))
+    for number, (name, documents, dtype) in enumerate(kinds):
+        random = np.random.default_rng(number)
+        write_corpus(
+            Path(folder.name, name), random.integers(3, 41, documents), np.dtype(dtype), random
+        )
+    lengths = (
+        [1] * 12 + [5] * 4 + [1] * 15 + [9] * 3 + [1] * 10
+    )  # stretches of nothing but ends of documents
+    write_corpus(
+        Path(folder.name, "gaps"), np.array(lengths), np.dtype("<u2"), np.random.default_rng(9)
+    )
     return folder.name
 
 
 _KEPT: list[tempfile.TemporaryDirectory] = []
 
 
-def write_corpus(prefix: Path, documents: int, dtype: np.dtype, random: np.random.Generator) -> None:
-    """Documents of 3 to 40 tokens, most of them small numbers, each closed by its end."""
-    lengths = random.integers(3, 41, documents).astype("<i4")
+def write_corpus(
+    prefix: Path, lengths: np.ndarray, dtype: np.dtype, random: np.random.Generator
+) -> None:
+    """Documents of these numbers of tokens, most of them small numbers, each closed by its end."""
+    documents, lengths = len(lengths), lengths.astype("<i4")
     tokens = np.minimum(random.geometric(0.08, lengths.sum()) - 1, VOCABULARY - 2)
     tokens[np.cumsum(lengths) - 1] = VOCABULARY - 1
     tokens.astype(dtype).tofile(f"{prefix}.bin")
     ends = np.cumsum(lengths.astype("<i8"))
-    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, {2: 8, 4: 4}[dtype.itemsize], documents, documents + 1)
+    header = b"MMIDIDX\0\0" + struct.pack(
+        "<QBQQ", 1, {2: 8, 4: 4}[dtype.itemsize], documents, documents + 1
+    )
     offsets = (np.concatenate([[0], ends[:-1]]) * dtype.itemsize).astype("<i8")
-    Path(f"{prefix}.idx").write_bytes(header + lengths.tobytes() + offsets.tobytes() + np.arange(documents + 1, dtype="<i8").tobytes())
+    Path(f"{prefix}.idx").write_bytes(
+        header
+        + lengths.tobytes()
+        + offsets.tobytes()
+        + np.arange(documents + 1, dtype="<i8").tobytes()
+    )

@@ -1,4 +1,5 @@
-"""Which tokens sample i of a run is: .bin/.idx files, the computed order, blends, documents. Definitions: docs/data.md.
+"""Which tokens sample i of a run is: .bin/.idx files, the computed order, blends, documents.
+Definitions: docs/data.md.
 
 b batch, s sequence length.
 """
@@ -43,9 +44,17 @@ class Corpus:
         _, code, sequences, _ = struct.unpack_from("<QBQQ", index, 9)
         self.lengths = np.frombuffer(index, "<i4", sequences, 34)
         offsets = np.frombuffer(index, "<i8", sequences, 34 + 4 * sequences)
-        self.tokens = np.fromfile(f"{prefix}.bin", {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}[code])
-        probes = np.arange(sequences) if sequences <= 1024 else np.linspace(0, sequences - 1, 1024).astype(int)
-        digest = hashlib.blake2b(index[:34] + struct.pack("<QQ", len(index), self.tokens.nbytes), digest_size=16)
+        self.tokens = np.fromfile(
+            f"{prefix}.bin", {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}[code]
+        )
+        probes = (
+            np.arange(sequences)
+            if sequences <= 1024
+            else np.linspace(0, sequences - 1, 1024).astype(int)
+        )
+        digest = hashlib.blake2b(
+            index[:34] + struct.pack("<QQ", len(index), self.tokens.nbytes), digest_size=16
+        )
         digest.update(self.lengths[probes].tobytes() + offsets[probes].tobytes())
         for start in np.linspace(0, max(len(self.tokens) - 512, 0), 64).astype(int):
             digest.update(self.tokens[start : start + 512].tobytes())
@@ -90,7 +99,9 @@ def permute(j: int, n: int, key: int) -> int:
 
 
 class Mock:
-    """Computed documents of 100 tokens: progressions over the vocabulary, every twentieth token at random."""
+    """Computed documents of 100 tokens: progressions over the vocabulary, every twentieth token at
+    random.
+    """
 
     def __init__(self, c: Namespace, seed: int, split: str):
         self.c, self.key = c, key_of("mock", seed, split)
@@ -106,7 +117,9 @@ class Mock:
         return token + (token >= self.c.eod)
 
     def sample(self, i: int) -> np.ndarray:
-        return np.array([self.token(i * self.c.seq_length + k) for k in range(self.c.seq_length + 1)])
+        return np.array(
+            [self.token(i * self.c.seq_length + k) for k in range(self.c.seq_length + 1)]
+        )
 
 
 def shares_of(weights: list[float]) -> list[int]:
@@ -127,8 +140,10 @@ class Source(NamedTuple):
 
 
 class Blend:
-    """From sample `first` of the run on: turn k of a source with share q may come in slots [floor(k P / q), ceil((k + 1) P / q)) of the
-    pattern; each slot takes the open turn with the earliest deadline, of equal ones the first source's."""
+    """From sample `first` of the run on: turn k of a source with share q may come in slots [floor(k
+    P / q), ceil((k + 1) P / q)) of the pattern; each slot takes the open turn with the earliest
+    deadline, of equal ones the first source's.
+    """
 
     def __init__(self, sources: list[Source], first: int = 0):
         self.sources, self.first = sources, first
@@ -137,8 +152,16 @@ class Blend:
 
     def _next(self) -> None:
         slot, period = len(self.placed) % PATTERN, len(self.placed) // PATTERN
-        turns = [(k - period * source.share, d) for d, (k, source) in enumerate(zip(self.read, self.sources)) if source.share]
-        ready = [(-(-(k + 1) * PATTERN // self.sources[d].share), d) for k, d in turns if k * PATTERN // self.sources[d].share <= slot]
+        turns = [
+            (k - period * source.share, d)
+            for d, (k, source) in enumerate(zip(self.read, self.sources, strict=True))
+            if source.share
+        ]
+        ready = [
+            (-(-(k + 1) * PATTERN // self.sources[d].share), d)
+            for k, d in turns
+            if k * PATTERN // self.sources[d].share <= slot
+        ]
         _, d = min(ready)
         self.placed.append((d, self.sources[d].first_index + self.read[d]))
         self.read[d] += 1
@@ -150,7 +173,9 @@ class Blend:
         return self.sources[d].stream.sample(index)
 
     def reached(self, consumed: int) -> dict[tuple, int]:
-        """The next sample of each source, by its identity, when so many samples of the run have been read."""
+        """The next sample of each source, by its identity, when so many samples of the run have
+        been read.
+        """
         if consumed > self.first:
             self.sample(consumed - 1)
         found = {source.stream.identity: source.first_index for source in self.sources}
@@ -162,7 +187,10 @@ class Blend:
 def pairs(values: list[str]) -> list[tuple[float | None, str]]:
     """`weight prefix weight prefix` or prefixes alone."""
     try:
-        return [(float(weight), prefix) for weight, prefix in zip(values[::2], values[1::2], strict=True)]
+        return [
+            (float(weight), prefix)
+            for weight, prefix in zip(values[::2], values[1::2], strict=True)
+        ]
     except ValueError:
         return [(None, prefix) for prefix in values]
 
@@ -183,16 +211,28 @@ def streams(c: Namespace, split: str) -> list[tuple[float | None, str, Stream]]:
     return found
 
 
-def training_data(c: Namespace, before: Blend | None, known: dict[tuple, int], consumed: int) -> Reader:
-    """What a run trains on, after the blend that it read `before` and with the next samples of all sources `known` so far."""
+def training_data(
+    c: Namespace, before: Blend | None, known: dict[tuple, int], consumed: int
+) -> Reader:
+    """What a run trains on, after the blend that it read `before` and with the next samples of all
+    sources `known` so far.
+    """
     if c.mock_data:
         return Mock(c, c.seed, "train")
     found = streams(c, "train")
     shares = shares_of([stream.total if weight is None else weight for weight, _, stream in found])
-    now = [Source(stream, share) for (_, _, stream), share in zip(found, shares)]
-    if before is not None and [(x.stream.identity, x.share) for x in before.sources] == [(x.stream.identity, x.share) for x in now]:
+    now = [
+        Source(stream, share, known.get(stream.identity, 0))
+        for (_, _, stream), share in zip(found, shares, strict=True)
+    ]
+    if before is not None and named(before.sources) == named(now):
         return before
-    return Blend([x._replace(first_index=known.get(x.stream.identity, 0)) for x in now], consumed)
+    return Blend(now, consumed)
+
+
+def named(sources: list[Source]) -> list[tuple]:
+    """What makes two blends the same one."""
+    return [(source.stream.identity, source.share) for source in sources]
 
 
 def held_out_data(c: Namespace, split: str, title: str) -> dict[str, Reader]:
@@ -204,11 +244,15 @@ def held_out_data(c: Namespace, split: str, title: str) -> dict[str, Reader]:
     found = streams(c, split)
     if len(found) == 1:
         return {title: found[0][2]}
-    return {prefix.split("/")[-1].removesuffix("_text_document"): stream for _, prefix, stream in found}
+    return {
+        prefix.split("/")[-1].removesuffix("_text_document"): stream for _, prefix, stream in found
+    }
 
 
 def batch_of(c: Namespace, reader: Reader, first: int, count: int) -> Batch:
-    """Samples first .. first + count - 1, with masks and positions as --eod-mask-loss, --reset-position-ids say."""
+    """Samples first .. first + count - 1, with masks and positions as --eod-mask-loss,
+    --reset-position-ids say.
+    """
     windows = torch.from_numpy(np.stack([reader.sample(i) for i in range(first, first + count)]))
     tokens = windows[:, :-1]
     positions = torch.arange(c.seq_length).repeat(count, 1)
@@ -216,5 +260,16 @@ def batch_of(c: Namespace, reader: Reader, first: int, count: int) -> Batch:
     for row in range(count):
         for t in range(1, c.seq_length):  # an end of document belongs to the document that it ends
             starts[row, t] = t if tokens[row, t - 1] == c.eod else starts[row, t - 1]
-    mask = (tokens != c.eod).double() if c.eod_mask_loss else torch.ones(tokens.shape, dtype=torch.float64)
-    return Batch(np.arange(first, first + count), tokens, windows[:, 1:], mask, positions - starts if c.reset_position_ids else positions, starts)
+    mask = (
+        (tokens != c.eod).double()
+        if c.eod_mask_loss
+        else torch.ones(tokens.shape, dtype=torch.float64)
+    )
+    return Batch(
+        np.arange(first, first + count),
+        tokens,
+        windows[:, 1:],
+        mask,
+        positions - starts if c.reset_position_ids else positions,
+        starts,
+    )

@@ -1,7 +1,9 @@
-"""GPT and Llama in plain torch: logical weights in a dictionary, one function for the forward pass, autograd for the rest.
+"""GPT and Llama in plain torch: logical weights in a dictionary, one function for the forward pass,
+autograd for the rest.
 
-b batch, s sequence, h hidden, n heads, g key/value heads, d head dim, f ffn width, v vocabulary. Everything is computed in float64; a
-narrow precision is imitated by rounding each result, and each gradient of one, to it.
+b batch, s sequence, h hidden, n heads, g key/value heads, d head dim, f ffn width, v vocabulary.
+Everything is computed in float64; a narrow precision is imitated by rounding each result, and each
+gradient of one, to it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ Weights = dict[str, Tensor]
 
 
 class Batch(NamedTuple):
-    """Samples of a run by number; tokens, labels, loss_mask, positions and document_starts [b, s]."""
+    """Samples of a run by number [b]; everything else [b, s]."""
 
     samples: np.ndarray
     tokens: Tensor
@@ -68,7 +70,9 @@ def shapes(c: Namespace) -> dict[str, tuple[int, ...]]:
 
 
 def initial(c: Namespace) -> Weights:
-    """GPT-2's initial values: normal(0, std), residual outputs with std / sqrt(2 layers), norms 1, biases 0."""
+    """GPT-2's initial values: normal(0, std), residual outputs with std / sqrt(2 layers), norms 1,
+    biases 0.
+    """
     weights = {}
     for name, shape in shapes(c).items():
         if name.endswith(".bias"):
@@ -97,7 +101,9 @@ class Rounded(torch.autograd.Function):
 
 
 class Model:
-    """A forward pass of these settings. `largest` collects the greatest finite gradient before each narrow rounding."""
+    """A forward pass of these settings. `largest` collects the greatest finite gradient before each
+    narrow rounding.
+    """
 
     def __init__(self, c: Namespace):
         self.c = c
@@ -111,16 +117,25 @@ class Model:
         """(cross-entropy, log-sum-exp of the logits) of each token [b, s]."""
         c = self.c
         if self.narrow is not None:  # the gradients of weights stay wide
-            weights = {name: w + (w.detach().to(self.narrow).double() - w.detach()) for name, w in weights.items()}
+            weights = {
+                name: w + (w.detach().to(self.narrow).double() - w.detach())
+                for name, w in weights.items()
+            }
         x = self.round(F.embedding(batch.tokens, weights["embedding.word.weight"]))
         if "embedding.position.weight" in weights:
             x = self.round(x + F.embedding(batch.positions, weights["embedding.position.weight"]))
         x = self.dropout(x, "embedding.dropout", batch, training)
         see = visible(c, batch)
         for i in range(c.num_layers):
-            own = {name.removeprefix(f"layers.{i}."): w for name, w in weights.items() if name.startswith(f"layers.{i}.")}
+            own = {
+                name.removeprefix(f"layers.{i}."): w
+                for name, w in weights.items()
+                if name.startswith(f"layers.{i}.")
+            }
             attended = self.attention(own, i, self.norm(own, "input_norm", x), batch, see, training)
-            x = self.round(x + self.dropout(attended, f"layers/{i}/attention.output_dropout", batch, training))
+            x = self.round(
+                x + self.dropout(attended, f"layers/{i}/attention.output_dropout", batch, training)
+            )
             y = self.mlp(own, self.norm(own, "mlp_norm", x))
             x = self.round(x + self.dropout(y, f"layers/{i}/mlp.output_dropout", batch, training))
         x = self.norm(weights, "final_norm", x)
@@ -143,9 +158,13 @@ class Model:
         if not training or self.c.hidden_dropout == 0:
             return x
         rows = [batch.samples[:, None], np.arange(x.shape[1])[None, :]]
-        return self.round(x * philox.dropout(self.c.seed, name, rows, x.shape[2], self.c.hidden_dropout))
+        return self.round(
+            x * philox.dropout(self.c.seed, name, rows, x.shape[2], self.c.hidden_dropout)
+        )
 
-    def attention(self, weights: Weights, layer: int, x: Tensor, batch: Batch, see: Tensor, training: bool) -> Tensor:
+    def attention(
+        self, weights: Weights, layer: int, x: Tensor, batch: Batch, see: Tensor, training: bool
+    ) -> Tensor:
         c = self.c
         b, s, _ = x.shape
         n, g, d = c.num_attention_heads, c.num_query_groups, c.kv_channels
@@ -153,17 +172,32 @@ class Model:
         k = self.linear(weights, "attention.k", x).view(b, s, g, d)
         v = self.linear(weights, "attention.v", x).view(b, s, g, d)
         if c.qk_layernorm:
-            q, k = self.norm(weights, "attention.q_norm", q), self.norm(weights, "attention.k_norm", k)
+            q, k = (
+                self.norm(weights, "attention.q_norm", q),
+                self.norm(weights, "attention.k_norm", k),
+            )
         if c.rotates:
             q, k = (self.round(rotate(y, batch.positions, *frequencies(c))) for y in (q, k))
         group_of_head = torch.arange(n) // (n // g)
-        q, k, v = q.transpose(1, 2), k[:, :, group_of_head].transpose(1, 2), v[:, :, group_of_head].transpose(1, 2)
+        q, k, v = (
+            q.transpose(1, 2),
+            k[:, :, group_of_head].transpose(1, 2),
+            v[:, :, group_of_head].transpose(1, 2),
+        )
         scores = softcap(q @ k.transpose(2, 3) / math.sqrt(d), c.attn_logit_softcapping)
         shares = torch.softmax(scores.masked_fill(~see[:, None], -math.inf), -1)  # [b, n, s, s]
         if training and c.attention_dropout > 0:
-            rows = [batch.samples[:, None, None], np.arange(n)[None, :, None], np.arange(s)[None, None, :]]
-            shares = shares * philox.dropout(c.seed, f"layers/{layer}/attention.dropout", rows, s, c.attention_dropout)
-        return self.linear(weights, "attention.proj", self.round(shares @ v).transpose(1, 2).reshape(b, s, n * d))
+            rows = [
+                batch.samples[:, None, None],
+                np.arange(n)[None, :, None],
+                np.arange(s)[None, None, :],
+            ]
+            shares = shares * philox.dropout(
+                c.seed, f"layers/{layer}/attention.dropout", rows, s, c.attention_dropout
+            )
+        return self.linear(
+            weights, "attention.proj", self.round(shares @ v).transpose(1, 2).reshape(b, s, n * d)
+        )
 
     def mlp(self, weights: Weights, x: Tensor) -> Tensor:
         act = ACTIVATIONS[self.c.activation]
@@ -178,7 +212,9 @@ def gelu(x: Tensor) -> Tensor:
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": gelu,
-    "gelu-tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "gelu-tanh": lambda x: (
+        0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    ),
     "swiglu": lambda x: x * torch.sigmoid(x),
     "geglu": gelu,
     "squared-relu": lambda x: torch.relu(x) ** 2,
@@ -190,7 +226,9 @@ def softcap(x: Tensor, cap: float | None) -> Tensor:
 
 
 def visible(c: Namespace, batch: Batch) -> Tensor:
-    """[b, s, s], True where a query (row) sees a key: none later, the window's latest, none before its document's start."""
+    """[b, s, s], True where a query (row) sees a key: none later, the window's latest, none before
+    its document's start.
+    """
     at = torch.arange(batch.tokens.shape[1])
     query, key = at[:, None], at[None, :]
     see = key <= query
@@ -209,8 +247,12 @@ def frequencies(c: Namespace) -> tuple[Tensor, float]:
     if c.rotary_seq_len_interpolation_factor:
         theta = theta / c.rotary_seq_len_interpolation_factor
     length, factor = c.rope_original_max_position_embeddings, c.rope_scaling_factor
-    if c.use_rope_scaling:  # Llama 3.1: long wavelengths are divided, short ones kept, those between blended
-        smooth = (length * theta / (2 * math.pi) - c.rope_low_freq_factor) / (c.rope_high_freq_factor - c.rope_low_freq_factor)
+    if (
+        c.use_rope_scaling
+    ):  # Llama 3.1: long wavelengths are divided, short ones kept, those between blended
+        smooth = (length * theta / (2 * math.pi) - c.rope_low_freq_factor) / (
+            c.rope_high_freq_factor - c.rope_low_freq_factor
+        )
         smooth = smooth.clamp(0, 1)
         return (1 - smooth) * theta / factor + smooth * theta, 1.0
     if c.position_embedding_type == "yarn":  # Peng et al. 2023
@@ -226,7 +268,9 @@ def frequencies(c: Namespace) -> tuple[Tensor, float]:
 
 
 def rotate(x: Tensor, positions: Tensor, theta: Tensor, scale: float) -> Tensor:
-    """x [b, s, n, d]: channels i and i + r / 2 of the first r turn as one complex number; the others stay."""
+    """x [b, s, n, d]: channels i and i + r / 2 of the first r turn as one complex number; the
+    others stay.
+    """
     half = len(theta)
     angle = positions[:, :, None, None] * theta
     turn = torch.polar(torch.full_like(angle, scale), angle)

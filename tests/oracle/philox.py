@@ -1,6 +1,8 @@
-"""Philox4x32-10 from its publication, and what a run draws with it: initial weights and dropout masks.
+"""Philox4x32-10 from its publication, and what a run draws with it: initial weights and dropout
+masks.
 
-Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC11. Keys and counters: docs/numerics.md, "Random numbers".
+Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC11. Keys and counters:
+docs/numerics.md, "Random numbers".
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def key_of(seed: int, name: str) -> tuple[int, int]:
 
 
 def field(key: tuple[int, int], rows: list[np.ndarray], columns: int) -> np.ndarray:
-    """Random words [..., columns] for row words of one shape [...]: counter (rows..., column // 4, 0...), lane column % 4."""
+    """Random words [..., columns] for row words of one shape [...]: counter (rows..., column // 4,
+    0...), lane column % 4.
+    """
     shape = np.broadcast_shapes(*(row.shape for row in rows))
     counter = np.zeros((*shape, -(-columns // 4), 4), np.uint64)
     for place, row in enumerate(rows):
@@ -44,16 +48,22 @@ def field(key: tuple[int, int], rows: list[np.ndarray], columns: int) -> np.ndar
 
 
 def normal(seed: int, name: str, shape: tuple[int, int], std: float) -> torch.Tensor:
-    """Box-Muller of the matrix's words, pair by pair, rounded once to fp32; float64 [rows, columns]."""
+    """Box-Muller of the matrix's words, pair by pair, rounded once to fp32; float64 [rows,
+    columns].
+    """
     rows, columns = shape
     words = field(key_of(seed, name), [np.arange(rows)], -(-columns // 4) * 4).astype(np.float64)
     radius = np.sqrt(-2 * np.log((words[:, 0::2] + 0.5) / 2**32))
     angle = 2 * np.pi * words[:, 1::2] / 2**32
     pairs = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=-1)
-    return torch.from_numpy((std * pairs.reshape(rows, -1)[:, :columns]).astype(np.float32).astype(np.float64))
+    return torch.from_numpy(
+        (std * pairs.reshape(rows, -1)[:, :columns]).astype(np.float32).astype(np.float64)
+    )
 
 
-def dropout(seed: int, name: str, rows: list[np.ndarray], columns: int, share: float) -> torch.Tensor:
-    """What multiplies each element: 0 where its word is below share x 2^32, else 1 / (1 - share)."""
+def dropout(
+    seed: int, name: str, rows: list[np.ndarray], columns: int, share: float
+) -> torch.Tensor:
+    """The factor of each element: 0 where its word is below share x 2^32, else 1 / (1 - share)."""
     kept = field(key_of(seed, name), rows, columns) >= np.uint64(round(share * 2**32))
     return torch.from_numpy(kept / (1 - share))

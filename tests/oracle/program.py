@@ -1,7 +1,9 @@
-"""One run of the real program, seen as a user sees it: its metrics.jsonl, its console lines, its checkpoint.
+"""One run of the real program, seen as a user sees it: its metrics.jsonl, its console lines, its
+checkpoint.
 
-The only module here that imports the product. A run on one rank takes place in this very process, through `pretrain_gpt.main`, so a test
-may replace functions of the product before it and have the comparison judge what becomes of the run.
+The only module here that imports the product. A run on one rank takes place in this very process,
+through `pretrain_gpt.main`, so a test may replace functions of the product before it and have the
+comparison judge what becomes of the run.
 """
 
 from __future__ import annotations
@@ -22,8 +24,16 @@ from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.training import pretrain
 from pretrain_gpt import main
 
-FIELDS = {"consumed samples": "consumed_samples", "learning rate": "learning-rate", "global batch size": "batch-size", "lm loss": "lm loss",
-          "loss scale": "loss-scale", "grad norm": "grad-norm", "number of skipped iterations": "skipped", "number of nan iterations": "nan"}
+FIELDS = {
+    "consumed samples": "consumed_samples",
+    "learning rate": "learning-rate",
+    "global batch size": "batch-size",
+    "lm loss": "lm loss",
+    "loss scale": "loss-scale",
+    "grad norm": "grad-norm",
+    "number of skipped iterations": "skipped",
+    "number of nan iterations": "nan",
+}
 Rows = dict[int, dict[str, float]]
 
 
@@ -37,22 +47,34 @@ class Seen:
 
 
 def run_program(argv: list[str], folder: Path, layout: list[str], world: Callable | None) -> Seen:
-    """Run `pretrain_gpt.py argv`; its metrics go into `folder`. `world`: runs a function on every rank (None: here)."""
+    """Run `pretrain_gpt.py argv`; its metrics go into `folder`. `world`: runs a function on every
+    rank (None: here).
+    """
     metrics = folder / "metrics.jsonl"
     argv = [*argv, *layout, "--metrics-file", str(metrics)]
     text = run_here(argv) if world is None else world(run_here, argv)[0]
     save = argv[len(argv) - argv[::-1].index("--save")]
     with Checkpoint(find_checkpoint(Path(save))) as checkpoint:
-        weights = {name: checkpoint.read_tensor(name) for name in checkpoint.names if not name.startswith("optimizer.")}
+        weights = {
+            name: checkpoint.read_tensor(name)
+            for name in checkpoint.names
+            if not name.startswith("optimizer.")
+        }
     return Seen(read_rows(metrics), read_console(text), weights)
 
 
 def run_here(argv: list[str]) -> str:
-    """The run on this rank, with one thread; what it printed. Raises AssertionError with its messages when it fails."""
+    """The run on this rank, with one thread; what it printed. Raises AssertionError with its
+    messages when it fails.
+    """
     threads, out, err = torch.get_num_threads(), io.StringIO(), io.StringIO()
     torch.set_num_threads(1)
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), mock.patch.object(pretrain, "disconnect", lambda: None):
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            mock.patch.object(pretrain, "disconnect", lambda: None),
+        ):
             code = main(argv)
     finally:
         torch.set_num_threads(threads)
@@ -63,7 +85,10 @@ def run_here(argv: list[str]) -> str:
 def read_rows(path: Path) -> Rows:
     """The last row of each iteration; NaN is written as text."""
     rows = (json.loads(line) for line in path.read_text().splitlines())
-    return {row["iteration"]: {name: float(value) for name, value in row.items() if name != "iteration"} for row in rows}
+    return {
+        row["iteration"]: {name: float(value) for name, value in row.items() if name != "iteration"}
+        for row in rows
+    }
 
 
 def read_console(text: str) -> Rows:
@@ -71,6 +96,14 @@ def read_console(text: str) -> Rows:
     rows: Rows = {}
     for line in text.splitlines():
         if found := re.match(r" \[[^]]*\] iteration +(\d+)/", line):
-            pairs = (part.split(":") for part in line[found.end() :].split("|")[1:] if part.count(":") == 1)
-            rows[int(found[1])] = {FIELDS[name.strip()]: float(value) for name, value in pairs if name.strip() in FIELDS}
+            pairs = (
+                part.split(":")
+                for part in line[found.end() :].split("|")[1:]
+                if part.count(":") == 1
+            )
+            rows[int(found[1])] = {
+                FIELDS[name.strip()]: float(value)
+                for name, value in pairs
+                if name.strip() in FIELDS
+            }
     return rows

@@ -1,4 +1,6 @@
-"""Batch size, learning rate, weight decay and loss scale of each step, from their definitions in docs/numerics.md."""
+"""Batch size, learning rate, weight decay and loss scale of each step, from their definitions in
+docs/numerics.md.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from argparse import Namespace
 
 
 def batch_size(c: Namespace, consumed: int) -> int:
-    """Samples of the step that begins after so many: the ramp grows by its increment in equal stretches of samples."""
+    """Samples of the step that begins after so many: the ramp grows by its increment in equal
+    stretches of samples.
+    """
     if c.rampup is None:
         return c.global_batch_size
     start, increment, samples = c.rampup
@@ -26,16 +30,26 @@ def samples_of(c: Namespace, iterations: int) -> int:
 
 
 class Schedule:
-    """Learning rate and weight decay of the step that brings a run to `samples`. All lengths are in samples."""
+    """Learning rate and weight decay of the step that brings a run to `samples`. All lengths are in
+    samples.
+    """
 
     def __init__(self, c: Namespace):
         self.c = c
         if c.train_iters:
             decay_iters = c.lr_decay_iters or c.train_iters
-            self.run, self.decay, self.warmup = (samples_of(c, n) for n in (c.train_iters, decay_iters, c.lr_warmup_iters))
-            self.stable = samples_of(c, decay_iters - (c.lr_wsd_decay_iters or 0))  # where the decay of WSD begins
+            self.run, self.decay, self.warmup = (
+                samples_of(c, n) for n in (c.train_iters, decay_iters, c.lr_warmup_iters)
+            )
+            self.stable = samples_of(
+                c, decay_iters - (c.lr_wsd_decay_iters or 0)
+            )  # where the decay of WSD begins
         else:
-            self.run, self.decay, self.warmup = c.train_samples, c.lr_decay_samples or c.train_samples, c.lr_warmup_samples
+            self.run, self.decay, self.warmup = (
+                c.train_samples,
+                c.lr_decay_samples or c.train_samples,
+                c.lr_warmup_samples,
+            )
             self.stable = self.decay - (c.lr_wsd_decay_samples or 0)
         if c.lr_warmup_fraction is not None:
             self.warmup = c.lr_warmup_fraction * self.decay
@@ -64,7 +78,11 @@ class Schedule:
         if c.weight_decay_incr_style == "constant":
             return c.weight_decay
         done = min(1.0, samples / self.run)
-        share = done if c.weight_decay_incr_style == "linear" else (1 + math.cos(math.pi * (1 - done))) / 2
+        share = (
+            done
+            if c.weight_decay_incr_style == "linear"
+            else (1 + math.cos(math.pi * (1 - done))) / 2
+        )
         return c.start_weight_decay + share * (c.end_weight_decay - c.start_weight_decay)
 
 
@@ -80,13 +98,17 @@ def wsd(style: str, done: float) -> float:
 
 
 class LossScale:
-    """Dynamic in fp16. Every overflow uses up one of `hysteresis`; with none left each halves the scale. `window` clean steps in a row double
-    the scale and restore the hysteresis."""
+    """Dynamic in fp16. Every overflow uses up one of `hysteresis`; with none left each halves the
+    scale. `window` clean steps in a row double the scale and restore the hysteresis.
+    """
 
     def __init__(self, c: Namespace):
         self.c, self.dynamic = c, c.fp16 and c.loss_scale is None
         self.value = c.initial_loss_scale if self.dynamic else c.loss_scale or 1.0
         self.left, self.clean = c.hysteresis, 0
+
+    def at_minimum(self) -> bool:
+        return not self.dynamic or self.value <= self.c.min_loss_scale
 
     def after(self, overflow: bool) -> None:
         if not self.dynamic:

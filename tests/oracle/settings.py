@@ -5,23 +5,37 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 
 VALUES: dict[type, str] = {
-    int: """num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels num-query-groups max-position-embeddings
-        rope-original-max-position-embeddings=8192 window-size make-vocab-size-divisible-by=128 loss-scale-window=1000 hysteresis=2
-        seq-length vocab-size micro-batch-size global-batch-size train-iters train-samples exit-interval seed=1234
-        lr-decay-iters lr-decay-samples lr-warmup-iters=0 lr-warmup-samples=0 lr-wsd-decay-iters lr-wsd-decay-samples
-        eval-iters=100 eval-interval=1000 log-interval=100 save-interval""",
-    float: """rotary-base=10000 rotary-percent=1 rotary-seq-len-interpolation-factor rope-scaling-factor=8 rope-low-freq-factor=1
-        rope-high-freq-factor=4 yarn-beta-fast=32 yarn-beta-slow=1 norm-epsilon=1e-5 attn-logit-softcapping final-logit-softcapping
-        z-loss-coeff=0 hidden-dropout=0.1 attention-dropout=0.1 init-method-std=0.02 loss-scale initial-loss-scale=4294967296
-        min-loss-scale=1 lr min-lr=0 lr-warmup-fraction lr-warmup-init=0 weight-decay=0.01 start-weight-decay end-weight-decay
-        clip-grad=1 adam-beta1=0.9 adam-beta2=0.999 adam-eps=1e-8 sgd-momentum=0.9""",
-    str: """position-embedding-type=learned_absolute normalization=LayerNorm activation=gelu split=969,30,1
-        tokenizer-type optimizer=adam lr-decay-style=linear lr-wsd-decay-style=exponential weight-decay-incr-style=constant
-        save load accept-changed nan-policy=stop""",
+    int: """
+        num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels num-query-groups
+        max-position-embeddings rope-original-max-position-embeddings=8192 window-size
+        make-vocab-size-divisible-by=128 loss-scale-window=1000 hysteresis=2 seq-length
+        vocab-size micro-batch-size global-batch-size train-iters train-samples exit-interval
+        seed=1234 lr-decay-iters lr-decay-samples lr-warmup-iters=0 lr-warmup-samples=0
+        lr-wsd-decay-iters lr-wsd-decay-samples eval-iters=100 eval-interval=1000
+        log-interval=100 save-interval
+    """,
+    float: """
+        rotary-base=10000 rotary-percent=1 rotary-seq-len-interpolation-factor
+        rope-scaling-factor=8 rope-low-freq-factor=1 rope-high-freq-factor=4 yarn-beta-fast=32
+        yarn-beta-slow=1 norm-epsilon=1e-5 attn-logit-softcapping final-logit-softcapping
+        z-loss-coeff=0 hidden-dropout=0.1 attention-dropout=0.1 init-method-std=0.02 loss-scale
+        initial-loss-scale=4294967296 min-loss-scale=1 lr min-lr=0 lr-warmup-fraction
+        lr-warmup-init=0 weight-decay=0.01 start-weight-decay end-weight-decay clip-grad=1
+        adam-beta1=0.9 adam-beta2=0.999 adam-eps=1e-8 sgd-momentum=0.9
+    """,
+    str: """
+        position-embedding-type=learned_absolute normalization=LayerNorm activation=gelu
+        split=969,30,1 tokenizer-type optimizer=adam lr-decay-style=linear
+        lr-wsd-decay-style=exponential weight-decay-incr-style=constant save load accept-changed
+        nan-policy=stop recompute-granularity recompute-method recompute-num-layers
+    """,
 }
-SWITCHES = """group-query-attention use-rope-scaling disable-bias-linear add-qkv-bias qk-layernorm untie-embeddings-and-output-weights
-    bf16 fp16 fp64 mock-data reset-position-ids reset-attention-mask eod-mask-loss finetune skip-train log-params-norm
-    log-num-zeros-in-grad override-opt-param-scheduler"""
+SWITCHES = """
+    group-query-attention use-rope-scaling disable-bias-linear add-qkv-bias qk-layernorm
+    untie-embeddings-and-output-weights bf16 fp16 fp64 mock-data reset-position-ids
+    reset-attention-mask eod-mask-loss finetune skip-train log-params-norm log-num-zeros-in-grad
+    override-opt-param-scheduler fused-linear-cross-entropy
+"""
 LISTS = "data-path train-data-path valid-data-path test-data-path rampup-batch-size"
 
 

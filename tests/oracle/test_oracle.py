@@ -1,4 +1,6 @@
-"""The program equals a trainer that shares no code with it: losses, norms, rates, evaluations, counts and final weights of every case."""
+"""The program equals a trainer that shares no code with it: losses, norms, rates, evaluations,
+counts and final weights of every case.
+"""
 
 import ast
 from pathlib import Path
@@ -6,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from oracle.cases import CASES
-from oracle.compare import differences, expected
+from oracle.compare import differences, expected, narrow_bound
 from oracle.philox import philox
 
 HERE = Path(__file__).parent
@@ -17,11 +19,27 @@ def test_the_program_is_the_oracle(case, gloo_world):
     assert differences(case, gloo_world) == []
 
 
-@pytest.mark.parametrize("counter, key, words", [
-    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
-], ids=["zeros", "ones", "pi"])
+@pytest.mark.parametrize(
+    "counter, key, words",
+    [
+        (
+            "00000000 00000000 00000000 00000000",
+            "00000000 00000000",
+            "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+        ),
+        (
+            "ffffffff ffffffff ffffffff ffffffff",
+            "ffffffff ffffffff",
+            "408f276d 41c83b0e a20bc7c6 6d5451fd",
+        ),
+        (
+            "243f6a88 85a308d3 13198a2e 03707344",
+            "a4093822 299f31d0",
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+    ids=["zeros", "ones", "pi"],
+)
 def test_philox_has_its_published_answers(counter, key, words):
     """The known answers of the authors' Random123."""
     numbers = [[int(word, 16) for word in text.split()] for text in (counter, key, words)]
@@ -31,13 +49,26 @@ def test_philox_has_its_published_answers(counter, key, words):
 def test_the_oracle_imports_nothing_of_the_product():
     for name in ("philox", "settings", "model", "schedule", "data", "trainer", "cases"):
         tree = ast.parse((HERE / f"{name}.py").read_text())
-        modules = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        modules = [
+            alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        ]
         modules += [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-        assert not [module for module in modules if module.split(".")[0] in ("megatron", "kernels", "pretrain_gpt")], name
+        assert not [
+            module
+            for module in modules
+            if module.split(".")[0] in ("megatron", "kernels", "pretrain_gpt")
+        ], name
 
 
 def test_overflows_are_decided_with_room():
-    """In fp16 the oracle and the program overflow in the same steps: no largest gradient lies near the threshold."""
+    """In fp16 the oracle and the program overflow in the same steps: no largest gradient lies near
+    the threshold.
+    """
     for case in CASES:
         if case.narrow == "fp16":
-            assert min(outcome.margin for outcome in expected(case)) > 1.02, case
+            assert min(outcome.margin for outcome in expected(case)) > 1 + narrow_bound(
+                "fp16", 2
+            ), case
