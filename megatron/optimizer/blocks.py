@@ -158,7 +158,7 @@ class Block:
         start = 0
         for entry, parameter in zip(self.entries, self.parameters):
             parameter.main_grad = entry.view(self.grad)
-            if entry.stop <= self.plan.late:
+            if entry.start < self.plan.late:  # a tensor without an element may end there, too
                 parameter.fresh = True
                 self.grad[start : entry.start].zero_()
                 start = entry.stop
