@@ -42,6 +42,7 @@ sys.path[:0] = [str(ROOT), str(SCRIPTS)]
 
 from common import Work
 from start import write_start
+from turn_group import KEPT_MEMORY
 
 TORCH = "torch==2.13.0"
 ENVIRONMENTS = {  # torch is installed first, by its pin, so that no requirement replaces it
@@ -173,7 +174,8 @@ def wait_until_quiet(quiet: float, patience: float = 600.0) -> None:
 def run(who: str, work: Work, peers: Path, start: Path) -> dict:
     """One job from start to end: its answer and how busy the machine was with other work. Raises RuntimeError when it fails."""
     command = command_of(who, work, peers, start)
-    environ = {**os.environ, "OMP_NUM_THREADS": str(work.threads), "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu"}
+    environ = {**os.environ, "OMP_NUM_THREADS": str(work.threads), "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu",
+               **KEPT_MEMORY}
     load, busy, begun = os.getloadavg()[0], busy_seconds(), time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, cwd=tempfile.gettempdir())
     lines = [(line, cpu_seconds(process.pid)) for line in process.stdout]

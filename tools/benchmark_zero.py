@@ -13,7 +13,8 @@ in fp32, except where a peer refuses (benchmark_peers/zero_peer.py). Equal work 
             alone, and what a forward pass adds (`activations`); and bytes sent per rank and step, from the counters of a loopback interface
             that only this measurement uses, by parameters. A row is lost when the best peer has less by more than 0.1% + 64 KiB (memory) or
             by more than 1% (wire, whose counters include TCP's headers).
---time      elapsed and CPU seconds of steps taken in turn by all systems of a row, which are alive together and sleep meanwhile. A pair is one
+--time      DeepSpeed runs twice: with the small buckets of the memory table, and as it comes (`deepspeed-N-default`). All programs keep
+            freed memory (tools/turn_group.py). Elapsed and CPU seconds of steps taken in turn by all systems of a row, which are alive together and sleep meanwhile. A pair is one
             turn of ours and one of a peer; its ratio is the peer's seconds by ours; it counts when other processes used less than --quiet
             cores in both. A row passes by tools/ratio_rule.py. With 1 micro-batch also our stage 2 by our stage 1 (at most 1.05).
 """
@@ -40,8 +41,10 @@ MODEL = Work(layers=8, hidden=320, heads=5, ffn=864, seq=128, vocab=4096, micro_
 SYSTEMS = {  # system -> the row that it stands in
     **{f"ours-{stage}": str(stage) for stage in range(4)}, "ours-3-keep": "3, kept gathered",
     **{f"deepspeed-{stage}": str(stage) for stage in range(4)},
+    **{f"deepspeed-{stage}-default": str(stage) for stage in range(4)},
     "ddp-0": "0", "ddp-1": "1", "fsdp2-keep": "3, kept gathered", "fsdp2": "3",
 }
+TIMED_ONLY = tuple(system for system in SYSTEMS if system.endswith("-default"))  # buckets as DeepSpeed comes: for speed
 NARROW = "deepspeed-0"  # accumulates in bf16: shown, but no yardstick for memory
 ROWS = ("0", "1", "2", "3", "3, kept gathered")
 TOGETHER = (ROWS[:1], ROWS[1:3], ROWS[3:])  # rows whose systems are alive at the same time, when time is measured
@@ -85,7 +88,7 @@ def mean_loss(answers: list[dict[str, Any]], ours: bool) -> list[float]:
 def measure_memory(args: argparse.Namespace, work: Work, folder: Path) -> list[dict[str, Any]]:
     """One run for each system."""
     runs = []
-    for system in args.systems:
+    for system in (system for system in args.systems if system not in TIMED_ONLY):
         group = start_group(system, work, args.peers, folder)
         try:
             losses = mean_loss(group.turn(f"time {WARMUP}"), system.startswith("ours"))

@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -73,14 +74,20 @@ def memcpy(tensors: dict[str, Tensor], rank: int, ranks: int) -> Save:
     return save
 
 
-def raw(tensors: dict[str, Tensor], rank: int, ranks: int) -> Save:
-    def save(folder: Path) -> None:
-        file, position = os.open(folder / f"rank-{rank}", os.O_WRONLY | os.O_CREAT | os.O_EXCL), 0
-        for data in map(raw_bytes, tensors.values()):
+def raw(tensors: dict[str, Tensor], rank: int, ranks: int, threads: int = 1) -> Save:
+    """A file for each thread, which holds every `threads`-th tensor."""
+
+    def write(folder: Path, thread: int) -> None:
+        file, position = os.open(folder / f"rank-{rank}-{thread}", os.O_WRONLY | os.O_CREAT | os.O_EXCL), 0
+        for data in map(raw_bytes, list(tensors.values())[thread::threads]):
             for start in range(0, len(data), PIECE):
                 position += os.pwrite(file, data[start : start + PIECE], position)
         os.fsync(file)
         os.close(file)
+
+    def save(folder: Path) -> None:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(write, [folder] * threads, range(threads)))
         sync(folder)
 
     return save
@@ -130,7 +137,8 @@ def dcp(tensors: dict[str, Tensor], rank: int, ranks: int, threads: int = 1, bac
     return save
 
 
-def ours(tensors: dict[str, Tensor], rank: int, ranks: int, background: bool = False) -> Save:
+def ours(tensors: dict[str, Tensor], rank: int, ranks: int, background: bool = False, threads: int | None = None) -> Save:
+    torch.set_num_threads(threads or torch.get_num_threads())  # it writes as many shards at once
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from megatron.checkpoint.ranks import Ranks
     from megatron.checkpoint.saver import Saver, staging_bytes
@@ -190,6 +198,7 @@ def deepspeed_zero1(tensors: dict[str, Tensor], rank: int, ranks: int) -> Save:
 
 SYSTEMS = {
     "memcpy": memcpy, "raw pwrite": raw, "ours": ours, "ours, async": lambda *args: ours(*args, background=True),
+    "ours, 1 thread": lambda *args: ours(*args, threads=1), "raw pwrite, 2 threads": lambda *args: raw(*args, threads=2),
     "safetensors": safetensors_file, "torch.save": torch_save, "DCP": dcp, "DCP, 2 threads": lambda *args: dcp(*args, threads=2),
     "DCP, async thread": lambda *args: dcp(*args, background="thread"), "DCP, async process": lambda *args: dcp(*args, background="process"),
     "DeepSpeed ZeRO-1": deepspeed_zero1,
@@ -200,7 +209,7 @@ def own_bytes(folder: Path, rank: int) -> int:
     """Of the files that this rank has written; what the first writes for all of them counts for it."""
     ours = [json.loads(path.read_bytes())["manifest"]["shards"] for path in folder.glob("iter_*/MANIFEST.json")]
     shards = (Path(each["file"]).stem for each in sum(ours, []) if each["rank"] == rank)
-    own = (*shards, f"rank-{rank}", f"__{rank}_", f"bf16_zero_pp_rank_{rank}_", f"zero_pp_rank_{rank}_")
+    own = (*shards, f"rank-{rank}-", f"rank-{rank}.", f"__{rank}_", f"bf16_zero_pp_rank_{rank}_", f"zero_pp_rank_{rank}_")
     others = ("rank-", "shard-", "__", "bf16_zero", "zero_pp")
     files = [path for path in folder.rglob("*") if path.is_file()]
     return sum(path.stat().st_size for path in files if path.name.startswith(own) or (rank == 0 and not path.name.startswith(others)))

@@ -8,6 +8,7 @@ over micro-batches and over ranks in fp32, but:
 - ddp-* compute under autocast: parameters are fp32, and their bf16 copies live as long as a forward pass.
 Gradients are dropped after the step where a library lets them go.
 DeepSpeed's buckets and limits are those of a model this small: a bucket of the largest block, one more prefetched, nothing kept gathered.
+They hold its memory down and cost it messages; `deepspeed-N-default` leaves all of them as DeepSpeed comes.
 """
 
 from __future__ import annotations
@@ -34,16 +35,22 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def deepspeed_steps(model: GPT, work: Work, turns: Turns, stage: int) -> Step:
+def zero_settings(stage: int, largest: int | None) -> dict[str, int]:
+    """DeepSpeed's `zero_optimization`: buckets and limits of `largest` elements, or all of its defaults with None."""
+    if largest is None:
+        return {"stage": stage}
+    buckets = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"), largest)
+    return {"stage": stage, **buckets, "stage3_max_live_parameters": 2 * largest, "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": 0}
+
+
+def deepspeed_steps(model: GPT, work: Work, turns: Turns, stage: int, default: bool = False) -> Step:
     import deepspeed
 
     largest = max(sum(p.numel() for p in part.parameters()) for part in (model.embedding, model.layers[0]))
     settings = {
         "train_micro_batch_size_per_gpu": work.micro_batch, "gradient_accumulation_steps": work.accumulation, "gradient_clipping": 1.0,
-        "zero_optimization": {
-            "stage": stage, "reduce_bucket_size": largest, "allgather_bucket_size": largest, "stage3_prefetch_bucket_size": largest,
-            "stage3_max_live_parameters": 2 * largest, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0,
-        },
+        "zero_optimization": zero_settings(stage, None if default else largest),
         "bf16": {"enabled": True}, "communication_data_type": "fp32", "steps_per_print": 10**9,
         **({"data_types": {"grad_accum_dtype": "fp32"}} if stage > 0 else {}),
     }
@@ -127,6 +134,8 @@ def ddp_steps(model: GPT, work: Work, turns: Turns, stage: int) -> Step:
 
 SYSTEMS: dict[str, Callable[[GPT, Work, Turns], Step]] = {
     **{f"deepspeed-{stage}": lambda model, work, turns, stage=stage: deepspeed_steps(model, work, turns, stage) for stage in range(4)},
+    **{f"deepspeed-{stage}-default": lambda model, work, turns, stage=stage: deepspeed_steps(model, work, turns, stage, default=True)
+       for stage in range(4)},
     "fsdp2-keep": lambda model, work, turns: fsdp_steps(model, work, turns, keep=True),
     "fsdp2": lambda model, work, turns: fsdp_steps(model, work, turns, keep=False),
     "ddp-0": lambda model, work, turns: ddp_steps(model, work, turns, 0),

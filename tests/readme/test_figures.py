@@ -1,0 +1,75 @@
+"""Figures in the documents come from docs/results/*.json."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import document_results as tool  # noqa: E402
+from benchmark_checkpoint import section as checkpoint_section  # noqa: E402
+
+INTERVAL = re.compile(r"\d\.\d+ \(\d+\.\d+-\d+\.\d+\)")
+COUNTED = re.compile(r"\b\d[\d,]* (?:mutants of the code|places, one at a time|rows (?:equal|of)|pairs of layouts|pipeline ranks|configurations)")
+GENERATED = re.compile(r"<!-- (\w+): begin -->.*?<!-- \1: end -->", re.S)
+UNKEPT = re.compile(r"^## Ratios whose runs were not kept\n.*?(?=^## )", re.S | re.M)
+
+
+def test_every_marked_figure_is_current(capsys):
+    assert tool.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_a_changed_result_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("*.svg"))
+    shutil.copy(ROOT / "README.md", tmp_path)
+    file = tmp_path / "docs/results/plan_memory.json"
+    changed = json.loads(file.read_text())
+    changed["rows"].pop()
+    file.write_text(json.dumps(changed))
+    monkeypatch.setattr(tool, "RESULTS", file.parent)
+    monkeypatch.setattr(tool, "PAGES", tmp_path)
+    tool.result.cache_clear()
+    try:
+        assert tool.main(["--check"]) == 1
+        assert "docs/planning.md is out of date" in capsys.readouterr().err
+        assert tool.main([]) == 0 and tool.main(["--check"]) == 0
+    finally:
+        tool.result.cache_clear()
+
+
+def test_every_figure_is_used_and_every_result_has_one():
+    text = "".join(page.read_text() for page in tool.documents())
+    assert {name for _, name, _, _ in tool.MARKED.findall(text)} == tool.FIGURES.keys()
+    results = {path.stem for path in tool.RESULTS.glob("*.json")}
+    generated = {"checkpoint", "parallel_write"}  # held below
+    source = (ROOT / "tools/document_results.py").read_text()
+    unused = {name for name in results - generated if f'"{name}"' not in source and f"'{name}'" not in source}
+    assert not unused, f"no figure comes from docs/results/: {sorted(unused)}"
+
+
+@pytest.mark.parametrize("page", tool.documents(), ids=lambda page: page.name)
+def test_no_counted_figure_or_ratio_is_written_by_hand(page: Path):
+    text = page.read_text()
+    for line in text.splitlines():  # a comment that begins a line ends the paragraph there
+        assert not line.lstrip().startswith("<!-- =") or re.fullmatch(r"<!-- =\S+ -->", line), f"move the mark from the line's start: {line}"
+    by_hand = UNKEPT.sub("", GENERATED.sub("", tool.MARKED.sub("", text)))
+    found = INTERVAL.findall(by_hand) + COUNTED.findall(by_hand)
+    assert not found, f"{page.name}: mark these (tools/document_results.py) or list them as not kept: {found}"
+
+
+def test_the_sections_that_benchmarks_write_are_those_of_their_results():
+    text = (ROOT / "docs/performance.md").read_text()
+    found = {name: part.split("\n", 1)[1].rsplit("\n", 1)[0] for part in (match[0] for match in GENERATED.finditer(text))
+             for name in [re.search(r"<!-- (\w+): begin", part)[1]]}
+    assert found["benchmark_checkpoint"] == checkpoint_section(tool.result("checkpoint"))
+    runs = tool.result("parallel_write")["runs"]
+    for stage, mode in {(run["stage"], run["mode"]) for run in runs}:
+        most = max(next(run["bytes"] for run in runs if (run["stage"], run["mode"]) == (stage, mode))) / 2**20
+        assert re.search(rf"^\| {stage} \| {mode} \| [^|]+ \| {most:.1f} \|", found["parallel_write"], re.M)

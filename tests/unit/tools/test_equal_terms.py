@@ -1,0 +1,108 @@
+"""Programs that are compared run on equal terms: kept memory, buckets, threads."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import benchmark_checkpoint  # noqa: E402
+import benchmark_training  # noqa: E402
+import benchmark_zero  # noqa: E402
+from turn_group import Group  # noqa: E402
+
+FAULTS = """
+import resource, torch
+from megatron.dist.setup import keep_freed_memory
+if {ours}:
+    assert keep_freed_memory()
+def step():
+    torch.zeros(32 << 20, dtype=torch.uint8)
+for _ in range(24):  # small objects split freed blocks at first
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(8):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+ANSWER = "import os; input(); print('TURN ' + os.environ['MALLOC_TRIM_THRESHOLD_'].join('[]'), flush=True)"
+
+
+def page_faults(ours: bool, environment: dict[str, str]) -> int:
+    """Of eight allocations of 32 MiB, once the heap has settled."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, "-c", FAULTS.format(ours=ours)]
+    return int(subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout)
+
+
+def test_the_settings_of_peers_keep_memory_as_our_mallopt_does():
+    pages = 8 * (32 << 20) // 4096
+    assert page_faults(False, {}) >= 0.5 * pages / 512  # huge pages make few faults, never none
+    assert page_faults(False, benchmark_training.KEPT_MEMORY) <= 8
+    assert page_faults(True, {}) <= 8
+
+
+def test_every_program_is_started_with_them(monkeypatch):
+    given = []
+
+    def popen(*arguments, env, **settings):
+        given.append(env)
+        raise InterruptedError
+
+    monkeypatch.setattr(benchmark_training.subprocess, "Popen", popen)
+    work = benchmark_training.SETTINGS["fp32"]
+    for who in ("ours", "plain loop"):
+        try:
+            benchmark_training.run(who, work, Path("peers"), Path("start"))
+        except InterruptedError:
+            pass
+    assert len(given) == 2 and all(env.items() >= benchmark_training.KEPT_MEMORY.items() for env in given)
+
+
+def test_turns_are_taken_with_them():
+    group = Group("any", [sys.executable, "-c", ANSWER], 1)
+    try:
+        assert group.turn("") == [[int(benchmark_training.KEPT_MEMORY["MALLOC_TRIM_THRESHOLD_"])]]
+    finally:
+        group.end()
+
+
+def test_deepspeed_is_timed_with_its_own_defaults_too():
+    assert {f"deepspeed-{stage}-default" for stage in range(4)} <= benchmark_zero.SYSTEMS.keys()
+    source = ast.parse((ROOT / "tools/benchmark_peers/zero_peer.py").read_text())
+    knobs = {node.value for node in ast.walk(source) if isinstance(node, ast.Constant) and str(node.value).endswith("bucket_size")}
+    run = subprocess.run([sys.executable, "-c", "import json, zero_peer as peer; print(json.dumps([peer.zero_settings(2, 99), peer.zero_settings(2, None)]))"],
+                         cwd=ROOT / "tools/benchmark_peers", capture_output=True, text=True, check=True)
+    small, default = json.loads(run.stdout)
+    assert knobs <= small.keys() and default == {"stage": 2}
+
+
+def test_checkpoints_are_compared_with_equal_threads():
+    assert {"ours, 1 thread", "raw pwrite, 2 threads"} <= set(benchmark_checkpoint.SYSTEMS)
+    rows = {what: (above, below) for what, above, below, *_ in benchmark_checkpoint.goals("tmpfs")}
+    assert rows["torch.save's time by ours with 1 thread"] == ("torch.save", "ours, 1 thread")
+    assert rows["DCP's time by ours with 1 thread"] == ("DCP", "ours, 1 thread")
+    assert rows["time by raw pwrite's with 2 threads"] == ("ours", "raw pwrite, 2 threads")
+
+
+def test_raw_writes_of_two_threads_hold_every_byte(tmp_path):
+    """Checked in another process, because the module takes its size from the command line."""
+    program = """if True:
+        import sys
+        from pathlib import Path
+        import torch, checkpoint_rank as peer
+        tensors = {name: torch.arange(5.0) + index for index, name in enumerate("abc")}
+        folder = Path(sys.argv[1])
+        peer.SYSTEMS["raw pwrite, 2 threads"](tensors, 3, 4)(folder)
+        files = sorted(folder.iterdir())
+        assert [path.name for path in files] == ["rank-3-0", "rank-3-1"], files
+        assert peer.own_bytes(folder, 3) == 60 and peer.own_bytes(folder, 0) == 0
+        assert files[1].read_bytes() == bytes(peer.raw_bytes(tensors["b"]))
+    """
+    subprocess.run([sys.executable, "-c", program, tmp_path], cwd=ROOT / "tools/benchmark_peers", check=True)
