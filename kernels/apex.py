@@ -71,3 +71,4 @@ def add_weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor) -> None:
     """main_grad [o, i] (fp32) += dy^T x, with dy [tokens, o] and x [tokens, i] in half precision."""
     (add,) = symbols("weight-grad")
     add(x, dy, main_grad)
+    torch.autograd.graph.increment_version(main_grad)  # apex writes past torch, and who looks for lost gradients asks for it

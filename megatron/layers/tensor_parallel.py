@@ -42,3 +42,7 @@ PARTIAL_GRADIENTS = (
     Partial(("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias"), "axis", sequence_only=False),
     Partial(("attention.k.weight", "attention.k.bias", "attention.v.weight", "attention.v.bias"), "kv", sequence_only=False),
 )
+
+# Endings of the names of other parameters that every tensor-parallel rank holds whole, whose gradient is whole on each of them: every rank computes
+# them from equal values, with sequence parallelism too. No layer of ours is so.
+WHOLE_GRADIENTS: tuple[str, ...] = ()

@@ -6,7 +6,8 @@ optimizer). Learned positions belong to the first layer and the final norm to th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -154,9 +155,62 @@ class BlockWrapper(Protocol):
         """These calls will come now, in this order."""
 
 
+@torch.no_grad()
+def fold_grads(parameters: Sequence[nn.Parameter]) -> None:
+    """Add what autograd accumulated in `.grad` to `main_grad`. Where a split backward pass has no main_grad yet it stays, for the second half."""
+    for parameter in parameters:
+        if parameter.grad is None or parameter.main_grad is None:
+            continue
+        if getattr(parameter, "fresh", False):
+            parameter.main_grad.copy_(parameter.grad)
+            parameter.fresh = False
+        else:
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+
+@contextlib.contextmanager
+def every_gradient_arrives(edge: GradientEdge, kept: Sequence[WeightGrad]) -> Iterator[None]:
+    """Around a backward pass from `edge`: RuntimeError when a parameter that the graph uses was given no gradient, naming it.
+
+    Each main_grad gets a version counter of its own for the time, which counts whatever is written to it.
+    """
+    parameters = _parameters_in(edge)
+    for parameter in parameters:
+        if parameter.main_grad is not None:
+            parameter.main_grad = parameter.main_grad.data
+    yield
+    arrived = {id(left.weight) for left in kept}
+    lost = [parameter.label for parameter in parameters if parameter.grad is None and id(parameter) not in arrived
+            and not (parameter.main_grad is not None and parameter.main_grad._version)]
+    if lost:
+        raise RuntimeError(f"{', '.join(lost)}: used in the forward pass, but the backward pass gave no gradient: it would never be trained. Let its "
+                           "autograd function return the gradient, or add it to the parameter's main_grad")
+
+
+def _parameters_in(edge: GradientEdge) -> list[nn.Parameter]:
+    """The parameters that a graph differentiates with respect to, each once."""
+    found, seen, ahead = [], set(), [edge.node]
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(leaf := getattr(node, "variable", None), nn.Parameter):
+            found.append(leaf)
+        ahead += [next_node for next_node, _ in node.next_functions if next_node is not None]
+    return found
+
+
 class PlainBlocks:
     """The identity wrapper: each unit is an autograd graph of its own, from a detached input to its output. It saves the graph's two ends,
-    (x, gradient edge of y), so that y lives no longer than whoever reads it needs; None where nothing is to be differentiated."""
+    (x, gradient edge of y), so that y lives no longer than whoever reads it needs; None where nothing is to be differentiated.
+
+    Our layers add to `main_grad` themselves. What an ordinary module of PyTorch leaves in `.grad` is added to it behind the unit's backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: dict[nn.Module, list[nn.Parameter]] = {}  # of the units that have been differentiated
 
     def forward(self, unit: nn.Module, x: Tensor | None, micro: MicroBatch) -> tuple[Tensor, tuple[Tensor | None, GradientEdge] | None]:
         if x is not None:
@@ -167,17 +221,26 @@ class PlainBlocks:
     def backward(self, unit: nn.Module, saved: tuple[Tensor | None, GradientEdge] | None, dy: Tensor) -> Tensor | None:
         if saved is None:  # a frozen embedding
             return None
-        x, edge = saved
-        torch.autograd.backward(edge, dy)
-        return None if x is None else x.grad
+        return self._differentiate(unit, *saved, dy)
 
     def backward_input(self, unit: nn.Module, saved: tuple[Tensor | None, GradientEdge], dy: Tensor) -> tuple[Tensor | None, list[WeightGrad]]:
         with stashing(unit) as kept:
-            dx = self.backward(unit, saved, dy)
+            dx = self._differentiate(unit, *saved, dy, kept)
         return dx, kept
 
     def backward_weight(self, unit: nn.Module, kept: list[WeightGrad]) -> None:
         add_weight_grads(kept)
+        fold_grads(self.parameters[unit])
+
+    def _differentiate(self, unit: nn.Module, x: Tensor | None, edge: GradientEdge, dy: Tensor, kept: Sequence[WeightGrad] = ()) -> Tensor | None:
+        """The gradient of x; those of parameters are in their main_grad, in `kept`, or (where that is to come first) still in `.grad`."""
+        first = unit not in self.parameters
+        if first:
+            self.parameters[unit] = list(unit.parameters())
+        with every_gradient_arrives(edge, kept) if first else contextlib.nullcontext():
+            torch.autograd.backward(edge, dy)
+            fold_grads(self.parameters[unit])
+        return None if x is None else x.grad
 
     def begin_step(self, calls: Sequence[Call]) -> None:
         pass

@@ -14,12 +14,12 @@ from megatron.model.layout import Box
 def fill_initial(box: Box, local: Tensor, config: ModelConfig, seed: int) -> None:
     """Write the initial values of one box into the local tensor that holds it (fp32 or fp64; padding is left alone).
 
-    `config` is what choose_kernels made of the flags. normal(0, init-method-std) for matrices, with std / sqrt(2 x layers) for residual outputs (GPT-2); ones for norm weights; zero biases.
+    `config` is what choose_kernels made of the flags. normal(0, init-method-std) for matrices, with std / sqrt(2 x layers) for residual outputs (GPT-2); ones for the vectors that norms multiply by; zero biases.
     """
     target = box.view(local)
     if box.name.endswith(".bias"):
         target.zero_()
-    elif box.name.endswith("norm.weight"):
+    elif len(box.shape) == 1:
         target.fill_(1)
     else:
         residual_output = box.name.endswith(("attention.proj.weight", "mlp.down.weight"))

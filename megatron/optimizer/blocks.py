@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from megatron.dist.groups import Groups, one_process
 from megatron.layers.linear import Linear
+from megatron.model.additions import check_additions
 from megatron.model.gpt import GPTModel
 from megatron.model.layout import Box, boxes, decays, holders
 
@@ -87,7 +88,7 @@ class Block:
         self.weight = torch.zeros(self.size, dtype=dtype, device=device)
         for entry, parameter in zip(self.entries, parameters, strict=True):
             torch.utils.swap_tensors(parameter, nn.Parameter(entry.view(self.weight), requires_grad=self.trained))
-            parameter.main_grad = None
+            parameter.main_grad, parameter.label = None, entry.name
         wide = accumulation_dtype(dtype) if self.trained else dtype
         self.unseen = torch.empty(0, dtype=dtype, device=device).set_(self.weight.untyped_storage(), 0, (self.size,))  # autograd counts no writes to it
         if stage == 3:
@@ -164,9 +165,9 @@ class Block:
                 start = entry.stop
         self.grad[start:].zero_()
 
-    def complete(self) -> bool:
-        """Whether every weight of a linear layer has had its product."""
-        return not any(getattr(parameter, "fresh", False) for parameter in self.parameters)
+    def without_gradient(self) -> list[str]:
+        """The weights of linear layers that have had no product."""
+        return [parameter.label for parameter in self.parameters if getattr(parameter, "fresh", False)]
 
     def drop(self) -> None:
         """The gradient has been used."""
@@ -302,7 +303,9 @@ def build_blocks(model: GPTModel, device: torch.device, groups: Groups = one_pro
     Buffers can be cut into as many equal slices as ranks hold the same parameters. `narrow_grads` accumulates gradients in the model's precision;
     blocks with about `host_fraction` of the parameters have their master weights in host memory, or `in_files`; those named in
     `frozen` are not trained. `offloaded`: at stage 3 weights of both are in host memory between their uses.
+    Raises ValueError for a module that cannot train here (megatron/model/additions.py).
     """
+    check_additions(model)
     grad_dtype = model.dtype if narrow_grads else accumulation_dtype(model.dtype)
     plans = plan_blocks(model, groups.replicas.size)
     trained = [training and plan.name not in frozen for plan, _ in plans]

@@ -259,7 +259,8 @@ class Zero:
         if self.due[block] > 0 or not block.trained:
             return
         self.due[block] = self.period[block]
-        assert block.complete(), f"{block.name}: a weight without a gradient"
+        missing = block.without_gradient()
+        assert not missing, f"{', '.join(missing)}: no backward pass of this step reached this weight"
         if self.watched is not None:
             self.watched += sum_of_squares([block.close()], block.weight.device)
         elif self.stage >= 2 or self.overlap_reduce:

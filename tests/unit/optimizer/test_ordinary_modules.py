@@ -1,0 +1,316 @@
+"""Ordinary torch.nn modules in a layer train as ours do, wherever they run; what cannot is refused by name."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from parity.compare import FP64_GATE, fp64, narrow
+from parity.layouts import BASE, KEY_BIAS, NO_DROPOUT, Row, narrow_bound
+from parity.worker import Outcome, run_case
+from torch import Tensor, nn
+
+from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.config.groups import ModelConfig
+from megatron.dist.groups import Layout
+from megatron.dist.setup import make_groups
+from megatron.layers import tensor_parallel
+from megatron.layers.tensor_parallel import DENSE, Partial, TensorParallel
+from megatron.model import gpt
+from megatron.model.block import LayerBlock, PlainBlocks
+from megatron.model.gpt import GPTModel
+from megatron.model.init import fill_initial
+from megatron.observe.tracking import read_metrics
+from megatron.optimizer.blocks import build_blocks
+from megatron.parallel.recompute import Recompute
+from pretrain_gpt import main
+
+H, HEADS, D, S, B, VOCAB = 16, 4, 4, 8, 2, 30
+CONFIG = ModelConfig(num_layers=2, hidden_size=H, ffn_hidden_size=24, num_attention_heads=HEADS, kv_channels=D, num_query_groups=HEADS,
+                     max_position_embeddings=S, hidden_dropout=0.0, attention_dropout=0.0)
+FLAGS = (*BASE, *NO_DROPOUT.split(), "--train-iters", "3", "--lr-warmup-iters", "1", "--micro-batch-size", "1")
+NAMES = ("adapter.norm.weight", "adapter.norm.bias", "adapter.down.weight", "adapter.down.bias", "adapter.up.weight")
+PARTS = Partial(NAMES, "axis", sequence_only=True)
+
+
+class Adapter(nn.Module):
+    """x [s, b, h] -> [s, b, h], of nothing but torch's own modules."""
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.norm, self.down, self.up = nn.LayerNorm(hidden), nn.Linear(hidden, 8), nn.Linear(8, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(F.gelu(self.down(self.norm(x))))
+
+
+class Adapted(LayerBlock):
+    """A layer with an adapter at its end."""
+
+    def __init__(self, config: ModelConfig, seed: int, index: int, tp: TensorParallel = DENSE):
+        super().__init__(config, seed, index, tp)
+        self.adapter = Adapter(config.hidden_size)
+
+    def forward(self, x: Tensor, micro) -> Tensor:
+        y = super().forward(x, micro)
+        return y + self.adapter(y)
+
+
+def build(layer: type[LayerBlock] = Adapted, tp: TensorParallel = DENSE) -> GPTModel:
+    with mock.patch.object(gpt, "LayerBlock", layer):
+        model = GPTModel(CONFIG, vocab_size=VOCAB, padded_vocab=VOCAB, dtype=torch.float64, seed=5, tp=tp)
+    for block in build_blocks(model, torch.device("cpu")):
+        for entry in block.entries:
+            for box in entry.boxes:
+                fill_initial(box, entry.view(block.weight), CONFIG, 5)
+        block.open()
+    return model
+
+
+def micro_batch(model: GPTModel, number: int):
+    ids = torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(number))
+    return model.micro_batch(ids[:, :-1], ids[:, 1:], torch.ones(B, S), torch.arange(S).expand(B, S), torch.arange(B), training=True)
+
+
+# ---- against plain autograd ---------------------------------------------------------------------------------------------------------
+
+
+def textbook(weights: dict[str, Tensor], ids: Tensor) -> Tensor:
+    """The sum of the loss of an adapted GPT over ids [b, s + 1], from its definition."""
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, (H,), weights[f"{name}.weight"], weights[f"{name}.bias"], CONFIG.norm_epsilon)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    x = weights["embedding.word.weight"][ids[:, :-1]] + weights["layers.0.position.weight"]
+    for layer in ("layers.0", "layers.1"):
+        heads = linear(norm(x, f"{layer}.input_norm"), f"{layer}.attention.qkv").view(B, S, HEADS, 3, D)
+        q, k, v = heads.permute(3, 0, 2, 1, 4)  # [b, n, s, d] each
+        scores = (q @ k.mT / D**0.5).masked_fill(torch.ones(S, S).triu(1).bool(), -torch.inf)
+        context = (scores.softmax(-1) @ v).transpose(1, 2).reshape(B, S, H)
+        x = x + linear(context, f"{layer}.attention.proj")
+        hidden = F.gelu(linear(norm(x, f"{layer}.mlp_norm"), f"{layer}.mlp.fc1"), approximate="tanh" if CONFIG.activation == "gelu-tanh" else "none")
+        x = x + linear(hidden, f"{layer}.mlp.fc2")
+        x = norm(x, f"{layer}.final_norm") if layer == "layers.1" else x
+        hidden = F.gelu(linear(norm(x, f"{layer}.adapter.norm"), f"{layer}.adapter.down"))
+        x = x + linear(hidden, f"{layer}.adapter.up")
+    logits = x @ weights["embedding.word.weight"].T
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+
+
+def whole(model: GPTModel, wrapper, numbers: range) -> None:
+    for number in numbers:
+        sums, saved = model(micro_batch(model, number), wrapper)
+        model.backward(saved, model.loss_gradient(sums, 1.0), wrapper)
+
+
+def split(model: GPTModel, wrapper, numbers: range) -> None:
+    """All first halves of the backward passes, then all second ones."""
+    left = []
+    for number in numbers:
+        sums, saved = model(micro_batch(model, number), wrapper)
+        left.append(model.backward_input(saved, model.loss_gradient(sums, 1.0), wrapper)[1])
+    for each in left:
+        model.backward_weight(each, wrapper)
+
+
+@pytest.mark.parametrize("passes", [whole, split])
+@pytest.mark.parametrize("wrapper", [PlainBlocks, lambda: Recompute(PlainBlocks())], ids=["plain", "recompute"])
+def test_gradients_are_those_of_plain_autograd(wrapper, passes):
+    model = build()
+    weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+    assert all((f"layers.{layer}.{name}" in weights) for layer in (0, 1) for name in NAMES)
+    for number in range(3):
+        textbook(weights, torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(number))).backward()
+    passes(model, wrapper(), range(3))
+    for name, parameter in model.named_parameters():
+        expected = weights[name].grad
+        assert expected.norm() > 0 and parameter.grad is None
+        assert (parameter.main_grad - expected).norm() <= FP64_GATE * expected.norm(), name
+
+
+@pytest.mark.parametrize("passes", [whole, split])
+def test_a_weight_of_ours_that_an_ordinary_operation_reads_too(passes):
+    """What reaches it by both ways is added up, also where the ordinary part comes first."""
+    class Penalised(LayerBlock):
+        def forward(self, x: Tensor, micro) -> Tensor:
+            y = super().forward(x, micro)
+            return y * self.mlp.fc1.weight.square().mean()
+
+    model = build(Penalised)
+    passes(model, PlainBlocks(), range(2))
+    weight = model.layers["0"].mlp.fc1.weight
+    direction = torch.randn(weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    start = weight.detach().clone()
+
+    def slope(h: float) -> float:
+        values = []
+        for step in (h, -h):
+            with torch.no_grad():
+                weight.copy_(start + step * direction)
+                values.append(sum(model(micro_batch(model, number), PlainBlocks())[0][0].item() for number in range(2)))
+        return (values[0] - values[1]) / (2 * h)
+
+    numeric = (4 * slope(1e-5) - slope(2e-5)) / 3  # as in tests/unit/model/test_model.py
+    assert numeric == pytest.approx((weight.main_grad * direction).sum().item(), rel=1e-7, abs=1e-7)
+
+
+# ---- whole runs on every layout -----------------------------------------------------------------------------------------------------
+
+
+def run(flags: tuple[str, ...]) -> Outcome:
+    with mock.patch.object(gpt, "LayerBlock", Adapted), \
+            mock.patch.object(tensor_parallel, "PARTIAL_GRADIENTS", (*tensor_parallel.PARTIAL_GRADIENTS, PARTS)), \
+            mock.patch("megatron.model.layout.PARTIAL_GRADIENTS", (*tensor_parallel.PARTIAL_GRADIENTS, PARTS)):
+        return run_case(flags)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[int, Outcome]:
+    """The one-process run of 2 and of 4 layers; its first gradient is what plain autograd gives."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    outcomes = {layers: run((*FLAGS, "--fp64", "--num-layers", str(layers))) for layers in (2, 4)}
+    torch.set_num_threads(before)
+    assert all(f"layers.{layers - 1}.{name}" in {piece.name for piece in outcome.gradients} for layers, outcome in outcomes.items() for name in NAMES)
+    return outcomes
+
+
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+RUNS = [
+    ("dp2", ""), ("dp2 zero1", ""), ("dp2 zero2", FULL), ("dp2 zero3", ""), ("dp2 zero3 kept", FULL), ("dp4 zero3 shard2", ""),
+    ("tp2", ""), ("tp2 sp", FULL), ("tp2 sp dp2 zero3", ""), ("pp2 gpipe dp2 zero1", ""), ("pp2 1f1b", FULL), ("pp2 interleaved v2 dp2 zero2", ""),
+    ("pp2 zero-bubble", ""), ("pp2 zero-bubble dp2 zero2", FULL), ("pp2 zero-bubble tp2 sp dp2 zero3", ""), ("pp2 zero-bubble-v", ""),
+    ("pp2 zero-bubble-v dp2 zero3", FULL), ("dp2", "--optimizer-cpu-offload --optimizer-offload-fraction 1"),
+    ("dp2 zero3", "--optimizer-cpu-offload --param-cpu-offload --optimizer-offload-fraction 1"),
+]
+
+
+@pytest.mark.parametrize(("layout", "flags"), RUNS, ids=str)
+def test_every_layout_trains_them_as_one_process(gloo_world, alone, layout, flags):
+    words, layers = Row(layout, "gpt").words, 4 if "pp2" in layout else 2
+    outcomes = gloo_world(words.ranks).run(run, (*FLAGS, "--fp64", "--num-layers", str(layers), *words.flags, *flags.split()))
+    assert fp64(alone[layers], outcomes, zero=KEY_BIAS) == []
+
+
+@pytest.mark.parametrize("layout", ["dp2 zero2", "pp2 zero-bubble dp2 zero3"])
+def test_gradients_in_bf16(gloo_world, alone, layout):
+    words, layers = Row(layout, "gpt").words, 4 if "pp2" in layout else 2
+    flags = (*FLAGS, "--bf16", "--main-grads-dtype", "bf16", "--num-layers", str(layers))
+    outcomes = gloo_world(words.ranks).run(run, (*flags, *words.flags))
+    one = gloo_world(1).run(run, flags)[0]
+    # each of the 8 micro-batches' gradients is rounded once more, and the sum of ranks
+    assert narrow(alone[layers], one, outcomes, bound=narrow_bound("bf16", layers + 1) + 9 * 2.0**-8) == []
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------------------------
+
+
+class _Lost(torch.autograd.Function):
+    """x times a weight, which gets nothing."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return dy * ctx.saved_tensors[0], None
+
+
+def test_a_parameter_that_gets_nothing_is_named():
+    class Losing(LayerBlock):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.scale = nn.LayerNorm(H)
+
+        def forward(self, x: Tensor, micro) -> Tensor:
+            return _Lost.apply(super().forward(x, micro), self.scale.weight)
+
+    for passes in (whole, split):
+        with pytest.raises(RuntimeError, match=r"^layers\.1\.scale\.weight: used in the forward pass, but the backward pass gave no gradient"):
+            passes(build(Losing), PlainBlocks(), range(1))  # the bias is not used: it may well have none
+
+
+def test_a_layer_of_ours_that_loses_a_gradient_is_named():
+    with mock.patch("megatron.layers.linear.bias_grad"), pytest.raises(RuntimeError, match=r"^layers\.1\..*layers\.1\.attention\.qkv\.bias: used"):
+        whole(build(LayerBlock), PlainBlocks(), range(1))
+
+
+def with_module(**modules: nn.Module) -> type[LayerBlock]:
+    class Layer(LayerBlock):
+        def __init__(self, *args):
+            super().__init__(*args)
+            for name, module in modules.items():
+                self.add_module(name, module)
+
+    return Layer
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(H, H, bias=False).requires_grad_(False)
+
+
+REFUSED = {
+    r"layers\.0\.same\.weight: 2 layers share it": with_module(same=nn.Linear(H, H)),
+    r"layers\.0\.still\.weight: requires_grad is False": with_module(still=frozen()),
+    r"layers\.0\.conv\.weight \[16, 16, 3\]: there is no rule for its initial values": with_module(conv=nn.Conv1d(H, H, 3)),
+    r"layers\.0\.norm\.running_mean: a buffer": with_module(norm=nn.BatchNorm1d(H)),
+    r"layers\.0\.drop: Dropout\(p=0\.1": with_module(drop=nn.Dropout(0.1)),
+    r"layers\.0\.my_mlp\.fc2\.weight: my_mlp\.fc2 is the name of a layer that is cut": with_module(my_mlp=nn.ModuleDict({"fc2": nn.Linear(H, H)})),
+    r"layers\.1\.final_norm\.weight: its name in checkpoints is that of layers\.0\.other\.final_norm\.weight too": with_module(
+        other=nn.ModuleDict({"final_norm": nn.LayerNorm(H)})),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_train_is_refused_by_name(message):
+    with pytest.raises(ValueError, match=message):
+        build(REFUSED[message])
+
+
+def undeclared() -> str:
+    tp = TensorParallel(make_groups(Layout(tp=2), HEADS).tp)
+    try:
+        build(tp=tp)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_under_tensor_parallelism_the_sum_must_be_declared(gloo_world):
+    for told in gloo_world(2).run(undeclared):
+        for layer in (0, 1):
+            for name in NAMES:
+                assert f"layers.{layer}.{name}: all tensor-parallel ranks hold it, and nothing says how its gradient is summed" in told
+        assert "input_norm" not in told
+
+
+def equal_on_all_ranks() -> str:
+    with mock.patch.object(tensor_parallel, "WHOLE_GRADIENTS", NAMES):
+        return undeclared()
+
+
+def test_gradients_that_are_whole_can_be_declared(gloo_world):
+    assert gloo_world(2).run(equal_on_all_ranks) == ["", ""]
+
+
+def test_a_run_with_them_goes_on_bit_for_bit(tmp_path):
+    """Their weights and moments lie in the checkpoint."""
+    flags = [*FLAGS, "--train-iters", "4", "--save", "RUN", "--load", "RUN"]
+
+    def rows(folder: str, *more: str) -> dict:
+        path = str(tmp_path / folder)
+        assert main([path if flag == "RUN" else flag for flag in (*flags, *more)]) == 0
+        return {row["iteration"]: (row["lm loss"], row["grad-norm"], row["params-norm"]) for row in read_metrics(path)}
+
+    with mock.patch.object(gpt, "LayerBlock", Adapted):
+        expected = rows("whole")
+        rows("parts", "--exit-interval", "2")
+        assert rows("parts") == expected
+        with Checkpoint(find_checkpoint(tmp_path / "parts", None)) as checkpoint:
+            assert {f"optimizer.exp_avg.layers.1.{name}" for name in NAMES} <= set(checkpoint.names)
