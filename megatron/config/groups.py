@@ -136,7 +136,7 @@ class PrecisionConfig:
     loss_scale_window: int = flag(1000, megatron="an integer")
     """Clean steps after which the dynamic loss scale doubles."""
     hysteresis: int = 2
-    """Overflows in a row that are tolerated before the dynamic loss scale halves."""
+    """Overflows since the dynamic loss scale last doubled, in a row or not, at which it halves; every further one halves it, too."""
 
 
 @dataclass(frozen=True)

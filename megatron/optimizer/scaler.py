@@ -9,7 +9,8 @@ LARGEST = 2.0**127  # the largest power of two in fp32
 
 
 class LossScaler:
-    """Halves after `hysteresis` overflows, doubles after `loss_scale_window` clean steps; constant 1 unless fp16."""
+    """Halves at the `hysteresis`-th overflow since it last doubled, in a row or not, and at every one after that; doubles after `loss_scale_window`
+    clean steps in a row. Megatron-LM's rule. Constant 1 unless fp16."""
 
     def __init__(self, config: PrecisionConfig):
         self.config = config

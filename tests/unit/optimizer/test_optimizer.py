@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import random
 
 import pytest
 import torch
@@ -253,3 +254,26 @@ def test_loss_scaler():
     constant = LossScaler(PrecisionConfig(fp16=True, loss_scale=128.0))
     constant.update(True)
     assert constant.scale == 128 and LossScaler(PrecisionConfig(bf16=True)).scale == 1
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_overflows_count_since_the_scale_last_doubled_not_in_a_row(hysteresis):
+    """Against the whole history each time, as the flag's help has it."""
+    window, draw = 3, random.Random(hysteresis)
+    scaler = LossScaler(PrecisionConfig(fp16=True, initial_loss_scale=2.0**40, loss_scale_window=window, hysteresis=hysteresis))
+    history: list[bool] = []
+    apart = 0
+    for _ in range(400):
+        history.append(draw.random() < 0.4)
+        scaler.update(history[-1])
+        exponent, since, clean = 40, [], 0
+        for overflow in history:
+            since.append(overflow)
+            clean = 0 if overflow else clean + 1
+            if overflow and sum(since) >= hysteresis:
+                exponent = max(exponent - 1, 0)  # --min-loss-scale 1
+            if clean == window:
+                exponent, since, clean = exponent + 1, [], 0
+        assert scaler.scale == 2.0**exponent
+        apart += hysteresis > 1 and since[-3:] == [True, False, True] and sum(since) >= hysteresis
+    assert apart or hysteresis == 1
