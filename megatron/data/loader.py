@@ -67,6 +67,7 @@ class Source:
     reset_attention_mask: bool = False
     epoch_samples: int | None = None
     bytes_per_token: float | None = None
+    weight: float = 1.0  # share of its split's blend, which the mean over the split's sources takes
 
     def batch(self, first_sample: int, count: int) -> Batch:
         """Samples first_sample .. first_sample + count - 1. Raises DataError for a token outside the vocabulary."""
@@ -309,7 +310,7 @@ def build_data(config: Config, tokenizer: Any, ledger: dict[str, Any] | None = N
     train, weights = _streams(opener, "train")
     if not train and not opener.faults and not config.evaluation.skip_train:
         opener.faults.append("no training data: give --data-path (with a share for train in --split), --train-data-path or --mock-data")
-    held_out = {split: _streams(opener, split)[0] if evaluate else [] for split in ("valid", "test")}
+    held_out = {split: _streams(opener, split) if evaluate else ([], []) for split in ("valid", "test")}
     opener.refuse()
     notes, blend = opener.notes, None
     if train:
@@ -323,23 +324,21 @@ def build_data(config: Config, tokenizer: Any, ledger: dict[str, Any] | None = N
                 f"share {share}/{PATTERN} = {share / PATTERN:.6f}"
             )
         notes += changes
-    for split in ("valid", "test"):
-        if len(held_out[split]) > 1 and any(weight is not None for weight, _ in _split_paths(config.data, split)[0]):
-            notes.append(f"{split}: each source is evaluated by itself, so their weights do not act")
-        notes += [
-            f"{split}: {stream.dataset.prefix}: {stream.num_tokens:,} tokens, {stream.samples:,} samples" for stream in held_out[split]
-        ]
+    for split, (streams, _) in held_out.items():
+        if len(streams) > 1:
+            notes.append(f"{split}: each source is evaluated by itself; the loss of the blend is their mean by weight (without weights: by tokens)")
+        notes += [f"{split}: {stream.dataset.prefix}: {stream.num_tokens:,} tokens, {stream.samples:,} samples" for stream in streams]
     return Data(
         train=_source(config, tokenizer, "train", train, blend) if train else None,
-        valid=_named(config, tokenizer, "validation", held_out["valid"]),
-        test=_named(config, tokenizer, "test", held_out["test"]),
+        valid=_named(config, tokenizer, "validation", *held_out["valid"]),
+        test=_named(config, tokenizer, "test", *held_out["test"]),
         ledger=ledger or {"segments": []},
         notes=notes,
         eod=tokenizer.eod,
     )
 
 
-def _source(config: Config, tokenizer: Any, name: str, streams: list[TokenStream], blend: Blend) -> Source:
+def _source(config: Config, tokenizer: Any, name: str, streams: list[TokenStream], blend: Blend, weight: float = 1.0) -> Source:
     sidecars = [stream.dataset.sidecar for stream in streams]
     known = all(sidecar and sidecar.get("text_bytes") for sidecar in sidecars)
     size = sum(sidecar["text_bytes"] for sidecar in sidecars) / sum(sidecar["tokens"] for sidecar in sidecars) if known else None
@@ -349,6 +348,7 @@ def _source(config: Config, tokenizer: Any, name: str, streams: list[TokenStream
         eod=tokenizer.eod,
         epoch_samples=sum(stream.samples for stream in streams),
         bytes_per_token=size,
+        weight=weight,
         **_flags(config),
     )
 
@@ -357,12 +357,13 @@ def _flags(config: Config) -> dict[str, Any]:
     return {name: getattr(config.data, name) for name in ("seq_length", "eod_mask_loss", "reset_position_ids", "reset_attention_mask")}
 
 
-def _named(config: Config, tokenizer: Any, title: str, streams: list[TokenStream]) -> dict[str, Source]:
+def _named(config: Config, tokenizer: Any, title: str, streams: list[TokenStream], weights: list[float | None]) -> dict[str, Source]:
     """One source per stream: a single one is called `title`, several by the last part of their prefix (all of it where those collide)."""
     prefixes = [stream.dataset.prefix for stream in streams]
     short = [prefix.rsplit("/", 1)[-1].removesuffix("_text_document") for prefix in prefixes]
     names = [title] if len(streams) == 1 else short if len(set(short)) == len(short) else prefixes
-    return {name: _source(config, tokenizer, name, [stream], Blend([1])) for name, stream in zip(names, streams)}
+    sizes = [stream.num_tokens if weight is None else weight for stream, weight in zip(streams, weights, strict=True)]
+    return {name: _source(config, tokenizer, name, [stream], Blend([1]), size / sum(sizes)) for name, stream, size in zip(names, streams, sizes, strict=True)}
 
 
 def _mock_data(config: Config, tokenizer: Any, evaluate: bool) -> Data:

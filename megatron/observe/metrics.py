@@ -26,12 +26,14 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (unit, meaning)
     "params-norm": ("", "global L2 norm of the parameters (--log-params-norm)"),
     "num-zeros": ("", "gradient elements that are exactly zero (--log-num-zeros-in-grad)"),
     "skipped-train-samples": ("samples", "samples of steps that were skipped, since the start of the run"),
-    "lm loss validation": ("nats/token", "loss on the fixed validation batches"),
+    "lm loss validation": ("nats/token", "loss on the fixed validation batches; of several sources the mean by their weights in the blend"),
     "lm loss validation ppl": ("", "exp(min(20, lm loss validation))"),
     "lm loss test": ("nats/token", "loss on the test split"),
     "lm loss test ppl": ("", "exp(min(20, lm loss test))"),
+    "samples vs steps": ("samples", "wandb alone: consumed_samples under Megatron-LM's name"),
     "bits-per-byte": ("bits/byte", "validation loss / ln 2 / bytes per token of the data"),
     "resumed-from-iteration": ("iteration", "on the first row after a restart: the checkpoint that it started from"),
+    "timestamp": ("s", "when the row was written: seconds since 1970-01-01 00:00 UTC"),
     "world-size": ("ranks", "processes of the job"),
     "iteration-time": ("s", "wall time of an iteration, mean over the log interval"),
     "throughput": ("TFLOP/s/GPU", "model FLOPs (padded vocabulary, causal half, no recompute) / time / ranks"),
@@ -47,7 +49,7 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (unit, meaning)
     "mem-allocated-bytes": ("bytes", "live CUDA tensors; on a CPU the resident set of the process"),
     "mem-max-allocated-bytes": ("bytes", "most CUDA bytes ever live; on a CPU the largest resident set so far"),
 }
-_MEASURED = {"throughput", "tokens-per-second-per-gpu", "mfu", "data-wait-fraction", "pipeline-bubble-fraction",
+_MEASURED = {"timestamp", "throughput", "tokens-per-second-per-gpu", "mfu", "data-wait-fraction", "pipeline-bubble-fraction",
              "world-size", "resumed-from-iteration"}
 
 

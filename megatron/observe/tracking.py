@@ -7,6 +7,7 @@ import math
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,8 @@ from megatron.config.errors import UserError
 from megatron.config.groups import Config
 
 RESUMED = "resumed-from-iteration"
+VS_SAMPLES = " vs samples"  # TensorBoard's tags over consumed samples, as Megatron-LM names them: of these, and of validation losses
+_BY_SAMPLES = {"learning-rate", "batch-size", "lm loss", "loss-scale", "world-size", "grad-norm", "num-zeros", "params-norm"}
 _WANDB_INIT_SECONDS = 30  # then the run goes on offline
 _WANDB_FINISH_SECONDS = 120  # then the rest of an upload is left to `wandb sync`
 _WANDB_FLUSH_SECONDS = 1  # what a kill may cost; wandb's own interval is 15
@@ -26,11 +29,12 @@ class Tracker:
     """Writes rows of metrics. Make one per run, on one rank.
 
     `run_config` is stored as it is but for secrets (config, versions, layout, paths: any nested dictionary that JSON can hold).
-    `resumed_iteration` is the iteration of the loaded checkpoint, 0 without one. `notes` says in lines for the banner where things go.
+    `resumed_iteration` and `resumed_samples` are those of the loaded checkpoint, 0 without one. `notes` says in lines for the banner where things go.
     Any exception of a backend prints one warning through `warn` and switches that backend off; nothing is raised.
     """
 
-    def __init__(self, config: Config, run_config: dict[str, Any], resumed_iteration: int, warn: Callable[[str], None] = print) -> None:
+    def __init__(self, config: Config, run_config: dict[str, Any], resumed_iteration: int, warn: Callable[[str], None] = print,
+                 resumed_samples: int = 0) -> None:
         self._warn = warn
         self._iteration = 0
         self._interval = config.logging.tensorboard_log_interval
@@ -40,7 +44,7 @@ class Tracker:
         if (path := metrics_file(config)) is not None:
             self._open("metrics.jsonl", partial(_Jsonl, path, run_config, resumed_iteration))
         if config.logging.tensorboard_dir is not None:
-            self._open("TensorBoard", partial(_TensorBoard, config, resumed_iteration))
+            self._open("TensorBoard", partial(_TensorBoard, config, resumed_iteration, resumed_samples))
         if config.logging.wandb_project is not None:
             self._open("wandb", partial(_Wandb, config, run_config, resumed_iteration, warn))
 
@@ -113,7 +117,7 @@ class _Jsonl:
         # A second row of an iteration repeats the first, so that the last row of an iteration is always the whole one.
         before = self._row if self._row.get("iteration", iteration) == iteration else {}
         self._row = {"iteration": iteration, **{name: value for name, value in before.items() if name != "iteration"}, **metrics}
-        row = {name: _json_number(value) for name, value in self._row.items()}
+        row = {name: _json_number(value) for name, value in {**self._row, "timestamp": round(time.time(), 3)}.items()}
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         while line:
             line = line[os.write(self._fd, line):]
@@ -125,21 +129,41 @@ class _Jsonl:
 class _TensorBoard:
     """Points of a resumed run beyond its checkpoint replace those of the attempt before it."""
 
-    def __init__(self, config: Config, resumed_iteration: int) -> None:
+    def __init__(self, config: Config, resumed_iteration: int, resumed_samples: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.where = config.logging.tensorboard_dir
+        kept = _points_by_samples(self.where, resumed_samples) if resumed_iteration else []
         self._writer = SummaryWriter(self.where, purge_step=resumed_iteration + 1)
+        for name, point in kept:  # the purge, which is by iteration, hides these, too
+            self._writer.add_scalar(name, point.value, point.step, point.wall_time)
+        self._iteration: int | None = None  # of the last row
         self._mark = {RESUMED: resumed_iteration} if resumed_iteration else {}
 
     def write(self, iteration: int, metrics: dict[str, float]) -> None:
+        samples = metrics.get("consumed_samples")
         for name, value in {**self._mark, **metrics}.items():
+            if name == "consumed_samples" and iteration == self._iteration:
+                continue  # an evaluation's row repeats it
             self._writer.add_scalar(name, value, iteration)
-        self._mark = {}
+            if samples is not None and (name in _BY_SAMPLES or name.startswith("lm loss validation")):
+                self._writer.add_scalar(name + VS_SAMPLES, value, samples)
+        self._mark, self._iteration = {}, iteration
         self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _points_by_samples(folder: str, last: int) -> list[tuple[str, Any]]:
+    """(tag, point) of all tags by samples in a folder of event files, up to so many samples."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    if not any(Path(folder).glob("events.out.tfevents.*")):
+        return []
+    events = EventAccumulator(folder, size_guidance={"scalars": 0}).Reload()
+    names = [name for name in events.Tags()["scalars"] if name.endswith(VS_SAMPLES)]
+    return [(name, point) for name in names for point in events.Scalars(name) if point.step <= last]
 
 
 class _Wandb:
@@ -180,7 +204,8 @@ class _Wandb:
         self.where = f"run {identity}{' (offline)' if self._run.offline else ''} in {folder / 'wandb'}"
 
     def write(self, iteration: int, metrics: dict[str, float]) -> None:
-        self._run.log({"iteration": iteration, **self._mark, **metrics})
+        samples = {"samples vs steps": metrics["consumed_samples"]} if "consumed_samples" in metrics else {}
+        self._run.log({"iteration": iteration, **self._mark, **metrics, **samples})
         self._mark = {}
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.groups import Config
@@ -30,13 +30,10 @@ class NonFiniteError(RuntimeError):
 
 @dataclass
 class Interval:
-    """Sums over the iterations since the last console line."""
+    """What this process knows of the time since the last console line; sums of losses are in Progress, which checkpoints keep."""
 
     started: float
     iterations: int = 0
-    losses: list[float] = field(default_factory=list)
-    skipped: int = 0
-    nan: int = 0
     outside: float = 0.0  # seconds of evaluation and checkpoints, which are no part of an iteration
     last: Report | None = None
 
@@ -74,17 +71,18 @@ def settle(run: Run, pending: Pending | None, interval: Interval) -> None:
     run.scaler.update(overflow)
     if not report.skipped:
         progress.scheduled_samples += report.batch_size
-        interval.losses.append(report.loss)
+        progress.open_loss += report.loss
+        progress.open_steps += 1
         return
     progress.skipped_samples += report.batch_size
-    interval.skipped += 1
+    progress.open_skipped += 1
     iteration = progress.iteration
     if sum(report.tokens) == 0:
         print(f"warning: iteration {iteration}: no valid token in samples {_samples(report)}; the step is skipped", flush=True)
     elif real and run.config.training.nan_policy == "stop":
         raise NonFiniteError(_blame(run, report))
     elif real:
-        interval.nan += 1
+        progress.open_nan += 1
         where = [i for i, loss in enumerate(report.losses) if not math.isfinite(loss)]
         print(f"warning: iteration {iteration}: NaN or Inf {'loss in micro-batches ' + str(where) if where else 'gradient'}, samples "
               f"{_samples(report)}; the step is skipped (--nan-policy skip)", flush=True)
@@ -122,7 +120,7 @@ def log(run: Run, interval: Interval, learning_rate: float, recording: Recording
     metrics = {
         "consumed_samples": progress.consumed_samples,
         "consumed-tokens": progress.consumed_samples * seq,
-        "lm loss": sum(interval.losses) / len(interval.losses) if interval.losses else report.loss,
+        "lm loss": progress.open_loss / progress.open_steps if progress.open_steps else report.loss,
         "learning-rate": learning_rate,
         "batch-size": batch,
         "loss-scale": report.loss_scale,
@@ -145,10 +143,11 @@ def log(run: Run, interval: Interval, learning_rate: float, recording: Recording
         run.zero.settle()
         metrics["params-norm"] = math.sqrt(all_reduce(run.optimizer.squared_weight_norm(), run.groups.world).item())
     end = last_iteration(config, progress)
-    print(training_line(progress.iteration, end, metrics, skipped=interval.skipped, nan=interval.nan,
+    print(training_line(progress.iteration, end, metrics, skipped=progress.open_skipped, nan=progress.open_nan,
                         eta_seconds=eta_seconds(progress.iteration, end, seconds)), flush=True)
     if run.tracker is not None:
         run.tracker.log(progress.iteration, metrics)
+    progress.open_loss, progress.open_steps, progress.open_skipped, progress.open_nan = 0.0, 0, 0, 0
     return Interval(time.perf_counter())
 
 
@@ -156,17 +155,30 @@ def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
     """Evaluate every source of a split, print and track; None when a signal cut it short."""
     sources = run.data.valid if split == "validation" else run.data.test
     losses = {}
+
+    def tell(loss: float, bytes_per_token: float | None, label: str | None) -> None:
+        print(evaluation_lines(run.progress.iteration, loss, split=split, source=label), flush=True)
+        if run.tracker is not None:
+            measured = evaluation_metrics(loss, split=split, source=label, bytes_per_token=bytes_per_token)
+            run.tracker.log(run.progress.iteration, {"consumed_samples": run.progress.consumed_samples, **measured})
+
     for name, source in sources.items():
         with run.timers("evaluation"):
             loss = evaluate(run, source, _progress_line(f"{split} {name}"))
         if loss is None:
             return None
         losses[name] = loss
-        label = name if len(sources) > 1 else None
-        print(evaluation_lines(run.progress.iteration, loss, split=split, source=label), flush=True)
-        if run.tracker is not None:
-            run.tracker.log(run.progress.iteration, evaluation_metrics(loss, split=split, source=label, bytes_per_token=source.bytes_per_token))
+        tell(loss, source.bytes_per_token, name if len(sources) > 1 else None)
+    if len(sources) > 1:
+        sizes = [source.bytes_per_token for source in sources.values()]
+        tell(blended(run, split, list(losses.values())), None if None in sizes else blended(run, split, sizes), None)
     return losses
+
+
+def blended(run: Run, split: str, values: list[float]) -> float:
+    """The mean per token of the split's blend, of values per token of its sources."""
+    sources = run.data.valid if split == "validation" else run.data.test
+    return sum(source.weight * value for source, value in zip(sources.values(), values, strict=True))
 
 
 def _progress_line(what: str, quiet_seconds: float = 5.0) -> Callable[[int, int], None]:

@@ -191,7 +191,7 @@ def prepare(config: Config, notes: list[str], world_size: int, device: torch.dev
             if not config.checkpoint.finetune:
                 if "schedule" not in checkpoint.state:
                     raise CheckpointError(f"{checkpoint.path}: holds weights alone (converted from another format), no run to go on with; give --finetune")
-                progress = Progress(**{name: state[name] for name in Progress.__dataclass_fields__})
+                progress = Progress(**{name: state[name] for name in Progress.__dataclass_fields__ if name in state})
         scanned = config if world.rank == 0 else dataclasses.replace(config, data=dataclasses.replace(config.data, check_data=False))
         data = build_data(scanned, tokenizer, checkpoint.state["ledger"] if progress.iteration > 0 else None, progress.consumed_samples)
         if checkpoint is not None:
@@ -236,7 +236,8 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     tracker = None
     if groups.rank == 0:
         sections["layout"] = [groups.describe()]
-        tracker = Tracker(config, {"config": config.to_dict(), "banner": sections}, prepared.progress.iteration)
+        tracker = Tracker(config, {"config": config.to_dict(), "banner": sections}, prepared.progress.iteration,
+                          resumed_samples=prepared.progress.consumed_samples)
         sections["paths"] += tracker.notes
         print(banner(sections), flush=True)
     return Run(

@@ -30,6 +30,11 @@ class Progress:
     scheduled_samples: int = 0  # samples of steps that were not skipped: the clock of the schedules
     skipped_samples: int = 0
     evaluation_due: bool = False  # a signal cut the evaluation of this iteration short
+    # Of the steps since the last console line, which a run that is continued between two lines must not lose:
+    open_loss: float = 0.0  # sum of the losses of those that were not skipped
+    open_steps: int = 0  # their number
+    open_skipped: int = 0
+    open_nan: int = 0  # of the skipped ones
 
 
 @dataclass(frozen=True)

@@ -111,9 +111,11 @@ def test_sources_of_validation_are_separate_and_named(tmp_path):
     assert list(build(config(data_path=("0.3", a, "0.7", b), split="80,10,10")).valid) == ["web", "code"]
     data = build(config(train_data_path=(train,), valid_data_path=(a, b), test_data_path=(a,)))
     assert list(data.valid) == ["web", "code"] and list(data.test) == ["test"]
-    assert not any("weights do not act" in note for note in data.notes)
+    tokens = [source.reader.streams[0].num_tokens for source in data.valid.values()]
+    assert [source.weight for source in data.valid.values()] == [each / sum(tokens) for each in tokens] and data.test["test"].weight == 1
     weighted = build(config(train_data_path=(train,), valid_data_path=("1", a, "2", b)))
-    assert list(weighted.valid) == ["web", "code"] and any("weights do not act" in note for note in weighted.notes)
+    assert [(name, source.weight) for name, source in weighted.valid.items()] == [("web", 1 / 3), ("code", 2 / 3)]
+    assert any("the loss of the blend is their mean by weight" in note for note in weighted.notes)
     assert list(build(config(train_data_path=(train,), valid_data_path=(a, c))).valid) == [a, c]
     assert list(build(config(train_data_path=(train,), valid_data_path=(b,))).valid) == ["validation"]
     ids = set(data.valid["code"].batch(0, 30).tokens.ravel().tolist())

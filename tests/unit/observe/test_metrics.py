@@ -77,6 +77,6 @@ def test_memory_of_a_gpu():
 def test_what_depends_on_the_machine():
     measured = {name for name in METRICS if is_measured(name)}
     assert measured == {
-        "resumed-from-iteration", "world-size", "iteration-time", "throughput", "tokens-per-second-per-gpu", "mfu", "data-wait-fraction",
+        "timestamp", "resumed-from-iteration", "world-size", "iteration-time", "throughput", "tokens-per-second-per-gpu", "mfu", "data-wait-fraction",
         "pipeline-bubble-fraction", *save_metrics(size=1, seconds=1.0, stall=1.0), "mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes"}
     assert is_measured("forward-backward-time") and not is_measured("lm loss validation wiki")

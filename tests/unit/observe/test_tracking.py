@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megatron.config.groups import CheckpointConfig, Config, LoggingConfig
-from megatron.observe.metrics import save_metrics
+from megatron.observe.metrics import is_measured, save_metrics
 from megatron.observe.tracking import Tracker, persistent_run_id, read_metrics, redact
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,16 +32,22 @@ def loss(iteration: int) -> float:
 
 
 def train(config: Config, first: int, last: int, resumed: int = 0) -> Tracker:
-    tracker = Tracker(config, {"model": {"num_layers": 2}}, resumed)
+    tracker = Tracker(config, {"model": {"num_layers": 2}}, resumed, resumed_samples=8 * resumed)
     for iteration in range(first, last + 1):
         tracker.log(iteration, {"consumed_samples": 8 * iteration, "lm loss": loss(iteration)})
         if iteration % 3 == 0:
-            tracker.log(iteration, {"lm loss validation": 2 * loss(iteration)})
+            tracker.log(iteration, {"consumed_samples": 8 * iteration, "lm loss validation": 2 * loss(iteration)})
     return tracker
 
 
 def raw(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON")) for line in path.read_text().splitlines()]
+    """The rows of a file without their time."""
+    rows = [json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON")) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name != "timestamp"} for row in rows]
+
+
+def untimed(path: Path) -> list[dict[str, float]]:
+    return [{name: value for name, value in row.items() if name != "timestamp"} for row in read_metrics(path)]
 
 
 # ---- metrics.jsonl
@@ -56,9 +62,17 @@ def test_rows_and_where_they_go(tmp_path):
         {"iteration": 3, "consumed_samples": 24, "lm loss": 10 / 3, "lm loss validation": 20 / 3},
     ]
     assert raw(tmp_path / "run" / "metrics.jsonl") == raw(tmp_path / "other" / "m.jsonl") == expected
-    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "other" / "m.jsonl") == [*expected[:2], expected[3]]
+    assert untimed(tmp_path / "run") == untimed(tmp_path / "other" / "m.jsonl") == [*expected[:2], expected[3]]
     assert json.loads((tmp_path / "other" / "m.config.json").read_text()) == {"model": {"num_layers": 2}}
     assert list(tmp_path.glob("**/*.tmp")) == []
+
+
+def test_each_row_says_when_it_was_written(tmp_path, monkeypatch):
+    clock = iter([1.25, 2.5])
+    monkeypatch.setattr("time.time", lambda: next(clock))
+    train(make(tmp_path), 1, 2).close()
+    assert [row["timestamp"] for row in read_metrics(tmp_path)] == [1.25, 2.5]
+    assert is_measured("timestamp")  # no comparison of runs reads it
 
 
 def test_nothing_is_written_without_a_place(tmp_path, monkeypatch):
@@ -74,7 +88,7 @@ def test_numbers_come_back_bit_for_bit(tmp_path):
     tracker.log(1, values)
     tracker.close()
     assert raw(tmp_path / "metrics.jsonl")[0]["grad-norm"] == "NaN"
-    row, = read_metrics(tmp_path)
+    row, = untimed(tmp_path)
     assert all(struct.pack("d", row[name]) == struct.pack("d", value) for name, value in values.items())
 
 
@@ -84,30 +98,30 @@ def test_a_torn_last_line_breaks_neither_appending_nor_reading(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     before = path.read_text()
     path.write_text(before + torn)
-    assert [row["iteration"] for row in read_metrics(path)][:5] == [1, 2, 3, 4, 5]
+    assert [row["iteration"] for row in untimed(path)][:5] == [1, 2, 3, 4, 5]
     train(make(tmp_path), 4, 6, resumed=3).close()
     assert path.read_text().startswith(before + torn + "\n")  # appended, never rewritten
-    assert [(row["iteration"], row["lm loss"]) for row in read_metrics(path)] == [(i, loss(i)) for i in range(1, 7)]
+    assert [(row["iteration"], row["lm loss"]) for row in untimed(path)] == [(i, loss(i)) for i in range(1, 7)]
 
 
 def test_a_restart_is_marked_and_drops_what_was_never_reached_again(tmp_path):
     train(make(tmp_path), 1, 9).close()
     train(make(tmp_path), 5, 7, resumed=4).close()
-    rows = read_metrics(tmp_path)
+    rows = untimed(tmp_path)
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
     assert [row["iteration"] for row in rows if "resumed-from-iteration" in row] == [5] and rows[4]["resumed-from-iteration"] == 4
     train(make(tmp_path), 1, 2).close()  # killed before its first checkpoint, started again
-    assert [(row["iteration"], row.get("resumed-from-iteration")) for row in read_metrics(tmp_path)] == [(1, 0), (2, None)]
+    assert [(row["iteration"], row.get("resumed-from-iteration")) for row in untimed(tmp_path)] == [(1, 0), (2, None)]
     for last in {row["iteration"]: row for row in raw(tmp_path / "metrics.jsonl")}.values():  # "the last row of an iteration" holds all of it
         assert "lm loss" in last and ("lm loss validation" in last) == (last["iteration"] % 3 == 0)
 
 
 def test_unreadable_metrics_are_named(tmp_path):
     with pytest.raises(ValueError, match="metrics.jsonl: no such file.*--metrics-file"):
-        read_metrics(tmp_path)
+        untimed(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("iteration,loss\n1,2\n")
     with pytest.raises(ValueError, match="not a metrics file: none of its 2 lines"):
-        read_metrics(tmp_path)
+        untimed(tmp_path)
 
 
 # ---- nothing stops training
@@ -124,7 +138,7 @@ def test_a_failing_backend_is_switched_off_once_and_the_others_go_on(tmp_path):
     tracker.log(3, {"lm loss": 1.0})
     tracker.close()
     assert len(warnings) == 2 and "metrics.jsonl is off" in warnings[1] and "OSError" in warnings[1]
-    assert [row["iteration"] for row in read_metrics(tmp_path)] == [1]
+    assert [row["iteration"] for row in untimed(tmp_path)] == [1]
 
 
 def test_missing_wandb_package_is_one_warning(tmp_path, monkeypatch):
@@ -149,10 +163,13 @@ def test_tensorboard_holds_the_same_under_the_same_names(tmp_path):
     train(config, 1, 9).close()
     train(config, 5, 7, resumed=4).close()
     read = scalars(tmp_path / "tb")
-    rows = read_metrics(tmp_path / "run")
-    assert set(read) == set().union(*rows) - {"iteration"}
-    for name, points in read.items():
-        assert points == [(row["iteration"], pytest.approx(row[name], rel=1e-6)) for row in rows if name in row]
+    rows = untimed(tmp_path / "run")
+    by_samples = {"lm loss vs samples", "lm loss validation vs samples"}
+    assert set(read) == (set().union(*rows) - {"iteration"}) | by_samples
+    for tag, points in read.items():
+        name, step = tag.removesuffix(" vs samples"), "consumed_samples" if tag in by_samples else "iteration"
+        expected = [(row[step], pytest.approx(row[name], rel=1e-6)) for row in rows if name in row]
+        assert points == expected, tag  # what the first attempt wrote beyond the checkpoint does not come twice
 
 
 def test_what_comes_late_joins_the_last_row(tmp_path):
@@ -160,7 +177,7 @@ def test_what_comes_late_joins_the_last_row(tmp_path):
     tracker = train(make(tmp_path), 1, 3)
     tracker.log(2, save_metrics(size=1, seconds=2.0, stall=1.0))
     tracker.close()
-    rows = read_metrics(tmp_path)
+    rows = untimed(tmp_path)
     assert [row["iteration"] for row in rows] == [1, 2, 3] and all("lm loss" in row for row in rows)
     assert ["save-checkpoint-seconds" in row for row in rows] == [False, False, True] and "lm loss validation" in rows[2]
 
@@ -215,7 +232,9 @@ def by_iteration(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     merged: dict[int, dict[str, Any]] = {}
     for row in rows:
         if "iteration" in row:
-            merged.setdefault(row["iteration"], {}).update({name: value for name, value in row.items() if not name.startswith("_")})
+            assert row.get("samples vs steps") == row.get("consumed_samples")
+            own = {name: value for name, value in row.items() if not name.startswith("_") and name != "samples vs steps"}
+            merged.setdefault(row["iteration"], {}).update(own)
     return merged
 
 
@@ -246,7 +265,7 @@ def test_wandb_offline_goes_on_with_the_same_run_after_a_kill(tmp_path, offline)
     assert ids == {(tmp_path / "wandb_run_id.txt").read_text().strip()}
     assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
     assert config == {"model": {"num_layers": 2}}
-    assert by_iteration(rows) == {row["iteration"]: row for row in read_metrics(tmp_path)}
+    assert by_iteration(rows) == {row["iteration"]: row for row in untimed(tmp_path)}
     assert [row["iteration"] for row in rows if "iteration" in row].count(6) == 4  # logged twice (training, validation), replayed twice
     assert [row for row in rows if "resumed-from-iteration" in row][0]["iteration"] == 5
 
@@ -291,7 +310,7 @@ def test_without_a_key_or_a_network_wandb_records_offline(tmp_path, key, reason)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("warning:") == 1 and reason in done.stdout and "records offline" in done.stdout
     rows, _, _ = wandb_read(tmp_path)
-    assert by_iteration(rows) == {row["iteration"]: row for row in read_metrics(tmp_path)} and len(read_metrics(tmp_path)) == 5
+    assert by_iteration(rows) == {row["iteration"]: row for row in untimed(tmp_path)} and len(untimed(tmp_path)) == 5
 
 
 def test_the_run_id_is_made_once(tmp_path):

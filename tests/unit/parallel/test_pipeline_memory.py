@@ -28,6 +28,7 @@ class Counted(PlainBlocks):
     """Watches the inputs of each stage's first layer, and what its backward pass leaves of it, until their memory is freed."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.inputs: list[StorageWeakRef] = []
         self.stash: list[StorageWeakRef] = []
         self.peak: Counter[str] = Counter()

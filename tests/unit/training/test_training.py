@@ -1,6 +1,8 @@
 """Whole runs through the command line, in this process: resume, evaluation, exits, precision, batches, bad steps."""
 
+import dataclasses
 import math
+import re
 import signal
 import time
 import types
@@ -14,8 +16,9 @@ from megatron.config.errors import UserError
 from megatron.data.loader import Source
 from megatron.model.block import HeadBlock
 from megatron.observe.tracking import read_metrics
-from megatron.training import loop, pretrain
+from megatron.training import checkpointing, loop, pretrain
 from pretrain_gpt import main
+from tools import compare_runs
 
 TINY = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --global-batch-size 4 --train-iters 12
 --mock-data --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 2 --log-interval 1
@@ -372,3 +375,52 @@ def test_rank_0_lists_the_faults_of_flags(capsys, monkeypatch):
 def test_dry_run_trains_nothing(tmp_path, capsys):
     assert main([*TINY, "--train-iters", "3", "--save", str(tmp_path / "x"), "--dry-run", "--world-size", "2"]) == 0
     assert "nothing was trained" in capsys.readouterr().out and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("flags", [[], ["--fp16", "--initial-loss-scale", 2**24, "--loss-scale-window", 3]], ids=["fp32", "fp16-skips-steps"])
+def test_a_run_that_ends_between_two_log_lines_loses_no_loss(tmp_path, capsys, flags):
+    """Cut at 3 and at 8 of 12, with a line every 5 and at the end: rows and lines are those of the run that was not cut."""
+    def log_lines() -> list[str]:
+        lines = [line for line in capsys.readouterr().out.splitlines() if " iteration " in line and "| lm loss:" in line]
+        return [re.search(r"lm loss: \S+", line)[0] + re.search(r"number of skipped.*nan iterations:\s+\d+", line)[0] for line in lines]
+
+    every = ["--log-interval", 5, "--eval-interval", 12, *flags]
+    whole = run(tmp_path / "whole", *every)
+    expected = log_lines()
+    for end in (["--exit-interval", 3], ["--exit-interval", 8], []):
+        parts = run(tmp_path / "parts", *every, *end)
+    logged = {iteration: row for iteration, row in parts.items() if row["lm loss"] is not None}  # 3 and 8 have the times of their saves
+    assert list(whole) == [5, 10, 12] and bits(logged) == bits(whole) and log_lines() == expected
+    assert compare_runs.main([str(tmp_path / "whole"), str(tmp_path / "parts")]) == 0
+    assert bool(flags) == any("skipped iterations:   0" not in line for line in expected)
+
+
+def test_a_checkpoint_from_before_the_sums_were_kept_is_loaded(tmp_path, monkeypatch):
+    """The next line is then the mean of the steps since."""
+    every = run(tmp_path / "every")
+    state = checkpointing.run_state
+    monkeypatch.setattr(checkpointing, "run_state", lambda of: {name: value for name, value in state(of).items() if not name.startswith("open_")})
+    run(tmp_path / "parts", "--log-interval", 5, "--exit-interval", 3)
+    rows = run(tmp_path / "parts", "--log-interval", 5)
+    assert rows[5]["lm loss"] == pytest.approx((every[4]["lm loss"] + every[5]["lm loss"]) / 2, rel=1e-15)
+
+
+def test_the_loss_of_a_blend_is_the_mean_of_its_sources_by_weight(tmp_path, monkeypatch, capsys):
+    build = pretrain.build_data
+
+    def two(*args):
+        data = build(*args)
+        (source,) = data.valid.values()
+        other = dataclasses.replace(source, reader=data.train.reader)
+        return dataclasses.replace(data, valid={"web": dataclasses.replace(source, weight=0.25, bytes_per_token=4.0),
+                                                "code": dataclasses.replace(other, weight=0.75, bytes_per_token=2.0)})
+
+    monkeypatch.setattr(pretrain, "build_data", two)
+    run(tmp_path, "--train-iters", 4)
+    row = read_metrics(tmp_path)[-1]
+    web, code = row["lm loss validation web"], row["lm loss validation code"]
+    assert web != code and row["lm loss validation"] == 0.25 * web + 0.75 * code
+    assert row["lm loss validation ppl"] == math.exp(row["lm loss validation"])
+    assert row["bits-per-byte"] == pytest.approx(row["lm loss validation"] / math.log(2) / 2.5, rel=1e-15)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "validation loss at iteration 4" in line]
+    assert [" on web |" in lines[0], " on code |" in lines[1], "iteration 4 |" in lines[2]] == [True] * 3 and len(lines) == 3
