@@ -7,6 +7,7 @@ import dataclasses
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,8 @@ from megatron.training.resume import (
     continuity,
     device_name,
     resumed_schedule,
+    said_changes,
+    schedule_changes,
     take_checkpoint_args,
 )
 from megatron.training.run import Progress, Run
@@ -76,7 +79,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
 
 
 def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data, device: torch.device, padded_vocab: int, world_size: int,
-             checkpoint: Checkpoint | None, planned_for: str | None = None) -> dict[str, list[str]]:
+             checkpoint: Checkpoint | None, planned_for: str | None = None, changed: Sequence[str] = ()) -> dict[str, list[str]]:
     """The banner's sections: all that a reader of a log needs to know about a run. Memory is that of `planned_for` (cuda, cpu) or of the device."""
     model, training, seq = config.model, config.training, config.data.seq_length
     dtype, gbs, dp = compute_dtype(config.precision), config.training.global_batch_size, data_parallel_size(config, world_size)
@@ -119,6 +122,7 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
         "paths": [
             f"save {config.checkpoint.save or '-'}; load {checkpoint.path if checkpoint else '-'}",
         ],
+        "changed": list(changed),
         "notes": notes,
     }
 
@@ -182,7 +186,7 @@ def prepare(config: Config, notes: list[str], world_size: int, device: torch.dev
         schedule = Schedule.of(config)
     checkpoint = locate_checkpoint(config, Ranks(world, device), tiers)
     with together(world, device):
-        progress = Progress()
+        progress, changed = Progress(), []
         if checkpoint is not None:
             state = checkpoint.state
             changes = changed_fields(state, config, tokenizer.vocab_size, tokenizer.fingerprint)
@@ -195,10 +199,14 @@ def prepare(config: Config, notes: list[str], world_size: int, device: torch.dev
         scanned = config if world.rank == 0 else dataclasses.replace(config, data=dataclasses.replace(config.data, check_data=False))
         data = build_data(scanned, tokenizer, checkpoint.state["ledger"] if progress.iteration > 0 else None, progress.consumed_samples)
         if checkpoint is not None:
+            changed = said_changes(state, config)
             notes += accept_changes(checkpoint, [*changes, *changed_data(state, config, data.ledger)], config)
-            schedule = schedule if config.checkpoint.finetune else resumed_schedule(schedule, state["schedule"], config)
+            if not config.checkpoint.finetune:
+                taken = "the checkpoint's is taken" if config.optimizer.use_checkpoint_opt_param_scheduler else "the command line's is taken"
+                changed += [f"schedule: {line}; {taken}" for line in schedule_changes(schedule, state["schedule"])]
+                schedule = resumed_schedule(schedule, state["schedule"], config)
         padded_vocab = padded_vocab_size(tokenizer.vocab_size, config.model, config.distributed.tensor_model_parallel_size)
-        sections = describe(config, notes, tokenizer, data, device, padded_vocab, world_size, checkpoint, planned_for) if world.rank == 0 else {}
+        sections = describe(config, notes, tokenizer, data, device, padded_vocab, world_size, checkpoint, planned_for, changed) if world.rank == 0 else {}
     return Prepared(config, tokenizer, padded_vocab, checkpoint, progress, schedule, data, sections)
 
 

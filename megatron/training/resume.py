@@ -31,6 +31,23 @@ _NO_ARITHMETIC = {"init_method_std", "distributed_timeout_minutes", "world_size"
 _OPTIMIZER_ARITHMETIC = ("optimizer", "adam_implementation", "grad_norm_backend", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
                          "optimizer_cpu_offload", "optimizer_offload_fraction", "freeze", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
 _DATA_ARITHMETIC = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+# Which changes are refused unless they are accepted: group, field, value of --accept-changed, what would change. The model, but for what is free
+# above, the tokenizer, the training data and the schedules are compared beside them.
+_ACCEPTABLE = (
+    ("training", "seed", "seed", "the data order"), ("data", "seq_length", "data", "the data order"),
+    *(("data", name, "data", "the objective") for name in _DATA_ARITHMETIC),
+    ("training", "global_batch_size", "batch", "the steps' batches"), ("training", "rampup_batch_size", "batch", "the steps' batches"),
+)
+# What alters the steps to come, not only their rounding, and may be changed on purpose: each change is a line of the banner.
+_SAID = {
+    "model": ("hidden_dropout", "attention_dropout", "z_loss_coeff"),
+    "precision": ("bf16", "fp16", "fp64", "loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+    "training": ("nan_policy",),
+    "optimizer": ("optimizer", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "freeze", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps",
+                  "sgd_momentum"),
+    "distributed": ("grad_reduce_in_bf16",),
+    "evaluation": ("eval_iters",),
+}
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")  # may lie elsewhere now: their content is compared
 _TOKENIZER_FIELDS = ("tokenizer_type", "vocab_size", "seq_length", *_FILES)
 
@@ -117,7 +134,7 @@ class Change(NamedTuple):
 
 
 def changed_fields(state: dict[str, Any], config: Config, vocab_size: int, tokenizer_fingerprint: str) -> list[Change]:
-    """What a run may not change unseen: the model and, unless it takes the weights alone, tokenizer, batch schedule, seed and sequence length."""
+    """What a run may not change unseen: the model and, unless it takes the weights alone, the tokenizer and _ACCEPTABLE."""
     found, theirs = [], config_of(state)
     for field in dataclasses.fields(ModelConfig):
         old, new = getattr(theirs.model, field.name), getattr(config.model, field.name)
@@ -129,15 +146,24 @@ def changed_fields(state: dict[str, Any], config: Config, vocab_size: int, token
         return found  # another tokenizer of the same size is the user's choice when weights alone are taken
     if tokenizer_fingerprint != state["tokenizer"]:
         found.append(Change("tokenizer: its files are not those of the checkpoint", "tokenizer"))
-    fields = [("training", "seed", "seed"), ("data", "seq_length", "data")]
-    if not config.evaluation.skip_train:
-        fields += [("training", "global_batch_size", "batch"), ("training", "rampup_batch_size", "batch")]
-    for group, name, accept in fields:
+    for group, name, accept, consequence in _ACCEPTABLE:
         old, new = getattr(getattr(theirs, group), name), getattr(getattr(config, group), name)
-        if old != new:
-            consequence = "the steps' batches would change" if accept == "batch" else "the data order would change"
-            found.append(Change(f"--{name.replace('_', '-')}: checkpoint {old}, command line {new}; {consequence}", accept))
+        if old != new and not (accept == "batch" and config.evaluation.skip_train):
+            found.append(Change(f"{_flag(name)}: checkpoint {old}, command line {new}; {consequence} would change", accept))
     return found
+
+
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+def said_changes(state: dict[str, Any], config: Config) -> list[str]:
+    """For the banner: the changes that need no permission but alter the steps to come, one a line; none where no run is continued."""
+    if config.checkpoint.finetune or config.evaluation.skip_train:
+        return []
+    theirs = config_of(state)
+    pairs = [(name, getattr(getattr(theirs, group), name), getattr(getattr(config, group), name)) for group, names in _SAID.items() for name in names]
+    return [f"{_flag(name)}: checkpoint {old}, command line {new}" for name, old, new in pairs if old != new]
 
 
 def changed_data(state: dict[str, Any], config: Config, ledger: dict[str, Any]) -> list[Change]:
@@ -213,6 +239,11 @@ def _manifest_of(options: CheckpointConfig) -> dict[str, Any]:
     raise AssertionError
 
 
+def schedule_changes(ours: Schedule, theirs: dict[str, Any]) -> list[str]:
+    """What differs between the schedule of the command line and a checkpoint's, a line each."""
+    return [f"{name}: checkpoint {theirs[name]}, command line {value}" for name, value in asdict(ours).items() if theirs[name] != value]
+
+
 def resumed_schedule(ours: Schedule, theirs: dict[str, Any], config: Config) -> Schedule:
     """The schedule to go on with: the command line's when equal or overridden, the checkpoint's when asked for.
 
@@ -220,7 +251,7 @@ def resumed_schedule(ours: Schedule, theirs: dict[str, Any], config: Config) -> 
     """
     if config.optimizer.use_checkpoint_opt_param_scheduler:
         return Schedule(**theirs)
-    different = [f"  {name}: checkpoint {theirs[name]}, command line {value}" for name, value in asdict(ours).items() if theirs[name] != value]
+    different = [f"  {line}" for line in schedule_changes(ours, theirs)]
     if different and not config.optimizer.override_opt_param_scheduler:
         raise CheckpointError(
             "the learning-rate or weight-decay schedule differs from the checkpoint's (lengths in samples):\n" + "\n".join(different)

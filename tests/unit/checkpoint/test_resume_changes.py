@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+import re
+from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
 from reshard_cases import differing, flags, saved, saving, start
 
 from megatron.config.groups import Config
-from megatron.training.resume import changed_data
+from megatron.training import resume as resume_module
+from megatron.training.resume import changed_data, changed_fields, said_changes
+
+ROOT = Path(__file__).resolve().parents[3]
 
 DATA = "--micro-batch-size 1 --global-batch-size 4 --train-iters 6 --mock-data --lr 1e-2 --log-interval 1 --eval-iters 0".split()
 
@@ -97,3 +103,89 @@ def test_the_checkpoint_s_arguments(root, tmp_path):
     assert "num-layers" in start((*DATA, *where[:-1]))  # the control
     assert "no checkpoint of iteration 5 in --load" in start((*DATA, *where[:2], "--ckpt-step", "5", where[-1]))
     assert "give --load" in start((*DATA, "--use-checkpoint-args"))
+
+
+# ---- which changes are refused, said, or neither: every field of the configuration
+
+
+OTHERWISE = {  # fields that neither are refused nor said, by group: they change rounding alone, or no number
+    "model": {*resume_module._CHOICES, "deterministic_mode", "fused_linear_cross_entropy", "init_method_std"},
+    "precision": {"initial_loss_scale"},  # the checkpoint has the scale
+    "data": {"data_path", "split", "train_data_path", "valid_data_path", "test_data_path", "mock_data", "check_data",  # compared by content
+             "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"},
+    "training": {"micro_batch_size", "train_iters", "train_samples", "exit_interval", "exit_duration_in_mins", "recompute_granularity",
+                 "recompute_method", "recompute_num_layers"},
+    "evaluation": {"eval_interval", "skip_train"},
+}
+SCHEDULE = {"lr", "min_lr", "weight_decay"}  # and what begins like these
+SCHEDULES = ("lr_", "weight_decay_", "start_weight", "end_weight")
+
+
+def another(value: object) -> object:
+    """A value that differs from this one."""
+    if isinstance(value, bool):
+        return not value
+    return value + 1 if isinstance(value, int | float) else "another"
+
+
+def state_of(config: Config) -> dict:
+    return {"config": config.to_dict(), "vocab_size": 50, "tokenizer": "t", "versions": {}}
+
+
+def what_is_done(group: str, name: str) -> str:
+    """`refused`, `refused: <value of --accept-changed>`, `said` or `nothing` when this field alone differs from the checkpoint."""
+    config = Config()
+    changed = replace(config, **{group: replace(getattr(config, group), **{name: another(getattr(getattr(config, group), name))})})
+    flag = f"--{name.replace('_', '-')}: checkpoint "
+    refused = [change for change in changed_fields(state_of(config), changed, 50, "t") if change.text.startswith(flag)]
+    said = [line for line in said_changes(state_of(config), changed) if line.startswith(flag)]
+    assert len(refused) + len(said) <= 1
+    if refused:
+        return f"refused: {refused[0].accept}" if refused[0].accept else "refused"
+    return "said" if said else "nothing"
+
+
+def documented() -> dict[str, str]:
+    """The same by flag, from the two tables of docs/checkpoint.md."""
+    found: dict[str, str] = {}
+    for line in (ROOT / "docs/checkpoint.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 2 and cells[0].startswith("`--") and cells[1].startswith("`--accept-changed "):
+            found |= dict.fromkeys(re.findall(r"`(--[a-z0-9-]+)`", cells[0]), f"refused: {cells[1].split()[1].strip('`')}")
+        elif len(cells) == 2 and cells[0] in OTHERWISE | {"optimizer": (), "distributed": ()}:
+            found |= dict.fromkeys(re.findall(r"`(--[a-z0-9-]+)`", cells[1]), "said")
+    return found
+
+
+def test_every_field_is_refused_said_or_known_to_change_no_step():
+    expected, found = documented(), {}
+    for group in ("model", "precision", "data", "training", "optimizer", "evaluation", "distributed"):
+        for field in fields(getattr(Config(), group)):
+            done, name = what_is_done(group, field.name), f"--{field.name.replace('_', '-')}"
+            if done not in ("nothing", "refused"):
+                found[name] = done
+            known = field.name in OTHERWISE.get(group, ()) or group == "distributed" or group == "optimizer" and (
+                field.name in SCHEDULE or field.name.startswith(SCHEDULES) or "offload" in field.name or "param_scheduler" in field.name
+                or field.name in ("adam_implementation", "grad_norm_backend"))
+            assert (done == "nothing") == (known and name not in found), f"{name}: {done}; say in megatron/training/resume.py what a change of it means"
+            assert (done == "refused") == (group == "model" and done != "said" and not known), name
+    assert found == expected
+
+
+@pytest.mark.parametrize("flag", ["--eod-mask-loss", "--reset-attention-mask", "--reset-position-ids"])
+def test_another_objective_is_refused_unless_accepted(root, flag):
+    told = resume(root, flag)
+    assert f"  {flag}: checkpoint False, command line True; the objective would change [--accept-changed data]\n" in told
+    assert "exit code" not in told  # nothing ran
+
+
+def test_other_changes_are_listed_one_a_line_before_the_first_step(root):
+    told = resume(root, "--clip-grad", "0.5", "--adam-beta2", "0.95", "--z-loss-coeff", "1e-3", "--lr", "2e-2", "--override-opt-param-scheduler",
+                  "--eod-mask-loss", "--accept-changed", "data")
+    before, _, _ = told.partition("iteration        4/")
+    lines = [line.removeprefix(" changed").strip() for line in before.splitlines()]
+    for line in ("--z-loss-coeff: checkpoint 0.0, command line 0.001", "--clip-grad: checkpoint 1.0, command line 0.5",
+                 "--adam-beta2: checkpoint 0.999, command line 0.95", "schedule: max_lr: checkpoint 0.01, command line 0.02; the command line's is taken"):
+        assert line in lines, before
+    assert "accepted by --accept-changed data: --eod-mask-loss: checkpoint False, command line True" in told and told.endswith("exit code 0")
+    assert " changed " not in resume(root, "--exit-interval", 4)
