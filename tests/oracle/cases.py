@@ -8,6 +8,7 @@ for the folder of corpora, `{save}` for the run's own.
 from __future__ import annotations
 
 import functools
+import json
 import shlex
 import struct
 import tempfile
@@ -190,6 +191,28 @@ NAMED = (
         f"--valid-data-path {{data}}/web "
         "--test-data-path {data}/code {data}/notes",
     ),
+    Case(
+        "resume-new-batch-and-seed",
+        f"{FILES} {LLAMA} --hidden-dropout 0.1",
+        first="--exit-interval 2",
+        then=(
+            "--global-batch-size 6 --seed 9 --accept-changed batch seed "
+            "--override-opt-param-scheduler",
+        ),
+    ),
+    Case(
+        "resume-without-moments",
+        f"{FILES} {LLAMA} --lr-decay-style cosine",
+        first="--exit-interval 2",
+        then=("--no-load-optim",),
+    ),
+    Case(
+        "many-epochs",
+        f"{LLAMA} --train-data-path {{data}}/notes --seq-length 9 --train-iters 12 "
+        f"--valid-data-path {{data}}/counted --reset-position-ids",
+    ),
+    Case("frozen", f"{FILES} {LLAMA} --freeze embedding,layers.0 --log-num-zeros-in-grad"),
+    Case("frozen-tied", f"{MOCK} --num-layers 3 --freeze layers.0-1 --clip-grad 0.5"),
     # Narrow precisions: the decisions exactly, the numbers within a bound.
     Case("fp32", f"{FILES} {LLAMA}", narrow="fp32"),
     Case("fp32-dropout", f"{MOCK} --optimizer sgd --z-loss-coeff 1e-2", narrow="fp32"),
@@ -318,7 +341,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "data": (
         FILES,
         MOCK,
-        "--train-data-path 3 {data}/books 2 {data}/code --valid-data-path {data}/web",
+        "--data-path 3 {data}/books 2 {data}/code --split 7,2,1",
     ),
     "learning rate": (
         "--lr-decay-style constant --lr-warmup-iters 2",
@@ -352,6 +375,7 @@ def pairs_of(row: dict[str, str]) -> set[frozenset[tuple[str, str]]]:
     return {frozenset(pair) for pair in combinations(row.items(), 2)}
 
 
+@functools.cache
 def mixed_rows() -> list[dict[str, str]]:
     """Rows of one value of each factor. Each is, of some drawn at random, the one with the most
     pairs that no row before it has.
@@ -391,6 +415,9 @@ def corpora() -> str:
     write_corpus(
         Path(folder.name, "gaps"), np.array(lengths), np.dtype("<u2"), np.random.default_rng(9)
     )
+    counted = Path(folder.name, "counted")
+    write_corpus(counted, np.full(40, 20), np.dtype("<u2"), np.random.default_rng(10))
+    write_sidecar(counted, tokens=800, ends=40, text_bytes=3100)
     return folder.name
 
 
@@ -416,3 +443,15 @@ def write_corpus(
         + offsets.tobytes()
         + np.arange(documents + 1, dtype="<i8").tobytes()
     )
+
+
+def write_sidecar(prefix: Path, **counts: int) -> None:
+    """What tools/preprocess_data.py writes beside a corpus, as far as it is read."""
+    files = {
+        kind: {"bytes": Path(f"{prefix}.{kind}").stat().st_size, "xxh3_128": "0" * 32}
+        for kind in ("bin", "idx")
+    }
+    tokenizer = {"name": "another", "fingerprint": "0" * 32, "eod": VOCABULARY - 1}
+    described = {"format": 1, "files": files, "tokenizer": tokenizer, "max_id": VOCABULARY - 1}
+    described |= {"eod_count": counts.pop("ends"), **counts}
+    Path(f"{prefix}.json").write_text(json.dumps(described))

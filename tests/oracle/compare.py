@@ -145,9 +145,9 @@ def rows_differ(case: Case, argv: list[str], outcome: Outcome, seen: Seen) -> li
     bound, found = number_bound(case, argv, outcome), []
     if outcome.rows.keys() != seen.rows.keys():
         found.append(f"rows of iterations {sorted(seen.rows)}, expected {sorted(outcome.rows)}")
-    if outcome.skips.keys() != seen.console.keys():
+    if outcome.counts.keys() != seen.console.keys():
         found.append(
-            f"console lines of iterations {sorted(seen.console)}, expected {sorted(outcome.skips)}"
+            f"console lines of iterations {sorted(seen.console)}, expected {sorted(outcome.counts)}"
         )
     for iteration, row in outcome.rows.items():
         got = seen.rows.get(iteration, {})
@@ -156,14 +156,16 @@ def rows_differ(case: Case, argv: list[str], outcome: Outcome, seen: Seen) -> li
         for name, value in row.items():
             if name in ("params-norm", "num-zeros") and noise_in(argv):
                 continue
+            if name not in got and any(other.startswith(f"{name} ") for other in row):
+                continue  # WAIT: the mean over sources
             near = 0.0 if name in COUNTS else EXACT if name == "learning-rate" else bound
             near *= (
                 max(1.0, math.log(value)) if "ppl" in name else 1
             )  # of exp(x) the relative error is the absolute one of x
             if not close(got.get(name), value, near):
                 found.append(f"iteration {iteration}: {name} {got.get(name)!r}, expected {value!r}")
-    for iteration, skipped in outcome.skips.items():
-        printed, row = seen.console.get(iteration, {}), {**outcome.rows[iteration], **skipped}
+    for iteration, counts in outcome.counts.items():
+        printed, row = seen.console.get(iteration, {}), {**outcome.rows[iteration], **counts}
         for name, value in printed.items():
             relative, absolute = PRINTED.get(name, (0.0, 0.0))
             near = bound if name in ("lm loss", "grad-norm") else 0.0

@@ -7,9 +7,11 @@ b batch, s sequence length.
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 from argparse import Namespace
 from fractions import Fraction
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -235,18 +237,41 @@ def named(sources: list[Source]) -> list[tuple]:
     return [(source.stream.identity, source.share) for source in sources]
 
 
-def held_out_data(c: Namespace, split: str, title: str) -> dict[str, Reader]:
-    """The sources that are evaluated, each by the name that its loss is logged under."""
+class HeldOut(NamedTuple):
+    """A source that is evaluated: the name that its loss is logged under, its part in the mean over
+    its split's sources, and the bytes of text of a token where a sidecar says so.
+    """
+
+    name: str
+    reader: Reader
+    weight: float = 1.0
+    bytes_per_token: float | None = None
+
+
+def held_out_data(c: Namespace, split: str, title: str) -> list[HeldOut]:
+    """What --eval-iters and the files of a split say is evaluated."""
     if c.eval_iters == 0:
-        return {}
+        return []
     if c.mock_data:
-        return {title: Mock(c, 0, title)}
-    found = streams(c, split)
-    if len(found) == 1:
-        return {title: found[0][2]}
-    return {
-        prefix.split("/")[-1].removesuffix("_text_document"): stream for _, prefix, stream in found
-    }
+        return [HeldOut(title, Mock(c, 0, title))]
+    return [
+        HeldOut(
+            prefix.split("/")[-1].removesuffix("_text_document"),
+            stream,
+            stream.total if weight is None else weight,
+            bytes_per_token(prefix),
+        )
+        for weight, prefix, stream in streams(c, split)
+    ]
+
+
+def bytes_per_token(prefix: str) -> float | None:
+    """What a corpus' sidecar says of all of it."""
+    sidecar = Path(f"{prefix}.json")
+    if not sidecar.is_file():
+        return None
+    counts = json.loads(sidecar.read_text())
+    return counts["text_bytes"] / counts["tokens"]
 
 
 def batch_of(c: Namespace, reader: Reader, first: int, count: int) -> Batch:

@@ -26,17 +26,17 @@ VALUES: dict[type, str] = {
     str: """
         position-embedding-type=learned_absolute normalization=LayerNorm activation=gelu
         split=969,30,1 tokenizer-type optimizer=adam lr-decay-style=linear
-        lr-wsd-decay-style=exponential weight-decay-incr-style=constant save load accept-changed
-        nan-policy=stop recompute-granularity recompute-method recompute-num-layers
+        lr-wsd-decay-style=exponential weight-decay-incr-style=constant save load 
+        nan-policy=stop freeze recompute-granularity recompute-method recompute-num-layers
     """,
 }
 SWITCHES = """
     group-query-attention use-rope-scaling disable-bias-linear add-qkv-bias qk-layernorm
     untie-embeddings-and-output-weights bf16 fp16 fp64 mock-data reset-position-ids
     reset-attention-mask eod-mask-loss finetune skip-train log-params-norm log-num-zeros-in-grad
-    override-opt-param-scheduler fused-linear-cross-entropy
+    override-opt-param-scheduler fused-linear-cross-entropy no-load-optim
 """
-LISTS = "data-path train-data-path valid-data-path test-data-path rampup-batch-size"
+LISTS = "data-path train-data-path valid-data-path test-data-path rampup-batch-size accept-changed"
 
 
 def _parser() -> ArgumentParser:

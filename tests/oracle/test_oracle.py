@@ -3,11 +3,13 @@ counts and final weights of every case.
 """
 
 import ast
+import re
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
-from oracle.cases import CASES
+from oracle.cases import CASES, FACTORS, MIXED, NAMED, mixed_rows, pairs_of
 from oracle.compare import differences, expected, narrow_bound
 from oracle.philox import philox
 
@@ -72,3 +74,21 @@ def test_overflows_are_decided_with_room():
             assert min(outcome.margin for outcome in expected(case)) > 1 + narrow_bound(
                 "fp16", 2
             ), case
+
+
+def test_the_documented_numbers_of_configurations():
+    """docs/numerics.md, "The oracle"."""
+    text = " ".join((HERE.parents[1] / "docs/numerics.md").read_text().split())
+    factors = [[(name, value) for value in values] for name, values in FACTORS.items()]
+    pairs = sum(len(a) * len(b) for a, b in combinations(factors, 2))
+    covered = set().union(*map(pairs_of, mixed_rows()))
+    parallel = sum(case.ranks > 1 for case in NAMED)
+    assert re.findall(r"(\d+) configurations", text) == [str(len(CASES))] * 2 + [str(len(NAMED))]
+    assert f"{parallel} of them on two or four ranks" in text
+    assert f"- {len(MIXED)} mix {len(FACTORS)} choices" in text
+    assert f"{len(covered)} of the {pairs} pairs of values occur together" in text
+
+
+def test_every_value_of_every_choice_is_in_a_row():
+    for factor, values in FACTORS.items():
+        assert {row[factor] for row in mixed_rows()} == set(values), factor
