@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         from megatron.training.pretrain import pretrain  # torch is imported only when something runs
 
-        return pretrain(parsed.config, parsed.notes, dry_run=parsed.dry_run)
+        return pretrain(parsed.config, parsed.notes, not_done=parsed.not_done, dry_run=parsed.dry_run)
     except UserError as error:
         text = message(error)
         if text:

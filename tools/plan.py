@@ -1,7 +1,7 @@
 """Plan a run without a GPU: python tools/plan.py memory|checkpoint <flags of pretrain_gpt.py> --world-size N
 
 memory: a table of memory by pipeline rank, which stage of ZeRO fits, and whether communication hides behind computation.
-    --memory GIB          what a device has (80)
+    --device-memory GIB   what a device has (80); the first line says whether the run fits
     --mfu SHARE           what training reaches of its peak (0.4); the peak is --peak-tflops (989: H100)
     --bandwidth GB/S      what one rank sends at (50: one 400 Gb/s adapter)
     --host-bandwidth GB/S what weights come from host memory at (50: PCI Express 5.0, assumed)
@@ -30,8 +30,9 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.plan.advice import BANDWIDTH, HOST_BANDWIDTH, MFU, PEAK_TFLOPS, Machine
 from megatron.plan.checkpoint import checkpoint_report
 from megatron.plan.table import memory_report
+from megatron.plan.verdict import DEVICE_MEMORY
 
-OWN = {"memory": {"--memory": 80.0, "--mfu": MFU, "--bandwidth": BANDWIDTH, "--host-bandwidth": HOST_BANDWIDTH},
+OWN = {"memory": {"--mfu": MFU, "--bandwidth": BANDWIDTH, "--host-bandwidth": HOST_BANDWIDTH},
        "checkpoint": {"--write": 1.0, "--copy": 10.0, "--mtbf": 24.0}}
 
 
@@ -79,7 +80,7 @@ def plan(what: str, argv: list[str]) -> list[str]:
     if what == "checkpoint":
         return checkpoint_report(config, vocab_size, world_size, write=own["--write"], copy=own["--copy"], between_failures=own["--mtbf"])
     machine = Machine(config.logging.peak_tflops or PEAK_TFLOPS, own["--mfu"], own["--bandwidth"], own["--host-bandwidth"])
-    return memory_report(config, vocab_size, world_size, memory=own["--memory"], machine=machine)
+    return memory_report(config, vocab_size, world_size, memory=config.distributed.device_memory or DEVICE_MEMORY, machine=machine)
 
 
 def main(argv: list[str] | None = None) -> int:

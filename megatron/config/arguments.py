@@ -55,6 +55,7 @@ class Parsed:
 
     config: Config
     notes: list[str]
+    not_done: list[str]  # services that were asked for and do not exist here
     dry_run: bool
     print_config: bool
 
@@ -135,13 +136,46 @@ def _word(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _nearest(word: str, known: typing.Iterable[str]) -> str:
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.7)), "")
+def one_edit(one: str, other: str) -> bool:
+    """Whether one inserted, deleted, replaced or swapped letter lies between two words."""
+    if one == other or abs(len(one) - len(other)) > 1:
+        return False
+    shortest = min(len(one), len(other))
+    start = next((i for i in range(shortest) if one[i] != other[i]), shortest)
+    rest = shortest - start
+    end = next((i for i in range(rest) if one[-1 - i] != other[-1 - i]), rest)
+    left, right = one[start:len(one) - end], other[start:len(other) - end]
+    return max(len(left), len(right)) == 1 or (len(left) == 2 and left == right[::-1])
+
+
+def _nearest(word: str, known: typing.Iterable[str]) -> list[str]:
+    """What a word may have been meant to be: all that are one letter away, else the one that looks most alike, if any does."""
+    known = list(known)
+    return [other for other in known if one_edit(word, other)] or difflib.get_close_matches(word, known, n=1, cutoff=0.7)
 
 
 def _did_you_mean(word: str, known: typing.Iterable[str]) -> str:
     near = _nearest(word, known)
-    return f"; did you mean {near}?" if near else ""
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+@functools.cache
+def _flags_by_length() -> dict[int, list[str]]:
+    """Every known flag, ours first."""
+    result: dict[int, list[str]] = {}
+    for flag in dict.fromkeys([*options_by_flag(), *map(key, COMMANDS), "--help", *compatibility.rows()]):
+        result.setdefault(len(flag), []).append(flag)
+    return result
+
+
+def suggestions(flag: str) -> list[str]:
+    """Known flags that an unknown one may have been meant to be; ours come first."""
+    word, lengths = key(flag), _flags_by_length()
+    near = [other for length in range(len(word) - 1, len(word) + 2) for other in lengths.get(length, ()) if one_edit(word, other)]
+    near.sort(key=lambda other: other not in options_by_flag())
+    if compatibility.habit(word):
+        near.insert(0, compatibility.habit(word))
+    return near or _nearest(word, [other for names in lengths.values() for other in names])
 
 
 def _field_help(group: type) -> dict[str, str]:
@@ -216,14 +250,14 @@ def split_words(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]
     occurrences: list[tuple[str, list[str]]] = []
     faults = []
     for word in argv:
-        if re.match(r"--[A-Za-z]", word):
+        if re.match(r"--?[^-\d.]|--.", word):  # not a negative number
             flag, equals, value = word.partition("=")
             if re.search(r"\s", flag):
                 faults.append(f"{word!r}: flag and value are one word; do not quote them together")
                 occurrences.append((word.split()[0], word.split()[1:]))
             else:
                 occurrences.append((flag, [_unquote(value)] if equals else []))
-        elif not occurrences or re.match(r"-[A-Za-z]", word):
+        elif not occurrences or word == "--":
             faults.append(f"{word}: this word belongs to no flag; flags begin with --")
         else:
             occurrences[-1][1].append(_unquote(word))
@@ -242,7 +276,7 @@ class _Reading:
     values: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
     set_by: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict)
     commands: dict[str, str] = dataclasses.field(default_factory=dict)
-    foreign: list[tuple[str, list[str]]] = dataclasses.field(default_factory=list)
+    foreign: list[tuple[str, list[str], compatibility.Row]] = dataclasses.field(default_factory=list)
     least: list[tuple[str, compatibility.Row]] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     faults: list[str] = dataclasses.field(default_factory=list)
@@ -255,9 +289,7 @@ class _Reading:
         elif key(flag) in options_by_flag():
             self._field(flag, words, written or _shown(flag, words))
         elif (row := compatibility.find(key(flag))) is None:
-            near = _nearest(key(flag), [*options_by_flag(), *COMMANDS, *compatibility.names()])
-            self.faults.append(f"{_shown(flag, words)}: unknown flag" + (f"; did you mean {near}?" if near else ""))
-            self.unsure.update([near] if near else [])
+            self._unknown(flag, words)
         elif row.verdict in ("equals", "at least") and words and "$" not in row.text:
             self.faults.append(f"{_shown(flag, words)}: it takes no value")
         elif row.verdict == "equals":
@@ -266,7 +298,17 @@ class _Reading:
         elif row.verdict == "at least":
             self.least.append((flag, row))
         else:
-            self.foreign.append((flag, words))
+            self.foreign.append((flag, words, row))
+
+    def _unknown(self, flag: str, words: list[str]) -> None:
+        if key(flag) in compatibility.FOLLOWS:
+            self.faults.append(f"{_shown(flag, words)}: unknown flag; {compatibility.FOLLOWS[key(flag)]}")
+            return
+        near = suggestions(flag)
+        meant = f"; did you mean {' or '.join(near)}?" if near else ""
+        wrong = "unknown flag" if flag.startswith("--") else "this word belongs to no flag; flags begin with --"
+        self.faults.append(f"{_shown(flag, words)}: {wrong}{meant}")
+        self.unsure.update(near)
 
     def raised(self, config: Config) -> Config:
         """The configuration with the settings that are below what some flag asks for at least."""
@@ -295,6 +337,9 @@ class _Reading:
         option, on = options_by_flag()[key(flag)]
         place = (option.group, option.field)
         try:
+            asked = compatibility.ASKS.get((option.names[0], " ".join(words)))
+            if asked is not None:
+                self.foreign.append((written, [], asked))
             words, note = compatibility.translate_value(option.names[0], words)
             value = option.parse(words)
             if option.kind is bool:
@@ -395,9 +440,9 @@ def parse_arguments(argv: list[str]) -> Parsed:
         reading.faults += faults
         config = _with_values(config, values)
     config = reading.raised(_with_values(config, reading.values))
-    notes, faults = compatibility.answer(reading.foreign, config)
-    reading.notes += notes
-    reading.faults += faults
+    answers = compatibility.answer(reading.foreign, config)
+    reading.notes += answers.notes
+    reading.faults += answers.faults
     if "--deepspeed-config" in reading.commands:
         notes, faults = compare_with_deepspeed(reading.commands["--deepspeed-config"], config)
         reading.notes += notes
@@ -410,4 +455,4 @@ def parse_arguments(argv: list[str]) -> Parsed:
         told = [fault for fault in cross_field_faults(config, distributed.world_size or smallest, None)  # the launcher's ranks are not known here
                 if not any(re.search(rf"{flag}(?![\w-])", fault) for flag in reading.unsure)]
         raise ArgumentErrors([*reading.faults, *told])
-    return Parsed(config, reading.notes, "--dry-run" in reading.commands, "--print-config" in reading.commands)
+    return Parsed(config, reading.notes, answers.not_done, "--dry-run" in reading.commands, "--print-config" in reading.commands)

@@ -1,22 +1,27 @@
 """What becomes of flags of Megatron-LM (2026-08) and Megatron-DeepSpeed (2025-07) that are not fields here.
 
-One maintained table, five verdicts:
+One maintained table, six verdicts:
 - equals: rewritten to our flags; `$` stands for the flag's own values.
 - at least: rewritten to our flag where the settings do not already give that much.
-- note: accepted, because leaving it out changes nothing about the result; one line in the banner says why.
+- note: accepted, because what it asks for is done anyway or does not apply; one line in the banner says why.
+- not done: accepted, although it asks for a service that does not exist here. The result does not depend
+  on it; the block at the top of the banner says what is missing.
 - only: accepted with the listed values (they are what happens here anyway), refused with others.
 - refused: an error line that says what to do.
-A name ending in `*` is a family; an exact name wins over a family, a longer family over a shorter one.
+A name ending in `*` stands for the names in `upstream_flags.py` that begin so and that no other row has;
+a longer beginning wins over a shorter one. A flag whose exact name is in no row is unknown.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
+from megatron.config.upstream_flags import NAMES
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,11 @@ class Row:
     verdict: str
     text: str
     values: tuple[str, ...] = ()
-    when: Callable[[Config], bool] | None = None  # a note that holds only for such settings, else refused with the next text
+    # For a note: it holds for such settings only, and others are refused with the text `otherwise`.
+    # For "not done": with such settings it is done after all, and `otherwise` is a note.
+    when: Callable[[Config], bool] | None = None
     otherwise: str = ""
+    told: Callable[[list[str], Config], str] | None = None  # the text of a refusal, from the flag's words and the settings
 
     def rewrite(self, words: list[str]) -> list[tuple[str, list[str]]]:
         """The occurrences of our own flags that an equals row stands for."""
@@ -44,6 +52,14 @@ class Row:
 def note(flags: str, text: str, when: Callable[[Config], bool] | None = None, otherwise: str = "") -> Row:
     """A row whose flags are accepted and change nothing."""
     return Row(tuple(flags.split()), "note", text, when=when, otherwise=otherwise)
+
+
+def not_done(
+    flags: str, text: str, quiet: str = "",
+    when: Callable[[Config], bool] | None = None, otherwise: str = "",
+) -> Row:
+    """A row whose flags ask for what does not exist here; with the values `quiet` they ask for nothing."""
+    return Row(tuple(flags.split()), "not done", text, tuple(quiet.split()), when, otherwise)
 
 
 def only(flags: str, values: str, text: str) -> Row:
@@ -66,6 +82,22 @@ def refused(flags: str, text: str) -> Row:
     return Row(tuple(flags.split()), "refused", text)
 
 
+def in_samples(ours: str) -> Callable[[list[str], Config], str]:
+    """The refusal of a number of tokens: `ours` with the number of samples of --seq-length that they are."""
+
+    def told(words: list[str], config: Config) -> str:
+        length = config.data.seq_length
+        try:
+            tokens = float(words[0]) if len(words) == 1 else math.nan
+        except ValueError:
+            tokens = math.nan
+        if not math.isfinite(tokens) or length is None or length < 1:
+            return f"lengths are given in samples here; use {ours}: tokens / seq-length"
+        return f"lengths are given in samples here; use {ours} {int(tokens) // length} (tokens / --seq-length {length})"
+
+    return told
+
+
 EQUALS = (
     equals("--swiglu", "--activation swiglu"),
     equals("--geglu", "--activation geglu"),
@@ -79,7 +111,10 @@ EQUALS = (
     equals("--encoder-num-layers --decoder-num-layers", "--num-layers $"),
     equals("--encoder-seq-length --decoder-seq-length", "--seq-length $"),
     equals("--checkpoint-activations", "--recompute-granularity full --recompute-method uniform"),
-    equals("--checkpoint-num-layers", "--recompute-num-layers $"),
+    equals("--checkpoint-num-layers --activations-checkpoint-num-layers", "--recompute-num-layers $"),
+    equals("--activations-checkpoint-method", "--recompute-granularity full --recompute-method $"),
+    equals("--override-lr-scheduler", "--override-opt-param-scheduler"),
+    equals("--use-checkpoint-lr-scheduler", "--use-checkpoint-opt-param-scheduler"),
     equals("--no-check-for-nan-in-loss-and-grad", "--nan-policy skip"),
     equals("--no-load-lr-state", "--override-opt-param-scheduler"),
     equals("--model-parallel-size", "--tensor-model-parallel-size $"),
@@ -96,18 +131,14 @@ EQUALS = (
 )
 
 NOTES = (
-    note("--use-mcore-models --transformer-impl --spec --enable-experimental", "there is one implementation of the model here"),
+    note("--use-mcore-models --use-legacy-models --transformer-impl --spec --enable-experimental", "there is one implementation of the model here"),
     note("--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm "
          "--no-gradient-accumulation-fusion --cross-entropy-loss-fusion --fused-residual-rmsnorm "
          "--use-fused-weighted-squared-relu --use-te-activation-func --use-transformer-engine-op-fuser --disable-jit-fuser "
-         "--disable-mem-efficient-ln --enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph --cuda-graph-* "
-         "--disable-bf16-reduced-precision-matmul --mlp-chunks-for-training --use-grouped-gemm-for-dense-mlp --onnx-safe",
+         "--disable-mem-efficient-ln --use-grouped-gemm-for-dense-mlp --onnx-safe",
          "a choice of kernels, which are chosen here"),
     note("--no-bias-gelu-fusion",
-         "gelu is the exact (erf) one here, as in Megatron's unfused path; its fused default is --activation gelu-tanh"),
-    note("--use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --use-flash-attn-builder "
-         "--flash-attention-version --use-kitchen-attention --kitchen-attention-backend",
-         "--attention-backend auto takes the fastest kernel that supports the settings"),
+         "--activation gelu is the exact (erf) form here, as in Megatron's path without fusion"),
     note("--attention-softmax-in-fp32 --apply-query-key-layer-scaling --no-query-key-layer-scaling",
          "the softmax is in fp32, where scaling by the layer number cancels"),
     note("--accumulate-allreduce-grads-in-fp32", "gradients are accumulated and sent in fp32 without --main-grads-dtype bf16 or --grad-reduce-in-bf16",
@@ -118,18 +149,18 @@ NOTES = (
          when=lambda config: config.optimizer.main_grads_dtype == "fp32",
          otherwise="contradicts --main-grads-dtype bf16, which holds for every gradient; drop one of them"),
     note("--use-precision-aware-optimizer", "--main-grads-dtype, --exp-avg-dtype and --exp-avg-sq-dtype act without it"),
-    note("--use-megatron-fsdp", "--zero-stage (or --data-parallel-sharding-strategy) says what is sharded"),
+    note("--use-megatron-fsdp --use-custom-fsdp", "--zero-stage (or --data-parallel-sharding-strategy) says what is sharded"),
     note("--fp16-lm-cross-entropy", "the loss is computed in fp32 here"),
     note("--calculate-per-token-loss", "the loss is always the mean over all tokens of the global batch here"),
     note("--apply-layernorm-1p", "storing the scale minus one gives the same model, since norms take no weight decay"),
     note("--no-position-embedding", "rotary positions have no table",
          when=lambda config: config.model.position_embedding_type != "learned_absolute",
          otherwise="use --position-embedding-type rope or none"),
-    note("--tp-comm-* --no-tp-comm-* --disable-tp-comm-* --symmetric-ar-type",
+    note("--tp-comm-* --no-tp-comm-* --disable-tp-comm-*",
          "how the collectives of tensor parallelism run is chosen here; --no-tp-comm-overlap takes them out from beside the matrix products"),
-    note("--distribute-saved-activations --distribute-checkpointed-activations --scattered-embeddings "
+    note("--scattered-embeddings "
          "--no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding",
-         "a choice of memory: --sequence-parallel divides the activations between matrices over the tensor-parallel ranks"),
+         "--sequence-parallel divides the embedding's output over the tensor-parallel ranks"),
     note("--use-ring-exchange-p2p --overlap-p2p-communication --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush "
          "--pipeline-model-parallel-comm-backend --no-scatter-gather-tensors-in-pipeline",
          "messages between pipeline ranks always travel beside the computation; under --sequence-parallel each rank sends its part"),
@@ -142,49 +173,43 @@ NOTES = (
          otherwise="contradicts --pipeline-model-parallel-size above 1; drop one of them"),
     note("--standalone-embedding-stage", "there is one pipeline rank", when=lambda config: config.distributed.pipeline_model_parallel_size == 1,
          otherwise="give --pipeline-model-parallel-layout with a first stage E, as in E|(ttt|)*6tttL"),
-    note("--no-align-grad-reduce --disable-align-grad-reduce --no-align-param-gather",
+    note("--no-align-grad-reduce --disable-align-grad-reduce --no-align-param-gather --delay-param-gather "
+         "--no-delay-grad-reduce",
          "when collectives of data parallelism run follows from the schedule: see --overlap-grad-reduce"),
     note("--cp-comm-type --hierarchical-context-parallel-sizes --max-seqlen-per-dp-cp-rank --force-ds-sequence-parallel",
          "concerns context parallelism, whose size is 1"),
     note("--overlap-param-gather-with-optimizer-step --no-use-layer-wise-param-layout",
          "the weights of each layer are gathered as soon as it has been updated: see --overlap-param-gather"),
-    note("--ddp-* --DDP-impl --no-contiguous-buffers-in-local-ddp --no-gradient-reduce-div-fusion --suggested-communication-unit-size "
+    note("--ddp-* --DDP-impl --no-contiguous-buffers-in-local-ddp --use-contiguous-buffers-in-ddp --no-gradient-reduce-div-fusion --suggested-communication-unit-size "
          "--zero-contigious-gradients --zero-reduce-bucket-size --zero-allgather-bucket-size --megatron-fsdp-* --fsdp-*",
          "gradients and weights travel layer by layer, in buffers of a layer's size: there is no bucket to choose"),
     note("--zero-reduce-scatter", "gradients are always reduce-scattered"),
     note("--use-pin-memory --no-pin-cpu-grads --no-pin-cpu-params --overlap-cpu-optimizer-d2h-h2d --use-torch-optimizer-for-cpu-offload "
          "--min-offloaded-tensor-size", "how the offloaded optimizer steps and moves its data is chosen here: see --optimizer-cpu-offload"),
-    note("--split-transformers --memory-centric-tiled-linear --tile-factor", "a choice of memory, without effect on the result"),
-    note("--use-nccl-ub --disable-symmetric-registration --create-all-gather-group --nccl-communicator-config-path --use-sharp "
-         "--sharp-enabled-group --high-priority-stream-groups --disable-gloo-process-groups --local-rank --lazy-mpu-init "
-         "--distributed-timeout-seconds-after-init --flight-recorder-* --no-flight-recorder-* --disable-flight-recorder-* "
-         "--empty-unused-memory-level",
-         "process groups, device and memory are set up here; NCCL's own settings are its environment variables"),
-    note("--deepspeed --deepscale --deepspeed-activation-checkpointing --partition-activations --contigious-checkpointing "
-         "--synchronize-each-layer --profile-backward --ds-fused-adam --cpu-torch-adam --checkpoint-in-cpu",
+    note("--disable-symmetric-registration --create-all-gather-group --disable-gloo-process-groups --local-rank --lazy-mpu-init "
+         "--no-flight-recorder-* --disable-flight-recorder-*",
+         "process groups and device are set up here; NCCL's own settings are its environment variables"),
+    note("--deepspeed --deepscale --deepspeed-activation-checkpointing --synchronize-each-layer --ds-fused-adam --cpu-torch-adam",
          "DeepSpeed is not used; training is the same without it"),
     note("--num-workers --data-cache-path --no-mmap-bin-files --mmap-warmup --no-create-attention-mask-in-dataloader "
          "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap --num-dataset-builder-threads "
          "--per-dataset-sequences-path --mid-level-dataset-surplus --object-storage-cache-path --enable-msc --disable-msc "
-         "--no-data-sharding", "data order is computed: there is no index to build, cache or prefetch"),
-    note("--manual-gc --manual-gc-interval --no-manual-gc-eval --disable-manual-gc-eval --train-sync-interval "
-         "--decrease-batch-size-if-needed --gpu-sniff-test-interval --check-weight-hash-across-dp-replicas-interval",
-         "housekeeping of Megatron's loop"),
+         "--no-data-sharding --s3-cache-path --renormalize-blend-weights", "data order is computed: there is no index to build, cache or prefetch"),
+    note("--no-manual-gc-eval --disable-manual-gc-eval", "Python's garbage collector is left as it is"),
+    note("--decrease-batch-size-if-needed",
+         "the global batch is never made smaller: one that micro-batch-size x data-parallel ranks does not divide is refused"),
     note("--exit-signal-handler --exit-signal-handler-for-training --exit-signal-handler-for-dataloader",
          "SIGTERM and SIGUSR1 always save and exit"),
-    note("--log-throughput --log-progress --log-timers-to-tensorboard --no-log-loss-scale-to-tensorboard "
+    note("--log-throughput --no-log-loss-scale-to-tensorboard "
          "--disable-log-loss-scale-to-tensorboard --log-validation-ppl-to-tensorboard --log-memory-to-tensorboard "
-         "--log-memory-interval --log-device-memory-used --log-world-size-to-tensorboard --log-batch-size-to-tensorboard "
-         "--no-log-learnig-rate-to-tensorboard --no-log-learning-rate-to-tensorboard --log-optimizer-states-to-tensorboard "
-         "--tensorboard-queue-size --timing-log-option --no-barrier-with-level-1-timing --logging-level --log-energy "
-         "--log-max-attention-logit --config-logger-dir --dump-param-to-param-group-map",
-         "logging is fixed here: see docs for the metrics that are always written"),
-    note("--profile --profile-* --use-pytorch-profiler --pytorch-profiler-* --record-memory-history --memory-snapshot-path "
-         "--record-shapes --nvtx-ranges", "no profile is written"),
-    note("--log-straggler --straggler-* --disable-straggler-on-startup --run-workload-inspector-server --no-one-logger "
-         "--one-logger-* --app-tag-* --otel-* --enable-ft-package --calc-ft-timeouts --ft-* --inprocess-* --rerun-mode "
-         "--result-rejected-tracker-filename --adlr-autoresume --adlr-autoresume-interval",
-         "concerns NVIDIA's cluster services, which do not take part in the result"),
+         "--log-memory-interval --log-world-size-to-tensorboard --log-batch-size-to-tensorboard "
+         "--no-log-learnig-rate-to-tensorboard --no-log-learning-rate-to-tensorboard "
+         "--tensorboard-queue-size --timing-log-option --no-barrier-with-level-1-timing --logging-level",
+         "logging is fixed here: docs/logging.md lists the metrics that are always written"),
+    note("--no-one-logger --disable-straggler-on-startup", "there is no such service here to be switched off"),
+    note("--calc-ft-timeouts --ft-* --inprocess-* --result-rejected-tracker-filename --adlr-autoresume-interval",
+         "acts only together with a main switch, which is refused"),
+    note("--legacy-tokenizer", "the tokenizers are those of --tokenizer-type"),
     note("--no-save-rng --no-load-rng --te-rng-tracker --inference-rng-tracker", "there is no random state: every draw is computed"),
     note("--ckpt-format --dist-ckpt-* --distrib-optim-* --use-dist-ckpt --auto-detect-ckpt-format --async-* --use-persistent-ckpt-worker "
          "--ckpt-fully-parallel-* --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure --ckpt-pg-tensors-* "
@@ -200,9 +225,9 @@ NOTES = (
          "--high-priority-a2a-comm-stream --use-grouped-gemm-for-shared-expert --enable-expert-tensor-parallelism",
          "acts only in mixture-of-experts models (--num-experts), which are refused"),
     note("--fp8-* --no-fp8-wgrad --disable-fp8-wgrad --fp4-* --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16 "
-         "--keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag",
+         "--keep-fp8-transpose-cache --keep-fp8-transpose-cache-when-using-custom-fsdp --reuse-grad-buf-for-mxfp8-param-ag",
          "acts only with --fp8-format or --fp4-format, which are refused"),
-    note("--inference --inference-* --no-inference-* --use-legacy-static-engine --max-tokens-to-oom "
+    note("--inference-* --disable-chunked-prefill --no-inference-* --use-legacy-static-engine --max-tokens-to-oom "
          "--decode-only-cuda-graphs --enable-chunked-prefill --num-speculative-tokens --flash-decode "
          "--mamba-inference-* --mlp-chunks-for-prefill --nccl-all-reduce-for-prefill "
          "--use-same-sampling-seed-across-dp-ranks --ds-inference", "concerns inference, which does not take part in pretraining"),
@@ -216,6 +241,45 @@ NOTES = (
          "acts only together with a main switch, which is refused"),
     note("--tiktoken-*", "acts only with the TikTokenizer", when=lambda config: config.data.tokenizer_type != "TikTokenizer",
          otherwise="pattern and special tokens of the TikTokenizer cannot be chosen; drop it"),
+)
+
+# Services: the result does not depend on them, but who asks for one must hear that it is missing.
+NOT_DONE = (
+    not_done("--profile --profile-* --use-pytorch-profiler --pytorch-profiler-* --record-memory-history --memory-snapshot-path "
+             "--record-shapes --nvtx-ranges --profile-backward",
+             "no profile is written; --timing-log-level 1 logs where the time goes, and --pipeline-timeline FILE what each "
+             "pipeline rank does when"),
+    not_done("--log-timers-to-tensorboard", "no timer is logged; give --timing-log-level 1 as well",
+             when=lambda config: config.logging.timing_log_level > 0, otherwise="timers are logged with the other metrics"),
+    not_done("--log-energy --log-max-attention-logit --log-optimizer-states-to-tensorboard --log-device-memory-used --log-progress "
+             "--config-logger-dir --dump-param-to-param-group-map",
+             "not logged or written; docs/logging.md lists the metrics that are"),
+    not_done("--log-straggler --straggler-* --gpu-sniff-test-interval",
+             "slow ranks are not looked for; --timing-log-level 1 logs the time of each part of an iteration"),
+    not_done("--run-workload-inspector-server --enable-one-logger --one-logger-* --app-tag-* --otel-*",
+             "no such service is started or reported to; use --wandb-project, --tensorboard-dir or metrics.jsonl"),
+    not_done("--enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph --cuda-graph-*",
+             "no CUDA graph is captured: every kernel is launched by itself", quiet="none"),
+    not_done("--use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --use-flash-attn-builder "
+             "--flash-attention-version --use-kitchen-attention --kitchen-attention-backend",
+             "with attention dropout or --attn-logit-softcapping, --attention-backend auto may take plain attention (the line "
+             "kernels says which is taken); give --attention-dropout 0 and no soft-capping, or --attention-backend triton",
+             when=lambda config: config.model.attention_backend not in ("auto", "plain")
+             or (config.model.attention_backend == "auto" and config.model.attention_dropout == 0
+                 and config.model.attn_logit_softcapping is None),
+             otherwise="--attention-backend auto takes the fastest kernel that supports the settings"),
+    not_done("--distribute-saved-activations --distribute-checkpointed-activations --partition-activations --checkpoint-in-cpu "
+             "--contigious-checkpointing --split-transformers --memory-centric-tiled-linear --tile-factor "
+             "--mlp-chunks-for-training",
+             "it saves no memory here; --sequence-parallel and --recompute-granularity full do", quiet="1"),
+    not_done("--empty-unused-memory-level", "torch's allocator keeps its unused memory", quiet="0"),
+    not_done("--manual-gc --manual-gc-interval", "Python's garbage collector is left as it is", quiet="0"),
+    not_done("--train-sync-interval", "the host waits for the GPU at each logged iteration and at no other"),
+    not_done("--nccl-communicator-config-path --use-sharp --sharp-enabled-group --use-nccl-ub --high-priority-stream-groups "
+             "--symmetric-ar-type", "NCCL is used with its defaults; its environment variables and NCCL_CONF_FILE change them"),
+    not_done("--distributed-timeout-seconds-after-init", "--distributed-timeout-minutes holds for the whole run"),
+    not_done("--flight-recorder-*", "the environment variables of PyTorch's flight recorder (TORCH_NCCL_TRACE_BUFFER_SIZE, "
+             "TORCH_NCCL_DUMP_ON_TIMEOUT) switch it on"),
 )
 
 _LATER = "not built yet"
@@ -236,14 +300,19 @@ ONLY = (
     only("--main-params-dtype --megatron-fsdp-main-params-dtype", "fp32", "master weights are fp32; to save memory shard them with --zero-stage 1"),
     only("--vocab-extra-ids --cpu-offloading-num-layers --error-injection-rate --mtp-num-layers", "0",
          "not supported; drop it"),
+    only("--rerun-mode", "disabled", "no step is computed twice to compare results; NaN and Inf are checked always (--nan-policy), and "
+         "tools/compare_runs.py compares two runs"),
+    only("--encoder-tensor-model-parallel-size --encoder-pipeline-model-parallel-size --hybrid-attention-ratio --hybrid-mlp-ratio",
+         "0 0.0", "every layer is the same decoder layer; drop it"),
     only("--glu-linear-offset", "0 0.0", "not supported; drop it"),
 )
 
 REFUSED = (
     refused("--step-batch-size-schedule", "use --rampup-batch-size START INCREMENT SAMPLES"),
-    refused("--train-tokens", "use --train-samples: tokens / seq-length"),
-    refused("--lr-decay-tokens", "use --lr-decay-samples: tokens / seq-length"),
-    refused("--lr-warmup-tokens", "use --lr-warmup-samples: tokens / seq-length"),
+    Row(("--train-tokens",), "refused", "use --train-samples: tokens / seq-length", told=in_samples("--train-samples")),
+    Row(("--lr-decay-tokens",), "refused", "use --lr-decay-samples: tokens / seq-length", told=in_samples("--lr-decay-samples")),
+    Row(("--lr-warmup-tokens",), "refused", "use --lr-warmup-samples: tokens / seq-length",
+        told=in_samples("--lr-warmup-samples")),
     refused("--warmup", "use --lr-warmup-fraction: a share of the decay, not a percentage"),
     refused("--decoupled-lr --decoupled-min-lr --head-lr-mult", "one learning rate serves all parameters; drop it"),
     refused("--recompute-activations --recompute-modules --moe-layer-recompute",
@@ -276,6 +345,16 @@ REFUSED = (
             "rotary positions are half-split and the same in every layer; drop it"),
     refused("--window-attn-skip-freq", "the window is the same in every layer; drop it"),
     refused("--qk-l2-norm --qk-clip", "use --qk-layernorm"),
+    refused("--check-weight-hash-across-dp-replicas-interval",
+            "the weights of replicas are not compared while a run goes on; drop it"),
+    refused("--inprocess-restart --enable-ft-package --adlr-autoresume",
+            "a job that fails is started again by its launcher (torchrun --max-restarts, scripts/train.sbatch) and resumes from its "
+            "newest checkpoint; SIGTERM and SIGUSR1 save and exit; drop it"),
+    refused("--inference", "use --skip-train to evaluate, or tools/generate.py"),
+    refused("--disable-bf16-reduced-precision-matmul", "matrix products of bf16 are summed as torch's defaults say; drop it"),
+    refused("--export-* --modelopt-enabled --qad-train-target --finetune-hf-dataset --finetune-data-split --finetune-data-files "
+            "--freeze-base-for-mtp --enable-gpt-oss --load-model-opt-format",
+            "quantisation and export with NVIDIA's Model Optimizer are not supported"),
     refused("--attention-output-gate --apply-residual-connection-post-layernorm --enable-mhc-connections --batch-invariant-mode",
             "not a variant of the model here; drop it"),
     refused("--no-weight-decay-cond-type --apply-wd-to-qk-layernorm",
@@ -307,7 +386,7 @@ REFUSED = (
     refused("--retro-* --retriever-* --biencoder-* --ict-* --bert-* --output-bert-embeddings --titles-data-path --query-in-block-prob "
             "--use-one-sent-docs --evidence-data-path --block-data-path --embedding-path --indexer-*",
             "retrieval and BERT models are not supported"),
-    refused("--vision-* --num-classes --img-h --img-w --num-channels --patch-dim --classes-fraction --data-per-class-fraction "
+    refused("--vision-* --num-classes --img-h --img-w --img-dim --num-channels --patch-dim --classes-fraction --data-per-class-fraction "
             "--swin-backbone-type --mask-type --mask-factor --iter-per-epoch --dino-*", "vision models are not supported"),
     refused("--rl-* --no-rl-* --grpo-* --langrl-* --perform-rl-step --refit-method", "reinforcement learning is not supported"),
     refused("--logits-save-dir --logits-load-dir --mos --kd --kd-* --load-teacher --num-layers-teacher --num-experts-teacher "
@@ -315,7 +394,7 @@ REFUSED = (
     refused("--deepscale-config", "use --deepspeed_config"),
 )
 
-TABLE: tuple[Row, ...] = (*EQUALS, *NOTES, *ONLY, *REFUSED)
+TABLE: tuple[Row, ...] = (*EQUALS, *NOTES, *NOT_DONE, *ONLY, *REFUSED)
 
 # Other values of our own flags: (flag, word) -> our word, and a note if the meaning deserves one.
 VALUES: dict[tuple[str, str], tuple[str, str]] = {
@@ -323,8 +402,8 @@ VALUES: dict[tuple[str, str], tuple[str, str]] = {
     ("--tokenizer-type", "GPTSentencePieceTokenizer"): ("SentencePieceTokenizer", ""),
     ("--normalization", "layernorm"): ("LayerNorm", ""),
     ("--normalization", "rmsnorm"): ("RMSNorm", ""),
-    ("--attention-backend", "flash"): ("auto", "--attention-backend flash: auto takes the fastest kernel that supports the settings"),
-    ("--attention-backend", "fused"): ("auto", "--attention-backend fused: auto takes the fastest kernel that supports the settings"),
+    ("--attention-backend", "flash"): ("auto", ""),
+    ("--attention-backend", "fused"): ("auto", ""),
     ("--attention-backend", "unfused"): ("plain", "--attention-backend unfused is plain here"),
     ("--attention-backend", "local"): ("plain", "--attention-backend local is plain here"),
     ("--zero-stage", "no_shard"): ("0", ""),
@@ -336,8 +415,65 @@ VALUES: dict[tuple[str, str], tuple[str, str]] = {
     ("--fused-linear-cross-entropy", "linear"): ("true", ""),
     ("--fused-linear-cross-entropy", "native"): ("false", ""),
     ("--fused-linear-cross-entropy", "te"): ("false", "--cross-entropy-fusion-impl te: --cross-entropy-backend chooses the kernel of the loss"),
-    ("--timing-log-level", "2"): ("1", "--timing-log-level 2: there are no finer timers than level 1's"),
+    ("--timing-log-level", "2"): ("1", ""),
 }
+
+# What such a value asks for beside our word: the row that answers it.
+ASKS: dict[tuple[str, str], Row] = {
+    **{("--attention-backend", word): next(row for row in NOT_DONE if "--use-flash-attn" in row.flags) for word in ("flash", "fused")},
+    ("--timing-log-level", "2"): not_done("", "there are no finer timers than those of level 1, which are logged"),
+}
+
+# Values that are refused, with what to give instead.
+INSTEAD: dict[tuple[str, str], str] = {
+    ("--tokenizer-type", "Llama3Tokenizer"): "Llama 3's tokenizer is a tokenizer.json; give --tokenizer-type HuggingFaceTokenizer "
+                                             "with --tokenizer-model FOLDER",
+    ("--recompute-granularity", "selective"): "selective recompute is not built yet; drop it, or use --recompute-granularity full",
+    ("--recompute-method", "block"): "block recompute is not built yet; use --recompute-method uniform",
+    **{(flag, word): f"moments are kept in fp32 or bf16; give {flag} bf16, which has fp32's range"
+       for flag in ("--exp-avg-dtype", "--exp-avg-sq-dtype") for word in ("fp16", "fp8")},
+    ("--main-grads-dtype", "fp16"): "gradients are accumulated in fp32 or, with --bf16, in bf16; give --main-grads-dtype fp32",
+}
+
+# Short names that are nobody's flags: what they stand for, or what to do.
+HABITS = {
+    "--tensor-model-parallel-size": "--tp --tp-size --tensor-parallel --tensor-parallel-size --tensor-model-parallel",
+    "--pipeline-model-parallel-size": "--pp --pp-size --pipeline-parallel --pipeline-parallel-size --pipeline-model-parallel",
+    "--num-virtual-stages-per-pipeline-rank": "--vpp --vp --virtual-pipeline-model-parallel-size",
+    "--sequence-parallel": "--sp",
+    "--zero-stage": "--zero --zero-level --ds-stage --fsdp",
+    "--use-distributed-optimizer": "--use-dist-opt --dist-opt --distributed-optimizer --use-dist-optimizer",
+    "--micro-batch-size": "--bs --mbs --micro-bs --per-device-train-batch-size",
+    "--global-batch-size": "--gbs --gradient-accumulation-steps --grad-accum --train-batch-size",
+    "--train-iters": "--steps --max-steps --iters --iterations --num-iters --train-steps --training-steps",
+    "--train-samples": "--epochs --num-epochs --num-train-epochs",
+    "--lr-warmup-iters": "--warmup-steps --warmup-iters --lr-warmup-steps",
+    "--lr": "--learning-rate --max-lr",
+    "--weight-decay": "--wd",
+    "--clip-grad": "--grad-clip --max-grad-norm --gradient-clipping",
+    "--seq-length": "--seq-len --sequence-length --max-seq-len --max-seq-length --context-length --block-size",
+    "--num-layers": "--layers --n-layers --nlayers --n-layer --num-hidden-layers",
+    "--hidden-size": "--hidden --d-model --n-embd --hidden-dim",
+    "--num-attention-heads": "--heads --n-heads --nheads --num-heads --n-head",
+    "--num-query-groups": "--n-kv-heads --num-kv-heads --kv-heads",
+    "--ffn-hidden-size": "--intermediate-size --d-ff",
+    "--hidden-dropout": "--dropout",
+    "--recompute-granularity": "--gradient-checkpointing --activation-checkpointing --recompute",
+    "--attention-backend": "--flash-attn --flash-attention",
+    "--data-path": "--data --dataset --train-data",
+    "--tokenizer-model": "--tokenizer --tokenizer-path --tokenizer-name-or-path",
+    "--save": "--output-dir --save-dir --checkpoint-dir",
+    "--load": "--resume --resume-from --load-dir --resume-from-checkpoint",
+    "--save-interval": "--save-steps --save-every",
+    "--log-interval": "--logging-steps --log-every",
+    "--eval-interval": "--eval-steps --eval-every",
+    "--context-parallel-size": "--cp --cp-size",
+    "--bf16": "--bfloat16",
+    "--world-size": "--num-gpus --gpus --nproc-per-node",
+}
+_HABIT_OF = {name: ours for ours, names in HABITS.items() for name in names.split()}
+FOLLOWS = {"--dp": "the data-parallel size is the number of ranks / (tensor x pipeline); drop it"}
+FOLLOWS |= dict.fromkeys(("--dp-size", "--data-parallel-size"), FOLLOWS["--dp"])
 
 
 def translate_value(flag: str, words: list[str]) -> tuple[list[str], str]:
@@ -347,66 +483,79 @@ def translate_value(flag: str, words: list[str]) -> tuple[list[str], str]:
         if not left.isdigit() or right != "0":
             raise UserError("Megatron's pair must be W-1,0 here: W latest tokens, itself included, none after it")
         return [str(int(left) + 1)], f"--window-size {words[0]} is a window of {int(left) + 1} tokens, itself included"
-    if flag == "--recompute-granularity" and words == ["selective"]:
-        raise UserError("selective recompute is not built yet; drop it, or use --recompute-granularity full")
-    if flag == "--recompute-method" and words == ["block"]:
-        raise UserError("block recompute is not built yet; use --recompute-method uniform")
-    if flag in ("--exp-avg-dtype", "--exp-avg-sq-dtype") and words in (["fp16"], ["fp8"]):
-        raise UserError(f"moments are kept in fp32 or bf16; give {flag} bf16, which has fp32's range")
-    if flag == "--main-grads-dtype" and words == ["fp16"]:
-        raise UserError("gradients are accumulated in fp32 or, with --bf16, in bf16; give --main-grads-dtype fp32")
-    if len(words) == 1 and (flag, words[0]) in VALUES:
-        ours, text = VALUES[flag, words[0]]
-        return [ours], text
-    return words, ""
+    if len(words) != 1:
+        return words, ""
+    if (flag, words[0]) in INSTEAD:
+        raise UserError(INSTEAD[flag, words[0]])
+    ours, text = VALUES.get((flag, words[0]), (words[0], ""))
+    return [ours], text
+
+
+def habit(flag: str) -> str:
+    """Our flag that a short name stands for, or an empty string."""
+    return _HABIT_OF.get(flag, "")
 
 
 def key(flag: str) -> str:
     """The spelling by which a flag is looked up: underscores and hyphens are the same, as DeepSpeed's flags mix them."""
-    return "--" + flag[2:].replace("_", "-")
+    return flag[:2] + flag[2:].replace("_", "-")
 
 
 @functools.cache
-def _rows() -> dict[str, Row]:
-    """Row by name or family; a name in two rows is a fault of the table."""
-    rows: dict[str, Row] = {}
+def rows() -> dict[str, Row]:
+    """Row by exact name, families spelled out; a name in two rows is a fault of the table."""
+    result: dict[str, Row] = {}
+    families: dict[str, Row] = {}
     for row in TABLE:
         for flag in row.flags:
-            assert key(flag) not in rows, f"{flag} stands twice in the table"
-            rows[key(flag)] = row
-    return rows
-
-
-def names() -> list[str]:
-    """Every exact name in the table, for suggestions."""
-    return [flag for flag in _rows() if not flag.endswith("*")]
+            where, name = (families, flag[:-1]) if flag.endswith("*") else (result, key(flag))
+            assert name not in where, f"{flag} stands twice in the table"
+            where[name] = row
+    for name in map(key, NAMES):
+        beginnings = [family for family in families if name.startswith(family)]
+        if beginnings:
+            result.setdefault(name, families[max(beginnings, key=len)])
+    return result
 
 
 def find(flag: str) -> Row | None:
     """The row that answers a flag, or None."""
-    rows = _rows()
-    if flag in rows:
-        return rows[flag]
-    families = [name for name in rows if name.endswith("*") and flag.startswith(name[:-1])]
-    return rows[max(families, key=len)] if families else None
+    return rows().get(flag)
 
 
-def answer(occurrences: list[tuple[str, list[str]]], config: Config) -> tuple[list[str], list[str]]:
-    """Notes and faults for flags that are not ours; flags that share a row share its note."""
-    accepted: dict[Row, list[str]] = {}
+@dataclass
+class Answers:
+    """What is said about flags that are not ours; those that share a row share its line."""
+
+    notes: list[str]
+    not_done: list[str]
+    faults: list[str]
+
+
+def answer(occurrences: list[tuple[str, list[str], Row]], config: Config) -> Answers:
+    """Answer each (flag as written, its words, its row)."""
+    notes: dict[tuple[Row, str], list[str]] = {}
+    missing: dict[tuple[Row, str], list[str]] = {}
     faults = []
-    for flag, words in occurrences:
-        row = find(key(flag))
-        assert row is not None and row.verdict not in ("equals", "at least")
+    for flag, words, row in occurrences:
         shown = " ".join([flag, *words])
+        holds = row.when is None or row.when(config)
         if row.verdict == "only" and not words:
             faults.append(f"{flag}: no value follows it (is a shell variable unset?)")
         elif row.verdict == "only" and not set(words) <= set(row.values):
             faults.append(f"{shown}: {row.text} (accepted: {', '.join(row.values)})")
         elif row.verdict == "refused":
-            faults.append(f"{shown}: {row.text}")
-        elif row.when is not None and not row.when(config):
+            faults.append(f"{shown}: {row.told(words, config) if row.told else row.text}")
+        elif row.verdict == "note" and not holds:
             faults.append(f"{shown}: {row.otherwise}")
-        elif row.verdict == "note" and flag not in accepted.setdefault(row, []):
-            accepted[row].append(flag)
-    return [f"{', '.join(flags)}: {row.text}" for row, flags in accepted.items()], faults
+        elif row.verdict == "note":
+            notes.setdefault((row, row.text), []).append(flag)
+        elif row.verdict == "not done" and row.when is not None and holds:
+            notes.setdefault((row, row.otherwise), []).append(flag)
+        elif row.verdict == "not done" and not (words and set(words) <= set(row.values)):
+            missing.setdefault((row, row.text), []).append(flag)
+    return Answers(_lines(notes), _lines(missing), faults)
+
+
+def _lines(groups: dict[tuple[Row, str], list[str]]) -> list[str]:
+    return [f"{', '.join(dict.fromkeys(flags))}: {text}" for (_, text), flags in groups.items()]

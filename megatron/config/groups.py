@@ -426,6 +426,8 @@ class DistributedConfig:
     """How long a rank waits for the others before it ends with an error: at the start, and in every collective."""
     world_size: int | None = flag(None, megatron="set by the launcher there; here only with --dry-run")
     """With --dry-run: the number of ranks to validate for."""
+    device_memory: float | None = flag(None, megatron="absent there")
+    """GiB of memory of one GPU, for the plan's verdict. Default: what the GPU has; 80 in a dry run."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
      "lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples eval_interval save_interval log_interval tensorboard_log_interval "
      "peak_tflops adam_eps tensor_model_parallel_size pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank "
      "num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-     "zero_shard_size world_size save_retain_interval save_keep_last local_save_interval async_save_host_memory"),
+     "zero_shard_size world_size device_memory save_retain_interval save_keep_last local_save_interval async_save_host_memory"),
     ("0 or more", lambda value: value >= 0,
      "z_loss_coeff lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay start_weight_decay end_weight_decay "
      "clip_grad eval_iters seed train_iters ckpt_step"),
@@ -61,8 +61,29 @@ def _ranges(run: Run) -> Iterator[str]:
             value = getattr(run, field)
             if value is not None and not holds(value):
                 yield f"{run.show(field)}: must be {text}"
+    yield from _bounds(run)
     if run.train_iters == 0 and not run.skip_train:
         yield "--train-iters 0: nothing would be trained; to evaluate only, give --skip-train"
+
+
+MOST_LAYERS = 10_000
+MOST_MICRO_BATCHES = 100_000  # of one step on one rank, each an entry of the schedule
+MOST_INCREMENTS = 100_000  # of a ramp-up
+
+
+def _bounds(run: Run) -> Iterator[str]:
+    """Sizes beyond which the plan and the schedule would take minutes to compute."""
+    if run.has("num_layers") and run.num_layers > MOST_LAYERS:
+        yield f"{run.show('num_layers')}: at most {MOST_LAYERS:,} are planned for; give fewer layers"
+    if run.has("micro_batch_size", "global_batch_size") and run.dp:
+        count = run.global_batch_size // (run.micro_batch_size * run.dp)
+        if count > MOST_MICRO_BATCHES:
+            yield (f"{run.show('global_batch_size')}: {count:,} micro-batches in each step of a rank, at most {MOST_MICRO_BATCHES:,} are "
+                   f"planned for; raise --micro-batch-size, or give more ranks")
+    if run.has("global_batch_size") and len(run.rampup_batch_size or ()) == 3 and run.rampup_batch_size[1] > 0:
+        count = (run.global_batch_size - run.rampup_batch_size[0]) // run.rampup_batch_size[1]
+        if count > MOST_INCREMENTS:
+            yield f"{run.show('rampup_batch_size')}: {count:,} increments, at most {MOST_INCREMENTS:,} are planned for; raise the increment"
 
 
 def _rotary(run: Run) -> bool:
@@ -71,55 +92,61 @@ def _rotary(run: Run) -> bool:
 
 Table = tuple[tuple[str, str, Callable[[Run], bool]], ...]  # fields, what they act with, does it hold
 
-# A value other than the default that cannot act is a fault.
+# A value other than the default that cannot act is a fault where whoever gives it would get another model, other
+# numbers, less safety or less memory than the flag asks for.
 NEEDS: Table = (
     ("num_query_groups", "--group-query-attention",
      lambda run: run.group_query_attention or run.num_query_groups == run.num_attention_heads),
-    ("rotary_base rotary_percent", "--position-embedding-type rope or yarn", _rotary),
     ("rotary_seq_len_interpolation_factor use_rope_scaling", "--position-embedding-type rope",
      lambda run: run.position_embedding_type == "rope"),
     ("rope_scaling_factor rope_original_max_position_embeddings", "--use-rope-scaling or --position-embedding-type yarn",
-     lambda run: run.use_rope_scaling or run.position_embedding_type == "yarn"),
-    ("rope_low_freq_factor rope_high_freq_factor", "--use-rope-scaling", lambda run: run.use_rope_scaling),
-    ("yarn_beta_fast yarn_beta_slow", "--position-embedding-type yarn", lambda run: run.position_embedding_type == "yarn"),
-    ("loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis", "--fp16", lambda run: run.fp16),
+     lambda run: run.use_rope_scaling or run.position_embedding_type == "yarn" or not _rotary(run)),
+    ("rope_low_freq_factor rope_high_freq_factor", "--use-rope-scaling",
+     lambda run: run.use_rope_scaling or not _rotary(run)),
+    ("yarn_beta_fast yarn_beta_slow", "--position-embedding-type yarn",
+     lambda run: run.position_embedding_type == "yarn" or not _rotary(run)),
     ("initial_loss_scale min_loss_scale loss_scale_window hysteresis", "dynamic loss scaling (no --loss-scale)",
-     lambda run: run.loss_scale is None),
+     lambda run: run.loss_scale is None or not run.fp16),
+    ("recompute_method recompute_num_layers", "--recompute-granularity full", lambda run: run.recompute_granularity is not None),
+    ("optimizer_cpu_offload optimizer_nvme_offload param_cpu_offload", "--optimizer adam", lambda run: run.optimizer == "adam"),
+    ("main_grads_dtype", "--bf16", lambda run: run.bf16),
+    ("optimizer_offload_fraction", "--optimizer-cpu-offload", lambda run: run.optimizer_cpu_offload),
+    ("zero_shard_size", "--zero-stage 1, 2 or 3", lambda run: run.zero_stage > 0 or not run.has("zero_shard_size")),
+    ("zero3_keep_gathered param_cpu_offload", "--zero-stage 3", lambda run: run.zero_stage == 3),
+    ("start_weight_decay end_weight_decay", "--weight-decay-incr-style linear or cosine",
+     lambda run: run.weight_decay_incr_style != "constant"),
+    ("verify_integrity local_checkpoint_dir", "--save DIR", lambda run: run.save is not None),
+    ("local_checkpoint_dir", "--local-save-interval N", lambda run: run.local_save_interval is not None),
+    ("local_save_interval local_redundancy", "--local-checkpoint-dir DIR", lambda run: run.local_checkpoint_dir is not None),
+    ("async_save_host_memory", "--async-save without --local-checkpoint-dir, whose files are copied instead",
+     lambda run: run.async_save and run.local_checkpoint_dir is None),
+    ("ckpt_step finetune exit_on_missing_checkpoint", "--load DIR", lambda run: run.load is not None),
+)
+
+
+# Remarks, not faults: launch scripts give these flags in every run, and the same line of flags should run in every layout.
+IDLE: Table = (
+    ("rotary_base rotary_percent rope_scaling_factor rope_original_max_position_embeddings rope_low_freq_factor "
+     "rope_high_freq_factor yarn_beta_fast yarn_beta_slow", "--position-embedding-type rope or yarn", _rotary),
+    ("loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis", "--fp16", lambda run: run.fp16),
     ("split", "--data-path", lambda run: run.data_path is not None or run.mock_data),
     ("check_data", "data files (--data-path or --train-data-path)", lambda run: not run.mock_data),
     ("tokenizer_model", "--tokenizer-type SentencePieceTokenizer, HuggingFaceTokenizer or TikTokenizer",
      lambda run: run.tokenizer_type not in ("GPT2BPETokenizer", "NullTokenizer")),
     ("vocab_file merge_file", "--tokenizer-type GPT2BPETokenizer", lambda run: run.tokenizer_type in (None, "GPT2BPETokenizer")),
-    ("recompute_method recompute_num_layers", "--recompute-granularity full", lambda run: run.recompute_granularity is not None),
-    ("adam_implementation adam_beta1 adam_beta2 adam_eps exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload optimizer_nvme_offload "
-     "param_cpu_offload", "--optimizer adam", lambda run: run.optimizer == "adam"),
-    ("main_grads_dtype", "--bf16", lambda run: run.bf16),
-    ("optimizer_offload_fraction", "--optimizer-cpu-offload", lambda run: run.optimizer_cpu_offload),
-    ("zero_shard_size", "--zero-stage 1, 2 or 3", lambda run: run.zero_stage > 0 or not run.has("zero_shard_size")),
-    ("zero3_keep_gathered param_cpu_offload", "--zero-stage 3", lambda run: run.zero_stage == 3),
+    ("adam_implementation adam_beta1 adam_beta2 adam_eps exp_avg_dtype exp_avg_sq_dtype", "--optimizer adam",
+     lambda run: run.optimizer == "adam"),
     ("sgd_momentum", "--optimizer sgd", lambda run: run.optimizer == "sgd"),
     ("min_lr", "a --lr-decay-style that decays", lambda run: run.lr_decay_style != "constant"),
     ("lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", "--lr-decay-style WSD", lambda run: run.lr_decay_style == "WSD"),
     ("lr_warmup_init", "a warm-up (--lr-warmup-iters, -samples or -fraction)",
      lambda run: bool(run.lr_warmup_iters or run.lr_warmup_samples or run.lr_warmup_fraction)),
-    ("start_weight_decay end_weight_decay", "--weight-decay-incr-style linear or cosine",
-     lambda run: run.weight_decay_incr_style != "constant"),
-    ("save_interval save_optim save_retain_interval save_keep_last verify_integrity local_checkpoint_dir", "--save DIR", lambda run: run.save is not None),
-    ("local_checkpoint_dir", "--local-save-interval N", lambda run: run.local_save_interval is not None),
-    ("local_save_interval local_redundancy", "--local-checkpoint-dir DIR", lambda run: run.local_checkpoint_dir is not None),
+    ("save_interval save_optim save_retain_interval save_keep_last async_save", "--save DIR", lambda run: run.save is not None),
     ("save_rate_limit", "--async-save", lambda run: run.async_save),
-    ("async_save_host_memory", "--async-save without --local-checkpoint-dir, whose files are copied instead",
-     lambda run: run.async_save and run.local_checkpoint_dir is None),
-    ("ckpt_step finetune load_optim exit_on_missing_checkpoint override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
-     "--load DIR", lambda run: run.load is not None),
+    ("load_optim override_opt_param_scheduler use_checkpoint_opt_param_scheduler", "--load DIR", lambda run: run.load is not None),
     ("wandb_exp_name wandb_save_dir wandb_entity", "--wandb-project NAME", lambda run: run.wandb_project is not None),
     ("tensorboard_log_interval", "--tensorboard-dir or --wandb-project",
      lambda run: run.tensorboard_dir is not None or run.wandb_project is not None),
-)
-
-
-# Remarks, not faults: the same line of flags should run in every layout.
-IDLE: Table = (
     ("tp_comm_overlap", "--tensor-model-parallel-size above 1", lambda run: run.tp > 1),
     ("overlap_grad_reduce grad_reduce_in_bf16", "several data-parallel ranks", lambda run: run.dp > 1),
     ("overlap_param_gather", "--zero-stage 1, 2 or 3 on several data-parallel ranks", lambda run: run.zero_stage > 0),
@@ -331,14 +358,34 @@ def _recompute(run: Run) -> Iterator[str]:
         yield f"{run.show('recompute_num_layers')}: groups of layers are not built yet; use 1"
 
 
+LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of Linux
+
+
+def _cannot_be_made(folder: Path) -> str:
+    """Why a folder cannot be made and written into, with the fix, as far as its parents tell; an empty string when nothing is known."""
+    if any(len(os.fsencode(part)) > LONGEST_NAME for part in folder.parts) or len(os.fsencode(folder)) > LONGEST_PATH:
+        return "is too long for the name of a folder; give a shorter one"
+    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    if there == folder.absolute() and not there.is_dir():
+        return "is a file, not a folder"
+    if not there.is_dir():
+        return f"cannot be made: {there} is not a folder; give another"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"cannot be written: no permission in {there}; give another folder"
+    return ""
+
+
 def _checkpoint(run: Run) -> Iterator[str]:
     same = run.load is not None and run.save is not None and Path(run.load).absolute() == Path(run.save).absolute()
     if run.load is not None and not os.path.isdir(run.load) and (not same or run.exit_on_missing_checkpoint):
         yield f"{run.show('load')}: no such folder; for a first start give the same folder as --save, or drop --load"
     if run.pipeline_timeline is not None and not os.path.isdir(Path(run.pipeline_timeline).absolute().parent):
         yield f"{run.show('pipeline_timeline')}: no such folder: {Path(run.pipeline_timeline).parent}; make it first"
-    if run.save is not None and os.path.exists(run.save) and not os.path.isdir(run.save):
-        yield f"{run.show('save')}: is a file, not a folder"
+    for field in ("save", "tensorboard_dir", "wandb_save_dir", "local_checkpoint_dir", "optimizer_nvme_offload"):
+        if getattr(run, field) is not None and (fault := _cannot_be_made(Path(getattr(run, field)))):
+            yield f"{run.show(field)}: {fault}"
+    if run.metrics_file is not None and (fault := _cannot_be_made(Path(run.metrics_file).absolute().parent)):
+        yield f"{run.show('metrics_file')}: its folder {fault}"
     if run.save_retain_interval is not None and run.save is not None and (not run.save_interval or run.save_retain_interval % run.save_interval):
         yield f"{run.show('save_retain_interval')}: must be a multiple of --save-interval; give that too"
 
@@ -355,6 +402,9 @@ RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
 def _remarks(run: Run) -> Iterator[str]:
     for shown, text in _cannot_act(run, IDLE):
         yield f"{shown}: acts only with {text}; nothing changes here"
+    if run.activation == "gelu":
+        yield ("--activation gelu is the exact (erf) form; Megatron-LM's default, which it fuses with the bias, is the tanh form: "
+               "--activation gelu-tanh")
     yield from bubble(run)
     for moment, beta in (("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2")):
         if getattr(run, f"{moment}_dtype") == "bf16" and 1 - getattr(run, beta) < 2**-8:  # half the spacing of bf16 just above a power of two

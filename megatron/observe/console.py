@@ -68,10 +68,24 @@ def evaluation_lines(iteration: int, loss: float, *, split: str = "validation", 
     return f"{dashes}\n{line}\n{dashes}"
 
 
+NOT_DONE = "asked for, not done"
+
+
 def banner(sections: Mapping[str, list[str]]) -> str:
-    """One screen about the run: each section's title at the left of its lines, which wrap at BANNER_WIDTH columns; empty sections are left out."""
+    """One screen about the run: each section's title at the left of its lines, which wrap at BANNER_WIDTH columns; empty sections are left out.
+
+    The section NOT_DONE, what the flags ask for and does not exist, stands above all others between lines of exclamation marks.
+    """
     lines = ["=" * BANNER_WIDTH]
+    if sections.get(NOT_DONE):
+        lines = ["!" * BANNER_WIDTH, f" {NOT_DONE}"]
+        for entry in sections[NOT_DONE]:
+            lines += textwrap.wrap(entry, BANNER_WIDTH - 2, initial_indent="   ", subsequent_indent="     ",
+                                   break_long_words=False, break_on_hyphens=False)
+        lines += ["!" * BANNER_WIDTH]
     for title, entries in sections.items():
+        if title == NOT_DONE:
+            continue
         label = title
         for entry in entries:
             # A path is not broken: it stays whole for copying, even when it is longer than the banner is wide.

@@ -7,6 +7,7 @@ from megatron.config.groups import Config
 from megatron.plan.advice import Machine, gib, order_of_peaks, transfers
 from megatron.plan.memory import estimate, rank_memories, with_recompute
 from megatron.plan.state import shard_size
+from megatron.plan.verdict import memory_verdict
 
 COLUMNS = ("parameters", "gradients", "optimizer", "slots", "scratch", "gathered", "activations", "(recomputed)", "logits", "temporaries", "peak",
            "(recomputed)", "bytes/param")
@@ -34,6 +35,7 @@ def memory_report(config: Config, vocab_size: int, world_size: int, *, memory: f
     recompute = training.recompute_granularity == "full"
     shard = distributed.zero_shard_size or replicas
     lines = [
+        memory_verdict(config, vocab_size, world_size, memory, device).line,
         f"ZeRO stage {distributed.zero_stage}" + (f", a block shared by {shard} of {replicas} data-parallel ranks" if distributed.zero_stage else
                                                 f", {replicas} data-parallel rank(s)"),
         "GiB by pipeline rank: parameters, gradients, optimizer after the passes of a step; of the others the most at any moment; the peak of all together",

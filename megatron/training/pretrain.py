@@ -32,7 +32,7 @@ from megatron.model.block import BlockWrapper, PlainBlocks
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import choose_kernels, compute_dtype, remarks
 from megatron.model.stages import pipeline_stages
-from megatron.observe.console import banner
+from megatron.observe.console import NOT_DONE, banner
 from megatron.observe.tracking import Tracker
 from megatron.optimizer.blocks import Block, build_blocks
 from megatron.optimizer.lr_schedule import Schedule
@@ -44,8 +44,10 @@ from megatron.parallel.recompute import Recompute
 from megatron.plan.advice import Machine
 from megatron.plan.stages import stage_lines
 from megatron.plan.table import banner_lines
+from megatron.plan.verdict import DEVICE_MEMORY, Verdict, memory_verdict
 from megatron.training.checkpointing import drain, fetch, join_tiers, load, locate_checkpoint, make_saver, prepare_save_folder
 from megatron.training.exit import ExitConditions
+from megatron.training.length import epoch_lines, length_line
 from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
 from megatron.training.neighbours import megatron_core_lines
 from megatron.training.resume import (
@@ -90,8 +92,9 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
     machine = Machine(peak) if across and peak else None
     _, kernels = choose_kernels(config, torch.device(planned_for or device))
     slow = kernels["attention"].implementation == "plain" and model.attention_dropout > 0 and model.attention_backend == "auto"
-    length = f"{training.train_iters} iterations" if training.train_iters is not None else f"{training.train_samples} samples"
+    verdict = verdict_of(config, tokenizer.vocab_size, world_size, device, planned_for)
     return {
+        "verdict": [verdict.line] if verdict else [],
         "versions": [f"megatron {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
                      *megatron_core_lines()],
         "device": [f"{device_name(device)}; MFU against {f'{peak:g} TFLOP/s' if peak else 'no known peak (--peak-tflops)'}"],
@@ -106,7 +109,8 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
         "precision": [f"{str(dtype).removeprefix('torch.')} weights, {'float64' if dtype == torch.float64 else 'float32'} master weights, gradients and moments"],
         "batch": [
             f"micro-batch {training.micro_batch_size} x {gbs // (training.micro_batch_size * dp)} micro-batches x dp {dp} = global batch {gbs}; "
-            f"sequence {seq}; {gbs * seq:,} tokens an iteration; {length}",
+            f"sequence {seq}; {gbs * seq:,} tokens an iteration",
+            length_line(config),
             f"{flops[0] / 1e12:.4g} TFLOP an iteration ({flops[1] / 1e12:.4g} with the padded vocabulary, Megatron's count)",
         ],
         "pipeline": stage_lines(config, tokenizer.vocab_size, world_size, planned_for or device.type),
@@ -118,7 +122,7 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
             *remarks(kernels),
         ],
         "memory": banner_lines(config, tokenizer.vocab_size, world_size, planned_for or device.type, machine),
-        "data": data.notes,
+        "data": [*data.notes, *epoch_lines(config, data)],
         "paths": [
             f"save {config.checkpoint.save or '-'}; load {checkpoint.path if checkpoint else '-'}",
         ],
@@ -127,16 +131,40 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
     }
 
 
-def pretrain(config: Config, notes: list[str], *, dry_run: bool = False) -> int:
-    """Carry out one run; the exit code of the process. Raises UserError (with the fix) for everything a user can mend."""
+def verdict_of(config: Config, vocab_size: int, world_size: int, device: torch.device, planned_for: str | None) -> Verdict | None:
+    """Whether the run fits into a GPU's memory: --device-memory, or what the GPU has, or that of a usual one. None on a CPU."""
+    if (planned_for or device.type) != "cuda":
+        return None
+    memory = config.distributed.device_memory
+    if memory is None and device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory / 2**30
+    return memory_verdict(config, vocab_size, world_size, memory or DEVICE_MEMORY)
+
+
+def end_of_dry_run(verdict: Verdict | None) -> tuple[str, int]:
+    """The last line of a dry run and its exit code."""
+    if verdict is None or verdict.word == "fits":
+        return "dry run: everything is in order; nothing was trained", 0
+    if verdict.fits:
+        return "dry run: the settings are in order, but memory is tight (see verdict above); nothing was trained", 0
+    return "dry run: the settings are in order, but the run does not fit into memory (see verdict above); nothing was trained", 2
+
+
+def pretrain(config: Config, notes: list[str], *, not_done: Sequence[str] = (), dry_run: bool = False) -> int:
+    """Carry out one run; the exit code of the process. `not_done`: what the flags ask for and does not exist.
+
+    Raises UserError (with the fix) for everything a user can mend.
+    """
     launch = read_launch()
     config = take_checkpoint_args(config)
     world_size = config.distributed.world_size or launch.world_size
     resolved = resolve(config, world_size, None).config  # faults of flags come before those of files and of other ranks
     if dry_run:
         prepared = prepare(config, notes, world_size, torch.device("cpu"), ALONE, planned_for="cuda")
-        print(banner(prepared.sections) + "\ndry run: everything is in order; nothing was trained", flush=True)
-        return 0
+        verdict = verdict_of(prepared.config, prepared.tokenizer.vocab_size, world_size, torch.device("cpu"), "cuda")
+        text, code = end_of_dry_run(verdict)
+        print(banner({NOT_DONE: list(not_done), **prepared.sections}) + "\n" + text, flush=True)
+        return code
     device, backend = choose_device(launch, config.distributed)
     set_determinism(device, resolved.model.deterministic_mode)
     if device.type == "cuda" and resolved.optimizer.optimizer_cpu_offload:
@@ -146,7 +174,7 @@ def pretrain(config: Config, notes: list[str], *, dry_run: bool = False) -> int:
     with contextlib.ExitStack() as stack:
         if launch.rank > 0:  # rank 0 speaks for all
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-        run, checkpoint = build(config, notes, world_size, device)
+        run, checkpoint = build(config, notes, world_size, device, not_done)
         stack.callback(run.exits.close)
         if run.saver is not None:
             stack.callback(run.saver.close)
@@ -210,7 +238,7 @@ def prepare(config: Config, notes: list[str], world_size: int, device: torch.dev
     return Prepared(config, tokenizer, padded_vocab, checkpoint, progress, schedule, data, sections)
 
 
-def build(config: Config, notes: list[str], world_size: int, device: torch.device) -> tuple[Run, Checkpoint | None]:
+def build(config: Config, notes: list[str], world_size: int, device: torch.device, not_done: Sequence[str] = ()) -> tuple[Run, Checkpoint | None]:
     """Everything one run is made of on this rank, weights and state still unset; rank 0 prints the banner. Raises UserError."""
     layout = layout_of(config, world_size)
     resolved = resolve(config, world_size, None).config
@@ -220,7 +248,8 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     ranks = Ranks(groups.world, device, groups.pp.rank)
     tiers = join_tiers(config, ranks)
     prepared = prepare(config, notes, world_size, device, groups.world, tiers=tiers)
-    config, tokenizer, sections = prepared.config, prepared.tokenizer, prepared.sections
+    config, tokenizer = prepared.config, prepared.tokenizer
+    sections = {NOT_DONE: list(not_done), **prepared.sections}
     prepare_save_folder(config, ranks, tiers, goes_on=prepared.checkpoint is not None)
     device_names = ", ".join(sorted(set(ranks.agree(lambda: device_name(device)))))
     dtype, distributed = compute_dtype(config.precision), config.distributed

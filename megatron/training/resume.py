@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Model fields that change neither weights nor results, and those a continued run may change on purpose.
 _CHOICES = {flag_of(operator).removeprefix("--").replace("-", "_") for operator in OPERATORS}
 _FREE_MODEL_FIELDS = {*_CHOICES, "deterministic_mode", "fused_linear_cross_entropy", "hidden_dropout", "attention_dropout", "z_loss_coeff", "init_method_std"}
-_NO_ARITHMETIC = {"init_method_std", "distributed_timeout_minutes", "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+_NO_ARITHMETIC = {"init_method_std", "distributed_timeout_minutes", "world_size", "device_memory", "tensor_model_parallel_size", "pipeline_model_parallel_size",
                   "use_tp_pp_dp_mapping", "num_layers_per_virtual_pipeline_stage", "zero3_keep_gathered", "overlap_param_gather"}
 _OPTIMIZER_ARITHMETIC = ("optimizer", "adam_implementation", "grad_norm_backend", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
                          "optimizer_cpu_offload", "optimizer_offload_fraction", "freeze", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")

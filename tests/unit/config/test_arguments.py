@@ -168,11 +168,11 @@ def test_a_missing_configuration_file_is_named(tmp_path):
 
 
 def test_all_faults_at_once():
-    wrong = "--num-layer 3 --lr fast --seq-length 1.5 --context-parallel-size 8 --retro-workdir x --bf16 --fp16 --save-interval 5 "
+    wrong = "--num-layer 3 --lr fast --seq-length 1.5 --context-parallel-size 8 --retro-workdir x --bf16 --fp16 --zero3-keep-gathered "
     faults = faults_of([*VALID, *(wrong + "--nan-policy ignore --lr-decay-style cosin").split()])
     expected = ["--num-layer 3: unknown flag; did you mean --num-layers?", "--lr fast: expected a number",
                 "--seq-length 1.5: expected a whole number", "--context-parallel-size 8: context parallelism is not built yet",
-                "--retro-workdir x: retrieval", "--bf16 --fp16: contradict", "--save-interval 5: acts only with --save",
+                "--retro-workdir x: retrieval", "--bf16 --fp16: contradict", "--zero3-keep-gathered: acts only with --zero-stage 3",
                 "--nan-policy ignore: choose from stop, skip", "did you mean cosine?"]
     for text in expected:
         assert sum(text in fault for fault in faults) == 1, text

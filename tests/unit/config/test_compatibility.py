@@ -136,14 +136,16 @@ def test_the_launch_scripts_run_after_these_edits(folder):
     assert resolve(dense.config, 1, 50257).config.training.recompute_granularity == "full"
 
 
-VALUE_OF = {"--megatron-fsdp-main-grads-dtype": "bf16", "--megatron-fsdp-grad-comm-dtype": "bf16", "--cross-entropy-fusion-impl": "linear"}  # no number
+VALUE_OF = {"--megatron-fsdp-main-grads-dtype": "bf16", "--megatron-fsdp-grad-comm-dtype": "bf16", "--cross-entropy-fusion-impl": "linear",
+            "--activations-checkpoint-method": "uniform"}  # no number
 
 
 def test_the_table_is_consistent():
-    assert len(compatibility._rows()) == sum(len(row.flags) for row in TABLE)  # no name stands twice
+    assert len({flag for row in TABLE for flag in row.flags}) == sum(len(row.flags) for row in TABLE)  # no name stands twice
     for row in TABLE:
-        assert row.verdict in ("note", "only", "equals", "at least", "refused") and row.text and (row.values != ()) == (row.verdict == "only")
-        assert (row.when is None) == (row.otherwise == "")
+        assert row.verdict in ("note", "only", "equals", "at least", "not done", "refused") and row.text
+        assert (row.values != ()) == (row.verdict == "only") or row.verdict == "not done"
+        assert (row.when is None) == (row.otherwise == "") and (row.told is None or row.verdict == "refused")
         for flag in row.flags:
             assert flag.startswith("--") and flag.rstrip("*").replace("*", "") == flag.rstrip("*")
             assert flag not in options_by_flag(), f"{flag} is a field: its row would never act"
@@ -190,7 +192,8 @@ def test_a_longer_family_or_an_exact_name_wins():
     ("--no-position-embedding", ["--no-position-embedding: use --position-embedding-type rope or none"], []),
     ("--no-position-embedding --position-embedding-type rope", [], ["--no-position-embedding: rotary positions have no table"]),
     ("--tiktoken-pattern v2 --tokenizer-type TikTokenizer --tokenizer-model .", ["--tiktoken-pattern v2: pattern and special tokens"], []),
-    ("--use-flash-attn --use-flash-attn --num-workers 4", [], ["--use-flash-attn: --attention-backend auto", "--num-workers: data order"]),
+    ("--use-flash-attn --use-flash-attn --num-workers 4 --attention-dropout 0", [],
+     ["--use-flash-attn: --attention-backend auto", "--num-workers: data order"]),
     ("--attention-backend local", [], ["--attention-backend local is plain here"]),
 ])
 def test_answers(words, faults, notes):
@@ -263,5 +266,58 @@ def test_other_names_of_the_fused_head(words, fused):
 
 
 def test_notes_change_nothing():
-    noted = [flag for row in TABLE if row.verdict == "note" and row.when is None for flag in row.flags if not flag.endswith("*")]
-    assert parse_arguments(noted).config == Config()
+    noted = [flag for flag, row in compatibility.rows().items()
+             if row.verdict in ("note", "not done") and row.when is None and flag not in options_by_flag()]
+    assert len(noted) > 400 and parse_arguments(noted).config == Config()
+
+
+@pytest.mark.parametrize("words, missing", [
+    ("--profile --profile-step-start 4 --profile-step-end 6", ["--profile, --profile-step-start, --profile-step-end: no profile is written"]),
+    ("--nvtx-ranges", ["--nvtx-ranges: no profile"]),
+    ("--log-straggler", ["--log-straggler: slow ranks"]),
+    ("--log-timers-to-tensorboard", ["--log-timers-to-tensorboard: no timer is logged; give --timing-log-level 1"]),
+    ("--log-timers-to-tensorboard --timing-log-level 1", []),
+    ("--timing-log-level 2", ["--timing-log-level 2: there are no finer timers"]),
+    ("--cuda-graph-impl none", []),
+    ("--cuda-graph-impl local", ["--cuda-graph-impl: no CUDA graph"]),
+    ("--enable-cuda-graph", ["--enable-cuda-graph: no CUDA graph"]),
+    ("--attention-backend flash", ["--attention-backend flash: with attention dropout or"]),
+    ("--attention-backend fused", ["--attention-backend fused: with attention dropout or"]),
+    ("--attention-backend flash --attention-dropout 0", []),
+    ("--attention-backend flash --attention-dropout 0 --attn-logit-softcapping 50", ["--attention-backend flash: with"]),
+    ("--use-flash-attn --attention-backend plain --attention-dropout 0", ["--use-flash-attn: with attention dropout"]),
+    ("--use-flash-attn --attention-backend triton", []),
+    ("--partition-activations --tile-factor 1", ["--partition-activations: it saves no memory here"]),
+    ("--manual-gc --empty-unused-memory-level 1", ["--empty-unused-memory-level: torch", "--manual-gc: Python"]),
+    ("--empty-unused-memory-level 0", []),
+    ("--flight-recorder-dump-path x", ["--flight-recorder-dump-path: the environment"]),
+])
+def test_services_that_do_not_exist_are_not_notes(words, missing):
+    parsed = parse_arguments(words.split())
+    assert len(parsed.not_done) == len(missing), parsed.not_done
+    assert all(any(line.startswith(text) for line in parsed.not_done) for text in missing)
+    assert not any(note in line for note in parsed.notes for line in missing)
+
+
+@pytest.mark.parametrize("words, fault", [
+    ("--rerun-mode validate_results", "--rerun-mode validate_results: no step is computed twice"),
+    ("--check-weight-hash-across-dp-replicas-interval 5", "--check-weight-hash-across-dp-replicas-interval 5: the weights of replicas"),
+    ("--inprocess-restart", "--inprocess-restart: a job that fails is started again by its launcher"),
+    ("--inference", "--inference: use --skip-train"),
+    ("--disable-bf16-reduced-precision-matmul", "--disable-bf16-reduced-precision-matmul: matrix products of bf16"),
+    ("--activations-checkpoint-method block", "--activations-checkpoint-method block: block recompute is not built yet"),
+])
+def test_what_changes_the_result_or_its_safety_is_refused(words, fault):
+    with pytest.raises(ArgumentErrors) as caught:
+        parse_arguments(words.split())
+    assert caught.value.faults[0].startswith(fault)
+
+
+def test_earlier_names_of_recompute_are_mapped():
+    training = parse_arguments("--activations-checkpoint-method uniform --activations-checkpoint-num-layers 1".split()).config.training
+    assert (training.recompute_granularity, training.recompute_method, training.recompute_num_layers) == ("full", "uniform", 1)
+
+
+def test_a_smaller_batch_is_never_promised():
+    (note,) = parse_arguments(["--decrease-batch-size-if-needed"]).notes
+    assert note.endswith("the global batch is never made smaller: one that micro-batch-size x data-parallel ranks does not divide is refused")

@@ -58,7 +58,6 @@ def test_a_complete_configuration_has_no_faults():
     ("--max-position-embeddings 16", "--max-position-embeddings 16: smaller than --seq-length 32"),
     ("--position-embedding-type rope --rotary-percent 0.2", "--rotary-percent 0.2: 3 of 16 channels would rotate"),
     ("--position-embedding-type rope --rotary-percent 0", "--rotary-percent 0.0: must be above 0 and at most 1"),
-    ("--rotary-base 500000", "--rotary-base 500000.0: acts only with --position-embedding-type rope"),
     ("--position-embedding-type rope --rope-scaling-factor 4", "--rope-scaling-factor 4.0: acts only with --use-rope-scaling"),
     ("--position-embedding-type rope --use-rope-scaling --rope-high-freq-factor 1", "--rope-high-freq-factor 1.0: must be greater"),
     ("--position-embedding-type rope --use-rope-scaling --rotary-seq-len-interpolation-factor 2", "--use-rope-scaling: does not combine"),
@@ -70,21 +69,17 @@ def test_a_complete_configuration_has_no_faults():
     ("--attention-backend sdpa --attention-dropout 0 --attn-logit-softcapping 50", "cannot apply --attn-logit-softcapping 50.0"),
     # precision
     ("--bf16 --fp64", "--bf16 --fp64: contradict each other"),
-    ("--loss-scale 128", "--loss-scale 128.0: acts only with --fp16"),
     ("--fp16 --loss-scale 128 --hysteresis 3", "--hysteresis 3: acts only with dynamic loss scaling"),
     ("--fp16 --initial-loss-scale 0.5", "--initial-loss-scale 0.5: below --min-loss-scale 1.0"),
     # data and tokenizer
     ("--data-path a", "--data-path: contradicts --mock-data"),
     ("--train-data-path a", "--mock-data: contradicts --train-data-path"),
-    ("--check-data", "--check-data: acts only with data files"),
     ("--split 0,0,0", "--split 0,0,0: expected up to three shares"),
     ("--split 9,x,1", "--split 9,x,1: expected up to three shares"),
     ("--tokenizer-type SentencePieceTokenizer --vocab-size 101", "--tokenizer-type SentencePieceTokenizer: give --tokenizer-model"),
     ("--tokenizer-type HuggingFaceTokenizer --vocab-size 101 --tokenizer-model none.json", "--tokenizer-model none.json: no such file"),
     ("--tokenizer-type GPT2BPETokenizer --vocab-size 101 --vocab-file vocab.json", "--tokenizer-type GPT2BPETokenizer: give --merge-file"),
     ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.model", "--vocab-size 100: the tokenizer has 101 tokens"),
-    ("--tokenizer-type NullTokenizer --tokenizer-model tokenizer.model", "--tokenizer-model tokenizer.model: acts only with"),
-    ("--tokenizer-type NullTokenizer --vocab-file vocab.json", "--vocab-file vocab.json: acts only with --tokenizer-type GPT2BPETokenizer"),
     # batch
     ("--global-batch-size 15", "not divisible by --micro-batch-size 2 x 1 data-parallel rank(s) = 2; the nearest is 16"),
     ("--global-batch-size 16 --rampup-batch-size 4 4", "--rampup-batch-size 4 4: expected three numbers"),
@@ -101,21 +96,15 @@ def test_a_complete_configuration_has_no_faults():
     ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "--lr-warmup-fraction 0.1: contradicts --lr-warmup-iters 2"),
     ("--lr-decay-style WSD", "--lr-decay-style WSD: give --lr-wsd-decay-iters"),
     ("--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-iters 2", "--lr-wsd-decay-iters 9: does not fit"),
-    ("--lr-wsd-decay-iters 3", "--lr-wsd-decay-iters 3: acts only with --lr-decay-style WSD"),
-    ("--lr-decay-style constant --min-lr 1e-4", "--min-lr 0.0001: acts only with a --lr-decay-style that decays"),
     ("--min-lr 1", "--min-lr 1.0: greater than --lr 0.001"),
-    ("--lr-warmup-init 1e-5", "--lr-warmup-init 1e-05: acts only with a warm-up"),
     ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler --load ckpt", "--override-opt-param-scheduler: contradicts"),
     ("--start-weight-decay 0", "--start-weight-decay 0.0: acts only with --weight-decay-incr-style"),
     ("--weight-decay-incr-style cosine --end-weight-decay 0.1", "--weight-decay-incr-style cosine: give --start-weight-decay"),
     # optimizer
-    ("--sgd-momentum 0.5", "--sgd-momentum 0.5: acts only with --optimizer sgd; drop it"),
-    ("--optimizer sgd --adam-beta2 0.95", "--adam-beta2 0.95: acts only with --optimizer adam"),
     ("--adam-beta1 1", "--adam-beta1 1.0: must be at least 0 and below 1"),
     ("--clip-grad -1", "--clip-grad -1.0: must be 0 or more"),
     ("--main-grads-dtype bf16", "--main-grads-dtype bf16: acts only with --bf16; drop it or add that"),
     ("--fp16 --main-grads-dtype bf16", "--main-grads-dtype bf16: acts only with --bf16"),
-    ("--optimizer sgd --exp-avg-dtype bf16", "--exp-avg-dtype bf16: acts only with --optimizer adam"),
     ("--fp64 --exp-avg-dtype bf16", "--exp-avg-dtype bf16: contradicts --fp64; drop one"),
     ("--adam-implementation apex --exp-avg-sq-dtype bf16", "--exp-avg-sq-dtype bf16: not something that apex's FusedAdam does; drop --adam-impl"),
     ("--adam-implementation triton --fp64", "--adam-implementation triton: contradicts --fp64; drop one"),
@@ -135,9 +124,6 @@ def test_a_complete_configuration_has_no_faults():
     # recompute, checkpoint, logging, world
     ("--recompute-method uniform", "--recompute-method uniform: acts only with --recompute-granularity full"),
     ("--checkpoint-activations --recompute-num-layers 2", "--recompute-num-layers 2: groups of layers are not built yet"),
-    ("--save-interval 5", "--save-interval 5: acts only with --save DIR"),
-    ("--no-save-optim", "--no-save-optim: acts only with --save DIR"),
-    ("--save-keep-last 2", "--save-keep-last 2: acts only with --save DIR"),
     ("--verify-integrity", "--verify-integrity: acts only with --save DIR"),
     ("--save ckpt --save-keep-last 0", "--save-keep-last 0: must be greater than 0"),
     ("--local-checkpoint-dir a --local-save-interval 5", "--local-checkpoint-dir a: acts only with --save DIR"),
@@ -146,7 +132,6 @@ def test_a_complete_configuration_has_no_faults():
     ("--save ckpt --local-redundancy partner", "--local-redundancy partner: acts only with --local-checkpoint-dir DIR"),
     ("--save ckpt --async-save --async-save-host-memory 1 --local-checkpoint-dir a --local-save-interval 5",
      "--async-save-host-memory 1.0: acts only with --async-save without --local-checkpoint-dir"),
-    ("--save ckpt --save-rate-limit 5", "--save-rate-limit 5.0: acts only with --async-save"),
     ("--save ckpt --async-save --save-rate-limit 0", "--save-rate-limit 0.0: must be greater than 0"),
     ("--save ckpt --async-save --save-rate-limit 1e-300", "--save-rate-limit 1e-300: must be greater than 0, and at least 0.001 MB/s"),
     ("--save ckpt --async-save --async-save-host-memory -1", "--async-save-host-memory -1.0: must be greater than 0"),
@@ -155,12 +140,9 @@ def test_a_complete_configuration_has_no_faults():
     ("--distributed-timeout-minutes 1e300", "--distributed-timeout-minutes 1e+300: must be greater than 0 and at most 525600"),
     ("--save ckpt --save-retain-interval 10", "--save-retain-interval 10: must be a multiple of --save-interval"),
     ("--save ckpt --save-interval 4 --save-retain-interval 10", "--save-retain-interval 10: must be a multiple of --save-interval"),
-    ("--no-load-optim", "--no-load-optim: acts only with --load DIR"),
     ("--load absent", "--load absent: no such folder; for a first start give the same folder as --save"),
     ("--load absent --save absent --exit-on-missing-checkpoint", "--load absent: no such folder"),
     ("--save a.bin", "--save a.bin: is a file, not a folder"),
-    ("--wandb-exp-name x", "--wandb-exp-name x: acts only with --wandb-project NAME"),
-    ("--tensorboard-log-interval 5", "--tensorboard-log-interval 5: acts only with --tensorboard-dir"),
     ("--eval-interval 0", "--eval-interval 0: must be greater than 0"),
     ("--distributed-timeout-minutes 0", "--distributed-timeout-minutes 0.0: must be greater than 0"),
     ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: must be greater than 0"),
@@ -170,6 +152,57 @@ def test_a_complete_configuration_has_no_faults():
 ])
 def test_one_rule(extra, fault):
     found = faults(extra)
+    assert len(found) == 1 and fault in found[0], found
+
+
+@pytest.mark.parametrize("extra, note", [
+    ("--rotary-base 500000", "--rotary-base 500000.0: acts only with --position-embedding-type rope"),
+    ("--loss-scale 128", "--loss-scale 128.0: acts only with --fp16"),
+    ("--check-data", "--check-data: acts only with data files"),
+    ("--tokenizer-type NullTokenizer --tokenizer-model tokenizer.model", "--tokenizer-model tokenizer.model: acts only with"),
+    ("--tokenizer-type NullTokenizer --vocab-file vocab.json", "--vocab-file vocab.json: acts only with --tokenizer-type GPT2BPETokenizer"),
+    ("--lr-wsd-decay-iters 3", "--lr-wsd-decay-iters 3: acts only with --lr-decay-style WSD"),
+    ("--lr-decay-style constant --min-lr 1e-4", "--min-lr 0.0001: acts only with a --lr-decay-style that decays"),
+    ("--lr-warmup-init 1e-5", "--lr-warmup-init 1e-05: acts only with a warm-up"),
+    ("--sgd-momentum 0.5", "--sgd-momentum 0.5: acts only with --optimizer sgd"),
+    ("--optimizer sgd --adam-beta2 0.95", "--adam-beta2 0.95: acts only with --optimizer adam"),
+    ("--optimizer sgd --exp-avg-dtype bf16", "--exp-avg-dtype bf16: acts only with --optimizer adam"),
+    ("--save-interval 5", "--save-interval 5: acts only with --save DIR"),
+    ("--no-save-optim", "--no-save-optim: acts only with --save DIR"),
+    ("--save-keep-last 2", "--save-keep-last 2: acts only with --save DIR"),
+    ("--save ckpt --save-rate-limit 5", "--save-rate-limit 5.0: acts only with --async-save"),
+    ("--no-load-optim", "--no-load-optim: acts only with --load DIR"),
+    ("--wandb-exp-name x", "--wandb-exp-name x: acts only with --wandb-project NAME"),
+    ("--tensorboard-log-interval 5", "--tensorboard-log-interval 5: acts only with --tensorboard-dir"),
+    ("--hysteresis 3 --min-loss-scale 2 --loss-scale-window 5", "--hysteresis 3: acts only with --fp16"),
+    ("--async-save", "--async-save: acts only with --save DIR"),
+    ("--override-opt-param-scheduler", "--override-opt-param-scheduler: acts only with --load DIR"),
+])
+def test_a_flag_without_effect_that_does_no_harm_is_a_note(extra, note):
+    """Launch scripts give them in every run."""
+    assert faults(extra) == []
+    notes = resolve(configure(extra), 1, 101).notes
+    assert any(line.startswith(note) and line.endswith("nothing changes here") for line in notes), notes
+
+
+def test_sizes_that_would_take_minutes_to_plan_are_refused_at_once():
+    found = faults("--num-layers 1000000000")
+    assert len(found) == 1 and found[0].startswith("--num-layers 1000000000: at most 10,000 are planned for")
+    found = faults("--global-batch-size 1000000000")
+    assert len(found) == 1 and found[0].startswith("--global-batch-size 1000000000: 500,000,000 micro-batches in each step of a rank")
+    found = faults("--global-batch-size 2000002 --micro-batch-size 2 --rampup-batch-size 2 2 100000000 --dry-run --world-size 50000", 1000001)
+    assert any("1,000,000 increments, at most 100,000 are planned for" in fault for fault in found)
+
+
+@pytest.mark.parametrize("flags, fault", [
+    ("--save /dev/null/x", "--save /dev/null/x: cannot be made: /dev/null is not a folder"),
+    ("--tensorboard-dir a.bin/tb", "--tensorboard-dir a.bin/tb: cannot be made: "),
+    ("--metrics-file a.bin/metrics.jsonl", "--metrics-file a.bin/metrics.jsonl: its folder is a file, not a folder"),
+    ("--wandb-project p --wandb-save-dir a.bin/x", "--wandb-save-dir a.bin/x: cannot be made: "),
+    ("--save " + "x/" * 3 + "y" * 300, "is too long for the name of a folder"),
+])
+def test_a_folder_that_cannot_be_made_is_refused(flags, fault):
+    found = faults(flags)
     assert len(found) == 1 and fault in found[0], found
 
 
@@ -219,7 +252,8 @@ def test_data_files():
     assert "c.idx and c.bin" in found[0]
     assert faults("--valid-data-path b", base=base) == ["--valid-data-path: --train-data-path is missing"]
     assert faults("--data-path a --train-data-path b", base=base) == ["--data-path: contradicts --train-data-path; keep one kind of data"]
-    assert faults("--train-data-path a --split 1", base=base)[0].startswith("--split 1: acts only with --data-path")
+    (note,) = [note for note in resolve(configure("--train-data-path a --split 1", base), 1, 101).notes if note.startswith("--split")]
+    assert note == "--split 1: acts only with --data-path; nothing changes here"
 
 
 def test_blend_prefixes():
@@ -338,7 +372,7 @@ def test_resolving_twice_changes_nothing(extra):
 
 def test_all_faults_in_one_error():
     with pytest.raises(ArgumentErrors) as caught:
-        resolve(configure("--bf16 --fp16 --save-interval 3 --num-attention-heads 5"), 1, 101)
+        resolve(configure("--bf16 --fp16 --zero3-keep-gathered --num-attention-heads 5"), 1, 101)
     assert len(caught.value.faults) == 3 and str(caught.value).startswith("3 faults in the settings:\n  --")
 
 

@@ -31,7 +31,7 @@ def gave_up() -> Path:
     return gate.with_name(f"{gate.name}.gave-up")
 
 
-def main(config, _notes, *, dry_run: bool) -> int:
+def main(config, _notes, *, not_done, dry_run: bool) -> int:
     launch = read_launch()
     if len(sys.argv) > 3:
         gate = Path(sys.argv[3])

@@ -7,7 +7,7 @@ from datetime import datetime
 
 import pytest
 
-from megatron.observe.console import BANNER_WIDTH, banner, duration, evaluation_lines, training_line
+from megatron.observe.console import BANNER_WIDTH, NOT_DONE, banner, duration, evaluation_lines, training_line
 
 MEGATRON = (
     " [2026-10-22 16:59:16.123456] iteration        1/  500000 | consumed samples:            8 | elapsed time per iteration (ms): 16442.7 |"
@@ -72,3 +72,12 @@ def test_banner_is_a_fixed_width_screen():
     assert rows[1] == " versions       torch 2.13" and rows[2].startswith(" " * 16 + "word word")
     assert all(len(row) <= BANNER_WIDTH for row in rows if path not in row)
     assert f" paths          {path}" in rows and "empty" not in text
+
+
+def test_what_is_asked_for_and_not_done_stands_first():
+    sections = {"versions": ["torch"], NOT_DONE: ["--profile: no profile is written", "--nvtx-ranges: " + "word " * 40]}
+    rows = banner(sections).split("\n")
+    assert rows[0] == "!" * BANNER_WIDTH and rows[1] == " asked for, not done" and rows[2] == "   --profile: no profile is written"
+    assert rows[3].startswith("   --nvtx-ranges: word") and rows[4].startswith("     word") and rows[5] == "!" * BANNER_WIDTH
+    assert rows[6] == " versions       torch" and len(rows) == 8
+    assert banner({"versions": ["torch"], NOT_DONE: []}) == banner({"versions": ["torch"]})

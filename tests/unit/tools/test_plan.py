@@ -28,7 +28,8 @@ def lines(capsys, *flags: object, code: int = 0) -> list[str]:
 def test_the_table_has_a_row_for_each_pipeline_rank(capsys):
     found = lines(capsys, *FLAGS, "--world-size", 16, "--pipeline-model-parallel-size", 4)
     head = next(index for index, line in enumerate(found) if line.startswith("rank  parameters"))
-    assert found[0] == "ZeRO stage 2, a block shared by 4 of 4 data-parallel ranks"
+    assert found[0].startswith("fits: the plan needs ") and "of which 74 are usable" in found[0]
+    assert found[1] == "ZeRO stage 2, a block shared by 4 of 4 data-parallel ranks"
     assert [line.split()[0] for line in found[head + 1 : head + 5]] == ["0", "1", "2", "3"]
     cells = found[head + 2].split()
     parameters, gradients, optimizer = map(float, cells[1:4])
@@ -40,7 +41,7 @@ def test_the_table_has_a_row_for_each_pipeline_rank(capsys):
 
 
 def test_its_own_flags(capsys):
-    small, large = (lines(capsys, *FLAGS, "--world-size", 8, "--memory", size) for size in (4, 80))
+    small, large = (lines(capsys, *FLAGS, "--world-size", 8, "--device-memory", size) for size in (4, 80))
     assert "80 GiB: fits with stage 0" in large and any(line.startswith("4 GiB: fits with no stage") for line in small)
     fast = lines(capsys, *FLAGS, "--world-size", 8, "--bandwidth=400", "--mfu", 0.5, "--peak-tflops", 300)
     assert "with 400 GB/s a rank and 50% of 300 TFLOP/s:" in fast and sum(" hides: " in line for line in fast) == 2
@@ -90,7 +91,7 @@ def test_bad_flags_get_the_error_of_a_dry_run(capsys, flags):
 
 
 @pytest.mark.parametrize("flags, message", [
-    ([], "--world-size is missing"), (["--world-size", 8, "--memory"], "--memory : expected a number above 0"),
+    ([], "--world-size is missing"), (["--world-size", 8, "--mfu"], "--mfu : expected a number above 0"),
     (["--world-size", 8, "--bandwidth", -1], "--bandwidth -1: expected a number above 0"),
 ])
 def test_faults_of_its_own_flags(capsys, flags, message):
