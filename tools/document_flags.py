@@ -10,8 +10,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron.config.arguments import COMMANDS, Option, options  # noqa: E402
-from megatron.config.compatibility import EQUALS, NOTES, ONLY, REFUSED, VALUES, Row  # noqa: E402
+from megatron.config.arguments import COMMANDS, Option, options, options_by_flag  # noqa: E402
+from megatron.config.compatibility import (  # noqa: E402
+    ASKS,
+    EQUALS,
+    INSTEAD,
+    NOT_DONE,
+    NOTES,
+    ONLY,
+    REFUSED,
+    VALUES,
+    Row,
+    key,
+    rows,
+)
 from megatron.config.groups import Config  # noqa: E402
 
 INTRODUCTION = """# Flags
@@ -24,7 +36,8 @@ Flags are not abbreviated. Every fault of a command line is reported at once, ea
 
 COMPATIBILITY = """## Flags of Megatron-LM and Megatron-DeepSpeed that are not fields here
 
-A name ending in `*` stands for all flags that begin so; an exact name in any table wins over it. Everything else is refused as unknown.
+Names are exact: those that Megatron-LM (2026-08-22, and its releases since 2.5) and Megatron-DeepSpeed (2025-07-16) define,
+recorded in `megatron/config/upstream_flags.py`. Every other flag is refused as unknown, with the nearest known one.
 """
 
 
@@ -47,8 +60,15 @@ def _option_row(option: Option) -> str:
     return f"| {names} | {_value(option.default)} | {_cell(option.help)} | {_cell(option.megatron or '')} |"
 
 
+def _names(row: Row) -> list[str]:
+    """A row's flags as they are written, families spelled out."""
+    own, ours = [flag for flag in row.flags if not flag.endswith("*")], options_by_flag()
+    spelled = [name for name, found in rows().items() if found is row and name not in ours and name not in map(key, own)]
+    return [*own, *sorted(spelled)]
+
+
 def _row(row: Row) -> str:
-    flags = ", ".join(f"`{flag}`" for flag in row.flags)
+    flags = ", ".join(f"`{flag}`" for flag in _names(row))
     if row.verdict in ("equals", "at least"):
         return f"| {flags} | {'at least ' if row.verdict == 'at least' else ''}`{row.text}` |"
     if row.verdict == "only":
@@ -66,6 +86,10 @@ def document() -> str:
     lines += ["", COMPATIBILITY, "### Other names of our flags (`$`: the value)", "", "| flag | equals |", "|---|---|", *map(_row, EQUALS)]
     lines += ["", "### Other names of values", "", "| value | equals |", "|---|---|"]
     lines += [f"| `{flag} {theirs}` | `{flag} {ours}` |" for (flag, theirs), (ours, _) in VALUES.items()]
+    lines += ["", "### Values that are refused", "", "| value | what to do |", "|---|---|"]
+    lines += [f"| `{flag} {theirs}` | {_cell(text)} |" for (flag, theirs), text in INSTEAD.items()]
+    lines += ["", "### Asked for, not done: accepted, and named at the top of the banner", "", "| flag | what is missing |", "|---|---|"]
+    lines += [*map(_row, NOT_DONE), *(f"| `{flag} {word}` | {_cell(row.text)} |" for (flag, word), row in ASKS.items())]
     lines += ["", "### Accepted with a note: leaving them out changes nothing about the result", ""]
     lines += ["| flag | why |", "|---|---|", *map(_row, NOTES)]
     lines += ["", "### Accepted with these values only", "", "| flag | values | others |", "|---|---|---|", *map(_row, ONLY)]

@@ -358,14 +358,9 @@ def _recompute(run: Run) -> Iterator[str]:
         yield f"{run.show('recompute_num_layers')}: groups of layers are not built yet; use 1"
 
 
-LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of Linux
-
-
 def _cannot_be_made(folder: Path) -> str:
     """Why a folder cannot be made and written into, with the fix, as far as its parents tell; an empty string when nothing is known."""
-    if any(len(os.fsencode(part)) > LONGEST_NAME for part in folder.parts) or len(os.fsencode(folder)) > LONGEST_PATH:
-        return "is too long for the name of a folder; give a shorter one"
-    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if os.path.exists(parent))
     if there == folder.absolute() and not there.is_dir():
         return "is a file, not a folder"
     if not there.is_dir():
