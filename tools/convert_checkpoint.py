@@ -45,6 +45,7 @@ from megatron.checkpoint.foreign.zero_folder import ZeroFolder, find_folder  # n
 from megatron.checkpoint.manifest import list_iterations  # noqa: E402
 from megatron.checkpoint.ranks import Ranks  # noqa: E402
 from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint, find_checkpoint  # noqa: E402
+from megatron.checkpoint.run_state import config_of  # noqa: E402
 from megatron.checkpoint.writer import save_checkpoint  # noqa: E402
 from megatron.config.arguments import parse_arguments  # noqa: E402
 from megatron.config.derive import derive  # noqa: E402
@@ -79,7 +80,7 @@ def export(load: str, step: int | None, target: Path, dtype: torch.dtype | None,
     path = ranks.agree(find)[0]
     with together(ranks.world, ranks.device):
         checkpoint = Checkpoint(path)
-        config = Config.from_dict(checkpoint.state["config"])
+        config = config_of(checkpoint.state)
         described, rules = to_huggingface(config.model, checkpoint.state["vocab_size"])
     if dtype is None:
         stored = TORCH_DTYPES[checkpoint.tensors["embedding.word.weight"].dtype]

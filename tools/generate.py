@@ -19,6 +19,7 @@ if not __package__:  # run as a file of a checkout; as an installed command it f
 
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.run_state import config_of
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.groups import Config, DistributedConfig
 from megatron.data.tokenizer import build_tokenizer
@@ -32,7 +33,7 @@ from megatron.optimizer.blocks import build_blocks
 
 def load_model(checkpoint: Checkpoint, device: torch.device) -> GPTModel:
     """The checkpoint's model, weights rounded to the precision it was trained in (fp32 on a CPU for fp16)."""
-    config = Config.from_dict(checkpoint.state["config"])
+    config = config_of(checkpoint.state)
     dtype = compute_dtype(config.precision)
     if device.type == "cpu" and dtype == torch.float16:
         dtype = torch.float32
@@ -111,7 +112,7 @@ def write_text(flags: argparse.Namespace) -> int:
     if path is None:
         raise CheckpointError(f"--load {flags.load}: no checkpoint{'' if flags.ckpt_step is None else f' of iteration {flags.ckpt_step}'} there")
     checkpoint = Checkpoint(path)
-    data = Config.from_dict(checkpoint.state["config"]).data
+    data = config_of(checkpoint.state).data
     tokenizer = build_tokenizer(dataclasses.replace(data, tokenizer_model=flags.tokenizer_model or data.tokenizer_model))
     if tokenizer.fingerprint != checkpoint.state["tokenizer"]:
         raise CheckpointError(f"{path}: was trained with another tokenizer than {flags.tokenizer_model or data.tokenizer_model}; name its file with --tokenizer-model")

@@ -19,6 +19,8 @@ from megatron.checkpoint import manifest as m
 from megatron.checkpoint.boxes import parse_key, tiles
 from megatron.checkpoint.fetch import BATCH, Fetcher
 from megatron.checkpoint.manifest import CheckpointError, DigestTable, Entry
+from megatron.checkpoint.shapes import shapes_of
+from megatron.config.input_files import InputError, open_regular, parse_json
 
 OPENERS = 16  # threads that read tables and headers: on a shared file system most of their time is waiting
 NAMED = 16  # most tensors that a message lists
@@ -130,8 +132,8 @@ class Index:
     def _compare_with_expected(self) -> None:
         """The state of a run names all its tensors: one that no rank has written would be missed by nobody else."""
         try:
-            expected = {name: tuple(shape) for name, shape in self.state.get("tensors", {}).items()}
-        except (AttributeError, TypeError) as error:
+            expected = shapes_of(self.state.get("tensors", {}))
+        except InputError as error:
             raise CheckpointError(f"{self.path / m.MANIFEST}: not a manifest of this format: state.tensors: {error}") from error
         missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in self.tensors or self.tensors[name].shape != shape]
         if missing:
@@ -239,9 +241,9 @@ def _open_shard(folder: Path, number: int, record: dict[str, Any]) -> tuple[Shar
         raise CheckpointError(f"{path}: damaged: the header does not match its digest")
     entries, metadata = m.decode_header(header, size - table.data_start, path)
     try:
-        shapes = {name: tuple(shape) for name, shape in json.loads(metadata["shapes"]).items()}
+        shapes = shapes_of(parse_json(metadata["shapes"].encode()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: the header lacks the tensors' global shapes") from error
+        raise CheckpointError(f"{path}: the header lacks the tensors' global shapes: {error}") from error
     return Shard(number, path, size, record["table_digest"], table.data_start, table.chunk), entries, shapes
 
 
@@ -278,9 +280,10 @@ def newest_first(root: Path) -> tuple[list[int], list[int]]:
 
 
 def load_bytes(path: Path, limit: int) -> bytes:
-    """The first `limit` bytes of a file."""
+    """The first `limit` bytes of a regular file; one of another kind is refused, not waited for."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return file.read(min(limit, os.fstat(file.fileno()).st_size))
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}: the checkpoint is incomplete, or not one of this program") from error
+    except (OSError, InputError) as error:
+        what = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path}: {what}: the checkpoint is incomplete, or not one of this program") from error

@@ -16,7 +16,9 @@ from typing import Any
 
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
+from megatron.checkpoint.run_state import check_run_state
 from megatron.config.errors import UserError
+from megatron.config.input_files import parse_json
 
 CHUNK = 1 << 20  # bytes of shard data under one digest
 ALIGN = 4096  # tensor data starts at a multiple of this
@@ -92,20 +94,13 @@ def encode_header(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dic
     return struct.pack("<Q", len(body)) + body
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return result
-
-
 def decode_header(raw: bytes, data_bytes: int, path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     """Entries by key, and the metadata, of the header `raw` (length word included) of a file with `data_bytes` of data after it.
 
     Raises CheckpointError unless the tensors fill the data exactly, without holes or overlaps.
     """
     try:
-        header = json.loads(raw[8:], object_pairs_hook=_unique_keys)
+        header = parse_json(raw[8:])
         metadata = header.pop("__metadata__", {})
         entries = {}
         for key, value in header.items():
@@ -196,8 +191,8 @@ def decode_manifest(raw: bytes, path: Path) -> dict[str, Any]:
     if raw != _frame(body):
         raise CheckpointError(f"{path}: damaged: its content does not match the digest that it carries")
     try:
-        content = json.loads(body)
-        if content["format"] != FORMAT or content["version"] != VERSION:
+        content = parse_json(body)
+        if content["format"] != FORMAT or type(content["version"]) is not int or content["version"] != VERSION:
             known = f"this program reads {FORMAT!r} version {VERSION}"
             raise ValueError(f"format {content['format']!r} version {content['version']!r}; {known}")
         if type(content["iteration"]) is not int or not isinstance(content["state"], dict) or not content["shards"]:
@@ -207,6 +202,7 @@ def decode_manifest(raw: bytes, path: Path) -> dict[str, Any]:
         left = content.get("left", {})
         if not isinstance(left, dict) or any(int(later) <= content["iteration"] or not isinstance(attempt, str) for later, attempt in left.items()):
             raise ValueError("left is not of later iterations and their attempts")
+        check_run_state(content["state"])
         for index, shard in enumerate(content["shards"]):
             # Names are derived, never followed: a manifest cannot point outside its folder.
             if shard["file"] != shard_file(index):

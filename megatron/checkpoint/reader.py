@@ -21,6 +21,7 @@ from megatron.checkpoint.fetch import BATCH, DamageError
 from megatron.checkpoint.index import Index, Piece, Shard, Stored, newest_first
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import ONE, Ranks
+from megatron.config.input_files import InputError, open_regular
 
 if TYPE_CHECKING:
     from megatron.model.layout import Box
@@ -130,9 +131,9 @@ def _instead(root: Path, iterations: list[int]) -> str:
 
 def _compare_tracker(root: Path, newest: Path, say: Callable[[str], None]) -> None:
     try:
-        with open(root / m.TRACKER, "rb") as file:
+        with open_regular(root / m.TRACKER) as file:
             tracker = file.read(64).decode(errors="replace").strip()
-    except OSError:
+    except (OSError, InputError):
         tracker = None
     if tracker is None or not tracker.isascii() or not tracker.isdecimal() or m.iteration_folder(int(tracker)) != newest.name:
         says = "is missing" if tracker is None else f"says {tracker!r}"

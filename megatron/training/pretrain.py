@@ -54,6 +54,7 @@ from megatron.training.resume import (
     accept_changes,
     changed_data,
     changed_fields,
+    check_complete,
     continuity,
     device_name,
     resumed_schedule,
@@ -217,6 +218,7 @@ def prepare(config: Config, notes: list[str], world_size: int, device: torch.dev
         progress, changed = Progress(), []
         if checkpoint is not None:
             state = checkpoint.state
+            check_complete(checkpoint, weights_alone=config.checkpoint.finetune or "schedule" not in state)
             changes = changed_fields(state, config, tokenizer.vocab_size, tokenizer.fingerprint)
             if not all(change.accept for change in changes):
                 accept_changes(checkpoint, changes, config)

@@ -13,8 +13,11 @@ from megatron.checkpoint.foreign.models import model_shapes
 from megatron.checkpoint.index import newest_first, read_manifest
 from megatron.checkpoint.manifest import CheckpointError, iteration_folder, list_iterations
 from megatron.checkpoint.reader import Checkpoint
-from megatron.config.errors import ArgumentErrors
+from megatron.checkpoint.run_state import RUN, WEIGHTS, config_of, require
+from megatron.config.arguments import options
+from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import CheckpointConfig, Config, ModelConfig
+from megatron.config.input_files import InputError
 from megatron.dist.groups import describe_layout
 from megatron.kernels.dispatch import OPERATORS, flag_of
 from megatron.model.kernels import choose_kernels
@@ -79,13 +82,6 @@ def _tensors(run: Run) -> dict[str, list[int]]:
     return {name: list(shape) for name, shape in named.items()}
 
 
-def config_of(state: dict[str, Any]) -> Config:
-    """The configuration in a checkpoint's state; fields that are younger or older than this program's are left out."""
-    kept = {group: {name: value for name, value in state["config"].get(group, {}).items() if name in fields}
-            for group, fields in Config().to_dict().items()}
-    return Config.from_dict(kept)
-
-
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
@@ -124,6 +120,20 @@ def _same_sums(theirs: dict[str, Any], ours: dict[str, Any], chunk: int) -> bool
     accumulates = any(config["training"]["global_batch_size"] > chunk for config in (theirs, ours))
     clips = any(config["optimizer"]["clip_grad"] > 0 for config in (theirs, ours))
     return not (accumulates and (stages[0] < 2) != (stages[1] < 2)) and not (clips and (stages[0] == 0) != (stages[1] == 0))
+
+
+def check_complete(checkpoint: Checkpoint, *, weights_alone: bool) -> None:
+    """Raises CheckpointError unless the state holds all that a run goes on with, and is of the folder's iteration."""
+    state = checkpoint.state
+    try:
+        require(state, WEIGHTS if weights_alone else RUN)
+        if not weights_alone and state["iteration"] != checkpoint.iteration:
+            raise InputError(f"its state is of iteration {state['iteration']}")
+        names = [field.name for field in dataclasses.fields(Schedule)]
+        if not weights_alone and (sorted(state["schedule"]) != sorted(names) or None in state["schedule"].values()):
+            raise InputError("state.schedule is not what a run writes there")
+    except InputError as error:
+        raise CheckpointError(f"{checkpoint.path}: cannot be loaded: {error}") from error
 
 
 class Change(NamedTuple):
@@ -207,7 +217,10 @@ def take_checkpoint_args(config: Config) -> Config:
         return config
     if options.load is None:
         raise ArgumentErrors(["--use-checkpoint-args: there is no checkpoint to take them from; give --load"])
-    theirs = config_of(_manifest_of(options)["state"])
+    try:
+        theirs = config_of(_manifest_of(options)["state"])
+    except InputError as error:
+        raise ArgumentErrors([f"--use-checkpoint-args: {error}"]) from error
     faults, default = [], Config()
     for group, names in (("model", [field.name for field in dataclasses.fields(ModelConfig) if field.name not in _FREE_MODEL_FIELDS]),
                          ("data", _TOKENIZER_FIELDS)):
@@ -215,13 +228,22 @@ def take_checkpoint_args(config: Config) -> Config:
         for name in names:
             here, there, plain = (getattr(getattr(each, group), name) for each in (config, theirs, default))
             if here == plain:
-                taken[name] = there
+                taken[name] = _loaded(group, name, there)
             elif here != there and name not in _FILES:
                 faults.append(f"--{name.replace('_', '-')} {here}: the checkpoint has {there} (--use-checkpoint-args); drop one of the two flags")
         config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **taken)})
     if faults:
         raise ArgumentErrors(faults)
     return config
+
+
+def _loaded(group: str, name: str, value: Any) -> Any:
+    """A field's value from a checkpoint, as from a configuration file. Raises ArgumentErrors for one that the field does not take."""
+    option = next(option for option in options() if (option.group, option.field) == (group, name))
+    try:
+        return option.load(list(value) if isinstance(value, tuple) else value)
+    except UserError as error:
+        raise ArgumentErrors([f"--use-checkpoint-args: the checkpoint has {group}.{name} = {value!r}: {error}"]) from error
 
 
 def _manifest_of(options: CheckpointConfig) -> dict[str, Any]:

@@ -193,6 +193,8 @@ def from_huggingface(config: dict[str, Any], names: Iterable[str]) -> tuple[dict
         fields = (_our_gpt2 if kind == "gpt2" else _our_llama)(config, faults)
     except KeyError as error:
         raise UserError(f"config.json lacks {error}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise UserError(f"config.json: a field is not of its type: {error}") from None
     # A head of its own has its own tensor; older configs leave the field to the family's default.
     tied = config.get("tie_word_embeddings", kind == "gpt2")
     fields["untie_embeddings_and_output_weights"] = not tied

@@ -30,6 +30,8 @@ from megatron.checkpoint.manifest import HEADER_LIMIT, CheckpointError, encode_h
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import DTYPE_NAMES, TORCH_DTYPES, Checkpoint
 from megatron.config.errors import UserError
+from megatron.config.input_files import InputError, parse_json
+from megatron.config.input_files import read_json as read_file
 from megatron.model.layout import Box
 
 FILE = 4 << 30  # most bytes of tensors in one file, unless a single tensor is larger
@@ -222,7 +224,10 @@ def open_folder(folder: Path) -> dict[str, Tensor]:
     """The tensors of a Hugging Face folder by name, mapped. Raises CheckpointError."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        files = read_json(index).get("weight_map")
+        if type(files) is not dict or not all(type(name) is str for name in files.values()):
+            raise CheckpointError(f"{index}: holds no weight_map of tensors and files")
+        names = sorted(set(files.values()))
     elif (folder / "model.safetensors").is_file():
         names = ["model.safetensors"]
     else:
@@ -243,13 +248,13 @@ def _open_file(path: Path) -> dict[str, Tensor]:
         (length,) = struct.unpack("<Q", file.bytes[:8])
         if length > min(HEADER_LIMIT, file.size - 8):
             raise UserError(f"a header of {length} bytes in a file of {file.size}")
-        for key, value in json.loads(file.bytes[8 : 8 + length]).items():
+        for key, value in parse_json(file.bytes[8 : 8 + length]).items():
             if key != "__metadata__" and value["dtype"] in TORCH_DTYPES:
                 dtype, shape, (start, stop) = TORCH_DTYPES[value["dtype"]], tuple(map(int, value["shape"])), value["data_offsets"]
                 if min(shape, default=0) < 0 or stop - start != math.prod(shape) * dtype.itemsize:
                     raise UserError(f"{key}: {stop - start} bytes for shape {list(shape)}")
                 tensors[key] = file.tensor(dtype, shape, 8 + length + start)
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError, struct.error) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     return tensors
 
@@ -284,9 +289,6 @@ def take_parts(rules: list[Rule], tensors: dict[str, tuple[tuple[int, ...], list
 def read_json(path: Path) -> dict[str, Any]:
     """Raises CheckpointError unless the file is a JSON object."""
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        return read_file(path)
+    except InputError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return content

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import reprlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -140,7 +141,7 @@ REFUSED = {  # what our models do not have -> the values under which it is not t
 def model_fields(args: Record) -> dict[str, Any]:
     """Fields of ModelConfig that the arguments kept in a Megatron-LM checkpoint mean. Raises UserError naming what has no counterpart."""
     given = dict(args.state) if isinstance(args, Record) and isinstance(args.state, dict) else {}
-    faults = [f"--{name.replace('_', '-')} {given[name]!r}" for name, absent in REFUSED.items() if given.get(name) not in absent]
+    faults = [f"--{name.replace('_', '-')} {reprlib.repr(given[name])}" for name, absent in REFUSED.items() if given.get(name) not in absent]
     lacking = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if type(given.get(name)) is not int]
     if faults or lacking:
         raise UserError("the arguments in the checkpoint cannot be taken over: " + "; ".join([*faults, *(f"no {name}" for name in lacking)]))

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
+from megatron.config.input_files import InputError, open_regular
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
 from megatron.model.layout import Box, model_boxes
@@ -37,11 +38,11 @@ class MappedFile:
         """Raises CheckpointError when it cannot be read."""
         self.path = path
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 self.size = file.seek(0, 2)
                 self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        except (OSError, InputError) as error:
+            raise CheckpointError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> Tensor:
         """The elements in C order from byte `start` on. They must not be written to. Raises CheckpointError when the file ends before."""

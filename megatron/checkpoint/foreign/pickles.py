@@ -84,8 +84,8 @@ class _Interpreter:
 
     def __init__(self, known: set[str], storage: Callable[[Any], Any] | None) -> None:
         self.known, self.storage = known, storage
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
+        self.stack: list[Any] = []  # since the last mark
+        self.below: list[list[Any]] = []  # the stacks before each mark
         self.memo: dict[int, Any] = {}
 
     def run(self, raw: bytes) -> Any:
@@ -107,21 +107,23 @@ class _Interpreter:
         raise UserError("the pickle has no end")
 
     def _marked(self) -> list[Any]:
-        at = self.marks.pop()
-        values = self.stack[at:]
-        del self.stack[at:]
+        values, self.stack = self.stack, self.below.pop()
         return values
 
     def op_MARK(self, _: Any) -> None:
-        self.marks.append(len(self.stack))
+        self.below.append(self.stack)
+        self.stack = []
 
     def op_POP(self, _: Any) -> None:
         self.stack.pop()
 
     def op_TUPLE(self, _: Any) -> None:
-        self.stack.append(tuple(self._marked()))
+        values = self._marked()
+        self.stack.append(tuple(values))
 
     def _tuple(self, size: int) -> None:
+        if len(self.stack) < size:
+            raise UserError(f"a tuple of {size} values is made of {len(self.stack)}")
         self.stack[-size:] = [tuple(self.stack[-size:])]
 
     def op_TUPLE1(self, _: Any) -> None:
@@ -143,15 +145,15 @@ class _Interpreter:
 
     def op_ADDITEMS(self, _: Any) -> None:
         values = self._marked()
-        _expect(self.stack[-1], set).update(values)
+        _expect(self.stack[-1], set).update(map(_key, values))
 
     def op_SETITEM(self, _: Any) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        _expect(self.stack[-1], dict)[key] = value
+        _expect(self.stack[-1], dict)[_key(key)] = value
 
     def op_SETITEMS(self, _: Any) -> None:
         values = self._marked()
-        _expect(self.stack[-1], dict).update(zip(values[::2], values[1::2], strict=True))
+        _expect(self.stack[-1], dict).update(zip(map(_key, values[::2]), values[1::2], strict=True))
 
     def op_MEMOIZE(self, _: Any) -> None:
         self.memo[len(self.memo)] = self.stack[-1]
@@ -197,7 +199,9 @@ class _Interpreter:
             return {}
         if kind.kind == "torch._utils._rebuild_tensor_v2":
             storage, offset, size, stride = args[:4]
-            return _expect(storage, Tensor).as_strided(tuple(size), tuple(stride), offset)  # torch refuses what reaches beyond the storage
+            if any(type(each) is not int for each in (offset, *_expect(size, tuple), *_expect(stride, tuple))):
+                raise UserError("a tensor's shape, strides or offset are no numbers")
+            return _expect(storage, Tensor).as_strided(size, stride, offset)  # torch refuses what reaches beyond the storage
         if kind.kind == "torch._utils._rebuild_parameter":
             return _expect(args[0], Tensor)
         if kind.kind == "torch._tensor._rebuild_from_type_v2":  # the way to make a tensor, its class, what goes into it, attributes
@@ -224,12 +228,22 @@ def _expect(value: Any, kind: type) -> Any:
     return value
 
 
+_PLAIN = (str, int, float, bool, bytes, type(None), Record)
+
+
+def _key(value: Any) -> Any:
+    """A key of a dictionary or member of a set: to hash tuples of tuples can take for ever, and no checkpoint has such keys."""
+    if not isinstance(value, _PLAIN) and not (type(value) is tuple and all(isinstance(each, _PLAIN) for each in value)):
+        raise UserError(f"a {type(value).__name__} is the key of a dictionary")
+    return value
+
+
 def read_pickle(raw: bytes, known: set[str], path: Path, storage: Callable[[Any], Any] | None = None) -> Any:
     """The value that the pickle `raw` describes: plain Python values and Records of `known` names; `storage` turns references to storages into
     flat tensors. Raises CheckpointError, naming `path`, for anything else."""
     try:
         return _Interpreter(known, storage).run(raw)
-    except (ValueError, TypeError, IndexError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
+    except (ValueError, TypeError, IndexError, KeyError, AttributeError, RuntimeError, OverflowError, struct.error) as error:
         raise CheckpointError(f"{path}: the pickle in it is refused: {error}") from error
 
 
@@ -252,6 +266,13 @@ class _Part(io.RawIOBase):
     def tell(self) -> int:
         return self.at
 
+    def read(self, size: int = -1) -> bytes:
+        """As of every file, but without a buffer of `size` bytes first: a damaged archive may ask for any number of them."""
+        stop = len(self.data) if size < 0 else self.at + size
+        part = bytes(self.data[self.at : stop])
+        self.at += len(part)
+        return part
+
     def readinto(self, buffer: Any) -> int:
         part = self.data[self.at : self.at + len(buffer)]
         buffer[: len(part)] = part
@@ -272,13 +293,13 @@ def read_torch_file(file: MappedFile, known: set[str] = TORCH_CLASSES, start: in
             if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
                 raise UserError("written on a machine with another byte order")
             raw = archive.read(entries["data.pkl"])
-    except (zipfile.BadZipFile, ValueError, OSError, struct.error, NotImplementedError, EOFError) as error:
+    except (zipfile.BadZipFile, ValueError, OSError, struct.error, RuntimeError, EOFError) as error:
         raise CheckpointError(f"{file.path}: is not a file of torch.save (since 1.6): {error}") from error
 
     def storage(reference: Any) -> Tensor:
-        kind, storage_class, key, _, count = reference
-        if kind != "storage" or storage_class.kind not in STORAGES or type(count) is not int:
-            raise UserError(f"a reference to {kind!r} of {storage_class.kind}")
+        kind, storage_class, key, _, count = _expect(reference, tuple)
+        if kind != "storage" or _expect(storage_class, Record).kind not in STORAGES or type(key) is not str or type(count) is not int:
+            raise UserError("a reference to something that is no storage")
         info, dtype = entries[f"data/{key}"], STORAGES[storage_class.kind]
         if info.file_size != count * dtype.itemsize:
             raise UserError(f"storage {key} has {info.file_size} bytes, {count * dtype.itemsize} are expected")

@@ -33,7 +33,7 @@ def find_folder(folder: Path) -> Path:
     """The folder itself when it holds partitions, else the one that its file `latest` names. Raises CheckpointError."""
     latest = folder / "latest"
     if not any(folder.glob("*_optim_states.pt")) and latest.is_file():
-        tag = latest.read_text().strip()
+        tag = latest.read_bytes()[:4096].decode(errors="replace").strip()
         if Path(tag).name != tag:
             raise CheckpointError(f"{latest}: {tag!r} is not the name of a folder")
         folder = folder / tag
@@ -89,8 +89,11 @@ def _open_partitions(paths: dict[int, Path]) -> tuple[int, list[tuple[Path, dict
             raise CheckpointError(f"{path}: holds no partition of ZeRO")
         stage, counts = state.get("zero_stage", 1), state["partition_count"]
         stage = stage.args[0] if isinstance(stage, Record) and stage.args else stage
-        counts = set(counts) if isinstance(counts, list) else {counts}
-        if stage not in (1, 2, 3) or len(counts) != 1:
+        counts = counts if isinstance(counts, list) else [counts]
+        if not all(type(each) is int for each in counts):
+            raise CheckpointError(f"{path}: partition_count is no number")
+        counts = set(counts)
+        if type(stage) is not int or stage not in (1, 2, 3) or len(counts) != 1:
             what = f"stage {stage if type(stage) is int else 'unknown'} of {' and '.join(sorted(map(str, counts)))} partitions"
             raise CheckpointError(f"{path}: {what}: stages 1 to 3 are read, with one number of partitions for all groups")
         kind = f"stage {stage} of {counts.pop()} partitions"

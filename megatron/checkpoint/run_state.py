@@ -1,0 +1,147 @@
+"""What a checkpoint says of its run, beside tensors: types and ranges of every value, checked before any is used.
+
+A manifest carries a digest, not a signature: whoever can write the folder can write any state with a right digest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from megatron.checkpoint.shapes import shapes_of
+from megatron.config.arguments import Option, options
+from megatron.config.groups import Config
+from megatron.config.input_files import InputError, expect
+
+LARGEST = 2**62  # sums of two counts still fit 64 bits
+PATTERN = 65536  # shares of a blend add up to this
+WEIGHTS = ("config", "vocab_size")  # what a checkpoint of weights alone has
+RUN = (*WEIGHTS, "iteration", "consumed_samples", "scheduled_samples", "skipped_samples", "evaluation_due", "optimizer_steps",
+       "scaler", "schedule", "ledger", "tokenizer", "versions")
+
+
+def check_run_state(state: dict[str, Any]) -> None:
+    """Raises InputError for a value that is there and is not of its type or in its range.
+
+    A state without a configuration is not of a run: whatever saved it may keep there what it likes.
+    """
+    for name, holds in CHECKS.items() if "config" in state else ():
+        if name in state:
+            try:
+                good = holds(state[name])
+            except InputError as error:
+                raise InputError(f"state.{name}: {error}") from error
+            if not good:
+                raise InputError(f"state.{name} is not what a run writes there")
+
+
+def require(state: dict[str, Any], names: Iterable[str]) -> None:
+    """Raises InputError naming what is missing."""
+    missing = [name for name in names if name not in state]
+    if missing:
+        raise InputError(f"its state lacks {', '.join(missing)}")
+
+
+def config_of(state: dict[str, Any]) -> Config:
+    """The configuration in a checkpoint's state; fields that are younger or older than this program's are left out.
+
+    Raises InputError where there is none.
+    """
+    require(state, ["config"])
+    kept = {group: {name: value for name, value in state["config"].get(group, {}).items() if name in fields}
+            for group, fields in Config().to_dict().items()}
+    return Config.from_dict(kept)
+
+
+# ---- one function a kind of value ---------------------------------------------------------------------------------------
+
+
+def count(value: Any) -> bool:
+    """A natural number."""
+    return type(value) is int and 0 <= value < LARGEST
+
+
+def number(value: Any) -> bool:
+    """A finite number; true and false are none."""
+    return type(value) in (int, float) and math.isfinite(value) and abs(value) < 2.0**127 * 2
+
+
+def text(value: Any) -> bool:
+    return type(value) is str
+
+
+def texts(value: Any) -> bool:
+    """An object of texts."""
+    return type(value) is dict and all(map(text, value.values()))
+
+
+def _scaler(value: Any) -> bool:
+    expect(value, dict)
+    good = number(value.get("scale")) and 0 < value["scale"] <= 2.0**127
+    return good and count(value.get("clean_steps")) and type(value.get("hysteresis")) is int and abs(value["hysteresis"]) < LARGEST
+
+
+def _schedule(value: Any) -> bool:
+    expect(value, dict)
+    return all(number(each) or text(each) or each is None for each in value.values())
+
+
+def _ledger(value: Any) -> bool:
+    expect(value, dict)
+    expect(value.get("segments"), list)
+    first = -1
+    for segment in value["segments"]:
+        expect(segment, dict)
+        expect(segment.get("sources"), list)
+        if not count(segment.get("first_sample")) or segment["first_sample"] < max(first, 0) or not segment["sources"]:
+            raise InputError("a segment has no sources, or does not begin at a sample after the one before")
+        first = segment["first_sample"]
+        if not all(map(_source, segment["sources"])):
+            raise InputError("a source has no id, name, share or first index")
+        if sum(source["share"] for source in segment["sources"]) != PATTERN:
+            raise InputError(f"the shares of a segment do not add up to {PATTERN}")
+    return True
+
+
+def _source(value: Any) -> bool:
+    if type(value) is not dict or not all(text(value.get(name)) for name in ("id", "name")):
+        return False
+    return count(value.get("share")) and count(value.get("first_index")) and text(value.get("content", ""))
+
+
+def _config(value: Any) -> bool:
+    expect(value, dict)
+    known = {(option.group, option.field): option for option in options()}
+    for group, fields in value.items():
+        expect(fields, dict)
+        for name, each in fields.items():
+            option = known.get((group, name))
+            if option is not None and not _fits(option, each):
+                raise InputError(f"{group}.{name} is of another type")
+    return True
+
+
+def _fits(option: Option, value: Any) -> bool:
+    """Whether a value has the type of a field. Its choices are not compared: another version may have others."""
+    if value is None:
+        return option.optional
+    if option.many:
+        return type(value) is list and all(_is_one(option, each) for each in value)
+    return _is_one(option, value)
+
+
+def _is_one(option: Option, value: Any) -> bool:
+    return number(value) if option.kind is float else type(value) is option.kind
+
+
+CHECKS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("iteration", "consumed_samples", "scheduled_samples", "skipped_samples"), count),
+    "evaluation_due": lambda value: type(value) is bool,
+    "optimizer_steps": lambda value: number(value) and 0 <= value,
+    "vocab_size": lambda value: count(value) and value > 0,
+    "tokenizer": lambda value: value is None or text(value),
+    "layout": text, "device": text, "versions": texts, "kernels": texts,
+    "tensors": lambda value: shapes_of(value) is not None,
+    "scaler": _scaler, "schedule": _schedule, "ledger": _ledger, "config": _config,
+}
