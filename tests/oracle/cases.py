@@ -238,7 +238,7 @@ NAMED = (
     # Layouts: the same oracle, several ranks.
     Case(
         "tp2",
-        f"{FILES} {LLAMA} --group-query-attention --num-query-groups 1 "
+        f"{FILES} {LLAMA} --group-query-attention --num-query-groups 1 --qk-layernorm "
         f"--final-logit-softcapping 3 --log-params-norm",
         layout="--tensor-model-parallel-size 2",
         ranks=2,
