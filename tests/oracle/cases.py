@@ -209,7 +209,19 @@ NAMED = (
     Case(
         "many-epochs",
         f"{LLAMA} --train-data-path {{data}}/notes --seq-length 9 --train-iters 12 "
-        f"--valid-data-path {{data}}/counted --reset-position-ids",
+        "--reset-position-ids --valid-data-path 3 {data}/counted 1 {data}/tallied",
+    ),
+    Case(
+        "resume-between-log-lines",
+        f"{FILES} {LLAMA} --log-interval 3 --eval-interval 2",
+        first="--exit-interval 2",
+        then=("",),
+    ),
+    Case("bits-per-byte", f"{LLAMA} --data-path {{data}}/counted --split 1,1,0"),
+    Case(
+        "offloaded",
+        f"{FILES} {LLAMA} --eod-mask-loss",
+        layout="--optimizer-cpu-offload --async-save --save-interval 2",
     ),
     Case("frozen", f"{FILES} {LLAMA} --freeze embedding,layers.0 --log-num-zeros-in-grad"),
     Case("frozen-tied", f"{MOCK} --num-layers 3 --freeze layers.0-1 --clip-grad 0.5"),
@@ -233,6 +245,13 @@ NAMED = (
     Case(
         "fp16-one-scale",
         FP16 + " --loss-scale 524288 --nan-policy skip --log-interval 3",
+        narrow="fp16",
+    ),
+    Case(
+        "fp16-no-valid-token",
+        f"{LLAMA} --train-data-path {{data}}/gaps --seq-length 8 --eod-mask-loss --optimizer sgd "
+        "--global-batch-size 1 --micro-batch-size 1 --train-iters 12 --eval-iters 0 "
+        "--initial-loss-scale 1024 --hysteresis 1 --loss-scale-window 5",
         narrow="fp16",
     ),
     # Layouts: the same oracle, several ranks.
@@ -415,9 +434,10 @@ def corpora() -> str:
     write_corpus(
         Path(folder.name, "gaps"), np.array(lengths), np.dtype("<u2"), np.random.default_rng(9)
     )
-    counted = Path(folder.name, "counted")
-    write_corpus(counted, np.full(40, 20), np.dtype("<u2"), np.random.default_rng(10))
-    write_sidecar(counted, tokens=800, ends=40, text_bytes=3100)
+    for name, documents, size in (("counted", 40, 3100), ("tallied", 30, 2900)):
+        own = Path(folder.name, name)
+        write_corpus(own, np.full(documents, 20), np.dtype("<u2"), np.random.default_rng(size))
+        write_sidecar(own, tokens=20 * documents, ends=documents, text_bytes=size)
     return folder.name
 
 

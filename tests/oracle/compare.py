@@ -45,11 +45,12 @@ COUNTS = {
     "skipped",
     "nan",
 }
-PRINTED = {
-    "lm loss": (5e-7, 0.0),
-    "learning-rate": (5e-7, 0.0),
-    "grad-norm": (0.0, 5e-4),
-}  # half a unit of the last digit: relative, absolute
+LAST_DIGIT = 5.1e-7  # half a unit of the last of seven digits
+PRINTED = {  # relative and absolute
+    "lm loss": (LAST_DIGIT, 0.0),
+    "learning-rate": (LAST_DIGIT, 0.0),
+    "grad-norm": (0.0, 5.1e-4),
+}
 ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
@@ -93,13 +94,8 @@ def differences(case: Case, gloo_world: Callable | None = None) -> list[str]:
                 seen = run_program(argv, own, layout, world)
             except Exception as error:
                 return [*found, f"run {number}: {type(error).__name__}: {error}"]
-            found += [
-                f"run {number}: {text}"
-                for text in [
-                    *rows_differ(case, argv, outcome, seen),
-                    *weights_differ(case, argv, outcome, seen),
-                ]
-            ]
+            for differ in (rows_differ, console_differs, weights_differ):
+                found += [f"run {number}: {text}" for text in differ(case, argv, outcome, seen)]
     return found
 
 
@@ -134,21 +130,16 @@ def number_bound(case: Case, argv: list[str], outcome: Outcome) -> float:
 
 def moved_by(outcome: Outcome) -> tuple[float, int]:
     """How far training moved the weights (root of the sum of squares), and their number."""
-    ways = [(w.detach() - outcome.first_weights[name]) for name, w in outcome.state.weights.items()]
-    return math.sqrt(sum(float(way.square().sum()) for way in ways)), sum(
-        way.numel() for way in ways
-    )
+    ways = [w.detach() - outcome.first_weights[name] for name, w in outcome.state.weights.items()]
+    squares = sum(float(way.square().sum()) for way in ways)
+    return math.sqrt(squares), sum(way.numel() for way in ways)
 
 
 def rows_differ(case: Case, argv: list[str], outcome: Outcome, seen: Seen) -> list[str]:
-    """Metrics and console lines."""
+    """metrics.jsonl."""
     bound, found = number_bound(case, argv, outcome), []
     if outcome.rows.keys() != seen.rows.keys():
         found.append(f"rows of iterations {sorted(seen.rows)}, expected {sorted(outcome.rows)}")
-    if outcome.counts.keys() != seen.console.keys():
-        found.append(
-            f"console lines of iterations {sorted(seen.console)}, expected {sorted(outcome.counts)}"
-        )
     for iteration, row in outcome.rows.items():
         got = seen.rows.get(iteration, {})
         extra = [name for name in got if name.startswith("lm loss") and name not in row]
@@ -156,23 +147,47 @@ def rows_differ(case: Case, argv: list[str], outcome: Outcome, seen: Seen) -> li
         for name, value in row.items():
             if name in ("params-norm", "num-zeros") and noise_in(argv):
                 continue
-            if name not in got and any(other.startswith(f"{name} ") for other in row):
-                continue  # WAIT: the mean over sources
-            near = 0.0 if name in COUNTS else EXACT if name == "learning-rate" else bound
-            near *= (
-                max(1.0, math.log(value)) if "ppl" in name else 1
-            )  # of exp(x) the relative error is the absolute one of x
-            if not close(got.get(name), value, near):
+            if not close(got.get(name), value, tolerance(name, value, bound)):
                 found.append(f"iteration {iteration}: {name} {got.get(name)!r}, expected {value!r}")
+    return found
+
+
+def tolerance(name: str, value: float, bound: float) -> float:
+    """The relative difference that a metric may have, `bound` that of losses and norms."""
+    if name in COUNTS:
+        return 0.0
+    if name == "learning-rate":
+        return EXACT
+    if "ppl" in name:  # of exp(x) the relative error is the absolute one of x
+        return bound * max(1.0, math.log(value))
+    return bound
+
+
+def console_differs(case: Case, argv: list[str], outcome: Outcome, seen: Seen) -> list[str]:
+    """The lines of training and of evaluations, to the digits that they print."""
+    bound, found = number_bound(case, argv, outcome), []
+    if outcome.counts.keys() != seen.console.keys():
+        lines = f"{sorted(seen.console)}, expected {sorted(outcome.counts)}"
+        found.append(f"console lines of iterations {lines}")
+    expected_lines = {
+        (iteration, name): value
+        for iteration, row in outcome.rows.items()
+        for name, value in row.items()
+        if name.startswith(("lm loss validation", "lm loss test"))
+    }
+    for iteration, name in seen.evaluations.keys() ^ expected_lines.keys():
+        found.append(f"iteration {iteration}: {name} is on the console alone, or missing there")
+    for (iteration, name), value in seen.evaluations.items():
+        wanted = expected_lines.get((iteration, name), value)
+        if not close(value, wanted, tolerance(name, wanted, bound) + LAST_DIGIT):
+            found.append(f"iteration {iteration}: the console's {name} {value}, expected {wanted}")
     for iteration, counts in outcome.counts.items():
-        printed, row = seen.console.get(iteration, {}), {**outcome.rows[iteration], **counts}
-        for name, value in printed.items():
+        row = {**outcome.rows[iteration], **counts}
+        for name, value in seen.console.get(iteration, {}).items():
             relative, absolute = PRINTED.get(name, (0.0, 0.0))
-            near = bound if name in ("lm loss", "grad-norm") else 0.0
-            if not close(value, row[name], 1.01 * relative + near, 1.01 * absolute):
-                found.append(
-                    f"iteration {iteration}: the console's {name} {value!r}, expected {row[name]!r}"
-                )
+            if not close(value, row[name], relative + tolerance(name, row[name], bound), absolute):
+                text = f"the console's {name} {value!r}, expected {row[name]!r}"
+                found.append(f"iteration {iteration}: {text}")
     return found
 
 

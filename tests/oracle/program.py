@@ -43,6 +43,7 @@ class Seen:
 
     rows: Rows  # metrics.jsonl, the last row of each iteration
     console: Rows  # the training lines' numbers as printed
+    evaluations: dict[tuple[int, str], float]  # those of its evaluations: iteration and metric
     weights: dict[str, Tensor]
 
 
@@ -60,7 +61,7 @@ def run_program(argv: list[str], folder: Path, layout: list[str], world: Callabl
             for name in checkpoint.names
             if not name.startswith("optimizer.")
         }
-    return Seen(read_rows(metrics), read_console(text), weights)
+    return Seen(read_rows(metrics), read_console(text), read_evaluations(text), weights)
 
 
 def run_here(argv: list[str]) -> str:
@@ -107,3 +108,19 @@ def read_console(text: str) -> Rows:
                 if name.strip() in FIELDS
             }
     return rows
+
+
+EVALUATION = (
+    r" (validation|test) loss at iteration (\d+)(?: on (\S+))? \|"
+    r" lm loss value: (\S+) \| lm loss PPL: (\S+) \|"
+)
+
+
+def read_evaluations(text: str) -> dict[tuple[int, str], float]:
+    """Losses and perplexities of the lines ` validation loss at iteration N on SOURCE | ...`."""
+    found = {}
+    for split, iteration, source, loss, perplexity in re.findall(EVALUATION, text):
+        of = f" {source}" if source else ""
+        found[int(iteration), f"lm loss {split}{of}"] = float(loss)
+        found[int(iteration), f"lm loss {split} ppl{of}"] = float(perplexity)
+    return found

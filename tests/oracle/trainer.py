@@ -172,8 +172,7 @@ class Trainer:
             state.interval.losses.append(loss)
         else:
             self.skip(size, overflow=tokens > 0)
-        if taken or tokens > 0:
-            state.scale.after(overflow=not taken)
+        state.scale.after(overflow=not taken and tokens > 0)
         state.iteration += 1
         state.consumed += size
         report = {
@@ -237,17 +236,17 @@ class Trainer:
     def evaluate(self, split: str, title: str) -> None:
         """Losses of every source; of several also the blend's, their mean by weight."""
         sources = held_out_data(self.c, split, title)
-        losses = {f" {source.name}": self.mean_loss(source) for source in sources}
-        if sources:  # a single one is logged without its name
-            weights = [source.weight for source in sources]
-            total = sum(w * loss for w, loss in zip(weights, losses.values(), strict=True))
-            losses = {**(losses if len(sources) > 1 else {}), "": total / sum(weights)}
-        row = self.rows.setdefault(self.state.iteration, {}) if sources else {}
-        for suffix, loss in losses.items():
-            row[f"lm loss {title}{suffix}"] = loss
-            row[f"lm loss {title} ppl{suffix}"] = math.exp(min(20.0, loss))
-        if title == "validation" and len(sources) == 1 and sources[0].bytes_per_token:
-            row["bits-per-byte"] = losses[""] / math.log(2) / sources[0].bytes_per_token
+        if not sources:
+            return
+        losses, sizes = [self.mean_loss(x) for x in sources], [x.bytes_per_token for x in sources]
+        row = self.rows.setdefault(self.state.iteration, {})
+        row["consumed_samples"] = self.state.consumed
+        if len(sources) > 1:
+            for source, loss, size in zip(sources, losses, sizes, strict=True):
+                row |= evaluated(title, f" {source.name}", loss, size)
+        weights = [source.weight / sum(x.weight for x in sources) for source in sources]
+        size = None if None in sizes else dot(weights, sizes)
+        row |= evaluated(title, "", dot(weights, losses), size)
 
     @torch.no_grad()
     def mean_loss(self, source: HeldOut) -> float:
@@ -256,3 +255,16 @@ class Trainer:
         batch = batch_of(c, source.reader, 0, c.eval_iters * c.global_batch_size)
         loss, _ = self.model.losses(self.state.weights, batch, training=False)
         return float((loss * batch.loss_mask).sum() / batch.loss_mask.sum())
+
+
+def dot(weights: list[float], values: list[float]) -> float:
+    """The mean of values by weights that add up to 1."""
+    return sum(w * x for w, x in zip(weights, values, strict=True))
+
+
+def evaluated(title: str, of: str, loss: float, bytes_per_token: float | None) -> dict[str, float]:
+    """What is logged of an evaluation; `of` a source among several."""
+    row = {f"lm loss {title}{of}": loss, f"lm loss {title} ppl{of}": math.exp(min(20.0, loss))}
+    if title == "validation" and bytes_per_token:
+        row[f"bits-per-byte{of}"] = loss / math.log(2) / bytes_per_token
+    return row
