@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from megatron.data.loader import Data, build_data
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.dist.groups import ALONE, ORDER, TP_PP_DP_ORDER, Axis, Groups, Layout, describe_layout
 from megatron.dist.setup import choose_device, connect, disconnect, make_groups, read_launch, set_determinism, share_cores
+from megatron.dist.speech import one_voice
 from megatron.dist.together import together
 from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import flops_per_iteration, padded_vocab_size, parameter_count, peak_tflops
@@ -173,8 +173,7 @@ def pretrain(config: Config, notes: list[str], *, not_done: Sequence[str] = (), 
     versions = {"megatron": __version__, "torch": torch.__version__}
     connect(launch, backend, config.distributed.distributed_timeout_minutes, {**config.to_dict(), "versions": versions})
     with contextlib.ExitStack() as stack:
-        if launch.rank > 0:  # rank 0 speaks for all
-            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        stack.enter_context(one_voice())
         run, checkpoint = build(config, notes, world_size, device, not_done)
         stack.callback(run.exits.close)
         if run.saver is not None:
