@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 
 from megatron.config.arguments import dump_config, parse_arguments
 from megatron.config.errors import ArgumentErrors, UserError
+
+PATIENCE = 3.0  # seconds that rank 0 has to say what is wrong, and its launcher to end the others
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,34 +28,31 @@ def main(argv: list[str] | None = None) -> int:
 
         return pretrain(parsed.config, parsed.notes, not_done=parsed.not_done, dry_run=parsed.dry_run)
     except UserError as error:
-        text = message(error)
-        if text:
-            print(text, file=sys.stderr)
+        tell(error)
         return 2
     except Exception as error:
-        error.add_note(f"[raised on rank {launched_rank()}]")
+        from megatron.dist.setup import rough_launch
+
+        error.add_note(f"[raised on rank {rough_launch().rank}]")
         raise
 
 
-def message(error: UserError) -> str:
-    """What this rank prints of an error.
+def tell(error: UserError) -> None:
+    """Print an error once a job: by rank 0, and by another rank only if the launcher lets it live on, which means that rank 0 has not failed.
 
-    Rank 0 prints all of what every rank knows, the others at most the first fault of their flags.
+    torchrun and `srun --kill-on-bad-exit` end the other ranks as soon as the first one has failed.
     """
-    if isinstance(error, ArgumentErrors):
-        rank = launched_rank()
-        return str(error) if rank == 0 else f"rank {rank}: {error.faults[0]}"
-    return str(error) if getattr(error, "rank", 0) == 0 else ""
+    from megatron.dist.setup import rough_launch
 
-
-def launched_rank() -> int:
-    """This process's rank; 0 where the launcher's variables cannot be read."""
-    from megatron.dist.setup import LaunchError, read_launch
-
-    try:
-        return read_launch().rank
-    except LaunchError:
-        return 0
+    launch = rough_launch()
+    rank = launch.rank
+    if rank > 0:
+        if getattr(error, "rank", 0) > 0:  # raised on several ranks together: the first of them speaks
+            return
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # the one who failed has said it and has the exit code
+        time.sleep(PATIENCE + launch.local_rank / 2)  # nor do the ranks of a node speak at a time
+    text = error.faults[0] if isinstance(error, ArgumentErrors) and rank > 0 else str(error)
+    print(f"rank {rank}: {text}" if rank > 0 and not text.startswith("rank ") else text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,16 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     return Launch()
 
 
+def rough_launch(environment: Mapping[str, str] = os.environ) -> Launch:
+    """`read_launch`, or for the text of an error what can be known: a rank that its launcher's variables do not give counts as 0."""
+    try:
+        return read_launch(environment)
+    except LaunchError:
+        rank, local = (next((int(environment[name]) for name in names if environment.get(name, "").isdecimal()), 0)
+                       for names in (("RANK", "SLURM_PROCID"), ("LOCAL_RANK", "SLURM_LOCALID")))
+        return Launch(rank=rank, local_rank=local)
+
+
 def _torchrun_launch(environment: Mapping[str, str]) -> Launch:
     """Of torchrun's variables, whoever has set them."""
     alone = environment.get("WORLD_SIZE") == "1"

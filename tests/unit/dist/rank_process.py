@@ -43,6 +43,8 @@ def main(config, _notes, *, not_done, dry_run: bool) -> int:
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     if WHAT == "restart" and restarts == "0" and launch.rank == 1:
         os._exit(9)
+    if WHAT == "bug" and launch.rank == 1:
+        raise ValueError("a fault of ours")
     groups = make_groups(Layout(dp=launch.world_size), None)
     total = torch.ones((), device=device) + launch.rank
     dist.all_reduce(total, group=groups.world.group)

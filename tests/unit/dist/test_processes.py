@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from megatron.dist.setup import SRUN_PORTS
 
+ROOT = Path(__file__).resolve().parents[3]
 RANK = str(Path(__file__).with_name("rank_process.py"))
 CORES = len(os.sched_getaffinity(0))
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
@@ -79,12 +80,33 @@ def test_a_restart_by_torchrun_meets_again():
     assert [(shown[rank]["restarts"], shown[rank]["sum"], shown[rank]["threads"]) for rank in (0, 1)] == [("1", 3.0, 1)] * 2
 
 
-def test_every_rank_says_which_flag_differs():
-    """All say it, though torchrun ends the others when the first one has ended."""
+def test_a_flag_that_differs_is_one_message():
+    """Of rank 0; torchrun ends the others before they speak, and counts them as failed neither."""
     ended = torchrun(3, "flags")
     message = "the ranks were started differently: --lr: 0.1 on rank 0, 0.2 on rank 1. Give every rank the same flags and software"
-    assert ended.returncode and ended.stderr.count(message) == 3, ended.stderr
-    assert "exitcode  : 2" in ended.stderr and 'File "' not in ended.stderr[: ended.stderr.rindex(message)], ended.stderr
+    assert ended.returncode and ended.stderr.count(message) == 1, ended.stderr
+    assert "exitcode  : 2" in ended.stderr and "NO_OTHER_FAILURES" in ended.stderr, ended.stderr
+    assert 'File "' not in ended.stderr.partition(message)[0], ended.stderr
+
+
+def started(launcher: Path, flags: str) -> subprocess.CompletedProcess[str]:
+    """pretrain_gpt.py on three ranks of a launcher."""
+    command = [sys.executable, launcher, "--nproc-per-node", "3", "pretrain_gpt.py", *flags.split()]
+    return subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("flags, message", [("--num-layer 2", "--num-layers"), ("--num-layers 2 --mock-data", "--hidden-size is required")])
+def test_under_our_torchrun_a_mistake_is_its_message_and_nothing_else(flags, message):
+    ended = started(ROOT / "scripts" / "torchrun.py", flags)
+    assert ended.returncode == 2 and ended.stdout == "" and ended.stderr.count(message) == 1, ended.stderr
+    assert not any(word in ended.stderr for word in ("Traceback", "rank 1", "rank 2", "SIGTERM", "exit code")), ended.stderr
+
+
+def test_a_fault_of_the_program_keeps_its_traceback_rank_and_code():
+    """On one rank of two: an exception that is no message to the user, whatever its class."""
+    ended = torchrun(2, "bug")
+    assert ended.returncode == 1 and "exitcode  : 1" in ended.stderr and "local_rank: 1" in ended.stderr, ended.stderr
+    assert "ValueError: a fault of ours" in ended.stderr and "[raised on rank 1]" in ended.stderr and "rank_process.py" in ended.stderr
 
 
 def test_srun_starts_too_and_a_collective_that_hangs_ends_in_time(srun):
