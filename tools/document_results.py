@@ -334,6 +334,43 @@ FIGURES["write.owner"] = lambda: f"{max(written(0, 'owner')) / statistics.mean(w
 FIGURES["write.balanced"] = lambda: f"{max(written(0, 'balanced')) / statistics.mean(written(0, 'balanced')):.2f}"
 
 
+# ---- README ----------------------------------------------------------------------------------------------------
+
+
+def chosen(name: str, rows: str = "rows", **wanted: object) -> Any:
+    """The one row of a result with these values."""
+    [row] = [row for row in result(name)[rows] if all(row[key] == value for key, value in wanted.items())]
+    return row
+
+
+@figure("readme.figures")
+def readme_figures() -> str:
+    """A choice of rows from every part, the lost ones of each included; * marks unequal terms."""
+    one, two, pipes = "training_cpu", "training_cpu_two_processes", "training_cpu_pipeline"
+    times = {(row["setting"], row["ours"], row["peer"]): row["seconds"] for row in result("zero_peers")["time"]["rows"]}
+    peak = [memory_runs(2, 4)[system]["peak"] / result("zero_peers")["parameters"] for system in ("ours-3", "fsdp2")]
+    adamw = [row for row in result("adam")["rows"] if row["threads"] == 1 and row["clock"] == "seconds"]
+    found = [
+        ("training, 1 process *", "Hugging Face Trainer", chosen(one, peer="Hugging Face Trainer")),
+        ("training, 1 process *", "litgpt", chosen(one, peer="litgpt")),
+        ("data parallel *", "torch DDP", chosen(two, peer="torch DDP")),
+        ("tensor parallel *", "megatron-core", chosen(two, setting="fp32, tp2", peer="megatron-core")),
+        ("pipeline *", "megatron-core", chosen(pipes, peer="megatron-core")),
+        ("pipeline *", "DeepSpeed", chosen(pipes, peer="DeepSpeed pipeline")),
+        ("ZeRO-0 *", "torch DDP", times["N=2, m=1", "ours-0", "ddp-0"]),
+        ("ZeRO-3 *", "DeepSpeed", times["N=2, m=1", "ours-3", "deepspeed-3"]),
+        ("ZeRO-3 *", "FSDP2", times["N=2, m=1", "ours-3", "fsdp2"]),
+        ("AdamW", "DeepSpeedCPUAdam", next(row for row in adamw if row["side"] == "DeepSpeedCPUAdam")),
+        ("AdamW", "torch's loop", next(row for row in adamw if row["side"] == "torch loop")),
+        ("checkpoint, 2 processes", "torch DCP", chosen("checkpoint", setting="tmpfs, 2 processes", what="DCP's time by ours")),
+        ("preprocessing text", "megatron-core", chosen("data", "summary", case="preprocess, SentencePiece", peer="mcore")),
+        ("start with cached index", "megatron-core", chosen("data", "summary", case="start, caches there", peer="mcore")),
+    ]
+    rows = [(what, peer, ratio(row), row["goal"], verdict(row)) for what, peer, row in found]
+    rows.append(("ZeRO-3, peak bytes a parameter", "FSDP2", f"{peak[0]:.2f} against {peak[1]:.2f}", "less", "reached" if peak[0] <= peak[1] else "**lost**"))
+    return table("what | against | ratio (95%) | goal | ", rows)
+
+
 # ---- documents -------------------------------------------------------------------------------------------------
 
 

@@ -1,15 +1,18 @@
-"""The README tells the truth: its commands run, its paths exist, its figures are those of the scripts."""
+"""The README and the pages it leads to tell the truth: their commands run, their paths exist."""
 
 from __future__ import annotations
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+TUTORIAL = (ROOT / "docs/tutorial.md").read_text()
+MAP = (ROOT / "docs/code.md").read_text()
 TEST_COMMAND = "bash scripts/test.sh"
 
 
@@ -34,9 +37,9 @@ def test_the_test_command_is_what_ci_runs():
 
 @pytest.mark.slow
 def test_every_command_runs(clone: Path, environment: dict[str, str]):
-    """In the README's order, the quickstart first; installing is test_install.py's, the test command is this run."""
-    listed = commands(README)
-    assert listed[0] == "bash scripts/quickstart.sh" and len(listed) > 5
+    """The README's, then the tutorial's; installing is test_install.py's, the test command is this run."""
+    listed = commands(README) + commands(TUTORIAL)
+    assert listed[0] == "bash scripts/quickstart.sh" and len(listed) > 12
     for command in listed:
         if command == TEST_COMMAND or command.startswith("pip install"):
             continue
@@ -59,18 +62,56 @@ def quickstart_did_its_work(shown: str, clone: Path) -> None:
     assert (clone / "quickstart/run/metrics.jsonl").exists() and (clone / "quickstart/run/iter_0000600").is_dir()
 
 
-def test_paths_exist_and_every_room_is_on_the_map():
-    named = set(re.findall(r"`([\w.\-/]+(?:/|\.(?:py|sh|md|toml|txt|json)))`", README))
-    links = set(re.findall(r"\]\(([^)#:]+)\)", README))
-    assert len(named) > 20 and links
-    created = {name for name in named if name.startswith(("quickstart/", ".venv/"))}
-    missing = sorted(name for name in (named | links) - created if not (ROOT / name).exists())
-    assert not missing, f"README.md names what is not there: {missing}"
-    rooms = {f"megatron/{path.parent.name}/" for path in (ROOT / "megatron").glob("*/__init__.py")}
+def test_the_readme_is_short():
+    lines = README.splitlines()
+    assert len(lines) <= 140
+    marks = re.compile(r"<!-- .*?-->")
+    assert not [line for line in lines if len(marks.sub("", line)) > 100]
+
+
+def examples() -> list[str]:
+    """The commands of the ```text blocks, which need GPUs."""
+    blocks = re.findall(r"^```text\n(.*?)^```", README, re.S | re.M)
+    return [block.replace("\\\n", " ") for block in blocks]
+
+
+def dry_run(model: str, given: str, ranks: int, folder: Path, environment: dict[str, str]) -> str:
+    """A preset and flags that are valid, on computed tokens, since the data is the reader's."""
+    ours = re.sub(r"--(data-path|tokenizer-type|tokenizer-model) +\S+", "", given)
+    flags = f'"${{model[@]}}" "${{fits[@]}}" {ours} --mock-data --vocab-size 128255'
+    prepare = f"source scripts/presets.sh && preset {model}"
+    return run(f"{prepare} && python pretrain_gpt.py {flags} --dry-run --world-size {ranks}", folder, environment)
+
+
+def test_the_commands_for_gpus_are_valid(clone: Path, environment: dict[str, str]):
+    node, slurm = examples()
+    found = re.search(r"preset (\S+) && torchrun --nproc-per-node 8 pretrain_gpt.py +\"\S+\" +\"\S+\" (.*)", node, re.S)
+    assert "tp4 cp1 pp1 dp2" in dry_run(found[1], found[2].strip(), 8, clone, environment)
+    found = re.search(r'PRESET=(\S+) SAVE=\S+ DATA="(.*?)" +sbatch --nodes=16 scripts/train.sbatch', slurm, re.S)
+    given = " ".join(found[2].split()) + " --train-samples 1000000"
+    assert "tp8 cp1 pp4 dp4" in dry_run(found[1], given, 128, clone, environment)
+
+
+def test_paths_exist_and_every_package_is_on_the_map():
+    pattern = r"`([\w.\-/]+(?:/|\.(?:py|sh|sbatch|md|toml|txt|json)))`"
+    for page, home in ((README, ROOT), (TUTORIAL, ROOT / "docs"), (MAP, ROOT / "docs")):
+        named, links = set(re.findall(pattern, page)), set(re.findall(r"\]\(([^)#:]+)\)", page))
+        created = {name for name in named if name.startswith(("quickstart/", ".venv/"))}
+        missing = sorted(name for name in named - created if not (ROOT / name).exists() and name != "metrics.jsonl")
+        missing += sorted(link for link in links if not (home / link).exists())
+        assert not missing, f"a page names what is not there: {missing}"
+    named = set(re.findall(pattern, MAP))
+    packages = {f"megatron/{path.parent.name}/" for path in (ROOT / "megatron").glob("*/__init__.py")}
     tools = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tools").glob("*.py")}
-    assert not (rooms | tools | {"kernels/"}) - named, "README.md's map leaves out a room or a tool"
+    tests = {f"tests/{path.name}/" for path in (ROOT / "tests").iterdir() if any(path.glob("test_*.py"))}
+    assert not (packages | tools | tests | {"kernels/"}) - named, "docs/code.md leaves something out"
+
+
+def test_the_tutorial_lists_every_command():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts.keys() == set(re.findall(r"`(mgpt-[\w-]+)`", TUTORIAL))
 
 
 def test_the_expected_loss_is_the_scripts():
     loss, tolerance = re.search(r"expected_loss=(\S+) tolerance=(\S+)", (ROOT / "scripts/quickstart.sh").read_text()).groups()
-    assert f"**{loss} ± {tolerance}**" in README
+    assert f"**{loss} ± {tolerance}**" in README and f"{loss} ± {tolerance}" in TUTORIAL
