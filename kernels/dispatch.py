@@ -97,7 +97,7 @@ def choose(operator: str, wanted: str, device: torch.device, dtype: torch.dtype,
         elif (found := MEASURED.get((operator, name, lang.capability(device)))) is not None and found.wins:
             return Choice(name, str(found))
         else:
-            passed = passed or (f"{name}: {found}" if found else f"{name} is there for the asking; its speed has not been measured on such a device")
+            passed = passed or (f"{name}: {found}" if found else f"{name} is available if its flag asks for it; its speed has not been measured on this kind of device")
     raise AssertionError(f"nothing computes {operator}")
 
 

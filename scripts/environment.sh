@@ -95,7 +95,7 @@ run_pip() {
         "pip could not install requirements/pinned.txt (whole log: $log)." \
         "Without a network: put the wheels into a folder and set PIP_NO_INDEX=1 PIP_FIND_LINKS=that-folder. Behind a mirror: set PIP_INDEX_URL." \
         "Where a mirror serves other files than those of requirements/pinned.txt, pip refuses them: use one that serves the original files." \
-        "Then run this again; it goes on from here."
+        "Then run this again; it continues from here."
 }
 
 make_environment() {

@@ -293,7 +293,7 @@ def main() -> int:
             print(f"{title(row)}: {line['numbers']}, {line['ms']:.4g} ms, frozen {line['frozen_ms']:.4g} ms {line['fault']}", flush=True)
     if arguments.write:
         FILE.write_text(write(taken(read(FILE.read_text()), finished(arguments.out, about))))
-    print(f"{len(rows) - len(left)} rows measured, {len(left)} left" + (": the same call goes on with them" if left else ""))
+    print(f"{len(rows) - len(left)} rows measured, {len(left)} left" + (": the same call continues with them" if left else ""))
     return 0
 
 

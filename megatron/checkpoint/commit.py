@@ -60,7 +60,7 @@ class Attempt:
             differing = [key for key in {**told[0], **digests} if digests.get(key) != told[0].get(key)]
             if differing:
                 raise CheckpointError(f"{self.root}: the checkpoint of iteration {self.iteration} was not saved: the state of rank {rank} differs from "
-                                      f"that of rank 0 in {', '.join(differing)}: they no longer carry out the same run. Go on from an older checkpoint.")
+                                      f"that of rank 0 in {', '.join(differing)}: they no longer carry out the same run. Resume from an older checkpoint.")
 
     def agree(self, part: Callable[[], Any]) -> list[Any]:
         """As Ranks.agree, with errors of the file system, of memory and of the device in words. Before its first part a rank joins the attempt."""
@@ -148,7 +148,7 @@ def commit(
     sync_folder(root)
     _write_tracker(root, iteration, attempt)
     if left:
-        say(f"warning: {root} holds later iterations from before this run, which has gone on from an earlier one: {', '.join(left)}. From now on --load "
+        say(f"warning: {root} holds later iterations from before this run, which resumed from an earlier one: {', '.join(left)}. From now on --load "
             f"takes iteration {iteration}, and none of them without --ckpt-step; move them away if they are not wanted")
     return target
 

@@ -75,7 +75,7 @@ def _candidates(root: Path, step: int | None, say: Callable[[str], None]) -> lis
     if step is None:
         iterations, left = newest_first(root)
         if left:
-            say(f"warning: {root}: NOT taken are iterations {', '.join(map(str, left))}: a run has gone on from an earlier one and saved since; give "
+            say(f"warning: {root}: NOT taken are iterations {', '.join(map(str, left))}: a run resumed from an earlier one and has saved since; give "
                 f"--ckpt-step {left[0]} if you want them")
         return iterations
     if step not in iterations:
@@ -183,7 +183,7 @@ class Checkpoint(Index):
         for name, shape, offset, extent, view in wanted:
             stored = self._stored(name)
             if stored.shape != shape:
-                shapes = f"has shape {list(stored.shape)}, this model wants {list(shape)}"
+                shapes = f"has shape {list(stored.shape)}, this model needs {list(shape)}"
                 raise CheckpointError(f"{self.path}: {name} {shapes}: the model's flags or the tokenizer differ")
             if not shape:  # a scalar is read as a vector of one
                 offset, extent, view = (0,), (1,), view.view(1)

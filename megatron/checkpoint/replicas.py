@@ -119,7 +119,7 @@ def explain(found: list[Difference]) -> str:
         else f"differs between {' and '.join(map(_ranks, each.others))}") for each in found]
     more = f"; and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
     return (f"replicas have diverged: {'; '.join(lines[:NAMED])}{more}. These ranks no longer train the same model: a fault of memory or of a "
-            "device, or an operation that is not deterministic. Go on from an older checkpoint, without the machine that is named")
+            "device, or an operation that is not deterministic. Resume from an older checkpoint, without the machine named above")
 
 
 def _ranks(ranks: list[int]) -> str:

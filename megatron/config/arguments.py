@@ -253,7 +253,7 @@ def split_words(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]
         if re.match(r"--?[^-\d.]|--.", word):  # not a negative number
             flag, equals, value = word.partition("=")
             if re.search(r"\s", flag):
-                faults.append(f"{word!r}: flag and value are one word; do not quote them together")
+                faults.append(f"{word!r}: flag and value are quoted together as one word; separate them")
                 occurrences.append((word.split()[0], word.split()[1:]))
             else:
                 occurrences.append((flag, [_unquote(value)] if equals else []))

@@ -346,7 +346,7 @@ REFUSED = (
     refused("--window-attn-skip-freq", "the window is the same in every layer; drop it"),
     refused("--qk-l2-norm --qk-clip", "use --qk-layernorm"),
     refused("--check-weight-hash-across-dp-replicas-interval",
-            "the weights of replicas are not compared while a run goes on; drop it"),
+            "the weights of replicas are not compared during a run; drop it"),
     refused("--inprocess-restart --enable-ft-package --adlr-autoresume",
             "a job that fails is started again by its launcher (torchrun --max-restarts, scripts/train.sbatch) and resumes from its "
             "newest checkpoint; SIGTERM and SIGUSR1 save and exit; drop it"),

@@ -123,7 +123,7 @@ def _without_sharing(run: Run) -> Derivation:
     """ZeRO where each rank would share with itself alone: the same flags run in every layout. Weights come and go from host memory all the same."""
     if run.zero_stage == 0 or (run.dp != 1 and run.zero_shard_size != 1):
         return
-    reason = "with one data-parallel rank there is nobody to share with" if run.dp == 1 else "--zero-shard-size 1 shares with nobody"
+    reason = "one data-parallel rank has nothing to shard over" if run.dp == 1 else "--zero-shard-size 1 shards over a single rank"
     offloaded = run.zero_stage == 3 and run.param_cpu_offload
     if not offloaded:
         yield "zero_stage", 0, reason

@@ -112,9 +112,11 @@ class ModelConfig:
     init_backend: Literal["auto", "triton", "torch"] = flag("auto", megatron="absent there")
     """Implementation of the generator that draws the initial weights; those on the host are drawn by torch."""
     deterministic_mode: bool = flag(True, megatron="off by default there")
-    """Take kernels alone that give the same bits every time; off, the backward pass of attention may add up in any order on a GPU, which is faster."""
+    """Use only kernels that give the same bits every time. When off, the backward pass of attention may
+    sum in any order on a GPU, which is faster."""
     fused_linear_cross_entropy: bool = flag(False, megatron="--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear")
-    """Make the logits in chunks of tokens, in the forward pass and again in the backward pass, so that they are never whole in memory."""
+    """Compute the logits in chunks of tokens, in the forward pass and again in the backward pass, so
+    that memory never holds all of them."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class PrecisionConfig:
     fp16: bool = False
     """Compute in float16, with fp32 master weights, fp32 gradient accumulation and loss scaling."""
     fp64: bool = flag(False, megatron="absent there")
-    """Everything in float64: for proofs."""
+    """Compute everything in float64, to compare runs far below rounding."""
     loss_scale: float | None = None
     """Static loss scale for fp16; dynamic when not given."""
     initial_loss_scale: float = 2.0**32
@@ -198,10 +200,10 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = flag(None, megatron="fractions allowed")
     """Save and exit after this many minutes."""
     seed: int = 1234
-    """The run is a pure function of configuration, data, step and this."""
+    """Seed of the initial weights, of dropout and of the order of the data."""
     nan_policy: Literal["stop", "skip"] = flag(
         "stop", megatron="--no-check-for-nan-in-loss-and-grad sets skip; fp16 overflows are always skipped")
-    """What to do at a NaN or Inf loss or gradient: stop the run, or skip the step and say so."""
+    """What to do at a NaN or Inf loss or gradient: stop the run, or skip the step and log it."""
     recompute_granularity: Literal["full"] | None = flag(None, megatron="selective is refused until it is built")
     """full: keep only each block's input and recompute the block in the backward pass."""
     recompute_method: Literal["uniform"] | None = flag(None, megatron="block is refused until it is built")
@@ -219,23 +221,27 @@ class OptimizerConfig:
     adam_implementation: Literal["auto", "triton", "apex", "torch-fused", "torch"] = flag("auto", megatron="absent there")
     """Implementation of AdamW: our Triton kernel, NVIDIA apex's FusedAdam, torch's fused kernel or its plain loop."""
     grad_norm_backend: Literal["auto", "triton", "apex", "torch"] = flag("auto", megatron="absent there")
-    """Implementation of the gradient's sum of squares: in float64, but apex's, which adds up in fp32."""
+    """Implementation of the gradients' sum of squares. It is summed in float64, but by apex in fp32."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which gradients are accumulated, with bf16 weights: bf16 takes 2 bytes a parameter less, and loses bits with every micro-batch."""
+    """Precision in which gradients of bf16 weights are accumulated. bf16 takes 2 bytes a parameter
+    less and loses bits with every micro-batch."""
     exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which Adam's first moment is kept."""
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which Adam's second moment is kept."""
     optimizer_cpu_offload: bool = False
-    """Keep master weights and moments in host memory and step them on the CPU."""
+    """Keep master weights and moments in host memory and update them on the CPU."""
     optimizer_offload_fraction: float = 1.0
-    """With --optimizer-cpu-offload: the share of the parameters that are stepped on the CPU."""
+    """With --optimizer-cpu-offload: the share of the parameters that the CPU updates."""
     optimizer_nvme_offload: str | None = flag(None, megatron="absent there")
-    """Keep in files in this folder, on a local disk of each node, what --optimizer-cpu-offload (which it sets) keeps in host memory."""
+    """Keep master weights and moments in files in this folder, on a local disk of each node, instead
+    of in host memory; sets --optimizer-cpu-offload."""
     param_cpu_offload: bool = flag(False, megatron="absent there")
-    """With --zero-stage 3: keep in host memory also the weights that are stepped there, and frozen ones; it sets --optimizer-cpu-offload."""
+    """With --zero-stage 3: also keep in host memory the weights whose optimizer state is there, and
+    frozen weights; sets --optimizer-cpu-offload."""
     freeze: str | None = flag(None, megatron="absent there")
-    """Units that are not trained, as in embedding,layers.0-3,head; positions belong to the first layer, the final norm to the last."""
+    """Parts that are not trained, such as embedding,layers.0-3,head. Positions belong to the first
+    layer, the final norm to the last."""
     lr: float | None = None
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -245,7 +251,7 @@ class OptimizerConfig:
     lr_decay_iters: int | None = None
     """Iterations over which the learning rate decays, warm-up included. Default: train-iters."""
     lr_decay_samples: int | None = None
-    """The same in samples. Default: train-samples."""
+    """Samples over which the learning rate decays, warm-up included. Default: train-samples."""
     lr_warmup_iters: int = 0
     """Iterations of linear warm-up."""
     lr_warmup_samples: int = 0
@@ -263,13 +269,13 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     """Weight decay; biases and one-dimensional parameters have none."""
     start_weight_decay: float | None = None
-    """Weight decay at the start, when it grows."""
+    """Weight decay at the start of a run in which it changes."""
     end_weight_decay: float | None = None
-    """Weight decay at the end, when it grows."""
+    """Weight decay at the end of a run in which it changes."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """How weight decay moves from start to end over the run."""
+    """Shape of the change of weight decay from start to end of the run."""
     clip_grad: float = 1.0
-    """Scale gradients down to this global norm; 0 switches clipping off."""
+    """Scale gradients down to this global norm; 0 disables clipping."""
     adam_beta1: float = 0.9
     """Decay of Adam's first moment."""
     adam_beta2: float = 0.999
@@ -289,7 +295,7 @@ class EvaluationConfig:
     """evaluation"""
 
     eval_iters: int = 100
-    """Global batches of one evaluation: always the same ones."""
+    """Global batches in an evaluation; every evaluation uses the same ones."""
     eval_interval: int | None = flag(1000, megatron="None there")
     """Training iterations between evaluations."""
     skip_train: bool = False
@@ -315,34 +321,38 @@ class CheckpointConfig:
     save_optim: bool = flag(True, off="--no-save-optim")
     """Write the optimizer's state."""
     exit_on_missing_checkpoint: bool = False
-    """Refuse a first start: --load must hold a checkpoint."""
+    """Require --load to hold a checkpoint, instead of starting at iteration 0."""
     allow_older_checkpoint: bool = flag(False, megatron="absent there")
-    """When the newest checkpoint is damaged, load the newest whole one before it, and say so; all of it is read and verified before it is used."""
+    """When the newest checkpoint is damaged, load the newest undamaged one before it, with a warning.
+    All of it is read and verified before it is used."""
     accept_changed: tuple[Literal["data", "tokenizer", "batch", "seed"], ...] | None = flag(None, megatron="absent there: changes go unnoticed")
-    """Go on from a checkpoint although these differ from it: data (files, blend, sequence length), tokenizer (of the same size), batch (global batch
+    """Resume from a checkpoint although these differ from it: data (files, blend, sequence length), tokenizer (of the same size), batch (global batch
     size, ramp-up), seed."""
     use_checkpoint_args: bool = flag(False, megatron="there it overrides the command line; here a flag that contradicts is refused")
     """Take the model's shape, the tokenizer and the sequence length from the checkpoint, wherever the command line leaves the default."""
     ckpt_parallel_write: Literal["balanced", "owner"] = flag("balanced", megatron="there: --ckpt-fully-parallel-save")
-    """Who writes what several ranks hold: each an equal part, or the first of them all of it."""
+    """How ranks that hold the same values write them: balanced, an equal part each; owner, the first rank all."""
     async_save: bool = False
-    """Write checkpoints in the background: training waits for a copy into host memory, no more."""
+    """Write checkpoints in the background; training waits only for a copy into host memory."""
     async_save_host_memory: float | None = flag(None, megatron="absent there")
     """Most GiB of host memory that each rank's background save takes. Default: as much as its shard."""
     local_checkpoint_dir: str | None = flag(None, "--non-persistent-local-ckpt-dir")
-    """Folder on each node (such as /dev/shm/NAME) for frequent checkpoints; a restart takes the newest complete one, here or in --load."""
+    """Folder on each node (such as /dev/shm/NAME) for frequent checkpoints. A restart takes the newest
+    complete checkpoint, here or in --load."""
     local_save_interval: int | None = flag(None, "--non-persistent-save-interval")
     """Iterations between checkpoints in --local-checkpoint-dir."""
     local_redundancy: Literal["none", "partner", "xor"] = flag("none", megatron="there: --replication")
-    """partner: each node keeps another node's local shards too, so that a lost node is rebuilt; xor: a parity of its set of up to 8."""
+    """How a lost node is rebuilt. partner: each node also keeps another node's local shards; xor: each
+    node keeps a parity of its set of up to 8 nodes."""
     save_rate_limit: float | None = flag(None, megatron="absent there")
     """Most MB/s that each rank's background save sends to --save."""
     save_retain_interval: int | None = None
-    """Keep checkpoints of these iterations; of the others only the last --save-keep-last."""
+    """Keep the checkpoints of all multiples of this; of the others only the last --save-keep-last."""
     save_keep_last: int | None = flag(None, megatron="absent there")
-    """Keep this many of the newest checkpoints (with --save-retain-interval, those of its multiples too). Default: all; 1 with --save-retain-interval."""
+    """Keep this many of the newest checkpoints, and with --save-retain-interval also those of its
+    multiples. Default: all; 1 with --save-retain-interval."""
     verify_integrity: bool = False
-    """Read every checkpoint back from the disk and verify it before it counts."""
+    """Read every checkpoint back from the disk and verify it before it counts as saved."""
 
 
 @dataclass(frozen=True)
@@ -358,9 +368,9 @@ class LoggingConfig:
     timing_log_level: Literal[0, 1] = 0
     """1 logs `<timer>-time` for data, forward-backward, optimizer, evaluation and checkpoint."""
     pipeline_timeline: str | None = flag(None, megatron="absent there")
-    """Write what each pipeline rank did when, in the last logged step, to this file (for tools/plot_schedule.py)."""
+    """Write the time line of each pipeline rank in the last logged step to this file (for tools/plot_schedule.py)."""
     metrics_file: str | None = flag(None, megatron="absent there")
-    """Where metrics.jsonl goes. Default: <save>/metrics.jsonl."""
+    """File for the metrics. Default: <save>/metrics.jsonl."""
     tensorboard_dir: str | None = None
     """Write TensorBoard files here."""
     tensorboard_log_interval: int = 1
@@ -372,9 +382,9 @@ class LoggingConfig:
     wandb_save_dir: str | None = None
     """Folder of wandb's files. Default: <save>/wandb."""
     wandb_entity: str | None = None
-    """wandb entity."""
+    """wandb entity (user or team)."""
     peak_tflops: float | None = flag(None, megatron="absent there")
-    """Peak TFLOP/s of one device for MFU. Default: known devices by name; unknown ones print no MFU."""
+    """Peak TFLOP/s of one device, for MFU. Default: that of a known device; no MFU for an unknown one."""
 
 
 @dataclass(frozen=True)
@@ -382,40 +392,46 @@ class DistributedConfig:
     """distributed"""
 
     tensor_model_parallel_size: int = 1
-    """Ranks that share each layer's matrices (TP)."""
+    """Ranks over which each layer's matrices are divided (TP)."""
     pipeline_model_parallel_size: int = 1
-    """Ranks that the layers are cut over (PP)."""
+    """Ranks over which the layers are divided (PP)."""
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"] | None = flag(
         None, megatron="absent there: 1f1b, or interleaved with virtual stages")
     """Order of forward and backward passes. Default: 1f1b, or interleaved with virtual stages."""
     num_virtual_stages_per_pipeline_rank: int | None = None
     """Stages that each pipeline rank holds (virtual stages): 1 by default, 2 with zero-bubble-v."""
     num_layers_per_virtual_pipeline_stage: int | None = None
-    """Layers of each virtual stage: another way to give their number."""
+    """Layers of each virtual stage; another way to give the number of virtual stages."""
     decoder_first_pipeline_num_layers: int | None = None
-    """Layers of the first pipeline rank; those ranks for which no number is given share the rest evenly."""
+    """Layers of the first pipeline rank; ranks without a number of their own share the others evenly."""
     decoder_last_pipeline_num_layers: int | None = None
-    """Layers of the last pipeline rank; those ranks for which no number is given share the rest evenly."""
+    """Layers of the last pipeline rank; ranks without a number of their own share the others evenly."""
     account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as a layer of the first stage when layers are shared out evenly."""
+    """Count the embedding as a layer of the first stage when layers are divided evenly."""
     account_for_loss_in_pipeline_split: bool = False
-    """Count head and loss as a layer of the last stage when layers are shared out evenly."""
+    """Count head and loss as a layer of the last stage when layers are divided evenly."""
     pipeline_model_parallel_layout: str | None = flag(None, megatron="auto is absent there; m and empty stages are refused here")
-    """Units of each stage, as in Et*3|(tt|)*6tL: E embedding, t layer, L head and loss; or auto: stages of equal cost."""
+    """Parts of each stage, such as Et*3|(tt|)*6tL: E embedding, t layer, L head and loss. auto makes
+    stages of equal cost."""
     sequence_parallel: bool = False
-    """Split the sequence over the TP ranks between the matrices (norms, dropout, residuals), with the same bytes on the wire."""
+    """Split the sequence over the TP ranks between the matrix products (norms, dropout, residuals).
+    The ranks send as many bytes as without it."""
     tp_comm_overlap: bool = flag(True, off="--no-tp-comm-overlap", megatron="off there, and needs TransformerEngine")
-    """Run the collectives of tensor parallelism beside the matrix products that do not depend on them."""
+    """Run the collectives of tensor parallelism at the same time as matrix products that do not depend
+    on them."""
     overlap_grad_reduce: bool = flag(True, off="--no-overlap-grad-reduce", megatron="off there")
-    """Reduce gradients of finished layers beside the rest of the backward pass (where ranks compute on every core of a CPU, it costs time)."""
+    """Reduce the gradients of finished layers during the rest of the backward pass. On CPUs whose cores
+    all compute, this costs time."""
     zero_stage: Literal[0, 1, 2, 3] = flag(0, megatron="--data-parallel-sharding-strategy there")
-    """What the data-parallel ranks share instead of each holding it: 1 optimizer state, 2 gradients too, 3 weights too (ZeRO)."""
+    """ZeRO stage. Data-parallel ranks shard: 1 the optimizer's state, 2 also gradients, 3 also weights."""
     zero_shard_size: int | None = flag(None, megatron="absent there")
-    """Neighbouring data-parallel ranks that share among themselves under ZeRO (as many as a node has); the others hold copies. Default: all."""
+    """Number of neighbouring data-parallel ranks that ZeRO shards over, such as those of a node; every
+    such group holds a copy. Default: all data-parallel ranks."""
     zero3_keep_gathered: bool = flag(False, megatron="absent there")
-    """ZeRO-3: gather a layer once a step and keep it to the step's end, instead of gathering it for every pass through it."""
+    """ZeRO-3: gather a layer once a step and keep it until the step ends, instead of gathering it for
+    every pass."""
     overlap_param_gather: bool = flag(True, off="--no-overlap-param-gather", megatron="off there")
-    """ZeRO: gather the next layers' weights beside the computation."""
+    """ZeRO: gather the weights of the next layers during computation."""
     grad_reduce_in_bf16: bool = flag(False, megatron="gradients are accumulated in bf16 too there")
     """Send gradients in bf16; they are still accumulated and summed in fp32."""
     use_tp_pp_dp_mapping: bool = False
@@ -423,7 +439,8 @@ class DistributedConfig:
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto", megatron="nccl there")
     """Library of the collectives: auto takes nccl on GPUs and gloo on CPUs."""
     distributed_timeout_minutes: float = flag(10.0, megatron="an integer")
-    """How long a rank waits for the others before it ends with an error: at the start, and in every collective."""
+    """How long a rank waits for the others, at the start and in every collective, before it ends with
+    an error."""
     world_size: int | None = flag(None, megatron="set by the launcher there; here only with --dry-run")
     """With --dry-run: the number of ranks to validate for."""
     device_memory: float | None = flag(None, megatron="absent there")

@@ -119,7 +119,7 @@ def extend_ledger(ledger: dict[str, Any] | None, consumed: int, sources: list[di
     notes = [
         f"blend changed at sample {consumed}: {source['name']} "
         + (
-            f"goes on at its sample {source['first_index']}"
+            f"continues at its sample {source['first_index']}"
             if source["id"] in known
             else "is new (content, range, seq-length or seed), starts at 0"
         )

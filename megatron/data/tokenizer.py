@@ -237,7 +237,7 @@ def _megatron_ranks(entries: list[Any], vocab_size: int) -> dict[bytes, int]:
     """Token -> id of the entries of Megatron's JSON, the k-th of which has rank k, cut to a vocabulary. Raises ValueError."""
     size, first = vocab_size - len(MEGATRON_SPECIAL), len(MEGATRON_SPECIAL)
     if size < 256:
-        raise InputError(f"a vocabulary of {vocab_size} has no room for {first} special tokens and 256 bytes")
+        raise InputError(f"a vocabulary of {vocab_size} is too small for {first} special tokens and 256 bytes")
     ranks: dict[bytes, int] = {}
     for number, entry in enumerate(entries[:size]):
         text = entry.get("token_bytes") if isinstance(entry, dict) else None

@@ -208,7 +208,7 @@ def impossible(present: list[Arrival]) -> str:
     for arrival in present:
         first = min(present, key=lambda arrival: arrival.rank)
         if arrival.world_size != first.world_size:
-            return (f"the ranks disagree on their number: rank {first.rank} was told {first.world_size}, rank {arrival.rank} {arrival.world_size}; "
+            return (f"the ranks disagree on their number: rank {first.rank} has WORLD_SIZE {first.world_size}, rank {arrival.rank} has {arrival.world_size}; "
                     "give every rank the same WORLD_SIZE (torchrun: the same --nnodes and --nproc-per-node on every node)")
         if arrival.rank in by_rank:
             return f"rank {arrival.rank} was started twice; give every process a RANK of its own (torchrun: each node its own --node-rank)"

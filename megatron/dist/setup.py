@@ -186,7 +186,7 @@ def set_determinism(device: torch.device, wanted: bool, environment: MutableMapp
     if device.type != "cuda":
         return
     if wanted and (found := environment.setdefault(CUBLAS, CUBLAS_REPEATABLE[0])) not in CUBLAS_REPEATABLE:
-        raise LaunchError(f"{CUBLAS}={found}: products repeat their bits with {' or '.join(CUBLAS_REPEATABLE)} alone; unset it, or give --no-deterministic-mode")
+        raise LaunchError(f"{CUBLAS}={found}: products repeat their bits only with {' or '.join(CUBLAS_REPEATABLE)}; unset it, or give --no-deterministic-mode")
     torch.use_deterministic_algorithms(wanted)
     torch.utils.deterministic.fill_uninitialized_memory = False  # every buffer is written before it is read
 

@@ -78,7 +78,7 @@ class Tracker:
             action()
         except Exception as error:  # whatever a tracker does, the run goes on
             self._backends.pop(name, None)
-            self._warn(f"warning: {name} is off for the rest of this run; training goes on. Cause: {type(error).__name__}: {error}. Fix: {_FIX[name]}.")
+            self._warn(f"warning: {name} is off for the rest of this run; training continues. Cause: {type(error).__name__}: {error}. Fix: {_FIX[name]}.")
 
 
 _FIX = {

@@ -153,7 +153,7 @@ class StateFiles:
             except OSError as error:
                 self.fault = StorageError(
                     f"--optimizer-nvme-offload {self.folder}: the optimizer's state cannot be written or read back: {error.strerror}; the run cannot "
-                    "go on. Checkpoints are untouched: look after the disk, then resume from the last one with --load")
+                    "continue. Checkpoints are untouched: check the disk, then resume from the last one with --load")
         if self.fault is not None:
             raise self.fault
 

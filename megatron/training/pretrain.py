@@ -223,7 +223,7 @@ def prepare(config: Config, notes: list[str], world_size: int, device: torch.dev
                 accept_changes(checkpoint, changes, config)
             if not config.checkpoint.finetune:
                 if "schedule" not in checkpoint.state:
-                    raise CheckpointError(f"{checkpoint.path}: holds weights alone (converted from another format), no run to go on with; give --finetune")
+                    raise CheckpointError(f"{checkpoint.path}: holds only weights (converted from another format) and no run to resume; give --finetune")
                 progress = Progress(**{name: state[name] for name in Progress.__dataclass_fields__ if name in state})
         scanned = config if world.rank == 0 else dataclasses.replace(config, data=dataclasses.replace(config.data, check_data=False))
         data = build_data(scanned, tokenizer, checkpoint.state["ledger"] if progress.iteration > 0 else None, progress.consumed_samples)

@@ -99,7 +99,7 @@ def continuity(checkpoint: Checkpoint, run: Run) -> str:
     changes = [*changed_fields(state, run.config, run.vocab_size, run.tokenizer_fingerprint), *changed_data(state, run.config, run.data.ledger)]
     different += [] if run.config.model.deterministic_mode or run.device.type == "cpu" else ["--no-deterministic-mode"]
     different += sorted({change.accept for change in changes}) + ([] if asdict(run.schedule) == state["schedule"] else ["learning-rate schedule"])
-    return f"; goes on from the same state, not bit for bit: {', '.join(different)}" if different else "; goes on bit for bit"
+    return f"; resumes from the same state, not bit for bit: {', '.join(different)}" if different else "; resumes bit for bit"
 
 
 def _decides_rounding(state: dict[str, Any], *, kernels: bool = False) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def accept_changes(checkpoint: Checkpoint, changes: list[Change], config: Config
     if faults:
         ways = []
         if any(change.accept for change in changes):
-            ways.append("a field goes on as on the command line with the flag in brackets, and --finetune takes the weights alone")
+            ways.append("the flag in brackets takes a field from the command line, and --finetune loads only the weights")
         if not all(change.accept for change in changes):
             ways.append("--use-checkpoint-args takes the model from the checkpoint")
         lines = [f"{checkpoint.path} does not fit this run:", *faults, f"({'; '.join(ways)})"]

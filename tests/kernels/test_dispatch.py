@@ -63,7 +63,7 @@ def test_auto_takes_triton_where_it_has_been_measured_to_win(operator, measured)
 
 
 def test_auto_says_what_it_did_not_take_on_a_gpu():
-    unmeasured = "triton is there for the asking; its speed has not been measured on such a device"
+    unmeasured = "triton is available if its flag asks for it; its speed has not been measured on this kind of device"
     assert choose("norm", "auto", GPU, BF16) == dispatch.Choice("torch", unmeasured)
     assert choose("attention", "auto", GPU, torch.float64) == dispatch.Choice("sdpa", "triton: float64")
 

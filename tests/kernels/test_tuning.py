@@ -85,7 +85,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
         assert tool.main() == 0
         return capsys.readouterr().out.splitlines()[-1]
 
-    assert call("--only", "norm backward", "--minutes", "0") == "0 rows measured, 3 left: the same call goes on with them"
+    assert call("--only", "norm backward", "--minutes", "0") == "0 rows measured, 3 left: the same call continues with them"
     assert call("--only", "norm backward wide") == "1 rows measured, 0 left"
     before, table = (tmp_path / "tuned.jsonl").read_text(), configurations.FILE.read_text()
     line = json.loads(before)

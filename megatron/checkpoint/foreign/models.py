@@ -102,7 +102,7 @@ def model_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ..
 def check_shapes(pairs: list[Pair], model: ModelConfig, vocab_size: int) -> None:
     """Raises UserError unless the boxes are of exactly the model's tensors, in its shapes; whether they cover them shows when they are saved."""
     wanted, given = model_shapes(model, vocab_size), {box.name: box.shape for box, _ in pairs}
-    faults = [f"{name} has shape {list(given[name])}, the model's flags want {list(wanted[name])}"
+    faults = [f"{name} has shape {list(given[name])}, the model's flags need {list(wanted[name])}"
               for name in given.keys() & wanted.keys() if given[name] != wanted[name]]
     missing, extra = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
     faults += [f"tensors missing: {', '.join(missing[:5])} ({len(missing)} in all)"] if missing else []

@@ -107,7 +107,7 @@ class Runs:
         whole, resumed = ([line["lm loss"] for line in read_metrics(where / "metrics.jsonl")][-3:] for where in (root, folder))
         found = {
             **row._asdict(), "ranks": [LAYOUTS[layout][0] for layout in row[1:]], "not loaded bit for bit": sum(loaded, []),
-            "losses": max(abs(a - b) / abs(a) for a, b in zip(whole, resumed, strict=True)), "said bit for bit": "goes on bit for bit" in text,
+            "losses": max(abs(a - b) / abs(a) for a, b in zip(whole, resumed, strict=True)), "said bit for bit": "resumes bit for bit" in text,
         }
         if row.source == row.target:
             found["tensors that differ 3 iterations later"] = differing(saved(root, 6), saved(folder, 6))

@@ -151,7 +151,7 @@ def test_wrong_names_and_shapes_are_refused(tmp_path):
     path = save_checkpoint(tmp_path, 1, pairs({"w": torch.zeros(4, 2)}), {})
     with Checkpoint(path) as checkpoint:
         box = whole("w", torch.zeros(4, 2))
-        with pytest.raises(CheckpointError, match=r"w has shape \[4, 2\], this model wants \[8, 2\]"):
+        with pytest.raises(CheckpointError, match=r"w has shape \[4, 2\], this model needs \[8, 2\]"):
             checkpoint.read(dataclasses.replace(box, shape=(8, 2)), torch.zeros(4, 2))
         with pytest.raises(CheckpointError, match="no tensor optimizer.exp_avg.w.*--no-load-optim"):
             checkpoint.read(dataclasses.replace(box, name="optimizer.exp_avg.w"), torch.zeros(4, 2))

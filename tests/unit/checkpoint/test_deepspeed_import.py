@@ -194,7 +194,7 @@ def test_models_that_do_not_fit(tmp_path):
     assert "drop --vocab-size and --qkv-order" in convert(*words, "--vocab-size", 9, "--qkv-order", "grouped")[1]
     described = json.loads((root / "config.json").read_text())
     for changes, text in (({"num_hidden_layers": 4}, "tensors missing: model.layers.3"),
-                          ({"intermediate_size": 96}, "the model's flags want [96, 32]")):
+                          ({"intermediate_size": 96}, "the model's flags need [96, 32]")):
         (root / "config.json").write_text(json.dumps(described | changes))
         assert text in convert(*words)[1]
     (root / "config.json").unlink()

@@ -54,7 +54,7 @@ def test_what_was_saved_last_is_taken(tmp_path, background):
     run.save(15)
     run.close()
     (warning,) = [line for line in run.said if "warning" in line]
-    assert "holds later iterations from before this run, which has gone on from an earlier one: 30, 20." in warning and "takes iteration 15" in warning
+    assert "holds later iterations from before this run, which resumed from an earlier one: 30, 20." in warning and "takes iteration 15" in warning
     iteration, said = newest(tmp_path)
     assert iteration == 15 and len(said) == 1 and "NOT taken are iterations 30, 20:" in said[0] and "--ckpt-step 30" in said[0]
     assert Checkpoint(find_checkpoint(tmp_path, step=30)).state["run"] == 1

@@ -98,7 +98,7 @@ def test_every_layout_loads_on_every_other(on, runs, tmp_path, feature, source):
 def test_on_the_same_layout_a_run_goes_on_bit_for_bit(on, runs, tmp_path, feature, layout):
     root = runs(feature, layout)
     texts = on(layout, start, flags(feature, layout, "--load", root, "--ckpt-step", 3, *saving(tmp_path)))
-    assert "iteration 3; goes on bit for bit\n" in texts[0]
+    assert "iteration 3; resumes bit for bit\n" in texts[0]
     assert differing(saved(root, 6), saved(tmp_path, 6)) == []
     assert differing(saved(root, 3), saved(tmp_path, 6))  # the control: training changes every bit that matters
     whole, resumed = ([(row["lm loss"], row["grad-norm"]) for row in read_metrics(folder / "metrics.jsonl")] for folder in (root, tmp_path))
@@ -114,7 +114,7 @@ def test_on_another_layout_a_run_goes_on_within_the_bound(on, runs, tmp_path, fe
     root = runs(feature, source)
     arguments = flags(feature, target, "--load", root, "--ckpt-step", 3)
     texts = on(target, start, (*arguments, *saving(tmp_path / "right")))
-    assert "iteration 3; goes on from the same state, not bit for bit: " in texts[0]
+    assert "iteration 3; resumes from the same state, not bit for bit: " in texts[0]
     assert distance(saved(root, 6), saved(tmp_path / "right", 6)) < 1e-10
     whole, resumed = ([row["lm loss"] for row in read_metrics(folder / "metrics.jsonl")] for folder in (root, tmp_path / "right"))
     assert all(math.isclose(a, b, rel_tol=1e-10) for a, b in zip(whole[3:], resumed, strict=True))
@@ -166,13 +166,13 @@ def test_a_broken_resume_is_seen_in_the_table(table, tmp_path, mutant, told):
 
 
 @pytest.mark.parametrize(("source", "target", "more", "said"), [
-    ("dp2zero2", "dp2zero3", "", "goes on bit for bit"),
-    ("dp2zero1", "dp2zero3", "--micro-batch-size 2", "goes on bit for bit"),
-    ("dp2", "dp2zero2", "--micro-batch-size 2 --clip-grad 0", "goes on bit for bit"),
-    ("dp2", "dp2zero1", "", "goes on from the same state, not bit for bit: --zero-stage 0 -> 1"),
-    ("dp2zero1", "dp2zero2", "", "goes on from the same state, not bit for bit: --zero-stage 1 -> 2"),
+    ("dp2zero2", "dp2zero3", "", "resumes bit for bit"),
+    ("dp2zero1", "dp2zero3", "--micro-batch-size 2", "resumes bit for bit"),
+    ("dp2", "dp2zero2", "--micro-batch-size 2 --clip-grad 0", "resumes bit for bit"),
+    ("dp2", "dp2zero1", "", "resumes from the same state, not bit for bit: --zero-stage 0 -> 1"),
+    ("dp2zero1", "dp2zero2", "", "resumes from the same state, not bit for bit: --zero-stage 1 -> 2"),
     ("dp4zero3shard2", "dp2zero3", "",
-     "goes on from the same state, not bit for bit: layout tp1 cp1 pp1 dp4 -> tp1 cp1 pp1 dp2, --zero-shard-size 2 -> None"),
+     "resumes from the same state, not bit for bit: layout tp1 cp1 pp1 dp4 -> tp1 cp1 pp1 dp2, --zero-shard-size 2 -> None"),
 ])
 def test_a_run_says_what_another_stage_does_to_its_bits(on, tmp_path, source, target, more, said):
     """Bit for bit means it; where it is not promised nothing is tested but the words."""
@@ -180,7 +180,7 @@ def test_a_run_says_what_another_stage_does_to_its_bits(on, tmp_path, source, ta
     on(source, start, flags("tied-bf16", source, *more.split(), *saving(whole)))
     text = on(target, start, flags("tied-bf16", target, *more.split(), "--load", whole, "--ckpt-step", 3, *saving(resumed)))[0]
     assert f"iteration 3; {said}\n" in text
-    assert said != "goes on bit for bit" or differing(saved(whole, 6), saved(resumed, 6)) == []
+    assert said != "resumes bit for bit" or differing(saved(whole, 6), saved(resumed, 6)) == []
 
 
 def test_every_rank_that_holds_something_writes(runs):
@@ -241,7 +241,7 @@ def test_damage_that_one_rank_reads_ends_all_with_one_error_or_all_take_the_olde
     assert "iter_0000006 cannot be loaded; load the older whole one with --ckpt-step 3" in first
     first, second = gloo_world(2).run(start, (*arguments, "--load", str(tmp_path), "--allow-older-checkpoint", "--exit-interval", "4"))
     assert f"warning: {shard}: damaged: bytes " in first and "iter_0000006 CANNOT BE LOADED" in first
-    assert "iteration 3; goes on bit for bit" in first and first.endswith("exit code 0") and "warning" not in second
+    assert "iteration 3; resumes bit for bit" in first and first.endswith("exit code 0") and "warning" not in second
     (saved(tmp_path) / "MANIFEST.json").unlink()
     first, second = gloo_world(2).run(start, (*arguments, "--load", str(tmp_path), "--allow-older-checkpoint"))
     assert first == second and "iter_0000003 cannot be loaded; no older whole checkpoint is there." in first

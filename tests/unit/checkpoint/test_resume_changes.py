@@ -62,9 +62,9 @@ def test_what_is_accepted_goes_on_and_is_said(root, accept, change):
 
 
 def test_another_schedule_is_not_bit_for_bit(root):
-    assert "goes on bit for bit" in resume(root, "--exit-interval", 4)
+    assert "resumes bit for bit" in resume(root, "--exit-interval", 4)
     assert "not bit for bit: learning-rate schedule" in resume(root, "--exit-interval", 4, "--lr", "2e-2", "--override-opt-param-scheduler")
-    assert "goes on bit for bit" in resume(root, "--exit-interval", 4, "--lr", "2e-2", "--use-checkpoint-opt-param-scheduler")
+    assert "resumes bit for bit" in resume(root, "--exit-interval", 4, "--lr", "2e-2", "--use-checkpoint-opt-param-scheduler")
     assert "not bit for bit: --clip-grad 1.0 -> 0.5" in resume(root, "--exit-interval", 4, "--clip-grad", "0.5")
 
 
@@ -97,7 +97,7 @@ def test_the_checkpoint_s_arguments(root, tmp_path):
     """Model, tokenizer and sequence length come from the checkpoint, and the run is the one that was interrupted."""
     where = ("--load", str(root), "--ckpt-step", "3", "--use-checkpoint-args")
     told = start((*DATA, *where, *saving(tmp_path)))
-    assert "goes on bit for bit" in told and differing(saved(root, 6), saved(tmp_path, 6)) == []
+    assert "resumes bit for bit" in told and differing(saved(root, 6), saved(tmp_path, 6)) == []
     told = start((*DATA, *where, "--hidden-size", "64", "--seq-length", "16", "--num-layers", "3"))
     assert "--hidden-size 64: the checkpoint has 32" in told and "--num-layers 3: the checkpoint has 2" in told and "--seq-length" not in told
     assert "num-layers" in start((*DATA, *where[:-1]))  # the control

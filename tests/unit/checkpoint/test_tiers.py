@@ -75,7 +75,7 @@ def test_a_restart_takes_the_newer_local_one(gloo_world, died):
     die_before(died, 6)
     text = goes_on_as_it_was(gloo_world, died, "--local-redundancy", "partner")
     assert "taking the local checkpoint of iteration 4 (" in text and "/shared has iteration 3\n" in text
-    assert "at iteration 4; goes on bit for bit\n" in text
+    assert "at iteration 4; resumes bit for bit\n" in text
 
 
 def test_a_lost_node_and_two_lost_nodes(gloo_world, died, tmp_path):
@@ -86,11 +86,11 @@ def test_a_lost_node_and_two_lost_nodes(gloo_world, died, tmp_path):
     assert "taking the local checkpoint of iteration 4 (" in text and "rebuilt from their partners: node 1 (" in text
     shutil.rmtree(tmp_path / "two" / "local")
     text = goes_on_as_it_was(gloo_world, tmp_path / "two", "--local-redundancy", "partner")
-    assert "taking the local" not in text and "at iteration 3; goes on bit for bit\n" in text
+    assert "taking the local" not in text and "at iteration 3; resumes bit for bit\n" in text
 
 
 def test_a_run_whose_nodes_are_a_set(gloo_world, tmp_path):
-    """Four nodes of one rank; one is lost. The restart goes on bit for bit."""
+    """Four nodes of one rank; one is lost. The restart resumes bit for bit."""
     words = flags(FEATURE, LAYOUT, *folders(tmp_path), *EVERY, "--local-redundancy", "xor")
     text = gloo_world(4).run(on_nodes, 1, None, start, words)[0]
     assert text.endswith("exit code 0") and "--local-redundancy xor: 4 nodes in 1 set(s) of 4; " in text, text
@@ -122,7 +122,7 @@ def test_an_older_local_one_is_taken_when_that_is_allowed(gloo_world, died):
     for _ in range(2):
         text = run(gloo_world, died, "--allow-older-checkpoint")
         assert "taking the local checkpoint of iteration 4 (" in text and "has iteration 6, which is not whole" in text
-        assert "at iteration 4; goes on bit for bit" in text
+        assert "at iteration 4; resumes bit for bit" in text
         shutil.rmtree(saved(died / "shared", 3), ignore_errors=True)
         spoil()
 

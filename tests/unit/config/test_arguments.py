@@ -194,7 +194,7 @@ def test_rules_say_nothing_about_a_flag_whose_value_is_unknown():
     (["--num-lay", "2"], "--num-lay 2: unknown flag; did you mean --num-layers?"),
     (["stray", "--bf16"], "stray: this word belongs to no flag"),
     (["--bf16", "-x"], "-x: this word belongs to no flag"),
-    (["--tokenizer-type NullTokenizer"], "'--tokenizer-type NullTokenizer': flag and value are one word"),
+    (["--tokenizer-type NullTokenizer"], "'--tokenizer-type NullTokenizer': flag and value are quoted together as one word"),
     (["--lr", "nan"], "expected a number"),
     (["--train-iters", "1e-3"], "expected a whole number"),
     (["--world-size", "8"], "--world-size 8: only with --dry-run"),

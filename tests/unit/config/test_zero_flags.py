@@ -34,8 +34,8 @@ def zero_notes(found: Resolved) -> list[str]:
     return [note for note in found.notes if re.match("-*(zero|no-overlap-param|optimizer|main-grads|exp-avg)", note)]
 
 
-ALONE = "with one data-parallel rank there is nobody to share with"
-NOBODY = "--zero-shard-size 1 shares with nobody"
+ALONE = "one data-parallel rank has nothing to shard over"
+NOBODY = "--zero-shard-size 1 shards over a single rank"
 HOST = "optimizer-cpu-offload = True: --param-cpu-offload keeps weights where they are stepped"
 
 

@@ -92,7 +92,7 @@ def test_ledger_goes_on_where_each_source_was():
         assert indices == list(range(len(indices)))
     assert [segment["first_sample"] for segment in ledger["segments"]] == [0, 1500, 1700, 2000, 2300]
     notes = extend_ledger(ledger, 2600, [source("d", 1), source("a", PATTERN - 1)])[2]
-    assert "d is new (content" in notes[0] and f"a goes on at its sample {len(read['a'])}" in notes[1]
+    assert "d is new (content" in notes[0] and f"a continues at its sample {len(read['a'])}" in notes[1]
 
 
 def test_samples_of_an_earlier_segment_are_refused():

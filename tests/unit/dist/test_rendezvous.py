@@ -104,7 +104,7 @@ def test_differences_are_named_as_flags():
 def test_ranks_that_were_told_other_numbers(port):
     ranks = launches(3, port)
     ranks[1] = dataclasses.replace(ranks[1], world_size=2)
-    assert the_error(meet_all(ranks)).startswith("the ranks disagree on their number: rank 0 was told 3, rank 1 2; give every rank the same")
+    assert the_error(meet_all(ranks)).startswith("the ranks disagree on their number: rank 0 has WORLD_SIZE 3, rank 1 has 2; give every rank the same")
 
 
 def test_a_rank_that_was_started_twice(port):
