@@ -1,11 +1,12 @@
-"""Bug or noise? Trains the same short run in two layouts, in float64 on CPU processes of this machine, and compares all that it logs:
+"""Bug or rounding noise? Trains the same short run in two layouts, in float64 on CPU processes of this machine, and compares
+everything that it logs:
 
     python tools/check_parity.py --layout "tp2 sp" --layout "tp1 dp2" <the flags of your run>
 
 A layout is words: tpN, dpN, ppN, a schedule of the pipeline (gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v), vN (virtual stages on each
 pipeline rank), auto (stages of equal cost), sp (sequence parallelism), zeroN (a ZeRO stage), shardN (--zero-shard-size), kept
-(--zero3-keep-gathered), offload (the optimizer on the host), param-offload (weights too), serial (no communication overlaps), mapping (--use-tp-pp-dp-mapping). Your flags stay what they are but for the layout and its first --steps iterations alone, float64, no saving, loading, evaluation or trackers, a line of metrics (parameter norm
-included) every iteration. Shrink the model with further flags (--num-layers 2): the last one counts. In float64 rounding is far below
+(--zero3-keep-gathered), offload (the optimizer on the host), param-offload (weights too), serial (no communication overlaps), mapping (--use-tp-pp-dp-mapping). Your flags are kept, except that the run has the given layout, stops after --steps
+iterations, computes in float64, does not save, load, evaluate or use trackers, and logs metrics (with the parameter norm) every iteration. Shrink the model with further flags (--num-layers 2); the last of two equal flags counts. In float64 rounding is far below
 the gate, so what differs by more is a bug. Exit code: 0 noise, 1 bug, 2 a run failed.
 """
 

@@ -1,4 +1,4 @@
-"""Look into checkpoints: content, sizes, state, integrity, differences.
+"""Show what checkpoints hold: content, sizes, state, integrity, differences.
 
     python tools/inspect_checkpoint.py FOLDER [--ckpt-step N] [--verify]     # FOLDER: what --save wrote to, or one iter_* folder in it
     python tools/inspect_checkpoint.py --diff A B                            # configuration and other state of two checkpoints

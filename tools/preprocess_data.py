@@ -1,4 +1,5 @@
-"""JSON lines -> `<prefix>_<key>_document.{bin,idx,json}`: token ids in Megatron's format, and a sidecar that knows the tokenizer.
+"""Turn JSON lines into token files: `<prefix>_<key>_document.{bin,idx}` in Megatron's format, and a .json file beside them
+that records the tokenizer.
 
     python tools/preprocess_data.py --input books.jsonl --output-prefix data/books --tokenizer-type SentencePieceTokenizer \
         --tokenizer-model spm.model --append-eod --workers 8
