@@ -16,7 +16,7 @@ from megatron.config.groups import Config, ModelConfig
 from megatron.kernels import activation as activation_kernel
 from megatron.kernels.attention_masks import TILE
 from megatron.model.arithmetic import head_widths, local_shape
-from megatron.model.kernels import OURS, choose_kernels
+from megatron.model.kernels import OURS, choose_kernels, repeats_heads
 from megatron.model.stages import Stage
 from megatron.plan.state import element_sizes
 
@@ -62,6 +62,13 @@ class Shape:
         self.widened = device == "cpu" and self.compute < self.wide and self.model.attention_backend not in OURS  # by torch's fused attention
 
     @property
+    def repeated(self) -> bool:
+        """Whether torch's fused attention reads repeated keys and values."""
+        masked = self.config.data.reset_attention_mask or self.model.window_size is not None
+        fused = self.model.attention_backend not in OURS and not uses_plain_attention(self.model)
+        return fused and repeats_heads(self.device, masked, self.model.num_attention_heads, self.model.num_query_groups)
+
+    @property
     def inner(self) -> int:
         """Bytes of fc1's output."""
         return self.tokens * self.compute * self.model.ffn_hidden_size * (2 if self.model.activation in GATED else 1)
@@ -74,7 +81,7 @@ class Shape:
     def layer(self) -> int:
         """Bytes that a layer keeps, its input included."""
         model, compute, wide = self.model, self.compute, self.wide
-        layer = self.tokens * inner_bytes_per_token(model, self.seq, compute, wide, widened=self.widened)
+        layer = self.tokens * inner_bytes_per_token(model, self.seq, compute, wide, widened=self.widened, repeated=self.repeated)
         layer += self.own * outer_bytes_per_token(model, compute, wide)
         return layer + mask_bytes(self)
 
@@ -117,13 +124,13 @@ def layer_bytes(shape: Shape, index: int) -> UnitBytes:
     f, h = model.ffn_hidden_size, model.hidden_size
     q, k = head_widths(model)
     whole = shape.layer() + shape.ends(index)
-    attention = tokens * attention_bytes_per_token(model, shape.seq, shape.compute, shape.wide, widened=shape.widened)
+    attention = tokens * attention_bytes_per_token(model, shape.seq, shape.compute, shape.wide, widened=shape.widened, repeated=shape.repeated)
     attention += mask_bytes(shape)
     gathered = shape.whole if shape.sequence_parallel else 0
     mlp = shape.inner + shape.activated
     forward = 3 * hidden + shape.dropout()  # the outputs of attention and MLP, and the layer's
     # Of the MLP: the gradients of the activation's output and input, when fc2's input is gone; of attention when the MLP's tensors are gone.
-    gradients = (1 if takes_projection(model) else 2) * (q + 2 * k)  # of queries, keys and values apart, then of the projection
+    gradients = (1 if takes_projection(model) else 2) * (q + 2 * k) + (2 * q if shape.repeated else 0)  # of queries, keys and values apart, then of the projection
     attention_backward = tokens * shape.compute * gradients + score_gradients(shape) - mlp - hidden
     backward = max(shape.inner + shape.bias_sums(), gathered + shape.activated, attention_backward)
     columns = shape.inner // (tokens * shape.compute)
@@ -213,10 +220,10 @@ def dropout_mask_per_token(model: ModelConfig) -> int:
     return model.hidden_size if model.hidden_dropout > 0 and model.dropout_backend == "torch" else 0
 
 
-def inner_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: int, *, widened: bool = False) -> int:
+def inner_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: int, *, widened: bool = False, repeated: bool = False) -> int:
     """Bytes per token that one layer keeps between the matrices of attention and of the MLP; `model` is the local shape."""
     mlp = (3 if model.activation in GATED else 2) * model.ffn_hidden_size  # fc1's output and the activation's
-    return compute * mlp + attention_bytes_per_token(model, seq, compute, wide, widened=widened)
+    return compute * mlp + attention_bytes_per_token(model, seq, compute, wide, widened=widened, repeated=repeated)
 
 
 def stashed_bytes_per_token(model: ModelConfig, compute: int) -> int:
@@ -225,8 +232,9 @@ def stashed_bytes_per_token(model: ModelConfig, compute: int) -> int:
     return compute * (q + 2 * k + q + (3 if model.activation in GATED else 2) * model.ffn_hidden_size)
 
 
-def attention_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: int, *, widened: bool = False) -> int:
-    """Bytes per token from the QKV projection's output to the output projection's input; `widened`: the fused attention computes in fp32."""
+def attention_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: int, *, widened: bool = False, repeated: bool = False) -> int:
+    """Bytes per token from the QKV projection's output to the output projection's input; `widened`: the fused attention computes in fp32;
+    `repeated`: it reads keys and values that were repeated for each query head."""
     q, k = head_widths(model)
     heads, groups = model.num_attention_heads, model.num_query_groups
     norms, rotates = model.qk_layernorm, model.position_embedding_type in ("rope", "yarn") and model.rotary_backend == "torch"  # the kernel in place
@@ -243,6 +251,10 @@ def attention_bytes_per_token(model: ModelConfig, seq: int, compute: int, wide: 
         else:
             width = q + 2 * k + 3 * q if groups == heads and not rotates else 4 * q  # one head each: the values stay in the projection
         return compute * width + scores * heads * seq + statistics
+    if repeated:
+        width = 4 * q  # queries, repeated keys and values, the output; the inputs of the norms, or the projection where the queries are read in it
+        width += q + 2 * k + gathered if norms else 2 * k if groups == 1 and not rotates else 0
+        return compute * width + wide * heads + statistics
     if widened:
         width = q + (q + 2 * k + gathered if norms else 0)  # the output; inputs of the norms
         return compute * width + wide * (2 * q + 2 * k + heads) + statistics  # the kernel's own inputs and output

@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.config.groups import ModelConfig
+from megatron.layers import attention
 from megatron.layers import linear as linear_module
-from megatron.kernels.attention import keep_mask
+from megatron.kernels.attention import attention_reference, keep_mask
 from megatron.kernels.attention_masks import AttentionMask
 from megatron.layers.attention import CAUSAL, SelfAttention, attention_core, choose_attention
 from megatron.layers.dropout import Dropout, DropoutState
@@ -360,3 +361,39 @@ def test_embedding_gradient_has_the_same_bits_every_time_on_many_threads():
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(sums[0], other) for other in sums)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = property(lambda self: True)
+    device = property(lambda self: torch.device("cuda"))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("masked", [False, True])
+def test_grouped_heads_with_a_mask_never_take_all_scores_into_memory(monkeypatch, groups, masked):
+    """torch's memory-efficient kernel takes a mask and no groups, FLASH takes groups and no mask; anything else is its math path."""
+    s, b, n, d = 6, 2, 4, 8
+    draw = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(s, b, heads, d, dtype=torch.float64, generator=draw).requires_grad_() for heads in (n, groups, groups))
+    starts = torch.tensor([[0, 0, 0, 3, 3, 3], [0, 1, 1, 1, 1, 5]]) if masked else None
+    mask = AttentionMask(document_starts=starts)
+    expected, _ = attention_reference(q, k, v, scale=0.3, mask=mask)
+    gradients = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    fused, calls = torch.nn.functional.scaled_dot_product_attention, []
+
+    def recorded(q, k, v, tensor, *, is_causal, scale, enable_gqa):
+        calls.append((k.shape[1], v.shape[1], tensor is not None, is_causal, enable_gqa))
+        return fused(q, k, v, tensor, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", recorded)
+    monkeypatch.setattr(AttentionMask, "dense", lambda self, s, t, device, dense=AttentionMask.dense: dense(self, s, t, torch.device("cpu")))
+    out = attention.attention_core(*(x.as_subclass(OnGpu) for x in (q, k, v)), scale=0.3, mask=mask)
+    assert calls == [(n, n, True, False, False) if masked else (groups, groups, False, True, groups != n)]
+    torch.testing.assert_close(out.as_subclass(torch.Tensor), expected, rtol=1e-13, atol=1e-13)
+    for found, wanted in zip(torch.autograd.grad(out.as_subclass(torch.Tensor).square().sum(), (q, k, v)), gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    calls.clear()
+    attention.attention_core(q, k, v, scale=0.3, mask=mask)  # on a CPU nothing is repeated
+    assert calls[0][:2] == (groups, groups)

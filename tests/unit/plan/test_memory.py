@@ -17,6 +17,7 @@ from megatron.dist.groups import Layout, build_groups
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 from megatron.model.arithmetic import local_parameter_count, padded_vocab_size
 from megatron.model.block import PlainBlocks
+from megatron.layers.attention import repeats_heads
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import build_blocks
 from megatron.model.stages import whole
@@ -95,6 +96,21 @@ def kept_bytes(config: Config, dtype: torch.dtype) -> int:
 ])
 def test_activations_are_what_autograd_keeps(model):
     config = configure(**model)
+    assert kept_bytes(config, torch.float32) - LOSS == planned(config)
+
+
+@pytest.mark.parametrize("model", [
+    GROUPED, {**GROUPED, **ROPE}, {**GROUPED, "qk_layernorm": True}, {"group_query_attention": True, "num_query_groups": 1},
+    {"group_query_attention": True, "num_query_groups": 1, **ROPE}, {**GROUPED, **ROPE, "qk_layernorm": True},
+])
+def test_activations_with_keys_and_values_repeated_for_a_masked_attention(model, monkeypatch):
+    """As on a GPU: the rule is told that this is one, in the layer and in the plan."""
+    def on_a_gpu(device: str, *rest) -> bool:
+        return repeats_heads("cuda", *rest)
+
+    monkeypatch.setattr("megatron.layers.attention.repeats_heads", on_a_gpu)
+    monkeypatch.setattr("megatron.plan.activations.repeats_heads", on_a_gpu)
+    config = configure(**DRY, **model, window_size=8)
     assert kept_bytes(config, torch.float32) - LOSS == planned(config)
 
 
