@@ -21,7 +21,7 @@ from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.run_state import config_of
 from megatron.config.errors import UserError  # noqa: E402
-from megatron.config.groups import Config, DistributedConfig
+from megatron.config.groups import DistributedConfig
 from megatron.data.tokenizer import build_tokenizer
 from megatron.dist.setup import choose_device, read_launch
 from megatron.kernels import philox

@@ -37,9 +37,12 @@ def lines(files: list[str], key: str) -> Iterator[str]:
     """Every line of every text that is not empty: SentencePiece learns within lines. Raises UserError for a record without the key."""
     for path in files:
         for chunk in (compressed_chunks if path.endswith((".gz", ".zst")) else plain_chunks)(path, LARGEST_CHUNK):
-            for _, record in read_records(chunk):
+            for number, record in read_records(chunk):
                 if not isinstance(record, dict) or not isinstance(record.get(key), str):
                     raise UserError(f"{path}: a record has no text under the key {key!r}: name the right one with --json-key")
+                if not is_text(record[key]):
+                    problem = "a text holds half of a surrogate pair, which is no character: repair it"
+                    raise refuse_line(chunk, number, problem)
                 yield from filter(None, record[key].split("\n"))
 
 

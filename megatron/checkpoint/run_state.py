@@ -5,7 +5,6 @@ A manifest carries a digest, not a signature: whoever can write the folder can w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,11 +13,24 @@ from megatron.config.arguments import Option, options
 from megatron.config.groups import Config
 from megatron.config.input_files import InputError, expect
 
+HUGE = 1e300  # numbers that are no float, or nearly none, are no number of a run
 LARGEST = 2**62  # sums of two counts still fit 64 bits
 PATTERN = 65536  # shares of a blend add up to this
 WEIGHTS = ("config", "vocab_size")  # what a checkpoint of weights alone has
-RUN = (*WEIGHTS, "iteration", "consumed_samples", "scheduled_samples", "skipped_samples", "evaluation_due", "optimizer_steps",
-       "scaler", "schedule", "ledger", "tokenizer", "versions")
+RUN = (
+    *WEIGHTS,
+    "iteration",
+    "consumed_samples",
+    "scheduled_samples",
+    "skipped_samples",
+    "evaluation_due",
+    "optimizer_steps",
+    "scaler",
+    "schedule",
+    "ledger",
+    "tokenizer",
+    "versions",
+)
 
 
 def check_run_state(state: dict[str, Any]) -> None:
@@ -49,8 +61,12 @@ def config_of(state: dict[str, Any]) -> Config:
     Raises InputError where there is none.
     """
     require(state, ["config"])
-    kept = {group: {name: value for name, value in state["config"].get(group, {}).items() if name in fields}
-            for group, fields in Config().to_dict().items()}
+    kept = {
+        group: {
+            name: value for name, value in state["config"].get(group, {}).items() if name in fields
+        }
+        for group, fields in Config().to_dict().items()
+    }
     return Config.from_dict(kept)
 
 
@@ -64,7 +80,7 @@ def count(value: Any) -> bool:
 
 def number(value: Any) -> bool:
     """A finite number; true and false are none."""
-    return type(value) in (int, float) and math.isfinite(value) and abs(value) < 2.0**127 * 2
+    return type(value) in (int, float) and -HUGE < value < HUGE
 
 
 def text(value: Any) -> bool:
@@ -79,12 +95,26 @@ def texts(value: Any) -> bool:
 def _scaler(value: Any) -> bool:
     expect(value, dict)
     good = number(value.get("scale")) and 0 < value["scale"] <= 2.0**127
-    return good and count(value.get("clean_steps")) and type(value.get("hysteresis")) is int and abs(value["hysteresis"]) < LARGEST
+    return (
+        good
+        and count(value.get("clean_steps"))
+        and type(value.get("hysteresis")) is int
+        and abs(value["hysteresis"]) < LARGEST
+    )
 
 
 def _schedule(value: Any) -> bool:
     expect(value, dict)
-    return all(number(each) or text(each) or each is None for each in value.values())
+    styles = {
+        "style": "lr_decay_style",
+        "wsd_style": "lr_wsd_decay_style",
+        "weight_decay_style": "weight_decay_incr_style",
+    }
+    choices = {option.field: option.choices for option in options()}
+    return all(
+        each in choices[styles[name]] if name in styles else number(each)
+        for name, each in value.items()
+    )
 
 
 def _ledger(value: Any) -> bool:
@@ -94,8 +124,14 @@ def _ledger(value: Any) -> bool:
     for segment in value["segments"]:
         expect(segment, dict)
         expect(segment.get("sources"), list)
-        if not count(segment.get("first_sample")) or segment["first_sample"] < max(first, 0) or not segment["sources"]:
-            raise InputError("a segment has no sources, or does not begin at a sample after the one before")
+        if (
+            not count(segment.get("first_sample"))
+            or segment["first_sample"] < max(first, 0)
+            or not segment["sources"]
+        ):
+            raise InputError(
+                "a segment has no sources, or does not begin at a sample after the one before"
+            )
         first = segment["first_sample"]
         if not all(map(_source, segment["sources"])):
             raise InputError("a source has no id, name, share or first index")
@@ -107,7 +143,11 @@ def _ledger(value: Any) -> bool:
 def _source(value: Any) -> bool:
     if type(value) is not dict or not all(text(value.get(name)) for name in ("id", "name")):
         return False
-    return count(value.get("share")) and count(value.get("first_index")) and text(value.get("content", ""))
+    return (
+        count(value.get("share"))
+        and count(value.get("first_index"))
+        and text(value.get("content", ""))
+    )
 
 
 def _config(value: Any) -> bool:
@@ -132,16 +172,28 @@ def _fits(option: Option, value: Any) -> bool:
 
 
 def _is_one(option: Option, value: Any) -> bool:
-    return number(value) if option.kind is float else type(value) is option.kind
+    if option.kind is float:
+        return number(value)
+    return type(value) is option.kind and (option.kind is not int or abs(value) < 2**63)
 
 
 CHECKS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("iteration", "consumed_samples", "scheduled_samples", "skipped_samples"), count),
+    **dict.fromkeys(
+        ("iteration", "consumed_samples", "scheduled_samples", "skipped_samples"), count
+    ),
+    **dict.fromkeys(("open_steps", "open_skipped", "open_nan"), count),
+    "open_loss": number,
     "evaluation_due": lambda value: type(value) is bool,
     "optimizer_steps": lambda value: number(value) and 0 <= value,
     "vocab_size": lambda value: count(value) and value > 0,
     "tokenizer": lambda value: value is None or text(value),
-    "layout": text, "device": text, "versions": texts, "kernels": texts,
+    "layout": text,
+    "device": text,
+    "versions": texts,
+    "kernels": texts,
     "tensors": lambda value: shapes_of(value) is not None,
-    "scaler": _scaler, "schedule": _schedule, "ledger": _ledger, "config": _config,
+    "scaler": _scaler,
+    "schedule": _schedule,
+    "ledger": _ledger,
+    "config": _config,
 }

@@ -11,6 +11,8 @@ def shapes_of(value: Any) -> dict[str, tuple[int, ...]]:
     """Shapes of tensors by name, as JSON holds them. Raises InputError."""
     expect(value, dict)
     for name, shape in value.items():
-        if type(shape) is not list or any(type(size) is not int or not 0 <= size < 2**63 for size in shape):
+        if type(shape) is not list or any(
+            type(size) is not int or not 0 <= size < 2**63 for size in shape
+        ):
             raise InputError(f"the shape of {name[:60]} is not a list of natural numbers")
     return {name: tuple(shape) for name, shape in value.items()}

@@ -105,6 +105,8 @@ MOST_FAULTS = 20  # of one file that are listed
 # Types of values, where our field does not give them: of SAME the text, and other numbers.
 TEXT = ("optimizer.type", "data_types.grad_accum_dtype", "zero_optimization.offload_param.device")
 NUMBERS = ("gradient_accumulation_steps", "zero_optimization.zero_hpz_partition_size")
+WIRE_KEYS = ("communication_data_type", "fp32_allreduce")
+SINGLE = {*SAME, *REFUSED, *OFFLOAD, *NUMBERS, *WIRE_KEYS}  # keys that are no sections
 
 
 def compare_with_deepspeed(path: str, config: Config) -> tuple[list[str], list[str]]:
@@ -119,6 +121,8 @@ def compare_with_deepspeed(path: str, config: Config) -> tuple[list[str], list[s
         shown = f"{key[:80]} = {_short(value)}"
         if any("." in name for name in names):
             note, fault = "", "a key with a dot is no section with a setting; write sections as objects"
+        elif any(".".join(names[:count]) in SINGLE for count in range(1, len(names))):
+            note, fault = "", "expected a single value, found an object"
         else:
             note, fault = _answer(key, value, content, config)
         if note:
@@ -176,7 +180,7 @@ def _answer(key: str, value: Any, content: dict, config: Config) -> tuple[str, s
         if not isinstance(value, list) or not all(type(beta) in (int, float) for beta in value):
             return "", "expected a list of two numbers"
         return _compare(value, ours, "--adam-beta1 and --adam-beta2")
-    if key in ("communication_data_type", "fp32_allreduce") and value is not None and value is not False:
+    if key in WIRE_KEYS and value is not None and value is not False:
         named = "fp32" if value is True and key == "fp32_allreduce" else value
         if not isinstance(named, str) or named.lower() not in WIRE:
             return "", "gradients are sent in fp32, or in bf16 with --grad-reduce-in-bf16; take it out"

@@ -20,10 +20,22 @@ JSON_LIMIT = 1 << 28  # bytes of other JSON files
 NAME_BYTES = 255  # the longest name of a file or folder that Linux takes
 PATH_BYTES = 3900  # Linux takes 4,095, of which names of files in a folder need some
 
-KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number",
-         float: "a number", type(None): "null"}
-SPECIAL = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe (FIFO)"),
-           (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"), (stat.S_ISSOCK, "a socket"))
+KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
+SPECIAL = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe (FIFO)"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
 
 
 class InputError(UserError):
@@ -118,7 +130,9 @@ def check_tree(value: Any) -> None:
             elif isinstance(each, list):
                 below += each
             elif isinstance(each, str) and not is_text(each):
-                raise InputError(f"not usable: {each[:40]!r} holds half of a surrogate pair, which is no text")
+                raise InputError(
+                    f"not usable: {each[:40]!r} holds half of a surrogate pair, which is no text"
+                )
         if not below:
             return
         level = below

@@ -22,17 +22,17 @@ def parse_yaml(text: str) -> Any:
         import yaml
     except ImportError:
         raise InputError("it is not JSON, and PyYAML is not installed to read it as YAML") from None
-    loader = _loader(yaml)(text)
     try:
-        value = loader.get_single_data()
+        value = _loader(yaml)(text).get_single_data()
     except yaml.YAMLError as error:
         raise InputError(" ".join(str(error).split())) from None
     except RecursionError:
         raise InputError("nested too deep") from None
-    except (ValueError, OverflowError) as error:  # a number of thousands of digits, a character outside Unicode
+    except (
+        ValueError,
+        OverflowError,
+    ) as error:  # a number of thousands of digits, a character outside Unicode
         raise InputError(str(error)) from None
-    finally:
-        loader.dispose()
     check_tree(value)
     return value
 
@@ -51,23 +51,33 @@ def _loader(yaml: Any) -> type:
             return int(text)
         if DECIMAL.fullmatch(text):
             return float(text)
-        raise refuse(node, f"{text} is a number that versions of YAML read differently; write it in decimal digits")
+        raise refuse(
+            node,
+            f"{text} is a number that versions of YAML read differently; write it in decimal digits",
+        )
 
     def string(loader: Any, node: Any) -> str:
         text = loader.construct_scalar(node)
         if node.style is None and LEADING_ZERO.fullmatch(text):
-            raise refuse(node, f"{text} is a number that versions of YAML read differently; write it without leading zeros")
+            raise refuse(
+                node,
+                f"{text} is a number that versions of YAML read differently; write it without leading zeros",
+            )
         return text
 
     def unknown(loader: Any, node: Any) -> Any:
         kind = node.tag.removeprefix(tag)
-        raise refuse(node, f"a value of the kind {kind} is not read here; put text in quotation marks")
+        raise refuse(
+            node, f"a value of the kind {kind} is not read here; put text in quotation marks"
+        )
 
     class Loader(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
                 event = self.peek_event()
-                raise yaml.composer.ComposerError(None, None, "aliases are not read here; write the value out", event.start_mark)
+                raise yaml.composer.ComposerError(
+                    None, None, "aliases are not read here; write the value out", event.start_mark
+                )
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
@@ -81,6 +91,14 @@ def _loader(yaml: Any) -> type:
                 result[key] = self.construct_object(value_node, deep=deep)
             return result
 
-    kept = {tag + name: yaml.SafeLoader.yaml_constructors[tag + name] for name in ("null", "bool", "seq", "map")}
-    Loader.yaml_constructors = kept | {tag + "int": number, tag + "float": number, tag + "str": string, None: unknown}
+    kept = {
+        tag + name: yaml.SafeLoader.yaml_constructors[tag + name]
+        for name in ("null", "bool", "seq", "map")
+    }
+    Loader.yaml_constructors = kept | {
+        tag + "int": number,
+        tag + "float": number,
+        tag + "str": string,
+        None: unknown,
+    }
     return Loader

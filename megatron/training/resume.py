@@ -130,7 +130,7 @@ def check_complete(checkpoint: Checkpoint, *, weights_alone: bool) -> None:
         if not weights_alone and state["iteration"] != checkpoint.iteration:
             raise InputError(f"its state is of iteration {state['iteration']}")
         names = [field.name for field in dataclasses.fields(Schedule)]
-        if not weights_alone and (sorted(state["schedule"]) != sorted(names) or None in state["schedule"].values()):
+        if not weights_alone and sorted(state["schedule"]) != sorted(names):
             raise InputError("state.schedule is not what a run writes there")
     except InputError as error:
         raise CheckpointError(f"{checkpoint.path}: cannot be loaded: {error}") from error

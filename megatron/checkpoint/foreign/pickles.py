@@ -99,6 +99,8 @@ class _Interpreter:
                 self.stack.append(_EMPTY[name]())
             elif name in _VALUES:
                 self.stack.append(argument)
+            elif name == "PROTO" and argument > 5:
+                raise UserError(f"pickle protocol {argument} is not known")
             elif name not in ("PROTO", "FRAME"):
                 step = getattr(self, f"op_{name}", None)
                 if step is None:

@@ -18,6 +18,7 @@ from megatron.checkpoint import manifest
 from megatron.checkpoint.manifest import CheckpointError, decode_header, decode_manifest, encode_header
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint, open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
+from megatron.config.groups import Config
 
 STATE = {"iteration": 2, "consumed_samples": 16}
 
@@ -356,3 +357,74 @@ def test_damage_names_the_chunk_and_at_most_sixteen_tensors(tmp_path):
     file.write_bytes(raw)
     with pytest.raises(CheckpointError, match=re.escape(f"(in tensor {', '.join(f't{i}' for i in range(16))} and 4 more)")):
         Checkpoint(path).verify()
+
+
+@pytest.mark.parametrize("name", ["MANIFEST.json", "shard-00000.digests", "shard-00001.safetensors", "../latest_checkpointed_iteration.txt"])
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path, two, name):
+    (two / name).unlink()
+    os.mkfifo(two / name)
+    if "latest" in name:
+        assert find_checkpoint(tmp_path, say=lambda line: None) == two
+        return
+    with pytest.raises(CheckpointError, match=rf"{name}: is a named pipe \(FIFO\), not a regular file|{name}: has 0 bytes"):
+        find_checkpoint(tmp_path)
+
+
+RUN_STATE = {
+    "config": Config().to_dict(), "vocab_size": 10, "iteration": 2, "consumed_samples": 4, "evaluation_due": False, "tokenizer": "a",
+    "optimizer_steps": 2.0, "scaler": {"scale": 1.0, "clean_steps": 0, "hysteresis": 2}, "schedule": {"max_lr": 1.0, "style": "linear"},
+    "ledger": {"segments": [{"first_sample": 0, "sources": [{"id": "a", "name": "a", "share": 65536, "first_index": 0}]}]},
+    "versions": {"torch": "2"}, "tensors": {},
+}
+
+
+@pytest.mark.parametrize("change, fault", [
+    (lambda s: s.update(consumed_samples=-1), "state.consumed_samples is not"),
+    (lambda s: s.update(consumed_samples="4"), "state.consumed_samples is not"),
+    (lambda s: s.update(iteration=True), "state.iteration is not"),
+    (lambda s: s.update(iteration=2.0), "state.iteration is not"),
+    (lambda s: s.update(evaluation_due=0), "state.evaluation_due is not"),
+    (lambda s: s.update(optimizer_steps=float("nan")), "state.optimizer_steps is not"),
+    (lambda s: s.update(scaler=[]), "state.scaler: .*expected an object, found a list"),
+    (lambda s: s.update(scaler={"scale": 1e308, "clean_steps": 0, "hysteresis": 2}), "state.scaler is not"),
+    (lambda s: s["scaler"].pop("scale"), "state.scaler is not"),
+    (lambda s: s["schedule"].update(max_lr="1"), "state.schedule is not"),
+    (lambda s: s["schedule"].update(style="odd"), "state.schedule is not"),
+    (lambda s: s["ledger"]["segments"][0]["sources"][0].update(share=1), "state.ledger: the shares of a segment"),
+    (lambda s: s["ledger"]["segments"][0].update(sources=[]), "state.ledger: a segment has no sources"),
+    (lambda s: s["ledger"].update(segments=3), "state.ledger: .*expected a list"),
+    (lambda s: s.update(vocab_size=0), "state.vocab_size is not"),
+    (lambda s: s.update(versions={"torch": 2}), "state.versions is not"),
+    (lambda s: s.update(config=[]), "state.config: .*expected an object"),
+    (lambda s: s["config"]["model"].update(num_layers="2"), "state.config: model.num_layers is of another type"),
+    (lambda s: s["config"]["training"].update(seed=10**30), "state.config: training.seed is of another type"),
+    (lambda s: s.update(tensors={"a": [1.5]}), "state.tensors: the shape of a is not a list of natural numbers"),
+    (lambda s: s.update(open_loss="x"), "state.open_loss is not"),
+])
+def test_run_state_of_another_type_in_a_signed_manifest(two, change, fault):
+    state = json.loads(json.dumps(RUN_STATE))
+    forge(two, lambda content: content.update(state=state))
+    with Checkpoint(two):
+        change(state)
+    forge(two, lambda content: content.update(state=state))
+    with pytest.raises(CheckpointError, match=f"MANIFEST.json: not a manifest of this format: {fault}"):
+        Checkpoint(two)
+
+
+def test_shapes_of_a_shard_nested_deep(tmp_path, two):
+    """A header with right digests all the way up, and shapes that a parser cannot go into."""
+    shard, table = two / "shard-00000.safetensors", two / "shard-00000.digests"
+    raw, digests = shard.read_bytes(), manifest.DigestTable.decode((table).read_bytes(), table)
+    content = json.loads(raw[8 : digests.data_start])
+    for shapes in ("[" * 20_000, "null", '{"a": [-1]}'):
+        content["__metadata__"]["shapes"] = shapes
+        body = json.dumps(content).encode()
+        body += b" " * (-(8 + len(body)) % manifest.ALIGN)
+        head = len(body).to_bytes(8, "little") + body
+        size = len(head) + len(raw) - digests.data_start
+        made = manifest.DigestTable(digests.chunk, len(head), size, manifest.chunk_digest(head), digests.chunks).encode()
+        shard.write_bytes(head + raw[digests.data_start :])
+        table.write_bytes(made)
+        forge(two, lambda content: content["shards"][0].update(bytes=size, table_digest=manifest.table_digest(made)))
+        with pytest.raises(CheckpointError, match="shard-00000.safetensors: the header lacks the tensors' global shapes"):
+            Checkpoint(two)

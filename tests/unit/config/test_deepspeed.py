@@ -98,6 +98,7 @@ def test_keys_that_agree(tmp_path, content, note):
     ({"bf16": {"enabled": 1}}, "bf16.enabled = 1: expected true or false"),
     ({"zero_optimization": {"stage": False}}, "expected a number"),
     ({"zero_optimization": {"zero_hpz_partition_size": True}}, "expected a number"),
+    ({"zero_optimization": {"stage": {"a": 1}}}, "expected a single value, found an object"),
     ({"optimizer": {"type": 1}}, "expected text"),
     ({"optimizer": {"params": {"betas": 1}}}, "expected a list of two numbers"),
     ({"communication_data_type": "true"}, "gradients are sent in fp32, or in bf16"),

@@ -90,3 +90,10 @@ def test_shakespeare_documents_hold_the_whole_text(tmp_path: Path):
     assert "".join("".join(document["text"].split()) for document in documents) == "".join(text.removeprefix("\ufeff").split())
     assert documents[0]["text"].startswith("HAMLET\n\nACT I.\n\nScene I. A platform.\n")
     assert documents[1]["text"].startswith("Scene II. A room.\n") and documents[1]["text"].endswith("\n[Exeunt.]\n")
+
+
+def test_half_of_a_surrogate_pair_is_named(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a b"}\n{"text": "c \\ud800"}\n')
+    done = train("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "spm", "--vocab-size", 320)
+    assert done.returncode == 2 and "a.jsonl, line 2: a text holds half of a surrogate pair" in done.stderr
+    assert "Traceback" not in done.stderr and not list(tmp_path.glob("spm*"))
