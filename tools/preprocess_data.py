@@ -35,6 +35,7 @@ import numpy as np
 if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.compatibility import translate_value  # noqa: E402
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.groups import DataConfig  # noqa: E402
 from megatron.config.input_files import is_text, path_fault  # noqa: E402
@@ -410,6 +411,14 @@ def preprocess(arguments: argparse.Namespace) -> list[dict]:
     return sidecars
 
 
+def _tokenizer_type(kind: str) -> str:
+    """The trainer's name of a kind of tokenizer. Raises ArgumentTypeError."""
+    try:
+        return translate_value("--tokenizer-type", [kind])[0][0]
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def parser() -> argparse.ArgumentParser:
     """Megatron's flags for this tool."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -419,7 +428,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--json-keys", nargs="+", default=["text"], help="keys whose text is encoded, each to files of its own")
     flags.add_argument("--output-prefix", required=True, help="files are named <this>_<key>_document.{bin,idx,json}")
     kinds = ["SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer", "NullTokenizer"]
-    flags.add_argument("--tokenizer-type", required=True, choices=kinds, type=lambda kind: {"Llama2Tokenizer": kinds[0]}.get(kind, kind))
+    flags.add_argument("--tokenizer-type", required=True, choices=kinds, type=_tokenizer_type)
+    flags.add_argument("--dataset-impl", "--data-impl", choices=["mmap"], help="the one format there is")
     flags.add_argument("--tokenizer-model", help="SentencePiece model, tokenizer.json or .tiktoken file")
     flags.add_argument("--vocab-file", help="GPT-2 BPE vocabulary")
     flags.add_argument("--merge-file", help="GPT-2 BPE merges")

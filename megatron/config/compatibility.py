@@ -400,6 +400,7 @@ TABLE: tuple[Row, ...] = (*EQUALS, *NOTES, *NOT_DONE, *ONLY, *REFUSED)
 VALUES: dict[tuple[str, str], tuple[str, str]] = {
     ("--tokenizer-type", "Llama2Tokenizer"): ("SentencePieceTokenizer", ""),
     ("--tokenizer-type", "GPTSentencePieceTokenizer"): ("SentencePieceTokenizer", ""),
+    ("--tokenizer-type", "HFTokenizer"): ("HuggingFaceTokenizer", ""),
     ("--normalization", "layernorm"): ("LayerNorm", ""),
     ("--normalization", "rmsnorm"): ("RMSNorm", ""),
     ("--attention-backend", "flash"): ("auto", ""),

@@ -273,6 +273,16 @@ def _split(run: Run) -> Iterator[str]:
         yield f"{run.show('split')}: expected up to three shares like 969,30,1 with a sum above 0"
 
 
+def absent_tokenizer(path: str) -> str:
+    """What to do about a tokenizer's file that does not exist, which may be meant as a name on the Hugging Face Hub."""
+    hub = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not os.path.splitext(path)[1] in (".json", ".model", ".tiktoken", ".txt")
+    if not hub or os.path.isdir(os.path.dirname(path)):
+        return "no such file; tokenizers are read from local files only"
+    return (f"no such file or folder; tokenizers are read from local files only. If it is a repository on the Hugging Face Hub, run "
+            f"`hf download {path} tokenizer.json tokenizer_config.json --local-dir DIR`, and give --tokenizer-model DIR "
+            f"with --tokenizer-type HuggingFaceTokenizer")
+
+
 def _tokenizer(run: Run) -> Iterator[str]:
     kind = run.tokenizer_type
     if kind is None:
@@ -286,7 +296,7 @@ def _tokenizer(run: Run) -> Iterator[str]:
         if path is None:
             yield f"--tokenizer-type {kind}: give --{field.replace('_', '-')}"
         elif not os.path.exists(path):
-            yield f"{run.show(field)}: no such file"
+            yield f"{run.show(field)}: {absent_tokenizer(path)}"
     if kind not in (None, "NullTokenizer") and None not in (run.vocabulary, run.vocab_size) and run.vocab_size != run.vocabulary:
         yield f"{run.show('vocab_size')}: the tokenizer has {run.vocabulary} tokens; drop --vocab-size or take the right tokenizer"
 

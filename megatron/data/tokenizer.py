@@ -22,6 +22,7 @@ import numpy as np
 from megatron.config.errors import UserError
 from megatron.config.groups import DataConfig
 from megatron.config.input_files import InputError, open_regular, read_json
+from megatron.config.validate import absent_tokenizer
 
 # The end of document is the first of these that the vocabulary has, where the tokenizer's own files do not name one.
 EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "<EOD>", "</s>", "<eos>", "<|eos|>")
@@ -85,7 +86,9 @@ def _file(value: str | None, flag: str, kind: str, inside: str | None = None) ->
         raise UserError(f"{flag} is missing: --tokenizer-type {kind} needs it")
     path = Path(value) / inside if inside and os.path.isdir(value) else Path(value)
     if not os.path.lexists(path):
-        raise UserError(f"{flag} {value}: no such file; tokenizers are read from local files only")
+        if path != Path(value):
+            raise UserError(f"{flag} {value}: the folder holds no {inside}")
+        raise UserError(f"{flag} {value}: {absent_tokenizer(value)}")
     try:
         open_regular(path).close()
     except InputError as error:

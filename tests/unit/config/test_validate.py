@@ -205,6 +205,15 @@ def test_a_folder_that_cannot_be_made_is_refused(flags, fault):
     assert len(found) == 1 and fault in found[0], found
 
 
+def test_a_name_on_the_hub_is_answered_with_how_to_download_it():
+    (found,) = faults("--tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Llama-3.1-8B", vocabulary=None)
+    assert found.endswith("run `hf download meta-llama/Llama-3.1-8B tokenizer.json tokenizer_config.json --local-dir DIR`, and give "
+                          "--tokenizer-model DIR with --tokenizer-type HuggingFaceTokenizer")
+    for path in ("data/tokenizer.model", "ckpt/llama", "a/b/c"):
+        (found,) = faults(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {path}", vocabulary=None)
+        assert found == f"--tokenizer-model {path}: no such file; tokenizers are read from local files only"
+
+
 @pytest.mark.parametrize("flag", ["--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size", "--lr"])
 def test_required_flags(flag):
     assert faults(base=without(flag)) == [f"{flag} is required"]

@@ -338,3 +338,16 @@ def test_memory_is_bounded(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, "1"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split("PEAK")[1]) < 120
+
+
+@pytest.mark.parametrize("theirs, ours", [("Llama2Tokenizer", "SentencePieceTokenizer"), ("GPTSentencePieceTokenizer", "SentencePieceTokenizer"),
+                                          ("HFTokenizer", "HuggingFaceTokenizer"), ("NullTokenizer", "NullTokenizer")])
+def test_names_of_tokenizers_that_the_trainer_takes(theirs, ours):
+    given = ["--input", "x", "--output-prefix", "y", "--dataset-impl", "mmap", "--tokenizer-type", theirs]
+    assert tool.parser().parse_args(given).tokenizer_type == ours
+
+
+def test_a_tokenizer_that_is_another_ones_is_answered(capsys):
+    with pytest.raises(SystemExit):
+        tool.parser().parse_args(["--input", "x", "--output-prefix", "y", "--tokenizer-type", "Llama3Tokenizer"])
+    assert "give --tokenizer-type HuggingFaceTokenizer" in capsys.readouterr().err

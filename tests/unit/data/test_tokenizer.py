@@ -183,6 +183,14 @@ def test_null_tokenizer():
             {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "gpt2"},
             "--tokenizer-model gpt2: no such file; tokenizers are read from local",
         ),
+        (
+            {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "meta-llama/Llama-3.1-8B"},
+            "run `hf download meta-llama/Llama-3.1-8B tokenizer.json tokenizer_config.json --local-dir DIR`, and give --tokenizer-model DIR",
+        ),
+        (
+            {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "tests"},
+            "--tokenizer-model tests: the folder holds no tokenizer.json",
+        ),
         ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": __file__}, "--merge-file is missing"),
         ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": __file__, "merge_file": __file__}, "not a GPT-2 BPE"),
         ({"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": __file__}, "not a SentencePiece model"),
