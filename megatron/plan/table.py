@@ -7,7 +7,7 @@ from megatron.config.groups import Config
 from megatron.plan.advice import Machine, gib, order_of_peaks, transfers
 from megatron.plan.memory import estimate, rank_memories, with_recompute
 from megatron.plan.state import shard_size
-from megatron.plan.verdict import memory_verdict
+from megatron.plan.verdict import judge, memory_verdict
 
 COLUMNS = ("parameters", "gradients", "optimizer", "slots", "scratch", "gathered", "activations", "(recomputed)", "logits", "temporaries", "peak",
            "(recomputed)", "bytes/param")
@@ -61,7 +61,7 @@ def zero_lines(config: Config, vocab_size: int, world_size: int, memory: float, 
     if config.distributed.zero_shard_size == 1:
         return []
     order = order_of_peaks(config, vocab_size, world_size, device)
-    fits = [stage for stage, total in enumerate(order.totals) if total <= memory * 2**30]
+    fits = [stage for stage, total in enumerate(order.totals) if judge(total / 2**30, memory) == "fits"]
     peaks = (", " if order.broken else " > ").join(f"{gib(total)} (stage {stage})" for stage, total in enumerate(order.totals))
     verdict = f"fits with stage {fits[0]}" if fits else "fits with no stage; full recompute, more ranks or a smaller micro-batch need less"
     return [f"peak by ZeRO stage: {peaks} GiB", *order.broken, f"{memory:g} GiB: {verdict}"]
