@@ -69,6 +69,7 @@ def _ranges(run: Run) -> Iterator[str]:
 MOST_LAYERS = 10_000
 MOST_MICRO_BATCHES = 100_000  # of one step on one rank, each an entry of the schedule
 MOST_INCREMENTS = 100_000  # of a ramp-up
+MOST_PASSES = 500_000  # of layers and micro-batches in a step of a pipeline
 
 
 def _bounds(run: Run) -> Iterator[str]:
@@ -80,6 +81,11 @@ def _bounds(run: Run) -> Iterator[str]:
         if count > MOST_MICRO_BATCHES:
             yield (f"{run.show('global_batch_size')}: {count:,} micro-batches in each step of a rank, at most {MOST_MICRO_BATCHES:,} are "
                    f"planned for; raise --micro-batch-size, or give more ranks")
+        elif run.has("num_layers") and run.pp > 1:
+            planned = count if run.pipeline_schedule in ("gpipe", "interleaved") else min(count, 4 * run.pp)  # plan/memory.py: STEADY
+            if run.num_layers * planned > MOST_PASSES:
+                yield (f"{run.show('global_batch_size')}: {run.num_layers} layers x {planned:,} micro-batches of a step are more than the "
+                       f"{MOST_PASSES:,} passes that are planned for; raise --micro-batch-size, or give more data-parallel ranks")
     if run.has("global_batch_size") and len(run.rampup_batch_size or ()) == 3 and run.rampup_batch_size[1] > 0:
         count = (run.global_batch_size - run.rampup_batch_size[0]) // run.rampup_batch_size[1]
         if count > MOST_INCREMENTS:

@@ -11,9 +11,9 @@ RESULTS = Path(__file__).resolve().parents[3] / "docs/results"
 
 
 def test_random_command_lines_end_with_a_message():
-    counts, wrong = command_lines.campaign(150, seed=7)
+    counts, wrong = command_lines.campaign(80, seed=7)
     assert not wrong, wrong[0]
-    assert counts["0"] > 10 and counts["2"] > 50  # of both kinds
+    assert counts["0"] > 10 and counts["2"] > 30  # of both kinds
 
 
 def test_a_traceback_and_a_hang_are_noticed(monkeypatch):

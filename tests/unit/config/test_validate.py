@@ -190,6 +190,11 @@ def test_sizes_that_would_take_minutes_to_plan_are_refused_at_once():
     assert len(found) == 1 and found[0].startswith("--num-layers 1000000000: at most 10,000 are planned for")
     found = faults("--global-batch-size 1000000000")
     assert len(found) == 1 and found[0].startswith("--global-batch-size 1000000000: 500,000,000 micro-batches in each step of a rank")
+    pipeline = "--dry-run --world-size 2 --pipeline-model-parallel-size 2 --num-layers 8 --global-batch-size 200000"
+    for schedule in ("gpipe", "interleaved --num-virtual-stages-per-pipeline-rank 2"):
+        found = faults(f"{pipeline} --pipeline-schedule {schedule}", 2)
+        assert len(found) == 1 and "8 layers x 100,000 micro-batches of a step are more than the 500,000 passes" in found[0]
+    assert faults(pipeline, 2) == []  # 1f1b repeats itself after a few
     found = faults("--global-batch-size 2000002 --micro-batch-size 2 --rampup-batch-size 2 2 100000000 --dry-run --world-size 50000", 1000001)
     assert any("1,000,000 increments, at most 100,000 are planned for" in fault for fault in found)
 
