@@ -107,7 +107,7 @@ def test_no_file_is_read(capsys):
     assert lines(capsys, *given, *tokenizer, "--world-size", 8) == lines(capsys, *FLAGS, "--world-size", 8)
     at = given.index("--vocab-size")
     told = lines(capsys, *given[:at], *given[at + 2 :], *tokenizer, "--world-size", 8, code=2)
-    assert told[1:] == ["  --tokenizer-model nowhere.model: no such file"]
+    assert told[1:] == ["  --tokenizer-model nowhere.model: no such file; tokenizers are read from local files only"]
 
 
 def test_help(capsys):
