@@ -167,7 +167,7 @@ NAMED = (
         "resume-fp16",
         FP16 + " --loss-scale-window 2 --initial-loss-scale 1048576",
         first="--exit-interval 3",
-        then=("",),
+        then=("--exit-interval 6", "--no-load-optim"),
         narrow="fp16",
     ),
     Case(

@@ -130,7 +130,8 @@ def number_bound(case: Case, argv: list[str], outcome: Outcome) -> float:
 
 def moved_by(outcome: Outcome) -> tuple[float, int]:
     """How far training moved the weights (root of the sum of squares), and their number."""
-    ways = [w.detach() - outcome.first_weights[name] for name, w in outcome.state.weights.items()]
+    state = outcome.state
+    ways = [w.detach() - state.first_weights[name] for name, w in state.weights.items()]
     squares = sum(float(way.square().sum()) for way in ways)
     return math.sqrt(squares), sum(way.numel() for way in ways)
 
@@ -211,24 +212,20 @@ def noise_in(argv: list[str]) -> tuple[str, ...]:
 
 def weights_differ(case: Case, argv: list[str], outcome: Outcome, seen: Seen) -> list[str]:
     """The checkpoint's weights."""
-    expected_weights = outcome.state.weights
-    if seen.weights.keys() != expected_weights.keys():
-        return [f"weights differ in name: {sorted(seen.weights.keys() ^ expected_weights.keys())}"]
+    weights = outcome.state.weights
+    if seen.weights.keys() != weights.keys():
+        return [f"weights differ in name: {sorted(seen.weights.keys() ^ weights.keys())}"]
     near, (moved, _) = weight_bound(case, argv), moved_by(outcome)
-    rounded = (
-        ROUNDOFF["fp32"] * len(outcome.rows) if case.narrow else 0.0
-    )  # masters are rounded once a step
+    roundings = ROUNDOFF["fp32"] * outcome.state.iteration  # of masters, one a step
     found = []
-    for name, w in expected_weights.items():
+    for name, w in weights.items():
         if name.endswith(noise_in(argv)):
             continue
-        got, w = seen.weights[name].double(), w.detach()
-        scale = near * moved + rounded * float(w.norm()) if case.narrow else near * float(w.norm())
-        if got.shape != w.shape or not float((got - w).norm()) <= scale:
-            off = (
-                f"{float((got - w).norm() / w.norm()):.2g}"
-                if got.shape == w.shape
-                else f"shape {tuple(got.shape)}"
-            )
-            found.append(f"weights of {name}: relative error {off}")
+        got, norm = seen.weights[name].double(), float(w.detach().norm())
+        if got.shape != w.shape:
+            found.append(f"{name} has shape {tuple(got.shape)}, expected {tuple(w.shape)}")
+            continue
+        error = float((got - w.detach()).norm())
+        if not error <= (near * moved + roundings * norm if case.narrow else near * norm):
+            found.append(f"weights of {name}: off by {error:.2g}, their norm is {norm:.2g}")
     return found

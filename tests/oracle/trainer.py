@@ -31,6 +31,7 @@ class State:
     """All that a run continues from."""
 
     weights: Weights
+    first_weights: Weights = field(default_factory=dict)
     moments: dict = field(default_factory=dict)
     iteration: int = 0
     consumed: int = 0
@@ -50,7 +51,6 @@ class Outcome:
     counts: Rows
     state: State
     margin: float  # how near fp16's limit and a step's largest gradient come: greater / smaller
-    first_weights: Weights
 
 
 def unit_of(name: str, layers: int) -> str:
@@ -96,7 +96,8 @@ class Trainer:
     def __init__(self, argv: list[str], before: State | None = None):
         c = self.c = read(argv)
         self.state = state = self._start(before)
-        self.first_weights = {name: w.detach().clone() for name, w in state.weights.items()}
+        if not state.first_weights:
+            state.first_weights = {name: w.detach().clone() for name, w in state.weights.items()}
         frozen = frozen_units(c.freeze)
         self.trained = [
             w.requires_grad_(True)
@@ -104,7 +105,7 @@ class Trainer:
             if unit_of(name, c.num_layers) not in frozen
         ]
         self.optimizer = optimizer_of(c, self.trained)
-        if state.moments and not c.no_load_optim:
+        if state.moments:
             self.optimizer.load_state_dict(state.moments)
         if state.blend is not None:
             state.known |= state.blend.reached(state.consumed)
@@ -120,6 +121,8 @@ class Trainer:
         state = State(initial(self.c)) if before is None else copy.deepcopy(before)
         if self.c.finetune:
             state = State(state.weights)
+        if self.c.no_load_optim:  # the loss scale belongs to the optimizer
+            state.moments, state.scale = {}, None
         assert state.weights.keys() == shapes(self.c).keys()
         state.scale = state.scale or LossScale(self.c)
         state.scale.c = self.c
@@ -141,7 +144,7 @@ class Trainer:
         if c.skip_train or self.finished():
             self.evaluate("test", "test")
         state.moments = self.optimizer.state_dict()
-        return Outcome(self.rows, self.counts, state, min(self.margins), self.first_weights)
+        return Outcome(self.rows, self.counts, state, min(self.margins))
 
     def finished(self) -> bool:
         if self.c.train_iters:
