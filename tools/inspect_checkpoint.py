@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ PIECE = 16 << 20  # bytes of each tensor that --diff --tensors compares at a tim
 
 def locate(folder: str, step: int | None) -> Path:
     """The folder itself when it is a checkpoint, else the newest (or iteration `step`) in it."""
-    if (Path(folder) / MANIFEST).is_file():
+    if os.path.lexists(Path(folder) / MANIFEST):
         return Path(folder)
     path = find_checkpoint(folder, step)
     if path is None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import html
 import io
-import json
 import math
+import os
 import statistics
 import sys
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ if not __package__:  # run as a file of a checkout; as an installed command it f
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.errors import UserError  # noqa: E402
+from megatron.config.input_files import read_json  # noqa: E402
 from megatron.observe.metrics import METRICS  # noqa: E402
 from megatron.observe.tracking import RESUMED, config_file, metrics_path, read_metrics  # noqa: E402
 
@@ -244,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
         if not rows:
             raise UserError(f"{metrics}: no rows; the run has not logged anything yet (see --log-interval)")
         described = config_file(metrics)
-        run_config = json.loads(described.read_text(encoding="utf-8")) if described.exists() else None
+        run_config = read_json(described) if os.path.lexists(described) else None
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -272,9 +272,9 @@ def _json_number(value: float) -> float | str:
 def metrics_path(path: str | Path) -> Path:
     """The metrics file of a run folder, or `path` itself when it is a file. UserError when there is none."""
     path = Path(path)
-    found = path / "metrics.jsonl" if path.is_dir() else path
-    if not found.is_file():
-        raise UserError(f"{found}: no such file; give a folder that was --save of a run, or the file of its --metrics-file")
+    found = path / "metrics.jsonl" if os.path.isdir(path) else path
+    if not os.path.isfile(found):
+        raise UserError(f"{str(found)[:4000]}: no such file; give a folder that was --save of a run, or the file of its --metrics-file")
     return found
 
 
@@ -293,7 +293,9 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
         try:
             row = {name: float(value) if isinstance(value, str) else value for name, value in json.loads(line).items()}
             iteration = row["iteration"]
-        except (ValueError, KeyError, AttributeError):
+            if type(iteration) is not int or type(row.get(RESUMED, 0)) is not int:
+                continue
+        except (ValueError, KeyError, AttributeError, RecursionError):
             continue
         good += 1
         if RESUMED in row:

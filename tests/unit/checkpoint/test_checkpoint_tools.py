@@ -237,3 +237,8 @@ def test_inspect_compares_values_whatever_the_layout(tmp_path, monkeypatch, caps
     assert lines == ["tensor final_norm.weight: 1 of 32 values differ; largest difference inf",
                      "tensor head.weight: 2 of 2144 values differ; largest difference 0.5",
                      "tensor optimizer.exp_avg.head.weight: 1 of 2144 values differ; largest difference 0"]
+
+
+def test_a_path_that_no_folder_has_is_one_error(capsys):
+    assert inspect_checkpoint.main(["x" * 5000]) in (1, 2)
+    assert "File name too long" in capsys.readouterr().err

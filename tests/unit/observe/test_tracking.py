@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from megatron.config.errors import UserError
 from megatron.config.groups import CheckpointConfig, Config, LoggingConfig
 from megatron.observe.metrics import is_measured, save_metrics
 from megatron.observe.tracking import Tracker, persistent_run_id, read_metrics, redact
@@ -125,6 +126,20 @@ def test_unreadable_metrics_are_named(tmp_path):
 
 
 # ---- nothing stops training
+
+def test_rows_of_another_type_are_passed_over(tmp_path):
+    odd = ['{"iteration": [1]}', '{"iteration": true}', "[" * 20_000, "3", "null", '{"iteration": 2, "resumed-from-iteration": "x"}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*odd, '{"iteration": 1, "lm loss": 2.0}']))
+    assert read_metrics(tmp_path) == [{"iteration": 1, "lm loss": 2.0}]
+
+
+@pytest.mark.parametrize("kind", ["long", "pipe"])
+def test_metrics_that_are_no_file_are_one_error(tmp_path, kind):
+    if kind == "pipe":
+        os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(UserError, match="no such file"):
+        read_metrics(tmp_path if kind == "pipe" else "x" * 5000)
+
 
 def test_a_failing_backend_is_switched_off_once_and_the_others_go_on(tmp_path):
     warnings: list[str] = []
