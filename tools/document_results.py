@@ -114,6 +114,10 @@ def live_peaks() -> str:
     return " > ".join(f"{peak:.2f}" for peak in peaks)
 
 
+FIGURES["odd.wrong"] = lambda: f"{result('odd_input')['wrong']}"
+for campaign in ("configurations", "deepspeed", "jsonl", "tokenizers", "index", "checkpoints", "pickles"):
+    FIGURES[f"odd.{campaign}"] = lambda name=campaign: f"{result('odd_input')['campaigns'][name]['cases']:,}"
+
 # ---- training against other programs ---------------------------------------------------------------------------
 
 
