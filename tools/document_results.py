@@ -118,6 +118,9 @@ FIGURES["odd.wrong"] = lambda: f"{result('odd_input')['wrong']}"
 for campaign in ("configurations", "deepspeed", "jsonl", "tokenizers", "index", "checkpoints", "pickles"):
     FIGURES[f"odd.{campaign}"] = lambda name=campaign: f"{result('odd_input')['campaigns'][name]['cases']:,}"
 
+FIGURES["typos"] = lambda: f"{sum(row['typos'] for row in result('flag_typos').values()):,}"
+FIGURES["typos.accepted"] = lambda: f"{sum(row['accepted'] for row in result('flag_typos').values())}"
+
 # ---- training against other programs ---------------------------------------------------------------------------
 
 
