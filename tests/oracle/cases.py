@@ -192,6 +192,12 @@ NAMED = (
         "--test-data-path {data}/code {data}/notes",
     ),
     Case(
+        "resume-between-lines",
+        f"{MOCK} {LLAMA} --log-interval 2",
+        first="--exit-interval 3",
+        then=("",),
+    ),
+    Case(
         "resume-new-batch-and-seed",
         f"{FILES} {LLAMA} --hidden-dropout 0.1",
         first="--exit-interval 2",
@@ -225,6 +231,26 @@ NAMED = (
     ),
     Case("frozen", f"{FILES} {LLAMA} --freeze embedding,layers.0 --log-num-zeros-in-grad"),
     Case("frozen-tied", f"{MOCK} --num-layers 3 --freeze layers.0-1 --clip-grad 0.5"),
+    # What a default would hide: shares that do not come out even, another seed, ramps of
+    # frequencies between their ends, a scale that overflows again when it has grown.
+    Case(
+        "uneven-split-seed-llama3",
+        f"--data-path {{data}}/books --split 5,3,3 --seed 99 {LLAMA} --hidden-dropout 0.2 "
+        "--kv-channels 32 --use-rope-scaling --rope-scaling-factor 4 --rotary-base 100 "
+        "--rope-original-max-position-embeddings 64 --rope-low-freq-factor 2 "
+        "--rope-high-freq-factor 6 --lr-warmup-fraction 0.4 --lr-decay-iters 4 --min-lr 1e-3",
+    ),
+    Case(
+        "yarn-ramp",
+        f"{MOCK} {LLAMA} --kv-channels 32 --position-embedding-type yarn --rope-scaling-factor 4 "
+        "--rotary-base 100 --rope-original-max-position-embeddings 256 --yarn-beta-fast 16 "
+        "--yarn-beta-slow 2",
+    ),
+    Case(
+        "fp16-window-of-one",
+        FP16 + " --loss-scale-window 1 --initial-loss-scale 262144",
+        narrow="fp16",
+    ),
     # Narrow precisions: the decisions exactly, the numbers within a bound.
     Case("fp32", f"{FILES} {LLAMA}", narrow="fp32"),
     Case("fp32-dropout", f"{MOCK} --optimizer sgd --z-loss-coeff 1e-2", narrow="fp32"),

@@ -1,0 +1,140 @@
+"""Shows that each mutant of meaning is found: python tests/oracle/find_mutants.py [--out FILE.json] [NAME ...]
+
+A mutant must run: one that raises an exception is no silent change. What finds it must be far above the tolerance: a difference of FAR in a
+float64 case, ten times the bound in a narrow one, or a count, a rate or a step that is another. Exit code 1 when a mutant survives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import pytest  # noqa: E402
+from oracle.cases import CASES, Case  # noqa: E402
+from oracle.compare import COUNTS, EXACT, differences, expected, narrow_bound  # noqa: E402
+from oracle.mutants import Mutant, all_mutants  # noqa: E402
+from oracle.settings import read  # noqa: E402
+
+FAR = 1e3 * EXACT
+NUMBER = r"(-?[\d.]+(?:e[-+]?\d+)?|nan|inf)"
+VALUES = re.compile(rf"iteration \d+: (?:the console's )?(.+?) {NUMBER}, expected {NUMBER}$")
+WEIGHTS = re.compile(rf"relative error {NUMBER}$")
+
+
+class Found(NamedTuple):
+    """What noticed a mutant: a case or a test, the largest difference in words, and its relative size (None: a count, or a failed test)."""
+
+    by: str
+    difference: str
+    size: float | None
+
+
+def size_of(text: str) -> tuple[bool, float | None]:
+    """(whether it is a count, a rate, an overflow or a row that is another; its relative size, where it has one) of a difference in words."""
+    if values := VALUES.search(text):
+        name, got, value = values[1], float(values[2]), float(values[3])
+        if not (math.isfinite(got) and math.isfinite(value)):
+            return True, None
+        return name in COUNTS or name == "learning-rate", abs(got - value) / max(
+            abs(got), abs(value)
+        )
+    if weights := WEIGHTS.search(text):
+        return False, float(weights[1])
+    return True, None
+
+
+def found_by(mutant: Mutant, case: Case) -> Found | None:
+    """The largest difference of a case under a mutant; None when it is not far above the tolerance. Raises AssertionError where the
+    mutant does not run."""
+    expected(case)  # by the healthy program's tests; nothing of the product is in it
+    with mutant.patch():
+        texts = differences(case)
+    broken = [text for text in texts if re.match(r"run \d+: \w*(Error|Exception): ", text)]
+    assert not broken, f"{mutant.name}: does not run: {broken[0]}"
+    far = FAR
+    if case.narrow:
+        far = 10 * narrow_bound(case.narrow, read(case.runs("unused")[0]).num_layers)
+    sizes = [(*size_of(text), text) for text in texts]
+    found = [(size, text) for count, size, text in sizes if count or size > far]
+    if not found:
+        return None
+    size, text = max(found, key=lambda each: each[0] or 0.0)
+    return Found(case.name, text, size)
+
+
+def failed_test(mutant: Mutant, test: str) -> Found | None:
+    """What fails of a test file under a mutant, the first."""
+    failed: list[str] = []
+
+    class Listener:
+        def pytest_runtest_logreport(self, report):
+            if report.failed:
+                error = [
+                    line[2:].strip()
+                    for line in report.longreprtext.splitlines()
+                    if line.startswith("E ")
+                ]
+                failed.append(f"{report.nodeid}: {error[0] if error else 'failed'}")
+
+    with mutant.patch():
+        pytest.main(
+            ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--no-summary", str(ROOT / test)],
+            plugins=[Listener()],
+        )
+    return Found(failed[0].split(": ")[0], failed[0].split(": ", 1)[1], None) if failed else None
+
+
+def find(mutant: Mutant) -> Found | None:
+    """By what is named for it."""
+    if mutant.where.startswith("tests/"):
+        return failed_test(mutant, mutant.where)
+    (case,) = (case for case in CASES if case.name == mutant.where)
+    return found_by(mutant, case)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to run (default: all)")
+    parser.add_argument("--out", help="write the results to this JSON file")
+    arguments = parser.parse_args(argv)
+    chosen = [
+        mutant for mutant in all_mutants() if not arguments.names or mutant.name in arguments.names
+    ]
+    results, survivors = {}, []
+    for mutant in chosen:
+        begun = time.monotonic()
+        found = find(mutant)
+        shown = f"{found.by}: {found.difference[:120]}" if found else "SURVIVED"
+        print(
+            f"{mutant.area}: {mutant.name}: {shown} ({time.monotonic() - begun:.1f} s)", flush=True
+        )
+        survivors += [] if found else [mutant.name]
+        results[mutant.name] = {"area": mutant.area, **(found._asdict() if found else {"by": None})}
+    print(
+        f"{len(chosen) - len(survivors)} of {len(chosen)} mutants found"
+        + "".join(f"\n  survived: {name}" for name in survivors)
+    )
+    if arguments.out:
+        report = {
+            "mutants": len(chosen),
+            "found": len(chosen) - len(survivors),
+            "tolerance": EXACT,
+            "results": results,
+        }
+        Path(arguments.out).write_text(json.dumps(report, indent=1) + "\n")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
