@@ -1,7 +1,10 @@
-"""Shows that each mutant of meaning is found: python tests/oracle/find_mutants.py [--out FILE.json] [NAME ...]
+"""Shows that each mutant of meaning is found:
 
-A mutant must run: one that raises an exception is no silent change. What finds it must be far above the tolerance: a difference of FAR in a
-float64 case, ten times the bound in a narrow one, or a count, a rate or a step that is another. Exit code 1 when a mutant survives.
+    python tests/oracle/find_mutants.py [--out FILE.json] [NAME ...]
+
+A mutant must run: one that raises an exception is no silent change. What finds it must be far
+above the tolerance: a difference of FAR in a float64 case, ten times the bound in a narrow one, or
+another count, rate or skipped step. Exit code 1 when a mutant survives.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ WEIGHTS = re.compile(rf"relative error {NUMBER}$")
 
 
 class Found(NamedTuple):
-    """What noticed a mutant: a case or a test, the largest difference in words, and its relative size (None: a count, or a failed test)."""
+    """What noticed a mutant: a case or a test, the largest difference in words, and its relative
+    size (None: it has none, as a row too many or a failed test).
+    """
 
     by: str
     difference: str
@@ -39,23 +44,26 @@ class Found(NamedTuple):
 
 
 def size_of(text: str) -> tuple[bool, float | None]:
-    """(whether it is a count, a rate, an overflow or a row that is another; its relative size, where it has one) of a difference in words."""
+    """Of a difference in words: whether it is one of a count, a rate, an overflow or a row; and its
+    relative size, where it has one.
+    """
     if values := VALUES.search(text):
         name, got, value = values[1], float(values[2]), float(values[3])
         if not (math.isfinite(got) and math.isfinite(value)):
             return True, None
-        return name in COUNTS or name == "learning-rate", abs(got - value) / max(
-            abs(got), abs(value)
-        )
+        size = abs(got - value) / max(abs(got), abs(value))
+        return name in COUNTS or name == "learning-rate", size
     if weights := WEIGHTS.search(text):
         return False, float(weights[1])
     return True, None
 
 
 def found_by(mutant: Mutant, case: Case) -> Found | None:
-    """The largest difference of a case under a mutant; None when it is not far above the tolerance. Raises AssertionError where the
-    mutant does not run."""
-    expected(case)  # by the healthy program's tests; nothing of the product is in it
+    """The largest difference of a case under a mutant; None when it is not far above the tolerance.
+
+    Raises AssertionError where the mutant does not run.
+    """
+    expected(case)  # the oracle's, before anything is replaced
     with mutant.patch():
         texts = differences(case)
     broken = [text for text in texts if re.match(r"run \d+: \w*(Error|Exception): ", text)]
@@ -114,7 +122,11 @@ def main(argv: list[str] | None = None) -> int:
     results, survivors = {}, []
     for mutant in chosen:
         begun = time.monotonic()
-        found = find(mutant)
+        try:
+            found = find(mutant)
+        except AssertionError as error:
+            print(error)
+            found = None
         shown = f"{found.by}: {found.difference[:120]}" if found else "SURVIVED"
         print(
             f"{mutant.area}: {mutant.name}: {shown} ({time.monotonic() - begun:.1f} s)", flush=True

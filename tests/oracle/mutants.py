@@ -2,9 +2,9 @@
 flags say, and each must be found.
 
 A mutant replaces functions of the product while its `patch` is open. `where` names the case of
-cases.py in which the oracle must notice it, or the file of tests in which one must fail. The mutants
-themselves are in mutants_model.py and mutants_training.py; those of layout (sums over ranks, orders
-of messages, shards) in tests/parity/mutants.py.
+cases.py in which the oracle must notice it, or the file of tests in which one must fail.
+mutants_model.py and mutants_training.py hold the mutants; tests/parity/mutants.py has those of
+layout: sums over ranks, orders of messages, shards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MUTANTS: list[Mutant] = []
 
 
 def mutant(area: str, name: str, where: str, owner: Any, function: str) -> Callable[[Make], Make]:
-    """Registers what makes a changed function of the original, as a mutant or as one more patch of the mutant of this name."""
+    """Registers a mutant: the decorated function makes the changed function of the original."""
 
     def register(make: Make) -> Make:
         MUTANTS.append(Mutant(area, name, where, ((owner, function, make),)))

@@ -476,7 +476,7 @@ def _(original):
 
 @mutant("model", "biases not trained", "gpt-files", linear, "bias_grad")
 def _(original):
-    return lambda dy, main_grad: None
+    return lambda dy, main_grad: original(dy * 0, main_grad)
 
 
 @mutant(
@@ -589,7 +589,7 @@ def head(
     z_mask: bool = True,
     own_mean: bool = False,
 ) -> Make:
-    """HeadBlock.forward that ignores the loss mask somewhere, or divides each micro-batch by its own tokens."""
+    """HeadBlock.forward that ignores the loss mask, or divides by a micro-batch's own tokens."""
 
     def make(original):
         def forward(self, x, micro):

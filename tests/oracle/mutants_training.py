@@ -109,7 +109,7 @@ def _(original):
 def _(original):
     def read(self, index, rows, out):
         original(self, index, rows, out)
-        for place, row in zip(self.places(index).tolist(), rows.tolist()):
+        for place, row in zip(self.places(index).tolist(), rows.tolist(), strict=True):
             inside = self.num_tokens - place
             if inside < self.seq_length + 1:
                 out[row, inside:] = out[row, inside - 1]
@@ -256,7 +256,9 @@ def adamw(
     eps: str = "outside",
     decay: str = "first",
 ) -> Make:
-    """AdamW by its definition but for what is given: the steps that each correction counts; where epsilon and decay come in."""
+    """AdamW by its definition but for what is given: the steps that each correction counts, and
+    where epsilon and decay come in.
+    """
 
     def make(original):
         def apply(
@@ -276,7 +278,7 @@ def adamw(
             exp_avg_sq.mul_(beta2).addcmul_(g, g, value=1 - beta2)
             first, second = (
                 1 - beta**steps if steps else 1.0
-                for beta, steps in zip((beta1, beta2), corrections(t))
+                for beta, steps in zip((beta1, beta2), corrections(t), strict=True)
             )
             small = self.config.adam_eps
             root = {
@@ -463,16 +465,15 @@ rates("documents", "a constant rate that decays")(
         dataclasses.replace(s, style="linear" if s.style == "constant" else s.style), x
     )
 )
-for style, case in (
-    ("exponential", "ramp-up"),
-    ("linear", "mixed-10"),
-    ("cosine", "mixed-7"),
-    ("minus_sqrt", "mixed-4"),
-):
+NEXT_STYLE = {
+    "exponential": ("linear", "ramp-up"),
+    "linear": ("cosine", "mixed-10"),
+    "cosine": ("minus_sqrt", "mixed-7"),
+    "minus_sqrt": ("exponential", "mixed-4"),
+}
+for style, (following, case) in NEXT_STYLE.items():
     rates(case, f"WSD's decay {style} as the next style")(
-        lambda f, s, x, other={"exponential": "linear", "linear": "cosine", "cosine": "minus_sqrt", "minus_sqrt": "exponential"}[style]: (
-            f(dataclasses.replace(s, wsd_style=other), x)
-        )
+        lambda f, s, x, other=following: f(dataclasses.replace(s, wsd_style=other), x)
     )
 rates("ramp-up", "WSD's decay one step early")(
     lambda f, s, x: f(dataclasses.replace(s, wsd_decay=s.wsd_decay + 4), x)
@@ -660,7 +661,8 @@ def _(original):
 def _(original):
     return property(
         lambda self: (
-            sum(each / count for each, count in zip(self.losses, self.tokens)) / len(self.losses)
+            sum(each / count for each, count in zip(self.losses, self.tokens, strict=True))
+            / len(self.losses)
         )
     )
 

@@ -1,4 +1,4 @@
-"""Some mutants of meaning, one or more of each kind, are found; find_mutants.py shows it of all of them."""
+"""Mutants of meaning, some of each kind, are found; find_mutants.py shows it of all of them."""
 
 from __future__ import annotations
 
