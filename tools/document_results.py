@@ -65,6 +65,8 @@ FIGURES["parity.all"] = lambda: f"{sum(len(result(part)['equal']) for part in PA
 FIGURES["parity.off"] = lambda: f"{sum(len(result(part)['off']) for part in PARITY)}"
 FIGURES["mutants"] = lambda: f"{len(result('parity_mutants'))}"
 FIGURES["mutants.found"] = lambda: f"{sum(bool(row['caught by']) for row in result('parity_mutants').values())}"
+FIGURES["oracle_mutants"] = lambda: f"{result('oracle_mutants')['mutants']}"
+FIGURES["oracle_mutants.found"] = lambda: f"{result('oracle_mutants')['found']}"
 FIGURES["plan.ranks"] = lambda: f"{len(plan_rows())}"
 FIGURES["plan.configurations"] = lambda: f"{len({row['case'] for row in plan_rows()})}"
 FIGURES["plan.close"] = lambda: f"{sum(abs(row['ratio'] - 1) <= 0.003 for row in plan_rows())}"

@@ -192,12 +192,6 @@ NAMED = (
         "--test-data-path {data}/code {data}/notes",
     ),
     Case(
-        "resume-between-lines",
-        f"{MOCK} {LLAMA} --log-interval 2",
-        first="--exit-interval 3",
-        then=("",),
-    ),
-    Case(
         "resume-new-batch-and-seed",
         f"{FILES} {LLAMA} --hidden-dropout 0.1",
         first="--exit-interval 2",

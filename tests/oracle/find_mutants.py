@@ -109,12 +109,22 @@ def find(mutant: Mutant) -> Found | None:
     return found_by(mutant, case)
 
 
+def write(path: Path, results: dict[str, dict]) -> None:
+    """Puts results into a file in the place of older ones, and drops those of unknown mutants."""
+    kept = json.loads(path.read_text())["results"] if path.exists() else {}
+    every = {**kept, **results}
+    known = {each.name: every[each.name] for each in all_mutants() if each.name in every}
+    found = sum(row["by"] is not None for row in known.values())
+    report = {"mutants": len(known), "found": found, "tolerance": EXACT, "results": known}
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to run (default: all)")
-    parser.add_argument("--out", help="write the results to this JSON file")
+    parser.add_argument("--out", help="put the results into this JSON file")
     arguments = parser.parse_args(argv)
     chosen = [
         mutant for mutant in all_mutants() if not arguments.names or mutant.name in arguments.names
@@ -138,13 +148,7 @@ def main(argv: list[str] | None = None) -> int:
         + "".join(f"\n  survived: {name}" for name in survivors)
     )
     if arguments.out:
-        report = {
-            "mutants": len(chosen),
-            "found": len(chosen) - len(survivors),
-            "tolerance": EXACT,
-            "results": results,
-        }
-        Path(arguments.out).write_text(json.dumps(report, indent=1) + "\n")
+        write(Path(arguments.out), results)
     return 1 if survivors else 0
 
 

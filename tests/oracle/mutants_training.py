@@ -867,7 +867,7 @@ def _(checkpoint, run):
         run.progress.scheduled_samples = checkpoint.state["scheduled_samples"]
 
 
-@after_load("resume", "losses since the last line dropped at a resume", "resume-between-lines")
+@after_load("resume", "losses since the last line dropped at a resume", "resume-between-log-lines")
 def _(checkpoint, run):
     run.progress.open_loss, run.progress.open_steps = 0.0, 0
 
