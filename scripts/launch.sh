@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What train.sbatch starts with srun: `launch.sh torchrun FLAGS` once a node, or `launch.sh srun FLAGS` once a rank. FLAGS are pretrain_gpt.py's.
-# Reads MASTER_ADDR, MASTER_PORT, RANKS_PER_NODE, PYTHON, FAILURES (a file that failing tasks add their exit codes to) and Slurm's own variables.
+# Reads MASTER_ADDR, MASTER_PORT, RANKS_PER_NODE, PYTHON, FAILURES (a file that failing tasks add their exit codes to), LOGS (a folder for what each
+# rank writes, or nothing) and Slurm's own variables. It runs inside the container, where there is one, so that signals reach the ranks themselves.
 set -u
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 way=$1
@@ -18,15 +19,28 @@ fi
 # Both signals ask for a checkpoint. Which processes Slurm sends them to depends on its plugins, so a rank may get one twice, or before it can
 # handle it: ignored from here on, neither kills it. (Its handlers replace this; a second signal falls back to this.)
 trap '' USR1 TERM
+tee=
+if [ -n "${LOGS:-}" ]; then
+    (umask g-w,o-rwx && mkdir -p "$LOGS") || exit 2
+fi
 if [ "$way" = torchrun ]; then
-    "$PYTHON" "$root/scripts/torchrun.py" --nnodes "$SLURM_STEP_NUM_NODES" --node-rank "$SLURM_NODEID" --nproc-per-node "$RANKS_PER_NODE" \
+    [ -z "${LOGS:-}" ] || logs=(--tee 3 --log-dir "$LOGS/node-$SLURM_NODEID")  # each line in the job's log then names its rank
+    export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '
+    "$PYTHON" "$root/scripts/torchrun.py" ${logs[@]+"${logs[@]}"} --nnodes "$SLURM_STEP_NUM_NODES" --node-rank "$SLURM_NODEID" --nproc-per-node "$RANKS_PER_NODE" \
         --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$root/pretrain_gpt.py" "$@" &
     ranks() { cat "/proc/$child/task/$child/children"; }  # torchrun passes SIGTERM on to them, SIGUSR1 not
 else
-    "$PYTHON" "$root/pretrain_gpt.py" "$@" &
+    if [ -n "${LOGS:-}" ]; then
+        exec {out}> >(umask g-w,o-rwx && exec tee -a "$LOGS/rank-$SLURM_PROCID.log")
+        tee=$!
+    else
+        exec {out}>&1
+    fi
+    "$PYTHON" "$root/pretrain_gpt.py" "$@" >&"$out" 2>&1 {out}>&- &
     ranks() { echo "$child"; }
 fi
 child=$!
+[ -z "$tee" ] || exec {out}>&-
 trap 'interrupted=yes; kill -USR1 $(ranks)' USR1
 trap 'interrupted=yes; kill -TERM "$child"' TERM
 interrupted=yes
@@ -38,5 +52,9 @@ done
 wait "$child" 2>/dev/null  # the child's own code, where the last `wait` ended by a signal just as the child did
 again=$?
 [ "$again" -eq 127 ] || code=$again
+for _ in {1..100}; do  # the last words of the rank are in the log before Slurm ends what is left of the task
+    [ -n "$tee" ] && kill -0 "$tee" 2>/dev/null || break
+    sleep 0.1
+done
 [ "$code" -eq 0 ] || echo "$code task $SLURM_PROCID on $SLURMD_NODENAME" >>"$FAILURES"  # srun knows only the highest code of all tasks
 exit "$code"

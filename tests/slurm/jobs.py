@@ -21,6 +21,13 @@ TWO_BY_TWO = "--nodes=2 --ntasks-per-node=2 --cpus-per-task=1 --gpus-per-node=0 
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
+def program(path: Path, script: str) -> Path:
+    """An executable bash script."""
+    path.write_text(f"#!/usr/bin/env bash\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
 class Job:
     """A submitted job; `save` is its run folder."""
 
