@@ -9,6 +9,7 @@ import time
 
 from megatron.config.arguments import dump_config, parse_arguments
 from megatron.config.errors import ArgumentErrors, UserError
+from megatron.training.early import early_signals
 
 PATIENCE = 3.0  # seconds that rank 0 has to say what is wrong, and its launcher to end the others
 
@@ -24,9 +25,10 @@ def main(argv: list[str] | None = None) -> int:
         if parsed.print_config:
             print(dump_config(parsed.config))
             return 0
-        from megatron.training.pretrain import pretrain  # torch is imported only when something runs
+        with early_signals():
+            from megatron.training.pretrain import pretrain  # torch is imported only when something runs
 
-        return pretrain(parsed.config, parsed.notes, not_done=parsed.not_done, dry_run=parsed.dry_run)
+            return pretrain(parsed.config, parsed.notes, not_done=parsed.not_done, dry_run=parsed.dry_run)
     except UserError as error:
         tell(error)
         return 2

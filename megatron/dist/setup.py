@@ -57,6 +57,11 @@ def rough_launch(environment: Mapping[str, str] = os.environ) -> Launch:
         return Launch(rank=rank, local_rank=local)
 
 
+def slurm_job(environment: Mapping[str, str] = os.environ) -> str:
+    """Slurm's number of this job, which a requeue keeps; empty outside of Slurm."""
+    return environment.get("SLURM_JOB_ID", "")
+
+
 def _torchrun_launch(environment: Mapping[str, str]) -> Launch:
     """Of torchrun's variables, whoever has set them."""
     alone = environment.get("WORLD_SIZE") == "1"

@@ -19,6 +19,7 @@ from megatron.config.groups import Config
 RESUMED = "resumed-from-iteration"
 VS_SAMPLES = " vs samples"  # TensorBoard's tags over consumed samples, as Megatron-LM names them: of these, and of validation losses
 _BY_SAMPLES = {"learning-rate", "batch-size", "lm loss", "loss-scale", "world-size", "grad-norm", "num-zeros", "params-norm"}
+FILE_MODE = 0o640  # not for everybody; the umask may take more away
 _WANDB_INIT_SECONDS = 30  # then the run goes on offline
 _WANDB_FINISH_SECONDS = 120  # then the rest of an upload is left to `wandb sync`
 _WANDB_FLUSH_SECONDS = 1  # what a kill may cost; wandb's own interval is 15
@@ -101,7 +102,7 @@ class _Jsonl:
 
     def __init__(self, path: Path, run_config: dict[str, Any], resumed_iteration: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, FILE_MODE)
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
             os.write(self._fd, b"\n")  # a kill tore the last line: end it, readers skip it
@@ -109,7 +110,8 @@ class _Jsonl:
         self._row: dict[str, float] = {RESUMED: resumed_iteration} if resumed_iteration or size else {}
         described = config_file(path)
         temporary = described.with_name(described.name + ".tmp")
-        temporary.write_text(json.dumps(run_config, indent=2, default=str) + "\n", encoding="utf-8")
+        with open(temporary, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, FILE_MODE)) as file:
+            file.write(json.dumps(run_config, indent=2, default=str) + "\n")
         temporary.replace(described)
         self.where = str(path)
 

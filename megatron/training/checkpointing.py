@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 from torch import Tensor
 
+from megatron.checkpoint.commit import not_writable
+from megatron.checkpoint.lease import Lease, take_lease
 from megatron.checkpoint.local.rebuild import LocalCheckpoint
 from megatron.checkpoint.local.tiers import Tiers, settle_run
 from megatron.checkpoint.manifest import CheckpointError
@@ -119,6 +122,22 @@ def save_local(run: Run) -> None:
 def drain(run: Run) -> bool:
     """Wait for a save under way; whether the last one went well."""
     return run.saver is None or run.saver.drain()
+
+
+def lease_save_folder(config: Config, ranks: Ranks, job: str) -> Lease | None:
+    """On rank 0 the lease of --save, if that is given. Raises UserError on every rank while another run writes there. `job`: as `take_lease`'s."""
+    root, lease = config.checkpoint.save, None
+
+    def take() -> None:
+        nonlocal lease
+        try:
+            lease = take_lease(root, job)
+        except OSError as error:
+            raise CheckpointError(not_writable(Path(root), error)) from error
+
+    if root is not None:
+        ranks.agree(lambda: take() if ranks.first else None)
+    return lease
 
 
 def prepare_save_folder(config: Config, ranks: Ranks = ONE, tiers: Tiers | None = None, *, goes_on: bool = False) -> None:

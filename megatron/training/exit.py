@@ -11,9 +11,7 @@ import torch
 from megatron.config.groups import TrainingConfig
 from megatron.dist.collectives import all_reduce
 from megatron.dist.groups import Axis
-
-# 85 tells a launcher "saved, requeue me"; 143 is what a shell reports for SIGTERM.
-SIGNAL_CODES = {signal.SIGUSR1: 85, signal.SIGTERM: 143}
+from megatron.training.early import SIGNAL_CODES, Early
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,8 @@ class ExitConditions:
         self.config, self.start = config, time.monotonic()
         self.received: signal.Signals | None = None
         self.agreed = [0.0] * (len(SIGNAL_CODES) + 1)  # ranks for each of `requests`, when they last exchanged them
-        self._previous = {number: signal.signal(number, self._receive) for number in SIGNAL_CODES}
+        found = {number: signal.signal(number, self._receive) for number in SIGNAL_CODES}
+        self._previous = {number: handler.before if isinstance(handler, Early) else handler for number, handler in found.items()}
 
     def _receive(self, number: int, _frame: object) -> None:
         self.received = signal.Signals(number)

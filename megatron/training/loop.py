@@ -224,6 +224,8 @@ def train(run: Run) -> Exit:
             settle(run, pending, interval)
             pending = None
         exit_now = run.exits.check(iteration)  # on a GPU a signal is seen one iteration late, by all ranks in the same one
+        if run.lease is not None:
+            run.lease.check()
         if must_log:
             interval = log(run, interval, learning_rate, recording)
         paused = time.perf_counter()

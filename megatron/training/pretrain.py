@@ -23,7 +23,7 @@ from megatron.config.validate import resolve
 from megatron.data.loader import Data, build_data
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.dist.groups import ALONE, ORDER, TP_PP_DP_ORDER, Axis, Groups, Layout, describe_layout
-from megatron.dist.setup import choose_device, connect, disconnect, make_groups, read_launch, set_determinism, share_cores
+from megatron.dist.setup import choose_device, connect, disconnect, make_groups, read_launch, set_determinism, share_cores, slurm_job
 from megatron.dist.speech import one_voice
 from megatron.dist.together import together
 from megatron.layers.tensor_parallel import TensorParallel
@@ -45,7 +45,7 @@ from megatron.plan.advice import Machine
 from megatron.plan.stages import stage_lines
 from megatron.plan.table import banner_lines
 from megatron.plan.verdict import DEVICE_MEMORY, Verdict, memory_verdict
-from megatron.training.checkpointing import drain, fetch, join_tiers, load, locate_checkpoint, make_saver, prepare_save_folder
+from megatron.training.checkpointing import drain, fetch, join_tiers, lease_save_folder, load, locate_checkpoint, make_saver, prepare_save_folder
 from megatron.training.exit import ExitConditions
 from megatron.training.length import epoch_lines, length_line
 from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
@@ -174,7 +174,7 @@ def pretrain(config: Config, notes: list[str], *, not_done: Sequence[str] = (), 
     connect(launch, backend, config.distributed.distributed_timeout_minutes, {**config.to_dict(), "versions": versions})
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_voice())
-        run, checkpoint = build(config, notes, world_size, device, not_done)
+        run, checkpoint = build(config, notes, world_size, device, stack, not_done)
         stack.callback(run.exits.close)
         if run.saver is not None:
             stack.callback(run.saver.close)
@@ -239,8 +239,12 @@ def prepare(config: Config, notes: list[str], world_size: int, device: torch.dev
     return Prepared(config, tokenizer, padded_vocab, checkpoint, progress, schedule, data, sections)
 
 
-def build(config: Config, notes: list[str], world_size: int, device: torch.device, not_done: Sequence[str] = ()) -> tuple[Run, Checkpoint | None]:
-    """Everything one run is made of on this rank, weights and state still unset; rank 0 prints the banner. Raises UserError."""
+def build(config: Config, notes: list[str], world_size: int, device: torch.device,
+          closing: contextlib.ExitStack, not_done: Sequence[str] = ()) -> tuple[Run, Checkpoint | None]:
+    """Everything one run is made of on this rank, weights and state still unset; rank 0 prints the banner. Raises UserError.
+
+    `closing` gives up the lease of --save, also when building fails.
+    """
     layout = layout_of(config, world_size)
     resolved = resolve(config, world_size, None).config
     placement = place(resolved.distributed.pipeline_schedule, layout.pp, resolved.distributed.num_virtual_stages_per_pipeline_rank)
@@ -251,6 +255,9 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     prepared = prepare(config, notes, world_size, device, groups.world, tiers=tiers)
     config, tokenizer = prepared.config, prepared.tokenizer
     sections = {NOT_DONE: list(not_done), **prepared.sections}
+    lease = lease_save_folder(config, ranks, slurm_job())
+    if lease is not None:
+        closing.callback(lease.release)
     prepare_save_folder(config, ranks, tiers, goes_on=prepared.checkpoint is not None)
     device_names = ", ".join(sorted(set(ranks.agree(lambda: device_name(device)))))
     dtype, distributed = compute_dtype(config.precision), config.distributed
@@ -284,7 +291,7 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
         zero=zero, pipeline=Pipeline(model, zero, placement, shape, groups, device), optimizer=optimizer,
         schedule=prepared.schedule,
         scaler=LossScaler(config.precision), data=prepared.data, tracker=tracker, exits=exits, progress=prepared.progress,
-        saver=make_saver(config, optimizer, ranks, tracker, tiers),
+        saver=make_saver(config, optimizer, ranks, tracker, tiers), lease=lease,
         peak_tflops=config.logging.peak_tflops or peak_tflops(device_name(device), dtype),
     ), prepared.checkpoint
 

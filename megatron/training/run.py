@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.saver import Saver
 from megatron.config.groups import Config
 from megatron.data.loader import Data
@@ -59,6 +60,7 @@ class Run:
     exits: ExitConditions
     progress: Progress
     saver: Saver | None  # with --save
+    lease: Lease | None  # of --save, on rank 0
     peak_tflops: float | None
     timers: Timers = field(default_factory=Timers)
 

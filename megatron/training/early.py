@@ -1,0 +1,40 @@
+"""SIGTERM and SIGUSR1 before a run listens to them: there is nothing to save, and the process ends with the same exit codes. No torch here."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# 85 tells a launcher "saved, requeue me"; 143 is what a shell reports for SIGTERM.
+SIGNAL_CODES = {signal.SIGUSR1: 85, signal.SIGTERM: 143}
+
+
+class Early:
+    """The handler of a signal until ExitConditions takes its place; `before` is the one that was there first."""
+
+    def __init__(self, number: signal.Signals):
+        self.before = signal.signal(number, self)
+
+    def __call__(self, number: int, _frame: object) -> None:
+        name = signal.Signals(number).name
+        print(f"received {name} before training began: nothing is lost, and nothing was saved", file=sys.stderr, flush=True)
+        raise SystemExit(SIGNAL_CODES[number])
+
+
+@contextmanager
+def early_signals() -> Iterator[None]:
+    """Inside, SIGTERM ends the process by SystemExit; SIGUSR1, too, unless a launcher has it ignored, which sends it again and again."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [number for number in SIGNAL_CODES if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN]
+    handlers = {number: Early(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is handler:
+                signal.signal(number, handler.before)

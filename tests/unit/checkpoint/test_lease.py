@@ -1,0 +1,161 @@
+"""Two runs never write to one --save folder, and a run that died never keeps the next one from starting."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint import lease as module
+from megatron.checkpoint.lease import NAME, Lease, Owner, read_owner, take_lease
+from megatron.checkpoint.manifest import CheckpointError
+
+ROOT = Path(__file__).resolve().parents[3]
+FLAGS = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --global-batch-size 1 --mock-data
+--tokenizer-type NullTokenizer --vocab-size 15 --lr 1e-3 --log-interval 1 --eval-iters 0 --save-interval 50
+--train-iters 1000000""".split()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(module, "STALE", 1.0)
+    monkeypatch.setattr(module, "RENEWED", 0.1)
+    monkeypatch.setattr(module, "LOOK", 0.05)
+
+
+def elsewhere(**fields: object) -> Owner:
+    """A run on another machine."""
+    return replace(Owner.here(""), token="0" * 16, host="far", machine="another", **fields)
+
+
+def write(root: Path, owner: Owner, age: float = 0.0) -> Path:
+    path = root / NAME
+    path.write_text(json.dumps(asdict(owner)))
+    os.utime(path, (time.time() - age,) * 2)
+    return path
+
+
+def take(root: Path, job: str = "") -> list[str]:
+    """What is said when a lease is taken; it is given up again."""
+    said: list[str] = []
+    take_lease(root, job, said.append).release()
+    assert not list(root.glob("*")) and not list(root.glob(".*"))
+    return said
+
+
+def test_a_folder_is_taken_and_given_up(tmp_path):
+    lease = take_lease(tmp_path / "a/b", "7", pytest.fail)
+    path = tmp_path / "a/b" / NAME
+    assert read_owner(path) == lease.owner and lease.owner.job == "7" and stat.S_IMODE(path.stat().st_mode) == 0o640
+    before = path.stat().st_mtime_ns
+    time.sleep(0.5)
+    assert path.stat().st_mtime_ns > before, "it is renewed"
+    lease.check()
+    lease.release()
+    assert not path.exists()
+
+
+def test_a_dead_process_of_this_machine_is_followed_at_once(tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    owner = replace(Owner.here(""), pid=child.pid, started=module._started(child.pid))
+    write(tmp_path, owner)
+    with pytest.raises(CheckpointError, match=f"another run is writing there: process {child.pid} on "):
+        take_lease(tmp_path, "")
+    child.kill()
+    child.wait()
+    assert ["it has ended" in line for line in take(tmp_path)] == [True]
+    write(tmp_path, replace(owner, pid=os.getpid()))  # the number of the dead process was given to another one
+    assert ["it has ended" in line for line in take(tmp_path)] == [True]
+
+
+def test_the_same_slurm_job_on_another_node_is_followed_at_once(tmp_path):
+    write(tmp_path, elsewhere(job="7"))
+    assert ["earlier start of the same Slurm job" in line for line in take(tmp_path, "7")] == [True]
+
+
+def test_a_silent_owner_elsewhere_is_watched_and_then_followed(tmp_path):
+    write(tmp_path, elsewhere(job="7"))
+    begun = time.monotonic()
+    waits, taken = take(tmp_path, "8")
+    assert "waiting up to 1 s" in waits and "did not renew its lease for 1 s" in taken and 1 <= time.monotonic() - begun < 10
+    write(tmp_path, elsewhere(), age=3600)
+    (taken,) = take(tmp_path)
+    assert "3600 s ago" in taken
+
+
+def test_an_owner_elsewhere_that_renews_is_alive(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "STALE", 60.0)
+    path = write(tmp_path, elsewhere(job="7"))
+    renewing = threading.Timer(0.3, os.utime, [path])
+    renewing.start()
+    with pytest.raises(CheckpointError, match=r"process \d+ on far \(Slurm job 7\), since .* give this one another --save folder"):
+        take_lease(tmp_path, "8", lambda line: None)
+    renewing.join()
+    assert path.exists() and len(list(tmp_path.iterdir())) == 1
+
+
+def test_of_two_that_follow_one_dead_owner_one_runs(tmp_path, monkeypatch):
+    path = write(tmp_path, elsewhere(), age=3600)
+    stamp = module._stamp(path)
+    first = take_lease(tmp_path, "", lambda line: None)
+    monkeypatch.setattr(module, "_stamp", lambda path: stamp if path.name == NAME else (0, 0))  # the second has judged the dead one
+    monkeypatch.setattr(module, "read_owner", lambda path: None)
+    monkeypatch.setattr(module, "_now", lambda root: 1e12)
+    with pytest.raises(CheckpointError, match="another run is writing there"):
+        take_lease(tmp_path, "")
+    monkeypatch.undo()
+    assert read_owner(path) == first.owner
+    first.release()
+
+
+def test_a_run_whose_folder_was_taken_over_ends(tmp_path):
+    lease = take_lease(tmp_path, "")
+    write(tmp_path, elsewhere())
+    until = time.monotonic() + 20
+    while not lease.lost and time.monotonic() < until:
+        time.sleep(0.05)
+    with pytest.raises(CheckpointError, match="another run has taken this folder over .*on far"):
+        lease.check()
+    lease.release()
+    assert read_owner(tmp_path / NAME).host == "far"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"[" * 4000, b"\xff\xfe", b'{"pid": "1"}', b'{"pid": 1, "host": 2}'])
+def test_what_cannot_be_read_counts_by_its_age(tmp_path, content):
+    (tmp_path / NAME).write_bytes(content)
+    waits, taken = take(tmp_path)
+    assert "waiting" in waits and "did not renew" in taken
+
+
+def test_a_second_run_is_refused_and_one_after_a_kill_starts_by_itself(tmp_path):
+    def start(*flags: str) -> subprocess.Popen:
+        command = [sys.executable, "pretrain_gpt.py", *FLAGS, "--save", str(tmp_path), "--load", str(tmp_path), *flags]
+        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    first = start()
+    for line in first.stdout:
+        if "saved checkpoint" in line:
+            break
+    second = start()
+    said = second.communicate(timeout=120)[0]
+    assert second.returncode == 2 and f"--save {tmp_path}: another run is writing there: process {first.pid} on " in said, said
+    assert "Traceback" not in said and "resumed-from-iteration" not in (tmp_path / "metrics.jsonl").read_text()
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    for name in ("metrics.jsonl", NAME):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o640, name
+    left = tmp_path / ".tmp-iter-7-0123456789abcdef"
+    left.mkdir()
+    third = start("--exit-interval", "10")
+    said = third.communicate(timeout=120)[0]
+    assert third.returncode == 0 and f"taken over from process {first.pid} on " in said and "loaded checkpoint" in said, said
+    assert not left.exists() and not (tmp_path / NAME).exists()
