@@ -8,6 +8,7 @@ same bits for every size of a round and every alignment.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.dist.groups import Axis
+from megatron.dist.peers import waiting
+from megatron.dist.rendezvous import name_ranks
 
 # Bytes that a reduce-scatter takes on Gloo for what is received, cast and summed: half of what is reduced, or this where that is less.
 ROUND_BYTES = 8 << 20
@@ -31,15 +34,27 @@ class Pending(Protocol):
         """The result. On a GPU the current stream waits, not the host."""
 
 
-class _Works:
-    """Torch's own handles, and what they leave to do."""
+def _others(what: str, axis: Axis) -> AbstractContextManager[None]:
+    """While the other ranks of an axis are waited for in a collective."""
+    def text(seconds: float) -> str:
+        rank, others = axis.ranks[axis.rank], [rank for rank in axis.ranks if rank != axis.ranks[axis.rank]]
+        return (f"rank {rank} waited {seconds:.1f} s in {what} over {axis.name} for {name_ranks(others)}. "
+                + ("That rank" if len(others) == 1 else "One of them, or one that it waits for,"))
 
-    def __init__(self, works: list[Any], result: Tensor, finish: Callable[[], None] = lambda: None):
-        self.works, self.result, self.finish = works, result, finish
+    return waiting(text)
+
+
+class _Works:
+    """Torch's own handles, and what they leave to do; `of` is the operation and its axis."""
+
+    def __init__(self, works: list[Any], result: Tensor, finish: Callable[[], None] = lambda: None, of: tuple[str, Axis] | None = None):
+        self.works, self.result, self.finish, self.of = works, result, finish, of
 
     def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
+        if self.works:
+            with _others(*self.of):
+                for work in self.works:
+                    work.wait()
         self.finish()
         self.works, self.finish = [], lambda: None
         return self.result
@@ -66,7 +81,7 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     """The sum of x over the axis, in place."""
     if axis.size == 1:
         return _Works([], x)
-    return _Works([dist.all_reduce(x, group=axis.group, async_op=True)], x)
+    return _Works([dist.all_reduce(x, group=axis.group, async_op=True)], x, of=("an all-reduce", axis))
 
 
 def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
@@ -78,16 +93,17 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if out is None else out
     x = x.contiguous()
     if not is_gloo(axis):
-        return _Works([getattr(dist, ALL_GATHER)(out, x, group=axis.group, async_op=True)], out)
+        return _Works([getattr(dist, ALL_GATHER)(out, x, group=axis.group, async_op=True)], out, of=("an all-gather", axis))
     parts = out.chunk(axis.size)
     works = []
-    for step in range(1, axis.size):  # each rank begins with its neighbour: no rank is everyone's first
-        to, come = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-        works.append(dist.irecv(parts[come], src=axis.ranks[come], group=axis.group))
-        works.append(dist.isend(x, dst=axis.ranks[to], group=axis.group))
+    with _others("an all-gather", axis):  # a connection that was lost is found here
+        for step in range(1, axis.size):  # each rank begins with its neighbour: no rank is everyone's first
+            to, come = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+            works.append(dist.irecv(parts[come], src=axis.ranks[come], group=axis.group))
+            works.append(dist.isend(x, dst=axis.ranks[to], group=axis.group))
     if parts[axis.rank].data_ptr() != x.data_ptr():
         parts[axis.rank].copy_(x)
-    return _Works(works, out)
+    return _Works(works, out, of=("an all-gather", axis))
 
 
 class _GlooReduceScatter:
@@ -103,8 +119,9 @@ class _GlooReduceScatter:
         step = elements if elements * each <= limit else max(1, limit // 2 // each)
         self.rounds = [(start, min(start + step, elements)) for start in range(0, elements, step)]
         self.flying: list[tuple[tuple[int, int], dict[int, Tensor], list[Any]]] = []
-        self._post()
-        self._post()
+        with _others("a reduce-scatter", axis):
+            self._post()
+            self._post()
 
     def _post(self) -> None:
         if not self.rounds:
@@ -120,6 +137,10 @@ class _GlooReduceScatter:
         self.flying.append(((start, stop), received, [works, sent]))
 
     def wait(self) -> Tensor:
+        with _others("a reduce-scatter", self.axis):
+            return self._sum_up()
+
+    def _sum_up(self) -> Tensor:
         while self.flying:
             (start, stop), received, (works, sent) = self.flying.pop(0)
             for work in works:
@@ -171,10 +192,11 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None, wire:
         room = x.numel() * wire.itemsize // 2 if room is None else room
         return _Shaped(_GlooReduceScatter(x, axis, out, wire, room), own.shape)
     if wire == x.dtype:
-        return _Works([getattr(dist, REDUCE_SCATTER)(out, x.contiguous(), group=axis.group, async_op=True)], out)
+        return _Works([getattr(dist, REDUCE_SCATTER)(out, x.contiguous(), group=axis.group, async_op=True)], out,
+                      of=("a reduce-scatter", axis))
     narrow = torch.empty_like(own, dtype=wire)  # NCCL adds in the precision of the wire
     work = getattr(dist, REDUCE_SCATTER)(narrow, x.to(wire), group=axis.group, async_op=True)
-    return _Works([work], out, lambda: out.copy_(narrow))
+    return _Works([work], out, lambda: out.copy_(narrow), of=("a reduce-scatter", axis))
 
 
 def _exchange(sends: Tensor, to: int, receives: Tensor, come: int, axis: Axis) -> list[Any]:
@@ -191,12 +213,14 @@ def gather_parts(x: Tensor, axis: Axis, out: Tensor) -> Iterator[tuple[int, Tens
         return
     x, parts = x.contiguous(), out.chunk(axis.size)
     steps = [((axis.rank + step) % axis.size, (axis.rank - step) % axis.size) for step in range(1, axis.size)]
-    works = [_exchange(x, to, parts[come], come, axis) for to, come in steps]
+    with _others("an all-gather", axis):
+        works = [_exchange(x, to, parts[come], come, axis) for to, come in steps]
     parts[axis.rank].copy_(x)
     yield axis.rank, parts[axis.rank]
     for (_, come), pending in zip(steps, works):
-        for work in pending:
-            work.wait()
+        with _others("an all-gather", axis):
+            for work in pending:
+                work.wait()
         yield come, parts[come]
 
 
@@ -209,10 +233,12 @@ def scatter_parts(part: Callable[[int], Tensor], axis: Axis) -> Tensor:
         if is_gloo(axis) and kept[0].is_cuda:
             return reduce_scatter(torch.cat([part(rank) for rank in range(axis.size)]), axis)
         received[come] = torch.empty_like(kept[-1])
-        works += _exchange(kept[-1], to, received[come], come, axis)
+        with _others("a reduce-scatter", axis):
+            works += _exchange(kept[-1], to, received[come], come, axis)
     own = received[axis.rank] = part(axis.rank).contiguous()
-    for work in works:
-        work.wait()
+    with _others("a reduce-scatter", axis):
+        for work in works:
+            work.wait()
     _add_in_rank_order(received, axis, own)
     return own
 
@@ -249,7 +275,8 @@ def _all_gather_few(data: bytes, room: int, axis: Axis, device: torch.device) ->
     """Every rank's bytes, filled up to `room`, by the library's own all-gather: of few bytes over Gloo it takes 0.1 ms, where sends and receives take 4."""
     own = torch.frombuffer(bytearray(data.ljust(room, b"\0")), dtype=torch.uint8).to(device)
     rows = [torch.empty_like(own) for _ in axis.ranks]
-    dist.all_gather(rows, own, group=axis.group)
+    with _others("an exchange of messages", axis):
+        dist.all_gather(rows, own, group=axis.group)
     return [bytes(row.numpy()) for row in torch.stack(rows).cpu()]
 
 
@@ -258,6 +285,11 @@ def broadcast_bytes(data: bytes, axis: Axis, device: torch.device) -> bytes:
     if axis.size == 1:
         return data
     device = torch.device("cpu") if is_gloo(axis) else device
+    with _others("a broadcast", axis):
+        return _broadcast(data, axis, device)
+
+
+def _broadcast(data: bytes, axis: Axis, device: torch.device) -> bytes:
     size = torch.tensor([len(data)], device=device)
     dist.broadcast(size, axis.ranks[0], group=axis.group)
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device) if axis.rank == 0 and data else torch.empty(

@@ -171,7 +171,7 @@ class _Meeting:
         missing = sorted(set(range(self.launch.world_size)) - {arrival.rank for arrival in arrived})
         there = sorted({arrival.rank for arrival in arrived})
         place, minutes = f"{self.launch.address}:{self.launch.port}", f"{self.seconds / 60:g} minutes (--distributed-timeout-minutes)"
-        return (f"{_ranks(missing)} of {self.launch.world_size} did not arrive at {place} within {minutes}; {_ranks(there)} did. Look for an earlier "
+        return (f"{name_ranks(missing)} of {self.launch.world_size} did not arrive at {place} within {minutes}; {name_ranks(there)} did. Look for an earlier "
                 "error of the missing ranks, check that all were started, with the same MASTER_ADDR and MASTER_PORT, or allow more time")
 
     def _differing(self, present: list[Arrival]) -> str:
@@ -232,7 +232,7 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any], path: tuple[str, .
     return found
 
 
-def _ranks(ranks: list[int]) -> str:
+def name_ranks(ranks: list[int]) -> str:
     """`rank 3`, `ranks 0, 4-7`."""
     runs: list[list[int]] = []
     for rank in ranks:

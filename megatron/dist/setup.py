@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from megatron.config.groups import DistributedConfig
 from megatron.dist.groups import Groups, Layout, build_groups, one_process
+from megatron.dist.peers import PEERS
 from megatron.dist.rendezvous import FAREWELL, Launch, LaunchError, meet
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names of mallopt's parameters in glibc's malloc.h
@@ -236,6 +237,7 @@ def connect(launch: Launch, backend: str, timeout_minutes: float, fingerprint: d
         raise LaunchError(f"rank {launch.rank}: all {launch.world_size} ranks arrived, but {backend} could not connect them; look for an earlier error "
                           f"of another rank; if there is none, set {interface} to the network interface that joins the hosts. It said: "
                           f"{str(error).splitlines()[0]}") from None
+    PEERS.start(store, launch.rank, launch.world_size, "torchrun" if launch.agent_store else "rank 0")
 
 
 def disconnect() -> None:
@@ -243,6 +245,7 @@ def disconnect() -> None:
     if not dist.is_initialized():
         return
     rank, world, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+    PEERS.stop()
     dist.destroy_process_group()
     try:
         left = store.add("left", 1)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -21,24 +20,6 @@ class RankError(UserError):
     def __init__(self, text: str, rank: int):
         super().__init__(text)
         self.rank = rank
-
-
-class PeerError(RuntimeError):
-    """Another rank did not do its part."""
-
-
-@contextmanager
-def waiting(text: Callable[[float], str]) -> Iterator[None]:
-    """While other ranks are waited for: what torch raises becomes a PeerError of `text(seconds waited)`, which ends by naming the rank to look at."""
-    begun = time.monotonic()
-    try:
-        yield
-    except torch.OutOfMemoryError:  # nobody else's fault
-        raise
-    except RuntimeError as error:
-        cause = str(error).splitlines()[0].partition(". ")[0]  # without Gloo's advice
-        raise PeerError(f"{text(time.monotonic() - begun)} ended or hangs: look at its output first; where it is only slow, raise "
-                        f"--distributed-timeout-minutes. ({cause})") from error
 
 
 @contextmanager

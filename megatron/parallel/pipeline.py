@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.dist.collectives import gather_bytes
 from megatron.dist.groups import Groups
 from megatron.dist.p2p import Receiving, Sending
-from megatron.dist.together import waiting
+from megatron.dist.peers import waiting
 from megatron.model.block import BlockWrapper, Call, MicroBatch
 from megatron.model.gpt import GPTModel
 from megatron.parallel.check import WORDS, channel_of, source_of

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron.config.groups import Config
 from megatron.dist.collectives import all_reduce
+from megatron.dist.peers import PEERS
 from megatron.model.arithmetic import flops_per_iteration, global_batch_size_at, iterations_for
 from megatron.observe.console import evaluation_lines, training_line
 from megatron.observe.metrics import eta_seconds, evaluation_metrics, memory_metrics, rates, timer_metrics
@@ -200,6 +201,7 @@ def train(run: Run) -> Exit:
     config, progress, every = run.config, run.progress, run.config.evaluation.eval_interval
     interval, pending = Interval(time.perf_counter()), None
     while not finished(config, progress):
+        PEERS.iteration = progress.iteration + 1
         batch_size = global_batch_size_at(progress.consumed_samples, config)
         if run.scaler.dynamic:  # this backward's scale depends on the last step's verdict
             settle(run, pending, interval)

@@ -23,6 +23,7 @@ from megatron.config.validate import resolve
 from megatron.data.loader import Data, build_data
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.dist.groups import ALONE, ORDER, TP_PP_DP_ORDER, Axis, Groups, Layout, describe_layout
+from megatron.dist.peers import PEERS
 from megatron.dist.setup import choose_device, connect, disconnect, make_groups, read_launch, set_determinism, share_cores, slurm_job
 from megatron.dist.speech import one_voice
 from megatron.dist.together import together
@@ -185,6 +186,7 @@ def pretrain(config: Config, notes: list[str], *, not_done: Sequence[str] = (), 
             run.zero.settle()
         except Exception as error:
             error.add_note(f"[{run.groups.describe()}, iteration {run.progress.iteration}]")
+            PEERS.end(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
             raise
     disconnect()
     return code

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.dist.collectives import all_reduce
-from megatron.dist.together import waiting
+from megatron.dist.peers import waiting
 from megatron.optimizer.optimizer import StepOutcome
 from megatron.parallel.pipeline import Recording
 from megatron.training.passes import run_micro_batches

@@ -1,0 +1,205 @@
+"""Who keeps the others waiting. Each rank puts what it does into the rendezvous store every few seconds, from a thread; a wait for other ranks that
+fails is told with what they did last, and rank 0 warns of a rank that has fallen silent. No collective waits for any of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import PrefixStore, Store
+
+BEAT = 2.0  # seconds between two reports of a rank
+LOOK = 2.5 * BEAT  # seconds in which a rank that lives reports
+ANSWER = 5.0  # seconds in which the store answers
+SILENT = 30.0  # seconds without a report after which rank 0 warns
+NAMED = 8  # most ranks that a message names
+CLONED = 256  # ranks of a job in which each has a second connection to the store
+MOST = 1024  # ranks of a job in which each looks for itself; in a larger one rank 0 alone
+
+
+class PeerError(RuntimeError):
+    """Another rank did not do its part; `cause` is what torch said."""
+
+    def __init__(self, text: str, cause: str):
+        super().__init__(text)
+        self.cause = cause
+
+
+class Report(NamedTuple):
+    """What a rank has put into the store."""
+
+    count: int
+    seconds: float  # Unix time
+    place: str
+    what: str
+    waited: bool  # for other ranks
+    ended: bool
+
+    def silent(self, rank: int) -> str:
+        return f"rank {rank} ({self.place}) is silent; its last report, {self.ago}: {self.what}"
+
+    def over(self, rank: int) -> str:
+        return f"rank {rank} ({self.place}) ended {self.ago}: {self.what}"
+
+    def busy(self, rank: int) -> str:
+        return f"rank {rank} ({self.place}) lives and does not wait for others: {self.what}"
+
+    @property
+    def ago(self) -> str:
+        return f"{max(0.0, time.time() - self.seconds):.0f} s ago"
+
+
+@dataclass
+class Peers:
+    """What this process does, and where the ranks of its job report. There is one for a process, as there is one default group."""
+
+    iteration: int = 0
+    waits: list[tuple[Callable[[float], str], float]] = field(default_factory=list)  # (text, since), the innermost last
+    rank: int = 0
+    world: int = 1
+    store: Store | None = None
+    holder: str = ""
+    count: int = 0
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def start(self, store: Store, rank: int, world: int, holder: str) -> None:
+        """Begin to report. `holder` holds the store."""
+        self.rank, self.world, self.holder, self.over = rank, world, holder, threading.Event()
+        # A connection of its own, which nothing holds up; many of them would be more than a process may have open.
+        self.store = PrefixStore("reports", store.clone() if world <= CLONED else store)
+        self.count = 0
+        self.report()
+        threading.Thread(target=self._run, args=(self.over,), daemon=True).start()
+
+    def stop(self) -> None:
+        """Report no more, and look no more."""
+        self.over.set()
+        self.store, self.iteration = None, 0
+
+    def end(self, why: str) -> None:
+        """The last report of a rank that fails."""
+        if self.store is not None and not self.over.is_set():
+            self.over.set()
+            with suppress(RuntimeError):
+                self.report(why)
+
+    def report(self, end: str = "") -> None:
+        """Say what this rank does, or why it ends."""
+        self.count += 1
+        place = f"process {os.getpid()} on {socket.gethostname()}"
+        report = Report(self.count, time.time(), place, end or self.doing(), bool(self.waits), bool(end))
+        self.store.set(str(self.rank), json.dumps(report))
+
+    def doing(self) -> str:
+        """In words."""
+        where = f"in iteration {self.iteration}, " if self.iteration else "before the first iteration, "
+        waits = self.waits[:1]
+        return where + (waits[0][0](time.monotonic() - waits[0][1]) if waits else "computing")
+
+    def _run(self, over: threading.Event) -> None:
+        seen: dict[int, tuple[int, float]] = {}  # rank 0's: report, and when it was first seen
+        warned: set[int] = set()
+        try:
+            while not over.wait(BEAT):
+                self.report()
+                if self.rank == 0:
+                    self._warn(seen, warned)
+        except (RuntimeError, AttributeError):  # the store has gone, or `stop` was faster
+            return
+
+    def _warn(self, seen: dict[int, tuple[int, float]], warned: set[int]) -> None:
+        now = time.monotonic()
+        for rank, report in self._read(range(1, self.world)).items():
+            if rank not in seen or seen[rank][0] != report.count:
+                seen[rank] = report.count, now
+                if rank in warned:
+                    print(f"warning: rank {rank} reports again", file=sys.stderr, flush=True)
+                    warned.remove(rank)
+            elif now - seen[rank][1] > SILENT and rank not in warned and not report.ended and len(warned) < NAMED:
+                warned.add(rank)
+                print(f"warning: {report.silent(rank)}. The others wait for it", file=sys.stderr, flush=True)
+
+    def _read(self, ranks: Sequence[int]) -> dict[int, Report]:
+        """The last reports of these ranks; none while any has not reported yet."""
+        keys = [str(rank) for rank in ranks]
+        if not keys or not self.store.check(keys):
+            return {}
+        return {rank: Report(*json.loads(raw)) for rank, raw in zip(ranks, self.store.multi_get(keys))}
+
+    def find(self, waited: float) -> str:
+        """Which ranks have ended or fallen silent, in words, after a wait of so many seconds; empty where that is not known.
+
+        Returns within LOOK + ANSWER seconds.
+        """
+        if self.store is None or self.over.is_set():
+            return ""
+        if self.world > MOST and self.rank > 0:
+            return "rank 0 warns of those that are silent"
+        others, found = [rank for rank in range(self.world) if rank != self.rank], []
+
+        def look() -> None:
+            try:
+                first = self._read(others)
+                if waited > LOOK:  # it was no lost connection
+                    time.sleep(LOOK)
+                found.append((first, self._read(others)))
+            except RuntimeError:
+                found.append(None)
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        thread.join(LOOK + ANSWER)
+        if not found:
+            return f"{self.holder}, which holds the rendezvous store, is silent"
+        if found[0] is None:
+            return f"{self.holder}, which holds the rendezvous store, has ended"
+        return _words(*found[0], waited)
+
+
+def _words(first: dict[int, Report], last: dict[int, Report], waited: float) -> str:
+    timeout = waited > LOOK
+    silent = [report.silent(rank) for rank, report in last.items()
+              if timeout and rank in first and report.count == first[rank].count and not report.ended]
+    ended = [report.over(rank) for rank, report in last.items() if report.ended and not report.waited]
+    busy = [report.busy(rank) for rank, report in last.items() if timeout and not report.ended and not report.waited]
+    named = silent or ended or busy
+    return "; ".join(named[:NAMED]) + (f"; and {len(named) - NAMED} more" if len(named) > NAMED else "")
+
+
+PEERS = Peers()
+
+
+@contextmanager
+def waiting(text: Callable[[float], str]) -> Iterator[None]:
+    """While other ranks are waited for: what torch raises becomes a PeerError of `text(seconds waited)`, which ends by naming the rank to look at.
+
+    Of several inside each other the outermost of several counts.
+    """
+    begun = time.monotonic()
+    PEERS.waits.append((text, begun))
+    try:
+        yield
+    except torch.OutOfMemoryError:  # nobody else's fault
+        raise
+    except RuntimeError as error:
+        if len(PEERS.waits) > 1:  # the outermost looks
+            raise
+        cause: Any = error.cause if isinstance(error, PeerError) else str(error).splitlines()[0].partition(". ")[0]  # without Gloo's advice
+        waited = time.monotonic() - begun
+        said = text(waited)
+        finding = PEERS.find(waited)
+        PEERS.end(said)
+        raise PeerError(f"{said} ended or hangs{': ' + finding if finding else ''}. Look at its output first; where it is only slow, raise "
+                        f"--distributed-timeout-minutes. ({cause})", cause) from error
+    finally:
+        PEERS.waits.pop()

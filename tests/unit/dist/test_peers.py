@@ -1,0 +1,64 @@
+"""What ranks report of themselves, and what is made of it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from torch.distributed import HashStore
+
+from megatron.dist import peers
+from megatron.dist.peers import PEERS, PeerError, Peers, waiting
+
+
+@pytest.fixture
+def three(monkeypatch) -> list[Peers]:
+    """Ranks that share a store and report when they are told to."""
+    monkeypatch.setattr(peers, "LOOK", 0.05)
+    store, ranks = HashStore(), [Peers(rank=rank, world=3, holder="rank 0") for rank in range(3)]
+    for each in ranks:
+        each.store = store
+        each.report()
+    return ranks
+
+
+def test_rank_0_warns_once_of_a_silent_rank_and_says_when_it_is_back(three, capsys):
+    first, second, third = three
+    seen, warned = {}, set()
+    for seconds, expected in ((0, ""), (0, ""), (31, "silent"), (31, ""), (0, "back")):
+        seen = {rank: (count, since - seconds) for rank, (count, since) in seen.items()}
+        second.iteration = 7
+        second.report()
+        if expected == "back":
+            third.report()
+        first._warn(seen, warned)
+        said = capsys.readouterr().err
+        assert ("rank 2 (process" in said and "is silent; its last report, 0 s ago: before the first iteration, computing" in said) == (expected == "silent")
+        assert ("rank 2 reports again" in said) == (expected == "back") and "rank 1" not in said
+
+
+def test_a_rank_that_ended_is_named_with_its_error(three):
+    first, second, _ = three
+    second.iteration = 4
+    second.end("ZeroDivisionError: division by zero")
+    assert "rank 1 (process" in first.find(0.0) and first.find(0.0).endswith("ended 0 s ago: ZeroDivisionError: division by zero")
+
+
+def test_ranks_that_wait_are_not_blamed(three, monkeypatch):
+    """Nobody is silent, one has not come to the operation: that one is named, and not those that ended since they waited."""
+    first, second, third = three
+    second.waits.append((lambda seconds: f"waited {seconds:.0f} s in an all-reduce", time.monotonic()))
+    second.end("rank 1 waited 5 s in an all-reduce")
+    third.iteration = 3
+    real = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: (third.report(), real(seconds)))
+    found = first.find(60.0)
+    assert found.startswith("rank 2 (process") and found.endswith("lives and does not wait for others: in iteration 3, computing")
+
+
+def test_the_outermost_wait_is_told():
+    with pytest.raises(PeerError, match=r"^outer 0\.\d s ended or hangs\. Look .*\(lost\)$"), waiting(lambda seconds: f"outer {seconds:.1f} s"):
+        assert PEERS.doing().endswith("outer 0.0 s")
+        with waiting(lambda seconds: "inner"):
+            raise RuntimeError("lost. Advice\nmore")
+    assert not PEERS.waits and PEERS.doing() == "before the first iteration, computing"
