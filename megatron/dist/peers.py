@@ -87,11 +87,18 @@ class Peers:
         self.store, self.iteration = None, 0
 
     def end(self, why: str) -> None:
-        """The last report of a rank that fails."""
-        if self.store is not None and not self.over.is_set():
-            self.over.set()
+        """The last report of a rank that fails. Returns within a second or so, whatever holds the store up."""
+        if self.store is None or self.over.is_set():
+            return
+        self.over.set()
+
+        def last() -> None:
             with suppress(RuntimeError):
                 self.report(why)
+
+        thread = threading.Thread(target=last, daemon=True)
+        thread.start()
+        thread.join(1.0)
 
     def report(self, end: str = "") -> None:
         """Say what this rank does, or why it ends."""
