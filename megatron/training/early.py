@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -21,12 +22,13 @@ class Early:
     def __call__(self, number: int, _frame: object) -> None:
         name = signal.Signals(number).name
         print(f"received {name} before training began: nothing is lost, and nothing was saved", file=sys.stderr, flush=True)
-        raise SystemExit(SIGNAL_CODES[number])
+        sys.stdout.flush()
+        os._exit(SIGNAL_CODES[number])  # threads of torch's rendezvous would abort an ordinary end
 
 
 @contextmanager
 def early_signals() -> Iterator[None]:
-    """Inside, SIGTERM ends the process by SystemExit; SIGUSR1, too, unless a launcher has it ignored, which sends it again and again."""
+    """Inside, SIGTERM ends the process; SIGUSR1, too, unless a launcher has it ignored, which sends it again and again."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
