@@ -35,7 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         from megatron.dist.setup import rough_launch
 
-        error.add_note(f"[raised on rank {rough_launch().rank}]")
+        if not hasattr(error, "__notes__"):  # else pretrain has noted rank, layout and iteration
+            error.add_note(f"[raised on rank {rough_launch().rank}]")
         raise
 
 
