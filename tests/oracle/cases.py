@@ -385,7 +385,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "learning rate": (
         "--lr-decay-style constant --lr-warmup-iters 2",
         "--lr-decay-style linear --min-lr 1e-3 --lr-decay-iters 4",
-        "--lr-decay-style cosine --lr-warmup-fraction 0.3",
+        "--lr-decay-style cosine --lr-warmup-fraction 0.3 --lr-decay-iters 4",
         "--lr-decay-style inverse-square-root --lr-warmup-iters 1 --lr-warmup-init 2e-3",
         *(
             f"--lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-wsd-decay-style {style}"
