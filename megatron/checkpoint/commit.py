@@ -131,7 +131,10 @@ def commit(
     with new_file(temporary / m.MANIFEST) as file:
         write_all(file, [memoryview(m.encode_manifest(content))])
     sync_folder(temporary)
-    Index(temporary)  # what could not be opened later is not committed now
+    try:
+        Index(temporary)  # what could not be opened later is not committed now
+    except CheckpointError as error:
+        raise CheckpointError(not_saved(root, iteration, _file_error(error) or error)) from error
     target = root / m.iteration_folder(iteration)
     try:
         os.rename(temporary, target)  # fails when the target exists and is not empty
@@ -210,6 +213,13 @@ def not_saved(root: Path, iteration: int, error: Exception) -> str:
 
 def not_writable(root: Path, error: Exception) -> str:
     return f"--save {root}: cannot be written to: {_words(error)}; make it writable and free space on its disk, or choose another folder"
+
+
+def _file_error(error: BaseException | None) -> OSError | None:
+    """The file system's error that another one was raised from; None when there is none."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return error
 
 
 def _words(error: Exception) -> str:

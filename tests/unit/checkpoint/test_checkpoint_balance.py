@@ -34,7 +34,8 @@ LAYOUTS = {  # name: (ranks, flags)
 def imbalances(name: str, mode: str) -> list[float]:
     """Of each pipeline stage, by what every rank of a layout would write."""
     ranks, flags = LAYOUTS[name]
-    parsed = parse_arguments([*BASE.split(), *flags.split(), "--global-batch-size", "720720"])
+    batch = ["--global-batch-size", str(ranks)]  # a multiple of every number of data-parallel ranks
+    parsed = parse_arguments([*BASE.split(), *flags.split(), *batch])
     sizes: dict[int, list[int]] = {}
     for groups, optimizer in optimizers(parsed.config, ranks):
         sizes.setdefault(groups.pp.rank, []).append(byte_count(written(optimizer, mode)))

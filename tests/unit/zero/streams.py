@@ -216,6 +216,7 @@ class PretendedGPU(TorchDispatchMode):
         for name in ("memory_reserved", "memory_allocated", "max_memory_allocated"):
             put(torch.cuda, name, lambda device=None: 0)
         put(torch.cuda, "get_device_name", lambda device=None: "pretended GPU")
+        put(torch.cuda, "get_device_properties", lambda device=None: mock.Mock(total_memory=80 << 30))
         for name in ("empty", "zeros"):
             put(torch, name, self._marking(getattr(torch, name)))
         put(torch, "frombuffer", self._marking(torch.frombuffer, always=True))
