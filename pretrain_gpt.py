@@ -11,7 +11,7 @@ from megatron.config.arguments import dump_config, parse_arguments
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.training.early import early_signals
 
-PATIENCE = 3.0  # seconds that rank 0 has to say what is wrong, and its launcher to end the others
+PATIENCE = 8.0  # seconds that rank 0 has to say what is wrong, and its launcher to end the others
 
 
 def main(argv: list[str] | None = None) -> int:

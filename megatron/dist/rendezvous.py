@@ -27,6 +27,7 @@ from megatron.config.groups import Config
 
 LONGEST_PAUSE = 0.5  # seconds between two looks at the store
 FAREWELL = 5.0  # seconds that a rank which has read an error gives the others to read it too
+LATE = 2.0  # seconds that rank 0 gives ranks on their way once it has seen a fault, so that they read it too
 FINE = "in order"
 MOST_DIFFERENCES = 5  # named in one message
 
@@ -153,6 +154,7 @@ class _Meeting:
         self.keys.append(f"{self.meeting}/present", self.me.line())
         called = {self.me.ticket}
         present = [self.me]
+        until: float | None = None  # when a fault is given without those who are still missing
         for _ in self._looks():
             for arrival in self._arrivals("arrivals"):
                 if arrival.ticket not in called:
@@ -160,7 +162,10 @@ class _Meeting:
                     called.add(arrival.ticket)
             present = self._arrivals(f"{self.meeting}/present")
             fault = impossible(present)
-            if fault or len(present) == self.launch.world_size:
+            if fault and until is None:
+                until = time.monotonic() + LATE
+            everybody = len(present) >= self.launch.world_size
+            if everybody or (fault and time.monotonic() > until):
                 return self._say(fault or self._differing(present) or FINE)
             verdict = self._get(f"{self.meeting}/verdict")
             if verdict is not None:
