@@ -23,7 +23,7 @@ def test_two_layouts_are_noise(tmp_path, capsys):
 
 
 def test_a_mutant_is_a_bug(tmp_path):
-    mutant = next(mutant for mutant in MUTANTS if "column-parallel bias" in mutant.name)
+    mutant = next(mutant for mutant in MUTANTS if "input gradients" in mutant.name)
     broken_copy(mutant, tmp_path)
     shutil.copy(ROOT / "pretrain_gpt.py", tmp_path)
     shutil.copytree(ROOT / "tools", tmp_path / "tools")
