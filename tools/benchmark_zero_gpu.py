@@ -193,7 +193,7 @@ def build(flags: list[str], ranks: int, device: torch.device) -> Run:
         model=model, zero=zero, pipeline=Pipeline(model, zero, placement, (seq, samples, config.model.hidden_size), groups, device),
         optimizer=Optimizer(blocks, config, groups, zero.publish), schedule=Schedule.of(config), scaler=LossScaler(config.precision),
         data=Data(RandomTokens(samples, seq, vocab), {}, {}, {}, [], 0), tracker=None, exits=ExitConditions(config.training), progress=Progress(),
-        saver=None, peak_tflops=None,
+        saver=None, lease=None, peak_tflops=None,
     )
 
 
