@@ -83,7 +83,8 @@ def layout_of(config: Config, world_size: int) -> Layout:
 
 
 def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data, device: torch.device, padded_vocab: int, world_size: int,
-             checkpoint: Checkpoint | None, planned_for: str | None = None, changed: Sequence[str] = ()) -> dict[str, list[str]]:
+             checkpoint: Checkpoint | None, verdict: Verdict | None, planned_for: str | None = None,
+             changed: Sequence[str] = ()) -> dict[str, list[str]]:
     """The banner's sections: all that a reader of a log needs to know about a run. Memory is that of `planned_for` (cuda, cpu) or of the device."""
     model, training, seq = config.model, config.training, config.data.seq_length
     dtype, gbs, dp = compute_dtype(config.precision), config.training.global_batch_size, data_parallel_size(config, world_size)
@@ -94,7 +95,6 @@ def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data,
     machine = Machine(peak) if across and peak else None
     _, kernels = choose_kernels(config, torch.device(planned_for or device))
     slow = kernels["attention"].implementation == "plain" and model.attention_dropout > 0 and model.attention_backend == "auto"
-    verdict = verdict_of(config, tokenizer.vocab_size, world_size, device, planned_for)
     return {
         "verdict": [verdict.line] if verdict else [],
         "versions": [f"megatron {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
@@ -163,8 +163,7 @@ def pretrain(config: Config, notes: list[str], *, not_done: Sequence[str] = (), 
     resolved = resolve(config, world_size, None).config  # faults of flags come before those of files and of other ranks
     if dry_run:
         prepared = prepare(config, notes, world_size, torch.device("cpu"), ALONE, planned_for="cuda")
-        verdict = verdict_of(prepared.config, prepared.tokenizer.vocab_size, world_size, torch.device("cpu"), "cuda")
-        text, code = end_of_dry_run(verdict)
+        text, code = end_of_dry_run(prepared.verdict)
         print(banner({NOT_DONE: list(not_done), **prepared.sections}) + "\n" + text, flush=True)
         return code
     device, backend = choose_device(launch, config.distributed)
@@ -204,6 +203,7 @@ class Prepared:
     schedule: Schedule
     data: Data
     sections: dict[str, list[str]]  # of the banner, on the rank that prints it
+    verdict: Verdict | None  # on that rank; None where no GPU is planned for
 
 
 def prepare(config: Config, notes: list[str], world_size: int, device: torch.device, world: Axis, planned_for: str | None = None,
@@ -237,8 +237,12 @@ def prepare(config: Config, notes: list[str], world_size: int, device: torch.dev
                 changed += [f"schedule: {line}; {taken}" for line in schedule_changes(schedule, state["schedule"])]
                 schedule = resumed_schedule(schedule, state["schedule"], config)
         padded_vocab = padded_vocab_size(tokenizer.vocab_size, config.model, config.distributed.tensor_model_parallel_size)
-        sections = describe(config, notes, tokenizer, data, device, padded_vocab, world_size, checkpoint, planned_for, changed) if world.rank == 0 else {}
-    return Prepared(config, tokenizer, padded_vocab, checkpoint, progress, schedule, data, sections)
+        sections, verdict = {}, None
+        if world.rank == 0:
+            verdict = verdict_of(config, tokenizer.vocab_size, world_size, device, planned_for)
+            sections = describe(config, notes, tokenizer, data, device, padded_vocab, world_size, checkpoint,
+                                verdict, planned_for, changed)
+    return Prepared(config, tokenizer, padded_vocab, checkpoint, progress, schedule, data, sections, verdict)
 
 
 def build(config: Config, notes: list[str], world_size: int, device: torch.device,
