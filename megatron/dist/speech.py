@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, TextIO
 
@@ -24,8 +25,8 @@ PREFIX = "warning:"
 PATIENCE = 5.0  # seconds that rank 0 has to say the same
 
 
-class _Lines(io.TextIOBase):
-    """A stdout that hands on whole lines."""
+class _Voice(io.TextIOBase):
+    """A stdout that hands each whole line that is a warning to `said`."""
 
     def __init__(self) -> None:
         self._begun = ""
@@ -36,14 +37,16 @@ class _Lines(io.TextIOBase):
     def write(self, text: str) -> int:
         *lines, self._begun = (self._begun + text).split("\n")
         for line in lines:
-            self.line(line)
+            if line.startswith(PREFIX):
+                self.said(line)
         return len(text)
 
-    def line(self, line: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def said(self, text: str) -> None:
+        """Take in the text of a warning."""
 
 
-class First(_Lines):
+class First(_Voice):
     """Rank 0's stdout: everything goes on to `out`, and warnings are entered in the store."""
 
     def __init__(self, store: Store, out: TextIO):
@@ -60,10 +63,6 @@ class First(_Lines):
     def isatty(self) -> bool:
         return self.out.isatty()
 
-    def line(self, line: str) -> None:
-        if line.startswith(PREFIX):
-            self.said(line)
-
     def said(self, text: str) -> None:
         """Enter a text that rank 0 has said."""
         with contextlib.suppress(RuntimeError):  # a store that has gone: the job is ending
@@ -73,7 +72,7 @@ class First(_Lines):
         """`out` stays open."""
 
 
-class Other(_Lines):
+class Other(_Voice):
     """The stdout of a rank above 0."""
 
     def __init__(self, rank: int, store: Store, out: TextIO, patience: float = PATIENCE):
@@ -83,10 +82,6 @@ class Other(_Lines):
         self.changed = threading.Condition()
         self.thread: threading.Thread | None = None
         self.over = False
-
-    def line(self, line: str) -> None:
-        if line.startswith(PREFIX):
-            self.said(line)
 
     def said(self, text: str) -> None:
         """Hold a warning back."""
