@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron.checkpoint.shapes import shapes_of
-from megatron.config.arguments import Option, options
+from megatron.config.arguments import Option, options_by_field
 from megatron.config.groups import Config
 from megatron.config.input_files import InputError, expect
 
@@ -110,9 +110,10 @@ def _schedule(value: Any) -> bool:
         "wsd_style": "lr_wsd_decay_style",
         "weight_decay_style": "weight_decay_incr_style",
     }
-    choices = {option.field: option.choices for option in options()}
     return all(
-        each in choices[styles[name]] if name in styles else number(each)
+        each in options_by_field()["optimizer", styles[name]].choices
+        if name in styles
+        else number(each)
         for name, each in value.items()
     )
 
@@ -152,11 +153,10 @@ def _source(value: Any) -> bool:
 
 def _config(value: Any) -> bool:
     expect(value, dict)
-    known = {(option.group, option.field): option for option in options()}
     for group, fields in value.items():
         expect(fields, dict)
         for name, each in fields.items():
-            option = known.get((group, name))
+            option = options_by_field().get((group, name))
             if option is not None and not _fits(option, each):
                 raise InputError(f"{group}.{name} is of another type")
     return True

@@ -24,7 +24,7 @@ from typing import Any
 from megatron.config import compatibility, groups
 from megatron.config.compatibility import key
 from megatron.config.deepspeed import compare_with_deepspeed
-from megatron.config.errors import ArgumentErrors, UserError
+from megatron.config.errors import ArgumentErrors, UserError, first_faults, shortened
 from megatron.config.groups import Config
 from megatron.config.input_files import (
     SETTINGS_LIMIT,
@@ -46,7 +46,6 @@ COMMANDS = {
 }
 TAKES_FILE = ("--config", "--deepspeed-config")
 NO_PATHS = {"split", "freeze", "pipeline_model_parallel_layout", "wandb_project", "wandb_exp_name", "wandb_entity"}
-MOST_FAULTS = 20  # of one file that are listed
 
 
 @dataclass(frozen=True)
@@ -217,6 +216,12 @@ def options() -> tuple[Option, ...]:
 
 
 @functools.cache
+def options_by_field() -> dict[tuple[str, str], Option]:
+    """Every option by its group and field."""
+    return {(option.group, option.field): option for option in options()}
+
+
+@functools.cache
 def options_by_flag() -> dict[str, tuple[Option, bool]]:
     """Option and the boolean it sets (True but for off spellings) for each spelling, with hyphens."""
     table: dict[str, tuple[Option, bool]] = {}
@@ -363,8 +368,7 @@ class _Reading:
 
 def _shown(flag: str, words: list[str]) -> str:
     """A flag and its words in a message, not longer than a line."""
-    text = " ".join([flag, *(word or "''" for word in words)])
-    return text if len(text) <= 80 else text[:77] + "..."
+    return shortened(" ".join([flag, *(word or "''" for word in words)]), 80)
 
 
 def load_config(path: str) -> tuple[dict[tuple[str, str], Any], list[str]]:
@@ -373,7 +377,6 @@ def load_config(path: str) -> tuple[dict[tuple[str, str], Any], list[str]]:
         content = _read_json_or_yaml(read_bytes(path, SETTINGS_LIMIT))
     except UserError as problem:
         return {}, [f"--config {path}: cannot be read: {problem}"]
-    known = {(option.group, option.field): option for option in options()}
     names = dataclasses.asdict(Config())
     values, faults = {}, []
     if not isinstance(content, dict):
@@ -383,7 +386,7 @@ def load_config(path: str) -> tuple[dict[tuple[str, str], Any], list[str]]:
             faults.append(f"--config {path}: {_short(group)} is not a group of settings; the groups are {', '.join(names)}")
             continue
         for field, value in fields.items():
-            option = known.get((group, field))
+            option = options_by_field().get((group, field))
             if option is None:
                 faults.append(f"--config {path}: {group} has no setting {_short(field)}{_did_you_mean(str(field), names[group])}")
                 continue
@@ -391,14 +394,12 @@ def load_config(path: str) -> tuple[dict[tuple[str, str], Any], list[str]]:
                 values[group, field] = option.load(value)
             except UserError as problem:
                 faults.append(f"--config {path}: {group}.{field} = {_short(value)}: {problem}")
-    more = f"--config {path}: and {len(faults) - MOST_FAULTS} more faults"
-    return values, faults[:MOST_FAULTS] + [more] * (len(faults) > MOST_FAULTS)
+    return values, first_faults(faults, f"--config {path}")
 
 
 def _short(value: Any) -> str:
-    """A value in a message."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    """A value of a configuration file in a message."""
+    return shortened(repr(value), 60)
 
 
 def _read_json_or_yaml(raw: bytes) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.config.derive import DEFAULTS, data_parallel_size
-from megatron.config.errors import UserError
+from megatron.config.errors import UserError, first_faults, shortened
 from megatron.config.groups import Config
 from megatron.config.input_files import KINDS, SETTINGS_LIMIT, read_json
 
@@ -101,7 +101,6 @@ NOTED = {
 }
 
 
-MOST_FAULTS = 20  # of one file that are listed
 # Types of values, where our field does not give them: of SAME the text, and other numbers.
 TEXT = ("optimizer.type", "data_types.grad_accum_dtype", "zero_optimization.offload_param.device")
 NUMBERS = ("gradient_accumulation_steps", "zero_optimization.zero_hpz_partition_size")
@@ -118,7 +117,7 @@ def compare_with_deepspeed(path: str, config: Config) -> tuple[list[str], list[s
     notes, faults = [], []
     for names, value in _flatten(content):
         key = ".".join(names)
-        shown = f"{key[:80]} = {_short(value)}"
+        shown = f"{key[:80]} = {shortened(json.dumps(value), 80)}"
         if any("." in name for name in names):
             note, fault = "", "a key with a dot is no section with a setting; write sections as objects"
         elif any(".".join(names[:count]) in SINGLE for count in range(1, len(names))):
@@ -129,13 +128,7 @@ def compare_with_deepspeed(path: str, config: Config) -> tuple[list[str], list[s
             notes.append(f"DeepSpeed's {shown}: {note}")
         if fault:
             faults.append(f"--deepspeed_config {path}: {shown}: {fault}")
-    more = f"--deepspeed_config {path}: and {len(faults) - MOST_FAULTS} more faults"
-    return notes, faults[:MOST_FAULTS] + [more] * (len(faults) > MOST_FAULTS)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return notes, first_faults(faults, f"--deepspeed_config {path}")
 
 
 def _flatten(content: dict, sections: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 
+MOST_FAULTS = 20  # of one file that are listed
+
+
 class UserError(ValueError):
     """Something that the user can correct: its text names the file, flag or value and the fix.
 
@@ -18,3 +21,14 @@ class ArgumentErrors(UserError):
         self.faults = list(dict.fromkeys(faults))
         count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
         super().__init__("\n  ".join([f"{count} in the settings:", *self.faults]))
+
+
+def first_faults(faults: list[str], source: str) -> list[str]:
+    """The faults of one file, or the first of many and how many more `source` has."""
+    more = f"{source}: and {len(faults) - MOST_FAULTS} more faults"
+    return faults[:MOST_FAULTS] + [more] * (len(faults) > MOST_FAULTS)
+
+
+def shortened(text: str, most: int) -> str:
+    """A value in a message: at most so many characters of it."""
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -14,7 +14,7 @@ from megatron.checkpoint.index import newest_first, read_manifest
 from megatron.checkpoint.manifest import CheckpointError, iteration_folder, list_iterations
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.run_state import RUN, WEIGHTS, config_of, require
-from megatron.config.arguments import options
+from megatron.config.arguments import options_by_field
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import CheckpointConfig, Config, ModelConfig
 from megatron.config.input_files import InputError
@@ -108,7 +108,7 @@ def _decides_rounding(state: dict[str, Any], *, kernels: bool = False) -> dict[s
     fields = {**config["model"], **config["precision"], **config["distributed"], "micro_batch_size": config["training"]["micro_batch_size"],
               **{name: config["optimizer"][name] for name in _OPTIMIZER_ARITHMETIC}, **{name: config["data"][name] for name in _DATA_ARITHMETIC}}
     left_out = _NO_ARITHMETIC | _CHOICES if kernels else _NO_ARITHMETIC
-    flags = {f"--{name.replace('_', '-')}": value for name, value in fields.items() if name not in left_out}
+    flags = {_flag(name): value for name, value in fields.items() if name not in left_out}
     taken = {f"{operator} by": implementation for operator, implementation in state["kernels"].items()} if kernels else {}
     return {"layout": state.get("layout"), "device": state.get("device"), "torch": state["versions"]["torch"], **taken, **flags}
 
@@ -149,7 +149,7 @@ def changed_fields(state: dict[str, Any], config: Config, vocab_size: int, token
     for field in dataclasses.fields(ModelConfig):
         old, new = getattr(theirs.model, field.name), getattr(config.model, field.name)
         if old != new and field.name not in _FREE_MODEL_FIELDS:
-            found.append(Change(f"--{field.name.replace('_', '-')}: checkpoint {old}, command line {new}", None))
+            found.append(Change(f"{_flag(field.name)}: checkpoint {old}, command line {new}", None))
     if vocab_size != state["vocab_size"]:
         found.append(Change(f"vocabulary: checkpoint {state['vocab_size']}, tokenizer {vocab_size}", None))
     if config.checkpoint.finetune or state.get("tokenizer") is None:
@@ -230,7 +230,7 @@ def take_checkpoint_args(config: Config) -> Config:
             if here == plain:
                 taken[name] = _loaded(group, name, there)
             elif here != there and name not in _FILES:
-                faults.append(f"--{name.replace('_', '-')} {here}: the checkpoint has {there} (--use-checkpoint-args); drop one of the two flags")
+                faults.append(f"{_flag(name)} {here}: the checkpoint has {there} (--use-checkpoint-args); drop one of the two flags")
         config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **taken)})
     if faults:
         raise ArgumentErrors(faults)
@@ -239,9 +239,8 @@ def take_checkpoint_args(config: Config) -> Config:
 
 def _loaded(group: str, name: str, value: Any) -> Any:
     """A field's value from a checkpoint, as from a configuration file. Raises ArgumentErrors for one that the field does not take."""
-    option = next(option for option in options() if (option.group, option.field) == (group, name))
     try:
-        return option.load(list(value) if isinstance(value, tuple) else value)
+        return options_by_field()[group, name].load(list(value) if isinstance(value, tuple) else value)
     except UserError as error:
         raise ArgumentErrors([f"--use-checkpoint-args: the checkpoint has {group}.{name} = {value!r}: {error}"]) from error
 
