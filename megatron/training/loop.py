@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.groups import Config
+from megatron.data.loader import Source
 from megatron.dist.collectives import all_reduce
 from megatron.dist.peers import PEERS
 from megatron.model.arithmetic import flops_per_iteration, global_batch_size_at, iterations_for
@@ -172,13 +173,12 @@ def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
         tell(loss, source.bytes_per_token, name if len(sources) > 1 else None)
     if len(sources) > 1:
         sizes = [source.bytes_per_token for source in sources.values()]
-        tell(blended(run, split, list(losses.values())), None if None in sizes else blended(run, split, sizes), None)
+        tell(blended(sources, list(losses.values())), None if None in sizes else blended(sources, sizes), None)
     return losses
 
 
-def blended(run: Run, split: str, values: list[float]) -> float:
-    """The mean per token of the split's blend, of values per token of its sources."""
-    sources = run.data.valid if split == "validation" else run.data.test
+def blended(sources: dict[str, Source], values: list[float]) -> float:
+    """The mean per token of a split's blend, of values per token of its sources."""
     return sum(source.weight * value for source, value in zip(sources.values(), values, strict=True))
 
 
