@@ -877,28 +877,25 @@ def _(checkpoint, run):
     run.progress.skipped_samples = 0
 
 
-@mutant("resume", "--no-load-optim ignored", "resume-without-moments", pretrain, "load")
-def _(original):
+def load_with(original, **options):
+    """`load` as if these options of --load had been given."""
+
     def load(checkpoint, run):
-        options = dataclasses.replace(run.config.checkpoint, load_optim=True)
-        original(
-            checkpoint,
-            dataclasses.replace(run, config=dataclasses.replace(run.config, checkpoint=options)),
-        )
+        changed = dataclasses.replace(run.config.checkpoint, **options)
+        config = dataclasses.replace(run.config, checkpoint=changed)
+        original(checkpoint, dataclasses.replace(run, config=config))
 
     return load
+
+
+@mutant("resume", "--no-load-optim ignored", "resume-without-moments", pretrain, "load")
+def _(original):
+    return load_with(original, load_optim=True)
 
 
 @mutant("resume", "finetuning keeps moments", "finetune", pretrain, "load")
 def _(original):
-    def load(checkpoint, run):
-        options = dataclasses.replace(run.config.checkpoint, finetune=False)
-        original(
-            checkpoint,
-            dataclasses.replace(run, config=dataclasses.replace(run.config, checkpoint=options)),
-        )
-
-    return load
+    return load_with(original, finetune=False)
 
 
 @mutant("resume", "the data state dropped at a resume", "resume", loop, "forward_backward")
