@@ -70,6 +70,7 @@ class Peers:
     store: Store | None = None
     holder: str = ""
     count: int = 0
+    silent: set[int] = field(default_factory=set)  # the ranks that `find` has found so
     over: threading.Event = field(default_factory=threading.Event)
 
     def start(self, store: Store, rank: int, world: int, holder: str) -> None:
@@ -77,7 +78,7 @@ class Peers:
         self.rank, self.world, self.holder, self.over = rank, world, holder, threading.Event()
         # A connection of its own, which nothing holds up; many of them would be more than a process may have open.
         self.store = PrefixStore("reports", store.clone() if world <= CLONED else store)
-        self.count = 0
+        self.count, self.silent = 0, set()
         self.report()
         threading.Thread(target=self._run, args=(self.over,), daemon=True).start()
 
@@ -170,13 +171,31 @@ class Peers:
             return f"{self.holder}, which holds the rendezvous store, is silent"
         if found[0] is None:
             return f"{self.holder}, which holds the rendezvous store, has ended"
-        return _words(*found[0], waited)
+        first, last = found[0]
+        self.silent = {rank for rank, report in last.items()
+                       if waited > LOOK and rank in first and report.count == first[rank].count and not report.ended}
+        return _words(last, self.silent, waited)
+
+    def stay(self) -> None:
+        """On the rank that holds the store, wait until the others that live have looked into it, which their last report says.
+
+        Returns within LOOK + ANSWER seconds.
+        """
+        others = sorted(set(range(self.world)) - self.silent - {self.rank})
+        if self.store is None or self.holder != f"rank {self.rank}" or self.world > MOST or not others:
+            return
+        until = time.monotonic() + LOOK + ANSWER
+        with suppress(RuntimeError):
+            while time.monotonic() < until:
+                reports = self._read(others)
+                if reports and all(report.ended for report in reports.values()):
+                    return
+                time.sleep(0.2)
 
 
-def _words(first: dict[int, Report], last: dict[int, Report], waited: float) -> str:
+def _words(last: dict[int, Report], silent_ranks: set[int], waited: float) -> str:
     timeout = waited > LOOK
-    silent = [report.silent(rank) for rank, report in last.items()
-              if timeout and rank in first and report.count == first[rank].count and not report.ended]
+    silent = [last[rank].silent(rank) for rank in sorted(silent_ranks)]
     ended = [report.over(rank) for rank, report in last.items() if report.ended and not report.waited]
     busy = [report.busy(rank) for rank, report in last.items() if timeout and not report.ended and not report.waited]
     named = silent or ended or busy
@@ -206,6 +225,7 @@ def waiting(text: Callable[[float], str]) -> Iterator[None]:
         said = text(waited)
         finding = PEERS.find(waited)
         PEERS.end(said)
+        PEERS.stay()
         raise PeerError(f"{said} ended or hangs{': ' + finding if finding else ''}. Look at its output first; where it is only slow, raise "
                         f"--distributed-timeout-minutes. ({cause})", cause) from error
     finally:
