@@ -27,7 +27,7 @@ if not __package__:  # run as a file of a checkout; as an installed command it f
 from megatron.checkpoint.index import Stored  # noqa: E402
 from megatron.checkpoint.manifest import MANIFEST, CheckpointError, iteration_folder, list_iterations  # noqa: E402
 from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint, find_checkpoint  # noqa: E402
-from megatron.model.layout import Box  # noqa: E402
+from megatron.layers.spec import Box  # noqa: E402
 
 PIECE = 16 << 20  # bytes of each tensor that --diff --tensors compares at a time
 

@@ -52,7 +52,7 @@ from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import compute_dtype
-from megatron.model.layout import Box
+from megatron.layers.spec import Box
 from megatron.model.stages import pipeline_stages
 from megatron.optimizer.blocks import build_blocks
 from megatron.optimizer.optimizer import Optimizer

@@ -24,7 +24,7 @@ from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.config.input_files import InputError, open_regular
 
 if TYPE_CHECKING:
-    from megatron.model.layout import Box
+    from megatron.layers.spec import Box
 
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their safetensors names
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}

@@ -20,14 +20,14 @@ from torch import Tensor
 from megatron.checkpoint.manifest import CheckpointError, chunk_hasher
 from megatron.checkpoint.ranks import Ranks
 from megatron.dist.groups import Groups
-from megatron.model.layout import holders
+from megatron.layers.spec import holders
 from megatron.optimizer.blocks import Block
 from megatron.optimizer.optimizer import MASTER, Optimizer
 
 WORDS = 1 << 20  # of a device's memory, multiplied at a time: 8 MiB of products
 PIECE = 16 << 20  # bytes that are brought to the host at a time
 FACTOR = -7046029254386353131  # odd: 2**64 divided by the golden ratio
-HELD_BY = {"axis": "among tensor-parallel ranks", "kv": "among ranks with the same key/value head", "tied": "at both ends of the pipeline"}
+HELD_BY = {"tp": "among tensor-parallel ranks", "kv": "among ranks with the same key/value head", "tied": "at both ends of the pipeline"}
 NAMED = 4  # most tensors that the error lists
 
 

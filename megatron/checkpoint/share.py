@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megatron.model.layout import Box, Holder
+from megatron.layers.spec import Box, Holder
 
 
 def own_part(pairs: Iterable[tuple[Box, Tensor]], holder: Callable[[Box], Holder | None], *, balanced: bool) -> list[tuple[Box, Tensor]]:

@@ -27,7 +27,7 @@ from megatron.checkpoint.reader import DTYPE_NAMES
 from megatron.checkpoint.share import in_parts
 
 if TYPE_CHECKING:
-    from megatron.model.layout import Box
+    from megatron.layers.spec import Box
 
 PIECE = 16 << 20  # bytes copied at a time from tensors that lie on a device or are strided
 PARTS, PART = 4, 128 << 20  # most shards that a rank writes at a time, for a file takes one write at a time; bytes of the least

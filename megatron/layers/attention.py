@@ -17,8 +17,9 @@ from megatron.kernels.attention import attention_reference, flash_attention
 from megatron.kernels.attention_masks import AttentionMask, attention_mask
 from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.linear import ColumnLinear, RowLinear
-from megatron.layers.norm import Norm
+from megatron.layers.norm import Norm, norm_parameters
 from megatron.layers.rotary import Rotary, apply_rotary, rotate_fused
+from megatron.layers.spec import ZEROS, ParameterSpec, Shard, TensorSpec, normal, parts_under, vector
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 
@@ -95,11 +96,31 @@ def attention_core(*qkv: Tensor, scale: float, mask: AttentionMask = CAUSAL, bac
     return _sdpa(q, k, v, mask.causal if simple else mask.dense(q.shape[0], k.shape[0], q.device), scale)
 
 
-class SelfAttention(nn.Module):
-    """x [s, b, h] -> [s, b, h]. QKV rows: per key/value head [its query heads][key][value].
+def attention_parameters(config: ModelConfig, name: str, sequence: bool = False) -> dict[str, ParameterSpec]:
+    """qkv [(n + 2g) d, h], whose rows are per key/value head [its query heads | key | value], and proj [h, n d], with their biases where there
+    are any, and the norms of queries and keys [d]. With fewer key/value heads than ranks, several ranks hold (and draw) the same one."""
+    h, d, heads, groups = config.hidden_size, config.kv_channels, config.num_attention_heads, config.num_query_groups
 
-    Each rank computes its part of the heads. With fewer key/value heads than ranks, several ranks hold (and draw) the same one.
-    """
+    def fused(kind: str, *rest: int) -> ParameterSpec:
+        init, of = (normal(config), "matrix") if rest else (ZEROS, "vector")
+        query = TensorSpec(f"{name}.q.{kind}", (heads * d, *rest), init, of, bool(rest), Shard(0))
+        shared = [TensorSpec(f"{name}.{part}.{kind}", (groups * d, *rest), init, of, bool(rest), Shard(0, groups), "kv", ("kv",)) for part in "kv"]
+        return ParameterSpec((query, *shared), interleave=groups, product=bool(rest))
+
+    proj = TensorSpec(f"{name}.proj.weight", (h, heads * d), normal(config, residual_output=True), "matrix", shard=Shard(1))
+    made = {"qkv.weight": fused("weight", h), "proj.weight": ParameterSpec((proj,), product=True)}
+    if config.add_bias_linear or config.add_qkv_bias:
+        made["qkv.bias"] = fused("bias")
+    if config.add_bias_linear:
+        made["proj.bias"] = ParameterSpec((vector(f"{name}.proj.bias", h, copies="tp", grad_sum=parts_under(sequence)),))
+    for norm in ("q_norm", "k_norm") if config.qk_layernorm else ():  # every rank sees its own heads alone
+        parameters = norm_parameters(config.normalization, d, f"{name}.{norm}", grad_sum=("tp",))
+        made |= {f"{norm}.{kind}": spec for kind, spec in parameters.items()}
+    return made
+
+
+class SelfAttention(nn.Module):
+    """x [s, b, h] -> [s, b, h]; each rank computes its part of the heads."""
 
     def __init__(self, config: ModelConfig, seed: int, layer: int, tp: TensorParallel = DENSE):
         super().__init__()
@@ -108,13 +129,15 @@ class SelfAttention(nn.Module):
         self.groups = max(1, config.num_query_groups // tp.size)
         self.queries_per_group = self.heads // self.groups
         self.first_head = tp.axis.rank * self.heads
-        width = self.head_dim * self.heads
-        qkv_bias = config.add_bias_linear or config.add_qkv_bias
-        self.qkv = ColumnLinear(config.hidden_size, width + 2 * self.head_dim * self.groups, qkv_bias, tp)
-        self.proj = RowLinear(width, config.hidden_size, config.add_bias_linear, tp)
-        norms = config.qk_layernorm
-        self.q_norm = Norm(config.normalization, self.head_dim, config.norm_epsilon, config.norm_backend) if norms else None
-        self.k_norm = Norm(config.normalization, self.head_dim, config.norm_epsilon, config.norm_backend) if norms else None
+        parameters = attention_parameters(config, f"layers.{layer}.attention", tp.sequence)
+        self.qkv = ColumnLinear(parameters["qkv.weight"], parameters.get("qkv.bias"), tp)
+        self.proj = RowLinear(parameters["proj.weight"], parameters.get("proj.bias"), tp)
+
+        def norm(name: str) -> Norm:
+            own = {kind: parameters[f"{name}.{kind}"] for kind in ("weight", "bias") if f"{name}.{kind}" in parameters}
+            return Norm(own, config.norm_epsilon, config.norm_backend, tp)
+
+        self.q_norm, self.k_norm = (norm("q_norm"), norm("k_norm")) if config.qk_layernorm else (None, None)
         self.dropout = Dropout(config.attention_dropout, seed, "layers", layer, "attention.dropout")
         self.backend = {training: choose_attention(config, training=training) for training in (True, False)}
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatron.dist.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.layers.linear import SCRATCH_BYTES
+from megatron.layers.spec import ParameterSpec
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 
@@ -64,9 +65,10 @@ class _VocabularyParallelEmbedding(torch.autograd.Function):
 class Embedding(nn.Module):
     """Rows of a table [v, h] by ids [s, b] -> [s, b, h]."""
 
-    def __init__(self, rows: int, hidden_size: int):
+    def __init__(self, weight: ParameterSpec, tp: TensorParallel = DENSE):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, hidden_size, device="meta"))
+        self.tp = tp
+        self.weight = weight.parameter(tp)
 
     def forward(self, ids: Tensor) -> Tensor:
         return _Embedding.apply(ids, self.weight)
@@ -74,10 +76,6 @@ class Embedding(nn.Module):
 
 class VocabularyEmbedding(Embedding):
     """A table of which each tensor-parallel rank holds v / size rows: ids [s, b] -> [s, b, h] (under SP this rank's s / size)."""
-
-    def __init__(self, rows: int, hidden_size: int, tp: TensorParallel = DENSE):
-        super().__init__(rows // tp.size, hidden_size)
-        self.tp = tp
 
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids) if self.tp.size == 1 else _VocabularyParallelEmbedding.apply(ids, self.weight, self.tp)

@@ -35,6 +35,7 @@ from megatron.dist.collectives import all_gather, all_reduce, gather_parts, redu
 from megatron.dist.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from megatron.dist.groups import ALONE, Axis
 from megatron.kernels import apex
+from megatron.layers.spec import ParameterSpec
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 # Largest temporary that forming a weight gradient may take, in bytes.
@@ -213,7 +214,7 @@ class _ColumnLinear(torch.autograd.Function):
 
 class _RowLinear(torch.autograd.Function):
     """Forward: the sum over the axis of the products (under SP each rank keeps its part of the sequence), then the bias once. Backward: under
-    SP an all-gather of dy, else nothing. The bias sees this rank's part of the sequence: PARTIAL_GRADIENTS."""
+    SP an all-gather of dy, else nothing. The bias sees this rank's part of the sequence, so its gradient is a part of the sum."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel) -> Tensor:
@@ -272,13 +273,13 @@ def row_linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: T
 
 
 class Linear(nn.Module):
-    """torch.nn.Linear whose gradients accumulate into `main_grad`; features are those of this rank."""
+    """torch.nn.Linear whose gradients accumulate into `main_grad`: weight [o, i], bias [o]."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, tp: TensorParallel = DENSE):
+    def __init__(self, weight: ParameterSpec, bias: ParameterSpec | None = None, tp: TensorParallel = DENSE):
         super().__init__()
         self.tp = tp
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, device="meta"))
-        self.bias = nn.Parameter(torch.empty(out_features, device="meta")) if bias else None
+        self.weight = weight.parameter(tp)
+        self.bias = None if bias is None else bias.parameter(tp)
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)

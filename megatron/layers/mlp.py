@@ -10,6 +10,7 @@ from megatron.config.groups import ModelConfig
 from megatron.kernels.activation import activation_backward
 from megatron.kernels.activation import activation as activation_forward
 from megatron.layers.linear import ColumnLinear, RowLinear, column_linear
+from megatron.layers.spec import ZEROS, ParameterSpec, Shard, TensorSpec, normal, parts_under, vector
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 GATED = ("swiglu", "geglu")
@@ -66,16 +67,29 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return F.gelu(x, approximate="tanh" if activation == "gelu-tanh" else "none")
 
 
-class MLP(nn.Module):
-    """x [s, b, h] -> [s, b, h]; each rank computes f / size channels. With a gated activation fc1's rows are [gate; up]."""
+def mlp_parameters(config: ModelConfig, name: str, sequence: bool = False) -> dict[str, ParameterSpec]:
+    """fc1 [f or 2f, h], of a gated activation [gate; up], and fc2 [h, f], with their biases where there are any."""
+    h, f = config.hidden_size, config.ffn_hidden_size
+    parts = ("gate", "up") if config.activation in GATED else ("up",)
+    matrices = tuple(TensorSpec(f"{name}.{part}.weight", (f, h), normal(config), "matrix", shard=Shard(0)) for part in parts)
+    down = TensorSpec(f"{name}.down.weight", (h, f), normal(config, residual_output=True), "matrix", shard=Shard(1))
+    made = {"fc1.weight": ParameterSpec(matrices, product=True), "fc2.weight": ParameterSpec((down,), product=True)}
+    if config.add_bias_linear:
+        biases = tuple(vector(f"{name}.{part}.bias", f, ZEROS, shard=Shard(0)) for part in parts)
+        made["fc1.bias"] = ParameterSpec(biases)
+        made["fc2.bias"] = ParameterSpec((vector(f"{name}.down.bias", h, copies="tp", grad_sum=parts_under(sequence)),))
+    return made
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel = DENSE):
+
+class MLP(nn.Module):
+    """x [s, b, h] -> [s, b, h]; each rank computes f / size channels."""
+
+    def __init__(self, config: ModelConfig, name: str = "mlp", tp: TensorParallel = DENSE):
         super().__init__()
         self.activation, self.backend = config.activation, config.activation_backend
-        width = config.ffn_hidden_size // tp.size
-        columns = width * (2 if config.activation in GATED else 1)
-        self.fc1 = ColumnLinear(config.hidden_size, columns, config.add_bias_linear, tp)
-        self.fc2 = RowLinear(width, config.hidden_size, config.add_bias_linear, tp)
+        parameters = mlp_parameters(config, name, tp.sequence)
+        self.fc1 = ColumnLinear(parameters["fc1.weight"], parameters.get("fc1.bias"), tp)
+        self.fc2 = RowLinear(parameters["fc2.weight"], parameters.get("fc2.bias"), tp)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.backend == "triton":  # the activation adds the bias, and sums up its gradient in the pass that it makes over dx anyway

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from megatron.kernels import apex
 from megatron.kernels.norm import add_norm, norm, norm_backward
+from megatron.layers.spec import ONES, ParameterSpec, vector
+from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -97,14 +99,21 @@ class _TritonNorm(torch.autograd.Function):
         return dx, dx if ctx.needs_input_grad[1] else None, None, None, None
 
 
-class Norm(nn.Module):
-    """LayerNorm (weight and bias) or RMSNorm (weight) over the last dimension of width `size`; backend torch, apex or triton."""
+def norm_parameters(kind: str, size: int, name: str, grad_sum: tuple[str, ...] = ()) -> dict[str, ParameterSpec]:
+    """The scale [size] and, of LayerNorm, the bias [size] of a norm. Every tensor-parallel rank holds them whole."""
+    scale = vector(f"{name}.weight", size, ONES, copies="tp", grad_sum=grad_sum)
+    bias = vector(f"{name}.bias", size, copies="tp", grad_sum=grad_sum)
+    return {"weight": ParameterSpec((scale,))} | ({"bias": ParameterSpec((bias,))} if kind == "LayerNorm" else {})
 
-    def __init__(self, kind: str, size: int, eps: float, backend: str = "torch"):
+
+class Norm(nn.Module):
+    """LayerNorm (weight and bias) or RMSNorm (weight) over the last dimension; backend torch, apex or triton."""
+
+    def __init__(self, parameters: dict[str, ParameterSpec], eps: float, backend: str = "torch", tp: TensorParallel = DENSE):
         super().__init__()
         self.eps, self.backend = eps, backend
-        self.weight = nn.Parameter(torch.empty(size, device="meta"))
-        self.bias = nn.Parameter(torch.empty(size, device="meta")) if kind == "LayerNorm" else None
+        self.weight = parameters["weight"].parameter(tp)
+        self.bias = parameters["bias"].parameter(tp) if "bias" in parameters else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.backend == "triton":

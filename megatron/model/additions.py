@@ -1,7 +1,7 @@
 """What a module must be so that it trains when it is added to a unit of the model.
 
-An ordinary torch.nn module trains like our layers: its gradients join theirs (model/block.py), its weights are drawn by name (model/init.py)
-and lie in checkpoints. What cannot do so is refused here, by name, when the model gets its storage.
+An ordinary torch.nn module trains like our layers: its gradients join theirs (model/block.py), its weights are drawn and lie in checkpoints
+by the module's name (layers/spec.py). What cannot do so is refused here, by name, when the model gets its storage.
 """
 
 from __future__ import annotations
@@ -12,12 +12,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from megatron.layers import tensor_parallel
-from megatron.layers.linear import Linear
 from megatron.model.gpt import GPTModel
-from megatron.model.layout import boxes
-
-CUT = ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2")  # layers whose parameters layout.py cuts by their name
 
 
 def check_additions(model: GPTModel) -> None:
@@ -37,34 +32,29 @@ def _shared(model: GPTModel) -> Iterator[str]:
 
 
 def _values(model: GPTModel) -> Iterator[str]:
-    """What model/init.py has no rule for, and what is not trained."""
+    """What is not trained, and what declares no initial values and has no usual ones."""
     for name, parameter in model.named_parameters():
         kind = name.rpartition(".")[2]
         if not parameter.requires_grad:
             yield f"{name}: requires_grad is False, but only whole units can be frozen (--freeze)"
-        if parameter.dim() > 2 or parameter.dim() == 0 or parameter.dim() == 1 and kind not in ("weight", "bias"):
-            yield (f"{name} {list(parameter.shape)}: there is no rule for its initial values; make it a matrix, or a vector called weight (ones) or "
-                   "bias (zeros), or add a rule to megatron/model/init.py")
+        usual = parameter.dim() == 2 or parameter.dim() == 1 and kind in ("weight", "bias")
+        if not hasattr(parameter, "spec") and not usual:
+            yield (f"{name} {list(parameter.shape)}: nothing says what its initial values are; make it a matrix, or a vector called weight (ones) or "
+                   "bias (zeros), or let its module declare it (megatron/layers/spec.py)")
 
 
 def _gradients(model: GPTModel) -> Iterator[str]:
-    """Names that stand for another layout, and under tensor parallelism parameters of which nothing says how their gradients are summed."""
+    """Names that stand for another tensor, and under tensor parallelism parameters of which nothing says how their gradients are summed."""
     holder: dict[str, str] = {}  # logical name -> parameter
-    declared = (*(name for row in tensor_parallel.PARTIAL_GRADIENTS for name in row.names), *tensor_parallel.WHOLE_GRADIENTS)
-    for path, module in model.named_modules():
-        for kind, parameter in module.named_parameters(recurse=False):
-            name = f"{path}.{kind}"
-            if path.endswith(CUT) and not isinstance(module, Linear):
-                yield f"{name}: {path.split('.', 2)[2]} is the name of a layer that is cut over ranks; call the module something else"
-                continue
-            held = boxes(model.config, model.vocab_size, name, parameter, model.tp)
-            others = {holder.setdefault(box.name, name) for box in held} - {name}
-            if others and not any(box.replicated == "tied" for box in held):
-                yield f"{name}: its name in checkpoints is that of {others.pop()} too; call it something else"
-            if any(box.replicated == "axis" and not box.name.endswith(declared) for box in held):
-                yield (f"{name}: all tensor-parallel ranks hold it, and nothing says how its gradient is summed over them; name it in "
-                       "megatron/layers/tensor_parallel.py: in PARTIAL_GRADIENTS where each rank sees a part of the values (as between layers under "
-                       "--sequence-parallel), in WHOLE_GRADIENTS where all see the same")
+    for name, _, spec in model.declared():
+        for tensor in spec.tensors:
+            other = holder.setdefault(tensor.name, name)
+            if other != name and tensor.copies != "tied":
+                yield f"{name}: its name in checkpoints is that of {other} too; call it something else"
+            if model.tp.size > 1 and tensor.grad_sum is None:
+                yield (f"{name}: all tensor-parallel ranks hold it, and nothing says how its gradient is summed over them; call declare_grad_sum of "
+                       "megatron/layers/spec.py for its module: with parts_under(tp.sequence) where each rank sees a part of the values (as between "
+                       "layers under --sequence-parallel), with () where all see the same")
 
 
 def _state(model: GPTModel) -> Iterator[str]:

@@ -7,12 +7,17 @@ the key heads, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megatron.config.derive import GATED
 from megatron.config.groups import Config, ModelConfig
+from megatron.layers.attention import attention_parameters
+from megatron.layers.mlp import mlp_parameters
+from megatron.layers.norm import norm_parameters
+from megatron.layers.spec import ParameterSpec
+from megatron.model.block import distinct_layers, head_matrix, layer_parameters, like_layer, word_matrix
 
 
 def head_widths(model: ModelConfig) -> tuple[int, int]:
@@ -26,30 +31,23 @@ def padded_vocab_size(vocab_size: int, model: ModelConfig, tp: int = 1) -> int:
     return -(-vocab_size // unit) * unit
 
 
-def _layer_parameters(model: ModelConfig) -> dict[str, int]:
-    """Parameters of one layer by kind, and those of one norm as `norm`."""
-    h, f = model.hidden_size, model.ffn_hidden_size
-    q, k = head_widths(model)
-    vectors = 2 if model.normalization == "LayerNorm" else 1  # in a norm
-    columns = 2 * f if model.activation in GATED else f
-    bias, qkv_bias = model.add_bias_linear, model.add_bias_linear or model.add_qkv_bias
-    return {
-        "attention": (h + qkv_bias) * (q + 2 * k) + (q + bias) * h + model.qk_layernorm * 2 * vectors * model.kv_channels,
-        "mlp": (h + bias) * columns + (f + bias) * h,
-        "norm": vectors * h,
-    }
+def elements(parameters: Iterable[ParameterSpec], tp: int = 1) -> int:
+    """Elements of these parameters on one of `tp` tensor-parallel ranks, padding included."""
+    return sum(math.prod(spec.local_shape(tp)) for spec in parameters)
 
 
-def parameter_count(model: ModelConfig, vocab_size: int) -> dict[str, int]:
-    """Parameters by kind and in `total`; `vocab_size` is the real vocabulary, or the padded one to count stored rows."""
-    h, layer = model.hidden_size, _layer_parameters(model)
+def parameter_count(model: ModelConfig, vocab_size: int, tp: int = 1) -> dict[str, int]:
+    """Parameters by kind and in `total`, of one of `tp` ranks; `vocab_size` is the real vocabulary, or the padded one to count stored rows."""
+    layers = model.num_layers
+    first, matrix = layer_parameters(model, 0), head_matrix(model, vocab_size, vocab_size)
+    norm = elements(norm_parameters(model.normalization, model.hidden_size, "norm").values(), tp)
     counts = {
-        "embedding": vocab_size * h,
-        "position": model.max_position_embeddings * h if model.position_embedding_type == "learned_absolute" else 0,
-        "attention": model.num_layers * layer["attention"],
-        "mlp": model.num_layers * layer["mlp"],
-        "norms": (2 * model.num_layers + 1) * layer["norm"],
-        "head": vocab_size * h if model.untie_embeddings_and_output_weights else 0,
+        "embedding": elements([word_matrix(model, vocab_size, vocab_size)], tp),
+        "position": elements([first["position.weight"]], tp) if "position.weight" in first else 0,
+        "attention": layers * elements(attention_parameters(model, "attention").values(), tp),
+        "mlp": layers * elements(mlp_parameters(model, "mlp").values(), tp),
+        "norms": (2 * layers + 1) * norm,
+        "head": elements([matrix], tp) if model.untie_embeddings_and_output_weights else 0,
     }
     return {**counts, "total": sum(counts.values())}
 
@@ -63,28 +61,25 @@ def local_shape(model: ModelConfig, tp: int) -> ModelConfig:
 def local_parameter_count(model: ModelConfig, padded_vocab: int, tp: int) -> dict[str, int]:
     """Parameters that each of `tp` ranks holds, by kind and in `total`. Norms, positions, biases of row-parallel layers and a key/value head
     that several ranks share are held whole; `padded_vocab` counts the rows over all ranks."""
-    return parameter_count(local_shape(model, tp), padded_vocab // tp)
+    return parameter_count(model, padded_vocab, tp)
 
 
 def unit_parameters(model: ModelConfig, padded_vocab: int, tp: int = 1, *, copied: bool = False) -> list[int]:
     """Parameters of each unit (embedding, layers, head) on each of `tp` ranks. The first layer has the position table, the last the final norm;
     a tied head has none, or a copy of the embedding's matrix where it is on another rank (`copied`)."""
-    local = local_shape(model, tp)
-    kinds, matrix = _layer_parameters(local), padded_vocab // tp * model.hidden_size
-    layers = [kinds["attention"] + kinds["mlp"] + 2 * kinds["norm"]] * model.num_layers
-    layers[0] += parameter_count(local, 0)["position"]
-    layers[-1] += kinds["norm"]
+    matrix = elements([word_matrix(model, padded_vocab, padded_vocab)], tp)
+    kinds = {index: elements(layer_parameters(model, index).values(), tp) for index in distinct_layers(model)}
+    layers = [kinds[like_layer(model, index)] for index in range(model.num_layers)]
     return [matrix, *layers, matrix if copied or model.untie_embeddings_and_output_weights else 0]
 
 
 def unit_flops(model: ModelConfig, seq: int, vocab: int) -> list[int]:
-    """Floating-point operations of each unit's forward pass per token: 2 [h (q + 2k) + q h + m h f] + 2 q seq for a layer, with m = 3 for a
-    gated MLP and 2 otherwise, and the causal half of attention; 2 h V for the head, none for the embedding."""
-    h = model.hidden_size
-    q, k = head_widths(model)
-    matrices = 3 if model.activation in GATED else 2
-    layer = 2 * (h * (q + 2 * k) + q * h + matrices * h * model.ffn_hidden_size) + 2 * q * seq
-    return [0, *[layer] * model.num_layers, 2 * h * vocab]
+    """Floating-point operations of each unit's forward pass per token: 2 for each element of a linear layer's weight, and 2 q seq for the causal
+    half of attention; 2 h V for the head, none for the embedding."""
+    q, _ = head_widths(model)
+    matrices = elements(spec for spec in layer_parameters(model, 0).values() if spec.product)
+    layer = 2 * matrices + 2 * q * seq
+    return [0, *[layer] * model.num_layers, 2 * model.hidden_size * vocab]
 
 
 def flops_per_iteration(model: ModelConfig, batch: int, seq: int, vocab: int) -> float:

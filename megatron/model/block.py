@@ -17,15 +17,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.config.groups import ModelConfig
 from megatron.kernels.attention_masks import AttentionMask
-from megatron.layers.attention import SelfAttention
+from megatron.layers.attention import SelfAttention, attention_parameters
 from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.embedding import Embedding, VocabularyEmbedding
 from megatron.layers.linear import WeightGrad, add_weight_grads, column_linear, linear, stashing
 from megatron.layers.linear_cross_entropy import linear_cross_entropy
 from megatron.layers.loss import cross_entropy
-from megatron.layers.mlp import MLP
-from megatron.layers.norm import Norm
+from megatron.layers.mlp import MLP, mlp_parameters
+from megatron.layers.norm import Norm, norm_parameters
 from megatron.layers.rotary import Rotary
+from megatron.layers.spec import ParameterSpec, Shard, TensorSpec, normal, parts_under
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 
@@ -43,12 +44,60 @@ class MicroBatch:
     hidden_dropout: DropoutState | None  # under sequence parallelism of this rank's part
 
 
+def word_matrix(config: ModelConfig, vocab_size: int, padded_vocab: int) -> ParameterSpec:
+    """The word embedding [v, h], which is the head's matrix too unless they are untied."""
+    ends = None if config.untie_embeddings_and_output_weights else "tied"
+    shape = (vocab_size, config.hidden_size)
+    return ParameterSpec((TensorSpec("embedding.word.weight", shape, normal(config), "embedding", shard=Shard(0), copies=ends,
+                                     grad_sum=() if ends is None else (ends,), stored=padded_vocab),))
+
+
+def head_matrix(config: ModelConfig, vocab_size: int, padded_vocab: int) -> ParameterSpec:
+    """The head's matrix [v, h]; a tied one is the word embedding's."""
+    if not config.untie_embeddings_and_output_weights:
+        return word_matrix(config, vocab_size, padded_vocab)
+    shape = (vocab_size, config.hidden_size)
+    return ParameterSpec((TensorSpec("head.weight", shape, normal(config), "head", shard=Shard(0), stored=padded_vocab),))
+
+
+def layer_parameters(config: ModelConfig, index: int, sequence: bool = False) -> dict[str, ParameterSpec]:
+    """All parameters of a transformer layer by their names in it. The first has the table of learned positions, the last the final norm."""
+    name = f"layers.{index}"
+
+    def norm(own: str, logical: str) -> dict[str, ParameterSpec]:
+        made = norm_parameters(config.normalization, config.hidden_size, logical, parts_under(sequence))
+        return {f"{own}.{kind}": spec for kind, spec in made.items()}
+
+    made = {}
+    if index == 0 and config.position_embedding_type == "learned_absolute":
+        shape = (config.max_position_embeddings, config.hidden_size)
+        made["position.weight"] = ParameterSpec((TensorSpec("embedding.position.weight", shape, normal(config), "embedding", copies="tp",
+                                                            grad_sum=parts_under(sequence)),))
+    made |= norm("input_norm", f"{name}.input_norm")
+    made |= {f"attention.{own}": spec for own, spec in attention_parameters(config, f"{name}.attention", sequence).items()}
+    made |= norm("mlp_norm", f"{name}.mlp_norm")
+    made |= {f"mlp.{own}": spec for own, spec in mlp_parameters(config, f"{name}.mlp", sequence).items()}
+    if index == config.num_layers - 1:
+        made |= norm("final_norm", "final_norm")
+    return made
+
+
+def like_layer(config: ModelConfig, index: int) -> int:
+    """The first layer whose parameters are those of layer `index` but for their names: layers between the ends are alike."""
+    return index if index in (0, config.num_layers - 1) else 1
+
+
+def distinct_layers(config: ModelConfig) -> list[int]:
+    """One layer of each kind, see `like_layer`."""
+    return sorted({like_layer(config, index) for index in (0, 1, config.num_layers - 1) if index < config.num_layers})
+
+
 class EmbeddingBlock(nn.Module):
     """Token ids -> [s, b, h]."""
 
-    def __init__(self, config: ModelConfig, padded_vocab: int, tp: TensorParallel = DENSE):
+    def __init__(self, config: ModelConfig, vocab_size: int, padded_vocab: int, tp: TensorParallel = DENSE):
         super().__init__()
-        self.word = VocabularyEmbedding(padded_vocab, config.hidden_size, tp)
+        self.word = VocabularyEmbedding(word_matrix(config, vocab_size, padded_vocab), tp)
 
     def forward(self, _: None, micro: MicroBatch) -> Tensor:
         return self.word(micro.tokens)
@@ -59,24 +108,24 @@ class LayerBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, seed: int, index: int, tp: TensorParallel = DENSE):
         super().__init__()
-        first, last = index == 0, index == config.num_layers - 1
+        parameters = layer_parameters(config, index, tp.sequence)
 
-        def norm() -> Norm:
-            return Norm(config.normalization, config.hidden_size, config.norm_epsilon, config.norm_backend)
+        def norm(name: str) -> Norm:
+            own = {kind: parameters[f"{name}.{kind}"] for kind in ("weight", "bias") if f"{name}.{kind}" in parameters}
+            return Norm(own, config.norm_epsilon, config.norm_backend, tp)
 
         def dropout(*names: object) -> Dropout:
             return Dropout(config.hidden_dropout, seed, *names, backend=config.dropout_backend)
 
-        learned = first and config.position_embedding_type == "learned_absolute"
-        self.position = Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
-        self.embedding_dropout = dropout("embedding.dropout") if first else None
-        self.input_norm = norm()
+        self.position = Embedding(parameters["position.weight"], tp) if "position.weight" in parameters else None
+        self.embedding_dropout = dropout("embedding.dropout") if index == 0 else None
+        self.input_norm = norm("input_norm")
         self.attention = SelfAttention(config, seed, index, tp)
         self.attention_dropout = dropout("layers", index, "attention.output_dropout")
-        self.mlp_norm = norm()
-        self.mlp = MLP(config, tp)
+        self.mlp_norm = norm("mlp_norm")
+        self.mlp = MLP(config, f"layers.{index}.mlp", tp)
         self.mlp_dropout = dropout("layers", index, "mlp.output_dropout")
-        self.final_norm = norm() if last else None
+        self.final_norm = norm("final_norm") if "final_norm.weight" in parameters else None
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         if self.position is not None:
@@ -105,7 +154,7 @@ class HeadBlock(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int, padded_vocab: int, tied: nn.Parameter | None, tp: TensorParallel = DENSE):
         super().__init__()
         self.config, self.vocab_size, self.tp = config, vocab_size, tp
-        self.weight = nn.Parameter(torch.empty(padded_vocab // tp.size, config.hidden_size, device="meta")) if tied is None else tied
+        self.weight = head_matrix(config, vocab_size, padded_vocab).parameter(tp) if tied is None else tied
 
     def logits(self, x: Tensor) -> Tensor:
         """[s, b, h] -> logits over the real vocabulary [s, b, v], soft-capped. One tensor-parallel rank alone."""

@@ -14,6 +14,7 @@ from megatron.config.groups import ModelConfig
 from megatron.layers.attention import mask_of
 from megatron.layers.dropout import DropoutState
 from megatron.layers.rotary import rotary_table
+from megatron.layers.spec import ParameterSpec, spec_of
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 from megatron.model.block import BlockWrapper, EmbeddingBlock, HeadBlock, LayerBlock, MicroBatch
 from megatron.model.stages import Stage, whole
@@ -31,7 +32,7 @@ class GPTModel(nn.Module):
         super().__init__()
         self.config, self.dtype, self.vocab_size, self.tp = config, dtype, vocab_size, tp
         stages = whole(config) if stages is None else stages
-        self.embedding = EmbeddingBlock(config, padded_vocab, tp) if any(stage.embedding for stage in stages) else None
+        self.embedding = EmbeddingBlock(config, vocab_size, padded_vocab, tp) if any(stage.embedding for stage in stages) else None
         self.layers = nn.ModuleDict({str(i): LayerBlock(config, seed, i, tp) for stage in stages for i in stage.layers})
         tied = None if config.untie_embeddings_and_output_weights or self.embedding is None else self.embedding.word.weight
         self.head = HeadBlock(config, vocab_size, padded_vocab, tied, tp) if any(stage.head for stage in stages) else None
@@ -41,6 +42,10 @@ class GPTModel(nn.Module):
         """The named units of a stage."""
         return [*([("embedding", self.embedding)] if stage.embedding else []), *((f"layers.{i}", self.layers[str(i)]) for i in stage.layers),
                 *([("head", self.head)] if stage.head else [])]
+
+    def declared(self) -> list[tuple[str, nn.Parameter, ParameterSpec]]:
+        """Every parameter by name with its declaration, in order; a tied head adds none."""
+        return [(name, parameter, spec_of(name, parameter, self.config)) for name, parameter in self.named_parameters()]
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """Named units in the order of the forward pass."""

@@ -5,30 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.config.groups import ModelConfig
 from megatron.kernels import lang, philox
 from megatron.kernels.initialise import normal_
-from megatron.model.layout import Box
+from megatron.layers.spec import Box
 
 
-def fill_initial(box: Box, local: Tensor, config: ModelConfig, seed: int) -> None:
-    """Write the initial values of one box into the local tensor that holds it (fp32 or fp64; padding is left alone).
+def fill_initial(box: Box, local: Tensor, seed: int, backend: str = "torch") -> None:
+    """Write the initial values that a box's tensor declares into the local tensor that holds it (fp32 or fp64; padding is left alone).
 
-    `config` is what choose_kernels made of the flags. normal(0, init-method-std) for matrices, with std / sqrt(2 x layers) for residual outputs (GPT-2); ones for the vectors that norms multiply by; zero biases.
+    `backend` is what choose_kernels made of --init-backend. Only matrices are drawn.
     """
-    target = box.view(local)
-    if box.name.endswith(".bias"):
-        target.zero_()
-    elif len(box.shape) == 1:
-        target.fill_(1)
-    else:
-        residual_output = box.name.endswith(("attention.proj.weight", "mlp.down.weight"))
-        std = config.init_method_std / (2 * config.num_layers) ** 0.5 if residual_output else config.init_method_std
-        key = philox.key(seed, box.name)
-        by_kernel = config.init_backend == "triton" and lang.unfit(local.device, torch.float32) is None
-        rows = box.extent[0] // box.groups
-        for group in range(box.groups):
-            part = torch.empty(target.shape[1:], dtype=torch.float32, device=local.device)
-            corner = box.offset[0] + group * rows, box.offset[1]
-            normal_(part, *key, *corner, std) if by_kernel else philox.normal(part, key, *corner, std)
-            target[group].copy_(part)
+    target, init = box.view(local), box.spec.init
+    if init.std == 0:
+        target.fill_(init.value)
+        return
+    key = philox.key(seed, box.name)
+    by_kernel = backend == "triton" and lang.unfit(local.device, torch.float32) is None
+    rows = box.extent[0] // box.groups
+    for group in range(box.groups):
+        part = torch.empty(target.shape[1:], dtype=torch.float32, device=local.device)
+        corner = box.offset[0] + group * rows, box.offset[1]
+        normal_(part, *key, *corner, init.std) if by_kernel else philox.normal(part, key, *corner, init.std)
+        target[group].copy_(part)

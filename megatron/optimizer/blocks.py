@@ -26,10 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.dist.groups import Groups, one_process
-from megatron.layers.linear import Linear
+from megatron.layers.spec import Box, holders
 from megatron.model.additions import check_additions
 from megatron.model.gpt import GPTModel
-from megatron.model.layout import Box, boxes, decays, holders
 
 ALIGNMENT = 64
 
@@ -87,8 +86,9 @@ class Block:
         self.share = mine + groups.copies.rank * share, mine + (groups.copies.rank + 1) * share  # what this rank counts, where all count once
         self.weight = torch.zeros(self.size, dtype=dtype, device=device)
         for entry, parameter in zip(self.entries, parameters, strict=True):
-            torch.utils.swap_tensors(parameter, nn.Parameter(entry.view(self.weight), requires_grad=self.trained))
-            parameter.main_grad, parameter.label = None, entry.name
+            stored = nn.Parameter(entry.view(self.weight), requires_grad=self.trained)
+            vars(stored).update(vars(parameter), main_grad=None, label=entry.name)  # what it declares stays
+            torch.utils.swap_tensors(parameter, stored)
         wide = accumulation_dtype(dtype) if self.trained else dtype
         self.unseen = torch.empty(0, dtype=dtype, device=device).set_(self.weight.untyped_storage(), 0, (self.size,))  # autograd counts no writes to it
         if stage == 3:
@@ -276,22 +276,23 @@ def padded(elements: int, parts: int = 1) -> int:
 def plan_blocks(model: GPTModel, parts: int) -> list[tuple[Plan, list[nn.Parameter]]]:
     """Where every parameter of a model lies, block by block in the order of the forward pass; buffers can be cut into `parts` equal slices."""
     plans, placed = [], set()
+    declared = {parameter: (name, spec) for name, parameter, spec in model.declared()}
     for unit_name, unit in model.units():
-        late = {f"{name}.weight" for name, module in unit.named_modules() if isinstance(module, Linear)}
-        parameters = [(name, p) for name, p in unit.named_parameters() if p not in placed]  # a tied head adds none
-        late |= {name for name, p in parameters if model.head is not None and p is model.head.weight}  # the head's gradient precedes the embedding's
-        parameters.sort(key=lambda item: (not decays(item[1]), item[0] not in late))
-        placed.update(p for _, p in parameters)
+        own = [parameter for parameter in unit.parameters() if parameter not in placed]  # a tied head adds none
+        late = {parameter for parameter in own if declared[parameter][1].product}
+        late |= {parameter for parameter in own if model.head is not None and parameter is model.head.weight}  # its gradient precedes the embedding's
+        own.sort(key=lambda parameter: (not declared[parameter][1].decay, parameter not in late))
+        placed.update(own)
         entries, ends = [], {"late": 0, "decayed": 0, "all": 0}
-        for name, parameter in parameters:
-            full = f"{unit_name}.{name}"
-            entries.append(Entry(full, ends["all"], parameter.shape, boxes(model.config, model.vocab_size, full, parameter, model.tp)))
+        for parameter in own:
+            name, spec = declared[parameter]
+            entries.append(Entry(name, ends["all"], parameter.shape, spec.boxes(model.tp)))
             ends["all"] += padded(parameter.numel())
-            ends |= {"late": ends["all"]} if name in late else {}
-            ends |= {"decayed": ends["all"]} if decays(parameter) else {}
-        if parameters:
+            ends |= {"late": ends["all"]} if parameter in late else {}
+            ends |= {"decayed": ends["all"]} if spec.decay else {}
+        if own:
             plan = Plan(unit_name, tuple(entries), ends["late"], ends["decayed"], padded(ends["all"], parts))
-            plans.append((plan, [p for _, p in parameters]))
+            plans.append((plan, own))
     return plans
 
 

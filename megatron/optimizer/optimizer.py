@@ -18,7 +18,7 @@ from megatron.config.groups import Config
 from megatron.dist.groups import Groups, one_process
 from megatron.model.init import fill_initial
 from megatron.model.kernels import choose_kernels
-from megatron.model.layout import Box, Holder, holders
+from megatron.layers.spec import Box, Holder, holders
 from megatron.optimizer.blocks import Block, accumulation_dtype
 from megatron.optimizer.clip import clip_coefficient, sum_of_squares
 from megatron.optimizer.nvme import StateFiles, Stored
@@ -77,7 +77,7 @@ class Optimizer:
         """Fill the master weights from the seed and publish them."""
         def fill(pairs: list[tuple[Box, Tensor]]) -> None:
             for box, master in pairs:
-                fill_initial(box, master, self.chosen.model, self.chosen.training.seed)
+                fill_initial(box, master, self.chosen.training.seed, self.chosen.model.init_backend)
 
         self.fill_weights(fill)
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from megatron.dist.collectives import all_reduce
 from megatron.dist.groups import Groups
 from megatron.layers.linear import SCRATCH_BYTES
-from megatron.layers.tensor_parallel import TensorParallel
 from megatron.optimizer.blocks import Block
 
 
@@ -23,11 +22,11 @@ def sum_copies(blocks: list[Block], groups: Groups) -> None:
             all_reduce(block.grad_shard, groups.copies)
 
 
-def sum_partial_gradients(blocks: list[Block], tp: TensorParallel, groups: Groups) -> None:
-    """Sum what PARTIAL_GRADIENTS lists over its tensor-parallel ranks, packed, and a tied matrix over the two stages that hold it."""
-    for name, axis in (("axis", groups.tp), ("kv", groups.kv), ("tied", groups.tied)):
+def sum_partial_gradients(blocks: list[Block], groups: Groups) -> None:
+    """Sum what tensors declare in `grad_sum`: over tensor-parallel ranks, packed, and a tied matrix over the two stages that hold it."""
+    for name, axis in (("tp", groups.tp), ("kv", groups.kv), ("tied", groups.tied)):
         views = [view for block in blocks for entry in block.entries for box in entry.boxes
-                 if axis.size > 1 and box.replicated == name and box.partial(tp) for view in block.runs(entry, box, block.grad_shard)]
+                 if axis.size > 1 and name in (box.spec.grad_sum or ()) for view in block.runs(entry, box, block.grad_shard)]
         pack: list[Tensor] = []
         size = 0  # bytes
         for index, view in enumerate(views):

@@ -142,7 +142,7 @@ class Zero:
         self.spent = []
         if self.watched is None:
             sum_copies(self.trained, self.groups)
-            sum_partial_gradients(self.trained, self.model.tp, self.groups)
+            sum_partial_gradients(self.trained, self.groups)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Tensor]:

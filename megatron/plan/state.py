@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron.config.derive import GATED, data_parallel_size
-from megatron.config.groups import Config, ModelConfig, PrecisionConfig
+from megatron.config.derive import data_parallel_size
+from megatron.config.groups import Config, PrecisionConfig
 from megatron.config.stages import frozen_units
-from megatron.model.arithmetic import head_widths, local_shape
+from megatron.model.arithmetic import elements
+from megatron.model.block import distinct_layers, layer_parameters, like_layer, word_matrix
 from megatron.model.stages import Stage
 from megatron.optimizer.blocks import on_host_of, padded
 from megatron.optimizer.nvme import SLOTS, in_pages, part_room
@@ -60,30 +61,18 @@ def shard_size(config: Config, world_size: int) -> int:
     return config.distributed.zero_shard_size or data_parallel_size(config, world_size)
 
 
-def _tensors(model: ModelConfig, layer: int) -> tuple[list[int], list[int]]:
-    """Elements of each parameter of a layer of the local shape: (weights of its linear layers, all others)."""
-    h, f, d = model.hidden_size, model.ffn_hidden_size, model.kv_channels
-    q, k = head_widths(model)
-    columns = 2 * f if model.activation in GATED else f
-    vectors = 2 if model.normalization == "LayerNorm" else 1
-    others = [h] * (2 * vectors)
-    others += [q + 2 * k] if model.add_bias_linear or model.add_qkv_bias else []
-    others += [h, columns, h] if model.add_bias_linear else []
-    others += [d] * (2 * vectors) if model.qk_layernorm else []
-    others += [model.max_position_embeddings * h] if layer == 0 and model.position_embedding_type == "learned_absolute" else []
-    others += [h] * vectors if layer == model.num_layers - 1 else []
-    return [h * (q + 2 * k), q * h, h * columns, f * h], others
-
-
 def unit_sizes(config: Config, padded_vocab: int, replicas: int, *, copied: bool) -> list[Sizes | None]:
     """The block of each unit (embedding, layers, head) on a rank that holds it; None: a tied head without a matrix of its own (not `copied`)."""
     tp, model = config.distributed.tensor_model_parallel_size, config.model
-    local, matrix = local_shape(model, tp), padded(padded_vocab // tp * model.hidden_size, replicas)
-    layers = []
-    for layer in range(model.num_layers):
-        late, others = ([padded(count) for count in counts] for counts in _tensors(local, layer))
-        size = padded(sum(late) + sum(others), replicas)
-        layers.append(Sizes(f"layer {layer}", size, size - sum(late)))
+    matrix = padded(elements([word_matrix(model, padded_vocab, padded_vocab)], tp), replicas)
+    sizes = {}
+    for layer in distinct_layers(model):
+        parameters = layer_parameters(model, layer).values()
+        late = sum(padded(elements([spec], tp)) for spec in parameters if spec.product)
+        others = sum(padded(elements([spec], tp)) for spec in parameters if not spec.product)
+        size = padded(late + others, replicas)
+        sizes[layer] = size, size - late
+    layers = [Sizes(f"layer {layer}", *sizes[like_layer(model, layer)]) for layer in range(model.num_layers)]
     head = Sizes("head", matrix, matrix) if copied or model.untie_embeddings_and_output_weights else None
     frozen = frozen_units(config)
     units = Sizes("embedding", matrix, matrix), *layers, head

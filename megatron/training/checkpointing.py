@@ -22,7 +22,7 @@ from megatron.checkpoint.share import own_part
 from megatron.checkpoint.writer import shard_bytes, try_folder
 from megatron.config.groups import Config
 from megatron.dist.together import together
-from megatron.model.layout import Box
+from megatron.layers.spec import Box
 from megatron.observe.metrics import save_metrics
 from megatron.observe.tracking import Tracker
 from megatron.optimizer.optimizer import Optimizer

@@ -26,7 +26,7 @@ from megatron.checkpoint.ranks import ONE, Ranks  # noqa: E402
 from megatron.checkpoint.reader import Checkpoint  # noqa: E402
 from megatron.checkpoint.saver import Saver, Staging, staging_bytes  # noqa: E402
 from megatron.checkpoint.share import own_part  # noqa: E402
-from megatron.model.layout import Box, Holder  # noqa: E402
+from megatron.layers.spec import Box, Holder  # noqa: E402
 
 SHAPES = {"embedding.word.weight": (307, 512), "layers.0.mlp.up.weight": (512, 512), "layers.0.mlp.up.bias": (512,)}
 Tell = Callable[[str], None]

@@ -17,7 +17,7 @@ from megatron.layers.embedding import embedding_weight_grad
 from megatron.layers.linear import column_linear, linear_weight_grad
 from megatron.layers.loss import cross_entropy
 from megatron.layers.tensor_parallel import DENSE
-from megatron.model.layout import Box
+from megatron.layers.spec import Box
 from megatron.observe.tracking import read_metrics
 from megatron.training import pretrain as pretrain_module
 from pretrain_gpt import main

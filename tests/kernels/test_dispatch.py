@@ -5,12 +5,12 @@ import sys
 
 import pytest
 import torch
+from unit.layers.made import norm
 
 from megatron.config.groups import Config, ModelConfig, OptimizerConfig, PrecisionConfig
 from megatron.kernels import apex, dispatch, lang
 from megatron.kernels.dispatch import OPERATORS, choose, flag_of
 from megatron.layers.linear import linear_weight_grad
-from megatron.layers.norm import Norm
 from megatron.model.kernels import choose_kernels, remarks
 from megatron.optimizer.clip import sum_of_squares
 
@@ -187,14 +187,14 @@ def test_the_norms_of_apex_are_called_as_it_defines_them(kind, fake):
     fake("fused_layer_norm_cuda", APEX_NORMS)
     found = []
     for backend in ("torch", "apex"):
-        norm = Norm(kind, 8, 1e-5, backend).to_empty(device="cpu")
-        for parameter in norm.parameters():
+        layer = norm(kind, 8, 1e-5, backend).to_empty(device="cpu")
+        for parameter in layer.parameters():
             parameter.data.copy_(torch.linspace(0.5, 1.5, 8))
             parameter.main_grad = torch.zeros(8)
         x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        y = norm(x)
+        y = layer(x)
         y.backward(torch.linspace(-1, 1, 48).view(3, 2, 8))
-        found.append([y.detach(), x.grad, *(parameter.main_grad for parameter in norm.parameters())])
+        found.append([y.detach(), x.grad, *(parameter.main_grad for parameter in layer.parameters())])
     for expected, got in zip(*found, strict=True):
         torch.testing.assert_close(got, expected)
 

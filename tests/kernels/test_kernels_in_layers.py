@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 from checks import error
+from unit.layers.made import norm as norm_layer
 
 from megatron.config.groups import ModelConfig
-from megatron.layers.norm import Norm
 from megatron.model.block import LayerBlock
 from megatron.model.gpt import GPTModel
 
@@ -70,7 +70,7 @@ def test_evaluation_drops_nothing(device):
 def test_gradients_of_a_sum_and_its_norm(kind, device):
     """Whoever uses the norm, the sum, or both; a frozen weight's main_grad is not touched."""
     def gradients(backend, uses, frozen=False):
-        norm = Norm(kind, 16, 1e-5, backend).to_empty(device=device)
+        norm = norm_layer(kind, 16, 1e-5, backend).to_empty(device=device)
         generator = torch.Generator().manual_seed(1)
         for parameter in norm.parameters():
             parameter.data.copy_(torch.randn(16, generator=generator))

@@ -37,7 +37,7 @@ def passes(config: ModelConfig, how: str) -> dict[str, torch.Tensor]:
     for block in build_blocks(model, torch.device("cpu")):
         for entry in block.entries:
             for box in entry.boxes:
-                fill_initial(box, entry.view(block.weight), config, 5)
+                fill_initial(box, entry.view(block.weight), 5)
         block.open()
     ids = torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(0))
     micro = model.micro_batch(ids[:, :-1], ids[:, 1:], torch.ones(B, S), torch.arange(S).expand(B, S), torch.arange(B),

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from megatron.kernels import attention as attention_kernel
 from megatron.kernels import philox
-from oracle.mutants import Make, mutant
+from oracle.mutants import Make, also, mutant
 from torch import Tensor, nn
 
 from megatron.data.loader import Source
@@ -23,7 +23,6 @@ from megatron.layers.norm import Norm
 from megatron.model import block, gpt
 from megatron.model.block import HeadBlock, LayerBlock
 from megatron.model.gpt import GPTModel
-from megatron.optimizer import optimizer
 from megatron.optimizer.optimizer import Optimizer
 
 # ---- norms
@@ -495,37 +494,45 @@ def _(original):
     return weight_grad
 
 
-@mutant(
-    "model",
-    "residual outputs begin as large as all weights",
-    "gpt-files",
-    optimizer,
-    "fill_initial",
-)
-def _(original):
-    return lambda box, local, config, seed: original(
-        box, local, dataclasses.replace(config, num_layers=0.5), seed
-    )
+def _residual_outputs_as_large_as_all(original):
+    return lambda config, residual_output=False: original(config)
 
 
-@mutant(
+mutant(
+    "model", "residual outputs begin as large as all weights", "gpt-files", attention, "normal"
+)(_residual_outputs_as_large_as_all)
+also(mlp, "normal")(_residual_outputs_as_large_as_all)
+
+
+def _residual_outputs_by_the_root_of_l(original):
+    def normal(config, residual_output=False):
+        half = dataclasses.replace(config, num_layers=config.num_layers / 2)
+        return original(half, residual_output=residual_output)
+
+    return normal
+
+
+mutant(
     "model",
     "residual outputs scaled by the root of L, not of 2 L",
     "gpt-files",
-    optimizer,
-    "fill_initial",
-)
-def _(original):
-    return lambda box, local, config, seed: original(
-        box, local, dataclasses.replace(config, num_layers=config.num_layers / 2), seed
-    )
+    attention,
+    "normal",
+)(_residual_outputs_by_the_root_of_l)
+also(mlp, "normal")(_residual_outputs_by_the_root_of_l)
 
 
-@mutant("model", "init-method-std ignored", "llama", optimizer, "fill_initial")
-def _(original):
-    return lambda box, local, config, seed: original(
-        box, local, dataclasses.replace(config, init_method_std=0.02), seed
-    )
+def _usual_deviation(original):
+    def normal(config, residual_output=False):
+        usual = dataclasses.replace(config, init_method_std=0.02)
+        return original(usual, residual_output=residual_output)
+
+    return normal
+
+
+mutant("model", "init-method-std ignored", "llama", attention, "normal")(_usual_deviation)
+also(mlp, "normal")(_usual_deviation)
+also(block, "normal")(_usual_deviation)
 
 
 # ---- loss

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megatron.data import blend, loader, token_stream
 from megatron.data.loader import MockReader, Source
+from megatron.layers.spec import ParameterSpec
 from megatron.observe import metrics
-from megatron.optimizer import blocks, lr_schedule, optimizer, update
+from megatron.optimizer import lr_schedule, optimizer, update
 from megatron.optimizer.lr_schedule import Schedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
@@ -305,16 +306,16 @@ for name, make in {
 }.items():
     mutant("optimizer", name, "llama", UpdateRule, "_fused")(make)
 
-mutant("optimizer", "weight decay of vectors", "gpt-files", blocks, "decays")(
-    to(lambda parameter: True)
+mutant("optimizer", "weight decay of vectors", "gpt-files", ParameterSpec, "decay")(
+    to(property(lambda self: True))
 )
 
 
-@mutant("optimizer", "no weight decay of the vocabulary's matrices", "llama", blocks, "decays")
+@mutant(
+    "optimizer", "no weight decay of the vocabulary's matrices", "llama", ParameterSpec, "decay"
+)
 def _(original):
-    return lambda parameter: (
-        original(parameter) and parameter.shape[0] != 128
-    )  # of 50 tokens, padded
+    return property(lambda self: original.fget(self) and self.tensors[0].kind == "matrix")
 
 
 @mutant("optimizer", "Nesterov's momentum", "sgd", update, "sgd")
@@ -351,7 +352,7 @@ def _(original):
     "fill_initial",
 )
 def _(original):
-    return lambda box, local, config, seed: original(box, local, config, 1234)
+    return lambda box, local, seed, backend: original(box, local, 1234, backend)
 
 
 @mutant(

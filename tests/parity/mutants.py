@@ -35,24 +35,23 @@ PIPELINE, REDUCTION = "megatron/parallel/pipeline.py", "megatron/optimizer/reduc
 ZERO, BLOCKS, OPTIMIZER = "megatron/optimizer/zero.py", "megatron/optimizer/blocks.py", "megatron/optimizer/optimizer.py"
 
 
-def unsummed(name: str, line: str, *rows: str) -> Mutant:
-    """One row of PARTIAL_GRADIENTS left out."""
-    return Mutant(f"no sum of {name}", f"{LAYERS}/tensor_parallel.py", f"    {line},\n", "", rows)
+def unsummed(name: str, file: str, old: str, new: str, *rows: str) -> Mutant:
+    """A tensor that declares no sum of its gradients."""
+    return Mutant(f"no sum of {name}", file, old, new, rows)
 
 
 MUTANTS = (
-    unsummed("layer norms",
-             '''Partial(("input_norm.weight", "input_norm.bias", "mlp_norm.weight", "mlp_norm.bias"), "axis", sequence_only=True)''',
-             "fp64-llama-tp2-sp-serial"),
-    unsummed("the final norm", '''Partial(("final_norm.weight", "final_norm.bias"), "axis", sequence_only=True)''', "fp64-llama-tp2-sp-serial"),
-    unsummed("row-parallel biases", '''Partial(("attention.proj.bias", "mlp.down.bias"), "axis", sequence_only=True)''', "fp64-documents-tp2-sp"),
-    unsummed("positions", '''Partial(("embedding.position.weight",), "axis", sequence_only=True)''', "fp64-documents-tp2-sp"),
-    unsummed("QK norms",
-             '''Partial(("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias"), "axis", sequence_only=False)''',
-             "fp64-mqa-qknorm-bias-tp2-dp2"),
-    unsummed("shared key/value heads",
-             '''Partial(("attention.k.weight", "attention.k.bias", "attention.v.weight", "attention.v.bias"), "kv", sequence_only=False)''',
-             "fp64-mqa-bias-tp2"),
+    unsummed("layer norms", f"{MODEL}/block.py", "logical, parts_under(sequence))",
+             """logical, () if logical.endswith("input_norm") else parts_under(sequence))""", "fp64-llama-tp2-sp-serial"),
+    unsummed("the final norm", f"{MODEL}/block.py", "logical, parts_under(sequence))",
+             """logical, () if logical == "final_norm" else parts_under(sequence))""", "fp64-llama-tp2-sp-serial"),
+    unsummed("row-parallel biases", f"{LAYERS}/mlp.py", """h, copies="tp", grad_sum=parts_under(sequence)""",
+             """h, copies="tp", grad_sum=()""", "fp64-documents-tp2-sp"),
+    unsummed("positions", f"{MODEL}/block.py", """"embedding", copies="tp",
+                                                            grad_sum=parts_under(sequence)""", """"embedding", copies="tp", grad_sum=()""",
+             "fp64-documents-tp2-sp"),
+    unsummed("QK norms", f"{LAYERS}/attention.py", """grad_sum=("tp",)""", "grad_sum=()", "fp64-mqa-qknorm-bias-tp2-dp2"),
+    unsummed("shared key/value heads", f"{LAYERS}/attention.py", """"kv", ("kv",))""", """"kv", ())""", "fp64-mqa-bias-tp2"),
     Mutant("no sum of a row-parallel layer's outputs", f"{LAYERS}/linear.py",
            "y = all_reduce(F.linear(x, weight), tp.axis)", "y = F.linear(x, weight)", ("fp64-gpt-tp2",)),
     Mutant("no sum of a column-parallel layer's input gradients", f"{LAYERS}/linear.py",
@@ -94,8 +93,8 @@ MUTANTS = (
            ("fp64-documents-tp2-sp",)),
     Mutant("the first positions embedded on every rank", f"{MODEL}/gpt.py",
            "position_ids=position_ids[own]", "position_ids=position_ids[: len(position_ids[own])]", ("fp64-documents-tp2-sp",)),
-    Mutant("key/value heads of another rank", f"{MODEL}/layout.py",
-           "offset = (tp.axis.rank // tp.kv.size * groups * d,", "offset = (tp.axis.rank % (config.num_query_groups // groups) * groups * d,",
+    Mutant("key/value heads of another rank", f"{LAYERS}/spec.py",
+           "tp.axis.rank // sharing * extent", "tp.axis.rank % tensor.shard.count(tp.size) * extent",
            ("fp64-gqa2-qknorm-tp4-sp",)),
     Mutant("samples of neighbouring data-parallel ranks overlap", "megatron/training/run.py",
            "return first + self.config.training.micro_batch_size * self.groups.dp.rank",
@@ -155,8 +154,8 @@ MUTANTS = (
     Mutant("a split backward reduced one micro-batch too early", ZERO,
            "if often else count", "if often else count - 1", ("fp64-documents-pp2-zero-bubble-v-dp2",)),
     Mutant("partial gradients summed on the first pipeline rank alone", ZERO,
-           "            sum_partial_gradients(self.trained, self.model.tp, self.groups)",
-           "            if self.groups.pp.rank == 0:\n                sum_partial_gradients(self.trained, self.model.tp, self.groups)",
+           "            sum_partial_gradients(self.trained, self.groups)",
+           "            if self.groups.pp.rank == 0:\n                sum_partial_gradients(self.trained, self.groups)",
            ("fp64-llama-pp2-1f1b-tp2-sp",)),
     Mutant("no sum of a tied matrix's gradients", REDUCTION, """, ("tied", groups.tied)""", "", ("fp64-gpt-pp2-gpipe",)),
     Mutant("a tied matrix summed over data-parallel ranks", "megatron/dist/groups.py",

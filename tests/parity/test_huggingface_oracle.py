@@ -16,7 +16,6 @@ from megatron.config.groups import ModelConfig
 from megatron.model.block import PlainBlocks
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
-from megatron.model.layout import boxes
 from megatron.optimizer.blocks import build_blocks
 
 transformers = pytest.importorskip("transformers")
@@ -52,7 +51,7 @@ def our_run(config: ModelConfig, dtype: torch.dtype):
         block.open()
         for entry in block.entries:
             for box in entry.boxes:
-                fill_initial(box, entry.view(block.weight), config, 1)
+                fill_initial(box, entry.view(block.weight), 1)
                 if box.name.endswith(("bias", "norm.weight")):  # zeros and ones hide mistakes
                     view = box.view(entry.view(block.weight))
                     view.add_(0.3 * torch.sin(torch.arange(view.numel(), dtype=dtype)).view(view.shape))
@@ -63,8 +62,8 @@ def our_run(config: ModelConfig, dtype: torch.dtype):
     wrapper = PlainBlocks()
     sums, saved = model(micro, wrapper)
     model.backward(saved, model.loss_gradient(sums, 1 / (B * S)), wrapper)
-    for name, parameter in model.named_parameters():
-        for box in boxes(config, VOCAB, name, parameter):
+    for name, parameter, spec in model.declared():
+        for box in spec.boxes():
             grads[box.name] = box.view(parameter.main_grad).reshape(box.extent)
             assert parameter.main_grad[box.extent[0] :].abs().sum() == 0 or box.groups > 1 or "fc1" in name  # padded rows have no gradient
     return sums[1].item() / (B * S), weights, grads

@@ -143,7 +143,7 @@ def ours(tensors: dict[str, Tensor], rank: int, ranks: int, background: bool = F
     from megatron.checkpoint.ranks import Ranks
     from megatron.checkpoint.saver import Saver, staging_bytes
     from megatron.dist.groups import Axis
-    from megatron.model.layout import Box
+    from megatron.layers.spec import Box
 
     pairs = []
     for name, tensor in tensors.items():

@@ -64,7 +64,7 @@ class Job:
         for block in self.blocks:
             for entry in block.entries:
                 for box in entry.boxes:
-                    fill_initial(box, entry.view(block.weight), config, 5)
+                    fill_initial(box, entry.view(block.weight), 5)
             block.open()
         self.pipeline = Pipeline(self.model, self.wrapper, self.placement, (shape["seq"], shape["batch"], shape["hidden"]), groups, CPU)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,18 +10,21 @@ import torch
 from common import Work
 
 from megatron.config.arguments import parse_arguments
+from megatron.config.groups import ModelConfig
 from megatron.data.loader import build_data
 from megatron.data.tokenizer import build_tokenizer
+from megatron.layers.spec import TensorSpec, whole
+from megatron.model.block import head_matrix, layer_parameters, word_matrix
 from megatron.model.init import fill_initial
-from megatron.model.layout import Box
 
 
-def shapes(work: Work) -> dict[str, tuple[int, int]]:
-    """The matrices of the model as logical tensors; its other weights are those of norms and begin as ones."""
-    h, f = work.hidden, work.ffn
-    of_layer = {f"attention.{part}": (h, h) for part in ("q", "k", "v", "proj")} | {"mlp.gate": (f, h), "mlp.up": (f, h), "mlp.down": (h, f)}
-    layers = {f"layers.{i}.{name}.weight": shape for i in range(work.layers) for name, shape in of_layer.items()}
-    return {"embedding.word.weight": (work.vocab, h), **layers, "head.weight": (work.vocab, h)}
+def matrices(work: Work, model: ModelConfig) -> list[TensorSpec]:
+    """The matrices of the model; its other weights are those of norms and begin as ones."""
+    sizes = {"kv_channels": work.hidden // work.heads, "num_query_groups": work.heads, "max_position_embeddings": work.seq}
+    model = dataclasses.replace(model, **sizes)
+    layers = [spec for index in range(work.layers) for spec in layer_parameters(model, index).values()]
+    parameters = [word_matrix(model, work.vocab, work.vocab), *layers, head_matrix(model, work.vocab, work.vocab)]
+    return [tensor for spec in parameters for tensor in spec.tensors if len(tensor.shape) == 2]
 
 
 def write_start(folder: Path, work: Work, flags: list[str]) -> None:
@@ -29,9 +33,9 @@ def write_start(folder: Path, work: Work, flags: list[str]) -> None:
     """
     config = parse_arguments(flags).config
     tensors = {}
-    for name, shape in shapes(work).items():
-        tensors[name] = torch.empty(shape)
-        fill_initial(Box(name, shape, (0, 0), shape), tensors[name], config.model, config.training.seed)
+    for tensor in matrices(work, config.model):
+        tensors[tensor.name] = torch.empty(tensor.shape)
+        fill_initial(whole(tensor), tensors[tensor.name], config.training.seed)
     batch = build_data(config, build_tokenizer(config.data), None, 0).train.batch(0, work.steps * work.step_samples)
     tensors["tokens"] = torch.cat((batch.tokens, batch.labels[:, -1:]), 1)
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}

@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint
-from megatron.model.layout import Box
+from megatron.layers.spec import Box
 
 
 class CheckpointReader(StorageReader):

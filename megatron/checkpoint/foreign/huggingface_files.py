@@ -32,7 +32,7 @@ from megatron.checkpoint.reader import DTYPE_NAMES, TORCH_DTYPES, Checkpoint
 from megatron.config.errors import UserError
 from megatron.config.input_files import InputError, parse_json
 from megatron.config.input_files import read_json as read_file
-from megatron.model.layout import Box
+from megatron.layers.spec import Box
 
 FILE = 4 << 30  # most bytes of tensors in one file, unless a single tensor is larger
 PIECE = 8 << 20  # bytes that are read, converted and written at a time

@@ -8,25 +8,20 @@ apart on request); a normalisation before a linear layer may carry that layer's 
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import reprlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from megatron.checkpoint.boxes import intersect
-from megatron.checkpoint.foreign.models import Pair, Part, Whole
+from megatron.checkpoint.foreign.models import Pair, Part, Whole, declared
 from megatron.checkpoint.foreign.pickles import Record
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
-from megatron.model.layout import boxes
 
 OUTER = {
     "embedding.word_embeddings.weight": "embedding.word.weight", "embedding.position_embeddings.weight": "layers.0.position.weight",
-    "decoder.final_layernorm": "final_norm", "output_layer.weight": "head.weight",
+    "decoder.final_layernorm": "layers.-1.final_norm", "output_layer.weight": "head.weight",
 }
 INNER = {  # names in a layer, without weight or bias
     "input_layernorm": "input_norm", "self_attention.linear_qkv.layer_norm": "input_norm", "self_attention.linear_qkv": "attention.qkv",
@@ -38,7 +33,8 @@ BESIDE = re.compile(r"optimizer\.|rng_state|.*_extra_state|rerun_state|opt_param
 
 
 def our_parameter(name: str) -> tuple[str, int] | None:
-    """(our parameter's name with {} for the layer's number, the half of fc1: 0 or 1, -1 for all) of one of theirs; None when there is none."""
+    """(our parameter's name with {} for the layer's number, or -1 for the last layer's; the half of fc1: 0 or 1, -1 for all) of one of theirs;
+    None when there is none."""
     name = re.sub(r"^(?:model\d*\.|module\.)+", "", name)
     half = {"_w": 0, "_v": 1}.get(name[-2:], -1)
     name = name[:-2] if half >= 0 else name
@@ -62,7 +58,7 @@ def map_tensors(model: ModelConfig, vocab_size: int, tensors: Iterable[Whole]) -
         if found is None:
             unknown.append(name)
             continue
-        ours, half = found
+        ours, half = found[0].replace("layers.-1.", f"layers.{model.num_layers - 1}."), found[1]
         if "{}" in ours and shape[0] != model.num_layers:
             wrong.append(f"{name} holds {shape[0]} layers, --num-layers is {model.num_layers}")
             continue
@@ -94,11 +90,16 @@ def _boxes(model: ModelConfig, vocab_size: int, parameter: str, shape: tuple[int
     offset, extent, elements = part
     if half >= 0:
         shape, offset = (2 * shape[0], *shape[1:]), (half * shape[0] + offset[0], *offset[1:])
+    spec = declared(model, vocab_size).get(parameter)
+    if spec is None:
+        raise UserError("a model with these flags has no such tensor")
+    needed = spec.local_shape(1)
+    padded = spec.tensors[0].stored is not None  # to any number of rows
+    if shape[1:] != needed[1:] or (shape[0] < vocab_size if padded else shape[0] != needed[0]):
+        raise UserError(f"shape {list(shape)}, but the model's flags need {list(needed)} for {', '.join(tensor.name for tensor in spec.tensors)}")
     value = elements()
-    for box in boxes(model, vocab_size, parameter, torch.empty(shape, device="meta")):
+    for box in spec.boxes():
         rows, stride = box.extent[0] // box.groups, shape[0] // box.groups
-        if math.prod(box.shape[1:]) != math.prod(shape[1:]) or box.start + rows > stride or (box.groups > 1 and shape[0] % box.groups):
-            raise UserError(f"shape {list(shape)} does not hold {box.name} {list(box.shape)}")
         for first, last, whole in _runs(offset[0], offset[0] + extent[0], stride):
             group = first // stride
             if whole and box.groups > 1:

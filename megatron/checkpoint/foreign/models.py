@@ -17,9 +17,9 @@ from megatron.checkpoint.manifest import CheckpointError
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.config.input_files import InputError, open_regular
+from megatron.layers.spec import Box, ParameterSpec
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
-from megatron.model.layout import Box, model_boxes
 
 Pair = tuple[Box, Tensor]  # part of a logical tensor, and the tensor that holds it
 Part = tuple[tuple[int, ...], tuple[int, ...], Callable[[], Tensor]]  # offset, extent, and the elements of a box of one of their tensors
@@ -93,10 +93,16 @@ def own_share(pairs: list[Pair], rank: int, ranks: int) -> list[Pair]:
 
 
 @functools.cache
-def model_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """The logical tensors of a model and their shapes. Nothing is allocated."""
+def declared(model: ModelConfig, vocab_size: int) -> dict[str, ParameterSpec]:
+    """What a whole model's parameters declare, by name, those of modules that were added to it too. Nothing is allocated."""
     described = GPTModel(model, vocab_size=vocab_size, padded_vocab=padded_vocab_size(vocab_size, model), dtype=torch.float32, seed=0)
-    return {box.name: box.shape for box, _, _ in model_boxes(described)}
+    return {name: spec for name, _, spec in described.declared()}
+
+
+@functools.cache
+def model_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """The logical tensors of a model and their shapes."""
+    return {tensor.name: tensor.shape for spec in declared(model, vocab_size).values() for tensor in spec.tensors}
 
 
 def check_shapes(pairs: list[Pair], model: ModelConfig, vocab_size: int) -> None:

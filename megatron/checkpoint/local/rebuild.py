@@ -22,7 +22,7 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.config.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron.model.layout import Box
+    from megatron.layers.spec import Box
 
 NAMED = 8  # most shards that a message lists
 

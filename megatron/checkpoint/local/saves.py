@@ -32,7 +32,7 @@ from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.writer import write_shard
 
 if TYPE_CHECKING:
-    from megatron.model.layout import Box
+    from megatron.layers.spec import Box
 
 KEPT = 2  # newest iterations that stay
 GIB = 1 << 30

@@ -25,7 +25,7 @@ from megatron.config.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron.model.layout import Box
+    from megatron.layers.spec import Box
 
 
 class Tiers:

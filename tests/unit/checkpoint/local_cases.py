@@ -25,7 +25,7 @@ from megatron.checkpoint.local.saves import save_local
 from megatron.checkpoint.local.tiers import Tiers
 from megatron.checkpoint.ranks import Ranks
 from megatron.dist.groups import Axis
-from megatron.model.layout import Box
+from megatron.layers.spec import Box
 from megatron.training.exit import Exit
 from megatron.training.loop import COMPLETE
 

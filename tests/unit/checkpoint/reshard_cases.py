@@ -17,7 +17,7 @@ from megatron.checkpoint import reader
 from megatron.checkpoint.manifest import iteration_folder
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.arguments import parse_arguments
-from megatron.model.layout import Holder, holders
+from megatron.layers.spec import Holder, holders
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.training import pretrain
@@ -207,7 +207,7 @@ MUTANTS: dict[str, Callable] = {
     "tensor-parallel ranks other than the first own nothing": _owns(lambda box, groups: groups.replicas.rank == groups.tp.rank == 0),
     "every data-parallel copy owns": _owns(lambda box, groups: groups.tp.rank == 0 or box.replicated is None),
     "every holder of a key/value head owns it": _owns(
-        lambda box, groups: groups.replicas.rank == 0 and (box.replicated != "axis" or groups.tp.rank == 0)),
+        lambda box, groups: groups.replicas.rank == 0 and (box.replicated != "tp" or groups.tp.rank == 0)),
     "both ends of a pipeline own a tied matrix": _owns(
         lambda box, groups: groups.replicas.rank == 0 and (box.replicated == "tied" or holders(box, groups).rank == 0)),
     "nobody owns a tensor": lambda: mock.patch.object(

@@ -19,7 +19,7 @@ from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint, try_folder
 from megatron.dist.groups import ALONE, Axis, Groups, Layout, build_groups
-from megatron.model.layout import Box
+from megatron.layers.spec import Box
 from megatron.optimizer.optimizer import Optimizer
 
 STATE = {"iteration": 2, "consumed_samples": 16, "scale": float("inf")}
@@ -40,11 +40,11 @@ def _owns(box: Box, groups: Groups) -> bool:
 
 
 def _without_replicas(box: Box, groups: Groups) -> bool:
-    return {None: ALONE, "axis": groups.tp, "kv": groups.kv, "tied": groups.tied}[box.replicated].rank == 0
+    return {None: ALONE, "tp": groups.tp, "kv": groups.kv, "tied": groups.tied}[box.replicated].rank == 0
 
 
 def _without_kv(box: Box, groups: Groups) -> bool:
-    return groups.replicas.rank == 0 and (box.replicated != "axis" or groups.tp.rank == 0)
+    return groups.replicas.rank == 0 and (box.replicated != "tp" or groups.tp.rank == 0)
 
 
 def _shifted(box: Box, groups: Groups) -> bool:
@@ -57,7 +57,7 @@ def wrongly_owned(layout: Layout, kv_heads: int, rule) -> list:
     owners: dict[tuple, list[int]] = {}
     for rank in range(layout.world):
         groups, at = build_groups(layout, rank, lambda ranks: object(), kv_heads), layout.coordinates(rank)
-        held = {None: at["tp"], "axis": 0, "kv": at["tp"] * kv_heads // layout.tp if kv_heads < layout.tp else at["tp"]}
+        held = {None: at["tp"], "tp": 0, "kv": at["tp"] * kv_heads // layout.tp if kv_heads < layout.tp else at["tp"]}
         for replicated, part in held.items():
             content = (replicated, at["pp"], part)
             holders.setdefault(content, []).append(rank)

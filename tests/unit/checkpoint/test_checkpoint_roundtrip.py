@@ -22,7 +22,7 @@ from megatron.checkpoint import commit, manifest, reader, writer
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
-from megatron.model.layout import Box
+from megatron.layers.spec import Box
 
 STATE = {"iteration": 3, "ledger": {"segments": [[0, 1.5]]}, "text": 'é "quoted" \\', "tiny": 5e-324, "third": 1 / 3}
 
@@ -196,7 +196,7 @@ import resource, sys, torch
 sys.path.insert(0, sys.argv[2])
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.writer import save_checkpoint
-from megatron.model.layout import Box
+from megatron.layers.spec import Box
 torch.set_num_threads(1)
 fused = torch.ones(4096, 8192)
 plain, across = torch.ones(2048, 8192), torch.ones(4096, 512).t()

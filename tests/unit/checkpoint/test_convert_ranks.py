@@ -24,7 +24,7 @@ from megatron.checkpoint.foreign import huggingface_files
 from megatron.checkpoint.foreign.models import model_shapes, own_rows, own_share
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.config.groups import Config, ModelConfig
-from megatron.model.layout import Box
+from megatron.layers.spec import Box
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 

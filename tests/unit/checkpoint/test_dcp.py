@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from megatron.checkpoint import reader as reader_module
 from megatron.checkpoint.foreign.dcp import CheckpointReader
 from megatron.checkpoint.reader import Checkpoint
-from megatron.model.layout import Box
+from megatron.layers.spec import Box
 
 
 def saved(root: Path) -> Path:

@@ -12,7 +12,6 @@ from megatron.checkpoint.foreign.huggingface_files import take_rules
 from megatron.config.groups import ModelConfig
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
-from megatron.model.layout import model_boxes
 from megatron.optimizer.blocks import build_blocks
 
 transformers = pytest.importorskip("transformers")
@@ -55,7 +54,7 @@ def build(config: ModelConfig, tensors: dict[str, torch.Tensor] | None = None) -
     model = GPTModel(config, vocab_size=VOCAB, padded_vocab=padded_vocab_size(VOCAB, config), dtype=torch.float64, seed=1)
     build_blocks(model, torch.device("cpu"), training=False)
     g, held = torch.Generator().manual_seed(3), {}
-    for box, name, parameter in model_boxes(model):
+    for box, name, parameter in [(box, name, parameter) for name, parameter, spec in model.declared() for box in spec.boxes()]:
         values = 0.3 * torch.randn(box.extent, generator=g, dtype=torch.float64) if tensors is None else tensors[box.name].double()
         if tensors is None and "norm" in name and box.name.endswith("weight"):
             values += 1

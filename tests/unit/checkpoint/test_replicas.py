@@ -149,8 +149,8 @@ def test_a_run_does_not_save_what_has_diverged_and_goes_on(gloo_world, tmp_path,
 
 MUTANTS: dict[str, Callable] = {
     "both ends keep their own gradient": lambda: mock.patch.object(
-        zero, "sum_partial_gradients", lambda blocks, tp, groups: sum_partial_gradients(blocks, tp, replace(groups, tied=ALONE))),
-    "partial gradients of norms are not added": lambda: mock.patch.object(zero, "sum_partial_gradients", lambda blocks, tp, groups: None),
+        zero, "sum_partial_gradients", lambda blocks, groups: sum_partial_gradients(blocks, replace(groups, tied=ALONE))),
+    "partial gradients of norms are not added": lambda: mock.patch.object(zero, "sum_partial_gradients", lambda blocks, groups: None),
     "blind": lambda: mock.patch.object(replicas, "shared_parts", lambda optimizer: iter(())),
 }
 

@@ -20,7 +20,7 @@ from megatron.checkpoint.reader import find_checkpoint
 from megatron.checkpoint.saver import Saver, Staging, staging_bytes
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.dist.groups import Axis
-from megatron.model.layout import Box
+from megatron.layers.spec import Box
 
 STATE = {"consumed_samples": 16}
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from unit.layers.made import linear, norm, table
 
 from megatron.config.groups import ModelConfig
 from megatron.layers import attention
@@ -16,11 +17,10 @@ from megatron.kernels.attention import attention_reference, keep_mask
 from megatron.kernels.attention_masks import AttentionMask
 from megatron.layers.attention import CAUSAL, SelfAttention, attention_core, choose_attention
 from megatron.layers.dropout import Dropout, DropoutState
-from megatron.layers.embedding import Embedding, embedding_weight_grad
-from megatron.layers.linear import Linear, add_weight_grads, linear_weight_grad, stashing
+from megatron.layers.embedding import embedding_weight_grad
+from megatron.layers.linear import add_weight_grads, linear_weight_grad, stashing
 from megatron.layers.loss import cross_entropy
 from megatron.layers.mlp import MLP, activate
-from megatron.layers.norm import Norm
 from megatron.layers.rotary import apply_rotary, inverse_frequencies, rotary_table
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
@@ -43,7 +43,7 @@ def materialise(module, dtype=torch.float64):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_is_bit_equal_to_torch(dtype, bias):
-    ours = materialise(Linear(24, 40, bias), dtype)
+    ours = materialise(linear(24, 40, bias), dtype)
     theirs = nn.Linear(24, 40, bias, dtype=dtype)
     theirs.load_state_dict(ours.state_dict())
     x = randn(5, 3, 24, dtype=dtype)
@@ -52,7 +52,7 @@ def test_linear_is_bit_equal_to_torch(dtype, bias):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_gradients_accumulate(bias):
-    ours = materialise(Linear(24, 40, bias))
+    ours = materialise(linear(24, 40, bias))
     theirs = nn.Linear(24, 40, bias, dtype=torch.float64)
     theirs.load_state_dict(ours.state_dict())
     x, dy = randn(5, 3, 24, grad=True), randn(5, 3, 40, seed=1)
@@ -94,7 +94,7 @@ def test_weight_gradients_make_no_dense_temporary(dtype, monkeypatch):
     assert largest.bytes <= 1 << 14 < grad.nbytes
     expected = dy.flatten(0, 1).double().T @ x.flatten(0, 1).double()
     assert (grad - expected).norm() / expected.norm() < 1e-6  # bf16 factors too: their product is formed and added in fp32
-    layer = materialise(Linear(256, 512, False), dtype)
+    layer = materialise(linear(256, 512, False), dtype)
     with stashing(layer) as left:
         layer(x.clone().requires_grad_()).backward(dy)
     with Largest() as largest:  # left for later too
@@ -109,7 +109,7 @@ def test_weight_gradients_make_no_dense_temporary(dtype, monkeypatch):
 
 
 def test_embedding():
-    ours = materialise(Embedding(11, 8))
+    ours = materialise(table(11, 8))
     ids, dy = torch.tensor([[1, 2, 1], [10, 0, 1]]), randn(2, 3, 8)
     theirs = ours.weight.detach().clone().requires_grad_()
     y = ours(ids)
@@ -121,7 +121,7 @@ def test_embedding():
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_norms(kind):
-    ours = materialise(Norm(kind, 16, 1e-5))
+    ours = materialise(norm(kind, 16))
     x, dy = randn(5, 3, 16, grad=True), randn(5, 3, 16, seed=1)
     x2, weight = x.detach().clone().requires_grad_(), ours.weight.detach().clone().requires_grad_()
     bias = None if ours.bias is None else ours.bias.detach().clone().requires_grad_()
@@ -139,7 +139,7 @@ def test_norms(kind):
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_norms_in_bf16_keep_statistics_wide(kind):
     """|error| of a bf16 result computed with wide statistics: a few roundings of 2^-9 relative to the row's scale."""
-    ours, exact = materialise(Norm(kind, 256, 1e-5), torch.bfloat16), Norm(kind, 256, 1e-5)
+    ours, exact = materialise(norm(kind, 256), torch.bfloat16), norm(kind, 256)
     materialise(exact)
     with torch.no_grad():
         for p, q in zip(exact.parameters(), ours.parameters()):
@@ -162,7 +162,7 @@ def test_activations(activation):
 
 
 def test_mlp_shapes():
-    config = ModelConfig(hidden_size=8, ffn_hidden_size=20, activation="swiglu")
+    config = ModelConfig(num_layers=1, hidden_size=8, ffn_hidden_size=20, activation="swiglu")
     assert MLP(config).fc1.weight.shape == (40, 8) and MLP(config).fc2.weight.shape == (8, 20)
 
 

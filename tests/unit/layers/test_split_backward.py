@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from unit.layers.made import linear
 
 from megatron.dist.groups import Layout, build_groups
 from megatron.layers import linear as linear_module
-from megatron.layers.linear import ColumnLinear, Linear, RowLinear, add_weight_grads, linear_weight_grad, stashing
+from megatron.layers.linear import ColumnLinear, RowLinear, add_weight_grads, linear_weight_grad, stashing
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 from parity.ledger import Ledger
 
@@ -27,7 +28,7 @@ def mode(size, sequence, overlap):
 
 def pair(tp, dtype=torch.float64):
     """h -> f -> h, with random parameters and gradients."""
-    layers = nn.Sequential(ColumnLinear(H, F // tp.size, True, tp), RowLinear(F // tp.size, H, True, tp)).to_empty(device="cpu").to(dtype)
+    layers = nn.Sequential(linear(H, F, True, tp, ColumnLinear), linear(F, H, True, tp, RowLinear)).to_empty(device="cpu").to(dtype)
     draw = torch.Generator().manual_seed(1)
     for parameter in layers.parameters():
         parameter.data.normal_(generator=draw)
@@ -140,7 +141,7 @@ def test_linear_layers_outside_are_not_touched():
 
 def test_the_gradient_buffer_is_looked_up_when_it_is_written():
     """It may not exist before."""
-    layer = Linear(H, F, False).to_empty(device="cpu").double()
+    layer = linear(H, F, False).to_empty(device="cpu").double()
     layer.weight.data.fill_(1)
     x, dy = torch.randn(S, B, H, dtype=torch.float64), torch.randn(S, B, F, dtype=torch.float64)
     with stashing(layer) as left:

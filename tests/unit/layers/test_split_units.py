@@ -42,7 +42,7 @@ def build(config, dtype=torch.float64, tp=DENSE):
     for block in build_blocks(model, torch.device("cpu")):
         for entry in block.entries:
             for box in entry.boxes:
-                fill_initial(box, entry.view(block.weight), config, 5)
+                fill_initial(box, entry.view(block.weight), 5)
         block.open()
         block.grad.normal_(generator=torch.Generator().manual_seed(6))
         for parameter in block.parameters:

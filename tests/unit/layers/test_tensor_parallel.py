@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from unit.layers.made import linear, table
 
 from megatron.dist.groups import Layout, build_groups
 from megatron.layers.embedding import VocabularyEmbedding
@@ -45,19 +46,19 @@ def check_linear(kind, *which):
     tp = mode(*which)
     cut = lambda x, dim: x.chunk(tp.size, dim)[tp.axis.rank].contiguous()  # noqa: E731
     x, dy, weight, bias = draw(S, B, I), draw(S, B, O, seed=2), draw(O, I, seed=3), draw(O, seed=4)
-    whole = filled((ColumnLinear if kind == "column" else RowLinear)(I, O, True, DENSE), {"weight": weight, "bias": bias})
+    whole = filled(linear(I, O, True, kind=ColumnLinear if kind == "column" else RowLinear), {"weight": weight, "bias": bias})
     y, dx = run(whole, x, dy)
     along = (lambda z: cut(z, 0)) if tp.sequence else (lambda z: z)
     if kind == "column":
-        part = filled(ColumnLinear(I, O // tp.size, True, tp), {"weight": cut(weight, 0), "bias": cut(bias, 0)})
+        part = filled(linear(I, O, True, tp, ColumnLinear), {"weight": cut(weight, 0), "bias": cut(bias, 0)})
         got_y, got_dx = run(part, along(x), cut(dy, -1))
         near(got_y, cut(y, -1)), near(got_dx, along(dx))
         near(part.weight.main_grad, cut(whole.weight.main_grad, 0)), near(part.bias.main_grad, cut(whole.bias.main_grad, 0))
     else:
-        part = filled(RowLinear(I // tp.size, O, True, tp), {"weight": cut(weight, 1), "bias": bias})
+        part = filled(linear(I, O, True, tp, RowLinear), {"weight": cut(weight, 1), "bias": bias})
         got_y, got_dx = run(part, cut(x, -1), along(dy))
         near(got_y, along(y)), near(got_dx, cut(dx, -1)), near(part.weight.main_grad, cut(whole.weight.main_grad, 1))
-        if tp.sequence:  # partial: PARTIAL_GRADIENTS
+        if tp.sequence:  # a part of the sum
             near(part.bias.main_grad, along(dy).sum((0, 1)))
             dist.all_reduce(part.bias.main_grad)
         near(part.bias.main_grad, whole.bias.main_grad)
@@ -73,11 +74,11 @@ def check_embedding(*which):
     tp = mode(*which)
     cut = lambda x: x.chunk(tp.size)[tp.axis.rank].contiguous()  # noqa: E731
     ids = torch.randint(0, 31, (S, B), generator=torch.Generator().manual_seed(5))
-    table, dy = draw(32, I), draw(S, B, I, seed=2)
-    whole = filled(VocabularyEmbedding(32, I), {"weight": table})
+    rows, dy = draw(32, I), draw(S, B, I, seed=2)
+    whole = filled(table(32, I, kind=VocabularyEmbedding), {"weight": rows})
     y = whole(ids)
     y.backward(dy)
-    part = filled(VocabularyEmbedding(32, I, tp), {"weight": cut(table)})
+    part = filled(table(32, I, tp, VocabularyEmbedding), {"weight": cut(rows)})
     got = part(ids)
     got.backward(cut(dy) if tp.sequence else dy)
     assert torch.equal(got, cut(y) if tp.sequence else y)  # one rank's row and zeros

@@ -9,7 +9,7 @@ from megatron.config.groups import ModelConfig
 from megatron.model.block import EmbeddingBlock, HeadBlock, LayerBlock, PlainBlocks
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
-from megatron.model.layout import Box, model_boxes
+from megatron.layers.spec import Box, Init, TensorSpec
 from megatron.optimizer.blocks import build_blocks
 from megatron.parallel.recompute import Recompute
 
@@ -24,7 +24,7 @@ def build(config, dtype=torch.float64):
     for block in build_blocks(model, torch.device("cpu")):
         for entry in block.entries:
             for box in entry.boxes:
-                fill_initial(box, entry.view(block.weight), config, 5)
+                fill_initial(box, entry.view(block.weight), 5)
         block.open()
     return model
 
@@ -137,7 +137,7 @@ def test_logits_agree_with_the_loss():
 
 
 def test_logical_names():
-    names = {box.name for box, _, _ in model_boxes(build(TIED))}
+    names = {tensor.name for _, _, spec in build(TIED).declared() for tensor in spec.tensors}
     layer = {f"layers.1.{rest}" for rest in (
         "input_norm.weight", "input_norm.bias", "mlp_norm.weight", "mlp_norm.bias",
         *(f"attention.{x}.{kind}" for x in ("q", "k", "v", "proj") for kind in ("weight", "bias")),
@@ -146,15 +146,16 @@ def test_logical_names():
     assert {name for name in names if name.startswith("layers.1.")} == layer
     outside = {"embedding.word.weight", "embedding.position.weight", "final_norm.weight", "final_norm.bias"}
     assert {name for name in names if not name.startswith("layers.")} == outside
-    untied = {box.name: box.shape for box, _, _ in model_boxes(build(UNTIED))}
+    untied = {tensor.name: tensor.shape for _, _, spec in build(UNTIED).declared() for tensor in spec.tensors}
     assert untied["head.weight"] == (VOCAB, 16) and "embedding.position.weight" not in untied
 
 
 def test_weights_depend_on_the_logical_position_alone():
     """Any part of a logical tensor, in any fused parameter, gets the values of that part of the whole."""
     whole = torch.empty(24, 16)
-    fill_initial(Box("layers.0.attention.q.weight", (24, 16), (0, 0), (24, 16)), whole, TIED, 5)
+    spec = TensorSpec("layers.0.attention.q.weight", (24, 16), Init(std=0.02), "matrix")
+    fill_initial(Box(spec.name, (24, 16), (0, 0), (24, 16), spec=spec), whole, 5)
     fused = torch.full((2 * (6 + 4), 8), 7.0)  # two groups of 6 query rows then 4 others, the right half of the columns
-    fill_initial(Box("layers.0.attention.q.weight", (24, 16), (12, 8), (12, 8), groups=2, start=0), fused, TIED, 5)
+    fill_initial(Box(spec.name, (24, 16), (12, 8), (12, 8), groups=2, start=0, spec=spec), fused, 5)
     assert torch.equal(fused.view(2, 10, 8)[:, :6].reshape(12, 8), whole[12:, 8:])
     assert (fused.view(2, 10, 8)[:, 6:] == 7).all()

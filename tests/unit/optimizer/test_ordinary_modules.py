@@ -11,13 +11,14 @@ from parity.compare import FP64_GATE, fp64, narrow
 from parity.layouts import BASE, KEY_BIAS, NO_DROPOUT, Row, narrow_bound
 from parity.worker import Outcome, run_case
 from torch import Tensor, nn
+from unit.layers.made import norm
 
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.config.groups import ModelConfig
 from megatron.dist.groups import Layout
 from megatron.dist.setup import make_groups
-from megatron.layers import tensor_parallel
-from megatron.layers.tensor_parallel import DENSE, Partial, TensorParallel
+from megatron.layers.spec import declare_grad_sum, parts_under
+from megatron.layers.tensor_parallel import DENSE, TensorParallel
 from megatron.model import gpt
 from megatron.model.block import LayerBlock, PlainBlocks
 from megatron.model.gpt import GPTModel
@@ -32,7 +33,6 @@ CONFIG = ModelConfig(num_layers=2, hidden_size=H, ffn_hidden_size=24, num_attent
                      max_position_embeddings=S, hidden_dropout=0.0, attention_dropout=0.0)
 FLAGS = (*BASE, *NO_DROPOUT.split(), "--train-iters", "3", "--lr-warmup-iters", "1", "--micro-batch-size", "1")
 NAMES = ("adapter.norm.weight", "adapter.norm.bias", "adapter.down.weight", "adapter.down.bias", "adapter.up.weight")
-PARTS = Partial(NAMES, "axis", sequence_only=True)
 
 
 class Adapter(nn.Module):
@@ -52,6 +52,7 @@ class Adapted(LayerBlock):
     def __init__(self, config: ModelConfig, seed: int, index: int, tp: TensorParallel = DENSE):
         super().__init__(config, seed, index, tp)
         self.adapter = Adapter(config.hidden_size)
+        declare_grad_sum(self.adapter, parts_under(tp.sequence))
 
     def forward(self, x: Tensor, micro) -> Tensor:
         y = super().forward(x, micro)
@@ -64,7 +65,7 @@ def build(layer: type[LayerBlock] = Adapted, tp: TensorParallel = DENSE) -> GPTM
     for block in build_blocks(model, torch.device("cpu")):
         for entry in block.entries:
             for box in entry.boxes:
-                fill_initial(box, entry.view(block.weight), CONFIG, 5)
+                fill_initial(box, entry.view(block.weight), 5)
         block.open()
     return model
 
@@ -162,9 +163,7 @@ def test_a_weight_of_ours_that_an_ordinary_operation_reads_too(passes):
 
 
 def run(flags: tuple[str, ...]) -> Outcome:
-    with mock.patch.object(gpt, "LayerBlock", Adapted), \
-            mock.patch.object(tensor_parallel, "PARTIAL_GRADIENTS", (*tensor_parallel.PARTIAL_GRADIENTS, PARTS)), \
-            mock.patch("megatron.model.layout.PARTIAL_GRADIENTS", (*tensor_parallel.PARTIAL_GRADIENTS, PARTS)):
+    with mock.patch.object(gpt, "LayerBlock", Adapted):
         return run_case(flags)
 
 
@@ -262,12 +261,10 @@ def frozen() -> nn.Module:
 REFUSED = {
     r"layers\.0\.same\.weight: 2 layers share it": with_module(same=nn.Linear(H, H)),
     r"layers\.0\.still\.weight: requires_grad is False": with_module(still=frozen()),
-    r"layers\.0\.conv\.weight \[16, 16, 3\]: there is no rule for its initial values": with_module(conv=nn.Conv1d(H, H, 3)),
+    r"layers\.0\.conv\.weight \[16, 16, 3\]: nothing says what its initial values are": with_module(conv=nn.Conv1d(H, H, 3)),
     r"layers\.0\.norm\.running_mean: a buffer": with_module(norm=nn.BatchNorm1d(H)),
     r"layers\.0\.drop: Dropout\(p=0\.1": with_module(drop=nn.Dropout(0.1)),
-    r"layers\.0\.my_mlp\.fc2\.weight: my_mlp\.fc2 is the name of a layer that is cut": with_module(my_mlp=nn.ModuleDict({"fc2": nn.Linear(H, H)})),
-    r"layers\.1\.final_norm\.weight: its name in checkpoints is that of layers\.0\.other\.final_norm\.weight too": with_module(
-        other=nn.ModuleDict({"final_norm": nn.LayerNorm(H)})),
+    r"layers\.0\.other\.weight: its name in checkpoints is that of layers\.0\.mlp_norm\.weight too": with_module(other=norm("LayerNorm", H, name="layers.0.mlp_norm")),
 }
 
 
@@ -277,30 +274,34 @@ def test_what_cannot_train_is_refused_by_name(message):
         build(REFUSED[message])
 
 
-def undeclared() -> str:
+class Undeclared(LayerBlock):
+    """An adapter of which nobody says how its gradients are summed."""
+
+    def __init__(self, config: ModelConfig, seed: int, index: int, tp: TensorParallel = DENSE):
+        super().__init__(config, seed, index, tp)
+        self.adapter = Adapter(config.hidden_size)
+
+
+def told_of(layer: type[LayerBlock]) -> str:
+    """What is said of a model of such layers on two tensor-parallel ranks."""
     tp = TensorParallel(make_groups(Layout(tp=2), HEADS).tp)
     try:
-        build(tp=tp)
+        build(layer, tp=tp)
     except ValueError as error:
         return str(error)
     return ""
 
 
 def test_under_tensor_parallelism_the_sum_must_be_declared(gloo_world):
-    for told in gloo_world(2).run(undeclared):
+    for told in gloo_world(2).run(told_of, Undeclared):
         for layer in (0, 1):
             for name in NAMES:
                 assert f"layers.{layer}.{name}: all tensor-parallel ranks hold it, and nothing says how its gradient is summed" in told
         assert "input_norm" not in told
 
 
-def equal_on_all_ranks() -> str:
-    with mock.patch.object(tensor_parallel, "WHOLE_GRADIENTS", NAMES):
-        return undeclared()
-
-
 def test_gradients_that_are_whole_can_be_declared(gloo_world):
-    assert gloo_world(2).run(equal_on_all_ranks) == ["", ""]
+    assert gloo_world(2).run(told_of, Adapted) == ["", ""]
 
 
 def test_a_run_with_them_goes_on_bit_for_bit(tmp_path):

@@ -37,7 +37,7 @@ def pipeline_of(placement: tuple[int, ...], groups: Groups, recompute: bool = Fa
     for block in blocks:
         for entry in block.entries:
             for box in entry.boxes:
-                fill_initial(box, entry.view(block.weight), CONFIG, 5)
+                fill_initial(box, entry.view(block.weight), 5)
         block.open()
     wrapper = Recompute(PlainBlocks()) if recompute else PlainBlocks()
     return Pipeline(model, wrapper, placement, (S, B, CONFIG.hidden_size), groups, torch.device("cpu")), blocks

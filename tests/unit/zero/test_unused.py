@@ -11,10 +11,8 @@ from dist.pool import RankError
 from parity.compare import gather
 from parity.layouts import BASE, NO_DROPOUT
 from parity.worker import Outcome, run_case
+from unit.layers.made import linear, norm, table
 
-from megatron.layers.embedding import Embedding
-from megatron.layers.linear import RowLinear
-from megatron.layers.norm import Norm
 from megatron.model.block import LayerBlock
 from megatron.optimizer.blocks import Block
 
@@ -25,21 +23,21 @@ STAGES = ["0", "1", "2", "3"]
 HIDDEN = 32
 
 
-def spare_modules(layer: LayerBlock) -> None:
+def spare_modules(layer: LayerBlock, name: str) -> None:
     """A matrix and a vector that nothing reads."""
-    layer.spare = Embedding(24, HIDDEN)
-    layer.spare_norm = Norm("RMSNorm", 40, 1e-5)
+    layer.spare = table(24, HIDDEN, name=f"{name}.spare.weight")
+    layer.spare_norm = norm("RMSNorm", 40, name=f"{name}.spare_norm")
 
 
-def empty_modules(layer: LayerBlock) -> None:
+def empty_modules(layer: LayerBlock, name: str) -> None:
     """A matrix and a vector without an element, the matrix first of its block."""
-    layer.nothing = Embedding(0, HIDDEN)
-    layer.empty_norm = Norm("RMSNorm", 0, 1e-5)
+    layer.nothing = table(0, HIDDEN, name=f"{name}.nothing.weight")
+    layer.empty_norm = norm("RMSNorm", 0, name=f"{name}.empty_norm")
 
 
-def spare_linear(layer: LayerBlock) -> None:
+def spare_linear(layer: LayerBlock, name: str) -> None:
     """A linear layer that nothing calls."""
-    layer.unused = RowLinear(HIDDEN, HIDDEN, False)
+    layer.unused = linear(HIDDEN, HIDDEN, False, name=f"{name}.unused")
 
 
 def run_with(flags: tuple[str, ...], add: str) -> tuple[Outcome, list[tuple[int, int]]]:
@@ -47,9 +45,9 @@ def run_with(flags: tuple[str, ...], add: str) -> tuple[Outcome, list[tuple[int,
     seen: dict[str, tuple[int, int]] = {}
     real_init, real_block = LayerBlock.__init__, Block.__init__
 
-    def init(self, *args, **kwargs):
-        real_init(self, *args, **kwargs)
-        globals()[add](self)
+    def init(self, config, seed, index, *args):
+        real_init(self, config, seed, index, *args)
+        globals()[add](self, f"layers.{index}")
 
     def block(self, *args, **kwargs):
         real_block(self, *args, **kwargs)

@@ -1,0 +1,47 @@
+"""Layers of given sizes for tests: each declares tensors that no model has."""
+
+from __future__ import annotations
+
+from megatron.layers.embedding import Embedding
+from megatron.layers.linear import ColumnLinear, Linear, RowLinear
+from megatron.layers.norm import Norm, norm_parameters
+from megatron.layers.spec import Init, ParameterSpec, Shard, TensorSpec, vector
+from megatron.layers.tensor_parallel import DENSE, TensorParallel
+
+DRAWN = Init(std=0.02)
+
+
+def linear(
+    i: int,
+    o: int,
+    bias: bool,
+    tp: TensorParallel = DENSE,
+    kind: type[Linear] = Linear,
+    name: str = "linear",
+) -> Linear:
+    """A linear layer from i to o features, over all ranks."""
+    weight_shard = {ColumnLinear: Shard(0), RowLinear: Shard(1)}.get(kind)
+    bias_shard = Shard(0) if kind is ColumnLinear else None
+    matrix = TensorSpec(f"{name}.weight", (o, i), DRAWN, "matrix", shard=weight_shard)
+    offsets = vector(f"{name}.bias", o, shard=bias_shard)
+    return kind(
+        ParameterSpec((matrix,), product=True), ParameterSpec((offsets,)) if bias else None, tp
+    )
+
+
+def norm(kind: str, size: int, eps: float = 1e-5, backend: str = "torch", name: str = "norm") -> Norm:
+    """A norm of this width."""
+    return Norm(norm_parameters(kind, size, name), eps, backend)
+
+
+def table(
+    rows: int,
+    width: int,
+    tp: TensorParallel = DENSE,
+    kind: type[Embedding] = Embedding,
+    name: str = "table.weight",
+) -> Embedding:
+    """An embedding of so many rows, over all ranks."""
+    shard = None if kind is Embedding else Shard(0)
+    matrix = TensorSpec(name, (rows, width), DRAWN, "embedding", shard=shard)
+    return kind(ParameterSpec((matrix,)), tp)
