@@ -142,11 +142,11 @@ def shared_parts(optimizer: Optimizer) -> Iterator[Part]:
 
 
 def _parts(block: Block, kind: str, buffer: Tensor, first: int, groups: Groups, whole: bool) -> Iterator[Part]:
-    """Of a buffer that begins with element `first` of the block; `whole`: all of `groups.replicas` hold all of it."""
+    """Of a buffer that begins with element `first` of the block; `whole`: all of its replicas hold all of it."""
     def cut(start: int, stop: int) -> Tensor:
         return buffer[max(start - first, 0) : max(stop - first, 0)]
 
-    copies = groups.replicas if whole else groups.copies
+    copies = block.groups.replicas if whole else block.groups.copies
     for entry in block.entries:
         held = [("among data-parallel ranks", copies, entry.name, entry.start, entry.stop)]
         for box in entry.boxes:

@@ -73,6 +73,16 @@ ALONE = Axis("alone")
 
 
 @dataclass(frozen=True)
+class BufferGroups:
+    """Who holds copies of a flat buffer, and how they share its gradients and weights."""
+
+    replicas: Axis  # the ranks that hold the same parameters and add their gradients
+    shard: Axis  # those of replicas among which ZeRO cuts a buffer; all of them unless told otherwise
+    shard_gather: Axis  # the same ranks on a communicator of its own: two collectives on one would wait for each other
+    copies: Axis  # those of replicas that hold the same slice; alone when all of replicas share
+
+
+@dataclass(frozen=True)
 class Groups:
     """Every axis as one rank sees it."""
 
@@ -83,13 +93,15 @@ class Groups:
     cp: Axis
     dp: Axis
     pp: Axis
-    replicas: Axis  # dp x cp: the ranks that hold the same parameters and add their gradients
-    shard: Axis  # those of replicas among which ZeRO cuts a block; all of them unless told otherwise
-    shard_gather: Axis  # the same ranks on a communicator of its own: two collectives on one would wait for each other
-    copies: Axis  # those of replicas that hold the same slice; alone when all of replicas share
+    buffers: dict[str, BufferGroups]  # of parameters by the group that they declare (layers/spec.py): "dense" is dp x cp
     kv: Axis  # the tp ranks that hold the same key/value head
     tied: Axis  # the first and the last of pp, where both hold the word embedding
     channels: tuple[Axis, ...]  # pp again, on communicators for messages between neighbours: `channel`
+
+    @property
+    def dense(self) -> BufferGroups:
+        """The groups of all parameters that are not told apart."""
+        return self.buffers["dense"]
 
     def channel(self, source: int, to: int) -> Axis:
         """The communicator of messages from one pp rank to a neighbour, in order. A rank never sends and receives on the same one, so that no
@@ -156,8 +168,9 @@ def build_groups(layout: Layout, rank: int, new_group: Callable[[tuple[int, ...]
     return Groups(
         layout=layout, rank=rank, world=axis("world", layout.partition(*ORDER)),
         **{name: axis(name, layout.partition(name)) for name in ("tp", "cp", "dp", "pp")},
-        replicas=axis("replicas", layout.partition("dp", "cp")),
-        shard=axis("shard", iter(shards)), shard_gather=axis("shard_gather", iter(shards), own=True), copies=axis("copies", copies),
+        buffers={"dense": BufferGroups(
+            replicas=axis("replicas", layout.partition("dp", "cp")), shard=axis("shard", iter(shards)),
+            shard_gather=axis("shard_gather", iter(shards), own=True), copies=axis("copies", copies))},
         kv=axis("kv", kv), tied=axis("tied", ends),
         channels=tuple(axis("channel", layout.partition("pp"), own=True) for _ in range(channel_count(layout.pp))),
     )

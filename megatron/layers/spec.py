@@ -102,6 +102,11 @@ class Box:
     replicated: str | None = None  # who holds this very part: tp, kv, tied; None: this rank
     spec: TensorSpec | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def group(self) -> str:
+        """Which data-parallel ranks hold copies of it; "dense" where nothing is declared."""
+        return "dense" if self.spec is None else self.spec.group
+
     def view(self, local: Tensor) -> Tensor:
         """[groups, rows, ...] of the local parameter: strided, C-order equal to `extent`."""
         rows = self.extent[0] // self.groups
@@ -128,6 +133,11 @@ class ParameterSpec:
     def decay(self) -> bool:
         """Whether it takes weight decay."""
         return self.tensors[0].decay
+
+    @property
+    def group(self) -> str:
+        """Whose gradients are added up over data-parallel ranks."""
+        return self.tensors[0].group
 
     def local_shape(self, ranks: int) -> tuple[int, ...]:
         """The shape of the parameter on one of so many tensor-parallel ranks."""

@@ -19,13 +19,13 @@ block (stage 3) what a gather reads is in the host's memory: the device has the 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from megatron.dist.groups import Groups, one_process
+from megatron.dist.groups import BufferGroups, Groups, one_process
 from megatron.layers.spec import Box, holders
 from megatron.model.additions import check_additions
 from megatron.model.gpt import GPTModel
@@ -60,9 +60,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the parameters of a block lie in its flat buffer."""
+    """Where the parameters of a unit that the same ranks hold lie in their flat buffer."""
 
     name: str
+    unit: str  # whose parameters they are
+    group: str  # which of Groups.buffers hold copies of it
     entries: tuple[Entry, ...]
     late: int  # elements at its beginning: weights of linear layers, whose gradients a split backward pass leaves for later
     decayed: int  # elements of the first segment
@@ -72,13 +74,13 @@ class Plan:
 class Block:
     """The flat buffers of one block on this rank. `stage` is 0 where one rank alone holds them."""
 
-    def __init__(self, plan: Plan, parameters: Sequence[nn.Parameter], dtype: torch.dtype, device: torch.device, groups: Groups, stage: int,
+    def __init__(self, plan: Plan, parameters: Sequence[nn.Parameter], dtype: torch.dtype, device: torch.device, groups: BufferGroups, stage: int,
                  grad_dtype: torch.dtype | None, on_host: bool = False, in_files: bool = False, offloaded: bool = False):
         self.on_host, self.in_files = on_host, in_files  # where master weights and moments are: in the host's memory, or in its files (nvme.py)
         self.offloaded = offloaded
         self.plan, self.parameters, self.stage, self.grad_dtype, self.trained = plan, parameters, stage, grad_dtype, grad_dtype is not None
         self.name, self.entries, self.size = plan.name, plan.entries, plan.size
-        self.shard = groups.shard
+        self.groups, self.shard = groups, groups.shard
         part = self.size // self.shard.size
         mine = self.shard.rank * part
         self.own = (mine, mine + part) if stage > 0 else (0, self.size)
@@ -165,9 +167,12 @@ class Block:
                 start = entry.stop
         self.grad[start:].zero_()
 
-    def without_gradient(self) -> list[str]:
-        """The weights of linear layers that have had no product."""
-        return [parameter.label for parameter in self.parameters if getattr(parameter, "fresh", False)]
+    def complete(self) -> None:
+        """All passes are over: the gradient of a linear layer's weight that has had no product is zero."""
+        for parameter in self.parameters:
+            if getattr(parameter, "fresh", False):
+                parameter.main_grad.zero_()
+                parameter.fresh = False
 
     def drop(self) -> None:
         """The gradient has been used."""
@@ -273,8 +278,9 @@ def padded(elements: int, parts: int = 1) -> int:
     return -(-elements // (ALIGNMENT * parts)) * ALIGNMENT * parts
 
 
-def plan_blocks(model: GPTModel, parts: int) -> list[tuple[Plan, list[nn.Parameter]]]:
-    """Where every parameter of a model lies, block by block in the order of the forward pass; buffers can be cut into `parts` equal slices."""
+def plan_blocks(model: GPTModel, parts: Callable[[str], int]) -> list[tuple[Plan, list[nn.Parameter]]]:
+    """Where every parameter of a model lies, buffer by buffer in the order of the forward pass. A unit has a buffer for each group that its
+    parameters declare; buffers of a group can be cut into `parts(group)` equal slices."""
     plans, placed = [], set()
     declared = {parameter: (name, spec) for name, parameter, spec in model.declared()}
     for unit_name, unit in model.units():
@@ -283,16 +289,17 @@ def plan_blocks(model: GPTModel, parts: int) -> list[tuple[Plan, list[nn.Paramet
         late |= {parameter for parameter in own if model.head is not None and parameter is model.head.weight}  # its gradient precedes the embedding's
         own.sort(key=lambda parameter: (not declared[parameter][1].decay, parameter not in late))
         placed.update(own)
-        entries, ends = [], {"late": 0, "decayed": 0, "all": 0}
-        for parameter in own:
-            name, spec = declared[parameter]
-            entries.append(Entry(name, ends["all"], parameter.shape, spec.boxes(model.tp)))
-            ends["all"] += padded(parameter.numel())
-            ends |= {"late": ends["all"]} if parameter in late else {}
-            ends |= {"decayed": ends["all"]} if spec.decay else {}
-        if own:
-            plan = Plan(unit_name, tuple(entries), ends["late"], ends["decayed"], padded(ends["all"], parts))
-            plans.append((plan, own))
+        for group in dict.fromkeys(declared[parameter][1].group for parameter in own):
+            members = [parameter for parameter in own if declared[parameter][1].group == group]
+            entries, ends = [], {"late": 0, "decayed": 0, "all": 0}
+            for parameter in members:
+                name, spec = declared[parameter]
+                entries.append(Entry(name, ends["all"], parameter.shape, spec.boxes(model.tp)))
+                ends["all"] += padded(parameter.numel())
+                ends |= {"late": ends["all"]} if parameter in late else {}
+                ends |= {"decayed": ends["all"]} if spec.decay else {}
+            name = unit_name if group == "dense" else f"{unit_name} ({group})"
+            plans.append((Plan(name, unit_name, group, tuple(entries), ends["late"], ends["decayed"], padded(ends["all"], parts(group))), members))
     return plans
 
 
@@ -308,10 +315,10 @@ def build_blocks(model: GPTModel, device: torch.device, groups: Groups = one_pro
     """
     check_additions(model)
     grad_dtype = model.dtype if narrow_grads else accumulation_dtype(model.dtype)
-    plans = plan_blocks(model, groups.replicas.size)
-    trained = [training and plan.name not in frozen for plan, _ in plans]
+    plans = plan_blocks(model, lambda group: groups.buffers[group].replicas.size)
+    trained = [training and plan.unit not in frozen for plan, _ in plans]
     on_host = on_host_of([plan.size * train for (plan, _), train in zip(plans, trained)], host_fraction)
-    return [Block(plan, parameters, model.dtype, device, groups, stage, grad_dtype if train else None, host, host and in_files,
+    return [Block(plan, parameters, model.dtype, device, groups.buffers[plan.group], stage, grad_dtype if train else None, host, host and in_files,
                   offloaded and stage == 3 and (host or not train)) for (plan, parameters), train, host in zip(plans, trained, on_host)]
 
 

@@ -198,7 +198,8 @@ class Optimizer:
     def holder(self, box: Box) -> Holder | None:
         """The place of this rank among those that hold one of its boxes and may write it. None for the last stage of a tied matrix: the first stage's
         is the one that counts, and their slices need not be the same."""
-        copies = self.groups.copies if self.blocks[0].stage > 0 else self.groups.replicas
+        groups = self.groups.buffers[box.group]
+        copies = groups.copies if self.blocks[0].stage > 0 else groups.replicas
         same = holders(box, self.groups)
         if box.replicated == "tied":
             return Holder(copies.rank, copies.size) if same.rank == 0 else None

@@ -15,11 +15,11 @@ from megatron.layers.linear import SCRATCH_BYTES
 from megatron.optimizer.blocks import Block
 
 
-def sum_copies(blocks: list[Block], groups: Groups) -> None:
+def sum_copies(blocks: list[Block]) -> None:
     """Hybrid sharding: sum each slice over the ranks that hold the same one."""
-    if groups.copies.size > 1:
-        for block in blocks:
-            all_reduce(block.grad_shard, groups.copies)
+    for block in blocks:
+        if block.groups.copies.size > 1:
+            all_reduce(block.grad_shard, block.groups.copies)
 
 
 def sum_partial_gradients(blocks: list[Block], groups: Groups) -> None:

@@ -1,6 +1,7 @@
 """ZeRO 0 to 3 (Rajbhandari et al. 2020) as a wrapper of the model's units: when weights are gathered and freed, when gradients are reduced.
 
-One code path, four lifetimes (optimizer/blocks.py). A block's gradients are reduce-scattered over the ranks that share it as soon as its last
+One code path, four lifetimes (optimizer/blocks.py). A unit has one flat buffer (block) for each group of ranks that hold its parameters, and each
+block its own groups. A block's gradients are reduce-scattered over the ranks that share it as soon as its last
 backward pass is over: of the step at stages 0 and 1, of each micro-batch at stages 2 and 3, where no more than two blocks have a gradient
 buffer at a time: the one that is computed and the one that is on its way. Stage 3 gathers a block before a pass needs it, beside the
 computation of the block before, in the order that the schedule fixes, and frees it afterwards. No hook, no bucket, no threshold. What an offloaded
@@ -31,11 +32,14 @@ from megatron.optimizer.clip import sum_of_squares
 from megatron.optimizer.reduction import sum_copies, sum_partial_gradients
 
 
+Buffers = tuple[Block, ...]  # of one unit
+
+
 class Left(NamedTuple):
     """What a split backward pass leaves of a layer."""
 
     kept: Any
-    early: Tensor | None  # gradients that are complete, at stages 2 and 3
+    early: list[Tensor]  # gradients of each of its blocks that are complete, at stages 2 and 3
 
 
 class Zero:
@@ -47,16 +51,17 @@ class Zero:
         self.overlap_reduce, self.overlap_gather = config.overlap_grad_reduce, config.overlap_param_gather
         self.wire = torch.bfloat16 if config.grad_reduce_in_bf16 else None
         owner = {parameter: block for block in blocks for parameter in block.parameters}
-        self.block_of = {unit: owner[next(unit.parameters())] for _, unit in model.units()}
+        self.buffers_of: dict[nn.Module, Buffers] = {
+            unit: tuple(dict.fromkeys(owner[parameter] for parameter in unit.parameters())) for _, unit in model.units()}
         self.last = {chunk[-1][1] for chunk in model.chunks}
-        self.layers = {block for unit, block in self.block_of.items() if isinstance(unit, LayerBlock)}
+        self.layers = {block for unit, buffers in self.buffers_of.items() if isinstance(unit, LayerBlock) for block in buffers}
         self.trained = [block for block in blocks if block.trained]
         item = max(((self.wire or block.grad_dtype).itemsize for block in self.trained), default=0)
         self.room = max((block.size for block in self.layers), default=0) * item // 2  # half a layer's gradient, for larger blocks too
         device = blocks[0].weight.device
         self.gather_stream, self.reduce_stream = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
-        self.needs: deque[Block] = deque()  # stage 3: the blocks that the passes to come read, in order
-        self.remaining: Counter[Block] = Counter()
+        self.needs: deque[Buffers] = deque()  # stage 3: what the passes to come read, in order
+        self.remaining: Counter[Buffers] = Counter()
         self.gathering: dict[Block, Pending] = {}
         self.postponed: dict[Block, Callable[[], None]] = {}
         self.following = dict(pairwise(blocks))
@@ -73,12 +78,13 @@ class Zero:
         self.inner.begin_step(calls)
         assert not self.needs and self.reducing is None
         passes: Counter[Block] = Counter()
-        users = Counter(self.block_of.values())
+        users = Counter(block for buffers in self.buffers_of.values() for block in buffers)
         for method, unit in calls:
-            block = self.block_of[unit]
-            passes[block] += _completes(method, unit)
+            buffers = self.buffers_of[unit]
+            for block in buffers:
+                passes[block] += _completes(method, unit)
             if self.stage == 3 and _reads_weight(method, unit):
-                self.needs.append(block)
+                self.needs.append(buffers)
         self.remaining = Counter(self.needs)
         for block, count in passes.items():
             # Of a matrix that is both embedding and head the two ends of other micro-batches may come between those of one: one sum a step.
@@ -86,7 +92,7 @@ class Zero:
             self.period[block] = users[block] if often else count
         self.due = dict(self.period)
         if self.needs and self.overlap_gather:
-            self._gather(self.needs[0])
+            self._gather_all(self.needs[0])
 
     def forward(self, unit: nn.Module, x: Tensor | None, micro: MicroBatch) -> tuple[Tensor, Any]:
         if unit in self.last:  # a gradient of the micro-batch before has had this stage's pass to be reduced; after it activations are most
@@ -97,33 +103,35 @@ class Zero:
             return self.inner.forward(unit, x, micro)
 
     def backward(self, unit: nn.Module, saved: Any, dy: Tensor) -> Tensor | None:
-        block = self._open(unit)
+        self._open(unit)
         with self._weights(unit, "backward"):
             dx = self.inner.backward(unit, saved, dy)
-        self._passed(block)
+        self._passed(unit)
         return dx
 
     def backward_input(self, unit: nn.Module, saved: Any, dy: Tensor) -> tuple[Tensor | None, Left]:
         if not isinstance(unit, LayerBlock):  # leaves nothing
-            return self.backward(unit, saved, dy), Left(None, None)
-        block = self.block_of[unit]
-        early = block.open_early() if self.stage >= 2 and block.trained else None
-        if early is None:
+            return self.backward(unit, saved, dy), Left(None, [])
+        trained = [block for block in self.buffers_of[unit] if block.trained] if self.stage >= 2 else []
+        early = [block.open_early() for block in trained]
+        if not trained:
             self._open(unit)
         with self._weights(unit, "backward_input"):
             dx, kept = self.inner.backward_input(unit, saved, dy)
-        if early is not None:
+        for block in trained:
             block.close_early()
         return dx, Left(kept, early)
 
     def backward_weight(self, unit: nn.Module, left: Left) -> None:
         if not isinstance(unit, LayerBlock):
             return
-        block = self._open(unit)
-        if left.early is not None:
-            block.grad[block.plan.late :].copy_(left.early)
+        self._open(unit)
+        if left.early:
+            trained = (block for block in self.buffers_of[unit] if block.trained)
+            for block, early in zip(trained, left.early, strict=True):
+                block.grad[block.plan.late :].copy_(early)
         self.inner.backward_weight(unit, left.kept)
-        self._passed(block)
+        self._passed(unit)
 
     def end_step(self) -> None:
         """All passes that began with `begin_step` are over; when it returns the gradients are complete."""
@@ -141,7 +149,7 @@ class Zero:
             torch.cuda.current_stream().wait_stream(self.reduce_stream)
         self.spent = []
         if self.watched is None:
-            sum_copies(self.trained, self.groups)
+            sum_copies(self.trained)
             sum_partial_gradients(self.trained, self.groups)
 
     @contextlib.contextmanager
@@ -163,7 +171,7 @@ class Zero:
         elif self.stage in (1, 2):
             assert block not in self.gathering
             with self._beside(self.gather_stream):
-                self.gathering[block] = start_all_gather(block.part(block.weight), self.groups.shard_gather, out=block.weight)
+                self.gathering[block] = start_all_gather(block.part(block.weight), block.groups.shard_gather, out=block.weight)
             if not self.overlap_gather:
                 self._arrive(block)
 
@@ -182,35 +190,43 @@ class Zero:
     def _arrive(self, block: Block) -> None:
         if block in self.gathering:
             self.gathering.pop(block).wait()
-            if self.gather_stream is not None and self.groups.shard.size == 1:  # nothing was sent: it is the copy from the host that is awaited
+            if self.gather_stream is not None and block.shard.size == 1:  # nothing was sent: it is the copy from the host that is awaited
                 torch.cuda.current_stream().wait_stream(self.gather_stream)
 
     @contextlib.contextmanager
     def _weights(self, unit: nn.Module, method: str) -> Iterator[None]:
         """A pass that may read the weights of a unit."""
-        block = self.block_of[unit]
+        buffers = self.buffers_of[unit]
         if self.stage < 3:
-            self._change(block)
-            self._arrive(block)
+            for block in buffers:
+                self._change(block)
+                self._arrive(block)
             yield
-            self._change(self.following.get(block))  # on the host, while the GPU still computes
+            self._change(self.following.get(buffers[-1]))  # on the host, while the GPU still computes
             return
         if not _reads_weight(method, unit):
             yield
             return
-        assert self.needs.popleft() is block, "a pass out of the order of begin_step"
-        self.remaining[block] -= 1
-        self._gather(block)
-        self._arrive(block)
-        coming = self._next_to(block) if self.overlap_gather else None
-        changes = coming in self.postponed
-        if coming is not None and not changes:
-            self._gather(coming)
+        assert self.needs.popleft() == buffers, "a pass out of the order of begin_step"
+        self.remaining[buffers] -= 1
+        self._gather_all(buffers)
+        for block in buffers:
+            self._arrive(block)
+        coming = self._next_to(buffers) if self.overlap_gather else ()
+        changes = any(block in self.postponed for block in coming)
+        if not changes:
+            self._gather_all(coming)
         yield
         if changes:
-            self._gather(coming)
-        if not self._needed(block):
-            block.release()
+            self._gather_all(coming)
+        if not self._needed(buffers):
+            for block in buffers:
+                block.release()
+
+    def _gather_all(self, buffers: Buffers) -> None:
+        """Start to make the weights of a unit whole."""
+        for block in buffers:
+            self._gather(block)
 
     def _gather(self, block: Block) -> None:
         """Start to make a block's weights whole, if they are not."""
@@ -220,32 +236,32 @@ class Zero:
             with self._beside(self.gather_stream):
                 own = block.part(block.unseen)
                 own.copy_(block.kept, non_blocking=True)  # of an offloaded block from the host, never run on a GPU
-                self.gathering[block] = start_all_gather(own, self.groups.shard_gather, out=block.unseen)
+                self.gathering[block] = start_all_gather(own, block.groups.shard_gather, out=block.unseen)
 
-    def _needed(self, block: Block) -> bool:
-        """Whether a block stays gathered: it is one of the two that are read next, or with --zero3-keep-gathered read again in this step."""
+    def _needed(self, buffers: Buffers) -> bool:
+        """Whether a unit stays gathered: it is one of the two that are read next, or with --zero3-keep-gathered read again in this step."""
         if self.keep:
-            return self.remaining[block] > 0
-        first = self.needs[0] if self.needs else None
-        return block is first or first is not None and block is self._next_to(first)
+            return self.remaining[buffers] > 0
+        first = self.needs[0] if self.needs else ()
+        return buffers == first or bool(first) and buffers == self._next_to(first)
 
-    def _next_to(self, block: Block) -> Block | None:
-        """The next other block that is read, if it may be gathered while this one is: never two of the vocabulary's size."""
-        other = next((other for other in self.needs if other is not block), None)
-        return None if self.layers.isdisjoint((block, other)) else other
+    def _next_to(self, buffers: Buffers) -> Buffers:
+        """The next other unit that is read, if it may be gathered while this one is: never two of the vocabulary's size; () for none."""
+        other = next((other for other in self.needs if other != buffers), ())
+        return () if self.layers.isdisjoint((*buffers, *other)) else other
 
     # ---- gradients
 
-    def _open(self, unit: nn.Module) -> Block:
-        """The unit's block, with a gradient buffer unless it is frozen."""
-        block = self.block_of[unit]
-        if block.grad is None and block.trained:
+    def _open(self, unit: nn.Module) -> None:
+        """Give the unit's blocks a gradient buffer each unless they are frozen."""
+        for block in self.buffers_of[unit]:
+            if block.grad is not None or not block.trained:
+                continue
             if self.reducing is not None and self.layers.isdisjoint((block, self.reducing[0])):  # never two gradients of the vocabulary's size
                 with self._beside(self.reduce_stream):
                     self._finish()
             self._let_go()
             block.open()
-        return block
 
     def _let_go(self) -> None:
         """Free the gradient buffers that have been reduced."""
@@ -253,14 +269,17 @@ class Zero:
             torch.cuda.current_stream().wait_event(event)
         self.spent = []
 
-    def _passed(self, block: Block) -> None:
-        """One more backward pass of one of the block's units is over."""
-        self.due[block] -= 1
-        if self.due[block] > 0 or not block.trained:
-            return
-        self.due[block] = self.period[block]
-        missing = block.without_gradient()
-        assert not missing, f"{', '.join(missing)}: no backward pass of this step reached this weight"
+    def _passed(self, unit: nn.Module) -> None:
+        """One more backward pass of a unit is over."""
+        for block in self.buffers_of[unit]:
+            self.due[block] -= 1
+            if self.due[block] == 0 and block.trained:
+                self.due[block] = self.period[block]
+                self._complete(block)
+
+    def _complete(self, block: Block) -> None:
+        """A block's gradients have had all passes of a period: reduce them, or count them."""
+        block.complete()
         if self.watched is not None:
             self.watched += sum_of_squares([block.close()], block.weight.device)
         elif self.stage >= 2 or self.overlap_reduce:
@@ -274,19 +293,19 @@ class Zero:
         self._finish()
         grad = block.close() if self.stage >= 2 else block.grad  # its next backward pass, which may come at once, gets another buffer
         own = block.slice(grad)
-        first = self.stage >= 2 and block.summed is None and self.groups.shard.size > 1
+        first = self.stage >= 2 and block.summed is None and block.shard.size > 1
         out = torch.empty_like(own) if first else own  # the step's first sum is where others are added
-        self.reducing = block, grad, start_reduce_scatter(grad, self.groups.shard, out, self.wire, self.room)
+        self.reducing = block, grad, start_reduce_scatter(grad, block.shard, out, self.wire, self.room)
 
     def _finish(self) -> None:
         if self.reducing is None:
             return
         (block, grad, pending), self.reducing = self.reducing, None
         slice_ = pending.wait()
-        if self.stage == 0 and self.groups.shard.size > 1:
+        if self.stage == 0 and block.shard.size > 1:
             sent = slice_ if self.wire is None else slice_.to(self.wire)
             out = block.grad if self.wire is None else None
-            self.returning.append((block, start_all_gather(sent, self.groups.shard_gather, out=out)))
+            self.returning.append((block, start_all_gather(sent, block.groups.shard_gather, out=out)))
         elif self.stage >= 2:
             block.summed = slice_ if block.summed is None else block.summed.add_(slice_)
             if self.reduce_stream is not None:

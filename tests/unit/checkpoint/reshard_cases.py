@@ -203,13 +203,13 @@ def _rounded_moments() -> Iterator[None]:
 
 
 MUTANTS: dict[str, Callable] = {
-    "a slice's owner is the first of all copies of the model": _owns(lambda box, groups: groups.replicas.rank == 0),
-    "tensor-parallel ranks other than the first own nothing": _owns(lambda box, groups: groups.replicas.rank == groups.tp.rank == 0),
+    "a slice's owner is the first of all copies of the model": _owns(lambda box, groups: groups.dense.replicas.rank == 0),
+    "tensor-parallel ranks other than the first own nothing": _owns(lambda box, groups: groups.dense.replicas.rank == groups.tp.rank == 0),
     "every data-parallel copy owns": _owns(lambda box, groups: groups.tp.rank == 0 or box.replicated is None),
     "every holder of a key/value head owns it": _owns(
-        lambda box, groups: groups.replicas.rank == 0 and (box.replicated != "tp" or groups.tp.rank == 0)),
+        lambda box, groups: groups.dense.replicas.rank == 0 and (box.replicated != "tp" or groups.tp.rank == 0)),
     "both ends of a pipeline own a tied matrix": _owns(
-        lambda box, groups: groups.replicas.rank == 0 and (box.replicated == "tied" or holders(box, groups).rank == 0)),
+        lambda box, groups: groups.dense.replicas.rank == 0 and (box.replicated == "tied" or holders(box, groups).rank == 0)),
     "nobody owns a tensor": lambda: mock.patch.object(
         Optimizer, "holder", lambda optimizer, box: None if box.name == "layers.1.mlp.up.weight" else Holder(0, 1)),
     "read at the beginning": _read_at_the_beginning,

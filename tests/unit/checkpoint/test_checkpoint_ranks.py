@@ -44,11 +44,11 @@ def _without_replicas(box: Box, groups: Groups) -> bool:
 
 
 def _without_kv(box: Box, groups: Groups) -> bool:
-    return groups.replicas.rank == 0 and (box.replicated != "tp" or groups.tp.rank == 0)
+    return groups.dense.replicas.rank == 0 and (box.replicated != "tp" or groups.tp.rank == 0)
 
 
 def _shifted(box: Box, groups: Groups) -> bool:
-    return groups.replicas.rank == groups.tp.rank == 0
+    return groups.dense.replicas.rank == groups.tp.rank == 0
 
 
 def wrongly_owned(layout: Layout, kv_heads: int, rule) -> list:

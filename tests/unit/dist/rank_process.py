@@ -48,7 +48,7 @@ def main(config, _notes, *, not_done, dry_run: bool) -> int:
     groups = make_groups(Layout(dp=launch.world_size), None)
     total = torch.ones((), device=device) + launch.rank
     dist.all_reduce(total, group=groups.world.group)
-    made = [axis.group._get_backend(device).options for axis in (groups.world, groups.shard_gather) if axis.group is not None]
+    made = [axis.group._get_backend(device).options for axis in (groups.world, groups.dense.shard_gather) if axis.group is not None]
     shown = {"rank": launch.rank, "launcher": launch.launcher, "sum": total.item(), "threads": torch.get_num_threads(), "restarts": restarts,
              "timeouts": [options._timeout.total_seconds() for options in made]}
     if WHAT == "hang" and launch.rank > 0:

@@ -96,7 +96,7 @@ def test_the_models_are_what_they_are_said_to_be():
         flags = (*SMALL, *MODELS[name].split(), "--micro-batch-size", "1")
         config = resolve(parse_arguments(list(flags)).config, ranks, vocabulary).config
         model = GPTModel(config.model, vocab_size=vocabulary, padded_vocab=vocabulary, dtype=torch.float32, seed=1)
-        return [plan for plan, _ in plan_blocks(model, ranks)]
+        return [plan for plan, _ in plan_blocks(model, lambda group: ranks)]
 
     embedding, *rest = blocks("a vocabulary larger than the rest", 4, 3000)
     assert embedding.size > sum(plan.size for plan in rest)
