@@ -16,13 +16,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from megatron.config.workspace import DROPOUT_COUNTERS
+
 MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
-# Counters computed at once: on a CPU for each thread (torch gives a thread no less), whose part of the working set stays in its core's
-# cache; a GPU wants few launches instead.
-CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}
 
 Key = tuple[int, int]
 
@@ -57,7 +56,7 @@ def fill(out: Tensor, key: Key, rows: Sequence[Tensor], first_column: int, trans
     blocks = torch.arange(first_block, last_block, device=out.device).unsqueeze(0)
     zeros = [torch.zeros_like(blocks)] * (3 - len(rows))
     skip = first_column - 4 * first_block
-    chunk = CHUNK[out.device.type] * (1 if out.is_cuda else torch.get_num_threads())
+    chunk = DROPOUT_COUNTERS[out.device.type] * (1 if out.is_cuda else torch.get_num_threads())
     step = max(1, chunk // (last_block - first_block))
     for start in range(0, row_count, step):
         stop = min(start + step, row_count)

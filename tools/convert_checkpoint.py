@@ -55,7 +55,7 @@ from megatron.data.tokenizer import build_tokenizer  # noqa: E402
 from megatron.dist.groups import Axis  # noqa: E402
 from megatron.dist.setup import connect, disconnect, read_launch, share_cores  # noqa: E402
 from megatron.dist.together import together  # noqa: E402
-from megatron.layers.mlp import GATED  # noqa: E402
+from megatron.config.derive import GATED  # noqa: E402
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 TIMEOUT = 120  # minutes that a rank waits for the others' shares

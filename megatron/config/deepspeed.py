@@ -6,38 +6,13 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron.config.derive import DEFAULTS, data_parallel_size
+from megatron.config.derive import DEFAULTS, GROUP_OF, METADATA, data_parallel_size
 from megatron.config.errors import UserError, first_faults, shortened
 from megatron.config.groups import Config
 from megatron.config.input_files import KINDS, SETTINGS_LIMIT, read_json
 
-# DeepSpeed's key -> our flag; the field follows from the flag.
-SAME = {
-    "train_batch_size": ("training", "global_batch_size"),
-    "train_micro_batch_size_per_gpu": ("training", "micro_batch_size"),
-    "gradient_clipping": ("optimizer", "clip_grad"),
-    "fp16.enabled": ("precision", "fp16"),
-    "fp16.loss_scale": ("precision", "loss_scale"),
-    "fp16.initial_scale_power": ("precision", "initial_loss_scale"),
-    "fp16.loss_scale_window": ("precision", "loss_scale_window"),
-    "fp16.hysteresis": ("precision", "hysteresis"),
-    "fp16.min_loss_scale": ("precision", "min_loss_scale"),
-    "bf16.enabled": ("precision", "bf16"),
-    "bfloat16.enabled": ("precision", "bf16"),
-    "optimizer.type": ("optimizer", "optimizer"),
-    "optimizer.params.lr": ("optimizer", "lr"),
-    "optimizer.params.eps": ("optimizer", "adam_eps"),
-    "optimizer.params.weight_decay": ("optimizer", "weight_decay"),
-    "optimizer.params.momentum": ("optimizer", "sgd_momentum"),
-    "pipeline.stages": ("distributed", "pipeline_model_parallel_size"),
-    "zero_optimization.stage": ("distributed", "zero_stage"),
-    "zero_optimization.mics_shard_size": ("distributed", "zero_shard_size"),
-    "zero_optimization.offload_optimizer.ratio": ("optimizer", "optimizer_offload_fraction"),
-    "zero_optimization.cpu_offload": ("optimizer", "optimizer_cpu_offload"),
-    "zero_optimization.cpu_offload_params": ("optimizer", "param_cpu_offload"),
-    "zero_optimization.offload_param.device": ("optimizer", "param_cpu_offload"),
-    "data_types.grad_accum_dtype": ("optimizer", "main_grads_dtype"),
-}
+# DeepSpeed's key -> group and field of our flag.
+SAME = {key: (GROUP_OF[field], field) for field, said in METADATA.items() for key in said["deepspeed"]}
 
 # What gradients are sent in: values of communication_data_type -> --grad-reduce-in-bf16.
 WIRE = {"fp32": False, "bf16": True, "bfp16": True}

@@ -6,11 +6,14 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.config.groups import Config
+from megatron.config.groups import Config, flag
 from megatron.config.stages import AUTO, virtual_stages
 
 GROUP_OF = {field: group for group, fields in Config().to_dict().items() for field in fields}
 DEFAULTS = {field: value for fields in Config().to_dict().values() for field, value in fields.items()}
+METADATA = {  # what every field declares of itself
+    field.name: field.metadata or flag(None).metadata for group in dataclasses.fields(Config) for field in dataclasses.fields(type(group.default))
+}
 GATED = ("swiglu", "geglu")
 
 

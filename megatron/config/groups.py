@@ -1,8 +1,9 @@
 """Every setting of a run: frozen dataclasses, one per argparse group.
 
 A field is a flag: `lr_decay_style` is `--lr-decay-style`, its type gives the parser, the string under it is its help.
-`flag(...)` adds what a type cannot say: other spellings, the spelling that switches a boolean off, how Megatron-LM differs.
-Rules between fields live in `validate.py`; nothing here imports anything of the project.
+`flag(...)` adds what a type cannot say: other spellings, bounds, what the field acts with, what a
+change of it means at a resume, and its names in other programs. Adding a flag is one edit here, and
+docs/flags.md made anew; rules between several fields live in `validate.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,85 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron.config.metadata import (
+    ADAM,
+    ASYNC_SAVE,
+    ASYNC_SAVE_COPIES,
+    BATCHES,
+    BELOW_ONE,
+    BF16,
+    Bound,
+    CHANGING_DECAY,
+    CPU_OFFLOAD,
+    Change,
+    DATA_FILES,
+    DATA_PARALLEL,
+    DATA_PATH,
+    DECAY,
+    DYNAMIC_SCALE,
+    FP16,
+    GATHERED,
+    GPT2_BPE,
+    GROUPED,
+    KERNEL,
+    LLAMA_ROPE,
+    LOAD,
+    LOAD_AS_ASKED,
+    LOCAL_FOLDER,
+    LOCAL_INTERVAL,
+    LOSS_SCALE,
+    MODEL,
+    MODEL_FILE,
+    NOTHING,
+    NOT_NEGATIVE,
+    Need,
+    OBJECTIVE,
+    OFFLOADED_ADAM,
+    ORDER,
+    PIPELINE,
+    POSITIVE,
+    RATE,
+    RECOMPUTE,
+    ROPE,
+    ROTARY,
+    ROUNDING,
+    SAVE,
+    SAVE_FOR_SAFETY,
+    SCALED_ROPE,
+    SEED,
+    SEVERAL_RANKS,
+    SGD,
+    SHARDED,
+    SHARE,
+    STEPS,
+    STEPS_ALONE,
+    TENSOR_PARALLEL,
+    TRACKERS,
+    UP_TO_A_YEAR,
+    WANDB,
+    WARMUP,
+    WSD,
+    YARN,
+    ZERO_3,
+)
 
-def flag(default: Any, *names: str, off: str | None = None, megatron: str | None = None) -> Any:
-    """A field with further option strings `names`, an option `off` that sets a boolean False, and a note for docs/flags.md."""
-    metadata = {"names": names, "off": off, "megatron": megatron}
+
+def flag(
+    default: Any,
+    *names: str,
+    off: str | None = None,
+    megatron: str | None = None,
+    bound: Bound | None = None,
+    needs: tuple[Need, ...] = (),
+    change: Change = NOTHING,
+    deepspeed: tuple[str, ...] = (),
+) -> Any:
+    """A field with further option strings `names`, an option `off` that sets a boolean False, a
+    note for docs/flags.md on how Megatron-LM differs, its rules (`metadata.py`), and the keys of a
+    DeepSpeed file that mean the same.
+    """
+    metadata = {"names": names, "off": off, "megatron": megatron, "bound": bound}
+    metadata |= {"needs": needs, "change": change, "deepspeed": deepspeed}
     return field(default=default, metadata=metadata)
 
 
@@ -22,99 +98,182 @@ def flag(default: Any, *names: str, off: str | None = None, megatron: str | None
 class ModelConfig:
     """model"""
 
-    num_layers: int | None = None
+    num_layers: int | None = flag(None, bound=POSITIVE, change=MODEL)
     """Number of transformer layers."""
-    hidden_size: int | None = None
+    hidden_size: int | None = flag(None, bound=POSITIVE, change=MODEL)
     """Width of the residual stream."""
-    ffn_hidden_size: int | None = None
+    ffn_hidden_size: int | None = flag(None, bound=POSITIVE, change=MODEL)
     """Width of the MLP. Default: 4 x hidden-size; with a gated activation 2/3 of that, rounded down to a multiple of 64."""
-    num_attention_heads: int | None = None
+    num_attention_heads: int | None = flag(None, bound=POSITIVE, change=MODEL)
     """Number of query heads."""
-    kv_channels: int | None = None
+    kv_channels: int | None = flag(None, bound=POSITIVE, change=MODEL)
     """Width of one attention head. Default: hidden-size / num-attention-heads."""
-    group_query_attention: bool = False
+    group_query_attention: bool = flag(False, change=MODEL)
     """Share each key/value head between several query heads (--num-query-groups)."""
-    num_query_groups: int | None = None
+    num_query_groups: int | None = flag(None, bound=POSITIVE, needs=(GROUPED,), change=MODEL)
     """Number of key/value heads when --group-query-attention is given."""
-    max_position_embeddings: int | None = None
+    max_position_embeddings: int | None = flag(None, bound=POSITIVE, change=MODEL)
     """Rows of the learned position table, and the longest sequence of rotary positions. Default: seq-length."""
-    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = flag(
+        "learned_absolute",
+        change=MODEL,
+    )
     """How positions enter the model; yarn is rope with YaRN's rescaled frequencies."""
-    rotary_base: float = 10000.0
+    rotary_base: float = flag(10000.0, bound=POSITIVE, needs=(ROTARY,), change=MODEL)
     """Base of the rotary frequencies."""
-    rotary_percent: float = 1.0
+    rotary_percent: float = flag(1.0, bound=SHARE, needs=(ROTARY,), change=MODEL)
     """Share of each head's channels that rotates."""
-    rotary_seq_len_interpolation_factor: float | None = None
+    rotary_seq_len_interpolation_factor: float | None = flag(
+        None,
+        bound=POSITIVE,
+        needs=(ROPE,),
+        change=MODEL,
+    )
     """Divide rotary positions by this factor (linear scaling)."""
-    use_rope_scaling: bool = False
+    use_rope_scaling: bool = flag(False, needs=(ROPE,), change=MODEL)
     """Rescale the rotary frequencies as Llama 3.x does."""
-    rope_scaling_factor: float = 8.0
+    rope_scaling_factor: float = flag(
+        8.0,
+        bound=POSITIVE,
+        needs=(SCALED_ROPE, ROTARY),
+        change=MODEL,
+    )
     """Factor of --use-rope-scaling and of YaRN."""
     rope_original_max_position_embeddings: int = flag(
-        8192, "--yarn-original-max-position-embeddings", megatron="one flag for Llama-3 scaling (fixed to 8192 there) and YaRN")
+        8192,
+        "--yarn-original-max-position-embeddings",
+        megatron="one flag for Llama-3 scaling (fixed to 8192 there) and YaRN",
+        bound=POSITIVE,
+        needs=(SCALED_ROPE, ROTARY),
+        change=MODEL,
+    )
     """Sequence length that the unscaled rotary frequencies were trained for."""
-    rope_low_freq_factor: float = flag(1.0, megatron="fixed to 1 there")
+    rope_low_freq_factor: float = flag(
+        1.0,
+        megatron="fixed to 1 there",
+        bound=POSITIVE,
+        needs=(LLAMA_ROPE, ROTARY),
+        change=MODEL,
+    )
     """Llama-3 scaling: wavelengths above original length / this factor are divided by the full factor."""
-    rope_high_freq_factor: float = flag(4.0, megatron="fixed to 4 there")
+    rope_high_freq_factor: float = flag(
+        4.0,
+        megatron="fixed to 4 there",
+        bound=POSITIVE,
+        needs=(LLAMA_ROPE, ROTARY),
+        change=MODEL,
+    )
     """Llama-3 scaling: wavelengths below original length / this factor are left alone."""
-    yarn_beta_fast: float = 32.0
+    yarn_beta_fast: float = flag(32.0, bound=POSITIVE, needs=(YARN, ROTARY), change=MODEL)
     """YaRN: channels with more rotations than this over the original length are left alone."""
-    yarn_beta_slow: float = 1.0
+    yarn_beta_slow: float = flag(1.0, bound=POSITIVE, needs=(YARN, ROTARY), change=MODEL)
     """YaRN: channels with fewer rotations than this over the original length are divided by the full factor."""
-    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", change=MODEL)
     """Kind of normalisation, everywhere."""
-    norm_epsilon: float = flag(1e-5, "--layernorm-epsilon")
+    norm_epsilon: float = flag(1e-5, "--layernorm-epsilon", bound=POSITIVE, change=MODEL)
     """Added to the variance inside the normalisation."""
     activation: Literal["gelu", "gelu-tanh", "swiglu", "geglu", "squared-relu"] = flag(
-        "gelu", megatron="one choice instead of --swiglu, --squared-relu, --openai-gelu, which set it too; the default there is fused, "
-        "which is gelu-tanh")
+        "gelu",
+        megatron="one choice instead of --swiglu, --squared-relu, --openai-gelu, which set it too; the default there is fused, "
+        "which is gelu-tanh",
+        change=MODEL,
+    )
     """Activation of the MLP; swiglu and geglu are gated."""
-    add_bias_linear: bool = flag(True, off="--disable-bias-linear")
+    add_bias_linear: bool = flag(True, off="--disable-bias-linear", change=MODEL)
     """Biases in the linear layers."""
-    add_qkv_bias: bool = False
+    add_qkv_bias: bool = flag(False, change=MODEL)
     """A bias in the QKV projection only, when --disable-bias-linear is given."""
-    qk_layernorm: bool = False
+    qk_layernorm: bool = flag(False, change=MODEL)
     """Normalise each head's queries and keys before the rotary embedding."""
     window_size: int | None = flag(
-        None, megatron="one number: how many keys a query sees, itself included; Megatron's pair W-1,0 is read too")
+        None,
+        megatron="one number: how many keys a query sees, itself included; Megatron's pair W-1,0 is read too",
+        bound=POSITIVE,
+        change=MODEL,
+    )
     """Sliding-window attention: each token attends to this many latest tokens, itself included."""
-    attn_logit_softcapping: float | None = flag(None, megatron="absent there")
+    attn_logit_softcapping: float | None = flag(
+        None,
+        megatron="absent there",
+        bound=POSITIVE,
+        change=MODEL,
+    )
     """Bound attention scores smoothly: cap x tanh(score / cap)."""
-    final_logit_softcapping: float | None = flag(None, megatron="absent there")
+    final_logit_softcapping: float | None = flag(
+        None,
+        megatron="absent there",
+        bound=POSITIVE,
+        change=MODEL,
+    )
     """Bound the logits smoothly: cap x tanh(logit / cap)."""
-    z_loss_coeff: float = flag(0.0, megatron="absent there")
+    z_loss_coeff: float = flag(0.0, megatron="absent there", bound=NOT_NEGATIVE, change=STEPS)
     """Add coeff x (log sum exp of the logits)^2 to each token's loss during training."""
-    untie_embeddings_and_output_weights: bool = False
+    untie_embeddings_and_output_weights: bool = flag(False, change=MODEL)
     """Give the output head a matrix of its own."""
-    hidden_dropout: float = 0.1
+    hidden_dropout: float = flag(0.1, bound=BELOW_ONE, change=STEPS)
     """Dropout after the embedding, attention and MLP."""
-    attention_dropout: float = 0.1
+    attention_dropout: float = flag(0.1, bound=BELOW_ONE, change=STEPS)
     """Dropout on attention probabilities (selects the slow plain attention; 0 allows the fused one)."""
-    init_method_std: float = 0.02
+    init_method_std: float = flag(0.02, bound=POSITIVE)
     """Standard deviation of the initial weights; residual-output projections use std / sqrt(2 x num-layers)."""
-    make_vocab_size_divisible_by: int = 128
+    make_vocab_size_divisible_by: int = flag(128, bound=POSITIVE, change=MODEL)
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
     attention_backend: Literal["auto", "gluon", "triton", "sdpa", "plain"] = flag(
-        "auto", megatron="auto takes the fastest that supports the settings; flash and fused are read as auto, unfused and local as plain")
+        "auto",
+        megatron="auto takes the fastest that supports the settings; flash and fused are read as auto, unfused and local as plain",
+        change=KERNEL,
+    )
     """Implementation of the attention core: our Triton kernels (gluon: with the forward pass for Hopper), torch's scaled_dot_product_attention, or plain products."""
-    norm_backend: Literal["auto", "triton", "apex", "torch"] = flag("auto", megatron="absent there")
+    norm_backend: Literal["auto", "triton", "apex", "torch"] = flag(
+        "auto",
+        megatron="absent there",
+        change=KERNEL,
+    )
     """Implementation of LayerNorm and RMSNorm."""
-    rotary_backend: Literal["auto", "triton", "torch"] = flag("auto", megatron="absent there")
+    rotary_backend: Literal["auto", "triton", "torch"] = flag(
+        "auto",
+        megatron="absent there",
+        change=KERNEL,
+    )
     """Implementation of the rotary embedding."""
-    activation_backend: Literal["auto", "triton", "torch"] = flag("auto", megatron="absent there")
+    activation_backend: Literal["auto", "triton", "torch"] = flag(
+        "auto",
+        megatron="absent there",
+        change=KERNEL,
+    )
     """Implementation of the MLP's activation."""
-    dropout_backend: Literal["auto", "triton", "torch"] = flag("auto", megatron="absent there")
+    dropout_backend: Literal["auto", "triton", "torch"] = flag(
+        "auto",
+        megatron="absent there",
+        change=KERNEL,
+    )
     """Implementation of dropout on hidden states."""
-    cross_entropy_backend: Literal["auto", "triton", "torch"] = flag("auto", megatron="absent there")
+    cross_entropy_backend: Literal["auto", "triton", "torch"] = flag(
+        "auto",
+        megatron="absent there",
+        change=KERNEL,
+    )
     """Implementation of the loss."""
-    weight_grad_backend: Literal["auto", "apex", "torch"] = flag("auto", megatron="--no-gradient-accumulation-fusion switches apex's off there")
+    weight_grad_backend: Literal["auto", "apex", "torch"] = flag(
+        "auto",
+        megatron="--no-gradient-accumulation-fusion switches apex's off there",
+        change=KERNEL,
+    )
     """Implementation of the weight gradients' sum in fp32 on a GPU."""
-    init_backend: Literal["auto", "triton", "torch"] = flag("auto", megatron="absent there")
+    init_backend: Literal["auto", "triton", "torch"] = flag(
+        "auto",
+        megatron="absent there",
+        change=KERNEL,
+    )
     """Implementation of the generator that draws the initial weights; those on the host are drawn by torch."""
-    deterministic_mode: bool = flag(True, megatron="off by default there")
+    deterministic_mode: bool = flag(True, megatron="off by default there", change=ROUNDING)
     """Use only kernels that give the same bits every time. When off, the backward pass of attention may
     sum in any order on a GPU, which is faster."""
-    fused_linear_cross_entropy: bool = flag(False, megatron="--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear")
+    fused_linear_cross_entropy: bool = flag(
+        False,
+        megatron="--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear",
+        change=ROUNDING,
+    )
     """Compute the logits in chunks of tokens, in the forward pass and again in the backward pass, so
     that memory never holds all of them."""
 
@@ -123,21 +282,52 @@ class ModelConfig:
 class PrecisionConfig:
     """precision"""
 
-    bf16: bool = False
+    bf16: bool = flag(False, change=STEPS, deepspeed=("bf16.enabled", "bfloat16.enabled"))
     """Compute in bfloat16, with fp32 master weights and fp32 gradient accumulation."""
-    fp16: bool = False
+    fp16: bool = flag(False, change=STEPS, deepspeed=("fp16.enabled",))
     """Compute in float16, with fp32 master weights, fp32 gradient accumulation and loss scaling."""
-    fp64: bool = flag(False, megatron="absent there")
+    fp64: bool = flag(False, megatron="absent there", change=STEPS)
     """Compute everything in float64, to compare runs far below rounding."""
-    loss_scale: float | None = None
+    loss_scale: float | None = flag(
+        None,
+        bound=LOSS_SCALE,
+        needs=(FP16,),
+        change=STEPS,
+        deepspeed=("fp16.loss_scale",),
+    )
     """Static loss scale for fp16; dynamic when not given."""
-    initial_loss_scale: float = 2.0**32
+    initial_loss_scale: float = flag(
+        2.0**32,
+        bound=LOSS_SCALE,
+        needs=(DYNAMIC_SCALE, FP16),
+        change=ROUNDING,
+        deepspeed=("fp16.initial_scale_power",),
+    )
     """Where dynamic loss scaling starts."""
-    min_loss_scale: float = 1.0
+    min_loss_scale: float = flag(
+        1.0,
+        bound=LOSS_SCALE,
+        needs=(DYNAMIC_SCALE, FP16),
+        change=STEPS,
+        deepspeed=("fp16.min_loss_scale",),
+    )
     """Lowest dynamic loss scale."""
-    loss_scale_window: int = flag(1000, megatron="an integer")
+    loss_scale_window: int = flag(
+        1000,
+        megatron="an integer",
+        bound=POSITIVE,
+        needs=(DYNAMIC_SCALE, FP16),
+        change=STEPS,
+        deepspeed=("fp16.loss_scale_window",),
+    )
     """Clean steps after which the dynamic loss scale doubles."""
-    hysteresis: int = 2
+    hysteresis: int = flag(
+        2,
+        bound=POSITIVE,
+        needs=(DYNAMIC_SCALE, FP16),
+        change=STEPS,
+        deepspeed=("fp16.hysteresis",),
+    )
     """Overflows since the dynamic loss scale last doubled, in a row or not, at which it halves; every further one halves it, too."""
 
 
@@ -147,7 +337,11 @@ class DataConfig:
 
     data_path: tuple[str, ...] | None = None
     """Prefixes of .bin/.idx files, or `weight prefix weight prefix ...`, divided by --split."""
-    split: str | None = flag(None, megatron="default 969,30,1 there too, when --data-path is given")
+    split: str | None = flag(
+        None,
+        megatron="default 969,30,1 there too, when --data-path is given",
+        needs=(DATA_PATH,),
+    )
     """Shares of train,valid,test in --data-path, contiguous over documents. Default: 969,30,1."""
     train_data_path: tuple[str, ...] | None = None
     """Training prefixes, with or without weights (instead of --data-path and --split)."""
@@ -157,27 +351,27 @@ class DataConfig:
     """Test prefixes, with or without weights."""
     mock_data: bool = False
     """Train on computed tokens instead of files."""
-    seq_length: int | None = None
+    seq_length: int | None = flag(None, bound=POSITIVE, change=ORDER)
     """Tokens in a sample."""
-    reset_position_ids: bool = False
+    reset_position_ids: bool = flag(False, change=OBJECTIVE)
     """Count positions from zero after each end-of-document token."""
-    reset_attention_mask: bool = False
+    reset_attention_mask: bool = flag(False, change=OBJECTIVE)
     """Let no token attend across an end-of-document token."""
-    eod_mask_loss: bool = False
+    eod_mask_loss: bool = flag(False, change=OBJECTIVE)
     """Take no loss at end-of-document tokens."""
-    check_data: bool = flag(False, megatron="absent there")
+    check_data: bool = flag(False, megatron="absent there", needs=(DATA_FILES,))
     """Scan the data files fully (monotone offsets, ids below the vocabulary) before training."""
     tokenizer_type: Literal[
         "SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer", "NullTokenizer"] | None = flag(
         None, megatron="Llama2Tokenizer and GPTSentencePieceTokenizer are read as SentencePieceTokenizer")
     """Kind of tokenizer."""
-    tokenizer_model: str | None = None
+    tokenizer_model: str | None = flag(None, needs=(MODEL_FILE,))
     """File of the SentencePiece model, tokenizer.json or tiktoken vocabulary."""
-    vocab_file: str | None = None
+    vocab_file: str | None = flag(None, needs=(GPT2_BPE,))
     """GPT-2 BPE vocabulary (JSON)."""
-    merge_file: str | None = None
+    merge_file: str | None = flag(None, needs=(GPT2_BPE,))
     """GPT-2 BPE merges."""
-    vocab_size: int | None = None
+    vocab_size: int | None = flag(None, bound=POSITIVE)
     """Vocabulary of the NullTokenizer (one more is added for the end of document); elsewhere checked against the tokenizer."""
 
 
@@ -185,30 +379,52 @@ class DataConfig:
 class TrainingConfig:
     """training"""
 
-    micro_batch_size: int | None = flag(None, "--batch-size")
+    micro_batch_size: int | None = flag(
+        None,
+        "--batch-size",
+        bound=POSITIVE,
+        change=ROUNDING,
+        deepspeed=("train_micro_batch_size_per_gpu",),
+    )
     """Samples in one forward pass of one data-parallel rank."""
-    global_batch_size: int | None = None
+    global_batch_size: int | None = flag(
+        None,
+        bound=POSITIVE,
+        change=BATCHES,
+        deepspeed=("train_batch_size",),
+    )
     """Samples in one optimizer step over all ranks. Default: micro-batch-size x data-parallel size."""
-    rampup_batch_size: tuple[int, ...] | None = None
+    rampup_batch_size: tuple[int, ...] | None = flag(None, change=BATCHES)
     """`start increment samples`: grow the global batch from start by increment over the first samples."""
-    train_iters: int | None = None
+    train_iters: int | None = flag(None, bound=NOT_NEGATIVE)
     """Optimizer steps of the run."""
-    train_samples: int | None = None
+    train_samples: int | None = flag(None, bound=POSITIVE)
     """Samples of the run (instead of --train-iters)."""
-    exit_interval: int | None = None
+    exit_interval: int | None = flag(None, bound=POSITIVE)
     """Save and exit at iterations divisible by this."""
-    exit_duration_in_mins: float | None = flag(None, megatron="fractions allowed")
+    exit_duration_in_mins: float | None = flag(None, megatron="fractions allowed", bound=POSITIVE)
     """Save and exit after this many minutes."""
-    seed: int = 1234
+    seed: int = flag(1234, bound=NOT_NEGATIVE, change=SEED)
     """Seed of the initial weights, of dropout and of the order of the data."""
     nan_policy: Literal["stop", "skip"] = flag(
-        "stop", megatron="--no-check-for-nan-in-loss-and-grad sets skip; fp16 overflows are always skipped")
+        "stop",
+        megatron="--no-check-for-nan-in-loss-and-grad sets skip; fp16 overflows are always skipped",
+        change=STEPS_ALONE,
+    )
     """What to do at a NaN or Inf loss or gradient: stop the run, or skip the step and log it."""
     recompute_granularity: Literal["full"] | None = flag(None, megatron="selective is refused until it is built")
     """full: keep only each block's input and recompute the block in the backward pass."""
-    recompute_method: Literal["uniform"] | None = flag(None, megatron="block is refused until it is built")
+    recompute_method: Literal["uniform"] | None = flag(
+        None,
+        megatron="block is refused until it is built",
+        needs=(RECOMPUTE,),
+    )
     """uniform: recompute every layer."""
-    recompute_num_layers: int | None = flag(None, megatron="only 1 until groups are built")
+    recompute_num_layers: int | None = flag(
+        None,
+        megatron="only 1 until groups are built",
+        needs=(RECOMPUTE,),
+    )
     """Layers per recomputed unit."""
 
 
@@ -216,77 +432,130 @@ class TrainingConfig:
 class OptimizerConfig:
     """optimizer"""
 
-    optimizer: Literal["adam", "sgd"] = "adam"
+    optimizer: Literal["adam", "sgd"] = flag("adam", change=STEPS, deepspeed=("optimizer.type",))
     """adam is AdamW (decoupled weight decay)."""
-    adam_implementation: Literal["auto", "triton", "apex", "torch-fused", "torch"] = flag("auto", megatron="absent there")
+    adam_implementation: Literal["auto", "triton", "apex", "torch-fused", "torch"] = flag(
+        "auto",
+        megatron="absent there",
+        needs=(ADAM,),
+        change=KERNEL,
+    )
     """Implementation of AdamW: our Triton kernel, NVIDIA apex's FusedAdam, torch's fused kernel or its plain loop."""
-    grad_norm_backend: Literal["auto", "triton", "apex", "torch"] = flag("auto", megatron="absent there")
+    grad_norm_backend: Literal["auto", "triton", "apex", "torch"] = flag(
+        "auto",
+        megatron="absent there",
+        change=KERNEL,
+    )
     """Implementation of the gradients' sum of squares. It is summed in float64, but by apex in fp32."""
-    main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
+    main_grads_dtype: Literal["fp32", "bf16"] = flag(
+        "fp32",
+        needs=(BF16,),
+        change=STEPS,
+        deepspeed=("data_types.grad_accum_dtype",),
+    )
     """Precision in which gradients of bf16 weights are accumulated. bf16 takes 2 bytes a parameter
     less and loses bits with every micro-batch."""
-    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    exp_avg_dtype: Literal["fp32", "bf16"] = flag("fp32", needs=(ADAM,), change=STEPS)
     """Precision in which Adam's first moment is kept."""
-    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = flag("fp32", needs=(ADAM,), change=STEPS)
     """Precision in which Adam's second moment is kept."""
-    optimizer_cpu_offload: bool = False
+    optimizer_cpu_offload: bool = flag(
+        False,
+        needs=(OFFLOADED_ADAM,),
+        change=ROUNDING,
+        deepspeed=("zero_optimization.cpu_offload",),
+    )
     """Keep master weights and moments in host memory and update them on the CPU."""
-    optimizer_offload_fraction: float = 1.0
+    optimizer_offload_fraction: float = flag(
+        1.0,
+        bound=SHARE,
+        needs=(CPU_OFFLOAD,),
+        change=ROUNDING,
+        deepspeed=("zero_optimization.offload_optimizer.ratio",),
+    )
     """With --optimizer-cpu-offload: the share of the parameters that the CPU updates."""
-    optimizer_nvme_offload: str | None = flag(None, megatron="absent there")
+    optimizer_nvme_offload: str | None = flag(
+        None,
+        megatron="absent there",
+        needs=(OFFLOADED_ADAM,),
+    )
     """Keep master weights and moments in files in this folder, on a local disk of each node, instead
     of in host memory; sets --optimizer-cpu-offload."""
-    param_cpu_offload: bool = flag(False, megatron="absent there")
+    param_cpu_offload: bool = flag(
+        False,
+        megatron="absent there",
+        needs=(OFFLOADED_ADAM, ZERO_3),
+        deepspeed=("zero_optimization.cpu_offload_params", "zero_optimization.offload_param.device"),
+    )
     """With --zero-stage 3: also keep in host memory the weights whose optimizer state is there, and
     frozen weights; sets --optimizer-cpu-offload."""
-    freeze: str | None = flag(None, megatron="absent there")
+    freeze: str | None = flag(None, megatron="absent there", change=STEPS)
     """Parts that are not trained, such as embedding,layers.0-3,head. Positions belong to the first
     layer, the final norm to the last."""
-    lr: float | None = None
+    lr: float | None = flag(None, bound=NOT_NEGATIVE, deepspeed=("optimizer.params.lr",))
     """Peak learning rate."""
-    min_lr: float = 0.0
+    min_lr: float = flag(0.0, bound=NOT_NEGATIVE, needs=(DECAY,))
     """Learning rate at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape of the decay after warm-up."""
-    lr_decay_iters: int | None = None
+    lr_decay_iters: int | None = flag(None, bound=POSITIVE)
     """Iterations over which the learning rate decays, warm-up included. Default: train-iters."""
-    lr_decay_samples: int | None = None
+    lr_decay_samples: int | None = flag(None, bound=POSITIVE)
     """Samples over which the learning rate decays, warm-up included. Default: train-samples."""
-    lr_warmup_iters: int = 0
+    lr_warmup_iters: int = flag(0, bound=NOT_NEGATIVE)
     """Iterations of linear warm-up."""
-    lr_warmup_samples: int = 0
+    lr_warmup_samples: int = flag(0, bound=NOT_NEGATIVE)
     """Samples of linear warm-up."""
-    lr_warmup_fraction: float | None = None
+    lr_warmup_fraction: float | None = flag(None, bound=BELOW_ONE)
     """Warm-up as a share of the decay."""
-    lr_warmup_init: float = 0.0
+    lr_warmup_init: float = flag(0.0, bound=NOT_NEGATIVE, needs=(WARMUP,))
     """Learning rate at which the warm-up starts."""
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
+        "exponential",
+        needs=(WSD,),
+    )
     """Shape of the final decay of WSD."""
-    lr_wsd_decay_iters: int | None = None
+    lr_wsd_decay_iters: int | None = flag(None, bound=POSITIVE, needs=(WSD,))
     """Iterations of the final decay of WSD."""
-    lr_wsd_decay_samples: int | None = None
+    lr_wsd_decay_samples: int | None = flag(None, bound=POSITIVE, needs=(WSD,))
     """Samples of the final decay of WSD."""
-    weight_decay: float = 0.01
+    weight_decay: float = flag(
+        0.01,
+        bound=NOT_NEGATIVE,
+        deepspeed=("optimizer.params.weight_decay",),
+    )
     """Weight decay; biases and one-dimensional parameters have none."""
-    start_weight_decay: float | None = None
+    start_weight_decay: float | None = flag(None, bound=NOT_NEGATIVE, needs=(CHANGING_DECAY,))
     """Weight decay at the start of a run in which it changes."""
-    end_weight_decay: float | None = None
+    end_weight_decay: float | None = flag(None, bound=NOT_NEGATIVE, needs=(CHANGING_DECAY,))
     """Weight decay at the end of a run in which it changes."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the change of weight decay from start to end of the run."""
-    clip_grad: float = 1.0
+    clip_grad: float = flag(1.0, bound=NOT_NEGATIVE, change=STEPS, deepspeed=("gradient_clipping",))
     """Scale gradients down to this global norm; 0 disables clipping."""
-    adam_beta1: float = 0.9
+    adam_beta1: float = flag(0.9, bound=BELOW_ONE, needs=(ADAM,), change=STEPS)
     """Decay of Adam's first moment."""
-    adam_beta2: float = 0.999
+    adam_beta2: float = flag(0.999, bound=BELOW_ONE, needs=(ADAM,), change=STEPS)
     """Decay of Adam's second moment."""
-    adam_eps: float = 1e-8
+    adam_eps: float = flag(
+        1e-8,
+        bound=POSITIVE,
+        needs=(ADAM,),
+        change=STEPS,
+        deepspeed=("optimizer.params.eps",),
+    )
     """Added to the root of Adam's second moment."""
-    sgd_momentum: float = 0.9
+    sgd_momentum: float = flag(
+        0.9,
+        bound=BELOW_ONE,
+        needs=(SGD,),
+        change=STEPS,
+        deepspeed=("optimizer.params.momentum",),
+    )
     """Momentum of SGD."""
-    override_opt_param_scheduler: bool = False
+    override_opt_param_scheduler: bool = flag(False, needs=(LOAD,))
     """On resume take the learning-rate and weight-decay schedule of the command line, not the checkpoint's."""
-    use_checkpoint_opt_param_scheduler: bool = False
+    use_checkpoint_opt_param_scheduler: bool = flag(False, needs=(LOAD,))
     """On resume take the checkpoint's schedule without comparing it with the command line."""
 
 
@@ -294,9 +563,9 @@ class OptimizerConfig:
 class EvaluationConfig:
     """evaluation"""
 
-    eval_iters: int = 100
+    eval_iters: int = flag(100, bound=NOT_NEGATIVE, change=STEPS_ALONE)
     """Global batches in an evaluation; every evaluation uses the same ones."""
-    eval_interval: int | None = flag(1000, megatron="None there")
+    eval_interval: int | None = flag(1000, megatron="None there", bound=POSITIVE)
     """Training iterations between evaluations."""
     skip_train: bool = False
     """Load, evaluate, exit."""
@@ -308,19 +577,24 @@ class CheckpointConfig:
 
     save: str | None = None
     """Folder for checkpoints and metrics.jsonl."""
-    save_interval: int | None = flag(None, "--persistent-save-interval")
+    save_interval: int | None = flag(
+        None,
+        "--persistent-save-interval",
+        bound=POSITIVE,
+        needs=(SAVE,),
+    )
     """Iterations between checkpoints; one is always written at the end."""
     load: str | None = None
     """Folder to resume from. When it equals --save it may still be empty."""
-    ckpt_step: int | None = None
+    ckpt_step: int | None = flag(None, bound=NOT_NEGATIVE, needs=(LOAD_AS_ASKED,))
     """Load this iteration instead of the latest."""
-    finetune: bool = False
+    finetune: bool = flag(False, needs=(LOAD_AS_ASKED,))
     """Load weights only; start at iteration 0."""
-    load_optim: bool = flag(True, off="--no-load-optim")
+    load_optim: bool = flag(True, off="--no-load-optim", needs=(LOAD,))
     """Load the optimizer's state."""
-    save_optim: bool = flag(True, off="--no-save-optim")
+    save_optim: bool = flag(True, off="--no-save-optim", needs=(SAVE,))
     """Write the optimizer's state."""
-    exit_on_missing_checkpoint: bool = False
+    exit_on_missing_checkpoint: bool = flag(False, needs=(LOAD_AS_ASKED,))
     """Require --load to hold a checkpoint, instead of starting at iteration 0."""
     allow_older_checkpoint: bool = flag(False, megatron="absent there")
     """When the newest checkpoint is damaged, load the newest undamaged one before it, with a warning.
@@ -332,26 +606,49 @@ class CheckpointConfig:
     """Take the model's shape, the tokenizer and the sequence length from the checkpoint, wherever the command line leaves the default."""
     ckpt_parallel_write: Literal["balanced", "owner"] = flag("balanced", megatron="there: --ckpt-fully-parallel-save")
     """How ranks that hold the same values write them: balanced, an equal part each; owner, the first rank all."""
-    async_save: bool = False
+    async_save: bool = flag(False, needs=(SAVE,))
     """Write checkpoints in the background; training waits only for a copy into host memory."""
-    async_save_host_memory: float | None = flag(None, megatron="absent there")
+    async_save_host_memory: float | None = flag(
+        None,
+        megatron="absent there",
+        bound=POSITIVE,
+        needs=(ASYNC_SAVE_COPIES,),
+    )
     """Most GiB of host memory that each rank's background save takes. Default: as much as its shard."""
-    local_checkpoint_dir: str | None = flag(None, "--non-persistent-local-ckpt-dir")
+    local_checkpoint_dir: str | None = flag(
+        None,
+        "--non-persistent-local-ckpt-dir",
+        needs=(SAVE_FOR_SAFETY, LOCAL_INTERVAL),
+    )
     """Folder on each node (such as /dev/shm/NAME) for frequent checkpoints. A restart takes the newest
     complete checkpoint, here or in --load."""
-    local_save_interval: int | None = flag(None, "--non-persistent-save-interval")
+    local_save_interval: int | None = flag(
+        None,
+        "--non-persistent-save-interval",
+        bound=POSITIVE,
+        needs=(LOCAL_FOLDER,),
+    )
     """Iterations between checkpoints in --local-checkpoint-dir."""
-    local_redundancy: Literal["none", "partner", "xor"] = flag("none", megatron="there: --replication")
+    local_redundancy: Literal["none", "partner", "xor"] = flag(
+        "none",
+        megatron="there: --replication",
+        needs=(LOCAL_FOLDER,),
+    )
     """How a lost node is rebuilt. partner: each node also keeps another node's local shards; xor: each
     node keeps a parity of its set of up to 8 nodes."""
-    save_rate_limit: float | None = flag(None, megatron="absent there")
+    save_rate_limit: float | None = flag(
+        None,
+        megatron="absent there",
+        bound=RATE,
+        needs=(ASYNC_SAVE,),
+    )
     """Most MB/s that each rank's background save sends to --save."""
-    save_retain_interval: int | None = None
+    save_retain_interval: int | None = flag(None, bound=POSITIVE, needs=(SAVE,))
     """Keep the checkpoints of all multiples of this; of the others only the last --save-keep-last."""
-    save_keep_last: int | None = flag(None, megatron="absent there")
+    save_keep_last: int | None = flag(None, megatron="absent there", bound=POSITIVE, needs=(SAVE,))
     """Keep this many of the newest checkpoints, and with --save-retain-interval also those of its
     multiples. Default: all; 1 with --save-retain-interval."""
-    verify_integrity: bool = False
+    verify_integrity: bool = flag(False, needs=(SAVE_FOR_SAFETY,))
     """Read every checkpoint back from the disk and verify it before it counts as saved."""
 
 
@@ -359,7 +656,7 @@ class CheckpointConfig:
 class LoggingConfig:
     """logging"""
 
-    log_interval: int = 100
+    log_interval: int = flag(100, bound=POSITIVE)
     """Iterations between console lines and logged metrics."""
     log_params_norm: bool = False
     """Log the norm of the parameters."""
@@ -367,23 +664,23 @@ class LoggingConfig:
     """Log how many gradient elements are zero."""
     timing_log_level: Literal[0, 1] = 0
     """1 logs `<timer>-time` for data, forward-backward, optimizer, evaluation and checkpoint."""
-    pipeline_timeline: str | None = flag(None, megatron="absent there")
+    pipeline_timeline: str | None = flag(None, megatron="absent there", needs=(PIPELINE,))
     """Write the time line of each pipeline rank in the last logged step to this file (for tools/plot_schedule.py)."""
     metrics_file: str | None = flag(None, megatron="absent there")
     """File for the metrics. Default: <save>/metrics.jsonl."""
     tensorboard_dir: str | None = None
     """Write TensorBoard files here."""
-    tensorboard_log_interval: int = 1
+    tensorboard_log_interval: int = flag(1, bound=POSITIVE, needs=(TRACKERS,))
     """Iterations between TensorBoard and wandb points (at most one per --log-interval)."""
     wandb_project: str | None = None
     """Log to this wandb project (WANDB_MODE=offline works)."""
-    wandb_exp_name: str | None = None
+    wandb_exp_name: str | None = flag(None, needs=(WANDB,))
     """Name of the wandb run."""
-    wandb_save_dir: str | None = None
+    wandb_save_dir: str | None = flag(None, needs=(WANDB,))
     """Folder of wandb's files. Default: <save>/wandb."""
-    wandb_entity: str | None = None
+    wandb_entity: str | None = flag(None, needs=(WANDB,))
     """wandb entity (user or team)."""
-    peak_tflops: float | None = flag(None, megatron="absent there")
+    peak_tflops: float | None = flag(None, megatron="absent there", bound=POSITIVE)
     """Peak TFLOP/s of one device, for MFU. Default: that of a known device; no MFU for an unknown one."""
 
 
@@ -391,59 +688,129 @@ class LoggingConfig:
 class DistributedConfig:
     """distributed"""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: int = flag(1, bound=POSITIVE)
     """Ranks over which each layer's matrices are divided (TP)."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = flag(1, bound=POSITIVE, deepspeed=("pipeline.stages",))
     """Ranks over which the layers are divided (PP)."""
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"] | None = flag(
-        None, megatron="absent there: 1f1b, or interleaved with virtual stages")
+        None,
+        megatron="absent there: 1f1b, or interleaved with virtual stages",
+        change=ROUNDING,
+    )
     """Order of forward and backward passes. Default: 1f1b, or interleaved with virtual stages."""
-    num_virtual_stages_per_pipeline_rank: int | None = None
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, bound=POSITIVE, change=ROUNDING)
     """Stages that each pipeline rank holds (virtual stages): 1 by default, 2 with zero-bubble-v."""
-    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None,
+        bound=POSITIVE,
+        needs=(PIPELINE,),
+    )
     """Layers of each virtual stage; another way to give the number of virtual stages."""
-    decoder_first_pipeline_num_layers: int | None = None
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None,
+        bound=POSITIVE,
+        needs=(PIPELINE,),
+        change=ROUNDING,
+    )
     """Layers of the first pipeline rank; ranks without a number of their own share the others evenly."""
-    decoder_last_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None,
+        bound=POSITIVE,
+        needs=(PIPELINE,),
+        change=ROUNDING,
+    )
     """Layers of the last pipeline rank; ranks without a number of their own share the others evenly."""
-    account_for_embedding_in_pipeline_split: bool = False
+    account_for_embedding_in_pipeline_split: bool = flag(False, needs=(PIPELINE,), change=ROUNDING)
     """Count the embedding as a layer of the first stage when layers are divided evenly."""
-    account_for_loss_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = flag(False, needs=(PIPELINE,), change=ROUNDING)
     """Count head and loss as a layer of the last stage when layers are divided evenly."""
-    pipeline_model_parallel_layout: str | None = flag(None, megatron="auto is absent there; m and empty stages are refused here")
+    pipeline_model_parallel_layout: str | None = flag(
+        None,
+        megatron="auto is absent there; m and empty stages are refused here",
+        needs=(PIPELINE,),
+        change=ROUNDING,
+    )
     """Parts of each stage, such as Et*3|(tt|)*6tL: E embedding, t layer, L head and loss. auto makes
     stages of equal cost."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool = flag(False, change=ROUNDING)
     """Split the sequence over the TP ranks between the matrix products (norms, dropout, residuals).
     The ranks send as many bytes as without it."""
-    tp_comm_overlap: bool = flag(True, off="--no-tp-comm-overlap", megatron="off there, and needs TransformerEngine")
+    tp_comm_overlap: bool = flag(
+        True,
+        off="--no-tp-comm-overlap",
+        megatron="off there, and needs TransformerEngine",
+        needs=(TENSOR_PARALLEL,),
+        change=ROUNDING,
+    )
     """Run the collectives of tensor parallelism at the same time as matrix products that do not depend
     on them."""
-    overlap_grad_reduce: bool = flag(True, off="--no-overlap-grad-reduce", megatron="off there")
+    overlap_grad_reduce: bool = flag(
+        True,
+        off="--no-overlap-grad-reduce",
+        megatron="off there",
+        needs=(DATA_PARALLEL,),
+        change=ROUNDING,
+    )
     """Reduce the gradients of finished layers during the rest of the backward pass. On CPUs whose cores
     all compute, this costs time."""
-    zero_stage: Literal[0, 1, 2, 3] = flag(0, megatron="--data-parallel-sharding-strategy there")
+    zero_stage: Literal[0, 1, 2, 3] = flag(
+        0,
+        megatron="--data-parallel-sharding-strategy there",
+        change=ROUNDING,
+        deepspeed=("zero_optimization.stage",),
+    )
     """ZeRO stage. Data-parallel ranks shard: 1 the optimizer's state, 2 also gradients, 3 also weights."""
-    zero_shard_size: int | None = flag(None, megatron="absent there")
+    zero_shard_size: int | None = flag(
+        None,
+        megatron="absent there",
+        bound=POSITIVE,
+        needs=(SHARDED,),
+        change=ROUNDING,
+        deepspeed=("zero_optimization.mics_shard_size",),
+    )
     """Number of neighbouring data-parallel ranks that ZeRO shards over, such as those of a node; every
     such group holds a copy. Default: all data-parallel ranks."""
-    zero3_keep_gathered: bool = flag(False, megatron="absent there")
+    zero3_keep_gathered: bool = flag(False, megatron="absent there", needs=(ZERO_3,))
     """ZeRO-3: gather a layer once a step and keep it until the step ends, instead of gathering it for
     every pass."""
-    overlap_param_gather: bool = flag(True, off="--no-overlap-param-gather", megatron="off there")
+    overlap_param_gather: bool = flag(
+        True,
+        off="--no-overlap-param-gather",
+        megatron="off there",
+        needs=(GATHERED,),
+    )
     """ZeRO: gather the weights of the next layers during computation."""
-    grad_reduce_in_bf16: bool = flag(False, megatron="gradients are accumulated in bf16 too there")
+    grad_reduce_in_bf16: bool = flag(
+        False,
+        megatron="gradients are accumulated in bf16 too there",
+        needs=(DATA_PARALLEL,),
+        change=STEPS,
+    )
     """Send gradients in bf16; they are still accumulated and summed in fp32."""
-    use_tp_pp_dp_mapping: bool = False
+    use_tp_pp_dp_mapping: bool = flag(False, needs=(PIPELINE,))
     """Number the ranks tp, cp, pp, dp instead of tp, cp, dp, pp (fastest first)."""
-    distributed_backend: Literal["auto", "nccl", "gloo"] = flag("auto", megatron="nccl there")
+    distributed_backend: Literal["auto", "nccl", "gloo"] = flag(
+        "auto",
+        megatron="nccl there",
+        needs=(SEVERAL_RANKS,),
+        change=ROUNDING,
+    )
     """Library of the collectives: auto takes nccl on GPUs and gloo on CPUs."""
-    distributed_timeout_minutes: float = flag(10.0, megatron="an integer")
+    distributed_timeout_minutes: float = flag(
+        10.0,
+        megatron="an integer",
+        bound=UP_TO_A_YEAR,
+        needs=(SEVERAL_RANKS,),
+    )
     """How long a rank waits for the others, at the start and in every collective, before it ends with
     an error."""
-    world_size: int | None = flag(None, megatron="set by the launcher there; here only with --dry-run")
+    world_size: int | None = flag(
+        None,
+        megatron="set by the launcher there; here only with --dry-run",
+        bound=POSITIVE,
+    )
     """With --dry-run: the number of ranks to validate for."""
-    device_memory: float | None = flag(None, megatron="absent there")
+    device_memory: float | None = flag(None, megatron="absent there", bound=POSITIVE)
     """GiB of memory of one GPU, for the plan's verdict. Default: what the GPU has; 80 in a dry run."""
 
 

@@ -1,7 +1,8 @@
 """Every rule between flags.
 
-`resolve` fills in derived values (`derive.py`), then collects the faults of all rules: ranges of one field (RANGES), flags
-that could not act (NEEDS), and the rules of RULES, one small function each (those of the layout in `validate_layout.py`).
+`resolve` fills in derived values (`derive.py`), then collects the faults of all rules: bounds of one field and flags that could
+not act (both declared by the field, `groups.py`), and the rules of RULES, one small function each (those of the layout in
+`validate_layout.py`).
 A rule whose inputs are missing says nothing: the missing flag is a fault of its own.
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.derive import DEFAULTS, Run, derive
+from megatron.config.derive import DEFAULTS, METADATA, Run, derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
 from megatron.config.stages import frozen_units
@@ -31,36 +32,12 @@ class Resolved:
 
 # ---------------------------------------------------------------- rules of one field
 
-RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("greater than 0", lambda value: value > 0,
-     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups max_position_embeddings rotary_base "
-     "rotary_seq_len_interpolation_factor rope_scaling_factor rope_original_max_position_embeddings rope_low_freq_factor "
-     "rope_high_freq_factor yarn_beta_fast yarn_beta_slow norm_epsilon window_size attn_logit_softcapping final_logit_softcapping "
-     "init_method_std make_vocab_size_divisible_by loss_scale_window hysteresis "
-     "seq_length vocab_size micro_batch_size global_batch_size exit_interval exit_duration_in_mins train_samples lr_decay_iters "
-     "lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples eval_interval save_interval log_interval tensorboard_log_interval "
-     "peak_tflops adam_eps tensor_model_parallel_size pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank "
-     "num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-     "zero_shard_size world_size device_memory save_retain_interval save_keep_last local_save_interval async_save_host_memory"),
-    ("0 or more", lambda value: value >= 0,
-     "z_loss_coeff lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay start_weight_decay end_weight_decay "
-     "clip_grad eval_iters seed train_iters ckpt_step"),
-    ("at least 0 and below 1", lambda value: 0 <= value < 1,
-     "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction"),
-    # Loss scales multiply and divide numbers in fp32.
-    ("from 2**-126 to 2**127", lambda value: 2.0**-126 <= value <= 2.0**127, "loss_scale initial_loss_scale min_loss_scale"),
-    ("greater than 0 and at most 525600 (a year)", lambda value: 0 < value <= 525600, "distributed_timeout_minutes"),
-    ("greater than 0, and at least 0.001 MB/s", lambda value: value >= 0.001, "save_rate_limit"),
-    ("above 0 and at most 1", lambda value: 0 < value <= 1, "rotary_percent optimizer_offload_fraction"),
-)
-
 
 def _ranges(run: Run) -> Iterator[str]:
-    for text, holds, fields in RANGES:
-        for field in fields.split():
-            value = getattr(run, field)
-            if value is not None and not holds(value):
-                yield f"{run.show(field)}: must be {text}"
+    for field, said in METADATA.items():
+        value, bound = getattr(run, field), said["bound"]
+        if bound is not None and value is not None and not bound.holds(value):
+            yield f"{run.show(field)}: must be {bound.text}"
     yield from _bounds(run)
     if run.train_iters == 0 and not run.skip_train:
         yield "--train-iters 0: nothing would be trained; to evaluate only, give --skip-train"
@@ -96,84 +73,17 @@ def _rotary(run: Run) -> bool:
     return run.position_embedding_type in ("rope", "yarn")
 
 
-Table = tuple[tuple[str, str, Callable[[Run], bool]], ...]  # fields, what they act with, does it hold
-
-# A value other than the default that cannot act is a fault where whoever gives it would get another model, other
-# numbers, less safety or less memory than the flag asks for.
-NEEDS: Table = (
-    ("num_query_groups", "--group-query-attention",
-     lambda run: run.group_query_attention or run.num_query_groups == run.num_attention_heads),
-    ("rotary_seq_len_interpolation_factor use_rope_scaling", "--position-embedding-type rope",
-     lambda run: run.position_embedding_type == "rope"),
-    ("rope_scaling_factor rope_original_max_position_embeddings", "--use-rope-scaling or --position-embedding-type yarn",
-     lambda run: run.use_rope_scaling or run.position_embedding_type == "yarn" or not _rotary(run)),
-    ("rope_low_freq_factor rope_high_freq_factor", "--use-rope-scaling",
-     lambda run: run.use_rope_scaling or not _rotary(run)),
-    ("yarn_beta_fast yarn_beta_slow", "--position-embedding-type yarn",
-     lambda run: run.position_embedding_type == "yarn" or not _rotary(run)),
-    ("initial_loss_scale min_loss_scale loss_scale_window hysteresis", "dynamic loss scaling (no --loss-scale)",
-     lambda run: run.loss_scale is None or not run.fp16),
-    ("recompute_method recompute_num_layers", "--recompute-granularity full", lambda run: run.recompute_granularity is not None),
-    ("optimizer_cpu_offload optimizer_nvme_offload param_cpu_offload", "--optimizer adam", lambda run: run.optimizer == "adam"),
-    ("main_grads_dtype", "--bf16", lambda run: run.bf16),
-    ("optimizer_offload_fraction", "--optimizer-cpu-offload", lambda run: run.optimizer_cpu_offload),
-    ("zero_shard_size", "--zero-stage 1, 2 or 3", lambda run: run.zero_stage > 0 or not run.has("zero_shard_size")),
-    ("zero3_keep_gathered param_cpu_offload", "--zero-stage 3", lambda run: run.zero_stage == 3),
-    ("start_weight_decay end_weight_decay", "--weight-decay-incr-style linear or cosine",
-     lambda run: run.weight_decay_incr_style != "constant"),
-    ("verify_integrity local_checkpoint_dir", "--save DIR", lambda run: run.save is not None),
-    ("local_checkpoint_dir", "--local-save-interval N", lambda run: run.local_save_interval is not None),
-    ("local_save_interval local_redundancy", "--local-checkpoint-dir DIR", lambda run: run.local_checkpoint_dir is not None),
-    ("async_save_host_memory", "--async-save without --local-checkpoint-dir, whose files are copied instead",
-     lambda run: run.async_save and run.local_checkpoint_dir is None),
-    ("ckpt_step finetune exit_on_missing_checkpoint", "--load DIR", lambda run: run.load is not None),
-)
-
-
-# Remarks, not faults: launch scripts give these flags in every run, and the same line of flags should run in every layout.
-IDLE: Table = (
-    ("rotary_base rotary_percent rope_scaling_factor rope_original_max_position_embeddings rope_low_freq_factor "
-     "rope_high_freq_factor yarn_beta_fast yarn_beta_slow", "--position-embedding-type rope or yarn", _rotary),
-    ("loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis", "--fp16", lambda run: run.fp16),
-    ("split", "--data-path", lambda run: run.data_path is not None or run.mock_data),
-    ("check_data", "data files (--data-path or --train-data-path)", lambda run: not run.mock_data),
-    ("tokenizer_model", "--tokenizer-type SentencePieceTokenizer, HuggingFaceTokenizer or TikTokenizer",
-     lambda run: run.tokenizer_type not in ("GPT2BPETokenizer", "NullTokenizer")),
-    ("vocab_file merge_file", "--tokenizer-type GPT2BPETokenizer", lambda run: run.tokenizer_type in (None, "GPT2BPETokenizer")),
-    ("adam_implementation adam_beta1 adam_beta2 adam_eps exp_avg_dtype exp_avg_sq_dtype", "--optimizer adam",
-     lambda run: run.optimizer == "adam"),
-    ("sgd_momentum", "--optimizer sgd", lambda run: run.optimizer == "sgd"),
-    ("min_lr", "a --lr-decay-style that decays", lambda run: run.lr_decay_style != "constant"),
-    ("lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", "--lr-decay-style WSD", lambda run: run.lr_decay_style == "WSD"),
-    ("lr_warmup_init", "a warm-up (--lr-warmup-iters, -samples or -fraction)",
-     lambda run: bool(run.lr_warmup_iters or run.lr_warmup_samples or run.lr_warmup_fraction)),
-    ("save_interval save_optim save_retain_interval save_keep_last async_save", "--save DIR", lambda run: run.save is not None),
-    ("save_rate_limit", "--async-save", lambda run: run.async_save),
-    ("load_optim override_opt_param_scheduler use_checkpoint_opt_param_scheduler", "--load DIR", lambda run: run.load is not None),
-    ("wandb_exp_name wandb_save_dir wandb_entity", "--wandb-project NAME", lambda run: run.wandb_project is not None),
-    ("tensorboard_log_interval", "--tensorboard-dir or --wandb-project",
-     lambda run: run.tensorboard_dir is not None or run.wandb_project is not None),
-    ("tp_comm_overlap", "--tensor-model-parallel-size above 1", lambda run: run.tp > 1),
-    ("overlap_grad_reduce grad_reduce_in_bf16", "several data-parallel ranks", lambda run: run.dp > 1),
-    ("overlap_param_gather", "--zero-stage 1, 2 or 3 on several data-parallel ranks", lambda run: run.zero_stage > 0),
-    ("distributed_backend distributed_timeout_minutes", "several ranks", lambda run: run.world > 1),
-    ("use_tp_pp_dp_mapping num_layers_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-     "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout pipeline_timeline",
-     "--pipeline-model-parallel-size above 1", lambda run: run.pp > 1),
-)
-
-
-def _cannot_act(run: Run, table: Table) -> Iterator[tuple[str, str]]:
-    """(flag as given, what it acts with) for each field of a table that is not at its default and cannot act."""
-    for fields, text, holds in table:
-        for field in () if holds(run) else fields.split():
-            value = getattr(run, field)
-            if value != DEFAULTS[field]:
-                yield run.show(field) if value is not False else f"--no-{field.replace('_', '-')}", text
+def _cannot_act(run: Run, *, fault: bool) -> Iterator[tuple[str, str]]:
+    """(flag as given, what it acts with) for each field that is not at its default and cannot act, where that is a fault or a remark."""
+    for field, said in METADATA.items():
+        value = getattr(run, field)
+        for need in said["needs"] if value != DEFAULTS[field] else ():
+            if need.fault == fault and not need.holds(run):
+                yield run.show(field) if value is not False else f"--no-{field.replace('_', '-')}", need.text
 
 
 def _needs(run: Run) -> Iterator[str]:
-    for shown, text in _cannot_act(run, NEEDS):
+    for shown, text in _cannot_act(run, fault=True):
         yield f"{shown}: acts only with {text}; drop it or add that"
 
 
@@ -411,7 +321,7 @@ RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
 
 
 def _remarks(run: Run) -> Iterator[str]:
-    for shown, text in _cannot_act(run, IDLE):
+    for shown, text in _cannot_act(run, fault=False):
         yield f"{shown}: acts only with {text}; nothing changes here"
     if run.activation == "gelu":
         yield ("--activation gelu is the exact (erf) form; Megatron-LM's default, which it fuses with the bias, is the tanh form: "

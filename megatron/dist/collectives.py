@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.config.workspace import ROUND_BYTES
 from megatron.dist.groups import Axis
 from megatron.dist.peers import waiting
 from megatron.dist.rendezvous import name_ranks
 
-# Bytes that a reduce-scatter takes on Gloo for what is received, cast and summed: half of what is reduced, or this where that is less.
-ROUND_BYTES = 8 << 20
 # Of torch.distributed: torch 2.13 has new names, and warns of the old ones, which are all that 2.11 has.
 ALL_GATHER, REDUCE_SCATTER = (
     ("all_gather_single", "reduce_scatter_single") if hasattr(dist, "all_gather_single") else ("all_gather_into_tensor", "reduce_scatter_tensor"))

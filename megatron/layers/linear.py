@@ -31,15 +31,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.config.workspace import SCRATCH_BYTES
 from megatron.dist.collectives import all_gather, all_reduce, gather_parts, reduce_scatter, scatter_parts
 from megatron.dist.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from megatron.dist.groups import ALONE, Axis
 from megatron.kernels import apex
 from megatron.layers.spec import ParameterSpec
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
-
-# Largest temporary that forming a weight gradient may take, in bytes.
-SCRATCH_BYTES = 8 << 20
 
 
 def linear_input_grad(dy: Tensor, weight: Tensor) -> Tensor:

@@ -22,19 +22,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.config.workspace import HEAD_CHUNK_BYTES
 from megatron.dist.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.layers.linear import add_weight_grad
 from megatron.layers.loss import Columns, own_columns
 from megatron.layers.tensor_parallel import TensorParallel
 
-# Logits made at once, in bytes: hundreds of tokens on a CPU, thousands on a GPU, so that the weight and its gradient, which are read and written
-# for each chunk, cost little beside the products.
-CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
-
 
 def chunk_tokens(width: int, element_size: int, device: str) -> int:
     """Tokens whose logits, `width` columns on a rank, are made at once."""
-    return max(1, CHUNK_BYTES[device] // (width * element_size))
+    return max(1, HEAD_CHUNK_BYTES[device] // (width * element_size))
 
 
 def _chunks(x: Tensor, weight: Tensor) -> Iterator[slice]:

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.config.workspace import LOSS_CHUNK_BYTES
 from megatron.dist.collectives import all_gather
 from megatron.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_parts
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
-# Logits widened and exponentiated at once, in bytes: a CPU core's cache; a GPU wants few launches.
-CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 256 << 20}
-
 
 def _chunks(logits: Tensor):
-    rows = max(1, CHUNK_BYTES[logits.device.type] // (4 * logits.shape[1]))
+    rows = max(1, LOSS_CHUNK_BYTES[logits.device.type] // (4 * logits.shape[1]))
     return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
 
 

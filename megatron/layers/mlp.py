@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.config.derive import GATED
 from megatron.config.groups import ModelConfig
 from megatron.kernels.activation import activation_backward
 from megatron.kernels.activation import activation as activation_forward
@@ -13,7 +14,6 @@ from megatron.layers.linear import ColumnLinear, RowLinear, column_linear
 from megatron.layers.spec import ZEROS, ParameterSpec, Shard, TensorSpec, normal, parts_under, vector
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
-GATED = ("swiglu", "geglu")
 _ATEN = torch.ops.aten  # whose forms with `out` write into a half of the fused tensor
 _GATES = {"swiglu": (_ATEN.silu.out, _ATEN.silu_backward.grad_input), "geglu": (_ATEN.gelu.out, _ATEN.gelu_backward.grad_input)}
 

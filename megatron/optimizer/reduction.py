@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron.config.workspace import SCRATCH_BYTES
 from megatron.dist.collectives import all_reduce
 from megatron.dist.groups import Groups
-from megatron.layers.linear import SCRATCH_BYTES
 from megatron.optimizer.blocks import Block
 
 

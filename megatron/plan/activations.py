@@ -13,18 +13,13 @@ import torch
 
 from megatron.config.derive import GATED
 from megatron.config.groups import Config, ModelConfig
+from megatron.config.workspace import DROPOUT_COUNTER_BYTES, DROPOUT_COUNTERS, HEAD_CHUNK_BYTES, LOSS_CHUNK_BYTES, SCRATCH_BYTES
 from megatron.kernels import activation as activation_kernel
 from megatron.kernels.attention_masks import TILE
 from megatron.model.arithmetic import head_widths, local_shape
 from megatron.model.kernels import OURS, choose_kernels, repeats_heads
 from megatron.model.stages import Stage
 from megatron.plan.state import element_sizes
-
-SCRATCH = 8 << 20  # bytes of which a weight gradient is formed at once: layers/linear.py
-LOSS_CHUNK = {"cpu": 1 << 20, "cuda": 256 << 20}  # bytes of logits that are widened at once: layers/loss.py
-HEAD_CHUNK = {"cpu": 32 << 20, "cuda": 512 << 20}  # bytes of logits that are made at once: layers/linear_cross_entropy.py
-DROPOUT_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}  # counters of random words at once, on a CPU for each thread: kernels/philox.py
-DROPOUT_COUNTER = 48  # bytes that one counter takes: six words of int64
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ class Shape:
         """Bytes in which random words are drawn: a kernel has them in registers."""
         if not dropout_mask_per_token(self.model):
             return 0
-        return DROPOUT_COUNTER * min(self.own * self.model.hidden_size // 4, DROPOUT_CHUNK[self.device])
+        return DROPOUT_COUNTER_BYTES * min(self.own * self.model.hidden_size // 4, DROPOUT_COUNTERS[self.device])
 
     def bias_sums(self) -> int:
         """Bytes in which our activation's backward pass adds up the gradient of fc1's bias."""
@@ -113,8 +108,8 @@ class Shape:
         if self.compute == self.wide or self.config.optimizer.main_grads_dtype == "bf16":
             return 0
         if self.device == "cuda":
-            return min(SCRATCH, rows * columns * self.wide)
-        tokens = min(tokens or self.tokens, max(1, SCRATCH // (self.wide * max(rows, columns))))
+            return min(SCRATCH_BYTES, rows * columns * self.wide)
+        tokens = min(tokens or self.tokens, max(1, SCRATCH_BYTES // (self.wide * max(rows, columns))))
         return tokens * self.wide * (rows + columns)
 
 
@@ -152,15 +147,15 @@ def embedding_bytes(shape: Shape) -> UnitBytes:
     forward = shape.whole + (shape.hidden if shape.sequence_parallel else 0)
     backward = (shape.whole if parallel else 0) + (shape.whole if shape.sequence_parallel else 0)
     narrow = shape.compute != shape.wide and shape.config.optimizer.main_grads_dtype != "bf16"
-    return UnitBytes(0, 0, 0, forward, backward, backward, backward, 0, min(SCRATCH, shape.whole // shape.compute * shape.wide) if narrow else 0)
+    return UnitBytes(0, 0, 0, forward, backward, backward, backward, 0, min(SCRATCH_BYTES, shape.whole // shape.compute * shape.wide) if narrow else 0)
 
 
 def head_bytes(shape: Shape) -> UnitBytes:
     """Head and loss: the gradient of the logits takes their place, in chunks that are widened. Fused, the logits themselves are made in chunks."""
     fused, h = shape.model.fused_linear_cross_entropy, shape.model.hidden_size
-    tokens = min(shape.tokens, max(1, HEAD_CHUNK[shape.device] // (shape.vocab * shape.compute))) if fused else shape.tokens
+    tokens = min(shape.tokens, max(1, HEAD_CHUNK_BYTES[shape.device] // (shape.vocab * shape.compute))) if fused else shape.tokens
     logits = tokens * shape.vocab * shape.compute
-    rows = min(tokens, max(1, LOSS_CHUNK[shape.device] // (4 * shape.vocab)))
+    rows = min(tokens, max(1, LOSS_CHUNK_BYTES[shape.device] // (4 * shape.vocab)))
     chunk = rows * shape.vocab * shape.wide
     widened, capped = shape.compute != shape.wide, shape.model.final_logit_softcapping is not None
     gathered, own = (shape.whole, shape.hidden) if shape.sequence_parallel else (0, 0)

@@ -11,12 +11,12 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron.config.workspace import ROUND_BYTES
 from megatron.parallel.schedule import COMPUTATIONS, Action, Kind, Message, makes, needs
 from megatron.plan.activations import UnitBytes
 from megatron.plan.state import Sizes
 
 TRANSIENT = ("gradients", "slots", "gathered", "scratch", "activations", "logits", "temporaries")
-ROUND_BYTES = 8 << 20  # that a reduce-scatter may take on Gloo, or half the largest layer's gradient where that is more: dist/collectives.py
 
 
 @dataclass(frozen=True)

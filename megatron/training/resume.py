@@ -15,42 +15,18 @@ from megatron.checkpoint.manifest import CheckpointError, iteration_folder, list
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.run_state import RUN, WEIGHTS, config_of, require
 from megatron.config.arguments import options_by_field
+from megatron.config.derive import GROUP_OF, METADATA
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import CheckpointConfig, Config, ModelConfig
 from megatron.config.input_files import InputError
 from megatron.dist.groups import describe_layout
-from megatron.kernels.dispatch import OPERATORS, flag_of
 from megatron.model.kernels import choose_kernels
 from megatron.optimizer.lr_schedule import Schedule
 
 if TYPE_CHECKING:
     from megatron.training.run import Run
 
-# Model fields that change neither weights nor results, and those a continued run may change on purpose.
-_CHOICES = {flag_of(operator).removeprefix("--").replace("-", "_") for operator in OPERATORS}
-_FREE_MODEL_FIELDS = {*_CHOICES, "deterministic_mode", "fused_linear_cross_entropy", "hidden_dropout", "attention_dropout", "z_loss_coeff", "init_method_std"}
-_NO_ARITHMETIC = {"init_method_std", "distributed_timeout_minutes", "world_size", "device_memory", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-                  "use_tp_pp_dp_mapping", "num_layers_per_virtual_pipeline_stage", "zero3_keep_gathered", "overlap_param_gather"}
-_OPTIMIZER_ARITHMETIC = ("optimizer", "adam_implementation", "grad_norm_backend", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
-                         "optimizer_cpu_offload", "optimizer_offload_fraction", "freeze", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
-_DATA_ARITHMETIC = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-# Which changes are refused unless they are accepted: group, field, value of --accept-changed, what would change. The model, but for what is free
-# above, the tokenizer, the training data and the schedules are compared beside them.
-_ACCEPTABLE = (
-    ("training", "seed", "seed", "the data order"), ("data", "seq_length", "data", "the data order"),
-    *(("data", name, "data", "the objective") for name in _DATA_ARITHMETIC),
-    ("training", "global_batch_size", "batch", "the steps' batches"), ("training", "rampup_batch_size", "batch", "the steps' batches"),
-)
-# What alters the steps to come, not only their rounding, and may be changed on purpose: each change is a line of the banner.
-_SAID = {
-    "model": ("hidden_dropout", "attention_dropout", "z_loss_coeff"),
-    "precision": ("bf16", "fp16", "fp64", "loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
-    "training": ("nan_policy",),
-    "optimizer": ("optimizer", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "freeze", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps",
-                  "sgd_momentum"),
-    "distributed": ("grad_reduce_in_bf16",),
-    "evaluation": ("eval_iters",),
-}
+_CHANGES = {field: said["change"] for field, said in METADATA.items()}  # what a change of a field means: declared by it
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")  # may lie elsewhere now: their content is compared
 _TOKENIZER_FIELDS = ("tokenizer_type", "vocab_size", "seq_length", *_FILES)
 
@@ -105,10 +81,8 @@ def continuity(checkpoint: Checkpoint, run: Run) -> str:
 def _decides_rounding(state: dict[str, Any], *, kernels: bool = False) -> dict[str, Any]:
     """What decides it, by name; of kernels what was taken, where that is known, and else what the flags say."""
     config = config_of(state).to_dict()
-    fields = {**config["model"], **config["precision"], **config["distributed"], "micro_batch_size": config["training"]["micro_batch_size"],
-              **{name: config["optimizer"][name] for name in _OPTIMIZER_ARITHMETIC}, **{name: config["data"][name] for name in _DATA_ARITHMETIC}}
-    left_out = _NO_ARITHMETIC | _CHOICES if kernels else _NO_ARITHMETIC
-    flags = {_flag(name): value for name, value in fields.items() if name not in left_out}
+    deciding = (field for field, change in _CHANGES.items() if change.bits and not (kernels and change.kernel))
+    flags = {_flag(field): config[GROUP_OF[field]][field] for field in deciding}
     taken = {f"{operator} by": implementation for operator, implementation in state["kernels"].items()} if kernels else {}
     return {"layout": state.get("layout"), "device": state.get("device"), "torch": state["versions"]["torch"], **taken, **flags}
 
@@ -144,11 +118,11 @@ class Change(NamedTuple):
 
 
 def changed_fields(state: dict[str, Any], config: Config, vocab_size: int, tokenizer_fingerprint: str) -> list[Change]:
-    """What a run may not change unseen: the model and, unless it takes the weights alone, the tokenizer and _ACCEPTABLE."""
+    """What a run may not change unseen: the model and, unless it takes the weights alone, the tokenizer and what --accept-changed names."""
     found, theirs = [], config_of(state)
     for field in dataclasses.fields(ModelConfig):
         old, new = getattr(theirs.model, field.name), getattr(config.model, field.name)
-        if old != new and field.name not in _FREE_MODEL_FIELDS:
+        if old != new and _CHANGES[field.name].refused:
             found.append(Change(f"{_flag(field.name)}: checkpoint {old}, command line {new}", None))
     if vocab_size != state["vocab_size"]:
         found.append(Change(f"vocabulary: checkpoint {state['vocab_size']}, tokenizer {vocab_size}", None))
@@ -156,10 +130,10 @@ def changed_fields(state: dict[str, Any], config: Config, vocab_size: int, token
         return found  # another tokenizer of the same size is the user's choice when weights alone are taken
     if tokenizer_fingerprint != state["tokenizer"]:
         found.append(Change("tokenizer: its files are not those of the checkpoint", "tokenizer"))
-    for group, name, accept, consequence in _ACCEPTABLE:
-        old, new = getattr(getattr(theirs, group), name), getattr(getattr(config, group), name)
-        if old != new and not (accept == "batch" and config.evaluation.skip_train):
-            found.append(Change(f"{_flag(name)}: checkpoint {old}, command line {new}; {consequence} would change", accept))
+    for name, change in _CHANGES.items():
+        old, new = (getattr(getattr(each, GROUP_OF[name]), name) for each in (theirs, config))
+        if change.accept and old != new and not (change.accept == "batch" and config.evaluation.skip_train):
+            found.append(Change(f"{_flag(name)}: checkpoint {old}, command line {new}; {change.what} would change", change.accept))
     return found
 
 
@@ -172,7 +146,8 @@ def said_changes(state: dict[str, Any], config: Config) -> list[str]:
     if config.checkpoint.finetune or config.evaluation.skip_train:
         return []
     theirs = config_of(state)
-    pairs = [(name, getattr(getattr(theirs, group), name), getattr(getattr(config, group), name)) for group, names in _SAID.items() for name in names]
+    said = [(name, GROUP_OF[name]) for name, change in _CHANGES.items() if change.said]
+    pairs = [(name, getattr(getattr(theirs, group), name), getattr(getattr(config, group), name)) for name, group in said]
     return [f"{_flag(name)}: checkpoint {old}, command line {new}" for name, old, new in pairs if old != new]
 
 
@@ -222,7 +197,7 @@ def take_checkpoint_args(config: Config) -> Config:
     except InputError as error:
         raise ArgumentErrors([f"--use-checkpoint-args: {error}"]) from error
     faults, default = [], Config()
-    for group, names in (("model", [field.name for field in dataclasses.fields(ModelConfig) if field.name not in _FREE_MODEL_FIELDS]),
+    for group, names in (("model", [field.name for field in dataclasses.fields(ModelConfig) if _CHANGES[field.name].refused]),
                          ("data", _TOKENIZER_FIELDS)):
         taken = {}
         for name in names:

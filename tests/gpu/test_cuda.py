@@ -121,7 +121,7 @@ def test_loss_and_attention_in_bf16():
 
 def test_head_and_loss_in_chunks(monkeypatch):
     """In bf16 against the two apart: losses, the input's gradient, and the weight's, summed in fp32."""
-    monkeypatch.setitem(linear_cross_entropy.CHUNK_BYTES, "cuda", 100 * 1024 * 2)
+    monkeypatch.setitem(linear_cross_entropy.HEAD_CHUNK_BYTES, "cuda", 100 * 1024 * 2)
     generator, results = torch.Generator().manual_seed(0), []
     x, weight = (torch.randn(*shape, generator=generator).bfloat16().cuda() for shape in ((128, 2, 64), (1024, 64)))
     labels = torch.randint(0, 1000, (128, 2), generator=generator).cuda()

@@ -201,7 +201,7 @@ def overflow() -> Iterator[None]:
 
 def few_tokens() -> contextlib.AbstractContextManager:
     """The logits of five to ten tokens at once, where they are made in chunks."""
-    return mock.patch.dict(linear_cross_entropy.CHUNK_BYTES, cpu=2000)
+    return mock.patch.dict(linear_cross_entropy.HEAD_CHUNK_BYTES, cpu=2000)
 
 
 PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {"uneven": uneven, "overflow": overflow, "few_tokens": few_tokens}

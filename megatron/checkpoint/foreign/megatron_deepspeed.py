@@ -20,8 +20,8 @@ from megatron.checkpoint.foreign.models import Pair, Part, Whole
 from megatron.checkpoint.foreign.mp_ranks import join_ranks
 from megatron.checkpoint.foreign.pickles import Record
 from megatron.checkpoint.manifest import CheckpointError
+from megatron.config.derive import GATED
 from megatron.config.groups import ModelConfig
-from megatron.layers.mlp import GATED
 
 Held = dict[str, tuple[tuple[int, ...], list[Part]]]  # a rank's tensors: name -> shape, parts
 INNER = {

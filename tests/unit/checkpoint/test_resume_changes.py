@@ -11,8 +11,8 @@ import pytest
 import torch
 from reshard_cases import differing, flags, saved, saving, start
 
+from megatron.config.derive import METADATA
 from megatron.config.groups import Config
-from megatron.training import resume as resume_module
 from megatron.training.resume import changed_data, changed_fields, said_changes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -108,8 +108,9 @@ def test_the_checkpoint_s_arguments(root, tmp_path):
 # ---- which changes are refused, said, or neither: every field of the configuration
 
 
+KERNELS = {name for name, said in METADATA.items() if said["change"].kernel} - {"adam_implementation", "grad_norm_backend"}
 OTHERWISE = {  # fields that neither are refused nor said, by group: they change rounding alone, or no number
-    "model": {*resume_module._CHOICES, "deterministic_mode", "fused_linear_cross_entropy", "init_method_std"},
+    "model": {*KERNELS, "deterministic_mode", "fused_linear_cross_entropy", "init_method_std"},
     "precision": {"initial_loss_scale"},  # the checkpoint has the scale
     "data": {"data_path", "split", "train_data_path", "valid_data_path", "test_data_path", "mock_data", "check_data",  # compared by content
              "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"},

@@ -89,7 +89,7 @@ def test_a_single_rank_holds_everything():
     distributed = resolved.config.distributed
     assert (distributed.num_virtual_stages_per_pipeline_rank, distributed.pipeline_schedule, layers_of_stages(resolved.config)) == (1, "1f1b", (8,))
     idle = [note.split()[0].rstrip(":") for note in resolved.notes if "acts only with --pipeline-model-parallel-size above 1" in note]
-    assert idle == ["--use-tp-pp-dp-mapping", FIRST, EMBEDDING, LAYOUT]
+    assert idle == [FIRST, EMBEDDING, LAYOUT, "--use-tp-pp-dp-mapping"]
     assert f"{VIRTUAL[2:]} = 1: with {PP} 1 there is one stage" in resolved.notes
     assert f"pipeline-schedule = 1f1b: with {PP} 1 there is one order" in resolved.notes
     assert resolve(resolved.config, 2, 101).config == resolved.config

@@ -320,7 +320,7 @@ def test_attention_dropout_address():
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 def test_cross_entropy(softcap, z_loss, monkeypatch):
-    monkeypatch.setitem(__import__("megatron.layers.loss", fromlist=["x"]).CHUNK_BYTES, "cpu", 200)  # several chunks
+    monkeypatch.setitem(__import__("megatron.layers.loss", fromlist=["x"]).LOSS_CHUNK_BYTES, "cpu", 200)  # several chunks
     s, b, v, padded = 5, 3, 17, 24
     logits, labels, weights = randn(s, b, padded) * 4, torch.randint(0, v, (s, b), generator=torch.Generator().manual_seed(0)), randn(s, b, seed=5)
     reference = logits.clone().requires_grad_()

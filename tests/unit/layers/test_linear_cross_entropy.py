@@ -45,7 +45,7 @@ def chunks_of(tokens, width, element_size=8):
 @pytest.mark.parametrize("tokens", [1, 7, 8, 24, 1000])
 @pytest.mark.parametrize("vocabulary, softcap", [(32, None), (21, 2.0)])
 def test_equals_the_two_apart(tokens, vocabulary, softcap, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_BYTES", chunks_of(tokens, PADDED))
+    monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", chunks_of(tokens, PADDED))
     settings = {"vocabulary": vocabulary, "softcap": softcap, "tp": DENSE, "micro_batches": 2}
     apart, together = (head(draw(S, B, H), draw(PADDED, H, seed=3), fused=fused, **settings) for fused in (False, True))
     for ours, theirs in zip(together, apart, strict=True):
@@ -55,7 +55,7 @@ def test_equals_the_two_apart(tokens, vocabulary, softcap, monkeypatch):
 
 def check_layout(size, sequence, vocabulary, softcap):
     tp = TensorParallel(build_groups(Layout(tp=size), dist.get_rank(), dist.new_group).tp, sequence=sequence)
-    before, module.CHUNK_BYTES = module.CHUNK_BYTES, chunks_of(5, PADDED // size)
+    before, module.HEAD_CHUNK_BYTES = module.HEAD_CHUNK_BYTES, chunks_of(5, PADDED // size)
     try:
         x, weight = draw(S, B, H), draw(PADDED, H, seed=3)
         settings = {"vocabulary": vocabulary, "softcap": softcap}
@@ -63,7 +63,7 @@ def check_layout(size, sequence, vocabulary, softcap):
         mine = lambda z: z.chunk(size)[tp.axis.rank]  # noqa: E731
         got = head(mine(x) if sequence else x, mine(weight), fused=True, tp=tp, **settings)
     finally:
-        module.CHUNK_BYTES = before
+        module.HEAD_CHUNK_BYTES = before
     for ours, theirs in zip(got, (loss, lse, mine(dx) if sequence else dx, mine(main_grad)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     everyone = [torch.empty_like(got[0]) for _ in range(size)]
@@ -80,13 +80,13 @@ def test_over_tensor_parallel_ranks(gloo_world, size, sequence, vocabulary, soft
 def check_messages(fused):
     """What a rank sends, in both passes."""
     tp, sent = TensorParallel(build_groups(Layout(tp=2), dist.get_rank(), dist.new_group).tp, sequence=True, overlap=False), []
-    before, module.CHUNK_BYTES = module.CHUNK_BYTES, chunks_of(5, PADDED // 2)
+    before, module.HEAD_CHUNK_BYTES = module.HEAD_CHUNK_BYTES, chunks_of(5, PADDED // 2)
     real = dist.isend
     dist.isend = lambda x, *args, **kwargs: sent.append(x.numel()) or real(x, *args, **kwargs)
     try:
         head(draw(S // 2, B, H), draw(PADDED // 2, H), fused=fused, vocabulary=30, softcap=None, tp=tp)
     finally:
-        module.CHUNK_BYTES, dist.isend = before, real
+        module.HEAD_CHUNK_BYTES, dist.isend = before, real
     return sorted(sent)
 
 
@@ -112,7 +112,7 @@ class LiveLogits(TorchDispatchMode):
 
 @pytest.mark.parametrize("fused, tokens", [(True, 5), (False, S * B)])
 def test_the_logits_are_never_whole(fused, tokens, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_BYTES", chunks_of(5, PADDED))
+    monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", chunks_of(5, PADDED))
     with LiveLogits() as live:
         head(draw(S, B, 4), draw(PADDED, 4), fused=fused, vocabulary=30, softcap=2.0, tp=DENSE)
     assert live.most == tokens * PADDED * 8
@@ -120,7 +120,7 @@ def test_the_logits_are_never_whole(fused, tokens, monkeypatch):
 
 def test_gradients_of_bf16_are_summed_in_fp32(monkeypatch):
     """Chunks of one token: in bf16 their sum would lose the small ones."""
-    monkeypatch.setattr(module, "CHUNK_BYTES", chunks_of(1, PADDED, 2))
+    monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", chunks_of(1, PADDED, 2))
     x, weight = draw(S, B, H, dtype=torch.bfloat16), draw(PADDED, H, seed=3, dtype=torch.bfloat16)
     settings = {"vocabulary": 30, "softcap": None, "tp": DENSE}
     got, again, exact = (head(x.to(kind), weight.to(kind), fused=True, **settings)[3] for kind in (torch.bfloat16, torch.bfloat16, torch.float64))
@@ -130,7 +130,7 @@ def test_gradients_of_bf16_are_summed_in_fp32(monkeypatch):
 
 
 def test_a_frozen_weight_is_left_alone(monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_BYTES", chunks_of(5, PADDED))
+    monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", chunks_of(5, PADDED))
     settings = {"vocabulary": 30, "softcap": None, "tp": DENSE, "frozen": True}
     apart, together = (head(draw(S, B, H), draw(PADDED, H), fused=fused, **settings) for fused in (False, True))
     torch.testing.assert_close(together[2], apart[2], rtol=1e-13, atol=1e-13)

@@ -19,7 +19,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # the kernels' operators take CPU tensors;
 from dist.pool import Worlds  # noqa: E402
 from megatron.config.arguments import parse_arguments  # noqa: E402
 from megatron.config.validate import resolve  # noqa: E402
-from megatron.plan import activations  # noqa: E402
+from megatron.config.workspace import HEAD_CHUNK_BYTES  # noqa: E402
 from megatron.plan.memory import rank_memories  # noqa: E402
 from unit.zero.measure import measure  # noqa: E402
 
@@ -116,7 +116,7 @@ def compare(name: str, worlds: Worlds) -> list[dict]:
     """Of each pipeline rank: the bytes at the worst moment of a run's second step, as measured and as planned."""
     ranks, flags = CASES[name][0], command(name)
     config = resolve(parse_arguments(list(flags)).config, ranks, VOCAB + 1).config
-    with mock.patch.dict(activations.HEAD_CHUNK, cpu=HEAD_CHUNK):
+    with mock.patch.dict(HEAD_CHUNK_BYTES, cpu=HEAD_CHUNK):
         planned = rank_memories(config, VOCAB + 1, ranks, "cpu")
     rows = {}
     for pipeline_rank, spans in worlds(ranks).run(measure, flags, None, None, HEAD_CHUNK):

@@ -26,7 +26,7 @@ def pieces_of(size: int | None, head: int | None = None) -> Iterator[None]:
     logits in pieces of `head` where the flags say so."""
     with contextlib.ExitStack() as stack:
         if head is not None:
-            stack.enter_context(mock.patch.dict(linear_cross_entropy.CHUNK_BYTES, cpu=head))
+            stack.enter_context(mock.patch.dict(linear_cross_entropy.HEAD_CHUNK_BYTES, cpu=head))
         if size is not None:
             for module in (linear, embedding, reduction):
                 stack.enter_context(mock.patch.object(module, "SCRATCH_BYTES", size))

@@ -1,0 +1,176 @@
+"""What a field of the configuration says of itself beside its type: bounds, what it acts with, what
+a change at a resume means. The rules of every field are derived from this (`validate.py`,
+`training/resume.py`, `deepspeed.py`).
+
+`run` in a condition is `derive.Run`: every field by its own name, and tp, pp, dp and world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The values that a number may have: `--flag 0: must be TEXT`."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+POSITIVE = Bound("greater than 0", lambda value: value > 0)
+NOT_NEGATIVE = Bound("0 or more", lambda value: value >= 0)
+BELOW_ONE = Bound("at least 0 and below 1", lambda value: 0 <= value < 1)
+SHARE = Bound("above 0 and at most 1", lambda value: 0 < value <= 1)
+# Loss scales multiply and divide numbers in fp32.
+LOSS_SCALE = Bound("from 2**-126 to 2**127", lambda value: 2.0**-126 <= value <= 2.0**127)
+UP_TO_A_YEAR = Bound(
+    "greater than 0 and at most 525600 (a year)", lambda value: 0 < value <= 525600
+)
+RATE = Bound("greater than 0, and at least 0.001 MB/s", lambda value: value >= 0.001)
+
+
+@dataclass(frozen=True)
+class Need:
+    """A field acts only with TEXT. Where that is not given, a value other than the default is a
+    fault if `fault` is set: whoever gives it would get another model, other numbers, less safety or
+    less memory than the flag asks for. Otherwise it is a remark: launch scripts give such flags in
+    every run, and the same line of flags should run in every layout.
+    """
+
+    text: str
+    holds: Callable[[Any], bool]
+    fault: bool = False
+
+
+def _rotary(run: Any) -> bool:
+    return run.position_embedding_type in ("rope", "yarn")
+
+
+def _yarn(run: Any) -> bool:
+    return run.position_embedding_type == "yarn"
+
+
+GROUPED = Need(
+    "--group-query-attention",
+    lambda run: run.group_query_attention or run.num_query_groups == run.num_attention_heads,
+    fault=True,
+)
+ROTARY = Need("--position-embedding-type rope or yarn", _rotary)
+ROPE = Need(
+    "--position-embedding-type rope",
+    lambda run: run.position_embedding_type == "rope",
+    fault=True,
+)
+SCALED_ROPE = Need(
+    "--use-rope-scaling or --position-embedding-type yarn",
+    lambda run: run.use_rope_scaling or _yarn(run) or not _rotary(run),
+    fault=True,
+)
+LLAMA_ROPE = Need(
+    "--use-rope-scaling", lambda run: run.use_rope_scaling or not _rotary(run), fault=True
+)
+YARN = Need(
+    "--position-embedding-type yarn", lambda run: _yarn(run) or not _rotary(run), fault=True
+)
+DYNAMIC_SCALE = Need(
+    "dynamic loss scaling (no --loss-scale)",
+    lambda run: run.loss_scale is None or not run.fp16,
+    fault=True,
+)
+FP16 = Need("--fp16", lambda run: run.fp16)
+BF16 = Need("--bf16", lambda run: run.bf16, fault=True)
+RECOMPUTE = Need(
+    "--recompute-granularity full", lambda run: run.recompute_granularity is not None, fault=True
+)
+ADAM = Need("--optimizer adam", lambda run: run.optimizer == "adam")
+OFFLOADED_ADAM = Need("--optimizer adam", lambda run: run.optimizer == "adam", fault=True)
+SGD = Need("--optimizer sgd", lambda run: run.optimizer == "sgd")
+CPU_OFFLOAD = Need("--optimizer-cpu-offload", lambda run: run.optimizer_cpu_offload, fault=True)
+DECAY = Need("a --lr-decay-style that decays", lambda run: run.lr_decay_style != "constant")
+WSD = Need("--lr-decay-style WSD", lambda run: run.lr_decay_style == "WSD")
+WARMUP = Need(
+    "a warm-up (--lr-warmup-iters, -samples or -fraction)",
+    lambda run: bool(run.lr_warmup_iters or run.lr_warmup_samples or run.lr_warmup_fraction),
+)
+CHANGING_DECAY = Need(
+    "--weight-decay-incr-style linear or cosine",
+    lambda run: run.weight_decay_incr_style != "constant",
+    fault=True,
+)
+DATA_PATH = Need("--data-path", lambda run: run.data_path is not None or run.mock_data)
+DATA_FILES = Need("data files (--data-path or --train-data-path)", lambda run: not run.mock_data)
+MODEL_FILE = Need(
+    "--tokenizer-type SentencePieceTokenizer, HuggingFaceTokenizer or TikTokenizer",
+    lambda run: run.tokenizer_type not in ("GPT2BPETokenizer", "NullTokenizer"),
+)
+GPT2_BPE = Need(
+    "--tokenizer-type GPT2BPETokenizer",
+    lambda run: run.tokenizer_type in (None, "GPT2BPETokenizer"),
+)
+SAVE = Need("--save DIR", lambda run: run.save is not None)
+SAVE_FOR_SAFETY = Need("--save DIR", lambda run: run.save is not None, fault=True)
+ASYNC_SAVE = Need("--async-save", lambda run: run.async_save)
+ASYNC_SAVE_COPIES = Need(
+    "--async-save without --local-checkpoint-dir, whose files are copied instead",
+    lambda run: run.async_save and run.local_checkpoint_dir is None,
+    fault=True,
+)
+LOCAL_FOLDER = Need(
+    "--local-checkpoint-dir DIR", lambda run: run.local_checkpoint_dir is not None, fault=True
+)
+LOCAL_INTERVAL = Need(
+    "--local-save-interval N", lambda run: run.local_save_interval is not None, fault=True
+)
+LOAD = Need("--load DIR", lambda run: run.load is not None)
+LOAD_AS_ASKED = Need("--load DIR", lambda run: run.load is not None, fault=True)
+WANDB = Need("--wandb-project NAME", lambda run: run.wandb_project is not None)
+TRACKERS = Need(
+    "--tensorboard-dir or --wandb-project",
+    lambda run: run.tensorboard_dir is not None or run.wandb_project is not None,
+)
+SEVERAL_RANKS = Need("several ranks", lambda run: run.world > 1)
+TENSOR_PARALLEL = Need("--tensor-model-parallel-size above 1", lambda run: run.tp > 1)
+PIPELINE = Need("--pipeline-model-parallel-size above 1", lambda run: run.pp > 1)
+DATA_PARALLEL = Need("several data-parallel ranks", lambda run: run.dp > 1)
+SHARDED = Need(
+    "--zero-stage 1, 2 or 3",
+    lambda run: run.zero_stage > 0 or not run.has("zero_shard_size"),
+    fault=True,
+)
+GATHERED = Need(
+    "--zero-stage 1, 2 or 3 on several data-parallel ranks", lambda run: run.zero_stage > 0
+)
+ZERO_3 = Need("--zero-stage 3", lambda run: run.zero_stage == 3, fault=True)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What it means when a run resumes from a checkpoint of one with another value.
+
+    `refused`: it would be another model. `accept`: refused without this value of --accept-changed,
+    because `what` would change. `said`: the steps to come would be others on purpose, which is a
+    line of the banner. `bits`: the run does not go on bit for bit. `kernel`: so, but which
+    implementation was taken counts, not the flag.
+    """
+
+    refused: bool = False
+    accept: str | None = None
+    what: str = ""
+    said: bool = False
+    bits: bool = False
+    kernel: bool = False
+
+
+NOTHING = Change()
+MODEL = Change(refused=True, bits=True)
+STEPS = Change(said=True, bits=True)
+STEPS_ALONE = Change(said=True)
+ROUNDING = Change(bits=True)
+KERNEL = Change(bits=True, kernel=True)
+ORDER = Change(accept="data", what="the data order")
+OBJECTIVE = Change(accept="data", what="the objective", bits=True)
+SEED = Change(accept="seed", what="the data order")
+BATCHES = Change(accept="batch", what="the steps' batches")

@@ -1,0 +1,80 @@
+"""Adding a flag is one edit: a copy of the program gets a field, and nothing else is missing."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+BEFORE = "    sgd_momentum: float = "
+FIELD = '''    nesterov_share: float = flag(
+        0.5, "--nesterov", megatron="absent there", bound=SHARE, needs=(SGD,), change=STEPS,
+        deepspeed=("optimizer.params.nesterov_share",))
+    """Share of Nesterov's correction in a step of SGD."""
+'''
+FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32
+    --micro-batch-size 2 --train-iters 2 --lr 0.1 --mock-data --tokenizer-type NullTokenizer
+    --vocab-size 49""".split()
+SAID = """
+import sys
+from megatron.config.arguments import parse_arguments
+from megatron.training.resume import said_changes
+
+old, new = (parse_arguments([*sys.argv[1:], *more]).config for more in ([], ["--nesterov", "0.9"]))
+print(said_changes({"config": old.to_dict()}, new))
+"""
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """The program with one more field."""
+    root = tmp_path_factory.mktemp("program")
+    for part in ("megatron", "kernels", "tools"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / part, root / part, symlinks=True, ignore=ignored)
+    for file in ("pretrain_gpt.py", "setup.py", "pyproject.toml"):
+        shutil.copy(ROOT / file, root)
+    (root / "docs").mkdir()
+    groups = root / "megatron/config/groups.py"
+    text = groups.read_text()
+    assert text.count(BEFORE) == 1
+    groups.write_text(text.replace(BEFORE, FIELD + BEFORE))
+    return root
+
+
+def run(copy: Path, *command: str) -> tuple[int, str]:
+    """Exit code and output of a Python command in the copy."""
+    done = subprocess.run(
+        [sys.executable, *command], cwd=copy, capture_output=True, text=True, timeout=120
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_it_is_parsed_bounded_and_remarked_on(copy):
+    dry = ("pretrain_gpt.py", *FLAGS, "--dry-run", "--save", "new")
+    code, text = run(copy, *dry, "--optimizer", "sgd", "--nesterov", "2")
+    assert code == 2 and "--nesterov-share 2.0: must be above 0 and at most 1" in text
+    code, text = run(copy, *dry, "--nesterov-share", "0.25")
+    assert code == 0 and "--nesterov-share 0.25: acts only with --optimizer sgd" in text
+    code, text = run(copy, *dry, "--optimizer", "sgd", "--nesterov-shar", "0.25")
+    assert code == 2 and "--nesterov-share" in text  # suggested
+
+
+def test_a_deepspeed_file_and_a_resume_know_it(copy):
+    (copy / "ds.json").write_text('{"optimizer": {"params": {"nesterov_share": 0.9}}}')
+    dry = ("pretrain_gpt.py", *FLAGS, "--dry-run", "--save", "new", "--optimizer", "sgd")
+    code, text = run(copy, *dry, "--deepspeed_config", "ds.json")
+    assert code == 2 and "contradicts --nesterov-share 0.5" in text
+    code, text = run(copy, "-c", SAID, *FLAGS)
+    assert code == 0 and "--nesterov-share: checkpoint 0.5, command line 0.9" in text
+
+
+def test_the_page_of_flags_is_made_anew(copy):
+    code, text = run(copy, "tools/document_flags.py")
+    page = (copy / "docs/flags.md").read_text()
+    assert code == 0, text
+    assert "`--nesterov-share`, `--nesterov`" in page and "Share of Nesterov's correction" in page
