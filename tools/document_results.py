@@ -362,8 +362,8 @@ def readme_figures() -> str:
     found = [
         ("training, 1 process *", "Hugging Face Trainer", chosen(one, peer="Hugging Face Trainer")),
         ("training, 1 process *", "litgpt", chosen(one, peer="litgpt")),
-        ("data parallel *", "torch DDP", chosen(two, peer="torch DDP")),
-        ("tensor parallel *", "megatron-core", chosen(two, setting="fp32, tp2", peer="megatron-core")),
+        ("data parallel", "torch DDP", chosen(two, peer="torch DDP")),
+        ("tensor parallel", "megatron-core", chosen(two, setting="fp32, tp2", peer="megatron-core")),
         ("pipeline *", "megatron-core", chosen(pipes, peer="megatron-core")),
         ("pipeline *", "DeepSpeed", chosen(pipes, peer="DeepSpeed pipeline")),
         ("ZeRO-0 *", "torch DDP", times["N=2, m=1", "ours-0", "ddp-0"]),
