@@ -1,7 +1,8 @@
 """What may not change while the inside of the program does.
 
-    python campaigns/golden/golden.py record     # writes campaigns/golden/recorded.json
-    python campaigns/golden/golden.py compare    # exit code 1 when a number differs
+    python campaigns/golden/golden.py record               # writes campaigns/golden/recorded.json
+    python campaigns/golden/golden.py compare              # exit code 1 when a number differs
+    python campaigns/golden/golden.py compare --base HEAD~3
 
 Every run of runs.py is made by the real program. Kept are its logged numbers, digests of its final
 weights, moments and checkpoint files, the state in its manifest, the most bytes that were alive,
@@ -63,6 +64,7 @@ def main() -> int:
     parser.add_argument("action", choices=("record", "compare"))
     parser.add_argument("--only", default="", metavar="WORD")
     parser.add_argument("--tree", type=Path, default=ROOT, metavar="DIR")
+    parser.add_argument("--base", metavar="COMMIT", help="compare with this commit's runs")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write what was found")
     options = parser.parse_args()
     options.tree = options.tree.resolve()
@@ -72,10 +74,15 @@ def main() -> int:
         found = record(options.tree, chosen)
         write(options.out or RECORDED, found)
         return 0
-    before = json.loads(RECORDED.read_text())
-    if before["machine"] != machine():
-        print(f"recorded on {before['machine']}; recording {before['commit']} again on this one")
-        before = record_commit(before["commit"], options.only)
+    if options.base:
+        before = record_commit(options.base, options.only)
+    elif not RECORDED.exists():
+        parser.error(f"{RECORDED.name} is not there; make it with `record`, or give --base COMMIT")
+    else:
+        before = json.loads(RECORDED.read_text())
+        if before["machine"] != machine():
+            print(f"recorded on {before['machine']}; recording {before['commit']} on this one")
+            before = record_commit(before["commit"], options.only)
     after = record(options.tree, chosen)
     if options.out:
         write(options.out, after)
