@@ -45,7 +45,8 @@ class Need:
     fault: bool = False
 
 
-def _rotary(run: Any) -> bool:
+def is_rotary(run: Any) -> bool:
+    """Whether positions rotate queries and keys."""
     return run.position_embedding_type in ("rope", "yarn")
 
 
@@ -58,7 +59,7 @@ GROUPED = Need(
     lambda run: run.group_query_attention or run.num_query_groups == run.num_attention_heads,
     fault=True,
 )
-ROTARY = Need("--position-embedding-type rope or yarn", _rotary)
+ROTARY = Need("--position-embedding-type rope or yarn", is_rotary)
 ROPE = Need(
     "--position-embedding-type rope",
     lambda run: run.position_embedding_type == "rope",
@@ -66,14 +67,14 @@ ROPE = Need(
 )
 SCALED_ROPE = Need(
     "--use-rope-scaling or --position-embedding-type yarn",
-    lambda run: run.use_rope_scaling or _yarn(run) or not _rotary(run),
+    lambda run: run.use_rope_scaling or _yarn(run) or not is_rotary(run),
     fault=True,
 )
 LLAMA_ROPE = Need(
-    "--use-rope-scaling", lambda run: run.use_rope_scaling or not _rotary(run), fault=True
+    "--use-rope-scaling", lambda run: run.use_rope_scaling or not is_rotary(run), fault=True
 )
 YARN = Need(
-    "--position-embedding-type yarn", lambda run: _yarn(run) or not _rotary(run), fault=True
+    "--position-embedding-type yarn", lambda run: _yarn(run) or not is_rotary(run), fault=True
 )
 DYNAMIC_SCALE = Need(
     "dynamic loss scaling (no --loss-scale)",

@@ -18,6 +18,7 @@ from typing import Any
 from megatron.config.derive import DEFAULTS, METADATA, Run, derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
+from megatron.config.metadata import is_rotary
 from megatron.config.stages import frozen_units
 from megatron.config.validate_layout import bubble, nearest, pipeline_schedule, pipeline_split, tensor_parallel, zero
 
@@ -69,10 +70,6 @@ def _bounds(run: Run) -> Iterator[str]:
             yield f"{run.show('rampup_batch_size')}: {count:,} increments, at most {MOST_INCREMENTS:,} are planned for; raise the increment"
 
 
-def _rotary(run: Run) -> bool:
-    return run.position_embedding_type in ("rope", "yarn")
-
-
 def _cannot_act(run: Run, *, fault: bool) -> Iterator[tuple[str, str]]:
     """(flag as given, what it acts with) for each field that is not at its default and cannot act, where that is a fault or a remark."""
     for field, said in METADATA.items():
@@ -109,7 +106,7 @@ def _heads(run: Run) -> Iterator[str]:
 def _positions(run: Run) -> Iterator[str]:
     if run.has("seq_length", "max_position_embeddings") and run.max_position_embeddings < run.seq_length:
         yield f"{run.show('max_position_embeddings')}: smaller than --seq-length {run.seq_length}; raise it to that"
-    if _rotary(run) and run.has("kv_channels", "rotary_percent"):
+    if is_rotary(run) and run.has("kv_channels", "rotary_percent"):
         channels = int(run.kv_channels * run.rotary_percent)
         if channels == 0 or channels % 2:
             yield f"{run.show('rotary_percent')}: {channels} of {run.kv_channels} channels would rotate; it must be an even number above 0"

@@ -19,7 +19,7 @@ from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.linear import ColumnLinear, RowLinear
 from megatron.layers.norm import Norm, norm_parameters
 from megatron.layers.rotary import Rotary, apply_rotary, rotate_fused
-from megatron.layers.spec import ZEROS, ParameterSpec, Shard, TensorSpec, normal, parts_under, vector
+from megatron.layers.spec import ZEROS, ParameterSpec, Shard, TensorSpec, normal, parts_under, under, vector
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 
@@ -134,8 +134,7 @@ class SelfAttention(nn.Module):
         self.proj = RowLinear(parameters["proj.weight"], parameters.get("proj.bias"), tp)
 
         def norm(name: str) -> Norm:
-            own = {kind: parameters[f"{name}.{kind}"] for kind in ("weight", "bias") if f"{name}.{kind}" in parameters}
-            return Norm(own, config.norm_epsilon, config.norm_backend, tp)
+            return Norm(under(parameters, name), config.norm_epsilon, config.norm_backend, tp)
 
         self.q_norm, self.k_norm = (norm("q_norm"), norm("k_norm")) if config.qk_layernorm else (None, None)
         self.dropout = Dropout(config.attention_dropout, seed, "layers", layer, "attention.dropout")

@@ -11,7 +11,7 @@ from megatron.config.groups import ModelConfig
 from megatron.kernels.activation import activation_backward
 from megatron.kernels.activation import activation as activation_forward
 from megatron.layers.linear import ColumnLinear, RowLinear, column_linear
-from megatron.layers.spec import ZEROS, ParameterSpec, Shard, TensorSpec, normal, parts_under, vector
+from megatron.layers.spec import ParameterSpec, Shard, TensorSpec, normal, parts_under, vector
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 _ATEN = torch.ops.aten  # whose forms with `out` write into a half of the fused tensor
@@ -75,7 +75,7 @@ def mlp_parameters(config: ModelConfig, name: str, sequence: bool = False) -> di
     down = TensorSpec(f"{name}.down.weight", (h, f), normal(config, residual_output=True), "matrix", shard=Shard(1))
     made = {"fc1.weight": ParameterSpec(matrices, product=True), "fc2.weight": ParameterSpec((down,), product=True)}
     if config.add_bias_linear:
-        biases = tuple(vector(f"{name}.{part}.bias", f, ZEROS, shard=Shard(0)) for part in parts)
+        biases = tuple(vector(f"{name}.{part}.bias", f, shard=Shard(0)) for part in parts)
         made["fc1.bias"] = ParameterSpec(biases)
         made["fc2.bias"] = ParameterSpec((vector(f"{name}.down.bias", h, copies="tp", grad_sum=parts_under(sequence)),))
     return made

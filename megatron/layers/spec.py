@@ -11,7 +11,6 @@ No name is matched anywhere: a new layer declares its tensors here and is comple
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -79,11 +78,6 @@ class TensorSpec:
         if self.shard is not None:
             shape[self.shard.dimension] //= self.shard.count(ranks)
         return tuple(shape)
-
-    @property
-    def size(self) -> int:
-        """Elements of the whole tensor, without padding."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -232,6 +226,16 @@ def spec_of(name: str, parameter: nn.Parameter, config: ModelConfig) -> Paramete
         grad_sum=getattr(parameter, "grad_sum", None),
     )
     return ParameterSpec((tensor,))
+
+
+def under(parameters: dict[str, ParameterSpec], name: str) -> dict[str, ParameterSpec]:
+    """The declarations of the submodule called `name`, by their names in it."""
+    inside = f"{name}."
+    return {
+        own.removeprefix(inside): spec
+        for own, spec in parameters.items()
+        if own.startswith(inside)
+    }
 
 
 class Holder(NamedTuple):

@@ -26,7 +26,7 @@ from megatron.layers.loss import cross_entropy
 from megatron.layers.mlp import MLP, mlp_parameters
 from megatron.layers.norm import Norm, norm_parameters
 from megatron.layers.rotary import Rotary
-from megatron.layers.spec import ParameterSpec, Shard, TensorSpec, normal, parts_under
+from megatron.layers.spec import ParameterSpec, Shard, TensorSpec, normal, parts_under, under
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 
@@ -111,8 +111,7 @@ class LayerBlock(nn.Module):
         parameters = layer_parameters(config, index, tp.sequence)
 
         def norm(name: str) -> Norm:
-            own = {kind: parameters[f"{name}.{kind}"] for kind in ("weight", "bias") if f"{name}.{kind}" in parameters}
-            return Norm(own, config.norm_epsilon, config.norm_backend, tp)
+            return Norm(under(parameters, name), config.norm_epsilon, config.norm_backend, tp)
 
         def dropout(*names: object) -> Dropout:
             return Dropout(config.hidden_dropout, seed, *names, backend=config.dropout_backend)
