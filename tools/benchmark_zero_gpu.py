@@ -60,10 +60,12 @@ from megatron.optimizer.blocks import build_blocks
 from megatron.optimizer.lr_schedule import Schedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
+from megatron.optimizer.zero import Zero
+from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import Pipeline
 from megatron.plan.memory import rank_memories
 from megatron.training.exit import ExitConditions
-from megatron.training.pretrain import block_wrapper, layout_of
+from megatron.training.pretrain import layout_of
 from megatron.training.run import Progress, Run
 from megatron.training.step import Pending, forward_backward, update
 
@@ -186,11 +188,11 @@ def build(flags: list[str], ranks: int, device: torch.device) -> Run:
     blocks = build_blocks(model, device, groups, stage=distributed.zero_stage,
                           host_fraction=offload.optimizer_offload_fraction if offload.optimizer_cpu_offload else 0.0,
                           offloaded=offload.param_cpu_offload)
-    zero = block_wrapper(config, model, blocks, groups)
+    zero, passes = Zero(model, blocks, groups, config.distributed), LayerPasses(config.training.recompute_granularity == "full")
     seq, samples = config.data.seq_length, config.training.micro_batch_size
     return Run(
         config=config, groups=groups, device=device, device_names=device.type, vocab_size=vocab, padded_vocab=padded, tokenizer_fingerprint="",
-        model=model, zero=zero, pipeline=Pipeline(model, zero, placement, (seq, samples, config.model.hidden_size), groups, device),
+        model=model, zero=zero, pipeline=Pipeline(model, zero, passes, placement, (seq, samples, config.model.hidden_size), groups, device),
         optimizer=Optimizer(blocks, config, groups, zero.publish), schedule=Schedule.of(config), scaler=LossScaler(config.precision),
         data=Data(RandomTokens(samples, seq, vocab), {}, {}, {}, [], 0), tracker=None, exits=ExitConditions(config.training), progress=Progress(),
         saver=None, lease=None, peak_tflops=None,

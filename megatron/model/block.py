@@ -1,26 +1,24 @@
-"""The units a model is made of, and the one protocol through which they are called. s sequence, b batch, h hidden, v vocabulary.
+"""The layers a model is made of: word embedding, transformer layers, head. s sequence, b batch, h hidden, v vocabulary.
 
-A unit is the word embedding, one transformer layer, or the head; each owns the parameters that live and die together (a block of the
-optimizer). Learned positions belong to the first layer and the final norm to the last, so embedding and head hold one matrix each.
+Each owns the parameters that live and die together (the optimizer's flat buffers of that layer). Learned positions belong to the first
+transformer layer and the final norm to the last, so embedding and head hold one matrix each. parallel/pipeline.py runs them, through
+parallel/layer_passes.py.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.config.groups import ModelConfig
 from megatron.kernels.attention_masks import AttentionMask
 from megatron.layers.attention import SelfAttention, attention_parameters
 from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.embedding import Embedding, VocabularyEmbedding
-from megatron.layers.linear import WeightGrad, add_weight_grads, column_linear, linear, stashing
+from megatron.layers.linear import column_linear, linear
 from megatron.layers.linear_cross_entropy import linear_cross_entropy
 from megatron.layers.loss import cross_entropy
 from megatron.layers.mlp import MLP, mlp_parameters
@@ -32,7 +30,7 @@ from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What every unit may read of one micro-batch; sequence first."""
+    """What every layer may read of one micro-batch; sequence first."""
 
     tokens: Tensor  # [s, b]
     labels: Tensor  # [s, b]
@@ -92,8 +90,42 @@ def distinct_layers(config: ModelConfig) -> list[int]:
     return sorted({like_layer(config, index) for index in (0, 1, config.num_layers - 1) if index < config.num_layers})
 
 
-class EmbeddingBlock(nn.Module):
+@dataclass(frozen=True)
+class ScalarSpec:
+    """A number that layers return beside their output: of each micro-batch a sum over tokens, as the loss is, added up over all layers
+    that return one of this name. Metrics show it by its name, divided by the valid tokens of the step."""
+
+    name: str
+    in_objective: bool = False  # differentiated along with the loss, as an auxiliary loss is
+    parts: tuple[str, ...] = ()  # axes of which each rank returns its own part of the sum: ("tp",) under sequence parallelism
+
+
+class WithScalars(NamedTuple):
+    """What a layer may return in place of its output."""
+
+    output: Tensor
+    scalars: dict[str, Tensor]  # by the names of `Layer.scalars`; 0-dimensional
+
+
+class Layer(nn.Module):
+    """What the executor runs: `forward(x, micro)`, x [s, b, h] (None for the embedding), gives the output or WithScalars."""
+
+    recomputed = False  # full recomputation keeps its input alone
+    splits_backward = False  # a split backward pass leaves its weight gradients for later
+    reads_weight_backward = True
+    of_vocabulary = False  # its matrix may be far larger than those of other layers
+
+    @classmethod
+    def scalars(cls, config: ModelConfig, index: int, sequence: bool) -> tuple[ScalarSpec, ...]:
+        """What layer `index` returns beside its output; the same on every rank. `sequence`: under sequence parallelism."""
+        return ()
+
+
+class EmbeddingBlock(Layer):
     """Token ids -> [s, b, h]."""
+
+    reads_weight_backward = False
+    of_vocabulary = True
 
     def __init__(self, config: ModelConfig, vocab_size: int, padded_vocab: int, tp: TensorParallel = DENSE):
         super().__init__()
@@ -103,8 +135,10 @@ class EmbeddingBlock(nn.Module):
         return self.word(micro.tokens)
 
 
-class LayerBlock(nn.Module):
+class LayerBlock(Layer):
     """One pre-norm transformer layer, [s, b, h] -> [s, b, h] (under sequence parallelism this rank's part of s)."""
+
+    recomputed = splits_backward = True
 
     def __init__(self, config: ModelConfig, seed: int, index: int, tp: TensorParallel = DENSE):
         super().__init__()
@@ -147,8 +181,10 @@ def _add_norm(y: Tensor, dropout: Dropout, x: Tensor, norm: Norm, micro: MicroBa
     return norm.of_sum(y, x)
 
 
-class HeadBlock(nn.Module):
+class HeadBlock(Layer):
     """[s, b, h] -> logits -> sums of the loss over unmasked tokens, on every tensor-parallel rank. `tied`: the word embedding's weight."""
+
+    of_vocabulary = True
 
     def __init__(self, config: ModelConfig, vocab_size: int, padded_vocab: int, tied: nn.Parameter | None, tp: TensorParallel = DENSE):
         super().__init__()
@@ -175,120 +211,3 @@ class HeadBlock(nn.Module):
         if self.config.z_loss_coeff > 0 and micro.dropout is not None:
             objective = objective + self.config.z_loss_coeff * (lse.square() * mask).sum()
         return torch.stack([objective, reported])
-
-
-Call = tuple[str, nn.Module]  # a method of BlockWrapper, and the unit it is called with
-
-
-class BlockWrapper(Protocol):
-    """How units are called: recomputation, sharding and offload implement it; a model and a schedule know nothing else of them.
-
-    A unit's backward for one micro-batch is `backward`, or `backward_input` and later `backward_weight`: the same gradients, bit for bit.
-    """
-
-    def forward(self, unit: nn.Module, x: Tensor | None, micro: MicroBatch) -> tuple[Tensor, Any]:
-        """The unit's output (detached) and what its backward needs."""
-
-    def backward(self, unit: nn.Module, saved: Any, dy: Tensor) -> Tensor | None:
-        """Accumulate the unit's parameter gradients; the gradient of its input (None for the embedding)."""
-
-    def backward_input(self, unit: nn.Module, saved: Any, dy: Tensor) -> tuple[Tensor | None, Any]:
-        """`backward` without the weight gradients of a unit's linear layers, and what those need: tensors of which dy may be one, so it is
-        not to be written before `backward_weight`."""
-
-    def backward_weight(self, unit: nn.Module, kept: Any) -> None:
-        """Accumulate what `backward_input` left out. Called for every unit, in the order of its backward passes; `kept` is consumed."""
-
-    def begin_step(self, calls: Sequence[Call]) -> None:
-        """These calls will come now, in this order."""
-
-
-@torch.no_grad()
-def fold_grads(parameters: Sequence[nn.Parameter]) -> None:
-    """Add what autograd accumulated in `.grad` to `main_grad`. Where a split backward pass has no main_grad yet it stays, for the second half."""
-    for parameter in parameters:
-        if parameter.grad is None or parameter.main_grad is None:
-            continue
-        if getattr(parameter, "fresh", False):
-            parameter.main_grad.copy_(parameter.grad)
-            parameter.fresh = False
-        else:
-            parameter.main_grad.add_(parameter.grad)
-        parameter.grad = None
-
-
-@contextlib.contextmanager
-def every_gradient_arrives(edge: GradientEdge, kept: Sequence[WeightGrad]) -> Iterator[None]:
-    """Around a backward pass from `edge`: RuntimeError when a parameter that the graph uses was given no gradient, naming it.
-
-    Each main_grad gets a version counter of its own for the time, which counts whatever is written to it.
-    """
-    parameters = _parameters_in(edge)
-    for parameter in parameters:
-        if parameter.main_grad is not None:
-            parameter.main_grad = parameter.main_grad.data
-    yield
-    arrived = {id(left.weight) for left in kept}
-    lost = [parameter.label for parameter in parameters if parameter.grad is None and id(parameter) not in arrived
-            and not (parameter.main_grad is not None and parameter.main_grad._version)]
-    if lost:
-        raise RuntimeError(f"{', '.join(lost)}: used in the forward pass, but the backward pass gave no gradient: it would never be trained. Let its "
-                           "autograd function return the gradient, or add it to the parameter's main_grad")
-
-
-def _parameters_in(edge: GradientEdge) -> list[nn.Parameter]:
-    """The parameters that a graph differentiates with respect to, each once."""
-    found, seen, ahead = [], set(), [edge.node]
-    while ahead:
-        node = ahead.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if isinstance(leaf := getattr(node, "variable", None), nn.Parameter):
-            found.append(leaf)
-        ahead += [next_node for next_node, _ in node.next_functions if next_node is not None]
-    return found
-
-
-class PlainBlocks:
-    """The identity wrapper: each unit is an autograd graph of its own, from a detached input to its output. It saves the graph's two ends,
-    (x, gradient edge of y), so that y lives no longer than whoever reads it needs; None where nothing is to be differentiated.
-
-    Our layers add to `main_grad` themselves. What an ordinary module of PyTorch leaves in `.grad` is added to it behind the unit's backward pass.
-    """
-
-    def __init__(self) -> None:
-        self.parameters: dict[nn.Module, list[nn.Parameter]] = {}  # of the units that have been differentiated
-
-    def forward(self, unit: nn.Module, x: Tensor | None, micro: MicroBatch) -> tuple[Tensor, tuple[Tensor | None, GradientEdge] | None]:
-        if x is not None:
-            x = x.detach().requires_grad_(torch.is_grad_enabled())
-        y = unit(x, micro)
-        return y.detach(), (x, get_gradient_edge(y)) if y.requires_grad else None
-
-    def backward(self, unit: nn.Module, saved: tuple[Tensor | None, GradientEdge] | None, dy: Tensor) -> Tensor | None:
-        if saved is None:  # a frozen embedding
-            return None
-        return self._differentiate(unit, *saved, dy)
-
-    def backward_input(self, unit: nn.Module, saved: tuple[Tensor | None, GradientEdge], dy: Tensor) -> tuple[Tensor | None, list[WeightGrad]]:
-        with stashing(unit) as kept:
-            dx = self._differentiate(unit, *saved, dy, kept)
-        return dx, kept
-
-    def backward_weight(self, unit: nn.Module, kept: list[WeightGrad]) -> None:
-        add_weight_grads(kept)
-        fold_grads(self.parameters[unit])
-
-    def _differentiate(self, unit: nn.Module, x: Tensor | None, edge: GradientEdge, dy: Tensor, kept: Sequence[WeightGrad] = ()) -> Tensor | None:
-        """The gradient of x; those of parameters are in their main_grad, in `kept`, or (where that is to come first) still in `.grad`."""
-        first = unit not in self.parameters
-        if first:
-            self.parameters[unit] = list(unit.parameters())
-        with every_gradient_arrives(edge, kept) if first else contextlib.nullcontext():
-            torch.autograd.backward(edge, dy)
-            fold_grads(self.parameters[unit])
-        return None if x is None else x.grad
-
-    def begin_step(self, calls: Sequence[Call]) -> None:
-        pass

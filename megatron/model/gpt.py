@@ -1,11 +1,9 @@
-"""The GPT model, or the stages of it that one pipeline rank holds: word embedding, transformer layers, head, run unit by unit.
+"""The GPT model, or the stages of it that one pipeline rank holds: word embedding, transformer layers, head.
 
-s sequence, b batch, h hidden, v vocabulary.
+It holds the layers of each stage in order; parallel/pipeline.py runs them. s sequence, b batch, h hidden, v vocabulary.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +14,7 @@ from megatron.layers.dropout import DropoutState
 from megatron.layers.rotary import rotary_table
 from megatron.layers.spec import ParameterSpec, spec_of
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
-from megatron.model.block import BlockWrapper, EmbeddingBlock, HeadBlock, LayerBlock, MicroBatch
+from megatron.model.block import EmbeddingBlock, HeadBlock, Layer, LayerBlock, MicroBatch, ScalarSpec
 from megatron.model.stages import Stage, whole
 
 
@@ -37,9 +35,11 @@ class GPTModel(nn.Module):
         tied = None if config.untie_embeddings_and_output_weights or self.embedding is None else self.embedding.word.weight
         self.head = HeadBlock(config, vocab_size, padded_vocab, tied, tp) if any(stage.head for stage in stages) else None
         self.chunks = [self._chunk(stage) for stage in stages]
+        declared = (spec for i in range(config.num_layers) for spec in LayerBlock.scalars(config, i, tp.sequence))
+        self.scalars: tuple[ScalarSpec, ...] = tuple(dict.fromkeys(declared))  # of all stages, so that every rank has the same
 
-    def _chunk(self, stage: Stage) -> list[tuple[str, nn.Module]]:
-        """The named units of a stage."""
+    def _chunk(self, stage: Stage) -> list[tuple[str, Layer]]:
+        """The named layers of a stage."""
         return [*([("embedding", self.embedding)] if stage.embedding else []), *((f"layers.{i}", self.layers[str(i)]) for i in stage.layers),
                 *([("head", self.head)] if stage.head else [])]
 
@@ -47,13 +47,13 @@ class GPTModel(nn.Module):
         """Every parameter by name with its declaration, in order; a tied head adds none."""
         return [(name, parameter, spec_of(name, parameter, self.config)) for name, parameter in self.named_parameters()]
 
-    def units(self) -> list[tuple[str, nn.Module]]:
-        """Named units in the order of the forward pass."""
+    def units(self) -> list[tuple[str, Layer]]:
+        """Named layers in the order of the forward pass, embedding and head among them."""
         return [unit for chunk in self.chunks for unit in chunk]
 
     def micro_batch(self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, position_ids: Tensor, sample_ids: Tensor,
                     document_starts: Tensor | None = None, *, training: bool) -> MicroBatch:
-        """Turn a loader's [b, s] tensors into what the units read; sample_ids [b] number the run's samples."""
+        """Turn a loader's [b, s] tensors into what the layers read; sample_ids [b] number the run's samples."""
         tokens, labels, loss_mask, position_ids = (x.t().contiguous() for x in (tokens, labels, loss_mask, position_ids))
         rotates = self.config.position_embedding_type in ("rope", "yarn")
         token_index = torch.arange(tokens.shape[0], device=tokens.device)
@@ -68,44 +68,6 @@ class GPTModel(nn.Module):
             dropout=DropoutState(sample_ids, token_index) if training else None,
             hidden_dropout=DropoutState(sample_ids, token_index[own]) if training else None,
         )
-
-    def forward(self, micro: MicroBatch, wrapper: BlockWrapper, x: Tensor | None = None, chunk: int = 0) -> tuple[Tensor, list[Any]]:
-        """One stage: x [s, b, h] (None where it begins with the embedding) -> its output, and what each unit saved for its backward.
-
-        The output of a stage that ends with the head is [objective sum, reported loss sum].
-        """
-        saved = []
-        for _, unit in self.chunks[chunk]:
-            x, kept = wrapper.forward(unit, x, micro)
-            saved.append(kept)
-        return x, saved
-
-    def backward(self, saved: list[Any], dy: Tensor, wrapper: BlockWrapper, chunk: int = 0) -> Tensor | None:
-        """Add one micro-batch's gradients to every main_grad of a stage; `saved` is consumed. dy of its output -> that of its input."""
-        for _, unit in reversed(self.chunks[chunk]):
-            dy = wrapper.backward(unit, saved.pop(), dy)
-        return dy
-
-    def backward_input(self, saved: list[Any], dy: Tensor, wrapper: BlockWrapper, chunk: int = 0) -> tuple[Tensor | None, list[Any]]:
-        """The part of `backward` that the stage before waits for, and what `backward_weight` needs for the rest."""
-        left = []
-        for _, unit in reversed(self.chunks[chunk]):
-            dy, kept = wrapper.backward_input(unit, saved.pop(), dy)
-            left.append(kept)
-        left.reverse()
-        return dy, left
-
-    def backward_weight(self, left: list[Any], wrapper: BlockWrapper, chunk: int = 0) -> None:
-        """The rest: weight gradients; `left` is consumed."""
-        for _, unit in reversed(self.chunks[chunk]):
-            wrapper.backward_weight(unit, left.pop())
-
-    @staticmethod
-    def loss_gradient(sums: Tensor, scale: float) -> Tensor:
-        """dy of a forward pass's output [objective sum, reported loss sum], for the gradient of scale x objective."""
-        dy = torch.zeros_like(sums)
-        dy[0].fill_(scale)  # a tensor of numbers would be copied from the host, which waits for the GPU
-        return dy
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""ZeRO 0 to 3 (Rajbhandari et al. 2020) as a wrapper of the model's units: when weights are gathered and freed, when gradients are reduced.
+"""ZeRO 0 to 3 (Rajbhandari et al. 2020) as two verbs around each pass of a layer, acquire and release: when weights are gathered and freed,
+when gradients are reduced.
 
-One code path, four lifetimes (optimizer/blocks.py). A unit has one flat buffer (block) for each group of ranks that hold its parameters, and each
+One code path, four lifetimes (optimizer/blocks.py). A layer has one flat buffer (block) for each group of ranks that hold its parameters, and each
 block its own groups. A block's gradients are reduce-scattered over the ranks that share it as soon as its last
 backward pass is over: of the step at stages 0 and 1, of each micro-batch at stages 2 and 3, where no more than two blocks have a gradient
 buffer at a time: the one that is computed and the one that is on its way. Stage 3 gathers a block before a pass needs it, beside the
@@ -17,55 +18,53 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.config.groups import DistributedConfig
 from megatron.dist.collectives import Pending, start_all_gather, start_reduce_scatter
 from megatron.dist.groups import Groups
-from megatron.model.block import BlockWrapper, Call, EmbeddingBlock, LayerBlock, MicroBatch
+from megatron.model.block import Layer
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import Block
 from megatron.optimizer.clip import sum_of_squares
 from megatron.optimizer.reduction import sum_copies, sum_partial_gradients
+from megatron.parallel.schedule import Kind
+
+Call = tuple[Layer, Kind]  # one pass
+Buffers = tuple[Block, ...]  # of one layer
 
 
-Buffers = tuple[Block, ...]  # of one unit
-
-
-class Left(NamedTuple):
-    """What a split backward pass leaves of a layer."""
-
-    kept: Any
-    early: list[Tensor]  # gradients of each of its blocks that are complete, at stages 2 and 3
+COMPLETING = Kind.BACKWARD, Kind.BACKWARD_WEIGHT  # after these passes the gradients of a micro-batch are complete
 
 
 class Zero:
-    """Wraps another wrapper; always the outermost. Where one rank alone holds a block, nothing is sent."""
+    """What the executor calls before and after each pass. Where one rank alone holds a block, nothing is sent."""
 
-    def __init__(self, inner: BlockWrapper, model: GPTModel, blocks: list[Block], groups: Groups, config: DistributedConfig):
-        self.inner, self.model, self.blocks, self.groups = inner, model, blocks, groups
+    def __init__(self, model: GPTModel, blocks: list[Block], groups: Groups, config: DistributedConfig):
+        self.model, self.blocks, self.groups = model, blocks, groups
         self.stage, self.keep = blocks[0].stage, config.zero3_keep_gathered
         self.overlap_reduce, self.overlap_gather = config.overlap_grad_reduce, config.overlap_param_gather
         self.wire = torch.bfloat16 if config.grad_reduce_in_bf16 else None
         owner = {parameter: block for block in blocks for parameter in block.parameters}
-        self.buffers_of: dict[nn.Module, Buffers] = {
-            unit: tuple(dict.fromkeys(owner[parameter] for parameter in unit.parameters())) for _, unit in model.units()}
+        self.buffers_of: dict[Layer, Buffers] = {
+            layer: tuple(dict.fromkeys(owner[parameter] for parameter in layer.parameters())) for _, layer in model.units()}
         self.last = {chunk[-1][1] for chunk in model.chunks}
-        self.layers = {block for unit, buffers in self.buffers_of.items() if isinstance(unit, LayerBlock) for block in buffers}
+        self.layers = {block for layer, buffers in self.buffers_of.items() if not layer.of_vocabulary for block in buffers}
         self.trained = [block for block in blocks if block.trained]
         item = max(((self.wire or block.grad_dtype).itemsize for block in self.trained), default=0)
         self.room = max((block.size for block in self.layers), default=0) * item // 2  # half a layer's gradient, for larger blocks too
         device = blocks[0].weight.device
         self.gather_stream, self.reduce_stream = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
+        self.early: dict[tuple[Layer, int], list[Tensor]] = {}  # stages 2 and 3, by layer and micro-batch: of a split backward pass, what its first half completes
         self.needs: deque[Buffers] = deque()  # stage 3: what the passes to come read, in order
         self.remaining: Counter[Buffers] = Counter()
         self.gathering: dict[Block, Pending] = {}
         self.postponed: dict[Block, Callable[[], None]] = {}
         self.following = dict(pairwise(blocks))
-        self.period: dict[Block, int] = {}  # passes of a block's units from one reduction to the next
+        self.period: dict[Block, int] = {}  # passes of a block's layers from one reduction to the next
         self.due: dict[Block, int] = {}
         self.reducing: tuple[Block, Tensor, Pending] | None = None
         self.spent: list[tuple[Tensor, Any]] = []  # gradient buffers that a stream of its own may still read, and the event after which none does
@@ -75,15 +74,15 @@ class Zero:
     # ---- passes
 
     def begin_step(self, calls: Sequence[Call]) -> None:
-        self.inner.begin_step(calls)
+        """These passes will come now, in this order."""
         assert not self.needs and self.reducing is None
         passes: Counter[Block] = Counter()
         users = Counter(block for buffers in self.buffers_of.values() for block in buffers)
-        for method, unit in calls:
-            buffers = self.buffers_of[unit]
+        for layer, kind in calls:
+            buffers = self.buffers_of[layer]
             for block in buffers:
-                passes[block] += _completes(method, unit)
-            if self.stage == 3 and _reads_weight(method, unit):
+                passes[block] += kind in COMPLETING
+            if self.stage == 3 and _reads_weight(layer, kind):
                 self.needs.append(buffers)
         self.remaining = Counter(self.needs)
         for block, count in passes.items():
@@ -94,44 +93,37 @@ class Zero:
         if self.needs and self.overlap_gather:
             self._gather_all(self.needs[0])
 
-    def forward(self, unit: nn.Module, x: Tensor | None, micro: MicroBatch) -> tuple[Tensor, Any]:
-        if unit in self.last:  # a gradient of the micro-batch before has had this stage's pass to be reduced; after it activations are most
+    def acquire(self, layer: Layer, kind: Kind, micro: int) -> None:
+        """Before a pass of a layer on a micro-batch: its weights are whole and its gradients have buffers, as far as the pass needs them."""
+        if kind is Kind.FORWARD and layer in self.last:
+            # A gradient of the micro-batch before has had this stage's pass to be reduced; after it activations are most.
             with self._beside(self.reduce_stream):
                 self._finish()
             self._let_go()
-        with self._weights(unit, "forward"):
-            return self.inner.forward(unit, x, micro)
+        if kind is Kind.BACKWARD_INPUT and self.stage >= 2:
+            self.early[layer, micro] = [block.open_early() for block in self.buffers_of[layer] if block.trained]
+        elif kind is not Kind.FORWARD:
+            self._open(layer)
+        if kind is Kind.BACKWARD_WEIGHT:
+            self._take_early(layer, micro)
+        else:
+            self._acquire_weights(layer, kind)
 
-    def backward(self, unit: nn.Module, saved: Any, dy: Tensor) -> Tensor | None:
-        self._open(unit)
-        with self._weights(unit, "backward"):
-            dx = self.inner.backward(unit, saved, dy)
-        self._passed(unit)
-        return dx
+    def release(self, layer: Layer, kind: Kind, micro: int) -> None:
+        """After the pass: let go of the weights, reduce the gradients that are complete."""
+        if kind is not Kind.BACKWARD_WEIGHT:
+            self._release_weights(layer, kind)
+        for block in self.buffers_of[layer] if (layer, micro) in self.early else ():
+            if block.trained:
+                block.close_early()
+        if kind in COMPLETING:
+            self._passed(layer)
 
-    def backward_input(self, unit: nn.Module, saved: Any, dy: Tensor) -> tuple[Tensor | None, Left]:
-        if not isinstance(unit, LayerBlock):  # leaves nothing
-            return self.backward(unit, saved, dy), Left(None, [])
-        trained = [block for block in self.buffers_of[unit] if block.trained] if self.stage >= 2 else []
-        early = [block.open_early() for block in trained]
-        if not trained:
-            self._open(unit)
-        with self._weights(unit, "backward_input"):
-            dx, kept = self.inner.backward_input(unit, saved, dy)
-        for block in trained:
-            block.close_early()
-        return dx, Left(kept, early)
-
-    def backward_weight(self, unit: nn.Module, left: Left) -> None:
-        if not isinstance(unit, LayerBlock):
-            return
-        self._open(unit)
-        if left.early:
-            trained = (block for block in self.buffers_of[unit] if block.trained)
-            for block, early in zip(trained, left.early, strict=True):
-                block.grad[block.plan.late :].copy_(early)
-        self.inner.backward_weight(unit, left.kept)
-        self._passed(unit)
+    def _take_early(self, layer: Layer, micro: int) -> None:
+        """The gradients that the first half of a split backward pass has completed, into the buffers of the second half."""
+        trained = (block for block in self.buffers_of[layer] if block.trained)
+        for block, early in zip(trained, self.early.pop((layer, micro), ())):
+            block.grad[block.plan.late :].copy_(early)
 
     def end_step(self) -> None:
         """All passes that began with `begin_step` are over; when it returns the gradients are complete."""
@@ -193,19 +185,15 @@ class Zero:
             if self.gather_stream is not None and block.shard.size == 1:  # nothing was sent: it is the copy from the host that is awaited
                 torch.cuda.current_stream().wait_stream(self.gather_stream)
 
-    @contextlib.contextmanager
-    def _weights(self, unit: nn.Module, method: str) -> Iterator[None]:
-        """A pass that may read the weights of a unit."""
-        buffers = self.buffers_of[unit]
+    def _acquire_weights(self, layer: Layer, kind: Kind) -> None:
+        """Make the weights of a layer whole for a pass that may read them."""
+        buffers = self.buffers_of[layer]
         if self.stage < 3:
             for block in buffers:
                 self._change(block)
                 self._arrive(block)
-            yield
-            self._change(self.following.get(buffers[-1]))  # on the host, while the GPU still computes
             return
-        if not _reads_weight(method, unit):
-            yield
+        if not _reads_weight(layer, kind):
             return
         assert self.needs.popleft() == buffers, "a pass out of the order of begin_step"
         self.remaining[buffers] -= 1
@@ -213,18 +201,25 @@ class Zero:
         for block in buffers:
             self._arrive(block)
         coming = self._next_to(buffers) if self.overlap_gather else ()
-        changes = any(block in self.postponed for block in coming)
-        if not changes:
+        if not any(block in self.postponed for block in coming):
             self._gather_all(coming)
-        yield
-        if changes:
-            self._gather_all(coming)
+
+    def _release_weights(self, layer: Layer, kind: Kind) -> None:
+        """The pass is queued. What the host has to do for the layer that comes next, it does now, while the GPU computes."""
+        buffers = self.buffers_of[layer]
+        if self.stage < 3:
+            self._change(self.following.get(buffers[-1]))
+            return
+        if not _reads_weight(layer, kind):
+            return
+        if self.overlap_gather:
+            self._gather_all(self._next_to(buffers))
         if not self._needed(buffers):
             for block in buffers:
                 block.release()
 
     def _gather_all(self, buffers: Buffers) -> None:
-        """Start to make the weights of a unit whole."""
+        """Start to make the weights of a layer whole."""
         for block in buffers:
             self._gather(block)
 
@@ -239,22 +234,22 @@ class Zero:
                 self.gathering[block] = start_all_gather(own, block.groups.shard_gather, out=block.unseen)
 
     def _needed(self, buffers: Buffers) -> bool:
-        """Whether a unit stays gathered: it is one of the two that are read next, or with --zero3-keep-gathered read again in this step."""
+        """Whether a layer stays gathered: it is one of the two that are read next, or with --zero3-keep-gathered read again in this step."""
         if self.keep:
             return self.remaining[buffers] > 0
         first = self.needs[0] if self.needs else ()
         return buffers == first or bool(first) and buffers == self._next_to(first)
 
     def _next_to(self, buffers: Buffers) -> Buffers:
-        """The next other unit that is read, if it may be gathered while this one is: never two of the vocabulary's size; () for none."""
+        """The next other layer that is read, if it may be gathered while this one is: never two of the vocabulary's size; () for none."""
         other = next((other for other in self.needs if other != buffers), ())
         return () if self.layers.isdisjoint((*buffers, *other)) else other
 
     # ---- gradients
 
-    def _open(self, unit: nn.Module) -> None:
-        """Give the unit's blocks a gradient buffer each unless they are frozen."""
-        for block in self.buffers_of[unit]:
+    def _open(self, layer: Layer) -> None:
+        """Give the layer's blocks a gradient buffer each unless they are frozen."""
+        for block in self.buffers_of[layer]:
             if block.grad is not None or not block.trained:
                 continue
             if self.reducing is not None and self.layers.isdisjoint((block, self.reducing[0])):  # never two gradients of the vocabulary's size
@@ -269,9 +264,9 @@ class Zero:
             torch.cuda.current_stream().wait_event(event)
         self.spent = []
 
-    def _passed(self, unit: nn.Module) -> None:
-        """One more backward pass of a unit is over."""
-        for block in self.buffers_of[unit]:
+    def _passed(self, layer: Layer) -> None:
+        """One more backward pass of a layer is over."""
+        for block in self.buffers_of[layer]:
             self.due[block] -= 1
             if self.due[block] == 0 and block.trained:
                 self.due[block] = self.period[block]
@@ -322,11 +317,6 @@ class Zero:
             yield
 
 
-def _completes(method: str, unit: nn.Module) -> bool:
-    """Whether a unit's gradients of one micro-batch are complete after this call."""
-    return method == "backward" or method == ("backward_weight" if isinstance(unit, LayerBlock) else "backward_input")
-
-
-def _reads_weight(method: str, unit: nn.Module) -> bool:
-    """Whether a call reads the unit's weights: a weight gradient does not, nor does the embedding's."""
-    return method == "forward" or method != "backward_weight" and not isinstance(unit, EmbeddingBlock)
+def _reads_weight(layer: Layer, kind: Kind) -> bool:
+    """Whether a pass reads the layer's weights: a weight gradient does not, nor does the embedding's backward pass."""
+    return kind is Kind.FORWARD or kind is not Kind.BACKWARD_WEIGHT and layer.reads_weight_backward

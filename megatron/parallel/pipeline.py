@@ -1,6 +1,8 @@
 """The executor: carries out any list of actions, on any number of stages, one included.
 
 A computation waits for its input alone; sends are started and forgotten until the schedule itself proves that they have arrived.
+Each computation walks the layers of its stage: weights are acquired, the pass is made, weights are released. A schedule knows nothing of
+how weights are sharded, and a layer nothing of either. s sequence, b batch, h hidden.
 """
 
 from __future__ import annotations
@@ -8,9 +10,9 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,14 +21,37 @@ from megatron.dist.collectives import gather_bytes
 from megatron.dist.groups import Groups
 from megatron.dist.p2p import Receiving, Sending
 from megatron.dist.peers import waiting
-from megatron.model.block import BlockWrapper, Call, MicroBatch
+from megatron.model.block import Layer, MicroBatch
 from megatron.model.gpt import GPTModel
 from megatron.parallel.check import WORDS, channel_of, source_of
-from megatron.parallel.schedule import COMPUTATIONS, Action, Kind, Message, Schedule, makes, needs, receipts
+from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.schedule import COMPUTATIONS, Action, Kind, Message, Schedule, receipts
 from megatron.parallel.timeline import Span, Timeline
 
-METHODS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.BACKWARD_INPUT: "backward_input", Kind.BACKWARD_WEIGHT: "backward_weight"}
 UNRECEIVED = 2  # outputs that a rank in evaluation runs ahead of a neighbour
+
+
+Call = tuple[Layer, Kind]  # one pass
+
+
+class Weights(Protocol):
+    """How weights and gradients are kept between passes: optimizer/zero.py."""
+
+    def begin_step(self, calls: Sequence[Call]) -> None:
+        """These passes will come now, in this order."""
+
+    def acquire(self, layer: Layer, kind: Kind, micro: int) -> None:
+        """Before a pass of a layer on a micro-batch: let its weights be whole, and its gradients have room."""
+
+    def release(self, layer: Layer, kind: Kind, micro: int) -> None:
+        """After the pass."""
+
+
+class StepSums(NamedTuple):
+    """What the forward passes of a step gave on this rank."""
+
+    losses: dict[int, Tensor]  # micro-batch -> [objective sum, reported loss sum], on the rank with the head
+    scalars: dict[str, Tensor]  # what layers returned beside their output, by name, summed over micro-batches (float64)
 
 
 class Recording:
@@ -61,20 +86,22 @@ class _Known(NamedTuple):
 
     schedule: Schedule
     receipts: dict[Message, tuple[int, int]]
-    calls: list[Call]  # of the wrapper
+    calls: list[Call]
     last_uses: frozenset[Action]  # of each micro-batch
 
 
 class Pipeline:
     """The stages of this rank and their neighbours. `placement`: stage -> pipeline rank; `shape`: [s, b, h] of what travels between stages."""
 
-    def __init__(self, model: GPTModel, wrapper: BlockWrapper, placement: tuple[int, ...], shape: tuple[int, int, int], groups: Groups,
-                 device: torch.device):
-        self.model, self.wrapper, self.placement, self.shape, self.groups, self.device = model, wrapper, placement, shape, groups, device
+    def __init__(self, model: GPTModel, weights: Weights, passes: LayerPasses, placement: tuple[int, ...], shape: tuple[int, int, int],
+                 groups: Groups, device: torch.device):
+        self.model, self.weights, self.passes = model, weights, passes
+        self.placement, self.shape, self.groups, self.device = placement, shape, groups, device
         self.rank = groups.pp.rank
         own = [stage for stage, rank in enumerate(placement) if rank == self.rank]
-        assert len(own) == len(model.chunks)
-        self.chunk_of = {stage: chunk for chunk, stage in enumerate(own)}
+        chunks = ([layer for _, layer in chunk] for chunk in model.chunks)
+        self.layers: dict[int, list[Layer]] = dict(zip(own, chunks, strict=True))  # by stage
+        self.objectives = {spec.name for spec in model.scalars if spec.in_objective}
         self.known: dict[int, _Known] = {}  # by identity: a schedule is long
 
     @property
@@ -86,13 +113,36 @@ class Pipeline:
         """What a schedule means for this rank, found out once."""
         if id(schedule) not in self.known:
             actions = [action for action in schedule.actions[self.rank] if action.kind in COMPUTATIONS]
-            calls = []
-            for kind, stage, _ in actions:
-                units = self.model.chunks[self.chunk_of[stage]]
-                calls += [(METHODS[kind], unit) for _, unit in (units if kind is Kind.FORWARD else reversed(units))]
+            calls = [call for kind, stage, _ in actions for call in self.calls(kind, stage)]
             last_use = {action.micro: action for action in actions}
             self.known[id(schedule)] = _Known(schedule, receipts(schedule, self.rank), calls, frozenset(last_use.values()))
         return self.known[id(schedule)]
+
+    def calls(self, kind: Kind, stage: int) -> list[Call]:
+        """The passes that a computation of a stage consists of. A layer that cannot split its backward pass does all of it in the first half."""
+        layers = self.layers[stage]
+        if kind is Kind.FORWARD:
+            return [(layer, kind) for layer in layers]
+        if kind is Kind.BACKWARD_INPUT:
+            return [(layer, kind if layer.splits_backward else Kind.BACKWARD) for layer in reversed(layers)]
+        return [(layer, kind) for layer in reversed(layers) if kind is Kind.BACKWARD or layer.splits_backward]
+
+    def compute(self, action: Action, x: Tensor | None, held: deque[Any]) -> tuple[Tensor | None, deque[Any]]:
+        """One computation of a stage, layer by layer: (its result, what the next one of this stage and micro-batch needs of each layer).
+
+        `x` and the result: activations [s, b, h] in a forward pass, their gradients in a backward pass. `held` is what the computation
+        before has left, in the order of the layers; it is consumed.
+        """
+        left = deque()
+        for layer, kind in self.calls(action.kind, action.stage):
+            self.weights.acquire(layer, kind, action.micro)
+            x, kept = self.passes.run(kind, layer, x, held.pop())
+            self.weights.release(layer, kind, action.micro)
+            if kind is Kind.FORWARD:
+                left.append(kept)
+            elif kind is Kind.BACKWARD_INPUT:
+                left.appendleft(kept)
+        return x, left
 
     def timeline(self, schedule: Schedule, recording: Recording) -> Timeline:
         """What all ranks of this pipeline recorded of one step; the collective call of all of them.
@@ -105,15 +155,16 @@ class Pipeline:
         return Timeline(schedule.name, self.placement, schedule.micro_batches, tuple(spans))
 
     def run(self, schedule: Schedule, micro_batch: Callable[[int], MicroBatch], scale: float = 0.0,
-            recording: Recording | None = None) -> dict[int, Tensor]:
-        """Carry out a schedule; on the rank with the head each micro-batch's [objective sum, reported loss sum].
+            recording: Recording | None = None) -> StepSums:
+        """Carry out a schedule.
 
         `micro_batch(i)` makes the i-th when it is first needed; `scale` multiplies the objective before it is differentiated. Raises PeerError
         when a neighbour dies or hangs.
         """
         assert schedule.placement == self.placement
         known = self.know(schedule)
-        self.wrapper.begin_step(known.calls)
+        self.weights.begin_step(known.calls)
+        self.passes.begin(scale, self.objectives)
         step = _Step(self, known, micro_batch, scale)
         for action in step.actions:
             if action.kind in COMPUTATIONS:
@@ -125,7 +176,7 @@ class Pipeline:
             else:
                 step.receive(action)
         step.finish()
-        return step.sums
+        return StepSums(step.sums, self.passes.scalars)
 
 
 class _Step:
@@ -133,46 +184,40 @@ class _Step:
 
     def __init__(self, pipeline: Pipeline, known: _Known, micro_batch: Callable[[int], MicroBatch], scale: float):
         self.pipeline, self.make, self.scale = pipeline, micro_batch, scale
-        self.model, self.wrapper, self.placement, self.rank = pipeline.model, pipeline.wrapper, pipeline.placement, pipeline.rank
+        self.placement, self.rank = pipeline.placement, pipeline.rank
         self.actions, self.receipts = known.schedule.actions[self.rank], known.receipts
         self.micro_batches: dict[int, MicroBatch] = {}
         self.inbox: dict[Message, Receiving | Tensor] = {}
         self.outbox: dict[Message, Tensor] = {}
         self.sending: dict[int, deque[Sending]] = {}
         self.arrived: dict[int, int] = {}  # messages to each rank that are known to have done so
-        self.saved: dict[tuple[int, int], list[Any]] = {}
-        self.left: dict[tuple[int, int], list[Any]] = {}
+        self.held: dict[tuple[int, int], deque[Any]] = {}  # by stage and micro-batch: what a backward pass needs, or its second half
         self.sums: dict[int, Tensor] = {}
 
     def compute(self, action: Action, recording: Recording | None) -> None:
         kind, stage, micro = action
-        chunk, last = self.pipeline.chunk_of[stage], stage + 1 == len(self.placement)
-        if kind is Kind.FORWARD and micro not in self.micro_batches:
-            self.micro_batches[micro] = self.make(micro)
+        last = stage + 1 == len(self.placement)
         x = None
-        if kind is Kind.FORWARD and stage > 0:
-            x = self._take(Message(Kind.FORWARD, stage, micro), action)
-        elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            x = self.model.loss_gradient(self.sums[micro], self.scale) if last else self._take(Message(Kind.BACKWARD, stage, micro), action)
-        begin = None if recording is None else recording.now()
         if kind is Kind.FORWARD:
-            y, saved = self.model.forward(self.micro_batches[micro], self.wrapper, x, chunk)
-            if torch.is_grad_enabled():
-                self.saved[stage, micro] = saved
-            if last:
-                self.sums[micro] = y
-            else:
-                self._give(Message(Kind.FORWARD, stage + 1, micro), y)
-        elif kind is Kind.BACKWARD_WEIGHT:
-            self.model.backward_weight(self.left.pop((stage, micro)), self.wrapper, chunk)
-        else:
-            saved = self.saved.pop((stage, micro))
-            if kind is Kind.BACKWARD:
-                dx = self.model.backward(saved, x, self.wrapper, chunk)
-            else:
-                dx, self.left[stage, micro] = self.model.backward_input(saved, x, self.wrapper, chunk)
+            if micro not in self.micro_batches:
+                self.micro_batches[micro] = self.make(micro)
             if stage > 0:
-                self._give(Message(Kind.BACKWARD, stage - 1, micro), dx)
+                x = self._take(Message(Kind.FORWARD, stage, micro), action)
+            held = deque([self.micro_batches[micro]] * len(self.pipeline.layers[stage]))
+        else:
+            held = self.held.pop((stage, micro))
+            if kind is not Kind.BACKWARD_WEIGHT:
+                x = loss_gradient(self.sums[micro], self.scale) if last else self._take(Message(Kind.BACKWARD, stage, micro), action)
+        begin = None if recording is None else recording.now()
+        y, left = self.pipeline.compute(action, x, held)
+        if kind is Kind.BACKWARD_INPUT or kind is Kind.FORWARD and torch.is_grad_enabled():
+            self.held[stage, micro] = left
+        if kind is Kind.FORWARD and last:
+            self.sums[micro] = y
+        elif kind is Kind.FORWARD:
+            self._give(Message(Kind.FORWARD, stage + 1, micro), y)
+        elif kind is not Kind.BACKWARD_WEIGHT and stage > 0:
+            self._give(Message(Kind.BACKWARD, stage - 1, micro), y)
         if recording is not None:
             recording.add(action, begin)
 
@@ -219,7 +264,7 @@ class _Step:
         (source, _), message = channel_of(action, self.placement)
         channel = self.pipeline.groups.channel(source, self.rank)
         with self._with_neighbour(source, f"send {_what(message)}"):
-            self.inbox[message] = Receiving(self.pipeline.shape, self.model.dtype, self.pipeline.device, source, channel, self._tag(message))
+            self.inbox[message] = Receiving(self.pipeline.shape, self.pipeline.model.dtype, self.pipeline.device, source, channel, self._tag(message))
 
     def _tag(self, message: Message) -> int:
         return 2 * (message.micro * len(self.placement) + message.stage) + (message.kind is Kind.BACKWARD)
@@ -230,7 +275,14 @@ class _Step:
             with self._with_neighbour(to, "take the last messages of the step"):
                 while queue:
                     queue.popleft().wait()
-        assert not (self.inbox or self.outbox or self.saved or self.left or self.micro_batches), "the schedule left something undone"
+        assert not (self.inbox or self.outbox or self.held or self.micro_batches), "the schedule left something undone"
+
+
+def loss_gradient(sums: Tensor, scale: float) -> Tensor:
+    """dy of a head's output [objective sum, reported loss sum], for the gradient of scale x objective."""
+    dy = torch.zeros_like(sums)
+    dy[0].fill_(scale)  # a tensor of numbers would be copied from the host, which waits for the GPU
+    return dy
 
 
 def _what(message: Message) -> str:

@@ -2,7 +2,7 @@
 
 A model is cut into stages, numbered along the forward pass; `placement` says which rank holds each (several per rank: virtual stages). A schedule
 is a pure function of (ranks, virtual stages, micro-batches). It knows nothing of the data-parallel side: gathers and reductions follow
-from the order of the computations, through the block wrapper.
+from the order of the computations.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ def evaluate(run: Run, source: Source, progress: Callable[[int, int], None] = la
     for first in range(0, samples, step):
         if run.exits.agree(run.groups.world, run.device):
             return None
-        losses, tokens = run_micro_batches(run, source, first, step)
-        total += torch.stack([losses.sum(), tokens.sum()])
+        sums = run_micro_batches(run, source, first, step)
+        total += torch.stack([sums.losses.sum(), sums.tokens.sum()])
         progress(first + step, samples)
     loss, tokens = all_reduce(total, run.groups.world).tolist()
     return loss / tokens if tokens else float("nan")

@@ -123,6 +123,7 @@ def log(run: Run, interval: Interval, learning_rate: float, recording: Recording
         "consumed_samples": progress.consumed_samples,
         "consumed-tokens": progress.consumed_samples * seq,
         "lm loss": progress.open_loss / progress.open_steps if progress.open_steps else report.loss,
+        **{name: value / sum(report.tokens) for name, value in report.scalars.items() if sum(report.tokens)},
         "learning-rate": learning_rate,
         "batch-size": batch,
         "loss-scale": report.loss_scale,

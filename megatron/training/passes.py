@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,14 @@ from megatron.parallel.schedule import Schedule, build_schedule, forward_only
 from megatron.training.run import Run
 
 
+class MicroBatchSums(NamedTuple):
+    """What the forward passes of this rank's micro-batches gave (float64)."""
+
+    losses: Tensor  # [micro-batches] loss sums over this rank's valid tokens; 0 where another rank counts them (`Run.counts`)
+    tokens: Tensor  # [micro-batches] its valid tokens; as the losses
+    scalars: Tensor  # [names of GPTModel.scalars] what layers returned beside their output, over all micro-batches
+
+
 def schedule_of(run: Run, micro_batches: int, *, training: bool) -> Schedule:
     """What the pipeline ranks do for so many micro-batches."""
     ranks, distributed = run.groups.pp.size, run.config.distributed
@@ -23,9 +32,8 @@ def schedule_of(run: Run, micro_batches: int, *, training: bool) -> Schedule:
 
 
 def run_micro_batches(run: Run, source: Source, first: int, samples: int, *, scale: float | None = None,
-                      recording: Recording | None = None) -> tuple[Tensor, Tensor]:
-    """This rank's micro-batches of samples [first, first + samples): float64 loss sums and valid tokens, [micro-batches]. Zeros where another
-    rank counts them (`Run.counts`).
+                      recording: Recording | None = None) -> MicroBatchSums:
+    """Run this rank's micro-batches of samples [first, first + samples).
 
     With a `scale` gradients of scale x objective are added to every main_grad; without one it is an evaluation: no dropout, no gradients.
     """
@@ -43,6 +51,15 @@ def run_micro_batches(run: Run, source: Source, first: int, samples: int, *, sca
     with torch.set_grad_enabled(training):
         found = run.pipeline.run(schedule_of(run, count, training=training), micro_batch, scale or 0.0, recording)
     if run.counts:
-        for index, each in found.items():
+        for index, each in found.losses.items():
             sums[0, index] = each[1]
-    return sums[0], sums[1]
+    return MicroBatchSums(sums[0], sums[1], _scalars(run, found.scalars))
+
+
+def _scalars(run: Run, found: dict[str, Tensor]) -> Tensor:
+    """Scalars in the order of GPTModel.scalars, such that the sum over all ranks counts each part once."""
+    scalars = torch.zeros(len(run.model.scalars), dtype=torch.float64, device=run.device)
+    for index, spec in enumerate(run.model.scalars):
+        if spec.name in found and (run.groups.tp.rank == 0 or "tp" in spec.parts):
+            scalars[index] = found[spec.name]
+    return scalars

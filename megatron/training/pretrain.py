@@ -22,31 +22,39 @@ from megatron.config.stages import frozen_units, place
 from megatron.config.validate import resolve
 from megatron.data.loader import Data, build_data
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.dist.groups import ALONE, ORDER, TP_PP_DP_ORDER, Axis, Groups, Layout, describe_layout
+from megatron.dist.groups import ALONE, ORDER, TP_PP_DP_ORDER, Axis, Layout, describe_layout
 from megatron.dist.peers import PEERS
 from megatron.dist.setup import choose_device, connect, disconnect, make_groups, read_launch, set_determinism, share_cores, slurm_job
 from megatron.dist.speech import one_voice
 from megatron.dist.together import together
 from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import flops_per_iteration, padded_vocab_size, parameter_count, peak_tflops
-from megatron.model.block import BlockWrapper, PlainBlocks
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import choose_kernels, compute_dtype, remarks
 from megatron.model.stages import pipeline_stages
 from megatron.observe.console import NOT_DONE, banner
 from megatron.observe.tracking import Tracker
-from megatron.optimizer.blocks import Block, build_blocks
+from megatron.optimizer.blocks import build_blocks
 from megatron.optimizer.lr_schedule import Schedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import Zero
+from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import Pipeline
-from megatron.parallel.recompute import Recompute
 from megatron.plan.advice import Machine
 from megatron.plan.stages import stage_lines
 from megatron.plan.table import banner_lines
 from megatron.plan.verdict import DEVICE_MEMORY, Verdict, memory_verdict
-from megatron.training.checkpointing import drain, fetch, join_tiers, lease_save_folder, load, locate_checkpoint, make_saver, prepare_save_folder
+from megatron.training.checkpointing import (
+    drain,
+    fetch,
+    join_tiers,
+    lease_save_folder,
+    load,
+    locate_checkpoint,
+    make_saver,
+    prepare_save_folder,
+)
 from megatron.training.exit import ExitConditions
 from megatron.training.length import epoch_lines, length_line
 from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
@@ -64,14 +72,6 @@ from megatron.training.resume import (
     take_checkpoint_args,
 )
 from megatron.training.run import Progress, Run
-
-
-def block_wrapper(config: Config, model: GPTModel, blocks: list[Block], groups: Groups) -> Zero:
-    """How units are called, composed from what the flags ask for."""
-    wrapper: BlockWrapper = PlainBlocks()
-    if config.training.recompute_granularity == "full":
-        wrapper = Recompute(wrapper)
-    return Zero(wrapper, model, blocks, groups, config.distributed)
 
 
 def layout_of(config: Config, world_size: int) -> Layout:
@@ -278,7 +278,8 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
                           frozen=frozen_units(config))
     for parameter in model.parameters() if chosen.model.weight_grad_backend == "apex" else ():
         parameter.by_apex = True  # read where its gradient is formed
-    zero = block_wrapper(config, model, blocks, groups)
+    zero = Zero(model, blocks, groups, config.distributed)
+    passes = LayerPasses(recompute=config.training.recompute_granularity == "full")
     with together(groups.world, device):
         optimizer = Optimizer(blocks, chosen, groups, zero.publish)
     sequence = config.data.seq_length // tp.size if tp.sequence else config.data.seq_length
@@ -294,7 +295,7 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     return Run(
         config=config, groups=groups, device=device, device_names=device_names, vocab_size=tokenizer.vocab_size,
         padded_vocab=prepared.padded_vocab, tokenizer_fingerprint=tokenizer.fingerprint, model=model,
-        zero=zero, pipeline=Pipeline(model, zero, placement, shape, groups, device), optimizer=optimizer,
+        zero=zero, pipeline=Pipeline(model, zero, passes, placement, shape, groups, device), optimizer=optimizer,
         schedule=prepared.schedule,
         scaler=LossScaler(config.precision), data=prepared.data, tracker=tracker, exits=exits, progress=prepared.progress,
         saver=make_saver(config, optimizer, ranks, tracker, tiers), lease=lease,

@@ -12,7 +12,7 @@ from megatron.dist.collectives import all_reduce
 from megatron.dist.peers import waiting
 from megatron.optimizer.optimizer import StepOutcome
 from megatron.parallel.pipeline import Recording
-from megatron.training.passes import run_micro_batches
+from megatron.training.passes import MicroBatchSums, run_micro_batches
 from megatron.training.run import Run
 
 
@@ -23,8 +23,7 @@ class Gradients:
     first_sample: int
     batch_size: int
     loss_scale: float
-    losses: Tensor  # [micro-batches] loss sums over this rank's valid tokens; 0 where another rank counts them
-    tokens: Tensor  # [micro-batches] its valid tokens; as the losses
+    sums: MicroBatchSums
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,7 @@ class Report:
     skipped: bool
     losses: list[float]
     tokens: list[float]
+    scalars: dict[str, float]  # what layers returned beside their output: sums over tokens
     requests: list[float]  # ranks that asked for an end (ExitConditions.requests), then those that are ready for more of a save (Saver.ready)
 
     @property
@@ -50,9 +50,10 @@ class Report:
 class Pending:
     """A step whose scalars are on their way to the host."""
 
-    def __init__(self, gradients: Gradients, outcome: StepOutcome, learning_rate: float, losses: Tensor, tokens: Tensor, requests: Tensor):
-        self.gradients, self.learning_rate = gradients, learning_rate
-        scalars = torch.cat([torch.stack([outcome.grad_norm, outcome.skipped.double()]), losses, tokens, requests])
+    def __init__(self, gradients: Gradients, outcome: StepOutcome, learning_rate: float, names: list[str], sums: MicroBatchSums,
+                 requests: Tensor):
+        self.gradients, self.learning_rate, self.names = gradients, learning_rate, names  # of the layers' scalars
+        scalars = torch.cat([torch.stack([outcome.grad_norm, outcome.skipped.double()]), *sums, requests])
         self.event = None
         if scalars.is_cuda:
             self.scalars = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True)
@@ -72,9 +73,11 @@ class Pending:
         if self.event is not None:
             self.event.synchronize()
         norm, skipped, *rest = self.scalars.tolist()
-        count, g = self.gradients.losses.numel(), self.gradients
+        g = self.gradients
+        count = g.sums.losses.numel()
+        named, requests = rest[2 * count : 2 * count + len(self.names)], rest[2 * count + len(self.names) :]
         return Report(g.first_sample, g.batch_size, g.loss_scale, self.learning_rate, norm, bool(skipped),
-                      rest[:count], rest[count : 2 * count], rest[2 * count :])
+                      rest[:count], rest[count : 2 * count], dict(zip(self.names, named, strict=True)), requests)
 
 
 def forward_backward(run: Run, *, first_sample: int, batch_size: int, loss_scale: float, recording: Recording | None = None) -> Gradients:
@@ -85,26 +88,27 @@ def forward_backward(run: Run, *, first_sample: int, batch_size: int, loss_scale
     scale = loss_scale / (batch_size * run.config.data.seq_length)
     run.optimizer.zero_grad()
     with run.timers("forward-backward"):
-        losses, tokens = run_micro_batches(run, run.data.train, first_sample, batch_size, scale=scale, recording=recording)
+        sums = run_micro_batches(run, run.data.train, first_sample, batch_size, scale=scale, recording=recording)
         with waiting(_for_all(run)):
             run.zero.end_step()
-    return Gradients(first_sample, batch_size, loss_scale, losses, tokens)
+    return Gradients(first_sample, batch_size, loss_scale, sums)
 
 
 def update(run: Run, gradients: Gradients, *, learning_rate: float, weight_decay: float) -> Pending:
     """Step the optimizer; the gradient becomes that of the mean loss per valid token. All that ranks must agree on travels in one sum."""
-    losses, tokens = gradients.losses, gradients.tokens
     requests = torch.tensor([*run.exits.requests(), *(run.saver.ready() if run.saver is not None else ())], dtype=torch.float64).to(run.device, non_blocking=True)
     squares = run.optimizer.squares().reshape(1)
     with waiting(_for_all(run)):
-        totals = all_reduce(torch.cat([squares, losses, tokens, requests]), run.groups.world)
-    squares, losses, tokens, requests = totals.split([1, len(losses), len(tokens), len(requests)])
+        parts = [squares, *gradients.sums, requests]
+        totals = all_reduce(torch.cat(parts), run.groups.world)
+    squares, losses, tokens, scalars, requests = totals.split([len(part) for part in parts])
     nominal = gradients.batch_size * run.config.data.seq_length
     factor = nominal / (tokens.sum() * gradients.loss_scale) + 0 * losses.sum()  # a non-finite loss makes the factor, so the step, non-finite
     if run.saver is not None:
         run.saver.before_update()
     outcome = run.optimizer.step(lr=learning_rate, weight_decay=weight_decay, squares=squares[0], grad_factor=factor)
-    return Pending(gradients, outcome, learning_rate, losses, tokens, requests)
+    names = [spec.name for spec in run.model.scalars]
+    return Pending(gradients, outcome, learning_rate, names, MicroBatchSums(losses, tokens, scalars), requests)
 
 
 def _for_all(run: Run) -> Callable[[float], str]:
@@ -132,7 +136,7 @@ def non_finite_micro_batches(run: Run, report: Report) -> list[NonFinite]:
     for index in range(len(report.losses)):
         run.optimizer.zero_grad()
         with run.zero.watching() as squares:
-            (loss,), _ = run_micro_batches(run, run.data.train, report.first_sample + index * run.chunk, run.chunk, scale=scale)
-        found[index, run.groups.dp.rank] = torch.stack([~torch.isfinite(loss), ~torch.isfinite(squares)]).double()
+            sums = run_micro_batches(run, run.data.train, report.first_sample + index * run.chunk, run.chunk, scale=scale)
+        found[index, run.groups.dp.rank] = torch.stack([~torch.isfinite(sums.losses[0]), ~torch.isfinite(squares)]).double()
     all_reduce(found, run.groups.world)
     return [NonFinite(index, rank, bool(found[index, rank, 0])) for index, rank in found.sum(-1).nonzero().tolist()]

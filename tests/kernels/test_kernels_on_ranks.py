@@ -8,16 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import Allocations
+from megatron.kernels import attention
+from unit.by_hand import backward, backward_input, backward_weight, forward
 
 from megatron.config.groups import ModelConfig
 from megatron.dist.groups import Layout, build_groups
-from megatron.kernels import attention
 from megatron.layers.tensor_parallel import TensorParallel
-from megatron.model.block import PlainBlocks
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
 from megatron.optimizer.blocks import build_blocks
-from megatron.parallel.recompute import Recompute
+from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.pipeline import loss_gradient
 
 S, B, VOCAB = 8, 2, 30
 GPT = ModelConfig(num_layers=1, hidden_size=32, ffn_hidden_size=24, num_attention_heads=4, kv_channels=8, num_query_groups=4, max_position_embeddings=S,
@@ -42,14 +43,14 @@ def passes(config: ModelConfig, how: str) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(0))
     micro = model.micro_batch(ids[:, :-1], ids[:, 1:], torch.ones(B, S), torch.arange(S).expand(B, S), torch.arange(B),
                               torch.tensor([[0] * 5 + [5] * 3, [0] * S]), training=True)
-    wrapper = Recompute(PlainBlocks()) if how == "recompute" else PlainBlocks()
-    sums, saved = model(micro, wrapper)
-    dy = GPTModel.loss_gradient(sums, 1.0)
+    run = LayerPasses(recompute=how == "recompute")
+    sums, saved = forward(model, micro, run)
+    dy = loss_gradient(sums, 1.0)
     if how == "in two parts":
-        _, left = model.backward_input(saved, dy, wrapper)
-        model.backward_weight(left, wrapper)
+        _, left = backward_input(model, saved, dy, run)
+        backward_weight(left, run)
     else:
-        model.backward(saved, dy, wrapper)
+        backward(model, saved, dy, run)
     return {"loss": sums} | {name: parameter.main_grad for name, parameter in model.named_parameters()}
 
 

@@ -13,11 +13,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from parity.worker import run_case
 from torch.distributed import distributed_c10d
 
 from megatron.dist.collectives import ALL_GATHER, REDUCE_SCATTER
-from megatron.model.block import LayerBlock, PlainBlocks
-from parity.worker import run_case
+from megatron.model.block import LayerBlock
+from megatron.parallel.layer_passes import LayerPasses
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
@@ -82,7 +83,8 @@ class Ledger:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Ledger]:
-        isend, all_reduce, all_gather, forward, backward = dist.isend, dist.all_reduce, dist.all_gather, LayerBlock.forward, PlainBlocks._differentiate
+        isend, all_reduce, all_gather = dist.isend, dist.all_reduce, dist.all_gather
+        forward, backward = LayerBlock.forward, LayerPasses._differentiate
 
         def noted_isend(tensor, dst=None, group=None, tag=0, **kwargs):
             self._note(tensor, group, 1.0, dst, tag)
@@ -104,9 +106,9 @@ class Ledger:
             with self.during("forward"):
                 return forward(layer, *args)
 
-        def unit_backward(wrapper, unit, *args):
-            with self.during("backward" if isinstance(unit, LayerBlock) else self.phase):
-                return backward(wrapper, unit, *args)
+        def layer_backward(passes, layer, *args):
+            with self.during("backward" if isinstance(layer, LayerBlock) else self.phase):
+                return backward(passes, layer, *args)
 
         with contextlib.ExitStack() as stack:
             for module in (dist, distributed_c10d):  # P2POp compares with the second
@@ -117,7 +119,7 @@ class Ledger:
                          "broadcast", "reduce", "send"):
                 stack.enter_context(mock.patch.object(dist, name, refused))
             stack.enter_context(mock.patch.object(LayerBlock, "forward", layer_forward))
-            stack.enter_context(mock.patch.object(PlainBlocks, "_differentiate", unit_backward))
+            stack.enter_context(mock.patch.object(LayerPasses, "_differentiate", layer_backward))
             yield self
 
 

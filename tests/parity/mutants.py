@@ -129,7 +129,7 @@ MUTANTS = (
     Mutant("the final norm in the layer before", f"{MODEL}/block.py",
            "index == config.num_layers - 1", "index == config.num_layers - 2", ("fp64-m5-pp2-1f1b",)),
     Mutant("a gradient scaled on its way to the stage before", PIPELINE,
-           "stage - 1, micro), dx)", "stage - 1, micro), dx / len(self.placement))", ("fp64-m5-pp2-1f1b",)),
+           "stage - 1, micro), y)", "stage - 1, micro), y / len(self.placement))", ("fp64-m5-pp2-1f1b",)),
     Mutant("a buffer for all messages, so that saved inputs go stale", "megatron/dist/p2p.py",
            """self.x = torch.empty(shape, dtype=dtype, device="cpu" if is_gloo(axis) else device)""",
            """self.x = Receiving.__dict__.get("buffer", torch.empty(shape, dtype=dtype))\n        Receiving.buffer = self.x""",
@@ -137,19 +137,23 @@ MUTANTS = (
     Mutant("samples of another micro-batch on every stage", "megatron/training/passes.py",
            "first + index * run.chunk", "first + (index + run.groups.pp.rank) % count * run.chunk", ("fp64-m5-pp2-1f1b",)),
     Mutant("weight gradients of another micro-batch", PIPELINE,
-           "self.left.pop((stage, micro))", "([kept and [*kept] for kept in [*self.left.values()][-1]], self.left.pop((stage, micro)))[0]",
+           "held = self.held.pop((stage, micro))",
+           "held = self.held.pop((stage, micro))\n"
+           "            if kind is Kind.BACKWARD_WEIGHT:\n"
+           "                lists = [each for each in (*self.held.values(), held) if isinstance(each[-1], list)]\n"
+           "                held = deque([*kept] for kept in lists[0])",
            ("fp64-m5-pp2-zero-bubble",)),
-    Mutant("no embedding gradient in the split backward", ZERO,
-           "        if not isinstance(unit, LayerBlock):  # leaves nothing\n",
-           "        if isinstance(unit, EmbeddingBlock):\n            self._passed(self._open(unit))\n            return None, Left(None, None)\n"
-           "        if not isinstance(unit, LayerBlock):  # leaves nothing\n",
+    Mutant("no embedding gradient in the split backward", PIPELINE,
+           "            x, kept = self.passes.run(kind, layer, x, held.pop())\n",
+           "            lost = action.kind is Kind.BACKWARD_INPUT and not layer.reads_weight_backward\n"
+           "            x, kept = (held.pop(), None) if lost else self.passes.run(kind, layer, x, held.pop())\n",
            ("fp64-m5-pp2-zero-bubble",)),
-    Mutant("no dropout in the second run of recomputation", "megatron/parallel/recompute.py",
-           "self.inner.forward(unit, *saved)[1]",
-           """self.inner.forward(unit, saved[0], __import__("dataclasses").replace(saved[1], dropout=None, hidden_dropout=None))[1]""",
+    Mutant("no dropout in the second run of recomputation", "megatron/parallel/layer_passes.py",
+           "self._build(layer, *saved, again=True)[1]",
+           """self._build(layer, saved[0], __import__("dataclasses").replace(saved[1], dropout=None, hidden_dropout=None), again=True)[1]""",
            ("fp64-recompute-pp2-zero-bubble",)),
     Mutant("reduced when the input gradients are complete", ZERO,
-           "            block.close_early()\n        return dx", "            block.close_early()\n        self._passed(block)\n        return dx",
+           "        if kind in COMPLETING:\n            self._passed(layer)", "        if kind in COMPLETING or kind is Kind.BACKWARD_INPUT:\n            self._passed(layer)",
            ("fp64-documents-pp2-zero-bubble-v-dp2",)),
     Mutant("a split backward reduced one micro-batch too early", ZERO,
            "if often else count", "if often else count - 1", ("fp64-documents-pp2-zero-bubble-v-dp2",)),
@@ -177,13 +181,14 @@ MUTANTS = (
            "chunk(self.shard.size)[self.shard.rank]", "chunk(self.shard.size)[-1 - self.shard.rank]", ("fp64-dropout-dp2-zero1",)),
     Mutant("gathered weights not awaited", ZERO, "self.gathering.pop(block).wait()", "self.gathering.pop(block)", ("fp64-sgd-dp2-serial-zero3",)),
     Mutant("a block freed before its pass", ZERO,
-           "        yield\n        if changes:",
-           "        if not self._needed(block):\n            block.release()\n        yield\n        if changes:",
+           "        coming = self._next_to(buffers) if self.overlap_gather else ()\n",
+           "        [block.release() for block in buffers if not self._needed(buffers)]\n"
+           "        coming = self._next_to(buffers) if self.overlap_gather else ()\n",
            ("fp64-dropout-dp2-zero3",)),
     Mutant("kept weights never freed, so that they go stale", ZERO,
            "return self.remaining[buffers] > 0", "return True", ("fp64-dropout-dp2-zero3-kept",)),
     Mutant("weights gathered for forward passes alone", ZERO,
-           """return method == "forward" or""", """return method == "forward" or False and""", ("fp64-dropout-dp2-zero3",)),
+           "return kind is Kind.FORWARD or kind", "return kind is Kind.FORWARD or False and kind", ("fp64-dropout-dp2-zero3",)),
     Mutant("the own slice gathered as it was left", ZERO,
            "own.copy_(block.kept, non_blocking=True)", "own.zero_()", ("fp64-dropout-dp2-zero3",)),
     Mutant("the shards' gradients kept from step to step", BLOCKS, "        self.summed = None\n", "", ("fp64-dropout-dp2-zero2",)),
@@ -227,8 +232,9 @@ def broken_copy(mutant: Mutant, folder: Path) -> Path:
 
 def run_mutated(tree: str, flags: tuple[str, ...], patches: tuple[str, ...]):
     """run_case of the copy."""
-    import megatron
     from parity.worker import run_case
+
+    import megatron
 
     assert Path(megatron.__file__).is_relative_to(tree), f"{megatron.__file__} is not the mutant"
     return run_case(flags, patches)

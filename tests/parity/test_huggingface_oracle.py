@@ -10,13 +10,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from unit.by_hand import backward, forward
 
 from megatron.checkpoint.foreign.huggingface import to_huggingface
 from megatron.config.groups import ModelConfig
-from megatron.model.block import PlainBlocks
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
 from megatron.optimizer.blocks import build_blocks
+from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.pipeline import loss_gradient
 
 transformers = pytest.importorskip("transformers")
 
@@ -59,9 +61,9 @@ def our_run(config: ModelConfig, dtype: torch.dtype):
     ids = tokens()
     positions = torch.arange(S).expand(B, S)
     micro = model.micro_batch(ids[:, :-1], ids[:, 1:], torch.ones(B, S), positions, torch.arange(B), training=True)
-    wrapper = PlainBlocks()
-    sums, saved = model(micro, wrapper)
-    model.backward(saved, model.loss_gradient(sums, 1 / (B * S)), wrapper)
+    passes = LayerPasses()
+    sums, saved = forward(model, micro, passes)
+    backward(model, saved, loss_gradient(sums, 1 / (B * S)), passes)
     for name, parameter, spec in model.declared():
         for box in spec.boxes():
             grads[box.name] = box.view(parameter.main_grad).reshape(box.extent)

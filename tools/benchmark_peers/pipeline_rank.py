@@ -12,8 +12,10 @@ import statistics
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,26 +32,41 @@ from megatron.dist.collectives import all_reduce, gather_bytes  # noqa: E402
 from megatron.dist.groups import Groups, Layout  # noqa: E402
 from megatron.dist.p2p import Receiving, Sending  # noqa: E402
 from megatron.dist.setup import connect, disconnect, keep_freed_memory, make_groups, read_launch  # noqa: E402
-from megatron.model.block import MicroBatch, PlainBlocks  # noqa: E402
+from megatron.model.block import Layer, MicroBatch  # noqa: E402
 from megatron.model.gpt import GPTModel  # noqa: E402
 from megatron.model.init import fill_initial  # noqa: E402
 from megatron.model.stages import Stage  # noqa: E402
 from megatron.optimizer.blocks import build_blocks  # noqa: E402
-from megatron.parallel.pipeline import Pipeline, Recording, receipts  # noqa: E402
-from megatron.parallel.schedule import COMPUTATIONS, Kind, Schedule, build_schedule, forward_only, makes, needs, place  # noqa: E402
+from megatron.parallel.layer_passes import LayerPasses  # noqa: E402
+from megatron.parallel.pipeline import Pipeline, Recording, StepSums, loss_gradient, receipts  # noqa: E402
+from megatron.parallel.schedule import COMPUTATIONS, Action, Kind, Schedule, build_schedule, forward_only, makes, needs, place  # noqa: E402
 
 CPU = torch.device("cpu")
 VIRTUAL = {"interleaved": 2, "zero-bubble-v": 2}
 TINY = {"layers": 8, "hidden": 32, "heads": 4, "ffn": 48, "seq": 16, "batch": 2, "vocab": 64}
 
 
+class KeptWeights:
+    """Weights and gradients that are always there."""
+
+    def begin_step(self, calls: list[tuple[Layer, Kind]]) -> None:
+        pass
+
+    def acquire(self, layer: Layer, kind: Kind, micro: int) -> None:
+        pass
+
+    def release(self, layer: Layer, kind: Kind, micro: int) -> None:
+        pass
+
+
 class Job:
     """A Llama-style GPT's stages on this rank, and micro-batches of random tokens. `shape`: the model's sizes, as TINY has them."""
 
-    def __init__(self, name: str, groups: Groups, shape: dict[str, int], wrapper: Any = None, dtype: torch.dtype = torch.float32):
+    def __init__(self, name: str, groups: Groups, shape: dict[str, int], passes: LayerPasses | None = None,
+                 dtype: torch.dtype = torch.float32):
         virtual = VIRTUAL.get(name, 1)
         self.name, self.groups, self.shape, self.virtual = name, groups, shape, virtual
-        self.placement, self.wrapper = place(name, groups.pp.size, virtual), wrapper or PlainBlocks()
+        self.placement = place(name, groups.pp.size, virtual)
         count, layers = len(self.placement), shape["layers"]
         ends = [layers * stage // count for stage in range(count + 1)]
         stages = [Stage(k == 0, range(ends[k], ends[k + 1]), k == count - 1) for k in range(count)]
@@ -66,7 +83,8 @@ class Job:
                 for box in entry.boxes:
                     fill_initial(box, entry.view(block.weight), 5)
             block.open()
-        self.pipeline = Pipeline(self.model, self.wrapper, self.placement, (shape["seq"], shape["batch"], shape["hidden"]), groups, CPU)
+        size = shape["seq"], shape["batch"], shape["hidden"]
+        self.pipeline = Pipeline(self.model, KeptWeights(), passes or LayerPasses(), self.placement, size, groups, CPU)
 
     def tokens(self, index: int) -> Tensor:
         """[b, s + 1]."""
@@ -77,7 +95,23 @@ class Job:
         b, s = ids.shape[0], ids.shape[1] - 1
         return self.model.micro_batch(ids[:, :-1], ids[:, 1:], torch.ones(b, s), torch.arange(s).expand(b, s), torch.arange(b), training=True)
 
-    def step(self, schedule: Schedule, scale: float = 1.0) -> dict[int, Tensor]:
+    def halves(self, stage: int, moment: Callable[[], Any]) -> list[Any]:
+        """A stage's forward pass, input gradient and weight gradient for one micro-batch: what `moment` gave before them and after each."""
+        layers, last = self.pipeline.layers[stage], stage + 1 == len(self.placement)
+        found = [moment()]
+        held = deque([self.micro_batch(self.tokens(0))] * len(layers))
+        x = None if stage == 0 else torch.zeros(self.pipeline.shape)
+        y, held = self.pipeline.compute(Action(Kind.FORWARD, stage, 0), x, held)
+        dy = loss_gradient(y, 1.0) if last else torch.ones_like(y)
+        del x, y
+        found.append(moment())
+        _, held = self.pipeline.compute(Action(Kind.BACKWARD_INPUT, stage, 0), dy, held)
+        del _
+        found.append(moment())  # what is left may hold dy
+        self.pipeline.compute(Action(Kind.BACKWARD_WEIGHT, stage, 0), None, held)
+        return [*found, moment()]
+
+    def step(self, schedule: Schedule, scale: float = 1.0) -> StepSums:
         """One run of a schedule."""
         return self.pipeline.run(schedule, lambda index: self.micro_batch(self.tokens(index)), scale)
 
@@ -106,22 +140,16 @@ class LiveBytes(TorchDispatchMode):
 
 
 class Watched:
-    """A model that looks at the live bytes after each computation of a stage."""
+    """A pipeline's computations, with a look at the live bytes after each."""
 
-    def __init__(self, model: GPTModel, live: LiveBytes):
-        self.model, self.live, self.peak = model, live, 0
+    def __init__(self, pipeline: Pipeline, live: LiveBytes):
+        self.compute, self.live, self.peak = pipeline.compute, live, 0
+        pipeline.compute = self.watched
 
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.model, name)
-        if name not in ("forward", "backward", "backward_input", "backward_weight"):
-            return value
-
-        def watched(*args: Any) -> Any:
-            result = value(*args)
-            self.peak = max(self.peak, self.live.now)
-            return result
-
-        return watched
+    def watched(self, *args: Any) -> Any:
+        result = self.compute(*args)
+        self.peak = max(self.peak, self.live.now)
+        return result
 
 
 def memory(groups: Groups, names: list[str], micro_batches: list[int], shape: dict[str, int] = TINY) -> list[dict[str, Any]]:
@@ -135,7 +163,7 @@ def memory(groups: Groups, names: list[str], micro_batches: list[int], shape: di
             for count in micro_batches:
                 schedule = build_schedule(name, groups.pp.size, job.virtual, count)
                 row = {"schedule": name, "micro_batches": count, "bound": _bound(schedule, groups.pp.rank, held, stash, message)}
-                watched = job.pipeline.model = Watched(job.model, live)
+                watched = Watched(job.pipeline, live)
                 base = live.peak = live.now
                 job.step(schedule)
                 row |= {"held": watched.peak - base, "peak": live.peak - base, "left": live.now - base}
@@ -150,19 +178,13 @@ def _costs(job: Job, live: LiveBytes) -> tuple[list[int], list[int], int]:
     """Bytes that each own stage holds of one micro-batch from forward to backward, and from input gradient to weight gradient; bytes of a message."""
     held, stash = [], []
     shape = job.pipeline.shape
-    for chunk, units in enumerate(job.model.chunks):
-        base = live.now
-        micro = job.micro_batch(job.tokens(0))
-        y, saved = job.model.forward(micro, job.wrapper, torch.zeros(shape) if units[0][0] != "embedding" else None, chunk)
-        dy = job.model.loss_gradient(y, 1.0) if units[-1][0] == "head" else torch.zeros_like(y)
-        del y
-        held.append(live.now - base - dy.nbytes)
-        _, left = job.model.backward_input(saved, dy, job.wrapper, chunk)
-        del _
-        stash.append(live.now - base)  # of which dy may be a part
-        job.model.backward_weight(left, job.wrapper, chunk)
-        del micro, saved, left, dy
-    return held, stash, job.model.dtype.itemsize * shape[0] * shape[1] * shape[2]
+    message = job.model.dtype.itemsize * shape[0] * shape[1] * shape[2]
+    for stage in job.pipeline.layers:
+        base, forward, left, _ = job.halves(stage, lambda: live.now)
+        dy = 2 * job.model.dtype.itemsize if stage + 1 == len(job.placement) else message  # of a loss: two numbers
+        held.append(forward - base - dy)
+        stash.append(left - base)  # of which dy may be a part
+    return held, stash, message
 
 
 def _bound(schedule: Schedule, rank: int, held: list[int], stash: list[int], message: int) -> int:
@@ -192,37 +214,31 @@ def _bound(schedule: Schedule, rank: int, held: list[int], stash: list[int], mes
     return most + 16 * schedule.micro_batches
 
 
-class Sleeper:
-    """Stages whose computations only sleep. `costs`: seconds by kind, then by stage."""
+class Sleeper(Layer):
+    """All of a stage."""
 
-    dtype = torch.float32
+    splits_backward = True
 
-    def __init__(self, placement: tuple[int, ...], rank: int, costs: dict[str, list[float]], shape: tuple[int, int, int]):
-        self.stages = [stage for stage, where in enumerate(placement) if where == rank]
-        self.last, self.costs, self.chunks, self.out = len(placement) - 1, costs, [[] for _ in self.stages], torch.zeros(shape)
+    def __init__(self, stage: int):
+        super().__init__()
+        self.stage = stage
 
-    def _sleep(self, kind: str, chunk: int) -> None:
-        if seconds := self.costs[kind][self.stages[chunk]]:
-            time.sleep(seconds)
 
-    def forward(self, micro: Any, wrapper: Any, x: Tensor | None, chunk: int) -> tuple[Tensor, list[Any]]:
-        self._sleep("F", chunk)
-        return self.out, [x]
+class SleepingPasses:
+    """Passes that only sleep. `costs`: seconds by kind, then by stage."""
 
-    def backward(self, saved: list[Any], dy: Tensor, wrapper: Any, chunk: int) -> Tensor:
-        self._sleep("I", chunk)
-        self._sleep("W", chunk)
-        return self.out
+    def __init__(self, costs: dict[str, list[float]], shape: tuple[int, int, int]):
+        self.costs, self.out, self.scalars = costs, torch.zeros(shape), {}
 
-    def backward_input(self, saved: list[Any], dy: Tensor, wrapper: Any, chunk: int) -> tuple[Tensor, list[Any]]:
-        self._sleep("I", chunk)
-        return self.out, saved
+    def begin(self, scale: float, objectives: set[str]) -> None:
+        pass
 
-    def backward_weight(self, left: list[Any], wrapper: Any, chunk: int) -> None:
-        self._sleep("W", chunk)
-
-    def loss_gradient(self, sums: Tensor, scale: float) -> Tensor:
-        return sums
+    def run(self, kind: Kind, layer: Sleeper, x: Tensor | None, held: Any) -> tuple[Tensor, None]:
+        parts = {Kind.FORWARD: "F", Kind.BACKWARD: "IW", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}[kind]
+        for part in parts:
+            if seconds := self.costs[part][layer.stage]:
+                time.sleep(seconds)
+        return self.out, None
 
 
 def sleeps(groups: Groups, name: str, micro_batches: int, costs: dict[str, list[float]], shape: tuple[int, int, int],
@@ -230,7 +246,9 @@ def sleeps(groups: Groups, name: str, micro_batches: int, costs: dict[str, list[
     """`tries` steps of a schedule with sleeps: the spans of this rank's computations on the host's clock, and the CPU seconds of its thread."""
     placement = place(name, groups.pp.size, VIRTUAL.get(name, 1))
     schedule = build_schedule(name, groups.pp.size, VIRTUAL.get(name, 1), micro_batches)
-    pipeline = Pipeline(Sleeper(placement, groups.pp.rank, costs, shape), PlainBlocks(), placement, shape, groups, CPU)
+    own = [stage for stage, rank in enumerate(placement) if rank == groups.pp.rank]
+    model = SimpleNamespace(chunks=[[("sleeper", Sleeper(stage))] for stage in own], scalars=(), dtype=torch.float32)
+    pipeline = Pipeline(model, KeptWeights(), SleepingPasses(costs, shape), placement, shape, groups, CPU)
     found = []
     for _ in range(tries + 1):
         all_reduce(torch.zeros(1), groups.pp)
@@ -270,18 +288,11 @@ def calibrate(groups: Groups, name: str, shape: dict[str, int], repeats: int = 5
         all_reduce(torch.zeros(1), groups.pp)
         if turn != groups.pp.rank:
             continue
-        for chunk, units in enumerate(job.model.chunks):
+        for stage in job.pipeline.layers:
             times: list[list[float]] = []
             for _ in range(repeats + 1):
-                micro, x = job.micro_batch(job.tokens(0)), None if units[0][0] == "embedding" else torch.zeros(job.pipeline.shape)
-                stamps = [time.perf_counter()]
-                y, saved = job.model.forward(micro, job.wrapper, x, chunk)
-                dy = job.model.loss_gradient(y, 1.0) if units[-1][0] == "head" else torch.ones_like(y)
-                stamps.append(time.perf_counter())
-                _, left = job.model.backward_input(saved, dy, job.wrapper, chunk)
-                stamps.append(time.perf_counter())
-                job.model.backward_weight(left, job.wrapper, chunk)
-                times.append([after - before for before, after in zip(stamps, [*stamps[1:], time.perf_counter()])])
+                stamps = job.halves(stage, time.perf_counter)
+                times.append([after - before for before, after in zip(stamps, stamps[1:])])
             for kind, values in zip(costs, zip(*times[1:])):
                 costs[kind].append(statistics.median(values))
     all_reduce(torch.zeros(1), groups.pp)
@@ -299,7 +310,7 @@ def against_torch(groups: Groups, name: str, micro_batches: int, shape: dict[str
     parts = batch.chunk(micro_batches)
 
     def ours() -> float:
-        sums = job.pipeline.run(schedule, lambda index: job.micro_batch(parts[index]), 1.0)
+        sums = job.pipeline.run(schedule, lambda index: job.micro_batch(parts[index]), 1.0).losses
         return float(sum(each[0] for each in sums.values())) if sums else 0.0
 
     sides: dict[str, Callable[[], float]] = {"ours": ours, "torch": lambda: theirs.step(batch)}

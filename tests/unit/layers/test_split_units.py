@@ -12,15 +12,17 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from unit.by_hand import backward, backward_input, backward_weight, forward
 
 from megatron.config.groups import ModelConfig
 from megatron.dist.groups import Layout, build_groups
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
-from megatron.model.block import LayerBlock, PlainBlocks
+from megatron.model.block import LayerBlock
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
 from megatron.optimizer.blocks import build_blocks
-from megatron.parallel.recompute import Recompute
+from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.pipeline import loss_gradient
 
 H, F, HEADS, D, S, B, VOCAB = 16, 24, 4, 4, 8, 2, 30
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -33,7 +35,7 @@ CONFIGS = {
     "mqa-qknorm": dataclasses.replace(GPT, num_query_groups=1, qk_layernorm=True, add_bias_linear=False, add_qkv_bias=True,
                                       activation="squared-relu", position_embedding_type="rope"),
 }
-WRAPPERS = {"plain": PlainBlocks, "recompute": lambda: Recompute(PlainBlocks())}
+RECOMPUTE = {"plain": False, "recompute": True}
 
 
 def build(config, dtype=torch.float64, tp=DENSE):
@@ -60,63 +62,56 @@ def gradients(model):
     return {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
 
 
-def forward(model, wrapper, number):
-    x, saved = None, []
-    for _, unit in model.units():
-        x, kept = wrapper.forward(unit, x, micro_batch(model, number))
-        saved.append((unit, kept))
-    return x.new_tensor([0.5, 0.0]), saved
+def start(model, passes, number):
+    """(gradient of the loss, what the forward pass saved)."""
+    y, saved = forward(model, micro_batch(model, number), passes)
+    return loss_gradient(y, 0.5), saved
 
 
-def whole(model, wrapper, micro_batches):
+def whole(model, passes, micro_batches):
     for number in range(micro_batches):
-        dy, saved = forward(model, wrapper, number)
-        while saved:
-            dy = wrapper.backward(*saved.pop(), dy)
+        dy, saved = start(model, passes, number)
+        backward(model, saved, dy, passes)
 
 
-def split(model, wrapper, micro_batches):
+def split(model, passes, micro_batches):
     """All B, then all W: micro-batches overlap, each gradient still adds in their order."""
     left = []
     for number in range(micro_batches):
-        dy, saved = forward(model, wrapper, number)
-        while saved:
-            unit, kept = saved.pop()
-            dy, kept = wrapper.backward_input(unit, kept, dy)
-            left.append((unit, kept))
-    for unit, kept in left:
-        wrapper.backward_weight(unit, kept)
+        dy, saved = start(model, passes, number)
+        left += backward_input(model, saved, dy, passes)[1]
+    backward_weight(left, passes)
 
 
-def check_equal(name, wrapper, size=1, sequence=False, overlap=True, micro_batches=1):
+def check_equal(name, how, size=1, sequence=False, overlap=True, micro_batches=1):
     config, tp = CONFIGS[name], DENSE
     if size > 1:
         groups = build_groups(Layout(tp=size), dist.get_rank(), dist.new_group, config.num_query_groups)
         tp = TensorParallel(groups.tp, groups.kv, sequence=sequence, overlap=overlap)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         model = build(config, dtype, tp)
-        start = gradients(model)
-        whole(model, WRAPPERS[wrapper](), micro_batches)
+        before = gradients(model)
+        whole(model, LayerPasses(RECOMPUTE[how]), micro_batches)
         expected = gradients(model)
         for parameter_name, parameter in model.named_parameters():
-            parameter.main_grad.copy_(start[parameter_name])
-        split(model, WRAPPERS[wrapper](), micro_batches)
+            parameter.main_grad.copy_(before[parameter_name])
+        split(model, LayerPasses(RECOMPUTE[how]), micro_batches)
         for parameter_name, got in gradients(model).items():
             assert torch.equal(got, expected[parameter_name]), (dtype, parameter_name)
-            assert not torch.equal(got, start[parameter_name]), (dtype, parameter_name)
+            assert not torch.equal(got, before[parameter_name]), (dtype, parameter_name)
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("how", RECOMPUTE)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_two_parts_are_the_whole(name, wrapper):
-    check_equal(name, wrapper, micro_batches=2)
+def test_two_parts_are_the_whole(name, how):
+    check_equal(name, how, micro_batches=2)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp2", "tp2sp"])
-@pytest.mark.parametrize("name, wrapper", [("gpt", "recompute"), ("gqa-swiglu", "plain"), ("mqa-qknorm", "plain")])
-def test_two_parts_are_the_whole_on_two_ranks(gloo_world, name, wrapper, sequence, overlap):
-    gloo_world(2).run(check_equal, name, wrapper, 2, sequence, overlap)
+@pytest.mark.parametrize("name, how", [("gpt", "recompute"), ("gqa-swiglu", "plain"), ("mqa-qknorm", "plain")])
+def test_two_parts_are_the_whole_on_two_ranks(gloo_world, name, how, sequence, overlap):
+    gloo_world(2).run(check_equal, name, how, 2, sequence, overlap)
 
 
 def test_the_backward_may_run_in_another_thread(monkeypatch):
@@ -134,7 +129,7 @@ def test_the_backward_may_run_in_another_thread(monkeypatch):
 
 def test_what_belongs_to_which_part():
     """B adds every gradient but those of the layers' matrices, W adds those alone."""
-    model, wrapper = build(CONFIGS["gpt"]), PlainBlocks()
+    model, passes = build(CONFIGS["gpt"]), LayerPasses()
     late = {f"layers.{i}.{name}.weight" for i in (0, 1) for name in ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2")}
 
     def changed(part):
@@ -143,32 +138,24 @@ def test_what_belongs_to_which_part():
         return {name for name, gradient in gradients(model).items() if not torch.equal(gradient, before[name])}
 
     names, left = {name for name, _ in model.named_parameters()}, []
-    dy, saved = forward(model, wrapper, 0)
-
-    def inputs():
-        nonlocal dy
-        while saved:
-            unit, kept = saved.pop()
-            dy, kept = wrapper.backward_input(unit, kept, dy)
-            left.append((unit, kept))
-
-    assert changed(inputs) == names - late
-    assert [not kept for _, kept in left] == [not isinstance(unit, LayerBlock) for unit, _ in left]
-    assert changed(lambda: [wrapper.backward_weight(unit, kept) for unit, kept in left]) == late
+    dy, saved = start(model, passes, 0)
+    assert changed(lambda: left.extend(backward_input(model, saved, dy, passes)[1])) == names - late
+    assert [layer for layer, _ in left] == [model.layers["1"], model.layers["0"]] and all(kept for _, kept in left)
+    assert changed(lambda: backward_weight(left, passes)) == late
     assert not any(hasattr(p, "stash") for p in model.parameters())
 
 
 def test_recomputing_is_done_once(monkeypatch):
-    model, wrapper, calls = build(CONFIGS["gpt"]), Recompute(PlainBlocks()), []
+    model, passes, calls = build(CONFIGS["gpt"]), LayerPasses(recompute=True), []
     run = LayerBlock.forward
     monkeypatch.setattr(LayerBlock, "forward", lambda unit, *args: calls.append(unit) or run(unit, *args))
     (_, unit), *_ = (each for each in model.units() if isinstance(each[1], LayerBlock))
     x = torch.randn(S, B, H, dtype=torch.float64)
-    y, saved = wrapper.forward(unit, x, micro_batch(model))
+    y, saved = passes.forward(unit, x, micro_batch(model))
     assert len(calls) == 1
-    _, kept = wrapper.backward_input(unit, saved, torch.ones_like(y))
+    _, kept = passes.backward_input(unit, saved, torch.ones_like(y))
     assert len(calls) == 2
-    wrapper.backward_weight(unit, kept)
+    passes.backward_weight(unit, kept)
     assert len(calls) == 2
 
 
@@ -216,7 +203,7 @@ def no_collector():
 
 
 @no_collector()
-def check_what_stays(name, tp, wrapper):
+def check_what_stays(name, tp, passes):
     """After B of a layer the inputs of its linear layers and the gradients of their outputs are alive, nothing else of either pass."""
     config = CONFIGS[name]
     model = build(config, tp=tp)
@@ -228,17 +215,17 @@ def check_what_stays(name, tp, wrapper):
             continue
         with Storages() as storages:
             x, dy = (torch.randn(s, B, H, dtype=torch.float64, generator=draw) for _ in range(2))
-            y, saved = wrapper.forward(unit, x, micro)
+            y, saved = passes.forward(unit, x, micro)
             output = of(y)
             del x, y
             assert storages.settle(lambda alive, output=output: not output & alive.keys()), layer_name  # a unit's output lives with its reader
             entry = [saved]
             del saved
-            dx, kept = wrapper.backward_input(unit, entry.pop(), dy)
+            dx, kept = passes.backward_input(unit, entry.pop(), dy)
             stash = of(*(t for left in kept for t in (left.x, left.dy)))
             assert storages.settle(lambda alive, expected=stash | of(dx, dy): alive.keys() == expected), layer_name
             assert sum(storages.alive()[key] for key in stash) == least_bytes(config, tp), layer_name
-            wrapper.backward_weight(unit, kept)
+            passes.backward_weight(unit, kept)
             assert kept == [] and storages.settle(lambda alive, expected=of(dx, dy): alive.keys() == expected), layer_name
 
 
@@ -251,15 +238,15 @@ def least_bytes(config, tp):
     return 8 * S * B * (outside + inside)
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("how", RECOMPUTE)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_inputs_and_output_gradients_alone_stay(name, wrapper):
-    check_what_stays(name, DENSE, WRAPPERS[wrapper]())
+def test_inputs_and_output_gradients_alone_stay(name, how):
+    check_what_stays(name, DENSE, LayerPasses(RECOMPUTE[how]))
 
 
 def check_what_stays_on_a_rank(name, sequence):
     groups = build_groups(Layout(tp=2), dist.get_rank(), dist.new_group, CONFIGS[name].num_query_groups)
-    check_what_stays(name, TensorParallel(groups.tp, groups.kv, sequence=sequence), PlainBlocks())
+    check_what_stays(name, TensorParallel(groups.tp, groups.kv, sequence=sequence), LayerPasses())
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp2", "tp2sp"])
@@ -271,10 +258,10 @@ def test_what_stays_on_each_of_two_ranks(gloo_world, name, sequence):
 @no_collector()
 def test_no_unit_keeps_its_output():
     """From its forward on, also embedding and head."""
-    model, wrapper, x = build(CONFIGS["gpt"]), PlainBlocks(), None
+    model, passes, x = build(CONFIGS["gpt"]), LayerPasses(), None
     for name, unit in model.units():
         with Storages() as storages:
-            y, saved = wrapper.forward(unit, x, micro_batch(model))
+            y, saved = passes.forward(unit, x, micro_batch(model))
             output, x = of(y), y.clone()
             del y
             assert not output & storages.alive().keys(), name

@@ -1,17 +1,19 @@
-"""The model as units behind one wrapper, its layout, and its initialisation by logical position."""
+"""The layers of a model, each an autograd graph of its own, and initialisation by logical position."""
 
 import dataclasses
 
 import pytest
 import torch
+from unit.by_hand import backward, forward
 
 from megatron.config.groups import ModelConfig
-from megatron.model.block import EmbeddingBlock, HeadBlock, LayerBlock, PlainBlocks
+from megatron.layers.spec import Box, Init, TensorSpec
+from megatron.model.block import EmbeddingBlock, HeadBlock, LayerBlock
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
-from megatron.layers.spec import Box, Init, TensorSpec
 from megatron.optimizer.blocks import build_blocks
-from megatron.parallel.recompute import Recompute
+from megatron.parallel.layer_passes import Inputs, LayerPasses
+from megatron.parallel.pipeline import loss_gradient
 
 TIED = ModelConfig(num_layers=3, hidden_size=16, ffn_hidden_size=24, num_attention_heads=4, kv_channels=4, num_query_groups=2,
                    max_position_embeddings=8, activation="swiglu")
@@ -34,35 +36,26 @@ def batch(model, training=True):
     return model.micro_batch(ids[:, :-1], ids[:, 1:], torch.ones(B, S), torch.arange(S).expand(B, S), torch.arange(B), training=training)
 
 
-class Recording:
-    """Notes every call on its way to the plain wrapper."""
+def test_layers_are_run_in_order_and_share_no_graph(monkeypatch):
+    model, passes, calls = build(UNTIED), LayerPasses(), []
 
-    def __init__(self):
-        self.inner, self.calls = PlainBlocks(), []
+    def noted(name):
+        real = getattr(LayerPasses, name)
 
-    def forward(self, unit, x, micro):
-        self.calls.append(("F", type(unit)))
-        y, saved = self.inner.forward(unit, x, micro)
-        assert not y.requires_grad  # units share no autograd graph
-        return y, saved
+        def run(passes, layer, x, *rest):
+            calls.append((name, type(layer)))
+            assert x is None or not isinstance(x, torch.Tensor) or not x.requires_grad
+            return real(passes, layer, x, *rest)
 
-    def backward(self, unit, saved, dy):
-        self.calls.append(("B", type(unit)))
-        return self.inner.backward(unit, saved, dy)
+        monkeypatch.setattr(LayerPasses, name, run)
 
-    def begin_step(self, micro_batches):
-        self.inner.begin_step(micro_batches)
-
-    def end_step(self):
-        self.inner.end_step()
-
-
-def test_every_unit_goes_through_the_wrapper():
-    model, wrapper = build(UNTIED), Recording()
-    out, saved = model(batch(model), wrapper)
-    model.backward(saved, model.loss_gradient(out, 1.0), wrapper)
+    noted("forward")
+    noted("backward")
+    out, saved = forward(model, batch(model), passes)
+    assert not out.requires_grad
+    backward(model, saved, loss_gradient(out, 1.0), passes)
     order = [EmbeddingBlock, LayerBlock, LayerBlock, LayerBlock, HeadBlock]
-    assert wrapper.calls == [("F", unit) for unit in order] + [("B", unit) for unit in reversed(order)]
+    assert calls == [("forward", layer) for layer in order] + [("backward", layer) for layer in reversed(order)]
     assert saved == []
 
 
@@ -70,9 +63,9 @@ def test_every_unit_goes_through_the_wrapper():
 def test_units_differentiate_like_one_graph(config):
     """Finite differences of the whole loss against the gradients that the units left in main_grad."""
     model = build(config)
-    wrapper = PlainBlocks()
-    out, saved = model(batch(model), wrapper)
-    model.backward(saved, model.loss_gradient(out, 1.0), wrapper)
+    passes = LayerPasses()
+    out, saved = forward(model, batch(model), passes)
+    backward(model, saved, loss_gradient(out, 1.0), passes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             direction = torch.randn(parameter.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -84,7 +77,7 @@ def test_units_differentiate_like_one_graph(config):
                 losses = []
                 for step in (h, -h):
                     parameter.copy_(start + step * direction)
-                    losses.append(model(batch(model), wrapper)[0][0].item())
+                    losses.append(forward(model, batch(model))[0][0].item())
                 return (losses[0] - losses[1]) / (2 * h)
 
             # Richardson: the h^2 error of central differences cancels; rounding of a loss near 50 (7e-15) over 2h is left
@@ -96,9 +89,9 @@ def test_units_differentiate_like_one_graph(config):
 
 def test_parameters_have_no_grad_and_blocks_are_units():
     model = build(TIED)
-    wrapper = PlainBlocks()
-    out, saved = model(batch(model), wrapper)
-    model.backward(saved, model.loss_gradient(out, 1.0), wrapper)
+    passes = LayerPasses()
+    out, saved = forward(model, batch(model), passes)
+    backward(model, saved, loss_gradient(out, 1.0), passes)
     assert all(p.grad is None for p in model.parameters())
     assert [n for n, _ in model.layers["0"].named_parameters() if n.startswith("position")] == ["position.weight"]
     assert [n for n, _ in model.layers["2"].named_parameters() if n.startswith("final")] == ["final_norm.weight", "final_norm.bias"]
@@ -109,19 +102,20 @@ def test_recompute_keeps_only_inputs_of_layers():
     """What a layer holds between forward and backward: one [s, b, h] tensor, and no autograd graph."""
     model = build(TIED)
     micro = batch(model)
-    _, saved = model(micro, Recompute(PlainBlocks()))
-    for x, kept in saved[1:-1]:
-        assert kept is micro and x.shape == (S, B, 16) and x.grad_fn is None
-    _, plain = model(micro, PlainBlocks())
-    assert all(edge.node is not None for _, edge in plain)
+    _, saved = forward(model, micro, LayerPasses(recompute=True))
+    for kept in saved[1:-1]:
+        x = kept.x
+        assert isinstance(kept, Inputs) and kept.micro is micro and x.shape == (S, B, 16) and x.grad_fn is None
+    _, plain = forward(model, micro)
+    assert all(graph.output.node is not None for graph in plain)
 
 
 def test_evaluation_has_no_dropout_and_no_graph():
     model = build(TIED)
     with torch.no_grad():
-        a, saved = model(batch(model, training=False), PlainBlocks())
-        b, _ = model(batch(model, training=False), PlainBlocks())
-    assert torch.equal(a, b) and not torch.equal(a, model(batch(model), PlainBlocks())[0])
+        a, saved = forward(model, batch(model, training=False))
+        b, _ = forward(model, batch(model, training=False))
+    assert torch.equal(a, b) and not torch.equal(a, forward(model, batch(model))[0])
     assert saved == [None] * 5
 
 
@@ -129,7 +123,7 @@ def test_logits_agree_with_the_loss():
     model = build(UNTIED)
     micro = batch(model, training=False)
     with torch.no_grad():
-        (_, loss), _ = model(micro, PlainBlocks())
+        (_, loss), _ = forward(model, micro)
     logits = model.logits(micro.tokens.t())
     assert logits.shape == (B, S, VOCAB)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), micro.labels.t().flatten(), reduction="sum")

@@ -17,11 +17,12 @@ from megatron.layers.linear import Linear
 from megatron.layers.spec import Init, ParameterSpec, TensorSpec
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 from megatron.model import gpt
-from megatron.model.block import LayerBlock, PlainBlocks
+from megatron.model.block import LayerBlock
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
 from megatron.optimizer.blocks import Block, build_blocks
 from megatron.optimizer.zero import Zero
+from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.schedule import build_schedule
 
@@ -73,7 +74,7 @@ def gradients_by_range(groups: Groups, stage: int, schedule: str) -> list[tuple]
         model = GPTModel(CONFIG, vocab_size=VOCAB, padded_vocab=VOCAB, dtype=torch.float64, seed=5)
     cpu = torch.device("cpu")
     blocks = build_blocks(model, cpu, groups, stage=stage)
-    zero = Zero(PlainBlocks(), model, blocks, groups, DistributedConfig(zero_stage=stage))
+    zero = Zero(model, blocks, groups, DistributedConfig(zero_stage=stage))
     for block in blocks:
         whole = torch.zeros(block.size, dtype=torch.float64)
         for entry in block.entries:
@@ -82,7 +83,7 @@ def gradients_by_range(groups: Groups, stage: int, schedule: str) -> list[tuple]
         block.master.copy_(block.part(whole))
         if block.stage < 3:
             block.weight.copy_(whole)
-    pipeline = Pipeline(model, zero, (0,), (S, B, H), groups, cpu)
+    pipeline = Pipeline(model, zero, LayerPasses(), (0,), (S, B, H), groups, cpu)
     first = dist.get_rank() * MICRO_BATCHES
 
     def micro_batch(index: int):

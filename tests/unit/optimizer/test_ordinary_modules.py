@@ -11,6 +11,7 @@ from parity.compare import FP64_GATE, fp64, narrow
 from parity.layouts import BASE, KEY_BIAS, NO_DROPOUT, Row, narrow_bound
 from parity.worker import Outcome, run_case
 from torch import Tensor, nn
+from unit.by_hand import backward, backward_input, backward_weight, forward
 from unit.layers.made import norm
 
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
@@ -20,12 +21,13 @@ from megatron.dist.setup import make_groups
 from megatron.layers.spec import declare_grad_sum, parts_under
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 from megatron.model import gpt
-from megatron.model.block import LayerBlock, PlainBlocks
+from megatron.model.block import LayerBlock
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
 from megatron.observe.tracking import read_metrics
 from megatron.optimizer.blocks import build_blocks
-from megatron.parallel.recompute import Recompute
+from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.pipeline import loss_gradient
 from pretrain_gpt import main
 
 H, HEADS, D, S, B, VOCAB = 16, 4, 4, 8, 2, 30
@@ -102,39 +104,39 @@ def textbook(weights: dict[str, Tensor], ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
 
 
-def whole(model: GPTModel, wrapper, numbers: range) -> None:
+def whole(model: GPTModel, passes: LayerPasses, numbers: range) -> None:
     for number in numbers:
-        sums, saved = model(micro_batch(model, number), wrapper)
-        model.backward(saved, model.loss_gradient(sums, 1.0), wrapper)
+        sums, saved = forward(model, micro_batch(model, number), passes)
+        backward(model, saved, loss_gradient(sums, 1.0), passes)
 
 
-def split(model: GPTModel, wrapper, numbers: range) -> None:
+def split(model: GPTModel, passes: LayerPasses, numbers: range) -> None:
     """All first halves of the backward passes, then all second ones."""
     left = []
     for number in numbers:
-        sums, saved = model(micro_batch(model, number), wrapper)
-        left.append(model.backward_input(saved, model.loss_gradient(sums, 1.0), wrapper)[1])
+        sums, saved = forward(model, micro_batch(model, number), passes)
+        left.append(backward_input(model, saved, loss_gradient(sums, 1.0), passes)[1])
     for each in left:
-        model.backward_weight(each, wrapper)
+        backward_weight(each, passes)
 
 
-@pytest.mark.parametrize("passes", [whole, split])
-@pytest.mark.parametrize("wrapper", [PlainBlocks, lambda: Recompute(PlainBlocks())], ids=["plain", "recompute"])
-def test_gradients_are_those_of_plain_autograd(wrapper, passes):
+@pytest.mark.parametrize("run_passes", [whole, split])
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "recompute"])
+def test_gradients_are_those_of_plain_autograd(recompute, run_passes):
     model = build()
     weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
     assert all((f"layers.{layer}.{name}" in weights) for layer in (0, 1) for name in NAMES)
     for number in range(3):
         textbook(weights, torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(number))).backward()
-    passes(model, wrapper(), range(3))
+    run_passes(model, LayerPasses(recompute), range(3))
     for name, parameter in model.named_parameters():
         expected = weights[name].grad
         assert expected.norm() > 0 and parameter.grad is None
         assert (parameter.main_grad - expected).norm() <= FP64_GATE * expected.norm(), name
 
 
-@pytest.mark.parametrize("passes", [whole, split])
-def test_a_weight_of_ours_that_an_ordinary_operation_reads_too(passes):
+@pytest.mark.parametrize("run_passes", [whole, split])
+def test_a_weight_of_ours_that_an_ordinary_operation_reads_too(run_passes):
     """What reaches it by both ways is added up, also where the ordinary part comes first."""
     class Penalised(LayerBlock):
         def forward(self, x: Tensor, micro) -> Tensor:
@@ -142,7 +144,7 @@ def test_a_weight_of_ours_that_an_ordinary_operation_reads_too(passes):
             return y * self.mlp.fc1.weight.square().mean()
 
     model = build(Penalised)
-    passes(model, PlainBlocks(), range(2))
+    run_passes(model, LayerPasses(), range(2))
     weight = model.layers["0"].mlp.fc1.weight
     direction = torch.randn(weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     start = weight.detach().clone()
@@ -152,7 +154,7 @@ def test_a_weight_of_ours_that_an_ordinary_operation_reads_too(passes):
         for step in (h, -h):
             with torch.no_grad():
                 weight.copy_(start + step * direction)
-                values.append(sum(model(micro_batch(model, number), PlainBlocks())[0][0].item() for number in range(2)))
+                values.append(sum(forward(model, micro_batch(model, number))[0][0].item() for number in range(2)))
         return (values[0] - values[1]) / (2 * h)
 
     numeric = (4 * slope(1e-5) - slope(2e-5)) / 3  # as in tests/unit/model/test_model.py
@@ -234,14 +236,14 @@ def test_a_parameter_that_gets_nothing_is_named():
         def forward(self, x: Tensor, micro) -> Tensor:
             return _Lost.apply(super().forward(x, micro), self.scale.weight)
 
-    for passes in (whole, split):
+    for run_passes in (whole, split):
         with pytest.raises(RuntimeError, match=r"^layers\.1\.scale\.weight: used in the forward pass, but the backward pass gave no gradient"):
-            passes(build(Losing), PlainBlocks(), range(1))  # the bias is not used: it may well have none
+            run_passes(build(Losing), LayerPasses(), range(1))  # the bias is not used: it may well have none
 
 
 def test_a_layer_of_ours_that_loses_a_gradient_is_named():
     with mock.patch("megatron.layers.linear.bias_grad"), pytest.raises(RuntimeError, match=r"^layers\.1\..*layers\.1\.attention\.qkv\.bias: used"):
-        whole(build(LayerBlock), PlainBlocks(), range(1))
+        whole(build(LayerBlock), LayerPasses(), range(1))
 
 
 def with_module(**modules: nn.Module) -> type[LayerBlock]:

@@ -8,17 +8,17 @@ import random
 import torch
 import torch.distributed as dist
 from random_schedules import random_schedule
+from unit.by_hand import KeptWeights, backward, forward
 
 from megatron.config.groups import ModelConfig
 from megatron.dist.groups import Groups, Layout, one_process
 from megatron.dist.setup import make_groups
-from megatron.model.block import PlainBlocks
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
 from megatron.model.stages import Stage
 from megatron.optimizer.blocks import build_blocks
-from megatron.parallel.pipeline import Pipeline
-from megatron.parallel.recompute import Recompute
+from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.pipeline import Pipeline, loss_gradient
 from megatron.parallel.schedule import COMPUTATIONS, Kind, Schedule, build_schedule
 
 VOCAB, S, B, LAYERS = 30, 8, 2, 8
@@ -39,8 +39,8 @@ def pipeline_of(placement: tuple[int, ...], groups: Groups, recompute: bool = Fa
             for box in entry.boxes:
                 fill_initial(box, entry.view(block.weight), 5)
         block.open()
-    wrapper = Recompute(PlainBlocks()) if recompute else PlainBlocks()
-    return Pipeline(model, wrapper, placement, (S, B, CONFIG.hidden_size), groups, torch.device("cpu")), blocks
+    shape = S, B, CONFIG.hidden_size
+    return Pipeline(model, KeptWeights(), LayerPasses(recompute), placement, shape, groups, torch.device("cpu")), blocks
 
 
 def batch(model: GPTModel, index: int, training: bool = True):
@@ -54,7 +54,7 @@ def outcome(schedule: Schedule, groups: Groups, recompute: bool = False) -> tupl
     pipeline, blocks = pipeline_of(schedule.placement, groups, recompute)
     training = any(action.kind in COMPUTATIONS - {Kind.FORWARD} for actions in schedule.actions for action in actions)
     with torch.set_grad_enabled(training):
-        sums = pipeline.run(schedule, lambda index: batch(pipeline.model, index, training), 0.5)
+        sums = pipeline.run(schedule, lambda index: batch(pipeline.model, index, training), 0.5).losses
     gradients = {entry.name: entry.view(block.grad).clone() for block in blocks for entry in block.entries} if training else {}
     return {index: each.clone() for index, each in sums.items()}, gradients
 
@@ -66,9 +66,9 @@ def alone(micro_batches: int, training: bool = True) -> tuple[dict, dict]:
     sums = {}
     with torch.set_grad_enabled(training):
         for index in range(micro_batches):
-            sums[index], saved = pipeline.model.forward(batch(pipeline.model, index, training), pipeline.wrapper)
+            sums[index], saved = forward(pipeline.model, batch(pipeline.model, index, training), pipeline.passes)
             if training:
-                pipeline.model.backward(saved, pipeline.model.loss_gradient(sums[index], 0.5), pipeline.wrapper)
+                backward(pipeline.model, saved, loss_gradient(sums[index], 0.5), pipeline.passes)
     return sums, {entry.name: entry.view(block.grad) for block in blocks for entry in block.entries} if training else {}
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools/benchmark_peers"))
@@ -17,14 +16,15 @@ from pipeline_rank import TINY, VIRTUAL, Job, memory
 
 from megatron.dist.groups import Layout
 from megatron.dist.setup import make_groups
-from megatron.model.block import LayerBlock, PlainBlocks
+from megatron.model.block import Layer
 from megatron.parallel.check import check
+from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.schedule import build_schedule, forward_only
 
 MOST = 64
 
 
-class Counted(PlainBlocks):
+class Counted(LayerPasses):
     """Watches the inputs of each stage's first layer, and what its backward pass leaves of it, until their memory is freed."""
 
     def __init__(self) -> None:
@@ -32,33 +32,33 @@ class Counted(PlainBlocks):
         self.inputs: list[StorageWeakRef] = []
         self.stash: list[StorageWeakRef] = []
         self.peak: Counter[str] = Counter()
-        self.firsts: set[nn.Module] = set()
+        self.firsts: set[Layer] = set()
 
     def look(self) -> None:
         self.inputs, self.stash = ([ref for ref in refs if not ref.expired()] for refs in (self.inputs, self.stash))
         self.peak |= {"saved": len(self.inputs), "stashed": len(self.stash), "in flight": len(self.inputs) + len(self.stash)}
 
-    def forward(self, unit, x, micro):
-        result = super().forward(unit, x, micro)
-        if unit in self.firsts:
+    def forward(self, layer, x, micro):
+        result = super().forward(layer, x, micro)
+        if layer in self.firsts:
             self.inputs.append(StorageWeakRef(x.untyped_storage()))
         self.look()
         return result
 
-    def backward(self, unit, saved, dy):
+    def backward(self, layer, saved, dy):
         self.look()  # what the computation before has left; this one's input is still held by its caller
-        return super().backward(unit, saved, dy)
+        return super().backward(layer, saved, dy)
 
-    def backward_input(self, unit, saved, dy):
+    def backward_input(self, layer, saved, dy):
         self.look()
-        dx, kept = super().backward_input(unit, saved, dy)
-        if unit in self.firsts:
+        dx, kept = super().backward_input(layer, saved, dy)
+        if layer in self.firsts:
             self.stash.append(StorageWeakRef(kept[-1].x.untyped_storage()))  # of the layer's first product: the output of a norm
         return dx, kept
 
-    def backward_weight(self, unit, kept):
+    def backward_weight(self, layer, kept):
         self.look()
-        super().backward_weight(unit, kept)
+        super().backward_weight(layer, kept)
 
 
 def count_live(names: list[str], micro_batches: list[int]) -> list[dict[str, dict[str, int]]]:
@@ -67,7 +67,7 @@ def count_live(names: list[str], micro_batches: list[int]) -> list[dict[str, dic
     for name in names:
         counted = Counted()
         job = Job(name, groups, TINY, counted)
-        counted.firsts = {next(unit for _, unit in chunk if isinstance(unit, LayerBlock)) for chunk in job.model.chunks}
+        counted.firsts = {next(layer for _, layer in chunk if layer.splits_backward) for chunk in job.model.chunks}
         for count in micro_batches:
             row = {}
             for kind in ("training", "evaluation"):

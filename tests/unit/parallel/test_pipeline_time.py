@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,50 +15,49 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[3] / "tools"), str(Path(__f
 
 import benchmark_pipeline as tool
 import pipeline_rank
+from unit.by_hand import KeptWeights
 
 from megatron.dist.groups import Layout
 from megatron.dist.setup import make_groups
-from megatron.model.block import PlainBlocks
+from megatron.model.block import Layer
 from megatron.parallel.pipeline import Pipeline
-from megatron.parallel.schedule import COMPUTATIONS, build_schedule, place
+from megatron.parallel.schedule import COMPUTATIONS, Kind, build_schedule, place
 
 RANKS, MICRO_BATCHES = 4, 8
 SHAPE = (1, 1, 1)
 
 
 class Clocked:
-    """Stands in for a model: a computation advances this rank's clock, and its output is the time at which it ended.
+    """Stands in for the passes of a model with one layer a stage: a pass advances this rank's clock, and its output is the time at which it ended.
 
-    So every message tells its receiver when it was sent, and times do not depend on how busy the machine is.
+    So every message tells its receiver when it was sent, and times do not depend on how busy the machine is. `costs`: seconds by kind, then
+    by stage.
     """
 
-    dtype = torch.float64
+    def __init__(self, costs: dict[str, list[float]]):
+        self.costs, self.clock, self.spans, self.scalars = costs, 0.0, [], {}
 
-    def __init__(self, placement: tuple[int, ...], rank: int, costs: dict[str, list[float]]):
-        self.stages = [stage for stage, where in enumerate(placement) if where == rank]
-        self.costs, self.chunks = costs, [[] for _ in self.stages]
-        self.clock, self.spans = 0.0, []
+    def begin(self, scale: float, objectives: set[str]) -> None:
+        pass
 
-    def _compute(self, kinds: str, chunk: int, x: torch.Tensor | None) -> torch.Tensor:
+    def run(self, kind: Kind, layer: Clock, x: torch.Tensor | None, held: None) -> tuple[torch.Tensor, None]:
         begin = self.clock if x is None else max(self.clock, x.item())
-        self.clock = begin + sum(self.costs[kind][self.stages[chunk]] for kind in kinds)
+        self.clock = begin + sum(self.costs[part][layer.stage] for part in PARTS[kind])
         self.spans.append((begin, self.clock))
-        return torch.full(SHAPE, self.clock, dtype=self.dtype)
+        return torch.full(SHAPE, self.clock, dtype=torch.float64), None
 
-    def forward(self, micro, wrapper, x, chunk):
-        return self._compute("F", chunk, x), []
 
-    def backward(self, saved, dy, wrapper, chunk):
-        return self._compute("IW", chunk, dy)
+PARTS = {Kind.FORWARD: "F", Kind.BACKWARD: "IW", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}
 
-    def backward_input(self, saved, dy, wrapper, chunk):
-        return self._compute("I", chunk, dy), saved
 
-    def backward_weight(self, left, wrapper, chunk):
-        self._compute("W", chunk, None)
+class Clock(Layer):
+    """All of a stage."""
 
-    def loss_gradient(self, sums, scale):
-        return sums
+    splits_backward = True
+
+    def __init__(self, stage: int):
+        super().__init__()
+        self.stage = stage
 
 
 def clocked_step(name: str, costs: dict[str, list[float]]) -> list[dict]:
@@ -65,11 +65,13 @@ def clocked_step(name: str, costs: dict[str, list[float]]) -> list[dict]:
     groups = make_groups(Layout(pp=dist.get_world_size()), None)
     placement = place(name, RANKS, tool.SCHEDULES[name])
     schedule = build_schedule(name, RANKS, tool.SCHEDULES[name], MICRO_BATCHES)
-    model = Clocked(placement, groups.pp.rank, costs)
-    pipeline = Pipeline(model, PlainBlocks(), placement, SHAPE, groups, torch.device("cpu"))
+    own = [stage for stage, rank in enumerate(placement) if rank == groups.pp.rank]
+    model = SimpleNamespace(chunks=[[("clock", Clock(stage))] for stage in own], scalars=(), dtype=torch.float64)
+    passes = Clocked(costs)
+    pipeline = Pipeline(model, KeptWeights(), passes, placement, SHAPE, groups, torch.device("cpu"))
     pipeline.run(schedule, lambda index: None, 1.0)
     actions = [a for a in schedule.actions[groups.pp.rank] if a.kind in COMPUTATIONS]
-    spans = zip(actions, model.spans, strict=True)
+    spans = zip(actions, passes.spans, strict=True)
     return [{"spans": [[action.kind.value, action.stage, action.micro, *span] for action, span in spans]}]
 
 

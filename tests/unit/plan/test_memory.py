@@ -8,19 +8,18 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-
+from unit.by_hand import forward
 from unit.zero.measure import launches_of_nothing
 
 from megatron.config.groups import Config, DataConfig, DistributedConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 from megatron.config.validate import resolve
 from megatron.dist.groups import Layout, build_groups
+from megatron.layers.attention import repeats_heads
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 from megatron.model.arithmetic import local_parameter_count, padded_vocab_size
-from megatron.model.block import PlainBlocks
-from megatron.layers.attention import repeats_heads
 from megatron.model.gpt import GPTModel
-from megatron.optimizer.blocks import build_blocks
 from megatron.model.stages import whole
+from megatron.optimizer.blocks import build_blocks
 from megatron.plan.activations import Shape, unit_bytes
 from megatron.plan.memory import estimate, rank_memories
 
@@ -82,8 +81,8 @@ def kept_bytes(config: Config, dtype: torch.dtype) -> int:
         return kept
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor), launches_of_nothing():
-        _, saved = model.forward(micro, PlainBlocks())
-    tensors = [kept.tensor for kept in alive] + [x for x, _ in saved if x is not None]
+        _, saved = forward(model, micro)
+    tensors = [kept.tensor for kept in alive] + [graph.x for graph in saved if graph.x is not None]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(size for pointer, size in storages.items() if pointer not in {tensor.untyped_storage().data_ptr() for tensor in given})
 

@@ -17,6 +17,7 @@ from unit.zero.measure import launches_of_nothing
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools/benchmark_peers"))
 
 from pipeline_rank import VIRTUAL, memory
+from unit.by_hand import backward_input, forward
 
 from megatron.config.groups import Config, DataConfig, DistributedConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 from megatron.config.validate import resolve
@@ -24,15 +25,15 @@ from megatron.dist.groups import Axis, Layout
 from megatron.dist.setup import make_groups
 from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import padded_vocab_size
-from megatron.model.block import PlainBlocks
 from megatron.model.gpt import GPTModel
 from megatron.model.stages import pipeline_stages
 from megatron.optimizer.blocks import build_blocks
-from megatron.parallel.recompute import Recompute
+from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.pipeline import loss_gradient
 from megatron.parallel.schedule import Schedule, build_schedule
 from megatron.parallel.simulate import Costs
-from megatron.plan.activations import Shape, UnitBytes, unit_bytes
 from megatron.plan import memory as plan_memory
+from megatron.plan.activations import Shape, UnitBytes, unit_bytes
 from megatron.plan.memory import estimate, estimate_ranks, rank_memories, schedule_of, sharing_of, stage_parameters
 from megatron.plan.replay import RankUnits, Sharing, replay
 from megatron.plan.stages import stage_costs, stage_lines
@@ -61,7 +62,7 @@ def storages(tensors: list[torch.Tensor], model: GPTModel) -> int:
 def kept_of_stages(config: Config) -> list[tuple[int, int]]:
     """(saved by the forward pass, left by the input gradient) of each stage, in bytes, without what belongs to the loss."""
     padded = padded_vocab_size(VOCAB, config.model)
-    wrapper = Recompute(PlainBlocks()) if config.training.recompute_granularity else PlainBlocks()
+    passes = LayerPasses(recompute=config.training.recompute_granularity is not None)
     x, forwards, found = None, [], []
     for stage in pipeline_stages(config, padded):
         model = GPTModel(config.model, vocab_size=VOCAB, padded_vocab=padded, dtype=torch.float32, seed=1, stages=(stage,))
@@ -77,17 +78,17 @@ def kept_of_stages(config: Config) -> list[tuple[int, int]]:
             return kept
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
-            y, saved = model.forward(micro, wrapper, x)
-        inputs = [pair[0] for pair in saved if pair[0] is not None]
+            y, saved = forward(model, micro, passes, x)
+        inputs = [each.x for each in saved if each.x is not None]
         given = (micro.tokens, micro.labels, micro.loss_mask, micro.position_ids, *(micro.rotary or ()), micro.dropout.sample_ids)
         of_micro = {tensor.untyped_storage().data_ptr() for tensor in given}
         tensors = [kept.tensor for kept in alive if kept.tensor.untyped_storage().data_ptr() not in of_micro] + inputs
         forwards.append((model, saved, storages(tensors, model) - (LOSS if stage.head else 0)))
         x = y.detach()
-    dy = GPTModel.loss_gradient(x, 1.0)
+    dy = loss_gradient(x, 1.0)
     for model, saved, size in reversed(forwards):
-        dy, left = model.backward_input(saved, dy, wrapper)
-        kept = [tensor for unit in left for grad in unit or () for tensor in (grad.dy, grad.x)]
+        dy, left = backward_input(model, saved, dy, passes)
+        kept = [tensor for _, grads in left for grad in grads for tensor in (grad.dy, grad.x)]
         found.append((size, storages(kept, model)))
     return found[::-1]
 

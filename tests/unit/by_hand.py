@@ -1,0 +1,73 @@
+"""A stage of a model run without the executor: its layers one after another, each pass by LayerPasses. For tests that compare with it.
+
+x: input or output of a stage [s, b, h], or the gradient of it; `saved`, `left`: what LayerPasses gave for each layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from megatron.model.block import Layer, MicroBatch
+from megatron.model.gpt import GPTModel
+from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.schedule import Kind
+
+
+class KeptWeights:
+    """Weights and gradients that are always there: what the executor asks for when nothing is sharded."""
+
+    def begin_step(self, calls: list[tuple[Layer, Kind]]) -> None:
+        pass
+
+    def acquire(self, layer: Layer, kind: Kind, micro: int) -> None:
+        pass
+
+    def release(self, layer: Layer, kind: Kind, micro: int) -> None:
+        pass
+
+
+def forward(
+    model: GPTModel,
+    micro: MicroBatch,
+    passes: LayerPasses | None = None,
+    x: Tensor | None = None,
+    chunk: int = 0,
+) -> tuple[Tensor, list[Any]]:
+    """A stage's output, and what each layer saved for its backward pass."""
+    passes, saved = passes or LayerPasses(), []
+    for _, layer in model.chunks[chunk]:
+        x, kept = passes.forward(layer, x, micro)
+        saved.append(kept)
+    return x, saved
+
+
+def backward(
+    model: GPTModel, saved: list[Any], dy: Tensor, passes: LayerPasses, chunk: int = 0
+) -> Tensor | None:
+    """Add all gradients; the gradient of the stage's input. `saved` is consumed."""
+    for _, layer in reversed(model.chunks[chunk]):
+        dy = passes.backward(layer, saved.pop(), dy)
+    return dy
+
+
+def backward_input(
+    model: GPTModel, saved: list[Any], dy: Tensor, passes: LayerPasses, chunk: int = 0
+) -> tuple[Tensor | None, list[Any]]:
+    """The gradient of the stage's input, and what `backward_weight` needs. `saved` is consumed."""
+    left = []
+    for _, layer in reversed(model.chunks[chunk]):
+        if layer.splits_backward:
+            dy, kept = passes.backward_input(layer, saved.pop(), dy)
+            left.append((layer, kept))
+        else:
+            dy = passes.backward(layer, saved.pop(), dy)
+    return dy, left
+
+
+def backward_weight(left: list[Any], passes: LayerPasses) -> None:
+    """Add the weight gradients that `backward_input` has left out; `left` is consumed."""
+    while left:
+        layer, kept = left.pop(0)
+        passes.backward_weight(layer, kept)
