@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
         if parsed.print_config:
             print(dump_config(parsed.config))
             return 0
-        with early_signals():
+        with early_signals(speaks=first_rank()):
             from megatron.training.pretrain import pretrain  # torch is imported only when something runs
 
             return pretrain(parsed.config, parsed.notes, not_done=parsed.not_done, dry_run=parsed.dry_run)
@@ -38,6 +38,11 @@ def main(argv: list[str] | None = None) -> int:
         if not hasattr(error, "__notes__"):  # else pretrain has noted rank, layout and iteration
             error.add_note(f"[raised on rank {rough_launch().rank}]")
         raise
+
+
+def first_rank() -> bool:
+    """Whether this is rank 0 of a job, as far as torchrun or srun says; without torch, which takes seconds to import."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def tell(error: UserError) -> None:

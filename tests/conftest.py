@@ -1,16 +1,13 @@
 """For all tests: an end to tests that hang, the time each folder takes, the `gpu` marker, Gloo worlds, and reproducible property tests.
 
-A folder is tests/<name>, or tests/unit/<name>. tests/minutes.json allots each its minutes on two quiet cores. The summary reports the minutes
-that were used and marks folders above theirs; no test fails for them, because a busy machine makes every test slow. A test that runs for
-HANG_MINUTES has hung: it fails there and then.
+A folder is tests/<name>, or tests/unit/<name>. The summary reports the minutes that each used, and the tests above SLOW_SECONDS; no test fails
+for them, because a busy machine makes every test slow. A test that runs for HANG_MINUTES has hung: it fails there and then.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -24,7 +21,7 @@ else:
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run on CPU tensors; Triton reads it when it is first imported
 
 TESTS = Path(__file__).resolve().parent
-MINUTES: dict[str, float] = json.loads((TESTS / "minutes.json").read_text())
+SLOW_SECONDS = 30  # on a quiet machine of two cores: what takes longer belongs into campaigns/, with a smaller case here
 HANG_MINUTES = 15  # many times what the longest test takes on two quiet cores
 
 hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None)
@@ -38,41 +35,45 @@ def folder_of(path: Path) -> str:
 
 
 class Clock:
-    """Seconds that each folder's tests have used; ends a test that hangs."""
+    """Seconds that tests have used; ends a test that hangs."""
 
     def __init__(self) -> None:
-        self.used: dict[str, float] = defaultdict(float)
+        self.used: dict[str, float] = defaultdict(float)  # by folder
+        self.slow: dict[str, float] = defaultdict(float)  # by test
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item):
-        return (yield from self._within_time(item))
+        return (yield from self._ends())
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item):
-        return (yield from self._within_time(item))
+        return (yield from self._ends())
 
-    def _within_time(self, item: pytest.Item):
+    def _ends(self):
         def hangs(_signal: int, _frame: object) -> None:
             pytest.fail(f"this test has hung: it ran for {HANG_MINUTES} minutes")
 
         previous = signal.signal(signal.SIGALRM, hangs)
         signal.setitimer(signal.ITIMER_REAL, 60 * HANG_MINUTES)
-        begun = time.monotonic()
         try:
             return (yield)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, previous)
-            self.used[folder_of(item.path)] += time.monotonic() - begun
 
-    def pytest_terminal_summary(self, terminalreporter) -> None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Also of tests that ran in another process of pytest-xdist."""
+        self.used[folder_of(TESTS.parent / report.nodeid.split("::")[0])] += report.duration
+        self.slow[report.nodeid] += report.duration
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         load = os.getloadavg()[2]
-        title = f"minutes used, of those in tests/minutes.json; load of the last 15 minutes: {load:.1f}"
-        terminalreporter.section(title)
+        terminalreporter.section(f"minutes by folder; load of the last 15 minutes: {load:.1f}")
         for folder, seconds in sorted(self.used.items()):
-            over = " ABOVE ITS MINUTES" if seconds > 60 * MINUTES[folder] else ""
-            line = f"{seconds / 60:6.2f} of {MINUTES[folder]:5.2f}  tests/{folder}{over}"
-            terminalreporter.line(line)
+            terminalreporter.line(f"{seconds / 60:6.2f}  tests/{folder}")
+        for name, seconds in sorted(self.slow.items(), key=lambda test: -test[1]):
+            if seconds > SLOW_SECONDS:
+                terminalreporter.line(f"{seconds:6.0f} s, above {SLOW_SECONDS}: {name}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -91,12 +92,40 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Clock(), "clock")
 
 
+# Files that take minutes, longest first: the processes of a whole run share files, and a long one at the end would keep one of them waiting.
+LONG_FILES = tuple(
+    f"tests/{name}.py"
+    for name in (
+        "parity/test_layouts",
+        "slurm/test_slurm",
+        "readme/test_readme",
+        "unit/checkpoint/test_reshard",
+        "kernels/test_manifest",
+        "parity/test_check_parity",
+        "unit/zero/test_live_bytes",
+        "unit/dist/test_processes",
+        "unit/optimizer/test_zero",
+        "unit/zero/test_streams",
+        "parity/test_mutants",
+        "oracle/test_oracle",
+        "faults/test_pipeline_faults",
+        "faults/test_silent_rank",
+        "faults/test_training_kill",
+    )
+)
+
+
+def longest_first(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The tests of LONG_FILES in their order, then all others as they come."""
+    place = {name: index for index, name in enumerate(LONG_FILES)}
+    return sorted(items, key=lambda item: place.get(item.nodeid.split("::")[0], len(place)))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("shard"):
         items[:] = shard_of(items, config.getoption("shard"))
-    missing = {folder_of(item.path) for item in items} - MINUTES.keys()
-    if missing:
-        raise pytest.UsageError(f"tests/minutes.json allots no time to {', '.join(sorted(missing))}: add a line")
+    if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
+        items[:] = longest_first(items)
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

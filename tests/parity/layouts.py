@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 from check_parity import Words, read_layout  # noqa: E402
 
 GLOBAL_BATCH = 8
-BASE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --global-batch-size {GLOBAL_BATCH} --train-iters 20
+BASE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --global-batch-size {GLOBAL_BATCH} --train-iters 8
 --mock-data --tokenizer-type NullTokenizer --vocab-size 49 --make-vocab-size-divisible-by 1 --lr 1e-2 --lr-warmup-iters 3 --log-interval 1
 --eval-iters 1 --log-params-norm""".split()
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
@@ -77,7 +77,7 @@ PIPELINES = (
     "pp3 interleaved v2", "pp2 1f1b tp2", "pp2 zero-bubble tp2 sp dp2", "pp2 interleaved v2 tp2 dp2 mapping", "pp2 zero-bubble-v dp2 serial",
     "pp2 1f1b first3", "pp2 zero-bubble drawn", "pp2 zero-bubble-v counted", "pp4 1f1b auto", "pp4 interleaved v2 auto",
 )
-PIPELINE_STEPS = 12
+PIPELINE_STEPS = 8
 
 # ZeRO: each of these at every stage.
 SHARDED = ("dp2", "dp4", "dp2 serial", "tp2 dp2", "tp2 sp dp2", "dp4 shard2")
