@@ -15,8 +15,10 @@ killed; its next run starts a new one.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import functools
 import importlib
 import multiprocessing
@@ -27,7 +29,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from operator import attrgetter
@@ -91,6 +93,23 @@ def serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
             return
 
 
+@contextlib.contextmanager
+def one_world_at_a_time() -> Iterator[None]:
+    """Among the processes of pytest-xdist: ranks of two worlds on few cores hold each other up far more than twice."""
+    session = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if session is None:
+        yield
+        return
+    with open(turn_file(session), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def turn_file(session: str) -> Path:
+    """What the processes of a session of pytest-xdist lock."""
+    return Path(tempfile.gettempdir(), f"gloo_worlds_{session}")
+
+
 class World:
     """`size` processes, started at the first run."""
 
@@ -105,11 +124,12 @@ class World:
         assert "<" not in function.__qualname__, "a lambda or an inner function cannot be found by name in another process"
         task = pickle.dumps((sys.path, function.__module__, function.__qualname__, pickle.dumps(args)))
         try:
-            if not self.processes:
-                self._start()
-            for pipe in self.pipes:
-                pipe.send_bytes(task)
-            answers = self._collect(timeout)
+            with one_world_at_a_time():
+                if not self.processes:
+                    self._start()
+                for pipe in self.pipes:
+                    pipe.send_bytes(task)
+                answers = self._collect(timeout)
         except BaseException:  # time is up, or the user interrupts: nobody knows what the ranks are doing
             self.close()
             raise
@@ -186,3 +206,5 @@ class Worlds:
     def close(self) -> None:
         for world in self.worlds.values():
             world.close()
+        if "PYTEST_XDIST_TESTRUNUID" in os.environ:
+            turn_file(os.environ["PYTEST_XDIST_TESTRUNUID"]).unlink(missing_ok=True)
