@@ -213,7 +213,7 @@ def static_kinds(run: Run) -> dict[str, int]:
         return total
 
     return {"parameters": size([buffer for block in blocks for buffer in (block.weight, block.rounded)]),
-            "optimizer": size([*(block.master for block in blocks), *(state for states in run.optimizer.states.values() for state in states)])}
+            "optimizer": size([*(block.master for block in blocks), *(run.optimizer.kept[block].tensors[name] for block in run.optimizer.trained for name in run.optimizer.state_names)])}
 
 
 def take_steps(run: Run, count: int) -> tuple[list[float], list[Pending]]:

@@ -135,7 +135,7 @@ def shared_parts(optimizer: Optimizer) -> Iterator[Part]:
     for block in optimizer.blocks:
         if block.stage < 3:
             yield from _parts(block, "weights", block.weight, 0, optimizer.groups, whole=True)
-        for kind, buffer in {} if block.in_files else optimizer.held[block].items():
+        for kind, buffer in optimizer.kept[block].tensors.items():
             if kind != MASTER or block.stage == 3 or buffer.untyped_storage().data_ptr() != block.weight.untyped_storage().data_ptr():
                 name = "master weights" if kind == MASTER else kind
                 yield from _parts(block, name, buffer, block.own[0], optimizer.groups, whole=block.stage == 0)

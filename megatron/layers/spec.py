@@ -11,7 +11,7 @@ No name is matched anywhere: a new layer declares its tensors here and is comple
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -51,6 +51,15 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Multipliers:
+    """Factors of the learning rate, the weight decay and Adam's epsilon of one tensor."""
+
+    lr: float = 1.0
+    weight_decay: float = 1.0
+    eps: float = 1.0
+
+
+@dataclass(frozen=True)
 class TensorSpec:
     """One logical tensor, as its layer declares it.
 
@@ -71,6 +80,7 @@ class TensorSpec:
     grad_sum: tuple[str, ...] | None = ()
     stored: int | None = None
     group: str = "dense"
+    multipliers: Multipliers = Multipliers()
 
     def local_shape(self, ranks: int) -> tuple[int, ...]:
         """What one of so many tensor-parallel ranks stores of it, padding included."""
@@ -127,6 +137,12 @@ class ParameterSpec:
     def decay(self) -> bool:
         """Whether it takes weight decay."""
         return self.tensors[0].decay
+
+    @property
+    def multipliers(self) -> Multipliers:
+        """Those of its tensors, which are fused only where they are the same; no weight decay where it takes none."""
+        multipliers = self.tensors[0].multipliers
+        return multipliers if self.decay else replace(multipliers, weight_decay=0.0)
 
     @property
     def group(self) -> str:

@@ -21,12 +21,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron.dist.groups import BufferGroups, Groups, one_process
-from megatron.layers.spec import Box, holders
+from megatron.layers.spec import Box, Multipliers, holders
 from megatron.model.additions import check_additions
 from megatron.model.gpt import GPTModel
 
@@ -67,8 +68,20 @@ class Plan:
     group: str  # which of Groups.buffers hold copies of it
     entries: tuple[Entry, ...]
     late: int  # elements at its beginning: weights of linear layers, whose gradients a split backward pass leaves for later
-    decayed: int  # elements of the first segment
+    ranges: tuple[tuple[int, Multipliers], ...]  # (where it ends, what an update rule multiplies there), one after the other
     size: int  # with padding
+
+    @property
+    def decayed(self) -> int:
+        """Elements at its beginning that take weight decay."""
+        return max((stop for stop, multipliers in self.ranges if multipliers.weight_decay > 0), default=0)
+
+
+class Segment(NamedTuple):
+    """A range of what a rank updates, and what an update rule multiplies there."""
+
+    part: slice
+    multipliers: Multipliers
 
 
 class Block:
@@ -239,11 +252,19 @@ class Block:
             if low < high:
                 yield buffer[low - lowest : high - lowest]
 
-    def segments(self, piece: slice | None = None) -> list[tuple[slice, bool]]:
-        """The ranges of a buffer as in `boxes` as (slice, takes weight decay)."""
+    def segments(self, piece: slice | None = None) -> list[Segment]:
+        """The ranges of a buffer as in `boxes` that are updated alike."""
         first, last = self._range(piece)
-        cut = min(max(self.plan.decayed, first), last) - first
-        return [(part, decay) for part, decay in ((slice(0, cut), True), (slice(cut, last - first), False)) if part.start < part.stop]
+        start, found = first, []
+        for stop, multipliers in self.plan.ranges:
+            if start < min(stop, last):
+                found.append(Segment(slice(start - first, min(stop, last) - first), multipliers))
+            start = max(start, min(stop, last))
+        return found
+
+    def multipliers(self, entry: Entry) -> Multipliers:
+        """What an update rule multiplies at a parameter."""
+        return next(multipliers for stop, multipliers in self.plan.ranges if entry.start < stop)
 
     def _range(self, piece: slice | None) -> tuple[int, int]:
         """The block's elements [first, last) in a piece of what this rank updates; all of that for None."""
@@ -287,19 +308,24 @@ def plan_blocks(model: GPTModel, parts: Callable[[str], int]) -> list[tuple[Plan
         own = [parameter for parameter in unit.parameters() if parameter not in placed]  # a tied head adds none
         late = {parameter for parameter in own if declared[parameter][1].product}
         late |= {parameter for parameter in own if model.head is not None and parameter is model.head.weight}  # its gradient precedes the embedding's
-        own.sort(key=lambda parameter: (not declared[parameter][1].decay, parameter not in late))
+        alike = {multipliers: index for index, multipliers in enumerate(dict.fromkeys(declared[parameter][1].multipliers for parameter in own))}
+        own.sort(key=lambda parameter: (not declared[parameter][1].decay, parameter not in late, alike[declared[parameter][1].multipliers]))
         placed.update(own)
         for group in dict.fromkeys(declared[parameter][1].group for parameter in own):
             members = [parameter for parameter in own if declared[parameter][1].group == group]
-            entries, ends = [], {"late": 0, "decayed": 0, "all": 0}
+            entries, ranges, end, late_end = [], [], 0, 0
             for parameter in members:
                 name, spec = declared[parameter]
-                entries.append(Entry(name, ends["all"], parameter.shape, spec.boxes(model.tp)))
-                ends["all"] += padded(parameter.numel())
-                ends |= {"late": ends["all"]} if parameter in late else {}
-                ends |= {"decayed": ends["all"]} if spec.decay else {}
+                entries.append(Entry(name, end, parameter.shape, spec.boxes(model.tp)))
+                end += padded(parameter.numel())
+                late_end = end if parameter in late else late_end
+                if ranges and ranges[-1][1] == spec.multipliers:
+                    ranges.pop()
+                ranges.append((end, spec.multipliers))
+            size = padded(end, parts(group))
+            ranges[-1] = size, ranges[-1][1]  # padding is zero, and stays it
             name = unit_name if group == "dense" else f"{unit_name} ({group})"
-            plans.append((Plan(name, unit_name, group, tuple(entries), ends["late"], ends["decayed"], padded(ends["all"], parts(group))), members))
+            plans.append((Plan(name, unit_name, group, tuple(entries), late_end, tuple(ranges), size), members))
     return plans
 
 

@@ -1,7 +1,8 @@
 """Mixed-precision optimizer over flat blocks: fp32 master weights and moments of what this rank updates, one norm, one fused pass a block.
 
 Blocks that are stepped on the host (offload.py) wait with it until their weights are needed: `settle` of the publisher makes up for all of them.
-What it keeps of a block may be in files (nvme.py): all that reads or writes it goes through `pieces`.
+What it keeps of a block is in memory or in files: state.py is how both are read and written. Update rules act element by element on slices
+(update.py), or on whole matrices (matrices.py).
 """
 
 from __future__ import annotations
@@ -9,20 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.config.groups import Config
 from megatron.dist.groups import Groups, one_process
+from megatron.layers.spec import Box, Holder, holders
 from megatron.model.init import fill_initial
 from megatron.model.kernels import choose_kernels
-from megatron.layers.spec import Box, Holder, holders
 from megatron.optimizer.blocks import Block, accumulation_dtype
 from megatron.optimizer.clip import clip_coefficient, sum_of_squares
+from megatron.optimizer.matrices import MatrixRule, other_segments, step_matrices
 from megatron.optimizer.nvme import StateFiles, Stored
 from megatron.optimizer.offload import HostSteps
+from megatron.optimizer.state import BlockState, InFiles, InMemory
 from megatron.optimizer.update import UpdateRule
 
 MASTER = "master"  # beside the names of the rule's states: what is kept of a block
@@ -50,7 +53,12 @@ def publish_at_once(block: Block, before: Callable[[], None] | None = None) -> N
 class Optimizer:
     """Owns what a step needs beside blocks: moments, the step count."""
 
-    def __init__(self, blocks: list[Block], config: Config, groups: Groups = one_process(), publish: Publish = publish_at_once):
+    def __init__(self, blocks: list[Block], config: Config, groups: Groups = one_process(), publish: Publish = publish_at_once,
+                 matrix_rule: MatrixRule | None = None):
+        """`matrix_rule` updates the matrices of layers, the rule of the flags all else. Raises ValueError where state on the host needs it."""
+        if matrix_rule is not None and any(block.on_host for block in blocks):
+            raise ValueError("an update rule of whole matrices acts on state on the device alone; do without --optimizer-cpu-offload")
+        self.matrix_rule = matrix_rule
         self.chosen, _ = choose_kernels(config, blocks[0].weight.device)
         self.blocks, self.config, self.groups, self.publish = blocks, self.chosen.optimizer, groups, publish
         self.trained = [block for block in blocks if block.trained]
@@ -64,13 +72,18 @@ class Optimizer:
         self.used_up: set[Block] = set()  # of these, whose gradients are of no use to anybody else any more
         self.keeps_gradients = config.logging.log_num_zeros_in_grad  # until the next step: they are counted when it is logged
         dtypes = {name: self.rule.state_dtype(name, self.wide) for name in self.rule.state_names}
-        self.states = {name: [None if block.in_files else torch.zeros_like(block.master, dtype=dtype) for block in self.trained]
-                       for name, dtype in dtypes.items()}
-        self.held = {block: {MASTER: block.master} for block in blocks}
-        for index, block in enumerate(self.trained):
-            self.held[block] |= {name: states[index] for name, states in self.states.items()}
         in_files = [block for block in blocks if block.in_files]
         self.files = StateFiles(config.optimizer.optimizer_nvme_offload, in_files, {MASTER: self.wide, **dtypes}) if in_files else None
+        self.state_names = tuple(dtypes)
+        self.kept: dict[Block, BlockState] = {}
+        for block in blocks:
+            if block.in_files:
+                self.kept[block] = InFiles(block, self.files)
+                continue
+            tensors = {MASTER: block.master}
+            for name, dtype in dtypes.items() if block.trained else ():
+                tensors[name] = torch.zeros_like(block.master, dtype=dtype)
+            self.kept[block] = InMemory(block, tensors)
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
 
     def initialise(self) -> None:
@@ -83,9 +96,9 @@ class Optimizer:
 
     def fill_weights(self, fill: Callable[[list[tuple[Box, Tensor]]], None]) -> None:
         """Give the master weights new values, as many boxes of `weight_boxes` at a time as are in memory together, and publish them."""
-        fill([pair for block in self.blocks if not block.in_files for pair in block.boxes(block.master)])
+        fill([pair for block in self.blocks if not block.in_files for pair in self.kept[block].boxes(MASTER)])
         for block in self.blocks:
-            for piece, held in self.pieces(block, (MASTER,), "fill") if block.in_files else ():
+            for piece, held in self.kept[block].pieces((MASTER,), "fill") if block.in_files else ():
                 fill(list(block.boxes(held[MASTER], piece)))
                 block.rounded[piece].copy_(held[MASTER])
         self.publish_weights()
@@ -99,21 +112,12 @@ class Optimizer:
 
     def fill_states(self, fill: Callable[[list[tuple[Box, Tensor]]], None]) -> None:
         """Give the optimizer's tensors new values, as many boxes of `state_boxes` at a time as are in memory together."""
-        fill([(_of_state(box, name), view) for name in self.states for block in self.trained if not block.in_files
-              for box, view in block.boxes(self.held[block][name])])
-        for name in self.states:
+        fill([(_of_state(box, name), view) for name in self.state_names for block in self.trained if not block.in_files
+              for box, view in self.kept[block].boxes(name)])
+        for name in self.state_names:
             for block in self.trained:
-                for piece, held in self.pieces(block, (name,), "fill") if block.in_files else ():
+                for piece, held in self.kept[block].pieces((name,), "fill") if block.in_files else ():
                     fill([(_of_state(box, name), view) for box, view in block.boxes(held[name], piece)])
-
-    def pieces(self, block: Block, kinds: tuple[str, ...], use: Literal["read", "change", "fill"]) -> Iterator[tuple[slice, dict[str, Tensor]]]:
-        """What is in memory at a time of what this rank updates of a block, with its tensors of these kinds: theirs until the next is asked for."""
-        if not block.in_files:
-            yield slice(0, block.own[1] - block.own[0]), self.held[block]
-            return
-        for part in self.files.parts[block]:
-            yield part.slice, self.files.use(part, kinds, read=use != "fill")
-            self.files.done(changed=use != "read")
 
     def zero_grad(self) -> None:
         """Before a step: no gradient is left of the one before, but where a step on the host has yet to use it."""
@@ -138,7 +142,8 @@ class Optimizer:
         norm = squares.sqrt() * grad_factor
         found_inf = (~torch.isfinite(norm)).to(torch.float32)
         coefficient = (clip_coefficient(norm, self.config.clip_grad) * grad_factor).to(self.wide)
-        if self.rule.skips_on_device and norm.is_cuda or not found_inf.item():
+        without_host = self.rule.skips_on_device and norm.is_cuda and self.matrix_rule is None
+        if without_host or not found_inf.item():
             assert not self.waiting, "a step on the host that no forward pass has asked for"
             self.waiting = {block for block in self.blocks if block.on_host}
             if self.waiting:
@@ -154,6 +159,8 @@ class Optimizer:
                 else:
                     self._update(self.rule, block, self.steps, lr, weight_decay, block.grad_shard, block.rounded, coefficient=coefficient,
                                  found_inf=found_inf)
+                    if self.matrix_rule is not None:
+                        self._update_matrices(block, lr, weight_decay, coefficient)
                     if not self.keeps_gradients:
                         block.drop()
                     self.publish(block)
@@ -162,11 +169,17 @@ class Optimizer:
 
     def _update(self, rule: UpdateRule, block: Block, steps: Tensor, lr: float, weight_decay: float, grad: Tensor, out: Tensor | None,
                 **scalars: Any) -> None:
-        for piece, held in self.pieces(block, (MASTER, *self.states), "change"):
+        for piece, held in self.kept[block].pieces((MASTER, *self.state_names), "change"):
             near, rounded = grad[piece], None if out is None else out[piece]
-            for part, decays in block.segments(piece):
-                rule.apply(held[MASTER][part], near[part], {name: held[name][part] for name in self.states}, steps, lr=lr,
-                           weight_decay=weight_decay if decays else 0.0, out=None if rounded is None else rounded[part], **scalars)
+            for part, multipliers in block.segments(piece) if self.matrix_rule is None else other_segments(block):
+                rule.apply(held[MASTER][part], near[part], {name: held[name][part] for name in self.state_names}, steps,
+                           lr=lr * multipliers.lr, weight_decay=weight_decay * multipliers.weight_decay, eps_multiplier=multipliers.eps,
+                           out=None if rounded is None else rounded[part], **scalars)
+
+    def _update_matrices(self, block: Block, lr: float, weight_decay: float, coefficient: Tensor) -> None:
+        step_matrices(self.matrix_rule, block, self.groups, self.kept[block].tensors, block.grad_shard, coefficient, lr, weight_decay)
+        if block.rounded is not None:
+            block.rounded.copy_(block.master)
 
     @torch.no_grad()
     def _step_on_host(self, block: Block, update: Callable[[Tensor, Tensor | None], None]) -> None:
@@ -179,21 +192,13 @@ class Optimizer:
     def weight_boxes(self) -> Iterator[tuple[Box, Tensor | Stored]]:
         """The parts of logical weights in this rank's master weights, each with the view that holds it."""
         for block in self.blocks:
-            yield from self._boxes(block, MASTER)
+            yield from self.kept[block].boxes(MASTER)
 
     def state_boxes(self) -> Iterator[tuple[Box, Tensor | Stored]]:
         """The same of the optimizer's tensors, named `optimizer.<state>.<weight>`."""
-        for name in self.states:
+        for name in self.state_names:
             for block in self.trained:
-                yield from ((_of_state(box, name), view) for box, view in self._boxes(block, name))
-
-    def _boxes(self, block: Block, kind: str) -> Iterator[tuple[Box, Tensor | Stored]]:
-        if not block.in_files:
-            yield from block.boxes(self.held[block][kind])
-            return
-        for part in self.files.parts[block]:
-            like = torch.empty(part.size, dtype=self.files.dtypes[kind], device="meta")
-            yield from ((box, Stored(self.files, part, kind, view)) for box, view in block.boxes(like, part.slice))
+                yield from ((_of_state(box, name), view) for box, view in self.kept[block].boxes(name))
 
     def holder(self, box: Box) -> Holder | None:
         """The place of this rank among those that hold one of its boxes and may write it. None for the last stage of a tied matrix: the first stage's
@@ -212,7 +217,7 @@ class Optimizer:
 
     def squared_weight_norm(self) -> Tensor:
         """This rank's share of the sum of squares of the master weights (padding is zero)."""
-        pieces = (counted for block in self.blocks for piece, held in self.pieces(block, (MASTER,), "read")
+        pieces = (counted for block in self.blocks for piece, held in self.kept[block].pieces((MASTER,), "read")
                   for counted in block.counted(held[MASTER], self.groups, piece))
         return sum_of_squares(pieces, self.steps.device)
 

@@ -71,7 +71,7 @@ def load(checkpoint: Checkpoint, run: Run) -> None:
     run.optimizer.fill_weights(checkpoint.read_all)
     if run.config.checkpoint.finetune or not run.config.checkpoint.load_optim or run.config.evaluation.skip_train:
         return
-    missing = [name for name in run.optimizer.states if not any(held.startswith(f"optimizer.{name}.") for held in checkpoint.names)]
+    missing = [name for name in run.optimizer.state_names if not any(held.startswith(f"optimizer.{name}.") for held in checkpoint.names)]
     if missing:
         raise CheckpointError(f"{checkpoint.path}: holds no optimizer state {' and '.join(missing)} (--no-save-optim, or another --optimizer); "
                               "give --no-load-optim to start with fresh state")

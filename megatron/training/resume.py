@@ -53,7 +53,7 @@ def run_state(run: Run) -> dict[str, Any]:
 def _tensors(run: Run) -> dict[str, list[int]]:
     """Name and shape of every logical tensor that the shards of all ranks together must hold, computed from the flags, not from what ranks hold."""
     shapes = model_shapes(run.config.model, run.vocab_size)
-    states = run.optimizer.states if run.config.checkpoint.save_optim and run.config.optimizer.freeze is None else ()
+    states = run.optimizer.state_names if run.config.checkpoint.save_optim and run.config.optimizer.freeze is None else ()
     named = {**shapes, **{f"optimizer.{state}.{name}": shape for state in states for name, shape in shapes.items()}}
     return {name: list(shape) for name, shape in named.items()}
 

@@ -836,9 +836,9 @@ def after_load(area: str, name: str, case: str) -> Callable[[Callable[[Any, Any]
 
 @after_load("resume", "moments dropped at a resume", "resume")
 def _(checkpoint, run):
-    for states in run.optimizer.states.values():
-        for state in states:
-            state.zero_()
+    for block in run.optimizer.trained:
+        for name in run.optimizer.state_names:
+            run.optimizer.kept[block].tensors[name].zero_()
 
 
 @after_load("resume", "bias correction begins anew at a resume", "resume")

@@ -130,7 +130,7 @@ def pieces(run: loop.Run, boxes) -> list[Piece]:
 def published_weights_are_the_masters(run: loop.Run) -> None:
     """What the model computes with is the masters, rounded."""
     for block in run.optimizer.blocks:
-        for piece, held in run.optimizer.pieces(block, ("master",), "read") if block.stage < 3 else ():
+        for piece, held in run.optimizer.kept[block].pieces(("master",), "read") if block.stage < 3 else ():
             assert torch.equal(block.part(block.weight)[piece], held["master"].to(block.weight)), f"{block.name}: not the rounded masters"
 
 

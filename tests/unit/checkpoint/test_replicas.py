@@ -32,7 +32,7 @@ MORE = LAYOUTS | {
 def flip(optimizer: Optimizer, kind: str, tensor: str) -> None:
     """Change the lowest bit of an element of a logical tensor in the part that this rank holds; the same again undoes it."""
     for block in optimizer.blocks:
-        held = optimizer.held[block]
+        held = optimizer.kept[block].tensors
         buffer, first = (block.weight, 0) if kind == "weights" else (held["master" if kind == "master weights" else kind], block.own[0])
         for entry in block.entries:
             for box in entry.boxes:

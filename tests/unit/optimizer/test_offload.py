@@ -51,8 +51,8 @@ def memory(flags):
     found = {}
 
     def look(run):
-        for index, block in enumerate(run.optimizer.blocks):
-            tensors = [block.master, *(state[index] for state in run.optimizer.states.values())]
+        for block in run.optimizer.blocks:
+            tensors = run.optimizer.kept[block].tensors.values()
             apart = [x for x in tensors if x.untyped_storage().data_ptr() != block.weight.untyped_storage().data_ptr()]
             found[block.on_host] = found.get(block.on_host, 0) + sum(x.numel() * x.element_size() for x in apart)
 

@@ -149,13 +149,13 @@ def test_a_non_finite_gradient_changes_nothing(implementation, poison):
     gpt, opt = build(torch.bfloat16, adam_implementation=implementation)
     random_grads(opt, 0)
     take_step(opt, lr=1e-3, weight_decay=0.1, grad_factor=1.0)
-    before = [x.clone() for x in (*(block.master for block in opt.blocks), *opt.states["exp_avg"], *opt.states["exp_avg_sq"], opt.steps)]
+    before = [x.clone() for x in (*(block.master for block in opt.blocks), *(opt.kept[block].tensors[name] for name in opt.state_names for block in opt.trained), opt.steps)]
     random_grads(opt, 1)
     opt.blocks[1].grad[70] = poison
     assert take_step(opt, lr=1e-3, weight_decay=0.1, grad_factor=1.0).skipped == 1
     random_grads(opt, 2)
     assert take_step(opt, lr=1e-3, weight_decay=0.1, grad_factor=float("nan")).skipped == 1
-    after = [*(block.master for block in opt.blocks), *opt.states["exp_avg"], *opt.states["exp_avg_sq"], opt.steps]
+    after = [*(block.master for block in opt.blocks), *(opt.kept[block].tensors[name] for name in opt.state_names for block in opt.trained), opt.steps]
     assert all(torch.equal(a, b) for a, b in zip(before, after))
 
 

@@ -60,8 +60,8 @@ def measure(flags: tuple[str, ...], pieces: int | None = None, leak: str | None 
     def train(run: loop.Run):
         kept.append(run)
         stack.enter_context(live)
-        states = [state for states in run.optimizer.states.values() for state in states]
-        stepped = [tensor for block in run.optimizer.trained if block.on_host for tensor in run.optimizer.held[block].values()]
+        states = [kept for block in run.optimizer.trained for kind, kept in run.optimizer.kept[block].tensors.items() if kind != "master"]
+        stepped = [tensor for block in run.optimizer.trained if block.on_host for tensor in run.optimizer.kept[block].tensors.values()]
         live.own(run.zero.blocks, states, slots=run.zero.stage >= 2, host=[*stepped, *hosted])
         spans["start"].append(live.mark())
         try:

@@ -1,0 +1,91 @@
+"""Update rules that need whole matrices, such as those that make a momentum orthogonal, in every layout.
+
+Ranks hold slices of a block that are cut anywhere, and tensor-parallel ranks parts of a matrix. The momentum is kept and updated on the
+slices, as any state is. Then each logical matrix is put together on all ranks that hold a part of it, the rule turns it into a direction,
+and every rank takes its own part of that. Called by optimizer.py. r rows and c columns of a logical matrix, whatever is fused with it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.dist.collectives import all_reduce
+from megatron.dist.groups import Groups
+from megatron.layers.spec import Box, holders
+from megatron.optimizer.blocks import Block, Entry, Segment
+
+MOMENTUM = "exp_avg"  # the state that holds it
+
+
+class MatrixRule(Protocol):
+    """How a matrix is updated: weight <- weight - lr (direction + weight decay x weight)."""
+
+    momentum: float  # momentum <- `momentum` x momentum + gradient
+
+    def direction(self, momentum: Tensor) -> Tensor:
+        """[r, c] -> [r, c], the same on every rank that is given the same values."""
+
+
+def of_matrices(entry: Entry) -> bool:
+    """Whether all that a parameter holds are matrices of layers: no embedding, head, norm or bias."""
+    return bool(entry.boxes) and all(box.spec is not None and box.spec.kind == "matrix" and len(box.shape) == 2 for box in entry.boxes)
+
+
+def other_segments(block: Block) -> list[Segment]:
+    """The segments of what this rank updates, without the matrices."""
+    first, last = block.own
+    matrices = [(max(entry.start, first) - first, min(entry.stop, last) - first) for entry in block.entries if of_matrices(entry)]
+    found = []
+    for part, multipliers in block.segments():
+        start = part.start
+        for begin, end in matrices:
+            if begin < end and part.start <= begin < part.stop:
+                if start < begin:
+                    found.append(Segment(slice(start, begin), multipliers))
+                start = end
+        if start < part.stop:
+            found.append(Segment(slice(start, part.stop), multipliers))
+    return found
+
+
+@torch.no_grad()
+def step_matrices(rule: MatrixRule, block: Block, groups: Groups, tensors: dict[str, Tensor], grad: Tensor, coefficient: Tensor, lr: float,
+                  weight_decay: float) -> None:
+    """One step of every matrix of a block, in place: `tensors` are master weights and states of what this rank updates, `grad` its gradient,
+    to be multiplied by `coefficient`. The collective call of all ranks that hold parts of the block.
+    """
+    momentum, master = tensors[MOMENTUM], tensors["master"]
+    own: dict[str, list[tuple[Box, Tensor, Tensor]]] = defaultdict(list)
+    weights = {(part.name, part.offset): view for part, view in block.boxes(master)}
+    gradients = {(part.name, part.offset): view for part, view in block.boxes(grad)}
+    for part, view in block.boxes(momentum):
+        own[part.name].append((part, view, weights[part.name, part.offset]))
+    for entry in block.entries:
+        if not of_matrices(entry):
+            continue
+        multipliers = block.multipliers(entry)
+        for box in entry.boxes:
+            whole = torch.zeros(box.shape, dtype=master.dtype, device=master.device)
+            for part, view, _ in own[box.name]:
+                here = part.view(view)
+                here.mul_(rule.momentum).add_(part.view(gradients[part.name, part.offset]).to(coefficient.dtype) * coefficient)
+                if holders(box, groups).rank == 0:
+                    whole[_range(part)] = here.reshape(part.extent)
+            if block.stage > 0:
+                all_reduce(whole, block.shard)
+            if box.replicated != "tp":
+                all_reduce(whole, groups.tp)
+            direction = rule.direction(whole)
+            for part, _, weight in own[box.name]:
+                kept = part.view(weight)
+                change = direction[_range(part)].view(kept.shape) + weight_decay * multipliers.weight_decay * kept
+                kept.sub_(change, alpha=lr * multipliers.lr)
+
+
+def _range(part: Box) -> tuple[slice, ...]:
+    """Where a part lies in its logical tensor."""
+    return tuple(slice(start, start + size) for start, size in zip(part.offset, part.extent, strict=True))

@@ -1,0 +1,64 @@
+"""What an optimizer keeps of one block, wherever it is: one protocol for tensors in memory (the device's or the host's) and in files.
+
+Kinds are "master" (the weights that are updated, in fp32 or fp64) and the names of the update rule's states. Read by optimizer.py alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.layers.spec import Box
+from megatron.optimizer.blocks import Block
+from megatron.optimizer.nvme import StateFiles, Stored
+
+Use = Literal["read", "change", "fill"]  # fill: the old values are of no use
+Piece = tuple[slice, dict[str, Tensor]]
+
+
+class BlockState(Protocol):
+    """`tensors`: those that are in memory all the time, by kind."""
+
+    tensors: dict[str, Tensor]
+
+    def pieces(self, kinds: Sequence[str], use: Use) -> Iterator[Piece]:
+        """What is in memory at a time of what this rank updates of the block, with its tensors of these kinds: theirs until the next is
+        asked for."""
+
+    def boxes(self, kind: str) -> Iterator[tuple[Box, Tensor | Stored]]:
+        """The parts of logical tensors in the tensor of this kind, each with what a checkpoint reads it from."""
+
+
+class InMemory:
+    """State in the memory of the device, or of the host."""
+
+    def __init__(self, block: Block, tensors: dict[str, Tensor]):
+        self.block, self.tensors = block, tensors
+
+    def pieces(self, kinds: Sequence[str], use: Use) -> Iterator[Piece]:
+        first, last = self.block.own
+        yield slice(0, last - first), self.tensors
+
+    def boxes(self, kind: str) -> Iterator[tuple[Box, Tensor]]:
+        yield from self.block.boxes(self.tensors[kind])
+
+
+class InFiles:
+    """State in files of the host, used piece by piece."""
+
+    def __init__(self, block: Block, files: StateFiles):
+        self.block, self.files, self.tensors = block, files, {}
+
+    def pieces(self, kinds: Sequence[str], use: Use) -> Iterator[Piece]:
+        for part in self.files.parts[self.block]:
+            yield part.slice, self.files.use(part, tuple(kinds), read=use != "fill")
+            self.files.done(changed=use != "read")
+
+    def boxes(self, kind: str) -> Iterator[tuple[Box, Stored]]:
+        for part in self.files.parts[self.block]:
+            like = torch.empty(part.size, dtype=self.files.dtypes[kind], device="meta")
+            for box, view in self.block.boxes(like, part.slice):
+                yield box, Stored(self.files, part, kind, view)
