@@ -19,10 +19,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from megatron.kernels.configurations import Row, find
 from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
+from torch import Tensor
 
 GATED = ("swiglu", "geglu")
 KINDS = (*GATED, "gelu", "gelu-tanh", "squared-relu")

@@ -22,10 +22,9 @@ import math
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
-
 from megatron.kernels.configurations import find
 from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
+from torch import Tensor
 
 
 def adamw_reference(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, coefficient: Tensor, found_inf: Tensor, *,

@@ -21,9 +21,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from megatron.config.errors import UserError
 from megatron.kernels import attention_gluon, lang, philox
 from megatron.kernels.attention_backward import backward, tanh, why_not_atomic
 from megatron.kernels.attention_launch import (
@@ -48,6 +45,9 @@ from megatron.kernels.attention_tiles import load_tile, store_tile
 from megatron.kernels.configurations import find
 from megatron.kernels.lang import jit, tl
 from megatron.kernels.random import keep_scores
+from torch import Tensor
+
+from megatron.config.errors import UserError
 
 
 def keep_mask(key: philox.Key, sample_ids: Tensor, heads: Tensor, queries: Tensor, keys: int, drop: float) -> Tensor:

@@ -19,8 +19,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial, reduce
 
 import torch
-from torch import Tensor
-
 from megatron.kernels import lang
 from megatron.kernels.attention_launch import (
     RUNTIME,
@@ -45,6 +43,7 @@ from megatron.kernels.attention_tiles import load_tile, store_tile
 from megatron.kernels.configurations import find
 from megatron.kernels.lang import jit, tl
 from megatron.kernels.random import keep_scores, keep_scores_transposed
+from torch import Tensor
 
 
 def why_not_atomic(d: int, softcap: float | None, drop: float, arch: int = lang.HOPPER) -> str | None:
@@ -289,6 +288,6 @@ def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
                     kernel, more = (dq_kernel, {}) if name == "dq" else (dkv_kernel, {"ATOMIC": name == "dkv_dq"})
                     yield compiled(kernel, name, d, tiles, variant, blocks, arch, deterministic=name != "dkv_dq", **more)
         fixed = {"d": d, "D": columns(d), "M": prepare.numbers["M"]}
-        types = {name: "*bf16" for name in ("out", "dout")} | {name: "*fp32" for name in ("lse", "dlse", "base", "delta")}
+        types = dict.fromkeys(("out", "dout"), "*bf16") | dict.fromkeys(("lse", "dlse", "base", "delta"), "*fp32")
         signature = {name: types.get(name, "i32") for name in prepare_kernel.arg_names if name not in fixed}
         yield lang.Compiled(f"attention_prepare_{d}", prepare_kernel, signature, fixed, tuple(signature), prepare.numbers["num_warps"], row=prepare)

@@ -25,12 +25,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from megatron.kernels import lang
 from megatron.kernels.attention_launch import Options, aligned, columns, descriptor, section
 from megatron.kernels.attention_masks import TILE, AttentionMask, keys_of_queries, schedule
 from megatron.kernels.configurations import find
+from torch import Tensor
 
 try:
     from triton.experimental import gluon

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from megatron.config.errors import UserError
 from megatron.kernels import lang
 from megatron.kernels.attention_masks import STEP, TILE, AttentionMask
 from megatron.kernels.configurations import Row, find
+from torch import Tensor
+
+from megatron.config.errors import UserError
 
 L2_BYTES = 24 << 20  # of a GPU's 50 MB: the inner operands of the heads that are worked on together
 RUNTIME = ("s", "t", "padded", "heads", "group", "members", "section", "first_head", "k0", "k1", "threshold")  # one compilation for all values

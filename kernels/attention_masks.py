@@ -14,9 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
 from megatron.kernels.lang import jit, tl
+from torch import Tensor
 
 TILE = 128  # a row of a table serves this many queries (or keys); a multiple of every kernel's tile
 STEP = 64  # bounds in a table are multiples of it: the smallest block that a kernel visits

@@ -21,10 +21,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-
 from megatron.kernels.configurations import find
 from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
+from torch import Tensor
 
 
 def cross_entropy_parts_reference(logits: Tensor, labels: Tensor, columns: int, softcap: float | None = None) -> Tensor:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.kernels import apex, attention_gluon, lang
 
 from megatron.config.errors import UserError
-from megatron.kernels import apex, attention_gluon, lang
 
 OPERATORS: dict[str, tuple[str, ...]] = {
     "attention": ("gluon", "triton", "sdpa", "plain"),

@@ -16,12 +16,11 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from torch import Tensor
-
 from megatron.kernels import philox
 from megatron.kernels.configurations import find
 from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
 from megatron.kernels.random import keep_tile
+from torch import Tensor
 
 
 def dropout_add_reference(

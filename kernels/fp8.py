@@ -23,10 +23,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-
 from megatron.kernels.configurations import find
 from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
+from torch import Tensor
 
 BLOCK = 128  # elements of a row that share a scale
 TINY = 2.0**-100  # below it a scale and its inverse would leave fp32's normal numbers

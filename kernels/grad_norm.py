@@ -16,10 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
-
 from megatron.kernels.configurations import find
 from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
+from torch import Tensor
 
 
 def sum_of_squares_reference(pieces: Sequence[Tensor]) -> Tensor:

@@ -23,12 +23,11 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-
 from megatron.kernels import philox
 from megatron.kernels.configurations import find
 from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
 from megatron.kernels.random import philox4x32
+from torch import Tensor
 
 normal_reference = philox.normal
 ANGLE = 2 * math.pi / 2**32

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
 from megatron.kernels.configurations import Row
 
 if importlib.util.find_spec("triton") is not None:

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from megatron.kernels.configurations import Row, find
 from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
+from torch import Tensor
 
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WIDEST = {"forward": 32768, "backward": 8192}  # elements of a row that a program holds in registers

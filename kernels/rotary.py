@@ -16,10 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
 from megatron.kernels.configurations import Row, find
 from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
+from torch import Tensor
 
 
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:

@@ -45,9 +45,8 @@ if not torch.cuda.is_available():
     interpreter.mend()
 
 from kernel_cases import PARTS
-from one_call import OneCall
-
 from megatron.kernels import lang
+from one_call import OneCall
 
 WARM_UP, REPETITIONS = 3, 20
 

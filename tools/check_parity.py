@@ -28,12 +28,13 @@ from typing import NamedTuple
 if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.tools.compare_runs import computed_rows, differences  # noqa: E402
+
 from megatron.config.arguments import dump_config, parse_arguments  # noqa: E402
 from megatron.config.errors import UserError
 from megatron.config.groups import CheckpointConfig, Config, LoggingConfig, PrecisionConfig  # noqa: E402
 from megatron.config.validate import resolve  # noqa: E402
 from megatron.parallel.schedule import BUILDERS  # noqa: E402
-from megatron.tools.compare_runs import computed_rows, differences  # noqa: E402
 
 PROGRAM = find_spec("pretrain_gpt").origin  # its file, in a checkout and where it is installed
 GATE = 1e-10  # relative; float64 rounds at 1e-16, a run of some steps stays orders below this, and no bug does

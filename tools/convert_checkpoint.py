@@ -48,14 +48,16 @@ from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint, find_checkpoint
 from megatron.checkpoint.run_state import config_of  # noqa: E402
 from megatron.checkpoint.writer import save_checkpoint  # noqa: E402
 from megatron.config.arguments import parse_arguments  # noqa: E402
-from megatron.config.derive import derive  # noqa: E402
+from megatron.config.derive import (
+    GATED,  # noqa: E402
+    derive,  # noqa: E402
+)
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.groups import Config, DataConfig, ModelConfig, PrecisionConfig  # noqa: E402
 from megatron.data.tokenizer import build_tokenizer  # noqa: E402
 from megatron.dist.groups import Axis  # noqa: E402
 from megatron.dist.setup import connect, disconnect, read_launch, share_cores  # noqa: E402
 from megatron.dist.together import together  # noqa: E402
-from megatron.config.derive import GATED  # noqa: E402
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 TIMEOUT = 120  # minutes that a rank waits for the others' shares

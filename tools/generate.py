@@ -17,6 +17,8 @@ from torch import Tensor
 if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.kernels import philox
+
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.run_state import config_of
@@ -24,7 +26,6 @@ from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.groups import DistributedConfig
 from megatron.data.tokenizer import build_tokenizer
 from megatron.dist.setup import choose_device, read_launch
-from megatron.kernels import philox
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import compute_dtype

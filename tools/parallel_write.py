@@ -48,11 +48,11 @@ from megatron.config.groups import Config
 from megatron.config.stages import place
 from megatron.config.validate import resolve
 from megatron.dist.groups import Axis, Groups, build_groups
+from megatron.layers.spec import Box
 from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import compute_dtype
-from megatron.layers.spec import Box
 from megatron.model.stages import pipeline_stages
 from megatron.optimizer.blocks import build_blocks
 from megatron.optimizer.optimizer import Optimizer

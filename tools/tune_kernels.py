@@ -43,8 +43,6 @@ if __name__ == "__main__" and not torch.cuda.is_available() and "--tiny" in sys.
     interpreter.mend()
 
 import kernel_manifest
-from one_call import OneCall
-
 from megatron.kernels import (
     activation,
     adamw,
@@ -61,6 +59,7 @@ from megatron.kernels import (
     rotary,
 )
 from megatron.kernels.configurations import FILE, Row, find, read, write
+from one_call import OneCall
 
 # of kernels with matrix products
 GRID = {"M": (32, 64, 128), "N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3, 4), "maxnreg": (0, 128)}

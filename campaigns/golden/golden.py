@@ -23,11 +23,13 @@ import math
 import multiprocessing
 import os
 import platform
+import queue
 import re
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -54,7 +56,7 @@ MAY_DIFFER = {
 }
 # Bytes alive may fall; they may rise by what a few scalars take.
 PEAK_SLACK = 0.005
-AT_ONCE = 3  # runs; most of their time ranks wait for each other
+AT_ONCE = 2  # runs; more hold each other up
 PATIENCE = 600.0  # seconds for one launch
 
 
@@ -181,7 +183,7 @@ def launch_ranks(tree: Path, argv: list[str], size: int) -> list[dict[str, Any]]
     for process in processes:
         process.start()
     try:
-        given = sorted((answers.get(timeout=PATIENCE) for _ in processes), key=lambda each: each[0])
+        given = sorted(collect(processes, answers), key=lambda each: each[0])
     finally:
         for process in processes:
             process.join(10)
@@ -190,6 +192,25 @@ def launch_ranks(tree: Path, argv: list[str], size: int) -> list[dict[str, Any]]
         told = "\n".join(f"rank {rank}: {text[-3000:]}" for rank, _, text in given)
         raise RuntimeError(f"{' '.join(argv)}\n{told}")
     return [measured for _, measured, _ in given]
+
+
+def collect(processes: list[Any], answers: Any) -> list[tuple[int, dict[str, Any] | None, str]]:
+    """Every rank's answer. Raises RuntimeError where one ends without it, or takes too long."""
+    given: list[tuple[int, dict[str, Any] | None, str]] = []
+    end = time.monotonic() + PATIENCE
+    while len(given) < len(processes):
+        ended = all(process.exitcode is not None for process in processes)
+        try:
+            given.append(answers.get(timeout=1.0))
+            continue
+        except queue.Empty:
+            pass
+        codes = {rank: process.exitcode for rank, process in enumerate(processes)}
+        if ended or any(codes.values()):  # looked at before the wait: what they gave has arrived
+            raise RuntimeError(f"a rank ended without an answer; exit codes: {codes}")
+        if time.monotonic() > end:
+            raise RuntimeError(f"no answer within {PATIENCE:g} s; exit codes: {codes}")
+    return given
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +126,7 @@ def commit(
     left = _attempts(root, [each for each in before if each > iteration])
     content = {
         "format": m.FORMAT, "version": m.VERSION, "iteration": iteration, "attempt": attempt,
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "shards": shards, "state": state,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"), "shards": shards, "state": state,
     } | ({"left": left} if left else {})
     with new_file(temporary / m.MANIFEST) as file:
         write_all(file, [memoryview(m.encode_manifest(content))])

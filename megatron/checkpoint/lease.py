@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -45,7 +45,7 @@ class Owner:
     @staticmethod
     def here(job: str) -> Owner:
         """This process, which starts to write now."""
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        now = datetime.now(UTC).isoformat(timespec="seconds")
         return Owner(secrets.token_hex(8), socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()), job, now)
 
     @property

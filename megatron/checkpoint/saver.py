@@ -31,6 +31,7 @@ from megatron.config.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.checkpoint.local.tiers import Tiers
+    from megatron.checkpoint.replicas import Replicas
     from megatron.layers.spec import Box
 
 GIB = 1 << 30

@@ -245,7 +245,7 @@ def build_parser() -> argparse.ArgumentParser:
             if option.kind is bool:
                 group.add_argument(*option.names, *option.off, action="store_true", help=text)
             else:
-                metavar = "{%s}" % ",".join(map(str, option.choices)) if option.choices else option.kind.__name__.upper()
+                metavar = "{" + ",".join(map(str, option.choices)) + "}" if option.choices else option.kind.__name__.upper()
                 group.add_argument(*option.names, nargs="+" if option.many else None, metavar=metavar, help=text)
     return parser
 

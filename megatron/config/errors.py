@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 MOST_FAULTS = 20  # of one file that are listed
 
 

@@ -19,10 +19,8 @@ from megatron.config.metadata import (
     BATCHES,
     BELOW_ONE,
     BF16,
-    Bound,
     CHANGING_DECAY,
     CPU_OFFLOAD,
-    Change,
     DATA_FILES,
     DATA_PARALLEL,
     DATA_PATH,
@@ -41,9 +39,8 @@ from megatron.config.metadata import (
     LOSS_SCALE,
     MODEL,
     MODEL_FILE,
-    NOTHING,
     NOT_NEGATIVE,
-    Need,
+    NOTHING,
     OBJECTIVE,
     OFFLOADED_ADAM,
     ORDER,
@@ -72,6 +69,9 @@ from megatron.config.metadata import (
     WSD,
     YARN,
     ZERO_3,
+    Bound,
+    Change,
+    Need,
 )
 
 

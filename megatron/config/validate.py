@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron.config.derive import DEFAULTS, METADATA, Run, derive
 from megatron.config.errors import ArgumentErrors, UserError

@@ -22,7 +22,6 @@ from megatron.layers.rotary import Rotary, apply_rotary, rotate_fused
 from megatron.layers.spec import ZEROS, ParameterSpec, Shard, TensorSpec, normal, parts_under, under, vector
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
-
 CAUSAL = AttentionMask()
 OURS = ("gluon", "triton")  # the backends of flash_attention, which takes masks with tables
 

@@ -32,8 +32,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.workspace import SCRATCH_BYTES
-from megatron.dist.collectives import all_gather, all_reduce, gather_parts, reduce_scatter, scatter_parts
-from megatron.dist.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
+from megatron.dist.collectives import (
+    Pending,
+    all_gather,
+    all_reduce,
+    gather_parts,
+    reduce_scatter,
+    scatter_parts,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from megatron.dist.groups import ALONE, Axis
 from megatron.kernels import apex
 from megatron.layers.spec import ParameterSpec

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from megatron.config.derive import GATED
 from megatron.config.groups import ModelConfig
-from megatron.kernels.activation import activation_backward
 from megatron.kernels.activation import activation as activation_forward
+from megatron.kernels.activation import activation_backward
 from megatron.layers.linear import ColumnLinear, RowLinear, column_linear
 from megatron.layers.spec import ParameterSpec, Shard, TensorSpec, normal, parts_under, vector
 from megatron.layers.tensor_parallel import DENSE, TensorParallel

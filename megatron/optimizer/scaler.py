@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megatron.config.groups import PrecisionConfig
 
-
 LARGEST = 2.0**127  # the largest power of two in fp32
 
 

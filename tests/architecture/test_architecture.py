@@ -86,5 +86,11 @@ def test_kernels_and_libraries_import_side_by_side(tmp_path: Path):
         assert shown.stdout.split() == ["True", str(ROOT / "kernels/philox.py"), str(ROOT / "megatron/config/__init__.py")]
 
 
+def test_ruff_finds_nothing():
+    """With the rules of pyproject.toml."""
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", "--output-format", "concise"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_long_files_that_are_started_first_exist():
     assert not [name for name in LONG_FILES if not (ROOT / name).is_file()]

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from campaigns.cases import ODD, Verdicts, Wrong, damage, places, put
 from campaigns.settings_files import clear, not_a_file
+from torch import Tensor
+
 from megatron.checkpoint import manifest
 from megatron.checkpoint.foreign.models import MappedFile
 from megatron.checkpoint.foreign.pickles import (

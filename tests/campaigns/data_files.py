@@ -14,9 +14,9 @@ from io import StringIO
 from pathlib import Path
 
 import numpy as np
-
 from campaigns.cases import Verdicts, Wrong, damage
 from campaigns.settings_files import clear, not_a_file
+
 from megatron.config.errors import UserError
 from megatron.config.groups import DataConfig
 from megatron.data.indexed_dataset import IndexedDataset
@@ -93,7 +93,7 @@ def jsonl(count: int, seed: int, folder: Path) -> Verdicts:
         )
         refuse, what = False, ""
         if kind == "surrogate":
-            lines[at], refuse = '{"text": "1 \\ud8%02x 2"}' % rng.randrange(256), policy == "error"
+            lines[at], refuse = '{"text": "1 \\ud8' + f'{rng.randrange(256):02x}' + ' 2"}', policy == "error"
         elif kind == "deep":
             lines[at], refuse = '{"text": "1", "x": ' + "[" * rng.choice([2000, 20_000]), True
         elif kind == "list":

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-
 from campaigns.checkpoint_files import checkpoint_damages
 from campaigns.odd_input import campaigns
 from campaigns.settings_files import configurations, deepspeed
+
 from megatron.checkpoint import manifest
 from megatron.config import arguments
 from megatron.config import deepspeed as comparison

@@ -95,7 +95,7 @@ def start_rank(job: Job, root: Path, first: int, rank: int, size: int, pipe: tup
             os.close(pipe[0])
             run_rank(job, root, first, rank, size, pipe[1])
             code = 0
-        except RuntimeError as error:  # of a collective, when another rank is dead
+        except RuntimeError:  # of a collective, when another rank is dead
             code = BEREFT if size > 1 else 1
         except BaseException:
             traceback.print_exc()

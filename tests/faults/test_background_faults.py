@@ -205,8 +205,8 @@ def lives(process: int, patience: float) -> bool:
     return True
 
 
-STOP_AT_OPEN, STOP_AT_RENAME = (f"import os, signal; real = os.{{0}}; os.{{0}} = lambda *args: (os.kill(os.getpid(), signal.SIGSTOP), real(*args))[1]"
-                                .format(name) for name in ("open", "rename"))
+STOP_AT_OPEN, STOP_AT_RENAME = (f"import os, signal; real = os.{name}; os.{name} = lambda *args: (os.kill(os.getpid(), signal.SIGSTOP), real(*args))[1]"
+                                 for name in ("open", "rename"))
 UNBOUND = "; import megatron.checkpoint.background as b; b.PDEATHSIG = 0"  # a mutant: not tied to its parent; on another node nobody is
 PATH = f"import sys; sys.path.insert(0, {str(background.ROOT)!r}); "
 
@@ -258,7 +258,7 @@ def replace(source, target):
     shutil.copytree({str(tmp_path / "other" / "iter_0000002")!r}, target)
 os.rename = replace
 """
-    assert zombie_and_another_job(root, mutant) == [name for name in saving_jobs.SHAPES]
+    assert zombie_and_another_job(root, mutant) == list(saving_jobs.SHAPES)
 
 
 # ---- two jobs in one folder ------------------------------------------------------------------------------------------

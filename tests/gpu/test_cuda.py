@@ -4,20 +4,20 @@ import math
 
 import pytest
 import torch
+from megatron.kernels import philox
 
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.replicas import odd_factors, position_sum
 from megatron.checkpoint.saver import Saver, staging_bytes
 from megatron.dist.setup import set_determinism
-from megatron.kernels import philox
 from megatron.layers import linear_cross_entropy
 from megatron.layers.attention import attention_core
 from megatron.layers.embedding import embedding_weight_grad
 from megatron.layers.linear import column_linear, linear_weight_grad
 from megatron.layers.loss import cross_entropy
-from megatron.layers.tensor_parallel import DENSE
 from megatron.layers.spec import Box
+from megatron.layers.tensor_parallel import DENSE
 from megatron.observe.tracking import read_metrics
 from megatron.training import pretrain as pretrain_module
 from pretrain_gpt import main

@@ -1,7 +1,6 @@
 """Rows of the table of parity with several ranks on one GPU, over Gloo with CUDA tensors: streams, events and staging through the host."""
 
 import pytest
-
 from parity.compare import faults_of
 from parity.layouts import BASE, SCHEDULES, Row, possible, staged
 from parity.worker import run_case

@@ -3,7 +3,6 @@
 import interpreter
 import pytest
 import torch
-
 from megatron.kernels import lang
 
 if lang.interpreted():

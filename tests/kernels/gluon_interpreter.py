@@ -14,8 +14,8 @@ Not modelled: layouts, the order of warps within a partition, sizes of registers
 """
 
 from __future__ import annotations
-
 import __future__
+
 import ast
 import inspect
 import linecache

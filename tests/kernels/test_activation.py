@@ -3,7 +3,6 @@
 import pytest
 import torch
 from checks import assert_as_good, canaries
-
 from megatron.kernels import activation as ops
 
 FORMS = [(kind, bias) for kind in ops.KINDS for bias in (False, True)]

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from checks import CANARY, error
+from megatron.kernels.adamw import adamw_, adamw_reference
+from megatron.kernels.configurations import Row
 from torch.optim.adamw import adamw
 
 from megatron.config.groups import Config, ModelConfig, OptimizerConfig
-from megatron.kernels.adamw import adamw_, adamw_reference
-from megatron.kernels.configurations import Row
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import build_blocks
 from megatron.optimizer.optimizer import Optimizer

@@ -3,13 +3,12 @@
 import pytest
 import torch
 from checks import assert_as_good, canaries
-
-from torch.utils.checkpoint import checkpoint
-
 from megatron.kernels import lang, philox
 from megatron.kernels.attention import attention_reference, flash_attention, keep_mask
 from megatron.kernels.attention_backward import heads_of_a_program, why_not_atomic
 from megatron.kernels.attention_masks import attention_mask
+from torch.utils.checkpoint import checkpoint
+
 from megatron.layers.dropout import Dropout
 
 KEY = philox.key(7, "attention")

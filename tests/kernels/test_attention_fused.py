@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 from checks import Allocations, canaries
-from test_attention import assert_near
-
-from megatron.config.groups import ModelConfig
 from megatron.kernels import attention, lang
 from megatron.kernels.attention import attention_reference, flash_attention
 from megatron.kernels.attention_masks import attention_mask
+from test_attention import assert_near
+
+from megatron.config.groups import ModelConfig
 from megatron.layers.attention import SelfAttention, mask_of
 from megatron.layers.rotary import rotary_table
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from checks import Allocations, assert_as_good, canaries
 from gluon_interpreter import Fault, Interpreted
-
 from megatron.kernels import attention_gluon, lang
 from megatron.kernels.attention import attention_reference, flash_attention
 from megatron.kernels.attention_gluon import cannot, forward_kernel, unfit

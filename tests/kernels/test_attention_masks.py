@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from megatron.kernels.attention_masks import STEP, TILE, attention_mask, keys_of_queries, queries_of_keys, schedule
 from megatron.kernels.lang import jit, tl
 

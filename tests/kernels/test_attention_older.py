@@ -3,13 +3,12 @@
 import pytest
 import torch
 from checks import assert_as_good, canaries
-from test_attention import documents, make, results
-
 from megatron.kernels import attention_launch, lang
 from megatron.kernels.attention import attention_reference, flash_attention, unfit
 from megatron.kernels.attention_backward import why_not_atomic
 from megatron.kernels.attention_launch import operand
 from megatron.kernels.attention_masks import attention_mask
+from test_attention import documents, make, results
 
 
 @pytest.fixture

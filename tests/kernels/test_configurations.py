@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from megatron.kernels import configurations, lang
 from megatron.kernels.attention import unfit
 from megatron.kernels.attention_launch import Options, configuration

@@ -3,11 +3,15 @@
 import pytest
 import torch
 from checks import CANARY, assert_as_good, canaries, error
+from megatron.kernels.cross_entropy import (
+    configuration,
+    cross_entropy_backward_,
+    cross_entropy_parts,
+    cross_entropy_parts_reference,
+    cross_entropy_reference,
+)
 
 from megatron.dist.groups import Axis
-from megatron.kernels.cross_entropy import (
-    configuration, cross_entropy_backward_, cross_entropy_parts, cross_entropy_parts_reference, cross_entropy_reference,
-)
 from megatron.layers import loss as layer
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 

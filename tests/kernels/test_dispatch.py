@@ -5,11 +5,11 @@ import sys
 
 import pytest
 import torch
+from megatron.kernels import apex, dispatch, lang
+from megatron.kernels.dispatch import OPERATORS, choose, flag_of
 from unit.layers.made import norm
 
 from megatron.config.groups import Config, ModelConfig, OptimizerConfig, PrecisionConfig
-from megatron.kernels import apex, dispatch, lang
-from megatron.kernels.dispatch import OPERATORS, choose, flag_of
 from megatron.layers.linear import linear_weight_grad
 from megatron.model.kernels import choose_kernels, remarks
 from megatron.optimizer.clip import sum_of_squares

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from checks import assert_as_good, canaries
-
 from megatron.kernels import philox
 from megatron.kernels.dropout import dropout, dropout_add, dropout_add_reference
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from checks import canaries
-
 from megatron.kernels.fp8 import BLOCK, LARGEST, SCALINGS, dequantise, quantise, quantise_fp8, quantise_reference
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

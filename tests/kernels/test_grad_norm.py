@@ -2,12 +2,12 @@
 
 import math
 
+import megatron.kernels.grad_norm as module
 import pytest
 import torch
-
-import megatron.kernels.grad_norm as module
 from megatron.kernels.configurations import Row
 from megatron.kernels.grad_norm import sum_of_squares, sum_of_squares_reference
+
 from megatron.optimizer import clip
 
 FEW = Row("grad_norm", 90, {}, {"block": 256, "num_warps": 4, "programs": 3})  # three programs, so that a program has several blocks

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from checks import canaries
-
-from megatron.config.groups import Config, ModelConfig, OptimizerConfig
 from megatron.kernels import dispatch, lang, philox
 from megatron.kernels.initialise import normal_, normal_reference
+
+from megatron.config.groups import Config, ModelConfig, OptimizerConfig
 from megatron.model import init
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import build_blocks

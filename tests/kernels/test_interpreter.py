@@ -3,7 +3,6 @@
 import pytest
 import torch
 from checks import FROBENIUS, MARGIN, assert_as_good, canaries
-
 from megatron.kernels.lang import jit, tl
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import torch
-
 from megatron.kernels.dispatch import OPERATORS, flag_of
+
 from pretrain_gpt import main
 
 MODEL = ("--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --global-batch-size 2 --mock-data --tokenizer-type NullTokenizer "

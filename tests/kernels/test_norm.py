@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import assert_as_good, canaries
-
 from megatron.kernels import norm as ops
 
 EPS = 1e-5

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from megatron.kernels import philox
 from megatron.kernels.lang import jit, tl
 from megatron.kernels.random import keep_scores, keep_scores_transposed, keep_tile, philox4x32

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from checks import assert_as_good, canaries
-
 from megatron.kernels.rotary import rotary_, rotary_reference
 
 

@@ -12,7 +12,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "benchmark_peers")]
 import tune_kernels as tool  # noqa: E402
 import tuned_operators  # noqa: E402
-
 from megatron.kernels import configurations  # noqa: E402
 from megatron.kernels.configurations import Row, find  # noqa: E402
 

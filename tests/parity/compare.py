@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
-
 from parity.layouts import FEATURES, UNIT_ROUNDOFF, Row, narrow_bound, wire_bound
 from parity.worker import Outcome, Piece, reference
+from torch import Tensor
 
 FP64_GATE = 1e-10  # relative; 2^-53 times the 1e5 roundings of a run, and room
 # Of a gradient that is 0 in exact arithmetic a run has the noise of its 1e5 roundings, which are independent, relative to the gradients beside

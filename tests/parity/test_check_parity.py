@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from parity.mutants import MUTANTS, ROOT, broken_copy
 
 sys.path.insert(0, str(ROOT / "tools"))

@@ -9,10 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-
-from megatron.parallel.schedule import place
 from parity.layouts import BASE, SCHEDULES, Row
 from parity.ledger import count, own_loopback
+
+from megatron.parallel.schedule import place
 
 TESTS = Path(__file__).resolve().parents[1]
 

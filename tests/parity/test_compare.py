@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from parity import compare
 from parity.compare import faults_of, gather
 from parity.layouts import Row

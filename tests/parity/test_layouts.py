@@ -1,7 +1,6 @@
 """The table of parity, the part that CI runs: whole runs in a layout against the same run in one process."""
 
 import pytest
-
 from parity.compare import faults_of
 from parity.layouts import NARROW_FEATURES, ci_rows, full_table, traits
 from parity.worker import run_case

@@ -1,9 +1,7 @@
 """Each mutant of mutants.py is caught by the rows named for it, so that the table is known to notice such faults."""
 
 import pytest
-
 from parity.mutants import MUTANTS, Mutant, broken_copy, caught_by
-
 
 EVERY = 6  # one mutant in six is put in on every run, some of each kind; the others are a campaign
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from parity.layouts import BASE, LLAMA, SCHEDULES, Row
 from parity.worker import Outcome, reference, run_case
 

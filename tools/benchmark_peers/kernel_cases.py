@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from megatron.kernels import attention_gluon, lang, philox
 from megatron.kernels.activation import activation, activation_backward, activation_reference
 from megatron.kernels.adamw import adamw_
@@ -30,6 +28,8 @@ from megatron.kernels.grad_norm import sum_of_squares
 from megatron.kernels.initialise import normal_
 from megatron.kernels.norm import add_norm, norm, norm_backward
 from megatron.kernels.rotary import rotary_
+from torch import Tensor
+
 from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.rotary import apply_rotary
 from megatron.optimizer.clip import sum_of_squares as torch_sum

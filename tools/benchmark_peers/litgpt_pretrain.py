@@ -7,12 +7,12 @@ fused kernel on CUDA alone; nothing is saved after the last step, which is after
 from __future__ import annotations
 
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 import litgpt.pretrain
 import torch
 from common import StepClock, Work, parse_work, report, tensor_of
-from importlib.metadata import version
 from litgpt.args import EvalArgs, TrainArgs
 from litgpt.config import Config
 from litgpt.data import DataModule

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from megatron.kernels import activation, adamw, attention, attention_masks, cross_entropy, dropout, fp8, grad_norm, initialise, norm, rotary
 from megatron.kernels.configurations import Row
+from torch import Tensor
 
 Results = tuple[Tensor, ...]
 KEY = (3, 7)  # of Philox

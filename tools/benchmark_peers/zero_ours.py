@@ -11,9 +11,9 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import pretrain_gpt  # noqa: E402
 from turns import Turns  # noqa: E402
 
+import pretrain_gpt  # noqa: E402
 from megatron.model.gpt import GPTModel  # noqa: E402
 from megatron.training import loop  # noqa: E402
 

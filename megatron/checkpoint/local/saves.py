@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -51,7 +51,7 @@ def save_local(
     with NodeAttempt(nodes, run, iteration, state=state, own=int(bool(pairs))) as attempt:
         index = attempt.index
         told = attempt.agree(lambda: (None if index is None else write_shard(attempt.folder, index, attempt.shards, iteration, pairs) | nodes.ranks.who,
-                                      datetime.now(timezone.utc).isoformat(timespec="seconds")))
+                                      datetime.now(UTC).isoformat(timespec="seconds")))
         records, created = [record for record, _ in told if record is not None], told[0][1]
         parities: dict[str, Any] = {}
         if redundancy == "partner":

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from checkpoint_cases import save_in_shards, same_bits, whole
+from checkpoint_cases import same_bits, save_in_shards, whole
 from reshard_cases import flags, start
 from test_huggingface import difference
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import lease as module
-from megatron.checkpoint.lease import NAME, Lease, Owner, read_owner, take_lease
+from megatron.checkpoint.lease import NAME, Owner, read_owner, take_lease
 from megatron.checkpoint.manifest import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -37,7 +37,7 @@ def megatron_names(case: str) -> tuple[argparse.Namespace, dict[str, torch.Tenso
     base, changes, _ = CASES[case]
     config = argparse.Namespace(**{**vars(base), **changes})
     model, held = build(model_config := type(base)(**vars(config)))
-    groups, d = config.num_query_groups, config.kv_channels
+    groups = config.num_query_groups
 
     def fused(i: int, kind: str) -> torch.Tensor:
         q, k, v = (held[f"layers.{i}.attention.{part}.{kind}"] for part in "qkv")

@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.kernels.attention import attention_reference, keep_mask
+from megatron.kernels.attention_masks import AttentionMask
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -13,8 +15,6 @@ from unit.layers.made import linear, norm, table
 from megatron.config.groups import ModelConfig
 from megatron.layers import attention
 from megatron.layers import linear as linear_module
-from megatron.kernels.attention import attention_reference, keep_mask
-from megatron.kernels.attention_masks import AttentionMask
 from megatron.layers.attention import CAUSAL, SelfAttention, attention_core, choose_attention
 from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.embedding import embedding_weight_grad

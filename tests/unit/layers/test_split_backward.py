@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from parity.ledger import Ledger
 from torch import nn
 from unit.layers.made import linear
 
@@ -14,7 +15,6 @@ from megatron.dist.groups import Layout, build_groups
 from megatron.layers import linear as linear_module
 from megatron.layers.linear import ColumnLinear, RowLinear, add_weight_grads, linear_weight_grad, stashing
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
-from parity.ledger import Ledger
 
 S, B, H, F = 8, 2, 12, 24
 SHARED = ((2, False, True), (2, False, False), (2, True, True), (2, True, False), (4, True, True))

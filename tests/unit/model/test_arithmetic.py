@@ -14,7 +14,15 @@ from megatron.config.validate import resolve
 from megatron.dist.groups import Axis
 from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import (
-    flops_per_iteration, global_batch_size_at, iterations_for, local_parameter_count, padded_vocab_size, parameter_count, peak_tflops, samples_after)
+    flops_per_iteration,
+    global_batch_size_at,
+    iterations_for,
+    local_parameter_count,
+    padded_vocab_size,
+    parameter_count,
+    peak_tflops,
+    samples_after,
+)
 from megatron.model.gpt import GPTModel
 
 

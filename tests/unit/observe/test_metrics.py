@@ -10,7 +10,17 @@ import sys
 import pytest
 import torch
 
-from megatron.observe.metrics import METRICS, Timers, eta_seconds, evaluation_metrics, is_measured, memory_metrics, rates, save_metrics, timer_metrics
+from megatron.observe.metrics import (
+    METRICS,
+    Timers,
+    eta_seconds,
+    evaluation_metrics,
+    is_measured,
+    memory_metrics,
+    rates,
+    save_metrics,
+    timer_metrics,
+)
 
 
 def test_rates():

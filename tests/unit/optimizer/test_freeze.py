@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
+from parity.layouts import BASE, LLAMA
+from parity.worker import run_case
+from unit.zero.measure import measure
 
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.config.arguments import parse_arguments
 from megatron.config.stages import frozen_units
 from megatron.config.validate import cross_field_faults, resolve
 from megatron.plan.memory import rank_memories
-from parity.layouts import BASE, LLAMA
-from parity.worker import run_case
-from unit.zero.measure import measure
 
 GPT = (*BASE, "--micro-batch-size", "1", "--num-layers", "4", "--train-iters", "4", "--fp64", "--clip-grad", "0", "--log-num-zeros-in-grad")
 UNTIED = (*GPT, *LLAMA.split(), "--untie-embeddings-and-output-weights", "--group-query-attention", "--num-query-groups", "2", "--qk-layernorm")

@@ -14,6 +14,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from parity import worker
+from parity.layouts import BASE
+from parity.worker import run_case
+from unit.optimizer.test_offload import RUNS
+from unit.zero.tracker import LiveBytes
 
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.config.arguments import parse_arguments
@@ -23,11 +28,6 @@ from megatron.optimizer import nvme
 from megatron.optimizer.blocks import build_blocks
 from megatron.optimizer.optimizer import Optimizer
 from megatron.plan.memory import rank_memories
-from parity import worker
-from parity.layouts import BASE
-from parity.worker import run_case
-from unit.optimizer.test_offload import RUNS
-from unit.zero.tracker import LiveBytes
 
 SMALL = 4096  # elements of a part: layers of these models have several
 DTYPES = {"master": torch.float32, "exp_avg": torch.bfloat16, "exp_avg_sq": torch.float64}

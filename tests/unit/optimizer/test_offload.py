@@ -6,11 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
-
-from megatron.optimizer.blocks import on_host_of
 from parity import worker
 from parity.layouts import BASE
 from parity.worker import run_case
+
+from megatron.optimizer.blocks import on_host_of
 
 OFFLOAD = "--optimizer-cpu-offload"
 RUNS = {  # flags of two ranks
@@ -64,5 +64,5 @@ def memory(flags):
 def test_weights_and_their_masters_part_when_these_move_to_the_host(gloo_world):
     """In fp32 masters are weights; on the host they are 12 bytes a parameter for 8."""
     flags = (*BASE, "--micro-batch-size", "2", "--train-iters", "1", "--lr-warmup-iters", "0", "--zero-stage", "2")
-    (here,), (there,) = ([found for found in gloo_world(2).run(memory, (*flags, *more))][:1] for more in ((), (OFFLOAD,)))
+    (here,), (there,) = (gloo_world(2).run(memory, (*flags, *more))[:1] for more in ((), (OFFLOAD,)))
     assert set(here) == {False} and set(there) == {True} and there[True] == here[False] * 12 // 8

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-
 from parity import worker
 from parity.compare import FP64_GATE
 from parity.layouts import BASE, KEY_BIAS

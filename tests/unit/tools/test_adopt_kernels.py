@@ -11,7 +11,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
 import adopt_kernels as tool
-
 from megatron.kernels import dispatch
 from megatron.kernels.dispatch import choose, read_measured
 

@@ -10,7 +10,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
 import benchmark_kernels as tool
-
 from megatron.kernels.dispatch import OPERATORS
 
 

@@ -22,7 +22,6 @@ from common import StepClock, Work, parse_work, rank_samples, report, tensor_of
 
 from megatron.config.arguments import parse_arguments
 
-
 TINY = Work(layers=2, hidden=32, heads=4, ffn=48, seq=16, vocab=64, micro_batch=2, steps=6, warmup=2, lr_warmup=2, threads=1)
 
 

@@ -75,11 +75,11 @@ def test_a_turn_takes_the_steps_it_is_told_to_and_answers(monkeypatch, capsys):
             turns.begin_backward()
             made = None
             if index == 0:
-                kept = [mib(1)]
+                kept = [mib(1)]  # noqa: F841  # memory that is held
         turns.begin_update()
         made = mib(2)
         del made
-        kept = []
+        kept = []  # noqa: F841
         turns.note(10.0 - step)
     assert steps == [0, 1, 2, 3] and finished == [2, 4]
     timed, watched = (json.loads(line.removeprefix("TURN ")) for line in capsys.readouterr().out.splitlines())

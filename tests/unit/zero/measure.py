@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from unit.zero.tracker import LiveBytes, Span
 
 from megatron.config.arguments import parse_arguments
 from megatron.dist import collectives
@@ -17,7 +18,6 @@ from megatron.layers import embedding, linear, linear_cross_entropy
 from megatron.optimizer import blocks, clip, reduction, update, zero
 from megatron.optimizer.blocks import Block
 from megatron.training import loop, pretrain
-from unit.zero.tracker import LiveBytes, Span
 
 
 @contextlib.contextmanager

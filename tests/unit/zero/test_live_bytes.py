@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
 from unit.zero.measure import measure
 from unit.zero.rows import SMALL, Row, faults
 

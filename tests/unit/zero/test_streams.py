@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from unit.zero.rows import SMALL, Row
 from unit.zero.streams import losses_of, races
 

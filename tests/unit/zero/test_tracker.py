@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from dist.pool import World
-from megatron.dist.collectives import ALL_GATHER, REDUCE_SCATTER
+from torch import Tensor
 from unit.zero.tracker import CALLS, LiveBytes
+
+from megatron.dist.collectives import ALL_GATHER, REDUCE_SCATTER
 
 KIB = 1024
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from megatron.parallel.schedule import Kind, build_schedule
 from parity.ledger import Call, count, own_loopback
 from unit.zero.rows import PRECISIONS, SMALL, Row
+
+from megatron.parallel.schedule import Kind, build_schedule
 
 TESTS = Path(__file__).resolve().parents[2]
 STEPS = 2
