@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# Runs all tests in the pinned environment (.venv, made on the first run), a process for each of two cores.
-# Arguments go to pytest, which then runs in one process: `bash scripts/test.sh tests/unit/data -x`.
+# Runs tests in the pinned environment (.venv, made on the first run):
+#   bash scripts/test.sh                       all tests, in two processes
+#   bash scripts/test.sh fast                  a choice of a few minutes, for every commit
+#   bash scripts/test.sh -m campaign           the rest of the long tables, for hours
+#   bash scripts/test.sh tests/unit/data -x    whatever pytest is asked for, in one process
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"
@@ -13,8 +16,12 @@ if [ "$python" = "$venv/bin/python" ] && [ ! -e "$venv/compiled" ]; then
     touch "$venv/compiled"
 fi
 
-if [ $# -eq 0 ]; then
+fast=(tests/architecture tests/oracle/test_oracle.py tests/unit/config tests/unit/data tests/unit/layers tests/unit/model
+    tests/unit/observe tests/unit/training)
+if [ $# -eq 0 ] || [ "$*" = fast ]; then
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder
+    chosen=()
+    [ $# -eq 0 ] || chosen=("${fast[@]}")
+    set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder "${chosen[@]}"
 fi
 exec "$python" -m pytest "$@"
