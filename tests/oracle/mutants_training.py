@@ -254,7 +254,7 @@ def adamw(
     *,
     corrections: Callable[[int], tuple[int, int]] = lambda t: (t, t),
     swap: bool = False,
-    eps: str = "outside",
+    epsilon: str = "outside",
     decay: str = "first",
 ) -> Make:
     """AdamW by its definition but for what is given: the steps that each correction counts, and
@@ -263,7 +263,18 @@ def adamw(
 
     def make(original):
         def apply(
-            self, weight, grad, exp_avg, exp_avg_sq, *, count, divisor, found_inf, lr, weight_decay
+            self,
+            weight,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            *,
+            count,
+            divisor,
+            found_inf,
+            lr,
+            weight_decay,
+            eps,
         ):
             beta1, beta2, t = self.config.adam_beta1, self.config.adam_beta2, int(count)
             if swap:
@@ -281,12 +292,11 @@ def adamw(
                 1 - beta**steps if steps else 1.0
                 for beta, steps in zip((beta1, beta2), corrections(t), strict=True)
             )
-            small = self.config.adam_eps
             root = {
-                "outside": lambda v: (v / second).sqrt() + small,
-                "inside": lambda v: (v / second + small).sqrt(),
-                "before correction": lambda v: (v.sqrt() + small) / math.sqrt(second),
-            }[eps](exp_avg_sq)
+                "outside": lambda v: (v / second).sqrt() + eps,
+                "inside": lambda v: (v / second + eps).sqrt(),
+                "before correction": lambda v: (v.sqrt() + eps) / math.sqrt(second),
+            }[epsilon](exp_avg_sq)
             weight.sub_(lr / first * exp_avg / root)
 
         return apply
@@ -299,8 +309,8 @@ for name, make in {
     "no bias correction of the second moment": adamw(corrections=lambda t: (t, 0)),
     "bias correction one step ahead": adamw(corrections=lambda t: (t + 1, t + 1)),
     "betas exchanged": adamw(swap=True),
-    "epsilon inside the root": adamw(eps="inside"),
-    "epsilon before the correction": adamw(eps="before correction"),
+    "epsilon inside the root": adamw(epsilon="inside"),
+    "epsilon before the correction": adamw(epsilon="before correction"),
     "weight decay in the gradient": adamw(decay="in the gradient"),
     "weight decay without the rate": adamw(decay="without the rate"),
 }.items():

@@ -58,15 +58,15 @@ def test_one_step_off(field):
     row = Row("dp2", "gpt")
     one = outcome(row)
     steps = list(one.steps)
-    steps[11] = replace(steps[11], **{field: getattr(steps[11], field) * (1 + 2e-10)})
+    steps[6] = replace(steps[6], **{field: getattr(steps[6], field) * (1 + 2e-10)})
     faults = faults_of(row, [replace(one, steps=steps)])
-    assert len(faults) == 1 and faults[0].startswith(f"step 12: {field}")
+    assert len(faults) == 1 and faults[0].startswith(f"step 7: {field}")
 
 
 def test_another_pattern_of_skipped_steps():
     row = Row("dp2", "gpt", "fp16")
     one = outcome(row)
-    assert sum(step.skipped for step in one.steps) == 5 and len({step.loss_scale for step in one.steps}) >= 4
+    assert sum(step.skipped for step in one.steps) == 4 and len({step.loss_scale for step in one.steps}) >= 3
     steps = list(one.steps)
     steps[3] = replace(steps[3], loss_scale=steps[3].loss_scale * 2)
     assert any("skipped steps" in fault for fault in faults_of(row, [replace(one, steps=steps)]))

@@ -99,7 +99,8 @@ class Job:
         """A stage's forward pass, input gradient and weight gradient for one micro-batch: what `moment` gave before them and after each."""
         layers, last = self.pipeline.layers[stage], stage + 1 == len(self.placement)
         found = [moment()]
-        held = deque([self.micro_batch(self.tokens(0))] * len(layers))
+        micro = self.micro_batch(self.tokens(0))  # alive until the end, as in a step
+        held = deque([micro] * len(layers))
         x = None if stage == 0 else torch.zeros(self.pipeline.shape)
         y, held = self.pipeline.compute(Action(Kind.FORWARD, stage, 0), x, held)
         dy = loss_gradient(y, 1.0) if last else torch.ones_like(y)
