@@ -134,7 +134,7 @@ def longest_first(items: list[pytest.Item]) -> list[pytest.Item]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("shard"):
         items[:] = shard_of(items, config.getoption("shard"))
-    if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist
         items[:] = longest_first(items)
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

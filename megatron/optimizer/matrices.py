@@ -59,31 +59,27 @@ def step_matrices(rule: MatrixRule, block: Block, groups: Groups, tensors: dict[
     to be multiplied by `coefficient`. The collective call of all ranks that hold parts of the block.
     """
     momentum, master = tensors[MOMENTUM], tensors["master"]
-    own: dict[str, list[tuple[Box, Tensor, Tensor]]] = defaultdict(list)
-    weights = {(part.name, part.offset): view for part, view in block.boxes(master)}
-    gradients = {(part.name, part.offset): view for part, view in block.boxes(grad)}
-    for part, view in block.boxes(momentum):
-        own[part.name].append((part, view, weights[part.name, part.offset]))
+    own: dict[str, list[tuple[Box, Tensor, Tensor, Tensor]]] = defaultdict(list)  # what this rank updates of each matrix
+    for (part, kept), (_, weight), (_, gradient) in zip(block.boxes(momentum), block.boxes(master), block.boxes(grad), strict=True):
+        own[part.name].append((part, part.view(kept), part.view(weight), part.view(gradient)))
     for entry in block.entries:
         if not of_matrices(entry):
             continue
         multipliers = block.multipliers(entry)
         for box in entry.boxes:
             whole = torch.zeros(box.shape, dtype=master.dtype, device=master.device)
-            for part, view, _ in own[box.name]:
-                here = part.view(view)
-                here.mul_(rule.momentum).add_(part.view(gradients[part.name, part.offset]).to(coefficient.dtype) * coefficient)
+            for part, kept, _, gradient in own[box.name]:
+                kept.mul_(rule.momentum).add_(gradient.to(coefficient.dtype) * coefficient)
                 if holders(box, groups).rank == 0:
-                    whole[_range(part)] = here.reshape(part.extent)
+                    whole[_range(part)] = kept.reshape(part.extent)
             if block.stage > 0:
                 all_reduce(whole, block.shard)
             if box.replicated != "tp":
                 all_reduce(whole, groups.tp)
             direction = rule.direction(whole)
-            for part, _, weight in own[box.name]:
-                kept = part.view(weight)
-                change = direction[_range(part)].view(kept.shape) + weight_decay * multipliers.weight_decay * kept
-                kept.sub_(change, alpha=lr * multipliers.lr)
+            for part, _, weight, _ in own[box.name]:
+                change = direction[_range(part)].view(weight.shape) + weight_decay * multipliers.weight_decay * weight
+                weight.sub_(change, alpha=lr * multipliers.lr)
 
 
 def _range(part: Box) -> tuple[slice, ...]:

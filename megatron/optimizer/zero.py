@@ -31,9 +31,9 @@ from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import Block
 from megatron.optimizer.clip import sum_of_squares
 from megatron.optimizer.reduction import sum_copies, sum_partial_gradients
+from megatron.parallel.layer_passes import Call
 from megatron.parallel.schedule import Kind
 
-Call = tuple[Layer, Kind]  # one pass
 Buffers = tuple[Block, ...]  # of one layer
 
 

@@ -23,6 +23,8 @@ from megatron.layers.linear import WeightGrad, add_weight_grads, stashing
 from megatron.model.block import Layer, MicroBatch, WithScalars
 from megatron.parallel.schedule import Kind
 
+Call = tuple[Layer, Kind]  # one pass of a layer
+
 
 class Inputs(NamedTuple):
     """What full recomputation keeps of a layer's forward pass."""

@@ -24,14 +24,11 @@ from megatron.dist.peers import waiting
 from megatron.model.block import Layer, MicroBatch
 from megatron.model.gpt import GPTModel
 from megatron.parallel.check import WORDS, channel_of, source_of
-from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.layer_passes import Call, LayerPasses
 from megatron.parallel.schedule import COMPUTATIONS, Action, Kind, Message, Schedule, receipts
 from megatron.parallel.timeline import Span, Timeline
 
 UNRECEIVED = 2  # outputs that a rank in evaluation runs ahead of a neighbour
-
-
-Call = tuple[Layer, Kind]  # one pass
 
 
 class Weights(Protocol):
@@ -101,6 +98,7 @@ class Pipeline:
         own = [stage for stage, rank in enumerate(placement) if rank == self.rank]
         chunks = ([layer for _, layer in chunk] for chunk in model.chunks)
         self.layers: dict[int, list[Layer]] = dict(zip(own, chunks, strict=True))  # by stage
+        self.calls = {(kind, stage): calls_of(kind, layers) for kind in COMPUTATIONS for stage, layers in self.layers.items()}
         self.objectives = {spec.name for spec in model.scalars if spec.in_objective}
         self.known: dict[int, _Known] = {}  # by identity: a schedule is long
 
@@ -113,19 +111,10 @@ class Pipeline:
         """What a schedule means for this rank, found out once."""
         if id(schedule) not in self.known:
             actions = [action for action in schedule.actions[self.rank] if action.kind in COMPUTATIONS]
-            calls = [call for kind, stage, _ in actions for call in self.calls(kind, stage)]
+            calls = [call for kind, stage, _ in actions for call in self.calls[kind, stage]]
             last_use = {action.micro: action for action in actions}
             self.known[id(schedule)] = _Known(schedule, receipts(schedule, self.rank), calls, frozenset(last_use.values()))
         return self.known[id(schedule)]
-
-    def calls(self, kind: Kind, stage: int) -> list[Call]:
-        """The passes that a computation of a stage consists of. A layer that cannot split its backward pass does all of it in the first half."""
-        layers = self.layers[stage]
-        if kind is Kind.FORWARD:
-            return [(layer, kind) for layer in layers]
-        if kind is Kind.BACKWARD_INPUT:
-            return [(layer, kind if layer.splits_backward else Kind.BACKWARD) for layer in reversed(layers)]
-        return [(layer, kind) for layer in reversed(layers) if kind is Kind.BACKWARD or layer.splits_backward]
 
     def compute(self, action: Action, x: Tensor | None, held: deque[Any]) -> tuple[Tensor | None, deque[Any]]:
         """One computation of a stage, layer by layer: (its result, what the next one of this stage and micro-batch needs of each layer).
@@ -134,7 +123,7 @@ class Pipeline:
         before has left, in the order of the layers; it is consumed.
         """
         left = deque()
-        for layer, kind in self.calls(action.kind, action.stage):
+        for layer, kind in self.calls[action.kind, action.stage]:
             self.weights.acquire(layer, kind, action.micro)
             x, kept = self.passes.run(kind, layer, x, held.pop())
             self.weights.release(layer, kind, action.micro)
@@ -276,6 +265,15 @@ class _Step:
                 while queue:
                     queue.popleft().wait()
         assert not (self.inbox or self.outbox or self.held or self.micro_batches), "the schedule left something undone"
+
+
+def calls_of(kind: Kind, layers: Sequence[Layer]) -> list[Call]:
+    """The passes that a computation of a stage consists of. A layer that cannot split its backward pass does all of it in the first half."""
+    if kind is Kind.FORWARD:
+        return [(layer, kind) for layer in layers]
+    if kind is Kind.BACKWARD_INPUT:
+        return [(layer, kind if layer.splits_backward else Kind.BACKWARD) for layer in reversed(layers)]
+    return [(layer, kind) for layer in reversed(layers) if kind is Kind.BACKWARD or layer.splits_backward]
 
 
 def loss_gradient(sums: Tensor, scale: float) -> Tensor:

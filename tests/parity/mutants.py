@@ -221,14 +221,18 @@ MUTANTS = (
 
 
 def broken_copy(mutant: Mutant, folder: Path) -> Path:
-    """A copy of what a run imports, with the mutation. AssertionError when its text is not there exactly once: the list is stale."""
+    """A copy of what a run imports, with the mutation. Raises AssertionError as `mutated` does."""
     for part in ("megatron", "kernels"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
-    path = folder / mutant.file
-    text = path.read_text()
-    assert text.count(mutant.old) == 1, f"{mutant.name}: {mutant.file} has this text {text.count(mutant.old)} times, expected once:\n{mutant.old}"
-    path.write_text(text.replace(mutant.old, mutant.new))
+    (folder / mutant.file).write_text(mutated(mutant))
     return folder
+
+
+def mutated(mutant: Mutant) -> str:
+    """The file with the mutation. AssertionError when its text is not there exactly once: the list is stale."""
+    text = (ROOT / mutant.file).read_text()
+    assert text.count(mutant.old) == 1, f"{mutant.name}: {mutant.file} has this text {text.count(mutant.old)} times, expected once:\n{mutant.old}"
+    return text.replace(mutant.old, mutant.new)
 
 
 def run_mutated(tree: str, flags: tuple[str, ...], patches: tuple[str, ...]):

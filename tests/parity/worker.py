@@ -207,12 +207,19 @@ def few_tokens() -> contextlib.AbstractContextManager:
 PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {"uneven": uneven, "overflow": overflow, "few_tokens": few_tokens}
 
 
-@functools.cache
-def reference(flags: tuple[str, ...], patches: tuple[str, ...] = (), device: str = "cpu") -> Outcome:
-    """The same run in this process alone, once a session."""
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """torch with one thread, as ranks have: sums over two have other bits."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return run_case(flags, patches, device)
+        yield
     finally:
         torch.set_num_threads(threads)
+
+
+@functools.cache
+def reference(flags: tuple[str, ...], patches: tuple[str, ...] = (), device: str = "cpu") -> Outcome:
+    """The same run in this process alone, once a session."""
+    with one_thread():
+        return run_case(flags, patches, device)

@@ -7,25 +7,30 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from megatron.model.block import Layer, MicroBatch
+from megatron.model.block import MicroBatch
 from megatron.model.gpt import GPTModel
+from megatron.model.init import fill_initial
+from megatron.optimizer.blocks import Block, build_blocks
 from megatron.parallel.layer_passes import LayerPasses
-from megatron.parallel.schedule import Kind
+from megatron.parallel.pipeline import Weights
 
 
-class KeptWeights:
+class KeptWeights(Weights):
     """Weights and gradients that are always there: what the executor asks for when nothing is sharded."""
 
-    def begin_step(self, calls: list[tuple[Layer, Kind]]) -> None:
-        pass
 
-    def acquire(self, layer: Layer, kind: Kind, micro: int) -> None:
-        pass
-
-    def release(self, layer: Layer, kind: Kind, micro: int) -> None:
-        pass
+def filled(model: GPTModel) -> list[Block]:
+    """The blocks of a model in one process, with the initial values of seed 5 and open for gradients."""
+    blocks = build_blocks(model, torch.device("cpu"))
+    for block in blocks:
+        for entry in block.entries:
+            for box in entry.boxes:
+                fill_initial(box, entry.view(block.weight), 5)
+        block.open()
+    return blocks
 
 
 def forward(

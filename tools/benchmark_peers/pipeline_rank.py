@@ -38,7 +38,7 @@ from megatron.model.init import fill_initial  # noqa: E402
 from megatron.model.stages import Stage  # noqa: E402
 from megatron.optimizer.blocks import build_blocks  # noqa: E402
 from megatron.parallel.layer_passes import LayerPasses  # noqa: E402
-from megatron.parallel.pipeline import Pipeline, Recording, StepSums, loss_gradient, receipts  # noqa: E402
+from megatron.parallel.pipeline import Pipeline, Recording, StepSums, Weights, loss_gradient, receipts  # noqa: E402
 from megatron.parallel.schedule import COMPUTATIONS, Action, Kind, Schedule, build_schedule, forward_only, makes, needs, place  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -46,17 +46,8 @@ VIRTUAL = {"interleaved": 2, "zero-bubble-v": 2}
 TINY = {"layers": 8, "hidden": 32, "heads": 4, "ffn": 48, "seq": 16, "batch": 2, "vocab": 64}
 
 
-class KeptWeights:
+class KeptWeights(Weights):
     """Weights and gradients that are always there."""
-
-    def begin_step(self, calls: list[tuple[Layer, Kind]]) -> None:
-        pass
-
-    def acquire(self, layer: Layer, kind: Kind, micro: int) -> None:
-        pass
-
-    def release(self, layer: Layer, kind: Kind, micro: int) -> None:
-        pass
 
 
 class Job:

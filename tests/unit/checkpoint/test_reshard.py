@@ -25,6 +25,7 @@ from reshard_cases import (
     start_apart,
 )
 from reshard_table import TABLE, Row, Runs, faults
+from selection import one_in
 
 from megatron.checkpoint.reader import find_checkpoint
 from megatron.observe.tracking import read_metrics
@@ -84,7 +85,7 @@ CASES = [("tied-bf16", layout) for layout in LAYOUTS] + [("gqa-untied", layout) 
 
 
 # Every run loads what one process and every third other layout has saved; the rest is a campaign.
-SOURCES = [pytest.param(*case, marks=[pytest.mark.campaign] if index % 3 else []) for index, case in enumerate(CASES)]
+SOURCES = one_in(3, CASES)
 
 
 @pytest.mark.parametrize(("feature", "source"), SOURCES)

@@ -4,14 +4,13 @@ import dataclasses
 
 import pytest
 import torch
-from unit.by_hand import backward, forward
+from unit.by_hand import backward, filled, forward
 
 from megatron.config.groups import ModelConfig
 from megatron.layers.spec import Box, Init, TensorSpec
 from megatron.model.block import EmbeddingBlock, HeadBlock, LayerBlock
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
-from megatron.optimizer.blocks import build_blocks
 from megatron.parallel.layer_passes import Inputs, LayerPasses
 from megatron.parallel.pipeline import loss_gradient
 
@@ -23,11 +22,7 @@ VOCAB, S, B = 30, 8, 2
 
 def build(config, dtype=torch.float64):
     model = GPTModel(config, vocab_size=VOCAB, padded_vocab=32, dtype=dtype, seed=5)
-    for block in build_blocks(model, torch.device("cpu")):
-        for entry in block.entries:
-            for box in entry.boxes:
-                fill_initial(box, entry.view(block.weight), 5)
-        block.open()
+    filled(model)
     return model
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from parity.compare import fp64
 from parity.layouts import BASE, KEY_BIAS, NO_DROPOUT, Row
-from parity.worker import Outcome, Piece, run_case
+from parity.worker import Outcome, Piece, one_thread, run_case
 from torch import Tensor
 
 from megatron.config.groups import ModelConfig, OptimizerConfig
@@ -90,16 +90,14 @@ def run(change: str, flags: tuple[str, ...]) -> Outcome:
 def alone():
     """alone(change, flags): the run in one process, made once."""
     made: dict[tuple, Outcome] = {}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
 
     def outcome(change: str, flags: tuple[str, ...]) -> Outcome:
         if (change, flags) not in made:
             made[change, flags] = run(change, flags)
         return made[change, flags]
 
-    yield outcome
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield outcome
 
 
 LAYOUTS = (

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from parity.compare import FP64_GATE, fp64, narrow
 from parity.layouts import BASE, KEY_BIAS, NO_DROPOUT, Row, narrow_bound
-from parity.worker import Outcome, run_case
+from parity.worker import Outcome, one_thread, run_case
 from torch import Tensor, nn
-from unit.by_hand import backward, backward_input, backward_weight, forward
+from unit.by_hand import backward, backward_input, backward_weight, filled, forward
 from unit.layers.made import norm
 
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
@@ -23,9 +23,7 @@ from megatron.layers.tensor_parallel import DENSE, TensorParallel
 from megatron.model import gpt
 from megatron.model.block import LayerBlock
 from megatron.model.gpt import GPTModel
-from megatron.model.init import fill_initial
 from megatron.observe.tracking import read_metrics
-from megatron.optimizer.blocks import build_blocks
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import loss_gradient
 from pretrain_gpt import main
@@ -64,11 +62,7 @@ class Adapted(LayerBlock):
 def build(layer: type[LayerBlock] = Adapted, tp: TensorParallel = DENSE) -> GPTModel:
     with mock.patch.object(gpt, "LayerBlock", layer):
         model = GPTModel(CONFIG, vocab_size=VOCAB, padded_vocab=VOCAB, dtype=torch.float64, seed=5, tp=tp)
-    for block in build_blocks(model, torch.device("cpu")):
-        for entry in block.entries:
-            for box in entry.boxes:
-                fill_initial(box, entry.view(block.weight), 5)
-        block.open()
+    filled(model)
     return model
 
 
@@ -172,10 +166,8 @@ def run(flags: tuple[str, ...]) -> Outcome:
 @pytest.fixture(scope="module")
 def alone() -> dict[int, Outcome]:
     """The one-process run of 2 and of 4 layers; its first gradient is what plain autograd gives."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    outcomes = {layers: run((*FLAGS, "--fp64", "--num-layers", str(layers))) for layers in (2, 4)}
-    torch.set_num_threads(before)
+    with one_thread():
+        outcomes = {layers: run((*FLAGS, "--fp64", "--num-layers", str(layers))) for layers in (2, 4)}
     assert all(f"layers.{layers - 1}.{name}" in {piece.name for piece in outcome.gradients} for layers, outcome in outcomes.items() for name in NAMES)
     return outcomes
 

@@ -8,15 +8,13 @@ import random
 import torch
 import torch.distributed as dist
 from random_schedules import random_schedule
-from unit.by_hand import KeptWeights, backward, forward
+from unit.by_hand import KeptWeights, backward, filled, forward
 
 from megatron.config.groups import ModelConfig
 from megatron.dist.groups import Groups, Layout, one_process
 from megatron.dist.setup import make_groups
 from megatron.model.gpt import GPTModel
-from megatron.model.init import fill_initial
 from megatron.model.stages import Stage
-from megatron.optimizer.blocks import build_blocks
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import Pipeline, loss_gradient
 from megatron.parallel.schedule import COMPUTATIONS, Kind, Schedule, build_schedule
@@ -33,12 +31,7 @@ def pipeline_of(placement: tuple[int, ...], groups: Groups, recompute: bool = Fa
     stages = [Stage(k == 0, range(ends[k], ends[k + 1]), k == count - 1) for k in range(count)]
     model = GPTModel(CONFIG, vocab_size=VOCAB, padded_vocab=VOCAB, dtype=torch.float64, seed=5,
                      stages=tuple(stage for stage, rank in zip(stages, placement) if rank == groups.pp.rank))
-    blocks = build_blocks(model, torch.device("cpu"))
-    for block in blocks:
-        for entry in block.entries:
-            for box in entry.boxes:
-                fill_initial(box, entry.view(block.weight), 5)
-        block.open()
+    blocks = filled(model)
     shape = S, B, CONFIG.hidden_size
     return Pipeline(model, KeptWeights(), LayerPasses(recompute), placement, shape, groups, torch.device("cpu")), blocks
 

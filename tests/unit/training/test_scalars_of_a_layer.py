@@ -8,16 +8,14 @@ import pytest
 import torch
 from parity.compare import fp64
 from parity.layouts import BASE, KEY_BIAS, NO_DROPOUT, Row
-from parity.worker import Outcome, run_case
+from parity.worker import Outcome, one_thread, run_case
 from torch import Tensor
-from unit.by_hand import backward, backward_input, backward_weight, forward
+from unit.by_hand import backward, backward_input, backward_weight, filled, forward
 
 from megatron.config.groups import ModelConfig
 from megatron.model import gpt
 from megatron.model.block import LayerBlock, MicroBatch, ScalarSpec, WithScalars
 from megatron.model.gpt import GPTModel
-from megatron.model.init import fill_initial
-from megatron.optimizer.blocks import build_blocks
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import loss_gradient
 
@@ -53,11 +51,7 @@ def build() -> GPTModel:
         model = GPTModel(
             CONFIG, vocab_size=VOCAB, padded_vocab=VOCAB, dtype=torch.float64, seed=5
         )
-    for block in build_blocks(model, torch.device("cpu")):
-        for entry in block.entries:
-            for box in entry.boxes:
-                fill_initial(box, entry.view(block.weight), 5)
-        block.open()
+    filled(model)
     return model
 
 
@@ -145,11 +139,8 @@ def run(flags: tuple[str, ...]) -> Outcome:
 @pytest.fixture(scope="module")
 def alone() -> dict[int, Outcome]:
     """The one-process runs of 2 and of 4 layers."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    outcomes = {layers: run((*FLAGS, "--num-layers", str(layers))) for layers in (2, 4)}
-    torch.set_num_threads(before)
-    return outcomes
+    with one_thread():
+        return {layers: run((*FLAGS, "--num-layers", str(layers))) for layers in (2, 4)}
 
 
 @pytest.mark.parametrize(("layout", "flags"), RUNS, ids=str)
