@@ -72,6 +72,11 @@ def attention_mask(s: int, t: int, *, causal: bool = True, window: int | None = 
     return AttentionMask(causal, window, q_positions, k_positions, document_starts, by_query, by_key)
 
 
+def table_bytes(length: int, samples: int) -> int:
+    """Bytes of document_starts and of both tables, of samples of this length."""
+    return 4 * samples * (length + 2 * 4 * -(-length // TILE))
+
+
 def positions(given: Tensor | None, count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device, dtype=torch.int32) if given is None else given
 

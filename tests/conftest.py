@@ -15,6 +15,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from selection import LONG_FILES
 
 if torch.cuda.is_available():
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for --deterministic-mode; torch looks once, at the first product of any test
@@ -100,29 +101,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") and sys.platform == "linux":
         give_way()
     config.pluginmanager.register(Clock(), "clock")
-
-
-# Files that take minutes, longest first: the processes of a whole run share files, and a long one at the end would keep one of them waiting.
-LONG_FILES = tuple(
-    f"tests/{name}.py"
-    for name in (
-        "parity/test_layouts",
-        "slurm/test_slurm",
-        "readme/test_readme",
-        "unit/checkpoint/test_reshard",
-        "kernels/test_manifest",
-        "parity/test_check_parity",
-        "unit/zero/test_live_bytes",
-        "unit/dist/test_processes",
-        "unit/optimizer/test_zero",
-        "unit/zero/test_streams",
-        "parity/test_mutants",
-        "oracle/test_oracle",
-        "faults/test_pipeline_faults",
-        "faults/test_silent_rank",
-        "faults/test_training_kill",
-    )
-)
 
 
 def longest_first(items: list[pytest.Item]) -> list[pytest.Item]:

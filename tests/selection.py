@@ -1,4 +1,4 @@
-"""Which part of a long table every run of the tests shows."""
+"""Which part of a long table every run of the tests shows, and which files it begins with."""
 
 from __future__ import annotations
 
@@ -18,3 +18,26 @@ def one_in(every: int, cases: Sequence[tuple], names: Sequence[str] | None = Non
         )
         for index, case in enumerate(cases)
     ]
+
+
+# Files that take minutes, longest first: the processes of a whole run share files, and a long one at the end would keep one of them waiting.
+LONG_FILES = tuple(
+    f"tests/{name}.py"
+    for name in (
+        "parity/test_layouts",
+        "slurm/test_slurm",
+        "readme/test_readme",
+        "unit/checkpoint/test_reshard",
+        "kernels/test_manifest",
+        "parity/test_check_parity",
+        "unit/zero/test_live_bytes",
+        "unit/dist/test_processes",
+        "unit/optimizer/test_zero",
+        "unit/zero/test_streams",
+        "parity/test_mutants",
+        "oracle/test_oracle",
+        "faults/test_pipeline_faults",
+        "faults/test_silent_rank",
+        "faults/test_training_kill",
+    )
+)

@@ -46,17 +46,15 @@ from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.config.arguments import parse_arguments
-from megatron.config.stages import place
+from megatron.config.stages import placement_of
 from megatron.config.validate import resolve
 from megatron.data.loader import Batch, Data
 from megatron.dist.collectives import ALL_GATHER, REDUCE_SCATTER
-from megatron.dist.groups import build_groups
+from megatron.dist.groups import build_groups, group_options, layout_of
 from megatron.dist.setup import set_determinism
 from megatron.model.arithmetic import padded_vocab_size
-from megatron.model.gpt import GPTModel
-from megatron.model.kernels import compute_dtype
-from megatron.model.stages import pipeline_stages
-from megatron.optimizer.blocks import build_blocks
+from megatron.model.build import build_model, hidden_shape
+from megatron.optimizer.blocks import build_run_blocks
 from megatron.optimizer.lr_schedule import Schedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
@@ -65,7 +63,6 @@ from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import Pipeline
 from megatron.plan.memory import rank_memories
 from megatron.training.exit import ExitConditions
-from megatron.training.pretrain import layout_of
 from megatron.training.run import Progress, Run
 from megatron.training.step import Pending, forward_backward, update
 
@@ -179,20 +176,15 @@ def build(flags: list[str], ranks: int, device: torch.device) -> Run:
     parsed = parse_arguments(flags).config
     vocab = parsed.data.vocab_size + 1
     config = resolve(parsed, ranks, vocab).config
-    distributed, offload = config.distributed, config.optimizer
-    padded, layout = padded_vocab_size(vocab, config.model, distributed.tensor_model_parallel_size), layout_of(config, ranks)
-    placement = place(distributed.pipeline_schedule, layout.pp, distributed.num_virtual_stages_per_pipeline_rank)
-    groups = build_groups(layout, 0, dist.new_group, config.model.num_query_groups, shard=distributed.zero_shard_size)
-    model = GPTModel(config.model, vocab_size=vocab, padded_vocab=padded, dtype=compute_dtype(config.precision), seed=config.training.seed,
-                     stages=pipeline_stages(config, padded))
-    blocks = build_blocks(model, device, groups, stage=distributed.zero_stage,
-                          host_fraction=offload.optimizer_offload_fraction if offload.optimizer_cpu_offload else 0.0,
-                          offloaded=offload.param_cpu_offload)
+    padded = padded_vocab_size(vocab, config.model, config.distributed.tensor_model_parallel_size)
+    groups = build_groups(layout_of(config, ranks), 0, dist.new_group, **group_options(config))
+    model = build_model(config, vocab, groups, device)
+    blocks = build_run_blocks(config, model, device, groups)
     zero, passes = Zero(model, blocks, groups, config.distributed), LayerPasses(config.training.recompute_granularity == "full")
     seq, samples = config.data.seq_length, config.training.micro_batch_size
     return Run(
         config=config, groups=groups, device=device, device_names=device.type, vocab_size=vocab, padded_vocab=padded, tokenizer_fingerprint="",
-        model=model, zero=zero, pipeline=Pipeline(model, zero, passes, placement, (seq, samples, config.model.hidden_size), groups, device),
+        model=model, zero=zero, pipeline=Pipeline(model, zero, passes, placement_of(config), hidden_shape(config), groups, device),
         optimizer=Optimizer(blocks, config, groups, zero.publish), schedule=Schedule.of(config), scaler=LossScaler(config.precision),
         data=Data(RandomTokens(samples, seq, vocab), {}, {}, {}, [], 0), tracker=None, exits=ExitConditions(config.training), progress=Progress(),
         saver=None, lease=None, peak_tflops=None,

@@ -45,18 +45,12 @@ from megatron.checkpoint.saver import Saver, staging_bytes
 from megatron.checkpoint.share import own_part
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
-from megatron.config.stages import place
 from megatron.config.validate import resolve
-from megatron.dist.groups import Axis, Groups, build_groups
+from megatron.dist.groups import Axis, Groups, build_groups, group_options, layout_of
 from megatron.layers.spec import Box
-from megatron.layers.tensor_parallel import TensorParallel
-from megatron.model.arithmetic import padded_vocab_size
-from megatron.model.gpt import GPTModel
-from megatron.model.kernels import compute_dtype
-from megatron.model.stages import pipeline_stages
-from megatron.optimizer.blocks import build_blocks
+from megatron.model.build import build_model
+from megatron.optimizer.blocks import build_run_blocks
 from megatron.optimizer.optimizer import Optimizer
-from megatron.training.pretrain import layout_of
 
 Pairs = list[tuple[Box, torch.Tensor]]
 MODES = ("owner", "balanced")
@@ -72,19 +66,11 @@ COLOURS = {"owner": "#dd8a3d", "balanced": "#4f86c6"}
 
 def optimizers(config: Config, ranks: int) -> Iterator[tuple[Groups, Optimizer]]:
     """Every rank's, of a job of so many ranks, on the meta device: what a rank computes at its start, without processes and without memory."""
-    layout = layout_of(config, ranks)
     config = resolve(config, ranks, None).config
-    distributed, vocab = config.distributed, config.data.vocab_size + 1
-    placement = place(distributed.pipeline_schedule, layout.pp, distributed.num_virtual_stages_per_pipeline_rank)
-    tied = placement[0] != placement[-1] and not config.model.untie_embeddings_and_output_weights
-    padded = padded_vocab_size(vocab, config.model, layout.tp)
-    stages = pipeline_stages(config, padded)
     for rank in range(ranks):
-        groups = build_groups(layout, rank, lambda members: object(), config.model.num_query_groups, tied=tied, shard=distributed.zero_shard_size)
-        own = tuple(stage for stage, at in zip(stages, placement, strict=True) if at == groups.pp.rank)
-        model = GPTModel(config.model, vocab_size=vocab, padded_vocab=padded, dtype=compute_dtype(config.precision), seed=config.training.seed,
-                         tp=TensorParallel(groups.tp, groups.kv), stages=own)
-        yield groups, Optimizer(build_blocks(model, torch.device("meta"), groups, stage=distributed.zero_stage), config, groups)
+        groups = build_groups(layout_of(config, ranks), rank, lambda members: object(), **group_options(config))
+        model = build_model(config, config.data.vocab_size + 1, groups, torch.device("cpu"))
+        yield groups, Optimizer(build_run_blocks(config, model, torch.device("meta"), groups), config, groups)
 
 
 def written(optimizer: Optimizer, mode: str) -> Pairs:

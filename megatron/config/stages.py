@@ -95,6 +95,12 @@ def place(schedule: str, ranks: int, virtual: int) -> tuple[int, ...]:
     return tuple(stage % ranks for stage in range(ranks * virtual))
 
 
+def placement_of(config: Config) -> tuple[int, ...]:
+    """Stage -> pipeline rank, of a resolved configuration."""
+    distributed = config.distributed
+    return place(distributed.pipeline_schedule, distributed.pipeline_model_parallel_size, distributed.num_virtual_stages_per_pipeline_rank)
+
+
 def layers_of_stages(config: Config) -> tuple[int, ...]:
     """Layers of each stage of a resolved configuration, along the forward pass; not for `auto`, which depends on costs."""
     distributed, layers = config.distributed, config.model.num_layers

@@ -19,6 +19,7 @@ from megatron.config.workspace import ROUND_BYTES
 from megatron.dist.groups import Axis
 from megatron.dist.peers import waiting
 from megatron.dist.rendezvous import name_ranks
+from megatron.dist.silent import SilentGroup
 
 # Of torch.distributed: torch 2.13 has new names, and warns of the old ones, which are all that 2.11 has.
 ALL_GATHER, REDUCE_SCATTER = (
@@ -61,7 +62,7 @@ class _Works:
 
 def is_gloo(axis: Axis) -> bool:
     """Whether the axis communicates over Gloo, which moves CPU memory."""
-    return dist.get_backend(axis.group) == "gloo"
+    return not isinstance(axis.group, SilentGroup) and dist.get_backend(axis.group) == "gloo"
 
 
 def _staged(x: Tensor, axis: Axis, out: Tensor | None, start: Callable[..., Pending]) -> Pending:
@@ -80,6 +81,8 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     """The sum of x over the axis, in place."""
     if axis.size == 1:
         return _Works([], x)
+    if isinstance(axis.group, SilentGroup):
+        return axis.group.start("all-reduce", x)
     return _Works([dist.all_reduce(x, group=axis.group, async_op=True)], x, of=("an all-reduce", axis))
 
 
@@ -90,6 +93,8 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
     if is_gloo(axis) and x.is_cuda:
         return _staged(x, axis, out, start_all_gather)
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if out is None else out
+    if isinstance(axis.group, SilentGroup):
+        return axis.group.start("all-gather", out)
     x = x.contiguous()
     if not is_gloo(axis):
         return _Works([getattr(dist, ALL_GATHER)(out, x, group=axis.group, async_op=True)], out, of=("an all-gather", axis))
@@ -111,11 +116,8 @@ class _GlooReduceScatter:
     def __init__(self, x: Tensor, axis: Axis, out: Tensor, wire: torch.dtype, room: int):
         self.axis, self.out, self.wire = axis, out.view(-1), wire
         self.slices = [part.reshape(-1) for part in x.contiguous().chunk(axis.size)]
-        elements, wide = self.slices[0].numel(), torch.promote_types(wire, torch.float32)
-        each = wire.itemsize * (axis.size - 1)  # of what an element of the own slice takes: received; cast, to be sent and added; summed
-        each += wire.itemsize * axis.size * (wire != x.dtype) + wide.itemsize * (wire != wide)
-        limit = max(ROUND_BYTES, room)
-        step = elements if elements * each <= limit else max(1, limit // 2 // each)
+        elements = self.slices[0].numel()
+        step = _round_elements(elements, axis.size, x.dtype, wire, room)
         self.rounds = [(start, min(start + step, elements)) for start in range(0, elements, step)]
         self.flying: list[tuple[tuple[int, int], dict[int, Tensor], list[Any]]] = []
         with _others("a reduce-scatter", axis):
@@ -166,6 +168,24 @@ def _add_in_rank_order(parts: dict[int, Tensor], axis: Axis, out: Tensor) -> Non
         out.copy_(total)
 
 
+def _round_elements(elements: int, ranks: int, dtype: torch.dtype, wire: torch.dtype, room: int) -> int:
+    """Elements of each round of a Gloo reduce-scatter whose own slice has so many: two rounds take `room` bytes, or ROUND_BYTES."""
+    wide = torch.promote_types(wire, torch.float32)
+    each = wire.itemsize * (ranks - 1)  # of what an element of the own slice takes: received; cast, to be sent and added; summed
+    each += wire.itemsize * ranks * (wire != dtype) + wide.itemsize * (wire != wide)
+    limit = max(ROUND_BYTES, room)
+    return elements if elements * each <= limit else max(1, limit // 2 // each)
+
+
+def _bytes_in_flight(elements: int, axis: Axis, dtype: torch.dtype, wire: torch.dtype, room: int) -> int:
+    """What a reduce-scatter takes beside its input and output while it is under way; `elements` of the own slice."""
+    casts = wire != dtype
+    if not axis.group.gloo:
+        return elements * wire.itemsize * (axis.size + 1) * casts
+    of_two_rounds = min(elements, 2 * _round_elements(elements, axis.size, dtype, wire, room))
+    return of_two_rounds * wire.itemsize * (axis.size - 1) * (2 if casts else 1)  # received, and cast to be sent
+
+
 class _Shaped:
     def __init__(self, pending: Pending, shape: torch.Size):
         self.pending, self.shape = pending, shape
@@ -187,8 +207,10 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None, wire:
         return _staged(x, axis, out, lambda host, axis: start_reduce_scatter(host, axis, wire=wire, room=room))
     own = x.chunk(axis.size)[axis.rank]
     out = torch.empty_like(own, memory_format=torch.contiguous_format) if out is None else out
+    room = x.numel() * wire.itemsize // 2 if room is None else room
+    if isinstance(axis.group, SilentGroup):
+        return axis.group.start("reduce-scatter", out, _bytes_in_flight(own.numel(), axis, x.dtype, wire, room))
     if is_gloo(axis):
-        room = x.numel() * wire.itemsize // 2 if room is None else room
         return _Shaped(_GlooReduceScatter(x, axis, out, wire, room), own.shape)
     if wire == x.dtype:
         return _Works([getattr(dist, REDUCE_SCATTER)(out, x.contiguous(), group=axis.group, async_op=True)], out,

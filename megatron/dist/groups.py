@@ -5,9 +5,14 @@ Ranks are numbered with tp fastest: `arange(world).view(pp, dp, cp, tp)`. World 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
+
+from megatron.config.derive import data_parallel_size
+from megatron.config.groups import Config
+from megatron.config.stages import placement_of
 
 ORDER = ("pp", "dp", "cp", "tp")  # slowest first
 TP_PP_DP_ORDER = ("dp", "pp", "cp", "tp")  # --use-tp-pp-dp-mapping
@@ -41,7 +46,8 @@ class Layout:
             rank = rank * getattr(self, axis) + at[axis]
         return rank
 
-    def partition(self, *axes: str) -> Iterator[tuple[int, ...]]:
+    @lru_cache  # a plan asks for those of thousands of ranks again and again
+    def partition(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that differ only in `axes`, each in ascending order."""
         def offsets(chosen: list[str]) -> list[int]:
             numbers = [0]
@@ -51,8 +57,8 @@ class Layout:
             return numbers
 
         inside = offsets([axis for axis in self.order if axis in axes])
-        for start in offsets([axis for axis in self.order if axis not in axes]):
-            yield tuple(start + offset for offset in inside)
+        starts = offsets([axis for axis in self.order if axis not in axes])
+        return tuple(tuple(start + offset for offset in inside) for start in starts)
 
 
 @dataclass(frozen=True)
@@ -150,7 +156,7 @@ def build_groups(layout: Layout, rank: int, new_group: Callable[[tuple[int, ...]
     assert 0 <= rank < layout.world and layout.dp * layout.cp % shard == 0
     made: dict[tuple[int, ...], Any] = {}
 
-    def axis(name: str, partition: Iterator[tuple[int, ...]], *, own: bool = False) -> Axis:
+    def axis(name: str, partition: Iterable[tuple[int, ...]], *, own: bool = False) -> Axis:
         found = ALONE
         for ranks in partition:
             group = None
@@ -161,7 +167,7 @@ def build_groups(layout: Layout, rank: int, new_group: Callable[[tuple[int, ...]
         return found
 
     share = kv_sharers(layout.tp, kv_heads or layout.tp)
-    ends = ((line[0], line[-1]) for line in layout.partition("pp")) if tied and layout.pp > 1 else iter(())
+    ends = ((line[0], line[-1]) for line in layout.partition("pp")) if tied and layout.pp > 1 else ()
     shards = [ranks[i : i + shard] for ranks in layout.partition("dp", "cp") for i in range(0, len(ranks), shard)]
     copies = (ranks[i::shard] for ranks in layout.partition("dp", "cp") for i in range(shard))
     kv = (tp[i : i + share] for tp in layout.partition("tp") for i in range(0, layout.tp, share))
@@ -169,11 +175,25 @@ def build_groups(layout: Layout, rank: int, new_group: Callable[[tuple[int, ...]
         layout=layout, rank=rank, world=axis("world", layout.partition(*ORDER)),
         **{name: axis(name, layout.partition(name)) for name in ("tp", "cp", "dp", "pp")},
         buffers={"dense": BufferGroups(
-            replicas=axis("replicas", layout.partition("dp", "cp")), shard=axis("shard", iter(shards)),
-            shard_gather=axis("shard_gather", iter(shards), own=True), copies=axis("copies", copies))},
+            replicas=axis("replicas", layout.partition("dp", "cp")), shard=axis("shard", shards),
+            shard_gather=axis("shard_gather", shards, own=True), copies=axis("copies", copies))},
         kv=axis("kv", kv), tied=axis("tied", ends),
         channels=tuple(axis("channel", layout.partition("pp"), own=True) for _ in range(channel_count(layout.pp))),
     )
+
+
+def layout_of(config: Config, world_size: int) -> Layout:
+    """The rank grid that the flags ask for."""
+    distributed = config.distributed
+    return Layout(tp=distributed.tensor_model_parallel_size, dp=data_parallel_size(config, world_size),
+                  pp=distributed.pipeline_model_parallel_size, order=TP_PP_DP_ORDER if distributed.use_tp_pp_dp_mapping else ORDER)
+
+
+def group_options(config: Config) -> dict[str, Any]:
+    """What `build_groups` has to know of a resolved configuration beside its layout."""
+    placement = placement_of(config)
+    tied = placement[0] != placement[-1] and not config.model.untie_embeddings_and_output_weights
+    return {"kv_heads": config.model.num_query_groups, "tied": tied, "shard": config.distributed.zero_shard_size}
 
 
 def one_process() -> Groups:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron.dist.collectives import is_gloo
 from megatron.dist.groups import Axis
+from megatron.dist.silent import SilentGroup
 
 
 class Sending:
@@ -20,6 +21,9 @@ class Sending:
 
     def __init__(self, x: Tensor, to: int, axis: Axis, tag: int):
         self.x = x.cpu() if x.is_cuda and is_gloo(axis) else x.contiguous()
+        if isinstance(axis.group, SilentGroup):
+            self.work: Any = axis.group.start("message", self.x)
+            return
         self.work = dist.isend(self.x, dst=axis.ranks[to], group=axis.group, tag=tag)
 
     def wait(self) -> None:
@@ -33,7 +37,10 @@ class Receiving:
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, source: int, axis: Axis, tag: int):
         self.device = device
         self.x = torch.empty(shape, dtype=dtype, device="cpu" if is_gloo(axis) else device)
-        self.work: Any = dist.irecv(self.x, src=axis.ranks[source], group=axis.group, tag=tag)
+        if isinstance(axis.group, SilentGroup):
+            self.work: Any = axis.group.start("message", self.x)
+            return
+        self.work = dist.irecv(self.x, src=axis.ranks[source], group=axis.group, tag=tag)
 
     def wait(self) -> Tensor:
         """The tensor. On a GPU the current stream waits, not the host (but for Gloo, which moves CPU memory)."""

@@ -5,6 +5,7 @@ s query length, t key length, b batch, n query heads, g key/value heads, d head 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,7 +18,7 @@ from megatron.kernels.attention import attention_reference, flash_attention
 from megatron.kernels.attention_masks import AttentionMask, attention_mask
 from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.linear import ColumnLinear, RowLinear
-from megatron.layers.norm import Norm, norm_parameters
+from megatron.layers.norm import Norm, norm_parameters, saved_statistics
 from megatron.layers.rotary import Rotary, apply_rotary, rotate_fused
 from megatron.layers.spec import ZEROS, ParameterSpec, Shard, TensorSpec, normal, parts_under, under, vector
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
@@ -160,3 +161,101 @@ class SelfAttention(nn.Module):
             dropout=self.dropout, state=state, first_head=self.first_head, deterministic=self.config.deterministic_mode,
         )
         return self.proj(out.reshape(s, b, -1))
+
+
+@dataclass(frozen=True)
+class AttentionBytes:
+    """What SelfAttention keeps and takes of a micro-batch of [seq, samples] on one rank, in bytes, for the plan.
+
+    `model` has this rank's heads; `compute` and `wide` are bytes of an element of activations and of fp32 or fp64 statistics.
+    """
+
+    model: ModelConfig
+    seq: int
+    samples: int
+    compute: int
+    wide: int
+    device: str  # cpu or cuda
+    documents: bool  # attention ends at their bounds
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Elements a token of all queries, and of all keys."""
+        return self.model.kv_channels * self.model.num_attention_heads, self.model.kv_channels * self.model.num_query_groups
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all scores are in memory."""
+        return choose_attention(self.model, training=True) == "plain"
+
+    @property
+    def is_ours(self) -> bool:
+        return self.model.attention_backend in OURS
+
+    @property
+    def rotates(self) -> bool:
+        """Whether queries and keys are turned into tensors of their own: our kernel turns them in place."""
+        return self.model.position_embedding_type in ("rope", "yarn") and self.model.rotary_backend == "torch"
+
+    @property
+    def takes_projection(self) -> bool:
+        """Whether attention reads the fused projection itself, and writes its gradient."""
+        return self.is_ours and not self.rotates and not self.model.qk_layernorm
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether torch's fused attention reads keys and values that were repeated for each query head."""
+        masked = self.documents or self.model.window_size is not None
+        fused = not self.is_ours and not self.is_plain
+        return fused and repeats_heads(self.device, masked, self.model.num_attention_heads, self.model.num_query_groups)
+
+    def saved(self) -> int:
+        """From the QKV projection's output to the output projection's input, and the mask."""
+        return self.seq * self.samples * self._saved_per_token() + self._mask()
+
+    def _saved_per_token(self) -> int:
+        model, compute, wide = self.model, self.compute, self.wide
+        (q, k), heads, groups = self.widths, model.num_attention_heads, model.num_query_groups
+        norms, rotates = model.qk_layernorm, self.rotates
+        statistics = (heads + groups) * saved_statistics(model.normalization, wide) if norms else 0
+        # A copy of the queries, which stand between their groups' keys and values: our kernels read them there where nothing else does.
+        gathered = q if 1 < groups < heads and not self.takes_projection else 0
+        if self.is_plain:
+            dropped = model.attention_dropout > 0
+            scores = wide + (wide if model.attn_logit_softcapping is not None else 0) + (1 if dropped else 0)  # softmax, tanh, mask
+            if dropped or compute != wide:
+                scores += compute  # the probabilities that multiply the values
+            if norms:
+                width = q + 2 * k + gathered + 4 * q  # inputs of the norms; queries, repeated keys and values; the output
+            else:
+                width = q + 2 * k + 3 * q if groups == heads and not rotates else 4 * q  # one head each: the values stay in the projection
+            return compute * width + scores * heads * self.seq + statistics
+        statistics += wide * heads  # log-sum-exp
+        if self.is_repeated:
+            width = 4 * q  # queries, repeated keys and values, the output
+            if norms:
+                width += q + 2 * k + gathered  # inputs of the norms
+            elif groups == 1 and not rotates:
+                width += 2 * k  # the projection, in which the queries are read
+            return compute * width + statistics
+        if self.device == "cpu" and compute < wide and not self.is_ours:  # computed in fp32
+            width = q + (q + 2 * k + gathered if norms else 0)  # the output; inputs of the norms
+            return compute * width + wide * (2 * q + 2 * k) + statistics  # the kernel's own inputs and output
+        width = q + 2 * k + q  # the fused projection, kept through its values; the output
+        width += gathered if norms or not rotates else 0
+        width += q + k if norms or rotates else 0
+        return compute * width + statistics
+
+    def _mask(self) -> int:
+        """None when the fused attention is causal and no more, one for each sample with document masking. Our kernels have none."""
+        if self.is_ours or not (self.is_plain or self.documents or self.model.window_size is not None):
+            return 0
+        element = 1 if self.is_plain else self.compute  # torch's fused attention turns a boolean mask into numbers that are added to the scores
+        return element * self.seq**2 * (self.samples if self.documents else 1)
+
+    def gradients(self) -> int:
+        """Of queries, keys and values apart, then of the projection; where all scores are in memory, of probabilities and scores."""
+        q, k = self.widths
+        width = (1 if self.takes_projection else 2) * (q + 2 * k) + (2 * q if self.is_repeated else 0)
+        scores = 3 * self.wide * self.seq * self.model.num_attention_heads if self.is_plain else 0
+        return self.seq * self.samples * (self.compute * width + scores)

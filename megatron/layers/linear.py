@@ -76,6 +76,15 @@ def linear_weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool
             main_grad.addmm_(dy[piece].t().to(main_grad.dtype), x[piece].to(main_grad.dtype), beta=0 if overwrite and token == 0 else 1)
 
 
+def weight_grad_scratch(tokens: int, inputs: int, outputs: int, compute: int, grad: int, device: str) -> int:
+    """Bytes of `linear_weight_grad`'s temporaries, for elements of `compute` and `grad` bytes: none where the GEMM itself adds."""
+    if compute == grad:
+        return 0
+    if device == "cuda":
+        return min(SCRATCH_BYTES, outputs * inputs * grad)
+    return min(tokens, max(1, SCRATCH_BYTES // (grad * max(inputs, outputs)))) * grad * (inputs + outputs)
+
+
 @contextlib.contextmanager
 def _products_of(dtype: torch.dtype) -> Iterator[None]:
     """fp32 products on a CPU whose factors are exact in bf16: its bf16 instructions, which add up in fp32, lose nothing and take half the time."""

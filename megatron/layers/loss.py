@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.config.groups import ModelConfig
 from megatron.config.workspace import LOSS_CHUNK_BYTES
 from megatron.dist.collectives import all_gather
 from megatron.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_parts
@@ -16,6 +17,15 @@ from megatron.layers.tensor_parallel import DENSE, TensorParallel
 def _chunks(logits: Tensor):
     rows = max(1, LOSS_CHUNK_BYTES[logits.device.type] // (4 * logits.shape[1]))
     return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
+
+
+def widened_bytes(model: ModelConfig, tokens: int, width: int, compute: int, wide: int, device: str) -> int:
+    """Bytes of what `Columns` makes of `width` logits of each of these tokens, in whichever pass takes more: none by our kernel."""
+    if model.cross_entropy_backend == "triton":
+        return 0
+    rows = min(tokens, max(1, LOSS_CHUNK_BYTES[device] // (4 * width)))
+    chunks = 4 if model.final_logit_softcapping is not None else 2 if compute != wide else 1
+    return chunks * rows * width * wide
 
 
 def _wide_logits(logits: Tensor, softcap: float | None) -> Tensor:

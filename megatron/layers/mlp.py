@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron.config.derive import GATED
 from megatron.config.groups import ModelConfig
 from megatron.kernels.activation import activation as activation_forward
-from megatron.kernels.activation import activation_backward
+from megatron.kernels.activation import activation_backward, configuration
 from megatron.layers.linear import ColumnLinear, RowLinear, column_linear
 from megatron.layers.spec import ParameterSpec, Shard, TensorSpec, normal, parts_under, vector
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
@@ -79,6 +79,20 @@ def mlp_parameters(config: ModelConfig, name: str, sequence: bool = False) -> di
         made["fc1.bias"] = ParameterSpec(biases)
         made["fc2.bias"] = ParameterSpec((vector(f"{name}.down.bias", h, copies="tp", grad_sum=parts_under(sequence)),))
     return made
+
+
+def saved_widths(model: ModelConfig) -> tuple[int, int]:
+    """Elements a token of what the MLP of this rank's `model` keeps: (fc1's output, fc2's input)."""
+    f = model.ffn_hidden_size
+    return (2 * f if model.activation in GATED else f), f
+
+
+def bias_sum_bytes(model: ModelConfig, tokens: int) -> int:
+    """Bytes in which our activation's backward pass adds up the gradient of fc1's bias."""
+    if model.activation_backend != "triton" or not model.add_bias_linear:
+        return 0
+    programs = configuration("backward", model.activation, model.ffn_hidden_size, True).programs
+    return 4 * min(programs, tokens) * saved_widths(model)[0]
 
 
 class MLP(nn.Module):

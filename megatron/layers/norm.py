@@ -106,6 +106,11 @@ def norm_parameters(kind: str, size: int, name: str, grad_sum: tuple[str, ...] =
     return {"weight": ParameterSpec((scale,))} | ({"bias": ParameterSpec((bias,))} if kind == "LayerNorm" else {})
 
 
+def saved_statistics(kind: str, wide: int) -> int:
+    """Bytes a token that a norm keeps beside its input, `wide` of a number: the reciprocal deviation, and LayerNorm's mean."""
+    return wide * (2 if kind == "LayerNorm" else 1)
+
+
 class Norm(nn.Module):
     """LayerNorm (weight and bias) or RMSNorm (weight) over the last dimension; backend torch, apex or triton."""
 

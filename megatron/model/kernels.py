@@ -11,7 +11,7 @@ from megatron.kernels import attention_gluon, lang
 from megatron.kernels.attention import unfit
 from megatron.kernels.attention_backward import why_not_atomic
 from megatron.kernels.dispatch import OPERATORS, Choice, choose, flag_of
-from megatron.layers.attention import OURS, beyond_sdpa, repeats_heads  # noqa: F401  # the last for the plan
+from megatron.layers.attention import OURS, beyond_sdpa
 
 
 def compute_dtype(precision: PrecisionConfig) -> torch.dtype:

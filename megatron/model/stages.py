@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from megatron.config.groups import Config, ModelConfig
@@ -38,7 +39,7 @@ def pipeline_stages(config: Config, padded_vocab: int) -> tuple[Stage, ...]:
         return _stages(layers_of_stages(config))
     count = distributed.pipeline_model_parallel_size * distributed.num_virtual_stages_per_pipeline_rank
     flops = unit_flops(model, config.data.seq_length, padded_vocab)
-    sizes = balance(flops, unit_parameters(model, padded_vocab, copied=True), count)
+    sizes = _balance_once(tuple(flops), tuple(unit_parameters(model, padded_vocab, copied=True)), count)
     return _stages([size - (k == 0) - (k == count - 1) for k, size in enumerate(sizes)])
 
 
@@ -68,6 +69,9 @@ def balance(flops: Sequence[int], parameters: Sequence[int], count: int) -> tupl
                 found[begin] = min(candidate, found.get(begin, candidate))
         best = found
     return best[0][1]
+
+
+_balance_once = lru_cache(balance)  # a plan asks again for each pipeline rank
 
 
 def _needed(flops: Sequence[int], parameters: Sequence[int], most_flops: int, most_parameters: int) -> int:

@@ -21,11 +21,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megatron.config.groups import Config
+from megatron.config.stages import frozen_units
 from megatron.dist.groups import BufferGroups, Groups, one_process
 from megatron.layers.spec import Box, Multipliers, holders
 from megatron.model.additions import check_additions
@@ -43,13 +46,17 @@ class Entry:
     shape: torch.Size
     boxes: tuple[Box, ...]
 
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
     @property
     def stop(self) -> int:
-        return self.start + math.prod(self.shape)
+        return self.start + self.numel
 
     def view(self, buffer: Tensor, first: int = 0) -> Tensor:
         """The parameter's part of a buffer that begins with element `first` of the block."""
-        return buffer[self.start - first : self.stop - first].view(self.shape)
+        return buffer.narrow(0, self.start - first, self.numel).view(self.shape)
 
     def runs(self, box: Box) -> Iterator[tuple[int, int, int]]:
         """A box's contiguous ranges in the flat buffer: (start, stop, its first row in the box)."""
@@ -70,6 +77,16 @@ class Plan:
     late: int  # elements at its beginning: weights of linear layers, whose gradients a split backward pass leaves for later
     ranges: tuple[tuple[int, Multipliers], ...]  # (where it ends, what an update rule multiplies there), one after the other
     size: int  # with padding
+
+    @cached_property
+    def cleared(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of a new gradient that no product of a linear layer overwrites."""
+        start, found = 0, []
+        for entry in self.entries:
+            if entry.start < self.late:  # a tensor without an element may end there, too
+                found.append((start, entry.start))
+                start = entry.stop
+        return tuple((first, last) for first, last in (*found, (start, self.size)) if first < last)
 
     @property
     def decayed(self) -> int:
@@ -171,14 +188,12 @@ class Block:
         lies between and after them is cleared."""
         assert self.grad is None
         self.grad = torch.empty(self.size, dtype=self.grad_dtype, device=self.weight.device)
-        start = 0
+        for first, last in self.plan.cleared:
+            self.grad[first:last].zero_()
         for entry, parameter in zip(self.entries, self.parameters):
             parameter.main_grad = entry.view(self.grad)
-            if entry.start < self.plan.late:  # a tensor without an element may end there, too
+            if entry.start < self.plan.late:
                 parameter.fresh = True
-                self.grad[start : entry.start].zero_()
-                start = entry.stop
-        self.grad[start:].zero_()
 
     def complete(self) -> None:
         """All passes are over: the gradient of a linear layer's weight that has had no product is zero."""
@@ -331,12 +346,12 @@ def plan_blocks(model: GPTModel, parts: Callable[[str], int]) -> list[tuple[Plan
 
 def build_blocks(model: GPTModel, device: torch.device, groups: Groups = one_process(), *, stage: int = 0, training: bool = True,
                  narrow_grads: bool = False, host_fraction: float = 0.0, in_files: bool = False, offloaded: bool = False,
-                 frozen: Container[str] = ()) -> list[Block]:
+                 frozen: Container[str] = (), make: Callable[..., Block] = Block) -> list[Block]:
     """Give every parameter of a model born on the meta device its storage (zeros), and a `main_grad` when it is trained.
 
     Buffers can be cut into as many equal slices as ranks hold the same parameters. `narrow_grads` accumulates gradients in the model's precision;
     blocks with about `host_fraction` of the parameters have their master weights in host memory, or `in_files`; those named in
-    `frozen` are not trained. `offloaded`: at stage 3 weights of both are in host memory between their uses.
+    `frozen` are not trained. `offloaded`: at stage 3 weights of both are in host memory between their uses. `make` is Block, or takes what it takes.
     Raises ValueError for a module that cannot train here (megatron/model/additions.py).
     """
     check_additions(model)
@@ -344,8 +359,17 @@ def build_blocks(model: GPTModel, device: torch.device, groups: Groups = one_pro
     plans = plan_blocks(model, lambda group: groups.buffers[group].replicas.size)
     trained = [training and plan.unit not in frozen for plan, _ in plans]
     on_host = on_host_of([plan.size * train for (plan, _), train in zip(plans, trained)], host_fraction)
-    return [Block(plan, parameters, model.dtype, device, groups.buffers[plan.group], stage, grad_dtype if train else None, host, host and in_files,
+    return [make(plan, parameters, model.dtype, device, groups.buffers[plan.group], stage, grad_dtype if train else None, host, host and in_files,
                   offloaded and stage == 3 and (host or not train)) for (plan, parameters), train, host in zip(plans, trained, on_host)]
+
+
+def build_run_blocks(config: Config, model: GPTModel, device: torch.device, groups: Groups, make: Callable[..., Block] = Block) -> list[Block]:
+    """The blocks that the flags of a resolved configuration ask for, made by `make`."""
+    optimizer = config.optimizer
+    return build_blocks(model, device, groups, stage=config.distributed.zero_stage, narrow_grads=optimizer.main_grads_dtype == "bf16",
+                        host_fraction=optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0,
+                        in_files=optimizer.optimizer_nvme_offload is not None, offloaded=optimizer.param_cpu_offload,
+                        frozen=frozen_units(config), make=make)
 
 
 def on_host_of(sizes: Sequence[int], fraction: float) -> list[bool]:

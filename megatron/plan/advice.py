@@ -115,9 +115,9 @@ def _culprit(rank: RankMemory, stage: int, keeps: bool) -> str:
     """What outweighs that which the stage shares out: the largest block, of which its gradient or its weights are whole for a time."""
     if stage == 3 and keeps:
         return "--zero3-keep-gathered holds all weights whole"
-    block, elements = max(rank.blocks, key=lambda block: block.elements), sum(block.elements for block in rank.blocks)
+    block, elements = max(rank.blocks, key=lambda block: block.size), sum(block.size for block in rank.blocks)
     what = "weights are" if stage == 3 else "gradient is"
-    return f"the {block.name}, {block.elements / elements:.0%} of the rank's parameters, whose {what} whole in the {rank.peak.when}"
+    return f"the {block.name.replace('layers.', 'layer ')}, {block.size / elements:.0%} of the rank's parameters, whose {what} whole in the {rank.peak.when}"
 
 
 def gib(size: int) -> str:

@@ -18,7 +18,7 @@ def shard_bytes(config: Config, vocab_size: int, world_size: int) -> list[float]
     size = precisions(config)
     each = size.wide + (size.moments if config.checkpoint.save_optim else 0)
     copied = not config.model.untie_embeddings_and_output_weights  # a head that is the embedding
-    written = [rank.parameters - sum(block.elements for block in rank.blocks if copied and block.name == "head")
+    written = [rank.parameters - sum(block.size for block in rank.blocks if copied and block.name == "head")
                for rank in rank_memories(config, vocab_size, world_size)]
     return [count * each / data_parallel_size(config, world_size) for count in written]
 

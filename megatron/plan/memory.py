@@ -6,15 +6,22 @@ Not counted: the allocator's fragmentation, the device's context and kernels (0.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
+
+import torch
 
 from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config
+from megatron.dist.groups import build_groups, group_options, layout_of
 from megatron.model.arithmetic import padded_vocab_size, unit_parameters
+from megatron.model.build import build_model, hidden_shape
 from megatron.model.stages import Stage, pipeline_stages
-from megatron.parallel.schedule import Schedule, build_schedule, receipts
+from megatron.optimizer.blocks import Block, build_run_blocks
+from megatron.optimizer.zero import Zero
+from megatron.parallel.schedule import Schedule, build_schedule
 from megatron.plan.activations import Shape, input_bytes, loss_bytes, unit_bytes
-from megatron.plan.replay import Peak, RankUnits, Sharing, replay
-from megatron.plan.state import Sizes, precisions, rank_blocks, shard_size, static_bytes
+from megatron.plan.engine import META, CountedBlock, CountedGroup, Ledger, Peak, run_step
+from megatron.plan.state import shard_size, static_bytes
 
 ELSEWHERE = ("host", "disk")  # not on the device
 STEADY = 4  # micro-batches for each pipeline rank after which a step repeats itself
@@ -24,7 +31,7 @@ STEADY = 4  # micro-batches for each pipeline rank after which a step repeats it
 class RankMemory:
     """What one pipeline rank needs."""
 
-    blocks: list[Sizes]
+    blocks: list[Block]  # on the meta device
     parameters: int  # real ones, padding left out
     static: dict[str, int]  # when the passes of a step are over, by kind: state.static_bytes
     peak: Peak  # beside it without its gradients, in a step
@@ -55,32 +62,31 @@ def estimate_ranks(config: Config, vocab_size: int, world_size: int, device: str
 
 
 def rank_memories(config: Config, vocab_size: int, world_size: int, device: str = "cuda") -> list[RankMemory]:
-    """What each pipeline rank needs, on a `cuda` device with NCCL or a `cpu` with Gloo."""
+    """What each pipeline rank needs, on a `cuda` device with NCCL or a `cpu` with Gloo. The ranks that hold the same stages need the same."""
     padded = padded_vocab_size(vocab_size, config.model, config.distributed.tensor_model_parallel_size)
     stages, schedule = pipeline_stages(config, padded), schedule_of(config, world_size, most=STEADY)
-    stored = stage_parameters(config, stages, schedule.placement, padded)
-    shape, sharing, shard = Shape(config, padded, device), sharing_of(config, world_size, device), shard_size(config, world_size)
+    shape, shard, layout = Shape(config, padded, device), shard_size(config, world_size), layout_of(config, world_size)
+    inside = with_state_on_the_device(config)
     result = []
-    for rank, actions in enumerate(schedule.actions):
-        blocks = rank_blocks(config, world_size, stages, schedule.placement, padded, rank)
-        distinct = list(dict.fromkeys(blocks.values()))
-        units = {number: list(zip(stage.units, unit_bytes(shape, stage), strict=True))
-                 for number, (stage, where) in enumerate(zip(stages, schedule.placement, strict=True)) if where == rank}
-        run = RankUnits(units, blocks, schedule.placement, shape.hidden, receipts(schedule, rank), input_bytes(shape), loss_bytes(shape))
-        count = sum(number for number, where in zip(stored, schedule.placement, strict=True) if where == rank)
-        result.append(RankMemory(distinct, count, static_bytes(config, distinct, shard), replay(actions, run, sharing)))
+    for rank in range(schedule.ranks):
+        ledger = Ledger()
+        group = CountedGroup(device != "cuda", ledger)
+        place = layout.rank({"tp": 0, "cp": 0, "dp": 0, "pp": rank})
+        groups = build_groups(layout, place, lambda ranks, group=group: group, **group_options(config))
+        model = build_model(config, vocab_size, groups, torch.device(device))
+        blocks = build_run_blocks(inside, model, META, groups, make=partial(CountedBlock, ledger))
+        units = [unit_bytes(shape, stage) for stage, where in zip(stages, schedule.placement, strict=True) if where == rank]
+        inputs = input_bytes(shape) + (loss_bytes(shape) if model.head is not None else 0)
+        peak = run_step(ledger, model, Zero(model, blocks, groups, config.distributed), schedule, groups, units, hidden_shape(config), inputs)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        result.append(RankMemory(blocks, count, static_bytes(config, blocks, shard), peak))
     return result
 
 
-def sharing_of(config: Config, world_size: int, device: str) -> Sharing:
-    """How the blocks are shared."""
-    distributed, size, replicas = config.distributed, precisions(config), data_parallel_size(config, world_size)
-    shard = distributed.zero_shard_size or replicas
-    return Sharing(
-        stage=distributed.zero_stage, shard=shard, copies=replicas // shard, gradient=size.gradient, compute=size.compute, wire=size.wire,
-        keep_gathered=distributed.zero3_keep_gathered, overlap_reduce=distributed.overlap_grad_reduce,
-        overlap_gather=distributed.overlap_param_gather, device=device,
-    )
+def with_state_on_the_device(config: Config) -> Config:
+    """The same run without what it keeps in the host's memory or in files, which nothing in the passes of a step depends on."""
+    optimizer = dataclasses.replace(config.optimizer, optimizer_cpu_offload=False, optimizer_nvme_offload=None, param_cpu_offload=False)
+    return dataclasses.replace(config, optimizer=optimizer)
 
 
 def schedule_of(config: Config, world_size: int, most: int | None = None) -> Schedule:

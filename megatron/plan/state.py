@@ -7,25 +7,8 @@ from typing import NamedTuple
 
 from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config, PrecisionConfig
-from megatron.config.stages import frozen_units
-from megatron.model.arithmetic import elements
-from megatron.model.block import distinct_layers, layer_parameters, like_layer, word_matrix
-from megatron.model.stages import Stage
-from megatron.optimizer.blocks import on_host_of, padded
+from megatron.optimizer.blocks import Block, on_host_of
 from megatron.optimizer.nvme import SLOTS, in_pages, part_room
-
-
-class Sizes(NamedTuple):
-    """Elements of a block's flat buffer, and of what a split backward pass does not leave for later (all but linear layers' weights)."""
-
-    name: str
-    elements: int
-    early: int
-    trained: bool = True
-
-    @property
-    def is_layer(self) -> bool:
-        return self.name.startswith("layer")
 
 
 class Precisions(NamedTuple):
@@ -61,33 +44,8 @@ def shard_size(config: Config, world_size: int) -> int:
     return config.distributed.zero_shard_size or data_parallel_size(config, world_size)
 
 
-def unit_sizes(config: Config, padded_vocab: int, replicas: int, *, copied: bool) -> list[Sizes | None]:
-    """The block of each unit (embedding, layers, head) on a rank that holds it; None: a tied head without a matrix of its own (not `copied`)."""
-    tp, model = config.distributed.tensor_model_parallel_size, config.model
-    matrix = padded(elements([word_matrix(model, padded_vocab, padded_vocab)], tp), replicas)
-    sizes = {}
-    for layer in distinct_layers(model):
-        parameters = layer_parameters(model, layer).values()
-        late = sum(padded(elements([spec], tp)) for spec in parameters if spec.product)
-        others = sum(padded(elements([spec], tp)) for spec in parameters if not spec.product)
-        size = padded(late + others, replicas)
-        sizes[layer] = size, size - late
-    layers = [Sizes(f"layer {layer}", *sizes[like_layer(model, layer)]) for layer in range(model.num_layers)]
-    head = Sizes("head", matrix, matrix) if copied or model.untie_embeddings_and_output_weights else None
-    frozen = frozen_units(config)
-    units = Sizes("embedding", matrix, matrix), *layers, head
-    return [unit and unit._replace(trained=unit.name.replace("layer ", "layers.") not in frozen) for unit in units]
-
-
-def rank_blocks(config: Config, world_size: int, stages: Sequence[Stage], placement: Sequence[int], padded_vocab: int, rank: int) -> dict[int, Sizes]:
-    """The blocks of a pipeline rank by number of the unit that uses them; a tied head on the embedding's rank has the embedding's."""
-    sizes = unit_sizes(config, padded_vocab, data_parallel_size(config, world_size), copied=placement[0] != placement[-1])
-    units = [unit for stage, where in zip(stages, placement, strict=True) if where == rank for unit in stage.units]
-    return {unit: sizes[unit] or sizes[0] for unit in units}
-
-
-def static_bytes(config: Config, blocks: Sequence[Sizes], shard: int) -> dict[str, int]:
-    """Bytes, when the passes of a step are over, of a rank's (distinct) blocks in the order of the forward pass: parameters, gradients, optimizer,
+def static_bytes(config: Config, blocks: Sequence[Block], shard: int) -> dict[str, int]:
+    """Bytes, when the passes of a step are over, of a rank's blocks in the order of the forward pass: parameters, gradients, optimizer,
     host, which is what --optimizer-cpu-offload and --param-cpu-offload keep in the host's memory, and disk, where --optimizer-nvme-offload keeps the
     optimizer's, with a ring of buffers in the host's memory.
 
@@ -100,8 +58,8 @@ def static_bytes(config: Config, blocks: Sequence[Sizes], shard: int) -> dict[st
     fraction = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
     offloaded = stage == 3 and optimizer.param_cpu_offload
     found, in_files = dict.fromkeys(("parameters", "gradients", "optimizer", "host", "disk"), 0), []
-    for block, on_host in zip(blocks, on_host_of([block.elements * block.trained for block in blocks], fraction), strict=True):
-        whole, part = block.elements, block.elements // shard
+    for block, on_host in zip(blocks, on_host_of([block.size * block.trained for block in blocks], fraction), strict=True):
+        whole, part = block.size, block.size // shard
         if not block.trained:
             found["host" if offloaded else "parameters"] += size.compute * (whole if stage < 3 else part)
             continue

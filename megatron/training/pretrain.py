@@ -18,23 +18,21 @@ from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config
-from megatron.config.stages import frozen_units, place
+from megatron.config.stages import placement_of
 from megatron.config.validate import resolve
 from megatron.data.loader import Data, build_data
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.dist.groups import ALONE, ORDER, TP_PP_DP_ORDER, Axis, Layout, describe_layout
+from megatron.dist.groups import ALONE, Axis, describe_layout, group_options, layout_of
 from megatron.dist.peers import PEERS
 from megatron.dist.setup import choose_device, connect, disconnect, make_groups, read_launch, set_determinism, share_cores, slurm_job
 from megatron.dist.speech import one_voice
 from megatron.dist.together import together
-from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import flops_per_iteration, padded_vocab_size, parameter_count, peak_tflops
-from megatron.model.gpt import GPTModel
+from megatron.model.build import build_model, hidden_shape
 from megatron.model.kernels import choose_kernels, compute_dtype, remarks
-from megatron.model.stages import pipeline_stages
 from megatron.observe.console import NOT_DONE, banner
 from megatron.observe.tracking import Tracker
-from megatron.optimizer.blocks import build_blocks
+from megatron.optimizer.blocks import build_run_blocks
 from megatron.optimizer.lr_schedule import Schedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
@@ -72,14 +70,6 @@ from megatron.training.resume import (
     take_checkpoint_args,
 )
 from megatron.training.run import Progress, Run
-
-
-def layout_of(config: Config, world_size: int) -> Layout:
-    """The rank grid that the flags ask for."""
-    distributed = config.distributed
-    order = TP_PP_DP_ORDER if distributed.use_tp_pp_dp_mapping else ORDER
-    return Layout(tp=distributed.tensor_model_parallel_size, dp=data_parallel_size(config, world_size), pp=distributed.pipeline_model_parallel_size,
-                  order=order)
 
 
 def describe(config: Config, notes: list[str], tokenizer: Tokenizer, data: Data, device: torch.device, padded_vocab: int, world_size: int,
@@ -253,9 +243,7 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     """
     layout = layout_of(config, world_size)
     resolved = resolve(config, world_size, None).config
-    placement = place(resolved.distributed.pipeline_schedule, layout.pp, resolved.distributed.num_virtual_stages_per_pipeline_rank)
-    tied = placement[0] != placement[-1] and not resolved.model.untie_embeddings_and_output_weights
-    groups = make_groups(layout, resolved.model.num_query_groups, tied=tied, shard=resolved.distributed.zero_shard_size)
+    groups = make_groups(layout, **group_options(resolved))
     ranks = Ranks(groups.world, device, groups.pp.rank)
     tiers = join_tiers(config, ranks)
     prepared = prepare(config, notes, world_size, device, groups.world, tiers=tiers)
@@ -266,24 +254,15 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
         closing.callback(lease.release)
     prepare_save_folder(config, ranks, tiers, goes_on=prepared.checkpoint is not None)
     device_names = ", ".join(sorted(set(ranks.agree(lambda: device_name(device)))))
-    dtype, distributed = compute_dtype(config.precision), config.distributed
-    tp = TensorParallel(groups.tp, groups.kv, sequence=distributed.sequence_parallel, overlap=distributed.tp_comm_overlap)
-    stages = pipeline_stages(config, prepared.padded_vocab)
     chosen, _ = choose_kernels(config, device)
-    model = GPTModel(chosen.model, vocab_size=tokenizer.vocab_size, padded_vocab=prepared.padded_vocab, dtype=dtype, seed=config.training.seed, tp=tp,
-                     stages=tuple(stage for stage, rank in zip(stages, placement, strict=True) if rank == groups.pp.rank))
-    blocks = build_blocks(model, device, groups, stage=distributed.zero_stage, narrow_grads=config.optimizer.main_grads_dtype == "bf16",
-                          host_fraction=config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0,
-                          in_files=config.optimizer.optimizer_nvme_offload is not None, offloaded=config.optimizer.param_cpu_offload,
-                          frozen=frozen_units(config))
+    model = build_model(config, tokenizer.vocab_size, groups, device)
+    blocks = build_run_blocks(config, model, device, groups)
     for parameter in model.parameters() if chosen.model.weight_grad_backend == "apex" else ():
         parameter.by_apex = True  # read where its gradient is formed
     zero = Zero(model, blocks, groups, config.distributed)
     passes = LayerPasses(recompute=config.training.recompute_granularity == "full")
     with together(groups.world, device):
         optimizer = Optimizer(blocks, chosen, groups, zero.publish)
-    sequence = config.data.seq_length // tp.size if tp.sequence else config.data.seq_length
-    shape = sequence, config.training.micro_batch_size, config.model.hidden_size
     exits = ExitConditions(config.training)
     tracker = None
     if groups.rank == 0:
@@ -295,11 +274,11 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
     return Run(
         config=config, groups=groups, device=device, device_names=device_names, vocab_size=tokenizer.vocab_size,
         padded_vocab=prepared.padded_vocab, tokenizer_fingerprint=tokenizer.fingerprint, model=model,
-        zero=zero, pipeline=Pipeline(model, zero, passes, placement, shape, groups, device), optimizer=optimizer,
+        zero=zero, pipeline=Pipeline(model, zero, passes, placement_of(config), hidden_shape(config), groups, device), optimizer=optimizer,
         schedule=prepared.schedule,
         scaler=LossScaler(config.precision), data=prepared.data, tracker=tracker, exits=exits, progress=prepared.progress,
         saver=make_saver(config, optimizer, ranks, tracker, tiers), lease=lease,
-        peak_tflops=config.logging.peak_tflops or peak_tflops(device_name(device), dtype),
+        peak_tflops=config.logging.peak_tflops or peak_tflops(device_name(device), model.dtype),
     ), prepared.checkpoint
 
 

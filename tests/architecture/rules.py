@@ -20,8 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": BASE | {"layers", "model", "parallel", "optimizer"},
     "data": set(),
     "observe": set(),
-    "plan": {"model.arithmetic", "model.block", "model.kernels", "model.stages", "parallel.schedule", "parallel.simulate", "optimizer.blocks",
-             "optimizer.nvme", "kernels.activation", "kernels.attention_masks"},
+    "plan": BASE | {"layers", "model", "parallel", "optimizer"},  # runs the engine without tensors
     "training": BASE | {"layers", "model", "parallel", "optimizer", "checkpoint", "data", "observe", "plan", ""},
 }
 PROGRAM_FOLDERS = ("megatron", "kernels", "tools", "scripts")

@@ -14,7 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from turns import Turns  # noqa: E402
 
 import pretrain_gpt  # noqa: E402
+from megatron.model.block import HeadBlock  # noqa: E402
 from megatron.model.gpt import GPTModel  # noqa: E402
+from megatron.parallel.layer_passes import LayerPasses  # noqa: E402
 from megatron.training import loop  # noqa: E402
 
 
@@ -29,7 +31,7 @@ class Watched:
         self.turns = Turns(self.finish)
         self.run = None
         self.forward_backward, self.update, self.settle = loop.forward_backward, loop.update, loop.settle
-        self.micro_batch, self.backward = GPTModel.micro_batch, GPTModel.backward
+        self.micro_batch, self.backward = GPTModel.micro_batch, LayerPasses.backward
 
     def finish(self) -> None:
         self.run.zero.settle()
@@ -45,9 +47,10 @@ class Watched:
         self.index += 1
         return self.micro_batch(model, *batch, **settings)
 
-    def on_backward(self, *arguments):
-        self.turns.begin_backward()
-        return self.backward(*arguments)
+    def on_backward(self, passes, layer, *arguments):
+        if isinstance(layer, HeadBlock):  # the first of a micro-batch
+            self.turns.begin_backward()
+        return self.backward(passes, layer, *arguments)
 
     def on_update(self, *arguments, **settings):
         self.turns.begin_update()
@@ -63,7 +66,8 @@ def main() -> int:
     watched = Watched()
     with (
         mock.patch.multiple(loop, forward_backward=watched.on_step, update=watched.on_update, settle=watched.on_settle),
-        mock.patch.multiple(GPTModel, micro_batch=lambda *a, **k: watched.on_micro_batch(*a, **k), backward=lambda *a: watched.on_backward(*a)),
+        mock.patch.object(GPTModel, "micro_batch", lambda *a, **k: watched.on_micro_batch(*a, **k)),
+        mock.patch.object(LayerPasses, "backward", lambda *a: watched.on_backward(*a)),
     ):
         try:
             return pretrain_gpt.main(sys.argv[1:])

@@ -96,8 +96,8 @@ def test_live_bytes_are_those_of_the_formula(gloo_world, stage):
     flags = (*BASE, *WIDE, "--train-iters", "2", "--eval-iters", "0", "--zero-stage", str(stage), "--freeze", "embedding,layers.0-1")
     config = resolve(parse_arguments(list(flags)).config, 2, 256).config
     (planned,) = rank_memories(config, 256, 2, "cpu")
-    frozen, rest = (sum(block.elements for block in planned.blocks if block.trained == trained) for trained in (False, True))
-    assert frozen > rest / 2 and {block.name for block in planned.blocks if block.trained} == {"layer 2", "layer 3"}
+    frozen, rest = (sum(block.size for block in planned.blocks if block.trained == trained) for trained in (False, True))
+    assert frozen > rest / 2 and {block.name for block in planned.blocks if block.trained} == {"layers.2", "layers.3"}
     formula = {0: 2 * frozen + 18 * rest, 2: 2 * frozen + 10 * rest, 3: frozen + 8 * rest}[stage]
     assert planned.resident == formula
     for _, spans in gloo_world(2).run(measure, flags):

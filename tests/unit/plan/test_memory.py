@@ -108,7 +108,6 @@ def test_activations_with_keys_and_values_repeated_for_a_masked_attention(model,
         return repeats_heads("cuda", *rest)
 
     monkeypatch.setattr("megatron.layers.attention.repeats_heads", on_a_gpu)
-    monkeypatch.setattr("megatron.plan.activations.repeats_heads", on_a_gpu)
     config = configure(**DRY, **model, window_size=8)
     assert kept_bytes(config, torch.float32) - LOSS == planned(config)
 

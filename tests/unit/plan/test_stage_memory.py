@@ -17,27 +17,27 @@ from unit.zero.measure import launches_of_nothing
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools/benchmark_peers"))
 
 from pipeline_rank import VIRTUAL, memory
-from unit.by_hand import backward_input, forward
+from unit.by_hand import KeptWeights, backward_input, forward
 
 from megatron.config.groups import Config, DataConfig, DistributedConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 from megatron.config.validate import resolve
-from megatron.dist.groups import Axis, Layout
+from megatron.dist.groups import Axis, Layout, build_groups
 from megatron.dist.setup import make_groups
+from megatron.dist.silent import SilentGroup
 from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import padded_vocab_size
+from megatron.model.block import Layer, LayerBlock
 from megatron.model.gpt import GPTModel
-from megatron.model.stages import pipeline_stages
-from megatron.optimizer.blocks import build_blocks
+from megatron.model.stages import Stage, pipeline_stages
+from megatron.optimizer.blocks import Block, build_blocks
 from megatron.parallel.layer_passes import LayerPasses
-from megatron.parallel.pipeline import loss_gradient
-from megatron.parallel.schedule import Schedule, build_schedule
+from megatron.parallel.pipeline import Pipeline, loss_gradient
+from megatron.parallel.schedule import Kind, Schedule, build_schedule
 from megatron.parallel.simulate import Costs
-from megatron.plan import memory as plan_memory
-from megatron.plan.activations import Shape, UnitBytes, unit_bytes
-from megatron.plan.memory import estimate, estimate_ranks, rank_memories, schedule_of, sharing_of, stage_parameters
-from megatron.plan.replay import RankUnits, Sharing, replay
+from megatron.plan.activations import Shape, unit_bytes
+from megatron.plan.engine import CountedBlock
+from megatron.plan.memory import estimate, estimate_ranks, rank_memories, schedule_of, stage_parameters
 from megatron.plan.stages import stage_costs, stage_lines
-from megatron.plan.state import Sizes
 
 LLAMA = {**DRY, **ROPE, **GROUPED, "activation": "swiglu", "normalization": "RMSNorm", "untie_embeddings_and_output_weights": True}
 
@@ -109,9 +109,21 @@ def test_what_a_stage_keeps_is_what_autograd_keeps(model, distributed, recompute
     assert [stashed for _, stashed in found] == [sum(unit.stashed for unit in units) for units in expected]
 
 
-# Counts pairs of stage and micro-batch from the forward pass to the weight gradient.
-PAIR = UnitBytes(saved=1, logits=0, stashed=1, forward=0, backward=0, split=0, forming=0, weight=0, scratch=0)
-ALONE = Sharing(stage=0, shard=1, copies=1, gradient=4, compute=4, wire=4)
+class CountingPasses:
+    """Counts pairs of layer and micro-batch from the forward pass to the weight gradient."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self.scalars: dict[str, torch.Tensor] = {}
+
+    def begin(self, scale: float, objectives: set[str]) -> None:
+        pass
+
+    def run(self, kind: Kind, layer: Layer, x: torch.Tensor | None, held: object) -> tuple[torch.Tensor, None]:
+        if isinstance(layer, LayerBlock):
+            self.now += (kind is Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
+            self.most = max(self.most, self.now)
+        return torch.empty(2, device="meta"), None
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -122,10 +134,14 @@ def test_what_is_in_flight(ranks, m):
         return [most(schedule, rank) for rank in range(ranks)]
 
     def most(schedule: Schedule, rank: int) -> int:
-        own = [stage for stage, where in enumerate(schedule.placement) if where == rank]
-        blocks = {stage + 1: Sizes(str(stage), 0, 0) for stage in own}
-        units = RankUnits({stage: [(stage + 1, PAIR)] for stage in own}, blocks, schedule.placement, hidden=0)
-        return replay(schedule.actions[rank], units, ALONE).most["activations"]
+        last = schedule.stages - 1
+        stages = tuple(Stage(stage == 0, range(stage, stage + 1), stage == last) for stage, where in enumerate(schedule.placement) if where == rank)
+        config = configure(1, schedule.stages, DRY).model
+        model = GPTModel(config, vocab_size=VOCAB, padded_vocab=VOCAB, dtype=torch.float32, seed=1, stages=stages)
+        groups = build_groups(Layout(pp=ranks), rank, lambda ranks: SilentGroup(gloo=True))
+        passes = CountingPasses()
+        Pipeline(model, KeptWeights(), passes, schedule.placement, (1, 1, 1), groups, torch.device("meta")).run(schedule, lambda micro: None)
+        return passes.most
 
     assert peaks("gpipe") == [m] * ranks
     assert peaks("1f1b") == [min(m, ranks - rank) for rank in range(ranks)]
@@ -190,7 +206,7 @@ def measure(micro_batches: int) -> list[dict]:
 
 def test_the_estimate_is_what_lives_while_the_executor_runs(gloo_world, monkeypatch):
     """Beside the gradients, which all live there from the start."""
-    monkeypatch.setattr(plan_memory, "sharing_of", lambda *args: dataclasses.replace(sharing_of(*args), gradient=0))
+    monkeypatch.setattr(CountedBlock, "open", Block.open)
     model = {**LLAMA, "group_query_attention": False, "num_query_groups": None, "ffn_hidden_size": 160, "add_bias_linear": False}
     measured = gloo_world(2).run(measure, 6)
     for index, name in enumerate(NAMES):

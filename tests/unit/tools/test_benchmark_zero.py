@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 import benchmark_zero as tool
 from live_bytes import LiveBytes
 from loopback import sent_bytes
+from turn_group import Group
 from turns import Turns
 
 from megatron.config.arguments import parse_arguments
@@ -87,6 +88,20 @@ def test_a_turn_takes_the_steps_it_is_told_to_and_answers(monkeypatch, capsys):
     resident = watched["bytes"]["resident"]
     above = {name: (size - resident) / MIB for name, size in watched["bytes"].items()}
     assert above == {"resident": 0, "between": 1, "forward": 5, "passes": 5, "update": 3, "peak": 5}
+
+
+def test_our_own_run_takes_turns():
+    flags = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --global-batch-size 2 --train-iters 9
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 63 --lr 1e-3 --log-interval 1 --eval-iters 0"""
+    group = Group("ours", [sys.executable, str(tool.SCRIPTS / "zero_ours.py"), *flags.split()], 1)
+    try:
+        group.turn("time 1")
+        (timed,), (watched,) = group.turn("time 2"), group.turn("watch 1")
+    finally:
+        group.end()
+    assert len(timed["losses"]) == 2 and timed["seconds"] > 0 and "bytes" not in timed
+    sizes = watched["bytes"]
+    assert sizes["resident"] < sizes["between"] < sizes["forward"] <= sizes["passes"] <= sizes["peak"] and sizes["resident"] < sizes["update"]
 
 
 @pytest.mark.parametrize("system", [system for system in tool.SYSTEMS if system.startswith("ours")])

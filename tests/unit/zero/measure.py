@@ -64,6 +64,8 @@ def measure(flags: tuple[str, ...], pieces: int | None = None, leak: str | None 
         stepped = [tensor for block in run.optimizer.trained if block.on_host for tensor in run.optimizer.kept[block].tensors.values()]
         live.own(run.zero.blocks, states, slots=run.zero.stage >= 2, host=[*stepped, *hosted])
         spans["start"].append(live.mark())
+        if leak is not None and leak != WHILE_BUILDING:  # not before: the plan runs the same code
+            stack.enter_context(LEAKS[leak]())
         try:
             return real_train(run)
         finally:
@@ -98,7 +100,7 @@ def measure(flags: tuple[str, ...], pieces: int | None = None, leak: str | None 
         stack.enter_context(mock.patch.object(loop, "evaluate", evaluate))
         stack.enter_context(pieces_of(pieces, head))
         stack.enter_context(launches_of_nothing())
-        if leak is not None:
+        if leak == WHILE_BUILDING:
             stack.enter_context(LEAKS[leak]())
         code = pretrain.pretrain(parsed.config, parsed.notes)
     assert code == 0 and dist.get_world_size() == kept[0].groups.world.size
@@ -169,5 +171,6 @@ def slice_on_the_device() -> Iterator[None]:
     assert len(made) >= 3
 
 
+WHILE_BUILDING = "slice on the device"
 LEAKS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
-    "block": leaked_block, "slot": leaked_slot, "kept slice": kept_slice, "slice on the device": slice_on_the_device}
+    "block": leaked_block, "slot": leaked_slot, "kept slice": kept_slice, WHILE_BUILDING: slice_on_the_device}

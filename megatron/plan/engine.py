@@ -1,0 +1,240 @@
+"""One rank's step, carried out by the real executor and the real ZeRO, on buffers that have a size and no memory.
+
+Everything is on the meta device, and nothing is sent (dist/silent.py). Layers are not run: plan/activations.py says what a pass of
+each keeps and takes. What else a step allocates is made here by the code that trains, and a ledger is told of it. It leaves the ledger
+when torch lets go of it: when things live is written down nowhere but in the engine itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.dist.groups import Groups
+from megatron.dist.silent import SilentGroup
+from megatron.model.block import Layer
+from megatron.model.gpt import GPTModel
+from megatron.optimizer.blocks import Block
+from megatron.optimizer.zero import Zero
+from megatron.parallel.pipeline import Pipeline
+from megatron.parallel.schedule import Kind, Schedule
+from megatron.plan.activations import UnitBytes
+
+META = torch.device("meta")
+TRANSIENT = ("gradients", "slots", "gathered", "scratch", "activations", "logits", "temporaries")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The bytes alive at the worst moment by kind, when that is, and the most of each kind at any moment."""
+
+    bytes: dict[str, int]
+    when: str
+    most: dict[str, int]
+
+
+class Ledger:
+    """Bytes that are alive beside a rank's resident state, by kind."""
+
+    def __init__(self) -> None:
+        self.now = dict.fromkeys(TRANSIENT, 0)
+        self.most = dict(self.now)
+        self.total = 0
+        self.peak: tuple[int, dict[str, int], str] = (-1, {}, "")
+        self.moment = "start of the step"  # of what is running
+        self.known: dict[int, tuple[str, int, Any]] = {}  # by identity of torch's storage, which lives as long as the memory
+
+    def add(self, kind: str, size: int) -> None:
+        """So many bytes more of a kind, or fewer."""
+        self.now[kind] += size
+        self.total += size
+
+    def watch(self, kind: str, tensor: Tensor) -> None:
+        """Count a tensor's storage until torch frees it; under this kind from now on where it is counted already."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.known:
+            before, size, reference = self.known[key]
+            self.known[key] = kind, size, reference
+            self.add(before, -size)
+            self.add(kind, size)
+            return
+        size = storage.nbytes()
+        self.known[key] = kind, size, weakref.ref(storage, lambda _: self.forget(key))
+        self.add(kind, size)
+
+    def forget(self, key: int) -> None:
+        """A storage is freed."""
+        kind, size, _ = self.known.pop(key)
+        self.add(kind, -size)
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a tensor's storage is counted."""
+        return tensor.untyped_storage()._cdata in self.known
+
+    def look(self, temporaries: int = 0, scratch: int = 0) -> None:
+        """A moment at which so much more is alive than what has been counted."""
+        now, most = self.now, self.most
+        now["temporaries"] += temporaries
+        now["scratch"] += scratch
+        for kind, size in now.items():
+            if size > most[kind]:
+                most[kind] = size
+        total = self.total + temporaries + scratch
+        if total > self.peak[0]:
+            self.peak = total, dict(now), self.moment
+        now["temporaries"] -= temporaries
+        now["scratch"] -= scratch
+
+
+class Held:
+    """Bytes that a ledger counts as long as this object is kept."""
+
+    def __init__(self, ledger: Ledger, kind: str, size: int):
+        self.ledger, self.kind, self.size = ledger, kind, size
+        ledger.add(kind, size)
+
+    def __del__(self) -> None:
+        self.ledger.add(self.kind, -self.size)
+
+
+class CountedGroup(SilentGroup):
+    """Tells a ledger what collectives and messages make."""
+
+    KINDS = {"reduce-scatter": "gradients", "all-reduce": "scratch", "all-gather": "scratch", "message": "activations"}
+
+    def __init__(self, gloo: bool, ledger: Ledger):
+        super().__init__(gloo)
+        self.ledger = ledger
+
+    def hold(self, what: str, result: Tensor, beside: int) -> Held:
+        held = Held(self.ledger, "scratch", beside)
+        if not self.ledger.knows(result):
+            self.ledger.watch(self.KINDS[what], result)
+            self.ledger.look()
+        elif beside:
+            self.ledger.look()
+        return held
+
+
+class CountedBlock(Block):
+    """A block whose gradients and gathered weights a ledger counts."""
+
+    def __init__(self, ledger: Ledger, *args: Any):
+        self.ledger, self._summed = ledger, None
+        super().__init__(*args)
+
+    def allocate(self) -> None:
+        super().allocate()
+        self.ledger.watch("gathered", self.weight)
+
+    def release(self) -> None:
+        if self.ledger.knows(self.weight):
+            self.ledger.forget(self.weight.untyped_storage()._cdata)
+        super().release()
+
+    def open(self) -> None:
+        super().open()
+        self.ledger.watch("gradients" if self.stage < 2 else "slots", self.grad)
+        self.ledger.look()
+
+    def open_early(self) -> Tensor:
+        early = super().open_early()
+        self.ledger.watch("activations", early)
+        return early
+
+    @property
+    def summed(self) -> Tensor | None:
+        return self._summed
+
+    @summed.setter
+    def summed(self, value: Tensor | None) -> None:
+        if value is not None and value is not self._summed:
+            self.ledger.watch("gradients", value)
+            self.ledger.look()
+        self._summed = value
+
+
+class Kept:
+    """What a pass leaves for the next one of its layer and micro-batch."""
+
+    def __init__(self, *held: Any):
+        self.held = held
+
+    def let_go(self) -> None:
+        self.held = ()
+
+
+class PlannedPasses:
+    """In place of LayerPasses: passes that compute nothing. `units`: what a micro-batch keeps of each layer; `shape` [s, b, h]."""
+
+    def __init__(self, ledger: Ledger, units: Mapping[Layer, UnitBytes], names: Mapping[Layer, str], senders: set[Layer],
+                 shape: tuple[int, int, int], dtype: torch.dtype):
+        self.ledger, self.units, self.names, self.senders = ledger, units, names, senders
+        self.shape, self.dtype = shape, dtype
+        self.scalars: dict[str, Tensor] = {}
+
+    def begin(self, scale: float, objectives: set[str]) -> None:
+        """Before a step."""
+
+    def run(self, kind: Kind, layer: Layer, x: Tensor | None, held: Any) -> tuple[Tensor | None, Any]:
+        """One pass of a layer, as LayerPasses.run."""
+        unit, name = self.units[layer], self.names[layer]
+        if kind is Kind.FORWARD:
+            self.ledger.moment = f"forward pass of {name}"
+            return self.forward(unit, x)
+        if kind is Kind.BACKWARD_WEIGHT:
+            self.ledger.moment = f"weight gradients of {name}"
+            self.ledger.look(unit.weight, unit.scratch)
+            held.let_go()
+            return None, None
+        self.ledger.moment = f"backward pass of {name}"
+        left = None
+        if kind is Kind.BACKWARD_INPUT:
+            self.ledger.look(unit.split)
+            left = Kept(Held(self.ledger, "activations", unit.stashed))
+        else:
+            self.ledger.look(unit.backward)
+            self.ledger.look(unit.forming, unit.scratch)
+        held.let_go()
+        dx = None if layer.of_vocabulary and not unit.head else self._hidden("activations" if layer in self.senders else "temporaries")
+        self.ledger.look()
+        return dx, left
+
+    def forward(self, unit: UnitBytes, x: Tensor | None) -> tuple[Tensor, Kept]:
+        """A forward pass. What a layer keeps includes its input, which is counted as long as it is there."""
+        own = unit.saved - (0 if x is None else x.nbytes)
+        kept = Kept(x, Held(self.ledger, "activations", own), Held(self.ledger, "logits", unit.logits))
+        self.ledger.look(unit.forward)
+        return torch.empty(2, device=META) if unit.head else self._hidden("activations"), kept
+
+    def _hidden(self, kind: str) -> Tensor:
+        x = torch.empty(self.shape, dtype=self.dtype, device=META)
+        self.ledger.watch(kind, x)
+        return x
+
+
+def run_step(ledger: Ledger, model: GPTModel, zero: Zero, schedule: Schedule, groups: Groups, units: Sequence[Sequence[UnitBytes]],
+             shape: tuple[int, int, int], inputs: int) -> Peak:
+    """The worst moment of one step. `units`: of the layers of each stage of this rank; `inputs`: bytes of a micro-batch."""
+    names, of_layer, senders = {}, {}, set()
+    own = [stage for stage, rank in enumerate(schedule.placement) if rank == groups.pp.rank]
+    for stage, chunk, sizes in zip(own, model.chunks, units, strict=True):
+        for (name, layer), unit in zip(chunk, sizes, strict=True):
+            names[layer], of_layer[layer] = name.replace("layers.", "layer "), unit
+        if stage > 0:
+            senders.add(chunk[0][1])
+    passes = PlannedPasses(ledger, of_layer, names, senders, shape, model.dtype)
+    pipeline = Pipeline(model, zero, passes, schedule.placement, shape, groups, META)
+    pipeline.run(schedule, lambda micro: Held(ledger, "activations", inputs), scale=1.0)
+    ledger.moment = "end of the step"
+    zero.end_step()
+    ledger.look()
+    left = {kind: size for kind, size in ledger.now.items() if size and kind not in ("gradients", "scratch")}
+    assert not left, left
+    return Peak(ledger.peak[1], ledger.peak[2], dict(ledger.most))
