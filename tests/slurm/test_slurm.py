@@ -81,6 +81,7 @@ def test_time_limit_without_a_save_before_it(hung):
     assert re.search(r"start 2, attempt 1 of 3 from iteration [1-9]\d+: 1 x 1 ranks by srun", job.log())
 
 
+@pytest.mark.campaign
 def test_killed_rank_controller_and_node_under_srun(cluster, undisturbed, tmp_path, capsys):
     job = Job(cluster, tmp_path, "srun")
     job.reaches(30)
@@ -114,6 +115,7 @@ def test_scancel_saves_and_is_final(cluster, tmp_path):
     assert "] requeued" not in job.log() and cluster.job(job.id)["Restarts"] == "0"
 
 
+@pytest.mark.campaign
 def test_a_run_that_fails_at_once_is_given_up(cluster, tmp_path):
     job = Job(cluster, tmp_path, "srun", ("--lr", "1e30", "--clip-grad", "0"), MAX_ATTEMPTS="2")
     job.requeued(1)
@@ -134,6 +136,7 @@ def test_a_mistake_in_the_settings_is_not_tried_again(cluster, tmp_path):
         assert cluster.job(job.id)["ExitCode"] == "2:0"
 
 
+@pytest.mark.campaign
 def test_a_container_a_setup_file_and_names_with_spaces(cluster, tmp_path):
     folder = tmp_path / "my jobs"
     folder.mkdir()
