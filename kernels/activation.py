@@ -40,7 +40,7 @@ def activation_reference(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Configuration:
+class ActivationConfiguration:
     """`block` columns a program; `programs` of the backward with a bias share all rows between them, so many tiles ahead of the sums."""
 
     row: Row
@@ -50,12 +50,12 @@ class Configuration:
     prefetch: int
 
 
-def configuration(direction: str, kind: str, width: int, bias: bool, arch: int = HOPPER) -> Configuration:
+def configuration(direction: str, kind: str, width: int, bias: bool, arch: int = HOPPER) -> ActivationConfiguration:
     """Of y's width, "forward" or "backward", where a bias is summed: two or four loads of 16 bytes a thread, eight programs a processor for the sums."""
     row = find(f"activation {direction}", arch, kind="bias" if bias and direction == "backward" else "gated" if kind in GATED else "plain")
     block = min(triton.next_power_of_2(width), row.numbers["block"])
     programs = max(row.numbers.get("programs", 0) // triton.cdiv(width, block), 1)
-    return Configuration(row, block, row.numbers["num_warps"], programs, row.numbers.get("prefetch", 1))
+    return ActivationConfiguration(row, block, row.numbers["num_warps"], programs, row.numbers.get("prefetch", 1))
 
 
 @jit

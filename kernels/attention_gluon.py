@@ -52,7 +52,7 @@ RUNTIME = ("s", "t", "all_heads", "heads", "group", "section")  # one compilatio
 
 
 @dataclass(frozen=True)
-class Layout:
+class TileLayout:
     """How a block of threads is laid out: consumers (2 or 3), N keys a block, buffers in each ring, registers of a thread in a consumer and in the producer."""
 
     consumers: int
@@ -63,9 +63,9 @@ class Layout:
     pingpong: int
 
 
-def configuration(d: int, kind: str = "shipped") -> Layout:
+def configuration(d: int, kind: str = "shipped") -> TileLayout:
     """For head dimension d, from the table; `three consumers` is there for d = 64, without documents, to be measured."""
-    return Layout(**find("attention gluon", lang.HOPPER, d=columns(d), kind=kind).numbers)
+    return TileLayout(**find("attention gluon", lang.HOPPER, d=columns(d), kind=kind).numbers)
 
 
 @jit
@@ -349,13 +349,13 @@ def _described(x: Tensor, rows: int) -> Any:
     return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, _block_layout(rows, x.shape[-1], dtype))
 
 
-def _fixed(layout: Layout, causal: bool, window: int | None, documents: bool) -> dict[str, Any]:
+def _fixed(layout: TileLayout, causal: bool, window: int | None, documents: bool) -> dict[str, Any]:
     """The arguments that are compiled in."""
     return {"CAUSAL": causal, "WINDOW": window or 0, "TABLE": TILE if documents else 0, "N": layout.N, "PARTS": layout.consumers, "STAGES": layout.stages,
             "PINGPONG": layout.pingpong, "REGISTERS": layout.registers, "PRODUCER_REGISTERS": layout.producer_registers}
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, options: Options, layout: Layout | None = None) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, options: Options, layout: TileLayout | None = None) -> tuple[Tensor, Tensor]:
     """(out [s, b, n, d], lse [b, n, s]) of q [s, b, g, m, d], k and v [t, b, g, d], by one launch."""
     assert mask.document_starts is None or layout is None or TILE % (layout.consumers * ROWS) == 0, "a row of the mask's table serves whole tiles"
     assert q.shape[4] <= 128 and mask.q_positions is None and cannot(None, softcap=options.softcap, drop=options.drop) is None

@@ -97,18 +97,18 @@ def backward_kernel(logits, labels, lse, dloss, dlse, columns, width, stride, so
         tl.store(row + at, tl.where(at < columns, dz, 0.0).to(logits.dtype.element_ty), mask=at < width)
 
 
-class Configuration(NamedTuple):
+class LossConfiguration(NamedTuple):
     """How a kernel is launched."""
 
     BLOCK: int
     num_warps: int
 
 
-def configuration(width: int, arch: int = HOPPER) -> Configuration:
+def configuration(width: int, arch: int = HOPPER) -> LossConfiguration:
     """Sixteen elements a thread: two loads of 16 bytes in flight in bf16, and registers for eight blocks of eight warps on a multiprocessor."""
     row = find("cross_entropy", arch).numbers
     block = min(row["block"], max(512, triton.next_power_of_2(width)))
-    return Configuration(block, block // (32 * row["per_thread"]))
+    return LossConfiguration(block, block // (32 * row["per_thread"]))
 
 
 @torch.library.custom_op("megatron::cross_entropy_parts", mutates_args=())

@@ -58,7 +58,7 @@ def normal_kernel(out, k0: tl.uint32, k1: tl.uint32, first_row, first_block, ski
     tl.store(out + row[:, None] * columns + column[None, :], values, mask=inside)
 
 
-class Configuration(NamedTuple):
+class InitialConfiguration(NamedTuple):
     """A program's tile, and its warps."""
 
     ROWS: int
@@ -66,11 +66,11 @@ class Configuration(NamedTuple):
     num_warps: int
 
 
-def configuration(columns: int, arch: int = HOPPER) -> Configuration:
+def configuration(columns: int, arch: int = HOPPER) -> InitialConfiguration:
     """Two counters a thread, along a row where it is long enough."""
     row = find("initialise", arch).numbers
     blocks = min(row["block"], triton.next_power_of_2(triton.cdiv(columns, 4) + 1))
-    return Configuration(row["block"] // blocks, blocks, row["num_warps"])
+    return InitialConfiguration(row["block"] // blocks, blocks, row["num_warps"])
 
 
 @torch.library.custom_op("megatron::normal_", mutates_args=("out",))

@@ -46,7 +46,7 @@ def add_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor
 
 
 @dataclass(frozen=True)
-class Configuration:
+class NormConfiguration:
     """A program takes `rows` rows at once, `block` elements of each; `programs` of the backward share all rows between them."""
 
     row: Row
@@ -57,21 +57,21 @@ class Configuration:
     prefetch: int = 1  # tiles on their way from memory at once, in shared memory
 
 
-def configuration(direction: str, width: int, dtype: torch.dtype, arch: int = HOPPER) -> Configuration:
+def configuration(direction: str, width: int, dtype: torch.dtype, arch: int = HOPPER) -> NormConfiguration:
     """Of "forward", 32 bytes of x a thread, or "backward": 16 elements a thread, 16 warps at once on each of 132 processors, which is what its
     registers allow. What that leaves to hide memory's latency behind are two rows (fp32: one) of each operand on their way."""
     block = triton.next_power_of_2(width)
     if block > WIDEST[direction]:  # pieces of a row at once
         row = find(f"norm {direction}", arch, kind="wide")
-        return Configuration(row, 1, row.numbers["block"], row.numbers["num_warps"], row.numbers.get("programs", 0))
+        return NormConfiguration(row, 1, row.numbers["block"], row.numbers["num_warps"], row.numbers.get("programs", 0))
     if direction == "forward":
         row = find("norm forward", arch, kind="whole")
         rows = max(1, row.numbers["block"] // block)
-        return Configuration(row, rows, block, min(rows * block * dtype.itemsize // (32 * row.numbers["thread_bytes"]), 32))
+        return NormConfiguration(row, rows, block, min(rows * block * dtype.itemsize // (32 * row.numbers["thread_bytes"]), 32))
     row = find("norm backward", arch, kind="whole", bytes=dtype.itemsize)
     rows = max(1, row.numbers["block"] // block)
     warps = rows * block // (32 * row.numbers["per_thread"])
-    return Configuration(row, rows, block, warps, row.numbers["warps"] // warps, row.numbers["prefetch"])
+    return NormConfiguration(row, rows, block, warps, row.numbers["warps"] // warps, row.numbers["prefetch"])
 
 
 @jit
@@ -343,7 +343,7 @@ def _(dy: Tensor, total: Tensor, weight: Tensor, statistics: Tensor, dtotal: Ten
     return total.new_empty(total.shape), total.new_empty(statistics.shape[0], total.shape[-1], dtype=torch.float32)
 
 
-def _row(name: str, kernel: Any, dtype: str, constants: dict[str, Any], form: Configuration) -> Compiled:
+def _row(name: str, kernel: Any, dtype: str, constants: dict[str, Any], form: NormConfiguration) -> Compiled:
     types = dict.fromkeys(("rows", "inner", "outer_stride", "inner_stride", "width"), "i32") | {"eps": "fp32"}
     types |= dict.fromkeys(("statistics", "projections", "partials"), "*fp32")
     constants = {argument: value for argument, value in constants.items() if argument in kernel.arg_names}

@@ -30,7 +30,7 @@ def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Ten
 
 
 @dataclass(frozen=True)
-class Configuration:
+class RotaryConfiguration:
     """A program turns `heads` heads of a token, a thread 8 pairs."""
 
     row: Row
@@ -39,14 +39,14 @@ class Configuration:
     num_warps: int
 
 
-def configuration(heads: int, half: int, arch: int = HOPPER) -> Configuration:
+def configuration(heads: int, half: int, arch: int = HOPPER) -> RotaryConfiguration:
     """1024 to 4096 channels a program, with no more idle heads than there must be."""
     block = triton.next_power_of_2(half)
     row = find("rotary", arch)
     together = max(row.numbers["block"] // block, 1)
     while together * block > 512 and heads % together:
         together //= 2
-    return Configuration(row, together, block, max(together * block // (32 * row.numbers["per_thread"]), 1))
+    return RotaryConfiguration(row, together, block, max(together * block // (32 * row.numbers["per_thread"]), 1))
 
 
 @jit

@@ -60,7 +60,7 @@ class Step:
         self.elements = sum(block.size for block in blocks)
         self.bytes = 2 * sum(self.size(kind, part) for kind, part in self.parts)
 
-    def size(self, kind: str, part: nvme.Part) -> int:
+    def size(self, kind: str, part: nvme.StatePart) -> int:
         return nvme.in_pages(part.size) * self.optimizer.files.dtypes[kind].itemsize
 
     def __call__(self) -> None:

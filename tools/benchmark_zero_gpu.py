@@ -55,7 +55,7 @@ from megatron.dist.setup import set_determinism
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.build import build_model, hidden_shape
 from megatron.optimizer.blocks import build_run_blocks
-from megatron.optimizer.lr_schedule import Schedule
+from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import Zero
@@ -185,7 +185,7 @@ def build(flags: list[str], ranks: int, device: torch.device) -> Run:
     return Run(
         config=config, groups=groups, device=device, device_names=device.type, vocab_size=vocab, padded_vocab=padded, tokenizer_fingerprint="",
         model=model, zero=zero, pipeline=Pipeline(model, zero, passes, placement_of(config), hidden_shape(config), groups, device),
-        optimizer=Optimizer(blocks, config, groups, zero.publish), schedule=Schedule.of(config), scaler=LossScaler(config.precision),
+        optimizer=Optimizer(blocks, config, groups, zero.publish), schedule=ParamSchedule.of(config), scaler=LossScaler(config.precision),
         data=Data(RandomTokens(samples, seq, vocab), {}, {}, {}, [], 0), tracker=None, exits=ExitConditions(config.training), progress=Progress(),
         saver=None, lease=None, peak_tflops=None,
     )

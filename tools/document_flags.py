@@ -20,7 +20,7 @@ from megatron.config.compatibility import (  # noqa: E402
     ONLY,
     REFUSED,
     VALUES,
-    Row,
+    CompatibilityRow,
     key,
     rows,
 )
@@ -60,14 +60,14 @@ def _option_row(option: Option) -> str:
     return f"| {names} | {_value(option.default)} | {_cell(option.help)} | {_cell(option.megatron or '')} |"
 
 
-def _names(row: Row) -> list[str]:
+def _names(row: CompatibilityRow) -> list[str]:
     """A row's flags as they are written, families spelled out."""
     own, ours = [flag for flag in row.flags if not flag.endswith("*")], options_by_flag()
     spelled = [name for name, found in rows().items() if found is row and name not in ours and name not in map(key, own)]
     return [*own, *sorted(spelled)]
 
 
-def _row(row: Row) -> str:
+def _row(row: CompatibilityRow) -> str:
     flags = ", ".join(f"`{flag}`" for flag in _names(row))
     if row.verdict in ("equals", "at least"):
         return f"| {flags} | {'at least ' if row.verdict == 'at least' else ''}`{row.text}` |"

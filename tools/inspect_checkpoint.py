@@ -24,7 +24,7 @@ import torch
 if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.checkpoint.index import Stored  # noqa: E402
+from megatron.checkpoint.index import StoredTensor  # noqa: E402
 from megatron.checkpoint.manifest import MANIFEST, CheckpointError, iteration_folder, list_iterations  # noqa: E402
 from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint, find_checkpoint  # noqa: E402
 from megatron.layers.spec import Box  # noqa: E402
@@ -124,7 +124,7 @@ def reporter(verb: str) -> Callable[[int, int], None]:
     return report
 
 
-def pieces(stored: Stored) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def pieces(stored: StoredTensor) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(offset, extent) of boxes of at most PIECE bytes, or a row, that make up a tensor."""
     rest = stored.shape[1:]
     step = max(1, PIECE // max(1, math.prod(rest) * stored.item_bytes))

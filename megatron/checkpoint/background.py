@@ -25,7 +25,7 @@ from megatron.checkpoint.commit import commit, not_saved
 from megatron.checkpoint.files import write_shard_file
 from megatron.checkpoint.local.drain import copy_shard, limited
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.progress import Progress
+from megatron.checkpoint.progress import WriteProgress
 from megatron.checkpoint.retention import Policy, retire
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,7 +144,7 @@ def _write(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> d
         yield rest
         yield from waves
 
-    progress = Progress(command["iteration"], command["bytes"], _say)
+    progress = WriteProgress(command["iteration"], command["bytes"], _say)
     return write_shard_file(Path(command["folder"]), command["index"], header, limited(data(), command["rate"]), verify=command["verify"],
                             progress=progress)
 
@@ -153,7 +153,7 @@ def _copy(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> di
     """A shard that lies in a local folder."""
     record = command["record"]
     return copy_shard(Path(command["source"]), Path(command["folder"]), command["index"], record, command["rate"], verify=command["verify"],
-                      progress=Progress(command["iteration"], record["bytes"], _say))
+                      progress=WriteProgress(command["iteration"], record["bytes"], _say))
 
 
 def _waves(size: int, memory: memoryview, commands: BinaryIO) -> Iterator[memoryview]:

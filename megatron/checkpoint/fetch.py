@@ -22,7 +22,7 @@ class DamageError(CheckpointError):
     """Tensor data that are not what was saved, or cannot be read."""
 
 
-class Source(Protocol):
+class ShardSource(Protocol):
     """A shard: where its data begins in the file, how much it is, the bytes of a chunk, and its digest table, which is read when asked for."""
 
     path: Any
@@ -47,7 +47,7 @@ Wanted = TypeVar("Wanted", bound=Range)
 class _Open:
     """A shard that is being read: opened by the thread that comes first."""
 
-    def __init__(self, shard: Source) -> None:
+    def __init__(self, shard: ShardSource) -> None:
         self.shard, self.lock = shard, threading.Lock()
         self.table: DigestTable | None = None
         self.file: int | None = None

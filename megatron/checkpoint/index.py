@@ -27,7 +27,7 @@ NAMED = 16  # most tensors that a message lists
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardFile:
     """One shard file as the manifest and its table describe it. `data_start`: where tensor data begins in the file; `chunk`: bytes under a digest."""
 
     number: int
@@ -54,17 +54,17 @@ class Piece(NamedTuple):
 
     offset: tuple[int, ...]
     extent: tuple[int, ...]
-    shard: Shard
+    shard: ShardFile
     start: int
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A logical tensor of a checkpoint; `dtype` by its safetensors name. `rows`: the shard's number, start, offset and extent of each piece."""
 
     shape: tuple[int, ...]
     dtype: str
-    shards: list[Shard]
+    shards: list[ShardFile]
     rows: array
 
     @property
@@ -93,8 +93,8 @@ class Index:
     def __init__(self, path: str | Path, known: bytes | None = None) -> None:
         self.path = Path(path)
         self.fetcher = Fetcher(self._names_of)
-        self.shards: list[Shard] = []
-        self.tensors: dict[str, Stored] = {}
+        self.shards: list[ShardFile] = []
+        self.tensors: dict[str, StoredTensor] = {}
         self.manifest: dict[str, Any] = {}
         self._head = b""  # of the manifest, with its digest
         if known is None:
@@ -140,7 +140,7 @@ class Index:
             more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
             raise CheckpointError(f"{self.path}: the shards do not hold {', '.join(missing[:NAMED])}{more}, which the run has")
 
-    def _open_shards(self) -> Iterator[tuple[Shard, dict[str, Entry], dict[str, tuple[int, ...]]]]:
+    def _open_shards(self) -> Iterator[tuple[ShardFile, dict[str, Entry], dict[str, tuple[int, ...]]]]:
         records = list(enumerate(self.manifest["shards"]))
         if len(records) == 1:
             yield _open_shard(self.path, *records[0])
@@ -149,12 +149,12 @@ class Index:
             for first in range(0, len(records), 4 * OPENERS):  # so many headers at a time in memory
                 yield from threads.map(lambda record: _open_shard(self.path, *record), records[first : first + 4 * OPENERS])
 
-    def _add(self, shard: Shard, entries: dict[str, Entry], shapes: dict[str, tuple[int, ...]]) -> None:
+    def _add(self, shard: ShardFile, entries: dict[str, Entry], shapes: dict[str, tuple[int, ...]]) -> None:
         for key, entry in entries.items():
             name, offset = parse_key(key, shard.path)
             stored = self.tensors.get(name)
             if stored is None:
-                stored = self.tensors[name] = Stored(shapes.get(name, ()), entry.dtype, self.shards, array("q"))
+                stored = self.tensors[name] = StoredTensor(shapes.get(name, ()), entry.dtype, self.shards, array("q"))
             agrees = shapes.get(name) == stored.shape and entry.dtype == stored.dtype and entry.start % stored.item_bytes == 0
             if not agrees or not len(offset) == len(entry.shape) == len(stored.shape):
                 raise CheckpointError(f"{shard.path}: {key}: shape, dtype or alignment contradicts the other shards")
@@ -179,13 +179,13 @@ class Index:
             raise CheckpointError(f"{self.path}: the checkpoint that rank 0 found there is not seen from here: is --load on a file system that all "
                                   "nodes share?")
         for number, (record, (data_start, chunk)) in enumerate(zip(self.manifest["shards"], content["shards"], strict=True)):
-            self.shards.append(Shard(number, self.path / m.shard_file(number), record["bytes"], record["table_digest"], data_start, chunk))
+            self.shards.append(ShardFile(number, self.path / m.shard_file(number), record["bytes"], record["table_digest"], data_start, chunk))
         for name, dtype, shape, count in content["tensors"]:
             rows = array("q", bytes(raw[at : at + 8 * count]))
-            self.tensors[name] = Stored(tuple(shape), dtype, self.shards, rows)
+            self.tensors[name] = StoredTensor(tuple(shape), dtype, self.shards, rows)
             at += 8 * count
 
-    def _names_of(self, shard: Shard, start: int, stop: int) -> str:
+    def _names_of(self, shard: ShardFile, start: int, stop: int) -> str:
         """The tensors that have any of the bytes [start, stop) of a shard's data."""
         hit = [name for name, stored in self.tensors.items() for piece in stored.pieces
                if piece.shard is shard and piece.start < stop and start < piece.start + math.prod(piece.extent) * stored.item_bytes]
@@ -214,12 +214,12 @@ class Index:
 class _Span(NamedTuple):
     """Bytes of a shard's data."""
 
-    shard: Shard
+    shard: ShardFile
     start: int
     stop: int
 
 
-def _spans(shards: list[Shard]) -> Iterator[_Span]:
+def _spans(shards: list[ShardFile]) -> Iterator[_Span]:
     """All data of all shards."""
     for shard in shards:
         step = max(1, BATCH // shard.chunk) * shard.chunk
@@ -227,7 +227,7 @@ def _spans(shards: list[Shard]) -> Iterator[_Span]:
             yield _Span(shard, start, min(start + step, shard.data_bytes))
 
 
-def _open_shard(folder: Path, number: int, record: dict[str, Any]) -> tuple[Shard, dict[str, Entry], dict[str, tuple[int, ...]]]:
+def _open_shard(folder: Path, number: int, record: dict[str, Any]) -> tuple[ShardFile, dict[str, Entry], dict[str, tuple[int, ...]]]:
     """A shard, the entries of its header and the global shapes of their tensors; its table, its size and its header are right."""
     path, table = folder / m.shard_file(number), _load_table(folder / m.table_file(number), record["table_digest"])
     try:
@@ -244,7 +244,7 @@ def _open_shard(folder: Path, number: int, record: dict[str, Any]) -> tuple[Shar
         shapes = shapes_of(parse_json(metadata["shapes"].encode()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: the header lacks the tensors' global shapes: {error}") from error
-    return Shard(number, path, size, record["table_digest"], table.data_start, table.chunk), entries, shapes
+    return ShardFile(number, path, size, record["table_digest"], table.data_start, table.chunk), entries, shapes
 
 
 def _load_table(path: Path, digest: str) -> DigestTable:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 GB = 1e9
 
 
-class Progress:
+class WriteProgress:
     """Called with the bytes of a shard as they are written; says how far it is, at most every `quiet` seconds."""
 
     def __init__(self, iteration: int, total: int, say: Callable[[str], None], *, quiet: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.boxes import intersect
 from megatron.checkpoint.fetch import BATCH, DamageError
-from megatron.checkpoint.index import Index, Piece, Shard, Stored, newest_first
+from megatron.checkpoint.index import Index, Piece, ShardFile, StoredTensor, newest_first
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.config.input_files import InputError, open_regular
@@ -169,7 +169,7 @@ class Checkpoint(Index):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _stored(self, name: str) -> Stored:
+    def _stored(self, name: str) -> StoredTensor:
         if name not in self.tensors:
             fix = "the model's flags differ from those it was saved with"
             if name.startswith("optimizer."):
@@ -206,7 +206,7 @@ class Checkpoint(Index):
 class _Batch(NamedTuple):
     """Rows [row, row + rows) of a cut: they, and what lies between them, are the bytes [start, stop) of a shard's data."""
 
-    shard: Shard
+    shard: ShardFile
     start: int
     stop: int
     cut: _Cut

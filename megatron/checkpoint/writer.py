@@ -21,7 +21,7 @@ from megatron.checkpoint import manifest as m
 from megatron.checkpoint.boxes import box_key
 from megatron.checkpoint.commit import Attempt, commit, not_saved, not_writable
 from megatron.checkpoint.files import new_file, write_all, write_shard_file
-from megatron.checkpoint.progress import Progress
+from megatron.checkpoint.progress import WriteProgress
 from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import DTYPE_NAMES
 from megatron.checkpoint.share import in_parts
@@ -51,7 +51,7 @@ def save_checkpoint(
     root, pairs = Path(root), [(box, tensor) for box, tensor in tensors if math.prod(box.extent)]
     parts = shard_parts(pairs)
     with Attempt(root, iteration, ranks, partial(not_saved, root, iteration), state, len(parts)) as attempt:
-        progress = Progress(iteration, shard_bytes(pairs), say)
+        progress = WriteProgress(iteration, shard_bytes(pairs), say)
         told = attempt.agree(lambda: (write_shards(attempt, parts, verify, progress), ranks.who))
         written = [record | who for records, who in told for record in records]
         attempt.agree(lambda: commit(root, attempt.folder, iteration, attempt.name, written, state, say, before).name if ranks.first else None)

@@ -281,8 +281,8 @@ class _Reading:
     values: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
     set_by: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict)
     commands: dict[str, str] = dataclasses.field(default_factory=dict)
-    foreign: list[tuple[str, list[str], compatibility.Row]] = dataclasses.field(default_factory=list)
-    least: list[tuple[str, compatibility.Row]] = dataclasses.field(default_factory=list)
+    foreign: list[tuple[str, list[str], compatibility.CompatibilityRow]] = dataclasses.field(default_factory=list)
+    least: list[tuple[str, compatibility.CompatibilityRow]] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     faults: list[str] = dataclasses.field(default_factory=list)
     unsure: set[str] = dataclasses.field(default_factory=set)  # flags whose value is unknown: rules about them say nothing

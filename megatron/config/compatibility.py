@@ -25,7 +25,7 @@ from megatron.config.upstream_flags import NAMES
 
 
 @dataclass(frozen=True)
-class Row:
+class CompatibilityRow:
     """One line of the table: `flags` share a verdict and its `text` (for equals: the replacement)."""
 
     flags: tuple[str, ...]
@@ -49,37 +49,37 @@ class Row:
         return result
 
 
-def note(flags: str, text: str, when: Callable[[Config], bool] | None = None, otherwise: str = "") -> Row:
+def note(flags: str, text: str, when: Callable[[Config], bool] | None = None, otherwise: str = "") -> CompatibilityRow:
     """A row whose flags are accepted and change nothing."""
-    return Row(tuple(flags.split()), "note", text, when=when, otherwise=otherwise)
+    return CompatibilityRow(tuple(flags.split()), "note", text, when=when, otherwise=otherwise)
 
 
 def not_done(
     flags: str, text: str, quiet: str = "",
     when: Callable[[Config], bool] | None = None, otherwise: str = "",
-) -> Row:
+) -> CompatibilityRow:
     """A row whose flags ask for what does not exist here; with the values `quiet` they ask for nothing."""
-    return Row(tuple(flags.split()), "not done", text, tuple(quiet.split()), when, otherwise)
+    return CompatibilityRow(tuple(flags.split()), "not done", text, tuple(quiet.split()), when, otherwise)
 
 
-def only(flags: str, values: str, text: str) -> Row:
+def only(flags: str, values: str, text: str) -> CompatibilityRow:
     """A row whose flags are accepted with these values alone; `text` says why others are not."""
-    return Row(tuple(flags.split()), "only", text, tuple(values.split()))
+    return CompatibilityRow(tuple(flags.split()), "only", text, tuple(values.split()))
 
 
-def equals(flags: str, ours: str) -> Row:
+def equals(flags: str, ours: str) -> CompatibilityRow:
     """A row whose flags are other names of our flags."""
-    return Row(tuple(flags.split()), "equals", ours)
+    return CompatibilityRow(tuple(flags.split()), "equals", ours)
 
 
-def at_least(flags: str, ours: str) -> Row:
+def at_least(flags: str, ours: str) -> CompatibilityRow:
     """A row whose flags raise one of our numbers, unless another flag sets it as high or higher."""
-    return Row(tuple(flags.split()), "at least", ours)
+    return CompatibilityRow(tuple(flags.split()), "at least", ours)
 
 
-def refused(flags: str, text: str) -> Row:
+def refused(flags: str, text: str) -> CompatibilityRow:
     """A row whose flags are errors."""
-    return Row(tuple(flags.split()), "refused", text)
+    return CompatibilityRow(tuple(flags.split()), "refused", text)
 
 
 def in_samples(ours: str) -> Callable[[list[str], Config], str]:
@@ -309,9 +309,9 @@ ONLY = (
 
 REFUSED = (
     refused("--step-batch-size-schedule", "use --rampup-batch-size START INCREMENT SAMPLES"),
-    Row(("--train-tokens",), "refused", "use --train-samples: tokens / seq-length", told=in_samples("--train-samples")),
-    Row(("--lr-decay-tokens",), "refused", "use --lr-decay-samples: tokens / seq-length", told=in_samples("--lr-decay-samples")),
-    Row(("--lr-warmup-tokens",), "refused", "use --lr-warmup-samples: tokens / seq-length",
+    CompatibilityRow(("--train-tokens",), "refused", "use --train-samples: tokens / seq-length", told=in_samples("--train-samples")),
+    CompatibilityRow(("--lr-decay-tokens",), "refused", "use --lr-decay-samples: tokens / seq-length", told=in_samples("--lr-decay-samples")),
+    CompatibilityRow(("--lr-warmup-tokens",), "refused", "use --lr-warmup-samples: tokens / seq-length",
         told=in_samples("--lr-warmup-samples")),
     refused("--warmup", "use --lr-warmup-fraction: a share of the decay, not a percentage"),
     refused("--decoupled-lr --decoupled-min-lr --head-lr-mult", "one learning rate serves all parameters; drop it"),
@@ -394,7 +394,7 @@ REFUSED = (
     refused("--deepscale-config", "use --deepspeed_config"),
 )
 
-TABLE: tuple[Row, ...] = (*EQUALS, *NOTES, *NOT_DONE, *ONLY, *REFUSED)
+TABLE: tuple[CompatibilityRow, ...] = (*EQUALS, *NOTES, *NOT_DONE, *ONLY, *REFUSED)
 
 # Other values of our own flags: (flag, word) -> our word, and a note if the meaning deserves one.
 VALUES: dict[tuple[str, str], tuple[str, str]] = {
@@ -420,7 +420,7 @@ VALUES: dict[tuple[str, str], tuple[str, str]] = {
 }
 
 # What such a value asks for beside our word: the row that answers it.
-ASKS: dict[tuple[str, str], Row] = {
+ASKS: dict[tuple[str, str], CompatibilityRow] = {
     **{("--attention-backend", word): next(row for row in NOT_DONE if "--use-flash-attn" in row.flags) for word in ("flash", "fused")},
     ("--timing-log-level", "2"): not_done("", "there are no finer timers than those of level 1, which are logged"),
 }
@@ -503,10 +503,10 @@ def key(flag: str) -> str:
 
 
 @functools.cache
-def rows() -> dict[str, Row]:
+def rows() -> dict[str, CompatibilityRow]:
     """Row by exact name, families spelled out; a name in two rows is a fault of the table."""
-    result: dict[str, Row] = {}
-    families: dict[str, Row] = {}
+    result: dict[str, CompatibilityRow] = {}
+    families: dict[str, CompatibilityRow] = {}
     for row in TABLE:
         for flag in row.flags:
             where, name = (families, flag[:-1]) if flag.endswith("*") else (result, key(flag))
@@ -519,7 +519,7 @@ def rows() -> dict[str, Row]:
     return result
 
 
-def find(flag: str) -> Row | None:
+def find(flag: str) -> CompatibilityRow | None:
     """The row that answers a flag, or None."""
     return rows().get(flag)
 
@@ -533,10 +533,10 @@ class Answers:
     faults: list[str]
 
 
-def answer(occurrences: list[tuple[str, list[str], Row]], config: Config) -> Answers:
+def answer(occurrences: list[tuple[str, list[str], CompatibilityRow]], config: Config) -> Answers:
     """Answer each (flag as written, its words, its row)."""
-    notes: dict[tuple[Row, str], list[str]] = {}
-    missing: dict[tuple[Row, str], list[str]] = {}
+    notes: dict[tuple[CompatibilityRow, str], list[str]] = {}
+    missing: dict[tuple[CompatibilityRow, str], list[str]] = {}
     faults = []
     for flag, words, row in occurrences:
         shown = " ".join([flag, *words])
@@ -558,5 +558,5 @@ def answer(occurrences: list[tuple[str, list[str], Row]], config: Config) -> Ans
     return Answers(_lines(notes), _lines(missing), faults)
 
 
-def _lines(groups: dict[tuple[Row, str], list[str]]) -> list[str]:
+def _lines(groups: dict[tuple[CompatibilityRow, str], list[str]]) -> list[str]:
     return [f"{', '.join(dict.fromkeys(flags))}: {text}" for (_, text), flags in groups.items()]

@@ -24,7 +24,7 @@ def data_parallel_size(config: Config, world_size: int) -> int:
     return world_size // model if min(sizes) > 0 and world_size > 0 and world_size % model == 0 else 0
 
 
-class Run:
+class RunView:
     """What rules look at: every field by its own name (`run.lr`), the numbers of ranks and the tokenizer's vocabulary.
 
     `tp` ranks share each matrix, `pp` times so many hold the model, and `dp` times so many make the `world` (dp 0: they do not).
@@ -55,7 +55,7 @@ class Run:
 Derivation = Iterator[tuple[str, Any, str]]  # field, value, reason; none where nobody asked
 
 
-def _derive_model(run: Run) -> Derivation:
+def _derive_model(run: RunView) -> Derivation:
     if run.ffn_hidden_size is None and run.has("hidden_size"):
         if run.activation in GATED:
             width = run.hidden_size * 8 // 3 // 64 * 64
@@ -70,7 +70,7 @@ def _derive_model(run: Run) -> Derivation:
         yield "max_position_embeddings", run.seq_length, "seq-length"
 
 
-def _derive_data(run: Run) -> Derivation:
+def _derive_data(run: RunView) -> Derivation:
     if run.tokenizer_type is None and run.vocab_file is not None and run.merge_file is not None:
         yield "tokenizer_type", "GPT2BPETokenizer", "--vocab-file and --merge-file are given"
     elif run.tokenizer_type is None and run.mock_data and run.vocab_size is not None:
@@ -79,7 +79,7 @@ def _derive_data(run: Run) -> Derivation:
         yield "split", "969,30,1", "shares of train, valid and test when none are given"
 
 
-def _derive_training(run: Run) -> Derivation:
+def _derive_training(run: RunView) -> Derivation:
     if run.global_batch_size is None and run.micro_batch_size is not None and run.dp:
         yield "global_batch_size", run.micro_batch_size * run.dp, f"micro-batch-size x {run.dp} data-parallel rank(s)"
     if run.recompute_granularity == "full":
@@ -93,21 +93,21 @@ def _derive_training(run: Run) -> Derivation:
         yield "lr", 0.0, "--skip-train trains nothing"
 
 
-def _derive_schedule(run: Run) -> Derivation:
+def _derive_schedule(run: RunView) -> Derivation:
     if run.lr_decay_iters is None and run.train_iters and run.lr_decay_samples is None:
         yield "lr_decay_iters", run.train_iters, "train-iters"
     if run.lr_decay_samples is None and run.train_samples and run.lr_decay_iters is None:
         yield "lr_decay_samples", run.train_samples, "train-samples"
 
 
-def _derive_optimizer(run: Run) -> Derivation:
+def _derive_optimizer(run: RunView) -> Derivation:
     if run.optimizer_nvme_offload is not None and not run.optimizer_cpu_offload and run.optimizer == "adam":
         yield "optimizer_cpu_offload", True, "--optimizer-nvme-offload moves on what it keeps in host memory"
     elif run.param_cpu_offload and not run.optimizer_cpu_offload and run.optimizer == "adam" and run.zero_stage == 3:
         yield "optimizer_cpu_offload", True, "--param-cpu-offload keeps weights where they are stepped"
 
 
-def _derive_distributed(run: Run) -> Derivation:
+def _derive_distributed(run: RunView) -> Derivation:
     if run.sequence_parallel and run.tp == 1:
         yield "sequence_parallel", False, "with --tensor-model-parallel-size 1 there are no ranks to split the sequence over"
     yield from _without_sharing(run)
@@ -122,7 +122,7 @@ def _derive_distributed(run: Run) -> Derivation:
         yield "pipeline_schedule", name, f"{virtual} stage(s) on each pipeline rank" if run.pp > 1 else ""
 
 
-def _without_sharing(run: Run) -> Derivation:
+def _without_sharing(run: RunView) -> Derivation:
     """ZeRO where each rank would share with itself alone: the same flags run in every layout. Weights come and go from host memory all the same."""
     if run.zero_stage == 0 or (run.dp != 1 and run.zero_shard_size != 1):
         return
@@ -136,7 +136,7 @@ def _without_sharing(run: Run) -> Derivation:
         yield "zero3_keep_gathered", False, reason
 
 
-def _why_virtual(run: Run) -> str:
+def _why_virtual(run: RunView) -> str:
     if run.pp == 1:
         return "with --pipeline-model-parallel-size 1 there is one stage"
     if run.pipeline_model_parallel_layout not in (None, AUTO):
@@ -153,7 +153,7 @@ def derive(config: Config, world: int, vocabulary: int | None) -> tuple[Config, 
     """The configuration with every derived value filled in, and a note for each that has a reason: field = value: reason."""
     notes = []
     for derivation in DERIVED:
-        for field, value, reason in derivation(Run(config, world, vocabulary)):
+        for field, value, reason in derivation(RunView(config, world, vocabulary)):
             group = GROUP_OF[field]
             config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{field: value})})
             notes += [f"{field.replace('_', '-')} = {value}: {reason}"] if reason else []

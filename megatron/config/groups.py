@@ -70,7 +70,7 @@ from megatron.config.metadata import (
     YARN,
     ZERO_3,
     Bound,
-    Change,
+    ChangeRule,
     Need,
 )
 
@@ -82,7 +82,7 @@ def flag(
     megatron: str | None = None,
     bound: Bound | None = None,
     needs: tuple[Need, ...] = (),
-    change: Change = NOTHING,
+    change: ChangeRule = NOTHING,
     deepspeed: tuple[str, ...] = (),
 ) -> Any:
     """A field with further option strings `names`, an option `off` that sets a boolean False, a

@@ -148,7 +148,7 @@ ZERO_3 = Need("--zero-stage 3", lambda run: run.zero_stage == 3, fault=True)
 
 
 @dataclass(frozen=True)
-class Change:
+class ChangeRule:
     """What it means when a run resumes from a checkpoint of one with another value.
 
     `refused`: it would be another model. `accept`: refused without this value of --accept-changed,
@@ -165,13 +165,13 @@ class Change:
     kernel: bool = False
 
 
-NOTHING = Change()
-MODEL = Change(refused=True, bits=True)
-STEPS = Change(said=True, bits=True)
-STEPS_ALONE = Change(said=True)
-ROUNDING = Change(bits=True)
-KERNEL = Change(bits=True, kernel=True)
-ORDER = Change(accept="data", what="the data order")
-OBJECTIVE = Change(accept="data", what="the objective", bits=True)
-SEED = Change(accept="seed", what="the data order")
-BATCHES = Change(accept="batch", what="the steps' batches")
+NOTHING = ChangeRule()
+MODEL = ChangeRule(refused=True, bits=True)
+STEPS = ChangeRule(said=True, bits=True)
+STEPS_ALONE = ChangeRule(said=True)
+ROUNDING = ChangeRule(bits=True)
+KERNEL = ChangeRule(bits=True, kernel=True)
+ORDER = ChangeRule(accept="data", what="the data order")
+OBJECTIVE = ChangeRule(accept="data", what="the objective", bits=True)
+SEED = ChangeRule(accept="seed", what="the data order")
+BATCHES = ChangeRule(accept="batch", what="the steps' batches")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config.derive import DEFAULTS, METADATA, Run, derive
+from megatron.config.derive import DEFAULTS, METADATA, RunView, derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
 from megatron.config.metadata import is_rotary
@@ -33,7 +33,7 @@ class Resolved:
 # ---------------------------------------------------------------- rules of one field
 
 
-def _ranges(run: Run) -> Iterator[str]:
+def _ranges(run: RunView) -> Iterator[str]:
     for field, said in METADATA.items():
         value, bound = getattr(run, field), said["bound"]
         if bound is not None and value is not None and not bound.holds(value):
@@ -49,7 +49,7 @@ MOST_INCREMENTS = 100_000  # of a ramp-up
 MOST_PASSES = 500_000  # of layers and micro-batches in a step of a pipeline
 
 
-def _bounds(run: Run) -> Iterator[str]:
+def _bounds(run: RunView) -> Iterator[str]:
     """Sizes beyond which the plan and the schedule would take minutes to compute."""
     if run.has("num_layers") and run.num_layers > MOST_LAYERS:
         yield f"{run.show('num_layers')}: at most {MOST_LAYERS:,} are planned for; give fewer layers"
@@ -69,7 +69,7 @@ def _bounds(run: Run) -> Iterator[str]:
             yield f"{run.show('rampup_batch_size')}: {count:,} increments, at most {MOST_INCREMENTS:,} are planned for; raise the increment"
 
 
-def _cannot_act(run: Run, *, fault: bool) -> Iterator[tuple[str, str]]:
+def _cannot_act(run: RunView, *, fault: bool) -> Iterator[tuple[str, str]]:
     """(flag as given, what it acts with) for each field that is not at its default and cannot act, where that is a fault or a remark."""
     for field, said in METADATA.items():
         value = getattr(run, field)
@@ -78,7 +78,7 @@ def _cannot_act(run: Run, *, fault: bool) -> Iterator[tuple[str, str]]:
                 yield run.show(field) if value is not False else f"--no-{field.replace('_', '-')}", need.text
 
 
-def _needs(run: Run) -> Iterator[str]:
+def _needs(run: RunView) -> Iterator[str]:
     for shown, text in _cannot_act(run, fault=True):
         yield f"{shown}: acts only with {text}; drop it or add that"
 
@@ -86,13 +86,13 @@ def _needs(run: Run) -> Iterator[str]:
 # ---------------------------------------------------------------- rules between fields
 
 
-def _required(run: Run) -> Iterator[str]:
+def _required(run: RunView) -> Iterator[str]:
     for field in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr"):
         if getattr(run, field) is None and not (field == "lr" and run.skip_train):
             yield f"--{field.replace('_', '-')} is required"
 
 
-def _heads(run: Run) -> Iterator[str]:
+def _heads(run: RunView) -> Iterator[str]:
     heads, groups = run.num_attention_heads, run.num_query_groups
     if run.kv_channels is None and run.has("hidden_size", "num_attention_heads") and run.hidden_size % heads:
         yield f"--hidden-size {run.hidden_size}: not divisible by --num-attention-heads {heads}; change one, or give --kv-channels"
@@ -102,7 +102,7 @@ def _heads(run: Run) -> Iterator[str]:
         yield f"--num-query-groups {groups}: must divide --num-attention-heads {heads}"
 
 
-def _positions(run: Run) -> Iterator[str]:
+def _positions(run: RunView) -> Iterator[str]:
     if run.has("seq_length", "max_position_embeddings") and run.max_position_embeddings < run.seq_length:
         yield f"{run.show('max_position_embeddings')}: smaller than --seq-length {run.seq_length}; raise it to that"
     if is_rotary(run) and run.has("kv_channels", "rotary_percent"):
@@ -117,7 +117,7 @@ def _positions(run: Run) -> Iterator[str]:
         yield f"{run.show('yarn_beta_fast')}: must be greater than {run.show('yarn_beta_slow')}"
 
 
-def _attention(run: Run) -> Iterator[str]:
+def _attention(run: RunView) -> Iterator[str]:
     limited = run.attention_backend in ("gluon", "sdpa")
     if limited and run.attention_dropout > 0:
         yield f"--attention-backend {run.attention_backend}: cannot apply {run.show('attention_dropout')}; give --attention-dropout 0, or drop the backend"
@@ -125,7 +125,7 @@ def _attention(run: Run) -> Iterator[str]:
         yield f"--attention-backend {run.attention_backend}: cannot apply {run.show('attn_logit_softcapping')}; drop one"
 
 
-def _precision(run: Run) -> Iterator[str]:
+def _precision(run: RunView) -> Iterator[str]:
     given = [name for name in ("bf16", "fp16", "fp64") if getattr(run, name)]
     if len(given) > 1:
         yield f"{' '.join('--' + name for name in given)}: contradict each other; keep one"
@@ -135,7 +135,7 @@ def _precision(run: Run) -> Iterator[str]:
         yield f"{run.show('initial_loss_scale')}: below {run.show('min_loss_scale')}"
 
 
-def _optimizer(run: Run) -> Iterator[str]:
+def _optimizer(run: RunView) -> Iterator[str]:
     moments = [field for field in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(run, field) != "fp32"]
     if run.adam_implementation == "apex":
         for field in (*moments, *(["optimizer_cpu_offload"] if run.optimizer_cpu_offload else [])):
@@ -150,7 +150,7 @@ def _optimizer(run: Run) -> Iterator[str]:
             yield f"{run.show('freeze')}: {error}"
 
 
-def _sources(run: Run) -> Iterator[str]:
+def _sources(run: RunView) -> Iterator[str]:
     by_split = [field for field in ("train_data_path", "valid_data_path", "test_data_path") if getattr(run, field) is not None]
     kinds = [*(["--data-path"] if run.data_path else []), *(["--mock-data"] if run.mock_data else []),
              *(["--" + by_split[0].replace("_", "-")] if by_split else [])]
@@ -174,7 +174,7 @@ def blend_prefixes(words: tuple[str, ...]) -> tuple[str, ...]:
     return words[1::2] if weighted else words
 
 
-def _split(run: Run) -> Iterator[str]:
+def _split(run: RunView) -> Iterator[str]:
     if run.split is None:
         return
     try:
@@ -195,7 +195,7 @@ def absent_tokenizer(path: str) -> str:
             f"with --tokenizer-type HuggingFaceTokenizer")
 
 
-def _tokenizer(run: Run) -> Iterator[str]:
+def _tokenizer(run: RunView) -> Iterator[str]:
     kind = run.tokenizer_type
     if kind is None:
         mock = "; with --mock-data, --vocab-size N is enough" if run.mock_data else ""
@@ -213,7 +213,7 @@ def _tokenizer(run: Run) -> Iterator[str]:
         yield f"{run.show('vocab_size')}: the tokenizer has {run.vocabulary} tokens; drop --vocab-size or take the right tokenizer"
 
 
-def _batch(run: Run) -> Iterator[str]:
+def _batch(run: RunView) -> Iterator[str]:
     if not run.has("micro_batch_size", "global_batch_size") or not run.dp:
         return
     unit = run.micro_batch_size * run.dp
@@ -236,7 +236,7 @@ def _batch(run: Run) -> Iterator[str]:
         yield f"{shown}: {run.show('global_batch_size')} must be the start plus a number of increments"
 
 
-def _length(run: Run) -> Iterator[str]:
+def _length(run: RunView) -> Iterator[str]:
     if run.train_iters is None and run.train_samples is None and not run.skip_train:
         yield "--train-iters or --train-samples is required"
     if run.train_iters is not None and run.train_samples is not None:
@@ -249,7 +249,7 @@ def _length(run: Run) -> Iterator[str]:
                 yield f"{run.show(field)}: the run is measured in --{length.replace('_', '-')}; use --{other}"
 
 
-def _schedule(run: Run) -> Iterator[str]:
+def _schedule(run: RunView) -> Iterator[str]:
     unit = "iters" if run.train_samples is None else "samples"
     warmup, decay, final = (getattr(run, name + unit) for name in ("lr_warmup_", "lr_decay_", "lr_wsd_decay_"))
     if run.lr_warmup_fraction is not None and (run.lr_warmup_iters or run.lr_warmup_samples):
@@ -268,14 +268,14 @@ def _schedule(run: Run) -> Iterator[str]:
         yield "--override-opt-param-scheduler: contradicts --use-checkpoint-opt-param-scheduler; keep one"
 
 
-def _weight_decay(run: Run) -> Iterator[str]:
+def _weight_decay(run: RunView) -> Iterator[str]:
     if run.weight_decay_incr_style != "constant":
         for field in ("start_weight_decay", "end_weight_decay"):
             if getattr(run, field) is None:
                 yield f"{run.show('weight_decay_incr_style')}: give --{field.replace('_', '-')}"
 
 
-def _recompute(run: Run) -> Iterator[str]:
+def _recompute(run: RunView) -> Iterator[str]:
     if run.recompute_granularity is not None and run.recompute_num_layers != 1:
         yield f"{run.show('recompute_num_layers')}: groups of layers are not built yet; use 1"
 
@@ -292,7 +292,7 @@ def _cannot_be_made(folder: Path) -> str:
     return ""
 
 
-def _checkpoint(run: Run) -> Iterator[str]:
+def _checkpoint(run: RunView) -> Iterator[str]:
     same = run.load is not None and run.save is not None and Path(run.load).absolute() == Path(run.save).absolute()
     if run.load is not None and not os.path.isdir(run.load) and (not same or run.exit_on_missing_checkpoint):
         yield f"{run.show('load')}: no such folder; for a first start give the same folder as --save, or drop --load"
@@ -307,7 +307,7 @@ def _checkpoint(run: Run) -> Iterator[str]:
         yield f"{run.show('save_retain_interval')}: must be a multiple of --save-interval; give that too"
 
 
-RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
+RULES: tuple[Callable[[RunView], Iterator[str]], ...] = (
     _required, _ranges, _needs, tensor_parallel, zero, pipeline_split, pipeline_schedule, _heads, _positions, _attention, _precision, _optimizer, _sources,
     _split, _tokenizer, _batch, _length, _schedule, _weight_decay, _recompute, _checkpoint,
 )
@@ -316,7 +316,7 @@ RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
 # ---------------------------------------------------------------- words to the user about settings that are valid
 
 
-def _remarks(run: Run) -> Iterator[str]:
+def _remarks(run: RunView) -> Iterator[str]:
     for shown, text in _cannot_act(run, fault=False):
         yield f"{shown}: acts only with {text}; nothing changes here"
     if run.activation == "gelu":
@@ -338,7 +338,7 @@ def _remarks(run: Run) -> Iterator[str]:
 def cross_field_faults(config: Config, world_size: int, vocab_size: int | None) -> list[str]:
     """Every fault of a configuration, after derived values are filled in; an empty list means that it can run."""
     config, _ = derive(config, world_size, vocab_size)
-    run = Run(config, world_size, vocab_size)
+    run = RunView(config, world_size, vocab_size)
     return list(dict.fromkeys(fault for rule in RULES for fault in rule(run)))
 
 
@@ -351,4 +351,4 @@ def resolve(config: Config, world_size: int, vocab_size: int | None) -> Resolved
     if faults:
         raise ArgumentErrors(faults)
     config, notes = derive(config, world_size, vocab_size)
-    return Resolved(config, [*notes, *_remarks(Run(config, world_size, vocab_size))])
+    return Resolved(config, [*notes, *_remarks(RunView(config, world_size, vocab_size))])

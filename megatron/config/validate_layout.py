@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.derive import Run
+from megatron.config.derive import RunView
 from megatron.config.errors import UserError
 from megatron.config.stages import AUTO, counted_layers, parse_layout
 
@@ -22,7 +22,7 @@ def _shares(size: int, groups: int) -> bool:
     return groups % size == 0 or size % groups == 0
 
 
-def _fitting_tp(run: Run) -> int:
+def _fitting_tp(run: RunView) -> int:
     """The tensor-parallel size nearest to the one given that divides the ranks (of one pipeline rank, unless that size is wrong) and the heads."""
     ranks = run.world // run.pp if run.world % run.pp == 0 and (run.dp or run.world % run.tp) else run.world
     heads = run.num_attention_heads if run.has("num_attention_heads") else ranks
@@ -32,13 +32,13 @@ def _fitting_tp(run: Run) -> int:
     return min(fitting, key=lambda size: abs(size - run.tp))
 
 
-def _fitting_pp(run: Run, tp: int) -> int:
+def _fitting_pp(run: RunView, tp: int) -> int:
     """The pipeline-parallel size nearest to the one given that, with `tp`, divides the ranks."""
     ranks = run.world // tp
     return min((size for size in (run.pp, *range(1, min(ranks, 1024) + 1)) if ranks % size == 0), key=lambda size: abs(size - run.pp))
 
 
-def _undivided(run: Run, tp: int) -> str:
+def _undivided(run: RunView, tp: int) -> str:
     """The fault of sizes that do not divide the ranks; `tp` is a size that can."""
     pp = _fitting_pp(run, tp)
     shown = run.show("tensor_model_parallel_size") + (f" x {run.show('pipeline_model_parallel_size')}" if run.pp > 1 else "")
@@ -48,7 +48,7 @@ def _undivided(run: Run, tp: int) -> str:
             f"(in a dry run, with --world-size), or give {' and '.join(instead)}")
 
 
-def tensor_parallel(run: Run) -> Iterator[str]:
+def tensor_parallel(run: RunView) -> Iterator[str]:
     """Sizes and ranks. Where the size itself is wrong, widths and lengths are held against the size that is proposed."""
     if run.tp <= 0 or run.pp <= 0 or run.world <= 0:
         return
@@ -67,7 +67,7 @@ def tensor_parallel(run: Run) -> Iterator[str]:
                "or drop --sequence-parallel")
 
 
-def zero(run: Run) -> Iterator[str]:
+def zero(run: RunView) -> Iterator[str]:
     """Hybrid sharding: the data-parallel ranks must fall into groups of equal size."""
     size = run.zero_shard_size
     if run.has("zero_shard_size") and run.zero_stage > 0 and run.dp and run.dp % size:
@@ -83,11 +83,11 @@ _UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layer
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
-def _given(run: Run, *fields: str) -> list[str]:
+def _given(run: RunView, *fields: str) -> list[str]:
     return [field for field in fields if getattr(run, field) not in (None, False)]
 
 
-def pipeline_split(run: Run) -> Iterator[str]:
+def pipeline_split(run: RunView) -> Iterator[str]:
     """Layers over stages; nothing here acts with one pipeline rank."""
     if run.pp < 2 or not run.has("num_layers"):
         return
@@ -103,7 +103,7 @@ def pipeline_split(run: Run) -> Iterator[str]:
         yield from _even(run)
 
 
-def _contradictions(run: Run) -> Iterator[str]:
+def _contradictions(run: RunView) -> Iterator[str]:
     ways = ((_given(run, _LAYOUT), _given(run, *_UNEVEN, *_COUNTED, _PER_VIRTUAL)), (_given(run, *_UNEVEN), _given(run, *_COUNTED, _PER_VIRTUAL)))
     for one, others in ways:
         if one and others:
@@ -116,27 +116,27 @@ def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def _stages(run: Run) -> tuple[str, int]:
+def _stages(run: RunView) -> tuple[str, int]:
     """`--pipeline-model-parallel-size 4 x --num-virtual-stages-per-pipeline-rank 2 = 8`, and 8."""
     shown, virtual = run.show("pipeline_model_parallel_size"), run.num_virtual_stages_per_pipeline_rank or 1
     return (f"{shown} x {run.show(_VIRTUAL)} = {run.pp * virtual}" if virtual > 1 else shown), run.pp * virtual
 
 
-def _instead(run: Run, *fields: str) -> str:
+def _instead(run: RunView, *fields: str) -> str:
     """What shares out any number of layers, in the place of those of some fields that are given."""
     given = _given(run, *fields)
     auto = "--pipeline-model-parallel-layout auto" if _stages(run)[1] <= run.num_layers + 2 else "fewer pipeline ranks"
     return auto + (f" instead of {' and '.join(map(_flag, given))}" if given else "")
 
 
-def _auto(run: Run) -> Iterator[str]:
+def _auto(run: RunView) -> Iterator[str]:
     shown, stages = _stages(run)
     units = run.num_layers + 2
     if stages > units:
         yield f"{shown}: more stages than the {units} units of --num-layers {run.num_layers} (embedding, layers, head); give at most {units} stages"
 
 
-def _drawn(run: Run) -> Iterator[str]:
+def _drawn(run: RunView) -> Iterator[str]:
     shown = run.show(_LAYOUT)
     try:
         counts = parse_layout(run.pipeline_model_parallel_layout)
@@ -152,7 +152,7 @@ def _drawn(run: Run) -> Iterator[str]:
         yield f"{shown}: has {len(counts)} stages, {len(counts) // run.pp} on each pipeline rank, which contradicts {run.show(_VIRTUAL)}; drop that"
 
 
-def _even(run: Run) -> Iterator[str]:
+def _even(run: RunView) -> Iterator[str]:
     layers = counted_layers(run.config)
     counted = layers - run.num_layers
     with_them = f" ({layers} with those of {' and '.join(map(_flag, _given(run, *_COUNTED)))})" if counted else ""
@@ -172,7 +172,7 @@ def _even(run: Run) -> Iterator[str]:
     yield f"--num-layers {run.num_layers}{with_them}: not divisible by {divisor}; the {nearby}, or give {_instead(run, *_COUNTED, _PER_VIRTUAL)}"
 
 
-def _uneven(run: Run) -> Iterator[str]:
+def _uneven(run: RunView) -> Iterator[str]:
     """Numbers for the first or last rank: what they leave must fit the others, and each rank's layers its virtual stages."""
     given, virtual = _given(run, *_UNEVEN), run.num_virtual_stages_per_pipeline_rank
     numbers = {field: getattr(run, field) for field in given}
@@ -202,7 +202,7 @@ def _uneven(run: Run) -> Iterator[str]:
 # ---------------------------------------------------------------- schedules
 
 
-def pipeline_schedule(run: Run) -> Iterator[str]:
+def pipeline_schedule(run: RunView) -> Iterator[str]:
     """Virtual stages that a schedule takes."""
     name, virtual = run.pipeline_schedule, run.num_virtual_stages_per_pipeline_rank
     if run.pp < 2 or name is None or virtual is None or virtual <= 0:
@@ -218,7 +218,7 @@ def pipeline_schedule(run: Run) -> Iterator[str]:
                "or give --pipeline-schedule interleaved")
 
 
-def bubble(run: Run) -> Iterator[str]:
+def bubble(run: RunView) -> Iterator[str]:
     """A remark on fewer micro-batches than pipeline ranks."""
     if run.pp < 2 or not run.dp or not run.has("micro_batch_size", "global_batch_size"):
         return

@@ -27,7 +27,7 @@ ALL_GATHER, REDUCE_SCATTER = (
 MESSAGE = 1024  # bytes that ranks exchange at once in `gather_bytes`: enough for what they tell each other around a checkpoint
 
 
-class Pending(Protocol):
+class Handle(Protocol):
     """A collective on its way; its input may not be written before `wait`."""
 
     def wait(self) -> Tensor:
@@ -65,7 +65,7 @@ def is_gloo(axis: Axis) -> bool:
     return not isinstance(axis.group, SilentGroup) and dist.get_backend(axis.group) == "gloo"
 
 
-def _staged(x: Tensor, axis: Axis, out: Tensor | None, start: Callable[..., Pending]) -> Pending:
+def _staged(x: Tensor, axis: Axis, out: Tensor | None, start: Callable[..., Handle]) -> Handle:
     """A collective of sends and receives on GPU tensors over Gloo: through the host."""
     host = start(x.cpu(), axis)
 
@@ -77,7 +77,7 @@ def _staged(x: Tensor, axis: Axis, out: Tensor | None, start: Callable[..., Pend
     return Staged()
 
 
-def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
+def start_all_reduce(x: Tensor, axis: Axis) -> Handle:
     """The sum of x over the axis, in place."""
     if axis.size == 1:
         return _Works([], x)
@@ -86,7 +86,7 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     return _Works([dist.all_reduce(x, group=axis.group, async_op=True)], x, of=("an all-reduce", axis))
 
 
-def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
+def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Handle:
     """Every rank's x [n, ...] -> [size * n, ...] in axis order. `x` may be this rank's part of `out`, which then stays where it is."""
     if axis.size == 1:
         return _Works([], x if out is None else out)
@@ -187,14 +187,14 @@ def _bytes_in_flight(elements: int, axis: Axis, dtype: torch.dtype, wire: torch.
 
 
 class _Shaped:
-    def __init__(self, pending: Pending, shape: torch.Size):
+    def __init__(self, pending: Handle, shape: torch.Size):
         self.pending, self.shape = pending, shape
 
     def wait(self) -> Tensor:
         return self.pending.wait().view(self.shape)
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None, wire: torch.dtype | None = None, room: int | None = None) -> Pending:
+def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None, wire: torch.dtype | None = None, room: int | None = None) -> Handle:
     """The sum over the axis of x [size * n, ...], of which each rank keeps its n rows. `out` may be this rank's part of a contiguous x.
 
     `wire` is the precision in which it is sent (x's own by default): every rank's part is rounded to it, the sum is not. `room`: bytes that it

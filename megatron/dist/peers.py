@@ -35,7 +35,7 @@ class PeerError(RuntimeError):
         self.cause = cause
 
 
-class Report(NamedTuple):
+class Heartbeat(NamedTuple):
     """What a rank has put into the store."""
 
     count: int
@@ -105,7 +105,7 @@ class Peers:
         """Say what this rank does, or why it ends."""
         self.count += 1
         place = f"process {os.getpid()} on {socket.gethostname()}"
-        report = Report(self.count, time.time(), place, end or self.doing(), bool(self.waits), bool(end))
+        report = Heartbeat(self.count, time.time(), place, end or self.doing(), bool(self.waits), bool(end))
         self.store.set(str(self.rank), json.dumps(report))
 
     def doing(self) -> str:
@@ -137,12 +137,12 @@ class Peers:
                 warned.add(rank)
                 print(f"warning: {report.silent(rank)}. The others wait for it", file=sys.stderr, flush=True)
 
-    def _read(self, ranks: Sequence[int]) -> dict[int, Report]:
+    def _read(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
         """The last reports of these ranks; none while any has not reported yet."""
         keys = [str(rank) for rank in ranks]
         if not keys or not self.store.check(keys):
             return {}
-        return {rank: Report(*json.loads(raw)) for rank, raw in zip(ranks, self.store.multi_get(keys))}
+        return {rank: Heartbeat(*json.loads(raw)) for rank, raw in zip(ranks, self.store.multi_get(keys))}
 
     def find(self, waited: float) -> str:
         """Which ranks have ended or fallen silent, in words, after a wait of so many seconds; empty where that is not known.
@@ -193,7 +193,7 @@ class Peers:
                 time.sleep(0.2)
 
 
-def _words(last: dict[int, Report], silent_ranks: set[int], waited: float) -> str:
+def _words(last: dict[int, Heartbeat], silent_ranks: set[int], waited: float) -> str:
     timeout = waited > LOOK
     silent = [last[rank].silent(rank) for rank in sorted(silent_ranks)]
     ended = [report.over(rank) for rank, report in last.items() if report.ended and not report.waited]

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from megatron.config.workspace import SCRATCH_BYTES
 from megatron.dist.collectives import (
-    Pending,
+    Handle,
     all_gather,
     all_reduce,
     gather_parts,
@@ -123,19 +123,19 @@ class WeightGrad(NamedTuple):
     x_axis: Axis = ALONE
     overlap: bool = True
 
-    def start(self) -> tuple[nn.Parameter, Pending, Pending]:
+    def start(self) -> tuple[nn.Parameter, Handle, Handle]:
         """Set off what `_finish` waits for."""
         return self.weight, start_all_gather(self.dy, self.dy_axis), start_all_gather(self.x, self.x_axis)
 
 
-def _finish(weight: nn.Parameter, dy: Pending, x: Pending) -> None:
+def _finish(weight: nn.Parameter, dy: Handle, x: Handle) -> None:
     add_weight_grad(dy.wait(), x.wait(), weight)
 
 
 @torch.no_grad()
 def add_weight_grads(left: list[WeightGrad]) -> None:
     """Add each into its weight's main_grad, and empty the list; the next one's all-gather runs beside a product."""
-    started: deque[tuple[nn.Parameter, Pending, Pending]] = deque()
+    started: deque[tuple[nn.Parameter, Handle, Handle]] = deque()
     while left or started:
         while left and len(started) < (2 if left[0].overlap else 1):
             started.append(left.pop(0).start())

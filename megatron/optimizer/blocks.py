@@ -38,7 +38,7 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Entry:
+class BufferEntry:
     """One parameter in its block's flat buffers."""
 
     name: str
@@ -73,7 +73,7 @@ class Plan:
     name: str
     unit: str  # whose parameters they are
     group: str  # which of Groups.buffers hold copies of it
-    entries: tuple[Entry, ...]
+    entries: tuple[BufferEntry, ...]
     late: int  # elements at its beginning: weights of linear layers, whose gradients a split backward pass leaves for later
     ranges: tuple[tuple[int, Multipliers], ...]  # (where it ends, what an update rule multiplies there), one after the other
     size: int  # with padding
@@ -244,7 +244,7 @@ class Block:
                         low = start + at - first
                         yield part, buffer[low : low + math.prod(part.extent)].view(part.extent)
 
-    def runs(self, entry: Entry, box: Box, buffer: Tensor) -> Iterator[Tensor]:
+    def runs(self, entry: BufferEntry, box: Box, buffer: Tensor) -> Iterator[Tensor]:
         """The flat pieces of a box in a buffer as long as `own`."""
         for start, stop, _ in entry.runs(box):
             low, high = max(start, self.own[0]), min(stop, self.own[1])
@@ -277,7 +277,7 @@ class Block:
             start = max(start, min(stop, last))
         return found
 
-    def multipliers(self, entry: Entry) -> Multipliers:
+    def multipliers(self, entry: BufferEntry) -> Multipliers:
         """What an update rule multiplies at a parameter."""
         return next(multipliers for stop, multipliers in self.plan.ranges if entry.start < stop)
 
@@ -331,7 +331,7 @@ def plan_blocks(model: GPTModel, parts: Callable[[str], int]) -> list[tuple[Plan
             entries, ranges, end, late_end = [], [], 0, 0
             for parameter in members:
                 name, spec = declared[parameter]
-                entries.append(Entry(name, end, parameter.shape, spec.boxes(model.tp)))
+                entries.append(BufferEntry(name, end, parameter.shape, spec.boxes(model.tp)))
                 end += padded(parameter.numel())
                 late_end = end if parameter in late else late_end
                 if ranges and ranges[-1][1] == spec.multipliers:

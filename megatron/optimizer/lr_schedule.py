@@ -14,7 +14,7 @@ from megatron.model.arithmetic import samples_after
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ParamSchedule:
     """The schedules of a run; all lengths in samples."""
 
     max_lr: float
@@ -31,7 +31,7 @@ class Schedule:
     weight_decay_length: float
 
     @classmethod
-    def of(cls, config: Config) -> Schedule:
+    def of(cls, config: Config) -> ParamSchedule:
         """Read a resolved configuration; lengths in iterations are turned into samples through the batch-size ramp-up."""
         opt, training = config.optimizer, config.training
         if training.train_iters is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.dist.collectives import all_reduce
 from megatron.dist.groups import Groups
 from megatron.layers.spec import Box, holders
-from megatron.optimizer.blocks import Block, Entry, Segment
+from megatron.optimizer.blocks import Block, BufferEntry, Segment
 
 MOMENTUM = "exp_avg"  # the state that holds it
 
@@ -30,7 +30,7 @@ class MatrixRule(Protocol):
         """[r, c] -> [r, c], the same on every rank that is given the same values."""
 
 
-def of_matrices(entry: Entry) -> bool:
+def of_matrices(entry: BufferEntry) -> bool:
     """Whether all that a parameter holds are matrices of layers: no embedding, head, norm or bias."""
     return bool(entry.boxes) and all(box.spec is not None and box.spec.kind == "matrix" and len(box.shape) == 2 for box in entry.boxes)
 

@@ -34,7 +34,7 @@ class StorageError(UserError):
     """The disk of --optimizer-nvme-offload does not do what is asked of it."""
 
 
-class Part(NamedTuple):
+class StatePart(NamedTuple):
     """Elements `slice` of what this rank updates of a block; they begin at element `position` of each file."""
 
     block: Block
@@ -63,16 +63,16 @@ class StateFiles:
     def __init__(self, folder: str | Path, blocks: Sequence[Block], dtypes: dict[str, torch.dtype]):
         self.folder, self.dtypes, self.fault = Path(folder), dtypes, None
         lengths, size = {block: block.own[1] - block.own[0] for block in blocks}, 0
-        self.parts: dict[Block, list[Part]] = {}
+        self.parts: dict[Block, list[StatePart]] = {}
         for block, length in lengths.items():
-            self.parts[block] = [Part(block, slice(at, min(at + PART, length)), size + at) for at in range(0, length, PART)]
+            self.parts[block] = [StatePart(block, slice(at, min(at + PART, length)), size + at) for at in range(0, length, PART)]
             size += in_pages(length)
         self.order = [part for parts in self.parts.values() for part in parts]
         self.files = self._make(size)
         room = part_room(list(lengths.values()))
         self.ring = [Slot({kind: _aligned(room * dtype.itemsize) for kind, dtype in dtypes.items()}) for _ in range(SLOTS)]
         self.threads = ThreadPoolExecutor(WORKERS, "optimizer-files")
-        self.plan: list[Part] = []  # the parts that come one after the other, each in the ring's next slot
+        self.plan: list[StatePart] = []  # the parts that come one after the other, each in the ring's next slot
         self.at, self.using = 0, False  # which of them comes next, or is in use
         self.kinds: tuple[str, ...] = ()
         self.reads = False  # or are they filled in
@@ -81,7 +81,7 @@ class StateFiles:
         for file, _ in getattr(self, "files", {}).values():
             os.close(file)
 
-    def use(self, part: Part, kinds: tuple[str, ...], *, read: bool = True) -> dict[str, Tensor]:
+    def use(self, part: StatePart, kinds: tuple[str, ...], *, read: bool = True) -> dict[str, Tensor]:
         """The part's tensors of these kinds, or zeros to be filled in; the caller's until `done` or the next use. Those that follow in `order` are
         on their way when it returns: in this order there is no waiting but for the disk."""
         expected = (self.kinds, self.reads) == (kinds, read)
@@ -101,7 +101,7 @@ class StateFiles:
         self._start(self.ring[self.at % SLOTS], part if changed else None, *coming)
         self.at, self.using = self.at + 1, False
 
-    def expect(self, kinds: tuple[str, ...], first: Part | None = None, *, read: bool = True) -> None:
+    def expect(self, kinds: tuple[str, ...], first: StatePart | None = None, *, read: bool = True) -> None:
         """All parts, or those from one on, will be used in order: begin to read, when the files hold all that was written."""
         for slot in self.ring:
             self._wait(slot)
@@ -129,13 +129,13 @@ class StateFiles:
                 fix = "give a folder on a local disk of every node that this user may write to"
             raise StorageError(f"--optimizer-nvme-offload {self.folder}: cannot hold the optimizer's state: {error.strerror}; {fix}") from error
 
-    def _start(self, slot: Slot, out: Part | None, coming: Part | None = None) -> None:
+    def _start(self, slot: Slot, out: StatePart | None, coming: StatePart | None = None) -> None:
         """Write a part from a slot, then read one into it."""
         assert not slot.work
         if out is not None or coming is not None:
             slot.work = [self.threads.submit(self._move, kind, slot.memory[kind], out, coming) for kind in self.kinds]
 
-    def _move(self, kind: str, memory: mmap.mmap, out: Part | None, coming: Part | None) -> None:
+    def _move(self, kind: str, memory: mmap.mmap, out: StatePart | None, coming: StatePart | None) -> None:
         (file, direct), item = self.files[kind], self.dtypes[kind].itemsize
         for part, move in ((out, os.pwritev), (coming, os.preadv)):
             if part is not None:
@@ -159,12 +159,12 @@ class StateFiles:
 
 
 @dataclass(frozen=True)
-class Stored:
+class FileTensor:
     """A tensor in files: of a part's tensor of one kind the view that `like` (on the meta device) is of its whole. As far as a checkpoint goes it is
     a tensor, which is read when it is detached."""
 
     files: StateFiles
-    part: Part
+    part: StatePart
     kind: str
     like: Tensor
 
@@ -179,7 +179,7 @@ class Stored:
     def element_size(self) -> int:
         return self.like.element_size()
 
-    def __getitem__(self, rows: slice) -> Stored:
+    def __getitem__(self, rows: slice) -> FileTensor:
         return replace(self, like=self.like[rows])
 
     def detach(self) -> Tensor:

@@ -23,7 +23,7 @@ from megatron.model.kernels import choose_kernels
 from megatron.optimizer.blocks import Block, accumulation_dtype
 from megatron.optimizer.clip import clip_coefficient, sum_of_squares
 from megatron.optimizer.matrices import MatrixRule, other_segments, step_matrices
-from megatron.optimizer.nvme import StateFiles, Stored
+from megatron.optimizer.nvme import FileTensor, StateFiles
 from megatron.optimizer.offload import HostSteps
 from megatron.optimizer.state import BlockState, InFiles, InMemory
 from megatron.optimizer.update import UpdateRule
@@ -189,12 +189,12 @@ class Optimizer:
             self.used_up.discard(block)
             block.drop()
 
-    def weight_boxes(self) -> Iterator[tuple[Box, Tensor | Stored]]:
+    def weight_boxes(self) -> Iterator[tuple[Box, Tensor | FileTensor]]:
         """The parts of logical weights in this rank's master weights, each with the view that holds it."""
         for block in self.blocks:
             yield from self.kept[block].boxes(MASTER)
 
-    def state_boxes(self) -> Iterator[tuple[Box, Tensor | Stored]]:
+    def state_boxes(self) -> Iterator[tuple[Box, Tensor | FileTensor]]:
         """The same of the optimizer's tensors, named `optimizer.<state>.<weight>`."""
         for name in self.state_names:
             for block in self.trained:

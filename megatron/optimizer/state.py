@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.layers.spec import Box
 from megatron.optimizer.blocks import Block
-from megatron.optimizer.nvme import StateFiles, Stored
+from megatron.optimizer.nvme import FileTensor, StateFiles
 
 Use = Literal["read", "change", "fill"]  # fill: the old values are of no use
 Piece = tuple[slice, dict[str, Tensor]]
@@ -28,7 +28,7 @@ class BlockState(Protocol):
         """What is in memory at a time of what this rank updates of the block, with its tensors of these kinds: theirs until the next is
         asked for."""
 
-    def boxes(self, kind: str) -> Iterator[tuple[Box, Tensor | Stored]]:
+    def boxes(self, kind: str) -> Iterator[tuple[Box, Tensor | FileTensor]]:
         """The parts of logical tensors in the tensor of this kind, each with what a checkpoint reads it from."""
 
 
@@ -57,8 +57,8 @@ class InFiles:
             yield part.slice, self.files.use(part, tuple(kinds), read=use != "fill")
             self.files.done(changed=use != "read")
 
-    def boxes(self, kind: str) -> Iterator[tuple[Box, Stored]]:
+    def boxes(self, kind: str) -> Iterator[tuple[Box, FileTensor]]:
         for part in self.files.parts[self.block]:
             like = torch.empty(part.size, dtype=self.files.dtypes[kind], device="meta")
             for box, view in self.block.boxes(like, part.slice):
-                yield box, Stored(self.files, part, kind, view)
+                yield box, FileTensor(self.files, part, kind, view)

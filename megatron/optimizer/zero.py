@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.groups import DistributedConfig
-from megatron.dist.collectives import Pending, start_all_gather, start_reduce_scatter
+from megatron.dist.collectives import Handle, start_all_gather, start_reduce_scatter
 from megatron.dist.groups import Groups
 from megatron.model.block import Layer
 from megatron.model.gpt import GPTModel
@@ -61,14 +61,14 @@ class Zero:
         self.early: dict[tuple[Layer, int], list[Tensor]] = {}  # stages 2 and 3, by layer and micro-batch: of a split backward pass, what its first half completes
         self.needs: deque[Buffers] = deque()  # stage 3: what the passes to come read, in order
         self.remaining: Counter[Buffers] = Counter()
-        self.gathering: dict[Block, Pending] = {}
+        self.gathering: dict[Block, Handle] = {}
         self.postponed: dict[Block, Callable[[], None]] = {}
         self.following = dict(pairwise(blocks))
         self.period: dict[Block, int] = {}  # passes of a block's layers from one reduction to the next
         self.due: dict[Block, int] = {}
-        self.reducing: tuple[Block, Tensor, Pending] | None = None
+        self.reducing: tuple[Block, Tensor, Handle] | None = None
         self.spent: list[tuple[Tensor, Any]] = []  # gradient buffers that a stream of its own may still read, and the event after which none does
-        self.returning: list[tuple[Block, Pending]] = []  # stage 0: sums on their way back to all ranks
+        self.returning: list[tuple[Block, Handle]] = []  # stage 0: sums on their way back to all ranks
         self.watched: Tensor | None = None
 
     # ---- passes

@@ -33,7 +33,7 @@ from megatron.model.kernels import choose_kernels, compute_dtype, remarks
 from megatron.observe.console import NOT_DONE, banner
 from megatron.observe.tracking import Tracker
 from megatron.optimizer.blocks import build_run_blocks
-from megatron.optimizer.lr_schedule import Schedule
+from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import Zero
@@ -190,7 +190,7 @@ class Prepared:
     padded_vocab: int
     checkpoint: Checkpoint | None
     progress: Progress
-    schedule: Schedule
+    schedule: ParamSchedule
     data: Data
     sections: dict[str, list[str]]  # of the banner, on the rank that prints it
     verdict: Verdict | None  # on that rank; None where no GPU is planned for
@@ -203,7 +203,7 @@ def prepare(config: Config, notes: list[str], world_size: int, device: torch.dev
         tokenizer = build_tokenizer(resolve(config, world_size, None).config.data)
         resolved = resolve(config, world_size, tokenizer.vocab_size)
         config, notes = resolved.config, [*notes, *resolved.notes]
-        schedule = Schedule.of(config)
+        schedule = ParamSchedule.of(config)
     checkpoint = locate_checkpoint(config, Ranks(world, device), tiers)
     with together(world, device):
         progress, changed = Progress(), []

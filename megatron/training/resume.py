@@ -21,7 +21,7 @@ from megatron.config.groups import CheckpointConfig, Config, ModelConfig
 from megatron.config.input_files import InputError
 from megatron.dist.groups import describe_layout
 from megatron.model.kernels import choose_kernels
-from megatron.optimizer.lr_schedule import Schedule
+from megatron.optimizer.lr_schedule import ParamSchedule
 
 if TYPE_CHECKING:
     from megatron.training.run import Run
@@ -103,7 +103,7 @@ def check_complete(checkpoint: Checkpoint, *, weights_alone: bool) -> None:
         require(state, WEIGHTS if weights_alone else RUN)
         if not weights_alone and state["iteration"] != checkpoint.iteration:
             raise InputError(f"its state is of iteration {state['iteration']}")
-        names = [field.name for field in dataclasses.fields(Schedule)]
+        names = [field.name for field in dataclasses.fields(ParamSchedule)]
         if not weights_alone and sorted(state["schedule"]) != sorted(names):
             raise InputError("state.schedule is not what a run writes there")
     except InputError as error:
@@ -235,18 +235,18 @@ def _manifest_of(options: CheckpointConfig) -> dict[str, Any]:
     raise AssertionError
 
 
-def schedule_changes(ours: Schedule, theirs: dict[str, Any]) -> list[str]:
+def schedule_changes(ours: ParamSchedule, theirs: dict[str, Any]) -> list[str]:
     """What differs between the schedule of the command line and a checkpoint's, a line each."""
     return [f"{name}: checkpoint {theirs[name]}, command line {value}" for name, value in asdict(ours).items() if theirs[name] != value]
 
 
-def resumed_schedule(ours: Schedule, theirs: dict[str, Any], config: Config) -> Schedule:
+def resumed_schedule(ours: ParamSchedule, theirs: dict[str, Any], config: Config) -> ParamSchedule:
     """The schedule to go on with: the command line's when equal or overridden, the checkpoint's when asked for.
 
     Raises CheckpointError when they differ and neither flag chooses.
     """
     if config.optimizer.use_checkpoint_opt_param_scheduler:
-        return Schedule(**theirs)
+        return ParamSchedule(**theirs)
     different = [f"  {line}" for line in schedule_changes(ours, theirs)]
     if different and not config.optimizer.override_opt_param_scheduler:
         raise CheckpointError(

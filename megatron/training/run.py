@@ -14,7 +14,7 @@ from megatron.dist.groups import Groups
 from megatron.model.gpt import GPTModel
 from megatron.observe.metrics import Timers
 from megatron.observe.tracking import Tracker
-from megatron.optimizer.lr_schedule import Schedule
+from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import Zero
@@ -53,7 +53,7 @@ class Run:
     zero: Zero
     pipeline: Pipeline
     optimizer: Optimizer
-    schedule: Schedule
+    schedule: ParamSchedule
     scaler: LossScaler
     data: Data
     tracker: Tracker | None  # on rank 0

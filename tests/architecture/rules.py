@@ -36,6 +36,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.~}])/(?:work|root|home|farm|Users|tmp|opt|sc
 def breaches(root: Path) -> list[str]:
     """Every broken rule in the checkout at `root`."""
     found = list(_packages(root))
+    classes: dict[str, str] = {}  # name -> where it is
     for path in _python_files(root):
         name = path.relative_to(root).as_posix()
         text = path.read_text()
@@ -46,6 +47,11 @@ def breaches(root: Path) -> list[str]:
         for line, module in _imports(tree, name):
             found += [f"{name}:{line}: {problem}" for problem in _import_problems(name, module)]
         found += [f"{name}:{line}: {problem}" for line, problem in _statements(tree, name)]
+        for node in ast.walk(tree) if name.startswith(("megatron/", "kernels/")) else ():
+            if isinstance(node, ast.ClassDef):
+                first = classes.setdefault(node.name, f"{name}:{node.lineno}")
+                if first != f"{name}:{node.lineno}":
+                    found.append(f"{name}:{node.lineno}: there is a class {node.name} in {first} already: a name means one thing")
         found += [f"{name}:{line}: a path of one machine: {value!r}" for line, value in _strings(tree) if MACHINE_PATH.search(value)]
     for path in sorted([*root.glob("scripts/*.sh"), *root.glob("*.md"), *root.glob("docs/*.md"), root / ".ci/run"]):
         if path.exists():

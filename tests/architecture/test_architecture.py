@@ -59,6 +59,7 @@ def tree(tmp_path: Path) -> Path:
         ("megatron/dist/bad.py", "def f():\n    global state", "global statement"),
         ("megatron/training/bad.py", "import os\nos.environ['DEBUG']", "reads an environment variable"),
         ("megatron/training/bad.py", "import os\nos.environ.get('DEBUG')", "reads an environment variable"),
+        ("megatron/data/bad.py", "class Same:\n    pass\n\n\nclass Same:\n    pass", "there is a class Same in megatron/data/bad.py:1 already"),
         ("tools/bad.py", "PATH = '/home/somebody/data'", "a path of one machine"),
         ("scripts/bad.sh", "cd /work/here", "a path of one machine"),
         ("megatron/data/bad.py", "x = 1\n" * LONGEST_FILE, "the most is 600"),

@@ -49,7 +49,7 @@ def test_more_columns_than_a_program_takes_and_views(kind, device):
 @pytest.mark.parametrize("kind", ["swiglu", "gelu"])
 def test_programs_share_rows(kind, device, monkeypatch):
     """Each adds up several rows of the bias's gradient; twice the same bits."""
-    monkeypatch.setattr(ops, "configuration", lambda *_: ops.Configuration(None, 32, 4, 3, 3))
+    monkeypatch.setattr(ops, "configuration", lambda *_: ops.ActivationConfiguration(None, 32, 4, 3, 3))
     given = (*operands(kind, True, (10,), 40, torch.float32, device), kind)
     check(*given)
     for first, second in zip(by_kernels(*given), by_kernels(*given), strict=True):

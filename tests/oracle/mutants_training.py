@@ -18,7 +18,7 @@ from megatron.data.loader import MockReader, Source
 from megatron.layers.spec import ParameterSpec
 from megatron.observe import metrics
 from megatron.optimizer import lr_schedule, optimizer, update
-from megatron.optimizer.lr_schedule import Schedule
+from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.update import UpdateRule
@@ -431,10 +431,10 @@ def _(original):
 # ---- schedules
 
 
-def rates(case: str, name: str) -> Callable[[Callable[[Callable, Schedule, int], float]], None]:
+def rates(case: str, name: str) -> Callable[[Callable[[Callable, ParamSchedule, int], float]], None]:
     """A mutant of the learning rate: f(original, schedule, samples)."""
     return lambda f: (
-        mutant("schedule", name, case, Schedule, "learning_rate")(
+        mutant("schedule", name, case, ParamSchedule, "learning_rate")(
             lambda original: lambda self, samples: f(original, self, samples)
         )
         and None
@@ -506,7 +506,7 @@ def _(original):
     "schedule",
     "a warm-up share of the run instead of the decay",
     "uneven-split-seed-llama3",
-    Schedule,
+    ParamSchedule,
     "learning_rate",
 )
 def _(original):
@@ -534,7 +534,7 @@ def _(original):
     return changed
 
 
-@mutant("schedule", "weight decay that stays at its start", "mixed-5", Schedule, "weight_decay")
+@mutant("schedule", "weight decay that stays at its start", "mixed-5", ParamSchedule, "weight_decay")
 def _(original):
     return lambda self, samples: self.start_weight_decay
 
@@ -543,7 +543,7 @@ def _(original):
     "schedule",
     "a cosine of weight decay for which a line is asked and the other way round",
     "mixed-8",
-    Schedule,
+    ParamSchedule,
     "weight_decay",
 )
 def _(original):
@@ -938,4 +938,4 @@ def _(original):
     "resumed_schedule",
 )
 def _(original):
-    return lambda ours, theirs, config: Schedule(**theirs)
+    return lambda ours, theirs, config: ParamSchedule(**theirs)

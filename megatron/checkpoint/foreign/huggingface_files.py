@@ -151,7 +151,7 @@ def _sync(path: Path) -> None:
 def _write_share(folder: Path, names: list[str], places: list[Place], checkpoint: Checkpoint, dtype: torch.dtype, ranks: Ranks) -> None:
     """This rank's rows of all tensors, durably."""
     shares = list(own_rows([(place.rows, math.prod(place.rest)) for place in places], ranks.world.rank, ranks.world.size))
-    report = Progress("exported", sum((last - first) * math.prod(p.rest) for p, (first, last) in zip(places, shares)) * dtype.itemsize, ranks.first)
+    report = ProgressLine("exported", sum((last - first) * math.prod(p.rest) for p, (first, last) in zip(places, shares)) * dtype.itemsize, ranks.first)
     files = {number: os.open(folder / names[number], os.O_WRONLY | os.O_CLOEXEC)
              for number in sorted({place.file for place, (first, last) in zip(places, shares) if first < last})}
     try:
@@ -201,7 +201,7 @@ def _write_at(file: int, data: Tensor, position: int) -> None:
         left, position = left[written:], position + written
 
 
-class Progress:
+class ProgressLine:
     """Every 5 seconds a line with the share done and the time left."""
 
     def __init__(self, verb: str, total: int, shown: bool) -> None:

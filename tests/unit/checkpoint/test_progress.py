@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megatron.checkpoint.progress import Progress, Saved
+from megatron.checkpoint.progress import Saved, WriteProgress
 
 
 def test_lines_of_a_long_save():
     now, said = [100.0], []
-    progress = Progress(7, 8_000_000_000, said.append, clock=lambda: now[0])
+    progress = WriteProgress(7, 8_000_000_000, said.append, clock=lambda: now[0])
     for _ in range(320):  # 25 MB in 1/8 s each
         now[0] += 0.125
         progress(25_000_000)
@@ -16,7 +16,7 @@ def test_lines_of_a_long_save():
 
 def test_a_short_save_says_nothing_and_the_end_is_not_progress():
     now, said = [0.0], []
-    progress = Progress(7, 100, said.append, clock=lambda: now[0])
+    progress = WriteProgress(7, 100, said.append, clock=lambda: now[0])
     for _ in range(10):
         now[0] += 0.9
         progress(9)

@@ -42,7 +42,7 @@ def files_of(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(("count", "parts"), [(1, 1), (2, 2), (3, 3), (64, 4)])
 def test_any_number_of_cores_saves_the_same_tensors(tmp_path, monkeypatch, cores, count, parts):
     told: list[int] = []
-    monkeypatch.setattr(writer, "Progress", lambda *_: told.append)
+    monkeypatch.setattr(writer, "WriteProgress", lambda *_: told.append)
     cores(count)
     path = save_checkpoint(tmp_path, 1, pairs(example()), {}, verify=True)
     loads(path, example())

@@ -12,7 +12,7 @@ from megatron.model.arithmetic import global_batch_size_at
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import ALIGNMENT, build_blocks
 from megatron.optimizer.clip import PIECE, clip_coefficient, sum_of_squares
-from megatron.optimizer.lr_schedule import Schedule
+from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 
@@ -196,7 +196,7 @@ def test_num_zeros_leaves_padding_out():
 
 def schedule(style="cosine", gbs=4, train_iters=100, **optimizer):
     defaults = {"lr": 1.5e-4, "min_lr": 1e-5, "lr_decay_style": style, "lr_warmup_iters": 10, "lr_decay_iters": 100}
-    return Schedule.of(Config(training=TrainingConfig(global_batch_size=gbs, train_iters=train_iters), optimizer=OptimizerConfig(**{**defaults, **optimizer})))
+    return ParamSchedule.of(Config(training=TrainingConfig(global_batch_size=gbs, train_iters=train_iters), optimizer=OptimizerConfig(**{**defaults, **optimizer})))
 
 
 def test_cosine_example():
@@ -222,7 +222,7 @@ def test_iterations_count_through_the_ramp_up():
     """With --rampup-batch-size the decay of --lr-decay-iters still ends at that iteration, not where full batches would have."""
     training = TrainingConfig(global_batch_size=8, train_iters=10, rampup_batch_size=(2, 2, 12))
     config = Config(training=training, optimizer=OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style="cosine", lr_decay_iters=10, lr_warmup_iters=2))
-    s = Schedule.of(config)
+    s = ParamSchedule.of(config)
     consumed = [0]
     for _ in range(10):
         consumed.append(consumed[-1] + global_batch_size_at(consumed[-1], config))
