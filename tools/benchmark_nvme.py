@@ -64,7 +64,8 @@ class Step:
         return nvme.in_pages(part.size) * self.optimizer.files.dtypes[kind].itemsize
 
     def __call__(self) -> None:
-        self.optimizer.step(lr=1e-4, weight_decay=0.1, squares=self.squares, grad_factor=1.0)
+        for step_on_host in self.optimizer.step(lr=1e-4, weight_decay=0.1, squares=self.squares, grad_factor=1.0).deferred.values():
+            step_on_host()
         self.optimizer.files.expect((), read=False)  # all is written
 
 

@@ -1,6 +1,7 @@
 """Mixed-precision optimizer over flat blocks: fp32 master weights and moments of what this rank updates, one norm, one fused pass a block.
 
-Blocks that are stepped on the host (offload.py) wait with it until their weights are needed: `settle` of the publisher makes up for all of them.
+Blocks that are stepped on the host (offload.py) are not stepped at once: their steps are in the outcome, and training/step.py hands them to ZeRO,
+which carries each out before its weights are needed.
 What it keeps of a block is in memory or in files: state.py is how both are read and written. Update rules act element by element on slices
 (update.py), or on whole matrices (matrices.py).
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,30 +33,23 @@ MASTER = "master"  # beside the names of the rule's states: what is kept of a bl
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Scalars of one step, still on the device: gradient norm before clipping (float64), and 1.0 where the step was skipped."""
+    """What a step gave: scalars that are still on the device, and what is left to do."""
 
-    grad_norm: Tensor
-    skipped: Tensor
-
-
-class Publish(Protocol):
-    """Told of each block whose weights have changed, or will have when `before`, which it calls in time, has run."""
-
-    def __call__(self, block: Block, before: Callable[[], None] | None = None) -> None: ...
+    grad_norm: Tensor  # before clipping, float64
+    skipped: Tensor  # 1.0 where the step was skipped
+    deferred: dict[Block, Callable[[], None]]  # the steps of blocks that are stepped on the host: to be called before their weights are read
 
 
-def publish_at_once(block: Block, before: Callable[[], None] | None = None) -> None:
-    """For one process."""
-    if before is not None:
-        before()
+def publish_nowhere(block: Block) -> None:
+    """In one process nobody else holds the weights."""
 
 
 class Optimizer:
     """Owns what a step needs beside blocks: moments, the step count."""
 
-    def __init__(self, blocks: list[Block], config: Config, groups: Groups = one_process(), publish: Publish = publish_at_once,
+    def __init__(self, blocks: list[Block], config: Config, groups: Groups = one_process(), publish: Callable[[Block], None] = publish_nowhere,
                  matrix_rule: MatrixRule | None = None):
-        """`matrix_rule` updates the matrices of layers, the rule of the flags all else. Raises ValueError where state on the host needs it."""
+        """`publish` is told of each block whose weights have changed. `matrix_rule` updates the matrices of layers, the rule of the flags all else. Raises ValueError where state on the host needs it."""
         if matrix_rule is not None and any(block.on_host for block in blocks):
             raise ValueError("an update rule of whole matrices acts on state on the device alone; do without --optimizer-cpu-offload")
         self.matrix_rule = matrix_rule
@@ -138,10 +132,12 @@ class Optimizer:
 
         `grad_factor` (float64 scalar or number) turns the accumulated gradient into that of the mean loss per valid token: nominal
         tokens / (valid tokens x loss scale). A non-finite gradient or factor leaves weights, moments and step count as they are.
+        The steps of blocks on the host are not carried out: the outcome holds them.
         """
         norm = squares.sqrt() * grad_factor
         found_inf = (~torch.isfinite(norm)).to(torch.float32)
         coefficient = (clip_coefficient(norm, self.config.clip_grad) * grad_factor).to(self.wide)
+        deferred: dict[Block, Callable[[], None]] = {}
         without_host = self.rule.skips_on_device and norm.is_cuda and self.matrix_rule is None
         if without_host or not found_inf.item():
             assert not self.waiting, "a step on the host that no forward pass has asked for"
@@ -155,7 +151,7 @@ class Optimizer:
             for block in self.trained:
                 if block.on_host:
                     update = partial(self._update, self.host_rule, block, count, lr, weight_decay, **on_host)
-                    self.publish(block, partial(self._step_on_host, block, update))
+                    deferred[block] = partial(self._step_on_host, block, update)
                 else:
                     self._update(self.rule, block, self.steps, lr, weight_decay, block.grad_shard, block.rounded, coefficient=coefficient,
                                  found_inf=found_inf)
@@ -165,7 +161,7 @@ class Optimizer:
                         block.drop()
                     self.publish(block)
         self.steps += 1 - found_inf
-        return StepOutcome(norm, found_inf)
+        return StepOutcome(norm, found_inf, deferred)
 
     def _update(self, rule: UpdateRule, block: Block, steps: Tensor, lr: float, weight_decay: float, grad: Tensor, out: Tensor | None,
                 **scalars: Any) -> None:

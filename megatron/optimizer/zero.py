@@ -62,7 +62,7 @@ class Zero:
         self.needs: deque[Buffers] = deque()  # stage 3: what the passes to come read, in order
         self.remaining: Counter[Buffers] = Counter()
         self.gathering: dict[Block, Handle] = {}
-        self.postponed: dict[Block, Callable[[], None]] = {}
+        self.deferred: dict[Block, Callable[[], None]] = {}
         self.following = dict(pairwise(blocks))
         self.period: dict[Block, int] = {}  # passes of a block's layers from one reduction to the next
         self.due: dict[Block, int] = {}
@@ -155,28 +155,29 @@ class Zero:
 
     # ---- weights
 
-    def publish(self, block: Block, before: Callable[[], None] | None = None) -> None:
-        """The weights that this rank updates have changed, or will have after `before`, which is called when the next pass comes near the block.
-        Stages 1 and 2 send them round, and wait where the next pass needs them."""
-        if before is not None:
-            self.postponed[block] = before
-        elif self.stage in (1, 2):
+    def publish(self, block: Block) -> None:
+        """The weights that this rank updates have changed. Stages 1 and 2 send them round, and wait where the next pass needs them."""
+        if self.stage in (1, 2):
             assert block not in self.gathering
             with self._beside(self.gather_stream):
                 self.gathering[block] = start_all_gather(block.part(block.weight), block.groups.shard_gather, out=block.weight)
             if not self.overlap_gather:
                 self._arrive(block)
 
+    def defer(self, block: Block, step: Callable[[], None]) -> None:
+        """`step` will change the weights that this rank updates. It is called when the next pass comes near the block, or by `settle`."""
+        self.deferred[block] = step
+
     def settle(self) -> None:
         """Wait for all weights that are on their way or to be changed."""
         for block in self.blocks:
-            self._change(block)
+            self._carry_out(block)
             self._arrive(block)
 
-    def _change(self, block: Block | None) -> None:
-        """Carry out a change of the block's weights that was put off."""
-        if block in self.postponed:
-            self.postponed.pop(block)()
+    def _carry_out(self, block: Block | None) -> None:
+        """The deferred step of a block, if there is one."""
+        if block in self.deferred:
+            self.deferred.pop(block)()
             self.publish(block)
 
     def _arrive(self, block: Block) -> None:
@@ -190,7 +191,7 @@ class Zero:
         buffers = self.buffers_of[layer]
         if self.stage < 3:
             for block in buffers:
-                self._change(block)
+                self._carry_out(block)
                 self._arrive(block)
             return
         if not _reads_weight(layer, kind):
@@ -201,14 +202,14 @@ class Zero:
         for block in buffers:
             self._arrive(block)
         coming = self._next_to(buffers) if self.overlap_gather else ()
-        if not any(block in self.postponed for block in coming):
+        if not any(block in self.deferred for block in coming):
             self._gather_all(coming)
 
     def _release_weights(self, layer: Layer, kind: Kind) -> None:
         """The pass is queued. What the host has to do for the layer that comes next, it does now, while the GPU computes."""
         buffers = self.buffers_of[layer]
         if self.stage < 3:
-            self._change(self.following.get(buffers[-1]))
+            self._carry_out(self.following.get(buffers[-1]))
             return
         if not _reads_weight(layer, kind):
             return
@@ -225,7 +226,7 @@ class Zero:
 
     def _gather(self, block: Block) -> None:
         """Start to make a block's weights whole, if they are not."""
-        self._change(block)
+        self._carry_out(block)
         if block.is_released:
             block.allocate()
             with self._beside(self.gather_stream):

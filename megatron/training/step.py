@@ -107,6 +107,8 @@ def update(run: Run, gradients: Gradients, *, learning_rate: float, weight_decay
     if run.saver is not None:
         run.saver.before_update()
     outcome = run.optimizer.step(lr=learning_rate, weight_decay=weight_decay, squares=squares[0], grad_factor=factor)
+    for block, step_on_host in outcome.deferred.items():
+        run.zero.defer(block, step_on_host)  # carried out while the next forward pass computes the block before
     names = [spec.name for spec in run.model.scalars]
     return Pending(gradients, outcome, learning_rate, names, MicroBatchSums(losses, tokens, scalars), requests)
 

@@ -223,7 +223,8 @@ def test_memory_is_bounded_by_the_ring(tmp_path):
         squares = optimizer.squares()
         before = live.mark().peak["total"]
         optimizer.initialise()
-        optimizer.step(lr=1e-3, weight_decay=0.1, squares=squares, grad_factor=1.0)
+        for step_on_host in optimizer.step(lr=1e-3, weight_decay=0.1, squares=squares, grad_factor=1.0).deferred.values():
+            step_on_host()
         optimizer.squared_weight_norm()
         for _, tensor in [*optimizer.weight_boxes(), *optimizer.state_boxes()]:
             tensor.detach()

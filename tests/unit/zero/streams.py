@@ -207,8 +207,8 @@ class PretendedGPU(TorchDispatchMode):
         def put(target: Any, name: str, value: Any) -> None:
             self.patches.enter_context(mock.patch.object(target, name, value))
 
-        put(Tensor, "device", property(lambda _: Device()))
-        put(Tensor, "is_cuda", property(lambda _: not self.hidden))
+        put(Tensor, "device", property(lambda x: torch.device("meta") if x.is_meta else Device()))  # the plan's tensors have no memory
+        put(Tensor, "is_cuda", property(lambda x: not self.hidden and not x.is_meta))
         put(torch.cuda, "Stream", lambda device=None: Stream(self, f"stream {next(self.names)}"))
         put(torch.cuda, "Event", lambda **kwargs: Event(self, **kwargs))
         put(torch.cuda, "current_stream", lambda device=None: self.current)
@@ -278,7 +278,7 @@ class PretendedGPU(TorchDispatchMode):
             if (memory := self.memories.pop(storage, None)) is not None:
                 self._free(memory)
             result = real(storage, size)
-            if size:
+            if size and storage.device.type != "meta":
                 self._allocate(storage)
             return result
 
@@ -292,7 +292,7 @@ class PretendedGPU(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
-        if self.hidden or function.namespace == "c10d":
+        if self.hidden or function.namespace == "c10d" or isinstance(out, Tensor) and out.is_meta:
             return out
         schema = function._schema
         writes, reads = [], []
