@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.config.groups import Config, flag
+from megatron.config.schedules import SCHEDULES
 from megatron.config.stages import AUTO, virtual_stages
 
 GROUP_OF = {field: group for group, fields in Config().to_dict().items() for field in fields}
@@ -143,7 +144,10 @@ def _why_virtual(run: RunView) -> str:
         return "stages in --pipeline-model-parallel-layout / pipeline-model-parallel-size"
     if run.num_layers_per_virtual_pipeline_stage is not None:
         return "layers / pipeline-model-parallel-size / num-layers-per-virtual-pipeline-stage"
-    return "zero-bubble-v goes down the ranks and up again" if run.pipeline_schedule == "zero-bubble-v" else "one stage on each pipeline rank"
+    rule = SCHEDULES.get(run.pipeline_schedule)
+    if rule is not None and rule.virtual not in (None, 1):
+        return f"{run.pipeline_schedule} takes {rule.virtual} stages on each pipeline rank"
+    return "one stage on each pipeline rank"
 
 
 DERIVED = (_derive_model, _derive_data, _derive_training, _derive_schedule, _derive_optimizer, _derive_distributed)

@@ -73,6 +73,7 @@ from megatron.config.metadata import (
     ChangeRule,
     Need,
 )
+from megatron.config.schedules import SCHEDULES
 
 
 def flag(
@@ -692,7 +693,7 @@ class DistributedConfig:
     """Ranks over which each layer's matrices are divided (TP)."""
     pipeline_model_parallel_size: int = flag(1, bound=POSITIVE, deepspeed=("pipeline.stages",))
     """Ranks over which the layers are divided (PP)."""
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"] | None = flag(
+    pipeline_schedule: Literal[*SCHEDULES] | None = flag(
         None,
         megatron="absent there: 1f1b, or interleaved with virtual stages",
         change=ROUNDING,

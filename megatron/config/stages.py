@@ -9,6 +9,7 @@ import re
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
+from megatron.config.schedules import SCHEDULES, place
 
 AUTO = "auto"
 _MOST_UNITS = 100_000  # in a layout string
@@ -81,18 +82,12 @@ def virtual_stages(config: Config) -> int | None:
             return None
     if layers is not None:
         return _quotient(counted_layers(config), ranks * layers) if config.model.num_layers and layers > 0 else None
-    return 2 if distributed.pipeline_schedule == "zero-bubble-v" else 1
+    rule = SCHEDULES.get(distributed.pipeline_schedule)
+    return rule.virtual or 1 if rule else 1
 
 
 def _quotient(value: int, divisor: int) -> int | None:
     return value // divisor if value % divisor == 0 and value > 0 else None
-
-
-def place(schedule: str, ranks: int, virtual: int) -> tuple[int, ...]:
-    """Stage -> pipeline rank: round and round, or down and up again for the V schedule."""
-    if schedule == "zero-bubble-v":
-        return (*range(ranks), *reversed(range(ranks)))
-    return tuple(stage % ranks for stage in range(ranks * virtual))
 
 
 def placement_of(config: Config) -> tuple[int, ...]:

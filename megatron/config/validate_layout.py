@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron.config.derive import RunView
 from megatron.config.errors import UserError
+from megatron.config.schedules import SCHEDULES
 from megatron.config.stages import AUTO, counted_layers, parse_layout
 
 
@@ -209,11 +210,12 @@ def pipeline_schedule(run: RunView) -> Iterator[str]:
         return
     shown = run.show("pipeline_schedule")
     source = next((field for field in (_LAYOUT, _PER_VIRTUAL, _VIRTUAL) if _given(run, field) and getattr(run, field) != AUTO), _VIRTUAL)
-    if name == "interleaved" and virtual == 1:
+    takes = SCHEDULES[name].virtual
+    if takes is None and virtual == 1:
         yield f"{shown}: needs several stages on each pipeline rank; give --num-virtual-stages-per-pipeline-rank 2, or --pipeline-schedule 1f1b"
-    elif name == "zero-bubble-v" and virtual != 2:
-        yield f"{shown}: takes 2 stages on each pipeline rank, and {run.show(source)} makes {virtual}; change that, or give another schedule"
-    elif name not in ("interleaved", "zero-bubble-v") and virtual > 1:
+    elif takes not in (None, 1, virtual):
+        yield f"{shown}: takes {takes} stages on each pipeline rank, and {run.show(source)} makes {virtual}; change that, or give another schedule"
+    elif takes == 1 and virtual > 1:
         yield (f"{shown}: takes one stage on each pipeline rank, and {run.show(source)} makes {virtual}; drop that, "
                "or give --pipeline-schedule interleaved")
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.config.stages import place
+from megatron.config.schedules import SCHEDULES, place
 
 
 class Kind(enum.Enum):
@@ -229,7 +229,7 @@ def build_schedule(name: str, ranks: int, virtual: int, micro_batches: int) -> S
     """The schedule of one training step. Each stage accumulates its gradients in the order of the micro-batches, in every schedule."""
     placement = place(name, ranks, virtual)
     assert ranks >= 1 and micro_batches >= 1, f"{ranks} ranks, {micro_batches} micro-batches"
-    assert virtual == {"interleaved": virtual, "zero-bubble-v": 2}.get(name, 1), f"{name} with {virtual} stages a rank"
+    assert SCHEDULES[name].virtual in (None, virtual), f"{name} with {virtual} stages a rank"
     return Schedule(name, placement, micro_batches, communicate(BUILDERS[name](ranks, virtual, micro_batches), placement))
 
 

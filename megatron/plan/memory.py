@@ -12,6 +12,7 @@ import torch
 
 from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config
+from megatron.config.schedules import SCHEDULES
 from megatron.dist.groups import build_groups, group_options, layout_of
 from megatron.model.arithmetic import padded_vocab_size, unit_parameters
 from megatron.model.build import build_model, hidden_shape
@@ -96,7 +97,7 @@ def schedule_of(config: Config, world_size: int, most: int | None = None) -> Sch
     ranks = data_parallel_size(config, world_size)
     assert ranks > 0
     micro_batches = training.global_batch_size // (training.micro_batch_size * ranks)
-    if most is not None and distributed.pipeline_schedule not in ("gpipe", "interleaved"):
+    if most is not None and not SCHEDULES[distributed.pipeline_schedule].grows:
         micro_batches = min(micro_batches, most * distributed.pipeline_model_parallel_size)
     return build_schedule(distributed.pipeline_schedule, distributed.pipeline_model_parallel_size, distributed.num_virtual_stages_per_pipeline_rank,
                           micro_batches)

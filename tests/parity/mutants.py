@@ -206,7 +206,7 @@ MUTANTS = (
            "self.share = mine + groups.copies.rank * share, mine + (groups.copies.rank + 1) * share", "self.share = mine, mine + part",
            ("fp64-gqa2-qknorm-dp4-shard2-zero1",)),
     Mutant("one block's weights not sent round", ZERO,
-           "elif self.stage in (1, 2):", "elif self.stage in (1, 2) and block is not self.blocks[1]:", ("fp64-dropout-dp2-zero1",)),
+           "if self.stage in (1, 2):", "if self.stage in (1, 2) and block is not self.blocks[1]:", ("fp64-dropout-dp2-zero1",)),
     Mutant("weight decay counted from a shard's beginning", BLOCKS,
            "for stop, multipliers in self.plan.ranges:\n",
            "for stop, multipliers in ((first + stop, each) for stop, each in self.plan.ranges):\n",

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
-from megatron.config.stages import layers_of_stages, parse_layout, place
+from megatron.config.schedules import place
+from megatron.config.stages import layers_of_stages, parse_layout
 from megatron.config.validate import cross_field_faults, resolve
 
 BASE = ("--hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 64 --lr 1e-3 --train-iters 10 --mock-data "
