@@ -161,13 +161,16 @@ class CountedBlock(Block):
 
 
 class Kept:
-    """What a pass leaves for the next one of its layer and micro-batch."""
+    """What a pass leaves for the next one of its layer and micro-batch: the layer's input, if it has one, and bytes."""
 
-    def __init__(self, *held: Any):
-        self.held = held
+    def __init__(self, x: Tensor | None, *held: Held):
+        self.x, self.held = x, held
 
-    def let_go(self) -> None:
-        self.held = ()
+    def let_go(self) -> bool:
+        """Free all of it; whether there was an input."""
+        had_input = self.x is not None
+        self.x, self.held = None, ()
+        return had_input
 
 
 class PlannedPasses:
@@ -197,12 +200,13 @@ class PlannedPasses:
         left = None
         if kind is Kind.BACKWARD_INPUT:
             self.ledger.look(unit.split)
-            left = Kept(Held(self.ledger, "activations", unit.stashed))
+            left = Kept(None, Held(self.ledger, "activations", unit.stashed))
         else:
             self.ledger.look(unit.backward)
             self.ledger.look(unit.forming, unit.scratch)
-        held.let_go()
-        dx = None if layer.of_vocabulary and not unit.head else self._hidden("activations" if layer in self.senders else "temporaries")
+        dx = None
+        if held.let_go():
+            dx = self._hidden("activations" if layer in self.senders else "temporaries")
         self.ledger.look()
         return dx, left
 

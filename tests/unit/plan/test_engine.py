@@ -1,0 +1,78 @@
+"""The plan runs the engine itself: what is wrong with the engine is wrong with the plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.config.arguments import parse_arguments
+from megatron.config.groups import Config
+from megatron.config.validate import resolve
+from megatron.dist.collectives import all_gather, all_reduce, reduce_scatter
+from megatron.dist.groups import Axis
+from megatron.dist.silent import SilentGroup
+from megatron.optimizer.blocks import Block
+from megatron.optimizer.zero import Zero
+from megatron.plan.engine import META, CountedGroup, Held, Ledger
+from megatron.plan.memory import rank_memories
+
+VOCAB = 1024
+FLAGS = f"""--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --lr 1e-3 --train-iters 1 --num-layers 4 --hidden-size 64
+--num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --global-batch-size 8 --hidden-dropout 0 --attention-dropout 0"""
+
+
+def configure(*more: str, ranks: int = 2) -> Config:
+    return resolve(parse_arguments([*FLAGS.split(), *more]).config, ranks, VOCAB).config
+
+
+def peak(config: Config, ranks: int = 2) -> int:
+    [rank] = rank_memories(config, VOCAB, ranks, "cpu")
+    return sum(rank.peak.bytes.values())
+
+
+def test_a_gradient_that_somebody_keeps_is_found(monkeypatch: pytest.MonkeyPatch):
+    close, kept = Block.close, []
+
+    def keeping(block: Block) -> torch.Tensor:
+        kept.append(close(block))
+        return kept[-1]
+
+    monkeypatch.setattr(Block, "close", keeping)
+    with pytest.raises(AssertionError, match="slots"):
+        rank_memories(configure("--zero-stage", "2"), VOCAB, 2, "cpu")
+
+
+def test_weights_that_are_released_late_show(monkeypatch: pytest.MonkeyPatch):
+    config = configure("--zero-stage", "3")
+    before = peak(config)
+    monkeypatch.setattr(Zero, "_needed", lambda zero, buffers: zero.remaining[buffers] > 0)  # as --zero3-keep-gathered
+    assert peak(config) > before
+
+
+def test_a_ledger_counts_a_storage_as_long_as_torch_does():
+    ledger = Ledger()
+    whole = torch.empty(100, device=META)
+    ledger.watch("slots", whole)
+    part = whole[:10]
+    del whole
+    assert ledger.now["slots"] == ledger.total == 400  # the view holds it
+    ledger.watch("gradients", part)
+    assert ledger.now["slots"] == 0 and ledger.now["gradients"] == 400
+    del part
+    assert ledger.total == 0
+    held = Held(ledger, "logits", 7)
+    ledger.look(temporaries=3)
+    del held
+    assert ledger.peak[0] == 10 and ledger.most["logits"] == 7 and ledger.total == 0
+
+
+@pytest.mark.parametrize("gloo", [True, False], ids=["gloo", "nccl"])
+def test_silent_collectives_have_results_of_the_right_shape(gloo: bool):
+    axis = Axis("silent", 1, (0, 1, 2, 3), SilentGroup(gloo))
+    x = torch.empty(8, 3, device=META)
+    assert all_gather(x, axis).shape == (32, 3) and reduce_scatter(x, axis).shape == (2, 3) and all_reduce(x, axis) is x
+    ledger = Ledger()
+    counted = Axis("counted", 1, (0, 1, 2, 3), CountedGroup(gloo, ledger))
+    reduced = reduce_scatter(x, counted)
+    assert ledger.now["gradients"] == reduced.nbytes and ledger.now["scratch"] == 0
+    assert ledger.most["scratch"] == (2 * 3 * 4 * 3 if gloo else 0)  # on Gloo: what three others send
