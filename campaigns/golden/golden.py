@@ -171,7 +171,9 @@ def make(tree: Path, run: runs.GoldenRun) -> dict[str, Any] | str:
 def launch_ranks(tree: Path, argv: list[str], size: int) -> list[dict[str, Any]]:
     """One process for each rank; what each has counted. Raises RuntimeError with their output."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "worker", "pretrain_gpt", "megatron.training.pretrain"])
+    context.set_forkserver_preload(
+        ["torch", "worker", "pretrain_gpt", "megatron.training.pretrain"]
+    )
     answers = context.Queue()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

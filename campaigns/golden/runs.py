@@ -159,8 +159,11 @@ def _pipelines() -> list[GoldenRun]:
         _one("pp2 zero-bubble, fp16", 2, f"{PP2} {SCHEDULES['zero-bubble']} {LLAMA} {FP16}"),
         _one("pp2 zero-bubble, recompute", 2, f"{PP2} {SCHEDULES['zero-bubble']} {DROPOUT} {FULL}"),
         _one("pp2 1f1b, uneven", 2, f"{PP2} {PLAIN} --decoder-first-pipeline-num-layers 3"),
-        _one("pp2 interleaved, ramp-up", 2, f"{PP2} {SCHEDULES['interleaved']} {LLAMA} "
-             "--rampup-batch-size 4 4 12"),
+        _one(
+            "pp2 interleaved, ramp-up",
+            2,
+            f"{PP2} {SCHEDULES['interleaved']} {LLAMA} --rampup-batch-size 4 4 12",
+        ),
         _one("pp4 1f1b", 4, f"{PP4} {PLAIN}"),
         _one("pp4 interleaved", 4, f"{PP4} {SCHEDULES['interleaved']} {LLAMA} --num-layers 8"),
     ]
@@ -182,8 +185,11 @@ def _sharded() -> list[GoldenRun]:
         _one("dp2 zero2, sgd, frozen", 2, f"--zero-stage 2 {SGD} {LLAMA} --freeze layers.0"),
         _one("dp2 zero2, on the host", 2, f"--zero-stage 2 {LLAMA} --bf16 --optimizer-cpu-offload"),
         _one("dp2 zero3, weights on the host", 2, f"--zero-stage 3 {LLAMA} --param-cpu-offload"),
-        _one("dp2 zero3, in files", 2, f"--zero-stage 3 {LLAMA} --bf16 "
-             "--optimizer-nvme-offload {state}"),
+        _one(
+            "dp2 zero3, in files",
+            2,
+            f"--zero-stage 3 {LLAMA} --bf16 --optimizer-nvme-offload {{state}}",
+        ),
         _one("dp4 zero2, shared by 2", 4, f"--zero-stage 2 --zero-shard-size 2 {DROPOUT}"),
         _one("dp4 zero3, shared by 2", 4, f"--zero-stage 3 --zero-shard-size 2 {LLAMA} --bf16"),
     ]
@@ -233,13 +239,31 @@ def _resumes() -> list[GoldenRun]:
             (4, f"{PP2} --zero-stage 2"),
             (1, ""),
         ),
-        _resumed("resumed: pp2 zero-bubble dp2 zero3, then tp2", DROPOUT, (4, zero_bubble), (2, TP2)),
-        _resumed("resumed: fp16, dp2 zero1, then zero2", f"{LLAMA} {FP16}", (2, "--zero-stage 1"),
-                 (2, "--zero-stage 2")),
-        _resumed("resumed: background saves, dp2 zero2", f"{LLAMA} --async-save --save-interval 1",
-                 (2, "--zero-stage 2"), (1, "")),
-        _resumed("resumed: in files, then on the device", f"{LLAMA} --bf16",
-                 (2, "--zero-stage 3 --optimizer-nvme-offload {state}"), (2, "--zero-stage 1")),
-        _resumed("resumed: ramp-up, pp2 interleaved, then dp2", f"{LLAMA} --rampup-batch-size 4 4 16",
-                 (2, f"{PP2} {SCHEDULES['interleaved']}"), (2, "--zero-stage 2")),
+        _resumed(
+            "resumed: pp2 zero-bubble dp2 zero3, then tp2", DROPOUT, (4, zero_bubble), (2, TP2)
+        ),
+        _resumed(
+            "resumed: fp16, dp2 zero1, then zero2",
+            f"{LLAMA} {FP16}",
+            (2, "--zero-stage 1"),
+            (2, "--zero-stage 2"),
+        ),
+        _resumed(
+            "resumed: background saves, dp2 zero2",
+            f"{LLAMA} --async-save --save-interval 1",
+            (2, "--zero-stage 2"),
+            (1, ""),
+        ),
+        _resumed(
+            "resumed: in files, then on the device",
+            f"{LLAMA} --bf16",
+            (2, "--zero-stage 3 --optimizer-nvme-offload {state}"),
+            (2, "--zero-stage 1"),
+        ),
+        _resumed(
+            "resumed: ramp-up, pp2 interleaved, then dp2",
+            f"{LLAMA} --rampup-batch-size 4 4 16",
+            (2, f"{PP2} {SCHEDULES['interleaved']}"),
+            (2, "--zero-stage 2"),
+        ),
     ]

@@ -151,9 +151,7 @@ def _is_group(value: Any) -> bool:
     return isinstance(value, dist.ProcessGroup)
 
 
-def run_rank(
-    tree: str, argv: list[str], rank: int, size: int, port: int, answers: Any
-) -> None:
+def run_rank(tree: str, argv: list[str], rank: int, size: int, port: int, answers: Any) -> None:
     """Run `pretrain_gpt.py argv` of the checkout `tree` as this rank; put what was counted into
     `answers` as (rank, measured or None, text).
     """

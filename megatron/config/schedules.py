@@ -1,4 +1,6 @@
-"""The pipeline schedules: what each is called, how its stages lie on the ranks, how many a rank takes. parallel/schedule.py has their actions."""
+"""The pipeline schedules: what each is called, how its stages lie on the ranks, how many a rank
+takes. parallel/schedule.py has their actions.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class StageRule:
 
     virtual: int | None = 1  # stages on each pipeline rank; None: two or more
     place: Callable[[int, int], tuple[int, ...]] = round_and_round
-    grows: bool = False  # what is alive grows with the micro-batches of a step, or needs a multiple of the ranks: a plan runs all of them
+    # what is alive grows with the micro-batches of a step, or needs a multiple of the ranks: a plan
+    # runs all of them
+    grows: bool = False
 
 
 SCHEDULES = {

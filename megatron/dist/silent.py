@@ -1,4 +1,6 @@
-"""A process group that sends nothing: a plan runs the executor and ZeRO with it, on tensors of the meta device."""
+"""A process group that sends nothing: a plan runs the executor and ZeRO with it, on tensors of the
+meta device.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from torch import Tensor
 
 
 class SilentWork:
-    """An operation that is over: the handle of one, whichever torch.distributed or dist/collectives.py would give."""
+    """An operation that is over: the handle of one, whichever torch.distributed or
+    dist/collectives.py would give.
+    """
 
     def __init__(self, result: Tensor, held: Any):
         self.result, self.held = result, held
@@ -19,7 +23,8 @@ class SilentWork:
 
 
 class SilentGroup:
-    """Stands where a process group does (`Axis.group`): its collectives and messages end at once. A plan's counts them.
+    """Stands where a process group does (`Axis.group`): its collectives and messages end at once. A
+    plan's counts them.
 
     `gloo`: whether it stands for a group of Gloo, else for one of NCCL.
     """
@@ -28,8 +33,9 @@ class SilentGroup:
         self.gloo = gloo
 
     def start(self, what: str, result: Tensor, beside: int = 0) -> SilentWork:
-        """Begin an all-reduce, an all-gather, a reduce-scatter or a message. It takes `beside` bytes more than its input and its result,
-        until it is waited for."""
+        """Begin an all-reduce, an all-gather, a reduce-scatter or a message. It takes `beside`
+        bytes more than its input and its result, until it is waited for.
+        """
         return SilentWork(result, self.hold(what, result, beside))
 
     def hold(self, what: str, result: Tensor, beside: int) -> Any:

@@ -15,19 +15,39 @@ from megatron.model.stages import pipeline_stages
 
 
 def build_model(config: Config, vocab_size: int, groups: Groups, device: torch.device) -> GPTModel:
-    """The stages that a rank holds of the model of a resolved configuration, its parameters on the meta device. `device` is where it
-    will run, which decides what kernels its layers take; `vocab_size` is the tokenizer's."""
+    """The stages that a rank holds of the model of a resolved configuration, its parameters on the
+    meta device. `device` is where it will run, which decides what kernels its layers take;
+    `vocab_size` is the tokenizer's.
+    """
     distributed = config.distributed
-    tp = TensorParallel(groups.tp, groups.kv, sequence=distributed.sequence_parallel, overlap=distributed.tp_comm_overlap)
+    tp = TensorParallel(
+        groups.tp,
+        groups.kv,
+        sequence=distributed.sequence_parallel,
+        overlap=distributed.tp_comm_overlap,
+    )
     padded = padded_vocab_size(vocab_size, config.model, tp.size)
     chosen, _ = choose_kernels(config, device)
     stages = zip(pipeline_stages(config, padded), placement_of(config), strict=True)
     own = tuple(stage for stage, rank in stages if rank == groups.pp.rank)
-    return GPTModel(chosen.model, vocab_size=vocab_size, padded_vocab=padded, dtype=compute_dtype(config.precision),
-                    seed=config.training.seed, tp=tp, stages=own)
+    return GPTModel(
+        chosen.model,
+        vocab_size=vocab_size,
+        padded_vocab=padded,
+        dtype=compute_dtype(config.precision),
+        seed=config.training.seed,
+        tp=tp,
+        stages=own,
+    )
 
 
 def hidden_shape(config: Config) -> tuple[int, int, int]:
     """[s, b, h] of what travels between the stages of a resolved configuration."""
-    split = config.distributed.tensor_model_parallel_size if config.distributed.sequence_parallel else 1
-    return config.data.seq_length // split, config.training.micro_batch_size, config.model.hidden_size
+    split = (
+        config.distributed.tensor_model_parallel_size if config.distributed.sequence_parallel else 1
+    )
+    return (
+        config.data.seq_length // split,
+        config.training.micro_batch_size,
+        config.model.hidden_size,
+    )

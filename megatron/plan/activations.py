@@ -1,9 +1,10 @@
 """What one micro-batch keeps of each unit of a model, and what a unit needs besides while it runs.
 
-Counts what this code keeps with the kernels that it takes, not what a perfect implementation would: tests compare it with the tensors
-that autograd saves and with the bytes that live while a step runs. What attention, MLP, norm, dropout and loss keep is said by the
-layer, beside its forward pass; here it is put together as model/block.py puts the layers together. Per token: h hidden, f ffn width,
-q and k widths of queries and keys, V vocabulary, all of this rank.
+Counts what this code keeps with the kernels that it takes, not what a perfect implementation would:
+tests compare it with the tensors that autograd saves and with the bytes that live while a step
+runs. What attention, MLP, norm, dropout and loss keep is said by the layer, beside its forward
+pass; here it is put together as model/block.py puts the layers together. Per token: h hidden, f ffn
+width, q and k widths of queries and keys, V vocabulary, all of this rank.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ class UnitBytes:
     saved: int  # from the forward pass to the backward pass, its input included, logits not
     logits: int
     stashed: int  # from the input gradient to the weight gradient, where they are apart
-    forward: int  # at the forward pass's worst moment, beside `saved`, `logits` and what other units keep
-    backward: int  # at the backward pass's worst moment, beside the same and the gradient of its output
+    # at the forward pass's worst moment, beside `saved`, `logits` and what other units keep
+    forward: int
+    # at the backward pass's worst moment, beside the same and the gradient of its output
+    backward: int
     split: int  # at that of a backward pass that leaves the weight gradients for later
     forming: int  # the same at the moment when weight gradients are formed
     weight: int  # during a weight gradient's pass alone, beside `stashed`
@@ -55,25 +58,51 @@ class Shape:
         self.samples, self.seq = config.training.micro_batch_size, config.data.seq_length
         self.sequence_parallel = config.distributed.sequence_parallel
         self.tokens = self.samples * self.seq
-        self.own = self.tokens // tp if self.sequence_parallel else self.tokens  # outside the pairs of matrices
+        # outside the pairs of matrices
+        self.own = self.tokens // tp if self.sequence_parallel else self.tokens
         self.hidden = self.own * self.model.hidden_size * self.compute
         self.whole = self.tokens * self.model.hidden_size * self.compute
         self.vocab = padded_vocab // tp
         self.recomputed = config.training.recompute_granularity == "full"
         self.narrow_grads = config.optimizer.main_grads_dtype == "bf16"
-        self.attention = AttentionBytes(self.model, self.seq, self.samples, self.compute, self.wide, device, config.data.reset_attention_mask)
-        self.statistics = self.own * saved_statistics(self.model.normalization, self.wide)  # of a norm of the hidden states
-        self.mask = self.own * saved_mask(self.model.hidden_dropout, self.model.dropout_backend, self.model.hidden_size)
-        self.inner, self.activated = (self.tokens * self.compute * width for width in saved_widths(self.model))  # fc1's output, fc2's input
+        self.attention = AttentionBytes(
+            self.model,
+            self.seq,
+            self.samples,
+            self.compute,
+            self.wide,
+            device,
+            config.data.reset_attention_mask,
+        )
+        # of a norm of the hidden states
+        self.statistics = self.own * saved_statistics(self.model.normalization, self.wide)
+        self.mask = self.own * saved_mask(
+            self.model.hidden_dropout, self.model.dropout_backend, self.model.hidden_size
+        )
+        # fc1's output, fc2's input
+        self.inner, self.activated = (
+            self.tokens * self.compute * width for width in saved_widths(self.model)
+        )
 
     def layer(self) -> int:
-        """Bytes that a layer keeps, its input included: before attention and MLP the residual stream, norm output and dropout mask."""
-        return 2 * (2 * self.hidden + self.statistics + self.mask) + self.attention.saved() + self.inner + self.activated
+        """Bytes that a layer keeps, its input included: before attention and MLP the residual
+        stream, norm output and dropout mask.
+        """
+        return (
+            2 * (2 * self.hidden + self.statistics + self.mask)
+            + self.attention.saved()
+            + self.inner
+            + self.activated
+        )
 
     def ends(self, index: int) -> int:
-        """What the first layer keeps beside: the embedding before positions and dropout, the mask; and the last: the final norm's input."""
+        """What the first layer keeps beside: the embedding before positions and dropout, the mask;
+        and the last: the final norm's input.
+        """
         model, total = self.model, 0
-        if index == 0 and (model.hidden_dropout > 0 or model.position_embedding_type == "learned_absolute"):
+        if index == 0 and (
+            model.hidden_dropout > 0 or model.position_embedding_type == "learned_absolute"
+        ):
             total += self.hidden + self.mask
         if index == model.num_layers - 1:
             total += self.hidden + self.statistics
@@ -84,9 +113,13 @@ class Shape:
         return drawing_bytes(self.own * self.model.hidden_size, self.device) if self.mask else 0
 
     def weight_scratch(self, inputs: int, outputs: int, tokens: int | None = None) -> int:
-        """Bytes in which the gradient of a weight of so many inputs and outputs is formed, of all tokens or of so many at a time."""
+        """Bytes in which the gradient of a weight of so many inputs and outputs is formed, of all
+        tokens or of so many at a time.
+        """
         grad = self.compute if self.narrow_grads else self.wide
-        return weight_grad_scratch(tokens or self.tokens, inputs, outputs, self.compute, grad, self.device)
+        return weight_grad_scratch(
+            tokens or self.tokens, inputs, outputs, self.compute, grad, self.device
+        )
 
 
 def layer_bytes(shape: Shape, index: int) -> UnitBytes:
@@ -97,20 +130,46 @@ def layer_bytes(shape: Shape, index: int) -> UnitBytes:
     gathered = shape.whole if shape.sequence_parallel else 0
     mlp = shape.inner + shape.activated
     forward = 3 * hidden + shape.dropout()  # the outputs of attention and MLP, and the layer's
-    # Of the MLP: the gradients of the activation's output and input, when fc2's input is gone; of attention when the MLP's tensors are gone.
-    backward = max(shape.inner + bias_sum_bytes(model, tokens), gathered + shape.activated, attention.gradients() - mlp - hidden)
+    # Of the MLP: the gradients of the activation's output and input, when fc2's input is gone; of
+    # attention when the MLP's tensors are gone.
+    backward = max(
+        shape.inner + bias_sum_bytes(model, tokens),
+        gathered + shape.activated,
+        attention.gradients() - mlp - hidden,
+    )
     columns = saved_widths(model)[0]
     # While the gradient of fc2's weight is formed, and of fc1's, when fc2's input is gone.
-    pieces = (gathered + shape.activated, shape.weight_scratch(f, h)), (2 * gathered + hidden - shape.activated, shape.weight_scratch(h, columns))
+    pieces = (
+        (gathered + shape.activated, shape.weight_scratch(f, h)),
+        (2 * gathered + hidden - shape.activated, shape.weight_scratch(h, columns)),
+    )
     forming, scratch = max(pieces, key=sum)
     q, k = attention.widths
-    stashed = 4 * hidden + tokens * shape.compute * (q + 2 * k + q) + mlp  # inputs and output gradients of the linear layers
-    split = backward + shape.activated + (hidden if model.hidden_dropout > 0 else 0)  # fc2's input stays, and dropout's gradient beside that of its output
+    # inputs and output gradients of the linear layers
+    stashed = 4 * hidden + tokens * shape.compute * (q + 2 * k + q) + mlp
+    # fc2's input stays, and dropout's gradient beside that of its output
+    split = backward + shape.activated + (hidden if model.hidden_dropout > 0 else 0)
     if shape.recomputed:
         again = whole - hidden
-        once = max(hidden + attention.saved(), 3 * hidden + mlp) + shape.dropout()  # nothing is kept
-        forward, backward, split, forming = once, again + max(forward, backward), again + max(forward, split), again + forming
-    return UnitBytes(hidden if shape.recomputed else whole, 0, stashed, forward, backward, split, forming, 2 * gathered, scratch)
+        # nothing is kept
+        once = max(hidden + attention.saved(), 3 * hidden + mlp) + shape.dropout()
+        forward, backward, split, forming = (
+            once,
+            again + max(forward, backward),
+            again + max(forward, split),
+            again + forming,
+        )
+    return UnitBytes(
+        hidden if shape.recomputed else whole,
+        0,
+        stashed,
+        forward,
+        backward,
+        split,
+        forming,
+        2 * gathered,
+        scratch,
+    )
 
 
 def embedding_bytes(shape: Shape) -> UnitBytes:
@@ -124,9 +183,15 @@ def embedding_bytes(shape: Shape) -> UnitBytes:
 
 
 def head_bytes(shape: Shape) -> UnitBytes:
-    """Head and loss: the gradient of the logits takes their place, in chunks that are widened. Fused, the logits themselves are made in chunks."""
+    """Head and loss: the gradient of the logits takes their place, in chunks that are widened.
+    Fused, the logits themselves are made in chunks.
+    """
     fused, h = shape.model.fused_linear_cross_entropy, shape.model.hidden_size
-    tokens = min(shape.tokens, chunk_tokens(shape.vocab, shape.compute, shape.device)) if fused else shape.tokens
+    tokens = (
+        min(shape.tokens, chunk_tokens(shape.vocab, shape.compute, shape.device))
+        if fused
+        else shape.tokens
+    )
     logits = tokens * shape.vocab * shape.compute
     gathered, own = (shape.whole, shape.hidden) if shape.sequence_parallel else (0, 0)
     loss = widened_bytes(shape.model, tokens, shape.vocab, shape.compute, shape.wide, shape.device)
@@ -134,22 +199,58 @@ def head_bytes(shape: Shape) -> UnitBytes:
     if fused:
         forming = shape.whole + gathered + logits
         backward = max(forming + loss, shape.whole + gathered + own)
-        return UnitBytes(shape.hidden, 0, 0, gathered + logits + loss, backward, backward, forming, 0, scratch, head=True)
+        return UnitBytes(
+            shape.hidden,
+            0,
+            0,
+            gathered + logits + loss,
+            backward,
+            backward,
+            forming,
+            0,
+            scratch,
+            head=True,
+        )
     backward = shape.whole + gathered + own
-    return UnitBytes(shape.hidden, logits, 0, max(gathered, loss), backward, backward, backward, 0, scratch, head=True)
+    return UnitBytes(
+        shape.hidden,
+        logits,
+        0,
+        max(gathered, loss),
+        backward,
+        backward,
+        backward,
+        0,
+        scratch,
+        head=True,
+    )
 
 
 def unit_bytes(shape: Shape, stage: Stage) -> list[UnitBytes]:
     """The units of a stage in the order of the forward pass."""
     layers = [layer_bytes(shape, index) for index in stage.layers]
-    return [*([embedding_bytes(shape)] if stage.embedding else []), *layers, *([head_bytes(shape)] if stage.head else [])]
+    return [
+        *([embedding_bytes(shape)] if stage.embedding else []),
+        *layers,
+        *([head_bytes(shape)] if stage.head else []),
+    ]
 
 
 def input_bytes(shape: Shape) -> int:
-    """Token ids, labels, loss mask and positions of a micro-batch, the rotary tables, and what our attention reads of documents' bounds."""
+    """Token ids, labels, loss mask and positions of a micro-batch, the rotary tables, and what our
+    attention reads of documents' bounds.
+    """
     model = shape.model
-    rotating = int(model.kv_channels * model.rotary_percent) // 2 * 2 if model.position_embedding_type in ("rope", "yarn") else 0
-    tables = table_bytes(shape.seq, shape.samples) if shape.attention.is_ours and shape.attention.documents else 0
+    rotating = (
+        int(model.kv_channels * model.rotary_percent) // 2 * 2
+        if model.position_embedding_type in ("rope", "yarn")
+        else 0
+    )
+    tables = (
+        table_bytes(shape.seq, shape.samples)
+        if shape.attention.is_ours and shape.attention.documents
+        else 0
+    )
     return shape.tokens * (8 + 8 + 4 + 2 * rotating * shape.wide) + shape.own * 8 + tables
 
 

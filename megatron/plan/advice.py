@@ -1,4 +1,6 @@
-"""What the numbers mean for a choice: whether communication hides behind computation, and whether memory falls with each stage of ZeRO."""
+"""What the numbers mean for a choice: whether communication hides behind computation, and whether
+memory falls with each stage of ZeRO.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,17 @@ from megatron.config.groups import Config
 from megatron.plan.memory import RankMemory, rank_memories, with_stage
 from megatron.plan.state import precisions, shard_size
 
-PEAK_TFLOPS, MFU, BANDWIDTH = 989.0, 0.4, 50.0  # H100, a share of its peak that training reaches, GB/s of its 400 Gb/s network adapter
-HOST_BANDWIDTH = 50.0  # GB/s from pinned host memory over PCI Express 5.0 x16: assumed, of 63 there are
+# H100, a share of its peak that training reaches, GB/s of its 400 Gb/s network adapter
+PEAK_TFLOPS, MFU, BANDWIDTH = 989.0, 0.4, 50.0
+# GB/s from pinned host memory over PCI Express 5.0 x16: assumed, of 63 there are
+HOST_BANDWIDTH = 50.0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What one rank computes and sends: peak TFLOP/s, the share of it that is reached, GB/s each way; and GB/s from its host's memory."""
+    """What one rank computes and sends: peak TFLOP/s, the share of it that is reached, GB/s each
+    way; and GB/s from its host's memory.
+    """
 
     peak_tflops: float = PEAK_TFLOPS
     mfu: float = MFU
@@ -28,12 +34,19 @@ class Machine:
 
     def flops_per_byte(self, *, host: bool = False) -> float:
         """Of a byte that is sent, or that comes from the host."""
-        return self.peak_tflops * 1e12 * self.mfu / ((self.host_bandwidth if host else self.bandwidth) * 1e9)
+        return (
+            self.peak_tflops
+            * 1e12
+            * self.mfu
+            / ((self.host_bandwidth if host else self.bandwidth) * 1e9)
+        )
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Something sent beside computation, and the tokens a micro-batch must have for it to be over in time."""
+    """Something sent beside computation, and the tokens a micro-batch must have for it to be over
+    in time.
+    """
 
     what: str
     tokens_needed: int
@@ -52,19 +65,27 @@ class Transfer:
 
 
 def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> list[Transfer]:
-    """What the ranks that hold the same parameters send beside computation, nothing where there is one; and weights that come from host memory.
+    """What the ranks that hold the same parameters send beside computation, nothing where there is
+    one; and weights that come from host memory.
 
-    A transfer hides when its bytes take no longer than the FLOPs beside it: 2 for each parameter and token in a forward pass, 4 in a backward pass
-    (6 with recomputation). Latency and what else is on the wire are not counted.
+    A transfer hides when its bytes take no longer than the FLOPs beside it: 2 for each parameter
+    and token in a forward pass, 4 in a backward pass (6 with recomputation). Latency and what else
+    is on the wire are not counted.
     """
     distributed, training, size = config.distributed, config.training, precisions(config)
-    stage, seq, replicas = distributed.zero_stage, config.data.seq_length, data_parallel_size(config, world_size)
+    stage, seq, replicas = (
+        distributed.zero_stage,
+        config.data.seq_length,
+        data_parallel_size(config, world_size),
+    )
     shard = shard_size(config, world_size)
     tokens, backward = training.micro_batch_size * seq, 6 if training.recompute_granularity else 4
     accumulates = training.global_batch_size > training.micro_batch_size * replicas
     gathers = stage == 3 and not distributed.zero3_keep_gathered
 
-    def transfer(what: str, sent: float, flops: int, narrower: int = 0, host: bool = False) -> Transfer:
+    def transfer(
+        what: str, sent: float, flops: int, narrower: int = 0, host: bool = False
+    ) -> Transfer:
         """`narrower`: the bytes with --grad-reduce-in-bf16."""
         needed = math.ceil(sent * machine.flops_per_byte(host=host) / flops)
         flags = [f"--micro-batch-size {-(-needed // seq)}"]
@@ -77,47 +98,90 @@ def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> 
     often = "of every micro-batch" if stage >= 2 and accumulates else "of the last micro-batch"
     copies, where = [], f"host memory ({machine.host_bandwidth:g} GB/s)"
     if stage == 3 and config.optimizer.param_cpu_offload:
-        copies = [transfer(f"copy of the weights from {where} in a forward pass", size.compute / shard, 2, host=True)]
+        copies = [
+            transfer(
+                f"copy of the weights from {where} in a forward pass",
+                size.compute / shard,
+                2,
+                host=True,
+            )
+        ]
     if replicas == 1 or (stage and shard == 1):
         return copies
     if gathers:
-        return [*copies, transfer("gather of the weights in a forward pass", size.compute, 2),
-                transfer(f"gather and reduce-scatter {often} in its backward pass", size.compute + size.wire, backward, size.compute + 2)]
+        return [
+            *copies,
+            transfer("gather of the weights in a forward pass", size.compute, 2),
+            transfer(
+                f"gather and reduce-scatter {often} in its backward pass",
+                size.compute + size.wire,
+                backward,
+                size.compute + 2,
+            ),
+        ]
     ways = 2 if stage == 0 else 1  # there and back
-    return [*copies, transfer(f"{'reduction' if stage == 0 else 'reduce-scatter'} {often}", ways * size.wire, backward, ways * 2),
-            *([transfer("gather of the new weights in the next forward pass", size.compute, 2)] if stage else [])]
+    return [
+        *copies,
+        transfer(
+            f"{'reduction' if stage == 0 else 'reduce-scatter'} {often}",
+            ways * size.wire,
+            backward,
+            ways * 2,
+        ),
+        *(
+            [transfer("gather of the new weights in the next forward pass", size.compute, 2)]
+            if stage
+            else []
+        ),
+    ]
 
 
 @dataclass(frozen=True)
 class Order:
-    """Memory at the worst moment by stage of ZeRO, on the pipeline rank that needs the most of each; `broken`: why a stage does not need less than
-    the one before."""
+    """Memory at the worst moment by stage of ZeRO, on the pipeline rank that needs the most of
+    each; `broken`: why a stage does not need less than the one before.
+    """
 
     totals: list[int]
     broken: list[str]
 
 
 def order_of_peaks(config: Config, vocab_size: int, world_size: int, device: str = "cuda") -> Order:
-    """Whether each stage of ZeRO needs less than the one before on every pipeline rank, and which block prevents it where it does not."""
-    stages = [rank_memories(with_stage(config, stage), vocab_size, world_size, device) for stage in range(4)]
+    """Whether each stage of ZeRO needs less than the one before on every pipeline rank, and which
+    block prevents it where it does not.
+    """
+    stages = [
+        rank_memories(with_stage(config, stage), vocab_size, world_size, device)
+        for stage in range(4)
+    ]
     broken = []
     for stage in (1, 2, 3):
         for rank, (before, after) in enumerate(zip(stages[stage - 1], stages[stage], strict=True)):
             if after.total >= before.total:
                 where = f" on pipeline rank {rank}" if len(stages[0]) > 1 else ""
-                broken.append(f"stage {stage} needs {gib(after.total)} and stage {stage - 1} {gib(before.total)} GiB{where}: "
-                              f"{_culprit(after, stage, config.distributed.zero3_keep_gathered)}")
+                broken.append(
+                    f"stage {stage} needs {gib(after.total)} and stage {stage - 1} "
+                    f"{gib(before.total)} GiB{where}: "
+                    f"{_culprit(after, stage, config.distributed.zero3_keep_gathered)}"
+                )
                 break
     return Order([max(rank.total for rank in ranks) for ranks in stages], broken)
 
 
 def _culprit(rank: RankMemory, stage: int, keeps: bool) -> str:
-    """What outweighs that which the stage shares out: the largest block, of which its gradient or its weights are whole for a time."""
+    """What outweighs that which the stage shares out: the largest block, of which its gradient or
+    its weights are whole for a time.
+    """
     if stage == 3 and keeps:
         return "--zero3-keep-gathered holds all weights whole"
-    block, elements = max(rank.blocks, key=lambda block: block.size), sum(block.size for block in rank.blocks)
+    block, elements = (
+        max(rank.blocks, key=lambda block: block.size),
+        sum(block.size for block in rank.blocks),
+    )
     what = "weights are" if stage == 3 else "gradient is"
-    return f"the {block.name.replace('layers.', 'layer ')}, {block.size / elements:.0%} of the rank's parameters, whose {what} whole in the {rank.peak.when}"
+    name = block.name.replace("layers.", "layer ")
+    share = f"{block.size / elements:.0%} of the rank's parameters"
+    return f"the {name}, {share}, whose {what} whole in the {rank.peak.when}"
 
 
 def gib(size: int) -> str:

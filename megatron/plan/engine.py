@@ -1,8 +1,10 @@
-"""One rank's step, carried out by the real executor and the real ZeRO, on buffers that have a size and no memory.
+"""One rank's step, carried out by the real executor and the real ZeRO, on buffers that have a size
+and no memory.
 
-Everything is on the meta device, and nothing is sent (dist/silent.py). Layers are not run: plan/activations.py says what a pass of
-each keeps and takes. What else a step allocates is made here by the code that trains, and a ledger is told of it. It leaves the ledger
-when torch lets go of it: when things live is written down nowhere but in the engine itself.
+Everything is on the meta device, and nothing is sent (dist/silent.py). Layers are not run:
+plan/activations.py says what a pass of each keeps and takes. What else a step allocates is made
+here by the code that trains, and a ledger is told of it. It leaves the ledger when torch lets go of
+it: when things live is written down nowhere but in the engine itself.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ TRANSIENT = ("gradients", "slots", "gathered", "scratch", "activations", "logits
 
 @dataclass(frozen=True)
 class Peak:
-    """The bytes alive at the worst moment by kind, when that is, and the most of each kind at any moment."""
+    """The bytes alive at the worst moment by kind, when that is, and the most of each kind at any
+    moment.
+    """
 
     bytes: dict[str, int]
     when: str
@@ -47,7 +51,8 @@ class Ledger:
         self.total = 0
         self.peak: tuple[int, dict[str, int], str] = (-1, {}, "")
         self.moment = "start of the step"  # of what is running
-        self.known: dict[int, tuple[str, int, Any]] = {}  # by identity of torch's storage, which lives as long as the memory
+        # by identity of torch's storage, which lives as long as the memory
+        self.known: dict[int, tuple[str, int, Any]] = {}
 
     def add(self, kind: str, size: int) -> None:
         """So many bytes more of a kind, or fewer."""
@@ -55,7 +60,9 @@ class Ledger:
         self.total += size
 
     def watch(self, kind: str, tensor: Tensor) -> None:
-        """Count a tensor's storage until torch frees it; under this kind from now on where it is counted already."""
+        """Count a tensor's storage until torch frees it; under this kind from now on where it is
+        counted already.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.known:
@@ -106,7 +113,12 @@ class Held:
 class CountedGroup(SilentGroup):
     """Tells a ledger what collectives and messages make."""
 
-    KINDS = {"reduce-scatter": "gradients", "all-reduce": "scratch", "all-gather": "scratch", "message": "activations"}
+    KINDS = {
+        "reduce-scatter": "gradients",
+        "all-reduce": "scratch",
+        "all-gather": "scratch",
+        "message": "activations",
+    }
 
     def __init__(self, gloo: bool, ledger: Ledger):
         super().__init__(gloo)
@@ -161,7 +173,9 @@ class CountedBlock(Block):
 
 
 class Kept:
-    """What a pass leaves for the next one of its layer and micro-batch: the layer's input, if it has one, and bytes."""
+    """What a pass leaves for the next one of its layer and micro-batch: the layer's input, if it
+    has one, and bytes.
+    """
 
     def __init__(self, x: Tensor | None, *held: Held):
         self.x, self.held = x, held
@@ -174,10 +188,19 @@ class Kept:
 
 
 class PlannedPasses:
-    """In place of LayerPasses: passes that compute nothing. `units`: what a micro-batch keeps of each layer; `shape` [s, b, h]."""
+    """In place of LayerPasses: passes that compute nothing. `units`: what a micro-batch keeps of
+    each layer; `shape` [s, b, h].
+    """
 
-    def __init__(self, ledger: Ledger, units: Mapping[Layer, UnitBytes], names: Mapping[Layer, str], senders: set[Layer],
-                 shape: tuple[int, int, int], dtype: torch.dtype):
+    def __init__(
+        self,
+        ledger: Ledger,
+        units: Mapping[Layer, UnitBytes],
+        names: Mapping[Layer, str],
+        senders: set[Layer],
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+    ):
         self.ledger, self.units, self.names, self.senders = ledger, units, names, senders
         self.shape, self.dtype = shape, dtype
         self.scalars: dict[str, Tensor] = {}
@@ -185,7 +208,9 @@ class PlannedPasses:
     def begin(self, scale: float, objectives: set[str]) -> None:
         """Before a step."""
 
-    def run(self, kind: Kind, layer: Layer, x: Tensor | None, held: Any) -> tuple[Tensor | None, Any]:
+    def run(
+        self, kind: Kind, layer: Layer, x: Tensor | None, held: Any
+    ) -> tuple[Tensor | None, Any]:
         """One pass of a layer, as LayerPasses.run."""
         unit, name = self.units[layer], self.names[layer]
         if kind is Kind.FORWARD:
@@ -211,9 +236,13 @@ class PlannedPasses:
         return dx, left
 
     def forward(self, unit: UnitBytes, x: Tensor | None) -> tuple[Tensor, Kept]:
-        """A forward pass. What a layer keeps includes its input, which is counted as long as it is there."""
+        """A forward pass. What a layer keeps includes its input, which is counted as long as it is
+        there.
+        """
         own = unit.saved - (0 if x is None else x.nbytes)
-        kept = Kept(x, Held(self.ledger, "activations", own), Held(self.ledger, "logits", unit.logits))
+        kept = Kept(
+            x, Held(self.ledger, "activations", own), Held(self.ledger, "logits", unit.logits)
+        )
         self.ledger.look(unit.forward)
         return torch.empty(2, device=META) if unit.head else self._hidden("activations"), kept
 
@@ -223,9 +252,19 @@ class PlannedPasses:
         return x
 
 
-def run_step(ledger: Ledger, model: GPTModel, zero: Zero, schedule: Schedule, groups: Groups, units: Sequence[Sequence[UnitBytes]],
-             shape: tuple[int, int, int], inputs: int) -> Peak:
-    """The worst moment of one step. `units`: of the layers of each stage of this rank; `inputs`: bytes of a micro-batch."""
+def run_step(
+    ledger: Ledger,
+    model: GPTModel,
+    zero: Zero,
+    schedule: Schedule,
+    groups: Groups,
+    units: Sequence[Sequence[UnitBytes]],
+    shape: tuple[int, int, int],
+    inputs: int,
+) -> Peak:
+    """The worst moment of one step. `units`: of the layers of each stage of this rank; `inputs`:
+    bytes of a micro-batch.
+    """
     names, of_layer, senders = {}, {}, set()
     own = [stage for stage, rank in enumerate(schedule.placement) if rank == groups.pp.rank]
     for stage, chunk, sizes in zip(own, model.chunks, units, strict=True):
@@ -239,6 +278,10 @@ def run_step(ledger: Ledger, model: GPTModel, zero: Zero, schedule: Schedule, gr
     ledger.moment = "end of the step"
     zero.end_step()
     ledger.look()
-    left = {kind: size for kind, size in ledger.now.items() if size and kind not in ("gradients", "scratch")}
+    left = {
+        kind: size
+        for kind, size in ledger.now.items()
+        if size and kind not in ("gradients", "scratch")
+    }
     assert not left, left
     return Peak(ledger.peak[1], ledger.peak[2], dict(ledger.most))

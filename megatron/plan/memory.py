@@ -1,6 +1,7 @@
 """Memory of one rank, predicted from the flags: what the banner, --dry-run and tools/plan.py print.
 
-Not counted: the allocator's fragmentation, the device's context and kernels (0.5 to 0.9 GiB on a GPU), buffers of the communication library.
+Not counted: the allocator's fragmentation, the device's context and kernels (0.5 to 0.9 GiB on a
+GPU), buffers of the communication library.
 """
 
 from __future__ import annotations
@@ -48,13 +49,23 @@ class RankMemory:
         return self.resident - self.static["gradients"] + sum(self.peak.bytes.values())
 
 
-def estimate(config: Config, vocab_size: int, world_size: int, device: str = "cuda") -> dict[str, int]:
-    """Bytes at the worst moment of a step on the pipeline rank that needs the most, by kind and in `total`; kinds that are none are left out."""
-    return max(estimate_ranks(config, vocab_size, world_size, device), key=lambda sizes: sizes["total"])
+def estimate(
+    config: Config, vocab_size: int, world_size: int, device: str = "cuda"
+) -> dict[str, int]:
+    """Bytes at the worst moment of a step on the pipeline rank that needs the most, by kind and in
+    `total`; kinds that are none are left out.
+    """
+    return max(
+        estimate_ranks(config, vocab_size, world_size, device), key=lambda sizes: sizes["total"]
+    )
 
 
-def estimate_ranks(config: Config, vocab_size: int, world_size: int, device: str = "cuda") -> list[dict[str, int]]:
-    """What `estimate` says, for each pipeline rank. `host` and `disk` (what the offload flags move) are not in `total`."""
+def estimate_ranks(
+    config: Config, vocab_size: int, world_size: int, device: str = "cuda"
+) -> list[dict[str, int]]:
+    """What `estimate` says, for each pipeline rank. `host` and `disk` (what the offload flags move)
+    are not in `total`.
+    """
     result = []
     for rank in rank_memories(config, vocab_size, world_size, device):
         sizes = {kind: size for kind, size in {**rank.static, **rank.peak.bytes}.items() if size}
@@ -62,58 +73,106 @@ def estimate_ranks(config: Config, vocab_size: int, world_size: int, device: str
     return result
 
 
-def rank_memories(config: Config, vocab_size: int, world_size: int, device: str = "cuda") -> list[RankMemory]:
-    """What each pipeline rank needs, on a `cuda` device with NCCL or a `cpu` with Gloo. The ranks that hold the same stages need the same."""
-    padded = padded_vocab_size(vocab_size, config.model, config.distributed.tensor_model_parallel_size)
+def rank_memories(
+    config: Config, vocab_size: int, world_size: int, device: str = "cuda"
+) -> list[RankMemory]:
+    """What each pipeline rank needs, on a `cuda` device with NCCL or a `cpu` with Gloo. The ranks
+    that hold the same stages need the same.
+    """
+    padded = padded_vocab_size(
+        vocab_size, config.model, config.distributed.tensor_model_parallel_size
+    )
     stages, schedule = pipeline_stages(config, padded), schedule_of(config, world_size, most=STEADY)
-    shape, shard, layout = Shape(config, padded, device), shard_size(config, world_size), layout_of(config, world_size)
+    shape, shard, layout = (
+        Shape(config, padded, device),
+        shard_size(config, world_size),
+        layout_of(config, world_size),
+    )
     inside = with_state_on_the_device(config)
     result = []
     for rank in range(schedule.ranks):
         ledger = Ledger()
         group = CountedGroup(device != "cuda", ledger)
         place = layout.rank({"tp": 0, "cp": 0, "dp": 0, "pp": rank})
-        groups = build_groups(layout, place, lambda ranks, group=group: group, **group_options(config))
+        groups = build_groups(
+            layout, place, lambda ranks, group=group: group, **group_options(config)
+        )
         model = build_model(config, vocab_size, groups, torch.device(device))
         blocks = build_run_blocks(inside, model, META, groups, make=partial(CountedBlock, ledger))
-        units = [unit_bytes(shape, stage) for stage, where in zip(stages, schedule.placement, strict=True) if where == rank]
+        units = [
+            unit_bytes(shape, stage)
+            for stage, where in zip(stages, schedule.placement, strict=True)
+            if where == rank
+        ]
         inputs = input_bytes(shape) + (loss_bytes(shape) if model.head is not None else 0)
-        peak = run_step(ledger, model, Zero(model, blocks, groups, config.distributed), schedule, groups, units, hidden_shape(config), inputs)
+        peak = run_step(
+            ledger,
+            model,
+            Zero(model, blocks, groups, config.distributed),
+            schedule,
+            groups,
+            units,
+            hidden_shape(config),
+            inputs,
+        )
         count = sum(parameter.numel() for parameter in model.parameters())
         result.append(RankMemory(blocks, count, static_bytes(config, blocks, shard), peak))
     return result
 
 
 def with_state_on_the_device(config: Config) -> Config:
-    """The same run without what it keeps in the host's memory or in files, which nothing in the passes of a step depends on."""
-    optimizer = dataclasses.replace(config.optimizer, optimizer_cpu_offload=False, optimizer_nvme_offload=None, param_cpu_offload=False)
+    """The same run without what it keeps in the host's memory or in files, which nothing in the
+    passes of a step depends on.
+    """
+    optimizer = dataclasses.replace(
+        config.optimizer,
+        optimizer_cpu_offload=False,
+        optimizer_nvme_offload=None,
+        param_cpu_offload=False,
+    )
     return dataclasses.replace(config, optimizer=optimizer)
 
 
 def schedule_of(config: Config, world_size: int, most: int | None = None) -> Schedule:
-    """What one training step runs, of the full global batch, or of no more than `most` micro-batches for each pipeline rank where these hold what any
-    number of them would."""
+    """What one training step runs, of the full global batch, or of no more than `most`
+    micro-batches for each pipeline rank where these hold what any number of them would.
+    """
     training, distributed = config.training, config.distributed
     ranks = data_parallel_size(config, world_size)
     assert ranks > 0
     micro_batches = training.global_batch_size // (training.micro_batch_size * ranks)
     if most is not None and not SCHEDULES[distributed.pipeline_schedule].grows:
         micro_batches = min(micro_batches, most * distributed.pipeline_model_parallel_size)
-    return build_schedule(distributed.pipeline_schedule, distributed.pipeline_model_parallel_size, distributed.num_virtual_stages_per_pipeline_rank,
-                          micro_batches)
+    return build_schedule(
+        distributed.pipeline_schedule,
+        distributed.pipeline_model_parallel_size,
+        distributed.num_virtual_stages_per_pipeline_rank,
+        micro_batches,
+    )
 
 
-def stage_parameters(config: Config, stages: tuple[Stage, ...], placement: tuple[int, ...], padded_vocab: int) -> list[int]:
+def stage_parameters(
+    config: Config, stages: tuple[Stage, ...], placement: tuple[int, ...], padded_vocab: int
+) -> list[int]:
     """Parameters of each stage on each of its ranks."""
-    units = unit_parameters(config.model, padded_vocab, config.distributed.tensor_model_parallel_size, copied=placement[0] != placement[-1])
+    units = unit_parameters(
+        config.model,
+        padded_vocab,
+        config.distributed.tensor_model_parallel_size,
+        copied=placement[0] != placement[-1],
+    )
     return [sum(units[i] for i in stage.units) for stage in stages]
 
 
 def with_stage(config: Config, stage: int) -> Config:
     """The same run at another stage of ZeRO."""
-    return dataclasses.replace(config, distributed=dataclasses.replace(config.distributed, zero_stage=stage))
+    return dataclasses.replace(
+        config, distributed=dataclasses.replace(config.distributed, zero_stage=stage)
+    )
 
 
 def with_recompute(config: Config, granularity: str | None) -> Config:
     """The same run with or without recomputation."""
-    return dataclasses.replace(config, training=dataclasses.replace(config.training, recompute_granularity=granularity))
+    return dataclasses.replace(
+        config, training=dataclasses.replace(config.training, recompute_granularity=granularity)
+    )

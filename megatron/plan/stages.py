@@ -12,47 +12,73 @@ from megatron.parallel.simulate import Costs, simulate
 from megatron.plan.memory import estimate_ranks, schedule_of, stage_parameters
 
 
-def stage_lines(config: Config, vocab_size: int, world_size: int, device: str = "cuda") -> list[str]:
-    """A line about the schedule, one about each stage (parameters are those of one of its ranks), one about memory; none without a pipeline."""
+def stage_lines(
+    config: Config, vocab_size: int, world_size: int, device: str = "cuda"
+) -> list[str]:
+    """A line about the schedule, one about each stage (parameters are those of one of its ranks),
+    one about memory; none without a pipeline.
+    """
     if config.distributed.pipeline_model_parallel_size == 1:
         return []
-    padded = padded_vocab_size(vocab_size, config.model, config.distributed.tensor_model_parallel_size)
+    padded = padded_vocab_size(
+        vocab_size, config.model, config.distributed.tensor_model_parallel_size
+    )
     stages, schedule = pipeline_stages(config, padded), schedule_of(config, world_size)
     stored = stage_parameters(config, stages, schedule.placement, padded)
     flops, peaks = unit_flops(config.model, config.data.seq_length, padded), in_flight(schedule)
     bubble = simulate(schedule, stage_costs(config, stages, padded)).bubble
-    lines = [f"{schedule.name}: {schedule.ranks} pipeline ranks x {schedule.stages // schedule.ranks} stage(s), {schedule.micro_batches} "
-             f"micro-batches; {bubble:.1%} idle, by FLOPs alone"]
+    lines = [
+        f"{schedule.name}: {schedule.ranks} pipeline ranks x "
+        f"{schedule.stages // schedule.ranks} stage(s), {schedule.micro_batches} "
+        f"micro-batches; {bubble:.1%} idle, by FLOPs alone"
+    ]
     for k, stage in enumerate(stages):
         share = sum(flops[i] for i in stage.units) / sum(flops)
-        lines.append(f"stage {k} on rank {schedule.placement[k]}: {units_of(stage)}; {stored[k]:,} parameters; {share:.1%} of the FLOPs; "
-                     f"{peaks[k]} in flight")
-    totals = [f"{sizes['total'] / 2**30:.3g}" for sizes in estimate_ranks(config, vocab_size, world_size, device)]
+        lines.append(
+            f"stage {k} on rank {schedule.placement[k]}: {units_of(stage)}; "
+            f"{stored[k]:,} parameters; {share:.1%} of the FLOPs; "
+            f"{peaks[k]} in flight"
+        )
+    totals = [
+        f"{sizes['total'] / 2**30:.3g}"
+        for sizes in estimate_ranks(config, vocab_size, world_size, device)
+    ]
     return [*lines, f"GiB by pipeline rank: {', '.join(totals)}"]
 
 
 def stage_costs(config: Config, stages: Sequence[Stage], padded_vocab: int) -> Costs:
-    """FLOPs per token of each stage's passes. A product of matrices costs the same forward, for the input gradient and for the weight gradient; the
-    attention core has no weights, and the head computes its weight gradient with its input gradient. Recomputation runs layers forward again."""
+    """FLOPs per token of each stage's passes. A product of matrices costs the same forward, for the
+    input gradient and for the weight gradient; the attention core has no weights, and the head
+    computes its weight gradient with its input gradient. Recomputation runs layers forward again.
+    """
     model, recomputed = config.model, config.training.recompute_granularity == "full"
     flops = unit_flops(model, config.data.seq_length, padded_vocab)
     core = 2 * head_widths(model)[0] * config.data.seq_length
     forward = [sum(flops[i] for i in stage.units) for stage in stages]
     layers = [sum(flops[i + 1] for i in stage.layers) for stage in stages]
     weight = [own - core * len(stage.layers) for own, stage in zip(layers, stages, strict=True)]
-    back = [2 * f - w + (own if recomputed else 0) for f, w, own in zip(forward, weight, layers, strict=True)]
+    back = [
+        2 * f - w + (own if recomputed else 0)
+        for f, w, own in zip(forward, weight, layers, strict=True)
+    ]
     return Costs(tuple(forward), tuple(back), tuple(weight))
 
 
 def units_of(stage: Stage) -> str:
     """`embedding, layers 0-3`."""
     first, last = stage.layers.start, stage.layers.stop - 1
-    layers = [f"layer {first}" if first == last else f"layers {first}-{last}"] if stage.layers else []
-    return ", ".join([*(["embedding"] if stage.embedding else []), *layers, *(["head"] if stage.head else [])])
+    layers = (
+        [f"layer {first}" if first == last else f"layers {first}-{last}"] if stage.layers else []
+    )
+    return ", ".join(
+        [*(["embedding"] if stage.embedding else []), *layers, *(["head"] if stage.head else [])]
+    )
 
 
 def in_flight(schedule: Schedule) -> list[int]:
-    """The most micro-batches of which each stage has run the forward pass and not the whole backward pass."""
+    """The most micro-batches of which each stage has run the forward pass and not the whole
+    backward pass.
+    """
     now, most = [0] * schedule.stages, [0] * schedule.stages
     for actions in schedule.actions:
         for kind, stage, _ in actions:

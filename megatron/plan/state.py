@@ -1,4 +1,6 @@
-"""What a rank holds when the passes of a step are over: weights, gradients and optimizer state of its blocks, to the byte."""
+"""What a rank holds when the passes of a step are over: weights, gradients and optimizer state of
+its blocks, to the byte.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Precisions(NamedTuple):
 
 
 def element_sizes(precision: PrecisionConfig) -> tuple[int, int]:
-    """Bytes of an element in the compute precision, and in that of master weights and, unless told otherwise, gradients and moments."""
+    """Bytes of an element in the compute precision, and in that of master weights and, unless told
+    otherwise, gradients and moments.
+    """
     if precision.fp64:
         return 8, 8
     return (2 if precision.bf16 or precision.fp16 else 4), 4
@@ -32,47 +36,68 @@ def precisions(config: Config) -> Precisions:
     """What the flags ask for."""
     compute, wide = element_sizes(config.precision)
     chosen, optimizer = {"fp32": wide, "bf16": 2}, config.optimizer
-    moments = chosen[optimizer.exp_avg_dtype] + chosen[optimizer.exp_avg_sq_dtype] if optimizer.optimizer == "adam" else wide
+    moments = (
+        chosen[optimizer.exp_avg_dtype] + chosen[optimizer.exp_avg_sq_dtype]
+        if optimizer.optimizer == "adam"
+        else wide
+    )
     gradient = chosen[optimizer.main_grads_dtype]
-    return Precisions(compute, wide, gradient, moments, 2 if config.distributed.grad_reduce_in_bf16 else gradient)
+    return Precisions(
+        compute, wide, gradient, moments, 2 if config.distributed.grad_reduce_in_bf16 else gradient
+    )
 
 
 def shard_size(config: Config, world_size: int) -> int:
-    """Ranks that share a block: 1 at stage 0, all data-parallel ones unless --zero-shard-size says otherwise."""
+    """Ranks that share a block: 1 at stage 0, all data-parallel ones unless --zero-shard-size says
+    otherwise.
+    """
     if config.distributed.zero_stage == 0:
         return 1
     return config.distributed.zero_shard_size or data_parallel_size(config, world_size)
 
 
 def static_bytes(config: Config, blocks: Sequence[Block], shard: int) -> dict[str, int]:
-    """Bytes, when the passes of a step are over, of a rank's blocks in the order of the forward pass: parameters, gradients, optimizer,
-    host, which is what --optimizer-cpu-offload and --param-cpu-offload keep in the host's memory, and disk, where --optimizer-nvme-offload keeps the
-    optimizer's, with a ring of buffers in the host's memory.
+    """Bytes, when the passes of a step are over, of a rank's blocks in the order of the forward
+    pass: parameters, gradients, optimizer, host, which is what --optimizer-cpu-offload and
+    --param-cpu-offload keep in the host's memory, and disk, where --optimizer-nvme-offload keeps
+    the optimizer's, with a ring of buffers in the host's memory.
 
-    Per element with Adam, N ranks sharing, in bf16: 18 | 6 + 12/N | 2 + 16/N | 16/N at stages 0 | 1 | 2 | 3: 2 of weights, 4 of gradients, 4 of
-    master weights, 8 of moments; in fp32 16 | 8 + 8/N | 4 + 12/N | 16/N, where below stage 3 the weights are the master weights. Of a block that is
-    stepped on the host the master weights are always apart, and stage 3 has its rounded weights beside them, on the device; or with
-    --param-cpu-offload on the host, in fp32 the master weights themselves. Of a frozen block there are the weights, at stage 3 a slice of them.
+    Per element with Adam, N ranks sharing, in bf16: 18 | 6 + 12/N | 2 + 16/N | 16/N at stages 0 | 1
+    | 2 | 3: 2 of weights, 4 of gradients, 4 of master weights, 8 of moments; in fp32 16 | 8 + 8/N |
+    4 + 12/N | 16/N, where below stage 3 the weights are the master weights. Of a block that is
+    stepped on the host the master weights are always apart, and stage 3 has its rounded weights
+    beside them, on the device; or with --param-cpu-offload on the host, in fp32 the master weights
+    themselves. Of a frozen block there are the weights, at stage 3 a slice of them.
     """
     stage, size, optimizer = config.distributed.zero_stage, precisions(config), config.optimizer
     fraction = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
     offloaded = stage == 3 and optimizer.param_cpu_offload
     found, in_files = dict.fromkeys(("parameters", "gradients", "optimizer", "host", "disk"), 0), []
-    for block, on_host in zip(blocks, on_host_of([block.size * block.trained for block in blocks], fraction), strict=True):
+    for block, on_host in zip(
+        blocks, on_host_of([block.size * block.trained for block in blocks], fraction), strict=True
+    ):
         whole, part = block.size, block.size // shard
         if not block.trained:
-            found["host" if offloaded else "parameters"] += size.compute * (whole if stage < 3 else part)
+            found["host" if offloaded else "parameters"] += size.compute * (
+                whole if stage < 3 else part
+            )
             continue
-        updated, filed = whole if stage == 0 else part, on_host and optimizer.optimizer_nvme_offload is not None
+        updated, filed = (
+            whole if stage == 0 else part,
+            on_host and optimizer.optimizer_nvme_offload is not None,
+        )
         if stage < 3:
             found["parameters"] += size.compute * whole
-        elif on_host and not (offloaded and size.compute == size.wide and not filed):  # else stage 3 gathers its master weights
+        # else stage 3 gathers its master weights
+        elif on_host and not (offloaded and size.compute == size.wide and not filed):
             found["host" if offloaded else "parameters"] += size.compute * part
         found["gradients"] += size.gradient * (whole if stage < 2 else part)
         if filed:
             in_files.append(updated)
             continue
-        found["host" if on_host else "optimizer"] += ((size.compute != size.wide or stage == 3 or on_host) * size.wide + size.moments) * updated
+        found["host" if on_host else "optimizer"] += (
+            (size.compute != size.wide or stage == 3 or on_host) * size.wide + size.moments
+        ) * updated
     found["host"] += SLOTS * part_room(in_files) * (size.wide + size.moments)
     found["disk"] = sum(map(in_pages, in_files)) * (size.wide + size.moments)
     return found

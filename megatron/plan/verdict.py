@@ -14,7 +14,9 @@ RESERVE = 6.0  # GiB that the plan does not count: context, kernels, NCCL's buff
 
 @dataclass(frozen=True)
 class Verdict:
-    """fits: up to what a device has without the reserve; tight: up to all of it; does not fit: more."""
+    """fits: up to what a device has without the reserve; tight: up to all of it; does not fit:
+    more.
+    """
 
     word: str
     line: str
@@ -36,28 +38,40 @@ def judge(needed: float, memory: float) -> str:
     return "tight" if needed <= memory else "does not fit"
 
 
-def memory_verdict(config: Config, vocab_size: int, world_size: int, memory: float, device: str = "cuda") -> Verdict:
-    """What the worst moment of a step takes on the rank that needs the most, against `memory` GiB."""
+def memory_verdict(
+    config: Config, vocab_size: int, world_size: int, memory: float, device: str = "cuda"
+) -> Verdict:
+    """What the worst moment of a step takes on the fullest rank, against `memory` GiB."""
     needed = estimate(config, vocab_size, world_size, device)["total"]
     word = judge(needed / 2**30, memory)
-    line = (f"{word}: the plan needs {_gib(needed)} GiB on each device of {memory:g} GiB, of which {max(0.0, memory - RESERVE):g} "
-            f"are usable ({RESERVE:g} go to what it does not count)")
+    line = (
+        f"{word}: the plan needs {_gib(needed)} GiB on each device of {memory:g} GiB, of which "
+        f"{max(0.0, memory - RESERVE):g} "
+        f"are usable ({RESERVE:g} go to what it does not count)"
+    )
     if word != "fits":
-        line += "; " + (_remedy(config, vocab_size, world_size, memory, device) or "more ranks, or a smaller --micro-batch-size, need less")
+        line += "; " + (
+            _remedy(config, vocab_size, world_size, memory, device)
+            or "more ranks, or a smaller --micro-batch-size, need less"
+        )
     return Verdict(word, line)
 
 
 def _remedy(config: Config, vocab_size: int, world_size: int, memory: float, device: str) -> str:
     """The first change of ZeRO's stage and recompute with which the run fits, as flags."""
     sharing = shard_size(config, world_size) > 1 or config.distributed.zero_stage == 0
-    stages = range(config.distributed.zero_stage, 4 if sharing else config.distributed.zero_stage + 1)
+    stages = range(
+        config.distributed.zero_stage, 4 if sharing else config.distributed.zero_stage + 1
+    )
     kept = config.training.recompute_granularity
     for granularity in dict.fromkeys((kept, "full")):
         for stage in stages:
             other = with_recompute(with_stage(config, stage), granularity)
             needed = estimate(other, vocab_size, world_size, device)["total"]
             if judge(needed / 2**30, memory) == "fits":
-                flags = [*([f"--zero-stage {stage}"] if stage != config.distributed.zero_stage else []),
-                         *([f"--recompute-granularity {granularity}"] if granularity != kept else [])]
+                flags = [
+                    *([f"--zero-stage {stage}"] if stage != config.distributed.zero_stage else []),
+                    *([f"--recompute-granularity {granularity}"] if granularity != kept else []),
+                ]
                 return f"{' '.join(flags)} needs {_gib(needed)} GiB"
     return ""

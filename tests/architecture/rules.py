@@ -23,6 +23,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": BASE | {"layers", "model", "parallel", "optimizer"},  # runs the engine without tensors
     "training": BASE | {"layers", "model", "parallel", "optimizer", "checkpoint", "data", "observe", "plan", ""},
 }
+FORMATTED = (  # by `ruff format --line-length 100`, no line is longer
+    "campaigns/golden/golden.py",
+    "campaigns/golden/worker.py",
+    "megatron/config/schedules.py",
+    "megatron/dist/silent.py",
+    "megatron/model/build.py",
+    "megatron/plan",
+    "tests/unit/plan/test_engine.py",
+)
 PROGRAM_FOLDERS = ("megatron", "kernels", "tools", "scripts")
 LONGEST_FILE = 600  # lines; the aim is 400
 TABLES = {"megatron/config/compatibility.py", "megatron/config/groups.py"}  # data, one entry a line: any length

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rules import LONGEST_FILE, MAY_IMPORT, breaches
+from rules import FORMATTED, LONGEST_FILE, MAY_IMPORT, breaches
 from selection import LONG_FILES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +91,16 @@ def test_ruff_finds_nothing():
     """With the rules of pyproject.toml."""
     done = subprocess.run([sys.executable, "-m", "ruff", "check", "--output-format", "concise"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_is_formatted_stays_formatted():
+    """FORMATTED grows until it is the whole checkout."""
+    command = [sys.executable, "-m", "ruff", "format", "--check", "--line-length", "100", *FORMATTED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folders = [ROOT / name for name in FORMATTED]
+    files = [file for path in folders for file in ([path] if path.is_file() else path.rglob("*.py"))]
+    assert not [f"{file}:{number}" for file in files for number, line in enumerate(file.read_text().splitlines(), 1) if len(line) > 100]
 
 
 def test_the_long_files_that_are_started_first_exist():

@@ -17,8 +17,9 @@ from megatron.plan.engine import META, CountedGroup, Held, Ledger
 from megatron.plan.memory import rank_memories
 
 VOCAB = 1024
-FLAGS = f"""--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --lr 1e-3 --train-iters 1 --num-layers 4 --hidden-size 64
---num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --global-batch-size 8 --hidden-dropout 0 --attention-dropout 0"""
+FLAGS = f"""--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --lr 1e-3
+--train-iters 1 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+--micro-batch-size 1 --global-batch-size 8 --hidden-dropout 0 --attention-dropout 0"""
 
 
 def configure(*more: str, ranks: int = 2) -> Config:
@@ -45,7 +46,8 @@ def test_a_gradient_that_somebody_keeps_is_found(monkeypatch: pytest.MonkeyPatch
 def test_weights_that_are_released_late_show(monkeypatch: pytest.MonkeyPatch):
     config = configure("--zero-stage", "3")
     before = peak(config)
-    monkeypatch.setattr(Zero, "_needed", lambda zero, buffers: zero.remaining[buffers] > 0)  # as --zero3-keep-gathered
+    # as --zero3-keep-gathered
+    monkeypatch.setattr(Zero, "_needed", lambda zero, buffers: zero.remaining[buffers] > 0)
     assert peak(config) > before
 
 
@@ -70,9 +72,14 @@ def test_a_ledger_counts_a_storage_as_long_as_torch_does():
 def test_silent_collectives_have_results_of_the_right_shape(gloo: bool):
     axis = Axis("silent", 1, (0, 1, 2, 3), SilentGroup(gloo))
     x = torch.empty(8, 3, device=META)
-    assert all_gather(x, axis).shape == (32, 3) and reduce_scatter(x, axis).shape == (2, 3) and all_reduce(x, axis) is x
+    assert (
+        all_gather(x, axis).shape == (32, 3)
+        and reduce_scatter(x, axis).shape == (2, 3)
+        and all_reduce(x, axis) is x
+    )
     ledger = Ledger()
     counted = Axis("counted", 1, (0, 1, 2, 3), CountedGroup(gloo, ledger))
     reduced = reduce_scatter(x, counted)
     assert ledger.now["gradients"] == reduced.nbytes and ledger.now["scratch"] == 0
-    assert ledger.most["scratch"] == (2 * 3 * 4 * 3 if gloo else 0)  # on Gloo: what three others send
+    # on Gloo: what three others send
+    assert ledger.most["scratch"] == (2 * 3 * 4 * 3 if gloo else 0)
