@@ -134,7 +134,7 @@ class SelfAttention(nn.Module):
         self.proj = RowLinear(parameters["proj.weight"], parameters.get("proj.bias"), tp)
 
         def norm(name: str) -> Norm:
-            return Norm(under(parameters, name), config.norm_epsilon, config.norm_backend, tp)
+            return Norm(under(parameters, name), config, tp)
 
         self.q_norm, self.k_norm = (norm("q_norm"), norm("k_norm")) if config.qk_layernorm else (None, None)
         self.dropout = Dropout(config.attention_dropout, seed, "layers", layer, "attention.dropout")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megatron.config.groups import ModelConfig
 from megatron.kernels import apex
 from megatron.kernels.norm import add_norm, norm, norm_backward
 from megatron.layers.spec import ONES, ParameterSpec, vector
@@ -112,11 +113,11 @@ def saved_statistics(kind: str, wide: int) -> int:
 
 
 class Norm(nn.Module):
-    """LayerNorm (weight and bias) or RMSNorm (weight) over the last dimension; backend torch, apex or triton."""
+    """The norm that `config` names over the last dimension: LayerNorm (weight and bias) or RMSNorm (weight)."""
 
-    def __init__(self, parameters: dict[str, ParameterSpec], eps: float, backend: str = "torch", tp: TensorParallel = DENSE):
+    def __init__(self, parameters: dict[str, ParameterSpec], config: ModelConfig, tp: TensorParallel = DENSE):
         super().__init__()
-        self.eps, self.backend = eps, backend
+        self.kind, self.eps, self.backend = config.normalization, config.norm_epsilon, config.norm_backend
         self.weight = parameters["weight"].parameter(tp)
         self.bias = parameters["bias"].parameter(tp) if "bias" in parameters else None
 
@@ -125,7 +126,7 @@ class Norm(nn.Module):
             return _TritonNorm.apply(x, None, self.weight, self.bias, self.eps)[0]
         if self.backend == "apex":
             return _ApexNorm.apply(x, self.weight, self.bias, self.eps)
-        if self.bias is None:
+        if self.kind == "RMSNorm":
             return _RMSNorm.apply(x, self.weight, self.eps)
         return _LayerNorm.apply(x, self.weight, self.bias, self.eps)
 

@@ -145,7 +145,7 @@ class LayerBlock(Layer):
         parameters = layer_parameters(config, index, tp.sequence)
 
         def norm(name: str) -> Norm:
-            return Norm(under(parameters, name), config.norm_epsilon, config.norm_backend, tp)
+            return Norm(under(parameters, name), config, tp)
 
         def dropout(*names: object) -> Dropout:
             return Dropout(config.hidden_dropout, seed, *names, backend=config.dropout_backend)

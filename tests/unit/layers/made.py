@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.config.groups import ModelConfig
 from megatron.layers.embedding import Embedding
 from megatron.layers.linear import ColumnLinear, Linear, RowLinear
 from megatron.layers.norm import Norm, norm_parameters
@@ -31,7 +32,8 @@ def linear(
 
 def norm(kind: str, size: int, eps: float = 1e-5, backend: str = "torch", name: str = "norm") -> Norm:
     """A norm of this width."""
-    return Norm(norm_parameters(kind, size, name), eps, backend)
+    config = ModelConfig(normalization=kind, norm_epsilon=eps, norm_backend=backend)
+    return Norm(norm_parameters(kind, size, name), config)
 
 
 def table(
