@@ -32,7 +32,7 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.groups import PrecisionConfig
 from megatron.data.blend import extend_ledger
 from megatron.layers.spec import Box
-from megatron.optimizer.lr_schedule import Schedule
+from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.optimizer.scaler import LossScaler
 from megatron.training.resume import changed_data, changed_fields, check_complete
 from megatron.training.run import Progress
@@ -88,7 +88,7 @@ def run_state(tensors: dict[str, Tensor]) -> dict[str, Any]:
         "open_nan": 0,
         "optimizer_steps": 4.0,
         "scaler": LossScaler(config.precision).state(),
-        "schedule": dataclasses.asdict(Schedule.of(config)),
+        "schedule": dataclasses.asdict(ParamSchedule.of(config)),
         "ledger": {"segments": [{"first_sample": 0, "sources": [source]}]},
         "config": config.to_dict(),
         "vocab_size": 101,
@@ -115,7 +115,7 @@ def use(root: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         scaler.load(state["scaler"])
         scaler.update(True)
         torch.ones(1).mul_(scaler.scale)
-        Schedule(**state["schedule"]).learning_rate(progress.scheduled_samples + 16)
+        ParamSchedule(**state["schedule"]).learning_rate(progress.scheduled_samples + 16)
         changed_fields(state, config, 101, "f1")
         sources = [{"id": "a1", "content": "c1", "name": "books", "share": 65536}]
         ledger, blend, _ = extend_ledger(state["ledger"], progress.consumed_samples, sources)
