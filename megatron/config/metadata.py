@@ -2,7 +2,7 @@
 a change at a resume means. The rules of every field are derived from this (`validate.py`,
 `training/resume.py`, `deepspeed.py`).
 
-`run` in a condition is `derive.Run`: every field by its own name, and tp, pp, dp and world.
+`run` in a condition is `derive.RunView`: every field by its own name, and tp, pp, dp and world.
 """
 
 from __future__ import annotations
