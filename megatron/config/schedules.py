@@ -38,6 +38,15 @@ SCHEDULES = {
 }
 
 
+STEADY = 4  # micro-batches for each pipeline rank after which a step repeats itself
+
+
+def planned_micro_batches(schedule: str | None, ranks: int, count: int) -> int:
+    """How many of a step's micro-batches hold what all of them would."""
+    grows = schedule is not None and SCHEDULES[schedule].grows
+    return count if grows else min(count, STEADY * ranks)
+
+
 def place(schedule: str, ranks: int, virtual: int) -> tuple[int, ...]:
     """Stage -> pipeline rank."""
     return SCHEDULES[schedule].place(ranks, virtual)

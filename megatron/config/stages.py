@@ -82,8 +82,9 @@ def virtual_stages(config: Config) -> int | None:
             return None
     if layers is not None:
         return _quotient(counted_layers(config), ranks * layers) if config.model.num_layers and layers > 0 else None
-    rule = SCHEDULES.get(distributed.pipeline_schedule)
-    return rule.virtual or 1 if rule else 1
+    if distributed.pipeline_schedule is None:
+        return 1
+    return SCHEDULES[distributed.pipeline_schedule].virtual or 1
 
 
 def _quotient(value: int, divisor: int) -> int | None:

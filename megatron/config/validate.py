@@ -18,7 +18,7 @@ from megatron.config.derive import DEFAULTS, METADATA, RunView, derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
 from megatron.config.metadata import is_rotary
-from megatron.config.schedules import SCHEDULES
+from megatron.config.schedules import planned_micro_batches
 from megatron.config.stages import frozen_units
 from megatron.config.validate_layout import bubble, nearest, pipeline_schedule, pipeline_split, tensor_parallel, zero
 
@@ -60,8 +60,7 @@ def _bounds(run: RunView) -> Iterator[str]:
             yield (f"{run.show('global_batch_size')}: {count:,} micro-batches in each step of a rank, at most {MOST_MICRO_BATCHES:,} are "
                    f"planned for; raise --micro-batch-size, or give more ranks")
         elif run.has("num_layers") and run.pp > 1:
-            rule = SCHEDULES.get(run.pipeline_schedule)
-            planned = count if rule and rule.grows else min(count, 4 * run.pp)  # plan/memory.py: STEADY
+            planned = planned_micro_batches(run.pipeline_schedule, run.pp, count)
             if run.num_layers * planned > MOST_PASSES:
                 yield (f"{run.show('global_batch_size')}: {run.num_layers} layers x {planned:,} micro-batches of a step are more than the "
                        f"{MOST_PASSES:,} passes that are planned for; raise --micro-batch-size, or give more data-parallel ranks")

@@ -126,10 +126,10 @@ class CountedGroup(SilentGroup):
 
     def hold(self, what: str, result: Tensor, beside: int) -> Held:
         held = Held(self.ledger, "scratch", beside)
-        if not self.ledger.knows(result):
+        made = not self.ledger.knows(result)
+        if made:
             self.ledger.watch(self.KINDS[what], result)
-            self.ledger.look()
-        elif beside:
+        if made or beside:
             self.ledger.look()
         return held
 

@@ -13,7 +13,7 @@ import torch
 
 from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config
-from megatron.config.schedules import SCHEDULES
+from megatron.config.schedules import planned_micro_batches
 from megatron.dist.groups import build_groups, group_options, layout_of
 from megatron.model.arithmetic import padded_vocab_size, unit_parameters
 from megatron.model.build import build_model, hidden_shape
@@ -26,7 +26,6 @@ from megatron.plan.engine import META, CountedBlock, CountedGroup, Ledger, Peak,
 from megatron.plan.state import shard_size, static_bytes
 
 ELSEWHERE = ("host", "disk")  # not on the device
-STEADY = 4  # micro-batches for each pipeline rank after which a step repeats itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +81,9 @@ def rank_memories(
     padded = padded_vocab_size(
         vocab_size, config.model, config.distributed.tensor_model_parallel_size
     )
-    stages, schedule = pipeline_stages(config, padded), schedule_of(config, world_size, most=STEADY)
-    shape, shard, layout = (
-        Shape(config, padded, device),
-        shard_size(config, world_size),
-        layout_of(config, world_size),
-    )
+    stages, schedule = pipeline_stages(config, padded), schedule_of(config, world_size, steady=True)
+    shape, shard = Shape(config, padded, device), shard_size(config, world_size)
+    layout = layout_of(config, world_size)
     inside = with_state_on_the_device(config)
     result = []
     for rank in range(schedule.ranks):
@@ -133,16 +129,18 @@ def with_state_on_the_device(config: Config) -> Config:
     return dataclasses.replace(config, optimizer=optimizer)
 
 
-def schedule_of(config: Config, world_size: int, most: int | None = None) -> Schedule:
-    """What one training step runs, of the full global batch, or of no more than `most`
-    micro-batches for each pipeline rank where these hold what any number of them would.
+def schedule_of(config: Config, world_size: int, *, steady: bool = False) -> Schedule:
+    """What one training step runs: of the full global batch, or of the first micro-batches where
+    these hold what all of them would.
     """
     training, distributed = config.training, config.distributed
     ranks = data_parallel_size(config, world_size)
     assert ranks > 0
     micro_batches = training.global_batch_size // (training.micro_batch_size * ranks)
-    if most is not None and not SCHEDULES[distributed.pipeline_schedule].grows:
-        micro_batches = min(micro_batches, most * distributed.pipeline_model_parallel_size)
+    if steady:
+        micro_batches = planned_micro_batches(
+            distributed.pipeline_schedule, distributed.pipeline_model_parallel_size, micro_batches
+        )
     return build_schedule(
         distributed.pipeline_schedule,
         distributed.pipeline_model_parallel_size,

@@ -254,15 +254,14 @@ def build(config: Config, notes: list[str], world_size: int, device: torch.devic
         closing.callback(lease.release)
     prepare_save_folder(config, ranks, tiers, goes_on=prepared.checkpoint is not None)
     device_names = ", ".join(sorted(set(ranks.agree(lambda: device_name(device)))))
-    chosen, _ = choose_kernels(config, device)
     model = build_model(config, tokenizer.vocab_size, groups, device)
     blocks = build_run_blocks(config, model, device, groups)
-    for parameter in model.parameters() if chosen.model.weight_grad_backend == "apex" else ():
+    for parameter in model.parameters() if model.config.weight_grad_backend == "apex" else ():
         parameter.by_apex = True  # read where its gradient is formed
     zero = Zero(model, blocks, groups, config.distributed)
     passes = LayerPasses(recompute=config.training.recompute_granularity == "full")
     with together(groups.world, device):
-        optimizer = Optimizer(blocks, chosen, groups, zero.publish)
+        optimizer = Optimizer(blocks, config, groups, zero.publish)
     exits = ExitConditions(config.training)
     tracker = None
     if groups.rank == 0:
