@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         tell(error)
         return 2
     except Exception as error:
-        from megatron.dist.setup import rough_launch
+        from megatron.distributed.setup import rough_launch
 
         if not hasattr(error, "__notes__"):  # else pretrain has noted rank, layout and iteration
             error.add_note(f"[raised on rank {rough_launch().rank}]")
@@ -50,7 +50,7 @@ def tell(error: UserError) -> None:
 
     torchrun and `srun --kill-on-bad-exit` end the other ranks as soon as the first one has failed.
     """
-    from megatron.dist.setup import rough_launch
+    from megatron.distributed.setup import rough_launch
 
     launch = rough_launch()
     rank = launch.rank

@@ -130,8 +130,8 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def gloo_world():
-    """`gloo_world(n).run(function, *args)`: on n processes that live as long as the session (tests/dist/pool.py)."""
-    from dist.pool import Worlds
+    """`gloo_world(n).run(function, *args)`: on n processes that live as long as the session (tests/distributed/pool.py)."""
+    from distributed.pool import Worlds
 
     worlds = Worlds()
     yield worlds

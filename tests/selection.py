@@ -31,7 +31,7 @@ LONG_FILES = tuple(
         "kernels/test_manifest",
         "parity/test_check_parity",
         "unit/zero/test_live_bytes",
-        "unit/dist/test_processes",
+        "unit/distributed/test_processes",
         "unit/optimizer/test_zero",
         "unit/zero/test_streams",
         "parity/test_mutants",

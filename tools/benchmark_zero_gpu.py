@@ -49,9 +49,9 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.stages import placement_of
 from megatron.config.validate import resolve
 from megatron.data.loader import Batch, Data
-from megatron.dist.collectives import ALL_GATHER, REDUCE_SCATTER
-from megatron.dist.groups import build_groups, group_options, layout_of
-from megatron.dist.setup import set_determinism
+from megatron.distributed.collectives import ALL_GATHER, REDUCE_SCATTER
+from megatron.distributed.groups import build_groups, group_options, layout_of
+from megatron.distributed.setup import set_determinism
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.build import build_model, hidden_shape
 from megatron.optimizer.blocks import build_run_blocks

@@ -55,9 +55,9 @@ from megatron.config.derive import (
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.groups import Config, DataConfig, ModelConfig, PrecisionConfig  # noqa: E402
 from megatron.data.tokenizer import build_tokenizer  # noqa: E402
-from megatron.dist.groups import Axis  # noqa: E402
-from megatron.dist.setup import connect, disconnect, read_launch, share_cores  # noqa: E402
-from megatron.dist.together import together  # noqa: E402
+from megatron.distributed.groups import Axis  # noqa: E402
+from megatron.distributed.setup import connect, disconnect, read_launch, share_cores  # noqa: E402
+from megatron.distributed.together import together  # noqa: E402
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 TIMEOUT = 120  # minutes that a rank waits for the others' shares

@@ -25,7 +25,7 @@ from megatron.checkpoint.run_state import config_of
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.groups import DistributedConfig
 from megatron.data.tokenizer import build_tokenizer
-from megatron.dist.setup import choose_device, read_launch
+from megatron.distributed.setup import choose_device, read_launch
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import compute_dtype

@@ -46,7 +46,7 @@ from megatron.checkpoint.share import own_part
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
 from megatron.config.validate import resolve
-from megatron.dist.groups import Axis, Groups, build_groups, group_options, layout_of
+from megatron.distributed.groups import Axis, Groups, build_groups, group_options, layout_of
 from megatron.layers.spec import Box
 from megatron.model.build import build_model
 from megatron.optimizer.blocks import build_run_blocks

@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 PATIENCE = 300.0  # seconds for a turn
-# What megatron/dist/setup.py asks of glibc for our own process: freed memory stays with a process. Every
+# What megatron/distributed/setup.py asks of glibc for our own process: freed memory stays with a process. Every
 # program that is compared gets it, through the environment.
 KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": f"{2**31 - 1}", "MALLOC_TRIM_THRESHOLD_": f"{2**31 - 1}"}
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from megatron.config.errors import UserError
-from megatron.dist.collectives import broadcast_bytes, gather_bytes
-from megatron.dist.groups import ALONE, Axis
-from megatron.dist.together import raise_together, together
+from megatron.distributed.collectives import broadcast_bytes, gather_bytes
+from megatron.distributed.groups import ALONE, Axis
+from megatron.distributed.together import raise_together, together
 
 
 @dataclass(frozen=True)

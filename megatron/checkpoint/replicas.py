@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.checkpoint.manifest import CheckpointError, chunk_hasher
 from megatron.checkpoint.ranks import Ranks
-from megatron.dist.groups import Groups
+from megatron.distributed.groups import Groups
 from megatron.layers.spec import holders
 from megatron.optimizer.blocks import Block
 from megatron.optimizer.optimizer import MASTER, Optimizer

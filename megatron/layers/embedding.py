@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.workspace import SCRATCH_BYTES
-from megatron.dist.collectives import all_gather, all_reduce, reduce_scatter
+from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.layers.spec import ParameterSpec
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 

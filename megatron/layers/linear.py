@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.workspace import SCRATCH_BYTES
-from megatron.dist.collectives import (
+from megatron.distributed.collectives import (
     Handle,
     all_gather,
     all_reduce,
@@ -43,7 +43,7 @@ from megatron.dist.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from megatron.dist.groups import ALONE, Axis
+from megatron.distributed.groups import ALONE, Axis
 from megatron.kernels import apex
 from megatron.layers.spec import ParameterSpec
 from megatron.layers.tensor_parallel import DENSE, TensorParallel

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.workspace import HEAD_CHUNK_BYTES
-from megatron.dist.collectives import all_gather, all_reduce, reduce_scatter
+from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.layers.linear import add_weight_grad
 from megatron.layers.loss import Columns, own_columns
 from megatron.layers.tensor_parallel import TensorParallel

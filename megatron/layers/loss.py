@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.config.groups import ModelConfig
 from megatron.config.workspace import LOSS_CHUNK_BYTES
-from megatron.dist.collectives import all_gather
+from megatron.distributed.collectives import all_gather
 from megatron.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_parts
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
-from megatron.dist.groups import ALONE, Axis, Groups
+from megatron.distributed.groups import ALONE, Axis, Groups
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.dist.groups import ALONE, Axis
+from megatron.distributed.groups import ALONE, Axis
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 
 from megatron.config.groups import Config
 from megatron.config.stages import placement_of
-from megatron.dist.groups import Groups
+from megatron.distributed.groups import Groups
 from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel

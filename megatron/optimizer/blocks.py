@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from megatron.config.groups import Config
 from megatron.config.stages import frozen_units
-from megatron.dist.groups import BufferGroups, Groups, one_process
+from megatron.distributed.groups import BufferGroups, Groups, one_process
 from megatron.layers.spec import Box, Multipliers, holders
 from megatron.model.additions import check_additions
 from megatron.model.gpt import GPTModel

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.dist.collectives import all_reduce
-from megatron.dist.groups import Groups
+from megatron.distributed.collectives import all_reduce
+from megatron.distributed.groups import Groups
 from megatron.layers.spec import Box, holders
 from megatron.optimizer.blocks import Block, BufferEntry, Segment
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.groups import Config
-from megatron.dist.groups import Groups, one_process
+from megatron.distributed.groups import Groups, one_process
 from megatron.layers.spec import Box, Holder, holders
 from megatron.model.init import fill_initial
 from megatron.model.kernels import choose_kernels

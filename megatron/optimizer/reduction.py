@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron.config.workspace import SCRATCH_BYTES
-from megatron.dist.collectives import all_reduce
-from megatron.dist.groups import Groups
+from megatron.distributed.collectives import all_reduce
+from megatron.distributed.groups import Groups
 from megatron.optimizer.blocks import Block
 
 

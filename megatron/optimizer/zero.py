@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from megatron.config.groups import DistributedConfig
-from megatron.dist.collectives import Handle, start_all_gather, start_reduce_scatter
-from megatron.dist.groups import Groups
+from megatron.distributed.collectives import Handle, start_all_gather, start_reduce_scatter
+from megatron.distributed.groups import Groups
 from megatron.model.block import Layer
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import Block

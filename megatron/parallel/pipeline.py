@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron.dist.collectives import gather_bytes
-from megatron.dist.groups import Groups
-from megatron.dist.p2p import Receiving, Sending
-from megatron.dist.peers import waiting
+from megatron.distributed.collectives import gather_bytes
+from megatron.distributed.groups import Groups
+from megatron.distributed.p2p import Receiving, Sending
+from megatron.distributed.peers import waiting
 from megatron.model.block import Layer, MicroBatch
 from megatron.model.gpt import GPTModel
 from megatron.parallel.check import WORDS, channel_of, source_of

@@ -1,7 +1,7 @@
 """One rank's step, carried out by the real executor and the real ZeRO, on buffers that have a size
 and no memory.
 
-Everything is on the meta device, and nothing is sent (dist/silent.py). Layers are not run:
+Everything is on the meta device, and nothing is sent (distributed/silent.py). Layers are not run:
 plan/activations.py says what a pass of each keeps and takes. What else a step allocates is made
 here by the code that trains, and a ledger is told of it. It leaves the ledger when torch lets go of
 it: when things live is written down nowhere but in the engine itself.
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.dist.groups import Groups
-from megatron.dist.silent import SilentGroup
+from megatron.distributed.groups import Groups
+from megatron.distributed.silent import SilentGroup
 from megatron.model.block import Layer
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import Block

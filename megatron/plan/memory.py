@@ -14,7 +14,7 @@ import torch
 from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config
 from megatron.config.schedules import planned_micro_batches
-from megatron.dist.groups import build_groups, group_options, layout_of
+from megatron.distributed.groups import build_groups, group_options, layout_of
 from megatron.model.arithmetic import padded_vocab_size, unit_parameters
 from megatron.model.build import build_model, hidden_shape
 from megatron.model.stages import Stage, pipeline_stages

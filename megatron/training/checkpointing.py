@@ -21,7 +21,7 @@ from megatron.checkpoint.saver import Saver, staging_bytes
 from megatron.checkpoint.share import own_part
 from megatron.checkpoint.writer import shard_bytes, try_folder
 from megatron.config.groups import Config
-from megatron.dist.together import together
+from megatron.distributed.together import together
 from megatron.layers.spec import Box
 from megatron.observe.metrics import save_metrics
 from megatron.observe.tracking import Tracker

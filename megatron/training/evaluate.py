@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from megatron.data.loader import Source
-from megatron.dist.collectives import all_reduce
+from megatron.distributed.collectives import all_reduce
 from megatron.training.passes import run_micro_batches
 from megatron.training.run import Run
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron.config.groups import TrainingConfig
-from megatron.dist.collectives import all_reduce
-from megatron.dist.groups import Axis
+from megatron.distributed.collectives import all_reduce
+from megatron.distributed.groups import Axis
 from megatron.training.early import SIGNAL_CODES, Early
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from megatron.config.groups import Config
 from megatron.data.loader import Source
-from megatron.dist.collectives import all_reduce
-from megatron.dist.peers import PEERS
+from megatron.distributed.collectives import all_reduce
+from megatron.distributed.peers import PEERS
 from megatron.model.arithmetic import flops_per_iteration, global_batch_size_at, iterations_for
 from megatron.observe.console import evaluation_lines, training_line
 from megatron.observe.metrics import eta_seconds, evaluation_metrics, memory_metrics, rates, timer_metrics

@@ -22,11 +22,11 @@ from megatron.config.stages import placement_of
 from megatron.config.validate import resolve
 from megatron.data.loader import Data, build_data
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.dist.groups import ALONE, Axis, describe_layout, group_options, layout_of
-from megatron.dist.peers import PEERS
-from megatron.dist.setup import choose_device, connect, disconnect, make_groups, read_launch, set_determinism, share_cores, slurm_job
-from megatron.dist.speech import one_voice
-from megatron.dist.together import together
+from megatron.distributed.groups import ALONE, Axis, describe_layout, group_options, layout_of
+from megatron.distributed.peers import PEERS
+from megatron.distributed.setup import choose_device, connect, disconnect, make_groups, read_launch, set_determinism, share_cores, slurm_job
+from megatron.distributed.speech import one_voice
+from megatron.distributed.together import together
 from megatron.model.arithmetic import flops_per_iteration, padded_vocab_size, parameter_count, peak_tflops
 from megatron.model.build import build_model, hidden_shape
 from megatron.model.kernels import choose_kernels, compute_dtype, remarks

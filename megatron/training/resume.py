@@ -19,7 +19,7 @@ from megatron.config.derive import GROUP_OF, METADATA
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import CheckpointConfig, Config, ModelConfig
 from megatron.config.input_files import InputError
-from megatron.dist.groups import describe_layout
+from megatron.distributed.groups import describe_layout
 from megatron.model.kernels import choose_kernels
 from megatron.optimizer.lr_schedule import ParamSchedule
 

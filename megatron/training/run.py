@@ -10,7 +10,7 @@ from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.saver import Saver
 from megatron.config.groups import Config
 from megatron.data.loader import Data
-from megatron.dist.groups import Groups
+from megatron.distributed.groups import Groups
 from megatron.model.gpt import GPTModel
 from megatron.observe.metrics import Timers
 from megatron.observe.tracking import Tracker

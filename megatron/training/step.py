@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.dist.collectives import all_reduce
-from megatron.dist.peers import waiting
+from megatron.distributed.collectives import all_reduce
+from megatron.distributed.peers import waiting
 from megatron.optimizer.optimizer import StepOutcome
 from megatron.parallel.pipeline import Recording
 from megatron.training.passes import MicroBatchSums, run_micro_batches

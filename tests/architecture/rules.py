@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Room -> what it may import of the others; `config` and the room itself go without saying. Lower rooms know nothing of upper ones.
-BASE = {"kernels", "dist"}
+BASE = {"kernels", "distributed"}
 MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "kernels": set(),
-    "dist": set(),
+    "distributed": set(),
     "layers": BASE,
     "model": BASE | {"layers"},
     "parallel": BASE | {"layers", "model"},
@@ -27,7 +27,7 @@ FORMATTED = (  # by `ruff format --line-length 100`, no line is longer
     "campaigns/golden/golden.py",
     "campaigns/golden/worker.py",
     "megatron/config/schedules.py",
-    "megatron/dist/silent.py",
+    "megatron/distributed/silent.py",
     "megatron/model/build.py",
     "megatron/plan",
     "tests/unit/plan/test_engine.py",
@@ -132,7 +132,7 @@ def _statements(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, "global statement: pass the object down"
         asks = isinstance(node, ast.Call) and _dotted(node.func) in ("os.getenv", "os.environ.get")
         reads = isinstance(node, ast.Subscript) and _dotted(node.value) == "os.environ" and isinstance(node.ctx, ast.Load)
-        if library and (asks or reads) and not name.startswith("megatron/dist/"):
+        if library and (asks or reads) and not name.startswith("megatron/distributed/"):
             yield node.lineno, "reads an environment variable: make it a flag"
 
 

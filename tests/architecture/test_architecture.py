@@ -56,7 +56,7 @@ def tree(tmp_path: Path) -> Path:
         ("megatron/novelty/__init__.py", "", "is a room without a rule"),
         ("tools/bad.py", "import torch\ntorch.load('x')", "calls torch.load"),
         ("megatron/checkpoint/bad.py", "from pickle import loads", "imports pickle"),
-        ("megatron/dist/bad.py", "def f():\n    global state", "global statement"),
+        ("megatron/distributed/bad.py", "def f():\n    global state", "global statement"),
         ("megatron/training/bad.py", "import os\nos.environ['DEBUG']", "reads an environment variable"),
         ("megatron/training/bad.py", "import os\nos.environ.get('DEBUG')", "reads an environment variable"),
         ("megatron/data/bad.py", "class Same:\n    pass\n\n\nclass Same:\n    pass", "there is a class Same in megatron/data/bad.py:1 already"),

@@ -42,7 +42,7 @@ from megatron.checkpoint import manifest
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
-from megatron.dist.groups import Axis
+from megatron.distributed.groups import Axis
 
 TIMEOUT = 10.0  # of a collective, seconds
 PATIENCE = 60.0  # in which the other ranks must have noticed that one is dead

@@ -32,7 +32,7 @@ from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.saver import Saver, staging_bytes
 from megatron.checkpoint.writer import save_checkpoint
-from megatron.dist.groups import Axis
+from megatron.distributed.groups import Axis
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,7 +10,7 @@ from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.replicas import odd_factors, position_sum
 from megatron.checkpoint.saver import Saver, staging_bytes
-from megatron.dist.setup import set_determinism
+from megatron.distributed.setup import set_determinism
 from megatron.layers import linear_cross_entropy
 from megatron.layers.attention import attention_core
 from megatron.layers.embedding import embedding_weight_grad

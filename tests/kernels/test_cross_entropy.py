@@ -11,7 +11,7 @@ from megatron.kernels.cross_entropy import (
     cross_entropy_reference,
 )
 
-from megatron.dist.groups import Axis
+from megatron.distributed.groups import Axis
 from megatron.layers import loss as layer
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 

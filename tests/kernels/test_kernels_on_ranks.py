@@ -12,7 +12,7 @@ from megatron.kernels import attention
 from unit.by_hand import backward, backward_input, backward_weight, forward
 
 from megatron.config.groups import ModelConfig
-from megatron.dist.groups import Layout, build_groups
+from megatron.distributed.groups import Layout, build_groups
 from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial

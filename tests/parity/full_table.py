@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 def main() -> int:
     import torch
-    from dist.pool import RankError, Worlds
+    from distributed.pool import RankError, Worlds
     from parity.compare import faults_of
     from parity.layouts import full_table
     from parity.worker import run_case

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from parity.worker import run_case
 from torch.distributed import distributed_c10d
 
-from megatron.dist.collectives import ALL_GATHER, REDUCE_SCATTER
+from megatron.distributed.collectives import ALL_GATHER, REDUCE_SCATTER
 from megatron.model.block import LayerBlock
 from megatron.parallel.layer_passes import LayerPasses
 
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from loopback import own_loopback, sent_bytes  # noqa: E402, F401
 
-# Functions of dist/collectives.py and dist/p2p.py that send and receive, and what they are.
+# Functions of distributed/collectives.py and distributed/p2p.py that send and receive, and what they are.
 KINDS = {"Sending": "message", "start_all_reduce": "all-reduce", "start_all_gather": "all-gather", "gather_parts": "all-gather",
          "_GlooReduceScatter": "reduce-scatter", "scatter_parts": "reduce-scatter"}
 
@@ -50,7 +50,7 @@ def _frames() -> Iterator[Any]:
 
 
 def _who() -> tuple[str, str]:
-    """(kind of the call in dist/collectives.py or dist/p2p.py, the function that called it)."""
+    """(kind of the call in distributed/collectives.py or distributed/p2p.py, the function that called it)."""
     kind = None
     for frame in _frames():
         name = frame.f_code.co_qualname
@@ -58,7 +58,7 @@ def _who() -> tuple[str, str]:
             kind = KINDS.get(name.split(".")[0], kind)
         elif kind is not None:
             return kind, name
-    raise AssertionError("torch.distributed was not called through dist/collectives.py or dist/p2p.py")
+    raise AssertionError("torch.distributed was not called through distributed/collectives.py or distributed/p2p.py")
 
 
 class Ledger:
@@ -146,7 +146,7 @@ def measure(flags: tuple[str, ...]) -> tuple[float, int]:
 
 def main(cases: list[list[str]]) -> None:
     """Print the results of `measure` for each case: the quietest of five runs, on a fresh pair of processes."""
-    from dist.pool import World
+    from distributed.pool import World
 
     world = World(2)
     for flags in cases:

@@ -65,9 +65,9 @@ MUTANTS = (
            ("fp64-gpt-tp2",)),
     Mutant("overlapped products of gathered parts in another order", f"{LAYERS}/linear.py",
            "_linear_into(parts[rank], part", "_linear_into(parts[(rank + 1) % tp.size], part", ("fp64-documents-tp2-sp",)),
-    Mutant("overlapped parts sent to another rank than is meant", "megatron/dist/collectives.py",
+    Mutant("overlapped parts sent to another rank than is meant", "megatron/distributed/collectives.py",
            "kept.append(part(to).contiguous())", "kept.append(part(axis.rank).contiguous())", ("fp64-documents-tp2-sp",)),
-    Mutant("a reduce-scatter without some rank's part", "megatron/dist/collectives.py",
+    Mutant("a reduce-scatter without some rank's part", "megatron/distributed/collectives.py",
            "torch.add(parts[0], parts[1], out=out)", "out.copy_(parts[axis.rank])", ("fp64-gpt-dp2-serial",)),
     Mutant("a weight's first product added to what the last step left", f"{LAYERS}/linear.py",
            """overwrite, weight.fresh = getattr(weight, "fresh", False), False""", "overwrite, weight.fresh = False, False", ("fp64-gpt-tp2",)),
@@ -130,7 +130,7 @@ MUTANTS = (
            "index == config.num_layers - 1", "index == config.num_layers - 2", ("fp64-m5-pp2-1f1b",)),
     Mutant("a gradient scaled on its way to the stage before", PIPELINE,
            "stage - 1, micro), y)", "stage - 1, micro), y / len(self.placement))", ("fp64-m5-pp2-1f1b",)),
-    Mutant("a buffer for all messages, so that saved inputs go stale", "megatron/dist/p2p.py",
+    Mutant("a buffer for all messages, so that saved inputs go stale", "megatron/distributed/p2p.py",
            """self.x = torch.empty(shape, dtype=dtype, device="cpu" if is_gloo(axis) else device)""",
            """self.x = Receiving.__dict__.get("buffer", torch.empty(shape, dtype=dtype))\n        Receiving.buffer = self.x""",
            ("fp64-m5-pp2-gpipe",)),
@@ -162,7 +162,7 @@ MUTANTS = (
            "            if self.groups.pp.rank == 0:\n                sum_partial_gradients(self.trained, self.groups)",
            ("fp64-llama-pp2-1f1b-tp2-sp",)),
     Mutant("no sum of a tied matrix's gradients", REDUCTION, """, ("tied", groups.tied)""", "", ("fp64-gpt-pp2-gpipe",)),
-    Mutant("a tied matrix summed over data-parallel ranks", "megatron/dist/groups.py",
+    Mutant("a tied matrix summed over data-parallel ranks", "megatron/distributed/groups.py",
            """for line in layout.partition("pp")) if tied""", """for line in layout.partition("dp")) if tied""", ("fp64-documents-pp2-1f1b-dp2",)),
     Mutant("both copies of a tied matrix counted in the norm", BLOCKS,
            "if holders(box, groups).rank > 0:", """if box.replicated != "tied" and holders(box, groups).rank > 0:""", ("fp64-gpt-pp2-gpipe",)),
@@ -247,7 +247,7 @@ def run_mutated(tree: str, flags: tuple[str, ...], patches: tuple[str, ...]):
 
 def caught_by(mutant: Mutant) -> tuple[str, str] | None:
     """(row, first fault) of the first named row that notices; None when the mutant survives."""
-    from dist.pool import Hang, RankError, World
+    from distributed.pool import Hang, RankError, World
     from parity.compare import faults_of
     from parity.layouts import ci_rows
 

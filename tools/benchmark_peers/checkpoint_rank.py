@@ -142,7 +142,7 @@ def ours(tensors: dict[str, Tensor], rank: int, ranks: int, background: bool = F
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from megatron.checkpoint.ranks import Ranks
     from megatron.checkpoint.saver import Saver, staging_bytes
-    from megatron.dist.groups import Axis
+    from megatron.distributed.groups import Axis
     from megatron.layers.spec import Box
 
     pairs = []

@@ -28,10 +28,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 from benchmark_training import busy_seconds  # noqa: E402
 
 from megatron.config.groups import ModelConfig  # noqa: E402
-from megatron.dist.collectives import all_reduce, gather_bytes  # noqa: E402
-from megatron.dist.groups import Groups, Layout  # noqa: E402
-from megatron.dist.p2p import Receiving, Sending  # noqa: E402
-from megatron.dist.setup import connect, disconnect, keep_freed_memory, make_groups, read_launch  # noqa: E402
+from megatron.distributed.collectives import all_reduce, gather_bytes  # noqa: E402
+from megatron.distributed.groups import Groups, Layout  # noqa: E402
+from megatron.distributed.p2p import Receiving, Sending  # noqa: E402
+from megatron.distributed.setup import connect, disconnect, keep_freed_memory, make_groups, read_launch  # noqa: E402
 from megatron.model.block import Layer, MicroBatch  # noqa: E402
 from megatron.model.gpt import GPTModel  # noqa: E402
 from megatron.model.init import fill_initial  # noqa: E402

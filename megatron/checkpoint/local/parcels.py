@@ -13,8 +13,8 @@ import torch
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.errors import UserError
-from megatron.dist.collectives import all_reduce, is_gloo
-from megatron.dist.p2p import Receiving, Sending
+from megatron.distributed.collectives import all_reduce, is_gloo
+from megatron.distributed.p2p import Receiving, Sending
 
 PIECE = 8 << 20  # bytes of one message
 FLYING = 2  # messages on their way at a time

@@ -21,8 +21,8 @@ from torch import Tensor
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.errors import UserError
-from megatron.dist.collectives import is_gloo
-from megatron.dist.p2p import Receiving, Sending
+from megatron.distributed.collectives import is_gloo
+from megatron.distributed.p2p import Receiving, Sending
 
 SET = 8  # most nodes of a set
 WINDOW = 1 << 20  # bytes of one message

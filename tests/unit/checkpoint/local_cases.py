@@ -24,7 +24,7 @@ from megatron.checkpoint.local.rebuild import LocalCheckpoint, newest_local, res
 from megatron.checkpoint.local.saves import save_local
 from megatron.checkpoint.local.tiers import Tiers
 from megatron.checkpoint.ranks import Ranks
-from megatron.dist.groups import Axis
+from megatron.distributed.groups import Axis
 from megatron.layers.spec import Box
 from megatron.training.exit import Exit
 from megatron.training.loop import COMPLETE

@@ -136,7 +136,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="file for the results (JSON)")
     options = parser.parse_args()
-    from dist.pool import Worlds
+    from distributed.pool import Worlds
 
     torch.set_num_threads(1)
     worlds, begun, rows = Worlds(), time.time(), []

@@ -18,7 +18,7 @@ from megatron.checkpoint import manifest, writer
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint, try_folder
-from megatron.dist.groups import ALONE, Axis, Groups, Layout, build_groups
+from megatron.distributed.groups import ALONE, Axis, Groups, Layout, build_groups
 from megatron.layers.spec import Box
 from megatron.optimizer.optimizer import Optimizer
 

@@ -15,7 +15,7 @@ from megatron.checkpoint import replicas
 from megatron.checkpoint.manifest import list_iterations
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.replicas import WORDS, Replicas, differences, explain, odd_factors, position_sum
-from megatron.dist.groups import ALONE
+from megatron.distributed.groups import ALONE
 from megatron.optimizer import zero
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.reduction import sum_partial_gradients

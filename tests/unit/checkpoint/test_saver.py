@@ -19,7 +19,7 @@ from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import find_checkpoint
 from megatron.checkpoint.saver import Saver, Staging, staging_bytes
 from megatron.checkpoint.writer import save_checkpoint
-from megatron.dist.groups import Axis
+from megatron.distributed.groups import Axis
 from megatron.layers.spec import Box
 
 STATE = {"consumed_samples": 16}

@@ -99,7 +99,7 @@ def save_by_two(root: Path) -> list[tuple[int, int]]:
     import torch.distributed as dist
 
     from megatron.checkpoint.ranks import Ranks
-    from megatron.dist.groups import Axis
+    from megatron.distributed.groups import Axis
 
     rank = dist.get_rank()
     ranks = Ranks(Axis("world", rank, (0, 1), dist.group.WORLD))

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.dist.groups import Layout, build_groups
+from megatron.distributed.groups import Layout, build_groups
 from megatron.layers import linear_cross_entropy as module
 from megatron.layers.linear import column_linear
 from megatron.layers.linear_cross_entropy import linear_cross_entropy

@@ -11,7 +11,7 @@ from parity.ledger import Ledger
 from torch import nn
 from unit.layers.made import linear
 
-from megatron.dist.groups import Layout, build_groups
+from megatron.distributed.groups import Layout, build_groups
 from megatron.layers import linear as linear_module
 from megatron.layers.linear import ColumnLinear, RowLinear, add_weight_grads, linear_weight_grad, stashing
 from megatron.layers.tensor_parallel import DENSE, TensorParallel

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from unit.by_hand import backward, backward_input, backward_weight, forward
 
 from megatron.config.groups import ModelConfig
-from megatron.dist.groups import Layout, build_groups
+from megatron.distributed.groups import Layout, build_groups
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 from megatron.model.block import LayerBlock
 from megatron.model.gpt import GPTModel

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from unit.layers.made import linear, table
 
-from megatron.dist.groups import Layout, build_groups
+from megatron.distributed.groups import Layout, build_groups
 from megatron.layers.embedding import VocabularyEmbedding
 from megatron.layers.linear import ColumnLinear, RowLinear
 from megatron.layers.loss import cross_entropy

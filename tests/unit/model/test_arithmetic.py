@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.config.groups import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megatron.config.validate import resolve
-from megatron.dist.groups import Axis
+from megatron.distributed.groups import Axis
 from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import (
     flops_per_iteration,

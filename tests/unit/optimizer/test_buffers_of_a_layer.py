@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config.groups import DistributedConfig, ModelConfig
-from megatron.dist.groups import ALONE, Axis, BufferGroups, Groups, Layout, one_process
-from megatron.dist.setup import make_groups
+from megatron.distributed.groups import ALONE, Axis, BufferGroups, Groups, Layout, one_process
+from megatron.distributed.setup import make_groups
 from megatron.layers.linear import Linear
 from megatron.layers.spec import Init, ParameterSpec, TensorSpec
 from megatron.layers.tensor_parallel import DENSE, TensorParallel

@@ -16,8 +16,8 @@ from unit.layers.made import norm
 
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.config.groups import ModelConfig
-from megatron.dist.groups import Layout
-from megatron.dist.setup import make_groups
+from megatron.distributed.groups import Layout
+from megatron.distributed.setup import make_groups
 from megatron.layers.spec import declare_grad_sum, parts_under
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 from megatron.model import gpt

@@ -11,8 +11,8 @@ from random_schedules import random_schedule
 from unit.by_hand import KeptWeights, backward, filled, forward
 
 from megatron.config.groups import ModelConfig
-from megatron.dist.groups import Groups, Layout, one_process
-from megatron.dist.setup import make_groups
+from megatron.distributed.groups import Groups, Layout, one_process
+from megatron.distributed.setup import make_groups
 from megatron.model.gpt import GPTModel
 from megatron.model.stages import Stage
 from megatron.parallel.layer_passes import LayerPasses

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools/benchmark_pe
 
 from pipeline_rank import TINY, VIRTUAL, Job, memory
 
-from megatron.dist.groups import Layout
-from megatron.dist.setup import make_groups
+from megatron.distributed.groups import Layout
+from megatron.distributed.setup import make_groups
 from megatron.model.block import Layer
 from megatron.parallel.check import check
 from megatron.parallel.layer_passes import LayerPasses

@@ -17,8 +17,8 @@ import benchmark_pipeline as tool
 import pipeline_rank
 from unit.by_hand import KeptWeights
 
-from megatron.dist.groups import Layout
-from megatron.dist.setup import make_groups
+from megatron.distributed.groups import Layout
+from megatron.distributed.setup import make_groups
 from megatron.model.block import Layer
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.schedule import COMPUTATIONS, Kind, build_schedule, place

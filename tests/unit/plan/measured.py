@@ -16,7 +16,7 @@ TESTS = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 os.environ["TRITON_INTERPRET"] = "1"  # the kernels' operators take CPU tensors; Triton reads it when it is first imported
 
-from dist.pool import Worlds  # noqa: E402
+from distributed.pool import Worlds  # noqa: E402
 from unit.zero.measure import measure  # noqa: E402
 
 from megatron.config.arguments import parse_arguments  # noqa: E402

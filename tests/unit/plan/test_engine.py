@@ -8,9 +8,9 @@ import torch
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
 from megatron.config.validate import resolve
-from megatron.dist.collectives import all_gather, all_reduce, reduce_scatter
-from megatron.dist.groups import Axis
-from megatron.dist.silent import SilentGroup
+from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
+from megatron.distributed.groups import Axis
+from megatron.distributed.silent import SilentGroup
 from megatron.optimizer.blocks import Block
 from megatron.optimizer.zero import Zero
 from megatron.plan.engine import META, CountedGroup, Held, Ledger

@@ -13,7 +13,7 @@ from unit.zero.measure import launches_of_nothing
 
 from megatron.config.groups import Config, DataConfig, DistributedConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 from megatron.config.validate import resolve
-from megatron.dist.groups import Layout, build_groups
+from megatron.distributed.groups import Layout, build_groups
 from megatron.layers.attention import repeats_heads
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 from megatron.model.arithmetic import local_parameter_count, padded_vocab_size

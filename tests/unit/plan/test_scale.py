@@ -13,7 +13,7 @@ import torch
 
 from megatron.config.groups import Config, DataConfig, DistributedConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 from megatron.config.validate import resolve
-from megatron.dist.groups import build_groups, group_options, layout_of
+from megatron.distributed.groups import build_groups, group_options, layout_of
 from megatron.model.arithmetic import local_parameter_count, padded_vocab_size
 from megatron.model.build import build_model
 from megatron.model.gpt import GPTModel

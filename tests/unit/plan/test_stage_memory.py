@@ -21,9 +21,9 @@ from unit.by_hand import KeptWeights, backward_input, forward
 
 from megatron.config.groups import Config, DataConfig, DistributedConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 from megatron.config.validate import resolve
-from megatron.dist.groups import Axis, Layout, build_groups
-from megatron.dist.setup import make_groups
-from megatron.dist.silent import SilentGroup
+from megatron.distributed.groups import Axis, Layout, build_groups
+from megatron.distributed.setup import make_groups
+from megatron.distributed.silent import SilentGroup
 from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.block import Layer, LayerBlock

@@ -19,7 +19,7 @@ from turn_group import Group  # noqa: E402
 
 FAULTS = """
 import resource, torch
-from megatron.dist.setup import keep_freed_memory
+from megatron.distributed.setup import keep_freed_memory
 if {ours}:
     assert keep_freed_memory()
 def step():

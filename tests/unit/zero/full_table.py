@@ -74,7 +74,7 @@ def order_of_peaks(results: dict[str, dict]) -> list[str]:
 
 def main() -> int:
     import torch
-    from dist.pool import World
+    from distributed.pool import World
     from unit.zero.measure import measure
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

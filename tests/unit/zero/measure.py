@@ -13,7 +13,7 @@ from torch import Tensor
 from unit.zero.tracker import LiveBytes, Span
 
 from megatron.config.arguments import parse_arguments
-from megatron.dist import collectives
+from megatron.distributed import collectives
 from megatron.layers import embedding, linear, linear_cross_entropy
 from megatron.optimizer import blocks, clip, reduction, update, zero
 from megatron.optimizer.blocks import Block

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.checkpoint import saver
 from megatron.config.arguments import parse_arguments
-from megatron.dist import collectives, p2p
+from megatron.distributed import collectives, p2p
 from megatron.training import pretrain, step
 
 MEGATRON = str(Path(__file__).resolve().parents[3] / "megatron") + "/"
@@ -126,7 +126,7 @@ class Work:
 
 
 class NCCL:
-    """torch.distributed as the modules of megatron/dist see it: what they start runs on the communicator's stream."""
+    """torch.distributed as the modules of megatron/distributed see it: what they start runs on the communicator's stream."""
 
     def __init__(self, gpu: PretendedGPU):
         self.gpu = gpu
@@ -375,7 +375,7 @@ def _runs_on(function: Any, args: Any, kwargs: Any) -> bool:
 def _place() -> FrameType | None:
     """Where our code runs, but for the modules that send."""
     frame = sys._getframe(2)
-    while frame is not None and not (frame.f_code.co_filename.startswith(MEGATRON) and "/dist/" not in frame.f_code.co_filename):
+    while frame is not None and not (frame.f_code.co_filename.startswith(MEGATRON) and "/distributed/" not in frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 

@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from dist.pool import World
+from distributed.pool import World
 from torch import Tensor
 from unit.zero.tracker import CALLS, LiveBytes
 
-from megatron.dist.collectives import ALL_GATHER, REDUCE_SCATTER
+from megatron.distributed.collectives import ALL_GATHER, REDUCE_SCATTER
 
 KIB = 1024
 
@@ -205,7 +205,7 @@ def test_messages_and_waits_are_sampled(gloo_world):
 
 
 def test_all_functions_of_torch_distributed_that_the_project_calls_are_sampled():
-    source = "".join(path.read_text() for path in (Path(__file__).resolve().parents[3] / "megatron/dist").glob("*.py"))
+    source = "".join(path.read_text() for path in (Path(__file__).resolve().parents[3] / "megatron/distributed").glob("*.py"))
     called = {name for name in dir(dist) if f"dist.{name}(" in source}
     assert source.count("getattr(dist, ") == source.count("getattr(dist, ALL_GATHER)(") + source.count("getattr(dist, REDUCE_SCATTER)(") > 0
     assert called - CALLS.keys() <= {"init_process_group", "destroy_process_group", "new_group", "get_backend", "get_rank", "get_world_size",

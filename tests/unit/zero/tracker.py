@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.dist.collectives import ALL_GATHER, REDUCE_SCATTER
+from megatron.distributed.collectives import ALL_GATHER, REDUCE_SCATTER
 
 KINDS = ("parameters", "gradients", "optimizer", "host", "slots", "scratch", "activations", "before")
 MEGATRON = str(Path(__file__).resolve().parents[3] / "megatron") + "/"
@@ -77,7 +77,7 @@ def _origin() -> tuple[str, str]:
     """(kind by the code that is running, its line): of what is made for a weight gradient, or by the optimizer or ZeRO, `scratch`."""
     for frame in _frames():
         file = frame.f_code.co_filename
-        if not file.startswith(MEGATRON) or file.endswith(("dist/collectives.py", "dist/p2p.py")):
+        if not file.startswith(MEGATRON) or file.endswith(("distributed/collectives.py", "distributed/p2p.py")):
             continue
         name = file.removeprefix(MEGATRON)
         scratch = name.startswith("optimizer/") or name.startswith("layers/") and frame.f_code.co_name in WEIGHT_GRADIENTS

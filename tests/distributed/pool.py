@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 
 # What takes seconds to import, for each process anew otherwise.
-PRELOAD = ("torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "dist.pool")
+PRELOAD = ("torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "distributed.pool")
 GRACE = 3.0  # seconds that the other ranks get to report after the first failure
 PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from megatron.dist.rendezvous import Launch, LaunchError, differences, meet
+from megatron.distributed.rendezvous import Launch, LaunchError, differences, meet
 
 FLAGS = {"training": {"lr": 0.1, "seed": 1}, "versions": {"torch": "2.13.0"}}
 SECONDS = 1.5  # for those whom a rank leaves waiting
@@ -55,7 +55,7 @@ def the_error(results: list) -> str:
     for error in results:
         assert isinstance(error, LaunchError), results
         *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
-        assert innermost.f_globals["__name__"].startswith("megatron.dist")
+        assert innermost.f_globals["__name__"].startswith("megatron.distributed")
     assert len({str(error) for error in results}) == 1, results
     return str(results[0])
 
@@ -139,7 +139,7 @@ def test_a_port_that_is_taken():
 
 
 def test_a_server_that_says_nothing(monkeypatch):
-    monkeypatch.setattr("megatron.dist.rendezvous.FAREWELL", 0.2)
+    monkeypatch.setattr("megatron.distributed.rendezvous.FAREWELL", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         begun = time.monotonic()

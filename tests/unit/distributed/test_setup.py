@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from megatron.config.groups import DistributedConfig
-from megatron.dist.setup import Launch, choose_device, keep_freed_memory
+from megatron.distributed.setup import Launch, choose_device, keep_freed_memory
 
 FAULTS = """
 import resource, sys, torch
-from megatron.dist.setup import keep_freed_memory
+from megatron.distributed.setup import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 for _ in range(20):  # the first few freed blocks may be split by small objects, each a few bytes too small for the next tensor

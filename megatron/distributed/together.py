@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from megatron.config.errors import UserError
-from megatron.dist.collectives import gather_bytes
-from megatron.dist.groups import Axis
+from megatron.distributed.collectives import gather_bytes
+from megatron.distributed.groups import Axis
 
 NAMED = 8  # most ranks that a message lists
 

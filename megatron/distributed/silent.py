@@ -11,7 +11,7 @@ from torch import Tensor
 
 class SilentWork:
     """An operation that is over: the handle of one, whichever torch.distributed or
-    dist/collectives.py would give.
+    distributed/collectives.py would give.
     """
 
     def __init__(self, result: Tensor, held: Any):

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.groups import DistributedConfig
-from megatron.dist.groups import Groups, Layout, build_groups, one_process
-from megatron.dist.peers import PEERS
-from megatron.dist.rendezvous import FAREWELL, Launch, LaunchError, meet
+from megatron.distributed.groups import Groups, Layout, build_groups, one_process
+from megatron.distributed.peers import PEERS
+from megatron.distributed.rendezvous import FAREWELL, Launch, LaunchError, meet
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names of mallopt's parameters in glibc's malloc.h
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dist.pool import Hang, RankError, World  # noqa: I001  # tests/dist, not torch's
+from distributed.pool import Hang, RankError, World  # noqa: I001  # tests/distributed, not torch's
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -122,9 +122,9 @@ def test_nothing_is_left_when_pytest_is_interrupted(tmp_path, number):
         f"    pids = [str(pid) for pid, *_ in gloo_world(2).run(add_ranks, 1)]\n"
         f"    open({str(tmp_path / 'pids')!r}, 'w').write(' '.join(pids) + ' end')\n"
         "    time.sleep(60)\n")
-    (tmp_path / "conftest.py").write_text("import pytest\nfrom dist.pool import Worlds\n\n@pytest.fixture(scope='session')\ndef gloo_world():\n"
+    (tmp_path / "conftest.py").write_text("import pytest\nfrom distributed.pool import Worlds\n\n@pytest.fixture(scope='session')\ndef gloo_world():\n"
                                           "    worlds = Worlds()\n    yield worlds\n    worlds.close()\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "dist")])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "distributed")])}
     process = subprocess.Popen([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path)], env=environment, cwd=tmp_path,
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron.config.groups import DistributedConfig
-from megatron.dist import setup
-from megatron.dist.rendezvous import Launch, LaunchError
-from megatron.dist.setup import choose_device, connect, disconnect, expand_counts, expand_hosts, read_launch, set_determinism, share_cores
+from megatron.distributed import setup
+from megatron.distributed.rendezvous import Launch, LaunchError
+from megatron.distributed.setup import choose_device, connect, disconnect, expand_counts, expand_hosts, read_launch, set_determinism, share_cores
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "29400"}
 SRUN = {

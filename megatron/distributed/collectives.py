@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config.workspace import ROUND_BYTES
-from megatron.dist.groups import Axis
-from megatron.dist.peers import waiting
-from megatron.dist.rendezvous import name_ranks
-from megatron.dist.silent import SilentGroup
+from megatron.distributed.groups import Axis
+from megatron.distributed.peers import waiting
+from megatron.distributed.rendezvous import name_ranks
+from megatron.distributed.silent import SilentGroup
 
 # Of torch.distributed: torch 2.13 has new names, and warns of the old ones, which are all that 2.11 has.
 ALL_GATHER, REDUCE_SCATTER = (

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from megatron.dist.setup import SRUN_PORTS
+from megatron.distributed.setup import SRUN_PORTS
 
 ROOT = Path(__file__).resolve().parents[3]
 RANK = str(Path(__file__).with_name("rank_process.py"))

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import megatron.training.pretrain
 import pretrain_gpt
-from megatron.dist.groups import Layout
-from megatron.dist.setup import choose_device, connect, disconnect, make_groups, read_launch
+from megatron.distributed.groups import Layout
+from megatron.distributed.setup import choose_device, connect, disconnect, make_groups, read_launch
 
 WHAT, MINUTES = sys.argv[1], float(sys.argv[2])
 

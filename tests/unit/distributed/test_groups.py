@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megatron.dist.groups import ALONE, ORDER, TP_PP_DP_ORDER, Axis, Groups, Layout, build_groups, channel_count, one_process
+from megatron.distributed.groups import ALONE, ORDER, TP_PP_DP_ORDER, Axis, Groups, Layout, build_groups, channel_count, one_process
 
 AXES = ("world", "tp", "cp", "dp", "pp", "replicas", "shard", "shard_gather", "copies", "kv")
 LAYOUTS = [Layout(), Layout(tp=4), Layout(2, 2, 2, 2), Layout(2, 1, 3, 2), Layout(2, 3, 2, 2, TP_PP_DP_ORDER), Layout(8, 1, 1, 2), Layout(1, 2, 3, 1)]

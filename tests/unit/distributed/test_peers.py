@@ -7,8 +7,8 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from megatron.dist import peers
-from megatron.dist.peers import PEERS, PeerError, Peers, waiting
+from megatron.distributed import peers
+from megatron.distributed.peers import PEERS, PeerError, Peers, waiting
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.errors import UserError
-from megatron.dist import collectives as c
-from megatron.dist.groups import Layout, build_groups
-from megatron.dist.together import RankError, together
+from megatron.distributed import collectives as c
+from megatron.distributed.groups import Layout, build_groups
+from megatron.distributed.together import RankError, together
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.dist.collectives import is_gloo
-from megatron.dist.groups import Axis
-from megatron.dist.silent import SilentGroup
+from megatron.distributed.collectives import is_gloo
+from megatron.distributed.groups import Axis
+from megatron.distributed.silent import SilentGroup
 
 
 class Sending:

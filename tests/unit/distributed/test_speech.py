@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from megatron.dist import speech
+from megatron.distributed import speech
 
 
 def heard(late: bool) -> tuple[str, str]:
