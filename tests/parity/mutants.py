@@ -1,7 +1,8 @@
 """Breaks the code on purpose, one place at a time, and shows that the parity table notices: python tests/parity/mutants.py [--out FILE] [NAME ...]
 
-Each mutant replaces a piece of text, which must be there exactly once, in a temporary copy of the tree; a world of processes that imports the
-copy runs the rows of CI that are named here for it, and the comparison with the healthy one-process run must find fault with one of them.
+Each mutant replaces a piece of code, which must be there exactly once (by its tokens: fragments.py), in a temporary copy of the tree; a world of
+processes that imports the copy runs the rows of CI that are named here for it, and the comparison with the healthy one-process run must find fault
+with one of them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from parity.fragments import replaced  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -229,10 +233,11 @@ def broken_copy(mutant: Mutant, folder: Path) -> Path:
 
 
 def mutated(mutant: Mutant) -> str:
-    """The file with the mutation. AssertionError when its text is not there exactly once: the list is stale."""
-    text = (ROOT / mutant.file).read_text()
-    assert text.count(mutant.old) == 1, f"{mutant.name}: {mutant.file} has this text {text.count(mutant.old)} times, expected once:\n{mutant.old}"
-    return text.replace(mutant.old, mutant.new)
+    """The file with the mutation. AssertionError when its code is not there exactly once: the list is stale."""
+    try:
+        return replaced((ROOT / mutant.file).read_text(), mutant.old, mutant.new)
+    except AssertionError as error:
+        raise AssertionError(f"{mutant.name}: {mutant.file}: {error}") from None
 
 
 def run_mutated(tree: str, flags: tuple[str, ...], patches: tuple[str, ...]):
@@ -294,7 +299,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import parity.mutants  # under the name by which the ranks find its functions
 
     sys.exit(parity.mutants.main())
