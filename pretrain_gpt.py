@@ -26,9 +26,12 @@ def main(argv: list[str] | None = None) -> int:
             print(dump_config(parsed.config))
             return 0
         with early_signals(speaks=first_rank()):
-            from megatron.training.pretrain import pretrain  # torch is imported only when something runs
+            # torch is imported only when something runs
+            from megatron.training.pretrain import pretrain
 
-            return pretrain(parsed.config, parsed.notes, not_done=parsed.not_done, dry_run=parsed.dry_run)
+            return pretrain(
+                parsed.config, parsed.notes, not_done=parsed.not_done, dry_run=parsed.dry_run
+            )
     except UserError as error:
         tell(error)
         return 2
@@ -41,12 +44,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def first_rank() -> bool:
-    """Whether this is rank 0 of a job, as far as torchrun or srun says; without torch, which takes seconds to import."""
+    """Whether this is rank 0 of a job, as far as torchrun or srun says; without torch, which takes
+    seconds to import.
+    """
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def tell(error: UserError) -> None:
-    """Print an error once a job: by rank 0, and by another rank only if the launcher lets it live on, which means that rank 0 has not failed.
+    """Print an error once a job: by rank 0, and by another rank only if the launcher lets it live
+    on, which means that rank 0 has not failed.
 
     torchrun and `srun --kill-on-bad-exit` end the other ranks as soon as the first one has failed.
     """
@@ -55,12 +61,18 @@ def tell(error: UserError) -> None:
     launch = rough_launch()
     rank = launch.rank
     if rank > 0:
-        if getattr(error, "rank", 0) > 0:  # raised on several ranks together: the first of them speaks
+        # raised on several ranks together: the first of them speaks
+        if getattr(error, "rank", 0) > 0:
             return
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # the one who failed has said it and has the exit code
+        # the one who failed has said it and has the exit code
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(PATIENCE + launch.local_rank / 2)  # nor do the ranks of a node speak at a time
     text = error.faults[0] if isinstance(error, ArgumentErrors) and rank > 0 else str(error)
-    print(f"rank {rank}: {text}" if rank > 0 and not text.startswith("rank ") else text, file=sys.stderr, flush=True)
+    print(
+        f"rank {rank}: {text}" if rank > 0 and not text.startswith("rank ") else text,
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ PACKAGES = find_packages(include=["megatron", "megatron.*"])
 class EditableWheel(editable_wheel):
     """Installs one path entry to the checkout instead of an import hook.
 
-    An import hook is asked last, after the namespace package `megatron` that megatron-core installs;
-    a regular package on the path goes before it. `megatron/__init__.py` finds kernels/ in the checkout.
+    An import hook is asked last, after the namespace package `megatron` that megatron-core
+    installs; a regular package on the path goes before it. `megatron/__init__.py` finds kernels/ in
+    the checkout.
     """
 
     def finalize_options(self):

@@ -1,15 +1,18 @@
-"""Activations of the MLP, forward and backward by recomputation: from fc1's output x, and its bias where the matrix product left that out.
+"""Activations of the MLP, forward and backward by recomputation: from fc1's output x, and its bias
+where the matrix product left that out.
 
-    a = x + bias;  gelu a Phi(a), gelu-tanh a (1 + tanh(sqrt(2/pi) (a + 0.044715 a^3))) / 2, squared-relu max(a, 0)^2
+    a = x + bias;  gelu a Phi(a), gelu-tanh a (1 + tanh(sqrt(2/pi) (a + 0.044715 a^3))) / 2,
+    squared-relu max(a, 0)^2
     [a | u] = x + bias;  swiglu a sigmoid(a) u, geglu a Phi(a) u
 
-x [..., f], or gated and fused [..., 2f]; bias of x's width or None; y, dy [..., f]. fp32 inside, rounded once. The backward keeps x alone and
-yields dx and dbias, the sum over rows of dx before its rounding: within a program in the order of its rows, over programs, whose number is
-fixed, by one reduction.
+x [..., f], or gated and fused [..., 2f]; bias of x's width or None; y, dy [..., f]. fp32 inside,
+rounded once. The backward keeps x alone and yields dx and dbias, the sum over rows of dx before its
+rounding: within a program in the order of its rows, over programs, whose number is fixed, by one
+reduction.
 
-Sources: Hendrycks and Gimpel 2016 (GELU), Shazeer 2020 (gated units), So et al. 2021 (squared ReLU).
-Roofline, bf16: 4 bytes an element of y forward and 6 backward; gated 6 and 10. 8192 tokens, f = 14336, SwiGLU at 4.3 TB/s: 164 and 273 us;
-f = 16384, GELU: 125 and 187 us.
+Sources: Hendrycks and Gimpel 2016 (GELU), Shazeer 2020 (gated units), So et al. 2021 (squared
+ReLU). Roofline, bf16: 4 bytes an element of y forward and 6 backward; gated 6 and 10. 8192 tokens,
+f = 14336, SwiGLU at 4.3 TB/s: 164 and 273 us; f = 16384, GELU: 125 and 187 us.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ def activation_reference(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
 
 @dataclass(frozen=True)
 class ActivationConfiguration:
-    """`block` columns a program; `programs` of the backward with a bias share all rows between them, so many tiles ahead of the sums."""
+    """`block` columns a program; `programs` of the backward with a bias share all rows between
+    them, so many tiles ahead of the sums.
+    """
 
     row: Row
     block: int
@@ -50,17 +55,29 @@ class ActivationConfiguration:
     prefetch: int
 
 
-def configuration(direction: str, kind: str, width: int, bias: bool, arch: int = HOPPER) -> ActivationConfiguration:
-    """Of y's width, "forward" or "backward", where a bias is summed: two or four loads of 16 bytes a thread, eight programs a processor for the sums."""
-    row = find(f"activation {direction}", arch, kind="bias" if bias and direction == "backward" else "gated" if kind in GATED else "plain")
+def configuration(
+    direction: str, kind: str, width: int, bias: bool, arch: int = HOPPER
+) -> ActivationConfiguration:
+    """Of y's width, "forward" or "backward", where a bias is summed: two or four loads of 16 bytes
+    a thread, eight programs a processor for the sums.
+    """
+    row = find(
+        f"activation {direction}",
+        arch,
+        kind="bias" if bias and direction == "backward" else "gated" if kind in GATED else "plain",
+    )
     block = min(triton.next_power_of_2(width), row.numbers["block"])
     programs = max(row.numbers.get("programs", 0) // triton.cdiv(width, block), 1)
-    return ActivationConfiguration(row, block, row.numbers["num_warps"], programs, row.numbers.get("prefetch", 1))
+    return ActivationConfiguration(
+        row, block, row.numbers["num_warps"], programs, row.numbers.get("prefetch", 1)
+    )
 
 
 @jit
 def logistic(z):
-    """p = sigmoid(z) and its derivative p (1 - p), which near p = 1 has digits that 1 - p has not."""
+    """p = sigmoid(z) and its derivative p (1 - p), which near p = 1 has digits that 1 - p has
+    not.
+    """
     e = tl.exp(-tl.abs(z))
     r = 1 / (1 + e)
     return tl.where(z < 0, e * r, r), e * r * r
@@ -68,12 +85,23 @@ def logistic(z):
 
 @jit
 def normal(a):
-    """Phi(a) and its derivative. With t = 1 / (1 + |a| / 4), exp(a^2 / 2) Phi(-|a|) is t times a polynomial in t, fitted: off by 7e-9 at most, by
-    1e-5 of Phi at a = -5 and 1e-4 of it further out, and by roundings. Two thirds of the instructions of erf, which in bf16 take longer than memory."""
+    """Phi(a) and its derivative. With t = 1 / (1 + |a| / 4), exp(a^2 / 2) Phi(-|a|) is t times a
+    polynomial in t, fitted: off by 7e-9 at most, by 1e-5 of Phi at a = -5 and 1e-4 of it further
+    out, and by roundings. Two thirds of the instructions of erf, which in bf16 take longer than
+    memory.
+    """
     bell = tl.exp2(-0.7213475204444817 * a * a)
     t = 1 / (1 + 0.25 * tl.abs(a))
     tail = t * (-0.274827778339386 + t * (0.34626758098602295 + t * -0.09270460903644562))
-    tail = t * (0.09880474209785461 + t * (0.11269718408584595 + t * (0.022017480805516243 + t * (0.2877453863620758 + tail)))) * bell
+    tail = (
+        t
+        * (
+            0.09880474209785461
+            + t
+            * (0.11269718408584595 + t * (0.022017480805516243 + t * (0.2877453863620758 + tail)))
+        )
+        * bell
+    )
     return tl.where(a < 0, tail, 1 - tail), 0.3989422804014327 * bell
 
 
@@ -84,7 +112,8 @@ def act(a, KIND: tl.constexpr):
         p, rise = logistic(a)
         return a * p, p + a * rise
     elif KIND == "gelu-tanh":
-        p, rise = logistic(1.5957691216057308 * a * (1 + 0.044715 * a * a))  # (1 + tanh(z)) / 2 is sigmoid(2z)
+        # (1 + tanh(z)) / 2 is sigmoid(2z)
+        p, rise = logistic(1.5957691216057308 * a * (1 + 0.044715 * a * a))
         return a * p, p + a * rise * (1.5957691216057308 + 0.21406444881780075 * a * a)
     elif KIND == "squared-relu":
         r = tl.where(a < 0, 0.0, a)  # NaN stays
@@ -95,7 +124,16 @@ def act(a, KIND: tl.constexpr):
 
 
 @jit
-def forward_kernel(x, bias, y, width, KIND: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def forward_kernel(
+    x,
+    bias,
+    y,
+    width,
+    KIND: tl.constexpr,
+    GATE: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     blocks = tl.cdiv(width, BLOCK)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -114,8 +152,20 @@ def forward_kernel(x, bias, y, width, KIND: tl.constexpr, GATE: tl.constexpr, BI
 
 
 @jit
-def backward_kernel(dy, x, bias, dx, partials, rows, width,
-                    KIND: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, PREFETCH: tl.constexpr):
+def backward_kernel(
+    dy,
+    x,
+    bias,
+    dx,
+    partials,
+    rows,
+    width,
+    KIND: tl.constexpr,
+    GATE: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
     """A block of columns of every so many rows a program; without a bias of one row."""
     blocks = tl.cdiv(width, BLOCK)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -131,7 +181,9 @@ def backward_kernel(dy, x, bias, dx, partials, rows, width,
     for row in tl.range(program, rows, programs, num_stages=PREFETCH):
         at = tl.cast(row, tl.int64) * whole + column
         a = tl.load(x + at, mask=known, other=0.0).to(tl.float32)
-        grad = tl.load(dy + tl.cast(row, tl.int64) * width + column, mask=known, other=0.0).to(tl.float32)
+        grad = tl.load(dy + tl.cast(row, tl.int64) * width + column, mask=known, other=0.0).to(
+            tl.float32
+        )
         if BIAS:
             a += shift.to(tl.float32)
         value, slope = act(a, KIND)
@@ -155,7 +207,12 @@ def backward_kernel(dy, x, bias, dx, partials, rows, width,
 
 def _width(x: Tensor, bias: Tensor | None, kind: str) -> int:
     assert kind in KINDS and x.dtype != torch.float64, "float64: the definition serves it"
-    assert bias is None or bias.shape == x.shape[-1:] and bias.dtype == x.dtype and bias.is_contiguous()
+    assert (
+        bias is None
+        or bias.shape == x.shape[-1:]
+        and bias.dtype == x.dtype
+        and bias.is_contiguous()
+    )
     return x.shape[-1] // (2 if kind in GATED else 1)
 
 
@@ -167,8 +224,15 @@ def activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     if y.numel():
         form = configuration("forward", kind, width, bias is not None, capability(x.device))
         forward_kernel[(triton.cdiv(width, form.block) * (y.numel() // width),)](
-            x.contiguous(), x if bias is None else bias, y, width,
-            KIND=kind, GATE=kind in GATED, BIAS=bias is not None, BLOCK=form.block, num_warps=form.num_warps,
+            x.contiguous(),
+            x if bias is None else bias,
+            y,
+            width,
+            KIND=kind,
+            GATE=kind in GATED,
+            BIAS=bias is not None,
+            BLOCK=form.block,
+            num_warps=form.num_warps,
         )
     return y
 
@@ -179,7 +243,9 @@ def _(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
 
 
 @torch.library.custom_op("megatron::activation_backward", mutates_args=())
-def activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
+def activation_backward(
+    dy: Tensor, x: Tensor, bias: Tensor | None, kind: str
+) -> tuple[Tensor, Tensor]:
     """(dx, dbias in fp32: empty without a bias)."""
     width = _width(x, bias, kind)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -190,15 +256,28 @@ def activation_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -
     programs = rows if bias is None else min(form.programs, rows)
     partials = torch.empty(0 if bias is None else programs, x.shape[-1], device=x.device)
     backward_kernel[(triton.cdiv(width, form.block) * programs,)](
-        dy.contiguous(), x.contiguous(), x if bias is None else bias, dx, partials, rows, width,
-        KIND=kind, GATE=kind in GATED, BIAS=bias is not None, BLOCK=form.block, PREFETCH=form.prefetch, num_warps=form.num_warps,
+        dy.contiguous(),
+        x.contiguous(),
+        x if bias is None else bias,
+        dx,
+        partials,
+        rows,
+        width,
+        KIND=kind,
+        GATE=kind in GATED,
+        BIAS=bias is not None,
+        BLOCK=form.block,
+        PREFETCH=form.prefetch,
+        num_warps=form.num_warps,
     )
     return dx, partials.new_empty(0) if bias is None else partials.sum(0)
 
 
 @activation_backward.register_fake
 def _(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(0 if bias is None else x.shape[-1], dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty(
+        0 if bias is None else x.shape[-1], dtype=torch.float32
+    )
 
 
 def aot(arch: int = HOPPER) -> Iterator[Compiled]:
@@ -211,12 +290,21 @@ def aot(arch: int = HOPPER) -> Iterator[Compiled]:
             constants = {"KIND": kind, "GATE": kind in GATED, "BIAS": bias}
             form = configuration("forward", kind, width, bias, arch)
             yield Compiled(
-                name, forward_kernel, types | {"y": pointer}, constants | {"BLOCK": form.block}, ("x", "bias", "y", "width"), form.num_warps,
+                name,
+                forward_kernel,
+                types | {"y": pointer},
+                constants | {"BLOCK": form.block},
+                ("x", "bias", "y", "width"),
+                form.num_warps,
                 row=form.row,
             )
             form = configuration("backward", kind, width, bias, arch)
             yield Compiled(
-                f"{name}_backward", backward_kernel, types | {"dy": pointer, "dx": pointer, "partials": "*fp32", "rows": "i32"},
-                constants | {"BLOCK": form.block, "PREFETCH": form.prefetch}, ("dy", "x", "bias", "dx", "partials", "width"), form.num_warps,
+                f"{name}_backward",
+                backward_kernel,
+                types | {"dy": pointer, "dx": pointer, "partials": "*fp32", "rows": "i32"},
+                constants | {"BLOCK": form.block, "PREFETCH": form.prefetch},
+                ("dy", "x", "bias", "dx", "partials", "width"),
+                form.num_warps,
                 row=form.row,
             )

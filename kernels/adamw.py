@@ -1,18 +1,20 @@
 """AdamW on a flat segment: gradient, moments, master weights and the rounded weights in one pass.
 
-Shapes: all [n]. master (p) in fp32; grad (g) in fp32, bf16 or fp16; exp_avg (m) and exp_avg_sq (v) in fp32 or bf16; out, where there is one, in the
-precision of the model. On the device, as fp32 scalars: `coefficient` (unscaling, normalisation and clipping in one factor), `found_inf` (1 leaves
+Shapes: all [n]. master (p) in fp32; grad (g) in fp32, bf16 or fp16; exp_avg (m) and exp_avg_sq (v)
+in fp32 or bf16; out, where there is one, in the precision of the model. On the device, as fp32
+scalars: `coefficient` (unscaling, normalisation and clipping in one factor), `found_inf` (1 leaves
 everything as it is) and `step`, t - 1: the steps taken before.
 
     g = coefficient g        m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2
     p = p - lr (weight_decay p + m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps))        out = p
 
-Moments narrower than fp32 are widened, used, and rounded to nearest when they are stored. The two powers are taken in float64: 1 - beta2^t would
-lose four digits of fp32 at the first steps.
+Moments narrower than fp32 are widened, used, and rounded to nearest when they are stored. The two
+powers are taken in float64: 1 - beta2^t would lose four digits of fp32 at the first steps.
 
 Source: Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019.
 
-Roofline: 24 bytes a parameter for master weights and moments, 4 for the gradient (2 in bf16) and 2 for out: 30 (28). 1e9 parameters at 4.3 TB/s:
+Roofline: 24 bytes a parameter for master weights and moments, 4 for the gradient (2 in bf16) and 2
+for out: 30 (28). 1e9 parameters at 4.3 TB/s:
 7.0 ms.
 """
 
@@ -27,8 +29,21 @@ from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
 from torch import Tensor
 
 
-def adamw_reference(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, coefficient: Tensor, found_inf: Tensor, *,
-                    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[Tensor, Tensor, Tensor]:
+def adamw_reference(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    coefficient: Tensor,
+    found_inf: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """New (master, exp_avg, exp_avg_sq), in the precision of `master`."""
     wide, count = master.dtype, step.double() + 1
     g = grad.to(wide) * coefficient.to(wide)
@@ -37,12 +52,35 @@ def adamw_reference(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: T
     correction1, correction2 = ((1 - beta**count).to(wide) for beta in (beta1, beta2))
     p = master - lr * (weight_decay * master + m / correction1 / ((v / correction2).sqrt() + eps))
     skip = found_inf != 0
-    return torch.where(skip, master, p), torch.where(skip, exp_avg.to(wide), m), torch.where(skip, exp_avg_sq.to(wide), v)
+    return (
+        torch.where(skip, master, p),
+        torch.where(skip, exp_avg.to(wide), m),
+        torch.where(skip, exp_avg_sq.to(wide), v),
+    )
 
 
 @jit
-def adamw_kernel(master, grad, exp_avg, exp_avg_sq, out, step, coefficient, found_inf, size, lr, decay, BETA1: tl.constexpr, BETA2: tl.constexpr,
-                 REST1: tl.constexpr, REST2: tl.constexpr, LOG1: tl.constexpr, LOG2: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
+def adamw_kernel(
+    master,
+    grad,
+    exp_avg,
+    exp_avg_sq,
+    out,
+    step,
+    coefficient,
+    found_inf,
+    size,
+    lr,
+    decay,
+    BETA1: tl.constexpr,
+    BETA2: tl.constexpr,
+    REST1: tl.constexpr,
+    REST2: tl.constexpr,
+    LOG1: tl.constexpr,
+    LOG2: tl.constexpr,
+    EPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Each program takes every so many blocks, so that the scalars in float64 are few."""
     if tl.load(found_inf) == 0:
         count = tl.load(step).to(tl.float64) + 1
@@ -69,36 +107,120 @@ def adamw_kernel(master, grad, exp_avg, exp_avg_sq, out, step, coefficient, foun
 def _constants(beta1: float, beta2: float, eps: float) -> dict[str, float]:
     """`1 - beta` is rounded once, not after beta was; log2 of 0 is as good as minus infinity."""
     logs = (math.log2(beta) if beta > 0 else -1e30 for beta in (beta1, beta2))
-    return {"BETA1": beta1, "BETA2": beta2, "REST1": 1 - beta1, "REST2": 1 - beta2, **dict(zip(("LOG1", "LOG2"), logs)), "EPS": eps}
+    return {
+        "BETA1": beta1,
+        "BETA2": beta2,
+        "REST1": 1 - beta1,
+        "REST2": 1 - beta2,
+        **dict(zip(("LOG1", "LOG2"), logs)),
+        "EPS": eps,
+    }
 
 
-@torch.library.custom_op("megatron::adamw_", mutates_args=("master", "exp_avg", "exp_avg_sq", "out"))
-def adamw_(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Tensor | None, step: Tensor, coefficient: Tensor,
-           found_inf: Tensor, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
+@torch.library.custom_op(
+    "megatron::adamw_", mutates_args=("master", "exp_avg", "exp_avg_sq", "out")
+)
+def adamw_(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    out: Tensor | None,
+    step: Tensor,
+    coefficient: Tensor,
+    found_inf: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
     """One step in place on a flat segment."""
     assert master.dtype == torch.float32 and coefficient.dtype == torch.float32
-    assert all(x is None or x.is_contiguous() and x.numel() == master.numel() for x in (master, grad, exp_avg, exp_avg_sq, out))
+    assert all(
+        x is None or x.is_contiguous() and x.numel() == master.numel()
+        for x in (master, grad, exp_avg, exp_avg_sq, out)
+    )
     if master.numel() == 0:
         return
     # on Hopper eight blocks of four warps for each of 132 multiprocessors: 128 kB in flight on each
     row = find("adamw", capability(master.device)).numbers
     grid = (min(row["programs"], triton.cdiv(master.numel(), row["block"])),)
-    adamw_kernel[grid](master, grad, exp_avg, exp_avg_sq, out, step, coefficient, found_inf, master.numel(), lr, lr * weight_decay,
-                       **_constants(beta1, beta2, eps), BLOCK=row["block"], num_warps=row["num_warps"])
+    adamw_kernel[grid](
+        master,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        out,
+        step,
+        coefficient,
+        found_inf,
+        master.numel(),
+        lr,
+        lr * weight_decay,
+        **_constants(beta1, beta2, eps),
+        BLOCK=row["block"],
+        num_warps=row["num_warps"],
+    )
 
 
 @adamw_.register_fake
-def _(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Tensor | None, step: Tensor, coefficient: Tensor, found_inf: Tensor,
-      lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
+def _(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    out: Tensor | None,
+    step: Tensor,
+    coefficient: Tensor,
+    found_inf: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
     return None
 
 
 def aot(arch: int = HOPPER) -> Iterator[Compiled]:
-    """What is shipped: gradients and moments in either precision, with rounded weights and (fp32 training) without."""
+    """What is shipped: gradients and moments in either precision, with rounded weights and (fp32
+    training) without.
+    """
     row = find("adamw", arch)
-    for grad, moments, out in (("fp32", "fp32", "bf16"), ("bf16", "fp32", "bf16"), ("fp32", "bf16", "bf16"), ("fp32", "fp32", None)):
-        scalars = {"step": "*fp32", "coefficient": "*fp32", "found_inf": "*fp32", "size": "i32", "lr": "fp32", "decay": "fp32"}
-        buffers = {"master": "*fp32", "grad": f"*{grad}", "exp_avg": f"*{moments}", "exp_avg_sq": f"*{moments}", **({"out": f"*{out}"} if out else {})}
-        constants = {**_constants(0.9, 0.95, 1e-8), "BLOCK": row.numbers["block"], **({} if out else {"out": None})}
+    for grad, moments, out in (
+        ("fp32", "fp32", "bf16"),
+        ("bf16", "fp32", "bf16"),
+        ("fp32", "bf16", "bf16"),
+        ("fp32", "fp32", None),
+    ):
+        scalars = {
+            "step": "*fp32",
+            "coefficient": "*fp32",
+            "found_inf": "*fp32",
+            "size": "i32",
+            "lr": "fp32",
+            "decay": "fp32",
+        }
+        buffers = {
+            "master": "*fp32",
+            "grad": f"*{grad}",
+            "exp_avg": f"*{moments}",
+            "exp_avg_sq": f"*{moments}",
+            **({"out": f"*{out}"} if out else {}),
+        }
+        constants = {
+            **_constants(0.9, 0.95, 1e-8),
+            "BLOCK": row.numbers["block"],
+            **({} if out else {"out": None}),
+        }
         name = f"adamw grad {grad} moments {moments} weights {out or 'themselves'}"
-        yield Compiled(name, adamw_kernel, {**scalars, **buffers}, constants, (*buffers, "size"), row.numbers["num_warps"], row=row)
+        yield Compiled(
+            name,
+            adamw_kernel,
+            {**scalars, **buffers},
+            constants,
+            (*buffers, "size"),
+            row.numbers["num_warps"],
+            row=row,
+        )

@@ -1,17 +1,23 @@
-"""Flash attention: softmax(scale q k^T) v without the matrix of scores ever in memory, forward here, backward in attention_backward.py.
+"""Flash attention: softmax(scale q k^T) v without the matrix of scores ever in memory, forward
+here, backward in attention_backward.py.
 
-q [s, b, n, d], k and v [t, b, g, d] with n a multiple of g (query head i reads key head i // (n / g)); strided views will do, and so does the fused
-projection [s, b, g, n / g + 2, d] in their place. Out [s, b, n, d], and lse [b, n, s] fp32, the natural logarithm of each row's sum of exponentials,
+q [s, b, n, d], k and v [t, b, g, d] with n a multiple of g (query head i reads key head i // (n /
+g)); strided views will do, and so does the fused projection [s, b, g, n / g + 2, d] in their place.
+Out [s, b, n, d], and lse [b, n, s] fp32, the natural logarithm of each row's sum of exponentials,
 which joins parts of a row that were computed apart:
 
-    x = softcap tanh(scale q k^T / softcap)      (scale q k^T without softcap), -inf where the query does not see the key
-    lse = log sum exp x,   p = exp(x - lse),   out = (p keep / (1 - drop)) v        a row that sees nothing: out 0, lse -inf, gradients 0
+    x = softcap tanh(scale q k^T / softcap)      (scale q k^T without softcap), -inf where the query
+    does not see the key
+    lse = log sum exp x,   p = exp(x - lse),   out = (p keep / (1 - drop)) v        a row that sees
+    nothing: out 0, lse -inf, gradients 0
 
-Source: Dao, "FlashAttention-2: faster attention with better parallelism and work partitioning", ICLR 2024. Exponentials are of base 2 with
-the scale folded in; whole blocks come first and without masks, then the edges (attention_masks.py); the longest rows start first.
+Source: Dao, "FlashAttention-2: faster attention with better parallelism and work partitioning",
+ICLR 2024. Exponentials are of base 2 with the scale folded in; whole blocks come first and without
+masks, then the edges (attention_masks.py); the longest rows start first.
 
-Roofline: 4 b n s t d FLOPs forward and 10 backward (14 for what the deterministic mode computes), half of that when causal. 8192 tokens, d = 128,
-32 heads, causal: 0.55 TFLOP forward, 0.7 ms at the 790 TFLOP/s that matrix products reach on an H200; its 268 MB take 0.06 ms at 4.3 TB/s.
+Roofline: 4 b n s t d FLOPs forward and 10 backward (14 for what the deterministic mode computes),
+half of that when causal. 8192 tokens, d = 128, 32 heads, causal: 0.55 TFLOP forward, 0.7 ms at the
+790 TFLOP/s that matrix products reach on an H200; its 268 MB take 0.06 ms at 4.3 TB/s.
 """
 
 from __future__ import annotations
@@ -50,18 +56,38 @@ from torch import Tensor
 from megatron.config.errors import UserError
 
 
-def keep_mask(key: philox.Key, sample_ids: Tensor, heads: Tensor, queries: Tensor, keys: int, drop: float) -> Tensor:
-    """Which attention probabilities dropout keeps: bool [b, n, s, keys], of samples [b], heads [n] of the model and query positions [s].
+def keep_mask(
+    key: philox.Key, sample_ids: Tensor, heads: Tensor, queries: Tensor, keys: int, drop: float
+) -> Tensor:
+    """Which attention probabilities dropout keeps: bool [b, n, s, keys], of samples [b], heads [n]
+    of the model and query positions [s].
 
     Counter (sample, head, query, key // 4), lane key % 4, of the stream `key`.
     """
-    rows = torch.broadcast_tensors(sample_ids[:, None, None], heads[None, :, None], queries[None, None, :])
-    return philox.keep_mask(key, [word.flatten() for word in rows], keys, drop).view(*rows[0].shape, keys)
+    rows = torch.broadcast_tensors(
+        sample_ids[:, None, None], heads[None, :, None], queries[None, None, :]
+    )
+    return philox.keep_mask(key, [word.flatten() for word in rows], keys, drop).view(
+        *rows[0].shape, keys
+    )
 
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: AttentionMask, softcap: float | None = None, drop: float = 0.0,
-                        key: philox.Key = (0, 0), sample_ids: Tensor | None = None, first_head: int = 0) -> tuple[Tensor, Tensor]:
-    """The definition: (out [s, b, n, d], lse [b, n, s] in fp32 or fp64), of any dtype and differentiable. Dropout is that of `keep_mask`."""
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    mask: AttentionMask,
+    softcap: float | None = None,
+    drop: float = 0.0,
+    key: philox.Key = (0, 0),
+    sample_ids: Tensor | None = None,
+    first_head: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """The definition: (out [s, b, n, d], lse [b, n, s] in fp32 or fp64), of any dtype and
+    differentiable. Dropout is that of `keep_mask`.
+    """
     s, b, n, _ = q.shape
     t, _, g, _ = k.shape
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
@@ -71,14 +97,19 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: 
         x = softcap * torch.tanh(x / softcap)
     see = mask.dense(s, t, q.device)
     x = x.masked_fill(~see, float("-inf"))
-    blind = None if mask.q_positions is None and s <= t else ~see.any(-1)  # rows that see nothing; with such lengths each sees itself
+    # rows that see nothing; with such lengths each sees itself
+    blind = None if mask.q_positions is None and s <= t else ~see.any(-1)
     if blind is not None:
         x = x.masked_fill(blind[..., None], 0.0)  # the gradient of a softmax of nothing is NaN
     lse, p = torch.logsumexp(x, -1), torch.softmax(x, -1)
     if blind is not None:
         lse, p = lse.masked_fill(blind, float("-inf")), p.masked_fill(blind[..., None], 0.0)
     if drop > 0:
-        at = torch.arange(s, device=q.device) if mask.q_positions is None else mask.q_positions.long()
+        at = (
+            torch.arange(s, device=q.device)
+            if mask.q_positions is None
+            else mask.q_positions.long()
+        )
         heads = torch.arange(first_head, first_head + n, device=q.device)
         p = p * keep_mask(key, sample_ids, heads, at, t, drop) * (1 / (1 - drop))
     return (p.to(v.dtype) @ v).permute(2, 0, 1, 3), lse
@@ -97,18 +128,57 @@ def capped(x, scale, SOFTCAP: tl.constexpr):
 
 
 @jit
-def _forward_pass(acc, m, l, q, k, v, kv, first, last, hole, gap, t, q_at, start, k_positions, scale, drop,
-                  D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-                  DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr):
-    """Take blocks first..last of keys into (acc [M, D], m [M] the greatest score so far, l [M] the sum); `gap` blocks are left out from `hole` on."""
+def _forward_pass(
+    acc,
+    m,
+    l,
+    q,
+    k,
+    v,
+    kv,
+    first,
+    last,
+    hole,
+    gap,
+    t,
+    q_at,
+    start,
+    k_positions,
+    scale,
+    drop,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
+    """Take blocks first..last of keys into (acc [M, D], m [M] the greatest score so far, l [M] the
+    sum); `gap` blocks are left out from `hole` on.
+    """
     for step in range(first, last):
         block = step + tl.where(step >= hole, gap, 0) if MASKED else step
         k_tile = load_tile(k, (kv,), block * N, N, D)
         x, factor = capped(tl.dot(q, tl.trans(k_tile), input_precision="ieee"), scale, SOFTCAP)
         if MASKED:
             k_index = block * N + tl.arange(0, N)
-            k_at = tl.load(k_positions + k_index, mask=k_index < t, other=0) if POSITIONS else k_index
-            see = visible(q_at[:, None], k_at[None, :], k_index[None, :], start[:, None], t, CAUSAL, WINDOW, DOCUMENTS)
+            k_at = (
+                tl.load(k_positions + k_index, mask=k_index < t, other=0) if POSITIONS else k_index
+            )
+            see = visible(
+                q_at[:, None],
+                k_at[None, :],
+                k_index[None, :],
+                start[:, None],
+                t,
+                CAUSAL,
+                WINDOW,
+                DOCUMENTS,
+            )
             x = tl.where(see, x, float("-inf"))
         top = tl.maximum(m, tl.max(x, 1) * factor)
         base = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
@@ -117,7 +187,11 @@ def _forward_pass(acc, m, l, q, k, v, kv, first, last, hole, gap, t, q_at, start
         l = l * alpha + tl.sum(p, 1)
         if DROPOUT:
             sample, head, k0, k1, threshold, inverse_keep = drop
-            p = tl.where(keep_scores(sample, head, q_at, block * N, k0, k1, threshold, M, N), p * inverse_keep, 0.0)
+            p = tl.where(
+                keep_scores(sample, head, q_at, block * N, k0, k1, threshold, M, N),
+                p * inverse_keep,
+                0.0,
+            )
         v_tile = load_tile(v, (kv,), block * N, N, D)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
         m = top
@@ -125,12 +199,42 @@ def _forward_pass(acc, m, l, q, k, v, kv, first, last, hole, gap, t, q_at, start
 
 
 @partial(jit, do_not_specialize=RUNTIME)
-def forward_kernel(q, k, v, out, lse, table, q_positions, k_positions, starts, samples, s, t, heads, group, section, scale, first_head,
-                   k0: tl.uint32, k1: tl.uint32, threshold: tl.uint32, inverse_keep, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-                   CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr,
-                   SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr):
-    """M rows of one head. q, out: descriptors [b g, m, s, d] of blocks [1, 1, M, D]; k, v [b g, t, d] of [1, N, D]. They read zeros and write nothing
-    beyond."""
+def forward_kernel(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    table,
+    q_positions,
+    k_positions,
+    starts,
+    samples,
+    s,
+    t,
+    heads,
+    group,
+    section,
+    scale,
+    first_head,
+    k0: tl.uint32,
+    k1: tl.uint32,
+    threshold: tl.uint32,
+    inverse_keep,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TABLE: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
+    """M rows of one head. q, out: descriptors [b g, m, s, d] of blocks [1, 1, M, D]; k, v [b g, t,
+    d] of [1, N, D]. They read zeros and write nothing beyond.
+    """
     blocks = tl.cdiv(s, M)
     block, head = schedule(tl.program_id(0), blocks, tl.num_programs(0) // blocks, section)
     b, kv, member = head // heads, head // group, head % group
@@ -140,22 +244,68 @@ def forward_kernel(q, k, v, out, lse, table, q_positions, k_positions, starts, s
     q_tile = load_tile(q, (kv, member), row, M, D)
     q_at = tl.load(q_positions + rows, mask=inside, other=0) if POSITIONS else rows
     start = tl.load(starts + b * s + rows, mask=inside, other=0) if DOCUMENTS else rows
-    drop = (tl.load(samples + b), first_head + head % heads, k0, k1, threshold, inverse_keep) if DROPOUT else (0, 0, 0, 0, 0, 0)
-    low, full_low, full_high, high = keys_of_queries(table, b if DOCUMENTS else 0, row, s, t, CAUSAL, WINDOW, TABLE, M, N)
-    acc, m, l = tl.zeros([M, D], tl.float32), tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+    drop = (
+        (tl.load(samples + b), first_head + head % heads, k0, k1, threshold, inverse_keep)
+        if DROPOUT
+        else (0, 0, 0, 0, 0, 0)
+    )
+    low, full_low, full_high, high = keys_of_queries(
+        table, b if DOCUMENTS else 0, row, s, t, CAUSAL, WINDOW, TABLE, M, N
+    )
+    acc, m, l = (
+        tl.zeros([M, D], tl.float32),
+        tl.full([M], float("-inf"), tl.float32),
+        tl.zeros([M], tl.float32),
+    )
     gap = full_high - full_low
     for MASKED in tl.static_range(2):
         first, last = (low, high - gap) if MASKED else (full_low, full_high)
-        acc, m, l = _forward_pass(acc, m, l, q_tile, k, v, kv, first, last, full_low, gap, t, q_at, start, k_positions, scale, drop,
-                                  D, M, N, MASKED, CAUSAL, WINDOW, DOCUMENTS, POSITIONS, SOFTCAP, DROPOUT)
+        acc, m, l = _forward_pass(
+            acc,
+            m,
+            l,
+            q_tile,
+            k,
+            v,
+            kv,
+            first,
+            last,
+            full_low,
+            gap,
+            t,
+            q_at,
+            start,
+            k_positions,
+            scale,
+            drop,
+            D,
+            M,
+            N,
+            MASKED,
+            CAUSAL,
+            WINDOW,
+            DOCUMENTS,
+            POSITIONS,
+            SOFTCAP,
+            DROPOUT,
+        )
     total = tl.where(l == 0, 1.0, l)
     store_tile(out, (kv, member), row, acc / total[:, None], M, D)
     value = tl.where(l == 0, float("-inf"), m * 0.6931471805599453 + tl.log(total))
     tl.store(lse + head.to(tl.int64) * s + rows, value, mask=inside)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, options: Options, sample_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(out [s, b, n, d], lse [b, n, s]) of q [s, b, g, m, d], k and v [t, b, g, d], by one launch."""
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    options: Options,
+    sample_ids: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(out [s, b, n, d], lse [b, n, s]) of q [s, b, g, m, d], k and v [t, b, g, d], by one
+    launch.
+    """
     (s, b, g, m, d), t = q.shape, len(k)
     n = g * m
     q, k, v = (aligned(x.flatten(1, 2)) for x in (q, k, v))
@@ -163,50 +313,129 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, options: Optio
     out = torch.empty(s, b, n, d, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, n, s, dtype=torch.float32, device=q.device)
     forward_kernel[(-(-s // tiles.M) * b * n,)](
-        operand(q, tiles.M), operand(k, tiles.N), operand(v, tiles.N), operand(out.view(q.shape), tiles.M), lse, mask.by_query,
-        **mask_tensors(mask, sample_ids), **numbers(s, t, n, g, options), section=section(t, d, q.dtype, m),
-        **constants(d, tiles, options, **of_mask(mask)), **tiles.launch())
+        operand(q, tiles.M),
+        operand(k, tiles.N),
+        operand(v, tiles.N),
+        operand(out.view(q.shape), tiles.M),
+        lse,
+        mask.by_query,
+        **mask_tensors(mask, sample_ids),
+        **numbers(s, t, n, g, options),
+        section=section(t, d, q.dtype, m),
+        **constants(d, tiles, options, **of_mask(mask)),
+        **tiles.launch(),
+    )
     return out, lse
 
 
-def unfit(d: int, arch: int = lang.HOPPER, dtype: torch.dtype = torch.bfloat16, *, softcap: float | None = None, drop: float = 0.0) -> str | None:
-    """Why the kernels cannot take heads of dimension d on a GPU of this architecture; None when they can."""
+def unfit(
+    d: int,
+    arch: int = lang.HOPPER,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    softcap: float | None = None,
+    drop: float = 0.0,
+) -> str | None:
+    """Why the kernels cannot take heads of dimension d on a GPU of this architecture; None when
+    they can.
+    """
     if d > 256 or d % 8:
         return f"head dimension {d}, which is no multiple of 8 up to 256"
     options = Options(1.0, softcap, drop)
-    rows = () if dtype == torch.float32 else (find(f"attention {kernel}", arch, **table_key(d, options, causal))
-                                              for kernel in ("forward", "dkv", "dq") for causal in (True, False))
+    rows = (
+        ()
+        if dtype == torch.float32
+        else (
+            find(f"attention {kernel}", arch, **table_key(d, options, causal))
+            for kernel in ("forward", "dkv", "dq")
+            for causal in (True, False)
+        )
+    )
     return next((fault for row in rows if (fault := row.unfit(arch))), None)
 
 
 @torch.library.custom_op("megatron::flash_attention", mutates_args=())
-def _flash_attention(qkv: Sequence[Tensor], scale: float, softcap: float | None, causal: bool, window: int | None, q_positions: Tensor | None,
-                     k_positions: Tensor | None, document_starts: Tensor | None, by_query: Tensor | None, by_key: Tensor | None, drop: float,
-                     key: Sequence[int], sample_ids: Tensor | None, first_head: int, deterministic: bool, tile: int,
-                     gluon: bool) -> tuple[Tensor, Tensor]:
-    mask = AttentionMask(causal, window, q_positions, k_positions, document_starts, by_query, by_key)
+def _flash_attention(
+    qkv: Sequence[Tensor],
+    scale: float,
+    softcap: float | None,
+    causal: bool,
+    window: int | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    document_starts: Tensor | None,
+    by_query: Tensor | None,
+    by_key: Tensor | None,
+    drop: float,
+    key: Sequence[int],
+    sample_ids: Tensor | None,
+    first_head: int,
+    deterministic: bool,
+    tile: int,
+    gluon: bool,
+) -> tuple[Tensor, Tensor]:
+    mask = AttentionMask(
+        causal, window, q_positions, k_positions, document_starts, by_query, by_key
+    )
     options = Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile)
-    return attention_gluon.forward(*by_key_head(qkv), mask, options) if gluon else forward(*by_key_head(qkv), mask, options, sample_ids)
+    return (
+        attention_gluon.forward(*by_key_head(qkv), mask, options)
+        if gluon
+        else forward(*by_key_head(qkv), mask, options, sample_ids)
+    )
 
 
 @_flash_attention.register_fake
 def _(qkv: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
     q = by_key_head(qkv)[0].flatten(2, 3)
     s, b, n, _d = q.shape
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(b, n, s, dtype=torch.float32, device=q.device)
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(
+        b, n, s, dtype=torch.float32, device=q.device
+    )
 
 
 @torch.library.custom_op("megatron::flash_attention_backward", mutates_args=())
-def _flash_attention_backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, qkv: Sequence[Tensor], scale: float,
-                              softcap: float | None, causal: bool, window: int | None, q_positions: Tensor | None, k_positions: Tensor | None,
-                              document_starts: Tensor | None, by_query: Tensor | None, by_key: Tensor | None, drop: float, key: Sequence[int],
-                              sample_ids: Tensor | None, first_head: int, deterministic: bool, tile: int) -> list[Tensor]:
-    mask = AttentionMask(causal, window, q_positions, k_positions, document_starts, by_query, by_key)
-    return backward(dout, dlse, out, lse, qkv, mask, Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile), sample_ids)
+def _flash_attention_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    qkv: Sequence[Tensor],
+    scale: float,
+    softcap: float | None,
+    causal: bool,
+    window: int | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    document_starts: Tensor | None,
+    by_query: Tensor | None,
+    by_key: Tensor | None,
+    drop: float,
+    key: Sequence[int],
+    sample_ids: Tensor | None,
+    first_head: int,
+    deterministic: bool,
+    tile: int,
+) -> list[Tensor]:
+    mask = AttentionMask(
+        causal, window, q_positions, k_positions, document_starts, by_query, by_key
+    )
+    return backward(
+        dout,
+        dlse,
+        out,
+        lse,
+        qkv,
+        mask,
+        Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile),
+        sample_ids,
+    )
 
 
 @_flash_attention_backward.register_fake
-def _(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, qkv: Sequence[Tensor], *_: Any) -> list[Tensor]:
+def _(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, qkv: Sequence[Tensor], *_: Any
+) -> list[Tensor]:
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
 
 
@@ -221,38 +450,86 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     out, lse, *tensors = ctx.saved_tensors
     qkv, rest = tensors[: ctx.count], iter(tensors[ctx.count :])
     others = [next(rest) if other is None else other[0] for other in ctx.others]
-    gradients = torch.ops.megatron.flash_attention_backward(torch.zeros_like(out) if dout is None else dout, dlse, out, lse, qkv, *others[:-1])
+    gradients = torch.ops.megatron.flash_attention_backward(
+        torch.zeros_like(out) if dout is None else dout, dlse, out, lse, qkv, *others[:-1]
+    )
     return gradients, *(None for _ in others)
 
 
 _flash_attention.register_autograd(_differentiate, setup_context=_save)
 
 
-def flash_attention(*qkv: Tensor, scale: float, mask: AttentionMask, softcap: float | None = None, drop: float = 0.0, key: philox.Key = (0, 0),
-                    sample_ids: Tensor | None = None, first_head: int = 0, deterministic: bool = True, tile: int = 0,
-                    gluon: bool = False) -> tuple[Tensor, Tensor]:
-    """(out [s, b, n, d], lse [b, n, s]) as of attention_reference, by the kernels; both have gradients. `gluon`: forward by attention_gluon.py.
+def flash_attention(
+    *qkv: Tensor,
+    scale: float,
+    mask: AttentionMask,
+    softcap: float | None = None,
+    drop: float = 0.0,
+    key: philox.Key = (0, 0),
+    sample_ids: Tensor | None = None,
+    first_head: int = 0,
+    deterministic: bool = True,
+    tile: int = 0,
+    gluon: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(out [s, b, n, d], lse [b, n, s]) as of attention_reference, by the kernels; both have
+    gradients. `gluon`: forward by attention_gluon.py.
 
-    Given are q, k, v, or the fused projection [s, b, g, m + 2, d] alone: each key head's m query heads, the key, the value. They are read where
-    they are, and the gradient of the fused one is written whole, so that nothing is copied on either way.
+    Given are q, k, v, or the fused projection [s, b, g, m + 2, d] alone: each key head's m query
+    heads, the key, the value. They are read where they are, and the gradient of the fused one is
+    written whole, so that nothing is copied on either way.
 
-    The model calls it so, the mask made once a micro-batch by attention_masks.attention_mask and shared by all layers:
+    The model calls it so, the mask made once a micro-batch by attention_masks.attention_mask and
+    shared by all layers:
 
-        mask = attention_mask(s, t, window=..., q_positions=..., k_positions=..., document_starts=...)
-        out, lse = flash_attention(qkv, scale=d**-0.5, mask=mask, softcap=..., drop=..., key=dropout.key, sample_ids=state.sample_ids,
+        mask = attention_mask(s, t, window=..., q_positions=..., k_positions=...,
+        document_starts=...) out, lse = flash_attention(qkv, scale=d**-0.5, mask=mask, softcap=...,
+        drop=..., key=dropout.key, sample_ids=state.sample_ids,
                                    first_head=...)
 
-    deterministic=False adds up dq atomically: faster, but equal runs give unequal last bits. Raises UserError where that does not exist.
+    deterministic=False adds up dq atomically: faster, but equal runs give unequal last bits. Raises
+    UserError where that does not exist.
     """
-    if not deterministic and (reason := why_not_atomic(qkv[0].shape[-1], softcap, drop, lang.capability(qkv[0].device))):
+    if not deterministic and (
+        reason := why_not_atomic(qkv[0].shape[-1], softcap, drop, lang.capability(qkv[0].device))
+    ):
         raise UserError(f"attention that is not deterministic: {reason}; take --deterministic-mode")
-    assert len(qkv) == 1 and qkv[0].ndim == 5 and qkv[0].shape[3] > 2 or len(qkv) == 3 and all(x.ndim == 4 for x in qkv)
+    assert (
+        len(qkv) == 1
+        and qkv[0].ndim == 5
+        and qkv[0].shape[3] > 2
+        or len(qkv) == 3
+        and all(x.ndim == 4 for x in qkv)
+    )
     q, k, v = by_key_head(qkv)
-    assert scale > 0 and k.shape == v.shape and q.shape[1] == k.shape[1] and (drop == 0 or sample_ids is not None)
-    assert mask.by_query is not None or (mask.q_positions is None and mask.document_starts is None), "make the mask with attention_mask()"
+    assert (
+        scale > 0
+        and k.shape == v.shape
+        and q.shape[1] == k.shape[1]
+        and (drop == 0 or sample_ids is not None)
+    )
+    assert mask.by_query is not None or (
+        mask.q_positions is None and mask.document_starts is None
+    ), "make the mask with attention_mask()"
     return torch.ops.megatron.flash_attention(
-        list(qkv), scale, softcap, mask.causal, mask.window, mask.q_positions, mask.k_positions, mask.document_starts, mask.by_query, mask.by_key,
-        drop, list(key), sample_ids, first_head, deterministic, tile, gluon)
+        list(qkv),
+        scale,
+        softcap,
+        mask.causal,
+        mask.window,
+        mask.q_positions,
+        mask.k_positions,
+        mask.document_starts,
+        mask.by_query,
+        mask.by_key,
+        drop,
+        list(key),
+        sample_ids,
+        first_head,
+        deterministic,
+        tile,
+        gluon,
+    )
 
 
 def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
@@ -260,4 +537,12 @@ def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
     for d in (64, 128, 256):
         for variant in VARIANTS:
             if tiles := shipped("forward", d, variant, arch):
-                yield compiled(forward_kernel, "forward", d, tiles, variant, {"q": tiles.M, "k": tiles.N, "v": tiles.N, "out": tiles.M}, arch)
+                yield compiled(
+                    forward_kernel,
+                    "forward",
+                    d,
+                    tiles,
+                    variant,
+                    {"q": tiles.M, "k": tiles.N, "v": tiles.N, "out": tiles.M},
+                    arch,
+                )

@@ -1,16 +1,20 @@
-"""The backward pass of flash attention: probabilities are made again from q, k and lse, tile by tile.
+"""The backward pass of flash attention: probabilities are made again from q, k and lse, tile by
+tile.
 
 With dP = dout v^T (dropped as P was) and delta = sum over d of dout out, minus the gradient of lse:
 
-    dS = P (dP - delta),   dq = scale dS k,   dk = scale dS^T q,   dv = (P keep / (1 - drop))^T dout         (soft-cap: dS (1 - (x / softcap)^2))
+    dS = P (dP - delta),   dq = scale dS k,   dk = scale dS^T q,   dv = (P keep / (1 - drop))^T dout
+    (soft-cap: dS (1 - (x / softcap)^2))
 
-dk and dv: one program for N keys of a key head, which goes over all queries of all its query heads, with keys along the rows of its tiles, so
-that P^T and dS^T are operands as they are. dq: a program for M queries goes over their keys, so that every sum has one order and equal runs
-give equal bits (7 products a tile); or the dk/dv program adds its part of dq to memory atomically (5 products, sums in any order;
-where that exists: why_not_atomic).
+dk and dv: one program for N keys of a key head, which goes over all queries of all its query heads,
+with keys along the rows of its tiles, so that P^T and dS^T are operands as they are. dq: a program
+for M queries goes over their keys, so that every sum has one order and equal runs give equal bits
+(7 products a tile); or the dk/dv program adds its part of dq to memory atomically (5 products, sums
+in any order; where that exists: why_not_atomic).
 
-Roofline: 10 b n s t d FLOPs (14 for what 7 products are), half of that when causal; 16 b n s d bytes in bf16 without grouped queries.
-8192 tokens, d = 128, 32 heads, causal: 1.37 TFLOP, 1.7 ms at 790 TFLOP/s; 0.54 GB, 0.12 ms at 4.3 TB/s.
+Roofline: 10 b n s t d FLOPs (14 for what 7 products are), half of that when causal; 16 b n s d
+bytes in bf16 without grouped queries. 8192 tokens, d = 128, 32 heads, causal: 1.37 TFLOP, 1.7 ms at
+790 TFLOP/s; 0.54 GB, 0.12 ms at 4.3 TB/s.
 """
 
 from __future__ import annotations
@@ -38,7 +42,14 @@ from megatron.kernels.attention_launch import (
     shipped,
     table_key,
 )
-from megatron.kernels.attention_masks import TILE, AttentionMask, keys_of_queries, queries_of_keys, schedule, visible
+from megatron.kernels.attention_masks import (
+    TILE,
+    AttentionMask,
+    keys_of_queries,
+    queries_of_keys,
+    schedule,
+    visible,
+)
 from megatron.kernels.attention_tiles import load_tile, store_tile
 from megatron.kernels.configurations import find
 from megatron.kernels.lang import jit, tl
@@ -46,29 +57,67 @@ from megatron.kernels.random import keep_scores, keep_scores_transposed
 from torch import Tensor
 
 
-def why_not_atomic(d: int, softcap: float | None, drop: float, arch: int = lang.HOPPER) -> str | None:
-    """Why dq cannot be added up atomically, in the kernel that makes dk and dv; None when it can."""
+def why_not_atomic(
+    d: int, softcap: float | None, drop: float, arch: int = lang.HOPPER
+) -> str | None:
+    """Why dq cannot be added up atomically, in the kernel that makes dk and dv; None when it
+    can.
+    """
     if d > 128:
-        return f"head dimension {d}: its tiles need more shared memory than a block of threads may have"
+        return (
+            f"head dimension {d}: its tiles need more shared memory than a block of threads "
+            "may have"
+        )
     if d > 64 and (softcap is not None or drop > 0):
-        return f"{'dropout' if drop > 0 else 'soft-capping'} of attention at head dimension {d}: registers are spilled in the loops"
-    if refused := find("attention dkv_dq", arch, **table_key(d, Options(1.0, softcap, drop), True)).refused:
+        return (
+            f"{'dropout' if drop > 0 else 'soft-capping'} of attention at head dimension "
+            f"{d}: registers are spilled in the loops"
+        )
+    if refused := find(
+        "attention dkv_dq", arch, **table_key(d, Options(1.0, softcap, drop), True)
+    ).refused:
         return f"compute capability {arch / 10}: {refused}"
     return None
 
 
 def heads_of_a_program(programs: int, group: int, multiprocessors: int) -> int:
-    """How many of a key head's `group` query heads one program takes: all of them, if that makes enough programs for the GPU; fewer if not."""
-    fitting = [members for members in range(1, group + 1) if group % members == 0 and programs * (group // members) >= multiprocessors]
+    """How many of a key head's `group` query heads one program takes: all of them, if that makes
+    enough programs for the GPU; fewer if not.
+    """
+    fitting = [
+        members
+        for members in range(1, group + 1)
+        if group % members == 0 and programs * (group // members) >= multiprocessors
+    ]
     return max(fitting, default=1)
 
 
 @jit
-def prepare_kernel(out, dout, lse, dlse, base, delta, s, padded, group, out_s, out_kv, out_m, dout_s, dout_kv, dout_m, d: tl.constexpr,
-                   D: tl.constexpr, M: tl.constexpr):
-    """For M rows of one head: base [b, n, padded], lse in base 2, and delta [b, n, padded], the sum of out dout over d, minus dlse if there is one.
+def prepare_kernel(
+    out,
+    dout,
+    lse,
+    dlse,
+    base,
+    delta,
+    s,
+    padded,
+    group,
+    out_s,
+    out_kv,
+    out_m,
+    dout_s,
+    dout_kv,
+    dout_m,
+    d: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+):
+    """For M rows of one head: base [b, n, padded], lse in base 2, and delta [b, n, padded], the sum
+    of out dout over d, minus dlse if there is one.
 
-    Rows beyond the last, and those that see nothing, get base +inf, which makes every p 0, and delta 0.
+    Rows beyond the last, and those that see nothing, get base +inf, which makes every p 0, and
+    delta 0.
     """
     head = tl.program_id(1)
     kv, member = (head // group).to(tl.int64), head % group
@@ -77,8 +126,12 @@ def prepare_kernel(out, dout, lse, dlse, base, delta, s, padded, group, out_s, o
     inside = rows < s
     tile = inside[:, None] & (columns < d)[None, :]
     at = rows[:, None].to(tl.int64)
-    left = tl.load(out + kv * out_kv + member * out_m + at * out_s + columns[None, :], mask=tile, other=0.0).to(tl.float32)
-    right = tl.load(dout + kv * dout_kv + member * dout_m + at * dout_s + columns[None, :], mask=tile, other=0.0).to(tl.float32)
+    left = tl.load(
+        out + kv * out_kv + member * out_m + at * out_s + columns[None, :], mask=tile, other=0.0
+    ).to(tl.float32)
+    right = tl.load(
+        dout + kv * dout_kv + member * dout_m + at * dout_s + columns[None, :], mask=tile, other=0.0
+    ).to(tl.float32)
     value = tl.sum(left * right, 1)
     at = head.to(tl.int64) * s + rows
     if dlse is not None:
@@ -86,20 +139,26 @@ def prepare_kernel(out, dout, lse, dlse, base, delta, s, padded, group, out_s, o
     total = tl.load(lse + at, mask=inside, other=float("-inf"))
     blind = total == float("-inf")
     at = head.to(tl.int64) * padded + rows
-    tl.store(base + at, tl.where(blind, float("inf"), total * 1.4426950408889634), mask=rows < padded)
+    tl.store(
+        base + at, tl.where(blind, float("inf"), total * 1.4426950408889634), mask=rows < padded
+    )
     tl.store(delta + at, tl.where(blind, 0.0, value), mask=rows < padded)
 
 
 @jit
 def tanh(x):
-    """2 / (1 + exp(-2x)) - 1, to 5e-7: a square of rsqrt takes a third of a division's instructions."""
+    """2 / (1 + exp(-2x)) - 1, to 5e-7: a square of rsqrt takes a third of a division's
+    instructions.
+    """
     r = tl.rsqrt(1 + tl.exp2(x * -2.8853900817779268))
     return 2 * (r * r) - 1
 
 
 @jit
 def _probabilities(x, base, scale, SOFTCAP: tl.constexpr):
-    """(p, slope): exp(scores - lse) of the products x = q k^T and base, lse in base 2; and the soft-capped scores' derivative by scale x."""
+    """(p, slope): exp(scores - lse) of the products x = q k^T and base, lse in base 2; and the
+    soft-capped scores' derivative by scale x.
+    """
     if SOFTCAP > 0:
         part = tanh(x * (scale / SOFTCAP))
         return tl.exp2(part * (SOFTCAP * 1.4426950408889634) - base), 1 - part * part
@@ -108,10 +167,45 @@ def _probabilities(x, base, scale, SOFTCAP: tl.constexpr):
 
 
 @jit
-def _dkv_pass(dk, dv, k_tile, v, q, dout, dq, base, delta, kv, member, first, last, hole, gap, s, t, key, k_at, q_positions, starts, scale, drop,
-              D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-              DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, ATOMIC: tl.constexpr):
-    """Take blocks first..last of one head's queries into dk, dv [N, D]; `gap` blocks are left out from `hole` on. Tiles are [N keys, M queries]."""
+def _dkv_pass(
+    dk,
+    dv,
+    k_tile,
+    v,
+    q,
+    dout,
+    dq,
+    base,
+    delta,
+    kv,
+    member,
+    first,
+    last,
+    hole,
+    gap,
+    s,
+    t,
+    key,
+    k_at,
+    q_positions,
+    starts,
+    scale,
+    drop,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    ATOMIC: tl.constexpr,
+):
+    """Take blocks first..last of one head's queries into dk, dv [N, D]; `gap` blocks are left out
+    from `hole` on. Tiles are [N keys, M queries].
+    """
     k_index = key + tl.arange(0, N)
     for step in range(first, last):
         block = step + tl.where(step >= hole, gap, 0) if MASKED else step
@@ -123,7 +217,16 @@ def _dkv_pass(dk, dv, k_tile, v, q, dout, dq, base, delta, kv, member, first, la
             q_at = tl.load(q_positions + rows, mask=rows < s, other=0) if POSITIONS else rows
         if MASKED:
             start = tl.load(starts + rows, mask=rows < s, other=0) if DOCUMENTS else rows
-            see = visible(q_at[None, :], k_at[:, None], k_index[:, None], start[None, :], t, CAUSAL, WINDOW, DOCUMENTS)
+            see = visible(
+                q_at[None, :],
+                k_at[:, None],
+                k_index[:, None],
+                start[None, :],
+                t,
+                CAUSAL,
+                WINDOW,
+                DOCUMENTS,
+            )
             p = tl.where(see, p, 0.0)
         dout_tile = load_tile(dout, (kv, member), block * M, M, D)
         dp = tl.dot(v, tl.trans(dout_tile), input_precision="ieee")
@@ -147,13 +250,51 @@ def _dkv_pass(dk, dv, k_tile, v, q, dout, dq, base, delta, kv, member, first, la
 
 
 @partial(jit, do_not_specialize=RUNTIME)
-def dkv_kernel(q, k, v, dout, dk, dv, dq, base, delta, table, q_positions, k_positions, starts, samples, s, padded, t, heads, group, members,
-               section, scale, first_head, k0: tl.uint32, k1: tl.uint32, threshold: tl.uint32, inverse_keep,
-               D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr,
-               DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, ATOMIC: tl.constexpr):
-    """N keys, the first ones first (they have the most queries), and `members` query heads of theirs.
+def dkv_kernel(
+    q,
+    k,
+    v,
+    dout,
+    dk,
+    dv,
+    dq,
+    base,
+    delta,
+    table,
+    q_positions,
+    k_positions,
+    starts,
+    samples,
+    s,
+    padded,
+    t,
+    heads,
+    group,
+    members,
+    section,
+    scale,
+    first_head,
+    k0: tl.uint32,
+    k1: tl.uint32,
+    threshold: tl.uint32,
+    inverse_keep,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TABLE: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    ATOMIC: tl.constexpr,
+):
+    """N keys, the first ones first (they have the most queries), and `members` query heads of
+    theirs.
 
-    ATOMIC: dq / scale [b g, m, s, d] in fp32 is added to. dk, dv [b heads / members, t, d] are whole where members = group, else parts in fp32.
+    ATOMIC: dq / scale [b g, m, s, d] in fp32 is added to. dk, dv [b heads / members, t, d] are
+    whole where members = group, else parts in fp32.
     """
     blocks = tl.cdiv(t, N)
     block, head = schedule(tl.program_id(0), blocks, tl.num_programs(0) // blocks, section)
@@ -162,54 +303,177 @@ def dkv_kernel(q, k, v, dout, dk, dv, dq, base, delta, table, q_positions, k_pos
     k_index = key + tl.arange(0, N)
     k_tile, v_tile = load_tile(k, (kv,), key, N, D), load_tile(v, (kv,), key, N, D)
     k_at = tl.load(k_positions + k_index, mask=k_index < t, other=0) if POSITIONS else k_index
-    low, full_low, full_high, high = queries_of_keys(table, b if DOCUMENTS else 0, key, s, t, CAUSAL, WINDOW, TABLE, M, N)
+    low, full_low, full_high, high = queries_of_keys(
+        table, b if DOCUMENTS else 0, key, s, t, CAUSAL, WINDOW, TABLE, M, N
+    )
     gap = full_high - full_low
     dk_tile, dv_tile = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
     start = head * members - kv * group
     for member in range(start, start + members):
         row = (kv * group + member).to(tl.int64)
-        drop = (tl.load(samples + b), first_head + row.to(tl.int32) % heads, k0, k1, threshold, inverse_keep) if DROPOUT else (0, 0, 0, 0, 0, 0)
+        drop = (
+            (
+                tl.load(samples + b),
+                first_head + row.to(tl.int32) % heads,
+                k0,
+                k1,
+                threshold,
+                inverse_keep,
+            )
+            if DROPOUT
+            else (0, 0, 0, 0, 0, 0)
+        )
         for MASKED in tl.static_range(2):
             first, last = (low, high - gap) if MASKED else (full_low, full_high)
-            dk_tile, dv_tile = _dkv_pass(dk_tile, dv_tile, k_tile, v_tile, q, dout, dq, base + row * padded, delta + row * padded, kv,
-                                         member, first, last, full_low, gap, s, t, key, k_at, q_positions,
-                                         starts + b * s if DOCUMENTS else starts, scale, drop, D, M, N, MASKED, CAUSAL, WINDOW, DOCUMENTS, POSITIONS,
-                                         SOFTCAP, DROPOUT, ATOMIC)
+            dk_tile, dv_tile = _dkv_pass(
+                dk_tile,
+                dv_tile,
+                k_tile,
+                v_tile,
+                q,
+                dout,
+                dq,
+                base + row * padded,
+                delta + row * padded,
+                kv,
+                member,
+                first,
+                last,
+                full_low,
+                gap,
+                s,
+                t,
+                key,
+                k_at,
+                q_positions,
+                starts + b * s if DOCUMENTS else starts,
+                scale,
+                drop,
+                D,
+                M,
+                N,
+                MASKED,
+                CAUSAL,
+                WINDOW,
+                DOCUMENTS,
+                POSITIONS,
+                SOFTCAP,
+                DROPOUT,
+                ATOMIC,
+            )
     store_tile(dk, (head,), key, dk_tile * scale, N, D)
     store_tile(dv, (head,), key, dv_tile, N, D)
 
 
 @jit
-def _dq_pass(dq, q, dout, k, v, base, delta, kv, first, last, hole, gap, t, q_at, start, k_positions, scale, drop, D: tl.constexpr, M: tl.constexpr,
-             N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr,
-             SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr):
-    """Take blocks first..last of keys into dq [M, D]; `gap` blocks are left out from `hole` on. Tiles are [M queries, N keys]."""
+def _dq_pass(
+    dq,
+    q,
+    dout,
+    k,
+    v,
+    base,
+    delta,
+    kv,
+    first,
+    last,
+    hole,
+    gap,
+    t,
+    q_at,
+    start,
+    k_positions,
+    scale,
+    drop,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
+    """Take blocks first..last of keys into dq [M, D]; `gap` blocks are left out from `hole` on.
+    Tiles are [M queries, N keys].
+    """
     for step in range(first, last):
         block = step + tl.where(step >= hole, gap, 0) if MASKED else step
         k_tile = load_tile(k, (kv,), block * N, N, D)
-        p, slope = _probabilities(tl.dot(q, tl.trans(k_tile), input_precision="ieee"), base[:, None], scale, SOFTCAP)
+        p, slope = _probabilities(
+            tl.dot(q, tl.trans(k_tile), input_precision="ieee"), base[:, None], scale, SOFTCAP
+        )
         v_tile = load_tile(v, (kv,), block * N, N, D)
         dp = tl.dot(dout, tl.trans(v_tile), input_precision="ieee")
         if DROPOUT:
             sample, head, k0, k1, threshold, inverse_keep = drop
-            dp = tl.where(keep_scores(sample, head, q_at, block * N, k0, k1, threshold, M, N), dp * inverse_keep, 0.0)
+            dp = tl.where(
+                keep_scores(sample, head, q_at, block * N, k0, k1, threshold, M, N),
+                dp * inverse_keep,
+                0.0,
+            )
         ds = p * (dp - delta[:, None])
         if SOFTCAP > 0:
             ds *= slope
         if MASKED:
             k_index = block * N + tl.arange(0, N)
-            k_at = tl.load(k_positions + k_index, mask=k_index < t, other=0) if POSITIONS else k_index
-            see = visible(q_at[:, None], k_at[None, :], k_index[None, :], start[:, None], t, CAUSAL, WINDOW, DOCUMENTS)
+            k_at = (
+                tl.load(k_positions + k_index, mask=k_index < t, other=0) if POSITIONS else k_index
+            )
+            see = visible(
+                q_at[:, None],
+                k_at[None, :],
+                k_index[None, :],
+                start[:, None],
+                t,
+                CAUSAL,
+                WINDOW,
+                DOCUMENTS,
+            )
             ds = tl.where(see, ds, 0.0)
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision="ieee")
     return dq
 
 
 @partial(jit, do_not_specialize=RUNTIME)
-def dq_kernel(q, k, v, dout, dq, base, delta, table, q_positions, k_positions, starts, samples, s, padded, t, heads, group, section,
-              scale, first_head, k0: tl.uint32, k1: tl.uint32, threshold: tl.uint32, inverse_keep, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-              CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, DOCUMENTS: tl.constexpr, POSITIONS: tl.constexpr,
-              SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr):
+def dq_kernel(
+    q,
+    k,
+    v,
+    dout,
+    dq,
+    base,
+    delta,
+    table,
+    q_positions,
+    k_positions,
+    starts,
+    samples,
+    s,
+    padded,
+    t,
+    heads,
+    group,
+    section,
+    scale,
+    first_head,
+    k0: tl.uint32,
+    k1: tl.uint32,
+    threshold: tl.uint32,
+    inverse_keep,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TABLE: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
     """M rows of one head, the last ones first: they see the most keys."""
     blocks = tl.cdiv(s, M)
     block, head = schedule(tl.program_id(0), blocks, tl.num_programs(0) // blocks, section)
@@ -217,26 +481,72 @@ def dq_kernel(q, k, v, dout, dq, base, delta, table, q_positions, k_positions, s
     row = (blocks - 1 - block) * M
     rows = row + tl.arange(0, M)
     inside = rows < s
-    q_tile, dout_tile = load_tile(q, (kv, member), row, M, D), load_tile(dout, (kv, member), row, M, D)
+    q_tile, dout_tile = (
+        load_tile(q, (kv, member), row, M, D),
+        load_tile(dout, (kv, member), row, M, D),
+    )
     at = head.to(tl.int64) * padded + rows
     base_tile, delta_tile = tl.load(base + at), tl.load(delta + at)
     q_at = tl.load(q_positions + rows, mask=inside, other=0) if POSITIONS else rows
     start = tl.load(starts + b * s + rows, mask=inside, other=0) if DOCUMENTS else rows
-    drop = (tl.load(samples + b), first_head + head % heads, k0, k1, threshold, inverse_keep) if DROPOUT else (0, 0, 0, 0, 0, 0)
-    low, full_low, full_high, high = keys_of_queries(table, b if DOCUMENTS else 0, row, s, t, CAUSAL, WINDOW, TABLE, M, N)
+    drop = (
+        (tl.load(samples + b), first_head + head % heads, k0, k1, threshold, inverse_keep)
+        if DROPOUT
+        else (0, 0, 0, 0, 0, 0)
+    )
+    low, full_low, full_high, high = keys_of_queries(
+        table, b if DOCUMENTS else 0, row, s, t, CAUSAL, WINDOW, TABLE, M, N
+    )
     gap = full_high - full_low
     dq_tile = tl.zeros([M, D], tl.float32)
     for MASKED in tl.static_range(2):
         first, last = (low, high - gap) if MASKED else (full_low, full_high)
-        dq_tile = _dq_pass(dq_tile, q_tile, dout_tile, k, v, base_tile, delta_tile, kv, first, last, full_low, gap, t, q_at, start,
-                           k_positions, scale, drop, D, M, N, MASKED, CAUSAL, WINDOW, DOCUMENTS, POSITIONS, SOFTCAP, DROPOUT)
+        dq_tile = _dq_pass(
+            dq_tile,
+            q_tile,
+            dout_tile,
+            k,
+            v,
+            base_tile,
+            delta_tile,
+            kv,
+            first,
+            last,
+            full_low,
+            gap,
+            t,
+            q_at,
+            start,
+            k_positions,
+            scale,
+            drop,
+            D,
+            M,
+            N,
+            MASKED,
+            CAUSAL,
+            WINDOW,
+            DOCUMENTS,
+            POSITIONS,
+            SOFTCAP,
+            DROPOUT,
+        )
     store_tile(dq, (kv, member), row, dq_tile * scale, M, D)
 
 
-def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, qkv: Sequence[Tensor], mask: AttentionMask, options: Options,
-             sample_ids: Tensor | None) -> list[Tensor]:
-    """Gradients of qkv, three tensors or one, from those of out [s, b, n, d] and lse [b, n, s]: one launch to prepare, one for dk and dv, one more
-    for dq when deterministic."""
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    qkv: Sequence[Tensor],
+    mask: AttentionMask,
+    options: Options,
+    sample_ids: Tensor | None,
+) -> list[Tensor]:
+    """Gradients of qkv, three tensors or one, from those of out [s, b, n, d] and lse [b, n, s]: one
+    launch to prepare, one for dk and dv, one more for dq when deterministic.
+    """
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
     q, k, v = by_key_head(qkv)
     (s, b, g, m, d), t = q.shape, len(k)
@@ -247,20 +557,56 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, qkv: S
     dq, dk, dv = (x.view(len(x), b * g, *x.shape[3:]) for x in by_key_head(gradients))
     prepare = find("attention prepare", lang.capability(q.device))
     prepare_kernel[(rows // prepare.numbers["M"], b * n)](
-        out, dout, lse, None if dlse is None else dlse.contiguous(), base, delta, s, rows, m, *out.stride()[:3], *dout.stride()[:3], d=d,
-        D=columns(d), M=prepare.numbers["M"], **prepare.launch())
-    shared = mask_tensors(mask, sample_ids) | numbers(s, t, n, g, options) | {"padded": rows, "base": base, "delta": delta}
+        out,
+        dout,
+        lse,
+        None if dlse is None else dlse.contiguous(),
+        base,
+        delta,
+        s,
+        rows,
+        m,
+        *out.stride()[:3],
+        *dout.stride()[:3],
+        d=d,
+        D=columns(d),
+        M=prepare.numbers["M"],
+        **prepare.launch(),
+    )
+    shared = (
+        mask_tensors(mask, sample_ids)
+        | numbers(s, t, n, g, options)
+        | {"padded": rows, "base": base, "delta": delta}
+    )
     how = options, mask.causal, q.dtype, lang.capability(q.device)
     add = not options.deterministic
     tiles = configuration("dkv_dq" if add else "dkv", d, *how)
     programs = -(-t // tiles.N) * b
     members = heads_of_a_program(programs * g, m, lang.multiprocessors(q.device))
-    parts = [torch.empty(t, b * n // members, d, dtype=torch.float32, device=q.device) for _ in range(2)] if members < m else [dk, dv]
+    parts = (
+        [
+            torch.empty(t, b * n // members, d, dtype=torch.float32, device=q.device)
+            for _ in range(2)
+        ]
+        if members < m
+        else [dk, dv]
+    )
     sum_of_dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if add else None
     dkv_kernel[(programs * (n // members),)](
-        operand(q, tiles.M), operand(k, tiles.N), operand(v, tiles.N), operand(dout, tiles.M), *(operand(x, tiles.N) for x in parts),
-        operand(sum_of_dq, tiles.M) if add else None, table=mask.by_key, **shared, members=members,
-        section=section(s, d, q.dtype), **constants(d, tiles, options, **of_mask(mask)), ATOMIC=add, **tiles.launch())
+        operand(q, tiles.M),
+        operand(k, tiles.N),
+        operand(v, tiles.N),
+        operand(dout, tiles.M),
+        *(operand(x, tiles.N) for x in parts),
+        operand(sum_of_dq, tiles.M) if add else None,
+        table=mask.by_key,
+        **shared,
+        members=members,
+        section=section(s, d, q.dtype),
+        **constants(d, tiles, options, **of_mask(mask)),
+        ATOMIC=add,
+        **tiles.launch(),
+    )
     if members < m:
         for x, whole in zip(parts, (dk, dv), strict=True):
             *others, last = x.view(t, b * g, -1, d).unbind(2)
@@ -270,13 +616,24 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, qkv: S
         return gradients
     tiles = configuration("dq", d, *how)
     dq_kernel[(-(-s // tiles.M) * b * n,)](
-        operand(q, tiles.M), operand(k, tiles.N), operand(v, tiles.N), operand(dout, tiles.M), operand(dq, tiles.M),
-        table=mask.by_query, **shared, section=section(t, d, q.dtype, m), **constants(d, tiles, options, **of_mask(mask)), **tiles.launch())
+        operand(q, tiles.M),
+        operand(k, tiles.N),
+        operand(v, tiles.N),
+        operand(dout, tiles.M),
+        operand(dq, tiles.M),
+        table=mask.by_query,
+        **shared,
+        section=section(t, d, q.dtype, m),
+        **constants(d, tiles, options, **of_mask(mask)),
+        **tiles.launch(),
+    )
     return gradients
 
 
 def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
-    """Head dimension 96 takes what 128 compiles to. What is spilled lies outside the loops over blocks, or is a few of their instructions."""
+    """Head dimension 96 takes what 128 compiles to. What is spilled lies outside the loops over
+    blocks, or is a few of their instructions.
+    """
     prepare = find("attention prepare", arch)
     for d in (64, 128, 256):
         for variant, (_, given) in VARIANTS.items():
@@ -284,10 +641,40 @@ def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
             for name in ("dkv", "dkv_dq", "dq") if adding else ("dkv", "dq"):
                 if tiles := shipped(name, d, variant, arch):
                     M, N = tiles.M, tiles.N
-                    blocks = {"q": M, "k": N, "v": N, "dout": M} | ({} if name == "dq" else {"dk": N, "dv": N}) | ({} if name == "dkv" else {"dq": M})
-                    kernel, more = (dq_kernel, {}) if name == "dq" else (dkv_kernel, {"ATOMIC": name == "dkv_dq"})
-                    yield compiled(kernel, name, d, tiles, variant, blocks, arch, deterministic=name != "dkv_dq", **more)
+                    blocks = (
+                        {"q": M, "k": N, "v": N, "dout": M}
+                        | ({} if name == "dq" else {"dk": N, "dv": N})
+                        | ({} if name == "dkv" else {"dq": M})
+                    )
+                    kernel, more = (
+                        (dq_kernel, {})
+                        if name == "dq"
+                        else (dkv_kernel, {"ATOMIC": name == "dkv_dq"})
+                    )
+                    yield compiled(
+                        kernel,
+                        name,
+                        d,
+                        tiles,
+                        variant,
+                        blocks,
+                        arch,
+                        deterministic=name != "dkv_dq",
+                        **more,
+                    )
         fixed = {"d": d, "D": columns(d), "M": prepare.numbers["M"]}
-        types = dict.fromkeys(("out", "dout"), "*bf16") | dict.fromkeys(("lse", "dlse", "base", "delta"), "*fp32")
-        signature = {name: types.get(name, "i32") for name in prepare_kernel.arg_names if name not in fixed}
-        yield lang.Compiled(f"attention_prepare_{d}", prepare_kernel, signature, fixed, tuple(signature), prepare.numbers["num_warps"], row=prepare)
+        types = dict.fromkeys(("out", "dout"), "*bf16") | dict.fromkeys(
+            ("lse", "dlse", "base", "delta"), "*fp32"
+        )
+        signature = {
+            name: types.get(name, "i32") for name in prepare_kernel.arg_names if name not in fixed
+        }
+        yield lang.Compiled(
+            f"attention_prepare_{d}",
+            prepare_kernel,
+            signature,
+            fixed,
+            tuple(signature),
+            prepare.numbers["num_warps"],
+            row=prepare,
+        )

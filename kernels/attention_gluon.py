@@ -1,20 +1,27 @@
-"""Flash attention forward on Hopper, written out warp by warp in Gluon, the low-level language within Triton's wheel. Backward is attention_backward.py's.
+"""Flash attention forward on Hopper, written out warp by warp in Gluon, the low-level language
+within Triton's wheel. Backward is attention_backward.py's.
 
-q, k, v, out and lse as in attention.py, which has the definition and the operator; bf16 and fp16, d up to 128. A block of threads takes
-128 rows of one head after another (a persistent grid). In it:
+q, k, v, out and lse as in attention.py, which has the definition and the operator; bf16 and fp16, d
+up to 128. A block of threads takes 128 rows of one head after another (a persistent grid). In it:
 
-- one warp loads: q of a tile, then k and v of block after block into two rings of buffers, through the TMA unit. A buffer has two mbarriers: `full`,
-  on which its copy ends, and `empty`, on which each consumer arrives when its products have read the buffer;
-- two consumers, four warps and 64 rows each, multiply and compute exponentials. A consumer issues q k^T of block j + 1, then p v of block j, and while
-  both run on the tensor cores waits for the first and computes p of block j + 1. They issue their products in turns (PINGPONG), so that one's
-  exponentials hide behind the other's products.
+- one warp loads: q of a tile, then k and v of block after block into two rings of buffers, through
+  the TMA unit. A buffer has two mbarriers: `full`,
+  on which its copy ends, and `empty`, on which each consumer arrives when its products have read
+  the buffer;
+- two consumers, four warps and 64 rows each, multiply and compute exponentials. A consumer issues q
+  k^T of block j + 1, then p v of block j, and while
+  both run on the tensor cores waits for the first and computes p of block j + 1. They issue their
+  products in turns (PINGPONG), so that one's exponentials hide behind the other's products.
 
-Sources: Shah et al., "FlashAttention-3: fast and accurate attention with asynchrony and low-precision", 2024 (the two overlaps); the PTX manual (mbarriers, wgmma).
-Edges come first and masked, then whole blocks without masks; tiles are dealt out long ones first and back and forth, so that all blocks of threads
-end together. p is carried as fp32 from one step to the next: as bf16 the compiler shuffles each register twice.
+Sources: Shah et al., "FlashAttention-3: fast and accurate attention with asynchrony and
+low-precision", 2024 (the two overlaps); the PTX manual (mbarriers, wgmma). Edges come first and
+masked, then whole blocks without masks; tiles are dealt out long ones first and back and forth, so
+that all blocks of threads end together. p is carried as fp32 from one step to the next: as bf16 the
+compiler shuffles each register twice.
 
-Roofline: 4 b n s t d FLOPs, half of it when causal. A 64 x 128 block of d = 128 is 1,024 clocks of products, 528 of exponentials and some 480
-instructions a warp; d = 64 halves the products only (docs/kernels.md: predictions).
+Roofline: 4 b n s t d FLOPs, half of it when causal. A 64 x 128 block of d = 128 is 1,024 clocks of
+products, 528 of exponentials and some 480 instructions a warp; d = 64 halves the products only
+(docs/kernels.md: predictions).
 """
 
 from __future__ import annotations
@@ -34,12 +41,20 @@ from torch import Tensor
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     jit = gluon.jit
 except ImportError:
-    gluon = gl = fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = TensorDescriptor = None
+    gluon = gl = fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = (
+        TensorDescriptor
+    ) = None
 
     def jit(function: Any, **_: Any) -> Any:
         """The function as it is: nobody can call it."""
@@ -53,7 +68,9 @@ RUNTIME = ("s", "t", "all_heads", "heads", "group", "section")  # one compilatio
 
 @dataclass(frozen=True)
 class TileLayout:
-    """How a block of threads is laid out: consumers (2 or 3), N keys a block, buffers in each ring, registers of a thread in a consumer and in the producer."""
+    """How a block of threads is laid out: consumers (2 or 3), N keys a block, buffers in each ring,
+    registers of a thread in a consumer and in the producer.
+    """
 
     consumers: int
     N: int
@@ -64,7 +81,9 @@ class TileLayout:
 
 
 def configuration(d: int, kind: str = "shipped") -> TileLayout:
-    """For head dimension d, from the table; `three consumers` is there for d = 64, without documents, to be measured."""
+    """For head dimension d, from the table; `three consumers` is there for d = 64, without
+    documents, to be measured.
+    """
     return TileLayout(**find("attention gluon", lang.HOPPER, d=columns(d), kind=kind).numbers)
 
 
@@ -81,7 +100,9 @@ def _count_tiles(sizes, M: gl.constexpr):
 
 @jit
 def _tile(index, sizes, M: gl.constexpr):
-    """(first row, head of all samples) of this program's tile: every other round of tiles is dealt out backwards."""
+    """(first row, head of all samples) of this program's tile: every other round of tiles is dealt
+    out backwards.
+    """
     s, t, all_heads, heads, group, section = sizes
     program, programs = gl.program_id(0), gl.num_programs(0)
     blocks = gl.cdiv(s, M)
@@ -91,10 +112,24 @@ def _tile(index, sizes, M: gl.constexpr):
 
 
 @jit
-def _blocks_of_tile(table, row, head, sizes, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TABLE: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
-    """(span, edges, steps): the tile takes `steps` blocks of keys, of which the first `edges` are masked; at least one of either, for the first is."""
+def _blocks_of_tile(
+    table,
+    row,
+    head,
+    sizes,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    TABLE: gl.constexpr,
+    M: gl.constexpr,
+    N: gl.constexpr,
+):
+    """(span, edges, steps): the tile takes `steps` blocks of keys, of which the first `edges` are
+    masked; at least one of either, for the first is.
+    """
     s, t, all_heads, heads, group, section = sizes
-    low, full_low, full_high, high = keys_of_queries(table, head // heads, row, s, t, CAUSAL, WINDOW, TABLE, M, N)
+    low, full_low, full_high, high = keys_of_queries(
+        table, head // heads, row, s, t, CAUSAL, WINDOW, TABLE, M, N
+    )
     steps, whole = high - low, full_high - full_low
     bare = gl.where((whole > 0) & (whole == steps), 1, 0)
     full_low, whole = full_low + bare, whole - bare
@@ -103,10 +138,14 @@ def _blocks_of_tile(table, row, head, sizes, CAUSAL: gl.constexpr, WINDOW: gl.co
 
 @jit
 def _block(step, span, edges):
-    """The block of keys that a step takes: the edges on both sides of the whole blocks, then those."""
+    """The block of keys that a step takes: the edges on both sides of the whole blocks, then
+    those.
+    """
     low, full_low, whole = span
     edge = low + step
-    return gl.where(step < edges, edge + gl.where(edge >= full_low, whole, 0), full_low + step - edges)
+    return gl.where(
+        step < edges, edge + gl.where(edge >= full_low, whole, 0), full_low + step - edges
+    )
 
 
 @jit
@@ -120,9 +159,24 @@ def _load(source, at, ring, barriers, count, STAGES: gl.constexpr):
 
 
 @jit
-def _produce(q, k, v, table, buffers, barriers, sizes, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, TABLE: gl.constexpr, N: gl.constexpr,
-             STAGES: gl.constexpr, PARTS: gl.constexpr):
-    """The loading warp: blocks in the order in which consumers let go of them, k of a block before v of the one before it."""
+def _produce(
+    q,
+    k,
+    v,
+    table,
+    buffers,
+    barriers,
+    sizes,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    TABLE: gl.constexpr,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
+):
+    """The loading warp: blocks in the order in which consumers let go of them, k of a block before
+    v of the one before it.
+    """
     q_tiles, k_ring, v_ring, out_tiles = buffers
     q_bars, k_bars, v_bars, turns = barriers
     s, t, all_heads, heads, group, section = sizes
@@ -133,7 +187,14 @@ def _produce(q, k, v, table, buffers, barriers, sizes, CAUSAL: gl.constexpr, WIN
         kv, member = head // group, head % group
         span, edges, steps = _blocks_of_tile(table, row, head, sizes, CAUSAL, WINDOW, TABLE, M, N)
         for part in gl.static_range(PARTS):
-            _load(q, [kv, member, row + part * (M // PARTS), 0], q_tiles, q_bars, index * PARTS + part, PARTS)
+            _load(
+                q,
+                [kv, member, row + part * (M // PARTS), 0],
+                q_tiles,
+                q_bars,
+                index * PARTS + part,
+                PARTS,
+            )
         at = _block(0, span, edges) * N
         _load(k, [kv, 0, at, 0], k_ring, k_bars, count, STAGES)
         for step in range(1, steps):
@@ -147,9 +208,24 @@ def _produce(q, k, v, table, buffers, barriers, sizes, CAUSAL: gl.constexpr, WIN
 
 
 @jit
-def _softmax(x, m, l, factor, q_at, start, first, t, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr, MASKED: gl.constexpr,
-             X: gl.constexpr):
-    """(p, m, l, alpha) with the scores x of one more block, keys from `first` on: alpha is what came before is worth now."""
+def _softmax(
+    x,
+    m,
+    l,
+    factor,
+    q_at,
+    start,
+    first,
+    t,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    DOCUMENTS: gl.constexpr,
+    MASKED: gl.constexpr,
+    X: gl.constexpr,
+):
+    """(p, m, l, alpha) with the scores x of one more block, keys from `first` on: alpha is what
+    came before is worth now.
+    """
     if MASKED:
         column = gl.expand_dims(gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, X)), 0)
         beyond = (gl.minimum(q_at + 1, t) if CAUSAL else q_at * 0 + t) - first
@@ -168,7 +244,9 @@ def _softmax(x, m, l, factor, q_at, start, first, t, CAUSAL: gl.constexpr, WINDO
 
 @jit
 def _carried(p, DTYPE: gl.constexpr, PARTS: gl.constexpr):
-    """p from one step to the next: as fp32 where registers suffice, for of 16 bits the compiler swaps halves, twice."""
+    """p from one step to the next: as fp32 where registers suffice, for of 16 bits the compiler
+    swaps halves, twice.
+    """
     return p if PARTS == 2 else p.to(DTYPE)
 
 
@@ -180,7 +258,12 @@ def _add_values(acc, alpha, p, v_ring, v_full, count, O: gl.constexpr, STAGES: g
     mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
     v_tile = v_ring.index(count % STAGES).reshape([N, D])
     acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O)), 1)
-    return warpgroup_mma(gl.convert_layout(p.to(v_ring.dtype), gl.DotOperandLayout(0, O, 2)), v_tile, acc, is_async=True)
+    return warpgroup_mma(
+        gl.convert_layout(p.to(v_ring.dtype), gl.DotOperandLayout(0, O, 2)),
+        v_tile,
+        acc,
+        is_async=True,
+    )
 
 
 @jit
@@ -194,10 +277,39 @@ def _scores(q_tile, k_ring, count, X: gl.constexpr, STAGES: gl.constexpr):
 
 
 @jit
-def _steps(acc, alpha, p, m, l, first, last, count, rounds, q_tile, buffers, barriers, rows, span, edges, steps, t, factor, PART: gl.constexpr, PARTS: gl.constexpr,
-           CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, MASKED: gl.constexpr,
-           X: gl.constexpr, O: gl.constexpr):
-    """Steps first..last: p and alpha are those of the step before, whose v has not been multiplied yet; `count` is its block, `rounds` of the turns are over."""
+def _steps(
+    acc,
+    alpha,
+    p,
+    m,
+    l,
+    first,
+    last,
+    count,
+    rounds,
+    q_tile,
+    buffers,
+    barriers,
+    rows,
+    span,
+    edges,
+    steps,
+    t,
+    factor,
+    PART: gl.constexpr,
+    PARTS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    DOCUMENTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    PINGPONG: gl.constexpr,
+    MASKED: gl.constexpr,
+    X: gl.constexpr,
+    O: gl.constexpr,
+):
+    """Steps first..last: p and alpha are those of the step before, whose v has not been multiplied
+    yet; `count` is its block, `rounds` of the turns are over.
+    """
     q_tiles, k_ring, v_ring, out_tiles = buffers
     q_bars, k_bars, v_bars, turns = barriers
     k_full, k_empty = k_bars
@@ -213,9 +325,26 @@ def _steps(acc, alpha, p, m, l, first, last, count, rounds, q_tile, buffers, bar
             mbarrier.arrive(turns.index((PART + 1) % PARTS), count=1)
         x = warpgroup_mma_wait(1, deps=[x])
         mbarrier.arrive(k_empty.index((count + 1) % STAGES), count=1)
-        p, m, l, alpha = _softmax(x, m, l, factor, q_at, start, _block(step, span, edges) * N, t, CAUSAL, WINDOW, DOCUMENTS, MASKED, X)
-        # waited for here, not above: the branch keeps the compiler from moving the next line before the exponentials
-        mbarrier.wait(k_full.index((count + 2) % STAGES), (count + 2) // STAGES & 1, pred=step + 1 < steps)
+        p, m, l, alpha = _softmax(
+            x,
+            m,
+            l,
+            factor,
+            q_at,
+            start,
+            _block(step, span, edges) * N,
+            t,
+            CAUSAL,
+            WINDOW,
+            DOCUMENTS,
+            MASKED,
+            X,
+        )
+        # waited for here, not above: the branch keeps the compiler from moving the next line before
+        # the exponentials
+        mbarrier.wait(
+            k_full.index((count + 2) % STAGES), (count + 2) // STAGES & 1, pred=step + 1 < steps
+        )
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(count % STAGES), count=1)
         p = _carried(p, k_ring.dtype, PARTS)
@@ -225,9 +354,27 @@ def _steps(acc, alpha, p, m, l, first, last, count, rounds, q_tile, buffers, bar
 
 
 @jit
-def _consume(out, lse, table, starts, buffers, barriers, sizes, factor, PART: gl.constexpr, PARTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-             TABLE: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr):
-    """A consumer: its 64 rows of tile after tile. m is the greatest score so far in base 2, l the sum of exponentials."""
+def _consume(
+    out,
+    lse,
+    table,
+    starts,
+    buffers,
+    barriers,
+    sizes,
+    factor,
+    PART: gl.constexpr,
+    PARTS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    TABLE: gl.constexpr,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+    PINGPONG: gl.constexpr,
+):
+    """A consumer: its 64 rows of tile after tile. m is the greatest score so far in base 2, l the
+    sum of exponentials.
+    """
     q_tiles, k_ring, v_ring, out_tiles = buffers
     q_bars, k_bars, v_bars, turns = barriers
     q_full, q_empty = q_bars
@@ -255,16 +402,60 @@ def _consume(out, lse, table, starts, buffers, barriers, sizes, factor, PART: gl
         mbarrier.wait(k_full.index(count % STAGES), count // STAGES & 1)
         x = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_ring, count, X, STAGES)])
         mbarrier.arrive(k_empty.index(count % STAGES), count=1)
-        p, m, l, alpha = _softmax(x, m, l, factor, q_at, start, _block(0, span, edges) * N, t, CAUSAL, WINDOW, TABLE > 0, True, X)
+        p, m, l, alpha = _softmax(
+            x,
+            m,
+            l,
+            factor,
+            q_at,
+            start,
+            _block(0, span, edges) * N,
+            t,
+            CAUSAL,
+            WINDOW,
+            TABLE > 0,
+            True,
+            X,
+        )
         p = _carried(p, k_ring.dtype, PARTS)
         mbarrier.wait(k_full.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=steps > 1)
         acc = gl.zeros([R, D], gl.float32, O)
         for MASKED in gl.static_range(1, -1, -1):
             first, last = (1, edges) if MASKED else (edges, steps)
-            acc, alpha, p, m, l, count, rounds = _steps(acc, alpha, p, m, l, first, last, count, rounds, q_tile, buffers, barriers, (q_at, start), span, edges, steps, t,
-                                                 factor, PART, PARTS, CAUSAL, WINDOW, TABLE > 0, STAGES, PINGPONG, MASKED, X, O)
+            acc, alpha, p, m, l, count, rounds = _steps(
+                acc,
+                alpha,
+                p,
+                m,
+                l,
+                first,
+                last,
+                count,
+                rounds,
+                q_tile,
+                buffers,
+                barriers,
+                (q_at, start),
+                span,
+                edges,
+                steps,
+                t,
+                factor,
+                PART,
+                PARTS,
+                CAUSAL,
+                WINDOW,
+                TABLE > 0,
+                STAGES,
+                PINGPONG,
+                MASKED,
+                X,
+                O,
+            )
         mbarrier.arrive(q_empty.index(PART), count=1)
-        acc = warpgroup_mma_wait(0, deps=[_add_values(acc, alpha, p, v_ring, v_full, count, O, STAGES)])
+        acc = warpgroup_mma_wait(
+            0, deps=[_add_values(acc, alpha, p, v_ring, v_full, count, O, STAGES)]
+        )
         mbarrier.arrive(v_empty.index(count % STAGES), count=1)
         count += 1
         total = gl.where(l == 0, 1.0, l)
@@ -288,31 +479,202 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @partial(jit, do_not_specialize=RUNTIME)
-def forward_kernel(q, k, v, out, lse, table, starts, s, t, all_heads, heads, group, section, scale, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-                   TABLE: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):
-    """q, out: descriptors [b g, m, s, d] of blocks [1, 1, 64, D]; k, v [b g, 1, t, d] of [1, 1, N, D]. They read zeros and write nothing beyond."""
+def forward_kernel(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    table,
+    starts,
+    s,
+    t,
+    all_heads,
+    heads,
+    group,
+    section,
+    scale,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    TABLE: gl.constexpr,
+    N: gl.constexpr,
+    PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    PINGPONG: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """q, out: descriptors [b g, m, s, d] of blocks [1, 1, 64, D]; k, v [b g, 1, t, d] of [1, 1, N,
+    D]. They read zeros and write nothing beyond.
+    """
     q_tiles = gl.allocate_shared_memory(q.dtype, [PARTS] + q.block_type.shape, q.layout)
     k_ring = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_type.shape, k.layout)
     v_ring = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_type.shape, v.layout)
     out_tiles = gl.allocate_shared_memory(out.dtype, [PARTS] + out.block_type.shape, out.layout)
     buffers = (q_tiles, k_ring, v_ring, out_tiles)
-    barriers = ((_barriers(PARTS, 1), _barriers(PARTS, 1)), (_barriers(STAGES, 1), _barriers(STAGES, PARTS)),
-                (_barriers(STAGES, 1), _barriers(STAGES, PARTS)), _barriers(PARTS, 1))
+    barriers = (
+        (_barriers(PARTS, 1), _barriers(PARTS, 1)),
+        (_barriers(STAGES, 1), _barriers(STAGES, PARTS)),
+        (_barriers(STAGES, 1), _barriers(STAGES, PARTS)),
+        _barriers(PARTS, 1),
+    )
     sizes = (s, t, all_heads, heads, group, section)
     factor = scale * 1.4426950408889634
     if PARTS == 2:
         gl.warp_specialize(
-            [(_consume, (out, lse, table, starts, buffers, barriers, sizes, factor, 0, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
-             (_consume, (out, lse, table, starts, buffers, barriers, sizes, factor, 1, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
-             (_produce, (q, k, v, table, buffers, barriers, sizes, CAUSAL, WINDOW, TABLE, N, STAGES, PARTS))],
-            [4, 1], [REGISTERS, PRODUCER_REGISTERS])
+            [
+                (
+                    _consume,
+                    (
+                        out,
+                        lse,
+                        table,
+                        starts,
+                        buffers,
+                        barriers,
+                        sizes,
+                        factor,
+                        0,
+                        PARTS,
+                        CAUSAL,
+                        WINDOW,
+                        TABLE,
+                        N,
+                        STAGES,
+                        PINGPONG,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        out,
+                        lse,
+                        table,
+                        starts,
+                        buffers,
+                        barriers,
+                        sizes,
+                        factor,
+                        1,
+                        PARTS,
+                        CAUSAL,
+                        WINDOW,
+                        TABLE,
+                        N,
+                        STAGES,
+                        PINGPONG,
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        q,
+                        k,
+                        v,
+                        table,
+                        buffers,
+                        barriers,
+                        sizes,
+                        CAUSAL,
+                        WINDOW,
+                        TABLE,
+                        N,
+                        STAGES,
+                        PARTS,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [REGISTERS, PRODUCER_REGISTERS],
+        )
     else:
         gl.warp_specialize(
-            [(_consume, (out, lse, table, starts, buffers, barriers, sizes, factor, 0, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
-             (_consume, (out, lse, table, starts, buffers, barriers, sizes, factor, 1, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
-             (_consume, (out, lse, table, starts, buffers, barriers, sizes, factor, 2, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
-             (_produce, (q, k, v, table, buffers, barriers, sizes, CAUSAL, WINDOW, TABLE, N, STAGES, PARTS))],
-            [4, 4, 1], [REGISTERS, REGISTERS, PRODUCER_REGISTERS])
+            [
+                (
+                    _consume,
+                    (
+                        out,
+                        lse,
+                        table,
+                        starts,
+                        buffers,
+                        barriers,
+                        sizes,
+                        factor,
+                        0,
+                        PARTS,
+                        CAUSAL,
+                        WINDOW,
+                        TABLE,
+                        N,
+                        STAGES,
+                        PINGPONG,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        out,
+                        lse,
+                        table,
+                        starts,
+                        buffers,
+                        barriers,
+                        sizes,
+                        factor,
+                        1,
+                        PARTS,
+                        CAUSAL,
+                        WINDOW,
+                        TABLE,
+                        N,
+                        STAGES,
+                        PINGPONG,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        out,
+                        lse,
+                        table,
+                        starts,
+                        buffers,
+                        barriers,
+                        sizes,
+                        factor,
+                        2,
+                        PARTS,
+                        CAUSAL,
+                        WINDOW,
+                        TABLE,
+                        N,
+                        STAGES,
+                        PINGPONG,
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        q,
+                        k,
+                        v,
+                        table,
+                        buffers,
+                        barriers,
+                        sizes,
+                        CAUSAL,
+                        WINDOW,
+                        TABLE,
+                        N,
+                        STAGES,
+                        PARTS,
+                    ),
+                ),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+        )
 
 
 def unfit(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -324,14 +686,22 @@ def unfit(device: torch.device, dtype: torch.dtype) -> str | None:
     if not torch.cuda.is_available():
         return None  # a plan for another machine
     if lang.capability(device) != lang.HOPPER:
-        return f"a GPU of architecture sm_{lang.capability(device)}, the kernel is made of sm_90's instructions"
+        return (
+            f"a GPU of architecture sm_{lang.capability(device)}, the kernel is made of "
+            "sm_90's instructions"
+        )
     if gluon is None or not lang.triton.__version__.startswith(WRITTEN_FOR):
-        return f"it is written in the Gluon of Triton {WRITTEN_FOR}x (pip install triton=={WRITTEN_FOR}0)"
+        return (
+            f"it is written in the Gluon of Triton {WRITTEN_FOR}x (pip install "
+            f"triton=={WRITTEN_FOR}0)"
+        )
     return None
 
 
 def cannot(d: int | None, *, softcap: float | None = None, drop: float = 0.0) -> str | None:
-    """What the kernel cannot compute of this; None when it can all. The backward pass is that of attention.py and could."""
+    """What the kernel cannot compute of this; None when it can all. The backward pass is that of
+    attention.py and could.
+    """
     if d is not None and (not 32 < d <= 128 or d % 8):
         return f"head dimension {d}, which is no multiple of 8 from 40 to 128"
     if softcap is not None:
@@ -346,19 +716,49 @@ def _block_layout(rows: int, d: int, dtype: Any) -> Any:
 def _described(x: Tensor, rows: int) -> Any:
     """x for the TMA unit, in blocks of `rows`, laid out in shared memory as wgmma reads them."""
     plain, dtype = descriptor(x, rows), gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, _block_layout(rows, x.shape[-1], dtype))
+    return TensorDescriptor(
+        plain.base,
+        plain.shape,
+        plain.strides,
+        plain.block_shape,
+        _block_layout(rows, x.shape[-1], dtype),
+    )
 
 
 def _fixed(layout: TileLayout, causal: bool, window: int | None, documents: bool) -> dict[str, Any]:
     """The arguments that are compiled in."""
-    return {"CAUSAL": causal, "WINDOW": window or 0, "TABLE": TILE if documents else 0, "N": layout.N, "PARTS": layout.consumers, "STAGES": layout.stages,
-            "PINGPONG": layout.pingpong, "REGISTERS": layout.registers, "PRODUCER_REGISTERS": layout.producer_registers}
+    return {
+        "CAUSAL": causal,
+        "WINDOW": window or 0,
+        "TABLE": TILE if documents else 0,
+        "N": layout.N,
+        "PARTS": layout.consumers,
+        "STAGES": layout.stages,
+        "PINGPONG": layout.pingpong,
+        "REGISTERS": layout.registers,
+        "PRODUCER_REGISTERS": layout.producer_registers,
+    }
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, options: Options, layout: TileLayout | None = None) -> tuple[Tensor, Tensor]:
-    """(out [s, b, n, d], lse [b, n, s]) of q [s, b, g, m, d], k and v [t, b, g, d], by one launch."""
-    assert mask.document_starts is None or layout is None or TILE % (layout.consumers * ROWS) == 0, "a row of the mask's table serves whole tiles"
-    assert q.shape[4] <= 128 and mask.q_positions is None and cannot(None, softcap=options.softcap, drop=options.drop) is None
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    options: Options,
+    layout: TileLayout | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out [s, b, n, d], lse [b, n, s]) of q [s, b, g, m, d], k and v [t, b, g, d], by one
+    launch.
+    """
+    assert (
+        mask.document_starts is None or layout is None or TILE % (layout.consumers * ROWS) == 0
+    ), "a row of the mask's table serves whole tiles"
+    assert (
+        q.shape[4] <= 128
+        and mask.q_positions is None
+        and cannot(None, softcap=options.softcap, drop=options.drop) is None
+    )
     (s, b, g, m, d), t = q.shape, len(k)
     n, layout = g * m, layout or configuration(d)
     q, k, v = aligned(q.flatten(1, 2)), *(aligned(x.flatten(1, 2).unsqueeze(2)) for x in (k, v))
@@ -366,18 +766,38 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, options: Optio
     lse = torch.empty(b, n, s, dtype=torch.float32, device=q.device)
     programs = min(lang.multiprocessors(q.device), -(-s // (layout.consumers * ROWS)) * b * n)
     forward_kernel[(programs,)](
-        _described(q, ROWS), _described(k, layout.N), _described(v, layout.N), _described(out.view(q.shape), ROWS), lse, mask.by_query,
-        mask.document_starts, s=s, t=t, all_heads=b * n, heads=n, group=m, section=section(t, d, q.dtype, m), scale=options.scale,
-        **_fixed(layout, mask.causal, mask.window, mask.document_starts is not None), num_warps=4)
+        _described(q, ROWS),
+        _described(k, layout.N),
+        _described(v, layout.N),
+        _described(out.view(q.shape), ROWS),
+        lse,
+        mask.by_query,
+        mask.document_starts,
+        s=s,
+        t=t,
+        all_heads=b * n,
+        heads=n,
+        group=m,
+        section=section(t, d, q.dtype, m),
+        scale=options.scale,
+        **_fixed(layout, mask.causal, mask.window, mask.document_starts is not None),
+        num_warps=4,
+    )
     return out, lse
 
 
 VARIANTS: dict[str, dict[str, Any]] = {  # of the mask
-    "causal": {}, "full": {"causal": False}, "window": {"window": 1024}, "documents": {"documents": True}}
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window": 1024},
+    "documents": {"documents": True},
+}
 
 
 def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
-    """Head dimensions between take what 64 and 128 compile to. What is spilled lies outside the loop over whole blocks."""
+    """Head dimensions between take what 64 and 128 compile to. What is spilled lies outside the
+    loop over whole blocks.
+    """
     if gluon is None or arch != lang.HOPPER:
         return
     for d, kind in ((64, "shipped"), (64, "three consumers"), (128, "shipped")):
@@ -385,12 +805,32 @@ def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
             if kind != "shipped" and variant not in ("causal", "full"):
                 continue
             layout = configuration(d, kind)
-            fixed: dict[str, Any] = _fixed(layout, **{"causal": True, "window": None, "documents": False} | of_mask)
-            blocks = {name: f"tensordesc<bf16[1, 1, {rows}, {d}],{_block_layout(rows, d, gl.bfloat16)!r}>"
-                      for name, rows in {"q": ROWS, "k": layout.N, "v": layout.N, "out": ROWS}.items()}
+            fixed: dict[str, Any] = _fixed(
+                layout, **{"causal": True, "window": None, "documents": False} | of_mask
+            )
+            blocks = {
+                name: f"tensordesc<bf16[1, 1, {rows}, {d}],{_block_layout(rows, d, gl.bfloat16)!r}>"
+                for name, rows in {"q": ROWS, "k": layout.N, "v": layout.N, "out": ROWS}.items()
+            }
             tables = {"table": "*i32", "starts": "*i32"} if fixed["TABLE"] else {}
             fixed |= {} if tables else {"table": None, "starts": None}
-            signature = {**blocks, **tables, "lse": "*fp32", "scale": "fp32", **dict.fromkeys(RUNTIME, "i32")}
-            name = f"attention_gluon_{d}_{variant}" + ("_3_consumers" if layout.consumers == 3 else "")
-            yield lang.Compiled(name=name, kernel=forward_kernel, signature=signature, constants=fixed,
-                                divisible=("lse", *tables), num_warps=4, matmul=True, row=find("attention gluon", arch, d=d, kind=kind))
+            signature = {
+                **blocks,
+                **tables,
+                "lse": "*fp32",
+                "scale": "fp32",
+                **dict.fromkeys(RUNTIME, "i32"),
+            }
+            name = f"attention_gluon_{d}_{variant}" + (
+                "_3_consumers" if layout.consumers == 3 else ""
+            )
+            yield lang.Compiled(
+                name=name,
+                kernel=forward_kernel,
+                signature=signature,
+                constants=fixed,
+                divisible=("lse", *tables),
+                num_warps=4,
+                matmul=True,
+                row=find("attention gluon", arch, d=d, kind=kind),
+            )

@@ -1,9 +1,11 @@
-"""What the kernels of flash attention are launched with, forward and backward: descriptors, tile sizes, and one set of arguments for all.
+"""What the kernels of flash attention are launched with, forward and backward: descriptors, tile
+sizes, and one set of arguments for all.
 
-q, k, v and what becomes of them are read and written through tensor descriptors (the TMA unit of Hopper; pointers on older GPUs), query heads as
-[b g, m, length, d] (m heads read one key head), key heads as [b g, length, d]: they lie as well in tensors of their own as in the fused
-projection [s, b, g, m + 2, d]. A head dimension that is no power of two needs no special kernel (96 takes the one for 128), and rows beyond
-the last read as zeros and are not written.
+q, k, v and what becomes of them are read and written through tensor descriptors (the TMA unit of
+Hopper; pointers on older GPUs), query heads as [b g, m, length, d] (m heads read one key head), key
+heads as [b g, length, d]: they lie as well in tensors of their own as in the fused projection [s,
+b, g, m + 2, d]. A head dimension that is no power of two needs no special kernel (96 takes the one
+for 128), and rows beyond the last read as zeros and are not written.
 """
 
 from __future__ import annotations
@@ -21,7 +23,20 @@ from torch import Tensor
 from megatron.config.errors import UserError
 
 L2_BYTES = 24 << 20  # of a GPU's 50 MB: the inner operands of the heads that are worked on together
-RUNTIME = ("s", "t", "padded", "heads", "group", "members", "section", "first_head", "k0", "k1", "threshold")  # one compilation for all values
+# one compilation for all values
+RUNTIME = (
+    "s",
+    "t",
+    "padded",
+    "heads",
+    "group",
+    "members",
+    "section",
+    "first_head",
+    "k0",
+    "k1",
+    "threshold",
+)
 
 
 @dataclass(frozen=True)
@@ -53,16 +68,35 @@ class Options:
 
 
 def table_key(d: int, options: Options, causal: bool) -> dict[str, Any]:
-    """The table's key for a call: tiles follow the head dimension and the costliest thing that is done to a score."""
-    kind = "dropout" if options.drop > 0 else "softcap" if options.softcap is not None else "causal" if causal else "full"
+    """The table's key for a call: tiles follow the head dimension and the costliest thing that is
+    done to a score.
+    """
+    kind = (
+        "dropout"
+        if options.drop > 0
+        else "softcap"
+        if options.softcap is not None
+        else "causal"
+        if causal
+        else "full"
+    )
     return {"d": max(64, columns(d)), "kind": kind}
 
 
-def configuration(kernel: str, d: int, options: Options, causal: bool, dtype: torch.dtype = torch.bfloat16, arch: int = lang.HOPPER) -> Tiles:
-    """Tiles of the kernel "forward", "dkv", "dkv_dq" or "dq". In fp32 there is one size: those products use no tensor cores.
+def configuration(
+    kernel: str,
+    d: int,
+    options: Options,
+    causal: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    arch: int = lang.HOPPER,
+) -> Tiles:
+    """Tiles of the kernel "forward", "dkv", "dkv_dq" or "dq". In fp32 there is one size: those
+    products use no tensor cores.
 
-    On Hopper by what compiles without spills in the loops and how many blocks of threads an SM then holds (docs/kernels.md): with 128 registers a
-    thread two, of which one multiplies while the other one computes exponentials. Random bits and soft-caps are left with smaller tiles.
+    On Hopper by what compiles without spills in the loops and how many blocks of threads an SM then
+    holds (docs/kernels.md): with 128 registers a thread two, of which one multiplies while the
+    other one computes exponentials. Random bits and soft-caps are left with smaller tiles.
     """
     if options.tile or dtype == torch.float32:
         return Tiles(options.tile or 32, options.tile or 32)
@@ -71,7 +105,14 @@ def configuration(kernel: str, d: int, options: Options, causal: bool, dtype: to
         raise UserError(fault)
     numbers = row.numbers
     options_of_compiler = {name: numbers[name] for name in ("maxnreg",) if name in numbers}
-    return Tiles(numbers["M"], numbers["N"], numbers["num_warps"], numbers["num_stages"], options_of_compiler, row)
+    return Tiles(
+        numbers["M"],
+        numbers["N"],
+        numbers["num_warps"],
+        numbers["num_stages"],
+        options_of_compiler,
+        row,
+    )
 
 
 def columns(d: int) -> int:
@@ -80,7 +121,9 @@ def columns(d: int) -> int:
 
 
 def by_key_head(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Views q [s, b, g, m, d], k and v [t, b, g, d] of (q [s, b, g m, d], k, v), or of the one fused [s, b, g, m + 2, d]."""
+    """Views q [s, b, g, m, d], k and v [t, b, g, d] of (q [s, b, g m, d], k, v), or of the one
+    fused [s, b, g, m + 2, d].
+    """
     if len(qkv) == 1:
         return qkv[0][:, :, :, :-2], qkv[0][:, :, :, -2], qkv[0][:, :, :, -1]
     q, k, v = qkv
@@ -88,9 +131,19 @@ def by_key_head(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x [length, ..., d] where a descriptor can address it (rows contiguous, all else at multiples of 16 bytes), a copy where not."""
-    steps = [stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+    """x [length, ..., d] where a descriptor can address it (rows contiguous, all else at multiples
+    of 16 bytes), a copy where not.
+    """
+    steps = [
+        stride * x.element_size()
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+        if size > 1
+    ]
+    fits = (
+        x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and all(step > 0 and step % 16 == 0 for step in steps)
+    )
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -98,13 +151,23 @@ def descriptor(x: Tensor, rows: int) -> Any:
     """Blocks [1, ..., rows, columns(d)] of x [length, ..., d], as [..., length, d]."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    (length, *heads, d), (step, *steps, _) = x.shape, (given if size > 1 else x.shape[-1] for size, given in zip(x.shape, x.stride(), strict=True))
+    (length, *heads, d), (step, *steps, _) = (
+        x.shape,
+        (
+            given if size > 1 else x.shape[-1]
+            for size, given in zip(x.shape, x.stride(), strict=True)
+        ),
+    )
     assert d * x.element_size() % 16 == 0, "check with unfit()"
-    return TensorDescriptor(x, [*heads, length, d], [*steps, step, 1], [1] * len(heads) + [rows, columns(d)])
+    return TensorDescriptor(
+        x, [*heads, length, d], [*steps, step, 1], [1] * len(heads) + [rows, columns(d)]
+    )
 
 
 def operand(x: Tensor, rows: int) -> Any:
-    """x [length, b g, ..., d] as the kernels take it (attention_tiles.py): a descriptor; before Hopper its pointer, length, width, strides."""
+    """x [length, b g, ..., d] as the kernels take it (attention_tiles.py): a descriptor; before
+    Hopper its pointer, length, width, strides.
+    """
     if lang.capability(x.device) >= lang.HOPPER:
         return descriptor(x, rows)
     (length, *_, d), (step, *steps, _) = x.shape, x.stride()
@@ -112,33 +175,75 @@ def operand(x: Tensor, rows: int) -> Any:
 
 
 def section(length: int, d: int, dtype: torch.dtype, heads: int = 1) -> int:
-    """How many heads are worked on together, when `heads` of them share two operands [length, d] that stay in the L2 cache."""
+    """How many heads are worked on together, when `heads` of them share two operands [length, d]
+    that stay in the L2 cache.
+    """
     return max(1, L2_BYTES // (2 * length * d * dtype.itemsize)) * heads
 
 
 def numbers(s: int, t: int, n: int, g: int, options: Options) -> dict[str, Any]:
     """The arguments that are numbers, but for `section`."""
-    return {"s": s, "t": t, "heads": n, "group": n // g, "scale": options.scale, "first_head": options.first_head,
-            "k0": options.key[0], "k1": options.key[1], "threshold": round(options.drop * 2**32), "inverse_keep": 1 / (1 - options.drop)}
+    return {
+        "s": s,
+        "t": t,
+        "heads": n,
+        "group": n // g,
+        "scale": options.scale,
+        "first_head": options.first_head,
+        "k0": options.key[0],
+        "k1": options.key[1],
+        "threshold": round(options.drop * 2**32),
+        "inverse_keep": 1 / (1 - options.drop),
+    }
 
 
 def mask_tensors(mask: AttentionMask, sample_ids: Tensor | None) -> dict[str, Tensor | None]:
-    return {"q_positions": mask.q_positions, "k_positions": mask.k_positions, "starts": mask.document_starts, "samples": sample_ids}
+    return {
+        "q_positions": mask.q_positions,
+        "k_positions": mask.k_positions,
+        "starts": mask.document_starts,
+        "samples": sample_ids,
+    }
 
 
-def constants(d: int, tiles: Tiles, options: Options, *, causal: bool, window: int | None, documents: bool, positions: bool) -> dict[str, Any]:
+def constants(
+    d: int,
+    tiles: Tiles,
+    options: Options,
+    *,
+    causal: bool,
+    window: int | None,
+    documents: bool,
+    positions: bool,
+) -> dict[str, Any]:
     """The arguments that are compiled in."""
     table = (options.tile or TILE) if documents or positions else 0
-    return {"D": columns(d), "M": tiles.M, "N": tiles.N, "CAUSAL": causal, "WINDOW": window or 0, "TABLE": table,
-            "DOCUMENTS": documents, "POSITIONS": positions, "SOFTCAP": float(options.softcap or 0), "DROPOUT": options.drop > 0}
+    return {
+        "D": columns(d),
+        "M": tiles.M,
+        "N": tiles.N,
+        "CAUSAL": causal,
+        "WINDOW": window or 0,
+        "TABLE": table,
+        "DOCUMENTS": documents,
+        "POSITIONS": positions,
+        "SOFTCAP": float(options.softcap or 0),
+        "DROPOUT": options.drop > 0,
+    }
 
 
 def of_mask(mask: AttentionMask) -> dict[str, Any]:
-    return {"causal": mask.causal, "window": mask.window, "documents": mask.document_starts is not None, "positions": mask.q_positions is not None}
+    return {
+        "causal": mask.causal,
+        "window": mask.window,
+        "documents": mask.document_starts is not None,
+        "positions": mask.q_positions is not None,
+    }
 
 
 # The shipped variants: what `aot()` compiles for each head dimension.
-VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name: (of the mask, of the options)
+# name: (of the mask, of the options)
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "causal": ({}, {}),
     "full": ({"causal": False}, {}),
     "window": ({"window": 1024}, {}),
@@ -150,34 +255,87 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name: (of the 
 
 
 def shipped(kernel: str, d: int, variant: str, arch: int) -> Tiles | None:
-    """What a kernel is launched with for a variant; None where the table refuses it for this architecture."""
+    """What a kernel is launched with for a variant; None where the table refuses it for this
+    architecture.
+    """
     mask, given = VARIANTS[variant]
     call = Options(scale=1.0, **given), mask.get("causal", True)
-    return None if find(f"attention {kernel}", arch, **table_key(d, *call)).refused else configuration(kernel, d, *call, arch=arch)
+    return (
+        None
+        if find(f"attention {kernel}", arch, **table_key(d, *call)).refused
+        else configuration(kernel, d, *call, arch=arch)
+    )
 
 
-def compiled(kernel: Any, name: str, d: int, tiles: Tiles, variant: str, descriptors: Mapping[str, int], arch: int = lang.HOPPER, *,
-             deterministic: bool = True, **more: Any) -> lang.Compiled:
-    """The row of a kernel in bf16; `descriptors` gives rows of a block by argument name, `more` what else is compiled in."""
+def compiled(
+    kernel: Any,
+    name: str,
+    d: int,
+    tiles: Tiles,
+    variant: str,
+    descriptors: Mapping[str, int],
+    arch: int = lang.HOPPER,
+    *,
+    deterministic: bool = True,
+    **more: Any,
+) -> lang.Compiled:
+    """The row of a kernel in bf16; `descriptors` gives rows of a block by argument name, `more`
+    what else is compiled in.
+    """
     mask, given = VARIANTS[variant]
     options = Options(scale=1.0, deterministic=deterministic, **given)
     flags = {"causal": True, "window": None, "documents": False, "positions": False} | mask
     fixed = constants(d, tiles, options, **flags) | more
-    types = {"lse": "*fp32", "base": "*fp32", "delta": "*fp32", "scale": "fp32", "inverse_keep": "fp32", "k0": "u32", "k1": "u32", "threshold": "u32"}
-    given_tensors = {"table": fixed["TABLE"] > 0, "starts": flags["documents"], "q_positions": flags["positions"], "k_positions": flags["positions"],
-                     "samples": options.drop > 0}
-    types |= {key: "*i64" if key == "samples" else "*i32" for key, present in given_tensors.items() if present}
+    types = {
+        "lse": "*fp32",
+        "base": "*fp32",
+        "delta": "*fp32",
+        "scale": "fp32",
+        "inverse_keep": "fp32",
+        "k0": "u32",
+        "k1": "u32",
+        "threshold": "u32",
+    }
+    given_tensors = {
+        "table": fixed["TABLE"] > 0,
+        "starts": flags["documents"],
+        "q_positions": flags["positions"],
+        "k_positions": flags["positions"],
+        "samples": options.drop > 0,
+    }
+    types |= {
+        key: "*i64" if key == "samples" else "*i32"
+        for key, present in given_tensors.items()
+        if present
+    }
     fixed |= {key: None for key, present in given_tensors.items() if not present}
     for key, rows in descriptors.items():
-        kind, heads = "fp32" if key == "dq" and not deterministic else "bf16", 2 if key in ("q", "out", "dout", "dq") else 1
-        types[key] = f"tensordesc<{kind}[{'1, ' * heads}{rows}, {columns(d)}]>" if arch >= lang.HOPPER else (f"*{kind}", *["i32"] * (3 + heads))
+        kind, heads = (
+            "fp32" if key == "dq" and not deterministic else "bf16",
+            2 if key in ("q", "out", "dout", "dq") else 1,
+        )
+        types[key] = (
+            f"tensordesc<{kind}[{'1, ' * heads}{rows}, {columns(d)}]>"
+            if arch >= lang.HOPPER
+            else (f"*{kind}", *["i32"] * (3 + heads))
+        )
     if "dq" in kernel.arg_names and "dq" not in descriptors:
         fixed["dq"] = None
     signature = {key: types.get(key, "i32") for key in kernel.arg_names if key not in fixed}
     return lang.Compiled(
-        name=f"attention_{name}_{d}_{variant}", kernel=kernel, signature=signature, constants=fixed, matmul=True, row=tiles.row,
-        divisible=tuple(key for key, kind in signature.items() if isinstance(kind, str) and kind.startswith("*")),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, options=tiles.options)
+        name=f"attention_{name}_{d}_{variant}",
+        kernel=kernel,
+        signature=signature,
+        constants=fixed,
+        matmul=True,
+        row=tiles.row,
+        divisible=tuple(
+            key for key, kind in signature.items() if isinstance(kind, str) and kind.startswith("*")
+        ),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        options=tiles.options,
+    )
 
 
 assert TILE % STEP == 0

@@ -1,12 +1,14 @@
 """Which keys a query sees, and which blocks of keys a tile of queries has to visit.
 
-A query at position p sees the keys at positions <= p, of these the `window` latest ones (itself included), and none before the start of its
-document. Without causality it sees all keys.
+A query at position p sees the keys at positions <= p, of these the `window` latest ones (itself
+included), and none before the start of its document. Without causality it sees all keys.
 
-Every mask is one mechanism to the kernels: four bounds low <= full_low <= full_high <= high of a tile of queries, in keys. The tile sees
-nothing outside [low, high) and everything in [full_low, full_high); only blocks between are masked, elementwise and exactly, so bounds that
-are too wide cost time and nothing else. A tile of keys has the same four bounds in queries (the backward pass of keys and values).
-Causality and windows have a closed form that a kernel computes itself; positions and documents take tables, made once for all layers.
+Every mask is one mechanism to the kernels: four bounds low <= full_low <= full_high <= high of a
+tile of queries, in keys. The tile sees nothing outside [low, high) and everything in [full_low,
+full_high); only blocks between are masked, elementwise and exactly, so bounds that are too wide
+cost time and nothing else. A tile of keys has the same four bounds in queries (the backward pass of
+keys and values). Causality and windows have a closed form that a kernel computes itself; positions
+and documents take tables, made once for all layers.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ LAST = 2**31 - 1
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """What attention may see, by query_length s and key_length t. Make it with `attention_mask`, once for all layers of a micro-batch.
+    """What attention may see, by query_length s and key_length t. Make it with `attention_mask`,
+    once for all layers of a micro-batch.
 
-    q_positions [s], k_positions [t], document_starts [b, s]: int32, or None where positions count 0, 1, 2, ... and a sample is one document.
-    by_query [b or 1, ceil(s / 128), 4] and by_key [b or 1, ceil(t / 128), 4]: int32 tables of bounds, None where the closed form serves.
+    q_positions [s], k_positions [t], document_starts [b, s]: int32, or None where positions count
+    0, 1, 2, ... and a sample is one document. by_query [b or 1, ceil(s / 128), 4] and by_key [b or
+    1, ceil(t / 128), 4]: int32 tables of bounds, None where the closed form serves.
     """
 
     causal: bool = True
@@ -53,23 +57,39 @@ class AttentionMask:
         return visible.unsqueeze(1)
 
 
-def attention_mask(s: int, t: int, *, causal: bool = True, window: int | None = None, q_positions: Tensor | None = None,
-                   k_positions: Tensor | None = None, document_starts: Tensor | None = None, tile: int = 0) -> AttentionMask:
-    """The mask of s queries on t keys; some twenty small operations on the device where it needs tables, and no wait for the device.
+def attention_mask(
+    s: int,
+    t: int,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    document_starts: Tensor | None = None,
+    tile: int = 0,
+) -> AttentionMask:
+    """The mask of s queries on t keys; some twenty small operations on the device where it needs
+    tables, and no wait for the device.
 
-    q_positions [s], k_positions [t] and document_starts [b, s] are integers of any width. `tile` is for tests: tables for square tiles of
-    this size, to be given to the kernels too.
+    q_positions [s], k_positions [t] and document_starts [b, s] are integers of any width. `tile` is
+    for tests: tables for square tiles of this size, to be given to the kernels too.
     """
-    assert causal or (window is None and q_positions is None and document_starts is None), "without causality every query sees every key"
+    assert causal or (window is None and q_positions is None and document_starts is None), (
+        "without causality every query sees every key"
+    )
     assert window is None or window > 0
     assert (q_positions is None) == (k_positions is None), "positions of both or of neither"
     q_positions, k_positions, document_starts = (
-        x if x is None else x.to(torch.int32).contiguous() for x in (q_positions, k_positions, document_starts))
+        x if x is None else x.to(torch.int32).contiguous()
+        for x in (q_positions, k_positions, document_starts)
+    )
     plain = AttentionMask(causal, window, q_positions, k_positions, document_starts)
     if q_positions is None and document_starts is None:
         return plain
     by_query, by_key = _tables(plain, s, t, tile or TILE, tile or STEP)
-    return AttentionMask(causal, window, q_positions, k_positions, document_starts, by_query, by_key)
+    return AttentionMask(
+        causal, window, q_positions, k_positions, document_starts, by_query, by_key
+    )
 
 
 def table_bytes(length: int, samples: int) -> int:
@@ -82,27 +102,47 @@ def positions(given: Tensor | None, count: int, device: torch.device) -> Tensor:
 
 
 def _extremes(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Least and greatest of each `size` consecutive elements of x [..., count]; the last ones may be fewer."""
+    """Least and greatest of each `size` consecutive elements of x [..., count]; the last ones may
+    be fewer.
+    """
     pad = -x.shape[-1] % size
-    low, high = (torch.cat([x, x.new_full((*x.shape[:-1], pad), fill)], -1).unflatten(-1, (-1, size)) if pad else x.unflatten(-1, (-1, size))
-                 for fill in (LAST, -1))
+    low, high = (
+        torch.cat([x, x.new_full((*x.shape[:-1], pad), fill)], -1).unflatten(-1, (-1, size))
+        if pad
+        else x.unflatten(-1, (-1, size))
+        for fill in (LAST, -1)
+    )
     return low.amin(-1), high.amax(-1)
 
 
 def _tables(mask: AttentionMask, s: int, t: int, tile: int, step: int) -> tuple[Tensor, Tensor]:
     device = (mask.document_starts if mask.q_positions is None else mask.q_positions).device
     q_at, k_at = positions(mask.q_positions, s, device), positions(mask.k_positions, t, device)
-    starts = torch.zeros(1, s, device=device, dtype=torch.int32) if mask.document_starts is None else mask.document_starts
+    starts = (
+        torch.zeros(1, s, device=device, dtype=torch.int32)
+        if mask.document_starts is None
+        else mask.document_starts
+    )
 
     def table(queries: int, keys: int) -> tuple[Tensor, Tensor]:
-        """(some, whole) [b or 1, query blocks, key blocks]: whether a block of queries sees any (all) of a block of keys."""
+        """(some, whole) [b or 1, query blocks, key blocks]: whether a block of queries sees any
+        (all) of a block of keys.
+        """
         q_low, q_high = (x[None, :, None] for x in _extremes(q_at, queries))
         k_low, k_high = (x[None, None, :] for x in _extremes(k_at, keys))
         start_low, start_high = (x[:, :, None] for x in _extremes(starts, queries))
-        some, whole = (k_low <= q_high) & (k_high >= start_low), (k_high <= q_low) & (k_low >= start_high)
+        some, whole = (
+            (k_low <= q_high) & (k_high >= start_low),
+            (k_high <= q_low) & (k_low >= start_high),
+        )
         if mask.window is not None:
-            some, whole = some & (q_low - k_high < mask.window), whole & (q_high - k_low < mask.window)
-        complete = (torch.arange(k_low.numel(), device=device) < t // keys) & (torch.arange(q_low.numel(), device=device) < s // queries)[:, None]
+            some, whole = (
+                some & (q_low - k_high < mask.window),
+                whole & (q_high - k_low < mask.window),
+            )
+        complete = (torch.arange(k_low.numel(), device=device) < t // keys) & (
+            torch.arange(q_low.numel(), device=device) < s // queries
+        )[:, None]
         return some, whole & complete
 
     some, whole = table(tile, step)
@@ -112,29 +152,53 @@ def _tables(mask: AttentionMask, s: int, t: int, tile: int, step: int) -> tuple[
 
 
 def _bounds(some: Tensor, whole: Tensor, step: int, length: int) -> Tensor:
-    """[b, rows, 4] int32 bounds in elements, from flags [b, rows, blocks] of `step` elements each. Whole blocks with gaps between count as none."""
+    """[b, rows, 4] int32 bounds in elements, from flags [b, rows, blocks] of `step` elements each.
+    Whole blocks with gaps between count as none.
+    """
     index = torch.arange(some.shape[-1], device=some.device)
 
     def span(flags: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.where(flags, index, some.shape[-1]).amin(-1), torch.where(flags, index + 1, 0).amax(-1)
+        return torch.where(flags, index, some.shape[-1]).amin(-1), torch.where(
+            flags, index + 1, 0
+        ).amax(-1)
 
     (low, high), (full_low, full_high) = span(some), span(whole)
     low = torch.minimum(low, high)  # nothing is seen: both 0
     solid = (full_high - full_low == whole.sum(-1)) & (full_low < full_high)
-    bounds = torch.stack([low, torch.where(solid, full_low, low), torch.where(solid, full_high, low), high], -1) * step
+    bounds = (
+        torch.stack(
+            [low, torch.where(solid, full_low, low), torch.where(solid, full_high, low), high], -1
+        )
+        * step
+    )
     return bounds.clamp_max(length).to(torch.int32).contiguous()
 
 
 @jit
 def _row_of(table, b, first, length, TABLE: tl.constexpr):
-    """The four bounds in a table [b, ceil(length / TABLE), 4] of the tile that begins with element `first`."""
+    """The four bounds in a table [b, ceil(length / TABLE), 4] of the tile that begins with element
+    `first`.
+    """
     at = table + (b * tl.cdiv(length, TABLE) + first // TABLE) * 4
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
 
 
 @jit
-def keys_of_queries(table, b, row, s, t, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """Bounds of the M queries from `row` on, in blocks of N keys. TABLE: queries that a row of the table serves, 0 for the closed form."""
+def keys_of_queries(
+    table,
+    b,
+    row,
+    s,
+    t,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TABLE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Bounds of the M queries from `row` on, in blocks of N keys. TABLE: queries that a row of the
+    table serves, 0 for the closed form.
+    """
     if TABLE > 0:
         low, full_low, full_high, high = _row_of(table, b, row, s, TABLE)
     else:
@@ -148,8 +212,21 @@ def keys_of_queries(table, b, row, s, t, CAUSAL: tl.constexpr, WINDOW: tl.conste
 
 
 @jit
-def queries_of_keys(table, b, key, s, t, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """Bounds of the N keys from `key` on, in blocks of M queries. A tile that passes the last key is masked everywhere."""
+def queries_of_keys(
+    table,
+    b,
+    key,
+    s,
+    t,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TABLE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Bounds of the N keys from `key` on, in blocks of M queries. A tile that passes the last key
+    is masked everywhere.
+    """
     if TABLE > 0:
         low, full_low, full_high, high = _row_of(table, b, key, t, TABLE)
     else:
@@ -172,8 +249,19 @@ def _blocks(low, full_low, full_high, high, SIZE: tl.constexpr):
 
 
 @jit
-def visible(q_at, k_at, k_index, start, t, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Whether queries see keys, exactly: q_at and start of one shape, k_at and k_index of another, which broadcast to a tile or its transpose."""
+def visible(
+    q_at,
+    k_at,
+    k_index,
+    start,
+    t,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """Whether queries see keys, exactly: q_at and start of one shape, k_at and k_index of another,
+    which broadcast to a tile or its transpose.
+    """
     see = k_index < t
     if CAUSAL:
         see = see & (k_at <= q_at)
@@ -186,7 +274,8 @@ def visible(q_at, k_at, k_index, start, t, CAUSAL: tl.constexpr, WINDOW: tl.cons
 
 @jit
 def schedule(program, blocks, heads, section):
-    """(block, head) of a program: blocks one after another over `section` heads at a time, whose keys and values stay in the L2 cache together.
+    """(block, head) of a program: blocks one after another over `section` heads at a time, whose
+    keys and values stay in the L2 cache together.
 
     With the heavy blocks first, programs that end late are short ones.
     """

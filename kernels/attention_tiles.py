@@ -1,8 +1,10 @@
-"""Tiles of attention's operands in memory, by tensor descriptor or by pointer: what a kernel calls is the same, what it is given decides.
+"""Tiles of attention's operands in memory, by tensor descriptor or by pointer: what a kernel calls
+is the same, what it is given decides.
 
-A descriptor is the TMA unit's on Hopper and newer. Older GPUs have no such unit, and Triton would compute every element's address and bounds in
-64 bits, without vectors and asynchronous copies: there an operand is the tuple (pointer, length, width, stride of rows, strides of the
-coordinates before). Rows beyond `length` and columns beyond `width` read zeros and are not written.
+A descriptor is the TMA unit's on Hopper and newer. Older GPUs have no such unit, and Triton would
+compute every element's address and bounds in 64 bits, without vectors and asynchronous copies:
+there an operand is the tuple (pointer, length, width, stride of rows, strides of the coordinates
+before). Rows beyond `length` and columns beyond `width` read zeros and are not written.
 """
 
 from __future__ import annotations
@@ -40,4 +42,3 @@ def store_tile(x, at, row, tile, ROWS: tl.constexpr, D: tl.constexpr):
     else:
         pointers, mask = _addresses(x, at, row, ROWS, D)
         tl.store(pointers, tile.to(x[0].dtype.element_ty), mask=mask)
-

@@ -1,12 +1,17 @@
-"""The one table of frozen configurations, configurations.json, and the function that looks a row up. Nothing is tuned while a model runs.
+"""The one table of frozen configurations, configurations.json, and the function that looks a row
+up. Nothing is tuned while a model runs.
 
-A row belongs to an operator, an architecture and a key (of attention, head dimension and kind). `numbers` are what is chosen: tile sizes, warps,
-stages and options of the compiler for a kernel of fixed tiles; for one that follows its input's width, the most elements that a program takes, elements
-or bytes a thread, programs in all, from which the operator's `configuration()` makes a launch. `spills` and `shared` are the bytes that it may spill
-and what it needs of shared memory, `measured` says by what it won and is absent where no GPU has had a say; a row `refused` says why there is none.
+A row belongs to an operator, an architecture and a key (of attention, head dimension and kind).
+`numbers` are what is chosen: tile sizes, warps, stages and options of the compiler for a kernel of
+fixed tiles; for one that follows its input's width, the most elements that a program takes,
+elements or bytes a thread, programs in all, from which the operator's `configuration()` makes a
+launch. `spills` and `shared` are the bytes that it may spill and what it needs of shared memory,
+`measured` says by what it won and is absent where no GPU has had a say; a row `refused` says why
+there is none.
 
-A GPU takes the row of its own architecture, or where there is none the newest row that is not newer than it. tools/tune_kernels.py writes rows;
-tools/kernel_manifest.py compiles every one of them for each of ARCHITECTURES.
+A GPU takes the row of its own architecture, or where there is none the newest row that is not newer
+than it. tools/tune_kernels.py writes rows; tools/kernel_manifest.py compiles every one of them for
+each of ARCHITECTURES.
 """
 
 from __future__ import annotations
@@ -18,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 ARCHITECTURES = (90, 80, 100)  # what is compiled without a GPU: major * 10 + minor, Hopper first
-SHARED_MEMORY = {80: 166912, 86: 101376, 87: 166912, 89: 101376, 90: 232448, 120: 101376}  # bytes a block may have, from an architecture on
+# bytes a block may have, from an architecture on
+SHARED_MEMORY = {80: 166912, 86: 101376, 87: 166912, 89: 101376, 90: 232448, 120: 101376}
 Index = dict[tuple[str, frozenset], dict[int, "Row"]]
 FILE = Path(__file__).with_suffix(".json")
 
@@ -38,16 +44,25 @@ class Row:
 
     def launch(self) -> dict[str, int]:
         """Warps, stages and compiler's options, as a kernel's call takes them."""
-        return {name: value for name, value in self.numbers.items() if name in ("num_warps", "num_stages", "maxnreg")}
+        return {
+            name: value
+            for name, value in self.numbers.items()
+            if name in ("num_warps", "num_stages", "maxnreg")
+        }
 
     def unfit(self, capability: int) -> str | None:
         """Why a GPU cannot run it; None when it can."""
-        what = f"{self.operator} ({', '.join(f'{name} {value}' for name, value in self.key.items())})"
+        what = (
+            f"{self.operator} ({', '.join(f'{name} {value}' for name, value in self.key.items())})"
+        )
         if self.refused:
             return f"{what} on compute capability {capability / 10}: {self.refused}"
         if self.shared > shared_memory(capability):
-            return (f"{what} needs {self.shared >> 10} KiB of shared memory for a block of threads, "
-                    f"a GPU of compute capability {capability / 10} has {shared_memory(capability) >> 10}")
+            return (
+                f"{what} needs {self.shared >> 10} KiB of shared memory for a block of threads, "
+                f"a GPU of compute capability {capability / 10} has "
+                f"{shared_memory(capability) >> 10}"
+            )
         return None
 
 
@@ -62,8 +77,15 @@ def read(text: str) -> list[Row]:
 
 def write(rows: Iterable[Row]) -> str:
     """JSON, a row a line."""
+
     def line(row: Row) -> str:
-        return json.dumps({name: value for name, value in vars(row).items() if value or name in ("key", "numbers")})
+        return json.dumps(
+            {
+                name: value
+                for name, value in vars(row).items()
+                if value or name in ("key", "numbers")
+            }
+        )
 
     return "[\n" + ",\n".join(line(row) for row in rows) + "\n]\n"
 
@@ -74,7 +96,9 @@ def index(rows: Iterable[Row]) -> Index:
     for row in rows:
         place = table.setdefault((row.operator, frozenset(row.key.items())), {})
         if row.arch in place:
-            raise ValueError(f"{FILE.name}: two rows of {row.operator}, {dict(row.key)}, architecture {row.arch}")
+            raise ValueError(
+                f"{FILE.name}: two rows of {row.operator}, {dict(row.key)}, architecture {row.arch}"
+            )
         place[row.arch] = row
     return table
 

@@ -1,18 +1,25 @@
-"""Cross-entropy of the columns of a vocabulary that one rank holds: three numbers a token, and the gradient in the logits' own storage.
+"""Cross-entropy of the columns of a vocabulary that one rank holds: three numbers a token, and the
+gradient in the logits' own storage.
 
-Shapes: logits [n, width] of n tokens in bf16, fp16 or fp32 (fp64 in the definition), of which the first `columns` are real and the others padding;
-labels [n] (int64) counted from this rank's first column, anything outside [0, columns) being another rank's. z is the logit, or
-cap x tanh(logit / cap) with a soft cap.
+Shapes: logits [n, width] of n tokens in bf16, fp16 or fp32 (fp64 in the definition), of which the
+first `columns` are real and the others padding; labels [n] (int64) counted from this rank's first
+column, anything outside [0, columns) being another rank's. z is the logit, or cap x tanh(logit /
+cap) with a soft cap.
 
-    parts    maximum m of z, sum of exp(z - m), z at the label or 0 where that is not here; (lowest fp32, 0, 0) where columns = 0
+    parts    maximum m of z, sum of exp(z - m), z at the label or 0 where that is not here; (lowest
+    fp32, 0, 0) where columns = 0
     over all ranks      lse = log sum exp(z),  loss = lse - z[label]
-    backward            dlogits = ((dloss + dlse) exp(z - lse) - dloss [column is label]) x (1 - (z / cap)^2), 0 in padding
+    backward            dlogits = ((dloss + dlse) exp(z - lse) - dloss [column is label]) x (1 - (z
+    / cap)^2), 0 in padding
 
-Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; three numbers a token over ranks: layers/loss.py.
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; three numbers a
+token over ranks: layers/loss.py.
 
-Roofline: the forward pass reads each logit once and the backward pass reads and writes it once, 2 + 4 bytes each in bf16. 8192 tokens of 131072
-columns at 4.3 TB/s: 0.50 + 1.0 ms. One exp an element takes half of a Hopper's special-function units at that rate: so the maximum is one number a
-row, and not one a lane, which would take two. The cap's tanh takes two more: with it those units bound the forward pass, at 2.8 TB/s.
+Roofline: the forward pass reads each logit once and the backward pass reads and writes it once, 2 +
+4 bytes each in bf16. 8192 tokens of 131072 columns at 4.3 TB/s: 0.50 + 1.0 ms. One exp an element
+takes half of a Hopper's special-function units at that rate: so the maximum is one number a row,
+and not one a lane, which would take two. The cap's tanh takes two more: with it those units bound
+the forward pass, at 2.8 TB/s.
 """
 
 from __future__ import annotations
@@ -26,11 +33,19 @@ from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
 from torch import Tensor
 
 
-def cross_entropy_parts_reference(logits: Tensor, labels: Tensor, columns: int, softcap: float | None = None) -> Tensor:
+def cross_entropy_parts_reference(
+    logits: Tensor, labels: Tensor, columns: int, softcap: float | None = None
+) -> Tensor:
     """parts [3, n] in fp32, fp64 for fp64."""
     z = logits[:, :columns].to(torch.promote_types(logits.dtype, torch.float32))
     if columns == 0:
-        return torch.stack([z.new_full(labels.shape, torch.finfo(z.dtype).min), z.new_zeros(labels.shape), z.new_zeros(labels.shape)])
+        return torch.stack(
+            [
+                z.new_full(labels.shape, torch.finfo(z.dtype).min),
+                z.new_zeros(labels.shape),
+                z.new_zeros(labels.shape),
+            ]
+        )
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     top = z.amax(-1)
     here = (labels >= 0) & (labels < columns)
@@ -38,7 +53,9 @@ def cross_entropy_parts_reference(logits: Tensor, labels: Tensor, columns: int, 
     return torch.stack([top, (z - top[:, None]).exp().sum(-1), torch.where(here, target, 0)])
 
 
-def cross_entropy_reference(logits: Tensor, labels: Tensor, columns: int, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+def cross_entropy_reference(
+    logits: Tensor, labels: Tensor, columns: int, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """(loss, lse) [n] where one rank holds all columns, to be differentiated by autograd."""
     top, exponentials, target = cross_entropy_parts_reference(logits, labels, columns, softcap)
     lse = exponentials.log() + top
@@ -51,8 +68,21 @@ def _capped(z, softcap):
 
 
 @jit
-def parts_kernel(logits, labels, parts, tokens, columns, width, stride, softcap, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a token. The loads' mask is `width`, a multiple of 16 where `columns` is not: they stay 16 bytes wide."""
+def parts_kernel(
+    logits,
+    labels,
+    parts,
+    tokens,
+    columns,
+    width,
+    stride,
+    softcap,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a token. The loads' mask is `width`, a multiple of 16 where `columns` is not:
+    they stay 16 bytes wide.
+    """
     token = tl.program_id(0)
     row = logits + token.to(tl.int64) * stride
     top = tl.full((), -3.4028234663852886e38, tl.float32)
@@ -77,7 +107,19 @@ def parts_kernel(logits, labels, parts, tokens, columns, width, stride, softcap,
 
 
 @jit
-def backward_kernel(logits, labels, lse, dloss, dlse, columns, width, stride, softcap, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
+def backward_kernel(
+    logits,
+    labels,
+    lse,
+    dloss,
+    dlse,
+    columns,
+    width,
+    stride,
+    softcap,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program a token; each element is read and written by the same thread."""
     token = tl.program_id(0)
     row = logits + token.to(tl.int64) * stride
@@ -94,7 +136,9 @@ def backward_kernel(logits, labels, lse, dloss, dlse, columns, width, stride, so
         dz = tl.where(at == label, dz - of_label, dz)
         if SOFTCAP:
             dz *= 1 - (z / softcap) * (z / softcap)
-        tl.store(row + at, tl.where(at < columns, dz, 0.0).to(logits.dtype.element_ty), mask=at < width)
+        tl.store(
+            row + at, tl.where(at < columns, dz, 0.0).to(logits.dtype.element_ty), mask=at < width
+        )
 
 
 class LossConfiguration(NamedTuple):
@@ -105,20 +149,34 @@ class LossConfiguration(NamedTuple):
 
 
 def configuration(width: int, arch: int = HOPPER) -> LossConfiguration:
-    """Sixteen elements a thread: two loads of 16 bytes in flight in bf16, and registers for eight blocks of eight warps on a multiprocessor."""
+    """Sixteen elements a thread: two loads of 16 bytes in flight in bf16, and registers for eight
+    blocks of eight warps on a multiprocessor.
+    """
     row = find("cross_entropy", arch).numbers
     block = min(row["block"], max(512, triton.next_power_of_2(width)))
     return LossConfiguration(block, block // (32 * row["per_thread"]))
 
 
 @torch.library.custom_op("megatron::cross_entropy_parts", mutates_args=())
-def cross_entropy_parts(logits: Tensor, labels: Tensor, columns: int, softcap: float | None) -> Tensor:
+def cross_entropy_parts(
+    logits: Tensor, labels: Tensor, columns: int, softcap: float | None
+) -> Tensor:
     """parts [3, n] (fp32) of logits [n, width], whose rows may lie apart."""
     (tokens, width), _ = logits.shape, _checked(logits)
     parts = torch.empty((3, tokens), dtype=torch.float32, device=logits.device)
     if tokens:
-        parts_kernel[(tokens,)](logits, labels.contiguous(), parts, tokens, columns, width, logits.stride(0), softcap or 0.0,
-                                SOFTCAP=softcap is not None, **configuration(width, capability(logits.device))._asdict())
+        parts_kernel[(tokens,)](
+            logits,
+            labels.contiguous(),
+            parts,
+            tokens,
+            columns,
+            width,
+            logits.stride(0),
+            softcap or 0.0,
+            SOFTCAP=softcap is not None,
+            **configuration(width, capability(logits.device))._asdict(),
+        )
     return parts
 
 
@@ -128,17 +186,42 @@ def _(logits: Tensor, labels: Tensor, columns: int, softcap: float | None) -> Te
 
 
 @torch.library.custom_op("megatron::cross_entropy_backward_", mutates_args=("logits",))
-def cross_entropy_backward_(logits: Tensor, labels: Tensor, lse: Tensor, dloss: Tensor, dlse: Tensor, columns: int, softcap: float | None) -> None:
+def cross_entropy_backward_(
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    dloss: Tensor,
+    dlse: Tensor,
+    columns: int,
+    softcap: float | None,
+) -> None:
     """Overwrite logits [n, width] with their gradient; lse, dloss, dlse [n] in fp32."""
     (tokens, width), _ = logits.shape, _checked(logits)
     if tokens:
         numbers = (each.float().contiguous() for each in (lse, dloss, dlse))
-        backward_kernel[(tokens,)](logits, labels.contiguous(), *numbers, columns, width, logits.stride(0), softcap or 0.0,
-                                   SOFTCAP=softcap is not None, **configuration(width, capability(logits.device))._asdict())
+        backward_kernel[(tokens,)](
+            logits,
+            labels.contiguous(),
+            *numbers,
+            columns,
+            width,
+            logits.stride(0),
+            softcap or 0.0,
+            SOFTCAP=softcap is not None,
+            **configuration(width, capability(logits.device))._asdict(),
+        )
 
 
 @cross_entropy_backward_.register_fake
-def _(logits: Tensor, labels: Tensor, lse: Tensor, dloss: Tensor, dlse: Tensor, columns: int, softcap: float | None) -> None:
+def _(
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    dloss: Tensor,
+    dlse: Tensor,
+    columns: int,
+    softcap: float | None,
+) -> None:
     return None
 
 
@@ -150,11 +233,32 @@ def _checked(logits: Tensor) -> None:
 def aot(arch: int = HOPPER) -> Iterator[Compiled]:
     """What is shipped: a large vocabulary in bf16."""
     row, (block, num_warps) = find("cross_entropy", arch), configuration(131072, arch)
-    numbers = {"columns": "i32", "width": "i32", "stride": "i32", "softcap": "fp32", "logits": "*bf16", "labels": "*i64"}
+    numbers = {
+        "columns": "i32",
+        "width": "i32",
+        "stride": "i32",
+        "softcap": "fp32",
+        "logits": "*bf16",
+        "labels": "*i64",
+    }
     for softcap in (False, True):
         constants = {"SOFTCAP": softcap, "BLOCK": block}
         name = "capped" if softcap else "plain"
-        yield Compiled(f"cross_entropy parts {name}", parts_kernel, {**numbers, "parts": "*fp32", "tokens": "i32"}, constants,
-                       ("logits", "labels", "parts", "width", "stride"), num_warps, row=row)
-        yield Compiled(f"cross_entropy backward {name}", backward_kernel, {**numbers, "lse": "*fp32", "dloss": "*fp32", "dlse": "*fp32"}, constants,
-                       ("logits", "labels", "lse", "dloss", "dlse", "width", "stride"), num_warps, row=row)
+        yield Compiled(
+            f"cross_entropy parts {name}",
+            parts_kernel,
+            {**numbers, "parts": "*fp32", "tokens": "i32"},
+            constants,
+            ("logits", "labels", "parts", "width", "stride"),
+            num_warps,
+            row=row,
+        )
+        yield Compiled(
+            f"cross_entropy backward {name}",
+            backward_kernel,
+            {**numbers, "lse": "*fp32", "dloss": "*fp32", "dlse": "*fp32"},
+            constants,
+            ("logits", "labels", "lse", "dloss", "dlse", "width", "stride"),
+            num_warps,
+            row=row,
+        )

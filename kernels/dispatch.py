@@ -1,7 +1,8 @@
 """One table: operator x (device, precision, settings) -> implementation, and why.
 
-An implementation is taken by `auto` when it can do what is asked and nothing before it in the table can, Triton's and apex's only where they have
-been measured to be faster than what comes behind them (MEASURED). A word other than `auto` is taken or refused.
+An implementation is taken by `auto` when it can do what is asked and nothing before it in the table
+can, Triton's and apex's only where they have been measured to be faster than what comes behind them
+(MEASURED). A word other than `auto` is taken or refused.
 """
 
 from __future__ import annotations
@@ -30,13 +31,23 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "adam": ("triton", "apex", "torch-fused", "torch"),
 }
 # What is for the asking alone, and what whoever takes it should know.
-FLAWS = {("attention", "gluon"): "compiled, and checked on a CPU; never run on a GPU",
-         ("grad-norm", "apex"): "apex adds up in fp32, the others in float64; where its sum overflows torch's is taken; never run"}
+FLAWS = {
+    ("attention", "gluon"): "compiled, and checked on a CPU; never run on a GPU",
+    (
+        "grad-norm",
+        "apex",
+    ): (
+        "apex adds up in fp32, the others in float64; where its sum overflows torch's is "
+        "taken; never run"
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """How much faster than `rival` an implementation was: the ratio of all cases' times with its 95% interval. Written by tools/adopt_kernels.py."""
+    """How much faster than `rival` an implementation was: the ratio of all cases' times with its
+    95% interval. Written by tools/adopt_kernels.py.
+    """
 
     rival: str
     ratio: float
@@ -56,15 +67,24 @@ def read_measured(file: Path) -> dict[tuple[str, str, int], Measurement]:
     """(operator, implementation, architecture) -> what was measured."""
     rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
     fields = Measurement.__dataclass_fields__
-    return {(row["operator"], row["implementation"], row["architecture"]): Measurement(**{name: row[name] for name in fields}) for row in rows}
+    return {
+        (row["operator"], row["implementation"], row["architecture"]): Measurement(
+            **{name: row[name] for name in fields}
+        )
+        for row in rows
+    }
 
 
-MEASURED: Mapping[tuple[str, str, int], Measurement] = read_measured(Path(__file__).with_name("measured.json"))
+MEASURED: Mapping[tuple[str, str, int], Measurement] = read_measured(
+    Path(__file__).with_name("measured.json")
+)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What computes an operator; `because` says why something that would be tried before it was passed over, or what is known of what is taken."""
+    """What computes an operator; `because` says why something that would be tried before it was
+    passed over, or what is known of what is taken.
+    """
 
     implementation: str
     because: str = ""
@@ -75,16 +95,30 @@ def flag_of(operator: str) -> str:
     return f"--{operator}-{'implementation' if operator == 'adam' else 'backend'}"
 
 
-def choose(operator: str, wanted: str, device: torch.device, dtype: torch.dtype, unable: Mapping[str, str] | None = None) -> Choice:
-    """The implementation of an operator. `unable` maps implementations to what they cannot do of what is asked.
+def choose(
+    operator: str,
+    wanted: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    unable: Mapping[str, str] | None = None,
+) -> Choice:
+    """The implementation of an operator. `unable` maps implementations to what they cannot do of
+    what is asked.
 
     Raises UserError when `wanted` is not `auto` and cannot be had.
     """
-    faults = {name: fault for name in OPERATORS[operator] if (fault := _fault(operator, name, device, dtype) or (unable or {}).get(name))}
+    faults = {
+        name: fault
+        for name in OPERATORS[operator]
+        if (fault := _fault(operator, name, device, dtype) or (unable or {}).get(name))
+    }
     if wanted != "auto":
         if wanted in faults:
             can = [name for name in OPERATORS[operator] if name not in faults]
-            raise UserError(f"{flag_of(operator)} {wanted}: {faults[wanted]}; drop the flag, or take {' or '.join(can)}")
+            raise UserError(
+                f"{flag_of(operator)} {wanted}: {faults[wanted]}; drop the flag, or take "
+                f"{' or '.join(can)}"
+            )
         return Choice(wanted, FLAWS.get((operator, wanted), ""))
     passed = ""
     for name in OPERATORS[operator]:
@@ -94,10 +128,19 @@ def choose(operator: str, wanted: str, device: torch.device, dtype: torch.dtype,
             passed = passed or (f"{name}: {faults[name]}" if device.type == "cuda" else "")
         elif name not in ("triton", "apex"):
             return Choice(name, passed)
-        elif (found := MEASURED.get((operator, name, lang.capability(device)))) is not None and found.wins:
+        elif (
+            found := MEASURED.get((operator, name, lang.capability(device)))
+        ) is not None and found.wins:
             return Choice(name, str(found))
         else:
-            passed = passed or (f"{name}: {found}" if found else f"{name} is available if its flag asks for it; its speed has not been measured on this kind of device")
+            passed = passed or (
+                f"{name}: {found}"
+                if found
+                else (
+                    f"{name} is available if its flag asks for it; its speed has not been "
+                    "measured on this kind of device"
+                )
+            )
     raise AssertionError(f"nothing computes {operator}")
 
 

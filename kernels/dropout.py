@@ -1,13 +1,17 @@
-"""Dropout of hidden states with the residual addition behind it; the backward draws the mask again, so nothing is kept.
+"""Dropout of hidden states with the residual addition behind it; the backward draws the mask again,
+so nothing is kept.
 
-    y = residual + x keep / (1 - p);    dx = dy keep / (1 - p), and the residual's gradient is dy itself
+    y = residual + x keep / (1 - p);    dx = dy keep / (1 - p), and the residual's gradient is dy
+    itself
 
-x, residual, y, dy, dx [s, b, h]; sample_ids [b] and token_index [s] (int64): keep of (sample, position, channel) is word channel % 4 of Philox4x32-10
-at the counter (sample, position, channel // 4, 0) under the site's key, kept when it is at least p 2^32 (kernels/philox.py, bit for bit).
-fp32 inside, rounded once.
+x, residual, y, dy, dx [s, b, h]; sample_ids [b] and token_index [s] (int64): keep of (sample,
+position, channel) is word channel % 4 of Philox4x32-10 at the counter (sample, position, channel //
+4, 0) under the site's key, kept when it is at least p 2^32 (kernels/philox.py, bit for bit). fp32
+inside, rounded once.
 
-Roofline, bf16: 6 bytes an element forward, 4 backward. 8192 rows of 4096 at 4.3 TB/s: 47 and 31 us. Compiled for sm_90 an element takes 26 and 23
-instructions, of which 132 processors at 1.75 GHz issue enough for 1.1e12 and 1.25e12 elements a second; memory feeds 0.72e12 and 1.07e12.
+Roofline, bf16: 6 bytes an element forward, 4 backward. 8192 rows of 4096 at 4.3 TB/s: 47 and 31 us.
+Compiled for sm_90 an element takes 26 and 23 instructions, of which 132 processors at 1.75 GHz
+issue enough for 1.1e12 and 1.25e12 elements a second; memory feeds 0.72e12 and 1.07e12.
 """
 
 from __future__ import annotations
@@ -24,11 +28,18 @@ from torch import Tensor
 
 
 def dropout_add_reference(
-    x: Tensor, residual: Tensor, sample_ids: Tensor, token_index: Tensor, key: tuple[int, int], probability: float
+    x: Tensor,
+    residual: Tensor,
+    sample_ids: Tensor,
+    token_index: Tensor,
+    key: tuple[int, int],
+    probability: float,
 ) -> Tensor:
     """The definition."""
     rows = torch.broadcast_tensors(sample_ids[None, :], token_index[:, None])
-    keep = philox.keep_mask(key, [word.flatten() for word in rows], x.shape[-1], probability).view(x.shape)
+    keep = philox.keep_mask(key, [word.flatten() for word in rows], x.shape[-1], probability).view(
+        x.shape
+    )
     return residual + x * keep * (1 / (1 - probability))
 
 
@@ -40,25 +51,50 @@ def configuration(width: int, arch: int = HOPPER) -> tuple[int, int]:
 
 
 @partial(jit, do_not_specialize=("k0", "k1", "threshold"))
-def dropout_kernel(x, residual, y, sample_ids, token_index, batch, width, k0: tl.uint32, k1: tl.uint32, threshold: tl.uint32, scale,
-                   ADD: tl.constexpr, BLOCK: tl.constexpr):
+def dropout_kernel(
+    x,
+    residual,
+    y,
+    sample_ids,
+    token_index,
+    batch,
+    width,
+    k0: tl.uint32,
+    k1: tl.uint32,
+    threshold: tl.uint32,
+    scale,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     blocks = tl.cdiv(width, BLOCK)
     row = tl.program_id(0) // blocks
     start = tl.program_id(0) % blocks * BLOCK
     column = start + tl.arange(0, BLOCK)
     known = column < width
     one = tl.arange(0, 1)
-    sample, token = tl.load(sample_ids + row % batch + one), tl.load(token_index + row // batch + one)
+    sample, token = (
+        tl.load(sample_ids + row % batch + one),
+        tl.load(token_index + row // batch + one),
+    )
     at = row.to(tl.int64) * width + column
     value = tl.load(x + at, mask=known, other=0.0).to(tl.float32) * scale
     keep = tl.reshape(keep_tile(sample, token, start, k0, k1, threshold, 1, BLOCK), [BLOCK])
-    value = tl.where(keep, value, value * 0)  # what is dropped and not finite is NaN, as in the definition
+    # what is dropped and not finite is NaN, as in the definition
+    value = tl.where(keep, value, value * 0)
     if ADD:
         value += tl.load(residual + at, mask=known, other=0.0).to(tl.float32)
     tl.store(y + at, value.to(y.dtype.element_ty), mask=known)
 
 
-def _launch(x: Tensor, residual: Tensor | None, sample_ids: Tensor, token_index: Tensor, k0: int, k1: int, probability: float) -> Tensor:
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    sample_ids: Tensor,
+    token_index: Tensor,
+    k0: int,
+    k1: int,
+    probability: float,
+) -> Tensor:
     s, b, width = x.shape
     assert x.dtype != torch.float64, "float64: the definition serves it"
     assert sample_ids.shape == (b,) and token_index.shape == (s,) and 0 <= probability < 1
@@ -68,31 +104,63 @@ def _launch(x: Tensor, residual: Tensor | None, sample_ids: Tensor, token_index:
         x = x.contiguous()
         block, warps = configuration(width, capability(x.device))
         dropout_kernel[(triton.cdiv(width, block) * s * b,)](
-            x, x if residual is None else residual.contiguous(), y, sample_ids.contiguous(), token_index.contiguous(), b, width,
-            k0, k1, round(probability * 2**32), 1 / (1 - probability), ADD=residual is not None, BLOCK=block, num_warps=warps,
+            x,
+            x if residual is None else residual.contiguous(),
+            y,
+            sample_ids.contiguous(),
+            token_index.contiguous(),
+            b,
+            width,
+            k0,
+            k1,
+            round(probability * 2**32),
+            1 / (1 - probability),
+            ADD=residual is not None,
+            BLOCK=block,
+            num_warps=warps,
         )
     return y
 
 
 @torch.library.custom_op("megatron::dropout_add", mutates_args=())
-def dropout_add(x: Tensor, residual: Tensor, sample_ids: Tensor, token_index: Tensor, k0: int, k1: int, probability: float) -> Tensor:
+def dropout_add(
+    x: Tensor,
+    residual: Tensor,
+    sample_ids: Tensor,
+    token_index: Tensor,
+    k0: int,
+    k1: int,
+    probability: float,
+) -> Tensor:
     """residual + dropout of x, with the mask of the key (k0, k1)."""
     return _launch(x, residual, sample_ids, token_index, k0, k1, probability)
 
 
 @dropout_add.register_fake
-def _(x: Tensor, residual: Tensor, sample_ids: Tensor, token_index: Tensor, k0: int, k1: int, probability: float) -> Tensor:
+def _(
+    x: Tensor,
+    residual: Tensor,
+    sample_ids: Tensor,
+    token_index: Tensor,
+    k0: int,
+    k1: int,
+    probability: float,
+) -> Tensor:
     return x.new_empty(x.shape)
 
 
 @torch.library.custom_op("megatron::dropout", mutates_args=())
-def dropout(x: Tensor, sample_ids: Tensor, token_index: Tensor, k0: int, k1: int, probability: float) -> Tensor:
+def dropout(
+    x: Tensor, sample_ids: Tensor, token_index: Tensor, k0: int, k1: int, probability: float
+) -> Tensor:
     """Dropout of x alone; of dy, the backward of both."""
     return _launch(x, None, sample_ids, token_index, k0, k1, probability)
 
 
 @dropout.register_fake
-def _(x: Tensor, sample_ids: Tensor, token_index: Tensor, k0: int, k1: int, probability: float) -> Tensor:
+def _(
+    x: Tensor, sample_ids: Tensor, token_index: Tensor, k0: int, k1: int, probability: float
+) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -101,7 +169,21 @@ def aot(arch: int = HOPPER) -> Iterator[Compiled]:
     row, (block, warps) = find("dropout", arch), configuration(4096, arch)
     for dtype in ("bf16", "fp32"):
         for add in (True, False):
-            pointers = dict.fromkeys(("x", "residual", "y"), f"*{dtype}") | dict.fromkeys(("sample_ids", "token_index"), "*i64")
-            types = pointers | {"batch": "i32", "width": "i32", "scale": "fp32"} | dict.fromkeys(("k0", "k1", "threshold"), "u32")
+            pointers = dict.fromkeys(("x", "residual", "y"), f"*{dtype}") | dict.fromkeys(
+                ("sample_ids", "token_index"), "*i64"
+            )
+            types = (
+                pointers
+                | {"batch": "i32", "width": "i32", "scale": "fp32"}
+                | dict.fromkeys(("k0", "k1", "threshold"), "u32")
+            )
             name = f"dropout_{'add_' if add else ''}{dtype}"
-            yield Compiled(name, dropout_kernel, types, {"ADD": add, "BLOCK": block}, (*pointers, "width"), warps, row=row)
+            yield Compiled(
+                name,
+                dropout_kernel,
+                types,
+                {"ADD": add, "BLOCK": block},
+                (*pointers, "width"),
+                warps,
+                row=row,
+            )

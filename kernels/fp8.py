@@ -1,19 +1,27 @@
-"""Quantisation to 8-bit floats, with the transposed copy that the products of a backward pass read: Hopper's fp8 products take both factors with the
-summed dimension contiguous, so x [m, n] is wanted as q [m, n] and as q_t [n, m], each scaled along its own rows.
+"""Quantisation to 8-bit floats, with the transposed copy that the products of a backward pass read:
+Hopper's fp8 products take both factors with the summed dimension contiguous, so x [m, n] is wanted
+as q [m, n] and as q_t [n, m], each scaled along its own rows.
 
-    scale = max(amax, 2^-100) (1 / largest)    amax: the greatest |x| of what shares a scale; largest: 448 for e4m3, 57344 for e5m2
-    q = round(x (1 / scale)), saturating, to nearest, ties to even;   x is about q scale;   inverses and products rounded to fp32
+    scale = max(amax, 2^-100) (1 / largest)    amax: the greatest |x| of what shares a scale;
+    largest: 448 for e4m3, 57344 for e5m2
+    q = round(x (1 / scale)), saturating, to nearest, ties to even;   x is about q scale;   inverses
+    and products rounded to fp32
 
 x bf16, fp16 or fp32. What shares a scale, in q (in q_t the same of x^T):
     tensor   all of x                      scale [1, 1]
     row      a row                         scale [m, 1]
-    block    128 consecutive of a row      scale [m, ceil(n / 128)], of which a column is contiguous: what torch's scaled products of 1 x 128 blocks take
+    block    128 consecutive of a row      scale [m, ceil(n / 128)], of which a column is
+    contiguous: what torch's scaled products of 1 x 128 blocks take
 
-Where amax is not finite neither is what q scale gives, for all that shares the scale: a fault upstream stays loud. Maxima do not depend on an order:
-the same bits every time. Sources: Micikevicius et al., "FP8 formats for deep learning", 2022; the blocks: DeepSeek-AI, "DeepSeek-V3 technical report", 2024.
+Where amax is not finite neither is what q scale gives, for all that shares the scale: a fault
+upstream stays loud. Maxima do not depend on an order:
+the same bits every time. Sources: Micikevicius et al., "FP8 formats for deep learning", 2022; the
+blocks: DeepSeek-AI, "DeepSeek-V3 technical report", 2024.
 
-Roofline, bytes an element of bf16: row 3, block 3, block with q_t 4; with tensor scales or both of rows 2 more for the maxima, which come first.
-8192 x 4096 at 4.3 TB/s: 23, 23, 31 us. Blocks with q_t take 1,130 instructions a thread of 32 elements, which 132 processors at 1.75 GHz issue in 37 us:
+Roofline, bytes an element of bf16: row 3, block 3, block with q_t 4; with tensor scales or both of
+rows 2 more for the maxima, which come first. 8192 x 4096 at 4.3 TB/s: 23, 23, 31 us. Blocks with
+q_t take 1,130 instructions a thread of 32 elements, which 132 processors at 1.75 GHz issue in 37
+us:
 maxima both ways, divisions and a turn through shared memory. Nothing in the model takes it yet.
 """
 
@@ -56,7 +64,9 @@ def quantise_reference(x: Tensor, dtype: torch.dtype, scaling: str) -> tuple[Ten
 
 def dequantise(q: Tensor, scale: Tensor) -> Tensor:
     """q scale [m, n] in fp32."""
-    columns = torch.arange(q.shape[1], device=q.device) // (BLOCK if scale.shape[1] > 1 else q.shape[1] or 1)
+    columns = torch.arange(q.shape[1], device=q.device) // (
+        BLOCK if scale.shape[1] > 1 else q.shape[1] or 1
+    )
     return q.float() * scale[:, columns]
 
 
@@ -84,7 +94,12 @@ def row_kernel(x, q, scale, n, LARGEST: tl.constexpr, COLUMNS: tl.constexpr, LOO
     if LOOPS:
         for first in range(COLUMNS, n, COLUMNS):
             at = first + column
-            amax = tl.maximum(amax, tl.max(magnitude(tl.load(x + start + at, mask=at < n, other=0.0).to(tl.float32)), 0))
+            amax = tl.maximum(
+                amax,
+                tl.max(
+                    magnitude(tl.load(x + start + at, mask=at < n, other=0.0).to(tl.float32)), 0
+                ),
+            )
     found, inverse = scale_of(amax, LARGEST)
     tl.store(scale + row, found)
     tl.store(q + start + column, (value * inverse).to(q.dtype.element_ty), mask=column < n)
@@ -107,18 +122,43 @@ def _tile(x, m, n, across, M: tl.constexpr, N: tl.constexpr):
 
 @jit
 def maxima_kernel(x, of_rows, of_columns, m, n, M: tl.constexpr, N: tl.constexpr):
-    """Of each tile the greatest |x| of its rows, of_rows [tiles across, m], and of its columns, of_columns [tiles down, n]."""
+    """Of each tile the greatest |x| of its rows, of_rows [tiles across, m], and of its columns,
+    of_columns [tiles down, n].
+    """
     across = tl.cdiv(n, N)
     value, rows, columns = _tile(x, m, n, across, M, N)
     value = magnitude(value)
-    tl.store(of_rows + (tl.program_id(0) % across).to(tl.int64) * m + rows, tl.max(value, 1), mask=rows < m)
-    tl.store(of_columns + (tl.program_id(0) // across).to(tl.int64) * n + columns, tl.max(value, 0), mask=columns < n)
+    tl.store(
+        of_rows + (tl.program_id(0) % across).to(tl.int64) * m + rows,
+        tl.max(value, 1),
+        mask=rows < m,
+    )
+    tl.store(
+        of_columns + (tl.program_id(0) // across).to(tl.int64) * n + columns,
+        tl.max(value, 0),
+        mask=columns < n,
+    )
 
 
 @jit
-def tile_kernel(x, q, scale, q_t, scale_t, m, n, step, LARGEST: tl.constexpr, BLOCKS: tl.constexpr, TRANSPOSED: tl.constexpr,
-                M: tl.constexpr, N: tl.constexpr):
-    """A tile of q and, TRANSPOSED, of q_t. BLOCKS: the scales are those of its rows and columns, and written; else row i's is scale[i step]."""
+def tile_kernel(
+    x,
+    q,
+    scale,
+    q_t,
+    scale_t,
+    m,
+    n,
+    step,
+    LARGEST: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """A tile of q and, TRANSPOSED, of q_t. BLOCKS: the scales are those of its rows and columns,
+    and written; else row i's is scale[i step].
+    """
     across = tl.cdiv(n, N)
     value, rows, columns = _tile(x, m, n, across, M, N)
     inside = (rows < m)[:, None] & (columns < n)[None, :]
@@ -128,16 +168,26 @@ def tile_kernel(x, q, scale, q_t, scale_t, m, n, step, LARGEST: tl.constexpr, BL
     else:
         found = tl.load(scale + rows * step, mask=rows < m, other=1.0)
         inverse = tl.div_rn(1.0, found)
-    tl.store(q + rows.to(tl.int64)[:, None] * n + columns[None, :], (value * inverse[:, None]).to(q.dtype.element_ty), mask=inside)
+    tl.store(
+        q + rows.to(tl.int64)[:, None] * n + columns[None, :],
+        (value * inverse[:, None]).to(q.dtype.element_ty),
+        mask=inside,
+    )
     if TRANSPOSED:
         if BLOCKS:
             found, inverse = scale_of(tl.max(magnitude(value), 0), LARGEST)
-            tl.store(scale_t + (tl.program_id(0) // across).to(tl.int64) * n + columns, found, mask=columns < n)
+            tl.store(
+                scale_t + (tl.program_id(0) // across).to(tl.int64) * n + columns,
+                found,
+                mask=columns < n,
+            )
         else:
             found = tl.load(scale_t + columns * step, mask=columns < n, other=1.0)
             inverse = tl.div_rn(1.0, found)
         turned = tl.trans((value * inverse[None, :]).to(q_t.dtype.element_ty))
-        tl.store(q_t + columns.to(tl.int64)[:, None] * m + rows[None, :], turned, mask=tl.trans(inside))
+        tl.store(
+            q_t + columns.to(tl.int64)[:, None] * m + rows[None, :], turned, mask=tl.trans(inside)
+        )
 
 
 def row_configuration(n: int, arch: int = HOPPER) -> tuple[int, int]:
@@ -147,50 +197,100 @@ def row_configuration(n: int, arch: int = HOPPER) -> tuple[int, int]:
     return columns, max(columns // (32 * row["per_thread"]), 1)
 
 
-def _scales(down: int, across: int, m: int, n: int, scaling: str, device: torch.device) -> tuple[Tensor, Tensor]:
+def _scales(
+    down: int, across: int, m: int, n: int, scaling: str, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Room for the scales of q and of q_t."""
     if scaling == "block":
-        return torch.empty(across, m, dtype=torch.float32, device=device).t(), torch.empty(down, n, dtype=torch.float32, device=device).t()
+        return torch.empty(across, m, dtype=torch.float32, device=device).t(), torch.empty(
+            down, n, dtype=torch.float32, device=device
+        ).t()
     shapes = ((m, 1), (n, 1)) if scaling == "row" else ((1, 1), (1, 1))
     return tuple(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
 
 
 @torch.library.custom_op("megatron::quantise_fp8", mutates_args=())
-def quantise_fp8(x: Tensor, dtype: torch.dtype, scaling: str, transposed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(q, scale, q_t, scale_t) of x [m, n] with at least one element; without `transposed` the last two are of no size."""
+def quantise_fp8(
+    x: Tensor, dtype: torch.dtype, scaling: str, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(q, scale, q_t, scale_t) of x [m, n] with at least one element; without `transposed` the last
+    two are of no size.
+    """
     m, n = x.shape
     assert x.dtype != torch.float64, "float64: the definition serves it"
     assert dtype in LARGEST and scaling in SCALINGS and x.numel()
     arch = capability(x.device)
-    assert arch >= HOPPER, f"the 8-bit floats of compute capability {arch / 10} are not compiled for: Hopper and newer"
-    down, across, warps = triton.cdiv(m, BLOCK), triton.cdiv(n, BLOCK), find("fp8 tiles", arch).numbers["num_warps"]
+    assert arch >= HOPPER, (
+        f"the 8-bit floats of compute capability {arch / 10} are not compiled for: Hopper and newer"
+    )
+    down, across, warps = (
+        triton.cdiv(m, BLOCK),
+        triton.cdiv(n, BLOCK),
+        find("fp8 tiles", arch).numbers["num_warps"],
+    )
     x, largest = x.contiguous(), LARGEST[dtype]
-    q, q_t = torch.empty(m, n, dtype=dtype, device=x.device), torch.empty((n, m) if transposed else (0, 0), dtype=dtype, device=x.device)
+    q, q_t = (
+        torch.empty(m, n, dtype=dtype, device=x.device),
+        torch.empty((n, m) if transposed else (0, 0), dtype=dtype, device=x.device),
+    )
     scale, scale_t = _scales(down, across, m, n, scaling, x.device)
     if scaling == "row" and not transposed:
         columns, warps = row_configuration(n, arch)
-        row_kernel[(m,)](x, q, scale, n, LARGEST=largest, COLUMNS=columns, LOOPS=columns < n, num_warps=warps)
+        row_kernel[(m,)](
+            x, q, scale, n, LARGEST=largest, COLUMNS=columns, LOOPS=columns < n, num_warps=warps
+        )
     else:
         if scaling != "block":
-            of_rows, of_columns = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in ((across, m), (down, n)))
-            maxima_kernel[(down * across,)](x, of_rows, of_columns, m, n, M=BLOCK, N=BLOCK, num_warps=warps)
+            of_rows, of_columns = (
+                torch.empty(shape, dtype=torch.float32, device=x.device)
+                for shape in ((across, m), (down, n))
+            )
+            maxima_kernel[(down * across,)](
+                x, of_rows, of_columns, m, n, M=BLOCK, N=BLOCK, num_warps=warps
+            )
             for found, into in ((of_rows, scale), (of_columns, scale_t)):
                 amax = found.amax(0) if scaling == "row" else found.amax()
                 torch.mul(amax.clamp_min(TINY).view(into.shape), 1 / largest, out=into)
-        tile_kernel[(down * across,)](x, q, scale, q_t, scale_t, m, n, int(scaling == "row"), LARGEST=largest, BLOCKS=scaling == "block",
-                                      TRANSPOSED=transposed, M=BLOCK, N=BLOCK, num_warps=warps)
+        tile_kernel[(down * across,)](
+            x,
+            q,
+            scale,
+            q_t,
+            scale_t,
+            m,
+            n,
+            int(scaling == "row"),
+            LARGEST=largest,
+            BLOCKS=scaling == "block",
+            TRANSPOSED=transposed,
+            M=BLOCK,
+            N=BLOCK,
+            num_warps=warps,
+        )
     return q, scale, q_t, scale_t if transposed else scale.new_empty(0, 0)
 
 
 @quantise_fp8.register_fake
-def _(x: Tensor, dtype: torch.dtype, scaling: str, transposed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, dtype: torch.dtype, scaling: str, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     m, n = x.shape
     scale, scale_t = _scales(-(-m // BLOCK), -(-n // BLOCK), m, n, scaling, x.device)
-    return (x.new_empty(m, n, dtype=dtype), scale, x.new_empty((n, m) if transposed else (0, 0), dtype=dtype),
-            scale_t if transposed else scale.new_empty(0, 0))
+    return (
+        x.new_empty(m, n, dtype=dtype),
+        scale,
+        x.new_empty((n, m) if transposed else (0, 0), dtype=dtype),
+        scale_t if transposed else scale.new_empty(0, 0),
+    )
 
 
-def quantise(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, scaling: str = "row", *, transposed: bool = False) -> Quantised:
+def quantise(
+    x: Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    scaling: str = "row",
+    *,
+    transposed: bool = False,
+) -> Quantised:
     """x [m, n] in 8 bits, and `transposed` its transposed copy."""
     q, scale, q_t, scale_t = quantise_fp8(x, dtype, scaling, transposed)
     return Quantised(q, scale, *((q_t, scale_t) if transposed else (None, None)))
@@ -200,19 +300,43 @@ def aot(arch: int = HOPPER) -> Iterator[Compiled]:
     """Every kernel in bf16 and e4m3, from Hopper on; e5m2 differs in one instruction."""
     if arch < HOPPER:
         return
-    tile, sizes, tiles, rows = {"M": BLOCK, "N": BLOCK}, {"m": "i32", "n": "i32"}, find("fp8 tiles", arch), find("fp8 rows", arch)
+    tile, sizes, tiles, rows = (
+        {"M": BLOCK, "N": BLOCK},
+        {"m": "i32", "n": "i32"},
+        find("fp8 tiles", arch),
+        find("fp8 rows", arch),
+    )
     warps = tiles.numbers["num_warps"]
     maxima = {"x": "*bf16", "of_rows": "*fp32", "of_columns": "*fp32"}
-    yield Compiled("fp8_maxima", maxima_kernel, maxima | sizes, tile, (*maxima, *sizes), warps, row=tiles)
+    yield Compiled(
+        "fp8_maxima", maxima_kernel, maxima | sizes, tile, (*maxima, *sizes), warps, row=tiles
+    )
     for n in (4096, 16384):
         columns, row_warps = row_configuration(n, arch)
         row = {"x": "*bf16", "q": "*fp8e4nv", "scale": "*fp32"}
-        yield Compiled(f"fp8_rows_{n}", row_kernel, row | {"n": "i32"}, {"LARGEST": 448.0, "COLUMNS": columns, "LOOPS": columns < n}, (*row, "n"), row_warps,
-                       row=rows)
+        yield Compiled(
+            f"fp8_rows_{n}",
+            row_kernel,
+            row | {"n": "i32"},
+            {"LARGEST": 448.0, "COLUMNS": columns, "LOOPS": columns < n},
+            (*row, "n"),
+            row_warps,
+            row=rows,
+        )
     for name, blocks, transposed, kind, largest in (
-            ("blocks", True, False, "*fp8e4nv", 448.0), ("blocks_transposed", True, True, "*fp8e4nv", 448.0),
-            ("blocks_transposed_e5m2", True, True, "*fp8e5", 57344.0), ("scaled", False, False, "*fp8e4nv", 448.0),
-            ("scaled_transposed", False, True, "*fp8e4nv", 448.0)):
+        ("blocks", True, False, "*fp8e4nv", 448.0),
+        ("blocks_transposed", True, True, "*fp8e4nv", 448.0),
+        ("blocks_transposed_e5m2", True, True, "*fp8e5", 57344.0),
+        ("scaled", False, False, "*fp8e4nv", 448.0),
+        ("scaled_transposed", False, True, "*fp8e4nv", 448.0),
+    ):
         given = {"x": "*bf16", "q": kind, "scale": "*fp32", "q_t": kind, "scale_t": "*fp32"}
-        yield Compiled(f"fp8_{name}", tile_kernel, given | sizes | {"step": "i32"},
-                       tile | {"LARGEST": largest, "BLOCKS": blocks, "TRANSPOSED": transposed}, (*given, *sizes), warps, row=tiles)
+        yield Compiled(
+            f"fp8_{name}",
+            tile_kernel,
+            given | sizes | {"step": "i32"},
+            tile | {"LARGEST": largest, "BLOCKS": blocks, "TRANSPOSED": transposed},
+            (*given, *sizes),
+            warps,
+            row=tiles,
+        )

@@ -1,14 +1,18 @@
 """Sum of squares of many flat pieces of a gradient, which is finite exactly when all of them are.
 
-Shapes: pieces [n_i] in fp32, bf16 or fp16; the result is a float64 scalar: sum over all elements of g^2.
+Shapes: pieces [n_i] in fp32, bf16 or fp16; the result is a float64 scalar: sum over all elements of
+g^2.
 
-Squares of fp32 numbers have 48 bits and exponents far from float64's ends: in float64 each is exact, none overflows (3e38 squared is 1e77) or
-vanishes, and the sum is as good as the number of additions in a row allows, 1e-16 times a few hundred. So the sum's own word says whether anything
-was infinite or not a number, and no second pass or flag is needed. Each program adds up every so many blocks, lane by lane; its sum goes to a buffer
-that one more reduction adds up in a fixed order: the same bits every time.
+Squares of fp32 numbers have 48 bits and exponents far from float64's ends: in float64 each is
+exact, none overflows (3e38 squared is 1e77) or vanishes, and the sum is as good as the number of
+additions in a row allows, 1e-16 times a few hundred. So the sum's own word says whether anything
+was infinite or not a number, and no second pass or flag is needed. Each program adds up every so
+many blocks, lane by lane; its sum goes to a buffer that one more reduction adds up in a fixed
+order: the same bits every time.
 
-Roofline: 4 bytes a parameter (2 in bf16); 1e9 parameters at 4.3 TB/s: 0.93 ms (0.47 ms). A Hopper widens 16 numbers to float64 and multiplies 64 a
-clock on each multiprocessor: a quarter (half) of the time that the bytes take.
+Roofline: 4 bytes a parameter (2 in bf16); 1e9 parameters at 4.3 TB/s: 0.93 ms (0.47 ms). A Hopper
+widens 16 numbers to float64 and multiplies 64 a clock on each multiprocessor: a quarter (half) of
+the time that the bytes take.
 """
 
 from __future__ import annotations
@@ -40,7 +44,8 @@ def squares_kernel(piece, partials, size, BLOCK: tl.constexpr):
 @torch.library.custom_op("megatron::sum_of_squares", mutates_args=())
 def sum_of_squares(pieces: Sequence[Tensor]) -> Tensor:
     """The sum in float64 of at least one piece; one launch a piece."""
-    # on Hopper four blocks of eight warps for each of 132 multiprocessors, sixteen elements a thread: 64 kB in flight on each in fp32
+    # on Hopper four blocks of eight warps for each of 132 multiprocessors, sixteen elements a
+    # thread: 64 kB in flight on each in fp32
     row = find("grad_norm", capability(pieces[0].device)).numbers
     block = row["block"]
     assert all(piece.is_contiguous() and piece.dtype != torch.float64 for piece in pieces)
@@ -48,7 +53,9 @@ def sum_of_squares(pieces: Sequence[Tensor]) -> Tensor:
     partials = torch.empty(sum(programs), dtype=torch.float64, device=pieces[0].device)
     for piece, partial in zip(pieces, partials.split(programs), strict=True):
         if piece.numel():
-            squares_kernel[(partial.numel(),)](piece, partial, piece.numel(), BLOCK=block, num_warps=row["num_warps"])
+            squares_kernel[(partial.numel(),)](
+                piece, partial, piece.numel(), BLOCK=block, num_warps=row["num_warps"]
+            )
     return partials.sum()
 
 
@@ -62,5 +69,12 @@ def aot(arch: int = HOPPER) -> Iterator[Compiled]:
     row = find("grad_norm", arch)
     for dtype in ("fp32", "bf16"):
         signature = {"piece": f"*{dtype}", "partials": "*fp64", "size": "i32"}
-        yield Compiled(f"sum of squares {dtype}", squares_kernel, signature, {"BLOCK": row.numbers["block"]}, ("piece", "size"),
-                       row.numbers["num_warps"], row=row)
+        yield Compiled(
+            f"sum of squares {dtype}",
+            squares_kernel,
+            signature,
+            {"BLOCK": row.numbers["block"]},
+            ("piece", "size"),
+            row.numbers["num_warps"],
+            row=row,
+        )

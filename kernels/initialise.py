@@ -1,18 +1,24 @@
-"""Initial weights: any rectangle of a normal(0, std) matrix of the field that philox.py defines, drawn where the weights are.
+"""Initial weights: any rectangle of a normal(0, std) matrix of the field that philox.py defines,
+drawn where the weights are.
 
-Shapes: out [R, C] in fp32 is the rectangle at (first_row, first_column) of a matrix under a key of two 32-bit words. Element (row, column) is lane
-column % 4 of the counter (row, column // 4, 0, 0), whose words w0..w3 make two pairs of normals:
+Shapes: out [R, C] in fp32 is the rectangle at (first_row, first_column) of a matrix under a key of
+two 32-bit words. Element (row, column) is lane column % 4 of the counter (row, column // 4, 0, 0),
+whose words w0..w3 make two pairs of normals:
 
-    out = std x sqrt(-2 ln((w0 + 1/2) / 2^32)) x (cos, sin)(2 pi w1 / 2^32), and the same of w2 and w3
+    out = std x sqrt(-2 ln((w0 + 1/2) / 2^32)) x (cos, sin)(2 pi w1 / 2^32), and the same of w2 and
+    w3
 
-in float64, rounded once to fp32. The definition is `philox.normal`. A GPU's logarithm, sine and cosine differ from a CPU's in the last bits of
-float64, so that few numbers are rounded the other way: at most 2 ulp of fp32 apart, which is what a run started on another kind of device may differ
+in float64, rounded once to fp32. The definition is `philox.normal`. A GPU's logarithm, sine and
+cosine differ from a CPU's in the last bits of float64, so that few numbers are rounded the other
+way: at most 2 ulp of fp32 apart, which is what a run started on another kind of device may differ
 by, and two runs on one kind never.
 
-Source: Box and Muller, "A note on the generation of random normal deviates", 1958; Philox: see philox.py.
+Source: Box and Muller, "A note on the generation of random normal deviates", 1958; Philox: see
+philox.py.
 
-Roofline: 4 bytes written for each weight, 1e9 weights at 4.3 TB/s: 0.9 ms; but the kernel has about 200 instructions a weight, most in float64, of
-which a Hopper does 64 a clock on each of 132 multiprocessors: some 10 ms. It happens once in a run.
+Roofline: 4 bytes written for each weight, 1e9 weights at 4.3 TB/s: 0.9 ms; but the kernel has about
+200 instructions a weight, most in float64, of which a Hopper does 64 a clock on each of 132
+multiprocessors: some 10 ms. It happens once in a run.
 """
 
 from __future__ import annotations
@@ -38,18 +44,34 @@ def _pair(w, v, STD: tl.constexpr, ANGLE: tl.constexpr):
     """Two normals in fp32 from two words."""
     radius = tl.sqrt(-2.0 * tl.log((w.to(tl.float64) + 0.5) / 4294967296.0))
     angle = v.to(tl.float64) * ANGLE
-    return (tl.cos(angle) * radius * STD).to(tl.float32), (tl.sin(angle) * radius * STD).to(tl.float32)
+    return (tl.cos(angle) * radius * STD).to(tl.float32), (tl.sin(angle) * radius * STD).to(
+        tl.float32
+    )
 
 
 @partial(jit, do_not_specialize=("k0", "k1", "first_row", "first_block", "rows"))
-def normal_kernel(out, k0: tl.uint32, k1: tl.uint32, first_row, first_block, skip, rows, columns, STD: tl.constexpr, ANGLE: tl.constexpr,
-                  ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+def normal_kernel(
+    out,
+    k0: tl.uint32,
+    k1: tl.uint32,
+    first_row,
+    first_block,
+    skip,
+    rows,
+    columns,
+    STD: tl.constexpr,
+    ANGLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     """A tile of rows and blocks of four columns; a thread's four normals lie beside each other."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * BLOCKS
     block = first_block + first + tl.arange(0, BLOCKS)
     zero = tl.zeros([1, 1], tl.uint32)
-    w0, w1, w2, w3 = philox4x32((first_row + row).to(tl.uint32)[:, None], block.to(tl.uint32)[None, :], zero, zero, k0, k1)
+    w0, w1, w2, w3 = philox4x32(
+        (first_row + row).to(tl.uint32)[:, None], block.to(tl.uint32)[None, :], zero, zero, k0, k1
+    )
     z0, z1 = _pair(w0, w1, STD, ANGLE)
     z2, z3 = _pair(w2, w3, STD, ANGLE)
     values = tl.reshape(tl.join(tl.join(z0, z2), tl.join(z1, z3)), [ROWS, 4 * BLOCKS])
@@ -75,12 +97,29 @@ def configuration(columns: int, arch: int = HOPPER) -> InitialConfiguration:
 
 @torch.library.custom_op("megatron::normal_", mutates_args=("out",))
 def normal_(out: Tensor, k0: int, k1: int, first_row: int, first_column: int, std: float) -> None:
-    """Fill out [R, C] (fp32) with the rectangle at (first_row, first_column) of a normal(0, std) matrix under the key (k0, k1)."""
+    """Fill out [R, C] (fp32) with the rectangle at (first_row, first_column) of a normal(0, std)
+    matrix under the key (k0, k1).
+    """
     assert out.is_contiguous() and out.dtype == torch.float32
     (rows, columns), tile = out.shape, configuration(out.shape[1], capability(out.device))
     if out.numel():
-        grid = (triton.cdiv(rows, tile.ROWS), triton.cdiv(triton.cdiv(first_column % 4 + columns, 4), tile.BLOCKS))
-        normal_kernel[grid](out, k0, k1, first_row, first_column // 4, first_column % 4, rows, columns, STD=std, ANGLE=ANGLE, **tile._asdict())
+        grid = (
+            triton.cdiv(rows, tile.ROWS),
+            triton.cdiv(triton.cdiv(first_column % 4 + columns, 4), tile.BLOCKS),
+        )
+        normal_kernel[grid](
+            out,
+            k0,
+            k1,
+            first_row,
+            first_column // 4,
+            first_column % 4,
+            rows,
+            columns,
+            STD=std,
+            ANGLE=ANGLE,
+            **tile._asdict(),
+        )
 
 
 @normal_.register_fake
@@ -89,8 +128,22 @@ def _(out: Tensor, k0: int, k1: int, first_row: int, first_column: int, std: flo
 
 
 def aot(arch: int = HOPPER) -> Iterator[Compiled]:
-    """What is shipped. The bytes "spilled" are the array in which sine and cosine reduce arguments that ours never are as large as."""
+    """What is shipped. The bytes "spilled" are the array in which sine and cosine reduce arguments
+    that ours never are as large as.
+    """
     rows, blocks, num_warps = configuration(4096, arch)
-    signature = {"out": "*fp32", "k0": "u32", "k1": "u32", **dict.fromkeys(("first_row", "first_block", "skip", "rows", "columns"), "i32")}
-    yield Compiled("initialise normal", normal_kernel, signature, {"STD": 0.02, "ANGLE": ANGLE, "ROWS": rows, "BLOCKS": blocks},
-                   ("out", "skip", "columns"), num_warps, row=find("initialise", arch))
+    signature = {
+        "out": "*fp32",
+        "k0": "u32",
+        "k1": "u32",
+        **dict.fromkeys(("first_row", "first_block", "skip", "rows", "columns"), "i32"),
+    }
+    yield Compiled(
+        "initialise normal",
+        normal_kernel,
+        signature,
+        {"STD": 0.02, "ANGLE": ANGLE, "ROWS": rows, "BLOCKS": blocks},
+        ("out", "skip", "columns"),
+        num_warps,
+        row=find("initialise", arch),
+    )

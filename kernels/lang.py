@@ -1,7 +1,9 @@
-"""Triton where it is installed, and what a compile without a GPU needs to know of a kernel. CPU builds of torch come without Triton: the plain
-PyTorch definitions beside the kernels work there too.
+"""Triton where it is installed, and what a compile without a GPU needs to know of a kernel. CPU
+builds of torch come without Triton: the plain PyTorch definitions beside the kernels work there
+too.
 
-A kernel runs compiled on CUDA tensors, and on CPU tensors in Triton's interpreter (TRITON_INTERPRET=1, set before Triton is imported).
+A kernel runs compiled on CUDA tensors, and on CPU tensors in Triton's interpreter
+(TRITON_INTERPRET=1, set before Triton is imported).
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ HOPPER = 90
 
 @dataclass(frozen=True)
 class Compiled:
-    """One compilation of a kernel as it is shipped: what tools/kernel_manifest.py compiles without a GPU and counts instructions of.
+    """One compilation of a kernel as it is shipped: what tools/kernel_manifest.py compiles without
+    a GPU and counts instructions of.
 
-    `signature` maps argument names to Triton's types ("*bf16", "fp32", "i32", "tensordesc<bf16[128, 64]>") or tuples of them, in any order; `constants` are its
-    constexpr arguments; `divisible` names arguments that are multiples of 16 (pointers of torch's allocator are, strides mostly).
+    `signature` maps argument names to Triton's types ("*bf16", "fp32", "i32", "tensordesc<bf16[128,
+    64]>") or tuples of them, in any order; `constants` are its constexpr arguments; `divisible`
+    names arguments that are multiples of 16 (pointers of torch's allocator are, strides mostly).
     """
 
     name: str
@@ -46,7 +50,8 @@ class Compiled:
     num_warps: int = 4
     num_stages: int = 3
     arch: int = HOPPER
-    matmul: bool = False  # must use the tensor cores' wgmma instructions, and none of the older ones
+    # must use the tensor cores' wgmma instructions, and none of the older ones
+    matmul: bool = False
     row: Row | None = None  # of the table of configurations
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -66,12 +71,18 @@ def unfit(device: torch.device, dtype: torch.dtype) -> str | None:
         return "Triton is not installed (pip install triton)"
     if device.type == "cuda":
         major = torch.cuda.get_device_capability(device)[0]
-        return f"a GPU of compute capability {major}, the kernels need 8 or newer" if major < 8 else None
+        return (
+            f"a GPU of compute capability {major}, the kernels need 8 or newer"
+            if major < 8
+            else None
+        )
     return None if interpreted() else "it needs a GPU"
 
 
 def capability(device: torch.device) -> int:
-    """The architecture that configurations are chosen for: 90 for Hopper, whose configurations serve where there is no GPU."""
+    """The architecture that configurations are chosen for: 90 for Hopper, whose configurations
+    serve where there is no GPU.
+    """
     if device.type != "cuda" or not torch.cuda.is_available():
         return HOPPER
     major, minor = torch.cuda.get_device_capability(device)
@@ -79,5 +90,11 @@ def capability(device: torch.device) -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many blocks of threads a GPU works on at once, at least; an H200's where there is no GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    """How many blocks of threads a GPU works on at once, at least; an H200's where there is no
+    GPU.
+    """
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 132
+    )

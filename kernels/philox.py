@@ -1,10 +1,13 @@
-"""Philox4x32-10, the one generator of the project, on integers: a value depends on a key and a counter and on nothing else.
+"""Philox4x32-10, the one generator of the project, on integers: a value depends on a key and a
+counter and on nothing else.
 
-Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11. This is the PyTorch definition that every kernel must equal
-bit for bit. Words are 32 bits wide and held in int64, whose wrapping product keeps the high half recoverable.
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11. This is the PyTorch
+definition that every kernel must equal bit for bit. Words are 32 bits wide and held in int64, whose
+wrapping product keeps the high half recoverable.
 
-A *field* is a matrix of random words addressed by row words and a column: the counter is (row words..., column // 4, 0...), the lane
-column % 4. Any rectangle of a field can be computed alone, so every layout of a run sees the same weights and dropout masks.
+A *field* is a matrix of random words addressed by row words and a column: the counter is (row
+words..., column // 4, 0...), the lane column % 4. Any rectangle of a field can be computed alone,
+so every layout of a run sees the same weights and dropout masks.
 """
 
 from __future__ import annotations
@@ -33,22 +36,36 @@ def key(seed: int, *names: object) -> Key:
 
 
 def philox4x32(counter: Sequence[Tensor], key: Key) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four random 32-bit words (int64 tensors of the broadcast shape) for a counter of four words."""
+    """Four random 32-bit words (int64 tensors of the broadcast shape) for a counter of four
+    words.
+    """
     c0, c1, c2, c3 = (word.clone() for word in torch.broadcast_tensors(*counter))
     k0, k1 = key
     for _ in range(ROUNDS):  # in place: the chunk's few buffers stay in cache
         p0, p1 = c0.mul_(MULTIPLIERS[0]), c2.mul_(MULTIPLIERS[1])
-        high0, high1 = p0 >> 32, p1 >> 32  # c1 and c3 keep their upper halves: the masks take them off a round later
-        c0, c2 = high1.bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(MASK), high0.bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(MASK)
+        # c1 and c3 keep their upper halves: the masks take them off a round later
+        high0, high1 = p0 >> 32, p1 >> 32
+        c0, c2 = (
+            high1.bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(MASK),
+            high0.bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(MASK),
+        )
         c1, c3 = p1, p0
         k0, k1 = (k0 + KEY_STEPS[0]) & MASK, (k1 + KEY_STEPS[1]) & MASK
     return c0, c1.bitwise_and_(MASK), c2, c3.bitwise_and_(MASK)
 
 
-def fill(out: Tensor, key: Key, rows: Sequence[Tensor], first_column: int, transform: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> None:
-    """Write the rectangle [rows, first_column : first_column + C] of a field, each word passed through `transform`, into out [R, C].
+def fill(
+    out: Tensor,
+    key: Key,
+    rows: Sequence[Tensor],
+    first_column: int,
+    transform: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+) -> None:
+    """Write the rectangle [rows, first_column : first_column + C] of a field, each word passed
+    through `transform`, into out [R, C].
 
-    `rows` are one to three int64 tensors [R], the row words; `transform` maps the four lanes to four tensors of values.
+    `rows` are one to three int64 tensors [R], the row words; `transform` maps the four lanes to
+    four tensors of values.
     """
     row_count, columns = out.shape
     first_block = first_column // 4
@@ -61,12 +78,15 @@ def fill(out: Tensor, key: Key, rows: Sequence[Tensor], first_column: int, trans
     for start in range(0, row_count, step):
         stop = min(start + step, row_count)
         words = [word[start:stop, None] for word in rows]
-        values = torch.stack(transform(philox4x32([*words, blocks, *zeros], key)), dim=-1)  # [rows, blocks, lanes]
+        # [rows, blocks, lanes]
+        values = torch.stack(transform(philox4x32([*words, blocks, *zeros], key)), dim=-1)
         out[start:stop] = values.flatten(1)[:, skip : skip + columns]
 
 
 def _box_muller(lanes: Sequence[Tensor]) -> list[Tensor]:
-    """Four words -> four standard normals in float64; equal on every CPU after rounding to float32."""
+    """Four words -> four standard normals in float64; equal on every CPU after rounding to
+    float32.
+    """
     normals = []
     for u, v in ((lanes[0], lanes[1]), (lanes[2], lanes[3])):
         radius = u.double().add_(0.5).div_(2**32).log_().mul_(-2).sqrt_()
@@ -76,13 +96,25 @@ def _box_muller(lanes: Sequence[Tensor]) -> list[Tensor]:
 
 
 def normal(out: Tensor, key: Key, first_row: int, first_column: int, std: float) -> None:
-    """Fill out [R, C] with the rectangle at (first_row, first_column) of a normal(0, std) matrix: drawn in float64, rounded once to float32."""
+    """Fill out [R, C] with the rectangle at (first_row, first_column) of a normal(0, std) matrix:
+    drawn in float64, rounded once to float32.
+    """
     rows = torch.arange(first_row, first_row + out.shape[0], device=out.device)
-    fill(out, key, [rows], first_column, lambda lanes: [x.mul_(std).float() for x in _box_muller(lanes)])
+    fill(
+        out,
+        key,
+        [rows],
+        first_column,
+        lambda lanes: [x.mul_(std).float() for x in _box_muller(lanes)],
+    )
 
 
-def keep_mask(key: Key, rows: Sequence[Tensor], columns: int, drop: float, first_column: int = 0) -> Tensor:
-    """Dropout mask [R, columns] (bool, True = keep): an element is dropped when its word is below drop x 2^32."""
+def keep_mask(
+    key: Key, rows: Sequence[Tensor], columns: int, drop: float, first_column: int = 0
+) -> Tensor:
+    """Dropout mask [R, columns] (bool, True = keep): an element is dropped when its word is below
+    drop x 2^32.
+    """
     out = torch.empty(rows[0].shape[0], columns, dtype=torch.bool, device=rows[0].device)
     threshold = round(drop * 2**32)
     fill(out, key, rows, first_column, lambda lanes: [lane >= threshold for lane in lanes])

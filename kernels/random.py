@@ -1,9 +1,11 @@
 """kernels/philox.py inside Triton kernels: the same words, the same dropout masks, bit for bit.
 
-Pass a key's two words and the threshold round(drop * 2**32) to the kernel as arguments annotated `tl.uint32` (what Triton would choose by
-itself, i32 or i64, depends on the value), and name them in `do_not_specialize`.
+Pass a key's two words and the threshold round(drop * 2**32) to the kernel as arguments annotated
+`tl.uint32` (what Triton would choose by itself, i32 or i64, depends on the value), and name them in
+`do_not_specialize`.
 
-About 70 integer instructions make four words, whose four decisions travel as one integer until they meet the values they decide about.
+About 70 integer instructions make four words, whose four decisions travel as one integer until they
+meet the values they decide about.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from megatron.kernels.lang import jit, tl
 
 @jit
 def philox4x32(c0, c1, c2, c3, k0, k1):
-    """Philox4x32-10: four uint32 words for counters c0..c3 (tensors of one shape, or of shapes that broadcast) under the key (k0, k1)."""
+    """Philox4x32-10: four uint32 words for counters c0..c3 (tensors of one shape, or of shapes that
+    broadcast) under the key (k0, k1).
+    """
     c0, c1 = tl.broadcast(c0.to(tl.uint32), c1.to(tl.uint32))
     c2, c3 = tl.broadcast(c2.to(tl.uint32), c3.to(tl.uint32))
     c0, c2 = tl.broadcast(c0, c2)
@@ -32,10 +36,17 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 @jit
 def keep_bits(c0, c1, c2, c3, k0, k1, threshold):
-    """int32 of the counters' broadcast shape: bit i says that lane i, an element of the four at this counter, is kept by dropout."""
+    """int32 of the counters' broadcast shape: bit i says that lane i, an element of the four at
+    this counter, is kept by dropout.
+    """
     w0, w1, w2, w3 = philox4x32(c0, c1, c2, c3, k0, k1)
     low = threshold.to(tl.uint32)
-    return (w0 >= low).to(tl.int32) | (w1 >= low).to(tl.int32) << 1 | (w2 >= low).to(tl.int32) << 2 | (w3 >= low).to(tl.int32) << 3
+    return (
+        (w0 >= low).to(tl.int32)
+        | (w1 >= low).to(tl.int32) << 1
+        | (w2 >= low).to(tl.int32) << 2
+        | (w3 >= low).to(tl.int32) << 3
+    )
 
 
 @jit
@@ -47,32 +58,52 @@ def lanes_to_columns(bits, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @jit
 def lanes_to_rows(bits, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """keep_bits [ROWS / 4, COLUMNS] -> keep mask [ROWS, COLUMNS], bool: the transposed tile, keys or hidden elements along the rows."""
+    """keep_bits [ROWS / 4, COLUMNS] -> keep mask [ROWS, COLUMNS], bool: the transposed tile, keys
+    or hidden elements along the rows.
+    """
     lanes = bits[:, None, :] >> tl.arange(0, 4)[None, :, None]
     return tl.reshape(lanes & 1, [ROWS, COLUMNS]) != 0
 
 
 @jit
-def keep_tile(word0, word1, first_column, k0, k1, threshold, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Keep mask [ROWS, COLUMNS] of `philox.keep_mask(key, [word0, word1], ..., first_column)`: row words [ROWS]; first_column a multiple of 4."""
+def keep_tile(
+    word0, word1, first_column, k0, k1, threshold, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Keep mask [ROWS, COLUMNS] of `philox.keep_mask(key, [word0, word1], ..., first_column)`: row
+    words [ROWS]; first_column a multiple of 4.
+    """
     block = first_column // 4 + tl.arange(0, COLUMNS // 4)
     zero = tl.zeros([1, 1], tl.uint32)
-    return lanes_to_columns(keep_bits(word0[:, None], word1[:, None], block[None, :], zero, k0, k1, threshold), ROWS, COLUMNS)
+    return lanes_to_columns(
+        keep_bits(word0[:, None], word1[:, None], block[None, :], zero, k0, k1, threshold),
+        ROWS,
+        COLUMNS,
+    )
 
 
 @jit
-def keep_scores(sample, head, query, first_key, k0, k1, threshold, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """Keep mask [QUERIES, KEYS] of attention probabilities: row words (sample, head, query [QUERIES]); first_key a multiple of 4."""
+def keep_scores(
+    sample, head, query, first_key, k0, k1, threshold, QUERIES: tl.constexpr, KEYS: tl.constexpr
+):
+    """Keep mask [QUERIES, KEYS] of attention probabilities: row words (sample, head, query
+    [QUERIES]); first_key a multiple of 4.
+    """
     block = first_key // 4 + tl.arange(0, KEYS // 4)
     zero = tl.zeros([1, 1], tl.uint32)
     sample, head = zero + sample.to(tl.uint32), zero + head.to(tl.uint32)
-    return lanes_to_columns(keep_bits(sample, head, query[:, None], block[None, :], k0, k1, threshold), QUERIES, KEYS)
+    return lanes_to_columns(
+        keep_bits(sample, head, query[:, None], block[None, :], k0, k1, threshold), QUERIES, KEYS
+    )
 
 
 @jit
-def keep_scores_transposed(sample, head, query, first_key, k0, k1, threshold, KEYS: tl.constexpr, QUERIES: tl.constexpr):
+def keep_scores_transposed(
+    sample, head, query, first_key, k0, k1, threshold, KEYS: tl.constexpr, QUERIES: tl.constexpr
+):
     """The transpose [KEYS, QUERIES] of keep_scores, without moving a tile."""
     block = first_key // 4 + tl.arange(0, KEYS // 4)
     zero = tl.zeros([1, 1], tl.uint32)
     sample, head = zero + sample.to(tl.uint32), zero + head.to(tl.uint32)
-    return lanes_to_rows(keep_bits(sample, head, query[None, :], block[:, None], k0, k1, threshold), KEYS, QUERIES)
+    return lanes_to_rows(
+        keep_bits(sample, head, query[None, :], block[:, None], k0, k1, threshold), KEYS, QUERIES
+    )

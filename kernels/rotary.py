@@ -1,13 +1,16 @@
-"""Rotary position embedding in place: channels i and i + r/2 of the first r of each head's d channels turn by an angle of their token.
+"""Rotary position embedding in place: channels i and i + r/2 of the first r of each head's d
+channels turn by an angle of their token.
 
-    y[i] = x[i] cos - x[i + r/2] sin,  y[i + r/2] = x[i + r/2] cos + x[i] sin;    direction -1 turns back, which is the backward pass
+    y[i] = x[i] cos - x[i + r/2] sin,  y[i + r/2] = x[i + r/2] cos + x[i] sin;    direction -1 turns
+    back, which is the backward pass
 
-x [s, b, n, d] or, heads in groups, [s, b, g, n/g, d], any strides but 1 between channels. Query and key heads of the fused QKV output
-[s, b, g, q + 2, d] lie side by side: one launch on [..., :q + 1, :] turns both. cos and sin [s, b, 1, r] in fp32, (cos, cos) and (-sin, sin) over
-the two halves (layers/rotary.py), of which one half each is read. Products and sums in fp32, rounded once.
+x [s, b, n, d] or, heads in groups, [s, b, g, n/g, d], any strides but 1 between channels. Query and
+key heads of the fused QKV output [s, b, g, q + 2, d] lie side by side: one launch on [..., :q + 1,
+:] turns both. cos and sin [s, b, 1, r] in fp32, (cos, cos) and (-sin, sin) over the two halves
+(layers/rotary.py), of which one half each is read. Products and sums in fp32, rounded once.
 
-Source: Su et al. 2021; halves as in GPT-NeoX.
-Roofline, bf16: 4 bytes a turning channel, and 4 r bytes a token of the tables. 8192 tokens of 32 + 8 heads of 128 at 4.3 TB/s: 39 us and 1 us.
+Source: Su et al. 2021; halves as in GPT-NeoX. Roofline, bf16: 4 bytes a turning channel, and 4 r
+bytes a token of the tables. 8192 tokens of 32 + 8 heads of 128 at 4.3 TB/s: 39 us and 1 us.
 """
 
 from __future__ import annotations
@@ -46,12 +49,30 @@ def configuration(heads: int, half: int, arch: int = HOPPER) -> RotaryConfigurat
     together = max(row.numbers["block"] // block, 1)
     while together * block > 512 and heads % together:
         together //= 2
-    return RotaryConfiguration(row, together, block, max(together * block // (32 * row.numbers["per_thread"]), 1))
+    return RotaryConfiguration(
+        row, together, block, max(together * block // (32 * row.numbers["per_thread"]), 1)
+    )
 
 
 @jit
-def rotary_kernel(x, cos, sin, batch, heads, stride_s, stride_b, stride_g, stride_n, table_s, table_b, direction,
-                  GROUP: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+def rotary_kernel(
+    x,
+    cos,
+    sin,
+    batch,
+    heads,
+    stride_s,
+    stride_b,
+    stride_g,
+    stride_n,
+    table_s,
+    table_b,
+    direction,
+    GROUP: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     s, b = tl.program_id(0) // batch, tl.program_id(0) % batch
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     channel = tl.arange(0, BLOCK)
@@ -61,7 +82,12 @@ def rotary_kernel(x, cos, sin, batch, heads, stride_s, stride_b, stride_g, strid
     c = tl.load(cos + table, mask=known, other=0.0).to(tl.float32)[None, :]
     d = (tl.load(sin + table + HALF, mask=known, other=0.0).to(tl.float32) * direction)[None, :]
     start = s.to(tl.int64) * stride_s + b.to(tl.int64) * stride_b
-    low = x + start + ((head // GROUP) * stride_g + (head % GROUP) * stride_n)[:, None] + channel[None, :]
+    low = (
+        x
+        + start
+        + ((head // GROUP) * stride_g + (head % GROUP) * stride_n)[:, None]
+        + channel[None, :]
+    )
     first = tl.load(low, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(low + HALF, mask=inside, other=0.0).to(tl.float32)
     tl.store(low, (first * c - second * d).to(x.dtype.element_ty), mask=inside)
@@ -71,18 +97,40 @@ def rotary_kernel(x, cos, sin, batch, heads, stride_s, stride_b, stride_g, strid
 @torch.library.custom_op("megatron::rotary_", mutates_args=("x",))
 def rotary_(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> None:
     """Turn x in place, by the angles of the tables (direction 1) or back (-1)."""
-    assert x.dtype != torch.float64 and cos.dtype == torch.float32, "float64: the definition serves it"
+    assert x.dtype != torch.float64 and cos.dtype == torch.float32, (
+        "float64: the definition serves it"
+    )
     s, b, *groups, d = x.shape
     width, group = cos.shape[-1], groups[1] if len(groups) == 2 else 1
-    assert cos.shape == sin.shape == (s, b, 1, width) and cos.stride() == sin.stride() and width % 2 == 0 and width <= d
+    assert (
+        cos.shape == sin.shape == (s, b, 1, width)
+        and cos.stride() == sin.stride()
+        and width % 2 == 0
+        and width <= d
+    )
     assert len(groups) in (1, 2) and x.stride(-1) == cos.stride(-1) == 1 and direction in (1, -1)
     heads = groups[0] * group
     if x.numel() == 0 or width == 0:
         return
     form = configuration(heads, width // 2, capability(x.device))
     rotary_kernel[(s * b, triton.cdiv(heads, form.heads))](
-        x, cos, sin, b, heads, x.stride(0), x.stride(1), x.stride(2), x.stride(3) if group > 1 else 0, cos.stride(0), cos.stride(1), direction,
-        GROUP=group, HALF=width // 2, HEADS=form.heads, BLOCK=form.block, num_warps=form.num_warps,
+        x,
+        cos,
+        sin,
+        b,
+        heads,
+        x.stride(0),
+        x.stride(1),
+        x.stride(2),
+        x.stride(3) if group > 1 else 0,
+        cos.stride(0),
+        cos.stride(1),
+        direction,
+        GROUP=group,
+        HALF=width // 2,
+        HEADS=form.heads,
+        BLOCK=form.block,
+        num_warps=form.num_warps,
     )
 
 
@@ -92,10 +140,27 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> None:
 
 
 def aot(arch: int = HOPPER) -> Iterator[Compiled]:
-    """Fused QKV outputs with grouped heads, of which half or all channels turn, and a norm's output without groups."""
+    """Fused QKV outputs with grouped heads, of which half or all channels turn, and a norm's output
+    without groups.
+    """
     strides = ("stride_s", "stride_b", "stride_g", "stride_n", "table_s", "table_b")
-    for dtype, heads, group, half in (("bf16", 40, 5, 64), ("bf16", 24, 2, 32), ("bf16", 32, 1, 64), ("fp32", 40, 5, 64)):
+    for dtype, heads, group, half in (
+        ("bf16", 40, 5, 64),
+        ("bf16", 24, 2, 32),
+        ("bf16", 32, 1, 64),
+        ("fp32", 40, 5, 64),
+    ):
         form = configuration(heads, half, arch)
         constants = {"GROUP": group, "HALF": half, "HEADS": form.heads, "BLOCK": form.block}
-        types = {"x": f"*{dtype}", "cos": "*fp32", "sin": "*fp32"} | dict.fromkeys(("batch", "heads", "direction", *strides), "i32")
-        yield Compiled(f"rotary_{dtype}_{heads}x{group}_{2 * half}", rotary_kernel, types, constants, ("x", "cos", "sin", *strides), form.num_warps, row=form.row)
+        types = {"x": f"*{dtype}", "cos": "*fp32", "sin": "*fp32"} | dict.fromkeys(
+            ("batch", "heads", "direction", *strides), "i32"
+        )
+        yield Compiled(
+            f"rotary_{dtype}_{heads}x{group}_{2 * half}",
+            rotary_kernel,
+            types,
+            constants,
+            ("x", "cos", "sin", *strides),
+            form.num_warps,
+            row=form.row,
+        )

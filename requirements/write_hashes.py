@@ -26,10 +26,13 @@ MACHINES = ("x86_64", "aarch64")
 def installable(tag: Tag) -> bool:
     """Whether a wheel with this tag suits one of our interpreters and machines."""
     platform = tag.platform == "any" or (
-        tag.platform.startswith(("manylinux", "linux")) and tag.platform.endswith(MACHINES))
+        tag.platform.startswith(("manylinux", "linux")) and tag.platform.endswith(MACHINES)
+    )
     stable = tag.abi == "abi3" and re.fullmatch(r"cp3\d?|cp31[0-3]", tag.interpreter)
     python = tag.interpreter in ("py3", "py311", "py312", "py313") or stable
-    return platform and bool(python or (tag.interpreter in PYTHONS and tag.abi in (*PYTHONS, "none")))
+    return platform and bool(
+        python or (tag.interpreter in PYTHONS and tag.abi in (*PYTHONS, "none"))
+    )
 
 
 class Indexes:
@@ -74,7 +77,9 @@ def main() -> None:
             continue
         hashes = indexes.hashes(canonicalize_name(name), version)
         print(f"{name}=={version}: {len(hashes)}", flush=True)
-        lines.append(" \\\n".join([f"{name}=={version}", *(f"    --hash=sha256:{each}" for each in hashes)]))
+        lines.append(
+            " \\\n".join([f"{name}=={version}", *(f"    --hash=sha256:{each}" for each in hashes)])
+        )
     PINS.write_text("\n".join(lines) + "\n")
 
 

@@ -1,7 +1,9 @@
-"""For all tests: an end to tests that hang, the time each folder takes, the `gpu` marker, Gloo worlds, and reproducible property tests.
+"""For all tests: an end to tests that hang, the time each folder takes, the `gpu` marker, Gloo
+worlds, and reproducible property tests.
 
-A folder is tests/<name>, or tests/unit/<name>. The summary reports the minutes that each used, and the tests above SLOW_SECONDS; no test fails
-for them, because a busy machine makes every test slow. A test that runs for HANG_MINUTES has hung: it fails there and then.
+A folder is tests/<name>, or tests/unit/<name>. The summary reports the minutes that each used, and
+the tests above SLOW_SECONDS; no test fails for them, because a busy machine makes every test slow.
+A test that runs for HANG_MINUTES has hung: it fails there and then.
 """
 
 from __future__ import annotations
@@ -18,12 +20,16 @@ import torch
 from selection import LONG_FILES
 
 if torch.cuda.is_available():
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for --deterministic-mode; torch looks once, at the first product of any test
+    # for --deterministic-mode; torch looks once, at the first product of any test
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 else:
-    os.environ["TRITON_INTERPRET"] = "1"  # kernels run on CPU tensors; Triton reads it when it is first imported
+    # kernels run on CPU tensors; Triton reads it when it is first imported
+    os.environ["TRITON_INTERPRET"] = "1"
 
 TESTS = Path(__file__).resolve().parent
-SLOW_SECONDS = 30  # on a quiet machine of two cores: what takes longer belongs into campaigns/, with a smaller case here
+# on a quiet machine of two cores: what takes longer belongs into campaigns/, with a smaller case
+# here
+SLOW_SECONDS = 30
 HANG_MINUTES = 15  # many times what the longest test takes on two quiet cores
 
 hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None)
@@ -79,7 +85,13 @@ class Clock:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", metavar="K/N", help="every N-th test, from the K-th on: what is compiled for a GPU takes several processes")
+    parser.addoption(
+        "--shard",
+        metavar="K/N",
+        help=(
+            "every N-th test, from the K-th on: what is compiled for a GPU takes several processes"
+        ),
+    )
 
 
 def shard_of(items: list[pytest.Item], shard: str) -> list[pytest.Item]:
@@ -91,8 +103,9 @@ def shard_of(items: list[pytest.Item], shard: str) -> list[pytest.Item]:
 
 
 def give_way() -> None:
-    """Let every process that this one starts go first. Ranks that exchange messages wait for each other at every step, so one that must
-    wait for a turn of the processor holds up all; the tests of this process itself lose nothing by waiting.
+    """Let every process that this one starts go first. Ranks that exchange messages wait for each
+    other at every step, so one that must wait for a turn of the processor holds up all; the tests
+    of this process itself lose nothing by waiting.
     """
     os.sched_setscheduler(0, os.SCHED_IDLE | os.SCHED_RESET_ON_FORK, os.sched_param(0))
 
@@ -121,7 +134,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def one_thread():
-    """torch with one thread here, as ranks and forked children have: sums over two have other bits, and a fork may not use its parent's threads."""
+    """torch with one thread here, as ranks and forked children have: sums over two have other bits,
+    and a fork may not use its parent's threads.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -130,7 +145,9 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def gloo_world():
-    """`gloo_world(n).run(function, *args)`: on n processes that live as long as the session (tests/distributed/pool.py)."""
+    """`gloo_world(n).run(function, *args)`: on n processes that live as long as the session
+    (tests/distributed/pool.py).
+    """
     from distributed.pool import Worlds
 
     worlds = Worlds()

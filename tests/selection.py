@@ -9,7 +9,9 @@ import pytest
 
 
 def one_in(every: int, cases: Sequence[tuple], names: Sequence[str] | None = None) -> list[Any]:
-    """The cases as parameters of a test: one in `every` for each run, the others for `-m campaign`."""
+    """The cases as parameters of a test: one in `every` for each run, the others for `-m
+    campaign`.
+    """
     return [
         pytest.param(
             *case,
@@ -20,7 +22,8 @@ def one_in(every: int, cases: Sequence[tuple], names: Sequence[str] | None = Non
     ]
 
 
-# Files that take minutes, longest first: the processes of a whole run share files, and a long one at the end would keep one of them waiting.
+# Files that take minutes, longest first: the processes of a whole run share files, and a long one
+# at the end would keep one of them waiting.
 LONG_FILES = tuple(
     f"tests/{name}.py"
     for name in (

@@ -1,13 +1,18 @@
-"""From a measurement to a choice: `python tools/adopt_kernels.py kernels.json` writes what tools/benchmark_kernels.py has found into kernels/measured.json.
+"""From a measurement to a choice: `python tools/adopt_kernels.py kernels.json` writes what
+tools/benchmark_kernels.py has found into kernels/measured.json.
 
-That file is what `auto` goes by (kernels/dispatch.py), and the banner says it. Of each operator on the measured architecture, all cases together:
+That file is what `auto` goes by (kernels/dispatch.py), and the banner says it. Of each operator on
+the measured architecture, all cases together:
 
-- The ratio is the time of PyTorch's implementation by the kernel's, both summed over the operator's cases, of each turn; the median of all turns, and
+- The ratio is the time of PyTorch's implementation by the kernel's, both summed over the operator's
+  cases, of each turn; the median of all turns, and
   its 95% interval by bootstrap (tools/ratio_rule.py).
-- The kernel wins where the whole interval lies above 1 and no case is lost by more than 5% beyond its own noise.
+- The kernel wins where the whole interval lies above 1 and no case is lost by more than 5% beyond
+  its own noise.
 - A case without a time, or a wrong result, leaves the operator as it was: why is printed.
 
-What was adopted before stays for operators and architectures that the new file has not measured. Results of --tiny or of a CPU are refused.
+What was adopted before stays for operators and architectures that the new file has not measured.
+Results of --tiny or of a CPU are refused.
 """
 
 from __future__ import annotations
@@ -31,58 +36,102 @@ Times = list[list[float]]  # of each case, in turns
 
 def judge(kernel: Times, rival: Times) -> dict[str, Any]:
     """ratio, low, high, wins."""
-    totals = [sum(theirs) / sum(ours) for ours, theirs in zip(zip(*kernel, strict=True), zip(*rival, strict=True), strict=True)]
+    totals = [
+        sum(theirs) / sum(ours)
+        for ours, theirs in zip(zip(*kernel, strict=True), zip(*rival, strict=True), strict=True)
+    ]
     (low, high), cases = bootstrap(totals), []
     for ours, theirs in zip(kernel, rival, strict=True):
         cases.append(bootstrap([b / a for a, b in zip(ours, theirs, strict=True)]))
     wins = low > 1 and all(upper > 1 - SLACK for _, upper in cases)
-    return {"ratio": round(statistics.median(totals), 4), "low": round(low, 4), "high": round(high, 4), "wins": wins}
+    return {
+        "ratio": round(statistics.median(totals), 4),
+        "low": round(low, 4),
+        "high": round(high, 4),
+        "wins": wins,
+    }
 
 
 def adopted(results: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """(a row for each operator that was measured whole, why others were not). Raises ValueError for a file that says nothing about a GPU."""
+    """(a row for each operator that was measured whole, why others were not). Raises ValueError for
+    a file that says nothing about a GPU.
+    """
     if results.get("tiny", True) or results.get("architecture") is None:
         raise ValueError("measured with --tiny or on a CPU, which says nothing about a GPU's speed")
-    found: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))  # operator -> case -> role -> row
+    # operator -> case -> role -> row
+    found: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
     for row in results["rows"]:
         if row["operator"] and row["role"]:
             found[row["operator"]][row["case"]][row["role"]] = row
     rows, left = [], []
     for operator, cases in found.items():
-        faults = [f"{case}, {row['implementation']}: {row['fault']}" for case, roles in cases.items() for row in roles.values() if row["fault"]]
+        faults = [
+            f"{case}, {row['implementation']}: {row['fault']}"
+            for case, roles in cases.items()
+            for row in roles.values()
+            if row["fault"]
+        ]
         whole = [roles for roles in cases.values() if roles.keys() == {"kernel", "rival"}]
         turns = {len(row["all"]) for roles in whole for row in roles.values()}
         if faults or len(whole) < len(cases) or len(turns) != 1 or min(turns) < PAIRS:
-            left.append(f"{operator}: {faults[0] if faults else f'not every case has {PAIRS} times of both'}")
+            left.append(
+                f"{operator}: "
+                f"{faults[0] if faults else f'not every case has {PAIRS} times of both'}"
+            )
             continue
         times = [[roles[role]["all"] for roles in whole] for role in ("kernel", "rival")]
-        rows.append({"operator": operator, "implementation": "triton", "architecture": results["architecture"],
-                     "rival": whole[0]["rival"]["implementation"], **judge(*times), "cases": len(whole), "gpu": results["device"],
-                     **{name: results[name] for name in ("torch", "triton", "date")}})
+        rows.append(
+            {
+                "operator": operator,
+                "implementation": "triton",
+                "architecture": results["architecture"],
+                "rival": whole[0]["rival"]["implementation"],
+                **judge(*times),
+                "cases": len(whole),
+                "gpu": results["device"],
+                **{name: results[name] for name in ("torch", "triton", "date")},
+            }
+        )
     return rows, left
 
 
 def merged(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The new rows instead of the old ones of the same operator, implementation and architecture."""
-    rows = {(row["operator"], row["implementation"], row["architecture"]): row for row in (*old, *new)}
+    """The new rows instead of the old ones of the same operator, implementation and
+    architecture.
+    """
+    rows = {
+        (row["operator"], row["implementation"], row["architecture"]): row for row in (*old, *new)
+    }
     return [rows[key] for key in sorted(rows)]
 
 
 def main(argv: Sequence[str], measured: Path = MEASURED) -> int:
     """The exit code: 2 for a file that cannot be adopted."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, metavar="FILE", help="kernels.json of tools/benchmark_kernels.py")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="kernels.json of tools/benchmark_kernels.py"
+    )
     file = parser.parse_args(argv).file
     try:
         rows, left = adopted(json.loads(file.read_text()))
     except (OSError, ValueError, KeyError) as error:
-        print(f"{file}: {error if not isinstance(error, KeyError) else f'no {error} in it: not a result of tools/benchmark_kernels.py'}", file=sys.stderr)
+        if isinstance(error, KeyError):
+            error = f"no {error} in it: not a result of tools/benchmark_kernels.py"
+        print(f"{file}: {error}", file=sys.stderr)
         return 2
     for row in rows:
-        print(f"{row['operator']}: {row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f}) times {row['rival']}: {'taken' if row['wins'] else 'not taken'}")
+        print(
+            f"{row['operator']}: {row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f}) "
+            f"times {row['rival']}: {'taken' if row['wins'] else 'not taken'}"
+        )
     for line in left:
         print(f"{line}: left as it was")
-    measured.write_text(json.dumps({"rows": merged(json.loads(measured.read_text())["rows"], rows)}, indent=1) + "\n")
+    measured.write_text(
+        json.dumps({"rows": merged(json.loads(measured.read_text())["rows"], rows)}, indent=1)
+        + "\n"
+    )
     return 0
 
 

@@ -1,20 +1,26 @@
-"""Saving a checkpoint: ours against raw pwrite, safetensors, torch.save, torch's distributed checkpoints and DeepSpeed, in 1 and 2 processes.
+"""Saving a checkpoint: ours against raw pwrite, safetensors, torch.save, torch's distributed
+checkpoints and DeepSpeed, in 1 and 2 processes.
 
-    python tools/benchmark_checkpoint.py --setup DIR                                          # DeepSpeed's environment, pinned, once
-    python tools/benchmark_checkpoint.py --peers DIR --out docs/results/checkpoint.json --table docs/performance.md
+    python tools/benchmark_checkpoint.py --setup DIR                                          #
+    DeepSpeed's environment, pinned, once python tools/benchmark_checkpoint.py --peers DIR --out
+    docs/results/checkpoint.json --table docs/performance.md
 
-Every rank holds an equal share of a GPT's fp32 weights and Adam moments (benchmark_peers/checkpoint_rank.py), and every system saves the same
-bytes into a new folder, on tmpfs and on disk; DeepSpeed, whose format holds bf16 weights too, is shown without a goal. All systems are alive
-together and take turns, in turning order; each sleeps meanwhile. One turn of each is not counted (buffers, processes and plans are made
-then; its stall is the column `first stall`), and in one more the memory is sampled instead. Every rank may use its share of the cores.
+Every rank holds an equal share of a GPT's fp32 weights and Adam moments
+(benchmark_peers/checkpoint_rank.py), and every system saves the same bytes into a new folder, on
+tmpfs and on disk; DeepSpeed, whose format holds bf16 weights too, is shown without a goal. All
+systems are alive together and take turns, in turning order; each sleeps meanwhile. One turn of each
+is not counted (buffers, processes and plans are made then; its stall is the column `first stall`),
+and in one more the memory is sampled instead. Every rank may use its share of the cores.
 
-total   from the first rank's begin to the last rank's end, everything fsynced: by the system itself (ours, DCP), else by each rank afterwards
+total   from the first rank's begin to the last rank's end, everything fsynced: by the system itself
+(ours, DCP), else by each rank afterwards
 stall   from the begin until the state may change again, of the slowest rank
-memory  the most that the processes of a rank, writer processes too, held during a save more than before their first one, of the fullest rank (Pss)
+memory  the most that the processes of a rank, writer processes too, held during a save more than
+before their first one, of the fullest rank (Pss)
 kept    what they keep of it between saves
 
-A ratio is of two turns in the same round; it counts when other processes used less than --quiet cores in both; it passes by tools/ratio_rule.py.
-The machine should be quiet.
+A ratio is of two turns in the same round; it counts when other processes used less than --quiet
+cores in both; it passes by tools/ratio_rule.py. The machine should be quiet.
 """
 
 from __future__ import annotations
@@ -41,11 +47,24 @@ from benchmark_training import SCRIPTS, busy_seconds, machine, setup, wait_until
 from turn_group import Group
 
 OURS, ASYNC, RAW, COPY = "ours", "ours, async", "raw pwrite", "memcpy"
-OURS_1, RAW_2 = "ours, 1 thread", "raw pwrite, 2 threads"  # equal terms: ours takes a thread for each core of a rank, raw pwrite one
+# equal terms: ours takes a thread for each core of a rank, raw pwrite one
+OURS_1, RAW_2 = "ours, 1 thread", "raw pwrite, 2 threads"
 DCP = ("DCP", "DCP, 2 threads")
 DCP_ASYNC = ("DCP, async thread", "DCP, async process")
 DEEPSPEED = "DeepSpeed ZeRO-1"
-SYSTEMS = (COPY, RAW, RAW_2, OURS, OURS_1, ASYNC, "safetensors", "torch.save", *DCP, *DCP_ASYNC, DEEPSPEED)
+SYSTEMS = (
+    COPY,
+    RAW,
+    RAW_2,
+    OURS,
+    OURS_1,
+    ASYNC,
+    "safetensors",
+    "torch.save",
+    *DCP,
+    *DCP_ASYNC,
+    DEEPSPEED,
+)
 MIB = 1 << 20
 BEGIN = "<!-- benchmark_checkpoint: begin -->"
 END = "<!-- benchmark_checkpoint: end -->"
@@ -57,7 +76,7 @@ def start(system: str, ranks: int, hidden: int, peers: Path) -> Group:
     return Group(system, [python, str(SCRIPTS / "checkpoint_rank.py"), system, str(hidden)], ranks)
 
 
-# ---- memory and CPU time of process trees ----------------------------------------------------------------------------
+# ---- memory and CPU time of process trees --------------------------------------------------------
 
 
 def tree(pid: int) -> list[int]:
@@ -65,7 +84,9 @@ def tree(pid: int) -> list[int]:
     parents: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            parents.setdefault(int(path.read_text().rpartition(")")[2].split()[1]), []).append(int(path.parent.name))
+            parents.setdefault(int(path.read_text().rpartition(")")[2].split()[1]), []).append(
+                int(path.parent.name)
+            )
         except OSError:  # it has ended
             continue
     found = [pid]
@@ -79,7 +100,9 @@ def cpu_seconds(group: Group) -> float:
     total = 0
     for pid in (pid for rank in group.ranks for pid in tree(rank.pid)):
         try:
-            total += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+            total += sum(
+                map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15])
+            )
         except OSError:
             continue
     return total / os.sysconf("SC_CLK_TCK")
@@ -123,26 +146,39 @@ class Sampled:
         self.thread.join()
 
 
-# ---- measure ---------------------------------------------------------------------------------------------------------
+# ---- measure -------------------------------------------------------------------------------------
 
 
 def turn(group: Group, folder: Path) -> Row:
     """One save into a new folder, which is deleted afterwards."""
     folder.mkdir()
     if group.system != COPY:
-        subprocess.run(["sync", "-f", str(folder)], check=True)  # nobody pays for what another has left unwritten
+        # nobody pays for what another has left unwritten
+        subprocess.run(["sync", "-f", str(folder)], check=True)
     try:
         busy, cpu, wall = busy_seconds(), cpu_seconds(group), time.perf_counter()
         answers = group.turn(json.dumps({"folder": str(folder)}))
-        busy, cpu, wall = busy_seconds() - busy, cpu_seconds(group) - cpu, time.perf_counter() - wall
+        busy, cpu, wall = (
+            busy_seconds() - busy,
+            cpu_seconds(group) - cpu,
+            time.perf_counter() - wall,
+        )
     finally:
         shutil.rmtree(folder)
-    return {"system": group.system, "total": max(each["end"] for each in answers) - min(each["begin"] for each in answers),
-            "stall": max(each["free"] - each["begin"] for each in answers), "bytes": [each["bytes"] for each in answers],
-            "state": max(each["state"] for each in answers), "cpu": round(cpu, 3), "others_cores": round(max(0.0, busy - cpu) / wall, 3)}
+    return {
+        "system": group.system,
+        "total": max(each["end"] for each in answers) - min(each["begin"] for each in answers),
+        "stall": max(each["free"] - each["begin"] for each in answers),
+        "bytes": [each["bytes"] for each in answers],
+        "state": max(each["state"] for each in answers),
+        "cpu": round(cpu, 3),
+        "others_cores": round(max(0.0, busy - cpu) / wall, 3),
+    }
 
 
-def measure(args: argparse.Namespace, ranks: int, places: dict[str, Path]) -> Iterator[tuple[str, str, Row]]:
+def measure(
+    args: argparse.Namespace, ranks: int, places: dict[str, Path]
+) -> Iterator[tuple[str, str, Row]]:
     """(place, what, run) of one number of processes: "first", "memory" and "runs"."""
     groups: list[Group] = []
     try:
@@ -158,7 +194,9 @@ def measure(args: argparse.Namespace, ranks: int, places: dict[str, Path]) -> It
                 kept = held(group)
                 with Sampled(group) as sampled:
                     run = turn(group, folder / "memory")
-                extra, kept = (max(map(int.__sub__, now, before[group.system])) for now in (sampled.most, kept))
+                extra, kept = (
+                    max(map(int.__sub__, now, before[group.system])) for now in (sampled.most, kept)
+                )
                 yield place, "memory", run | {"memory": extra, "kept": kept}
         for index in range(args.rounds):
             for place, folder in places.items():
@@ -179,22 +217,31 @@ def prepared(args: argparse.Namespace) -> dict[str, Path]:
         kind = disk_kind(str(folder))
         if (kind == "tmpfs") != (place == "tmpfs"):
             folder.rmdir()
-            raise SystemExit(f"error: --{place} {getattr(args, place)} is on {kind}; give a folder on {'a tmpfs' if place == 'tmpfs' else 'a disk'}")
+            raise SystemExit(
+                f"error: --{place} {getattr(args, place)} is on {kind}; give a folder on "
+                f"{'a tmpfs' if place == 'tmpfs' else 'a disk'}"
+            )
         found[place] = folder
     return found
 
 
-# ---- judge -----------------------------------------------------------------------------------------------------------
+# ---- judge ---------------------------------------------------------------------------------------
 
 
 def goals(place: str) -> list[tuple[str, str, str, str, float, bool]]:
     """(what, numerator, denominator, clock, goal, whether the goal is an upper limit)."""
     least = 1.4 if place == "tmpfs" else 1.2
     found = [("time by raw pwrite's", OURS, RAW, "total", 1.25, True)] if place == "tmpfs" else []
-    found += [("time by raw pwrite's with 2 threads", OURS, RAW_2, "total", 1.25, True)] if place == "tmpfs" else []
+    found += (
+        [("time by raw pwrite's with 2 threads", OURS, RAW_2, "total", 1.25, True)]
+        if place == "tmpfs"
+        else []
+    )
     found += [("torch.save's time by ours", "torch.save", OURS, "total", 1.4, False)]
-    found += [(f"{system}'s time by ours with 1 thread", system, OURS_1, "total", goal, False)
-              for system, goal in (("torch.save", 1.4), (DCP[0], least))]
+    found += [
+        (f"{system}'s time by ours with 1 thread", system, OURS_1, "total", goal, False)
+        for system, goal in (("torch.save", 1.4), (DCP[0], least))
+    ]
     found += [(f"{system}'s time by ours", system, OURS, "total", least, False) for system in DCP]
     return found + [("stall by memcpy of the shard", ASYNC, COPY, "stall", 1.5, True)]
 
@@ -205,36 +252,86 @@ def verdicts(settings: dict[str, Row]) -> list[Row]:
     for name, measured in settings.items():
         taken = {(run["system"], run["round"]): run for run in measured["runs"]}
         for what, above, below, clock, goal, upper in goals(measured["place"]):
-            pairs = [(taken[above, index], run) for (system, index), run in taken.items() if system == below and (above, index) in taken]
-            quiet = [pair for pair in pairs if all(run["others_cores"] < measured["quiet"] for run in pair)]
+            pairs = [
+                (taken[above, index], run)
+                for (system, index), run in taken.items()
+                if system == below and (above, index) in taken
+            ]
+            quiet = [
+                pair
+                for pair in pairs
+                if all(run["others_cores"] < measured["quiet"] for run in pair)
+            ]
             if pairs:
-                row = {"setting": name, "what": what, "goal": goal, "upper": upper, "pairs": len(quiet)}
+                row = {
+                    "setting": name,
+                    "what": what,
+                    "goal": goal,
+                    "upper": upper,
+                    "pairs": len(quiet),
+                }
                 if quiet:
-                    row |= asdict(ratio_rule.verdict([a[clock] / b[clock] for a, b in quiet], goal, upper_limit=upper))
+                    row |= asdict(
+                        ratio_rule.verdict(
+                            [a[clock] / b[clock] for a, b in quiet], goal, upper_limit=upper
+                        )
+                    )
                 rows.append(row)
     return rows
 
 
 def tables(document: Row) -> str:
     """Markdown: what each system took, then the goals."""
-    lines = ["| setting | system | total, s | by raw | stall, s | first stall, s | memory, MiB | kept, MiB | a rank's bytes, MiB | most by mean |",
-             "|---|---|---|---|---|---|---|---|---|---|"]
+    lines = [
+        (
+            "| setting | system | total, s | by raw | stall, s | first stall, s | memory, MiB | "
+            "kept, MiB | a rank's bytes, MiB | most by mean |"
+        ),
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
     for name, measured in document["settings"].items():
         raw = [run["total"] for run in measured["runs"] if run["system"] == RAW]
         for system in dict.fromkeys(run["system"] for run in measured["runs"]):
-            runs, [first], [sampled] = ([run for run in measured[kind] if run["system"] == system] for kind in ("runs", "first", "memory"))
-            total, stall = (statistics.median(run[clock] for run in runs) for clock in ("total", "stall"))
+            runs, [first], [sampled] = (
+                [run for run in measured[kind] if run["system"] == system]
+                for kind in ("runs", "first", "memory")
+            )
+            total, stall = (
+                statistics.median(run[clock] for run in runs) for clock in ("total", "stall")
+            )
             by_raw = f"{total / statistics.median(raw):.2f}" if raw and system != COPY else "-"
             written = runs[-1]["bytes"]
-            spread = f"{max(written) / MIB:.0f} | {max(written) / statistics.mean(written):.3f}" if any(written) else "- | -"
+            spread = (
+                f"{max(written) / MIB:.0f} | {max(written) / statistics.mean(written):.3f}"
+                if any(written)
+                else "- | -"
+            )
             sizes = f"{sampled['memory'] / MIB:.0f} | {sampled['kept'] / MIB:.0f}"
-            lines.append(f"| {name} | {system} | {total:.3f} | {by_raw} | {stall:.3f} | {first['stall']:.3f} | {sizes} | {spread} |")
-    lines += ["", "| setting | ratio | measured (95% interval) | asked | pairs | |", "|---|---|---|---|---|---|"]
+            lines.append(
+                f"| {name} | {system} | {total:.3f} | {by_raw} | {stall:.3f} | "
+                f"{first['stall']:.3f} | {sizes} | {spread} |"
+            )
+    lines += [
+        "",
+        "| setting | ratio | measured (95% interval) | asked | pairs | |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in document["rows"]:
         sign = "<=" if row["upper"] else ">="
-        word = "reached" if row.get("passed") else "LOST" if row["pairs"] >= ratio_rule.PAIRS else "too few quiet pairs"
-        ratio = f"{row['median']:.2f} ({row['low']:.2f}-{row['high']:.2f})" if "median" in row else "-"
-        lines.append(f"| {row['setting']} | {row['what']} | {ratio} | {sign} {row['goal']:g} | {row['pairs']} | {word} |")
+        word = (
+            "reached"
+            if row.get("passed")
+            else "LOST"
+            if row["pairs"] >= ratio_rule.PAIRS
+            else "too few quiet pairs"
+        )
+        ratio = (
+            f"{row['median']:.2f} ({row['low']:.2f}-{row['high']:.2f})" if "median" in row else "-"
+        )
+        lines.append(
+            f"| {row['setting']} | {row['what']} | {ratio} | {sign} {row['goal']:g} | "
+            f"{row['pairs']} | {word} |"
+        )
     return "\n".join(lines)
 
 
@@ -242,17 +339,25 @@ def section(document: Row) -> str:
     """What --table writes: where, when and with what the figures were taken, and the tables."""
     about = document["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    return (f"{document['started'][:10]}, {about['cores']} cores ({about['cpu']}), Python {about['python']}, {versions}; {document['rounds']} rounds; disk: "
-            f"{document['disk']}. Every run in `{document['out']}`.\n\n    python tools/benchmark_checkpoint.py {' '.join(document['command'])}\n\n"
-            f"{tables(document)}")
+    return (
+        f"{document['started'][:10]}, {about['cores']} cores ({about['cpu']}), Python "
+        f"{about['python']}, {versions}; {document['rounds']} rounds; disk: "
+        f"{document['disk']}. Every run in `{document['out']}`.\n\n    python "
+        f"tools/benchmark_checkpoint.py {' '.join(document['command'])}\n\n"
+        f"{tables(document)}"
+    )
 
 
 def put_section(path: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
-    """Replace what lies between two marks in a Markdown file. Raises ValueError when it has none."""
+    """Replace what lies between two marks in a Markdown file. Raises ValueError when it has
+    none.
+    """
     before, first, rest = path.read_text(encoding="utf-8").partition(begin)
     _, last, after = rest.partition(end)
     if not (first and last):
-        raise ValueError(f"--table {path}: holds no lines {begin} and {end} to write between; add them")
+        raise ValueError(
+            f"--table {path}: holds no lines {begin} and {end} to write between; add them"
+        )
     path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
@@ -262,51 +367,98 @@ def versions(peers: Path) -> dict[str, str]:
     python = peers / "deepspeed" / "bin" / "python"
     if python.exists():
         ask = "from importlib import metadata; print(metadata.version('deepspeed'))"
-        found["deepspeed"] = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+        found["deepspeed"] = subprocess.run(
+            [python, "-c", ask], capture_output=True, text=True, check=True
+        ).stdout.strip()
     return found
 
 
 def disk_kind(path: str) -> str:
     """File system of a folder."""
-    return subprocess.run(["stat", "-f", "-c", "%T", path], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["stat", "-f", "-c", "%T", path], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--setup", type=Path, metavar="DIR", help="make the peers' environments in DIR")
-    parser.add_argument("--peers", type=lambda path: Path(path).resolve(), metavar="DIR", help="where they are: measure")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--setup", type=Path, metavar="DIR", help="make the peers' environments in DIR"
+    )
+    parser.add_argument(
+        "--peers",
+        type=lambda path: Path(path).resolve(),
+        metavar="DIR",
+        help="where they are: measure",
+    )
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--places", nargs="+", choices=["tmpfs", "disk"], default=["tmpfs", "disk"])
     parser.add_argument("--tmpfs", default="/dev/shm", help="a folder there")
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="a folder there")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--hidden", type=int, default=1024, help="size of the model: a rank holds 384 bytes x hidden^2")
+    parser.add_argument(
+        "--hidden",
+        type=int,
+        default=1024,
+        help="size of the model: a rank holds 384 bytes x hidden^2",
+    )
     parser.add_argument("--rounds", type=int, default=ratio_rule.PAIRS + 2)
-    parser.add_argument("--quiet", type=float, default=0.2, help="cores that others may use on average during a counted turn")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for that before each round")
+    parser.add_argument(
+        "--quiet",
+        type=float,
+        default=0.2,
+        help="cores that others may use on average during a counted turn",
+    )
+    parser.add_argument(
+        "--patience", type=float, default=60.0, help="seconds to wait for that before each round"
+    )
     parser.add_argument("--out", type=Path, help="JSON of every run")
-    parser.add_argument("--table", type=Path, help=f"Markdown file that the tables are written to, between {BEGIN} and {END}")
+    parser.add_argument(
+        "--table",
+        type=Path,
+        help=f"Markdown file that the tables are written to, between {BEGIN} and {END}",
+    )
     args = parser.parse_args(argv)
     if args.setup:
         setup(args.setup)
     if not args.peers:
         return
     if any(each == DEEPSPEED for each in args.systems) and not (args.peers / "deepspeed").is_dir():
-        parser.error(f"--peers {args.peers}: no environment deepspeed there; make it with --setup {args.peers}")
+        parser.error(
+            f"--peers {args.peers}: no environment deepspeed there; make it with --setup "
+            f"{args.peers}"
+        )
     places = prepared(args)
-    command = ["DIR" if word.startswith("/") else word for word in argv]  # no folder of this machine
-    document: Row = {"started": datetime.now().isoformat(timespec="seconds"), "command": command, "machine": machine(), "versions": versions(args.peers),
-                     "rounds": args.rounds, "disk": disk_kind(args.disk), "out": str(args.out), "settings": {}, "rows": []}
+    # no folder of this machine
+    command = ["DIR" if word.startswith("/") else word for word in argv]
+    document: Row = {
+        "started": datetime.now().isoformat(timespec="seconds"),
+        "command": command,
+        "machine": machine(),
+        "versions": versions(args.peers),
+        "rounds": args.rounds,
+        "disk": disk_kind(args.disk),
+        "out": str(args.out),
+        "settings": {},
+        "rows": [],
+    }
     try:
         for ranks in args.processes:
             for place, what, run in measure(args, ranks, places):
                 name = f"{place}, {ranks} process{'es' * (ranks > 1)}"
                 fresh = {"place": place, "quiet": args.quiet, "first": [], "memory": [], "runs": []}
                 document["settings"].setdefault(name, fresh)[what].append(run)
-                print(f"{name}, {run.get('round', what)}, {run['system']}: total {run['total']:.3f} s, stall {run['stall']:.3f} s; others used "
-                      f"{run['others_cores']} cores", flush=True)
+                print(
+                    f"{name}, {run.get('round', what)}, {run['system']}: total "
+                    f"{run['total']:.3f} s, stall {run['stall']:.3f} s; others used "
+                    f"{run['others_cores']} cores",
+                    flush=True,
+                )
             document["rows"] = verdicts(document["settings"])
-            if args.out:  # after each number of processes: an interrupted measurement keeps what it has
+            # after each number of processes: an interrupted measurement keeps what it has
+            if args.out:
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(json.dumps(document, indent=1) + "\n")
     finally:

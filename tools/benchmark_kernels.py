@@ -1,19 +1,29 @@
-"""The kernels of kernels/ on a GPU, beside PyTorch's, torch.compile's and Liger's, against what the device can do: one call of at most 9 minutes.
+"""The kernels of kernels/ on a GPU, beside PyTorch's, torch.compile's and Liger's, against what the
+device can do: one call of at most 9 minutes.
 
-    python tools/benchmark_kernels.py --out FOLDER                 # writes kernels.json and kernels.md there
-    python tools/benchmark_kernels.py --out FOLDER --parts attention
-    python tools/adopt_kernels.py FOLDER/kernels.json              # then: what has won is taken by `auto` from now on
-    python tools/benchmark_kernels.py --out FOLDER --tiny          # the same cases in small shapes, also on a CPU in Triton's interpreter: to try the tool
+    python tools/benchmark_kernels.py --out FOLDER                 # writes kernels.json and
+    kernels.md there python tools/benchmark_kernels.py --out FOLDER --parts attention
+    python tools/adopt_kernels.py FOLDER/kernels.json              # then: what has won is taken by
+    `auto` from now on
+    python tools/benchmark_kernels.py --out FOLDER --tiny          # the same cases in small shapes,
+    also on a CPU in Triton's interpreter: to try the tool
 
 Parts (--parts), in this order until --minutes are used up; the rest is listed as not run:
 
-limits     a product of 8192 x 8192 matrices in bf16, and a copy of 1 GiB: what fractions below are of
-attention  heads of 64 and 128, causal and full, 16384 tokens in sequences of 1024 to 16384, 2048 channels: ours (and with atomic sums of dq), torch's flash
-           kernel held to equal bits (what --deterministic-mode takes) and not, its cuDNN kernel, flex_attention. FLOPs as everybody counts them: 4 b n s^2 d forward, half of it when causal, 2.5 times that backward
-memory     norms, rotary embedding, activations, 8-bit floats, dropout, cross-entropy, initial weights, AdamW and the gradient's norm: bytes that must be moved, by time
+limits     a product of 8192 x 8192 matrices in bf16, and a copy of 1 GiB: what fractions below are
+of
+attention  heads of 64 and 128, causal and full, 16384 tokens in sequences of 1024 to 16384, 2048
+channels: ours (and with atomic sums of dq), torch's flash
+           kernel held to equal bits (what --deterministic-mode takes) and not, its cuDNN kernel,
+           flex_attention. FLOPs as everybody counts them: 4 b n s^2 d forward, half of it when
+           causal, 2.5 times that backward
+memory     norms, rotary embedding, activations, 8-bit floats, dropout, cross-entropy, initial
+weights, AdamW and the gradient's norm: bytes that must be moved, by time
 
-Where a result is cheap to know, ours is compared with fp32 before it is timed; an error above the bound is a row of its own, a fault. `predicted` was written before anything was measured. Times are medians over events around single calls,
-after three calls to warm up, with a buffer of twice the L2 cache overwritten in between; the implementations of a case take turns.
+Where a result is cheap to know, ours is compared with fp32 before it is timed; an error above the
+bound is a row of its own, a fault. `predicted` was written before anything was measured. Times are
+medians over events around single calls, after three calls to warm up, with a buffer of twice the L2
+cache overwritten in between; the implementations of a case take turns.
 """
 
 from __future__ import annotations
@@ -53,7 +63,9 @@ WARM_UP, REPETITIONS = 3, 20
 
 @dataclass
 class Row:
-    """One implementation in one case. `work` is in FLOP or bytes, `unit`. `role` in a choice of dispatch's `operator`: kernel, rival, or none."""
+    """One implementation in one case. `work` is in FLOP or bytes, `unit`. `role` in a choice of
+    dispatch's `operator`: kernel, rival, or none.
+    """
 
     part: str
     case: str
@@ -71,19 +83,43 @@ class Row:
 class Bench:
     """Times calls on one device, and keeps the rows."""
 
-    BOUND = {torch.bfloat16: 1e-2, torch.float32: 1e-5}  # relative error in the Frobenius norm, against fp32
+    # relative error in the Frobenius norm, against fp32
+    BOUND = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 
     def __init__(self, device: torch.device, tiny: bool, deadline: float):
         self.device, self.tiny, self.deadline, self.rows = device, tiny, deadline, []
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # the interpreter's bf16 is wrong
+        # the interpreter's bf16 is wrong
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.limits: dict[str, float] = {}  # unit -> measured best, per second
         self.once = OneCall(device, tiny)
 
-    def measure(self, part: str, case: str, implementations: dict[str, Callable[[], object]], work: float, unit: str, predicted_ms: float | None = None,
-                operator: str = "", rival: str = "torch") -> None:
-        """Time the implementations in turns; one that fails leaves its error in its row. `rival` is what the model takes instead of "ours"."""
-        rows = [Row(part, case, name, work, unit, operator, {"ours": "kernel", rival: "rival"}.get(name, "") if operator else "",
-                    predicted_ms if name.startswith("ours") else None) for name in implementations]
+    def measure(
+        self,
+        part: str,
+        case: str,
+        implementations: dict[str, Callable[[], object]],
+        work: float,
+        unit: str,
+        predicted_ms: float | None = None,
+        operator: str = "",
+        rival: str = "torch",
+    ) -> None:
+        """Time the implementations in turns; one that fails leaves its error in its row. `rival` is
+        what the model takes instead of "ours".
+        """
+        rows = [
+            Row(
+                part,
+                case,
+                name,
+                work,
+                unit,
+                operator,
+                {"ours": "kernel", rival: "rival"}.get(name, "") if operator else "",
+                predicted_ms if name.startswith("ours") else None,
+            )
+            for name in implementations
+        ]
         self.rows += rows
         late = time.monotonic() > self.deadline
         for turn in range(0 if late else 2 if self.tiny else WARM_UP + REPETITIONS):
@@ -108,7 +144,18 @@ class Bench:
             yield
         except Exception as error:
             role = "kernel" if implementation == "ours" else ""
-            self.rows.append(Row("checks", case, implementation, 0.0, "byte", operator, role, fault=_first_line(error)))
+            self.rows.append(
+                Row(
+                    "checks",
+                    case,
+                    implementation,
+                    0.0,
+                    "byte",
+                    operator,
+                    role,
+                    fault=_first_line(error),
+                )
+            )
             print(self.line(self.rows[-1]), flush=True)
 
     def check(self, actual: Tensor, expected: Tensor) -> None:
@@ -128,7 +175,10 @@ class Bench:
         share = f"{rate / limit:.2f}" if limit else "-"
         shown = f"{rate / 1e12:.4g} TFLOP/s" if row.unit == "FLOP" else f"{rate / 1e9:.4g} GB/s"
         predicted = "" if row.predicted_ms is None else f"predicted {row.predicted_ms:.4g} ms"
-        return f"| {row.part} | {row.case} | {row.implementation} | {row.milliseconds:.4g} | {shown} | {share} | {predicted} |"
+        return (
+            f"| {row.part} | {row.case} | {row.implementation} | {row.milliseconds:.4g} | "
+            f"{shown} | {share} | {predicted} |"
+        )
 
 
 def _first_line(error: Exception) -> str:
@@ -139,14 +189,23 @@ def describe(device: torch.device) -> dict[str, object]:
     with contextlib.suppress(ImportError):
         import triton
 
-        return {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU",
-                "architecture": lang.capability(device) if device.type == "cuda" else None, "torch": torch.__version__,
-                "triton": triton.__version__, "python": platform.python_version(), "date": date.today().isoformat()}
+        return {
+            "device": torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else platform.processor() or "CPU",
+            "architecture": lang.capability(device) if device.type == "cuda" else None,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+            "date": date.today().isoformat(),
+        }
     sys.exit("Triton is not installed: pip install triton==3.6.0")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--tiny", action="store_true", help="small shapes, one repetition")
@@ -157,15 +216,38 @@ def main() -> int:
         parser.error("no GPU is here: --tiny tries the tool on a CPU")
     bench = Bench(device, arguments.tiny, time.monotonic() + 60 * arguments.minutes)
     about = describe(device)
-    print("| part | case | implementation | ms | rate | of the limit | |\n|---|---|---|---|---|---|---|")
+    print(
+        "| part | case | implementation | ms | rate | of the limit | |\n"
+        "|---|---|---|---|---|---|---|"
+    )
     for name in arguments.parts:
         PARTS[name](bench)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "kernels.json").write_text(json.dumps({**about, "tiny": arguments.tiny, "limits": bench.limits, "rows": [asdict(row) for row in bench.rows]}, indent=1) + "\n")
-    table = ["| part | case | implementation | ms | rate | of the limit | |", "|---|---|---|---|---|---|---|", *(bench.line(row) for row in bench.rows)]
-    (arguments.out / "kernels.md").write_text("\n".join([", ".join(f"{name} {value}" for name, value in about.items()), "", *table]) + "\n")
+    (arguments.out / "kernels.json").write_text(
+        json.dumps(
+            {
+                **about,
+                "tiny": arguments.tiny,
+                "limits": bench.limits,
+                "rows": [asdict(row) for row in bench.rows],
+            },
+            indent=1,
+        )
+        + "\n"
+    )
+    table = [
+        "| part | case | implementation | ms | rate | of the limit | |",
+        "|---|---|---|---|---|---|---|",
+        *(bench.line(row) for row in bench.rows),
+    ]
+    (arguments.out / "kernels.md").write_text(
+        "\n".join([", ".join(f"{name} {value}" for name, value in about.items()), "", *table])
+        + "\n"
+    )
     faults = [row for row in bench.rows if row.fault and row.implementation.startswith("ours")]
-    print(f"{len(bench.rows)} rows, {len(faults)} of ours without a time; results in {arguments.out}")
+    print(
+        f"{len(bench.rows)} rows, {len(faults)} of ours without a time; results in {arguments.out}"
+    )
     return 1 if faults else 0
 
 

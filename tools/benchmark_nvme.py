@@ -1,12 +1,15 @@
-"""The optimizer's step through files (--optimizer-nvme-offload) against the disk's own streaming of the same bytes.
+"""The optimizer's step through files (--optimizer-nvme-offload) against the disk's own streaming of
+the same bytes.
 
     OMP_WAIT_POLICY=passive python tools/benchmark_nvme.py DIR --out docs/results/nvme.json
 
-DIR lies on the disk to measure; the machine should be quiet. Ours is the whole step of a GPT (125M parameters by default) in bf16: fp32 master
-weights and moments are read, stepped, and written back, 24 bytes a parameter, and the weights rounded; it ends when all is written. Raw moves the
-same bytes in requests of the same size, with as many threads, around the page cache, and computes nothing: each thread reads a piece and writes it
-back. A round is a turn of each, in turning order; a ratio is our seconds by those of raw in the same round, and passes by tools/ratio_rule.py when
-it is at most the goal.
+DIR lies on the disk to measure; the machine should be quiet. Ours is the whole step of a GPT (125M
+parameters by default) in bf16: fp32 master weights and moments are read, stepped, and written back,
+24 bytes a parameter, and the weights rounded; it ends when all is written. Raw moves the same bytes
+in requests of the same size, with as many threads, around the page cache, and computes nothing:
+each thread reads a piece and writes it back. A round is a turn of each, in turning order; a ratio
+is our seconds by those of raw in the same round, and passes by tools/ratio_rule.py when it is at
+most the goal.
 """
 
 from __future__ import annotations
@@ -39,14 +42,32 @@ VOCABULARY = 50304
 
 
 class Step:
-    """Our side: an optimizer whose blocks are all in files, and gradients that are the same in every step."""
+    """Our side: an optimizer whose blocks are all in files, and gradients that are the same in
+    every step.
+    """
 
     def __init__(self, folder: Path, layers: int, hidden: int):
         heads = hidden // 64
-        shape = ModelConfig(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, ffn_hidden_size=4 * hidden, kv_channels=64,
-                            num_query_groups=heads, max_position_embeddings=1024, hidden_dropout=0.0, attention_dropout=0.0)
-        config = Config(model=shape, optimizer=OptimizerConfig(optimizer_cpu_offload=True, optimizer_nvme_offload=str(folder)))
-        model = GPTModel(shape, vocab_size=VOCABULARY, padded_vocab=VOCABULARY, dtype=torch.bfloat16, seed=1)
+        shape = ModelConfig(
+            num_layers=layers,
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            ffn_hidden_size=4 * hidden,
+            kv_channels=64,
+            num_query_groups=heads,
+            max_position_embeddings=1024,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
+        config = Config(
+            model=shape,
+            optimizer=OptimizerConfig(
+                optimizer_cpu_offload=True, optimizer_nvme_offload=str(folder)
+            ),
+        )
+        model = GPTModel(
+            shape, vocab_size=VOCABULARY, padded_vocab=VOCABULARY, dtype=torch.bfloat16, seed=1
+        )
         blocks = build_blocks(model, torch.device("cpu"), host_fraction=1.0, in_files=True)
         self.optimizer = Optimizer(blocks, config)
         self.optimizer.keeps_gradients = True
@@ -56,7 +77,11 @@ class Step:
             block.open()
             block.grad.normal_(std=1e-3, generator=draw)
         self.squares = self.optimizer.squares()
-        self.parts = [(kind, part) for part in self.optimizer.files.order for kind in self.optimizer.files.dtypes]
+        self.parts = [
+            (kind, part)
+            for part in self.optimizer.files.order
+            for kind in self.optimizer.files.dtypes
+        ]
         self.elements = sum(block.size for block in blocks)
         self.bytes = 2 * sum(self.size(kind, part) for kind, part in self.parts)
 
@@ -64,7 +89,9 @@ class Step:
         return nvme.in_pages(part.size) * self.optimizer.files.dtypes[kind].itemsize
 
     def __call__(self) -> None:
-        for step_on_host in self.optimizer.step(lr=1e-4, weight_decay=0.1, squares=self.squares, grad_factor=1.0).deferred.values():
+        for step_on_host in self.optimizer.step(
+            lr=1e-4, weight_decay=0.1, squares=self.squares, grad_factor=1.0
+        ).deferred.values():
             step_on_host()
         self.optimizer.files.expect((), read=False)  # all is written
 
@@ -73,13 +100,26 @@ class Raw:
     """The disk alone: requests of the same sizes in files of their own."""
 
     def __init__(self, folder: Path, step: Step):
-        sizes = {kind: nvme.in_pages(max(part.position + part.size for part in step.optimizer.files.order)) * dtype.itemsize
-                 for kind, dtype in step.optimizer.files.dtypes.items()}
+        sizes = {
+            kind: nvme.in_pages(
+                max(part.position + part.size for part in step.optimizer.files.order)
+            )
+            * dtype.itemsize
+            for kind, dtype in step.optimizer.files.dtypes.items()
+        }
         self.files = {kind: nvme.new_file(folder, size)[0] for kind, size in sizes.items()}
-        self.requests = [(self.files[kind], step.size(kind, part), part.position * step.optimizer.files.dtypes[kind].itemsize)
-                         for kind, part in step.parts]
+        self.requests = [
+            (
+                self.files[kind],
+                step.size(kind, part),
+                part.position * step.optimizer.files.dtypes[kind].itemsize,
+            )
+            for kind, part in step.parts
+        ]
         self.threads = ThreadPoolExecutor(nvme.WORKERS)
-        self.memory = [nvme._aligned(max(size for _, size, _ in self.requests)) for _ in range(nvme.WORKERS)]
+        self.memory = [
+            nvme._aligned(max(size for _, size, _ in self.requests)) for _ in range(nvme.WORKERS)
+        ]
 
     def __call__(self) -> None:
         for work in [self.threads.submit(self._share, index) for index in range(nvme.WORKERS)]:
@@ -96,7 +136,12 @@ def timed(side: Callable[[], None]) -> dict[str, float]:
     begun, busy, own = time.perf_counter(), busy_seconds(), time.process_time()
     side()
     seconds = time.perf_counter() - begun
-    return {"seconds": seconds, "others_cores": round(max(0.0, busy_seconds() - busy - (time.process_time() - own)) / seconds, 3)}
+    return {
+        "seconds": seconds,
+        "others_cores": round(
+            max(0.0, busy_seconds() - busy - (time.process_time() - own)) / seconds, 3
+        ),
+    }
 
 
 def measure(folder: Path, layers: int, hidden: int, rounds: int) -> dict[str, Any]:
@@ -109,35 +154,81 @@ def measure(folder: Path, layers: int, hidden: int, rounds: int) -> dict[str, An
     for index in range(rounds):
         for name in list(sides)[:: 1 if index % 2 == 0 else -1]:
             runs.append({"round": index, "side": name, **timed(sides[name])})
-        print(f"round {index}: " + "; ".join(f"{run['side']} {run['seconds']:.3f} s, {step.bytes / run['seconds'] / 1e9:.2f} GB/s, others "
-                                             f"{run['others_cores']:.2f} cores" for run in runs[-2:]), flush=True)
-    seconds = {name: [run["seconds"] for run in sorted(runs, key=lambda run: run["round"]) if run["side"] == name] for name in sides}
-    verdict = ratio_rule.verdict([ours / raw for ours, raw in zip(*seconds.values())], GOAL, upper_limit=True)
+        print(
+            f"round {index}: "
+            + "; ".join(
+                f"{run['side']} {run['seconds']:.3f} s, "
+                f"{step.bytes / run['seconds'] / 1e9:.2f} GB/s, others "
+                f"{run['others_cores']:.2f} cores"
+                for run in runs[-2:]
+            ),
+            flush=True,
+        )
+    seconds = {
+        name: [
+            run["seconds"]
+            for run in sorted(runs, key=lambda run: run["round"])
+            if run["side"] == name
+        ]
+        for name in sides
+    }
+    verdict = ratio_rule.verdict(
+        [ours / raw for ours, raw in zip(*seconds.values())], GOAL, upper_limit=True
+    )
     files = step.optimizer.files
     ring = sum(len(memory) for slot in files.ring for memory in slot.memory.values())
-    return {"parameters": step.elements, "bytes": step.bytes, "ring_bytes": ring, "part": nvme.PART, "slots": nvme.SLOTS, "workers": nvme.WORKERS,
-            "direct": all(direct for _, direct in files.files.values()),
-            "median_seconds": {name: statistics.median(each) for name, each in seconds.items()}, **asdict(verdict), "runs": runs}
+    return {
+        "parameters": step.elements,
+        "bytes": step.bytes,
+        "ring_bytes": ring,
+        "part": nvme.PART,
+        "slots": nvme.SLOTS,
+        "workers": nvme.WORKERS,
+        "direct": all(direct for _, direct in files.files.values()),
+        "median_seconds": {name: statistics.median(each) for name, each in seconds.items()},
+        **asdict(verdict),
+        "runs": runs,
+    }
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=ratio_rule.PAIRS + 2)
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch, for the arithmetic")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count(), help="of torch, for the arithmetic"
+    )
     parser.add_argument("--out", type=Path, help="JSON of every run")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     found = measure(args.folder, args.layers, args.hidden, args.rounds)
     if args.out:
-        args.out.write_text(json.dumps({"started": datetime.now().isoformat(timespec="seconds"), "command": argv, "machine": machine(),
-                                        "threads": args.threads, **found}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps(
+                {
+                    "started": datetime.now().isoformat(timespec="seconds"),
+                    "command": argv,
+                    "machine": machine(),
+                    "threads": args.threads,
+                    **found,
+                },
+                indent=1,
+            )
+            + "\n"
+        )
     ours, raw = found["median_seconds"].values()
-    print(f"\n| parameters | bytes moved | our step, s | raw, s | ours by raw (95% interval) | goal | pairs | verdict |\n{'|---' * 8}|\n"
-          f"| {found['parameters'] / 1e6:.0f}M | {found['bytes'] / 1e9:.2f} GB | {ours:.2f} | {raw:.2f} | {found['median']:.3f} ({found['low']:.3f}-"
-          f"{found['high']:.3f}) | {GOAL:g} | {found['pairs']} | {'reached' if found['passed'] else 'lost'} |")
+    print(
+        "\n| parameters | bytes moved | our step, s | raw, s | ours by raw (95% interval) | "
+        f"goal | pairs | verdict |\n{'|---' * 8}|\n"
+        f"| {found['parameters'] / 1e6:.0f}M | {found['bytes'] / 1e9:.2f} GB | {ours:.2f} | "
+        f"{raw:.2f} | {found['median']:.3f} ({found['low']:.3f}-"
+        f"{found['high']:.3f}) | {GOAL:g} | {found['pairs']} | "
+        f"{'reached' if found['passed'] else 'lost'} |"
+    )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,23 @@
-"""CPU training throughput against other trainers, as ratios of interleaved runs: in one process against Hugging Face Trainer, litgpt and a
-plain PyTorch loop; in two processes over Gloo against torch's DistributedDataParallel, DeepSpeed's ZeRO-0 and PipelineModule, and megatron-core.
+"""CPU training throughput against other trainers, as ratios of interleaved runs: in one process
+against Hugging Face Trainer, litgpt and a plain PyTorch loop; in two processes over Gloo against
+torch's DistributedDataParallel, DeepSpeed's ZeRO-0 and PipelineModule, and megatron-core.
 
-    python tools/benchmark_training.py --setup DIR                                   # the peers' environments, pinned, once
-    python tools/benchmark_training.py --peers DIR --settings fp32 --out docs/results/training_cpu.json
+    python tools/benchmark_training.py --setup DIR                                   # the peers'
+    environments, pinned, once python tools/benchmark_training.py --peers DIR --settings fp32 --out
+    docs/results/training_cpu.json
 
-Every run is a whole job (torchrun, where it has several processes) that trains the same 8.9M-parameter Llama-style GPT from the same weights
-on the same tokens (peers: benchmark_peers/) and is timed from the end of its last warm-up step to the end of its last step; ours is
-`pretrain_gpt.py` itself, timed by the stamps of its console lines. A round runs ours and each peer once, in turning order. A ratio is our
-tokens per second by the peer's in the same round; it passes by tools/ratio_rule.py. The table ends with the mean loss of the last steps of
-both sides: equal work gives equal losses (Hugging Face Trainer and litgpt draw weights of their own, and the Trainer shuffles).
-A pair counts when other processes used less than --quiet cores during both of its runs; the JSON keeps every run, counted or not.
-On a machine that never is quiet, --cpu-time compares tokens per CPU second on one thread instead: less than the whole truth, but steady.
-torch.compile is off everywhere, AdamW is torch's fused kernel, gradients are clipped to 1, master weights and moments are fp32, and
-gradients are summed over ranks in fp32 (DeepSpeed with bf16: in bf16).
+Every run is a whole job (torchrun, where it has several processes) that trains the same
+8.9M-parameter Llama-style GPT from the same weights on the same tokens (peers: benchmark_peers/)
+and is timed from the end of its last warm-up step to the end of its last step; ours is
+`pretrain_gpt.py` itself, timed by the stamps of its console lines. A round runs ours and each peer
+once, in turning order. A ratio is our tokens per second by the peer's in the same round; it passes
+by tools/ratio_rule.py. The table ends with the mean loss of the last steps of both sides: equal
+work gives equal losses (Hugging Face Trainer and litgpt draw weights of their own, and the Trainer
+shuffles). A pair counts when other processes used less than --quiet cores during both of its runs;
+the JSON keeps every run, counted or not. On a machine that never is quiet, --cpu-time compares
+tokens per CPU second on one thread instead: less than the whole truth, but steady. torch.compile is
+off everywhere, AdamW is torch's fused kernel, gradients are clipped to 1, master weights and
+moments are fp32, and gradients are summed over ranks in fp32 (DeepSpeed with bf16: in bf16).
 """
 
 from __future__ import annotations
@@ -64,16 +69,31 @@ class Peer:
 
 PEERS = {
     "plain loop": Peer("plain_loop.py", None, lambda work: work.processes == 1),
-    "Hugging Face Trainer": Peer("hf_trainer.py", "hf", lambda work: work.processes == 1 and work.dropout == 0),  # no dropout in these places
-    "litgpt": Peer("litgpt_pretrain.py", "litgpt", lambda work: work.processes == 1 and work.dropout == 0),  # likewise
+    # no dropout in these places
+    "Hugging Face Trainer": Peer(
+        "hf_trainer.py", "hf", lambda work: work.processes == 1 and work.dropout == 0
+    ),
+    # likewise
+    "litgpt": Peer(
+        "litgpt_pretrain.py", "litgpt", lambda work: work.processes == 1 and work.dropout == 0
+    ),
     "torch DDP": Peer("plain_loop.py", None, lambda work: work.processes == work.data_parallel > 1),
-    "DeepSpeed ZeRO-0": Peer("deepspeed_zero0.py", "deepspeed", lambda work: work.processes == work.data_parallel > 1),
-    "DeepSpeed pipeline": Peer("deepspeed_pipeline.py", "deepspeed", lambda work: work.processes == work.pipeline_parallel > 1),
+    "DeepSpeed ZeRO-0": Peer(
+        "deepspeed_zero0.py", "deepspeed", lambda work: work.processes == work.data_parallel > 1
+    ),
+    "DeepSpeed pipeline": Peer(
+        "deepspeed_pipeline.py",
+        "deepspeed",
+        lambda work: work.processes == work.pipeline_parallel > 1,
+    ),
     "megatron-core": Peer("megatron_core.py", "megatron-core", lambda work: work.processes > 1),
 }
 DP2 = Work(data_parallel=2, micro_batch=2, steps=20, warmup=5)
 TP2 = Work(tensor_parallel=2, micro_batch=4, steps=20, warmup=5)
-PP2 = Work(pipeline_parallel=2, first_stage_layers=4, micro_batch=1, accumulation=8, steps=10, warmup=5)  # the head costs as much as 2.7 layers
+# the head costs as much as 2.7 layers
+PP2 = Work(
+    pipeline_parallel=2, first_stage_layers=4, micro_batch=1, accumulation=8, steps=10, warmup=5
+)
 SETTINGS = {
     "fp32": Work(),
     "bf16": Work(precision="bf16"),
@@ -96,29 +116,60 @@ STAMP = re.compile(r" \[([^]]+)\] iteration +(\d+)/")
 
 def setup(folder: Path) -> None:
     """Make the peers' virtual environments."""
-    environ = {**os.environ, "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}  # DeepSpeed builds no CUDA kernels
+    # DeepSpeed builds no CUDA kernels
+    environ = {**os.environ, "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
     for name, packages in ENVIRONMENTS.items():
         print(f"{folder / name}: {TORCH} {' '.join(packages)}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder / name)], check=True)
-        pip = [str(folder / name / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        subprocess.run([*pip, TORCH, *(package for package in packages if package.startswith("numpy"))], check=True)
+        pip = [
+            str(folder / name / "bin" / "python"),
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--disable-pip-version-check",
+        ]
+        subprocess.run(
+            [*pip, TORCH, *(package for package in packages if package.startswith("numpy"))],
+            check=True,
+        )
         subprocess.run([*pip, TORCH, *packages], check=True, env=environ)
 
 
 def our_flags(work: Work) -> list[str]:
-    """`pretrain_gpt.py`'s flags for the same work: rotary, RMSNorm, SwiGLU, untied head, no biases; one console line every `warmup` steps."""
+    """`pretrain_gpt.py`'s flags for the same work: rotary, RMSNorm, SwiGLU, untied head, no biases;
+    one console line every `warmup` steps.
+    """
     assert work.steps % work.warmup == 0
-    flags = f"""--num-layers {work.layers} --hidden-size {work.hidden} --ffn-hidden-size {work.ffn} --num-attention-heads {work.heads}
-        --seq-length {work.seq} --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
-        --untie-embeddings-and-output-weights --hidden-dropout {work.dropout} --attention-dropout 0 --mock-data
-        --tokenizer-type NullTokenizer --vocab-size {work.vocab - 1} --micro-batch-size {work.micro_batch}
-        --global-batch-size {work.step_samples} --train-iters {work.steps} --lr {work.lr} --lr-decay-style cosine
-        --lr-warmup-iters {work.lr_warmup} --clip-grad 1 --adam-beta2 0.95 --weight-decay 0.1 --eval-iters 0 --log-interval {work.warmup}
+    flags = f"""--num-layers {work.layers} --hidden-size {work.hidden}
+    --ffn-hidden-size {work.ffn} --num-attention-heads {work.heads}
+        --seq-length {work.seq} --position-embedding-type rope --normalization RMSNorm --swiglu
+        --disable-bias-linear
+        --untie-embeddings-and-output-weights --hidden-dropout {work.dropout}
+        --attention-dropout 0 --mock-data
+        --tokenizer-type NullTokenizer --vocab-size {work.vocab - 1}
+        --micro-batch-size {work.micro_batch}
+        --global-batch-size {work.step_samples} --train-iters {work.steps} --lr {work.lr}
+        --lr-decay-style cosine
+        --lr-warmup-iters {work.lr_warmup} --clip-grad 1 --adam-beta2 0.95 --weight-decay 0.1
+        --eval-iters 0 --log-interval {work.warmup}
         --tensor-model-parallel-size {work.tensor_parallel}"""
-    serial = ["--no-overlap-grad-reduce"] * (work.data_parallel > 1)  # every core computes: there is nothing to communicate beside
-    stages = f"""--pipeline-model-parallel-size {work.pipeline_parallel} --pipeline-schedule {work.schedule}
-        --decoder-first-pipeline-num-layers {work.first_stage_layers}""".split() if work.pipeline_parallel > 1 else []
-    return [*flags.split(), *serial, *stages, *["--sequence-parallel"] * work.sequence_parallel, *["--bf16"] * (work.precision == "bf16")]
+    # every core computes: there is nothing to communicate beside
+    serial = ["--no-overlap-grad-reduce"] * (work.data_parallel > 1)
+    stages = (
+        f"""--pipeline-model-parallel-size {work.pipeline_parallel}
+        --pipeline-schedule {work.schedule}
+        --decoder-first-pipeline-num-layers {work.first_stage_layers}""".split()
+        if work.pipeline_parallel > 1
+        else []
+    )
+    return [
+        *flags.split(),
+        *serial,
+        *stages,
+        *["--sequence-parallel"] * work.sequence_parallel,
+        *["--bf16"] * (work.precision == "bf16"),
+    ]
 
 
 def command_of(who: str, work: Work, peers: Path, start: Path) -> list[str]:
@@ -127,22 +178,40 @@ def command_of(who: str, work: Work, peers: Path, start: Path) -> list[str]:
         python, script, arguments = sys.executable, ROOT / "pretrain_gpt.py", our_flags(work)
     else:
         peer = PEERS[who]
-        python = sys.executable if peer.environment is None else str(peers / peer.environment / "bin" / "python")
+        python = (
+            sys.executable
+            if peer.environment is None
+            else str(peers / peer.environment / "bin" / "python")
+        )
         script, arguments = SCRIPTS / peer.script, [str(start), *work.arguments()]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(work.processes)] if work.processes > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(work.processes)]
+        if work.processes > 1
+        else []
+    )
     return [python, *launcher, str(script), *arguments]
 
 
 def our_answer(lines: list[tuple[str, float]], work: Work) -> dict:
-    """Throughput between the console lines of the last warm-up step and of the last step; each line with the CPU seconds used by then."""
+    """Throughput between the console lines of the last warm-up step and of the last step; each line
+    with the CPU seconds used by then.
+    """
     stamps, losses = {}, []
     for line, cpu in lines:
         if match := STAMP.match(line):
             stamps[int(match[2])] = datetime.fromisoformat(match[1]), cpu
             losses.append(float(line.split("lm loss:")[1].split()[0]))
     (start, cpu_start), (end, cpu_end) = stamps[work.warmup], stamps[work.steps]
-    elapsed, cpu = (end - start).total_seconds(), max(cpu_end - cpu_start, 1 / os.sysconf("SC_CLK_TCK"))  # a run may fit into one tick
-    return {"tokens_per_second": work.timed_tokens / elapsed, "tokens_per_cpu_second": work.timed_tokens / cpu, "losses": losses}
+    # a run may fit into one tick
+    elapsed, cpu = (
+        (end - start).total_seconds(),
+        max(cpu_end - cpu_start, 1 / os.sysconf("SC_CLK_TCK")),
+    )
+    return {
+        "tokens_per_second": work.timed_tokens / elapsed,
+        "tokens_per_cpu_second": work.timed_tokens / cpu,
+        "losses": losses,
+    }
 
 
 def cpu_seconds(pid: int) -> float:
@@ -157,12 +226,16 @@ def cpu_seconds(pid: int) -> float:
 
 def busy_seconds() -> float:
     """CPU seconds that all processes of the machine have used, time stolen by its host included."""
-    user, nice, system, _, _, interrupts, soft, steal = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
+    user, nice, system, _, _, interrupts, soft, steal = map(
+        int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
+    )
     return (user + nice + system + interrupts + soft + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def wait_until_quiet(quiet: float, patience: float = 600.0) -> None:
-    """Return when other processes use less than `quiet` cores for two seconds, or after `patience` seconds."""
+    """Return when other processes use less than `quiet` cores for two seconds, or after `patience`
+    seconds.
+    """
     start = time.monotonic()
     while time.monotonic() - start < patience:
         busy = busy_seconds()
@@ -172,21 +245,50 @@ def wait_until_quiet(quiet: float, patience: float = 600.0) -> None:
 
 
 def run(who: str, work: Work, peers: Path, start: Path) -> dict:
-    """One job from start to end: its answer and how busy the machine was with other work. Raises RuntimeError when it fails."""
+    """One job from start to end: its answer and how busy the machine was with other work. Raises
+    RuntimeError when it fails.
+    """
     command = command_of(who, work, peers, start)
-    environ = {**os.environ, "OMP_NUM_THREADS": str(work.threads), "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu",
-               **KEPT_MEMORY}
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(work.threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "DS_ACCELERATOR": "cpu",
+        **KEPT_MEMORY,
+    }
     load, busy, begun = os.getloadavg()[0], busy_seconds(), time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, cwd=tempfile.gettempdir())
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environ,
+        cwd=tempfile.gettempdir(),
+    )
     lines = [(line, cpu_seconds(process.pid)) for line in process.stdout]
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    wall, others = time.perf_counter() - begun, busy_seconds() - busy - usage.ru_utime - usage.ru_stime
-    results = [json.loads(line.removeprefix("RESULT ")) for line, _ in lines if line.startswith("RESULT ")]
-    if process.returncode and not results:  # DeepSpeed's threads sometimes abort at exit, after the answer
-        raise RuntimeError(f"{' '.join(command)}\nended with {process.returncode}:\n{''.join(line for line, _ in lines[-80:])}")
+    wall, others = (
+        time.perf_counter() - begun,
+        busy_seconds() - busy - usage.ru_utime - usage.ru_stime,
+    )
+    results = [
+        json.loads(line.removeprefix("RESULT ")) for line, _ in lines if line.startswith("RESULT ")
+    ]
+    # DeepSpeed's threads sometimes abort at exit, after the answer
+    if process.returncode and not results:
+        raise RuntimeError(
+            f"{' '.join(command)}\nended with {process.returncode}:\n"
+            f"{''.join(line for line, _ in lines[-80:])}"
+        )
     answer = our_answer(lines, work) if who == "ours" else results[0]
-    return {**answer, "exit_code": process.returncode, "wall_seconds": round(wall, 2), "load_before": load, "others_cores": round(max(0.0, others / wall), 3)}
+    return {
+        **answer,
+        "exit_code": process.returncode,
+        "wall_seconds": round(wall, 2),
+        "load_before": load,
+        "others_cores": round(max(0.0, others / wall), 3),
+    }
 
 
 @dataclass(frozen=True)
@@ -198,13 +300,26 @@ class Rule:
     speed: str  # tokens_per_second or tokens_per_cpu_second
 
     def counted(self, runs: list[dict], setting: str, peer: str) -> list[tuple[float, float]]:
-        """(our speed, the peer's) in every round in which both runs had the machine to themselves."""
-        fine = {(r["round"], r["who"]): r[self.speed] for r in runs if r["setting"] == setting and r["others_cores"] < self.quiet}
-        return [(speed, fine[index, peer]) for (index, who), speed in fine.items() if who == "ours" and (index, peer) in fine]
+        """(our speed, the peer's) in every round in which both runs had the machine to
+        themselves.
+        """
+        fine = {
+            (r["round"], r["who"]): r[self.speed]
+            for r in runs
+            if r["setting"] == setting and r["others_cores"] < self.quiet
+        }
+        return [
+            (speed, fine[index, peer])
+            for (index, who), speed in fine.items()
+            if who == "ours" and (index, peer) in fine
+        ]
 
 
-def rounds(name: str, work: Work, peers: list[str], folder: Path, start: Path, rule: Rule, runs: list[dict]) -> Iterator[int]:
-    """Measure one setting round by round until every peer has enough counted pairs, at most three times as many; appends to runs.
+def rounds(
+    name: str, work: Work, peers: list[str], folder: Path, start: Path, rule: Rule, runs: list[dict]
+) -> Iterator[int]:
+    """Measure one setting round by round until every peer has enough counted pairs, at most three
+    times as many; appends to runs.
 
     `folder` holds the peers' environments; the folder `start` is written first.
     """
@@ -215,16 +330,26 @@ def rounds(name: str, work: Work, peers: list[str], folder: Path, start: Path, r
         turn = index % len(order)
         for who in order[turn:] + order[:turn]:
             wait_until_quiet(rule.quiet)
-            runs.append({"setting": name, "round": index, "who": who, **run(who, work, folder, start)})
+            runs.append(
+                {"setting": name, "round": index, "who": who, **run(who, work, folder, start)}
+            )
             speed, others = runs[-1][rule.speed], runs[-1]["others_cores"]
-            print(f"{name}, round {index}, {who}: {speed:.0f} {rule.speed}; others used {others} cores", flush=True)
+            print(
+                (
+                    f"{name}, round {index}, {who}: {speed:.0f} {rule.speed}; others used "
+                    f"{others} cores"
+                ),
+                flush=True,
+            )
         yield index
         if all(len(rule.counted(runs, name, peer)) >= rule.pairs for peer in peers):
             return
 
 
 def last_loss(run: dict, work: Work) -> float | None:
-    """Mean loss of the last `warmup` steps: our last console line, the last losses of a peer (one for each step, or one that it logged)."""
+    """Mean loss of the last `warmup` steps: our last console line, the last losses of a peer (one
+    for each step, or one that it logged).
+    """
     losses = run["losses"]
     if run["who"] == "ours" or len(losses) < work.steps:
         return losses[-1] if losses else None
@@ -234,12 +359,21 @@ def last_loss(run: dict, work: Work) -> float | None:
 def summary(runs: list[dict], settings: dict[str, Work], rule: Rule) -> list[dict]:
     """One row for each setting and peer."""
     rows = []
-    for setting, peer in dict.fromkeys((r["setting"], r["who"]) for r in runs if r["who"] != "ours"):
+    for setting, peer in dict.fromkeys(
+        (r["setting"], r["who"]) for r in runs if r["who"] != "ours"
+    ):
         if pairs := rule.counted(runs, setting, peer):
             ours, theirs = zip(*pairs)
-            row = {"setting": setting, "peer": peer, "ours": statistics.median(ours), "theirs": statistics.median(theirs)}
+            row = {
+                "setting": setting,
+                "peer": peer,
+                "ours": statistics.median(ours),
+                "theirs": statistics.median(theirs),
+            }
             row["step_tokens"] = settings[setting].step_tokens
-            losses = {r["who"]: last_loss(r, settings[setting]) for r in runs if r["setting"] == setting}
+            losses = {
+                r["who"]: last_loss(r, settings[setting]) for r in runs if r["setting"] == setting
+            }
             row |= {"our_loss": losses["ours"], "their_loss": losses[peer]}
             rows.append(row | asdict(ratio_rule.verdict([a / b for a, b in pairs], GOAL)))
     return rows
@@ -247,15 +381,33 @@ def summary(runs: list[dict], settings: dict[str, Work], rule: Rule) -> list[dic
 
 def table(rows: list[dict]) -> str:
     """The rows as Markdown."""
-    lines = ["| setting | peer | our tokens/s | peer's | our step, ms | peer's | ratio (95% interval) | pairs | verdict | our loss | peer's |",
-             "|---|---|---|---|---|---|---|---|---|---|---|"]
+    lines = [
+        (
+            "| setting | peer | our tokens/s | peer's | our step, ms | peer's | ratio (95% "
+            "interval) | pairs | verdict | our loss | peer's |"
+        ),
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         interval = f"{row['median']:.3f} ({row['low']:.3f}-{row['high']:.3f})"
-        verdict = "reached" if row["passed"] else "lost" if row["pairs"] >= ratio_rule.PAIRS else "too few quiet pairs"
+        verdict = (
+            "reached"
+            if row["passed"]
+            else "lost"
+            if row["pairs"] >= ratio_rule.PAIRS
+            else "too few quiet pairs"
+        )
         speeds = f"{row['ours']:.0f} | {row['theirs']:.0f}"
-        steps = " | ".join(f"{1000 * row['step_tokens'] / row[side]:.0f}" for side in ("ours", "theirs"))
-        losses = " | ".join("-" if row[side] is None else f"{row[side]:.5f}" for side in ("our_loss", "their_loss"))
-        lines.append(f"| {row['setting']} | {row['peer']} | {speeds} | {steps} | {interval} | {row['pairs']} | {verdict} | {losses} |")
+        steps = " | ".join(
+            f"{1000 * row['step_tokens'] / row[side]:.0f}" for side in ("ours", "theirs")
+        )
+        losses = " | ".join(
+            "-" if row[side] is None else f"{row[side]:.5f}" for side in ("our_loss", "their_loss")
+        )
+        lines.append(
+            f"| {row['setting']} | {row['peer']} | {speeds} | {steps} | {interval} | "
+            f"{row['pairs']} | {verdict} | {losses} |"
+        )
     return "\n".join(lines)
 
 
@@ -264,24 +416,53 @@ def machine() -> dict:
     import torch
 
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    vectors = [name for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16") if torch.cpu.get_capabilities().get(name)]
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    vectors = [
+        name
+        for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16")
+        if torch.cpu.get_capabilities().get(name)
+    ]
     return {
-        "cpu": model[1] if model else platform.processor(), "cores": os.cpu_count(), "vectors": vectors,
-        "torch": torch.__version__, "python": platform.python_version(), "commit": commit, "packages": ENVIRONMENTS,
+        "cpu": model[1] if model else platform.processor(),
+        "cores": os.cpu_count(),
+        "vectors": vectors,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit,
+        "packages": ENVIRONMENTS,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--setup", type=Path, metavar="DIR", help="make the peers' environments in DIR")
-    parser.add_argument("--peers", type=lambda path: Path(path).resolve(), metavar="DIR", help="where they are: measure")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--setup", type=Path, metavar="DIR", help="make the peers' environments in DIR"
+    )
+    parser.add_argument(
+        "--peers",
+        type=lambda path: Path(path).resolve(),
+        metavar="DIR",
+        help="where they are: measure",
+    )
     parser.add_argument("--pairs", type=int, default=ratio_rule.PAIRS)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--against", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--threads", type=int, default=2, help="of all processes of a run together")
-    parser.add_argument("--quiet", type=float, default=0.2, help="cores that others may use on average during a counted run")
-    parser.add_argument("--cpu-time", action="store_true", help="one thread, CPU seconds instead of elapsed ones, every pair counts")
+    parser.add_argument(
+        "--quiet",
+        type=float,
+        default=0.2,
+        help="cores that others may use on average during a counted run",
+    )
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="one thread, CPU seconds instead of elapsed ones, every pair counts",
+    )
     parser.add_argument("--out", type=Path, help="JSON of every run")
     args = parser.parse_args()
     if args.setup:
@@ -292,12 +473,24 @@ def main() -> None:
         threads, rule = 1, Rule(args.pairs, math.inf, "tokens_per_cpu_second")
     else:
         threads, rule = args.threads, Rule(args.pairs, args.quiet, "tokens_per_second")
-    settings = {name: replace(SETTINGS[name], threads=max(1, threads // SETTINGS[name].processes)) for name in args.settings}
-    document = {"started": datetime.now().isoformat(timespec="seconds"), "command": sys.argv[1:], "machine": machine(), "rule": str(rule),
-                "settings": {name: asdict(work) for name, work in settings.items()}, "rows": [], "runs": []}
+    settings = {
+        name: replace(SETTINGS[name], threads=max(1, threads // SETTINGS[name].processes))
+        for name in args.settings
+    }
+    document = {
+        "started": datetime.now().isoformat(timespec="seconds"),
+        "command": sys.argv[1:],
+        "machine": machine(),
+        "rule": str(rule),
+        "settings": {name: asdict(work) for name, work in settings.items()},
+        "rows": [],
+        "runs": [],
+    }
     with tempfile.TemporaryDirectory() as folder:
         for name, work in settings.items():
-            for _ in rounds(name, work, args.against, args.peers, Path(folder) / "start", rule, document["runs"]):
+            for _ in rounds(
+                name, work, args.against, args.peers, Path(folder) / "start", rule, document["runs"]
+            ):
                 document["rows"] = summary(document["runs"], settings, rule)
                 if args.out:  # after every round: an interrupted measurement keeps what it has
                     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,17 @@
-"""Bug or rounding noise? Trains the same short run in two layouts, in float64 on CPU processes of this machine, and compares
-everything that it logs:
+"""Bug or rounding noise? Trains the same short run in two layouts, in float64 on CPU processes of
+this machine, and compares everything that it logs:
 
     python tools/check_parity.py --layout "tp2 sp" --layout "tp1 dp2" <the flags of your run>
 
-A layout is words: tpN, dpN, ppN, a schedule of the pipeline (gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v), vN (virtual stages on each
-pipeline rank), auto (stages of equal cost), sp (sequence parallelism), zeroN (a ZeRO stage), shardN (--zero-shard-size), kept
-(--zero3-keep-gathered), offload (the optimizer on the host), param-offload (weights too), serial (no communication overlaps), mapping (--use-tp-pp-dp-mapping). Your flags are kept, except that the run has the given layout, stops after --steps
-iterations, computes in float64, does not save, load, evaluate or use trackers, and logs metrics (with the parameter norm) every iteration. Shrink the model with further flags (--num-layers 2); the last of two equal flags counts. In float64 rounding is far below
-the gate, so what differs by more is a bug. Exit code: 0 noise, 1 bug, 2 a run failed.
+A layout is words: tpN, dpN, ppN, a schedule of the pipeline (gpipe, 1f1b, interleaved, zero-bubble,
+zero-bubble-v), vN (virtual stages on each pipeline rank), auto (stages of equal cost), sp (sequence
+parallelism), zeroN (a ZeRO stage), shardN (--zero-shard-size), kept (--zero3-keep-gathered),
+offload (the optimizer on the host), param-offload (weights too), serial (no communication
+overlaps), mapping (--use-tp-pp-dp-mapping). Your flags are kept, except that the run has the given
+layout, stops after --steps iterations, computes in float64, does not save, load, evaluate or use
+trackers, and logs metrics (with the parameter norm) every iteration. Shrink the model with further
+flags (--num-layers 2); the last of two equal flags counts. In float64 rounding is far below the
+gate, so what differs by more is a bug. Exit code: 0 noise, 1 bug, 2 a run failed.
 """
 
 from __future__ import annotations
@@ -32,19 +36,30 @@ from megatron.tools.compare_runs import computed_rows, differences  # noqa: E402
 
 from megatron.config.arguments import dump_config, parse_arguments  # noqa: E402
 from megatron.config.errors import UserError
-from megatron.config.groups import CheckpointConfig, Config, LoggingConfig, PrecisionConfig  # noqa: E402
+from megatron.config.groups import CheckpointConfig, Config, LoggingConfig, PrecisionConfig
 from megatron.config.validate import resolve  # noqa: E402
 from megatron.parallel.schedule import BUILDERS  # noqa: E402
 
 PROGRAM = find_spec("pretrain_gpt").origin  # its file, in a checkout and where it is installed
-GATE = 1e-10  # relative; float64 rounds at 1e-16, a run of some steps stays orders below this, and no bug does
+# relative; float64 rounds at 1e-16, a run of some steps stays orders below this, and no bug does
+GATE = 1e-10
 SWITCHES = {
-    "sp": "--sequence-parallel", "serial": "--no-overlap-grad-reduce --no-overlap-param-gather --no-tp-comm-overlap", "mapping": "--use-tp-pp-dp-mapping",
-    "auto": "--pipeline-model-parallel-layout auto", "kept": "--zero3-keep-gathered",
-    "offload": "--optimizer-cpu-offload", "param-offload": "--param-cpu-offload", **{name: f"--pipeline-schedule {name}" for name in BUILDERS},
+    "sp": "--sequence-parallel",
+    "serial": "--no-overlap-grad-reduce --no-overlap-param-gather --no-tp-comm-overlap",
+    "mapping": "--use-tp-pp-dp-mapping",
+    "auto": "--pipeline-model-parallel-layout auto",
+    "kept": "--zero3-keep-gathered",
+    "offload": "--optimizer-cpu-offload",
+    "param-offload": "--param-cpu-offload",
+    **{name: f"--pipeline-schedule {name}" for name in BUILDERS},
 }
-SIZES = {"tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "v": "--num-virtual-stages-per-pipeline-rank",
-         "zero": "--zero-stage", "shard": "--zero-shard-size"}
+SIZES = {
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "v": "--num-virtual-stages-per-pipeline-rank",
+    "zero": "--zero-stage",
+    "shard": "--zero-shard-size",
+}
 
 
 class Words(NamedTuple):
@@ -66,26 +81,40 @@ def read_layout(text: str) -> Words:
         elif word in SWITCHES:
             flags += SWITCHES[word].split()
         else:
-            raise UserError(f"--layout {text!r}: {word!r} is none of tpN, dpN, ppN, vN, zeroN, shardN, {', '.join(SWITCHES)}")
-    given = [part for name, flag in SIZES.items() if name in sizes for part in (flag, str(sizes[name]))]
+            raise UserError(
+                f"--layout {text!r}: {word!r} is none of tpN, dpN, ppN, vN, zeroN, shardN, "
+                f"{', '.join(SWITCHES)}"
+            )
+    given = [
+        part for name, flag in SIZES.items() if name in sizes for part in (flag, str(sizes[name]))
+    ]
     tp, dp, pp = (sizes[name] for name in ("tp", "dp", "pp"))
     return Words(tp * dp * pp, (*given, *flags), tp, dp, pp)
 
 
 def shortened(config: Config, steps: int, layouts: list[str]) -> Config:
-    """The user's run for a few steps in float64, alike for all layouts. The learning-rate schedule stays that of the whole run."""
+    """The user's run for a few steps in float64, alike for all layouts. The learning-rate schedule
+    stays that of the whole run.
+    """
     training = config.training
     batch = training.global_batch_size
-    if batch is None and training.micro_batch_size is not None:  # by default it would follow the layout
-        batch = training.micro_batch_size * math.lcm(*(read_layout(layout).dp for layout in layouts))
+    # by default it would follow the layout
+    if batch is None and training.micro_batch_size is not None:
+        batch = training.micro_batch_size * math.lcm(
+            *(read_layout(layout).dp for layout in layouts)
+        )
     return dataclasses.replace(
         config,
         precision=PrecisionConfig(fp64=True),
-        training=dataclasses.replace(training, global_batch_size=batch, exit_interval=steps, exit_duration_in_mins=None),
+        training=dataclasses.replace(
+            training, global_batch_size=batch, exit_interval=steps, exit_duration_in_mins=None
+        ),
         evaluation=dataclasses.replace(config.evaluation, eval_iters=0, skip_train=False),
         checkpoint=CheckpointConfig(),
         logging=LoggingConfig(log_interval=1, log_params_norm=True),
-        distributed=type(config.distributed)(distributed_timeout_minutes=config.distributed.distributed_timeout_minutes),
+        distributed=type(config.distributed)(
+            distributed_timeout_minutes=config.distributed.distributed_timeout_minutes
+        ),
     )
 
 
@@ -94,17 +123,40 @@ def train(layout: str, config_file: Path, folder: Path) -> Path:
     ranks, flags, *_ = read_layout(layout)
     metrics = folder / f"{layout.replace(' ', '-')}.jsonl"
     command = [PROGRAM, "--config", str(config_file), "--metrics-file", str(metrics), *flags]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
-    done = subprocess.run([sys.executable, *launcher, *command], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        if ranks > 1
+        else []
+    )
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
+    }
+    done = subprocess.run(
+        [sys.executable, *launcher, *command],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     if done.returncode:
-        raise RuntimeError(f"{layout}: `{shlex.join(command)}` on {ranks} rank(s) ended with exit code {done.returncode}:\n{done.stdout[-4000:]}")
+        raise RuntimeError(
+            f"{layout}: `{shlex.join(command)}` on {ranks} rank(s) ended with exit code "
+            f"{done.returncode}:\n{done.stdout[-4000:]}"
+        )
     return metrics
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--layout", action="append", required=True, metavar="WORDS", help="give it twice")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--layout", action="append", required=True, metavar="WORDS", help="give it twice"
+    )
     parser.add_argument("--steps", type=int, default=20, help="iterations to compare (default 20)")
     arguments, flags = parser.parse_known_args(argv)
     try:
@@ -120,7 +172,9 @@ def main(argv: list[str] | None = None) -> int:
                     resolve(parse_arguments(["--config", str(file), *words]).config, ranks, None)
                 except UserError as error:
                     raise UserError(f"--layout {layout!r} on {ranks} rank(s): {error}") from None
-            rows = [computed_rows(str(train(layout, file, Path(folder)))) for layout in arguments.layout]
+            rows = [
+                computed_rows(str(train(layout, file, Path(folder)))) for layout in arguments.layout
+            ]
     except (UserError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -128,13 +182,21 @@ def main(argv: list[str] | None = None) -> int:
     a, b = arguments.layout
     for name, (difference, iteration) in largest.items():
         if difference > 0:
-            print(f"  {name}: largest relative difference {difference:.3g}, at iteration {iteration}")
+            print(
+                f"  {name}: largest relative difference {difference:.3g}, at iteration {iteration}"
+            )
     if faults:
-        print(f"BUG: A ({a}) and B ({b}) are different runs, float64 rounding cannot explain it; first difference: {faults[0]}")
+        print(
+            f"BUG: A ({a}) and B ({b}) are different runs, float64 rounding cannot explain "
+            f"it; first difference: {faults[0]}"
+        )
         return 1
     worst, name = max((difference, name) for name, (difference, _) in largest.items())
-    print(f"NOISE: {a} and {b} are the same run to a relative {worst:.2g} ({name}) in float64 over {len(rows[0])} iterations (gate {GATE:g}); "
-          "differences between them in your precision are rounding.")
+    print(
+        f"NOISE: {a} and {b} are the same run to a relative {worst:.2g} ({name}) in float64 "
+        f"over {len(rows[0])} iterations (gate {GATE:g}); "
+        "differences between them in your precision are rounding."
+    )
     return 0
 
 

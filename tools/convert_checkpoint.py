@@ -1,19 +1,25 @@
-"""Convert checkpoints to and from other programs' formats, without building a model, with any number of ranks:
+"""Convert checkpoints to and from other programs' formats, without building a model, with any
+number of ranks:
 
-    python tools/convert_checkpoint.py --load RUN [--ckpt-step N] --to-huggingface FOLDER [--dtype bf16]
-    python tools/convert_checkpoint.py --from-huggingface FOLDER --save RUN
-    python tools/convert_checkpoint.py --from-megatron FOLDER --save RUN [--config FILE] [--vocab-size N]
-    python tools/convert_checkpoint.py --from-deepspeed FOLDER --save RUN [--qkv-order ORDER] [--config FILE] [--vocab-size N]
-    torchrun --nproc-per-node 8 tools/convert_checkpoint.py ...        # or srun: each rank reads and writes an equal share
+    python tools/convert_checkpoint.py --load RUN [--ckpt-step N] --to-huggingface FOLDER [--dtype
+    bf16] python tools/convert_checkpoint.py --from-huggingface FOLDER --save RUN python
+    tools/convert_checkpoint.py --from-megatron FOLDER --save RUN [--config FILE] [--vocab-size N]
+    python tools/convert_checkpoint.py --from-deepspeed FOLDER --save RUN [--qkv-order ORDER]
+    [--config FILE] [--vocab-size N]
+    torchrun --nproc-per-node 8 tools/convert_checkpoint.py ...        # or srun: each rank reads
+    and writes an equal share
 
-The first writes config.json, safetensors files and the tokenizer's files, which transformers loads (GPT-2, Llama, Mistral, Qwen2 or Qwen3,
-as the model's flags allow). The others write a weights-only checkpoint of iteration 0 and RUN/model.json with the model's flags: train on
-from it with --config RUN/model.json --load RUN --finetune. --from-megatron reads GPT models of Megatron-LM (torch_dist, and mp_rank_* folders of
-core models), and those that torch.distributed.checkpoint wrote under the same names; the model's flags are those kept there, or --config.
---from-deepspeed reads the fp32 master weights in folders of ZeRO stages 1 to 3: of Hugging Face models (with the model's config.json in FOLDER, as
-its Trainer leaves it) and of Megatron-DeepSpeed's GPT, which needs --qkv-order and takes --config and --vocab-size as --from-megatron does.
-Weights keep the precision that they have there. Nothing that is read is executed, and no tensor is held as a whole. Folders lie on a file
-system that all ranks share.
+The first writes config.json, safetensors files and the tokenizer's files, which transformers loads
+(GPT-2, Llama, Mistral, Qwen2 or Qwen3, as the model's flags allow). The others write a weights-only
+checkpoint of iteration 0 and RUN/model.json with the model's flags: train on from it with --config
+RUN/model.json --load RUN --finetune. --from-megatron reads GPT models of Megatron-LM (torch_dist,
+and mp_rank_* folders of core models), and those that torch.distributed.checkpoint wrote under the
+same names; the model's flags are those kept there, or --config. --from-deepspeed reads the fp32
+master weights in folders of ZeRO stages 1 to 3: of Hugging Face models (with the model's
+config.json in FOLDER, as its Trainer leaves it) and of Megatron-DeepSpeed's GPT, which needs
+--qkv-order and takes --config and --vocab-size as --from-megatron does. Weights keep the precision
+that they have there. Nothing that is read is executed, and no tensor is held as a whole. Folders
+lie on a file system that all ranks share.
 """
 
 from __future__ import annotations
@@ -35,10 +41,21 @@ if not __package__:  # run as a file of a checkout; as an installed command it f
 
 from megatron.checkpoint.foreign.dcp_folder import DcpFolder  # noqa: E402
 from megatron.checkpoint.foreign.huggingface import from_huggingface, to_huggingface  # noqa: E402
-from megatron.checkpoint.foreign.huggingface_files import open_folder, read_json, take_parts, take_rules, write_folder  # noqa: E402
-from megatron.checkpoint.foreign.megatron_deepspeed import is_megatron, map_ranks, megatron_arguments, tensor_parallel_size  # noqa: E402
-from megatron.checkpoint.foreign.megatron_lm import map_tensors, model_fields, our_parameter  # noqa: E402
-from megatron.checkpoint.foreign.models import MappedFile, Pair, check_shapes, own_share  # noqa: E402
+from megatron.checkpoint.foreign.huggingface_files import (
+    open_folder,
+    read_json,
+    take_parts,
+    take_rules,
+    write_folder,
+)  # noqa: E402
+from megatron.checkpoint.foreign.megatron_deepspeed import (
+    is_megatron,
+    map_ranks,
+    megatron_arguments,
+    tensor_parallel_size,
+)  # noqa: E402
+from megatron.checkpoint.foreign.megatron_lm import map_tensors, model_fields, our_parameter
+from megatron.checkpoint.foreign.models import MappedFile, Pair, check_shapes, own_share
 from megatron.checkpoint.foreign.mp_ranks import MpRanks  # noqa: E402
 from megatron.checkpoint.foreign.pickles import ARGUMENT_CLASSES, read_torch_file  # noqa: E402
 from megatron.checkpoint.foreign.zero_folder import ZeroFolder, find_folder  # noqa: E402
@@ -59,21 +76,35 @@ from megatron.distributed.groups import Axis  # noqa: E402
 from megatron.distributed.setup import connect, disconnect, read_launch, share_cores  # noqa: E402
 from megatron.distributed.together import together  # noqa: E402
 
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+PRECISIONS = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 TIMEOUT = 120  # minutes that a rank waits for the others' shares
 WEIGHTS_ONLY = "note: weights only: optimizer, schedule and random state stay behind"
-ROTARY = ("note: Megatron-DeepSpeed since change #441 rotates q and k by cos(angle) instead of the angle unless it ran with sequence parallelism: "
-          "such a model computes something else here; compare the loss before you train on")
+ROTARY = (
+    "note: Megatron-DeepSpeed since change #441 rotates q and k by cos(angle) instead of the "
+    "angle unless it ran with sequence parallelism: "
+    "such a model computes something else here; compare the loss before you train on"
+)
 
 
-def export(load: str, step: int | None, target: Path, dtype: torch.dtype | None, ranks: Ranks) -> list[str]:
-    """Write `target` in Hugging Face's format; returns lines to show. Raises UserError naming what stands in the way."""
+def export(
+    load: str, step: int | None, target: Path, dtype: torch.dtype | None, ranks: Ranks
+) -> list[str]:
+    """Write `target` in Hugging Face's format; returns lines to show. Raises UserError naming what
+    stands in the way.
+    """
 
     def find() -> str | None:
         if not ranks.first:
             return None
         if target.exists() and any(target.iterdir()):
-            raise UserError(f"--to-huggingface {target}: exists and is not empty; give a new folder")
+            raise UserError(
+                f"--to-huggingface {target}: exists and is not empty; give a new folder"
+            )
         path = find_checkpoint(load, step)
         if path is None:
             raise UserError(f"--load {load}: no checkpoint there")
@@ -86,7 +117,13 @@ def export(load: str, step: int | None, target: Path, dtype: torch.dtype | None,
         described, rules = to_huggingface(config.model, checkpoint.state["vocab_size"])
     if dtype is None:
         stored = TORCH_DTYPES[checkpoint.tensors["embedding.word.weight"].dtype]
-        dtype = torch.bfloat16 if config.precision.bf16 else torch.float16 if config.precision.fp16 else stored
+        dtype = (
+            torch.bfloat16
+            if config.precision.bf16
+            else torch.float16
+            if config.precision.fp16
+            else stored
+        )
     described |= {"torch_dtype": str(dtype).removeprefix("torch.")}
 
     def beside_weights(folder: Path) -> list[str]:
@@ -96,11 +133,16 @@ def export(load: str, step: int | None, target: Path, dtype: torch.dtype | None,
 
     with checkpoint:
         notes = write_folder(target, checkpoint, rules, dtype, beside_weights, ranks)
-    return [f"{path} -> {target}: {described['architectures'][0]}, {described['torch_dtype']}", *notes]
+    return [
+        f"{path} -> {target}: {described['architectures'][0]}, {described['torch_dtype']}",
+        *notes,
+    ]
 
 
 def _tokenizer_files(data: DataConfig, folder: Path, described: dict[str, Any]) -> list[str]:
-    """Copy the tokenizer where Hugging Face looks for it and set the end-of-document id; returns lines to show."""
+    """Copy the tokenizer where Hugging Face looks for it and set the end-of-document id; returns
+    lines to show.
+    """
     try:
         tokenizer = build_tokenizer(data)
     except UserError as error:
@@ -117,12 +159,18 @@ def _tokenizer_files(data: DataConfig, folder: Path, described: dict[str, Any]) 
         for extra in ("tokenizer_config.json", "special_tokens_map.json"):
             if source.with_name(extra).is_file() and source.name == name:
                 shutil.copyfile(source.with_name(extra), folder / extra)
-    return [] if given else [f"note: {tokenizer.name} has no file that Hugging Face reads; none was copied"]
+    return (
+        []
+        if given
+        else [f"note: {tokenizer.name} has no file that Hugging Face reads; none was copied"]
+    )
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """A model of another program: its flags, its weights where they lie, and what becomes of the rest."""
+    """A model of another program: its flags, its weights where they lie, and what becomes of the
+    rest.
+    """
 
     fields: dict[str, Any]  # of ModelConfig
     data: DataConfig
@@ -136,7 +184,9 @@ def open_huggingface(folder: Path) -> Foreign:
     described = read_json(folder / "config.json")
     tensors = open_folder(folder)
     fields, rules = from_huggingface(described, tensors)
-    return Foreign(fields, _tokenizer_of(folder), take_rules(rules, tensors), described["model_type"])
+    return Foreign(
+        fields, _tokenizer_of(folder), take_rules(rules, tensors), described["model_type"]
+    )
 
 
 def _tokenizer_of(folder: Path) -> DataConfig:
@@ -144,16 +194,26 @@ def _tokenizer_of(folder: Path) -> DataConfig:
     names = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
     found = {name: str(folder / name) for name in names if (folder / name).is_file()}
     if "tokenizer.json" in found:
-        return DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=found["tokenizer.json"])
+        return DataConfig(
+            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=found["tokenizer.json"]
+        )
     if "vocab.json" in found and "merges.txt" in found:
-        return DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=found["vocab.json"], merge_file=found["merges.txt"])
+        return DataConfig(
+            tokenizer_type="GPT2BPETokenizer",
+            vocab_file=found["vocab.json"],
+            merge_file=found["merges.txt"],
+        )
     if "tokenizer.model" in found:
-        return DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=found["tokenizer.model"])
+        return DataConfig(
+            tokenizer_type="SentencePieceTokenizer", tokenizer_model=found["tokenizer.model"]
+        )
     return DataConfig()
 
 
 def open_megatron(folder: Path, config: str | None, vocab_size: int | None) -> Foreign:
-    """A folder of Megatron-LM (or the folder of a run, whose tracker file names it). Raises UserError naming what has no counterpart here."""
+    """A folder of Megatron-LM (or the folder of a run, whose tracker file names it). Raises
+    UserError naming what has no counterpart here.
+    """
     folder = _megatron_iteration(folder)
     ranks = None if (folder / ".metadata").exists() else MpRanks(folder)
     if config is not None:
@@ -163,53 +223,142 @@ def open_megatron(folder: Path, config: str | None, vocab_size: int | None) -> F
     model = ModelConfig(**fields)
     if ranks is None:
         stored = DcpFolder(folder)
-        tensors = [(name, tensor.shape, [(chunk.offset, chunk.extent, functools.partial(stored.map, chunk)) for chunk in tensor.chunks])
-                   for name, tensor in stored.tensors.items()]
+        tensors = [
+            (
+                name,
+                tensor.shape,
+                [
+                    (chunk.offset, chunk.extent, functools.partial(stored.map, chunk))
+                    for chunk in tensor.chunks
+                ],
+            )
+            for name, tensor in stored.tensors.items()
+        ]
     else:
-        tensors = ranks.tensors(gated=model.activation in GATED, tied=not model.untie_embeddings_and_output_weights)
-    rows = [shape[0] for name, shape, _ in tensors if our_parameter(name) == ("embedding.word.weight", -1)]
+        tensors = ranks.tensors(
+            gated=model.activation in GATED, tied=not model.untie_embeddings_and_output_weights
+        )
+    rows = [
+        shape[0]
+        for name, shape, _ in tensors
+        if our_parameter(name) == ("embedding.word.weight", -1)
+    ]
     if not rows or rows[0] < (vocab_size or 1):
-        raise UserError(f"{folder}: the word embedding has {rows[0] if rows else 'no'} rows; --vocab-size is {vocab_size or 'not given'}")
+        raise UserError(
+            f"{folder}: the word embedding has {rows[0] if rows else 'no'} rows; "
+            f"--vocab-size is {vocab_size or 'not given'}"
+        )
     pairs = map_tensors(model, vocab_size or rows[0], tensors)
-    return Foreign(fields, DataConfig(), pairs, "mp_rank" if ranks else "torch_dist", (WEIGHTS_ONLY, *_padding_note(vocab_size, rows[0])))
+    return Foreign(
+        fields,
+        DataConfig(),
+        pairs,
+        "mp_rank" if ranks else "torch_dist",
+        (WEIGHTS_ONLY, *_padding_note(vocab_size, rows[0])),
+    )
 
 
 def _given_fields(config: str, vocab_size: int | None) -> dict[str, Any]:
     """The fields of ModelConfig that a file of flags gives."""
     given = derive(parse_arguments(["--config", config]).config, 1, vocab_size)[0].model
-    return {field.name: getattr(given, field.name) for field in dataclasses.fields(given) if getattr(given, field.name) != field.default}
+    return {
+        field.name: getattr(given, field.name)
+        for field in dataclasses.fields(given)
+        if getattr(given, field.name) != field.default
+    }
 
 
 def _padding_note(vocab_size: int | None, rows: int) -> tuple[str, ...]:
-    return () if vocab_size else (f"note: all {rows} rows of the vocabulary are kept, padding too; --vocab-size N keeps the first N",)
+    return (
+        ()
+        if vocab_size
+        else (
+            f"note: all {rows} rows of the vocabulary are kept, padding too; --vocab-size N "
+            "keeps the first N",
+        )
+    )
 
 
-def open_deepspeed(given: Path, config: str | None, vocab_size: int | None, qkv_order: str | None) -> Foreign:
-    """A folder of DeepSpeed with ZeRO's partitions. Raises UserError naming what has no counterpart here."""
+def open_deepspeed(
+    given: Path, config: str | None, vocab_size: int | None, qkv_order: str | None
+) -> Foreign:
+    """A folder of DeepSpeed with ZeRO's partitions. Raises UserError naming what has no counterpart
+    here.
+    """
     folder = find_folder(given)
     zero = ZeroFolder(folder)
     names = {name.removeprefix("module."): name for rank in zero.ranks for name in rank}
     if not is_megatron(set(names)):
-        flags = [flag for flag, value in (("--config", config), ("--vocab-size", vocab_size), ("--qkv-order", qkv_order)) if value is not None]
+        flags = [
+            flag
+            for flag, value in (
+                ("--config", config),
+                ("--vocab-size", vocab_size),
+                ("--qkv-order", qkv_order),
+            )
+            if value is not None
+        ]
         if flags:
-            raise UserError(f"{folder}: its tensors have no names of Megatron-DeepSpeed: drop {' and '.join(flags)}")
+            raise UserError(
+                f"{folder}: its tensors have no names of Megatron-DeepSpeed: drop "
+                f"{' and '.join(flags)}"
+            )
         if len(zero.ranks) > 1:
-            raise UserError(f"{folder}: a Hugging Face model of {len(zero.ranks)} tensor-parallel ranks is not read: save it without AutoTP")
-        beside = next((place for place in (given, folder, folder.parent) if (place / "config.json").is_file()), None)
+            raise UserError(
+                f"{folder}: a Hugging Face model of {len(zero.ranks)} tensor-parallel ranks "
+                "is not read: save it without AutoTP"
+            )
+        beside = next(
+            (
+                place
+                for place in (given, folder, folder.parent)
+                if (place / "config.json").is_file()
+            ),
+            None,
+        )
         if beside is None:
-            raise UserError(f"{given}: no config.json there: put that of the Hugging Face model beside the folder of the partitions")
+            raise UserError(
+                f"{given}: no config.json there: put that of the Hugging Face model beside "
+                "the folder of the partitions"
+            )
         described = read_json(beside / "config.json")
         fields, rules = from_huggingface(described, names)
         pairs = take_parts(rules, {name: zero.ranks[0][theirs] for name, theirs in names.items()})
-        return Foreign(fields, _tokenizer_of(beside), pairs, f"deepspeed {described['model_type']}", (WEIGHTS_ONLY,))
+        return Foreign(
+            fields,
+            _tokenizer_of(beside),
+            pairs,
+            f"deepspeed {described['model_type']}",
+            (WEIGHTS_ONLY,),
+        )
     if qkv_order is None:
-        raise UserError(f"{folder}: Megatron-DeepSpeed has laid the rows of query_key_value in two ways and says nowhere in which: give --qkv-order "
-                         "grouped (its code before 4 December 2024, change #441) or --qkv-order stacked (since then)")
+        raise UserError(
+            f"{folder}: Megatron-DeepSpeed has laid the rows of query_key_value in two ways "
+            "and says nowhere in which: give --qkv-order "
+            "grouped (its code before 4 December 2024, change #441) or --qkv-order stacked "
+            "(since then)"
+        )
     tp = tensor_parallel_size(folder, zero.states)
-    fields = _given_fields(config, vocab_size) if config is not None else model_fields(megatron_arguments(zero.states[0].get("args")))
-    pairs, rows = map_ranks(folder, zero.ranks, tp, ModelConfig(**fields), vocab_size, qkv_order == "stacked")
-    angles = [ROTARY] if qkv_order == "stacked" and fields.get("position_embedding_type") == "rope" else []
-    return Foreign(fields, DataConfig(), pairs, "megatron-deepspeed", (WEIGHTS_ONLY, *_padding_note(vocab_size, rows), *angles))
+    fields = (
+        _given_fields(config, vocab_size)
+        if config is not None
+        else model_fields(megatron_arguments(zero.states[0].get("args")))
+    )
+    pairs, rows = map_ranks(
+        folder, zero.ranks, tp, ModelConfig(**fields), vocab_size, qkv_order == "stacked"
+    )
+    angles = (
+        [ROTARY]
+        if qkv_order == "stacked" and fields.get("position_embedding_type") == "rope"
+        else []
+    )
+    return Foreign(
+        fields,
+        DataConfig(),
+        pairs,
+        "megatron-deepspeed",
+        (WEIGHTS_ONLY, *_padding_note(vocab_size, rows), *angles),
+    )
 
 
 def _common_arguments(folder: Path) -> Any:
@@ -217,12 +366,16 @@ def _common_arguments(folder: Path) -> Any:
         raise UserError(f"{folder}: has no common.pt: give the model's flags with --config FILE")
     common = read_torch_file(MappedFile(folder / "common.pt"), ARGUMENT_CLASSES)
     if not isinstance(common, dict) or "args" not in common:
-        raise UserError(f"{folder / 'common.pt'}: holds no arguments: give the model's flags with --config FILE")
+        raise UserError(
+            f"{folder / 'common.pt'}: holds no arguments: give the model's flags with --config FILE"
+        )
     return common["args"]
 
 
 def _megatron_iteration(folder: Path) -> Path:
-    """The folder itself when it holds a checkpoint of Megatron-LM, else the one that its tracker file names."""
+    """The folder itself when it holds a checkpoint of Megatron-LM, else the one that its tracker
+    file names.
+    """
 
     def holds(path: Path) -> bool:
         return (path / ".metadata").exists() or any(path.glob("mp_rank_*"))
@@ -232,71 +385,154 @@ def _megatron_iteration(folder: Path) -> Path:
         word = tracker.read_text().strip()
         folder = folder / (f"iter_{int(word):07d}" if word.isdecimal() else "release")
     if not holds(folder):
-        raise UserError(f"--from-megatron {folder}: neither .metadata (torch_dist) nor mp_rank_* there: not a checkpoint of Megatron-LM")
+        raise UserError(
+            f"--from-megatron {folder}: neither .metadata (torch_dist) nor mp_rank_* there: "
+            "not a checkpoint of Megatron-LM"
+        )
     return folder
 
 
 def take_over(source: Path, foreign: Foreign, save: str, ranks: Ranks) -> list[str]:
-    """Write a model of another program as iteration 0 under `save`, each rank its share; returns lines to show. Raises UserError."""
+    """Write a model of another program as iteration 0 under `save`, each rank its share; returns
+    lines to show. Raises UserError.
+    """
     word = next(tensor for box, tensor in foreign.pairs if box.name == "embedding.word.weight")
-    vocab_size = next(box.shape[0] for box, _ in foreign.pairs if box.name == "embedding.word.weight")
+    vocab_size = next(
+        box.shape[0] for box, _ in foreign.pairs if box.name == "embedding.word.weight"
+    )
     with together(ranks.world, ranks.device):
         if ranks.first and list_iterations(Path(save)):
             raise UserError(f"--save {save}: holds checkpoints already; give a new folder")
         model = ModelConfig(**foreign.fields)
         check_shapes(foreign.pairs, model, vocab_size)
-    precision = PrecisionConfig(bf16=word.dtype == torch.bfloat16, fp16=word.dtype == torch.float16, fp64=word.dtype == torch.float64)
+    precision = PrecisionConfig(
+        bf16=word.dtype == torch.bfloat16,
+        fp16=word.dtype == torch.float16,
+        fp64=word.dtype == torch.float64,
+    )
     config = Config(model=model, data=foreign.data, precision=precision)
     state = {
-        "iteration": 0, "consumed_samples": 0, "config": config.to_dict(), "vocab_size": vocab_size, "tokenizer": None,
+        "iteration": 0,
+        "consumed_samples": 0,
+        "config": config.to_dict(),
+        "vocab_size": vocab_size,
+        "tokenizer": None,
         "source": {"format": foreign.format, "folder": source.name},
     }
-    path = save_checkpoint(save, 0, own_share(foreign.pairs, ranks.world.rank, ranks.world.size), state, ranks=ranks)
+    path = save_checkpoint(
+        save, 0, own_share(foreign.pairs, ranks.world.rank, ranks.world.size), state, ranks=ranks
+    )
     model_json = Path(save) / "model.json"
     if ranks.first:
         model_json.write_text(json.dumps({"model": foreign.fields}, indent=2) + "\n")
     count = len({box.name for box, _ in foreign.pairs})
-    return [f"{source} -> {path}: {count} tensors, {str(word.dtype).removeprefix('torch.')}, vocabulary {vocab_size}", *foreign.notes,
-            f"train on from it with: --config {model_json} --load {save} --finetune"]
+    return [
+        (
+            f"{source} -> {path}: {count} tensors, {str(word.dtype).removeprefix('torch.')}, "
+            f"vocabulary {vocab_size}"
+        ),
+        *foreign.notes,
+        f"train on from it with: --config {model_json} --load {save} --finetune",
+    ]
 
 
 def convert(flags: argparse.Namespace, ranks: Ranks) -> list[str]:
     """Carry out what the flags say; returns lines to show. Raises UserError."""
     if flags.to_huggingface:
-        return export(flags.load, flags.ckpt_step, flags.to_huggingface, PRECISIONS.get(flags.dtype), ranks)
+        return export(
+            flags.load, flags.ckpt_step, flags.to_huggingface, PRECISIONS.get(flags.dtype), ranks
+        )
     with together(ranks.world, ranks.device):
         if flags.from_huggingface:
             source, foreign = flags.from_huggingface, open_huggingface(flags.from_huggingface)
         elif flags.from_megatron:
-            source, foreign = flags.from_megatron, open_megatron(flags.from_megatron, flags.config, flags.vocab_size)
+            source, foreign = (
+                flags.from_megatron,
+                open_megatron(flags.from_megatron, flags.config, flags.vocab_size),
+            )
         else:
-            source, foreign = flags.from_deepspeed, open_deepspeed(flags.from_deepspeed, flags.config, flags.vocab_size, flags.qkv_order)
+            source, foreign = (
+                flags.from_deepspeed,
+                open_deepspeed(
+                    flags.from_deepspeed, flags.config, flags.vocab_size, flags.qkv_order
+                ),
+            )
     return take_over(source, foreign, flags.save, ranks)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     direction = parser.add_mutually_exclusive_group(required=True)
-    direction.add_argument("--to-huggingface", metavar="FOLDER", type=Path, help="write this folder")
-    direction.add_argument("--from-huggingface", metavar="FOLDER", type=Path, help="read this folder")
-    direction.add_argument("--from-megatron", metavar="FOLDER", type=Path, help="read this folder of Megatron-LM, or one iter_* folder in it")
-    direction.add_argument("--from-deepspeed", metavar="FOLDER", type=Path, help="read this folder of ZeRO partitions, or the one its `latest` names")
+    direction.add_argument(
+        "--to-huggingface", metavar="FOLDER", type=Path, help="write this folder"
+    )
+    direction.add_argument(
+        "--from-huggingface", metavar="FOLDER", type=Path, help="read this folder"
+    )
+    direction.add_argument(
+        "--from-megatron",
+        metavar="FOLDER",
+        type=Path,
+        help="read this folder of Megatron-LM, or one iter_* folder in it",
+    )
+    direction.add_argument(
+        "--from-deepspeed",
+        metavar="FOLDER",
+        type=Path,
+        help="read this folder of ZeRO partitions, or the one its `latest` names",
+    )
     parser.add_argument("--load", help="checkpoints to export")
     parser.add_argument("--ckpt-step", type=int, help="iteration to export; default: the newest")
-    parser.add_argument("--dtype", choices=PRECISIONS, help="precision of the export; default: the one that the run computed in")
+    parser.add_argument(
+        "--dtype",
+        choices=PRECISIONS,
+        help="precision of the export; default: the one that the run computed in",
+    )
     parser.add_argument("--save", help="where the imported checkpoint goes")
-    parser.add_argument("--config", metavar="FILE", help="the model's flags (JSON, as train runs take it); default: those in the folder")
-    parser.add_argument("--vocab-size", type=int, help="tokens of the real vocabulary: padding rows beyond them are left behind")
-    parser.add_argument("--qkv-order", choices=["grouped", "stacked"], help="rows of Megatron-DeepSpeed's query_key_value: q, k, v of each head or "
-                        "query group together (before 4 December 2024), or all q, all k, all v of a rank (since then)")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="the model's flags (JSON, as train runs take it); default: those in the folder",
+    )
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        help="tokens of the real vocabulary: padding rows beyond them are left behind",
+    )
+    parser.add_argument(
+        "--qkv-order",
+        choices=["grouped", "stacked"],
+        help="rows of Megatron-DeepSpeed's query_key_value: q, k, v of each head or "
+        "query group together (before 4 December 2024), or all q, all k, all v of a rank "
+        "(since then)",
+    )
     flags = parser.parse_args(argv)
-    direction = next(name for name in ("to_huggingface", "from_huggingface", "from_megatron", "from_deepspeed") if getattr(flags, name) is not None)
-    imports = {"from_huggingface": ["save"], "from_megatron": ["save", "config", "vocab_size"],
-               "from_deepspeed": ["save", "config", "vocab_size", "qkv_order"]}
+    direction = next(
+        name
+        for name in ("to_huggingface", "from_huggingface", "from_megatron", "from_deepspeed")
+        if getattr(flags, name) is not None
+    )
+    imports = {
+        "from_huggingface": ["save"],
+        "from_megatron": ["save", "config", "vocab_size"],
+        "from_deepspeed": ["save", "config", "vocab_size", "qkv_order"],
+    }
     takes = imports.get(direction, ["load", "ckpt_step", "dtype"])
-    given = [name for name in ("load", "ckpt_step", "dtype", "save", "config", "vocab_size", "qkv_order") if getattr(flags, name) is not None]
+    given = [
+        name
+        for name in ("load", "ckpt_step", "dtype", "save", "config", "vocab_size", "qkv_order")
+        if getattr(flags, name) is not None
+    ]
     if takes[0] not in given or set(given) - set(takes):
-        parser.error(f"--{direction} FOLDER takes --{takes[0]}{''.join(f' [--{name}]' for name in takes[1:])} and nothing else".replace("_", "-"))
+        parser.error(
+            (
+                f"--{direction} FOLDER takes "
+                f"--{takes[0]}{''.join(f' [--{name}]' for name in takes[1:])} and "
+                "nothing else"
+            ).replace("_", "-")
+        )
     return flags
 
 

@@ -1,10 +1,12 @@
 """Write the figures of docs/results/*.json into README.md and docs/*.md.
 
     python tools/document_results.py            # rewrite every marked figure and table
-    python tools/document_results.py --check    # change nothing; exit code 1 where one is out of date
+    python tools/document_results.py --check    # change nothing; exit code 1 where one is out of
+    date
 
-A document marks a figure as `<!-- =NAME -->63<!-- / -->`; a table is marked in the same way, with the
-marks on lines of their own. NAME is one of FIGURES below, which computes the text from the files.
+A document marks a figure as `<!-- =NAME -->63<!-- / -->`; a table is marked in the same way, with
+the marks on lines of their own. NAME is one of FIGURES below, which computes the text from the
+files.
 """
 
 from __future__ import annotations
@@ -24,8 +26,13 @@ PAGES = ROOT  # where README.md and docs/ are
 RESULTS = ROOT / "docs" / "results"
 MARKED = re.compile(r"(<!-- =(\S+) -->)(.*?)(<!-- / -->)", re.S)
 FIGURES: dict[str, Callable[[], str]] = {}
-SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved, 2 stages",
-             "zero-bubble": "ZB-H1", "zero-bubble-v": "ZB-V"}
+SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "interleaved, 2 stages",
+    "zero-bubble": "ZB-H1",
+    "zero-bubble-v": "ZB-V",
+}
 
 
 def figure(name: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
@@ -55,7 +62,7 @@ def verdict(row: Any) -> str:
     return "reached" if row["passed"] else "**lost**"
 
 
-# ---- proofs: parity, mutants, the plan, live bytes, checkpoints ------------------------------------------------
+# ---- proofs: parity, mutants, the plan, live bytes, checkpoints ----------------------------------
 
 PARITY = ("parity", "parity_pipelines", "parity_zero")
 for part in PARITY:
@@ -64,7 +71,9 @@ for part in PARITY:
 FIGURES["parity.all"] = lambda: f"{sum(len(result(part)['equal']) for part in PARITY):,}"
 FIGURES["parity.off"] = lambda: f"{sum(len(result(part)['off']) for part in PARITY)}"
 FIGURES["mutants"] = lambda: f"{len(result('parity_mutants'))}"
-FIGURES["mutants.found"] = lambda: f"{sum(bool(row['caught by']) for row in result('parity_mutants').values())}"
+FIGURES["mutants.found"] = lambda: (
+    f"{sum(bool(row['caught by']) for row in result('parity_mutants').values())}"
+)
 FIGURES["oracle_mutants"] = lambda: f"{result('oracle_mutants')['mutants']}"
 FIGURES["oracle_mutants.found"] = lambda: f"{result('oracle_mutants')['found']}"
 FIGURES["plan.ranks"] = lambda: f"{len(plan_rows())}"
@@ -89,7 +98,9 @@ def parity_table() -> str:
 
 @figure("parity.unrecorded")
 def parity_unrecorded() -> str:
-    """Rows of today's table that no recorded run holds; older results spell layouts without dashes."""
+    """Rows of today's table that no recorded run holds; older results spell layouts without
+    dashes.
+    """
     recorded = {name.replace("-", "") for part in PARITY for name in result(part)["equal"]}
     return f"{len({name.replace('-', '') for name in parity_names()} - recorded)}"
 
@@ -111,33 +122,72 @@ def parity_names() -> frozenset[str]:
 def live_peaks() -> str:
     """Peaks of a step of GPT-2 125M at stages 0 to 3, bytes a parameter."""
     rows = {name: row["pipeline rank 0"] for name, row in result("zero_memory")["rows"].items()}
-    peaks = [next(row["peak"] for name, row in rows.items() if name.startswith(f"GPT-2 125M stage{stage}-"))
-             for stage in range(4)]
+    peaks = [
+        next(
+            row["peak"]
+            for name, row in rows.items()
+            if name.startswith(f"GPT-2 125M stage{stage}-")
+        )
+        for stage in range(4)
+    ]
     return " > ".join(f"{peak:.2f}" for peak in peaks)
 
 
 FIGURES["odd.wrong"] = lambda: f"{result('odd_input')['wrong']}"
-for campaign in ("configurations", "deepspeed", "jsonl", "tokenizers", "index", "checkpoints", "pickles"):
-    FIGURES[f"odd.{campaign}"] = lambda name=campaign: f"{result('odd_input')['campaigns'][name]['cases']:,}"
+for campaign in (
+    "configurations",
+    "deepspeed",
+    "jsonl",
+    "tokenizers",
+    "index",
+    "checkpoints",
+    "pickles",
+):
+    FIGURES[f"odd.{campaign}"] = lambda name=campaign: (
+        f"{result('odd_input')['campaigns'][name]['cases']:,}"
+    )
 
 FIGURES["typos"] = lambda: f"{sum(row['typos'] for row in result('flag_typos').values()):,}"
-FIGURES["typos.accepted"] = lambda: f"{sum(row['accepted'] for row in result('flag_typos').values())}"
+FIGURES["typos.accepted"] = lambda: (
+    f"{sum(row['accepted'] for row in result('flag_typos').values())}"
+)
 
-# ---- training against other programs ---------------------------------------------------------------------------
+# ---- training against other programs -------------------------------------------------------------
 
 
 @figure("training.one-process")
 def training_one_process() -> str:
-    rows = [(row["setting"], row["peer"], f"{row['ours']:.0f}", f"{row['theirs']:.0f}", ratio(row), row["goal"], verdict(row))
-            for row in result("training_cpu")["rows"]]
+    rows = [
+        (
+            row["setting"],
+            row["peer"],
+            f"{row['ours']:.0f}",
+            f"{row['theirs']:.0f}",
+            ratio(row),
+            row["goal"],
+            verdict(row),
+        )
+        for row in result("training_cpu")["rows"]
+    ]
     return table("precision | peer | ours, tokens/s | peer | ratio (95%) | goal | ", rows)
 
 
 def steps(name: str) -> list[tuple[object, ...]]:
     """Speeds, milliseconds of a step and ratio of each comparison of several processes."""
-    return [(row["setting"].removeprefix("fp32, "), row["peer"], f"{row['ours']:.0f}", f"{row['theirs']:.0f}",
-             f"{1e3 * row['step_tokens'] / row['ours']:.0f}", f"{1e3 * row['step_tokens'] / row['theirs']:.0f}",
-             ratio(row, 3), row["goal"], verdict(row)) for row in result(name)["rows"]]
+    return [
+        (
+            row["setting"].removeprefix("fp32, "),
+            row["peer"],
+            f"{row['ours']:.0f}",
+            f"{row['theirs']:.0f}",
+            f"{1e3 * row['step_tokens'] / row['ours']:.0f}",
+            f"{1e3 * row['step_tokens'] / row['theirs']:.0f}",
+            ratio(row, 3),
+            row["goal"],
+            verdict(row),
+        )
+        for row in result(name)["rows"]
+    ]
 
 
 STEPS = "layout | peer | ours, tokens/s | peer | our step, ms | peer's | ratio (95%) | goal | "
@@ -145,7 +195,7 @@ FIGURES["training.two-processes"] = lambda: table(STEPS, steps("training_cpu_two
 FIGURES["training.pipeline"] = lambda: table(STEPS, steps("training_cpu_pipeline"))
 
 
-# ---- pipelines -------------------------------------------------------------------------------------------------
+# ---- pipelines -----------------------------------------------------------------------------------
 
 
 def pipeline(section: str) -> Any:
@@ -157,8 +207,14 @@ def pipeline(section: str) -> Any:
 def pipeline_memory() -> str:
     rows = []
     for count in sorted({row["micro_batches"] for row in pipeline("memory")}):
-        held = {name: max(row["held"] for row in pipeline("memory")
-                          if (row["schedule"], row["micro_batches"]) == (name, count)) for name in SCHEDULES}
+        held = {
+            name: max(
+                row["held"]
+                for row in pipeline("memory")
+                if (row["schedule"], row["micro_batches"]) == (name, count)
+            )
+            for name in SCHEDULES
+        }
         shown = [f"{held[name] / 1024:.0f}" for name in SCHEDULES]
         rows.append((count, *shown, f"{held['gpipe'] / held['1f1b']:.2f}"))
     return table(f"m | {' | '.join(SCHEDULES.values())} | GPipe : 1F1B", rows)
@@ -173,9 +229,16 @@ def pipeline_bound() -> str:
 def pipeline_time() -> str:
     rows = []
     for costs in ("equal", "of real stages"):
-        here = [row for name in SCHEDULES for row in pipeline("sleeps") if (row["costs"], row["schedule"]) == (costs, name)]
+        here = [
+            row
+            for name in SCHEDULES
+            for row in pipeline("sleeps")
+            if (row["costs"], row["schedule"]) == (costs, name)
+        ]
         rows.append((f"{costs}: simulated, ms", *(f"{1e3 * row['simulated']:.0f}" for row in here)))
-        rows.append(("achieved / simulated", *(f"{row['achieved'] / row['simulated']:.3f}" for row in here)))
+        rows.append(
+            ("achieved / simulated", *(f"{row['achieved'] / row['simulated']:.3f}" for row in here))
+        )
     return table(f"costs | {' | '.join(SCHEDULES.values())}", rows)
 
 
@@ -191,7 +254,11 @@ FIGURES["pipeline.idle.measured"] = lambda: idle("idle")
 
 def overhead(ranks: int, kind: str) -> str:
     """Microseconds an action, from the least to the most of the schedules."""
-    found = sorted(round(row[kind], 1 if ranks == 1 else None) for row in pipeline("overhead") if row["ranks"] == ranks)
+    found = sorted(
+        round(row[kind], 1 if ranks == 1 else None)
+        for row in pipeline("overhead")
+        if row["ranks"] == ranks
+    )
     return f"{found[0]}" if found[0] == found[-1] else f"{found[0]} to {found[-1]}"
 
 
@@ -202,23 +269,46 @@ FIGURES["pipeline.overhead.best"] = lambda: overhead(4, "best")
 
 @figure("pipeline.torch")
 def pipeline_torch() -> str:
-    theirs = {"zero-bubble": "ZB-H1 against `ScheduleInterleavedZeroBubble`",
-              "zero-bubble-v": "ZB-V against `ScheduleZBVZeroBubble`"}
-    rows = [(theirs.get(row["schedule"], SCHEDULES[row["schedule"]]), f"{1e3 * row['ours_seconds']:.0f}",
-             f"{1e3 * row['torch_seconds']:.0f}", ratio(row["verdict"], 3), row["verdict"]["pairs"], row["verdict"]["goal"],
-             verdict(row["verdict"])) for row in pipeline("torch")]
+    theirs = {
+        "zero-bubble": "ZB-H1 against `ScheduleInterleavedZeroBubble`",
+        "zero-bubble-v": "ZB-V against `ScheduleZBVZeroBubble`",
+    }
+    rows = [
+        (
+            theirs.get(row["schedule"], SCHEDULES[row["schedule"]]),
+            f"{1e3 * row['ours_seconds']:.0f}",
+            f"{1e3 * row['torch_seconds']:.0f}",
+            ratio(row["verdict"], 3),
+            row["verdict"]["pairs"],
+            row["verdict"]["goal"],
+            verdict(row["verdict"]),
+        )
+        for row in pipeline("torch")
+    ]
     return table("schedule | our step, ms | torch's, ms | ratio (95%) | pairs | goal | ", rows)
 
 
-# ---- ZeRO ------------------------------------------------------------------------------------------------------
+# ---- ZeRO ----------------------------------------------------------------------------------------
 
-SYSTEMS = {"ours-0": ("0", "**ours**"), "deepspeed-0": ("0", "DeepSpeed (bf16 accumulation)"), "ddp-0": ("0", "DDP"),
-           "deepspeed-0-default": ("0", "DeepSpeed as it comes"), "deepspeed-1-default": ("1", "DeepSpeed as it comes"),
-           "deepspeed-2-default": ("2", "DeepSpeed as it comes"), "deepspeed-3-default": ("3", "DeepSpeed as it comes"),
-           "ours-1": ("1", "**ours**"), "deepspeed-1": ("1", "DeepSpeed"), "ddp-1": ("1", "DDP + ZeroRedundancyOptimizer"),
-           "ours-2": ("2", "**ours**"), "deepspeed-2": ("2", "DeepSpeed"),
-           "ours-3": ("3", "**ours**"), "deepspeed-3": ("3", "DeepSpeed"), "fsdp2": ("3", "FSDP2"),
-           "ours-3-keep": ("3, kept gathered", "**ours**"), "fsdp2-keep": ("3, kept gathered", "FSDP2, not resharded")}
+SYSTEMS = {
+    "ours-0": ("0", "**ours**"),
+    "deepspeed-0": ("0", "DeepSpeed (bf16 accumulation)"),
+    "ddp-0": ("0", "DDP"),
+    "deepspeed-0-default": ("0", "DeepSpeed as it comes"),
+    "deepspeed-1-default": ("1", "DeepSpeed as it comes"),
+    "deepspeed-2-default": ("2", "DeepSpeed as it comes"),
+    "deepspeed-3-default": ("3", "DeepSpeed as it comes"),
+    "ours-1": ("1", "**ours**"),
+    "deepspeed-1": ("1", "DeepSpeed"),
+    "ddp-1": ("1", "DDP + ZeroRedundancyOptimizer"),
+    "ours-2": ("2", "**ours**"),
+    "deepspeed-2": ("2", "DeepSpeed"),
+    "ours-3": ("3", "**ours**"),
+    "deepspeed-3": ("3", "DeepSpeed"),
+    "fsdp2": ("3", "FSDP2"),
+    "ours-3-keep": ("3, kept gathered", "**ours**"),
+    "fsdp2-keep": ("3, kept gathered", "FSDP2, not resharded"),
+}
 
 
 def memory_runs(ranks: int, micro_batches: int) -> dict[str, Any]:
@@ -229,11 +319,31 @@ def memory_runs(ranks: int, micro_batches: int) -> dict[str, Any]:
 
 def zero_memory_table(ranks: int) -> str:
     """Bytes per parameter, with 1 and 4 micro-batches."""
-    count, one, four = result("zero_peers")["parameters"], memory_runs(ranks, 1), memory_runs(ranks, 4)
-    rows = [(*SYSTEMS[system], *(f"{run[what] / count:.2f}" for run, what in (
-            (one[system], "resident"), (one[system], "peak"), (four[system], "peak"), (one[system], "wire"), (four[system], "wire"))))
-            for system in SYSTEMS if system in one]
-    return table("stage | system | between steps | peak, 1 micro-batch | peak, 4 | sent, 1 | sent, 4", rows)
+    count, one, four = (
+        result("zero_peers")["parameters"],
+        memory_runs(ranks, 1),
+        memory_runs(ranks, 4),
+    )
+    rows = [
+        (
+            *SYSTEMS[system],
+            *(
+                f"{run[what] / count:.2f}"
+                for run, what in (
+                    (one[system], "resident"),
+                    (one[system], "peak"),
+                    (four[system], "peak"),
+                    (one[system], "wire"),
+                    (four[system], "wire"),
+                )
+            ),
+        )
+        for system in SYSTEMS
+        if system in one
+    ]
+    return table(
+        "stage | system | between steps | peak, 1 micro-batch | peak, 4 | sent, 1 | sent, 4", rows
+    )
 
 
 FIGURES["zero.memory.2"] = lambda: zero_memory_table(2)
@@ -254,61 +364,128 @@ FIGURES["zero.time.lost"] = lambda: "{} of {}".format(*zero_lost("time"))
 @figure("zero.memory.lost.rows")
 def zero_memory_lost() -> str:
     count = result("zero_peers")["parameters"]
-    rows = [(row["setting"], row["row"], row["measure"], f"{row['ours'] / count:.3f}", f"{row['best'] / count:.3f}",
-             row["peer"]) for row in result("zero_peers")["memory"]["rows"] if not row["passed"]]
+    rows = [
+        (
+            row["setting"],
+            row["row"],
+            row["measure"],
+            f"{row['ours'] / count:.3f}",
+            f"{row['best'] / count:.3f}",
+            row["peer"],
+        )
+        for row in result("zero_peers")["memory"]["rows"]
+        if not row["passed"]
+    ]
     return table("processes, micro-batches | stage | moment | ours | best peer | which", rows)
 
 
 @figure("zero.time")
 def zero_time() -> str:
-    names = {system: f"{'our ' * system.startswith('ours')}stage {stage}" for system, (stage, _) in SYSTEMS.items()}
+    names = {
+        system: f"{'our ' * system.startswith('ours')}stage {stage}"
+        for system, (stage, _) in SYSTEMS.items()
+    }
     rows = []
     for row in result("zero_peers")["time"]["rows"]:
         seconds, (stage, peer) = row["seconds"], SYSTEMS[row["peer"]]
-        peer = names[row["peer"]] if row["peer"].startswith("ours") else f"{peer.partition(' (')[0]}, stage {stage}"
-        rows.append((row["setting"][-1], names[row["ours"]].removeprefix("our "), peer, f"{1e3 * seconds['ours']:.0f}",
-                     f"{1e3 * seconds['peer']:.0f}", ratio(seconds, 3), row["goal"], verdict(seconds)))
+        peer = (
+            names[row["peer"]]
+            if row["peer"].startswith("ours")
+            else f"{peer.partition(' (')[0]}, stage {stage}"
+        )
+        rows.append(
+            (
+                row["setting"][-1],
+                names[row["ours"]].removeprefix("our "),
+                peer,
+                f"{1e3 * seconds['ours']:.0f}",
+                f"{1e3 * seconds['peer']:.0f}",
+                ratio(seconds, 3),
+                row["goal"],
+                verdict(seconds),
+            )
+        )
     return table("micro-batches | ours | peer | ours, ms | peer, ms | ratio (95%) | goal | ", rows)
 
 
 @figure("adam")
 def adam() -> str:
-    names = {"DeepSpeedCPUAdam": "DeepSpeedCPUAdam 0.19.8", "torch fused": "torch's fused kernel, separate passes",
-             "torch foreach": "torch's foreach", "torch loop": "torch's default loop"}
-    rows = [(names[row["side"]], row["threads"], f"{1e3 * row['ours_seconds']:.1f}", f"{1e3 * row['side_seconds']:.1f}",
-             ratio(row), row["goal"], verdict(row)) for name in names for row in result("adam")["rows"]
-            if row["side"] == name and row["clock"] == "seconds"]
+    names = {
+        "DeepSpeedCPUAdam": "DeepSpeedCPUAdam 0.19.8",
+        "torch fused": "torch's fused kernel, separate passes",
+        "torch foreach": "torch's foreach",
+        "torch loop": "torch's default loop",
+    }
+    rows = [
+        (
+            names[row["side"]],
+            row["threads"],
+            f"{1e3 * row['ours_seconds']:.1f}",
+            f"{1e3 * row['side_seconds']:.1f}",
+            ratio(row),
+            row["goal"],
+            verdict(row),
+        )
+        for name in names
+        for row in result("adam")["rows"]
+        if row["side"] == name and row["clock"] == "seconds"
+    ]
     return table("against | threads | ours, ms | theirs, ms | ratio (95%) | goal | ", rows)
 
 
 @figure("adam.bf16-moments")
 def adam_bf16_moments() -> str:
-    return f"{next(row['median'] for row in result('adam')['rows'] if row['side'] == 'ours, bf16 moments'):.1f}"
+    rows = result("adam")["rows"]
+    return f"{next(row['median'] for row in rows if row['side'] == 'ours, bf16 moments'):.1f}"
 
 
 @figure("nvme")
 def nvme() -> str:
     found, seconds = result("nvme"), result("nvme")["median_seconds"]
-    row = (f"{found['parameters'] / 1e6:.0f}M", f"{found['bytes'] / 1e9:.2f} GB", f"{seconds['ours']:.2f}",
-           f"{seconds['raw']:.2f}", ratio(found, 3), found["goal"], found["pairs"], verdict(found))
-    return table("parameters | bytes moved | our step, s | raw, s | ours by raw (95%) | goal | pairs | ", [row])
+    row = (
+        f"{found['parameters'] / 1e6:.0f}M",
+        f"{found['bytes'] / 1e9:.2f} GB",
+        f"{seconds['ours']:.2f}",
+        f"{seconds['raw']:.2f}",
+        ratio(found, 3),
+        found["goal"],
+        found["pairs"],
+        verdict(found),
+    )
+    return table(
+        "parameters | bytes moved | our step, s | raw, s | ours by raw (95%) | goal | pairs | ",
+        [row],
+    )
 
 
-# ---- data and checkpoints --------------------------------------------------------------------------------------
+# ---- data and checkpoints ------------------------------------------------------------------------
 
 
 @figure("data")
 def data() -> str:
     peers = {"hfds": "`datasets.map`", "mcore": "megatron-core"}
-    rows = [(row["case"], peers[row["peer"]], f"{row['ours_s']:.3g}", f"{row['peer_s']:.3g}", ratio(row), row["goal"], verdict(row))
-            for row in result("data")["summary"]]
+    rows = [
+        (
+            row["case"],
+            peers[row["peer"]],
+            f"{row['ours_s']:.3g}",
+            f"{row['peer_s']:.3g}",
+            ratio(row),
+            row["goal"],
+            verdict(row),
+        )
+        for row in result("data")["summary"]
+    ]
     return table("case | peer | ours, s | peer, s | ratio (95%) | goal | ", rows)
 
 
 @figure("data.first-run")
 def data_first_run() -> str:
-    row = next(row for row in result("data_first_run")["summary"]
-               if (row["case"], row["peer"]) == ("preprocess, SentencePiece", "hfds"))
+    row = next(
+        row
+        for row in result("data_first_run")["summary"]
+        if (row["case"], row["peer"]) == ("preprocess, SentencePiece", "hfds")
+    )
     return ratio(row)
 
 
@@ -329,19 +506,29 @@ FIGURES["checkpoint.disk"] = lambda: f"\n{checkpoint_tables()(result('checkpoint
 
 def written(stage: int, mode: str) -> list[int]:
     """Bytes of each rank, `--ckpt-parallel-write MODE`."""
-    return next(run["bytes"] for run in result("parallel_write")["runs"] if (run["stage"], run["mode"]) == (stage, mode))
+    return next(
+        run["bytes"]
+        for run in result("parallel_write")["runs"]
+        if (run["stage"], run["mode"]) == (stage, mode)
+    )
 
 
-FIGURES["write.owner"] = lambda: f"{max(written(0, 'owner')) / statistics.mean(written(0, 'owner')):.2f}"
-FIGURES["write.balanced"] = lambda: f"{max(written(0, 'balanced')) / statistics.mean(written(0, 'balanced')):.2f}"
+FIGURES["write.owner"] = lambda: (
+    f"{max(written(0, 'owner')) / statistics.mean(written(0, 'owner')):.2f}"
+)
+FIGURES["write.balanced"] = lambda: (
+    f"{max(written(0, 'balanced')) / statistics.mean(written(0, 'balanced')):.2f}"
+)
 
 
-# ---- README ----------------------------------------------------------------------------------------------------
+# ---- README --------------------------------------------------------------------------------------
 
 
 def chosen(name: str, rows: str = "rows", **wanted: object) -> Any:
     """The one row of a result with these values."""
-    [row] = [row for row in result(name)[rows] if all(row[key] == value for key, value in wanted.items())]
+    [row] = [
+        row for row in result(name)[rows] if all(row[key] == value for key, value in wanted.items())
+    ]
     return row
 
 
@@ -349,31 +536,71 @@ def chosen(name: str, rows: str = "rows", **wanted: object) -> Any:
 def readme_figures() -> str:
     """A choice of rows from every part, the lost ones of each included."""
     one, two, pipes = "training_cpu", "training_cpu_two_processes", "training_cpu_pipeline"
-    times = {(row["setting"], row["ours"], row["peer"]): row["seconds"] for row in result("zero_peers")["time"]["rows"]}
-    peak = [memory_runs(2, 4)[system]["peak"] / result("zero_peers")["parameters"] for system in ("ours-3", "fsdp2")]
-    adamw = [row for row in result("adam")["rows"] if row["threads"] == 1 and row["clock"] == "seconds"]
+    times = {
+        (row["setting"], row["ours"], row["peer"]): row["seconds"]
+        for row in result("zero_peers")["time"]["rows"]
+    }
+    peak = [
+        memory_runs(2, 4)[system]["peak"] / result("zero_peers")["parameters"]
+        for system in ("ours-3", "fsdp2")
+    ]
+    adamw = [
+        row for row in result("adam")["rows"] if row["threads"] == 1 and row["clock"] == "seconds"
+    ]
     found = [
-        ("training, 1 process, fp32", "Hugging Face Trainer", chosen(one, setting="fp32", peer="Hugging Face Trainer")),
+        (
+            "training, 1 process, fp32",
+            "Hugging Face Trainer",
+            chosen(one, setting="fp32", peer="Hugging Face Trainer"),
+        ),
         ("training, 1 process, bf16", "litgpt", chosen(one, setting="bf16", peer="litgpt")),
         ("data parallel", "torch DDP", chosen(two, peer="torch DDP")),
-        ("tensor parallel", "megatron-core", chosen(two, setting="fp32, tp2", peer="megatron-core")),
+        (
+            "tensor parallel",
+            "megatron-core",
+            chosen(two, setting="fp32, tp2", peer="megatron-core"),
+        ),
         ("pipeline", "megatron-core", chosen(pipes, peer="megatron-core")),
         ("pipeline", "DeepSpeed", chosen(pipes, peer="DeepSpeed pipeline")),
         ("ZeRO-0", "torch DDP", times["N=2, m=1", "ours-0", "ddp-0"]),
         ("ZeRO-3", "DeepSpeed, its defaults", times["N=2, m=1", "ours-3", "deepspeed-3-default"]),
         ("ZeRO-3", "FSDP2", times["N=2, m=1", "ours-3", "fsdp2"]),
-        ("AdamW", "DeepSpeedCPUAdam", next(row for row in adamw if row["side"] == "DeepSpeedCPUAdam")),
+        (
+            "AdamW",
+            "DeepSpeedCPUAdam",
+            next(row for row in adamw if row["side"] == "DeepSpeedCPUAdam"),
+        ),
         ("AdamW", "torch's loop", next(row for row in adamw if row["side"] == "torch loop")),
-        ("checkpoint, 2 processes", "torch DCP", chosen("checkpoint", setting="tmpfs, 2 processes", what="DCP's time by ours")),
-        ("preprocessing text", "megatron-core", chosen("data", "summary", case="preprocess, SentencePiece", peer="mcore")),
-        ("start with cached index", "megatron-core", chosen("data", "summary", case="start, caches there", peer="mcore")),
+        (
+            "checkpoint, 2 processes",
+            "torch DCP",
+            chosen("checkpoint", setting="tmpfs, 2 processes", what="DCP's time by ours"),
+        ),
+        (
+            "preprocessing text",
+            "megatron-core",
+            chosen("data", "summary", case="preprocess, SentencePiece", peer="mcore"),
+        ),
+        (
+            "start with cached index",
+            "megatron-core",
+            chosen("data", "summary", case="start, caches there", peer="mcore"),
+        ),
     ]
     rows = [(what, peer, ratio(row), row["goal"], verdict(row)) for what, peer, row in found]
-    rows.append(("ZeRO-3, peak bytes a parameter", "FSDP2", f"{peak[0]:.2f} against {peak[1]:.2f}", "less", "reached" if peak[0] <= peak[1] else "**lost**"))
+    rows.append(
+        (
+            "ZeRO-3, peak bytes a parameter",
+            "FSDP2",
+            f"{peak[0]:.2f} against {peak[1]:.2f}",
+            "less",
+            "reached" if peak[0] <= peak[1] else "**lost**",
+        )
+    )
     return table("what | against | ratio (95%) | goal | ", rows)
 
 
-# ---- documents -------------------------------------------------------------------------------------------------
+# ---- documents -----------------------------------------------------------------------------------
 
 
 def documents() -> list[Path]:
@@ -388,13 +615,24 @@ def current(text: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Write or check; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when a figure is out of date")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit 1 when a figure is out of date"
+    )
     check = parser.parse_args(argv).check
-    outdated = [(page, text) for page in documents() if (text := current(page.read_text())) != page.read_text()]
+    outdated = [
+        (page, text)
+        for page in documents()
+        if (text := current(page.read_text())) != page.read_text()
+    ]
     for page, text in outdated:
         if check:
-            print(f"{page.relative_to(PAGES)} is out of date: run python tools/document_results.py", file=sys.stderr)
+            print(
+                f"{page.relative_to(PAGES)} is out of date: run python tools/document_results.py",
+                file=sys.stderr,
+            )
         else:
             page.write_text(text)
     return 1 if check and outdated else 0

@@ -1,7 +1,9 @@
-"""Write text with a checkpoint: python tools/generate.py --load FOLDER --prompt "Once" --temperature 0.8 --top-k 40 --seed 1
+"""Write text with a checkpoint: python tools/generate.py --load FOLDER --prompt "Once"
+--temperature 0.8 --top-k 40 --seed 1
 
-Model and tokenizer are those recorded in the checkpoint; a tokenizer file that has moved is named with --tokenizer-model. The
-continuation is a function of (checkpoint, prompt, seed, flags): each token's random number is counted by its position.
+Model and tokenizer are those recorded in the checkpoint; a tokenizer file that has moved is named
+with --tokenizer-model. The continuation is a function of (checkpoint, prompt, seed, flags): each
+token's random number is counted by its position.
 """
 
 from __future__ import annotations
@@ -33,13 +35,21 @@ from megatron.optimizer.blocks import build_blocks
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device) -> GPTModel:
-    """The checkpoint's model, weights rounded to the precision it was trained in (fp32 on a CPU for fp16)."""
+    """The checkpoint's model, weights rounded to the precision it was trained in (fp32 on a CPU for
+    fp16).
+    """
     config = config_of(checkpoint.state)
     dtype = compute_dtype(config.precision)
     if device.type == "cpu" and dtype == torch.float16:
         dtype = torch.float32
     vocab = checkpoint.state["vocab_size"]
-    model = GPTModel(config.model, vocab_size=vocab, padded_vocab=padded_vocab_size(vocab, config.model), dtype=dtype, seed=config.training.seed)
+    model = GPTModel(
+        config.model,
+        vocab_size=vocab,
+        padded_vocab=padded_vocab_size(vocab, config.model),
+        dtype=dtype,
+        seed=config.training.seed,
+    )
     for block in build_blocks(model, device, training=False):
         for entry in block.entries:
             for box in entry.boxes:
@@ -48,13 +58,17 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> GPTModel:
 
 
 def choose(logits: Tensor, uniform: float, *, temperature: float, top_k: int, top_p: float) -> int:
-    """The next token from logits [v]: the greedy one at temperature 0, else where the sorted distribution passes `uniform` in [0, 1).
+    """The next token from logits [v]: the greedy one at temperature 0, else where the sorted
+    distribution passes `uniform` in [0, 1).
 
-    top_k > 0 keeps that many most likely tokens, top_p < 1 the fewest whose probability reaches it (Holtzman et al. 2020).
+    top_k > 0 keeps that many most likely tokens, top_p < 1 the fewest whose probability reaches it
+    (Holtzman et al. 2020).
     """
     if temperature == 0:
         return int(logits.argmax())
-    probabilities, order = torch.softmax(logits.double() / temperature, dim=-1).sort(descending=True, stable=True)
+    probabilities, order = torch.softmax(logits.double() / temperature, dim=-1).sort(
+        descending=True, stable=True
+    )
     if top_k > 0:
         probabilities = probabilities[:top_k]
     if top_p < 1:
@@ -64,14 +78,34 @@ def choose(logits: Tensor, uniform: float, *, temperature: float, top_k: int, to
     return int(order[min(int((cumulative <= uniform * cumulative[-1]).sum()), len(cumulative) - 1)])
 
 
-def generate(model: GPTModel, prompt: list[int], *, tokens: int, seed: int, eod: int | None, temperature: float, top_k: int, top_p: float) -> list[int]:
-    """Up to `tokens` ids after the prompt, until eod. The model sees at most its longest sequence; there is no cache: each token is a full pass."""
+def generate(
+    model: GPTModel,
+    prompt: list[int],
+    *,
+    tokens: int,
+    seed: int,
+    eod: int | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> list[int]:
+    """Up to `tokens` ids after the prompt, until eod. The model sees at most its longest sequence;
+    there is no cache: each token is a full pass.
+    """
     device = model.embedding.word.weight.device
     key, ids = philox.key(seed, "generate"), list(prompt)
     for position in range(tokens):
         window = torch.tensor([ids[-model.config.max_position_embeddings :]], device=device)
         word = philox.philox4x32([torch.tensor([c]) for c in (position, 0, 0, 0)], key)[0].item()
-        ids.append(choose(model.logits(window)[0, -1].float().cpu(), word / 2**32, temperature=temperature, top_k=top_k, top_p=top_p))
+        ids.append(
+            choose(
+                model.logits(window)[0, -1].float().cpu(),
+                word / 2**32,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+            )
+        )
         if ids[-1] == eod:
             break
     return ids[len(prompt) :]
@@ -84,14 +118,27 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; default: the latest")
     parser.add_argument("--prompt", default="", help="text to continue; default: start a document")
     parser.add_argument("--num-tokens", type=int, default=200, help="most tokens to write")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the most likely token")
-    parser.add_argument("--top-k", type=int, default=0, help="choose among this many most likely tokens; 0: all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="choose among the fewest tokens that reach this probability")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="0 takes the most likely token"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="choose among this many most likely tokens; 0: all"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="choose among the fewest tokens that reach this probability",
+    )
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--tokenizer-model", help="where the tokenizer file lies now")
     flags = parser.parse_args(argv)
-    for name, good, what in (("num_tokens", flags.num_tokens > 0, "above 0"), ("temperature", flags.temperature >= 0, "0 or more"),
-                             ("top_k", flags.top_k >= 0, "0 or more"), ("top_p", 0 < flags.top_p <= 1, "above 0 and at most 1")):
+    for name, good, what in (
+        ("num_tokens", flags.num_tokens > 0, "above 0"),
+        ("temperature", flags.temperature >= 0, "0 or more"),
+        ("top_k", flags.top_k >= 0, "0 or more"),
+        ("top_p", 0 < flags.top_p <= 1, "above 0 and at most 1"),
+    ):
         if not good:
             parser.error(f"--{name.replace('_', '-')} {getattr(flags, name)}: give a number {what}")
     return flags
@@ -111,17 +158,35 @@ def write_text(flags: argparse.Namespace) -> int:
     """Load, generate, print. Raises UserError for a checkpoint or tokenizer that cannot be used."""
     path = find_checkpoint(flags.load, flags.ckpt_step)
     if path is None:
-        raise CheckpointError(f"--load {flags.load}: no checkpoint{'' if flags.ckpt_step is None else f' of iteration {flags.ckpt_step}'} there")
+        raise CheckpointError(
+            f"--load {flags.load}: no "
+            f"checkpoint{'' if flags.ckpt_step is None else f' of iteration {flags.ckpt_step}'} "
+            "there"
+        )
     checkpoint = Checkpoint(path)
     data = config_of(checkpoint.state).data
-    tokenizer = build_tokenizer(dataclasses.replace(data, tokenizer_model=flags.tokenizer_model or data.tokenizer_model))
+    tokenizer = build_tokenizer(
+        dataclasses.replace(data, tokenizer_model=flags.tokenizer_model or data.tokenizer_model)
+    )
     if tokenizer.fingerprint != checkpoint.state["tokenizer"]:
-        raise CheckpointError(f"{path}: was trained with another tokenizer than {flags.tokenizer_model or data.tokenizer_model}; name its file with --tokenizer-model")
+        raise CheckpointError(
+            f"{path}: was trained with another tokenizer than "
+            f"{flags.tokenizer_model or data.tokenizer_model}; name its file with "
+            "--tokenizer-model"
+        )
     device, _ = choose_device(read_launch(), DistributedConfig())
     model = load_model(checkpoint, device)
     prompt = tokenizer.encode(flags.prompt) or [tokenizer.eod]
-    out = generate(model, prompt, tokens=flags.num_tokens, seed=flags.seed, eod=tokenizer.eod, temperature=flags.temperature, top_k=flags.top_k,
-                   top_p=flags.top_p)
+    out = generate(
+        model,
+        prompt,
+        tokens=flags.num_tokens,
+        seed=flags.seed,
+        eod=tokenizer.eod,
+        temperature=flags.temperature,
+        top_k=flags.top_k,
+        top_p=flags.top_p,
+    )
     print(tokenizer.decode([token for token in (*prompt, *out) if token != tokenizer.eod]))
     return 0
 

@@ -1,8 +1,11 @@
 """Show what checkpoints hold: content, sizes, state, integrity, differences.
 
-    python tools/inspect_checkpoint.py FOLDER [--ckpt-step N] [--verify]     # FOLDER: what --save wrote to, or one iter_* folder in it
-    python tools/inspect_checkpoint.py --diff A B                            # configuration and other state of two checkpoints
-    python tools/inspect_checkpoint.py --diff A B --tensors                  # every value too, whatever the layouts that saved them
+    python tools/inspect_checkpoint.py FOLDER [--ckpt-step N] [--verify]     # FOLDER: what --save
+    wrote to, or one iter_* folder in it
+    python tools/inspect_checkpoint.py --diff A B                            # configuration and
+    other state of two checkpoints
+    python tools/inspect_checkpoint.py --diff A B --tensors                  # every value too,
+    whatever the layouts that saved them
 
 Exit code: 0 in order (--diff: equal), 1 damaged (--diff: different), 2 not found or wrongly called.
 """
@@ -25,7 +28,12 @@ if not __package__:  # run as a file of a checkout; as an installed command it f
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.checkpoint.index import StoredTensor  # noqa: E402
-from megatron.checkpoint.manifest import MANIFEST, CheckpointError, iteration_folder, list_iterations  # noqa: E402
+from megatron.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointError,
+    iteration_folder,
+    list_iterations,
+)  # noqa: E402
 from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint, find_checkpoint  # noqa: E402
 from megatron.layers.spec import Box  # noqa: E402
 
@@ -61,7 +69,10 @@ def table(checkpoint: Checkpoint) -> list[str]:
     lines = []
     for name, stored in checkpoint.tensors.items():
         boxes = f"  in {len(stored.pieces)} boxes" if len(stored.pieces) > 1 else ""
-        lines.append(f"  {name:{width}}  {stored.dtype:4}  {stored.bytes:>14,} bytes  {list(stored.shape)}{boxes}")
+        lines.append(
+            f"  {name:{width}}  {stored.dtype:4}  {stored.bytes:>14,} bytes  "
+            f"{list(stored.shape)}{boxes}"
+        )
     return lines
 
 
@@ -75,13 +86,26 @@ def summary(checkpoint: Checkpoint) -> list[str]:
         kinds["optimizer" if name.startswith("optimizer.") else "weights"].append(stored.bytes)
     sizes = [record["bytes"] for record in manifest["shards"]]
     lines = [
-        f"{checkpoint.path}: iteration {checkpoint.iteration}, written {manifest['created']} by attempt {manifest['attempt']}",
-        f"  {len(sizes)} shard(s), {gib(sum(sizes))}; largest / mean {max(sizes) * len(sizes) / sum(sizes):.3f}",
+        (
+            f"{checkpoint.path}: iteration {checkpoint.iteration}, written "
+            f"{manifest['created']} by attempt {manifest['attempt']}"
+        ),
+        (
+            f"  {len(sizes)} shard(s), {gib(sum(sizes))}; largest / mean "
+            f"{max(sizes) * len(sizes) / sum(sizes):.3f}"
+        ),
         *(f"  {kind}: {len(found)} tensors, {gib(sum(found))}" for kind, found in kinds.items()),
         *shares(manifest["shards"]),
-        "state:", *(f"  {name} = {json.dumps(value)}" for name, value in flatten(state)),
-        "configuration:", *(f"  {name} = {json.dumps(value)}" for name, value in flatten(config) if value is not None),
-        "tensors:", *table(checkpoint),
+        "state:",
+        *(f"  {name} = {json.dumps(value)}" for name, value in flatten(state)),
+        "configuration:",
+        *(
+            f"  {name} = {json.dumps(value)}"
+            for name, value in flatten(config)
+            if value is not None
+        ),
+        "tensors:",
+        *table(checkpoint),
     ]
     return lines
 
@@ -94,10 +118,19 @@ def shares(shards: list[dict[str, Any]]) -> list[str]:
             stages.setdefault(record["pp"], {}).setdefault(record["rank"], []).append(record)
     lines = []
     for stage, ranks in sorted(stages.items()):
-        sizes = {rank: sum(record["bytes"] for record in records) for rank, records in sorted(ranks.items())}
+        sizes = {
+            rank: sum(record["bytes"] for record in records)
+            for rank, records in sorted(ranks.items())
+        }
         ratio = max(sizes.values()) * len(sizes) / sum(sizes.values())
-        lines.append(f"  pipeline stage {stage}: {len(sizes)} ranks wrote {gib(sum(sizes.values()))}; largest / mean {ratio:.3f}")
-        lines += [f"    rank {rank}: {gib(size)} in {', '.join(record['file'] for record in ranks[rank])}" for rank, size in sizes.items()]
+        lines.append(
+            f"  pipeline stage {stage}: {len(sizes)} ranks wrote {gib(sum(sizes.values()))}; "
+            f"largest / mean {ratio:.3f}"
+        )
+        lines += [
+            f"    rank {rank}: {gib(size)} in {', '.join(record['file'] for record in ranks[rank])}"
+            for rank, size in sizes.items()
+        ]
     return lines
 
 
@@ -107,7 +140,10 @@ def verify(checkpoint: Checkpoint) -> str:
     checkpoint.verify(reporter("verified"))
     seconds = time.monotonic() - begin
     rate = checkpoint.bytes_read / 1e9 / max(seconds, 1e-9)
-    return f"verified: every byte matches its digest ({gib(checkpoint.bytes_read)} of tensors, {rate:.2f} GB/s)"
+    return (
+        f"verified: every byte matches its digest ({gib(checkpoint.bytes_read)} of tensors, "
+        f"{rate:.2f} GB/s)"
+    )
 
 
 def reporter(verb: str) -> Callable[[int, int], None]:
@@ -119,7 +155,14 @@ def reporter(verb: str) -> Callable[[int, int], None]:
         now = time.monotonic()
         if now - last > 5 and done:
             last = now
-            print(f"{verb} {gib(done)} of {gib(total)}, {(now - begin) * (total / done - 1):.0f} s left", file=sys.stderr, flush=True)
+            print(
+                (
+                    f"{verb} {gib(done)} of {gib(total)}, "
+                    f"{(now - begin) * (total / done - 1):.0f} s left"
+                ),
+                file=sys.stderr,
+                flush=True,
+            )
 
     return report
 
@@ -133,14 +176,22 @@ def pieces(stored: StoredTensor) -> Iterator[tuple[tuple[int, ...], tuple[int, .
 
 
 def tensor_differences(a: Checkpoint, b: Checkpoint) -> list[str]:
-    """A line for each tensor that both have in one shape and whose values differ in any bit; a piece of it is in memory at a time."""
-    common = [name for name, stored in a.tensors.items() if name in b.tensors and stored.shape == b.tensors[name].shape]
+    """A line for each tensor that both have in one shape and whose values differ in any bit; a
+    piece of it is in memory at a time.
+    """
+    common = [
+        name
+        for name, stored in a.tensors.items()
+        if name in b.tensors and stored.shape == b.tensors[name].shape
+    ]
     report, done, total = reporter("compared"), 0, sum(a.tensors[name].bytes for name in common)
     lines = []
     for name in common:
         count, largest, same = 0, 0.0, a.tensors[name].dtype == b.tensors[name].dtype
         for offset, extent in pieces(a.tensors[name]):
-            x, y = (torch.empty(extent, dtype=TORCH_DTYPES[each.tensors[name].dtype]) for each in (a, b))
+            x, y = (
+                torch.empty(extent, dtype=TORCH_DTYPES[each.tensors[name].dtype]) for each in (a, b)
+            )
             for each, into in ((a, x), (b, y)):
                 each.read(Box(name, a.tensors[name].shape, offset, extent), into)
             done += x.nbytes
@@ -153,38 +204,65 @@ def tensor_differences(a: Checkpoint, b: Checkpoint) -> list[str]:
             largest = max(largest, math.inf if gap.isnan().any() else gap.max().item())
         report(done, total)
         if count:
-            lines.append(f"  tensor {name}: {count} of {math.prod(a.tensors[name].shape)} values differ; largest difference {largest:.6g}")
+            lines.append(
+                f"  tensor {name}: {count} of {math.prod(a.tensors[name].shape)} values "
+                f"differ; largest difference {largest:.6g}"
+            )
     return lines
 
 
 def differences(a: Checkpoint, b: Checkpoint) -> list[str]:
-    """Lines for all state that differs, and for tensors that differ in name, shape or dtype (their values are not read)."""
+    """Lines for all state that differs, and for tensors that differ in name, shape or dtype (their
+    values are not read).
+    """
 
     def described(checkpoint: Checkpoint) -> dict[str, str]:
-        state = {name: json.dumps(value) for name, value in flatten({**checkpoint.state, "tensors": None})}
-        kinds = {f"tensor {name}": f"{list(t.shape)} {t.dtype}" for name, t in checkpoint.tensors.items()}
+        state = {
+            name: json.dumps(value)
+            for name, value in flatten({**checkpoint.state, "tensors": None})
+        }
+        kinds = {
+            f"tensor {name}": f"{list(t.shape)} {t.dtype}" for name, t in checkpoint.tensors.items()
+        }
         return state | kinds
 
     left, right = described(a), described(b)
     names = [name for name in sorted({*left, *right}) if left.get(name) != right.get(name)]
-    return [f"  {name}: {left.get(name, 'absent')} -> {right.get(name, 'absent')}" for name in names]
+    return [
+        f"  {name}: {left.get(name, 'absent')} -> {right.get(name, 'absent')}" for name in names
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", help="folder that --save wrote to, or one checkpoint in it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder", nargs="?", help="folder that --save wrote to, or one checkpoint in it"
+    )
     parser.add_argument("--ckpt-step", type=int, help="iteration to look at; default: the newest")
-    parser.add_argument("--verify", action="store_true", help="read every byte and compare its digest")
-    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare the state of two checkpoints")
-    parser.add_argument("--tensors", action="store_true", help="with --diff: compare all values too")
+    parser.add_argument(
+        "--verify", action="store_true", help="read every byte and compare its digest"
+    )
+    parser.add_argument(
+        "--diff", nargs=2, metavar=("A", "B"), help="compare the state of two checkpoints"
+    )
+    parser.add_argument(
+        "--tensors", action="store_true", help="with --diff: compare all values too"
+    )
     flags = parser.parse_args(argv)
     if (flags.folder is None) == (flags.diff is None) or (flags.tensors and flags.diff is None):
         parser.error("give one folder, or --diff A B [--tensors]")
     try:
         if flags.diff:
-            with Checkpoint(locate(flags.diff[0], None)) as a, Checkpoint(locate(flags.diff[1], None)) as b:
+            with (
+                Checkpoint(locate(flags.diff[0], None)) as a,
+                Checkpoint(locate(flags.diff[1], None)) as b,
+            ):
                 lines = differences(a, b) + (tensor_differences(a, b) if flags.tensors else [])
-            equal = "  no difference in state, names, shapes and dtypes" + (", and all values are equal bit for bit" if flags.tensors else "")
+            equal = "  no difference in state, names, shapes and dtypes" + (
+                ", and all values are equal bit for bit" if flags.tensors else ""
+            )
             print("\n".join([f"{a.path} -> {b.path}", *(lines or [equal])]))
             return int(bool(lines))
         path = locate(flags.folder, flags.ckpt_step)

@@ -1,15 +1,23 @@
-"""Compile every shipped kernel for a GPU without one, and compare what comes out with kernels/manifest.json.
+"""Compile every shipped kernel for a GPU without one, and compare what comes out with
+kernels/manifest.json.
 
-    python tools/kernel_manifest.py                   # compare; exit code 1 where a kernel breaks a rule or differs from the manifest
-    python tools/kernel_manifest.py --quick           # all of sm_90, and of other architectures one configuration an operator or so
-    python tools/kernel_manifest.py --only norm       # kernels whose name contains this; prints what each compiles to
-    python tools/kernel_manifest.py --rows trial.py   # the rows of another file's `aot()`: to try configurations
-    python tools/kernel_manifest.py --write           # after a change that is meant: write the manifest anew
+    python tools/kernel_manifest.py                   # compare; exit code 1 where a kernel breaks a
+    rule or differs from the manifest
+    python tools/kernel_manifest.py --quick           # all of sm_90, and of other architectures one
+    configuration an operator or so
+    python tools/kernel_manifest.py --only norm       # kernels whose name contains this; prints
+    what each compiles to
+    python tools/kernel_manifest.py --rows trial.py   # the rows of another file's `aot()`: to try
+    configurations
+    python tools/kernel_manifest.py --write           # after a change that is meant: write the
+    manifest anew
 
-The rows come from the functions `aot(architecture)` of kernels/*.py, which take the table kernels/configurations.json. Rules,
-whatever the manifest says: matrix products use wgmma on sm_90, tcgen05 on sm_100 and nothing older, on sm_80 tensor cores and asynchronous copies;
-no more spilled bytes and shared memory than the table's row has. The manifest is keyed by Triton's version: with another one
-only the rules are checked. Compilation runs in processes of its own: the compiler can abort, and the row that it did that with is named.
+The rows come from the functions `aot(architecture)` of kernels/*.py, which take the table
+kernels/configurations.json. Rules, whatever the manifest says: matrix products use wgmma on sm_90,
+tcgen05 on sm_100 and nothing older, on sm_80 tensor cores and asynchronous copies; no more spilled
+bytes and shared memory than the table's row has. The manifest is keyed by Triton's version: with
+another one only the rules are checked. Compilation runs in processes of its own: the compiler can
+abort, and the row that it did that with is named.
 """
 
 from __future__ import annotations
@@ -34,13 +42,27 @@ from megatron.kernels import lang  # noqa: E402
 from megatron.kernels.configurations import ARCHITECTURES, shared_memory  # noqa: E402
 
 MANIFEST = ROOT / "kernels/manifest.json"
-COUNTED = {"wgmma": r"HGMMA", "old_mma": r"HMMA", "tma_loads": r"UTMALDG", "tma_stores": r"UTMASTG", "loads_128": r"LDG\.E.*\.128", "stores_128": r"STG\.E.*\.128",
-           "atomics": r"(RED|ATOM)"}
+COUNTED = {
+    "wgmma": r"HGMMA",
+    "old_mma": r"HMMA",
+    "tma_loads": r"UTMALDG",
+    "tma_stores": r"UTMASTG",
+    "loads_128": r"LDG\.E.*\.128",
+    "stores_128": r"STG\.E.*\.128",
+    "atomics": r"(RED|ATOM)",
+}
 COUNTED_TOO = {80: {"cp_async": r"LDGSTS"}, 100: {"tcgen05": r"UTC\w*MMA"}}  # of one architecture
-PRODUCTS = {80: ("old_mma", "HMMA"), 90: ("wgmma", "wgmma"), 100: ("tcgen05", "tcgen05")}  # what matrix products have to be
-SUBSET = (r"attention_(forward|dkv|dq)_128_causal$|attention_prepare_128| rms_norm_bf16_4096| swiglu_bf16$|adamw .*bf16 weights bf16|plain$|dropout_add_bf16|"
-          r"squares fp32|initialise|rotary_bf16_40")
-OVERLAP = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1\b(.*?)WARPGROUP\.DEPBAR\.LE gsb0, 0x0\b", re.DOTALL)  # all products but one are over, then all
+# what matrix products have to be
+PRODUCTS = {80: ("old_mma", "HMMA"), 90: ("wgmma", "wgmma"), 100: ("tcgen05", "tcgen05")}
+SUBSET = (
+    r"attention_(forward|dkv|dq)_128_causal$|attention_prepare_128| rms_norm_bf16_4096| "
+    r"swiglu_bf16$|adamw .*bf16 weights bf16|plain$|dropout_add_bf16|"
+    r"squares fp32|initialise|rotary_bf16_40"
+)
+# all products but one are over, then all
+OVERLAP = re.compile(
+    r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1\b(.*?)WARPGROUP\.DEPBAR\.LE gsb0, 0x0\b", re.DOTALL
+)
 ORDER = 0.02  # measured: up to 0.7%, by the order in which the compiler goes over its sets
 Facts = dict[str, Any]
 
@@ -49,9 +71,21 @@ def rows(file: str | None = None, only: str = "") -> dict[str, lang.Compiled]:
     """All shipped configurations by name, of kernels/*.py in order, or those of a file."""
     found: dict[str, lang.Compiled] = {}
     if file is None:
-        modules = [importlib.import_module(f"megatron.kernels.{path.stem}") for path in sorted((ROOT / "kernels").glob("*.py"))]
-        kernels = [(row, arch) for arch in ARCHITECTURES for module in modules if hasattr(module, "aot") for row in module.aot(arch)]
-        compiled = [row if arch == lang.HOPPER else replace(row, arch=arch, name=f"sm_{arch} {row.name}") for row, arch in kernels]
+        modules = [
+            importlib.import_module(f"megatron.kernels.{path.stem}")
+            for path in sorted((ROOT / "kernels").glob("*.py"))
+        ]
+        kernels = [
+            (row, arch)
+            for arch in ARCHITECTURES
+            for module in modules
+            if hasattr(module, "aot")
+            for row in module.aot(arch)
+        ]
+        compiled = [
+            row if arch == lang.HOPPER else replace(row, arch=arch, name=f"sm_{arch} {row.name}")
+            for row, arch in kernels
+        ]
     else:
         spec = importlib.util.spec_from_file_location(Path(file).stem, file)
         module = importlib.util.module_from_spec(spec)
@@ -64,7 +98,9 @@ def rows(file: str | None = None, only: str = "") -> dict[str, lang.Compiled]:
 
 
 def compile_row(row: lang.Compiled) -> Facts:
-    """What the kernel compiles to: registers of a thread, bytes that it spills and shared memory of a block, counts of instructions."""
+    """What the kernel compiles to: registers of a thread, bytes that it spills and shared memory of
+    a block, counts of instructions.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -73,32 +109,68 @@ def compile_row(row: lang.Compiled) -> Facts:
     missing = set(names) - set(row.signature) - set(row.constants)
     assert not missing, f"{row.name}: no type for {', '.join(sorted(missing))}"
     divisible = [(names.index(name),) for name in row.divisible]
-    divisible += [(at, part) for at, name in enumerate(names) if isinstance(row.signature.get(name), tuple)  # pointer, length, width, strides
-                  for part in range(len(row.signature[name])) if part != 1]
+    # pointer, length, width, strides
+    divisible += [
+        (at, part)
+        for at, name in enumerate(names)
+        if isinstance(row.signature.get(name), tuple)
+        for part in range(len(row.signature[name]))
+        if part != 1
+    ]
     gluon = row.kernel.is_gluon()
     source = (GluonASTSource if gluon else ASTSource)(
-        fn=row.kernel, signature={name: "constexpr" if name in row.constants else row.signature[name] for name in names},
+        fn=row.kernel,
+        signature={
+            name: "constexpr" if name in row.constants else row.signature[name] for name in names
+        },
         constexprs={(names.index(name),): value for name, value in row.constants.items()},
-        attrs={place: [["tt.divisibility", 16]] for place in divisible})
+        attrs={place: [["tt.divisibility", 16]] for place in divisible},
+    )
     options = {"num_warps": row.num_warps, "num_stages": row.num_stages, **row.options}
-    return read_cubin(lang.triton.compile(source, target=GPUTarget("cuda", row.arch, 32), options=options), row.arch, gluon)
+    return read_cubin(
+        lang.triton.compile(source, target=GPUTarget("cuda", row.arch, 32), options=options),
+        row.arch,
+        gluon,
+    )
 
 
 def read_cubin(compiled: Any, arch: int, gluon: bool) -> Facts:
-    """Of a kernel that is written warp by warp also: changes of its warps' registers, and exponentials that are computed while a product runs."""
+    """Of a kernel that is written warp by warp also: changes of its warps' registers, and
+    exponentials that are computed while a product runs.
+    """
     tools = Path(lang.triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage, code = (subprocess.run([tools / command[0], *command[1:], file.name], capture_output=True, text=True, check=True).stdout
-                       for command in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c")))
+        usage, code = (
+            subprocess.run(
+                [tools / command[0], *command[1:], file.name],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+            for command in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
+        )
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    instructions = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", code, re.MULTILINE)
-    counts = {name: sum(re.match(pattern, each) is not None for each in instructions) for name, pattern in (COUNTED | COUNTED_TOO.get(arch, {})).items()}
+    instructions = re.findall(
+        r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", code, re.MULTILINE
+    )
+    counts = {
+        name: sum(re.match(pattern, each) is not None for each in instructions)
+        for name, pattern in (COUNTED | COUNTED_TOO.get(arch, {})).items()
+    }
     if gluon:
-        counts |= {"setmaxnreg": sum(each.startswith("USETMAXREG") for each in instructions),
-                   "overlapped": sum(between.count("MUFU.EX2") for between in OVERLAP.findall(code))}
-    return {"registers": registers, "spilled": stack, "shared": compiled.metadata.shared, "instructions": len(instructions), **counts}
+        counts |= {
+            "setmaxnreg": sum(each.startswith("USETMAXREG") for each in instructions),
+            "overlapped": sum(between.count("MUFU.EX2") for between in OVERLAP.findall(code)),
+        }
+    return {
+        "registers": registers,
+        "spilled": stack,
+        "shared": compiled.metadata.shared,
+        "instructions": len(instructions),
+        **counts,
+    }
 
 
 def faults(row: lang.Compiled, facts: Facts) -> list[str]:
@@ -108,18 +180,35 @@ def faults(row: lang.Compiled, facts: Facts) -> list[str]:
     found = []
     wanted, called = PRODUCTS[row.arch]
     if row.matmul and (facts[wanted] == 0 or row.arch > 80 and facts["old_mma"] > 0):
-        found.append(f"{facts[wanted]} {called} and {facts['old_mma']} older matrix instructions: a tile is too small for {called}")
+        found.append(
+            f"{facts[wanted]} {called} and {facts['old_mma']} older matrix instructions: a "
+            f"tile is too small for {called}"
+        )
     if row.matmul and facts.get("cp_async") == 0:
         found.append("no asynchronous copies: its loads wait for memory")
     if facts.get("setmaxnreg") == 0:
-        found.append("no register changes hands between warps: ask for counts that sum up to what the block has")
+        found.append(
+            "no register changes hands between warps: ask for counts that sum up to what the "
+            "block has"
+        )
     if facts.get("overlapped") == 0:
-        found.append("no exponential is computed while a product runs: the wait for the product has moved up")
-    spills, shared = row.row.spills if row.row else 0, row.row.shared if row.row and row.row.shared else shared_memory(row.arch)
+        found.append(
+            "no exponential is computed while a product runs: the wait for the product has moved up"
+        )
+    spills, shared = (
+        row.row.spills if row.row else 0,
+        row.row.shared if row.row and row.row.shared else shared_memory(row.arch),
+    )
     if facts["spilled"] > spills:
-        found.append(f"{facts['spilled']} bytes are spilled, {spills} are accepted: take smaller tiles or more warps")
+        found.append(
+            f"{facts['spilled']} bytes are spilled, {spills} are accepted: take smaller "
+            "tiles or more warps"
+        )
     if facts["shared"] > shared:
-        found.append(f"{facts['shared']} bytes of shared memory, a block may have {shared}: take smaller tiles or fewer stages")
+        found.append(
+            f"{facts['shared']} bytes of shared memory, a block may have {shared}: take "
+            "smaller tiles or fewer stages"
+        )
     return found
 
 
@@ -130,7 +219,12 @@ def work(file: str | None, names: list[str]) -> None:
         try:
             facts = compile_row(known[name])
         except Exception as error:
-            facts = {"error": f"does not compile: {type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"}
+            facts = {
+                "error": (
+                    f"does not compile: {type(error).__name__}: "
+                    f"{str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
+                )
+            }
         print(json.dumps({name: facts}), flush=True)
 
 
@@ -141,35 +235,68 @@ def compile_all(names: list[str], jobs: int, file: str | None = None) -> dict[st
     def some(left: list[str]) -> dict[str, Facts]:
         found: dict[str, Facts] = {}
         while left:
-            child = subprocess.run([sys.executable, __file__, *(["--rows", file] if file else []), "--compile", *left], capture_output=True, text=True, env=environ)
+            child = subprocess.run(
+                [sys.executable, __file__, *(["--rows", file] if file else []), "--compile", *left],
+                capture_output=True,
+                text=True,
+                env=environ,
+            )
             for line in child.stdout.splitlines():
                 found |= json.loads(line)
             left = [name for name in left if name not in found]
             if left:
                 tail = child.stderr.strip().splitlines()
-                found[left.pop(0)] = {"error": f"the compiler died with code {child.returncode}: {tail[-1] if tail else ''}"}
+                found[left.pop(0)] = {
+                    "error": (
+                        f"the compiler died with code {child.returncode}: "
+                        f"{tail[-1] if tail else ''}"
+                    )
+                }
         return found
 
     with ThreadPoolExecutor(jobs) as pool:
-        return {name: facts for part in pool.map(some, [names[index::jobs] for index in range(jobs)]) for name, facts in part.items()}
+        return {
+            name: facts
+            for part in pool.map(some, [names[index::jobs] for index in range(jobs)])
+            for name, facts in part.items()
+        }
 
 
 def differences(found: dict[str, Facts], known: dict[str, Facts], *, whole: bool) -> list[str]:
-    """Where compilations are not those of the manifest; `whole`: nothing may be in it that was not compiled."""
+    """Where compilations are not those of the manifest; `whole`: nothing may be in it that was not
+    compiled.
+    """
     lines = [f"{name}: not in the manifest" for name in found if name not in known]
-    lines += [f"{name}: {key} {found[name].get(key)}, the manifest has {known[name].get(key)}"
-              for name in found if name in known for key in sorted(found[name].keys() | known[name].keys())
-              if not _same(key, found[name].get(key), known[name].get(key))]
-    return lines + ([f"{name}: in the manifest, but no kernel has it" for name in known if name not in found] if whole else [])
+    lines += [
+        f"{name}: {key} {found[name].get(key)}, the manifest has {known[name].get(key)}"
+        for name in found
+        if name in known
+        for key in sorted(found[name].keys() | known[name].keys())
+        if not _same(key, found[name].get(key), known[name].get(key))
+    ]
+    return lines + (
+        [f"{name}: in the manifest, but no kernel has it" for name in known if name not in found]
+        if whole
+        else []
+    )
 
 
 def _same(key: str, found: Any, known: Any) -> bool:
-    """Equal; the number of all instructions to ORDER, since equal compilations differ by some moves where registers are short."""
-    return found == known or key == "instructions" and None not in (found, known) and abs(found - known) <= ORDER * known
+    """Equal; the number of all instructions to ORDER, since equal compilations differ by some moves
+    where registers are short.
+    """
+    return (
+        found == known
+        or key == "instructions"
+        and None not in (found, known)
+        and abs(found - known) <= ORDER * known
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="of sm_80 and sm_100 a subset")
     parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose name contains it")
     parser.add_argument("--rows", metavar="FILE", help="a Python file with a function aot()")
@@ -186,25 +313,45 @@ def main() -> int:
         parser.error("--write: the manifest is that of all kernels/; drop --rows and --quick")
     selected, version = rows(arguments.rows, arguments.only), lang.triton.__version__
     if arguments.quick:
-        selected = {name: row for name, row in selected.items() if row.arch == lang.HOPPER or re.search(SUBSET, name)}
+        selected = {
+            name: row
+            for name, row in selected.items()
+            if row.arch == lang.HOPPER or re.search(SUBSET, name)
+        }
     if not selected:
-        parser.error(f"--only {arguments.only}: no kernel is called so; there are {', '.join(rows(arguments.rows))}")
+        parser.error(
+            f"--only {arguments.only}: no kernel is called so; there are "
+            f"{', '.join(rows(arguments.rows))}"
+        )
     found = compile_all(list(selected), arguments.jobs, arguments.rows)
     manifest = json.loads(MANIFEST.read_text()) if MANIFEST.exists() else {}
-    broken = [f"{name}: {fault}" for name, row in selected.items() for fault in faults(row, found[name])]
+    broken = [
+        f"{name}: {fault}" for name, row in selected.items() for fault in faults(row, found[name])
+    ]
     if arguments.only or arguments.rows:
         for name in selected:
             print(name, json.dumps(found[name]))
     if arguments.write:
         kept = manifest.get(version, {}) if arguments.only else {}
-        rewritten = {version: {name: facts for name, facts in sorted((kept | found).items()) if "error" not in facts}}
+        rewritten = {
+            version: {
+                name: facts
+                for name, facts in sorted((kept | found).items())
+                if "error" not in facts
+            }
+        }
         MANIFEST.write_text(_as_table(rewritten))
     elif arguments.rows:
         pass
     elif version in manifest:
-        broken += differences(found, manifest[version], whole=not (arguments.only or arguments.quick))
+        broken += differences(
+            found, manifest[version], whole=not (arguments.only or arguments.quick)
+        )
     else:
-        print(f"the manifest is of Triton {', '.join(manifest)}, this is {version}: only the rules are checked")
+        print(
+            f"the manifest is of Triton {', '.join(manifest)}, this is {version}: only the "
+            "rules are checked"
+        )
     print(*broken, sep="\n")
     print(f"{len(selected)} kernels compiled with Triton {version}, {len(broken)} faults")
     return 1 if broken else 0
@@ -212,8 +359,12 @@ def main() -> int:
 
 def _as_table(manifest: dict[str, dict[str, Facts]]) -> str:
     """JSON with a line for each kernel."""
-    parts = [f'"{version}": {{\n' + ",\n".join(f"{json.dumps(name)}: {json.dumps(facts)}" for name, facts in kernels.items()) + "\n}"
-             for version, kernels in manifest.items()]
+    parts = [
+        f'"{version}": {{\n'
+        + ",\n".join(f"{json.dumps(name)}: {json.dumps(facts)}" for name, facts in kernels.items())
+        + "\n}"
+        for version, kernels in manifest.items()
+    ]
     return "{" + ",\n".join(parts) + "}\n"
 
 

@@ -1,4 +1,6 @@
-"""Bytes on the wire between processes of one machine: the counters of a loopback interface that nobody else uses."""
+"""Bytes on the wire between processes of one machine: the counters of a loopback interface that
+nobody else uses.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,11 @@ from pathlib import Path
 
 
 def own_loopback() -> bool:
-    """Give this process and its children a network of their own, with nothing but a loopback interface; False where the kernel refuses."""
-    unshare, new_network, new_user = ctypes.CDLL(None).unshare, 0x40000000, 0x10000000  # from Linux's sched.h
+    """Give this process and its children a network of their own, with nothing but a loopback
+    interface; False where the kernel refuses.
+    """
+    # from Linux's sched.h
+    unshare, new_network, new_user = ctypes.CDLL(None).unshare, 0x40000000, 0x10000000
     if unshare(new_network) != 0 and unshare(new_network | new_user) != 0:
         return False
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

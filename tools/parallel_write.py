@@ -1,15 +1,21 @@
-"""Who writes how much of a checkpoint, and what that costs: `--ckpt-parallel-write balanced` against `owner`, on one machine.
+"""Who writes how much of a checkpoint, and what that costs: `--ckpt-parallel-write balanced`
+against `owner`, on one machine.
 
-    python tools/parallel_write.py --out docs/results/parallel_write.json --picture docs/images/parallel_write.svg --table docs/performance.md
+    python tools/parallel_write.py --out docs/results/parallel_write.json --picture
+    docs/images/parallel_write.svg --table docs/performance.md
 
-The case is that of a published experiment, 8 layers, tensor-parallel 2, data-parallel 8, 16 processes, at a smaller hidden size (--hidden). Every
-process computes with this project's own code, from flags and its rank alone, what it would write; nothing is trained. It makes those
-tensors, and the processes save them together, `owner` and `balanced` in turn; a time is from the first process's begin to the last one's end.
+The case is that of a published experiment, 8 layers, tensor-parallel 2, data-parallel 8, 16
+processes, at a smaller hidden size (--hidden). Every process computes with this project's own code,
+from flags and its rank alone, what it would write; nothing is trained. It makes those tensors, and
+the processes save them together, `owner` and `balanced` in turn; a time is from the first process's
+begin to the last one's end.
 
-One machine has one memory and one disk, whoever writes: there balance can gain little but the second core. On a cluster processes have links of
-their own to the storage, and a save takes as long as the fullest one: shown by holding every writer to --link MB/s (`--save-rate-limit`), on tmpfs,
-where nothing else limits them. Stages of ZeRO: 0, where all of a stage's data-parallel ranks hold all state, and 1, where each holds a slice of it, which ours writes in
-place, so that there is nothing left to balance but what tensor-parallel ranks share.
+One machine has one memory and one disk, whoever writes: there balance can gain little but the
+second core. On a cluster processes have links of their own to the storage, and a save takes as long
+as the fullest one: shown by holding every writer to --link MB/s (`--save-rate-limit`), on tmpfs,
+where nothing else limits them. Stages of ZeRO: 0, where all of a stage's data-parallel ranks hold
+all state, and 1, where each holds a slice of it, which ours writes in place, so that there is
+nothing left to balance but what tensor-parallel ranks share.
 """
 
 from __future__ import annotations
@@ -54,28 +60,42 @@ from megatron.optimizer.optimizer import Optimizer
 
 Pairs = list[tuple[Box, torch.Tensor]]
 MODES = ("owner", "balanced")
-FLAGS = """--num-layers 8 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 1 --train-iters 1 --mock-data --tokenizer-type NullTokenizer
+FLAGS = """--num-layers 8 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 1
+--train-iters 1 --mock-data --tokenizer-type NullTokenizer
     --vocab-size 50256 --lr 1e-3 --tensor-model-parallel-size 2 --bf16"""
 RANKS = 16
 BEGIN, END = "<!-- parallel_write: begin -->", "<!-- parallel_write: end -->"
 COLOURS = {"owner": "#dd8a3d", "balanced": "#4f86c6"}
 
 
-# ---- the plan --------------------------------------------------------------------------------------------------------
+# ---- the plan ------------------------------------------------------------------------------------
 
 
 def optimizers(config: Config, ranks: int) -> Iterator[tuple[Groups, Optimizer]]:
-    """Every rank's, of a job of so many ranks, on the meta device: what a rank computes at its start, without processes and without memory."""
+    """Every rank's, of a job of so many ranks, on the meta device: what a rank computes at its
+    start, without processes and without memory.
+    """
     config = resolve(config, ranks, None).config
     for rank in range(ranks):
-        groups = build_groups(layout_of(config, ranks), rank, lambda members: object(), **group_options(config))
+        groups = build_groups(
+            layout_of(config, ranks), rank, lambda members: object(), **group_options(config)
+        )
         model = build_model(config, config.data.vocab_size + 1, groups, torch.device("cpu"))
-        yield groups, Optimizer(build_run_blocks(config, model, torch.device("meta"), groups), config, groups)
+        yield (
+            groups,
+            Optimizer(
+                build_run_blocks(config, model, torch.device("meta"), groups), config, groups
+            ),
+        )
 
 
 def written(optimizer: Optimizer, mode: str) -> Pairs:
     """What its rank writes of weights and optimizer state."""
-    return own_part([*optimizer.weight_boxes(), *optimizer.state_boxes()], optimizer.holder, balanced=mode == "balanced")
+    return own_part(
+        [*optimizer.weight_boxes(), *optimizer.state_boxes()],
+        optimizer.holder,
+        balanced=mode == "balanced",
+    )
 
 
 def byte_count(pairs: Pairs) -> int:
@@ -87,11 +107,13 @@ def imbalance(sizes: list[int]) -> float:
     return max(sizes) / statistics.fmean(sizes)
 
 
-# ---- the processes ---------------------------------------------------------------------------------------------------
+# ---- the processes -------------------------------------------------------------------------------
 
 
 def serve(rank: int, ranks: int, store: str, plans: dict[str, Pairs], pipe: Connection) -> None:
-    """One process: saves what it is told, (mode, folder, MB/s or None), and answers (begin, end)."""
+    """One process: saves what it is told, (mode, folder, MB/s or None), and answers (begin,
+    end).
+    """
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
@@ -99,7 +121,13 @@ def serve(rank: int, ranks: int, store: str, plans: dict[str, Pairs], pipe: Conn
     while True:
         mode, folder, link = pipe.recv()
         pairs = [(box, torch.ones(tensor.shape, dtype=tensor.dtype)) for box, tensor in plans[mode]]
-        saver = Saver(folder, together, None if link is None else staging_bytes(pairs, None), rate=link, say=lambda line: None)
+        saver = Saver(
+            folder,
+            together,
+            None if link is None else staging_bytes(pairs, None),
+            rate=link,
+            say=lambda line: None,
+        )
         dist.barrier()
         begin = time.perf_counter()
         saver.save(1, pairs, {"iteration": 1})
@@ -113,33 +141,60 @@ def serve(rank: int, ranks: int, store: str, plans: dict[str, Pairs], pipe: Conn
 def start(config: Config, ranks: int, store: Path) -> tuple[list[Connection], list[BaseProcess]]:
     """Fork the processes of one layout; their ends of pipes, by rank, and they themselves."""
     context, pipes, children = get_context("fork"), [], []
-    plans = [{mode: written(optimizer, mode) for mode in MODES} for _, optimizer in optimizers(config, ranks)]
+    plans = [
+        {mode: written(optimizer, mode) for mode in MODES}
+        for _, optimizer in optimizers(config, ranks)
+    ]
     for rank in range(ranks):
         mine, theirs = context.Pipe()
-        children.append(context.Process(target=serve, args=(rank, ranks, str(store), plans[rank], theirs), daemon=True))
+        children.append(
+            context.Process(
+                target=serve, args=(rank, ranks, str(store), plans[rank], theirs), daemon=True
+            )
+        )
         children[-1].start()
         theirs.close()
         pipes.append(mine)
     return pipes, children
 
 
-def save(pipes: list[Connection], mode: str, folder: Path, link: float | None) -> tuple[float, list[int]]:
+def save(
+    pipes: list[Connection], mode: str, folder: Path, link: float | None
+) -> tuple[float, list[int]]:
     """(seconds, bytes of each rank) of one save into a folder that is deleted afterwards."""
     try:
         for pipe in pipes:
             pipe.send((mode, folder, link))
         times = [pipe.recv() for pipe in pipes]
         sizes = Counter()
-        for entry in json.loads((folder / "iter_0000001" / "MANIFEST.json").read_bytes())["manifest"]["shards"]:
+        for entry in json.loads((folder / "iter_0000001" / "MANIFEST.json").read_bytes())[
+            "manifest"
+        ]["shards"]:
             sizes[entry["rank"]] += entry["bytes"]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return max(end for _, end in times) - min(begin for begin, _ in times), [sizes[rank] for rank in range(len(pipes))]
+    return max(end for _, end in times) - min(begin for begin, _ in times), [
+        sizes[rank] for rank in range(len(pipes))
+    ]
 
 
-def measure(args: argparse.Namespace, stage: int, places: dict[str, tuple[Path, float | None]]) -> list[dict[str, Any]]:
-    """A run for each place, round and mode of one ZeRO stage; what --rounds does not count is the first."""
-    parsed = parse_arguments([*FLAGS.split(), "--hidden-size", str(args.hidden), "--global-batch-size", str(RANKS // 2), "--zero-stage", str(stage)])
+def measure(
+    args: argparse.Namespace, stage: int, places: dict[str, tuple[Path, float | None]]
+) -> list[dict[str, Any]]:
+    """A run for each place, round and mode of one ZeRO stage; what --rounds does not count is the
+    first.
+    """
+    parsed = parse_arguments(
+        [
+            *FLAGS.split(),
+            "--hidden-size",
+            str(args.hidden),
+            "--global-batch-size",
+            str(RANKS // 2),
+            "--zero-stage",
+            str(stage),
+        ]
+    )
     runs = []
     with tempfile.TemporaryDirectory() as own:
         pipes, children = start(parsed.config, RANKS, Path(own) / "store")
@@ -148,9 +203,22 @@ def measure(args: argparse.Namespace, stage: int, places: dict[str, tuple[Path, 
                 for place, (folder, link) in places.items():
                     for mode in MODES[:: 1 if index % 2 else -1]:
                         seconds, sizes = save(pipes, mode, folder / "save", link)
-                        run = {"stage": stage, "place": place, "mode": mode, "round": index, "seconds": seconds, "bytes": sizes}
+                        run = {
+                            "stage": stage,
+                            "place": place,
+                            "mode": mode,
+                            "round": index,
+                            "seconds": seconds,
+                            "bytes": sizes,
+                        }
                         runs += [run] if index > 0 else []
-                        print(f"ZeRO-{stage}, {place}, round {index}, {mode}: {seconds:.3f} s, most by mean {imbalance(sizes):.3f}", flush=True)
+                        print(
+                            (
+                                f"ZeRO-{stage}, {place}, round {index}, {mode}: {seconds:.3f} "
+                                f"s, most by mean {imbalance(sizes):.3f}"
+                            ),
+                            flush=True,
+                        )
         finally:
             for child in children:
                 child.kill()
@@ -158,20 +226,34 @@ def measure(args: argparse.Namespace, stage: int, places: dict[str, tuple[Path, 
     return runs
 
 
-# ---- what comes of it ------------------------------------------------------------------------------------------------
+# ---- what comes of it ----------------------------------------------------------------------------
 
 
 def table(runs: list[dict[str, Any]]) -> str:
     """Markdown."""
     places = list(dict.fromkeys(run["place"] for run in runs))
-    lines = [f"| ZeRO | written | writers | most of a rank, MiB | least, MiB | most by mean | {' | '.join(f'seconds, {place}' for place in places)} |",
-             "|---|---|---|---|---|---|" + "---|" * len(places)]
-    for stage, mode in dict.fromkeys((run["stage"], run["mode"]) for run in sorted(runs, key=lambda run: (run["stage"], MODES.index(run["mode"])))):
+    lines = [
+        (
+            "| ZeRO | written | writers | most of a rank, MiB | least, MiB | most by mean | "
+            f"{' | '.join(f'seconds, {place}' for place in places)} |"
+        ),
+        "|---|---|---|---|---|---|" + "---|" * len(places),
+    ]
+    for stage, mode in dict.fromkeys(
+        (run["stage"], run["mode"])
+        for run in sorted(runs, key=lambda run: (run["stage"], MODES.index(run["mode"])))
+    ):
         here = [run for run in runs if (run["stage"], run["mode"]) == (stage, mode)]
         sizes = here[0]["bytes"]
-        seconds = " | ".join(f"{statistics.median(run['seconds'] for run in here if run['place'] == place):.2f}" for place in places)
-        lines.append(f"| {stage} | {mode} | {sum(map(bool, sizes))} of {len(sizes)} | {max(sizes) / 2**20:.1f} | {min(sizes) / 2**20:.1f} "
-                     f"| {imbalance(sizes):.3f} | {seconds} |")
+        seconds = " | ".join(
+            f"{statistics.median(run['seconds'] for run in here if run['place'] == place):.2f}"
+            for place in places
+        )
+        lines.append(
+            f"| {stage} | {mode} | {sum(map(bool, sizes))} of {len(sizes)} | "
+            f"{max(sizes) / 2**20:.1f} | {min(sizes) / 2**20:.1f} "
+            f"| {imbalance(sizes):.3f} | {seconds} |"
+        )
     return "\n".join(lines)
 
 
@@ -181,59 +263,126 @@ def draw(runs: list[dict[str, Any]]) -> str:
     stages = list(dict.fromkeys(run["stage"] for run in runs))
     parts, top = [], 30
     for stage in stages:
-        sizes = {mode: next(run["bytes"] for run in runs if (run["stage"], run["mode"]) == (stage, mode)) for mode in MODES}
+        sizes = {
+            mode: next(run["bytes"] for run in runs if (run["stage"], run["mode"]) == (stage, mode))
+            for mode in MODES
+        }
         ranks, most = len(sizes[MODES[0]]), max(map(max, sizes.values()))
         slot, mean = (width - left - right) / ranks, statistics.fmean(sizes["balanced"])
         said = ", ".join(f"{mode}: most by mean {imbalance(sizes[mode]):.3f}" for mode in MODES)
-        parts.append(f'<text x="{left}" y="{top - 10}" font-size="13" font-weight="bold">ZeRO-{stage}</text>')
+        parts.append(
+            f'<text x="{left}" y="{top - 10}" font-size="13" font-weight="bold">ZeRO-{stage}</text>'
+        )
         parts.append(f'<text x="{width - right}" y="{top - 10}" text-anchor="end">{said}</text>')
         for number, mode in enumerate(MODES):
-            bars = (f"M{left + slot * (rank + 0.1 + 0.4 * number):.1f} {top + height}v-{height * size / most:.1f}h{0.38 * slot:.1f}V{top + height}z"
-                    for rank, size in enumerate(sizes[mode]) if size)
+            bars = (
+                (
+                    f"M{left + slot * (rank + 0.1 + 0.4 * number):.1f} "
+                    f"{top + height}v-{height * size / most:.1f}h{0.38 * slot:.1f}V{top + height}z"
+                )
+                for rank, size in enumerate(sizes[mode])
+                if size
+            )
             parts.append(f'<path fill="{COLOURS[mode]}" d="{"".join(bars)}"/>')
         line = top + height * (1 - mean / most)
-        parts.append(f'<path stroke="#333" stroke-dasharray="4 3" fill="none" d="M{left} {line:.1f}H{width - right}"/>')
-        parts.append(f'<path stroke="#555" fill="none" d="M{left} {top}V{top + height}H{width - right}"/>')
-        for value, y in ((most, top + 4), *[(mean, line + 4)] * (line > top + 12), (0, top + height)):
-            parts.append(f'<text x="{left - 6}" y="{y:.1f}" text-anchor="end">{value / 2**20:.0f} MiB</text>')
-        parts += [f'<text x="{left + slot * (rank + 0.5):.1f}" y="{top + height + 15}" text-anchor="middle">{rank}</text>' for rank in range(ranks)]
+        parts.append(
+            f'<path stroke="#333" stroke-dasharray="4 3" fill="none" d="M{left} '
+            f'{line:.1f}H{width - right}"/>'
+        )
+        parts.append(
+            f'<path stroke="#555" fill="none" d="M{left} {top}V{top + height}H{width - right}"/>'
+        )
+        for value, y in (
+            (most, top + 4),
+            *[(mean, line + 4)] * (line > top + 12),
+            (0, top + height),
+        ):
+            parts.append(
+                f'<text x="{left - 6}" y="{y:.1f}" text-anchor="end">{value / 2**20:.0f} MiB</text>'
+            )
+        parts += [
+            (
+                f'<text x="{left + slot * (rank + 0.5):.1f}" y="{top + height + 15}" '
+                f'text-anchor="middle">{rank}</text>'
+            )
+            for rank in range(ranks)
+        ]
         top += height + gap
-    parts.append(f'<text x="{left}" y="{top - 12}">bytes that each rank writes; dashed: the mean.</text>')
+    parts.append(
+        f'<text x="{left}" y="{top - 12}">bytes that each rank writes; dashed: the mean.</text>'
+    )
     for number, mode in enumerate(MODES):
         x = left + 320 + 110 * number
-        parts.append(f'<rect x="{x}" y="{top - 22}" width="11" height="11" fill="{COLOURS[mode]}"/><text x="{x + 16}" y="{top - 12}">{mode}</text>')
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {top}" width="{width}" height="{top}" font-family="sans-serif" font-size="11">'
-    return "\n".join([head, f'<rect width="{width}" height="{top}" fill="#fff"/>', *parts, "</svg>", ""])
+        parts.append(
+            f'<rect x="{x}" y="{top - 22}" width="11" height="11" '
+            f'fill="{COLOURS[mode]}"/><text x="{x + 16}" y="{top - 12}">{mode}</text>'
+        )
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {top}" '
+        f'width="{width}" height="{top}" font-family="sans-serif" font-size="11">'
+    )
+    return "\n".join(
+        [head, f'<rect width="{width}" height="{top}" fill="#fff"/>', *parts, "</svg>", ""]
+    )
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--zero-stages", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--link", type=float, default=100.0, help="MB/s of each process, in the last column")
+    parser.add_argument(
+        "--link", type=float, default=100.0, help="MB/s of each process, in the last column"
+    )
     parser.add_argument("--tmpfs", default="/dev/shm", help="a folder there")
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="a folder there")
     parser.add_argument("--out", type=Path, help="JSON of every run")
     parser.add_argument("--picture", type=Path, help="SVG")
-    parser.add_argument("--table", type=Path, help=f"Markdown file that the table is written to, between {BEGIN} and {END}")
+    parser.add_argument(
+        "--table",
+        type=Path,
+        help=f"Markdown file that the table is written to, between {BEGIN} and {END}",
+    )
     args = parser.parse_args(argv)
     started, runs = datetime.now().isoformat(timespec="seconds"), []
-    with tempfile.TemporaryDirectory(dir=args.tmpfs) as tmpfs, tempfile.TemporaryDirectory(dir=args.disk) as disk:
+    with (
+        tempfile.TemporaryDirectory(dir=args.tmpfs) as tmpfs,
+        tempfile.TemporaryDirectory(dir=args.disk) as disk,
+    ):
         for stage in args.zero_stages:
-            places = {"tmpfs": (Path(tmpfs), None), "disk": (Path(disk), None), f"{args.link:g} MB/s each": (Path(tmpfs), args.link)}
+            places = {
+                "tmpfs": (Path(tmpfs), None),
+                "disk": (Path(disk), None),
+                f"{args.link:g} MB/s each": (Path(tmpfs), args.link),
+            }
             runs += measure(args, stage, places)
     about, text = machine(), table(runs)
     print("\n" + text, flush=True)
     if args.out:
-        document = {"started": started, "command": argv, "machine": about, "hidden": args.hidden, "ranks": RANKS, "flags": FLAGS.split(), "runs": runs}
+        document = {
+            "started": started,
+            "command": argv,
+            "machine": about,
+            "hidden": args.hidden,
+            "ranks": RANKS,
+            "flags": FLAGS.split(),
+            "runs": runs,
+        }
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(document, indent=1) + "\n")
     if args.picture:
         args.picture.write_text(draw(runs))
     if args.table:
-        put_section(args.table, f"{started[:10]}, {about['cores']} cores, torch {about['torch']}, hidden size {args.hidden}, median of {args.rounds} rounds:\n\n"
-                                f"    python tools/parallel_write.py {' '.join(argv)}\n\n{text}", BEGIN, END)
+        put_section(
+            args.table,
+            f"{started[:10]}, {about['cores']} cores, torch {about['torch']}, hidden size "
+            f"{args.hidden}, median of {args.rounds} rounds:\n\n"
+            f"    python tools/parallel_write.py {' '.join(argv)}\n\n{text}",
+            BEGIN,
+            END,
+        )
 
 
 if __name__ == "__main__":

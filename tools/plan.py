@@ -1,8 +1,11 @@
-"""Plan a run without a GPU: python tools/plan.py memory|checkpoint <flags of pretrain_gpt.py> --world-size N
+"""Plan a run without a GPU: python tools/plan.py memory|checkpoint <flags of pretrain_gpt.py>
+--world-size N
 
-memory: a table of memory by pipeline rank, which stage of ZeRO fits, and whether communication hides behind computation.
+memory: a table of memory by pipeline rank, which stage of ZeRO fits, and whether communication
+hides behind computation.
     --device-memory GIB   what a device has (80); the first line says whether the run fits
-    --mfu SHARE           what training reaches of its peak (0.4); the peak is --peak-tflops (989: H100)
+    --mfu SHARE           what training reaches of its peak (0.4); the peak is --peak-tflops (989:
+    H100)
     --bandwidth GB/S      what one rank sends at (50: one 400 Gb/s adapter)
     --host-bandwidth GB/S what weights come from host memory at (50: PCI Express 5.0, assumed)
 checkpoint: bytes and seconds of a checkpoint, and how often to save.
@@ -10,7 +13,8 @@ checkpoint: bytes and seconds of a checkpoint, and how often to save.
     --copy GB/S           what one rank copies into host memory at (10)
     --mtbf HOURS          mean time between failures of the job (24)
 
-No data file is read; the tokenizer is, unless --vocab-size says how many entries it has. Exit code 2: flags that pretrain_gpt.py would refuse.
+No data file is read; the tokenizer is, unless --vocab-size says how many entries it has. Exit code
+2: flags that pretrain_gpt.py would refuse.
 """
 
 from __future__ import annotations
@@ -32,8 +36,10 @@ from megatron.plan.checkpoint import checkpoint_report
 from megatron.plan.table import memory_report
 from megatron.plan.verdict import DEVICE_MEMORY
 
-OWN = {"memory": {"--mfu": MFU, "--bandwidth": BANDWIDTH, "--host-bandwidth": HOST_BANDWIDTH},
-       "checkpoint": {"--write": 1.0, "--copy": 10.0, "--mtbf": 24.0}}
+OWN = {
+    "memory": {"--mfu": MFU, "--bandwidth": BANDWIDTH, "--host-bandwidth": HOST_BANDWIDTH},
+    "checkpoint": {"--write": 1.0, "--copy": 10.0, "--mtbf": 24.0},
+}
 
 
 def take_own(argv: list[str], own: dict[str, float]) -> tuple[dict[str, float], list[str]]:
@@ -58,17 +64,37 @@ def take_own(argv: list[str], own: dict[str, float]) -> tuple[dict[str, float], 
 
 
 def without_files(config: Config) -> Config:
-    """The same run on computed tokens; where --vocab-size says how many entries the tokenizer has, without its files, too."""
+    """The same run on computed tokens; where --vocab-size says how many entries the tokenizer has,
+    without its files, too.
+    """
     data = config.data
     if data.vocab_size is not None:
-        entries = data.vocab_size - (data.tokenizer_type not in (None, "NullTokenizer"))  # NullTokenizer adds one
-        data = dataclasses.replace(data, tokenizer_type="NullTokenizer", vocab_size=entries, tokenizer_model=None, vocab_file=None, merge_file=None)
-    data = dataclasses.replace(data, mock_data=True, data_path=None, split=None, train_data_path=None, valid_data_path=None, test_data_path=None)
+        # NullTokenizer adds one
+        entries = data.vocab_size - (data.tokenizer_type not in (None, "NullTokenizer"))
+        data = dataclasses.replace(
+            data,
+            tokenizer_type="NullTokenizer",
+            vocab_size=entries,
+            tokenizer_model=None,
+            vocab_file=None,
+            merge_file=None,
+        )
+    data = dataclasses.replace(
+        data,
+        mock_data=True,
+        data_path=None,
+        split=None,
+        train_data_path=None,
+        valid_data_path=None,
+        test_data_path=None,
+    )
     return dataclasses.replace(config, data=data)
 
 
 def plan(what: str, argv: list[str]) -> list[str]:
-    """The lines that `memory` or `checkpoint` prints. Raises UserError for what the user can mend."""
+    """The lines that `memory` or `checkpoint` prints. Raises UserError for what the user can
+    mend.
+    """
     own, rest = take_own(argv, OWN[what])
     parsed = parse_arguments([*rest, "--dry-run"])
     world_size = parsed.config.distributed.world_size
@@ -78,9 +104,27 @@ def plan(what: str, argv: list[str]) -> list[str]:
     vocab_size = build_tokenizer(resolve(config, world_size, None).config.data).vocab_size
     config = resolve(config, world_size, vocab_size).config
     if what == "checkpoint":
-        return checkpoint_report(config, vocab_size, world_size, write=own["--write"], copy=own["--copy"], between_failures=own["--mtbf"])
-    machine = Machine(config.logging.peak_tflops or PEAK_TFLOPS, own["--mfu"], own["--bandwidth"], own["--host-bandwidth"])
-    return memory_report(config, vocab_size, world_size, memory=config.distributed.device_memory or DEVICE_MEMORY, machine=machine)
+        return checkpoint_report(
+            config,
+            vocab_size,
+            world_size,
+            write=own["--write"],
+            copy=own["--copy"],
+            between_failures=own["--mtbf"],
+        )
+    machine = Machine(
+        config.logging.peak_tflops or PEAK_TFLOPS,
+        own["--mfu"],
+        own["--bandwidth"],
+        own["--host-bandwidth"],
+    )
+    return memory_report(
+        config,
+        vocab_size,
+        world_size,
+        memory=config.distributed.device_memory or DEVICE_MEMORY,
+        machine=machine,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

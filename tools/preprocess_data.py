@@ -1,12 +1,14 @@
-"""Turn JSON lines into token files: `<prefix>_<key>_document.{bin,idx}` in Megatron's format, and a .json file beside them
-that records the tokenizer.
+"""Turn JSON lines into token files: `<prefix>_<key>_document.{bin,idx}` in Megatron's format, and a
+.json file beside them that records the tokenizer.
 
-    python tools/preprocess_data.py --input books.jsonl --output-prefix data/books --tokenizer-type SentencePieceTokenizer \
+    python tools/preprocess_data.py --input books.jsonl --output-prefix data/books --tokenizer-type
+    SentencePieceTokenizer \
         --tokenizer-model spm.model --append-eod --workers 8
 
-Each line is an object; the text under each of --json-keys becomes a document (a list of texts: a document of several sequences). Files
-ending in .gz or .zst are decompressed on the way. Lines are cut into chunks that worker processes encode; memory is bounded by a few
-chunks a worker. Nothing appears under the final names before everything is written.
+Each line is an object; the text under each of --json-keys becomes a document (a list of texts: a
+document of several sequences). Files ending in .gz or .zst are decompressed on the way. Lines are
+cut into chunks that worker processes encode; memory is bounded by a few chunks a worker. Nothing
+appears under the final names before everything is written.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ ENDINGS = ("bin", "idx", "json")
 
 @dataclass(frozen=True)
 class Chunk:
-    """Whole lines of one file: the bytes [begin, end) of a plain file, or `text` where the file is compressed."""
+    """Whole lines of one file: the bytes [begin, end) of a plain file, or `text` where the file is
+    compressed.
+    """
 
     path: str
     begin: int  # position in the decompressed file
@@ -98,15 +102,22 @@ def gzip_pieces(file: BinaryIO) -> Iterator[bytes]:
             while piece := stream.read(1 << 20):
                 yield piece
     except (EOFError, OSError, zlib.error) as error:
-        raise DataError(f"{file.name}, byte {file.tell()}: cannot be decompressed ({error}): download or compress it again") from None
+        raise DataError(
+            f"{file.name}, byte {file.tell()}: cannot be decompressed ({error}): download or "
+            "compress it again"
+        ) from None
 
 
 def zstd_pieces(file: BinaryIO) -> Iterator[bytes]:
-    """Decompressed pieces of a .zst file of any number of frames. Raises DataError for a damaged or cut one."""
+    """Decompressed pieces of a .zst file of any number of frames. Raises DataError for a damaged or
+    cut one.
+    """
     try:
         import zstandard
     except ImportError as error:
-        raise DataError(f"{file.name}: needs the package zstandard ({error}): pip install zstandard") from None
+        raise DataError(
+            f"{file.name}: needs the package zstandard ({error}): pip install zstandard"
+        ) from None
     frame, rest = None, b""
     try:
         while piece := rest or file.read(1 << 17):
@@ -114,16 +125,25 @@ def zstd_pieces(file: BinaryIO) -> Iterator[bytes]:
             yield frame.decompress(piece)
             rest, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
     except zstandard.ZstdError as error:
-        raise DataError(f"{file.name}, byte {file.tell()}: cannot be decompressed ({error}): download or compress it again") from None
+        raise DataError(
+            f"{file.name}, byte {file.tell()}: cannot be decompressed ({error}): download or "
+            "compress it again"
+        ) from None
     if frame:
-        raise DataError(f"{file.name}, byte {file.tell()}: the file is cut off: download or compress it again")
+        raise DataError(
+            f"{file.name}, byte {file.tell()}: the file is cut off: download or compress it again"
+        )
 
 
 def text_pieces(file: BinaryIO) -> Iterator[bytes]:
     """The text of a plain or compressed file, piece by piece."""
     if file.name.endswith(".gz"):
         return gzip_pieces(file)
-    return zstd_pieces(file) if file.name.endswith(".zst") else iter(functools.partial(file.read, 1 << 20), b"")
+    return (
+        zstd_pieces(file)
+        if file.name.endswith(".zst")
+        else iter(functools.partial(file.read, 1 << 20), b"")
+    )
 
 
 def compressed_chunks(path: str, size: int) -> Iterator[Chunk]:
@@ -154,13 +174,16 @@ def refuse_line(chunk: Chunk, line: int, what: str) -> DataError:
 
 
 def read_records(chunk: Chunk, policy: str = "error") -> list[tuple[int, dict]]:
-    """(line within the chunk, object) of every line that is not blank; `policy` as in settle_invalid_texts."""
+    """(line within the chunk, object) of every line that is not blank; `policy` as in
+    settle_invalid_texts.
+    """
     raw = chunk.text
     if raw is None:
         with open(chunk.path, "rb") as file:
             file.seek(chunk.begin)
             raw = file.read(chunk.end - chunk.begin)
-    records, scan = [], json.JSONDecoder().scan_once  # decode() without its search for surrounding whitespace
+    # decode() without its search for surrounding whitespace
+    records, scan = [], json.JSONDecoder().scan_once
     try:
         lines = raw.decode().split("\n")  # not splitlines: JSON strings may hold other line ends
     except UnicodeDecodeError as error:
@@ -178,40 +201,71 @@ def read_records(chunk: Chunk, policy: str = "error") -> list[tuple[int, dict]]:
             if end < len(line):
                 raise UserError(f"something follows the object at character {end}")
         except RecursionError:
-            raise refuse_line(chunk, number, "nested too deep for the parser: repair or remove the line") from None
+            raise refuse_line(
+                chunk, number, "nested too deep for the parser: repair or remove the line"
+            ) from None
         except (ValueError, StopIteration) as error:
-            raise refuse_line(chunk, number, f"not JSON ({error}): repair or remove the line") from None
+            raise refuse_line(
+                chunk, number, f"not JSON ({error}): repair or remove the line"
+            ) from None
         records.append((number, record))
     return records
 
 
 def settle_invalid_texts(
-    chunk: Chunk, records: list[tuple[int, dict]], columns: list[tuple[list[str], np.ndarray]], policy: str
+    chunk: Chunk,
+    records: list[tuple[int, dict]],
+    columns: list[tuple[list[str], np.ndarray]],
+    policy: str,
 ) -> tuple[list[tuple[int, dict]], list[tuple[list[str], np.ndarray]], int]:
-    """Records and columns (texts, owner) without characters that UTF-8 cannot hold, and how many records had some.
+    """Records and columns (texts, owner) without characters that UTF-8 cannot hold, and how many
+    records had some.
 
-    JSON can write half of a surrogate pair (\\ud800), which is no character. `policy`: "error" raises DataError with
-    file and line, "replace" puts U+FFFD in its place, "skip" leaves the record out under every key.
+    JSON can write half of a surrogate pair (\\ud800), which is no character. `policy`: "error"
+    raises DataError with file and line, "replace" puts U+FFFD in its place, "skip" leaves the
+    record out under every key.
     """
     if all(is_text("".join(texts)) for texts, _ in columns):
         return records, columns, 0
-    bad = {int(document) for texts, owner in columns for text, document in zip(texts, owner) if not is_text(text)}
+    bad = {
+        int(document)
+        for texts, owner in columns
+        for text, document in zip(texts, owner)
+        if not is_text(text)
+    }
     if policy == "error":
-        problem = f"a text holds half of a surrogate pair, which is no character: repair it, or give {POLICIES}"
+        problem = (
+            "a text holds half of a surrogate pair, which is no character: repair it, or "
+            f"give {POLICIES}"
+        )
         raise refuse_line(chunk, records[min(bad)][0], problem)
     if policy == "replace":
-        return records, [([SURROGATE.sub("\ufffd", text) for text in texts], owner) for texts, owner in columns], len(bad)
+        return (
+            records,
+            [
+                ([SURROGATE.sub("\ufffd", text) for text in texts], owner)
+                for texts, owner in columns
+            ],
+            len(bad),
+        )
     kept = np.array([document not in bad for document in range(len(records))], bool)
     place = np.cumsum(kept) - 1
     left = [
-        ([text for text, document in zip(texts, owner) if kept[document]], place[owner[kept[owner]]])
+        (
+            [text for text, document in zip(texts, owner) if kept[document]],
+            place[owner[kept[owner]]],
+        )
         for texts, owner in columns
     ]
     return [record for record, keep in zip(records, kept) if keep], left, len(bad)
 
 
-def texts_of(chunk: Chunk, records: list[tuple[int, dict]], key: str) -> tuple[list[str], np.ndarray]:
-    """Every text under a key, and the document each belongs to. Raises DataError naming the line that has none."""
+def texts_of(
+    chunk: Chunk, records: list[tuple[int, dict]], key: str
+) -> tuple[list[str], np.ndarray]:
+    """Every text under a key, and the document each belongs to. Raises DataError naming the line
+    that has none.
+    """
     values = [record.get(key) if isinstance(record, dict) else None for _, record in records]
     if set(map(type, values)) <= {str}:
         return values, np.arange(len(values))
@@ -220,7 +274,11 @@ def texts_of(chunk: Chunk, records: list[tuple[int, dict]], key: str) -> tuple[l
     for document, value in enumerate(values):
         parts = value if isinstance(value, list) else [value]
         if not all(isinstance(part, str) for part in parts):
-            raise refuse_line(chunk, records[document][0], f"no text under the key {key!r}: name the right one with --json-keys")
+            raise refuse_line(
+                chunk,
+                records[document][0],
+                f"no text under the key {key!r}: name the right one with --json-keys",
+            )
         texts += parts
         owner += [document] * len(parts)
     return texts, np.array(owner, np.int64)
@@ -244,7 +302,9 @@ def encode_chunk(
                 refuse_text(tokenizer, chunk, records[document][0], text)
             raise
         text_bytes = len("".join(texts).encode())
-        results.append(pack(tokenizer, tokens, lengths, owner, len(records), append_eod, text_bytes, invalid))
+        results.append(
+            pack(tokenizer, tokens, lengths, owner, len(records), append_eod, text_bytes, invalid)
+        )
     return results
 
 
@@ -256,15 +316,28 @@ def refuse_text(tokenizer: Tokenizer, chunk: Chunk, line: int, text: str) -> Non
         raise refuse_line(chunk, line, str(error)) from None
     if len(ids) and int(ids.max()) >= tokenizer.vocab_size:
         raise refuse_line(
-            chunk, line, f"token id {int(ids.max())} lies outside the vocabulary of {tokenizer.vocab_size}: give a larger --vocab-size"
+            chunk,
+            line,
+            (
+                f"token id {int(ids.max())} lies outside the vocabulary of "
+                f"{tokenizer.vocab_size}: give a larger --vocab-size"
+            ),
         )
 
 
 def pack(
-    tokenizer: Tokenizer, tokens: np.ndarray, lengths: np.ndarray, owner: np.ndarray, documents: int, append_eod: bool,
-    text_bytes: int, invalid: int = 0,
+    tokenizer: Tokenizer,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    owner: np.ndarray,
+    documents: int,
+    append_eod: bool,
+    text_bytes: int,
+    invalid: int = 0,
 ) -> Encoded:
-    """Drop empty texts and put an end-of-document id after each document that is not empty, counted in its last sequence."""
+    """Drop empty texts and put an end-of-document id after each document that is not empty, counted
+    in its last sequence.
+    """
     owner, lengths = owner[lengths > 0], lengths[lengths > 0]
     if append_eod and len(owner):
         last = np.append(owner[1:] != owner[:-1], True)  # the last sequence of its document
@@ -281,13 +354,17 @@ def pack(
     )
 
 
-def encode_all(chunks: Iterator[Chunk], workers: int, *rest: object) -> Iterator[tuple[Chunk, list[Encoded]]]:
+def encode_all(
+    chunks: Iterator[Chunk], workers: int, *rest: object
+) -> Iterator[tuple[Chunk, list[Encoded]]]:
     """encode_chunk over all chunks, in order, at most three tasks a worker in flight."""
     if workers == 1:
         yield from ((chunk, encode_chunk(chunk, *rest)) for chunk in chunks)
         return
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    with ProcessPoolExecutor(workers, multiprocessing.get_context(method), initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(
+        workers, multiprocessing.get_context(method), initializer=_one_thread
+    ) as pool:
         waiting: deque = deque()
         try:
             for chunk in chunks:
@@ -299,7 +376,9 @@ def encode_all(chunks: Iterator[Chunk], workers: int, *rest: object) -> Iterator
                 chunk, future = waiting.popleft()
                 yield chunk, future.result()
         except BrokenProcessPool:
-            raise DataError("a worker process was killed, most likely for memory: give fewer --workers") from None
+            raise DataError(
+                "a worker process was killed, most likely for memory: give fewer --workers"
+            ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -310,7 +389,9 @@ def _one_thread() -> None:
 
 
 class Progress:
-    """A line with rate and time left, after every `interval` documents but at most once a second."""
+    """A line with rate and time left, after every `interval` documents but at most once a
+    second.
+    """
 
     def __init__(self, total: int, interval: int):
         self.total, self.interval, self.begun = total, interval, time.monotonic()
@@ -323,19 +404,33 @@ class Progress:
         return f"{self.documents:,} documents, {megabytes:,.1f} MB, {megabytes / took:.1f} MB/s"
 
     def add(self, chunk: Chunk, documents: int) -> None:
-        self.cost, self.text, self.documents = self.cost + chunk.cost, self.text + chunk.end - chunk.begin, self.documents + documents
+        self.cost, self.text, self.documents = (
+            self.cost + chunk.cost,
+            self.text + chunk.end - chunk.begin,
+            self.documents + documents,
+        )
         now = time.monotonic()
         if now - self.last >= 1 and self.documents - self.shown >= self.interval:
             left = (now - self.begun) * (self.total - self.cost) / max(self.cost, 1)
-            print(f"{self.rate()}, {100 * self.cost / max(self.total, 1):.0f}%, {left:.0f} s left", file=sys.stderr, flush=True)
+            print(
+                f"{self.rate()}, {100 * self.cost / max(self.total, 1):.0f}%, {left:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
             self.last, self.shown = now, self.documents
 
 
 def input_files(patterns: list[str]) -> list[str]:
-    """Every file that the names and patterns give, in order. Raises DataError where one gives none."""
+    """Every file that the names and patterns give, in order. Raises DataError where one gives
+    none.
+    """
     files = []
     for pattern in patterns:
-        found = sorted(glob.glob(pattern)) if glob.has_magic(pattern) and not os.path.exists(pattern) else [pattern]
+        found = (
+            sorted(glob.glob(pattern))
+            if glob.has_magic(pattern) and not os.path.exists(pattern)
+            else [pattern]
+        )
         if not found or not all(os.path.isfile(path) for path in found):
             raise DataError(f"--input {pattern}: no such file")
         files += found
@@ -343,19 +438,27 @@ def input_files(patterns: list[str]) -> list[str]:
 
 
 def output_prefixes(prefix: str, keys: tuple[str, ...]) -> list[str]:
-    """The prefix of each key's files. Raises DataError for one that cannot be written, before any work is done."""
+    """The prefix of each key's files. Raises DataError for one that cannot be written, before any
+    work is done.
+    """
     if len(set(keys)) < len(keys):
         raise DataError(f"--json-keys {' '.join(keys)}: a key is given twice; name each once")
     found = []
     for key in keys:
         name = f"{prefix}_{key}_document"
         if "/" in key or not key:
-            raise DataError(f"--json-keys {key!r}: a key becomes part of a file's name, so it must not be empty or hold a slash")
+            raise DataError(
+                f"--json-keys {key!r}: a key becomes part of a file's name, so it must not "
+                "be empty or hold a slash"
+            )
         if fault := path_fault(f"{name}.documents.part"):
             raise DataError(f"--output-prefix {prefix[:60]}, --json-keys {key[:60]}: {fault}")
         for path in (f"{name}.{ending}" for ending in ENDINGS):
             if os.path.lexists(path) and not os.path.isfile(path):
-                raise DataError(f"{path}: is a folder or no regular file; move it away, or give another --output-prefix")
+                raise DataError(
+                    f"{path}: is a folder or no regular file; move it away, or give another "
+                    "--output-prefix"
+                )
         found.append(name)
     return found
 
@@ -370,12 +473,22 @@ def preprocess(arguments: argparse.Namespace) -> list[dict]:
     tokenizer, files = tokenizer_of(config), input_files(arguments.input)
     total = sum(os.path.getsize(path) for path in files)
     size = min(max(total // (32 * arguments.workers), SMALLEST_CHUNK), LARGEST_CHUNK)
-    chunks = (chunk for path in files for chunk in (compressed_chunks if path.endswith((".gz", ".zst")) else plain_chunks)(path, size))
+    chunks = (
+        chunk
+        for path in files
+        for chunk in (compressed_chunks if path.endswith((".gz", ".zst")) else plain_chunks)(
+            path, size
+        )
+    )
     progress = Progress(total, arguments.log_interval)
-    writers = [IndexedDatasetWriter(prefix, best_dtype(tokenizer.vocab_size)) for prefix in prefixes]
+    writers = [
+        IndexedDatasetWriter(prefix, best_dtype(tokenizer.vocab_size)) for prefix in prefixes
+    ]
     facts = [{"text_bytes": 0, "max_id": -1, "eod_count": 0, "invalid_texts": 0} for _ in keys]
     try:
-        for chunk, results in encode_all(chunks, arguments.workers, config, keys, arguments.append_eod, policy):
+        for chunk, results in encode_all(
+            chunks, arguments.workers, config, keys, arguments.append_eod, policy
+        ):
             for writer, fact, result in zip(writers, facts, results):
                 writer.add(result.tokens, result.lengths, result.sequences)
                 fact["text_bytes"] += result.text_bytes
@@ -385,12 +498,28 @@ def preprocess(arguments: argparse.Namespace) -> list[dict]:
             progress.add(chunk, len(results[0].sequences))
         for key, writer in zip(keys, writers):
             if not writer.num_tokens:
-                raise DataError(f"{', '.join(files)}: not one token under the key {key!r}: the input is empty")
-        made = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
-        # Offsets are computed back to back and every id was compared with the vocabulary: this is the full scan.
+                raise DataError(
+                    f"{', '.join(files)}: not one token under the key {key!r}: the input is empty"
+                )
+        made = {
+            "name": tokenizer.name,
+            "fingerprint": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "eod": tokenizer.eod,
+        }
+        # Offsets are computed back to back and every id was compared with the vocabulary: this is
+        # the full scan.
         scan = {"offsets_packed": True, "ids_below": tokenizer.vocab_size}
         sidecars = [
-            writer.complete({"tokenizer": made, "append_eod": arguments.append_eod, "invalid_text": policy, "scan": scan, **fact})
+            writer.complete(
+                {
+                    "tokenizer": made,
+                    "append_eod": arguments.append_eod,
+                    "invalid_text": policy,
+                    "scan": scan,
+                    **fact,
+                }
+            )
             for writer, fact in zip(writers, facts)
         ]
         for writer in writers:  # when all are whole
@@ -399,14 +528,21 @@ def preprocess(arguments: argparse.Namespace) -> list[dict]:
         for writer in writers:
             writer.discard()
     for writer, sidecar in zip(writers, sidecars):
-        empty = f" ({sidecar['empty_documents']:,} of them empty)" if sidecar["empty_documents"] else ""
+        empty = (
+            f" ({sidecar['empty_documents']:,} of them empty)" if sidecar["empty_documents"] else ""
+        )
         print(
-            f"{writer.prefix}.bin: {sidecar['documents']:,} documents{empty}, {sidecar['tokens']:,} tokens, "
-            f"{sidecar['text_bytes'] / sidecar['tokens']:.2f} bytes of text a token, largest id {sidecar['max_id']}"
+            f"{writer.prefix}.bin: {sidecar['documents']:,} documents{empty}, "
+            f"{sidecar['tokens']:,} tokens, "
+            f"{sidecar['text_bytes'] / sidecar['tokens']:.2f} bytes of text a token, largest "
+            f"id {sidecar['max_id']}"
         )
     if sidecars[0]["invalid_texts"]:
         what = "replaced by U+FFFD" if policy == "replace" else "left out"
-        print(f"{sidecars[0]['invalid_texts']:,} lines with characters that UTF-8 cannot hold: {what} (--invalid-text {policy})")
+        print(
+            f"{sidecars[0]['invalid_texts']:,} lines with characters that UTF-8 cannot hold: "
+            f"{what} (--invalid-text {policy})"
+        )
     print(f"{progress.rate()}, {time.monotonic() - begun:.1f} s")
     return sidecars
 
@@ -421,26 +557,72 @@ def _tokenizer_type(kind: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Megatron's flags for this tool."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument(
-        "--input", nargs="+", required=True, metavar="FILE", help="JSON-lines files or patterns; .gz and .zst are decompressed"
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    flags.add_argument("--json-keys", nargs="+", default=["text"], help="keys whose text is encoded, each to files of its own")
-    flags.add_argument("--output-prefix", required=True, help="files are named <this>_<key>_document.{bin,idx,json}")
-    kinds = ["SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer", "NullTokenizer"]
+    flags.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSON-lines files or patterns; .gz and .zst are decompressed",
+    )
+    flags.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        help="keys whose text is encoded, each to files of its own",
+    )
+    flags.add_argument(
+        "--output-prefix",
+        required=True,
+        help="files are named <this>_<key>_document.{bin,idx,json}",
+    )
+    kinds = [
+        "SentencePieceTokenizer",
+        "HuggingFaceTokenizer",
+        "GPT2BPETokenizer",
+        "TikTokenizer",
+        "NullTokenizer",
+    ]
     flags.add_argument("--tokenizer-type", required=True, choices=kinds, type=_tokenizer_type)
-    flags.add_argument("--dataset-impl", "--data-impl", choices=["mmap"], help="the one format there is")
-    flags.add_argument("--tokenizer-model", help="SentencePiece model, tokenizer.json or .tiktoken file")
+    flags.add_argument(
+        "--dataset-impl", "--data-impl", choices=["mmap"], help="the one format there is"
+    )
+    flags.add_argument(
+        "--tokenizer-model", help="SentencePiece model, tokenizer.json or .tiktoken file"
+    )
     flags.add_argument("--vocab-file", help="GPT-2 BPE vocabulary")
     flags.add_argument("--merge-file", help="GPT-2 BPE merges")
-    flags.add_argument("--vocab-size", type=int, help="vocabulary of the NullTokenizer, without its end-of-document id")
-    flags.add_argument("--append-eod", action="store_true", help="put the end-of-document id after each document")
     flags.add_argument(
-        "--invalid-text", choices=["error", "replace", "skip"], default="error",
-        help="lines with bytes that are not UTF-8 or with half of a surrogate pair: stop, put U+FFFD there, or leave the line out",
+        "--vocab-size",
+        type=int,
+        help="vocabulary of the NullTokenizer, without its end-of-document id",
     )
-    flags.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="worker processes (default: one a core)")
-    flags.add_argument("--log-interval", type=int, default=1000, help="documents between progress lines (at most one a second)")
+    flags.add_argument(
+        "--append-eod", action="store_true", help="put the end-of-document id after each document"
+    )
+    flags.add_argument(
+        "--invalid-text",
+        choices=["error", "replace", "skip"],
+        default="error",
+        help=(
+            "lines with bytes that are not UTF-8 or with half of a surrogate pair: stop, "
+            "put U+FFFD there, or leave the line out"
+        ),
+    )
+    flags.add_argument(
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="worker processes (default: one a core)",
+    )
+    flags.add_argument(
+        "--log-interval",
+        type=int,
+        default=1000,
+        help="documents between progress lines (at most one a second)",
+    )
     return flags
 
 

@@ -1,10 +1,14 @@
-"""Every kernel once or twice in small shapes whose ends are no block's end, for compute-sanitizer: bash scripts/gpu.sh FOLDER sanitize.
+"""Every kernel once or twice in small shapes whose ends are no block's end, for compute-sanitizer:
+bash scripts/gpu.sh FOLDER sanitize.
 
-    compute-sanitizer --tool memcheck python tools/sanitize_kernels.py          # and --tool racecheck
-    compute-sanitizer --tool memcheck python tools/sanitize_kernels.py gluon    # on Hopper: the kernel in Gluon, alone since it may hang
+    compute-sanitizer --tool memcheck python tools/sanitize_kernels.py          # and --tool
+    racecheck
+    compute-sanitizer --tool memcheck python tools/sanitize_kernels.py gluon    # on Hopper: the
+    kernel in Gluon, alone since it may hang
 
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives every tensor an allocation of its own, without which memcheck sees the allocator's blocks and not their ends.
-Without a GPU the same calls run in Triton's interpreter, to try the tool. Results are not looked at: tests/kernels does that.
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives every tensor an allocation of its own, without which memcheck
+sees the allocator's blocks and not their ends. Without a GPU the same calls run in Triton's
+interpreter, to try the tool. Results are not looked at: tests/kernels does that.
 """
 
 from __future__ import annotations
@@ -55,7 +59,9 @@ def whole(*shape: int, below: int) -> Tensor:
 def attend(s: int, n: int, g: int, d: int, has: dict | None = None, **options: object) -> None:
     """Forward and backward of two samples."""
     q, k, v = (random(s, 2, heads, d).requires_grad_() for heads in (n, g, g))
-    out, lse = flash_attention(q, k, v, scale=d**-0.5, mask=attention_mask(s, s, **(has or {})), **options)
+    out, lse = flash_attention(
+        q, k, v, scale=d**-0.5, mask=attention_mask(s, s, **(has or {})), **options
+    )
     torch.autograd.backward([out, lse], [torch.ones_like(out), torch.ones_like(lse)])
 
 
@@ -65,47 +71,102 @@ def attention_calls() -> Iterator[tuple[str, Callable[[], None]]]:
     samples = torch.tensor([3, 2**31 + 1], device=DEVICE)
     yield "attention, causal, d 64", lambda: attend(150, 4, 2, 64)
     yield "attention, causal, d 128, atomic", lambda: attend(150, 2, 1, 128, deterministic=False)
-    yield "attention, full, d 96, soft cap", lambda: attend(90, 2, 2, 96, {"causal": False}, softcap=5.0)
-    yield "attention, window, dropout", lambda: attend(150, 2, 2, 64, {"window": 40}, drop=0.1, key=(1, 2), sample_ids=samples)
-    yield "attention, documents and positions", lambda: attend(150, 2, 2, 64, {"document_starts": starts, "q_positions": positions, "k_positions": positions})
+    yield (
+        "attention, full, d 96, soft cap",
+        lambda: attend(90, 2, 2, 96, {"causal": False}, softcap=5.0),
+    )
+    yield (
+        "attention, window, dropout",
+        lambda: attend(150, 2, 2, 64, {"window": 40}, drop=0.1, key=(1, 2), sample_ids=samples),
+    )
+    yield (
+        "attention, documents and positions",
+        lambda: attend(
+            150,
+            2,
+            2,
+            64,
+            {"document_starts": starts, "q_positions": positions, "k_positions": positions},
+        ),
+    )
     if DEVICE.type == "cuda":
         yield "attention, d 256", lambda: attend(90, 1, 1, 256)
 
 
 def gluon_calls() -> Iterator[tuple[str, Callable[[], None]]]:
     """Nothing where the kernel cannot run."""
-    for d, has in ((64, {}), (128, {"causal": False}), (96, {"window": 40})) if unfit(DEVICE, HALF) is None else ():
+    for d, has in (
+        ((64, {}), (128, {"causal": False}), (96, {"window": 40}))
+        if unfit(DEVICE, HALF) is None
+        else ()
+    ):
         q, k, v = (random(150, 2, heads, d) for heads in (4, 2, 2))
         mask = attention_mask(150, 150, **has)
-        yield f"attention in Gluon, d {d}", lambda q=q, k=k, v=v, d=d, mask=mask: flash_attention(q, k, v, scale=d**-0.5, mask=mask, gluon=True)
+        yield (
+            f"attention in Gluon, d {d}",
+            lambda q=q, k=k, v=v, d=d, mask=mask: flash_attention(
+                q, k, v, scale=d**-0.5, mask=mask, gluon=True
+            ),
+        )
 
 
 def norm_call(rows: int, width: int, bias: bool, residual: bool) -> None:
-    x, weight, shift = random(rows, 2, width + 8)[..., :width], random(width), random(width) if bias else None
-    y, *kept = add_norm(x, random(rows, 2, width), weight, shift, 1e-5) if residual else norm(x, weight, shift, 1e-5)
+    x, weight, shift = (
+        random(rows, 2, width + 8)[..., :width],
+        random(width),
+        random(width) if bias else None,
+    )
+    y, *kept = (
+        add_norm(x, random(rows, 2, width), weight, shift, 1e-5)
+        if residual
+        else norm(x, weight, shift, 1e-5)
+    )
     total, statistics = kept if residual else (x, *kept)
     norm_backward(torch.ones_like(y), total, weight, statistics, y if residual else None)
 
 
 def row_calls() -> Iterator[tuple[str, Callable[[], None]]]:
     """Norms, rotary embedding, activations, dropout and the loss."""
-    for width in (72, 1000, WIDEST["backward"] + 40, WIDEST["forward"] + 40) if DEVICE.type == "cuda" else (72, WIDEST["backward"] + 40):
+    for width in (
+        (72, 1000, WIDEST["backward"] + 40, WIDEST["forward"] + 40)
+        if DEVICE.type == "cuda"
+        else (72, WIDEST["backward"] + 40)
+    ):
         for bias, residual in ((False, False), (True, True)):
-            yield f"norm of {width}, {'bias and residual' if bias else 'alone'}", lambda args=(5, width, bias, residual): norm_call(*args)
+            yield (
+                f"norm of {width}, {'bias and residual' if bias else 'alone'}",
+                lambda args=(5, width, bias, residual): norm_call(*args),
+            )
     cos, sin = (random(7, 2, 1, 48, dtype=torch.float32) for _ in range(2))
-    yield "rotary embedding of fused heads", lambda: rotary_(random(7, 2, 3, 5, 64)[:, :, :, :4], cos, sin, 1)
+    yield (
+        "rotary embedding of fused heads",
+        lambda: rotary_(random(7, 2, 3, 5, 64)[:, :, :, :4], cos, sin, 1),
+    )
     for kind in KINDS:
         for shift in (None, random(2 * 1100)):
             x = random(3, 2, 2 * 1100) if kind.endswith("glu") else random(3, 2, 1100)
             bias = shift if shift is None else shift[: x.shape[-1]]
-            yield f"{kind}, {'bias' if bias is not None else 'no bias'}", lambda x=x, bias=bias, kind=kind: activation_backward(activation(x, bias, kind), x, bias, kind)
-    hidden, where = random(5, 2, 1100), (whole(2, below=100), torch.arange(5, device=DEVICE), 1, 2, 0.1)
+            yield (
+                f"{kind}, {'bias' if bias is not None else 'no bias'}",
+                lambda x=x, bias=bias, kind=kind: activation_backward(
+                    activation(x, bias, kind), x, bias, kind
+                ),
+            )
+    hidden, where = (
+        random(5, 2, 1100),
+        (whole(2, below=100), torch.arange(5, device=DEVICE), 1, 2, 0.1),
+    )
     yield "dropout", lambda: (dropout_add(hidden, hidden, *where), dropout(hidden, *where))
     labels, numbers = whole(6, below=1500), torch.ones(6, device=DEVICE)
     for cap in (None, 30.0):
         logits = random(6, 1504)
-        yield f"cross-entropy, cap {cap}", lambda cap=cap, logits=logits: (
-            cross_entropy_parts(logits, labels, 1500, cap), cross_entropy_backward_(logits, labels, numbers, numbers, numbers, 1500, cap))
+        yield (
+            f"cross-entropy, cap {cap}",
+            lambda cap=cap, logits=logits: (
+                cross_entropy_parts(logits, labels, 1500, cap),
+                cross_entropy_backward_(logits, labels, numbers, numbers, numbers, 1500, cap),
+            ),
+        )
 
 
 def optimizer_calls() -> Iterator[tuple[str, Callable[[], None]]]:
@@ -113,19 +174,33 @@ def optimizer_calls() -> Iterator[tuple[str, Callable[[], None]]]:
     master, m, v = (torch.ones(size, device=DEVICE) for _ in range(3))
     scalars = [torch.tensor(value, device=DEVICE) for value in (3.0, 1.0, 0.0)]
     for grad in (random(size), random(size, dtype=wide)):
-        yield f"AdamW, {grad.dtype}", lambda grad=grad: adamw_(master, grad, m, v, torch.empty_like(grad), *scalars, 1e-3, 0.9, 0.95, 1e-8, 0.1)
-        yield f"sum of squares, {grad.dtype}", lambda grad=grad: sum_of_squares([grad, grad[:1], grad[16:4099].clone()])
+        yield (
+            f"AdamW, {grad.dtype}",
+            lambda grad=grad: adamw_(
+                master, grad, m, v, torch.empty_like(grad), *scalars, 1e-3, 0.9, 0.95, 1e-8, 0.1
+            ),
+        )
+        yield (
+            f"sum of squares, {grad.dtype}",
+            lambda grad=grad: sum_of_squares([grad, grad[:1], grad[16:4099].clone()]),
+        )
     for scaling in ("tensor", "row", "block"):
         for transposed in (False, True):
-            yield f"8-bit floats, {scaling}, {'both ways' if transposed else 'one way'}", \
-                lambda scaling=scaling, transposed=transposed: quantise(random(70, 150), scaling=scaling, transposed=transposed)
+            yield (
+                f"8-bit floats, {scaling}, {'both ways' if transposed else 'one way'}",
+                lambda scaling=scaling, transposed=transposed: quantise(
+                    random(70, 150), scaling=scaling, transposed=transposed
+                ),
+            )
     yield "initial weights", lambda: normal_(torch.empty(5, 1030, device=DEVICE), 1, 2, 3, 7, 0.02)
 
 
 def main(words: list[str]) -> int:
     torch.manual_seed(0)
     count = 0
-    for calls in (gluon_calls,) if words == ["gluon"] else (attention_calls, row_calls, optimizer_calls):
+    for calls in (
+        (gluon_calls,) if words == ["gluon"] else (attention_calls, row_calls, optimizer_calls)
+    ):
         for name, call in calls():
             print(name, flush=True)  # a fault that comes now is of this
             call()

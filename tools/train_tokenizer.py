@@ -1,9 +1,11 @@
 """Train a SentencePiece tokenizer on the JSON lines that preprocess_data.py will encode.
 
-    python tools/train_tokenizer.py --input books.jsonl --vocab-size 32000 --output-prefix data/books
+    python tools/train_tokenizer.py --input books.jsonl --vocab-size 32000 --output-prefix
+    data/books
 
-Writes <output-prefix>.model for `--tokenizer-type SentencePieceTokenizer --tokenizer-model <output-prefix>.model`. The tokenizer is
-lossless: no normalisation, spaces and line ends kept, unknown characters as bytes. Its end-of-document id is that of `</s>`.
+Writes <output-prefix>.model for `--tokenizer-type SentencePieceTokenizer --tokenizer-model
+<output-prefix>.model`. The tokenizer is lossless: no normalisation, spaces and line ends kept,
+unknown characters as bytes. Its end-of-document id is that of `</s>`.
 """
 
 from __future__ import annotations
@@ -34,30 +36,52 @@ LOUD = 50 << 20  # bytes of input from which SentencePiece reports its own progr
 
 
 def lines(files: list[str], key: str) -> Iterator[str]:
-    """Every line of every text that is not empty: SentencePiece learns within lines. Raises UserError for a record without the key."""
+    """Every line of every text that is not empty: SentencePiece learns within lines. Raises
+    UserError for a record without the key.
+    """
     for path in files:
-        for chunk in (compressed_chunks if path.endswith((".gz", ".zst")) else plain_chunks)(path, LARGEST_CHUNK):
+        for chunk in (compressed_chunks if path.endswith((".gz", ".zst")) else plain_chunks)(
+            path, LARGEST_CHUNK
+        ):
             for number, record in read_records(chunk):
                 if not isinstance(record, dict) or not isinstance(record.get(key), str):
-                    raise UserError(f"{path}: a record has no text under the key {key!r}: name the right one with --json-key")
+                    raise UserError(
+                        f"{path}: a record has no text under the key {key!r}: name the right "
+                        "one with --json-key"
+                    )
                 if not is_text(record[key]):
-                    problem = "a text holds half of a surrogate pair, which is no character: repair it"
+                    problem = (
+                        "a text holds half of a surrogate pair, which is no character: repair it"
+                    )
                     raise refuse_line(chunk, number, problem)
                 yield from filter(None, record[key].split("\n"))
 
 
-def train(files: list[str], *, key: str, vocab_size: int, model_type: str, prefix: str, max_lines: int) -> None:
-    """Train and write the model, under its name only once complete. Raises UserError for input that gives no such tokenizer."""
+def train(
+    files: list[str], *, key: str, vocab_size: int, model_type: str, prefix: str, max_lines: int
+) -> None:
+    """Train and write the model, under its name only once complete. Raises UserError for input that
+    gives no such tokenizer.
+    """
     import sentencepiece
 
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines(files, key), model_writer=model, vocab_size=vocab_size, model_type=model_type,
-            input_sentence_size=max_lines, max_sentence_length=1 << 16, character_coverage=1.0, byte_fallback=True,
-            normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False, user_defined_symbols=["\n"],
+            sentence_iterator=lines(files, key),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type=model_type,
+            input_sentence_size=max_lines,
+            max_sentence_length=1 << 16,
+            character_coverage=1.0,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            user_defined_symbols=["\n"],
             minloglevel=0 if sum(map(os.path.getsize, files)) > LOUD else 2,
-        )  # fmt: skip
+        )
     except RuntimeError as error:
         raise UserError(f"--vocab-size {vocab_size}: SentencePiece refuses ({error})") from None
     os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
@@ -66,20 +90,39 @@ def train(files: list[str], *, key: str, vocab_size: int, model_type: str, prefi
 
 
 def main() -> None:
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSON-lines files or patterns, also .gz and .zst")
+    flags = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSON-lines files or patterns, also .gz and .zst",
+    )
     flags.add_argument("--json-key", default="text", help="key of the text (default: text)")
-    flags.add_argument("--vocab-size", type=int, required=True, help="ids in all, special and byte pieces included")
+    flags.add_argument(
+        "--vocab-size", type=int, required=True, help="ids in all, special and byte pieces included"
+    )
     flags.add_argument("--model-type", choices=["bpe", "unigram"], default="bpe")
     flags.add_argument("--output-prefix", required=True, help="writes <this>.model")
-    flags.add_argument("--max-lines", type=int, default=5_000_000, help="learn from a random sample of this size (default: 5,000,000)")
+    flags.add_argument(
+        "--max-lines",
+        type=int,
+        default=5_000_000,
+        help="learn from a random sample of this size (default: 5,000,000)",
+    )
     given = flags.parse_args()
     try:
         if fault := path_fault(f"{given.output_prefix}.model.partial"):
             raise UserError(f"--output-prefix {given.output_prefix[:60]}: {fault}")
         train(
-            input_files(given.input), key=given.json_key, vocab_size=given.vocab_size, model_type=given.model_type,
-            prefix=given.output_prefix, max_lines=given.max_lines,
+            input_files(given.input),
+            key=given.json_key,
+            vocab_size=given.vocab_size,
+            model_type=given.model_type,
+            prefix=given.output_prefix,
+            max_lines=given.max_lines,
         )
     except (UserError, OSError) as error:
         print(f"train_tokenizer.py: {error}", file=sys.stderr)

@@ -1,15 +1,22 @@
-"""Tries other configurations than those of kernels/configurations.json and writes those that win. Nothing else tunes, and nothing while a model runs.
+"""Tries other configurations than those of kernels/configurations.json and writes those that win.
+Nothing else tunes, and nothing while a model runs.
 
-    python tools/tune_kernels.py --compile-only --only "attention dq"        # no GPU: what each candidate for sm_90 compiles to (--arch 80, 100)
-    python tools/tune_kernels.py --out tuned.jsonl [--minutes 8]             # on a GPU: a line for each row of the table; goes on where FILE ends
-    python tools/tune_kernels.py --out tuned.jsonl --write                   # and puts what won into the table; then kernel_manifest.py --write
-    python tools/tune_kernels.py --out tuned.jsonl --tiny                    # small shapes, few candidates, also on a CPU: to try the tool
+    python tools/tune_kernels.py --compile-only --only "attention dq"        # no GPU: what each
+    candidate for sm_90 compiles to (--arch 80, 100)
+    python tools/tune_kernels.py --out tuned.jsonl [--minutes 8]             # on a GPU: a line for
+    each row of the table; goes on where FILE ends
+    python tools/tune_kernels.py --out tuned.jsonl --write                   # and puts what won
+    into the table; then kernel_manifest.py --write
+    python tools/tune_kernels.py --out tuned.jsonl --tiny                    # small shapes, few
+    candidates, also on a CPU: to try the tool
 
-For each row: candidates are compiled ahead of time, in processes of their own; those that break a rule of the gate (shared memory, spilled bytes
-beyond the frozen row's, no wgmma) are dropped. What is left is timed beside the frozen row, a call of each in turn, the four best and the frozen one
-for longer. The winner must be faster than the frozen row by more than both the noise of the two medians and 1%, its result must be the
-definition's, and all variants of it must pass the gate: then it is written. A row is measured where it is looked up: on a GPU newer than the row's
-architecture the winner becomes a row of the GPU's own.
+For each row: candidates are compiled ahead of time, in processes of their own; those that break a
+rule of the gate (shared memory, spilled bytes beyond the frozen row's, no wgmma) are dropped. What
+is left is timed beside the frozen row, a call of each in turn, the four best and the frozen one for
+longer. The winner must be faster than the frozen row by more than both the noise of the two medians
+and 1%, its result must be the definition's, and all variants of it must pass the gate: then it is
+written. A row is measured where it is looked up: on a GPU newer than the row's architecture the
+winner becomes a row of the GPU's own.
 """
 
 from __future__ import annotations
@@ -62,19 +69,43 @@ from megatron.kernels.configurations import FILE, Row, find, read, write
 from one_call import OneCall
 
 # of kernels with matrix products
-GRID = {"M": (32, 64, 128), "N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3, 4), "maxnreg": (0, 128)}
-MODULES = {"activation": activation, "adamw": adamw, "attention forward": attention, "attention": attention_backward, "cross_entropy": cross_entropy,
-           "dropout": dropout, "fp8": fp8, "grad_norm": grad_norm, "initialise": initialise, "norm": norm, "rotary": rotary}
+GRID = {
+    "M": (32, 64, 128),
+    "N": (32, 64, 128),
+    "num_warps": (4, 8),
+    "num_stages": (1, 2, 3, 4),
+    "maxnreg": (0, 128),
+}
+MODULES = {
+    "activation": activation,
+    "adamw": adamw,
+    "attention forward": attention,
+    "attention": attention_backward,
+    "cross_entropy": cross_entropy,
+    "dropout": dropout,
+    "fp8": fp8,
+    "grad_norm": grad_norm,
+    "initialise": initialise,
+    "norm": norm,
+    "rotary": rotary,
+}
 UNTUNED = "attention gluon"  # has few layouts, which benchmark_kernels.py measures
 LEAST_GAIN = 0.01
 ROUNDS = {"first": 5, "last": 25}
-BOUND = {torch.bfloat16: 1e-2, torch.float32: 1e-5}  # relative error in the Frobenius norm, against fp32
+# relative error in the Frobenius norm, against fp32
+BOUND = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 
 
 def rows_of(arch: int, only: str = "") -> list[Row]:
     """What the table has for an architecture, each row once; no refused ones."""
-    rows = (find(operator, arch, **dict(key)) for operator, key in configurations.TABLE if min(configurations.TABLE[operator, key]) <= arch)
-    return [row for row in rows if only in title(row) and not row.refused and row.operator != UNTUNED]
+    rows = (
+        find(operator, arch, **dict(key))
+        for operator, key in configurations.TABLE
+        if min(configurations.TABLE[operator, key]) <= arch
+    )
+    return [
+        row for row in rows if only in title(row) and not row.refused and row.operator != UNTUNED
+    ]
 
 
 def title(row: Row) -> str:
@@ -82,13 +113,30 @@ def title(row: Row) -> str:
 
 
 def candidates(row: Row, arch: int) -> list[Row]:
-    """Other numbers for a row: the grid for matrix products; for what only moves bytes one number halved or doubled at a time."""
+    """Other numbers for a row: the grid for matrix products; for what only moves bytes one number
+    halved or doubled at a time.
+    """
     if "M" in row.numbers and "N" in row.numbers:
-        chosen = [dict(zip(GRID, values, strict=True)) for values in itertools.product(*GRID.values())]
-        chosen = [{name: value for name, value in each.items() if value} for each in chosen if not (each["maxnreg"] and each["num_warps"] == 4)]
+        chosen = [
+            dict(zip(GRID, values, strict=True)) for values in itertools.product(*GRID.values())
+        ]
+        chosen = [
+            {name: value for name, value in each.items() if value}
+            for each in chosen
+            if not (each["maxnreg"] and each["num_warps"] == 4)
+        ]
     else:
-        chosen = [row.numbers | {name: value} for name, old in row.numbers.items() for value in (old // 2, 2 * old) if value]
-    return [replace(row, arch=arch, numbers=each, shared=0, measured={}) for each in chosen if each != row.numbers]
+        chosen = [
+            row.numbers | {name: value}
+            for name, old in row.numbers.items()
+            for value in (old // 2, 2 * old)
+            if value
+        ]
+    return [
+        replace(row, arch=arch, numbers=each, shared=0, measured={})
+        for each in chosen
+        if each != row.numbers
+    ]
 
 
 @contextlib.contextmanager
@@ -111,19 +159,36 @@ def compiled(row: Row, arch: int) -> list[lang.Compiled]:
         return [replace(each, arch=arch) for each in module.aot(arch) if each.row == row]
 
 
-def gate(rows: list[Row], arch: int, jobs: int, *, whole: bool) -> list[tuple[kernel_manifest.Facts, list[str]]]:
-    """For each row what it compiles to and the rules that it breaks, in processes that may die; `whole`: all variants, the worst of each number."""
-    each = {f"{at}/{shape.name}": (at, shape) for at, row in enumerate(rows) for shape in (compiled(row, arch) if whole else compiled(row, arch)[:1])}
+def gate(
+    rows: list[Row], arch: int, jobs: int, *, whole: bool
+) -> list[tuple[kernel_manifest.Facts, list[str]]]:
+    """For each row what it compiles to and the rules that it breaks, in processes that may die;
+    `whole`: all variants, the worst of each number.
+    """
+    each = {
+        f"{at}/{shape.name}": (at, shape)
+        for at, row in enumerate(rows)
+        for shape in (compiled(row, arch) if whole else compiled(row, arch)[:1])
+    }
     with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
-        file.write(f"import sys\nsys.path[:0] = {[str(ROOT), str(ROOT / 'tools')]!r}\nfrom tune_kernels import again\n\n\n"
-                   f"def aot():\n    return again({write(rows)!r}, {arch}, {whole})\n")
+        file.write(
+            f"import sys\nsys.path[:0] = {[str(ROOT), str(ROOT / 'tools')]!r}\nfrom "
+            "tune_kernels import again\n\n\n"
+            f"def aot():\n    return again({write(rows)!r}, {arch}, {whole})\n"
+        )
         file.flush()
         facts = kernel_manifest.compile_all(list(each), jobs, file.name)
     result: list[tuple[dict, list[str]]] = [({}, []) for _ in rows]
     for name, (at, shape) in each.items():
         found, faults = result[at]
         faults += kernel_manifest.faults(shape, facts[name])
-        found.update({key: max(value, found.get(key, 0)) for key, value in facts[name].items() if key != "error"})
+        found.update(
+            {
+                key: max(value, found.get(key, 0))
+                for key, value in facts[name].items()
+                if key != "error"
+            }
+        )
         found["num_warps"] = shape.num_warps
     return result
 
@@ -136,11 +201,18 @@ def again(text: str, arch: int, whole: bool) -> Iterator[lang.Compiled]:
 
 
 def blocks_of_an_sm(facts: kernel_manifest.Facts, arch: int) -> int:
-    """How many blocks of threads a multiprocessor holds at once, by threads, registers (256 at a time a warp) and shared memory (1 KiB more each)."""
+    """How many blocks of threads a multiprocessor holds at once, by threads, registers (256 at a
+    time a warp) and shared memory (1 KiB more each).
+    """
     warps = facts["num_warps"]
     registers = -(-facts["registers"] * 32 // 256) * 256 * warps
     shared = configurations.shared_memory(arch) + 1024
-    return min((1536 if arch in (86, 89, 120) else 2048) // (32 * warps), 65536 // registers, shared // (facts["shared"] + 1024), 32)
+    return min(
+        (1536 if arch in (86, 89, 120) else 2048) // (32 * warps),
+        65536 // registers,
+        shared // (facts["shared"] + 1024),
+        32,
+    )
 
 
 def show(row: Row, facts: kernel_manifest.Facts, faults: list[str], arch: int) -> str:
@@ -148,7 +220,10 @@ def show(row: Row, facts: kernel_manifest.Facts, faults: list[str], arch: int) -
     if "registers" not in facts:
         return f"| {title(row)} | {numbers} | - | - | - | - | {'; '.join(faults)} |"
     blocks = blocks_of_an_sm(facts, arch)
-    return f"| {title(row)} | {numbers} | {facts['registers']} | {facts['spilled']} | {facts['shared']} | {blocks} | {'; '.join(faults)} |"
+    return (
+        f"| {title(row)} | {numbers} | {facts['registers']} | {facts['spilled']} | "
+        f"{facts['shared']} | {blocks} | {'; '.join(faults)} |"
+    )
 
 
 class Clock:
@@ -172,20 +247,30 @@ class Clock:
 def noise(times: list[float]) -> float:
     """Twice the standard error of the median, by the median distance from it."""
     middle = statistics.median(times)
-    return 2 * 1.2533 * 1.4826 * statistics.median(abs(each - middle) for each in times) / len(times) ** 0.5
+    return (
+        2
+        * 1.2533
+        * 1.4826
+        * statistics.median(abs(each - middle) for each in times)
+        / len(times) ** 0.5
+    )
 
 
 def winner(frozen: Row, rows: list[Row], times: list[list[float]]) -> tuple[Row, float, float]:
-    """(row, its median, the frozen row's): the fastest if it beats the frozen one, rows[0], by more than the noise, else that."""
+    """(row, its median, the frozen row's): the fastest if it beats the frozen one, rows[0], by more
+    than the noise, else that.
+    """
     medians = [statistics.median(each) for each in times]
     best = min(range(len(rows)), key=medians.__getitem__)
-    if medians[0] - medians[best] > max(LEAST_GAIN * medians[0], noise(times[0]) + noise(times[best])):
+    if medians[0] - medians[best] > max(
+        LEAST_GAIN * medians[0], noise(times[0]) + noise(times[best])
+    ):
         return rows[best], medians[best], medians[0]
     return frozen, medians[0], medians[0]
 
 
 def wrong(case: Any) -> str:
-    """What is wrong with a case's results; nothing: "". """
+    """What is wrong with a case's results; nothing: ""."""
     for actual, expected in zip(case.call(), case.expected(), strict=True):
         error = float((actual.double() - expected.double()).norm() / expected.double().norm())
         if not error < BOUND[actual.dtype if actual.dtype in BOUND else torch.float32]:
@@ -202,9 +287,19 @@ def tune(row: Row, arch: int, clock: Clock, jobs: int) -> dict[str, Any]:
         tried = tried[:2]
         fit = tried
     else:
-        fit = [each for each, (_, faults) in zip(tried, gate(tried, arch, jobs, whole=False), strict=True) if not faults]
-    line: dict[str, Any] = {"operator": row.operator, "arch": arch, "key": dict(row.key), "frozen": dict(row.numbers),
-                            "tried": len(tried), "fit": len(fit)}
+        fit = [
+            each
+            for each, (_, faults) in zip(tried, gate(tried, arch, jobs, whole=False), strict=True)
+            if not faults
+        ]
+    line: dict[str, Any] = {
+        "operator": row.operator,
+        "arch": arch,
+        "key": dict(row.key),
+        "frozen": dict(row.numbers),
+        "tried": len(tried),
+        "fit": len(fit),
+    }
     case = tuned_operators.case(row, clock.device, clock.tiny)
     fit = [row, *fit]
     quick = clock.rounds(fit, case.call, 1 if clock.tiny else ROUNDS["first"])
@@ -219,7 +314,11 @@ def tune(row: Row, arch: int, clock: Clock, jobs: int) -> dict[str, Any]:
     if best is not row and not fault and not clock.tiny:
         ((facts, faults),) = gate([best], arch, jobs, whole=True)
         fault = "; ".join(faults)
-    return line | {"spills": facts.get("spilled", row.spills), "shared": facts.get("shared", row.shared), "fault": fault}
+    return line | {
+        "spills": facts.get("spilled", row.spills),
+        "shared": facts.get("shared", row.shared),
+        "fault": fault,
+    }
 
 
 def taken(table: list[Row], lines: list[dict[str, Any]]) -> list[Row]:
@@ -227,11 +326,23 @@ def taken(table: list[Row], lines: list[dict[str, Any]]) -> list[Row]:
     rows = {(row.operator, frozenset(row.key.items()), row.arch): row for row in table}
     for line in lines:
         place = line["operator"], frozenset(line["key"].items()), line["arch"]
-        if line["fault"] or line["tiny"] or (line["numbers"] == line["frozen"] and place not in rows):
+        if (
+            line["fault"]
+            or line["tiny"]
+            or (line["numbers"] == line["frozen"] and place not in rows)
+        ):
             continue
         shared = line["shared"] if line["operator"].startswith("attention ") else 0
         measured = {name: line[name] for name in ("ms", "gpu", "torch", "triton", "date")}
-        rows[place] = Row(line["operator"], line["arch"], line["key"], line["numbers"], line["spills"], shared, measured=measured)
+        rows[place] = Row(
+            line["operator"],
+            line["arch"],
+            line["key"],
+            line["numbers"],
+            line["spills"],
+            shared,
+            measured=measured,
+        )
     return sorted(rows.values(), key=lambda row: (row.operator, row.arch))
 
 
@@ -247,15 +358,37 @@ def finished(file: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="TEXT", help='rows whose operator and key contain it, as in "attention dq 128"')
-    parser.add_argument("--out", type=Path, metavar="FILE", help="lines of results, which a later call goes on with")
-    parser.add_argument("--write", action="store_true", help="put what won into kernels/configurations.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help='rows whose operator and key contain it, as in "attention dq 128"',
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="lines of results, which a later call goes on with"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="put what won into kernels/configurations.json"
+    )
     parser.add_argument("--minutes", type=float, default=8.5, help="begin no row after so many")
-    parser.add_argument("--compile-only", action="store_true", help="compile the candidates and show what they need")
-    parser.add_argument("--arch", type=int, choices=configurations.ARCHITECTURES, help="of --compile-only; default 90")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile at once")
-    parser.add_argument("--tiny", action="store_true", help="small shapes, two candidates, one round")
+    parser.add_argument(
+        "--compile-only", action="store_true", help="compile the candidates and show what they need"
+    )
+    parser.add_argument(
+        "--arch",
+        type=int,
+        choices=configurations.ARCHITECTURES,
+        help="of --compile-only; default 90",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="processes that compile at once"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="small shapes, two candidates, one round"
+    )
     arguments = parser.parse_args()
     deadline = time.monotonic() + 60 * arguments.minutes
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -264,12 +397,20 @@ def main() -> int:
     arch = arguments.arch or lang.capability(device)
     rows = rows_of(arch, arguments.only)
     if not rows:
-        parser.error(f"--only {arguments.only}: no row is called so; there are {', '.join(title(row) for row in rows_of(arch))}")
+        parser.error(
+            f"--only {arguments.only}: no row is called so; there are "
+            f"{', '.join(title(row) for row in rows_of(arch))}"
+        )
     if arguments.compile_only:
-        print("| row | numbers | registers | spilled | shared | blocks an SM | faults |\n|---|---|---|---|---|---|---|")
+        print(
+            "| row | numbers | registers | spilled | shared | blocks an SM | faults |\n"
+            "|---|---|---|---|---|---|---|"
+        )
         for row in rows:
             all_of_them = [replace(row, arch=arch), *candidates(row, arch)]
-            for each, (facts, faults) in zip(all_of_them, gate(all_of_them, arch, arguments.jobs, whole=False), strict=True):
+            for each, (facts, faults) in zip(
+                all_of_them, gate(all_of_them, arch, arguments.jobs, whole=False), strict=True
+            ):
                 print(show(each, facts, faults, arch), flush=True)
         return 0
     if arguments.arch:
@@ -278,9 +419,17 @@ def main() -> int:
         parser.error("--out FILE: where results go, or --compile-only")
     if device.type == "cpu" and not arguments.tiny:
         parser.error("no GPU is here: --compile-only compiles, --tiny tries the tool on a CPU")
-    about = {"gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(), "torch": torch.__version__,
-             "triton": lang.triton.__version__, "date": date.today().isoformat(), "tiny": arguments.tiny}
-    done = {(line["operator"], frozenset(line["key"].items())) for line in finished(arguments.out, about)}
+    about = {
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "torch": torch.__version__,
+        "triton": lang.triton.__version__,
+        "date": date.today().isoformat(),
+        "tiny": arguments.tiny,
+    }
+    done = {
+        (line["operator"], frozenset(line["key"].items()))
+        for line in finished(arguments.out, about)
+    }
     left = [row for row in rows if (row.operator, frozenset(row.key.items())) not in done]
     clock = Clock(device, arguments.tiny)
     with arguments.out.open("a") as out:
@@ -289,10 +438,19 @@ def main() -> int:
             line = tune(row, arch, clock, arguments.jobs) | about
             out.write(json.dumps(line) + "\n")
             out.flush()
-            print(f"{title(row)}: {line['numbers']}, {line['ms']:.4g} ms, frozen {line['frozen_ms']:.4g} ms {line['fault']}", flush=True)
+            print(
+                (
+                    f"{title(row)}: {line['numbers']}, {line['ms']:.4g} ms, frozen "
+                    f"{line['frozen_ms']:.4g} ms {line['fault']}"
+                ),
+                flush=True,
+            )
     if arguments.write:
         FILE.write_text(write(taken(read(FILE.read_text()), finished(arguments.out, about))))
-    print(f"{len(rows) - len(left)} rows measured, {len(left)} left" + (": the same call continues with them" if left else ""))
+    print(
+        f"{len(rows) - len(left)} rows measured, {len(left)} left"
+        + (": the same call continues with them" if left else "")
+    )
     return 0
 
 

@@ -1,4 +1,6 @@
-"""The processes of one system that take turns with others on one machine: they do something when they are told to and sleep meanwhile."""
+"""The processes of one system that take turns with others on one machine: they do something when
+they are told to and sleep meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import threading
 from typing import Any
 
 PATIENCE = 300.0  # seconds for a turn
-# What megatron/distributed/setup.py asks of glibc for our own process: freed memory stays with a process. Every
+# What megatron/distributed/setup.py asks of glibc for our own process: freed memory stays with a
+# process. Every
 # program that is compared gets it, through the environment.
 KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": f"{2**31 - 1}", "MALLOC_TRIM_THRESHOLD_": f"{2**31 - 1}"}
 
@@ -27,14 +30,34 @@ class Group:
         self.errors = tempfile.TemporaryFile("w+")
         self.ranks = []
         for rank in range(processes):
-            environ = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
-                       "LOCAL_WORLD_SIZE": str(processes), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
-                       **KEPT_MEMORY}
-            self.ranks.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environ,
-                                               cwd=tempfile.gettempdir()))
+            environ = {
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(processes),
+                "MASTER_ADDR": "127.0.0.1",
+                "LOCAL_WORLD_SIZE": str(processes),
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+                "DS_ACCELERATOR": "cpu",
+                **KEPT_MEMORY,
+            }
+            self.ranks.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self.errors,
+                    text=True,
+                    env=environ,
+                    cwd=tempfile.gettempdir(),
+                )
+            )
 
     def turn(self, what: str) -> list[dict[str, Any]]:
-        """Every rank's answer to a line, itself a line `TURN {...}`. Raises RuntimeError when a rank ends instead."""
+        """Every rank's answer to a line, itself a line `TURN {...}`. Raises RuntimeError when a
+        rank ends instead.
+        """
         for rank in self.ranks:
             rank.stdin.write(what + "\n")
             rank.stdin.flush()
@@ -50,7 +73,9 @@ class Group:
             else:
                 patience.cancel()
                 self.errors.seek(0)
-                raise RuntimeError(f"{self.system} ended:\n{''.join(told[-40:])}{self.errors.read()[-4000:]}")
+                raise RuntimeError(
+                    f"{self.system} ended:\n{''.join(told[-40:])}{self.errors.read()[-4000:]}"
+                )
         patience.cancel()
         return answers
 

@@ -13,8 +13,9 @@ from itertools import product
 BASE = """
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32
     --micro-batch-size 1 --global-batch-size 4 --train-iters 4
-    --tokenizer-type NullTokenizer --vocab-size 49 --init-method-std 0.2 --lr 1e-2 --lr-warmup-iters 2
-    --log-interval 1 --eval-interval 3 --eval-iters 1 --log-params-norm --mock-data --save {save}
+    --tokenizer-type NullTokenizer --vocab-size 49 --init-method-std 0.2 --lr 1e-2
+    --lr-warmup-iters 2 --log-interval 1 --eval-interval 3 --eval-iters 1 --log-params-norm
+    --mock-data --save {save}
 """
 PLAIN = "--hidden-dropout 0 --attention-dropout 0"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
@@ -65,7 +66,9 @@ class GoldenRun:
     launches: tuple[Launch, ...]
 
     def command_lines(self, save: str, state: str) -> list[list[str]]:
-        """The flags of each launch, with the folders of checkpoints and of the optimizer's files."""
+        """The flags of each launch, with the folders of checkpoints and of the optimizer's
+        files.
+        """
         lines = []
         for number, launch in enumerate(self.launches):
             load = "--load {save}" if number else ""
@@ -124,7 +127,8 @@ def _one_process() -> list[GoldenRun]:
         "half on the host": f"{PLAIN} --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
         "in files": f"{LLAMA} --bf16 --optimizer-nvme-offload {{state}}",
         "weights on the host": f"{LLAMA} --bf16 --zero-stage 3 --param-cpu-offload",
-        "kernels": f"{LLAMA} {TRITON} --num-layers 2 --train-iters 2 --lr-warmup-iters 0 --hidden-dropout 0.1 "
+        "kernels": f"{LLAMA} {TRITON} --num-layers 2 --train-iters 2 --lr-warmup-iters 0 "
+        "--hidden-dropout 0.1 "
         "--eval-iters 0",
     }
     return [_one(f"one process: {name}", 1, flags) for name, flags in features.items()]

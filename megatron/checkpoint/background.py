@@ -1,8 +1,10 @@
-"""A process beside each rank that writes shards and commits checkpoints while training goes on: no torch, no lock shared with the trainer.
+"""A process beside each rank that writes shards and commits checkpoints while training goes on: no
+torch, no lock shared with the trainer.
 
-The trainer puts the bytes of a shard's file into memory that both see (a memfd), in one wave or, where that memory is smaller than the file,
-in several. Commands and answers are lines of JSON on pipes. The process ignores the signals that end a job, which the trainer answers by
-waiting for it, and it dies with the trainer.
+The trainer puts the bytes of a shard's file into memory that both see (a memfd), in one wave or,
+where that memory is smaller than the file, in several. Commands and answers are lines of JSON on
+pipes. The process ignores the signals that end a job, which the trainer answers by waiting for it,
+and it dies with the trainer.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class Background:
             raise self._gone() from error
 
     def answer(self, *, wait: bool) -> dict[str, Any] | None:
-        """The next answer; None when there is none yet. Raises CheckpointError when the process is gone."""
+        """The next answer; None when there is none yet. Raises CheckpointError when the process is
+        gone.
+        """
         pipe = self.process.stdout.fileno()
         while True:
             line, end, rest = self.text.partition(b"\n")
@@ -71,12 +75,22 @@ class Background:
                 self.text += part
 
     def start(self) -> None:
-        """Start the process unless it runs; it is safe from signals, and tied to this process, when this returns."""
+        """Start the process unless it runs; it is safe from signals, and tied to this process, when
+        this returns.
+        """
         if self.process is not None and self.process.poll() is None:
             return
         self.close()
-        program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from megatron.checkpoint.background import serve; serve({self.descriptor})"
-        self.process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[self.descriptor])
+        program = (
+            f"import sys; sys.path.insert(0, {str(ROOT)!r}); from "
+            f"megatron.checkpoint.background import serve; serve({self.descriptor})"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[self.descriptor],
+        )
         self.answer(wait=True)
 
     def close(self) -> None:
@@ -91,8 +105,16 @@ class Background:
 
     def _gone(self) -> CheckpointError:
         code = self.process.wait()
-        why = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
-        hint = "; when that was for lack of memory, give --async-save-host-memory" if code == -signal.SIGKILL else ""
+        why = (
+            f"was killed by signal {-code} ({signal.Signals(-code).name})"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
+        hint = (
+            "; when that was for lack of memory, give --async-save-host-memory"
+            if code == -signal.SIGKILL
+            else ""
+        )
         return CheckpointError(f"the process that writes checkpoints {why}{hint}")
 
 
@@ -138,26 +160,43 @@ def _write(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> d
     waves = _waves(command["bytes"], memory, commands)
     first = next(waves)
     header, rest = bytes(first[: command["header"]]), first[command["header"] :]
-    assert len(rest) % m.CHUNK == 0 or len(first) == command["bytes"], "a wave ends in the middle of a chunk"
+    assert len(rest) % m.CHUNK == 0 or len(first) == command["bytes"], (
+        "a wave ends in the middle of a chunk"
+    )
 
     def data() -> Iterator[memoryview]:
         yield rest
         yield from waves
 
     progress = WriteProgress(command["iteration"], command["bytes"], _say)
-    return write_shard_file(Path(command["folder"]), command["index"], header, limited(data(), command["rate"]), verify=command["verify"],
-                            progress=progress)
+    return write_shard_file(
+        Path(command["folder"]),
+        command["index"],
+        header,
+        limited(data(), command["rate"]),
+        verify=command["verify"],
+        progress=progress,
+    )
 
 
 def _copy(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> dict[str, Any]:
     """A shard that lies in a local folder."""
     record = command["record"]
-    return copy_shard(Path(command["source"]), Path(command["folder"]), command["index"], record, command["rate"], verify=command["verify"],
-                      progress=WriteProgress(command["iteration"], record["bytes"], _say))
+    return copy_shard(
+        Path(command["source"]),
+        Path(command["folder"]),
+        command["index"],
+        record,
+        command["rate"],
+        verify=command["verify"],
+        progress=WriteProgress(command["iteration"], record["bytes"], _say),
+    )
 
 
 def _waves(size: int, memory: memoryview, commands: BinaryIO) -> Iterator[memoryview]:
-    """The file's bytes as they come; each wave is answered when it has been taken, the last one by what comes of it all."""
+    """The file's bytes as they come; each wave is answered when it has been taken, the last one by
+    what comes of it all.
+    """
     while True:
         count = json.loads(commands.readline() or sys.exit(0))["bytes"]
         yield memory[:count]
@@ -169,7 +208,16 @@ def _waves(size: int, memory: memoryview, commands: BinaryIO) -> Iterator[memory
 
 def _commit(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> None:
     root, iteration = Path(command["root"]), command["iteration"]
-    commit(root, Path(command["folder"]), iteration, command["attempt"], command["shards"], command["state"], _say, command["before"])
+    commit(
+        root,
+        Path(command["folder"]),
+        iteration,
+        command["attempt"],
+        command["shards"],
+        command["state"],
+        _say,
+        command["before"],
+    )
     retire(root, Policy(**command["retention"]), iteration, _say)
 
 

@@ -1,4 +1,6 @@
-"""Boxes of logical tensors: their keys in a shard, what two have in common, whether many cover a tensor. Pure; no torch."""
+"""Boxes of logical tensors: their keys in a shard, what two have in common, whether many cover a
+tensor. Pure; no torch.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,21 @@ def parse_key(key: str, path: Path) -> tuple[str, tuple[int, ...]]:
     return match[1], tuple(map(int, match[2].split(","))) if match[2] else ()
 
 
-def intersect(offset_a: tuple, extent_a: tuple, offset_b: tuple, extent_b: tuple) -> tuple[tuple, tuple] | None:
+def intersect(
+    offset_a: tuple, extent_a: tuple, offset_b: tuple, extent_b: tuple
+) -> tuple[tuple, tuple] | None:
     """(low, high) of the common part of two boxes, or None."""
     low = tuple(map(max, offset_a, offset_b))
-    high = tuple(min(oa + ea, ob + eb) for oa, ea, ob, eb in zip(offset_a, extent_a, offset_b, extent_b))
+    high = tuple(
+        min(oa + ea, ob + eb) for oa, ea, ob, eb in zip(offset_a, extent_a, offset_b, extent_b)
+    )
     return (low, high) if all(l < h for l, h in zip(low, high)) else None
 
 
 def tiles(shape: tuple[int, ...], boxes: list[Box]) -> bool:
-    """Whether boxes cover `shape` exactly once: they lie inside, their volumes add up to its own, and no two have anything in common."""
+    """Whether boxes cover `shape` exactly once: they lie inside, their volumes add up to its own,
+    and no two have anything in common.
+    """
     volume = 0
     for offset, extent in boxes:
         if any(o < 0 or o + e > n for o, e, n in zip(offset, extent, shape)):
@@ -41,14 +49,18 @@ def tiles(shape: tuple[int, ...], boxes: list[Box]) -> bool:
         volume += math.prod(extent)
     if volume != math.prod(shape):
         return False
-    return len(boxes) == 1 or not _overlap(sorted(box for box in boxes if math.prod(box[1])), len(shape))
+    return len(boxes) == 1 or not _overlap(
+        sorted(box for box in boxes if math.prod(box[1])), len(shape)
+    )
 
 
 def _overlap(boxes: list[Box], dims: int) -> bool:
-    """Whether two of these boxes, in the order of their offsets and none empty, have a common element.
+    """Whether two of these boxes, in the order of their offsets and none empty, have a common
+    element.
 
-    A sweep along dimension 0 over the boxes that reach its line. In one or two dimensions those are disjoint intervals of the other one, and
-    a new box is compared with its neighbours there: n log n. In more it is compared with all of them.
+    A sweep along dimension 0 over the boxes that reach its line. In one or two dimensions those are
+    disjoint intervals of the other one, and a new box is compared with its neighbours there: n log
+    n. In more it is compared with all of them.
     """
     if dims > 2:
         line: list[Box] = []
@@ -60,7 +72,8 @@ def _overlap(boxes: list[Box], dims: int) -> bool:
         return False
     begins: list[int] = []  # of the intervals on the line, and
     ends: list[int] = []
-    leaving: list[tuple[int, int]] = []  # (end in dimension 0, begin in dimension 1) of the same boxes, a heap
+    # (end in dimension 0, begin in dimension 1) of the same boxes, a heap
+    leaving: list[tuple[int, int]] = []
     for offset, extent in boxes:
         row, begin, end = offset[0], *((offset[1], offset[1] + extent[1]) if dims == 2 else (0, 1))
         while leaving and leaving[0][0] <= row:

@@ -1,7 +1,8 @@
-"""How a checkpoint appears whole or not at all, and never in the place of another one (docs/checkpoint.md).
+"""How a checkpoint appears whole or not at all, and never in the place of another one
+(docs/checkpoint.md).
 
-Shards, digest tables and the manifest are written and fsynced in `.tmp-iter-N-<attempt>/`, which one rename turns into
-`iter_000000N/`. Nothing here imports torch.
+Shards, digest tables and the manifest are written and fsynced in `.tmp-iter-N-<attempt>/`, which
+one rename turns into `iter_000000N/`. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint import manifest as m
-from megatron.checkpoint.files import FOLDER_MODE, clean, hold, make_root, new_file, sync_folder, write_all
+from megatron.checkpoint.files import (
+    FOLDER_MODE,
+    clean,
+    hold,
+    make_root,
+    new_file,
+    sync_folder,
+    write_all,
+)
 from megatron.checkpoint.index import Index, newest_first, read_manifest
 from megatron.checkpoint.manifest import CheckpointError
 
@@ -27,43 +36,78 @@ if TYPE_CHECKING:
 
 
 class Attempt:
-    """The temporary `folder` of one save: made and in the end removed by the first rank, held by all while they live.
+    """The temporary `folder` of one save: made and in the end removed by the first rank, held by
+    all while they live.
 
-    `state` is what is saved beside tensors; a rank writes `own` of `shards`, from number `index` on (None where it writes none): all are told in the
-    beginning.
+    `state` is what is saved beside tensors; a rank writes `own` of `shards`, from number `index` on
+    (None where it writes none): all are told in the beginning.
     """
 
-    def __init__(self, root: Path, iteration: int, ranks: Ranks, explain: Callable[[Exception], str], state: dict[str, Any] | None = None,
-                 own: int = 0) -> None:
-        self.root, self.ranks, self.explain, self.lock, self.makes = root, ranks, explain, -1, ranks.first
+    def __init__(
+        self,
+        root: Path,
+        iteration: int,
+        ranks: Ranks,
+        explain: Callable[[Exception], str],
+        state: dict[str, Any] | None = None,
+        own: int = 0,
+    ) -> None:
+        self.root, self.ranks, self.explain, self.lock, self.makes = (
+            root,
+            ranks,
+            explain,
+            -1,
+            ranks.first,
+        )
         self.state, self.own = state or {}, own
         self._choose(iteration, secrets.token_hex(8))
 
     def _choose(self, iteration: int, name: str) -> None:
-        self.iteration, self.name, self.folder = iteration, name, self.root / f".tmp-iter-{iteration}-{name}"
+        self.iteration, self.name, self.folder = (
+            iteration,
+            name,
+            self.root / f".tmp-iter-{iteration}-{name}",
+        )
 
     def __enter__(self) -> Attempt:
         """Raises CheckpointError on all ranks when their states differ."""
         try:
-            told = self._agree(lambda: (self._begin(), self.own, m.state_digests({"iteration": self.iteration, **self.state})))
+            told = self._agree(
+                lambda: (
+                    self._begin(),
+                    self.own,
+                    m.state_digests({"iteration": self.iteration, **self.state}),
+                )
+            )
             self._choose(self.iteration, told[0][0])
             self._compare([digests for _, _, digests in told])
         except BaseException as error:
             self.__exit__(error)
             raise
         counts = [own for _, own, _ in told]
-        self.index, self.shards = (sum(counts[: self.ranks.world.rank]) if self.own else None), sum(counts)
+        self.index, self.shards = (
+            (sum(counts[: self.ranks.world.rank]) if self.own else None),
+            sum(counts),
+        )
         return self
 
     def _compare(self, told: list[dict[str, str]]) -> None:
         for rank, digests in enumerate(told):
-            differing = [key for key in {**told[0], **digests} if digests.get(key) != told[0].get(key)]
+            differing = [
+                key for key in {**told[0], **digests} if digests.get(key) != told[0].get(key)
+            ]
             if differing:
-                raise CheckpointError(f"{self.root}: the checkpoint of iteration {self.iteration} was not saved: the state of rank {rank} differs from "
-                                      f"that of rank 0 in {', '.join(differing)}: they no longer carry out the same run. Resume from an older checkpoint.")
+                raise CheckpointError(
+                    f"{self.root}: the checkpoint of iteration {self.iteration} was not "
+                    f"saved: the state of rank {rank} differs from "
+                    f"that of rank 0 in {', '.join(differing)}: they no longer carry out the "
+                    "same run. Resume from an older checkpoint."
+                )
 
     def agree(self, part: Callable[[], Any]) -> list[Any]:
-        """As Ranks.agree, with errors of the file system, of memory and of the device in words. Before its first part a rank joins the attempt."""
+        """As Ranks.agree, with errors of the file system, of memory and of the device in words.
+        Before its first part a rank joins the attempt.
+        """
 
         def joined() -> Any:
             if self.lock < 0:
@@ -83,7 +127,9 @@ class Attempt:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """As `with`, but an attempt that has gone well so far lives on, to be ended by `__exit__`."""
+        """As `with`, but an attempt that has gone well so far lives on, to be ended by
+        `__exit__`.
+        """
         self.__enter__()
         try:
             yield
@@ -111,22 +157,38 @@ class Attempt:
         try:
             self.lock = hold(self.folder)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{self.root}: the folder {self.folder.name} that rank 0 made there cannot be seen from this rank: "
-                                  "is --save on a file system that all nodes share?") from error
+            raise CheckpointError(
+                f"{self.root}: the folder {self.folder.name} that rank 0 made there cannot "
+                "be seen from this rank: "
+                "is --save on a file system that all nodes share?"
+            ) from error
 
 
 def commit(
-    root: Path, temporary: Path, iteration: int, attempt: str, shards: list[dict[str, Any]], state: dict[str, Any],
-    say: Callable[[str], None], before: Iterable[int] = (),
+    root: Path,
+    temporary: Path,
+    iteration: int,
+    attempt: str,
+    shards: list[dict[str, Any]],
+    state: dict[str, Any],
+    say: Callable[[str], None],
+    before: Iterable[int] = (),
 ) -> Path:
-    """Add the manifest to `temporary`, whose shards are durable, and make it the checkpoint of `iteration`; return its folder.
+    """Add the manifest to `temporary`, whose shards are durable, and make it the checkpoint of
+    `iteration`; return its folder.
 
-    `before`: iterations that were under `root` when the run began; the later ones among them are of a pass that it has left.
+    `before`: iterations that were under `root` when the run began; the later ones among them are of
+    a pass that it has left.
     """
     left = _attempts(root, [each for each in before if each > iteration])
     content = {
-        "format": m.FORMAT, "version": m.VERSION, "iteration": iteration, "attempt": attempt,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"), "shards": shards, "state": state,
+        "format": m.FORMAT,
+        "version": m.VERSION,
+        "iteration": iteration,
+        "attempt": attempt,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "shards": shards,
+        "state": state,
     } | ({"left": left} if left else {})
     with new_file(temporary / m.MANIFEST) as file:
         write_all(file, [memoryview(m.encode_manifest(content))])
@@ -147,12 +209,19 @@ def commit(
         aside = root / f"{target.name}.damaged-{attempt}"
         os.rename(target, aside)
         os.rename(temporary, target)
-        say(f"{fault}. It was moved to {aside.name}, and a new checkpoint of iteration {iteration} is in its place")
+        say(
+            f"{fault}. It was moved to {aside.name}, and a new checkpoint of iteration "
+            f"{iteration} is in its place"
+        )
     sync_folder(root)
     _write_tracker(root, iteration, attempt)
     if left:
-        say(f"warning: {root} holds later iterations from before this run, which resumed from an earlier one: {', '.join(left)}. From now on --load "
-            f"takes iteration {iteration}, and none of them without --ckpt-step; move them away if they are not wanted")
+        say(
+            f"warning: {root} holds later iterations from before this run, which resumed "
+            f"from an earlier one: {', '.join(left)}. From now on --load "
+            f"takes iteration {iteration}, and none of them without --ckpt-step; move them "
+            "away if they are not wanted"
+        )
     return target
 
 
@@ -161,12 +230,15 @@ def _attempts(root: Path, iterations: Iterable[int]) -> dict[str, str]:
     found = {}
     for iteration in iterations:
         with suppress(CheckpointError):
-            found[str(iteration)] = read_manifest(root / m.iteration_folder(iteration))[0]["attempt"]
+            found[str(iteration)] = read_manifest(root / m.iteration_folder(iteration))[0][
+                "attempt"
+            ]
     return found
 
 
 def _fault_of(target: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> str | None:
-    """What is damaged in an existing checkpoint; None when it is whole and equals what was to be saved.
+    """What is damaged in an existing checkpoint; None when it is whole and equals what was to be
+    saved.
 
     Raises CheckpointError when it is whole and differs.
     """
@@ -175,14 +247,19 @@ def _fault_of(target: Path, shards: list[dict[str, Any]], state: dict[str, Any])
         old.verify()
     except CheckpointError as error:
         return str(error)
-    theirs, ours = ({key: json.dumps(value) for key, value in each.items()} for each in (old.state, json.loads(json.dumps(state))))
+    theirs, ours = (
+        {key: json.dumps(value) for key, value in each.items()}
+        for each in (old.state, json.loads(json.dumps(state)))
+    )
     what = "tensors" if len(old.shards) == len(shards) else "how tensors are cut into shards"
     differing = [] if old.manifest["shards"] == shards else [what]
     differing += [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
     if differing:
         raise CheckpointError(
-            f"{target} exists already, is whole, and differs from this run in: {', '.join(differing)}. It was kept and nothing was saved. "
-            "It comes from another run or from an earlier pass over this iteration: give another --save folder, or move it away."
+            f"{target} exists already, is whole, and differs from this run in: "
+            f"{', '.join(differing)}. It was kept and nothing was saved. "
+            "It comes from another run or from an earlier pass over this iteration: give "
+            "another --save folder, or move it away."
         )
     return None
 
@@ -197,14 +274,20 @@ def _write_tracker(root: Path, iteration: int, attempt: str) -> None:
 
 
 def not_saved(root: Path, iteration: int, error: Exception) -> str:
-    text = f"{root}: the checkpoint of iteration {iteration} was not saved: {_words(error)} ({getattr(error, 'filename', None) or root})."
+    text = (
+        f"{root}: the checkpoint of iteration {iteration} was not saved: {_words(error)} "
+        f"({getattr(error, 'filename', None) or root})."
+    )
     number = getattr(error, "errno", None)
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         text += " Free space, raise the quota, or give another --save folder."
     elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
         text += " Give a --save folder that this user may write to."
     elif number == errno.ENOENT:
-        text += " Its temporary folder vanished: another run is saving to this folder; give each its own --save."
+        text += (
+            " Its temporary folder vanished: another run is saving to this folder; give each "
+            "its own --save."
+        )
     with suppress(CheckpointError):
         kept, _ = newest_first(root)
         text += f" Older checkpoints are untouched (newest: iteration {kept[0]})." if kept else ""
@@ -212,7 +295,10 @@ def not_saved(root: Path, iteration: int, error: Exception) -> str:
 
 
 def not_writable(root: Path, error: Exception) -> str:
-    return f"--save {root}: cannot be written to: {_words(error)}; make it writable and free space on its disk, or choose another folder"
+    return (
+        f"--save {root}: cannot be written to: {_words(error)}; make it writable and free "
+        "space on its disk, or choose another folder"
+    )
 
 
 def _file_error(error: BaseException | None) -> OSError | None:

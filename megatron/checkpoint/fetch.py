@@ -1,4 +1,6 @@
-"""Verified reads of shards' data: threads read and verify coalesced runs of chunks ahead of the one that is used. No torch here."""
+"""Verified reads of shards' data: threads read and verify coalesced runs of chunks ahead of the one
+that is used. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,13 @@ from typing import Any, Protocol, TypeVar
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.manifest import CheckpointError, DigestTable
 
-BATCH = 2 << 20  # bytes of one coalesced read, rounded out to whole chunks: larger runs leave the caches before they are used
+# bytes of one coalesced read, rounded out to whole chunks: larger runs leave the caches before they
+# are used
+BATCH = 2 << 20
 THREADS = 2  # that read and verify; hashing and reading leave Python's lock alone
-AHEAD = 3  # runs on their way or read, beside the one in use and the one before it: all the memory that reading takes
+# runs on their way or read, beside the one in use and the one before it: all the memory that
+# reading takes
+AHEAD = 3
 
 
 class DamageError(CheckpointError):
@@ -23,7 +29,9 @@ class DamageError(CheckpointError):
 
 
 class ShardSource(Protocol):
-    """A shard: where its data begins in the file, how much it is, the bytes of a chunk, and its digest table, which is read when asked for."""
+    """A shard: where its data begins in the file, how much it is, the bytes of a chunk, and its
+    digest table, which is read when asked for.
+    """
 
     path: Any
     data_start: int
@@ -70,7 +78,9 @@ class _Open:
 
 @dataclass
 class _Run:
-    """Chunks [first, stop) of one shard, in bytes of its data; the `shared` first ones are the end of the run before it."""
+    """Chunks [first, stop) of one shard, in bytes of its data; the `shared` first ones are the end
+    of the run before it.
+    """
 
     source: _Open
     first: int
@@ -87,9 +97,11 @@ class _Run:
 
 
 class Fetcher:
-    """Reads ranges of shards; every chunk that holds a byte of them is read once where they come in order, and verified.
+    """Reads ranges of shards; every chunk that holds a byte of them is read once where they come in
+    order, and verified.
 
-    `describe(shard, start, stop)`: the tensors that have these bytes, for the error. `bytes_read`: of data, whole chunks.
+    `describe(shard, start, stop)`: the tensors that have these bytes, for the error. `bytes_read`:
+    of data, whole chunks.
     """
 
     def __init__(self, describe: Callable[[Any, int, int], str]) -> None:
@@ -108,7 +120,8 @@ class Fetcher:
     def stream(self, ranges: Iterable[Wanted]) -> Iterator[tuple[Wanted, memoryview]]:
         """Each range with its bytes, which are valid until the next one is asked for.
 
-        Raises CheckpointError at the first chunk, in the order of the ranges, that cannot be read or does not match its digest.
+        Raises CheckpointError at the first chunk, in the order of the ranges, that cannot be read
+        or does not match its digest.
         """
         runs, ahead = self._runs(ranges), deque()
         try:
@@ -132,11 +145,16 @@ class Fetcher:
                     run.source.close()
 
     def _runs(self, ranges: Iterable[Wanted]) -> Iterator[_Run]:
-        """Ranges put together while they follow one another in one shard without a chunk between them that nobody wants."""
+        """Ranges put together while they follow one another in one shard without a chunk between
+        them that nobody wants.
+        """
         before, run = self._last, None
         for wanted in ranges:
             shard, chunk = wanted.shard, wanted.shard.chunk
-            first, stop = wanted.start // chunk * chunk, min(-(-wanted.stop // chunk) * chunk, shard.data_bytes)
+            first, stop = (
+                wanted.start // chunk * chunk,
+                min(-(-wanted.stop // chunk) * chunk, shard.data_bytes),
+            )
             if run is not None and run.source.shard is shard and run.first <= first <= run.stop:
                 if stop <= run.stop or (stop - run.first <= BATCH and not run.is_old):
                     run.stop = max(stop, run.stop)
@@ -148,7 +166,9 @@ class Fetcher:
             if before is None or before.source.shard is not shard:
                 run = _Run(_Open(shard), first, stop, 0, [wanted])
             elif before.first <= first and stop <= before.stop:
-                run = _Run(before.source, before.first, before.stop, before.stop - before.first, [wanted])
+                run = _Run(
+                    before.source, before.first, before.stop, before.stop - before.first, [wanted]
+                )
             else:
                 shared = before.stop - first if before.first <= first < before.stop else 0
                 run = _Run(before.source, first, stop, shared, [wanted])
@@ -193,7 +213,9 @@ def _read(run: _Run, describe: Callable[[Any, int, int], str]) -> None:
         try:
             got = os.preadv(run.source.file, [into[done:]], at)
         except OSError as error:
-            raise DamageError(f"{shard.path}: byte {at} and those after it cannot be read: {error.strerror}") from error
+            raise DamageError(
+                f"{shard.path}: byte {at} and those after it cannot be read: {error.strerror}"
+            ) from error
         if got == 0:
             raise DamageError(f"{shard.path}: ends at byte {at}: truncated while it was read")
         done += got
@@ -202,6 +224,7 @@ def _read(run: _Run, describe: Callable[[Any, int, int], str]) -> None:
         if m.chunk_digest(part) != table.chunks[(position + at) // table.chunk]:
             low, high = position + at, position + at + len(part)
             raise DamageError(
-                f"{shard.path}: damaged: bytes {shard.data_start + low} to {shard.data_start + high} (in tensor {describe(shard, low, high)}) do not "
+                f"{shard.path}: damaged: bytes {shard.data_start + low} to "
+                f"{shard.data_start + high} (in tensor {describe(shard, low, high)}) do not "
                 "match their digest"
             )

@@ -1,4 +1,5 @@
-"""Files that are durable when a function returns, folders that tell whether their maker lives, and bytes digested as they are written.
+"""Files that are durable when a function returns, folders that tell whether their maker lives, and
+bytes digested as they are written.
 
 Nothing here imports torch: the writer process (background.py) starts with it.
 """
@@ -24,7 +25,9 @@ AHEAD = 8 << 20  # bytes after which the kernel is asked to begin to write them 
 
 @contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """A descriptor of a file that did not exist before; durable when the block ends without an error."""
+    """A descriptor of a file that did not exist before; durable when the block ends without an
+    error.
+    """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
     try:
         yield file
@@ -34,7 +37,9 @@ def new_file(path: Path) -> Iterator[int]:
 
 
 def write_all(file: int, buffers: list[memoryview], at: int = 0) -> int:
-    """Write them one after the other from byte `at` of the file on; returns their bytes. A short write is gone on with, or raises what is wrong."""
+    """Write them one after the other from byte `at` of the file on; returns their bytes. A short
+    write is gone on with, or raises what is wrong.
+    """
     total, left = 0, [data for data in buffers if len(data)]
     while left:
         written = os.pwritev(file, left[:BUFFERS], at + total)
@@ -62,12 +67,16 @@ def make_root(root: Path) -> None:
 
 
 def hold(folder: Path) -> int:
-    """Mark `folder` as in use while this process lives: a shared lock, which the kernel drops with the process."""
+    """Mark `folder` as in use while this process lives: a shared lock, which the kernel drops with
+    the process.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
-        pass  # a file system without locks: others may clear the folder away, which then ends this save with an error
+        # a file system without locks: others may clear the folder away, which then ends this save
+        # with an error
+        pass
     return descriptor
 
 
@@ -90,8 +99,9 @@ def is_held(path: Path) -> bool:
 def clean(root: Path, attempt: str) -> None:
     """Remove what attempts that are no longer alive have left.
 
-    Renamed before it is deleted: a writer that lives after all (on another node, where locks do not reach) either renames first
-    and has a whole checkpoint, or finds its folder gone and fails; a half-deleted folder can never become a checkpoint.
+    Renamed before it is deleted: a writer that lives after all (on another node, where locks do not
+    reach) either renames first and has a whole checkpoint, or finds its folder gone and fails; a
+    half-deleted folder can never become a checkpoint.
     """
     for entry in list(os.scandir(root)):
         path = Path(entry.path)
@@ -108,32 +118,49 @@ def clean(root: Path, attempt: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def write_shard_file(folder: Path, index: int, header: bytes, data: Iterable[memoryview], *, verify: bool = False,
-                     progress: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
-    """Write shard `index`, `header` and then `data`, and its digest table into `folder`, durably; return the shard's entry in the manifest.
+def write_shard_file(
+    folder: Path,
+    index: int,
+    header: bytes,
+    data: Iterable[memoryview],
+    *,
+    verify: bool = False,
+    progress: Callable[[int], None] = lambda count: None,
+) -> dict[str, Any]:
+    """Write shard `index`, `header` and then `data`, and its digest table into `folder`, durably;
+    return the shard's entry in the manifest.
 
-    What of `data` has filled a chunk is written before more is asked for. `verify` reads both files back from the disk; raises CheckpointError when
-    they are not what was written. `progress` is told of bytes as they are written.
+    What of `data` has filled a chunk is written before more is asked for. `verify` reads both files
+    back from the disk; raises CheckpointError when they are not what was written. `progress` is
+    told of bytes as they are written.
     """
     with new_file(folder / m.shard_file(index)) as file:
         write_all(file, [memoryview(header)])
         digests, size = _write_data(file, len(header), data, progress)
-    table = m.DigestTable(m.CHUNK, len(header), len(header) + size, m.chunk_digest(header), tuple(digests))
+    table = m.DigestTable(
+        m.CHUNK, len(header), len(header) + size, m.chunk_digest(header), tuple(digests)
+    )
     raw = table.encode()
     with new_file(folder / m.table_file(index)) as file:
         write_all(file, [memoryview(raw)])
     if verify:
         read_back(folder / m.shard_file(index), table)
     if index > 0:
-        sync_folder(folder)  # the commit syncs it for the first rank, on whose node this one's names may not be known yet
+        # the commit syncs it for the first rank, on whose node this one's names may not be known
+        # yet
+        sync_folder(folder)
     return {"file": m.shard_file(index), "bytes": table.size, "table_digest": m.table_digest(raw)}
 
 
-def _write_data(file: int, start: int, data: Iterable[memoryview], progress: Callable[[int], None]) -> tuple[list[bytes], int]:
-    """Write `data` from byte `start` of the file on, without copying it; returns the digests of its chunks, and its bytes.
+def _write_data(
+    file: int, start: int, data: Iterable[memoryview], progress: Callable[[int], None]
+) -> tuple[list[bytes], int]:
+    """Write `data` from byte `start` of the file on, without copying it; returns the digests of its
+    chunks, and its bytes.
 
-    A chunk is digested, then written: the digest leaves it in the cache, which saves the write more than the digest takes. The disk writes
-    meanwhile: what is left to the fsync in the end is little.
+    A chunk is digested, then written: the digest leaves it in the cache, which saves the write more
+    than the digest takes. The disk writes meanwhile: what is left to the fsync in the end is
+    little.
     """
     hasher, digests, size, begun = m.chunk_hasher(), [], 0, 0
     for parts in _chunks(data):

@@ -1,4 +1,6 @@
-"""What a checkpoint folder holds and where: manifest, digest tables, headers and sizes, verified without reading tensor data. No torch here."""
+"""What a checkpoint folder holds and where: manifest, digest tables, headers and sizes, verified
+without reading tensor data. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,16 @@ from megatron.checkpoint.manifest import CheckpointError, DigestTable, Entry
 from megatron.checkpoint.shapes import shapes_of
 from megatron.config.input_files import InputError, open_regular, parse_json
 
-OPENERS = 16  # threads that read tables and headers: on a shared file system most of their time is waiting
+# threads that read tables and headers: on a shared file system most of their time is waiting
+OPENERS = 16
 NAMED = 16  # most tensors that a message lists
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One shard file as the manifest and its table describe it. `data_start`: where tensor data begins in the file; `chunk`: bytes under a digest."""
+    """One shard file as the manifest and its table describe it. `data_start`: where tensor data
+    begins in the file; `chunk`: bytes under a digest.
+    """
 
     number: int
     path: Path
@@ -60,7 +65,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A logical tensor of a checkpoint; `dtype` by its safetensors name. `rows`: the shard's number, start, offset and extent of each piece."""
+    """A logical tensor of a checkpoint; `dtype` by its safetensors name. `rows`: the shard's
+    number, start, offset and extent of each piece.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -78,16 +85,25 @@ class StoredTensor:
     @property
     def pieces(self) -> list[Piece]:
         dims, rows = len(self.shape), self.rows.tolist()
-        return [Piece(tuple(rows[at + 2 : at + 2 + dims]), tuple(rows[at + 2 + dims : at + 2 + 2 * dims]), self.shards[rows[at]], rows[at + 1])
-                for at in range(0, len(rows), 2 + 2 * dims)]
+        return [
+            Piece(
+                tuple(rows[at + 2 : at + 2 + dims]),
+                tuple(rows[at + 2 + dims : at + 2 + 2 * dims]),
+                self.shards[rows[at]],
+                rows[at + 1],
+            )
+            for at in range(0, len(rows), 2 + 2 * dims)
+        ]
 
 
 class Index:
-    """An opened checkpoint folder: `.manifest`, `.state`, `.iteration`, `.shards`, `.tensors` by name, `.bytes_read` of tensor data so far.
+    """An opened checkpoint folder: `.manifest`, `.state`, `.iteration`, `.shards`, `.tensors` by
+    name, `.bytes_read` of tensor data so far.
 
-    `known`: what `encode` gave on another rank, which has verified it; then nothing is read but the first bytes of the manifest.
-    Raises CheckpointError when anything but the tensor data is damaged or missing, or does not hold every tensor exactly once; with
-    `known`, when this rank does not see the same checkpoint.
+    `known`: what `encode` gave on another rank, which has verified it; then nothing is read but the
+    first bytes of the manifest. Raises CheckpointError when anything but the tensor data is damaged
+    or missing, or does not hold every tensor exactly once; with `known`, when this rank does not
+    see the same checkpoint.
     """
 
     def __init__(self, path: str | Path, known: bytes | None = None) -> None:
@@ -126,48 +142,93 @@ class Index:
             self._add(shard, entries, shapes)
         for name, stored in self.tensors.items():
             if not tiles(stored.shape, [piece[:2] for piece in stored.pieces]):
-                raise CheckpointError(f"{self.path}: the shards do not hold every element of {name} {list(stored.shape)} exactly once")
+                raise CheckpointError(
+                    f"{self.path}: the shards do not hold every element of {name} "
+                    f"{list(stored.shape)} exactly once"
+                )
         self._compare_with_expected()
 
     def _compare_with_expected(self) -> None:
-        """The state of a run names all its tensors: one that no rank has written would be missed by nobody else."""
+        """The state of a run names all its tensors: one that no rank has written would be missed by
+        nobody else.
+        """
         try:
             expected = shapes_of(self.state.get("tensors", {}))
         except InputError as error:
-            raise CheckpointError(f"{self.path / m.MANIFEST}: not a manifest of this format: state.tensors: {error}") from error
-        missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in self.tensors or self.tensors[name].shape != shape]
+            raise CheckpointError(
+                f"{self.path / m.MANIFEST}: not a manifest of this format: state.tensors: {error}"
+            ) from error
+        missing = [
+            f"{name} {list(shape)}"
+            for name, shape in expected.items()
+            if name not in self.tensors or self.tensors[name].shape != shape
+        ]
         if missing:
             more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-            raise CheckpointError(f"{self.path}: the shards do not hold {', '.join(missing[:NAMED])}{more}, which the run has")
+            raise CheckpointError(
+                f"{self.path}: the shards do not hold {', '.join(missing[:NAMED])}{more}, "
+                "which the run has"
+            )
 
-    def _open_shards(self) -> Iterator[tuple[ShardFile, dict[str, Entry], dict[str, tuple[int, ...]]]]:
+    def _open_shards(
+        self,
+    ) -> Iterator[tuple[ShardFile, dict[str, Entry], dict[str, tuple[int, ...]]]]:
         records = list(enumerate(self.manifest["shards"]))
         if len(records) == 1:
             yield _open_shard(self.path, *records[0])
             return
         with ThreadPoolExecutor(OPENERS) as threads:
             for first in range(0, len(records), 4 * OPENERS):  # so many headers at a time in memory
-                yield from threads.map(lambda record: _open_shard(self.path, *record), records[first : first + 4 * OPENERS])
+                yield from threads.map(
+                    lambda record: _open_shard(self.path, *record),
+                    records[first : first + 4 * OPENERS],
+                )
 
-    def _add(self, shard: ShardFile, entries: dict[str, Entry], shapes: dict[str, tuple[int, ...]]) -> None:
+    def _add(
+        self, shard: ShardFile, entries: dict[str, Entry], shapes: dict[str, tuple[int, ...]]
+    ) -> None:
         for key, entry in entries.items():
             name, offset = parse_key(key, shard.path)
             stored = self.tensors.get(name)
             if stored is None:
-                stored = self.tensors[name] = StoredTensor(shapes.get(name, ()), entry.dtype, self.shards, array("q"))
-            agrees = shapes.get(name) == stored.shape and entry.dtype == stored.dtype and entry.start % stored.item_bytes == 0
+                stored = self.tensors[name] = StoredTensor(
+                    shapes.get(name, ()), entry.dtype, self.shards, array("q")
+                )
+            agrees = (
+                shapes.get(name) == stored.shape
+                and entry.dtype == stored.dtype
+                and entry.start % stored.item_bytes == 0
+            )
             if not agrees or not len(offset) == len(entry.shape) == len(stored.shape):
-                raise CheckpointError(f"{shard.path}: {key}: shape, dtype or alignment contradicts the other shards")
+                raise CheckpointError(
+                    f"{shard.path}: {key}: shape, dtype or alignment contradicts the other shards"
+                )
             stored.rows.extend((shard.number, entry.start, *offset, *entry.shape))
 
     def encode(self) -> bytes:
-        """All of it, for ranks of the same job: JSON (its length before it), then every tensor's rows; compressed."""
+        """All of it, for ranks of the same job: JSON (its length before it), then every tensor's
+        rows; compressed.
+        """
         content = {
-            "head": self._head.hex(), "manifest": self.manifest, "shards": [[shard.data_start, shard.chunk] for shard in self.shards],
-            "tensors": [[name, stored.dtype, stored.shape, len(stored.rows)] for name, stored in self.tensors.items()],
+            "head": self._head.hex(),
+            "manifest": self.manifest,
+            "shards": [[shard.data_start, shard.chunk] for shard in self.shards],
+            "tensors": [
+                [name, stored.dtype, stored.shape, len(stored.rows)]
+                for name, stored in self.tensors.items()
+            ],
         }
         text = json.dumps(content).encode()
-        return zlib.compress(b"".join([struct.pack("<Q", len(text)), text, *(stored.rows.tobytes() for stored in self.tensors.values())]), 1)
+        return zlib.compress(
+            b"".join(
+                [
+                    struct.pack("<Q", len(text)),
+                    text,
+                    *(stored.rows.tobytes() for stored in self.tensors.values()),
+                ]
+            ),
+            1,
+        )
 
     def _take(self, known: bytes) -> None:
         raw = memoryview(zlib.decompress(known))
@@ -176,10 +237,24 @@ class Index:
         self._head, self.manifest = bytes.fromhex(content["head"]), content["manifest"]
         seen = load_bytes(self.path / m.MANIFEST, m.MANIFEST_HEAD) if self.path.is_dir() else b""
         if seen != self._head:
-            raise CheckpointError(f"{self.path}: the checkpoint that rank 0 found there is not seen from here: is --load on a file system that all "
-                                  "nodes share?")
-        for number, (record, (data_start, chunk)) in enumerate(zip(self.manifest["shards"], content["shards"], strict=True)):
-            self.shards.append(ShardFile(number, self.path / m.shard_file(number), record["bytes"], record["table_digest"], data_start, chunk))
+            raise CheckpointError(
+                f"{self.path}: the checkpoint that rank 0 found there is not seen from here: "
+                "is --load on a file system that all "
+                "nodes share?"
+            )
+        for number, (record, (data_start, chunk)) in enumerate(
+            zip(self.manifest["shards"], content["shards"], strict=True)
+        ):
+            self.shards.append(
+                ShardFile(
+                    number,
+                    self.path / m.shard_file(number),
+                    record["bytes"],
+                    record["table_digest"],
+                    data_start,
+                    chunk,
+                )
+            )
         for name, dtype, shape, count in content["tensors"]:
             rows = array("q", bytes(raw[at : at + 8 * count]))
             self.tensors[name] = StoredTensor(tuple(shape), dtype, self.shards, rows)
@@ -187,12 +262,25 @@ class Index:
 
     def _names_of(self, shard: ShardFile, start: int, stop: int) -> str:
         """The tensors that have any of the bytes [start, stop) of a shard's data."""
-        hit = [name for name, stored in self.tensors.items() for piece in stored.pieces
-               if piece.shard is shard and piece.start < stop and start < piece.start + math.prod(piece.extent) * stored.item_bytes]
-        return ", ".join(hit[:NAMED]) + (f" and {len(hit) - NAMED} more" if len(hit) > NAMED else "")
+        hit = [
+            name
+            for name, stored in self.tensors.items()
+            for piece in stored.pieces
+            if piece.shard is shard
+            and piece.start < stop
+            and start < piece.start + math.prod(piece.extent) * stored.item_bytes
+        ]
+        return ", ".join(hit[:NAMED]) + (
+            f" and {len(hit) - NAMED} more" if len(hit) > NAMED else ""
+        )
 
-    def verify(self, report: Callable[[int, int], None] = lambda done, total: None, part: tuple[int, int] = (0, 1)) -> None:
-        """Read and verify every chunk of every shard; `report` is told (bytes done, in all). Raises CheckpointError at the first damage.
+    def verify(
+        self,
+        report: Callable[[int, int], None] = lambda done, total: None,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Read and verify every chunk of every shard; `report` is told (bytes done, in all). Raises
+        CheckpointError at the first damage.
 
         `part`: (i, n), the i-th of n about equal parts of it.
         """
@@ -227,15 +315,25 @@ def _spans(shards: list[ShardFile]) -> Iterator[_Span]:
             yield _Span(shard, start, min(start + step, shard.data_bytes))
 
 
-def _open_shard(folder: Path, number: int, record: dict[str, Any]) -> tuple[ShardFile, dict[str, Entry], dict[str, tuple[int, ...]]]:
-    """A shard, the entries of its header and the global shapes of their tensors; its table, its size and its header are right."""
-    path, table = folder / m.shard_file(number), _load_table(folder / m.table_file(number), record["table_digest"])
+def _open_shard(
+    folder: Path, number: int, record: dict[str, Any]
+) -> tuple[ShardFile, dict[str, Entry], dict[str, tuple[int, ...]]]:
+    """A shard, the entries of its header and the global shapes of their tensors; its table, its
+    size and its header are right.
+    """
+    path, table = (
+        folder / m.shard_file(number),
+        _load_table(folder / m.table_file(number), record["table_digest"]),
+    )
     try:
         size = path.stat().st_size
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}: the checkpoint is incomplete") from error
     if not size == table.size == record["bytes"]:
-        raise CheckpointError(f"{path}: has {size} bytes, the manifest says {record['bytes']}: truncated, or of another checkpoint")
+        raise CheckpointError(
+            f"{path}: has {size} bytes, the manifest says {record['bytes']}: truncated, or "
+            "of another checkpoint"
+        )
     header = load_bytes(path, table.data_start)
     if m.chunk_digest(header) != table.header:
         raise CheckpointError(f"{path}: damaged: the header does not match its digest")
@@ -243,31 +341,47 @@ def _open_shard(folder: Path, number: int, record: dict[str, Any]) -> tuple[Shar
     try:
         shapes = shapes_of(parse_json(metadata["shapes"].encode()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: the header lacks the tensors' global shapes: {error}") from error
-    return ShardFile(number, path, size, record["table_digest"], table.data_start, table.chunk), entries, shapes
+        raise CheckpointError(
+            f"{path}: the header lacks the tensors' global shapes: {error}"
+        ) from error
+    return (
+        ShardFile(number, path, size, record["table_digest"], table.data_start, table.chunk),
+        entries,
+        shapes,
+    )
 
 
 def _load_table(path: Path, digest: str) -> DigestTable:
     raw = load_bytes(path, m.MANIFEST_LIMIT)
     if m.table_digest(raw) != digest:
-        raise CheckpointError(f"{path}: damaged, or of another checkpoint: it does not match its digest in {m.MANIFEST}")
+        raise CheckpointError(
+            f"{path}: damaged, or of another checkpoint: it does not match its digest in "
+            f"{m.MANIFEST}"
+        )
     return DigestTable.decode(raw, path)
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], bytes]:
-    """The manifest of a checkpoint folder, verified by its own digest, and its first bytes; the folder has the name that the manifest says."""
+    """The manifest of a checkpoint folder, verified by its own digest, and its first bytes; the
+    folder has the name that the manifest says.
+    """
     raw = load_bytes(folder / m.MANIFEST, m.MANIFEST_LIMIT)
     content = m.decode_manifest(raw, folder / m.MANIFEST)
     right = m.iteration_folder(content["iteration"])
     if folder.name.startswith("iter_") and folder.name != right:
-        raise CheckpointError(f"{folder}: its manifest is of iteration {content['iteration']}: the folder was renamed; name it {right}")
+        raise CheckpointError(
+            f"{folder}: its manifest is of iteration {content['iteration']}: the folder was "
+            f"renamed; name it {right}"
+        )
     return content, raw[: m.MANIFEST_HEAD]
 
 
 def newest_first(root: Path) -> tuple[list[int], list[int]]:
-    """Iterations under `root`: (those that count, those of passes that a run has left by going back), each newest first.
+    """Iterations under `root`: (those that count, those of passes that a run has left by going
+    back), each newest first.
 
-    A checkpoint's manifest names the later ones, and their attempts, that were there before the run that saved it began. What cannot be read counts.
+    A checkpoint's manifest names the later ones, and their attempts, that were there before the run
+    that saved it began. What cannot be read counts.
     """
     iterations, attempts, left = m.list_iterations(root), {}, set()
     for iteration in iterations if len(iterations) > 1 else ():
@@ -286,4 +400,6 @@ def load_bytes(path: Path, limit: int) -> bytes:
             return file.read(min(limit, os.fstat(file.fileno()).st_size))
     except (OSError, InputError) as error:
         what = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{path}: {what}: the checkpoint is incomplete, or not one of this program") from error
+        raise CheckpointError(
+            f"{path}: {what}: the checkpoint is incomplete, or not one of this program"
+        ) from error

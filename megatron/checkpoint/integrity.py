@@ -1,4 +1,6 @@
-"""Read what was written back from the disk before it counts (--verify-integrity). Nothing here imports torch."""
+"""Read what was written back from the disk before it counts (--verify-integrity). Nothing here
+imports torch.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ PIECE = 1 << 20  # bytes of one read: all the memory that it takes
 
 
 def read_back(path: Path, table: DigestTable) -> None:
-    """Compare every byte of the shard at `path`, and of the digest table beside it, with `table`, which was made of the bytes in memory.
+    """Compare every byte of the shard at `path`, and of the digest table beside it, with `table`,
+    which was made of the bytes in memory.
 
-    The files must be durable: the page cache's copy is dropped first, so that the disk answers (a tmpfs has no disk, and some file systems
-    keep their copy). Raises CheckpointError with the file and the range of bytes that came back different.
+    The files must be durable: the page cache's copy is dropped first, so that the disk answers (a
+    tmpfs has no disk, and some file systems keep their copy). Raises CheckpointError with the file
+    and the range of bytes that came back different.
     """
     _read_back(path, table.size, [(0, table.data_start, table.header), *_chunks(table)])
     raw = table.encode()
@@ -35,7 +39,10 @@ def _read_back(path: Path, size: int, parts: list[tuple[int, int, bytes]]) -> No
     try:
         found = os.fstat(file).st_size
         if found != size:
-            raise CheckpointError(f"{path}: read back from the disk: {found} bytes instead of the {size} that were written. {_FIX}")
+            raise CheckpointError(
+                f"{path}: read back from the disk: {found} bytes instead of the {size} that "
+                f"were written. {_FIX}"
+            )
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         room = memoryview(bytearray(min(PIECE, size)))
@@ -45,12 +52,18 @@ def _read_back(path: Path, size: int, parts: list[tuple[int, int, bytes]]) -> No
             for at in range(start, stop, PIECE):
                 hasher.update(_fill(file, room[: min(PIECE, stop - at)], at, path))
             if hasher.digest() != digest:
-                raise CheckpointError(f"{path}: read back from the disk: bytes {start} to {stop - 1} are not those that were written. {_FIX}")
+                raise CheckpointError(
+                    f"{path}: read back from the disk: bytes {start} to {stop - 1} are not "
+                    f"those that were written. {_FIX}"
+                )
     finally:
         os.close(file)
 
 
-_FIX = "The disk, its controller or its network damages data: look at the system's log, and give another --save folder"
+_FIX = (
+    "The disk, its controller or its network damages data: look at the system's log, and "
+    "give another --save folder"
+)
 
 
 def _fill(file: int, room: memoryview, at: int, path: Path) -> memoryview:
@@ -60,8 +73,12 @@ def _fill(file: int, room: memoryview, at: int, path: Path) -> memoryview:
             count = os.preadv(file, [room[done:]], at + done)
         except OSError as error:
             where = f"bytes {at + done} to {at + len(room) - 1}"
-            raise CheckpointError(f"{path}: read back from the disk: {where} cannot be read: {error.strerror}. {_FIX}") from error
+            raise CheckpointError(
+                f"{path}: read back from the disk: {where} cannot be read: {error.strerror}. {_FIX}"
+            ) from error
         if count == 0:
-            raise CheckpointError(f"{path}: read back from the disk: it ends at byte {at + done}. {_FIX}")
+            raise CheckpointError(
+                f"{path}: read back from the disk: it ends at byte {at + done}. {_FIX}"
+            )
         done += count
     return room

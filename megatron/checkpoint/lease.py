@@ -1,7 +1,8 @@
-"""One run at a time writes to a --save folder: `in_use.json` there names the run, which renews the file while it lives (docs/checkpoint.md).
+"""One run at a time writes to a --save folder: `in_use.json` there names the run, which renews the
+file while it lives (docs/checkpoint.md).
 
-No lock of the file system is used, since many shared ones have none, and no clock of another machine: age is told by the file system's own clock.
-Nothing here imports torch.
+No lock of the file system is used, since many shared ones have none, and no clock of another
+machine: age is told by the file system's own clock. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -46,7 +47,15 @@ class Owner:
     def here(job: str) -> Owner:
         """This process, which starts to write now."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        return Owner(secrets.token_hex(8), socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()), job, now)
+        return Owner(
+            secrets.token_hex(8),
+            socket.gethostname(),
+            _machine(),
+            os.getpid(),
+            _started(os.getpid()),
+            job,
+            now,
+        )
 
     @property
     def is_dead(self) -> bool | None:
@@ -56,19 +65,27 @@ class Owner:
         return _started(self.pid) != self.started
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}{f' (Slurm job {self.job})' if self.job else ''}, since {self.since}"
+        return (
+            f"process {self.pid} on "
+            f"{self.host}{f' (Slurm job {self.job})' if self.job else ''}, since {self.since}"
+        )
 
 
 def _machine() -> str:
     """The same for all processes that share process ids; empty where there is no /proc."""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        return (
+            f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} "
+            f"{os.readlink('/proc/self/ns/pid')}"
+        )
     except OSError:
         return ""
 
 
 def _started(pid: int) -> int:
-    """When a process started, in clock ticks since the machine did; -1 for none and for one that has ended and was not waited for."""
+    """When a process started, in clock ticks since the machine did; -1 for none and for one that
+    has ended and was not waited for.
+    """
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -81,16 +98,28 @@ def read_owner(path: Path) -> Owner | None:
     try:
         with open(path, "rb") as file:
             found = json.loads(file.read(LARGEST))
-        kinds = {field.name: int if field.name in ("pid", "started") else str for field in fields(Owner)}
-        if isinstance(found, dict) and {name: type(value) for name, value in found.items()} == kinds:
-            return Owner(**{name: value if kinds[name] is int else re.sub(r"[^\x20-\x7e]", "?", value) for name, value in found.items()})
+        kinds = {
+            field.name: int if field.name in ("pid", "started") else str for field in fields(Owner)
+        }
+        if (
+            isinstance(found, dict)
+            and {name: type(value) for name, value in found.items()} == kinds
+        ):
+            return Owner(
+                **{
+                    name: value if kinds[name] is int else re.sub(r"[^\x20-\x7e]", "?", value)
+                    for name, value in found.items()
+                }
+            )
     except (OSError, ValueError, RecursionError):
         pass
     return None
 
 
 class Lease:
-    """A --save folder that this process alone writes to, until `release`. `check` raises when another run has taken the folder over."""
+    """A --save folder that this process alone writes to, until `release`. `check` raises when
+    another run has taken the folder over.
+    """
 
     def __init__(self, root: Path, owner: Owner):
         self.path, self.owner, self.lost = root / NAME, owner, False
@@ -109,8 +138,12 @@ class Lease:
 
     def check(self) -> None:
         if self.lost:
-            raise CheckpointError(f"{self.path}: another run has taken this folder over ({read_owner(self.path)}), since this one had not renewed its "
-                                  f"lease for {STALE:g} s; it ends here, so that the two do not mix. Its checkpoints are whole.")
+            raise CheckpointError(
+                f"{self.path}: another run has taken this folder over "
+                f"({read_owner(self.path)}), since this one had not renewed its "
+                f"lease for {STALE:g} s; it ends here, so that the two do not mix. Its "
+                "checkpoints are whole."
+            )
 
     def release(self) -> None:
         """The folder is free again."""
@@ -122,11 +155,14 @@ class Lease:
                 self.path.unlink()
 
 
-def take_lease(root: str | Path, job: str, say: Callable[[str], None] = partial(print, flush=True)) -> Lease:
+def take_lease(
+    root: str | Path, job: str, say: Callable[[str], None] = partial(print, flush=True)
+) -> Lease:
     """Make this process the one that writes to `root`. `job`: Slurm's number of its job, or empty.
 
-    A lease of a dead owner is taken over: of a process that has ended on this machine, or of an earlier start of the same Slurm job, at once; any
-    other when it has not been renewed for STALE seconds. Raises CheckpointError, which names the owner, when that one lives; OSError.
+    A lease of a dead owner is taken over: of a process that has ended on this machine, or of an
+    earlier start of the same Slurm job, at once; any other when it has not been renewed for STALE
+    seconds. Raises CheckpointError, which names the owner, when that one lives; OSError.
     """
     root, me = Path(root), Owner.here(job)
     make_root(root)
@@ -139,17 +175,25 @@ def take_lease(root: str | Path, job: str, say: Callable[[str], None] = partial(
     before, owner = _stamp(path), read_owner(path)
     why = _dead(owner, me, root, before)
     if why is None:
-        say(f" --save {root}: waiting up to {STALE:g} s to see whether {owner or 'the run that wrote ' + NAME} lives")
+        say(
+            f" --save {root}: waiting up to {STALE:g} s to see whether "
+            f"{owner or 'the run that wrote ' + NAME} lives"
+        )
         why = _watch(path, before, owner)
     if not _replace(path, before, me):
         raise _in_use(root, read_owner(path))
     if owner is None or not _same_process(owner, me):
-        say(f" --save {root}: taken over from {owner or 'a run that cannot be read from ' + NAME}: {why}")
+        say(
+            f" --save {root}: taken over from "
+            f"{owner or 'a run that cannot be read from ' + NAME}: {why}"
+        )
     return Lease(root, me)
 
 
 def _dead(owner: Owner | None, me: Owner, root: Path, stamp: tuple[int, int]) -> str | None:
-    """Why an owner is known to be dead; None when it is not known. Raises CheckpointError when it is known to live."""
+    """Why an owner is known to be dead; None when it is not known. Raises CheckpointError when it
+    is known to live.
+    """
     if owner is not None and owner.is_dead:
         return "it has ended"
     if owner is not None and _same_process(owner, me):
@@ -167,7 +211,9 @@ def _same_process(one: Owner, other: Owner) -> bool:
 
 
 def _watch(path: Path, before: tuple[int, int], owner: Owner | None) -> str:
-    """Why an owner whose lease does not change for STALE seconds is dead. Raises CheckpointError as soon as it changes."""
+    """Why an owner whose lease does not change for STALE seconds is dead. Raises CheckpointError as
+    soon as it changes.
+    """
     end = time.monotonic() + STALE
     while time.monotonic() < end:
         time.sleep(LOOK)
@@ -181,7 +227,9 @@ def _watch(path: Path, before: tuple[int, int], owner: Owner | None) -> str:
 
 
 def _replace(path: Path, before: tuple[int, int], me: Owner) -> bool:
-    """Put our lease into the place of the one that was judged; False when another run was faster."""
+    """Put our lease into the place of the one that was judged; False when another run was
+    faster.
+    """
     aside = path.with_name(f".{NAME}.{me.token}")
     try:
         os.rename(path, aside)
@@ -224,5 +272,7 @@ def _now(root: Path) -> float:
 
 def _in_use(root: Path, owner: Owner | None) -> CheckpointError:
     return CheckpointError(
-        f"--save {root}: another run is writing there: {owner or 'unreadable'}. Two runs would mix their metrics and checkpoints: give this one another "
-        f"--save folder, or end that one first. If it is dead for certain, delete {root / NAME}")
+        f"--save {root}: another run is writing there: {owner or 'unreadable'}. Two runs "
+        "would mix their metrics and checkpoints: give this one another "
+        f"--save folder, or end that one first. If it is dead for certain, delete {root / NAME}"
+    )

@@ -1,6 +1,8 @@
-"""What a checkpoint's bytes mean: file names, safetensors headers, digest tables and the manifest (docs/checkpoint.md).
+"""What a checkpoint's bytes mean: file names, safetensors headers, digest tables and the manifest
+(docs/checkpoint.md).
 
-Everything here is pure: bytes to values and back, with every bound checked. Nothing here imports torch: a dtype is its name in safetensors.
+Everything here is pure: bytes to values and back, with every bound checked. Nothing here imports
+torch: a dtype is its name in safetensors.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # the dtypes that a chec
 
 
 class CheckpointError(UserError):
-    """A checkpoint cannot be written or read; the text names the file, what is wrong with it, and what to do."""
+    """A checkpoint cannot be written or read; the text names the file, what is wrong with it, and
+    what to do.
+    """
 
 
 def iteration_folder(iteration: int) -> str:
@@ -49,7 +53,8 @@ def table_file(index: int) -> str:
 
 
 def list_iterations(root: Path) -> list[int]:
-    """Iterations that have a folder under `root`, newest first (none when there is no `root`); each may be whole or damaged.
+    """Iterations that have a folder under `root`, newest first (none when there is no `root`); each
+    may be whole or damaged.
 
     Raises CheckpointError when `root` cannot be listed.
     """
@@ -60,16 +65,20 @@ def list_iterations(root: Path) -> list[int]:
     except OSError as error:
         raise CheckpointError(f"{root}: cannot be listed: {error.strerror}") from error
     matches = (re.fullmatch(r"iter_(\d{7,18})", name) for name in names)
-    found = {int(match[1]) for match in matches if match and match[0] == iteration_folder(int(match[1]))}
+    found = {
+        int(match[1]) for match in matches if match and match[0] == iteration_folder(int(match[1]))
+    }
     return sorted(found, reverse=True)
 
 
-# ---- one shard's safetensors header -----------------------------------------------------------------------------------
+# ---- one shard's safetensors header --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor inside a safetensors file: its bytes are [start, stop) counted from the start of the data."""
+    """One tensor inside a safetensors file: its bytes are [start, stop) counted from the start of
+    the data.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -77,8 +86,11 @@ class Entry:
     stop: int
 
 
-def encode_header(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
-    """The bytes before the data of a safetensors file that holds `tensors` (key, dtype, shape) back to back in this order.
+def encode_header(
+    tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]
+) -> bytes:
+    """The bytes before the data of a safetensors file that holds `tensors` (key, dtype, shape) back
+    to back in this order.
 
     8 bytes little-endian length, JSON, spaces up to a multiple of ALIGN.
     """
@@ -94,8 +106,11 @@ def encode_header(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dic
     return struct.pack("<Q", len(body)) + body
 
 
-def decode_header(raw: bytes, data_bytes: int, path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Entries by key, and the metadata, of the header `raw` (length word included) of a file with `data_bytes` of data after it.
+def decode_header(
+    raw: bytes, data_bytes: int, path: Path
+) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Entries by key, and the metadata, of the header `raw` (length word included) of a file with
+    `data_bytes` of data after it.
 
     Raises CheckpointError unless the tensors fill the data exactly, without holes or overlaps.
     """
@@ -104,7 +119,11 @@ def decode_header(raw: bytes, data_bytes: int, path: Path) -> tuple[dict[str, En
         metadata = header.pop("__metadata__", {})
         entries = {}
         for key, value in header.items():
-            dtype, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+            dtype, shape, (start, stop) = (
+                value["dtype"],
+                tuple(value["shape"]),
+                value["data_offsets"],
+            )
             if any(type(n) is not int or n < 0 for n in (*shape, start, stop)):
                 raise ValueError(f"{key}: a size is not a natural number")
             if stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
@@ -113,17 +132,21 @@ def decode_header(raw: bytes, data_bytes: int, path: Path) -> tuple[dict[str, En
         position = 0
         for key, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
             if entry.start != position:
-                raise ValueError(f"{key}: begins at byte {entry.start}, the tensor before it ends at {position}")
+                raise ValueError(
+                    f"{key}: begins at byte {entry.start}, the tensor before it ends at {position}"
+                )
             position = entry.stop
         if position != data_bytes:
             raise ValueError(f"the tensors end at byte {position}, the file's data at {data_bytes}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        unknown = f"unknown dtype or missing field {error}" if isinstance(error, KeyError) else str(error)
+        unknown = (
+            f"unknown dtype or missing field {error}" if isinstance(error, KeyError) else str(error)
+        )
         raise CheckpointError(f"{path}: the safetensors header is malformed: {unknown}") from error
     return entries, metadata
 
 
-# ---- one shard's digest table -----------------------------------------------------------------------------------------
+# ---- one shard's digest table --------------------------------------------------------------------
 
 _TABLE = struct.Struct("<8sQQQ")
 _TABLE_MAGIC = b"XXH3TBL1"
@@ -140,7 +163,11 @@ class DigestTable:
     chunks: tuple[bytes, ...]  # 16 bytes each
 
     def encode(self) -> bytes:
-        return _TABLE.pack(_TABLE_MAGIC, self.chunk, self.data_start, self.size) + self.header + b"".join(self.chunks)
+        return (
+            _TABLE.pack(_TABLE_MAGIC, self.chunk, self.data_start, self.size)
+            + self.header
+            + b"".join(self.chunks)
+        )
 
     @staticmethod
     def decode(raw: bytes, path: Path) -> DigestTable:
@@ -150,16 +177,21 @@ class DigestTable:
         _, chunk, data_start, size = _TABLE.unpack_from(raw)
         digests = tuple(raw[at : at + 16] for at in range(_TABLE.size, len(raw), 16))
         sound = chunk >= 1 and 8 <= data_start <= min(size, HEADER_LIMIT)
-        if not sound or len(digests) != 1 + -(-(size - data_start) // chunk) or len(digests[-1]) != 16:
+        if (
+            not sound
+            or len(digests) != 1 + -(-(size - data_start) // chunk)
+            or len(digests[-1]) != 16
+        ):
             raise CheckpointError(f"{path}: the digest table's fields contradict each other")
         return DigestTable(chunk, data_start, size, digests[0], digests[1:])
 
 
-# ---- the manifest -----------------------------------------------------------------------------------------------------
+# ---- the manifest --------------------------------------------------------------------------------
 
 
 def encode_manifest(content: dict[str, Any]) -> bytes:
-    """JSON that carries the digest of its own content: the digest is of the exact bytes between `"manifest": ` and the last brace.
+    """JSON that carries the digest of its own content: the digest is of the exact bytes between
+    `"manifest": ` and the last brace.
 
     Raises CheckpointError when `content` is not JSON.
     """
@@ -167,7 +199,9 @@ def encode_manifest(content: dict[str, Any]) -> bytes:
 
 
 def state_digests(state: dict[str, Any]) -> dict[str, str]:
-    """A short digest of each value of `state`, by which ranks compare theirs; raises CheckpointError when it is not JSON."""
+    """A short digest of each value of `state`, by which ranks compare theirs; raises
+    CheckpointError when it is not JSON.
+    """
     return {key: xxh3_128_hexdigest(_json(value))[:8] for key, value in state.items()}
 
 
@@ -175,39 +209,63 @@ def _json(content: Any, indent: int | None = None) -> bytes:
     try:
         return json.dumps(content, indent=indent).encode()
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the checkpoint's state must be JSON (numbers, strings, lists, dictionaries): {error}") from error
+        raise CheckpointError(
+            f"the checkpoint's state must be JSON (numbers, strings, lists, dictionaries): {error}"
+        ) from error
 
 
 def _frame(body: bytes) -> bytes:
     return b'{"digest": "' + xxh3_128_hexdigest(body).encode() + b'",\n"manifest": ' + body + b"}\n"
 
 
-MANIFEST_HEAD = len(_frame(b"")) - 2  # bytes before the content, with its digest: another manifest has others
+# bytes before the content, with its digest: another manifest has others
+MANIFEST_HEAD = len(_frame(b"")) - 2
 
 
 def decode_manifest(raw: bytes, path: Path) -> dict[str, Any]:
-    """The content of a manifest; raises CheckpointError unless every byte is as written and every field sound."""
+    """The content of a manifest; raises CheckpointError unless every byte is as written and every
+    field sound.
+    """
     body = raw[MANIFEST_HEAD:-2]
     if raw != _frame(body):
-        raise CheckpointError(f"{path}: damaged: its content does not match the digest that it carries")
+        raise CheckpointError(
+            f"{path}: damaged: its content does not match the digest that it carries"
+        )
     try:
         content = parse_json(body)
-        if content["format"] != FORMAT or type(content["version"]) is not int or content["version"] != VERSION:
+        if (
+            content["format"] != FORMAT
+            or type(content["version"]) is not int
+            or content["version"] != VERSION
+        ):
             known = f"this program reads {FORMAT!r} version {VERSION}"
-            raise ValueError(f"format {content['format']!r} version {content['version']!r}; {known}")
-        if type(content["iteration"]) is not int or not isinstance(content["state"], dict) or not content["shards"]:
+            raise ValueError(
+                f"format {content['format']!r} version {content['version']!r}; {known}"
+            )
+        if (
+            type(content["iteration"]) is not int
+            or not isinstance(content["state"], dict)
+            or not content["shards"]
+        ):
             raise ValueError("iteration, state or shards are not what they should be")
         if not isinstance(content["attempt"], str) or not isinstance(content["created"], str):
             raise ValueError("attempt or created is not text")
         left = content.get("left", {})
-        if not isinstance(left, dict) or any(int(later) <= content["iteration"] or not isinstance(attempt, str) for later, attempt in left.items()):
+        if not isinstance(left, dict) or any(
+            int(later) <= content["iteration"] or not isinstance(attempt, str)
+            for later, attempt in left.items()
+        ):
             raise ValueError("left is not of later iterations and their attempts")
         check_run_state(content["state"])
         for index, shard in enumerate(content["shards"]):
             # Names are derived, never followed: a manifest cannot point outside its folder.
             if shard["file"] != shard_file(index):
-                raise ValueError(f"shard {index} is named {shard['file']!r}, not {shard_file(index)!r}")
-            if type(shard["bytes"]) is not int or not re.fullmatch("[0-9a-f]{32}", shard["table_digest"]):
+                raise ValueError(
+                    f"shard {index} is named {shard['file']!r}, not {shard_file(index)!r}"
+                )
+            if type(shard["bytes"]) is not int or not re.fullmatch(
+                "[0-9a-f]{32}", shard["table_digest"]
+            ):
                 raise ValueError(f"shard {index}: size or digest malformed")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a manifest of this format: {error}") from error

@@ -10,10 +10,26 @@ GB = 1e9
 
 
 class WriteProgress:
-    """Called with the bytes of a shard as they are written; says how far it is, at most every `quiet` seconds."""
+    """Called with the bytes of a shard as they are written; says how far it is, at most every
+    `quiet` seconds.
+    """
 
-    def __init__(self, iteration: int, total: int, say: Callable[[str], None], *, quiet: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self.iteration, self.total, self.say, self.quiet, self.clock = iteration, total, say, quiet, clock
+    def __init__(
+        self,
+        iteration: int,
+        total: int,
+        say: Callable[[str], None],
+        *,
+        quiet: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.iteration, self.total, self.say, self.quiet, self.clock = (
+            iteration,
+            total,
+            say,
+            quiet,
+            clock,
+        )
         self.done, self.start = 0, clock()
         self.last = self.start
 
@@ -28,12 +44,17 @@ class WriteProgress:
 def progress_line(iteration: int, done: int, total: int, seconds: float) -> str:
     """After `done` of `total` bytes of this rank's shard in `seconds`."""
     rate = done / seconds
-    return f" saving iteration {iteration}: {done / GB:.2f} of {total / GB:.2f} GB of this rank, {rate / GB:.2f} GB/s, ETA {(total - done) / rate:.0f} s"
+    return (
+        f" saving iteration {iteration}: {done / GB:.2f} of {total / GB:.2f} GB of this "
+        f"rank, {rate / GB:.2f} GB/s, ETA {(total - done) / rate:.0f} s"
+    )
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A save that has gone well: `bytes` of all ranks in `seconds`, for `stall` of which training stood still."""
+    """A save that has gone well: `bytes` of all ranks in `seconds`, for `stall` of which training
+    stood still.
+    """
 
     folder: str
     bytes: int
@@ -41,5 +62,8 @@ class Saved:
     stall: float
 
     def __str__(self) -> str:
-        return (f" saved checkpoint {self.folder}: {self.bytes / GB:.2f} GB in {self.seconds:.1f} s, {self.bytes / GB / self.seconds:.2f} GB/s; "
-                f"training waited {self.stall:.1f} s")
+        return (
+            f" saved checkpoint {self.folder}: {self.bytes / GB:.2f} GB in "
+            f"{self.seconds:.1f} s, {self.bytes / GB / self.seconds:.2f} GB/s; "
+            f"training waited {self.stall:.1f} s"
+        )

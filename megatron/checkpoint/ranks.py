@@ -17,7 +17,9 @@ from megatron.distributed.together import raise_together, together
 
 @dataclass(frozen=True)
 class Ranks:
-    """All ranks of the job as one of them sees them; by default it is alone. `device` is where their messages travel."""
+    """All ranks of the job as one of them sees them; by default it is alone. `device` is where
+    their messages travel.
+    """
 
     world: Axis = ALONE
     device: torch.device = torch.device("cpu")
@@ -33,9 +35,11 @@ class Ranks:
         return {"rank": self.world.rank, "pp": self.stage}
 
     def agree(self, part: Callable[[], Any]) -> list[Any]:
-        """Carry out this rank's part and wait for the others'; every rank gets what all have returned (JSON), in rank order.
+        """Carry out this rank's part and wait for the others'; every rank gets what all have
+        returned (JSON), in rank order.
 
-        When the part of any rank raises UserError, every rank raises the same error, which names that rank (`together`).
+        When the part of any rank raises UserError, every rank raises the same error, which names
+        that rank (`together`).
         """
         if self.world.size == 1:
             return [json.loads(json.dumps(part()))]

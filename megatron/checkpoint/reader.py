@@ -1,7 +1,8 @@
-"""Find and read checkpoints: any box of any tensor, reading and verifying only the chunks that hold it (docs/checkpoint.md).
+"""Find and read checkpoints: any box of any tensor, reading and verifying only the chunks that hold
+it (docs/checkpoint.md).
 
-Opening verifies all but the tensor data (index.py); every chunk of data is verified when it is read. Nothing is executed and nothing is
-believed without a digest.
+Opening verifies all but the tensor data (index.py); every chunk of data is verified when it is
+read. Nothing is executed and nothing is believed without a digest.
 """
 
 from __future__ import annotations
@@ -26,32 +27,51 @@ from megatron.config.input_files import InputError, open_regular
 if TYPE_CHECKING:
     from megatron.layers.spec import Box
 
-TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their safetensors names
+# by their safetensors names
+TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
-def find_checkpoint(root: str | Path, step: int | None = None, say: Callable[[str], None] = print) -> Path | None:
-    """The folder of the newest checkpoint under `root` (`newest_first`; or of iteration `step`), verified as far as opening goes; None when there is none.
+def find_checkpoint(
+    root: str | Path, step: int | None = None, say: Callable[[str], None] = print
+) -> Path | None:
+    """The folder of the newest checkpoint under `root` (`newest_first`; or of iteration `step`),
+    verified as far as opening goes; None when there is none.
 
-    The tracker file is only a hint: one that disagrees is ignored, and `say` is told. Raises CheckpointError when the wanted
-    checkpoint is damaged, naming the newest whole one before it, and when `step` is given and missing.
+    The tracker file is only a hint: one that disagrees is ignored, and `say` is told. Raises
+    CheckpointError when the wanted checkpoint is damaged, naming the newest whole one before it,
+    and when `step` is given and missing.
     """
     found = open_checkpoint(root, step, say)
     return None if found is None else found.path
 
 
 def open_checkpoint(
-    root: str | Path, step: int | None = None, say: Callable[[str], None] = print, ranks: Ranks = ONE, older: bool = False,
+    root: str | Path,
+    step: int | None = None,
+    say: Callable[[str], None] = print,
+    ranks: Ranks = ONE,
+    older: bool = False,
 ) -> Checkpoint | None:
-    """What find_checkpoint finds, opened. All `ranks` call this together: the first finds and verifies it, the others get the index from it.
+    """What find_checkpoint finds, opened. All `ranks` call this together: the first finds and
+    verifies it, the others get the index from it.
 
-    `older`: instead of a damaged one the newest whole one before it, and the first rank's `say` is told; then every byte is read and verified
-    first, each rank its part. Raises as find_checkpoint, on several ranks the same UserError on each.
+    `older`: instead of a damaged one the newest whole one before it, and the first rank's `say` is
+    told; then every byte is read and verified first, each rank its part. Raises as find_checkpoint,
+    on several ranks the same UserError on each.
     """
     root = Path(root)
     iterations = ranks.agree(lambda: _candidates(root, step, say) if ranks.first else None)[0]
     for iteration in iterations:
-        path, others = root / m.iteration_folder(iteration), [i for i in iterations if i < iteration]
+        path, others = (
+            root / m.iteration_folder(iteration),
+            [i for i in iterations if i < iteration],
+        )
         checkpoint, fault = _open_together(path, ranks)
         if fault is None and older:
             fault = _verify_together(checkpoint, ranks)
@@ -63,7 +83,10 @@ def open_checkpoint(
             fix = ranks.agree(lambda: _instead(root, others) if ranks.first else "")[0]
             ranks.refuse(CheckpointError(f"{fault}. {path.name} cannot be loaded; {fix}."))
         if ranks.first:
-            say(f"warning: {fault}. {path.name} CANNOT BE LOADED; an older checkpoint is taken instead (--allow-older-checkpoint)")
+            say(
+                f"warning: {fault}. {path.name} CANNOT BE LOADED; an older checkpoint is "
+                "taken instead (--allow-older-checkpoint)"
+            )
     return None
 
 
@@ -71,21 +94,31 @@ def _candidates(root: Path, step: int | None, say: Callable[[str], None]) -> lis
     """The iterations that may be loaded, the wanted one first."""
     iterations = m.list_iterations(root)
     if (root / m.MANIFEST).is_file():
-        raise CheckpointError(f"{root} is itself a checkpoint: give its parent folder {root.parent}, and choose with --ckpt-step")
+        raise CheckpointError(
+            f"{root} is itself a checkpoint: give its parent folder {root.parent}, and "
+            "choose with --ckpt-step"
+        )
     if step is None:
         iterations, left = newest_first(root)
         if left:
-            say(f"warning: {root}: NOT taken are iterations {', '.join(map(str, left))}: a run resumed from an earlier one and has saved since; give "
-                f"--ckpt-step {left[0]} if you want them")
+            say(
+                f"warning: {root}: NOT taken are iterations {', '.join(map(str, left))}: a "
+                "run resumed from an earlier one and has saved since; give "
+                f"--ckpt-step {left[0]} if you want them"
+            )
         return iterations
     if step not in iterations:
         known = ", ".join(map(str, iterations)) or "none"
-        raise CheckpointError(f"{root}: no checkpoint of iteration {step} (--ckpt-step); there: {known}")
+        raise CheckpointError(
+            f"{root}: no checkpoint of iteration {step} (--ckpt-step); there: {known}"
+        )
     return iterations[iterations.index(step) :]
 
 
 def _open_together(path: Path, ranks: Ranks) -> tuple[Checkpoint | None, str | None]:
-    """(the checkpoint, None), or (None, what is wrong with it): opened and verified by the first rank, taken over from it by the others."""
+    """(the checkpoint, None), or (None, what is wrong with it): opened and verified by the first
+    rank, taken over from it by the others.
+    """
     checkpoint: Checkpoint | None = None
 
     def first() -> str | None:
@@ -110,6 +143,7 @@ def _open_together(path: Path, ranks: Ranks) -> tuple[Checkpoint | None, str | N
 
 def _verify_together(checkpoint: Checkpoint, ranks: Ranks) -> str | None:
     """Read and verify every byte, each rank its part; what is damaged."""
+
     def part() -> str | None:
         try:
             checkpoint.verify(part=(ranks.world.rank, ranks.world.size))
@@ -121,7 +155,9 @@ def _verify_together(checkpoint: Checkpoint, ranks: Ranks) -> str | None:
 
 
 def _instead(root: Path, iterations: list[int]) -> str:
-    """What to load in the place of a damaged checkpoint: the newest of `iterations` (newest first) that opens, and the flag that takes it."""
+    """What to load in the place of a damaged checkpoint: the newest of `iterations` (newest first)
+    that opens, and the flag that takes it.
+    """
     for iteration in iterations:
         with suppress(CheckpointError):
             Index(root / m.iteration_folder(iteration))
@@ -135,7 +171,12 @@ def _compare_tracker(root: Path, newest: Path, say: Callable[[str], None]) -> No
             tracker = file.read(64).decode(errors="replace").strip()
     except (OSError, InputError):
         tracker = None
-    if tracker is None or not tracker.isascii() or not tracker.isdecimal() or m.iteration_folder(int(tracker)) != newest.name:
+    if (
+        tracker is None
+        or not tracker.isascii()
+        or not tracker.isdecimal()
+        or m.iteration_folder(int(tracker)) != newest.name
+    ):
         says = "is missing" if tracker is None else f"says {tracker!r}"
         say(f"{root / m.TRACKER} {says}; ignored: the newest whole checkpoint is {newest.name}")
 
@@ -147,12 +188,25 @@ class Checkpoint(Index):
     """
 
     def read(self, box: Box, into: Tensor) -> None:
-        """Fill the part of the local parameter `into` that holds `box`, on any device; values are converted to its dtype."""
+        """Fill the part of the local parameter `into` that holds `box`, on any device; values are
+        converted to its dtype.
+        """
         self.read_all([(box, into)])
 
     def read_all(self, pairs: Iterable[tuple[Box, Tensor]]) -> None:
-        """The same of many, in the order in which they lie in the files: no shard is opened, and no chunk is read, more than once."""
-        self._read((box.name, tuple(box.shape), tuple(box.offset), tuple(box.extent), box.view(into.detach())) for box, into in pairs)
+        """The same of many, in the order in which they lie in the files: no shard is opened, and no
+        chunk is read, more than once.
+        """
+        self._read(
+            (
+                box.name,
+                tuple(box.shape),
+                tuple(box.offset),
+                tuple(box.extent),
+                box.view(into.detach()),
+            )
+            for box, into in pairs
+        )
 
     def read_tensor(self, name: str) -> Tensor:
         """The whole logical tensor `name`, on the CPU, in the dtype it was saved in."""
@@ -184,7 +238,9 @@ class Checkpoint(Index):
             stored = self._stored(name)
             if stored.shape != shape:
                 shapes = f"has shape {list(stored.shape)}, this model needs {list(shape)}"
-                raise CheckpointError(f"{self.path}: {name} {shapes}: the model's flags or the tokenizer differ")
+                raise CheckpointError(
+                    f"{self.path}: {name} {shapes}: the model's flags or the tokenizer differ"
+                )
             if not shape:  # a scalar is read as a vector of one
                 offset, extent, view = (0,), (1,), view.view(1)
             for piece in stored.pieces:
@@ -193,18 +249,26 @@ class Checkpoint(Index):
                     cuts.append(_Cut(piece, TORCH_DTYPES[stored.dtype], *common, offset, view))
         cuts.sort(key=lambda cut: (cut.piece.shard.number, cut.begin))
         try:
-            for batch, data in self.fetcher.stream(batch for cut in cuts for batch in cut.batches()):
+            for batch, data in self.fetcher.stream(
+                batch for cut in cuts for batch in cut.batches()
+            ):
                 batch.cut.copy(batch, torch.frombuffer(data, dtype=torch.uint8))
         except DamageError as error:
-            raise CheckpointError(f"{error}. {self.path.name} cannot be loaded; {self._instead()}.") from error
+            raise CheckpointError(
+                f"{error}. {self.path.name} cannot be loaded; {self._instead()}."
+            ) from error
 
     def _instead(self) -> str:
         root = self.path.parent
-        return _instead(root, [iteration for iteration in newest_first(root)[0] if iteration < self.iteration])
+        return _instead(
+            root, [iteration for iteration in newest_first(root)[0] if iteration < self.iteration]
+        )
 
 
 class _Batch(NamedTuple):
-    """Rows [row, row + rows) of a cut: they, and what lies between them, are the bytes [start, stop) of a shard's data."""
+    """Rows [row, row + rows) of a cut: they, and what lies between them, are the bytes [start,
+    stop) of a shard's data.
+    """
 
     shard: ShardFile
     start: int
@@ -215,40 +279,65 @@ class _Batch(NamedTuple):
 
 
 class _Cut:
-    """[low, high) of a logical tensor: what `view`, which holds a box at `offset`, wants of one piece."""
+    """[low, high) of a logical tensor: what `view`, which holds a box at `offset`, wants of one
+    piece.
+    """
 
-    def __init__(self, piece: Piece, dtype: torch.dtype, low: tuple, high: tuple, offset: tuple, view: Tensor) -> None:
-        self.piece, self.dtype, self.low, self.high, self.offset, self.view = piece, dtype, low, high, offset, view
+    def __init__(
+        self, piece: Piece, dtype: torch.dtype, low: tuple, high: tuple, offset: tuple, view: Tensor
+    ) -> None:
+        self.piece, self.dtype, self.low, self.high, self.offset, self.view = (
+            piece,
+            dtype,
+            low,
+            high,
+            offset,
+            view,
+        )
         own, extent = piece.offset or (0,), piece.extent or (1,)
         self.strides = [math.prod(extent[d + 1 :]) for d in range(len(extent))]
-        first = sum((l - o) * s for l, o, s in zip(low[1:], own[1:], self.strides[1:]))  # the first needed element of a row
+        # the first needed element of a row
+        first = sum((l - o) * s for l, o, s in zip(low[1:], own[1:], self.strides[1:]))
         last = sum((h - 1 - o) * s for h, o, s in zip(high[1:], own[1:], self.strides[1:])) + 1
         self.begin = piece.start + ((low[0] - own[0]) * self.strides[0] + first) * dtype.itemsize
         self.width = last - first
 
     def batches(self) -> Iterator[_Batch]:
         """Bounded batches of rows."""
-        stride, size, shard = self.strides[0] * self.dtype.itemsize, self.dtype.itemsize, self.piece.shard
+        stride, size, shard = (
+            self.strides[0] * self.dtype.itemsize,
+            self.dtype.itemsize,
+            self.piece.shard,
+        )
         most = max(1, BATCH // stride)
         if stride > shard.chunk and self.width < self.strides[0]:
             most = 1  # chunks between two rows' needed parts may hold nothing that is needed
         for row in range(self.low[0], self.high[0], most):
             rows, begin = min(most, self.high[0] - row), self.begin + (row - self.low[0]) * stride
-            yield _Batch(shard, begin, begin + (rows - 1) * stride + self.width * size, self, row, rows)
+            yield _Batch(
+                shard, begin, begin + (rows - 1) * stride + self.width * size, self, row, rows
+            )
 
     def copy(self, batch: _Batch, data: Tensor) -> None:
         """Put the batch's bytes into their place."""
         inner = [h - l for l, h in zip(self.low[1:], self.high[1:])]
-        columns = tuple(slice(l - o, h - o) for l, h, o in zip(self.low[1:], self.high[1:], self.offset[1:]))
-        block, start = data.view(self.dtype).as_strided([batch.rows, *inner], self.strides), batch.row - self.offset[0]
+        columns = tuple(
+            slice(l - o, h - o) for l, h, o in zip(self.low[1:], self.high[1:], self.offset[1:])
+        )
+        block, start = (
+            data.view(self.dtype).as_strided([batch.rows, *inner], self.strides),
+            batch.row - self.offset[0],
+        )
         for at, to, part in row_blocks(self.view, len(self.strides), start, start + batch.rows):
             part[(slice(None), *columns)].copy_(block[at - start : to - start])
 
 
 def row_blocks(view: Tensor, dims: int, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Rows [start, stop) of a box held by `view`, as (first, last + 1, tensor [rows, ...]) blocks that alias `view`.
+    """Rows [start, stop) of a box held by `view`, as (first, last + 1, tensor [rows, ...]) blocks
+    that alias `view`.
 
-    A view has the box's `dims` dimensions, or leading group dimensions before them whose rows follow one another (Box.view).
+    A view has the box's `dims` dimensions, or leading group dimensions before them whose rows
+    follow one another (Box.view).
     """
     groups = view.shape[: view.ndim - dims]
     if not groups:

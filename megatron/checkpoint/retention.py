@@ -1,7 +1,8 @@
-"""Which checkpoints stay (--save-retain-interval, --save-keep-last), and how the others go. Nothing here imports torch.
+"""Which checkpoints stay (--save-retain-interval, --save-keep-last), and how the others go. Nothing
+here imports torch.
 
-What goes is first renamed to `.trash-*`, and only then deleted: a half-deleted folder never has a checkpoint's name, and what a kill leaves
-of it the next save removes (files.clean).
+What goes is first renamed to `.trash-*`, and only then deleted: a half-deleted folder never has a
+checkpoint's name, and what a kill leaves of it the next save removes (files.clean).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from megatron.checkpoint.manifest import CheckpointError
 
 @dataclass(frozen=True)
 class Policy:
-    """Multiples of `interval` stay, and of all others the newest `last`; without any of the two everything stays."""
+    """Multiples of `interval` stay, and of all others the newest `last`; without any of the two
+    everything stays.
+    """
 
     interval: int | None = None
     last: int | None = None
@@ -32,12 +35,14 @@ class Policy:
 
 
 def retire(root: Path, policy: Policy, newest: int, say: Callable[[str], None]) -> list[int]:
-    """Delete the checkpoints under `root` that `policy` does not keep, now that iteration `newest` is committed; returns theirs, newest first.
+    """Delete the checkpoints under `root` that `policy` does not keep, now that iteration `newest`
+    is committed; returns theirs, newest first.
 
-    A checkpoint counts, and goes, only when it can be opened: what is damaged or of another program stays and is no reason for a whole one to go.
-    Later iterations than `newest` stay too: another pass over the same iterations left them. Once passed, those that a run left by going back are older
-    than all others. Nothing goes unless `newest` can be opened.
-    An error of the file system ends the deletion, is told to `say`, and fails no save.
+    A checkpoint counts, and goes, only when it can be opened: what is damaged or of another program
+    stays and is no reason for a whole one to go. Later iterations than `newest` stay too: another
+    pass over the same iterations left them. Once passed, those that a run left by going back are
+    older than all others. Nothing goes unless `newest` can be opened. An error of the file system
+    ends the deletion, is told to `say`, and fails no save.
     """
     if policy.newest is None:
         return []
@@ -48,14 +53,19 @@ def retire(root: Path, policy: Policy, newest: int, say: Callable[[str], None]) 
             os.rename(root / m.iteration_folder(iteration), _trash(root, iteration, attempt))
             gone.append(iteration)
     except (CheckpointError, OSError) as error:
-        say(f"warning: {root}: older checkpoints that --save-keep-last or --save-retain-interval do not keep were not deleted: {error}")
+        say(
+            f"warning: {root}: older checkpoints that --save-keep-last or "
+            f"--save-retain-interval do not keep were not deleted: {error}"
+        )
     if gone:
         try:
-            sync_folder(root)  # else a power loss could leave part of a checkpoint under its old name
+            # else a power loss could leave part of a checkpoint under its old name
+            sync_folder(root)
         except OSError:
             return gone
         for iteration in gone:
-            shutil.rmtree(_trash(root, iteration, attempt), ignore_errors=True)  # the next save clears away what is left
+            # the next save clears away what is left
+            shutil.rmtree(_trash(root, iteration, attempt), ignore_errors=True)
     return gone
 
 
@@ -64,7 +74,12 @@ def _surplus(root: Path, policy: Policy, newest: int) -> list[int]:
     counting, left = newest_first(root)
     for iteration in counting + left:
         spared = policy.interval is not None and iteration % policy.interval == 0
-        if iteration > newest or spared and kept >= policy.newest or not _is_whole(root / m.iteration_folder(iteration)):
+        if (
+            iteration > newest
+            or spared
+            and kept >= policy.newest
+            or not _is_whole(root / m.iteration_folder(iteration))
+        ):
             continue
         if kept < policy.newest:
             kept += 1

@@ -1,6 +1,8 @@
-"""What a checkpoint says of its run, beside tensors: types and ranges of every value, checked before any is used.
+"""What a checkpoint says of its run, beside tensors: types and ranges of every value, checked
+before any is used.
 
-A manifest carries a digest, not a signature: whoever can write the folder can write any state with a right digest.
+A manifest carries a digest, not a signature: whoever can write the folder can write any state with
+a right digest.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def require(state: dict[str, Any], names: Iterable[str]) -> None:
 
 
 def config_of(state: dict[str, Any]) -> Config:
-    """The configuration in a checkpoint's state; fields that are younger or older than this program's are left out.
+    """The configuration in a checkpoint's state; fields that are younger or older than this
+    program's are left out.
 
     Raises InputError where there is none.
     """
@@ -70,7 +73,7 @@ def config_of(state: dict[str, Any]) -> Config:
     return Config.from_dict(kept)
 
 
-# ---- one function a kind of value ---------------------------------------------------------------------------------------
+# ---- one function a kind of value ----------------------------------------------------------------
 
 
 def count(value: Any) -> bool:
@@ -163,7 +166,9 @@ def _config(value: Any) -> bool:
 
 
 def _fits(option: Option, value: Any) -> bool:
-    """Whether a value has the type of a field. Its choices are not compared: another version may have others."""
+    """Whether a value has the type of a field. Its choices are not compared: another version may
+    have others.
+    """
     if value is None:
         return option.optional
     if option.many:

@@ -1,7 +1,9 @@
-"""Which part of what several ranks hold each of them writes: local arithmetic, the same on all of them, so nothing is exchanged.
+"""Which part of what several ranks hold each of them writes: local arithmetic, the same on all of
+them, so nothing is exchanged.
 
-The ranks that hold a box hold all boxes of its kind, in the same order: laid end to end they are one range of bytes, cut into as many equal
-parts as there are holders, each cut moved to the next row. A row is an element of a vector.
+The ranks that hold a box hold all boxes of its kind, in the same order: laid end to end they are
+one range of bytes, cut into as many equal parts as there are holders, each cut moved to the next
+row. A row is an element of a vector.
 """
 
 from __future__ import annotations
@@ -15,10 +17,14 @@ from torch import Tensor
 from megatron.layers.spec import Box, Holder
 
 
-def own_part(pairs: Iterable[tuple[Box, Tensor]], holder: Callable[[Box], Holder | None], *, balanced: bool) -> list[tuple[Box, Tensor]]:
-    """The (box, local tensor) pairs that this rank writes: of what it shares with others an equal part, or all when it is the first of them.
+def own_part(
+    pairs: Iterable[tuple[Box, Tensor]], holder: Callable[[Box], Holder | None], *, balanced: bool
+) -> list[tuple[Box, Tensor]]:
+    """The (box, local tensor) pairs that this rank writes: of what it shares with others an equal
+    part, or all when it is the first of them.
 
-    `holder` is None for a box that only others may write; it must be the same for all boxes with the same `replicated`.
+    `holder` is None for a box that only others may write; it must be the same for all boxes with
+    the same `replicated`.
     """
     held = [(box, tensor, place) for box, tensor in pairs if (place := holder(box)) is not None]
     if not balanced:
@@ -33,7 +39,8 @@ def own_part(pairs: Iterable[tuple[Box, Tensor]], holder: Callable[[Box], Holder
         if size == 1:
             found.append((box, tensor))
             continue
-        low, high = (total * place // size for place in (rank, rank + 1))  # a row belongs to the range that its first byte lies in
+        # a row belongs to the range that its first byte lies in
+        low, high = (total * place // size for place in (rank, rank + 1))
         row = _bytes(box, tensor) // box.extent[0]
         first, stop = (min(max(-((before - at) // row), 0), box.extent[0]) for at in (low, high))
         found += cut_rows(box, tensor, first, stop)
@@ -42,7 +49,10 @@ def own_part(pairs: Iterable[tuple[Box, Tensor]], holder: Callable[[Box], Holder
 
 def in_parts(pairs: Sequence[tuple[Box, Tensor]], count: int) -> list[list[tuple[Box, Tensor]]]:
     """The pairs cut by rows into at most `count` lists of about equal bytes, none of them empty."""
-    parts = (own_part(pairs, lambda box, part=part: Holder(part, count), balanced=True) for part in range(count))
+    parts = (
+        own_part(pairs, lambda box, part=part: Holder(part, count), balanced=True)
+        for part in range(count)
+    )
     return [part for part in parts if part]
 
 
@@ -54,13 +64,17 @@ def _bytes(box: Box, tensor: Tensor) -> int:
 
 
 def cut_rows(box: Box, tensor: Tensor, first: int, stop: int) -> Iterator[tuple[Box, Tensor]]:
-    """Rows [first, stop) of a box as (box, the part of its local tensor): of a box in several groups of rows up to three."""
+    """Rows [first, stop) of a box as (box, the part of its local tensor): of a box in several
+    groups of rows up to three.
+    """
     rows, stride = box.extent[0] // box.groups, tensor.shape[0] // box.groups
     while first < stop:
         group, row = divmod(first, rows)
         groups = (stop - first) // rows if row == 0 else 0
         count = groups * rows or min(rows - row, stop - first)
-        part = replace(box, offset=(box.offset[0] + first, *box.offset[1:]), extent=(count, *box.extent[1:]))
+        part = replace(
+            box, offset=(box.offset[0] + first, *box.offset[1:]), extent=(count, *box.extent[1:])
+        )
         if groups:
             yield replace(part, groups=groups), tensor[group * stride : (group + groups) * stride]
         else:

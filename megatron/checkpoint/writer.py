@@ -1,4 +1,5 @@
-"""Write a checkpoint: every rank its own shard; the first adds the manifest and renames when it has word from all (commit.py).
+"""Write a checkpoint: every rank its own shard; the first adds the manifest and renames when it has
+word from all (commit.py).
 
 Bytes stream from the tensors to the file in chunks of 1 MiB; no second copy of a tensor is made.
 """
@@ -30,38 +31,60 @@ if TYPE_CHECKING:
     from megatron.layers.spec import Box
 
 PIECE = 16 << 20  # bytes copied at a time from tensors that lie on a device or are strided
-PARTS, PART = 4, 128 << 20  # most shards that a rank writes at a time, for a file takes one write at a time; bytes of the least
+# most shards that a rank writes at a time, for a file takes one write at a time; bytes of the least
+PARTS, PART = 4, 128 << 20
 
 
 def save_checkpoint(
-    root: str | Path, iteration: int, tensors: Iterable[tuple[Box, Tensor]], state: dict[str, Any], say: Callable[[str], None] = print,
-    ranks: Ranks = ONE, *, verify: bool = False, before: Iterable[int] = (),
+    root: str | Path,
+    iteration: int,
+    tensors: Iterable[tuple[Box, Tensor]],
+    state: dict[str, Any],
+    say: Callable[[str], None] = print,
+    ranks: Ranks = ONE,
+    *,
+    verify: bool = False,
+    before: Iterable[int] = (),
 ) -> Path:
-    """Write iteration `iteration` under `root` and return its folder. All `ranks` call this together; each that owns boxes writes a shard, or several
-    at a time where it owns much and has several cores.
+    """Write iteration `iteration` under `root` and return its folder. All `ranks` call this
+    together; each that owns boxes writes a shard, or several at a time where it owns much and has
+    several cores.
 
-    `tensors`: (box, local tensor) pairs that this rank owns; the boxes of all ranks cover each logical tensor exactly once. `state`: JSON,
-    the same on every rank. `root` lies on a file system that all ranks share.
-    `verify`: every rank reads its shard back from the disk before it counts. `before`: as `commit`'s, on the first rank.
-    An iteration that exists already is never overwritten: when it is whole and bit-equal to this one it is kept and returned, when it
-    is whole and differs CheckpointError is raised, when it is damaged or foreign it is moved aside, and the first rank's `say` is told.
-    Raises CheckpointError when anything prevents the save on any rank, on several the same UserError on each; older checkpoints are
-    untouched by that.
+    `tensors`: (box, local tensor) pairs that this rank owns; the boxes of all ranks cover each
+    logical tensor exactly once. `state`: JSON, the same on every rank. `root` lies on a file system
+    that all ranks share. `verify`: every rank reads its shard back from the disk before it counts.
+    `before`: as `commit`'s, on the first rank. An iteration that exists already is never
+    overwritten: when it is whole and bit-equal to this one it is kept and returned, when it is
+    whole and differs CheckpointError is raised, when it is damaged or foreign it is moved aside,
+    and the first rank's `say` is told. Raises CheckpointError when anything prevents the save on
+    any rank, on several the same UserError on each; older checkpoints are untouched by that.
     """
     root, pairs = Path(root), [(box, tensor) for box, tensor in tensors if math.prod(box.extent)]
     parts = shard_parts(pairs)
-    with Attempt(root, iteration, ranks, partial(not_saved, root, iteration), state, len(parts)) as attempt:
+    with Attempt(
+        root, iteration, ranks, partial(not_saved, root, iteration), state, len(parts)
+    ) as attempt:
         progress = WriteProgress(iteration, shard_bytes(pairs), say)
         told = attempt.agree(lambda: (write_shards(attempt, parts, verify, progress), ranks.who))
         written = [record | who for records, who in told for record in records]
-        attempt.agree(lambda: commit(root, attempt.folder, iteration, attempt.name, written, state, say, before).name if ranks.first else None)
+        attempt.agree(
+            lambda: (
+                commit(
+                    root, attempt.folder, iteration, attempt.name, written, state, say, before
+                ).name
+                if ranks.first
+                else None
+            )
+        )
     return root / m.iteration_folder(iteration)
 
 
 def try_folder(root: str | Path, ranks: Ranks = ONE) -> None:
-    """Write a byte from every rank where checkpoints will go: a full disk is found before there is something to save.
+    """Write a byte from every rank where checkpoints will go: a full disk is found before there is
+    something to save.
 
-    Raises CheckpointError, on several ranks the same UserError on each, when one cannot write there or does not see what the first made.
+    Raises CheckpointError, on several ranks the same UserError on each, when one cannot write there
+    or does not see what the first made.
     """
     root = Path(root)
 
@@ -74,15 +97,22 @@ def try_folder(root: str | Path, ranks: Ranks = ONE) -> None:
 
 
 def shard_parts(pairs: list[tuple[Box, Tensor]]) -> list[list[tuple[Box, Tensor]]]:
-    """What this rank owns, for the shards that it writes at a time: one for each core that it has, but none of less than PART bytes."""
+    """What this rank owns, for the shards that it writes at a time: one for each core that it has,
+    but none of less than PART bytes.
+    """
     count = min(PARTS, torch.get_num_threads(), shard_bytes(pairs) // PART)
     return in_parts(pairs, count) if count > 1 else [pairs] if pairs else []
 
 
 def write_shards(
-    attempt: Attempt, parts: list[list[tuple[Box, Tensor]]], verify: bool, progress: Callable[[int], None],
+    attempt: Attempt,
+    parts: list[list[tuple[Box, Tensor]]],
+    verify: bool,
+    progress: Callable[[int], None],
 ) -> list[dict[str, Any]]:
-    """Write this rank's shards, each by a thread; the error of one ends all. Options and results as `write_shard_file`'s."""
+    """Write this rank's shards, each by a thread; the error of one ends all. Options and results as
+    `write_shard_file`'s.
+    """
     lock, faults = Lock(), []
 
     def tell(count: int) -> None:
@@ -93,7 +123,15 @@ def write_shards(
 
     def write(number: int) -> dict[str, Any]:
         try:
-            return write_shard(attempt.folder, attempt.index + number, attempt.shards, attempt.iteration, parts[number], verify=verify, progress=tell)
+            return write_shard(
+                attempt.folder,
+                attempt.index + number,
+                attempt.shards,
+                attempt.iteration,
+                parts[number],
+                verify=verify,
+                progress=tell,
+            )
         except BaseException as error:
             faults.append(error)
             raise
@@ -107,11 +145,26 @@ def write_shards(
     return [future.result() for future in futures]
 
 
-def write_shard(folder: Path, index: int, shards: int, iteration: int, pairs: list[tuple[Box, Tensor]], **options: Any) -> dict[str, Any]:
-    """Write shard `index` of `shards` and its digest table into `folder`; `options` and result as `write_shard_file`'s."""
+def write_shard(
+    folder: Path,
+    index: int,
+    shards: int,
+    iteration: int,
+    pairs: list[tuple[Box, Tensor]],
+    **options: Any,
+) -> dict[str, Any]:
+    """Write shard `index` of `shards` and its digest table into `folder`; `options` and result as
+    `write_shard_file`'s.
+    """
     pairs = in_file_order(pairs)
-    data = (memoryview(piece.reshape(-1).view(torch.uint8).numpy()) for box, tensor in pairs for piece in _host_pieces(box.view(tensor.detach())))
-    return write_shard_file(folder, index, shard_header(pairs, index, shards, iteration), data, **options)
+    data = (
+        memoryview(piece.reshape(-1).view(torch.uint8).numpy())
+        for box, tensor in pairs
+        for piece in _host_pieces(box.view(tensor.detach()))
+    )
+    return write_shard_file(
+        folder, index, shard_header(pairs, index, shards, iteration), data, **options
+    )
 
 
 def shard_bytes(pairs: Iterable[tuple[Box, Tensor]]) -> int:
@@ -127,12 +180,25 @@ def in_file_order(pairs: list[tuple[Box, Tensor]]) -> list[tuple[Box, Tensor]]:
 def shard_header(pairs: list[tuple[Box, Tensor]], index: int, shards: int, iteration: int) -> bytes:
     """The bytes before the data of a shard that holds `pairs` one after the other."""
     shapes = json.dumps({box.name: list(box.shape) for box, _ in pairs}, separators=(",", ":"))
-    metadata = {"iteration": str(iteration), "shard": str(index), "shards": str(shards), "shapes": shapes}
-    return m.encode_header([(box_key(box.name, box.offset), DTYPE_NAMES[tensor.dtype], tuple(box.extent)) for box, tensor in pairs], metadata)
+    metadata = {
+        "iteration": str(iteration),
+        "shard": str(index),
+        "shards": str(shards),
+        "shapes": shapes,
+    }
+    return m.encode_header(
+        [
+            (box_key(box.name, box.offset), DTYPE_NAMES[tensor.dtype], tuple(box.extent))
+            for box, tensor in pairs
+        ],
+        metadata,
+    )
 
 
 def _host_pieces(view: Tensor) -> Iterator[Tensor]:
-    """Contiguous CPU tensors that hold `view`'s elements in order: the memory itself where possible, else copies of at most PIECE bytes."""
+    """Contiguous CPU tensors that hold `view`'s elements in order: the memory itself where
+    possible, else copies of at most PIECE bytes.
+    """
     size = view.numel() * view.element_size()
     if view.is_contiguous() and (view.device.type == "cpu" or size <= PIECE):
         yield view.cpu()

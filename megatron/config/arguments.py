@@ -1,8 +1,10 @@
-"""The command line: flags generated from the groups of `groups.py`, read so that every fault is reported at once.
+"""The command line: flags generated from the groups of `groups.py`, read so that every fault is
+reported at once.
 
-Python's argparse formats `--help`, but does not read the line: it stops at the first fault, and an unset shell variable
-(`--lr $LR`) makes it blame the next flag. Here a flag owns every word up to the next flag; what follows is checked per flag.
-Flags of Megatron-LM and Megatron-DeepSpeed that are not fields are answered by the table in `compatibility.py`.
+Python's argparse formats `--help`, but does not read the line: it stops at the first fault, and an
+unset shell variable (`--lr $LR`) makes it blame the next flag. Here a flag owns every word up to
+the next flag; what follows is checked per flag. Flags of Megatron-LM and Megatron-DeepSpeed that
+are not fields are answered by the table in `compatibility.py`.
 """
 
 from __future__ import annotations
@@ -39,18 +41,35 @@ from megatron.config.validate import cross_field_faults
 from megatron.config.yaml_text import parse_yaml
 
 COMMANDS = {
-    "--config": "Read settings from this JSON or YAML file (as --print-config writes it); flags on the command line win.",
-    "--deepspeed_config": "Compare this DeepSpeed JSON file with the flags: what it equals is noted, what contradicts is refused.",
+    "--config": (
+        "Read settings from this JSON or YAML file (as --print-config writes it); flags on "
+        "the command line win."
+    ),
+    "--deepspeed_config": (
+        "Compare this DeepSpeed JSON file with the flags: what it equals is noted, what "
+        "contradicts is refused."
+    ),
     "--print-config": "Print the settings as JSON and exit; --config reads them back.",
-    "--dry-run": "Check everything (files, tokenizer, batch arithmetic, memory) and exit without training.",
+    "--dry-run": (
+        "Check everything (files, tokenizer, batch arithmetic, memory) and exit without training."
+    ),
 }
 TAKES_FILE = ("--config", "--deepspeed-config")
-NO_PATHS = {"split", "freeze", "pipeline_model_parallel_layout", "wandb_project", "wandb_exp_name", "wandb_entity"}
+NO_PATHS = {
+    "split",
+    "freeze",
+    "pipeline_model_parallel_layout",
+    "wandb_project",
+    "wandb_exp_name",
+    "wandb_entity",
+}
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a command line says: settings, notes for the banner, and what to do instead of training."""
+    """What a command line says: settings, notes for the banner, and what to do instead of
+    training.
+    """
 
     config: Config
     notes: list[str]
@@ -61,7 +80,9 @@ class Parsed:
 
 @dataclass(frozen=True)
 class Option:
-    """One field as a flag: `names` set it (the first is its spelling in messages), `off` set a boolean to False."""
+    """One field as a flag: `names` set it (the first is its spelling in messages), `off` set a
+    boolean to False.
+    """
 
     group: str
     field: str
@@ -78,7 +99,10 @@ class Option:
     def convert(self, text: str) -> Any:
         """The value of one word; raises UserError with what was expected."""
         if self.choices and text not in map(str, self.choices):
-            raise UserError(f"choose from {', '.join(map(str, self.choices))}{_did_you_mean(text, map(str, self.choices))}")
+            raise UserError(
+                "choose from "
+                f"{', '.join(map(str, self.choices))}{_did_you_mean(text, map(str, self.choices))}"
+            )
         if self.kind is bool:
             if text.lower() not in ("true", "false"):
                 raise UserError("it takes no value")
@@ -105,13 +129,18 @@ class Option:
         return int(number)
 
     def parse(self, words: list[str]) -> Any:
-        """The value of a flag followed by `words`; raises UserError with what is wrong and the fix."""
+        """The value of a flag followed by `words`; raises UserError with what is wrong and the
+        fix.
+        """
         if self.kind is bool and not words:
             return True
         if not words or any(word == "" for word in words):
             raise UserError("no value follows it (is a shell variable unset?)")
         if not self.many and len(words) > 1:
-            raise UserError(f"takes {'no value' if self.kind is bool else 'one value'}; drop the others, or quote a value with spaces")
+            raise UserError(
+                f"takes {'no value' if self.kind is bool else 'one value'}; drop the others, "
+                "or quote a value with spaces"
+            )
         values = tuple(self.convert(word) for word in words)
         return values if self.many else values[0]
 
@@ -123,7 +152,11 @@ class Option:
             if any(type(item) not in (str, int, float) for item in value):
                 raise UserError("expected a list of words or numbers")
             return tuple(self.convert(_word(item)) for item in value)
-        if value is None or isinstance(value, (list, dict)) or isinstance(value, bool) != (self.kind is bool):
+        if (
+            value is None
+            or isinstance(value, (list, dict))
+            or isinstance(value, bool) != (self.kind is bool)
+        ):
             raise UserError(f"expected {'a list' if self.many else self.kind.__name__}")
         if self.kind is str and not isinstance(value, str):
             raise UserError("expected a string")
@@ -143,14 +176,18 @@ def one_edit(one: str, other: str) -> bool:
     start = next((i for i in range(shortest) if one[i] != other[i]), shortest)
     rest = shortest - start
     end = next((i for i in range(rest) if one[-1 - i] != other[-1 - i]), rest)
-    left, right = one[start:len(one) - end], other[start:len(other) - end]
+    left, right = one[start : len(one) - end], other[start : len(other) - end]
     return max(len(left), len(right)) == 1 or (len(left) == 2 and left == right[::-1])
 
 
 def _nearest(word: str, known: typing.Iterable[str]) -> list[str]:
-    """What a word may have been meant to be: all that are one letter away, else the one that looks most alike, if any does."""
+    """What a word may have been meant to be: all that are one letter away, else the one that looks
+    most alike, if any does.
+    """
     known = list(known)
-    return [other for other in known if one_edit(word, other)] or difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    return [other for other in known if one_edit(word, other)] or difflib.get_close_matches(
+        word, known, n=1, cutoff=0.7
+    )
 
 
 def _did_you_mean(word: str, known: typing.Iterable[str]) -> str:
@@ -162,7 +199,9 @@ def _did_you_mean(word: str, known: typing.Iterable[str]) -> str:
 def _flags_by_length() -> dict[int, list[str]]:
     """Every known flag, ours first."""
     result: dict[int, list[str]] = {}
-    for flag in dict.fromkeys([*options_by_flag(), *map(key, COMMANDS), "--help", *compatibility.rows()]):
+    for flag in dict.fromkeys(
+        [*options_by_flag(), *map(key, COMMANDS), "--help", *compatibility.rows()]
+    ):
         result.setdefault(len(flag), []).append(flag)
     return result
 
@@ -170,7 +209,12 @@ def _flags_by_length() -> dict[int, list[str]]:
 def suggestions(flag: str) -> list[str]:
     """Known flags that an unknown one may have been meant to be; ours come first."""
     word, lengths = key(flag), _flags_by_length()
-    near = [other for length in range(len(word) - 1, len(word) + 2) for other in lengths.get(length, ()) if one_edit(word, other)]
+    near = [
+        other
+        for length in range(len(word) - 1, len(word) + 2)
+        for other in lengths.get(length, ())
+        if one_edit(word, other)
+    ]
     near.sort(key=lambda other: other not in options_by_flag())
     if compatibility.habit(word):
         near.insert(0, compatibility.habit(word))
@@ -181,14 +225,18 @@ def _field_help(group: type) -> dict[str, str]:
     """The string literal under each field of a dataclass, from its source."""
     body = ast.parse(inspect.getsource(group)).body[0].body  # type: ignore[attr-defined]
     return {
-        field.target.id: text.value.value
+        field.target.id: " ".join(text.value.value.split())
         for field, text in zip(body, body[1:], strict=False)
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
     }
 
 
 def _option(group: str, field: dataclasses.Field, annotation: Any, text: str) -> Option:
-    """One option from a field's type: bool, int, float, str, Literal, tuple[X, ...], and each of them or None."""
+    """One option from a field's type: bool, int, float, str, Literal, tuple[X, ...], and each of
+    them or None.
+    """
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     members = typing.get_args(annotation) if union else (annotation,)
     optional = type(None) in members
@@ -200,8 +248,24 @@ def _option(group: str, field: dataclasses.Field, annotation: Any, text: str) ->
     kind = type(choices[0]) if choices else inner
     assert kind in (bool, int, float, str), f"{group}.{field.name}: no flag for {annotation}"
     names = ("--" + field.name.replace("_", "-"), *field.metadata.get("names", ()))
-    off = () if kind is not bool else (field.metadata.get("off") or "--no-" + field.name.replace("_", "-"),)
-    return Option(group, field.name, names, off, kind, choices, many, optional, field.default, text, field.metadata.get("megatron"))
+    off = (
+        ()
+        if kind is not bool
+        else (field.metadata.get("off") or "--no-" + field.name.replace("_", "-"),)
+    )
+    return Option(
+        group,
+        field.name,
+        names,
+        off,
+        kind,
+        choices,
+        many,
+        optional,
+        field.default,
+        text,
+        field.metadata.get("megatron"),
+    )
 
 
 @functools.cache
@@ -211,7 +275,10 @@ def options() -> tuple[Option, ...]:
     for group in dataclasses.fields(Config):
         cls = getattr(groups, group.type)
         hints, texts = typing.get_type_hints(cls), _field_help(cls)
-        result += [_option(group.name, field, hints[field.name], texts[field.name]) for field in dataclasses.fields(cls)]
+        result += [
+            _option(group.name, field, hints[field.name], texts[field.name])
+            for field in dataclasses.fields(cls)
+        ]
     return tuple(result)
 
 
@@ -223,7 +290,9 @@ def options_by_field() -> dict[tuple[str, str], Option]:
 
 @functools.cache
 def options_by_flag() -> dict[str, tuple[Option, bool]]:
-    """Option and the boolean it sets (True but for off spellings) for each spelling, with hyphens."""
+    """Option and the boolean it sets (True but for off spellings) for each spelling, with
+    hyphens.
+    """
     table: dict[str, tuple[Option, bool]] = {}
     for option in options():
         for flag in (*option.names, *option.off):
@@ -234,31 +303,49 @@ def options_by_flag() -> dict[str, tuple[Option, bool]]:
 
 def build_parser() -> argparse.ArgumentParser:
     """An argparse parser with one group per dataclass, for `--help`."""
-    parser = argparse.ArgumentParser(prog="pretrain_gpt.py", usage="%(prog)s --flag value ...", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="pretrain_gpt.py", usage="%(prog)s --flag value ...", allow_abbrev=False
+    )
     commands = parser.add_argument_group("command")
     for name, text in COMMANDS.items():
-        commands.add_argument(name, help=text, **({"metavar": "FILE"} if key(name) in TAKES_FILE else {"action": "store_true"}))
+        commands.add_argument(
+            name,
+            help=text,
+            **({"metavar": "FILE"} if key(name) in TAKES_FILE else {"action": "store_true"}),
+        )
     for field in dataclasses.fields(Config):
         group = parser.add_argument_group(field.name)
         for option in (option for option in options() if option.group == field.name):
-            text = option.help.replace("%", "%%") + ("" if option.default is None else f" (default: {option.default})")
+            text = option.help.replace("%", "%%") + (
+                "" if option.default is None else f" (default: {option.default})"
+            )
             if option.kind is bool:
                 group.add_argument(*option.names, *option.off, action="store_true", help=text)
             else:
-                metavar = "{" + ",".join(map(str, option.choices)) + "}" if option.choices else option.kind.__name__.upper()
-                group.add_argument(*option.names, nargs="+" if option.many else None, metavar=metavar, help=text)
+                metavar = (
+                    "{" + ",".join(map(str, option.choices)) + "}"
+                    if option.choices
+                    else option.kind.__name__.upper()
+                )
+                group.add_argument(
+                    *option.names, nargs="+" if option.many else None, metavar=metavar, help=text
+                )
     return parser
 
 
 def split_words(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
-    """Cut a command line into (flag, its words); returns them and the faults (words before any flag, one-dash flags)."""
+    """Cut a command line into (flag, its words); returns them and the faults (words before any
+    flag, one-dash flags).
+    """
     occurrences: list[tuple[str, list[str]]] = []
     faults = []
     for word in argv:
         if re.match(r"--?[^-\d.]|--.", word):  # not a negative number
             flag, equals, value = word.partition("=")
             if re.search(r"\s", flag):
-                faults.append(f"{word!r}: flag and value are quoted together as one word; separate them")
+                faults.append(
+                    f"{word!r}: flag and value are quoted together as one word; separate them"
+                )
                 occurrences.append((word.split()[0], word.split()[1:]))
             else:
                 occurrences.append((flag, [_unquote(value)] if equals else []))
@@ -276,16 +363,23 @@ def _unquote(word: str) -> str:
 
 @dataclass
 class _Reading:
-    """What has been read so far; `set_by` remembers what the user wrote to give each field its value."""
+    """What has been read so far; `set_by` remembers what the user wrote to give each field its
+    value.
+    """
 
     values: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
     set_by: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict)
     commands: dict[str, str] = dataclasses.field(default_factory=dict)
-    foreign: list[tuple[str, list[str], compatibility.CompatibilityRow]] = dataclasses.field(default_factory=list)
-    least: list[tuple[str, compatibility.CompatibilityRow]] = dataclasses.field(default_factory=list)
+    foreign: list[tuple[str, list[str], compatibility.CompatibilityRow]] = dataclasses.field(
+        default_factory=list
+    )
+    least: list[tuple[str, compatibility.CompatibilityRow]] = dataclasses.field(
+        default_factory=list
+    )
     notes: list[str] = dataclasses.field(default_factory=list)
     faults: list[str] = dataclasses.field(default_factory=list)
-    unsure: set[str] = dataclasses.field(default_factory=set)  # flags whose value is unknown: rules about them say nothing
+    # flags whose value is unknown: rules about them say nothing
+    unsure: set[str] = dataclasses.field(default_factory=set)
 
     def read(self, flag: str, words: list[str], written: str = "") -> None:
         """Take in one occurrence; `written` is what the user wrote when the table rewrote it."""
@@ -307,11 +401,17 @@ class _Reading:
 
     def _unknown(self, flag: str, words: list[str]) -> None:
         if key(flag) in compatibility.FOLLOWS:
-            self.faults.append(f"{_shown(flag, words)}: unknown flag; {compatibility.FOLLOWS[key(flag)]}")
+            self.faults.append(
+                f"{_shown(flag, words)}: unknown flag; {compatibility.FOLLOWS[key(flag)]}"
+            )
             return
         near = suggestions(flag)
         meant = f"; did you mean {' or '.join(near)}?" if near else ""
-        wrong = "unknown flag" if flag.startswith("--") else "this word belongs to no flag; flags begin with --"
+        wrong = (
+            "unknown flag"
+            if flag.startswith("--")
+            else "this word belongs to no flag; flags begin with --"
+        )
         self.faults.append(f"{_shown(flag, words)}: {wrong}{meant}")
         self.unsure.update(near)
 
@@ -321,10 +421,15 @@ class _Reading:
             for ours, words in row.rewrite([]):
                 option, _ = options_by_flag()[key(ours)]
                 place, value = (option.group, option.field), option.parse(words)
-                if getattr(getattr(config, option.group), option.field) >= value or option.names[0] in self.unsure:
+                if (
+                    getattr(getattr(config, option.group), option.field) >= value
+                    or option.names[0] in self.unsure
+                ):
                     continue
                 if place in self.values:
-                    self.faults.append(f"{flag}: contradicts {self.set_by[place]}; drop one of them")
+                    self.faults.append(
+                        f"{flag}: contradicts {self.set_by[place]}; drop one of them"
+                    )
                 else:
                     config = _with_values(config, {place: value})
         return config
@@ -332,7 +437,9 @@ class _Reading:
     def _command(self, flag: str, words: list[str]) -> None:
         takes_file = flag in TAKES_FILE
         if len(words) != takes_file or "" in words:
-            self.faults.append(f"{_shown(flag, words)}: takes {'one file' if takes_file else 'no value'}")
+            self.faults.append(
+                f"{_shown(flag, words)}: takes {'one file' if takes_file else 'no value'}"
+            )
         elif fault := path_fault("".join(words)):
             self.faults.append(f"{_shown(flag, words)}: {fault}")
         else:
@@ -380,15 +487,23 @@ def load_config(path: str) -> tuple[dict[tuple[str, str], Any], list[str]]:
     names = dataclasses.asdict(Config())
     values, faults = {}, []
     if not isinstance(content, dict):
-        return {}, [f"--config {path}: expected groups with settings, as --print-config writes them"]
+        return {}, [
+            f"--config {path}: expected groups with settings, as --print-config writes them"
+        ]
     for group, fields in content.items():
         if group not in names or not isinstance(fields, dict):
-            faults.append(f"--config {path}: {_short(group)} is not a group of settings; the groups are {', '.join(names)}")
+            faults.append(
+                f"--config {path}: {_short(group)} is not a group of settings; the groups "
+                f"are {', '.join(names)}"
+            )
             continue
         for field, value in fields.items():
             option = options_by_field().get((group, field))
             if option is None:
-                faults.append(f"--config {path}: {group} has no setting {_short(field)}{_did_you_mean(str(field), names[group])}")
+                faults.append(
+                    f"--config {path}: {group} has no setting "
+                    f"{_short(field)}{_did_you_mean(str(field), names[group])}"
+                )
                 continue
             try:
                 values[group, field] = option.load(value)
@@ -418,15 +533,19 @@ def dump_config(config: Config) -> str:
 def _with_values(config: Config, values: dict[tuple[str, str], Any]) -> Config:
     for group in {group for group, _ in values}:
         changes = {field: value for (other, field), value in values.items() if other == group}
-        config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **changes)})
+        config = dataclasses.replace(
+            config, **{group: dataclasses.replace(getattr(config, group), **changes)}
+        )
     return config
 
 
 def parse_arguments(argv: list[str]) -> Parsed:
-    """Settings of a command line. Raises one `ArgumentErrors` with every fault; `--help` prints and exits.
+    """Settings of a command line. Raises one `ArgumentErrors` with every fault; `--help` prints and
+    exits.
 
-    Rules between fields are the business of `resolve`; when there are faults already, theirs are added, so that nothing
-    waits behind the first mistake (but those about a flag whose value could not be read).
+    Rules between fields are the business of `resolve`; when there are faults already, theirs are
+    added, so that nothing waits behind the first mistake (but those about a flag whose value could
+    not be read).
     """
     if any(word in ("-h", "--help") for word in argv):
         build_parser().print_help()
@@ -449,11 +568,26 @@ def parse_arguments(argv: list[str]) -> Parsed:
         reading.notes += notes
         reading.faults += faults
     if config.distributed.world_size is not None and "--dry-run" not in reading.commands:
-        reading.faults.append(f"--world-size {config.distributed.world_size}: only with --dry-run; a launcher sets the size of a real run")
+        reading.faults.append(
+            f"--world-size {config.distributed.world_size}: only with --dry-run; a launcher "
+            "sets the size of a real run"
+        )
     if reading.faults:
         distributed = config.distributed
-        smallest = max(1, distributed.tensor_model_parallel_size) * max(1, distributed.pipeline_model_parallel_size)
-        told = [fault for fault in cross_field_faults(config, distributed.world_size or smallest, None)  # the launcher's ranks are not known here
-                if not any(re.search(rf"{flag}(?![\w-])", fault) for flag in reading.unsure)]
+        smallest = max(1, distributed.tensor_model_parallel_size) * max(
+            1, distributed.pipeline_model_parallel_size
+        )
+        # the launcher's ranks are not known here
+        told = [
+            fault
+            for fault in cross_field_faults(config, distributed.world_size or smallest, None)
+            if not any(re.search(rf"{flag}(?![\w-])", fault) for flag in reading.unsure)
+        ]
         raise ArgumentErrors([*reading.faults, *told])
-    return Parsed(config, reading.notes, answers.not_done, "--dry-run" in reading.commands, "--print-config" in reading.commands)
+    return Parsed(
+        config,
+        reading.notes,
+        answers.not_done,
+        "--dry-run" in reading.commands,
+        "--print-config" in reading.commands,
+    )

@@ -1,15 +1,18 @@
-"""What becomes of flags of Megatron-LM (2026-08) and Megatron-DeepSpeed (2025-07) that are not fields here.
+"""What becomes of flags of Megatron-LM (2026-08) and Megatron-DeepSpeed (2025-07) that are not
+fields here.
 
 One maintained table, six verdicts:
 - equals: rewritten to our flags; `$` stands for the flag's own values.
 - at least: rewritten to our flag where the settings do not already give that much.
-- note: accepted, because what it asks for is done anyway or does not apply; one line in the banner says why.
-- not done: accepted, although it asks for a service that does not exist here. The result does not depend
+- note: accepted, because what it asks for is done anyway or does not apply; one line in the banner
+  says why.
+- not done: accepted, although it asks for a service that does not exist here. The result does not
+  depend
   on it; the block at the top of the banner says what is missing.
 - only: accepted with the listed values (they are what happens here anyway), refused with others.
-- refused: an error line that says what to do.
-A name ending in `*` stands for the names in `upstream_flags.py` that begin so and that no other row has;
-a longer beginning wins over a shorter one. A flag whose exact name is in no row is unknown.
+- refused: an error line that says what to do. A name ending in `*` stands for the names in
+  `upstream_flags.py` that begin so and that no other row has; a longer beginning wins over a
+  shorter one. A flag whose exact name is in no row is unknown.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from megatron.config.upstream_flags import NAMES
 
 @dataclass(frozen=True)
 class CompatibilityRow:
-    """One line of the table: `flags` share a verdict and its `text` (for equals: the replacement)."""
+    """One line of the table: `flags` share a verdict and its `text` (for equals: the
+    replacement).
+    """
 
     flags: tuple[str, ...]
     verdict: str
@@ -36,7 +41,8 @@ class CompatibilityRow:
     # For "not done": with such settings it is done after all, and `otherwise` is a note.
     when: Callable[[Config], bool] | None = None
     otherwise: str = ""
-    told: Callable[[list[str], Config], str] | None = None  # the text of a refusal, from the flag's words and the settings
+    # the text of a refusal, from the flag's words and the settings
+    told: Callable[[list[str], Config], str] | None = None
 
     def rewrite(self, words: list[str]) -> list[tuple[str, list[str]]]:
         """The occurrences of our own flags that an equals row stands for."""
@@ -49,17 +55,26 @@ class CompatibilityRow:
         return result
 
 
-def note(flags: str, text: str, when: Callable[[Config], bool] | None = None, otherwise: str = "") -> CompatibilityRow:
+def note(
+    flags: str, text: str, when: Callable[[Config], bool] | None = None, otherwise: str = ""
+) -> CompatibilityRow:
     """A row whose flags are accepted and change nothing."""
     return CompatibilityRow(tuple(flags.split()), "note", text, when=when, otherwise=otherwise)
 
 
 def not_done(
-    flags: str, text: str, quiet: str = "",
-    when: Callable[[Config], bool] | None = None, otherwise: str = "",
+    flags: str,
+    text: str,
+    quiet: str = "",
+    when: Callable[[Config], bool] | None = None,
+    otherwise: str = "",
 ) -> CompatibilityRow:
-    """A row whose flags ask for what does not exist here; with the values `quiet` they ask for nothing."""
-    return CompatibilityRow(tuple(flags.split()), "not done", text, tuple(quiet.split()), when, otherwise)
+    """A row whose flags ask for what does not exist here; with the values `quiet` they ask for
+    nothing.
+    """
+    return CompatibilityRow(
+        tuple(flags.split()), "not done", text, tuple(quiet.split()), when, otherwise
+    )
 
 
 def only(flags: str, values: str, text: str) -> CompatibilityRow:
@@ -83,7 +98,9 @@ def refused(flags: str, text: str) -> CompatibilityRow:
 
 
 def in_samples(ours: str) -> Callable[[list[str], Config], str]:
-    """The refusal of a number of tokens: `ours` with the number of samples of --seq-length that they are."""
+    """The refusal of a number of tokens: `ours` with the number of samples of --seq-length that
+    they are.
+    """
 
     def told(words: list[str], config: Config) -> str:
         length = config.data.seq_length
@@ -93,7 +110,10 @@ def in_samples(ours: str) -> Callable[[list[str], Config], str]:
             tokens = math.nan
         if not math.isfinite(tokens) or length is None or length < 1:
             return f"lengths are given in samples here; use {ours}: tokens / seq-length"
-        return f"lengths are given in samples here; use {ours} {int(tokens) // length} (tokens / --seq-length {length})"
+        return (
+            f"lengths are given in samples here; use {ours} {int(tokens) // length} (tokens "
+            f"/ --seq-length {length})"
+        )
 
     return told
 
@@ -111,7 +131,9 @@ EQUALS = (
     equals("--encoder-num-layers --decoder-num-layers", "--num-layers $"),
     equals("--encoder-seq-length --decoder-seq-length", "--seq-length $"),
     equals("--checkpoint-activations", "--recompute-granularity full --recompute-method uniform"),
-    equals("--checkpoint-num-layers --activations-checkpoint-num-layers", "--recompute-num-layers $"),
+    equals(
+        "--checkpoint-num-layers --activations-checkpoint-num-layers", "--recompute-num-layers $"
+    ),
     equals("--activations-checkpoint-method", "--recompute-granularity full --recompute-method $"),
     equals("--override-lr-scheduler", "--override-opt-param-scheduler"),
     equals("--use-checkpoint-lr-scheduler", "--use-checkpoint-opt-param-scheduler"),
@@ -131,266 +153,698 @@ EQUALS = (
 )
 
 NOTES = (
-    note("--use-mcore-models --use-legacy-models --transformer-impl --spec --enable-experimental", "there is one implementation of the model here"),
-    note("--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm "
-         "--no-gradient-accumulation-fusion --cross-entropy-loss-fusion --fused-residual-rmsnorm "
-         "--use-fused-weighted-squared-relu --use-te-activation-func --use-transformer-engine-op-fuser --disable-jit-fuser "
-         "--disable-mem-efficient-ln --use-grouped-gemm-for-dense-mlp --onnx-safe",
-         "a choice of kernels, which are chosen here"),
-    note("--no-bias-gelu-fusion",
-         "--activation gelu is the exact (erf) form here, as in Megatron's path without fusion"),
-    note("--attention-softmax-in-fp32 --apply-query-key-layer-scaling --no-query-key-layer-scaling",
-         "the softmax is in fp32, where scaling by the layer number cancels"),
-    note("--accumulate-allreduce-grads-in-fp32", "gradients are accumulated and sent in fp32 without --main-grads-dtype bf16 or --grad-reduce-in-bf16",
-         when=lambda config: config.optimizer.main_grads_dtype == "fp32" and not config.distributed.grad_reduce_in_bf16,
-         otherwise="contradicts --grad-reduce-in-bf16 or --main-grads-dtype bf16, whichever is given; drop one of them"),
-    note("--ddp-reduce-scatter-with-fp32-accumulation", "gradients are summed over ranks in fp32 here, whatever they are sent in"),
-    note("--ddp-param-name-patterns-for-fp32-local-accumulation", "every gradient is accumulated in fp32 here without --main-grads-dtype bf16",
-         when=lambda config: config.optimizer.main_grads_dtype == "fp32",
-         otherwise="contradicts --main-grads-dtype bf16, which holds for every gradient; drop one of them"),
-    note("--use-precision-aware-optimizer", "--main-grads-dtype, --exp-avg-dtype and --exp-avg-sq-dtype act without it"),
-    note("--use-megatron-fsdp --use-custom-fsdp", "--zero-stage (or --data-parallel-sharding-strategy) says what is sharded"),
+    note(
+        "--use-mcore-models --use-legacy-models --transformer-impl --spec --enable-experimental",
+        "there is one implementation of the model here",
+    ),
+    note(
+        "--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion "
+        "--no-rope-fusion --no-persist-layer-norm "
+        "--no-gradient-accumulation-fusion --cross-entropy-loss-fusion --fused-residual-rmsnorm "
+        "--use-fused-weighted-squared-relu --use-te-activation-func "
+        "--use-transformer-engine-op-fuser --disable-jit-fuser "
+        "--disable-mem-efficient-ln --use-grouped-gemm-for-dense-mlp --onnx-safe",
+        "a choice of kernels, which are chosen here",
+    ),
+    note(
+        "--no-bias-gelu-fusion",
+        "--activation gelu is the exact (erf) form here, as in Megatron's path without fusion",
+    ),
+    note(
+        "--attention-softmax-in-fp32 --apply-query-key-layer-scaling --no-query-key-layer-scaling",
+        "the softmax is in fp32, where scaling by the layer number cancels",
+    ),
+    note(
+        "--accumulate-allreduce-grads-in-fp32",
+        (
+            "gradients are accumulated and sent in fp32 without --main-grads-dtype bf16 or "
+            "--grad-reduce-in-bf16"
+        ),
+        when=lambda config: (
+            config.optimizer.main_grads_dtype == "fp32"
+            and not config.distributed.grad_reduce_in_bf16
+        ),
+        otherwise=(
+            "contradicts --grad-reduce-in-bf16 or --main-grads-dtype bf16, whichever is "
+            "given; drop one of them"
+        ),
+    ),
+    note(
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+        "gradients are summed over ranks in fp32 here, whatever they are sent in",
+    ),
+    note(
+        "--ddp-param-name-patterns-for-fp32-local-accumulation",
+        "every gradient is accumulated in fp32 here without --main-grads-dtype bf16",
+        when=lambda config: config.optimizer.main_grads_dtype == "fp32",
+        otherwise=(
+            "contradicts --main-grads-dtype bf16, which holds for every gradient; drop one of them"
+        ),
+    ),
+    note(
+        "--use-precision-aware-optimizer",
+        "--main-grads-dtype, --exp-avg-dtype and --exp-avg-sq-dtype act without it",
+    ),
+    note(
+        "--use-megatron-fsdp --use-custom-fsdp",
+        "--zero-stage (or --data-parallel-sharding-strategy) says what is sharded",
+    ),
     note("--fp16-lm-cross-entropy", "the loss is computed in fp32 here"),
-    note("--calculate-per-token-loss", "the loss is always the mean over all tokens of the global batch here"),
-    note("--apply-layernorm-1p", "storing the scale minus one gives the same model, since norms take no weight decay"),
-    note("--no-position-embedding", "rotary positions have no table",
-         when=lambda config: config.model.position_embedding_type != "learned_absolute",
-         otherwise="use --position-embedding-type rope or none"),
-    note("--tp-comm-* --no-tp-comm-* --disable-tp-comm-*",
-         "how the collectives of tensor parallelism run is chosen here; --no-tp-comm-overlap takes them out from beside the matrix products"),
-    note("--scattered-embeddings "
-         "--no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding",
-         "--sequence-parallel divides the embedding's output over the tensor-parallel ranks"),
-    note("--use-ring-exchange-p2p --overlap-p2p-communication --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush "
-         "--pipeline-model-parallel-comm-backend --no-scatter-gather-tensors-in-pipeline",
-         "messages between pipeline ranks always travel beside the computation; under --sequence-parallel each rank sends its part"),
-    note("--microbatch-group-size-per-virtual-pipeline-stage",
-         "an order of the same computations, which --pipeline-schedule interleaved sets itself"),
-    note("--defer-embedding-wgrad-compute --wgrad-deferral-limit --delay-wgrad-compute",
-         "when weight gradients are computed is a matter of the schedule: see --pipeline-schedule zero-bubble"),
-    note("--enable-zbh1-exact-semantics", "every schedule here clips and steps after all gradients are known, with nothing to roll back"),
-    note("--no-pipeline-parallel", "there is one pipeline rank", when=lambda config: config.distributed.pipeline_model_parallel_size == 1,
-         otherwise="contradicts --pipeline-model-parallel-size above 1; drop one of them"),
-    note("--standalone-embedding-stage", "there is one pipeline rank", when=lambda config: config.distributed.pipeline_model_parallel_size == 1,
-         otherwise="give --pipeline-model-parallel-layout with a first stage E, as in E|(ttt|)*6tttL"),
-    note("--no-align-grad-reduce --disable-align-grad-reduce --no-align-param-gather --delay-param-gather "
-         "--no-delay-grad-reduce",
-         "when collectives of data parallelism run follows from the schedule: see --overlap-grad-reduce"),
-    note("--cp-comm-type --hierarchical-context-parallel-sizes --max-seqlen-per-dp-cp-rank --force-ds-sequence-parallel",
-         "concerns context parallelism, whose size is 1"),
-    note("--overlap-param-gather-with-optimizer-step --no-use-layer-wise-param-layout",
-         "the weights of each layer are gathered as soon as it has been updated: see --overlap-param-gather"),
-    note("--ddp-* --DDP-impl --no-contiguous-buffers-in-local-ddp --use-contiguous-buffers-in-ddp --no-gradient-reduce-div-fusion --suggested-communication-unit-size "
-         "--zero-contigious-gradients --zero-reduce-bucket-size --zero-allgather-bucket-size --megatron-fsdp-* --fsdp-*",
-         "gradients and weights travel layer by layer, in buffers of a layer's size: there is no bucket to choose"),
+    note(
+        "--calculate-per-token-loss",
+        "the loss is always the mean over all tokens of the global batch here",
+    ),
+    note(
+        "--apply-layernorm-1p",
+        "storing the scale minus one gives the same model, since norms take no weight decay",
+    ),
+    note(
+        "--no-position-embedding",
+        "rotary positions have no table",
+        when=lambda config: config.model.position_embedding_type != "learned_absolute",
+        otherwise="use --position-embedding-type rope or none",
+    ),
+    note(
+        "--tp-comm-* --no-tp-comm-* --disable-tp-comm-*",
+        (
+            "how the collectives of tensor parallelism run is chosen here; --no-tp-comm-overlap "
+            "takes them out from beside the matrix products"
+        ),
+    ),
+    note(
+        "--scattered-embeddings "
+        "--no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding",
+        "--sequence-parallel divides the embedding's output over the tensor-parallel ranks",
+    ),
+    note(
+        "--use-ring-exchange-p2p --overlap-p2p-communication --no-overlap-p2p-communication "
+        "--overlap-p2p-communication-warmup-flush "
+        "--pipeline-model-parallel-comm-backend --no-scatter-gather-tensors-in-pipeline",
+        (
+            "messages between pipeline ranks always travel beside the computation; under "
+            "--sequence-parallel each rank sends its part"
+        ),
+    ),
+    note(
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        "an order of the same computations, which --pipeline-schedule interleaved sets itself",
+    ),
+    note(
+        "--defer-embedding-wgrad-compute --wgrad-deferral-limit --delay-wgrad-compute",
+        (
+            "when weight gradients are computed is a matter of the schedule: see "
+            "--pipeline-schedule zero-bubble"
+        ),
+    ),
+    note(
+        "--enable-zbh1-exact-semantics",
+        (
+            "every schedule here clips and steps after all gradients are known, with nothing to "
+            "roll back"
+        ),
+    ),
+    note(
+        "--no-pipeline-parallel",
+        "there is one pipeline rank",
+        when=lambda config: config.distributed.pipeline_model_parallel_size == 1,
+        otherwise="contradicts --pipeline-model-parallel-size above 1; drop one of them",
+    ),
+    note(
+        "--standalone-embedding-stage",
+        "there is one pipeline rank",
+        when=lambda config: config.distributed.pipeline_model_parallel_size == 1,
+        otherwise=(
+            "give --pipeline-model-parallel-layout with a first stage E, as in E|(ttt|)*6tttL"
+        ),
+    ),
+    note(
+        "--no-align-grad-reduce --disable-align-grad-reduce --no-align-param-gather "
+        "--delay-param-gather "
+        "--no-delay-grad-reduce",
+        (
+            "when collectives of data parallelism run follows from the schedule: see "
+            "--overlap-grad-reduce"
+        ),
+    ),
+    note(
+        (
+            "--cp-comm-type --hierarchical-context-parallel-sizes --max-seqlen-per-dp-cp-rank "
+            "--force-ds-sequence-parallel"
+        ),
+        "concerns context parallelism, whose size is 1",
+    ),
+    note(
+        "--overlap-param-gather-with-optimizer-step --no-use-layer-wise-param-layout",
+        (
+            "the weights of each layer are gathered as soon as it has been updated: see "
+            "--overlap-param-gather"
+        ),
+    ),
+    note(
+        "--ddp-* --DDP-impl --no-contiguous-buffers-in-local-ddp "
+        "--use-contiguous-buffers-in-ddp --no-gradient-reduce-div-fusion "
+        "--suggested-communication-unit-size "
+        "--zero-contigious-gradients --zero-reduce-bucket-size --zero-allgather-bucket-size "
+        "--megatron-fsdp-* --fsdp-*",
+        (
+            "gradients and weights travel layer by layer, in buffers of a layer's size: there "
+            "is no bucket to choose"
+        ),
+    ),
     note("--zero-reduce-scatter", "gradients are always reduce-scattered"),
-    note("--use-pin-memory --no-pin-cpu-grads --no-pin-cpu-params --overlap-cpu-optimizer-d2h-h2d --use-torch-optimizer-for-cpu-offload "
-         "--min-offloaded-tensor-size", "how the offloaded optimizer steps and moves its data is chosen here: see --optimizer-cpu-offload"),
-    note("--disable-symmetric-registration --create-all-gather-group --disable-gloo-process-groups --local-rank --lazy-mpu-init "
-         "--no-flight-recorder-* --disable-flight-recorder-*",
-         "process groups and device are set up here; NCCL's own settings are its environment variables"),
-    note("--deepspeed --deepscale --deepspeed-activation-checkpointing --synchronize-each-layer --ds-fused-adam --cpu-torch-adam",
-         "DeepSpeed is not used; training is the same without it"),
-    note("--num-workers --data-cache-path --no-mmap-bin-files --mmap-warmup --no-create-attention-mask-in-dataloader "
-         "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap --num-dataset-builder-threads "
-         "--per-dataset-sequences-path --mid-level-dataset-surplus --object-storage-cache-path --enable-msc --disable-msc "
-         "--no-data-sharding --s3-cache-path --renormalize-blend-weights", "data order is computed: there is no index to build, cache or prefetch"),
-    note("--no-manual-gc-eval --disable-manual-gc-eval", "Python's garbage collector is left as it is"),
-    note("--decrease-batch-size-if-needed",
-         "the global batch is never made smaller: one that micro-batch-size x data-parallel ranks does not divide is refused"),
-    note("--exit-signal-handler --exit-signal-handler-for-training --exit-signal-handler-for-dataloader",
-         "SIGTERM and SIGUSR1 always save and exit"),
-    note("--log-throughput --no-log-loss-scale-to-tensorboard "
-         "--disable-log-loss-scale-to-tensorboard --log-validation-ppl-to-tensorboard --log-memory-to-tensorboard "
-         "--log-memory-interval --log-world-size-to-tensorboard --log-batch-size-to-tensorboard "
-         "--no-log-learnig-rate-to-tensorboard --no-log-learning-rate-to-tensorboard "
-         "--tensorboard-queue-size --timing-log-option --no-barrier-with-level-1-timing --logging-level",
-         "logging is fixed here: docs/logging.md lists the metrics that are always written"),
-    note("--no-one-logger --disable-straggler-on-startup", "there is no such service here to be switched off"),
-    note("--calc-ft-timeouts --ft-* --inprocess-* --result-rejected-tracker-filename --adlr-autoresume-interval",
-         "acts only together with a main switch, which is refused"),
+    note(
+        "--use-pin-memory --no-pin-cpu-grads --no-pin-cpu-params "
+        "--overlap-cpu-optimizer-d2h-h2d --use-torch-optimizer-for-cpu-offload "
+        "--min-offloaded-tensor-size",
+        (
+            "how the offloaded optimizer steps and moves its data is chosen here: see "
+            "--optimizer-cpu-offload"
+        ),
+    ),
+    note(
+        "--disable-symmetric-registration --create-all-gather-group "
+        "--disable-gloo-process-groups --local-rank --lazy-mpu-init "
+        "--no-flight-recorder-* --disable-flight-recorder-*",
+        (
+            "process groups and device are set up here; NCCL's own settings are its environment "
+            "variables"
+        ),
+    ),
+    note(
+        (
+            "--deepspeed --deepscale --deepspeed-activation-checkpointing "
+            "--synchronize-each-layer --ds-fused-adam --cpu-torch-adam"
+        ),
+        "DeepSpeed is not used; training is the same without it",
+    ),
+    note(
+        "--num-workers --data-cache-path --no-mmap-bin-files --mmap-warmup "
+        "--no-create-attention-mask-in-dataloader "
+        "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap "
+        "--num-dataset-builder-threads "
+        "--per-dataset-sequences-path --mid-level-dataset-surplus "
+        "--object-storage-cache-path --enable-msc --disable-msc "
+        "--no-data-sharding --s3-cache-path --renormalize-blend-weights",
+        "data order is computed: there is no index to build, cache or prefetch",
+    ),
+    note(
+        "--no-manual-gc-eval --disable-manual-gc-eval",
+        "Python's garbage collector is left as it is",
+    ),
+    note(
+        "--decrease-batch-size-if-needed",
+        (
+            "the global batch is never made smaller: one that micro-batch-size x data-parallel "
+            "ranks does not divide is refused"
+        ),
+    ),
+    note(
+        (
+            "--exit-signal-handler --exit-signal-handler-for-training "
+            "--exit-signal-handler-for-dataloader"
+        ),
+        "SIGTERM and SIGUSR1 always save and exit",
+    ),
+    note(
+        "--log-throughput --no-log-loss-scale-to-tensorboard "
+        "--disable-log-loss-scale-to-tensorboard --log-validation-ppl-to-tensorboard "
+        "--log-memory-to-tensorboard "
+        "--log-memory-interval --log-world-size-to-tensorboard --log-batch-size-to-tensorboard "
+        "--no-log-learnig-rate-to-tensorboard --no-log-learning-rate-to-tensorboard "
+        "--tensorboard-queue-size --timing-log-option --no-barrier-with-level-1-timing "
+        "--logging-level",
+        "logging is fixed here: docs/logging.md lists the metrics that are always written",
+    ),
+    note(
+        "--no-one-logger --disable-straggler-on-startup",
+        "there is no such service here to be switched off",
+    ),
+    note(
+        (
+            "--calc-ft-timeouts --ft-* --inprocess-* --result-rejected-tracker-filename "
+            "--adlr-autoresume-interval"
+        ),
+        "acts only together with a main switch, which is refused",
+    ),
     note("--legacy-tokenizer", "the tokenizers are those of --tokenizer-type"),
-    note("--no-save-rng --no-load-rng --te-rng-tracker --inference-rng-tracker", "there is no random state: every draw is computed"),
-    note("--ckpt-format --dist-ckpt-* --distrib-optim-* --use-dist-ckpt --auto-detect-ckpt-format --async-* --use-persistent-ckpt-worker "
-         "--ckpt-fully-parallel-* --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure --ckpt-pg-tensors-* "
-         "--ckpt-drop-redundant-extra-state --no-ckpt-load-validate-sharding-integrity "
-         "--disable-ckpt-load-validate-sharding-integrity --no-save-tokenizer-assets "
-         "--disable-save-tokenizer-assets --no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load "
-         "--universal-checkpoint --non-persistent-local-ckpt-algo --replication-jump --replication-factor",
-         "checkpoints have one format here, verified and independent of the layout"),
-    note("--use-cpu-initialization --init-model-with-meta-device", "initial weights do not depend on the device or the layout"),
+    note(
+        "--no-save-rng --no-load-rng --te-rng-tracker --inference-rng-tracker",
+        "there is no random state: every draw is computed",
+    ),
+    note(
+        "--ckpt-format --dist-ckpt-* --distrib-optim-* --use-dist-ckpt "
+        "--auto-detect-ckpt-format --async-* --use-persistent-ckpt-worker "
+        "--ckpt-fully-parallel-* --no-ckpt-fully-parallel-save "
+        "--ckpt-assume-constant-structure --ckpt-pg-tensors-* "
+        "--ckpt-drop-redundant-extra-state --no-ckpt-load-validate-sharding-integrity "
+        "--disable-ckpt-load-validate-sharding-integrity --no-save-tokenizer-assets "
+        "--disable-save-tokenizer-assets --no-strict-fsdp-dtensor-load "
+        "--disable-strict-fsdp-dtensor-load "
+        "--universal-checkpoint --non-persistent-local-ckpt-algo --replication-jump "
+        "--replication-factor",
+        "checkpoints have one format here, verified and independent of the layout",
+    ),
+    note(
+        "--use-cpu-initialization --init-model-with-meta-device",
+        "initial weights do not depend on the device or the layout",
+    ),
     note("--multiple-validation-sets", "every validation source always has its own loss"),
-    note("--moe-* --disable-moe-* --create-moe-param-group --expert-interval --topk --overlap-moe-expert-parallel-comm "
-         "--overlap-dispatch-backward-with-experts-wgrad --ep-overlap-early-attn-memory-release --use-tutel "
-         "--high-priority-a2a-comm-stream --use-grouped-gemm-for-shared-expert --enable-expert-tensor-parallelism",
-         "acts only in mixture-of-experts models (--num-experts), which are refused"),
-    note("--fp8-* --no-fp8-wgrad --disable-fp8-wgrad --fp4-* --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16 "
-         "--keep-fp8-transpose-cache --keep-fp8-transpose-cache-when-using-custom-fsdp --reuse-grad-buf-for-mxfp8-param-ag",
-         "acts only with --fp8-format or --fp4-format, which are refused"),
-    note("--inference-* --disable-chunked-prefill --no-inference-* --use-legacy-static-engine --max-tokens-to-oom "
-         "--decode-only-cuda-graphs --enable-chunked-prefill --num-speculative-tokens --flash-decode "
-         "--mamba-inference-* --mlp-chunks-for-prefill --nccl-all-reduce-for-prefill "
-         "--use-same-sampling-seed-across-dp-ranks --ds-inference", "concerns inference, which does not take part in pretraining"),
-    note("--muon-* --lion-* --qk-clip-* --mtp-* --mup-* --dsa-* --no-dsa-* --disable-dsa-* --mhc-* --linear-* --mamba-* "
-         "--disable-mamba-mem-eff-path --gdp-* --fim-* --relative-attention-* --yarn-correction-range-round-to-int "
-         "--offload-modules --delay-offload-until-cuda-graph "
-         "--delta-offload-bytes-across-pp-ranks --activation-offload-fraction --cpu-offloading-retain-pinned-cpu-buffers "
-         "--fine-grained-offloading-max-inflight-offloads --gtp-* --batch-invariant-backend "
-         "--ds-sequence-parallel-fpdt-* --error-injection-type --tokenizer-special-tokens --chat-template "
-         "--sft-tokenizer-prompt-format --logits-* --bert-no-binary-head --mask-prob --short-seq-prob --sample-rate",
-         "acts only together with a main switch, which is refused"),
-    note("--tiktoken-*", "acts only with the TikTokenizer", when=lambda config: config.data.tokenizer_type != "TikTokenizer",
-         otherwise="pattern and special tokens of the TikTokenizer cannot be chosen; drop it"),
+    note(
+        "--moe-* --disable-moe-* --create-moe-param-group --expert-interval --topk "
+        "--overlap-moe-expert-parallel-comm "
+        "--overlap-dispatch-backward-with-experts-wgrad "
+        "--ep-overlap-early-attn-memory-release --use-tutel "
+        "--high-priority-a2a-comm-stream --use-grouped-gemm-for-shared-expert "
+        "--enable-expert-tensor-parallelism",
+        "acts only in mixture-of-experts models (--num-experts), which are refused",
+    ),
+    note(
+        "--fp8-* --no-fp8-wgrad --disable-fp8-wgrad --fp4-* --num-layers-at-start-in-bf16 "
+        "--num-layers-at-end-in-bf16 "
+        "--keep-fp8-transpose-cache --keep-fp8-transpose-cache-when-using-custom-fsdp "
+        "--reuse-grad-buf-for-mxfp8-param-ag",
+        "acts only with --fp8-format or --fp4-format, which are refused",
+    ),
+    note(
+        "--inference-* --disable-chunked-prefill --no-inference-* --use-legacy-static-engine "
+        "--max-tokens-to-oom "
+        "--decode-only-cuda-graphs --enable-chunked-prefill --num-speculative-tokens "
+        "--flash-decode "
+        "--mamba-inference-* --mlp-chunks-for-prefill --nccl-all-reduce-for-prefill "
+        "--use-same-sampling-seed-across-dp-ranks --ds-inference",
+        "concerns inference, which does not take part in pretraining",
+    ),
+    note(
+        "--muon-* --lion-* --qk-clip-* --mtp-* --mup-* --dsa-* --no-dsa-* --disable-dsa-* "
+        "--mhc-* --linear-* --mamba-* "
+        "--disable-mamba-mem-eff-path --gdp-* --fim-* --relative-attention-* "
+        "--yarn-correction-range-round-to-int "
+        "--offload-modules --delay-offload-until-cuda-graph "
+        "--delta-offload-bytes-across-pp-ranks --activation-offload-fraction "
+        "--cpu-offloading-retain-pinned-cpu-buffers "
+        "--fine-grained-offloading-max-inflight-offloads --gtp-* --batch-invariant-backend "
+        "--ds-sequence-parallel-fpdt-* --error-injection-type --tokenizer-special-tokens "
+        "--chat-template "
+        "--sft-tokenizer-prompt-format --logits-* --bert-no-binary-head --mask-prob "
+        "--short-seq-prob --sample-rate",
+        "acts only together with a main switch, which is refused",
+    ),
+    note(
+        "--tiktoken-*",
+        "acts only with the TikTokenizer",
+        when=lambda config: config.data.tokenizer_type != "TikTokenizer",
+        otherwise="pattern and special tokens of the TikTokenizer cannot be chosen; drop it",
+    ),
 )
 
 # Services: the result does not depend on them, but who asks for one must hear that it is missing.
 NOT_DONE = (
-    not_done("--profile --profile-* --use-pytorch-profiler --pytorch-profiler-* --record-memory-history --memory-snapshot-path "
-             "--record-shapes --nvtx-ranges --profile-backward",
-             "no profile is written; --timing-log-level 1 logs where the time goes, and --pipeline-timeline FILE what each "
-             "pipeline rank does when"),
-    not_done("--log-timers-to-tensorboard", "no timer is logged; give --timing-log-level 1 as well",
-             when=lambda config: config.logging.timing_log_level > 0, otherwise="timers are logged with the other metrics"),
-    not_done("--log-energy --log-max-attention-logit --log-optimizer-states-to-tensorboard --log-device-memory-used --log-progress "
-             "--config-logger-dir --dump-param-to-param-group-map",
-             "not logged or written; docs/logging.md lists the metrics that are"),
-    not_done("--log-straggler --straggler-* --gpu-sniff-test-interval",
-             "slow ranks are not looked for; --timing-log-level 1 logs the time of each part of an iteration"),
-    not_done("--run-workload-inspector-server --enable-one-logger --one-logger-* --app-tag-* --otel-*",
-             "no such service is started or reported to; use --wandb-project, --tensorboard-dir or metrics.jsonl"),
-    not_done("--enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph --cuda-graph-*",
-             "no CUDA graph is captured: every kernel is launched by itself", quiet="none"),
-    not_done("--use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton --use-flash-attn-builder "
-             "--flash-attention-version --use-kitchen-attention --kitchen-attention-backend",
-             "with attention dropout or --attn-logit-softcapping, --attention-backend auto may take plain attention (the line "
-             "kernels says which is taken); give --attention-dropout 0 and no soft-capping, or --attention-backend triton",
-             when=lambda config: config.model.attention_backend not in ("auto", "plain")
-             or (config.model.attention_backend == "auto" and config.model.attention_dropout == 0
-                 and config.model.attn_logit_softcapping is None),
-             otherwise="--attention-backend auto takes the fastest kernel that supports the settings"),
-    not_done("--distribute-saved-activations --distribute-checkpointed-activations --partition-activations --checkpoint-in-cpu "
-             "--contigious-checkpointing --split-transformers --memory-centric-tiled-linear --tile-factor "
-             "--mlp-chunks-for-training",
-             "it saves no memory here; --sequence-parallel and --recompute-granularity full do", quiet="1"),
+    not_done(
+        "--profile --profile-* --use-pytorch-profiler --pytorch-profiler-* "
+        "--record-memory-history --memory-snapshot-path "
+        "--record-shapes --nvtx-ranges --profile-backward",
+        "no profile is written; --timing-log-level 1 logs where the time goes, and "
+        "--pipeline-timeline FILE what each "
+        "pipeline rank does when",
+    ),
+    not_done(
+        "--log-timers-to-tensorboard",
+        "no timer is logged; give --timing-log-level 1 as well",
+        when=lambda config: config.logging.timing_log_level > 0,
+        otherwise="timers are logged with the other metrics",
+    ),
+    not_done(
+        "--log-energy --log-max-attention-logit --log-optimizer-states-to-tensorboard "
+        "--log-device-memory-used --log-progress "
+        "--config-logger-dir --dump-param-to-param-group-map",
+        "not logged or written; docs/logging.md lists the metrics that are",
+    ),
+    not_done(
+        "--log-straggler --straggler-* --gpu-sniff-test-interval",
+        (
+            "slow ranks are not looked for; --timing-log-level 1 logs the time of each part of "
+            "an iteration"
+        ),
+    ),
+    not_done(
+        "--run-workload-inspector-server --enable-one-logger --one-logger-* --app-tag-* --otel-*",
+        (
+            "no such service is started or reported to; use --wandb-project, --tensorboard-dir "
+            "or metrics.jsonl"
+        ),
+    ),
+    not_done(
+        "--enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph --cuda-graph-*",
+        "no CUDA graph is captured: every kernel is launched by itself",
+        quiet="none",
+    ),
+    not_done(
+        "--use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton "
+        "--use-flash-attn-builder "
+        "--flash-attention-version --use-kitchen-attention --kitchen-attention-backend",
+        "with attention dropout or --attn-logit-softcapping, --attention-backend auto may "
+        "take plain attention (the line "
+        "kernels says which is taken); give --attention-dropout 0 and no soft-capping, or "
+        "--attention-backend triton",
+        when=lambda config: (
+            config.model.attention_backend not in ("auto", "plain")
+            or (
+                config.model.attention_backend == "auto"
+                and config.model.attention_dropout == 0
+                and config.model.attn_logit_softcapping is None
+            )
+        ),
+        otherwise="--attention-backend auto takes the fastest kernel that supports the settings",
+    ),
+    not_done(
+        "--distribute-saved-activations --distribute-checkpointed-activations "
+        "--partition-activations --checkpoint-in-cpu "
+        "--contigious-checkpointing --split-transformers --memory-centric-tiled-linear "
+        "--tile-factor "
+        "--mlp-chunks-for-training",
+        "it saves no memory here; --sequence-parallel and --recompute-granularity full do",
+        quiet="1",
+    ),
     not_done("--empty-unused-memory-level", "torch's allocator keeps its unused memory", quiet="0"),
-    not_done("--manual-gc --manual-gc-interval", "Python's garbage collector is left as it is", quiet="0"),
-    not_done("--train-sync-interval", "the host waits for the GPU at each logged iteration and at no other"),
-    not_done("--nccl-communicator-config-path --use-sharp --sharp-enabled-group --use-nccl-ub --high-priority-stream-groups "
-             "--symmetric-ar-type", "NCCL is used with its defaults; its environment variables and NCCL_CONF_FILE change them"),
-    not_done("--distributed-timeout-seconds-after-init", "--distributed-timeout-minutes holds for the whole run"),
-    not_done("--flight-recorder-*", "the environment variables of PyTorch's flight recorder (TORCH_NCCL_TRACE_BUFFER_SIZE, "
-             "TORCH_NCCL_DUMP_ON_TIMEOUT) switch it on"),
+    not_done(
+        "--manual-gc --manual-gc-interval", "Python's garbage collector is left as it is", quiet="0"
+    ),
+    not_done(
+        "--train-sync-interval",
+        "the host waits for the GPU at each logged iteration and at no other",
+    ),
+    not_done(
+        "--nccl-communicator-config-path --use-sharp --sharp-enabled-group --use-nccl-ub "
+        "--high-priority-stream-groups "
+        "--symmetric-ar-type",
+        "NCCL is used with its defaults; its environment variables and NCCL_CONF_FILE change them",
+    ),
+    not_done(
+        "--distributed-timeout-seconds-after-init",
+        "--distributed-timeout-minutes holds for the whole run",
+    ),
+    not_done(
+        "--flight-recorder-*",
+        "the environment variables of PyTorch's flight recorder (TORCH_NCCL_TRACE_BUFFER_SIZE, "
+        "TORCH_NCCL_DUMP_ON_TIMEOUT) switch it on",
+    ),
 )
 
 _LATER = "not built yet"
 ONLY = (
-    only("--tensor-parallel-num-weight-shards", "1", f"sharding weights further than over the tensor-parallel ranks is {_LATER}"),
-    only("--context-parallel-size --ds-sequence-parallel-size", "1", f"context parallelism is {_LATER}"),
-    only("--num-distributed-optimizer-instances", "1", "give --zero-shard-size with the data-parallel ranks of one instance: all of them / instances"),
-    only("--outer-dp-sharding-strategy", "no_shard", "copies made by --zero-shard-size share nothing; drop that to shard over all ranks"),
-    only("--remote-device", "none", "use --param-cpu-offload, which keeps weights in host memory between their uses"),
-    only("--num-experts --num-experts-switch --expert-model-parallel-size --expert-tensor-parallel-size "
-         "--expert-tensor-parallel-num-weight-shards --moe-expert-parallel-size", "1", "mixture of experts is not supported"),
+    only(
+        "--tensor-parallel-num-weight-shards",
+        "1",
+        f"sharding weights further than over the tensor-parallel ranks is {_LATER}",
+    ),
+    only(
+        "--context-parallel-size --ds-sequence-parallel-size",
+        "1",
+        f"context parallelism is {_LATER}",
+    ),
+    only(
+        "--num-distributed-optimizer-instances",
+        "1",
+        (
+            "give --zero-shard-size with the data-parallel ranks of one instance: all of them / "
+            "instances"
+        ),
+    ),
+    only(
+        "--outer-dp-sharding-strategy",
+        "no_shard",
+        "copies made by --zero-shard-size share nothing; drop that to shard over all ranks",
+    ),
+    only(
+        "--remote-device",
+        "none",
+        "use --param-cpu-offload, which keeps weights in host memory between their uses",
+    ),
+    only(
+        "--num-experts --num-experts-switch --expert-model-parallel-size "
+        "--expert-tensor-parallel-size "
+        "--expert-tensor-parallel-num-weight-shards --moe-expert-parallel-size",
+        "1",
+        "mixture of experts is not supported",
+    ),
     only("--mlp-type", "standard", "mixture of experts is not supported"),
-    only("--data-impl", "mmap infer", "only Megatron's memory-mapped .bin/.idx files are read; preprocess again"),
+    only(
+        "--data-impl",
+        "mmap infer",
+        "only Megatron's memory-mapped .bin/.idx files are read; preprocess again",
+    ),
     only("--dataloader-type", "single", "data order is always computed from the seed"),
     only("--rope-type", "rope", "use --position-embedding-type yarn"),
     only("--softmax-type", "vanilla", "attention sinks are not supported"),
     only("--exit-signal", "SIGTERM SIGUSR1", "SIGTERM and SIGUSR1 save and exit"),
-    only("--main-params-dtype --megatron-fsdp-main-params-dtype", "fp32", "master weights are fp32; to save memory shard them with --zero-stage 1"),
-    only("--vocab-extra-ids --cpu-offloading-num-layers --error-injection-rate --mtp-num-layers", "0",
-         "not supported; drop it"),
-    only("--rerun-mode", "disabled", "no step is computed twice to compare results; NaN and Inf are checked always (--nan-policy), and "
-         "tools/compare_runs.py compares two runs"),
-    only("--encoder-tensor-model-parallel-size --encoder-pipeline-model-parallel-size --hybrid-attention-ratio --hybrid-mlp-ratio",
-         "0 0.0", "every layer is the same decoder layer; drop it"),
+    only(
+        "--main-params-dtype --megatron-fsdp-main-params-dtype",
+        "fp32",
+        "master weights are fp32; to save memory shard them with --zero-stage 1",
+    ),
+    only(
+        "--vocab-extra-ids --cpu-offloading-num-layers --error-injection-rate --mtp-num-layers",
+        "0",
+        "not supported; drop it",
+    ),
+    only(
+        "--rerun-mode",
+        "disabled",
+        "no step is computed twice to compare results; NaN and Inf are checked always "
+        "(--nan-policy), and "
+        "tools/compare_runs.py compares two runs",
+    ),
+    only(
+        (
+            "--encoder-tensor-model-parallel-size --encoder-pipeline-model-parallel-size "
+            "--hybrid-attention-ratio --hybrid-mlp-ratio"
+        ),
+        "0 0.0",
+        "every layer is the same decoder layer; drop it",
+    ),
     only("--glu-linear-offset", "0 0.0", "not supported; drop it"),
 )
 
 REFUSED = (
     refused("--step-batch-size-schedule", "use --rampup-batch-size START INCREMENT SAMPLES"),
-    CompatibilityRow(("--train-tokens",), "refused", "use --train-samples: tokens / seq-length", told=in_samples("--train-samples")),
-    CompatibilityRow(("--lr-decay-tokens",), "refused", "use --lr-decay-samples: tokens / seq-length", told=in_samples("--lr-decay-samples")),
-    CompatibilityRow(("--lr-warmup-tokens",), "refused", "use --lr-warmup-samples: tokens / seq-length",
-        told=in_samples("--lr-warmup-samples")),
+    CompatibilityRow(
+        ("--train-tokens",),
+        "refused",
+        "use --train-samples: tokens / seq-length",
+        told=in_samples("--train-samples"),
+    ),
+    CompatibilityRow(
+        ("--lr-decay-tokens",),
+        "refused",
+        "use --lr-decay-samples: tokens / seq-length",
+        told=in_samples("--lr-decay-samples"),
+    ),
+    CompatibilityRow(
+        ("--lr-warmup-tokens",),
+        "refused",
+        "use --lr-warmup-samples: tokens / seq-length",
+        told=in_samples("--lr-warmup-samples"),
+    ),
     refused("--warmup", "use --lr-warmup-fraction: a share of the decay, not a percentage"),
-    refused("--decoupled-lr --decoupled-min-lr --head-lr-mult", "one learning rate serves all parameters; drop it"),
-    refused("--recompute-activations --recompute-modules --moe-layer-recompute",
-            f"selective recompute is {_LATER}; drop it, or use --checkpoint-activations (all of it)"),
-    refused("--use-mp-args-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args "
-            "--disable-use-tokenizer-model-from-checkpoint-args", "settings come from the command line; save them with --print-config "
-            "and read them with --config FILE"),
+    refused(
+        "--decoupled-lr --decoupled-min-lr --head-lr-mult",
+        "one learning rate serves all parameters; drop it",
+    ),
+    refused(
+        "--recompute-activations --recompute-modules --moe-layer-recompute",
+        f"selective recompute is {_LATER}; drop it, or use --checkpoint-activations (all of it)",
+    ),
+    refused(
+        "--use-mp-args-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args "
+        "--disable-use-tokenizer-model-from-checkpoint-args",
+        "settings come from the command line; save them with --print-config "
+        "and read them with --config FILE",
+    ),
     refused("--yaml-cfg", "use --config FILE (write one with --print-config)"),
     refused("--pretrained-checkpoint", "use --load DIR --finetune"),
     refused("--reset-iteration", "use --finetune"),
     refused("--override-ckpt-iteration --load-tag", "use --ckpt-step ITERATION"),
-    refused("--load-main-params-from-ckpt --ckpt-convert-* --kill-switch-file --replication "
-            "--save-params-interval --save-activations-interval --save-wgrads-interval --save-dgrads-interval "
-            "--save-tokens-per-expert-interval", "not supported; drop it"),
+    refused(
+        "--load-main-params-from-ckpt --ckpt-convert-* --kill-switch-file --replication "
+        "--save-params-interval --save-activations-interval --save-wgrads-interval "
+        "--save-dgrads-interval "
+        "--save-tokens-per-expert-interval",
+        "not supported; drop it",
+    ),
     refused("--non-persistent-*", "use --local-checkpoint-dir DIR --local-save-interval N"),
-    refused("--enable-full-sharding-in-hsdp", "ZeRO shards over all data-parallel ranks without --zero-shard-size; drop it"),
-    refused("--offload-optimizer-states", "use --optimizer-cpu-offload, which steps them in host memory"),
-    refused("--fine-grained-activation-offloading --moe-paged-stash", f"offload of activations is {_LATER}; drop it"),
-    refused("--pipeline-model-parallel-split-rank", "every layer is a decoder layer; say which rank has which with --pipeline-model-parallel-layout"),
-    refused("--hybrid-context-parallel --ds-sequence-parallel-fpdt", f"context parallelism is {_LATER}"),
-    refused("--output-logit-dtype --embedding-weights-in-fp32 --fp32-residual-connection",
-            "precision is what --bf16, --fp16 or --fp64 say (with fp32 master weights); drop it"),
-    refused("--fp8-format --fp8-e4m3 --fp8-hybrid --fp8-param-gather --fp4-format --fp4-param-gather --first-last-layers-bf16 "
-            "--te-precision-config-file --kitchen-* --fp8-output-proj", "fp8 and fp4 are not supported; use --bf16"),
-    refused("--quick-geglu --activation-func-clamp-value", "not an activation here; choose one with --activation"),
-    refused("--init-method-xavier-uniform --embedding-init-method-std --no-initialization --use-mup",
-            "weights are drawn from normal(0, --init-method-std), residual outputs scaled by depth; drop it"),
+    refused(
+        "--enable-full-sharding-in-hsdp",
+        "ZeRO shards over all data-parallel ranks without --zero-shard-size; drop it",
+    ),
+    refused(
+        "--offload-optimizer-states", "use --optimizer-cpu-offload, which steps them in host memory"
+    ),
+    refused(
+        "--fine-grained-activation-offloading --moe-paged-stash",
+        f"offload of activations is {_LATER}; drop it",
+    ),
+    refused(
+        "--pipeline-model-parallel-split-rank",
+        (
+            "every layer is a decoder layer; say which rank has which with "
+            "--pipeline-model-parallel-layout"
+        ),
+    ),
+    refused(
+        "--hybrid-context-parallel --ds-sequence-parallel-fpdt", f"context parallelism is {_LATER}"
+    ),
+    refused(
+        "--output-logit-dtype --embedding-weights-in-fp32 --fp32-residual-connection",
+        "precision is what --bf16, --fp16 or --fp64 say (with fp32 master weights); drop it",
+    ),
+    refused(
+        "--fp8-format --fp8-e4m3 --fp8-hybrid --fp8-param-gather --fp4-format "
+        "--fp4-param-gather --first-last-layers-bf16 "
+        "--te-precision-config-file --kitchen-* --fp8-output-proj",
+        "fp8 and fp4 are not supported; use --bf16",
+    ),
+    refused(
+        "--quick-geglu --activation-func-clamp-value",
+        "not an activation here; choose one with --activation",
+    ),
+    refused(
+        "--init-method-xavier-uniform --embedding-init-method-std --no-initialization --use-mup",
+        (
+            "weights are drawn from normal(0, --init-method-std), residual outputs scaled by "
+            "depth; drop it"
+        ),
+    ),
     refused("--data-parallel-random-init", "all replicas start from the same weights; drop it"),
-    refused("--rotary-interleaved --no-rope-freq --mrope-section --no-yarn-correction-range-round-to-int",
-            "rotary positions are half-split and the same in every layer; drop it"),
+    refused(
+        (
+            "--rotary-interleaved --no-rope-freq --mrope-section "
+            "--no-yarn-correction-range-round-to-int"
+        ),
+        "rotary positions are half-split and the same in every layer; drop it",
+    ),
     refused("--window-attn-skip-freq", "the window is the same in every layer; drop it"),
     refused("--qk-l2-norm --qk-clip", "use --qk-layernorm"),
-    refused("--check-weight-hash-across-dp-replicas-interval",
-            "the weights of replicas are not compared during a run; drop it"),
-    refused("--inprocess-restart --enable-ft-package --adlr-autoresume",
-            "a job that fails is started again by its launcher (torchrun --max-restarts, scripts/train.sbatch) and resumes from its "
-            "newest checkpoint; SIGTERM and SIGUSR1 save and exit; drop it"),
+    refused(
+        "--check-weight-hash-across-dp-replicas-interval",
+        "the weights of replicas are not compared during a run; drop it",
+    ),
+    refused(
+        "--inprocess-restart --enable-ft-package --adlr-autoresume",
+        "a job that fails is started again by its launcher (torchrun --max-restarts, "
+        "scripts/train.sbatch) and resumes from its "
+        "newest checkpoint; SIGTERM and SIGUSR1 save and exit; drop it",
+    ),
     refused("--inference", "use --skip-train to evaluate, or tools/generate.py"),
-    refused("--disable-bf16-reduced-precision-matmul", "matrix products of bf16 are summed as torch's defaults say; drop it"),
-    refused("--export-* --modelopt-enabled --qad-train-target --finetune-hf-dataset --finetune-data-split --finetune-data-files "
-            "--freeze-base-for-mtp --enable-gpt-oss --load-model-opt-format",
-            "quantisation and export with NVIDIA's Model Optimizer are not supported"),
-    refused("--attention-output-gate --apply-residual-connection-post-layernorm --enable-mhc-connections --batch-invariant-mode",
-            "not a variant of the model here; drop it"),
-    refused("--no-weight-decay-cond-type --apply-wd-to-qk-layernorm",
-            "biases and one-dimensional parameters take no weight decay; drop it"),
-    refused("--iterations-to-skip --freeze-all-layers --sft --fim-data --data-efficiency-curriculum-learning --random-ltd --train-idx-path "
-            "--train-desc-path --train-doc-idx-path --train-sample-idx-path --train-shuffle-idx-path --repeated-dataloader "
-            "--train-data-exact-num-epochs --return-data-index --use-dataset-only --phase-transition-iterations "
-            "--aml-data-download-path", "not supported; drop it"),
-    refused("--data-args-path --per-split-data-args-path",
-            "use --data-path, or --train-data-path, --valid-data-path and --test-data-path, e.g. --data-path $(cat FILE)"),
-    refused("--dataloader-inter-document-masking", "use --reset-attention-mask (and --reset-position-ids)"),
+    refused(
+        "--disable-bf16-reduced-precision-matmul",
+        "matrix products of bf16 are summed as torch's defaults say; drop it",
+    ),
+    refused(
+        "--export-* --modelopt-enabled --qad-train-target --finetune-hf-dataset "
+        "--finetune-data-split --finetune-data-files "
+        "--freeze-base-for-mtp --enable-gpt-oss --load-model-opt-format",
+        "quantisation and export with NVIDIA's Model Optimizer are not supported",
+    ),
+    refused(
+        (
+            "--attention-output-gate --apply-residual-connection-post-layernorm "
+            "--enable-mhc-connections --batch-invariant-mode"
+        ),
+        "not a variant of the model here; drop it",
+    ),
+    refused(
+        "--no-weight-decay-cond-type --apply-wd-to-qk-layernorm",
+        "biases and one-dimensional parameters take no weight decay; drop it",
+    ),
+    refused(
+        "--iterations-to-skip --freeze-all-layers --sft --fim-data "
+        "--data-efficiency-curriculum-learning --random-ltd --train-idx-path "
+        "--train-desc-path --train-doc-idx-path --train-sample-idx-path "
+        "--train-shuffle-idx-path --repeated-dataloader "
+        "--train-data-exact-num-epochs --return-data-index --use-dataset-only "
+        "--phase-transition-iterations "
+        "--aml-data-download-path",
+        "not supported; drop it",
+    ),
+    refused(
+        "--data-args-path --per-split-data-args-path",
+        (
+            "use --data-path, or --train-data-path, --valid-data-path and --test-data-path, "
+            "e.g. --data-path $(cat FILE)"
+        ),
+    ),
+    refused(
+        "--dataloader-inter-document-masking",
+        "use --reset-attention-mask (and --reset-position-ids)",
+    ),
     refused("--allow-ambiguous-pad-tokens", "samples are never padded; drop it"),
-    refused("--eval-global-batch-size --eval-micro-batch-size", "evaluation uses the training batch sizes; drop it"),
-    refused("--start-eval-at-iter --full-validation --validation-set-names --test-mode",
-            "evaluation is --eval-iters global batches every --eval-interval iterations, for each source by its name; drop it"),
-    refused("--padded-vocab-size", "it follows from the tokenizer and --make-vocab-size-divisible-by; drop it"),
-    refused("--null-tokenizer-eod-id --null-tokenizer-pad-id", "the NullTokenizer's end of document is --vocab-size; drop it"),
-    refused("--tokenizer-metadata --tokenizer-sentencepiece-legacy --no-tokenizer-sentencepiece-ignore-extra-whitespaces "
-            "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces --tokenizer-hf-* --trust-remote-code --use-gigatoken",
-            "the tokenizer's own file decides; drop it"),
-    refused("--check-for-spiky-loss --check-for-large-grads --fault-injector-* --fake-process-group",
-            "not supported; NaN and Inf are checked always (--nan-policy); drop it"),
-    refused("--moe-use-upcycling --moe-upcycling-granularity", "mixture of experts is not supported"),
-    refused("--multi-latent-attention --mla-* --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim "
-            "--rotary-scaling-factor --mscale --mscale-all-dim --cache-mla-latents", "multi-latent attention is not supported"),
-    refused("--is-hybrid-model --hybrid-layer-pattern --hybrid-override-pattern --experimental-attention-variant "
-            "--heterogeneous-* --linear-attention-freq --mtp-standalone",
-            "every layer is the same attention and MLP block"),
-    refused("--retro-* --retriever-* --biencoder-* --ict-* --bert-* --output-bert-embeddings --titles-data-path --query-in-block-prob "
-            "--use-one-sent-docs --evidence-data-path --block-data-path --embedding-path --indexer-*",
-            "retrieval and BERT models are not supported"),
-    refused("--vision-* --num-classes --img-h --img-w --img-dim --num-channels --patch-dim --classes-fraction --data-per-class-fraction "
-            "--swin-backbone-type --mask-type --mask-factor --iter-per-epoch --dino-*", "vision models are not supported"),
-    refused("--rl-* --no-rl-* --grpo-* --langrl-* --perform-rl-step --refit-method", "reinforcement learning is not supported"),
-    refused("--logits-save-dir --logits-load-dir --mos --kd --kd-* --load-teacher --num-layers-teacher --num-experts-teacher "
-            "--hidden-size-teacher --num-attention-heads-teacher", "distillation is not supported"),
+    refused(
+        "--eval-global-batch-size --eval-micro-batch-size",
+        "evaluation uses the training batch sizes; drop it",
+    ),
+    refused(
+        "--start-eval-at-iter --full-validation --validation-set-names --test-mode",
+        (
+            "evaluation is --eval-iters global batches every --eval-interval iterations, for "
+            "each source by its name; drop it"
+        ),
+    ),
+    refused(
+        "--padded-vocab-size",
+        "it follows from the tokenizer and --make-vocab-size-divisible-by; drop it",
+    ),
+    refused(
+        "--null-tokenizer-eod-id --null-tokenizer-pad-id",
+        "the NullTokenizer's end of document is --vocab-size; drop it",
+    ),
+    refused(
+        "--tokenizer-metadata --tokenizer-sentencepiece-legacy "
+        "--no-tokenizer-sentencepiece-ignore-extra-whitespaces "
+        "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces --tokenizer-hf-* "
+        "--trust-remote-code --use-gigatoken",
+        "the tokenizer's own file decides; drop it",
+    ),
+    refused(
+        "--check-for-spiky-loss --check-for-large-grads --fault-injector-* --fake-process-group",
+        "not supported; NaN and Inf are checked always (--nan-policy); drop it",
+    ),
+    refused(
+        "--moe-use-upcycling --moe-upcycling-granularity", "mixture of experts is not supported"
+    ),
+    refused(
+        "--multi-latent-attention --mla-* --q-lora-rank --kv-lora-rank --qk-head-dim "
+        "--qk-pos-emb-head-dim --v-head-dim "
+        "--rotary-scaling-factor --mscale --mscale-all-dim --cache-mla-latents",
+        "multi-latent attention is not supported",
+    ),
+    refused(
+        "--is-hybrid-model --hybrid-layer-pattern --hybrid-override-pattern "
+        "--experimental-attention-variant "
+        "--heterogeneous-* --linear-attention-freq --mtp-standalone",
+        "every layer is the same attention and MLP block",
+    ),
+    refused(
+        "--retro-* --retriever-* --biencoder-* --ict-* --bert-* --output-bert-embeddings "
+        "--titles-data-path --query-in-block-prob "
+        "--use-one-sent-docs --evidence-data-path --block-data-path --embedding-path --indexer-*",
+        "retrieval and BERT models are not supported",
+    ),
+    refused(
+        "--vision-* --num-classes --img-h --img-w --img-dim --num-channels --patch-dim "
+        "--classes-fraction --data-per-class-fraction "
+        "--swin-backbone-type --mask-type --mask-factor --iter-per-epoch --dino-*",
+        "vision models are not supported",
+    ),
+    refused(
+        "--rl-* --no-rl-* --grpo-* --langrl-* --perform-rl-step --refit-method",
+        "reinforcement learning is not supported",
+    ),
+    refused(
+        "--logits-save-dir --logits-load-dir --mos --kd --kd-* --load-teacher "
+        "--num-layers-teacher --num-experts-teacher "
+        "--hidden-size-teacher --num-attention-heads-teacher",
+        "distillation is not supported",
+    ),
     refused("--deepscale-config", "use --deepspeed_config"),
 )
 
@@ -415,44 +869,79 @@ VALUES: dict[tuple[str, str], tuple[str, str]] = {
     ("--grad-reduce-in-bf16", "bf16"): ("true", ""),
     ("--fused-linear-cross-entropy", "linear"): ("true", ""),
     ("--fused-linear-cross-entropy", "native"): ("false", ""),
-    ("--fused-linear-cross-entropy", "te"): ("false", "--cross-entropy-fusion-impl te: --cross-entropy-backend chooses the kernel of the loss"),
+    ("--fused-linear-cross-entropy", "te"): (
+        "false",
+        "--cross-entropy-fusion-impl te: --cross-entropy-backend chooses the kernel of the loss",
+    ),
     ("--timing-log-level", "2"): ("1", ""),
 }
 
 # What such a value asks for beside our word: the row that answers it.
 ASKS: dict[tuple[str, str], CompatibilityRow] = {
-    **{("--attention-backend", word): next(row for row in NOT_DONE if "--use-flash-attn" in row.flags) for word in ("flash", "fused")},
-    ("--timing-log-level", "2"): not_done("", "there are no finer timers than those of level 1, which are logged"),
+    **{
+        ("--attention-backend", word): next(
+            row for row in NOT_DONE if "--use-flash-attn" in row.flags
+        )
+        for word in ("flash", "fused")
+    },
+    ("--timing-log-level", "2"): not_done(
+        "", "there are no finer timers than those of level 1, which are logged"
+    ),
 }
 
 # Values that are refused, with what to give instead.
 INSTEAD: dict[tuple[str, str], str] = {
-    ("--tokenizer-type", "Llama3Tokenizer"): "Llama 3's tokenizer is a tokenizer.json; give --tokenizer-type HuggingFaceTokenizer "
-                                             "with --tokenizer-model FOLDER",
-    ("--recompute-granularity", "selective"): "selective recompute is not built yet; drop it, or use --recompute-granularity full",
-    ("--recompute-method", "block"): "block recompute is not built yet; use --recompute-method uniform",
-    **{(flag, word): f"moments are kept in fp32 or bf16; give {flag} bf16, which has fp32's range"
-       for flag in ("--exp-avg-dtype", "--exp-avg-sq-dtype") for word in ("fp16", "fp8")},
-    ("--main-grads-dtype", "fp16"): "gradients are accumulated in fp32 or, with --bf16, in bf16; give --main-grads-dtype fp32",
+    (
+        "--tokenizer-type",
+        "Llama3Tokenizer",
+    ): "Llama 3's tokenizer is a tokenizer.json; give --tokenizer-type HuggingFaceTokenizer "
+    "with --tokenizer-model FOLDER",
+    (
+        "--recompute-granularity",
+        "selective",
+    ): "selective recompute is not built yet; drop it, or use --recompute-granularity full",
+    (
+        "--recompute-method",
+        "block",
+    ): "block recompute is not built yet; use --recompute-method uniform",
+    **{
+        (flag, word): f"moments are kept in fp32 or bf16; give {flag} bf16, which has fp32's range"
+        for flag in ("--exp-avg-dtype", "--exp-avg-sq-dtype")
+        for word in ("fp16", "fp8")
+    },
+    (
+        "--main-grads-dtype",
+        "fp16",
+    ): "gradients are accumulated in fp32 or, with --bf16, in bf16; give --main-grads-dtype fp32",
 }
 
 # Short names that are nobody's flags: what they stand for, or what to do.
 HABITS = {
-    "--tensor-model-parallel-size": "--tp --tp-size --tensor-parallel --tensor-parallel-size --tensor-model-parallel",
-    "--pipeline-model-parallel-size": "--pp --pp-size --pipeline-parallel --pipeline-parallel-size --pipeline-model-parallel",
+    "--tensor-model-parallel-size": (
+        "--tp --tp-size --tensor-parallel --tensor-parallel-size --tensor-model-parallel"
+    ),
+    "--pipeline-model-parallel-size": (
+        "--pp --pp-size --pipeline-parallel --pipeline-parallel-size --pipeline-model-parallel"
+    ),
     "--num-virtual-stages-per-pipeline-rank": "--vpp --vp --virtual-pipeline-model-parallel-size",
     "--sequence-parallel": "--sp",
     "--zero-stage": "--zero --zero-level --ds-stage --fsdp",
-    "--use-distributed-optimizer": "--use-dist-opt --dist-opt --distributed-optimizer --use-dist-optimizer",
+    "--use-distributed-optimizer": (
+        "--use-dist-opt --dist-opt --distributed-optimizer --use-dist-optimizer"
+    ),
     "--micro-batch-size": "--bs --mbs --micro-bs --per-device-train-batch-size",
     "--global-batch-size": "--gbs --gradient-accumulation-steps --grad-accum --train-batch-size",
-    "--train-iters": "--steps --max-steps --iters --iterations --num-iters --train-steps --training-steps",
+    "--train-iters": (
+        "--steps --max-steps --iters --iterations --num-iters --train-steps --training-steps"
+    ),
     "--train-samples": "--epochs --num-epochs --num-train-epochs",
     "--lr-warmup-iters": "--warmup-steps --warmup-iters --lr-warmup-steps",
     "--lr": "--learning-rate --max-lr",
     "--weight-decay": "--wd",
     "--clip-grad": "--grad-clip --max-grad-norm --gradient-clipping",
-    "--seq-length": "--seq-len --sequence-length --max-seq-len --max-seq-length --context-length --block-size",
+    "--seq-length": (
+        "--seq-len --sequence-length --max-seq-len --max-seq-length --context-length --block-size"
+    ),
     "--num-layers": "--layers --n-layers --nlayers --n-layer --num-hidden-layers",
     "--hidden-size": "--hidden --d-model --n-embd --hidden-dim",
     "--num-attention-heads": "--heads --n-heads --nheads --num-heads --n-head",
@@ -478,12 +967,19 @@ FOLLOWS |= dict.fromkeys(("--dp-size", "--data-parallel-size"), FOLLOWS["--dp"])
 
 
 def translate_value(flag: str, words: list[str]) -> tuple[list[str], str]:
-    """Our words for another codebase's values of our own flag, and a note; raises UserError for values that cannot act."""
+    """Our words for another codebase's values of our own flag, and a note; raises UserError for
+    values that cannot act.
+    """
     if flag == "--window-size" and len(words) == 1 and "," in words[0]:
         left, right = (part.strip() for part in words[0].strip("()").split(",", 1))
         if not left.isdigit() or right != "0":
-            raise UserError("Megatron's pair must be W-1,0 here: W latest tokens, itself included, none after it")
-        return [str(int(left) + 1)], f"--window-size {words[0]} is a window of {int(left) + 1} tokens, itself included"
+            raise UserError(
+                "Megatron's pair must be W-1,0 here: W latest tokens, itself included, none "
+                "after it"
+            )
+        return [
+            str(int(left) + 1)
+        ], f"--window-size {words[0]} is a window of {int(left) + 1} tokens, itself included"
     if len(words) != 1:
         return words, ""
     if (flag, words[0]) in INSTEAD:
@@ -498,7 +994,9 @@ def habit(flag: str) -> str:
 
 
 def key(flag: str) -> str:
-    """The spelling by which a flag is looked up: underscores and hyphens are the same, as DeepSpeed's flags mix them."""
+    """The spelling by which a flag is looked up: underscores and hyphens are the same, as
+    DeepSpeed's flags mix them.
+    """
     return flag[:2] + flag[2:].replace("_", "-")
 
 

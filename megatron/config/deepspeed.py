@@ -1,4 +1,6 @@
-"""A DeepSpeed configuration file read against our flags: never a second source of settings, only a comparison."""
+"""A DeepSpeed configuration file read against our flags: never a second source of settings, only a
+comparison.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +14,56 @@ from megatron.config.groups import Config
 from megatron.config.input_files import KINDS, SETTINGS_LIMIT, read_json
 
 # DeepSpeed's key -> group and field of our flag.
-SAME = {key: (GROUP_OF[field], field) for field, said in METADATA.items() for key in said["deepspeed"]}
+SAME = {
+    key: (GROUP_OF[field], field) for field, said in METADATA.items() for key in said["deepspeed"]
+}
 
 # What gradients are sent in: values of communication_data_type -> --grad-reduce-in-bf16.
 WIRE = {"fp32": False, "bf16": True, "bfp16": True}
 
-OFFLOAD = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_optimizer.nvme_path")
+OFFLOAD = (
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_optimizer.nvme_path",
+)
 
 # Keys that are refused with these values, and what to do.
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "zero_optimization.offload_optimizer.device": (
-        lambda value: value not in ("cpu", "nvme", "none", None), "no such place here; use cpu or nvme"),
+        lambda value: value not in ("cpu", "nvme", "none", None),
+        "no such place here; use cpu or nvme",
+    ),
     "zero_optimization.offload_param.device": (
         lambda value: value not in ("cpu", "none", None),
-        "weights are kept on the device or in host memory, not in files; use cpu (--param-cpu-offload; master weights and moments may be in files: "
-        "--optimizer-nvme-offload DIR)"),
+        "weights are kept on the device or in host memory, not in files; use cpu "
+        "(--param-cpu-offload; master weights and moments may be in files: "
+        "--optimizer-nvme-offload DIR)",
+    ),
     "zero_optimization.zero_hpz_partition_size": (
-        lambda value: value != 1, "no second copy of the weights is kept inside a node; to gather inside a node give --zero-shard-size, which shards all "
-        "of the stage there, and take this out"),
-    "zero_optimization.zero_quantized_weights": (bool, "weights and gradients are never quantized on the wire; take it out"),
-    "zero_optimization.zero_quantized_nontrainable_weights": (bool, "weights and gradients are never quantized on the wire; take it out"),
-    "zero_optimization.zero_quantized_gradients": (bool, "weights and gradients are never quantized on the wire; take it out"),
-    "zero_optimization.zeropp_loco_param": (bool, "weights and gradients are never quantized on the wire; take it out"),
+        lambda value: value != 1,
+        "no second copy of the weights is kept inside a node; to gather inside a node give "
+        "--zero-shard-size, which shards all "
+        "of the stage there, and take this out",
+    ),
+    "zero_optimization.zero_quantized_weights": (
+        bool,
+        "weights and gradients are never quantized on the wire; take it out",
+    ),
+    "zero_optimization.zero_quantized_nontrainable_weights": (
+        bool,
+        "weights and gradients are never quantized on the wire; take it out",
+    ),
+    "zero_optimization.zero_quantized_gradients": (
+        bool,
+        "weights and gradients are never quantized on the wire; take it out",
+    ),
+    "zero_optimization.zeropp_loco_param": (
+        bool,
+        "weights and gradients are never quantized on the wire; take it out",
+    ),
     "data_types.grad_accum_dtype": (
-        lambda value: value not in ("fp32", "bf16", None), "gradients are accumulated in fp32, or in bf16 with --main-grads-dtype bf16; take it out"),
+        lambda value: value not in ("fp32", "bf16", None),
+        "gradients are accumulated in fp32, or in bf16 with --main-grads-dtype bf16; take it out",
+    ),
 }
 
 # Keys (and everything under them) that change nothing about the result.
@@ -56,14 +84,29 @@ NOTED = {
     "prescale_gradients": "gradients are summed over ranks, and scaled once",
     "gradient_predivide_factor": "gradients are summed over ranks, and scaled once",
     "data_types.grad_accum_dtype": "--main-grads-dtype says what gradients are accumulated in",
-    "zero_optimization": "layers are gathered and reduced whole, in the order in which they come: no such size or threshold is to be chosen",
-    "zero_optimization.overlap_comm": "see --overlap-grad-reduce and --overlap-param-gather, which are on",
+    "zero_optimization": (
+        "layers are gathered and reduced whole, in the order in which they come: no such "
+        "size or threshold is to be chosen"
+    ),
+    "zero_optimization.overlap_comm": (
+        "see --overlap-grad-reduce and --overlap-param-gather, which are on"
+    ),
     "zero_optimization.reduce_scatter": "gradients are always reduce-scattered",
-    "zero_optimization.offload_optimizer": "how the offloaded optimizer moves its data is chosen here: see --optimizer-cpu-offload",
-    "zero_optimization.offload_param": "how offloaded weights are moved is chosen here: see --param-cpu-offload",
-    "zero_optimization.cpu_offload_use_pin_memory": "how the offloaded optimizer moves its data is chosen here: see --optimizer-cpu-offload",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "checkpoints are independent of the ZeRO stage",
-    "zero_optimization.gather_16bit_weights_on_model_save": "checkpoints are independent of the ZeRO stage",
+    "zero_optimization.offload_optimizer": (
+        "how the offloaded optimizer moves its data is chosen here: see --optimizer-cpu-offload"
+    ),
+    "zero_optimization.offload_param": (
+        "how offloaded weights are moved is chosen here: see --param-cpu-offload"
+    ),
+    "zero_optimization.cpu_offload_use_pin_memory": (
+        "how the offloaded optimizer moves its data is chosen here: see --optimizer-cpu-offload"
+    ),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
+        "checkpoints are independent of the ZeRO stage"
+    ),
+    "zero_optimization.gather_16bit_weights_on_model_save": (
+        "checkpoints are independent of the ZeRO stage"
+    ),
     "zero_optimization.load_from_fp32_weights": "checkpoints are independent of the ZeRO stage",
     "zero_optimization.elastic_checkpoint": "checkpoints are independent of the ZeRO stage",
     "pipeline.partition": "--pipeline-model-parallel-layout says how layers are shared out",
@@ -72,7 +115,9 @@ NOTED = {
     "pipeline.pipe_partitioned": "--sequence-parallel divides what travels between pipeline ranks",
     "pipeline.grad_partitioned": "--sequence-parallel divides what travels between pipeline ranks",
     "fp16.auto_cast": "inputs are token ids",
-    "bf16.immediate_grad_update": "weight gradients are added where they are accumulated as they are computed",
+    "bf16.immediate_grad_update": (
+        "weight gradients are added where they are accumulated as they are computed"
+    ),
 }
 
 
@@ -84,7 +129,9 @@ SINGLE = {*SAME, *REFUSED, *OFFLOAD, *NUMBERS, *WIRE_KEYS}  # keys that are no s
 
 
 def compare_with_deepspeed(path: str, config: Config) -> tuple[list[str], list[str]]:
-    """Notes (keys that equal our flags or need none) and faults (contradictions, unsupported keys) of a DeepSpeed file."""
+    """Notes (keys that equal our flags or need none) and faults (contradictions, unsupported keys)
+    of a DeepSpeed file.
+    """
     try:
         content = read_json(path, dict, SETTINGS_LIMIT)
     except UserError as problem:
@@ -94,7 +141,10 @@ def compare_with_deepspeed(path: str, config: Config) -> tuple[list[str], list[s
         key = ".".join(names)
         shown = f"{key[:80]} = {shortened(json.dumps(value), 80)}"
         if any("." in name for name in names):
-            note, fault = "", "a key with a dot is no section with a setting; write sections as objects"
+            note, fault = (
+                "",
+                "a key with a dot is no section with a setting; write sections as objects",
+            )
         elif any(".".join(names[:count]) in SINGLE for count in range(1, len(names))):
             note, fault = "", "expected a single value, found an object"
         else:
@@ -106,7 +156,9 @@ def compare_with_deepspeed(path: str, config: Config) -> tuple[list[str], list[s
     return notes, first_faults(faults, f"--deepspeed_config {path}")
 
 
-def _flatten(content: dict, sections: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _flatten(
+    content: dict, sections: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Each setting as the names that lead to it, and its value."""
     for key, value in content.items():
         if isinstance(value, dict) and value:
@@ -139,7 +191,11 @@ def _answer(key: str, value: Any, content: dict, config: Config) -> tuple[str, s
     section = content.get(key.partition(".")[0])
     if value == "auto":
         return "follows the flags", ""
-    if isinstance(section, dict) and section.get("enabled") is False and not key.endswith(".enabled"):
+    if (
+        isinstance(section, dict)
+        and section.get("enabled") is False
+        and not key.endswith(".enabled")
+    ):
         return "its section is not enabled", ""
     if value is not None and (fault := _kind_fault(key, value)):
         return "", fault
@@ -151,7 +207,10 @@ def _answer(key: str, value: Any, content: dict, config: Config) -> tuple[str, s
     if key in WIRE_KEYS and value is not None and value is not False:
         named = "fp32" if value is True and key == "fp32_allreduce" else value
         if not isinstance(named, str) or named.lower() not in WIRE:
-            return "", "gradients are sent in fp32, or in bf16 with --grad-reduce-in-bf16; take it out"
+            return (
+                "",
+                "gradients are sent in fp32, or in bf16 with --grad-reduce-in-bf16; take it out",
+            )
         in_bf16 = WIRE[named.lower()]
         if config.optimizer.main_grads_dtype == "bf16":
             return _compare("bf16" if in_bf16 else "fp32", "bf16", "--main-grads-dtype")
@@ -159,10 +218,17 @@ def _answer(key: str, value: Any, content: dict, config: Config) -> tuple[str, s
     if key in REFUSED and REFUSED[key][0](value):
         return "", REFUSED[key][1]
     if key in OFFLOAD:
-        return _offload(key, value, content["zero_optimization"]["offload_optimizer"].get("device"), config)
-    if key in SAME and not (key == "data_types.grad_accum_dtype" and value is None):  # null: not said
+        return _offload(
+            key, value, content["zero_optimization"]["offload_optimizer"].get("device"), config
+        )
+    # null: not said
+    if key in SAME and not (key == "data_types.grad_accum_dtype" and value is None):
         group, field = SAME[key]
-        return _compare(_in_our_terms(key, value), getattr(getattr(config, group), field), "--" + field.replace("_", "-"))
+        return _compare(
+            _in_our_terms(key, value),
+            getattr(getattr(config, group), field),
+            "--" + field.replace("_", "-"),
+        )
     if key == "gradient_accumulation_steps":
         return _accumulation(value, config)
     names = [name for name in NOTED if key == name or key.startswith(name + ".")]
@@ -189,15 +255,23 @@ def _in_our_terms(key: str, value: Any) -> Any:
 
 
 def _offload(key: str, value: Any, device: str | None, config: Config) -> tuple[str, str]:
-    """Where the optimizer's state is: in files under a path, in host memory, or with the weights."""
+    """Where the optimizer's state is: in files under a path, in host memory, or with the
+    weights.
+    """
     in_files, flag = config.optimizer.optimizer_nvme_offload, "--optimizer-nvme-offload"
     if key == OFFLOAD[1]:
-        return _compare(value, in_files, flag) if device == "nvme" else ("acts only with the device nvme", "")
+        return (
+            _compare(value, in_files, flag)
+            if device == "nvme"
+            else ("acts only with the device nvme", "")
+        )
     if device == "nvme":
         return (f"equals {flag}", "") if in_files is not None else ("", f"give {flag} DIR")
     if in_files is not None:
         return "", f"contradicts {flag} {in_files}; drop the flag or change the file"
-    return _compare(device == "cpu", config.optimizer.optimizer_cpu_offload, "--optimizer-cpu-offload")
+    return _compare(
+        device == "cpu", config.optimizer.optimizer_cpu_offload, "--optimizer-cpu-offload"
+    )
 
 
 def _compare(theirs: Any, ours: Any, flag: str) -> tuple[str, str]:
@@ -207,16 +281,39 @@ def _compare(theirs: Any, ours: Any, flag: str) -> tuple[str, str]:
         return "", f"give {flag}" + ("" if theirs is True else f" {theirs}")
     if ours is True:
         return "", f"contradicts {flag}; drop the flag or change the file"
-    return "", f"contradicts {flag} {ours}; " + (f"give {flag} {theirs}" if theirs is not None else "drop the flag") + " or change the file"
+    return "", f"contradicts {flag} {ours}; " + (
+        f"give {flag} {theirs}" if theirs is not None else "drop the flag"
+    ) + " or change the file"
 
 
 def _accumulation(steps: Any, config: Config) -> tuple[str, str]:
-    micro, batch, world = config.training.micro_batch_size, config.training.global_batch_size, config.distributed.world_size
+    micro, batch, world = (
+        config.training.micro_batch_size,
+        config.training.global_batch_size,
+        config.distributed.world_size,
+    )
     if type(steps) is not int or steps < 1 or not micro or not batch:
-        return "", "give --micro-batch-size and --global-batch-size, which say how many steps are accumulated"
+        return (
+            "",
+            (
+                "give --micro-batch-size and --global-batch-size, which say how many steps are "
+                "accumulated"
+            ),
+        )
     unit = micro * steps
-    ranks = batch // unit if world is None else data_parallel_size(config, world)  # only a dry run knows its ranks here
+    # only a dry run knows its ranks here
+    ranks = batch // unit if world is None else data_parallel_size(config, world)
     if ranks and batch == unit * ranks:
-        return f"equals --global-batch-size {batch} with --micro-batch-size {micro} on {ranks} data-parallel rank(s)", ""
-    means = f"a multiple of {unit}" if world is None else f"{unit * ranks} on {ranks} data-parallel rank(s)"
+        return (
+            (
+                f"equals --global-batch-size {batch} with --micro-batch-size {micro} on {ranks} "
+                "data-parallel rank(s)"
+            ),
+            "",
+        )
+    means = (
+        f"a multiple of {unit}"
+        if world is None
+        else f"{unit * ranks} on {ranks} data-parallel rank(s)"
+    )
     return "", f"with --micro-batch-size {micro} the --global-batch-size is {means}, not {batch}"

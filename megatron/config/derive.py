@@ -1,4 +1,6 @@
-"""Values that follow from others when they are not given, each with its reason, and the view of a run that rules look at."""
+"""Values that follow from others when they are not given, each with its reason, and the view of a
+run that rules look at.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +13,45 @@ from megatron.config.schedules import SCHEDULES
 from megatron.config.stages import AUTO, virtual_stages
 
 GROUP_OF = {field: group for group, fields in Config().to_dict().items() for field in fields}
-DEFAULTS = {field: value for fields in Config().to_dict().values() for field, value in fields.items()}
+DEFAULTS = {
+    field: value for fields in Config().to_dict().values() for field, value in fields.items()
+}
 METADATA = {  # what every field declares of itself
-    field.name: field.metadata or flag(None).metadata for group in dataclasses.fields(Config) for field in dataclasses.fields(type(group.default))
+    field.name: field.metadata or flag(None).metadata
+    for group in dataclasses.fields(Config)
+    for field in dataclasses.fields(type(group.default))
 }
 GATED = ("swiglu", "geglu")
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
-    """How many times `world_size` ranks hold the model; 0 where tensor- x pipeline-parallel size does not divide them, which `resolve` refuses."""
-    sizes = config.distributed.tensor_model_parallel_size, config.distributed.pipeline_model_parallel_size
+    """How many times `world_size` ranks hold the model; 0 where tensor- x pipeline-parallel size
+    does not divide them, which `resolve` refuses.
+    """
+    sizes = (
+        config.distributed.tensor_model_parallel_size,
+        config.distributed.pipeline_model_parallel_size,
+    )
     model = sizes[0] * sizes[1]
-    return world_size // model if min(sizes) > 0 and world_size > 0 and world_size % model == 0 else 0
+    return (
+        world_size // model if min(sizes) > 0 and world_size > 0 and world_size % model == 0 else 0
+    )
 
 
 class RunView:
-    """What rules look at: every field by its own name (`run.lr`), the numbers of ranks and the tokenizer's vocabulary.
+    """What rules look at: every field by its own name (`run.lr`), the numbers of ranks and the
+    tokenizer's vocabulary.
 
-    `tp` ranks share each matrix, `pp` times so many hold the model, and `dp` times so many make the `world` (dp 0: they do not).
+    `tp` ranks share each matrix, `pp` times so many hold the model, and `dp` times so many make the
+    `world` (dp 0: they do not).
     """
 
     def __init__(self, config: Config, world: int, vocabulary: int | None):
         self.config, self.world, self.vocabulary = config, world, vocabulary
-        self.tp, self.pp = config.distributed.tensor_model_parallel_size, config.distributed.pipeline_model_parallel_size
+        self.tp, self.pp = (
+            config.distributed.tensor_model_parallel_size,
+            config.distributed.pipeline_model_parallel_size,
+        )
         self.dp = data_parallel_size(config, world)
 
     def __getattr__(self, field: str) -> Any:
@@ -45,12 +63,18 @@ class RunView:
         if value is None or isinstance(value, bool):
             return "--" + field.replace("_", "-")
         words = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        return f"--{field.replace('_', '-')} {words[:57] + '...' if isinstance(value, tuple) and len(words) > 60 else words}"
+        return (
+            f"--{field.replace('_', '-')} "
+            f"{words[:57] + '...' if isinstance(value, tuple) and len(words) > 60 else words}"
+        )
 
     def has(self, *fields: str) -> bool:
         """All of these are given and, where numbers, greater than zero."""
         values = [getattr(self, field) for field in fields]
-        return all(value is not None and not (isinstance(value, (int, float)) and value <= 0) for value in values)
+        return all(
+            value is not None and not (isinstance(value, (int, float)) and value <= 0)
+            for value in values
+        )
 
 
 Derivation = Iterator[tuple[str, Any, str]]  # field, value, reason; none where nobody asked
@@ -60,13 +84,33 @@ def _derive_model(run: RunView) -> Derivation:
     if run.ffn_hidden_size is None and run.has("hidden_size"):
         if run.activation in GATED:
             width = run.hidden_size * 8 // 3 // 64 * 64
-            yield "ffn_hidden_size", width, f"8/3 x hidden-size rounded down to a multiple of 64, as {run.activation} is gated"
+            yield (
+                "ffn_hidden_size",
+                width,
+                f"8/3 x hidden-size rounded down to a multiple of 64, as {run.activation} is gated",
+            )
         else:
             yield "ffn_hidden_size", 4 * run.hidden_size, "4 x hidden-size"
-    if run.kv_channels is None and run.has("hidden_size", "num_attention_heads") and run.hidden_size % run.num_attention_heads == 0:
-        yield "kv_channels", run.hidden_size // run.num_attention_heads, "hidden-size / num-attention-heads"
-    if run.num_query_groups is None and not run.group_query_attention and run.num_attention_heads is not None:
-        yield "num_query_groups", run.num_attention_heads, "one for each head without --group-query-attention"
+    if (
+        run.kv_channels is None
+        and run.has("hidden_size", "num_attention_heads")
+        and run.hidden_size % run.num_attention_heads == 0
+    ):
+        yield (
+            "kv_channels",
+            run.hidden_size // run.num_attention_heads,
+            "hidden-size / num-attention-heads",
+        )
+    if (
+        run.num_query_groups is None
+        and not run.group_query_attention
+        and run.num_attention_heads is not None
+    ):
+        yield (
+            "num_query_groups",
+            run.num_attention_heads,
+            "one for each head without --group-query-attention",
+        )
     if run.max_position_embeddings is None and run.seq_length is not None:
         yield "max_position_embeddings", run.seq_length, "seq-length"
 
@@ -82,7 +126,11 @@ def _derive_data(run: RunView) -> Derivation:
 
 def _derive_training(run: RunView) -> Derivation:
     if run.global_batch_size is None and run.micro_batch_size is not None and run.dp:
-        yield "global_batch_size", run.micro_batch_size * run.dp, f"micro-batch-size x {run.dp} data-parallel rank(s)"
+        yield (
+            "global_batch_size",
+            run.micro_batch_size * run.dp,
+            f"micro-batch-size x {run.dp} data-parallel rank(s)",
+        )
     if run.recompute_granularity == "full":
         if run.recompute_method is None:
             yield "recompute_method", "uniform", "the one method there is"
@@ -102,32 +150,67 @@ def _derive_schedule(run: RunView) -> Derivation:
 
 
 def _derive_optimizer(run: RunView) -> Derivation:
-    if run.optimizer_nvme_offload is not None and not run.optimizer_cpu_offload and run.optimizer == "adam":
-        yield "optimizer_cpu_offload", True, "--optimizer-nvme-offload moves on what it keeps in host memory"
-    elif run.param_cpu_offload and not run.optimizer_cpu_offload and run.optimizer == "adam" and run.zero_stage == 3:
-        yield "optimizer_cpu_offload", True, "--param-cpu-offload keeps weights where they are stepped"
+    if (
+        run.optimizer_nvme_offload is not None
+        and not run.optimizer_cpu_offload
+        and run.optimizer == "adam"
+    ):
+        yield (
+            "optimizer_cpu_offload",
+            True,
+            "--optimizer-nvme-offload moves on what it keeps in host memory",
+        )
+    elif (
+        run.param_cpu_offload
+        and not run.optimizer_cpu_offload
+        and run.optimizer == "adam"
+        and run.zero_stage == 3
+    ):
+        yield (
+            "optimizer_cpu_offload",
+            True,
+            "--param-cpu-offload keeps weights where they are stepped",
+        )
 
 
 def _derive_distributed(run: RunView) -> Derivation:
     if run.sequence_parallel and run.tp == 1:
-        yield "sequence_parallel", False, "with --tensor-model-parallel-size 1 there are no ranks to split the sequence over"
+        yield (
+            "sequence_parallel",
+            False,
+            "with --tensor-model-parallel-size 1 there are no ranks to split the sequence over",
+        )
     yield from _without_sharing(run)
     virtual = virtual_stages(run.config) if run.pp > 1 else 1
     if virtual is not None and run.num_virtual_stages_per_pipeline_rank != virtual:
         unasked = run.pp == 1 and run.num_virtual_stages_per_pipeline_rank is None
         yield "num_virtual_stages_per_pipeline_rank", virtual, "" if unasked else _why_virtual(run)
     if run.pp == 1 and run.pipeline_schedule not in (None, "1f1b"):
-        yield "pipeline_schedule", "1f1b", "with --pipeline-model-parallel-size 1 there is one order"
+        yield (
+            "pipeline_schedule",
+            "1f1b",
+            "with --pipeline-model-parallel-size 1 there is one order",
+        )
     elif run.pipeline_schedule is None and virtual is not None:
         name = "1f1b" if virtual == 1 else "interleaved"
-        yield "pipeline_schedule", name, f"{virtual} stage(s) on each pipeline rank" if run.pp > 1 else ""
+        yield (
+            "pipeline_schedule",
+            name,
+            f"{virtual} stage(s) on each pipeline rank" if run.pp > 1 else "",
+        )
 
 
 def _without_sharing(run: RunView) -> Derivation:
-    """ZeRO where each rank would share with itself alone: the same flags run in every layout. Weights come and go from host memory all the same."""
+    """ZeRO where each rank would share with itself alone: the same flags run in every layout.
+    Weights come and go from host memory all the same.
+    """
     if run.zero_stage == 0 or (run.dp != 1 and run.zero_shard_size != 1):
         return
-    reason = "one data-parallel rank has nothing to shard over" if run.dp == 1 else "--zero-shard-size 1 shards over a single rank"
+    reason = (
+        "one data-parallel rank has nothing to shard over"
+        if run.dp == 1
+        else "--zero-shard-size 1 shards over a single rank"
+    )
     offloaded = run.zero_stage == 3 and run.param_cpu_offload
     if not offloaded:
         yield "zero_stage", 0, reason
@@ -150,15 +233,26 @@ def _why_virtual(run: RunView) -> str:
     return "one stage on each pipeline rank"
 
 
-DERIVED = (_derive_model, _derive_data, _derive_training, _derive_schedule, _derive_optimizer, _derive_distributed)
+DERIVED = (
+    _derive_model,
+    _derive_data,
+    _derive_training,
+    _derive_schedule,
+    _derive_optimizer,
+    _derive_distributed,
+)
 
 
 def derive(config: Config, world: int, vocabulary: int | None) -> tuple[Config, list[str]]:
-    """The configuration with every derived value filled in, and a note for each that has a reason: field = value: reason."""
+    """The configuration with every derived value filled in, and a note for each that has a reason:
+    field = value: reason.
+    """
     notes = []
     for derivation in DERIVED:
         for field, value, reason in derivation(RunView(config, world, vocabulary)):
             group = GROUP_OF[field]
-            config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{field: value})})
+            config = dataclasses.replace(
+                config, **{group: dataclasses.replace(getattr(config, group), **{field: value})}
+            )
             notes += [f"{field.replace('_', '-')} = {value}: {reason}"] if reason else []
     return config, notes

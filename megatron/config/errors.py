@@ -1,4 +1,6 @@
-"""Mistakes of the user's: one class, and the error of the command line, which lists all faults together."""
+"""Mistakes of the user's: one class, and the error of the command line, which lists all faults
+together.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ MOST_FAULTS = 20  # of one file that are listed
 class UserError(ValueError):
     """Something that the user can correct: its text names the file, flag or value and the fix.
 
-    Programs print it without a traceback and exit with code 2. Every other exception is a fault of the
-    program: it keeps its traceback and the exit code is 1.
+    Programs print it without a traceback and exit with code 2. Every other exception is a fault of
+    the program: it keeps its traceback and the exit code is 1.
     """
 
 

@@ -1,9 +1,10 @@
 """Every setting of a run: frozen dataclasses, one per argparse group.
 
-A field is a flag: `lr_decay_style` is `--lr-decay-style`, its type gives the parser, the string under it is its help.
-`flag(...)` adds what a type cannot say: other spellings, bounds, what the field acts with, what a
-change of it means at a resume, and its names in other programs. Adding a flag is one edit here, and
-docs/flags.md made anew; rules between several fields live in `validate.py`.
+A field is a flag: `lr_decay_style` is `--lr-decay-style`, its type gives the parser, the string
+under it is its help. `flag(...)` adds what a type cannot say: other spellings, bounds, what the
+field acts with, what a change of it means at a resume, and its names in other programs. Adding a
+flag is one edit here, and docs/flags.md made anew; rules between several fields live in
+`validate.py`.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ class ModelConfig:
     hidden_size: int | None = flag(None, bound=POSITIVE, change=MODEL)
     """Width of the residual stream."""
     ffn_hidden_size: int | None = flag(None, bound=POSITIVE, change=MODEL)
-    """Width of the MLP. Default: 4 x hidden-size; with a gated activation 2/3 of that, rounded down to a multiple of 64."""
+    """Width of the MLP. Default: 4 x hidden-size; with a gated activation 2/3 of that, rounded down
+    to a multiple of 64.
+    """
     num_attention_heads: int | None = flag(None, bound=POSITIVE, change=MODEL)
     """Number of query heads."""
     kv_channels: int | None = flag(None, bound=POSITIVE, change=MODEL)
@@ -114,7 +117,9 @@ class ModelConfig:
     num_query_groups: int | None = flag(None, bound=POSITIVE, needs=(GROUPED,), change=MODEL)
     """Number of key/value heads when --group-query-attention is given."""
     max_position_embeddings: int | None = flag(None, bound=POSITIVE, change=MODEL)
-    """Rows of the learned position table, and the longest sequence of rotary positions. Default: seq-length."""
+    """Rows of the learned position table, and the longest sequence of rotary positions. Default:
+    seq-length.
+    """
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = flag(
         "learned_absolute",
         change=MODEL,
@@ -156,7 +161,9 @@ class ModelConfig:
         needs=(LLAMA_ROPE, ROTARY),
         change=MODEL,
     )
-    """Llama-3 scaling: wavelengths above original length / this factor are divided by the full factor."""
+    """Llama-3 scaling: wavelengths above original length / this factor are divided by the full
+    factor.
+    """
     rope_high_freq_factor: float = flag(
         4.0,
         megatron="fixed to 4 there",
@@ -168,14 +175,17 @@ class ModelConfig:
     yarn_beta_fast: float = flag(32.0, bound=POSITIVE, needs=(YARN, ROTARY), change=MODEL)
     """YaRN: channels with more rotations than this over the original length are left alone."""
     yarn_beta_slow: float = flag(1.0, bound=POSITIVE, needs=(YARN, ROTARY), change=MODEL)
-    """YaRN: channels with fewer rotations than this over the original length are divided by the full factor."""
+    """YaRN: channels with fewer rotations than this over the original length are divided by the
+    full factor.
+    """
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", change=MODEL)
     """Kind of normalisation, everywhere."""
     norm_epsilon: float = flag(1e-5, "--layernorm-epsilon", bound=POSITIVE, change=MODEL)
     """Added to the variance inside the normalisation."""
     activation: Literal["gelu", "gelu-tanh", "swiglu", "geglu", "squared-relu"] = flag(
         "gelu",
-        megatron="one choice instead of --swiglu, --squared-relu, --openai-gelu, which set it too; the default there is fused, "
+        megatron="one choice instead of --swiglu, --squared-relu, --openai-gelu, which set it "
+        "too; the default there is fused, "
         "which is gelu-tanh",
         change=MODEL,
     )
@@ -188,7 +198,10 @@ class ModelConfig:
     """Normalise each head's queries and keys before the rotary embedding."""
     window_size: int | None = flag(
         None,
-        megatron="one number: how many keys a query sees, itself included; Megatron's pair W-1,0 is read too",
+        megatron=(
+            "one number: how many keys a query sees, itself included; Megatron's pair W-1,0 "
+            "is read too"
+        ),
         bound=POSITIVE,
         change=MODEL,
     )
@@ -214,17 +227,26 @@ class ModelConfig:
     hidden_dropout: float = flag(0.1, bound=BELOW_ONE, change=STEPS)
     """Dropout after the embedding, attention and MLP."""
     attention_dropout: float = flag(0.1, bound=BELOW_ONE, change=STEPS)
-    """Dropout on attention probabilities (selects the slow plain attention; 0 allows the fused one)."""
+    """Dropout on attention probabilities (selects the slow plain attention; 0 allows the fused
+    one).
+    """
     init_method_std: float = flag(0.02, bound=POSITIVE)
-    """Standard deviation of the initial weights; residual-output projections use std / sqrt(2 x num-layers)."""
+    """Standard deviation of the initial weights; residual-output projections use std / sqrt(2 x
+    num-layers).
+    """
     make_vocab_size_divisible_by: int = flag(128, bound=POSITIVE, change=MODEL)
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
     attention_backend: Literal["auto", "gluon", "triton", "sdpa", "plain"] = flag(
         "auto",
-        megatron="auto takes the fastest that supports the settings; flash and fused are read as auto, unfused and local as plain",
+        megatron=(
+            "auto takes the fastest that supports the settings; flash and fused are read as "
+            "auto, unfused and local as plain"
+        ),
         change=KERNEL,
     )
-    """Implementation of the attention core: our Triton kernels (gluon: with the forward pass for Hopper), torch's scaled_dot_product_attention, or plain products."""
+    """Implementation of the attention core: our Triton kernels (gluon: with the forward pass for
+    Hopper), torch's scaled_dot_product_attention, or plain products.
+    """
     norm_backend: Literal["auto", "triton", "apex", "torch"] = flag(
         "auto",
         megatron="absent there",
@@ -266,17 +288,21 @@ class ModelConfig:
         megatron="absent there",
         change=KERNEL,
     )
-    """Implementation of the generator that draws the initial weights; those on the host are drawn by torch."""
+    """Implementation of the generator that draws the initial weights; those on the host are drawn
+    by torch.
+    """
     deterministic_mode: bool = flag(True, megatron="off by default there", change=ROUNDING)
-    """Use only kernels that give the same bits every time. When off, the backward pass of attention may
-    sum in any order on a GPU, which is faster."""
+    """Use only kernels that give the same bits every time. When off, the backward pass of attention
+    may sum in any order on a GPU, which is faster.
+    """
     fused_linear_cross_entropy: bool = flag(
         False,
         megatron="--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear",
         change=ROUNDING,
     )
-    """Compute the logits in chunks of tokens, in the forward pass and again in the backward pass, so
-    that memory never holds all of them."""
+    """Compute the logits in chunks of tokens, in the forward pass and again in the backward pass,
+    so that memory never holds all of them.
+    """
 
 
 @dataclass(frozen=True)
@@ -329,7 +355,9 @@ class PrecisionConfig:
         change=STEPS,
         deepspeed=("fp16.hysteresis",),
     )
-    """Overflows since the dynamic loss scale last doubled, in a row or not, at which it halves; every further one halves it, too."""
+    """Overflows since the dynamic loss scale last doubled, in a row or not, at which it halves;
+    every further one halves it, too.
+    """
 
 
 @dataclass(frozen=True)
@@ -362,9 +390,19 @@ class DataConfig:
     """Take no loss at end-of-document tokens."""
     check_data: bool = flag(False, megatron="absent there", needs=(DATA_FILES,))
     """Scan the data files fully (monotone offsets, ids below the vocabulary) before training."""
-    tokenizer_type: Literal[
-        "SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer", "NullTokenizer"] | None = flag(
-        None, megatron="Llama2Tokenizer and GPTSentencePieceTokenizer are read as SentencePieceTokenizer")
+    tokenizer_type: (
+        Literal[
+            "SentencePieceTokenizer",
+            "HuggingFaceTokenizer",
+            "GPT2BPETokenizer",
+            "TikTokenizer",
+            "NullTokenizer",
+        ]
+        | None
+    ) = flag(
+        None,
+        megatron="Llama2Tokenizer and GPTSentencePieceTokenizer are read as SentencePieceTokenizer",
+    )
     """Kind of tokenizer."""
     tokenizer_model: str | None = flag(None, needs=(MODEL_FILE,))
     """File of the SentencePiece model, tokenizer.json or tiktoken vocabulary."""
@@ -373,7 +411,9 @@ class DataConfig:
     merge_file: str | None = flag(None, needs=(GPT2_BPE,))
     """GPT-2 BPE merges."""
     vocab_size: int | None = flag(None, bound=POSITIVE)
-    """Vocabulary of the NullTokenizer (one more is added for the end of document); elsewhere checked against the tokenizer."""
+    """Vocabulary of the NullTokenizer (one more is added for the end of document); elsewhere
+    checked against the tokenizer.
+    """
 
 
 @dataclass(frozen=True)
@@ -394,9 +434,13 @@ class TrainingConfig:
         change=BATCHES,
         deepspeed=("train_batch_size",),
     )
-    """Samples in one optimizer step over all ranks. Default: micro-batch-size x data-parallel size."""
+    """Samples in one optimizer step over all ranks. Default: micro-batch-size x data-parallel
+    size.
+    """
     rampup_batch_size: tuple[int, ...] | None = flag(None, change=BATCHES)
-    """`start increment samples`: grow the global batch from start by increment over the first samples."""
+    """`start increment samples`: grow the global batch from start by increment over the first
+    samples.
+    """
     train_iters: int | None = flag(None, bound=NOT_NEGATIVE)
     """Optimizer steps of the run."""
     train_samples: int | None = flag(None, bound=POSITIVE)
@@ -413,7 +457,9 @@ class TrainingConfig:
         change=STEPS_ALONE,
     )
     """What to do at a NaN or Inf loss or gradient: stop the run, or skip the step and log it."""
-    recompute_granularity: Literal["full"] | None = flag(None, megatron="selective is refused until it is built")
+    recompute_granularity: Literal["full"] | None = flag(
+        None, megatron="selective is refused until it is built"
+    )
     """full: keep only each block's input and recompute the block in the backward pass."""
     recompute_method: Literal["uniform"] | None = flag(
         None,
@@ -441,13 +487,17 @@ class OptimizerConfig:
         needs=(ADAM,),
         change=KERNEL,
     )
-    """Implementation of AdamW: our Triton kernel, NVIDIA apex's FusedAdam, torch's fused kernel or its plain loop."""
+    """Implementation of AdamW: our Triton kernel, NVIDIA apex's FusedAdam, torch's fused kernel or
+    its plain loop.
+    """
     grad_norm_backend: Literal["auto", "triton", "apex", "torch"] = flag(
         "auto",
         megatron="absent there",
         change=KERNEL,
     )
-    """Implementation of the gradients' sum of squares. It is summed in float64, but by apex in fp32."""
+    """Implementation of the gradients' sum of squares. It is summed in float64, but by apex in
+    fp32.
+    """
     main_grads_dtype: Literal["fp32", "bf16"] = flag(
         "fp32",
         needs=(BF16,),
@@ -480,13 +530,17 @@ class OptimizerConfig:
         megatron="absent there",
         needs=(OFFLOADED_ADAM,),
     )
-    """Keep master weights and moments in files in this folder, on a local disk of each node, instead
-    of in host memory; sets --optimizer-cpu-offload."""
+    """Keep master weights and moments in files in this folder, on a local disk of each node,
+    instead of in host memory; sets --optimizer-cpu-offload.
+    """
     param_cpu_offload: bool = flag(
         False,
         megatron="absent there",
         needs=(OFFLOADED_ADAM, ZERO_3),
-        deepspeed=("zero_optimization.cpu_offload_params", "zero_optimization.offload_param.device"),
+        deepspeed=(
+            "zero_optimization.cpu_offload_params",
+            "zero_optimization.offload_param.device",
+        ),
     )
     """With --zero-stage 3: also keep in host memory the weights whose optimizer state is there, and
     frozen weights; sets --optimizer-cpu-offload."""
@@ -555,7 +609,9 @@ class OptimizerConfig:
     )
     """Momentum of SGD."""
     override_opt_param_scheduler: bool = flag(False, needs=(LOAD,))
-    """On resume take the learning-rate and weight-decay schedule of the command line, not the checkpoint's."""
+    """On resume take the learning-rate and weight-decay schedule of the command line, not the
+    checkpoint's.
+    """
     use_checkpoint_opt_param_scheduler: bool = flag(False, needs=(LOAD,))
     """On resume take the checkpoint's schedule without comparing it with the command line."""
 
@@ -598,15 +654,28 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = flag(False, needs=(LOAD_AS_ASKED,))
     """Require --load to hold a checkpoint, instead of starting at iteration 0."""
     allow_older_checkpoint: bool = flag(False, megatron="absent there")
-    """When the newest checkpoint is damaged, load the newest undamaged one before it, with a warning.
-    All of it is read and verified before it is used."""
-    accept_changed: tuple[Literal["data", "tokenizer", "batch", "seed"], ...] | None = flag(None, megatron="absent there: changes go unnoticed")
-    """Resume from a checkpoint although these differ from it: data (files, blend, sequence length), tokenizer (of the same size), batch (global batch
-    size, ramp-up), seed."""
-    use_checkpoint_args: bool = flag(False, megatron="there it overrides the command line; here a flag that contradicts is refused")
-    """Take the model's shape, the tokenizer and the sequence length from the checkpoint, wherever the command line leaves the default."""
-    ckpt_parallel_write: Literal["balanced", "owner"] = flag("balanced", megatron="there: --ckpt-fully-parallel-save")
-    """How ranks that hold the same values write them: balanced, an equal part each; owner, the first rank all."""
+    """When the newest checkpoint is damaged, load the newest undamaged one before it, with a
+    warning. All of it is read and verified before it is used.
+    """
+    accept_changed: tuple[Literal["data", "tokenizer", "batch", "seed"], ...] | None = flag(
+        None, megatron="absent there: changes go unnoticed"
+    )
+    """Resume from a checkpoint although these differ from it: data (files, blend, sequence length),
+    tokenizer (of the same size), batch (global batch size, ramp-up), seed.
+    """
+    use_checkpoint_args: bool = flag(
+        False,
+        megatron="there it overrides the command line; here a flag that contradicts is refused",
+    )
+    """Take the model's shape, the tokenizer and the sequence length from the checkpoint, wherever
+    the command line leaves the default.
+    """
+    ckpt_parallel_write: Literal["balanced", "owner"] = flag(
+        "balanced", megatron="there: --ckpt-fully-parallel-save"
+    )
+    """How ranks that hold the same values write them: balanced, an equal part each; owner, the
+    first rank all.
+    """
     async_save: bool = flag(False, needs=(SAVE,))
     """Write checkpoints in the background; training waits only for a copy into host memory."""
     async_save_host_memory: float | None = flag(
@@ -615,14 +684,17 @@ class CheckpointConfig:
         bound=POSITIVE,
         needs=(ASYNC_SAVE_COPIES,),
     )
-    """Most GiB of host memory that each rank's background save takes. Default: as much as its shard."""
+    """Most GiB of host memory that each rank's background save takes. Default: as much as its
+    shard.
+    """
     local_checkpoint_dir: str | None = flag(
         None,
         "--non-persistent-local-ckpt-dir",
         needs=(SAVE_FOR_SAFETY, LOCAL_INTERVAL),
     )
-    """Folder on each node (such as /dev/shm/NAME) for frequent checkpoints. A restart takes the newest
-    complete checkpoint, here or in --load."""
+    """Folder on each node (such as /dev/shm/NAME) for frequent checkpoints. A restart takes the
+    newest complete checkpoint, here or in --load.
+    """
     local_save_interval: int | None = flag(
         None,
         "--non-persistent-save-interval",
@@ -635,8 +707,9 @@ class CheckpointConfig:
         megatron="there: --replication",
         needs=(LOCAL_FOLDER,),
     )
-    """How a lost node is rebuilt. partner: each node also keeps another node's local shards; xor: each
-    node keeps a parity of its set of up to 8 nodes."""
+    """How a lost node is rebuilt. partner: each node also keeps another node's local shards; xor:
+    each node keeps a parity of its set of up to 8 nodes.
+    """
     save_rate_limit: float | None = flag(
         None,
         megatron="absent there",
@@ -645,7 +718,9 @@ class CheckpointConfig:
     )
     """Most MB/s that each rank's background save sends to --save."""
     save_retain_interval: int | None = flag(None, bound=POSITIVE, needs=(SAVE,))
-    """Keep the checkpoints of all multiples of this; of the others only the last --save-keep-last."""
+    """Keep the checkpoints of all multiples of this; of the others only the last
+    --save-keep-last.
+    """
     save_keep_last: int | None = flag(None, megatron="absent there", bound=POSITIVE, needs=(SAVE,))
     """Keep this many of the newest checkpoints, and with --save-retain-interval also those of its
     multiples. Default: all; 1 with --save-retain-interval."""
@@ -666,7 +741,9 @@ class LoggingConfig:
     timing_log_level: Literal[0, 1] = 0
     """1 logs `<timer>-time` for data, forward-backward, optimizer, evaluation and checkpoint."""
     pipeline_timeline: str | None = flag(None, megatron="absent there", needs=(PIPELINE,))
-    """Write the time line of each pipeline rank in the last logged step to this file (for tools/plot_schedule.py)."""
+    """Write the time line of each pipeline rank in the last logged step to this file (for
+    tools/plot_schedule.py).
+    """
     metrics_file: str | None = flag(None, megatron="absent there")
     """File for the metrics. Default: <save>/metrics.jsonl."""
     tensorboard_dir: str | None = None
@@ -682,7 +759,9 @@ class LoggingConfig:
     wandb_entity: str | None = flag(None, needs=(WANDB,))
     """wandb entity (user or team)."""
     peak_tflops: float | None = flag(None, megatron="absent there", bound=POSITIVE)
-    """Peak TFLOP/s of one device, for MFU. Default: that of a known device; no MFU for an unknown one."""
+    """Peak TFLOP/s of one device, for MFU. Default: that of a known device; no MFU for an unknown
+    one.
+    """
 
 
 @dataclass(frozen=True)
@@ -713,14 +792,18 @@ class DistributedConfig:
         needs=(PIPELINE,),
         change=ROUNDING,
     )
-    """Layers of the first pipeline rank; ranks without a number of their own share the others evenly."""
+    """Layers of the first pipeline rank; ranks without a number of their own share the others
+    evenly.
+    """
     decoder_last_pipeline_num_layers: int | None = flag(
         None,
         bound=POSITIVE,
         needs=(PIPELINE,),
         change=ROUNDING,
     )
-    """Layers of the last pipeline rank; ranks without a number of their own share the others evenly."""
+    """Layers of the last pipeline rank; ranks without a number of their own share the others
+    evenly.
+    """
     account_for_embedding_in_pipeline_split: bool = flag(False, needs=(PIPELINE,), change=ROUNDING)
     """Count the embedding as a layer of the first stage when layers are divided evenly."""
     account_for_loss_in_pipeline_split: bool = flag(False, needs=(PIPELINE,), change=ROUNDING)
@@ -731,8 +814,9 @@ class DistributedConfig:
         needs=(PIPELINE,),
         change=ROUNDING,
     )
-    """Parts of each stage, such as Et*3|(tt|)*6tL: E embedding, t layer, L head and loss. auto makes
-    stages of equal cost."""
+    """Parts of each stage, such as Et*3|(tt|)*6tL: E embedding, t layer, L head and loss. auto
+    makes stages of equal cost.
+    """
     sequence_parallel: bool = flag(False, change=ROUNDING)
     """Split the sequence over the TP ranks between the matrix products (norms, dropout, residuals).
     The ranks send as many bytes as without it."""
@@ -743,8 +827,9 @@ class DistributedConfig:
         needs=(TENSOR_PARALLEL,),
         change=ROUNDING,
     )
-    """Run the collectives of tensor parallelism at the same time as matrix products that do not depend
-    on them."""
+    """Run the collectives of tensor parallelism at the same time as matrix products that do not
+    depend on them.
+    """
     overlap_grad_reduce: bool = flag(
         True,
         off="--no-overlap-grad-reduce",
@@ -752,15 +837,18 @@ class DistributedConfig:
         needs=(DATA_PARALLEL,),
         change=ROUNDING,
     )
-    """Reduce the gradients of finished layers during the rest of the backward pass. On CPUs whose cores
-    all compute, this costs time."""
+    """Reduce the gradients of finished layers during the rest of the backward pass. On CPUs whose
+    cores all compute, this costs time.
+    """
     zero_stage: Literal[0, 1, 2, 3] = flag(
         0,
         megatron="--data-parallel-sharding-strategy there",
         change=ROUNDING,
         deepspeed=("zero_optimization.stage",),
     )
-    """ZeRO stage. Data-parallel ranks shard: 1 the optimizer's state, 2 also gradients, 3 also weights."""
+    """ZeRO stage. Data-parallel ranks shard: 1 the optimizer's state, 2 also gradients, 3 also
+    weights.
+    """
     zero_shard_size: int | None = flag(
         None,
         megatron="absent there",
@@ -769,11 +857,13 @@ class DistributedConfig:
         change=ROUNDING,
         deepspeed=("zero_optimization.mics_shard_size",),
     )
-    """Number of neighbouring data-parallel ranks that ZeRO shards over, such as those of a node; every
-    such group holds a copy. Default: all data-parallel ranks."""
+    """Number of neighbouring data-parallel ranks that ZeRO shards over, such as those of a node;
+    every such group holds a copy. Default: all data-parallel ranks.
+    """
     zero3_keep_gathered: bool = flag(False, megatron="absent there", needs=(ZERO_3,))
-    """ZeRO-3: gather a layer once a step and keep it until the step ends, instead of gathering it for
-    every pass."""
+    """ZeRO-3: gather a layer once a step and keep it until the step ends, instead of gathering it
+    for every pass.
+    """
     overlap_param_gather: bool = flag(
         True,
         off="--no-overlap-param-gather",
@@ -803,8 +893,9 @@ class DistributedConfig:
         bound=UP_TO_A_YEAR,
         needs=(SEVERAL_RANKS,),
     )
-    """How long a rank waits for the others, at the start and in every collective, before it ends with
-    an error."""
+    """How long a rank waits for the others, at the start and in every collective, before it ends
+    with an error.
+    """
     world_size: int | None = flag(
         None,
         megatron="set by the launcher there; here only with --dry-run",
@@ -812,7 +903,9 @@ class DistributedConfig:
     )
     """With --dry-run: the number of ranks to validate for."""
     device_memory: float | None = flag(None, megatron="absent there", bound=POSITIVE)
-    """GiB of memory of one GPU, for the plan's verdict. Default: what the GPU has; 80 in a dry run."""
+    """GiB of memory of one GPU, for the plan's verdict. Default: what the GPU has; 80 in a dry
+    run.
+    """
 
 
 @dataclass(frozen=True)
@@ -835,9 +928,18 @@ class Config:
 
     @classmethod
     def from_dict(cls, groups: dict[str, dict[str, Any]]) -> Config:
-        """The inverse of to_dict, also after JSON (its lists become tuples). Raises TypeError for an unknown field."""
+        """The inverse of to_dict, also after JSON (its lists become tuples). Raises TypeError for
+        an unknown field.
+        """
         kinds = {group.name: type(group.default) for group in dataclasses.fields(cls)}
-        return cls(**{
-            name: kind(**{field: tuple(value) if isinstance(value, list) else value for field, value in groups.get(name, {}).items()})
-            for name, kind in kinds.items()
-        })
+        return cls(
+            **{
+                name: kind(
+                    **{
+                        field: tuple(value) if isinstance(value, list) else value
+                        for field, value in groups.get(name, {}).items()
+                    }
+                )
+                for name, kind in kinds.items()
+            }
+        )

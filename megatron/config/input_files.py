@@ -1,6 +1,8 @@
-"""Files that a user names, read so that nothing in them can hang the program, crash it, or be taken for something else.
+"""Files that a user names, read so that nothing in them can hang the program, crash it, or be taken
+for something else.
 
-The errors say what is wrong with a file and leave its name to the caller, who knows the flag that gave it.
+The errors say what is wrong with a file and leave its name to the caller, who knows the flag that
+gave it.
 """
 
 from __future__ import annotations
@@ -79,15 +81,17 @@ def read_bytes(path: str | Path, most: int) -> bytes:
 
 
 def read_json(path: str | Path, kind: type = dict, most: int = JSON_LIMIT) -> Any:
-    """The value of type `kind` in a JSON file. Raises InputError as read_bytes and parse_json do."""
+    """The value of type `kind` in a JSON file. Raises InputError as read_bytes and parse_json
+    do.
+    """
     return parse_json(read_bytes(path, most), kind)
 
 
 def parse_json(raw: bytes, kind: type = dict) -> Any:
     """The value of type `kind` in JSON text.
 
-    Raises InputError for text that is not UTF-8, not JSON (NotJson), nested too deep, has a key twice in
-    an object or a string that is no text, or is of another type.
+    Raises InputError for text that is not UTF-8, not JSON (NotJson), nested too deep, has a key
+    twice in an object or a string that is no text, or is of another type.
     """
     try:
         value = json.loads(decode(raw), object_pairs_hook=_unique_keys)
@@ -120,7 +124,9 @@ def expect(value: Any, kind: type) -> None:
 
 
 def check_tree(value: Any) -> None:
-    """Raises InputError for lists and dictionaries nested too deep, and strings that UTF-8 cannot hold."""
+    """Raises InputError for lists and dictionaries nested too deep, and strings that UTF-8 cannot
+    hold.
+    """
     level = [value]
     for _ in range(DEEPEST):
         below: list[Any] = []
@@ -140,7 +146,9 @@ def check_tree(value: Any) -> None:
 
 
 def is_text(value: str) -> bool:
-    """Whether UTF-8 can hold it: a lone surrogate, as JSON can write one, cannot be stored or printed."""
+    """Whether UTF-8 can hold it: a lone surrogate, as JSON can write one, cannot be stored or
+    printed.
+    """
     try:
         value.encode()
     except UnicodeEncodeError:

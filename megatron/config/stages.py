@@ -1,6 +1,8 @@
-"""How layers are shared out over pipeline stages, counted: what the flags say, with nothing known of costs.
+"""How layers are shared out over pipeline stages, counted: what the flags say, with nothing known
+of costs.
 
-The embedding is always in the first stage and the head in the last, so a split is the number of layers of each stage.
+The embedding is always in the first stage and the head in the last, so a split is the number of
+layers of each stage.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ _MOST_UNITS = 100_000  # in a layout string
 
 
 def parse_layout(text: str) -> tuple[int, ...]:
-    """Layers of each stage of a string like Et*3|(tt|)*4tL: E embedding, t layer, L head and loss, | between stages, x*n and (...)*n
-    repetitions, commas for the eye. Raises UserError with what is wrong and the fix."""
+    """Layers of each stage of a string like Et*3|(tt|)*4tL: E embedding, t layer, L head and loss,
+    | between stages, x*n and (...)*n repetitions, commas for the eye. Raises UserError with what is
+    wrong and the fix.
+    """
     text = text.replace(",", "")
     for pattern in (r"\(([^()]*)\)\*(\d+)", r"([^()*])\*(\d+)"):
         text = re.sub(pattern, _repeat, text)
@@ -25,7 +29,10 @@ def parse_layout(text: str) -> tuple[int, ...]:
     if "m" in units:
         raise UserError("m, a layer that predicts further tokens, is not supported; take it out")
     if unknown := re.sub("[EtL]", "", units):
-        raise UserError(f"{unknown[0]!r} is none of E (embedding), t (layer), L (head and loss), | (next stage), x*n and (...)*n")
+        raise UserError(
+            f"{unknown[0]!r} is none of E (embedding), t (layer), L (head and loss), | (next "
+            "stage), x*n and (...)*n"
+        )
     if not re.fullmatch("Et*L", units):
         raise UserError("must begin with its one E and end with its one L")
     stages = text.split("|")
@@ -42,12 +49,22 @@ def _repeat(match: re.Match[str]) -> str:
 
 
 def frozen_units(config: Config) -> frozenset[str]:
-    """The units of --freeze, by the names of the model's; a tied head goes with the embedding. Raises UserError with what is wrong and the fix."""
-    layers, tied, found = config.model.num_layers, not config.model.untie_embeddings_and_output_weights, set()
-    for word in (config.optimizer.freeze or "").split(",") if config.optimizer.freeze is not None else ():
+    """The units of --freeze, by the names of the model's; a tied head goes with the embedding.
+    Raises UserError with what is wrong and the fix.
+    """
+    layers, tied, found = (
+        config.model.num_layers,
+        not config.model.untie_embeddings_and_output_weights,
+        set(),
+    )
+    for word in (
+        (config.optimizer.freeze or "").split(",") if config.optimizer.freeze is not None else ()
+    ):
         match = re.fullmatch(r"layers\.(\d+)(?:-(\d+))?", word)
         if match is None and word not in ("embedding", "head"):
-            raise UserError(f"{word!r} is none of embedding, head, layers.N and layers.N-M, with commas between")
+            raise UserError(
+                f"{word!r} is none of embedding, head, layers.N and layers.N-M, with commas between"
+            )
         if match is None:
             found.add(word)
             continue
@@ -56,22 +73,36 @@ def frozen_units(config: Config) -> frozenset[str]:
             raise UserError(f"{word}: layers go from 0 to {layers - 1}")
         found.update(f"layers.{layer}" for layer in range(first, last + 1))
     if tied and "head" in found and "embedding" not in found:
-        raise UserError("head has the embedding's matrix: freeze embedding, which freezes both, or give --untie-embeddings-and-output-weights")
+        raise UserError(
+            "head has the embedding's matrix: freeze embedding, which freezes both, or give "
+            "--untie-embeddings-and-output-weights"
+        )
     if len(found | ({"head"} if tied and "embedding" in found else set())) == layers + 2:
         raise UserError("nothing would be trained; to evaluate only, give --skip-train")
     return frozenset(found | ({"head"} if tied and "embedding" in found else set()))
 
 
 def counted_layers(config: Config) -> int:
-    """Layers that an even split shares out: embedding and loss count as one where the flags say so."""
+    """Layers that an even split shares out: embedding and loss count as one where the flags say
+    so.
+    """
     distributed = config.distributed
-    return config.model.num_layers + distributed.account_for_embedding_in_pipeline_split + distributed.account_for_loss_in_pipeline_split
+    return (
+        config.model.num_layers
+        + distributed.account_for_embedding_in_pipeline_split
+        + distributed.account_for_loss_in_pipeline_split
+    )
 
 
 def virtual_stages(config: Config) -> int | None:
-    """Stages that each of several pipeline ranks holds, by whichever flag says it; None where flags do not fit each other."""
+    """Stages that each of several pipeline ranks holds, by whichever flag says it; None where flags
+    do not fit each other.
+    """
     distributed = config.distributed
-    ranks, layout = distributed.pipeline_model_parallel_size, distributed.pipeline_model_parallel_layout
+    ranks, layout = (
+        distributed.pipeline_model_parallel_size,
+        distributed.pipeline_model_parallel_layout,
+    )
     layers = distributed.num_layers_per_virtual_pipeline_stage
     if distributed.num_virtual_stages_per_pipeline_rank is not None:
         return distributed.num_virtual_stages_per_pipeline_rank
@@ -81,7 +112,11 @@ def virtual_stages(config: Config) -> int | None:
         except ValueError:
             return None
     if layers is not None:
-        return _quotient(counted_layers(config), ranks * layers) if config.model.num_layers and layers > 0 else None
+        return (
+            _quotient(counted_layers(config), ranks * layers)
+            if config.model.num_layers and layers > 0
+            else None
+        )
     if distributed.pipeline_schedule is None:
         return 1
     return SCHEDULES[distributed.pipeline_schedule].virtual or 1
@@ -94,22 +129,39 @@ def _quotient(value: int, divisor: int) -> int | None:
 def placement_of(config: Config) -> tuple[int, ...]:
     """Stage -> pipeline rank, of a resolved configuration."""
     distributed = config.distributed
-    return place(distributed.pipeline_schedule, distributed.pipeline_model_parallel_size, distributed.num_virtual_stages_per_pipeline_rank)
+    return place(
+        distributed.pipeline_schedule,
+        distributed.pipeline_model_parallel_size,
+        distributed.num_virtual_stages_per_pipeline_rank,
+    )
 
 
 def layers_of_stages(config: Config) -> tuple[int, ...]:
-    """Layers of each stage of a resolved configuration, along the forward pass; not for `auto`, which depends on costs."""
+    """Layers of each stage of a resolved configuration, along the forward pass; not for `auto`,
+    which depends on costs.
+    """
     distributed, layers = config.distributed, config.model.num_layers
-    ranks, virtual = distributed.pipeline_model_parallel_size, distributed.num_virtual_stages_per_pipeline_rank
-    first, last = distributed.decoder_first_pipeline_num_layers, distributed.decoder_last_pipeline_num_layers
+    ranks, virtual = (
+        distributed.pipeline_model_parallel_size,
+        distributed.num_virtual_stages_per_pipeline_rank,
+    )
+    first, last = (
+        distributed.decoder_first_pipeline_num_layers,
+        distributed.decoder_last_pipeline_num_layers,
+    )
     if ranks == 1:
         return (layers,)
     if distributed.pipeline_model_parallel_layout is not None:
         return parse_layout(distributed.pipeline_model_parallel_layout)
     if first is not None or last is not None:
-        given = {rank: number for rank, number in ((0, first), (ranks - 1, last)) if number is not None}
+        given = {
+            rank: number for rank, number in ((0, first), (ranks - 1, last)) if number is not None
+        }
         rest = (layers - sum(given.values())) // max(1, ranks - len(given))
-        return tuple(given.get(rank, rest) // virtual for rank in place(distributed.pipeline_schedule, ranks, virtual))
+        return tuple(
+            given.get(rank, rest) // virtual
+            for rank in place(distributed.pipeline_schedule, ranks, virtual)
+        )
     counts = [counted_layers(config) // (ranks * virtual)] * (ranks * virtual)
     counts[0] -= distributed.account_for_embedding_in_pipeline_split
     counts[-1] -= distributed.account_for_loss_in_pipeline_split

@@ -1,11 +1,14 @@
-"""Names of the flags of Megatron-LM and Megatron-DeepSpeed, as recorded: names alone, one list for each source.
+"""Names of the flags of Megatron-LM and Megatron-DeepSpeed, as recorded: names alone, one list for
+each source.
 
-`compatibility.py` answers each of them, and no other: a family such as `--moe-*` in its table stands for the names in these lists.
+`compatibility.py` answers each of them, and no other: a family such as `--moe-*` in its table
+stands for the names in these lists.
 """
 
 from __future__ import annotations
 
-# The option strings of the argparse parser of Megatron-LM's pretrain_gpt.py (megatron/training/arguments.py with its configuration
+# The option strings of the argparse parser of Megatron-LM's pretrain_gpt.py
+# (megatron/training/arguments.py with its configuration
 # dataclasses, megatron/post_training/arguments.py) at commit d98e8a64 of 2026-08-22.
 MEGATRON_LM = """
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
@@ -283,7 +286,8 @@ MEGATRON_LM = """
 --yarn-original-max-position-embeddings
 """
 
-# Further names in megatron/arguments.py of Megatron-DeepSpeed at commit 4efb479d of 2025-07-16, and those that DeepSpeed adds.
+# Further names in megatron/arguments.py of Megatron-DeepSpeed at commit 4efb479d of 2025-07-16, and
+# those that DeepSpeed adds.
 MEGATRON_DEEPSPEED = """
 --DDP-impl --aml-data-download-path --checkpoint-in-cpu --checkpoint-num-layers
 --contigious-checkpointing --cpu-optimizer --cpu_torch_adam --create-moe-param-group
@@ -318,7 +322,8 @@ MEGATRON_DEEPSPEED = """
 --zero-contigious-gradients --zero-reduce-bucket-size --zero-reduce-scatter --zero-stage
 """
 
-# Further names in the sources of Megatron-LM's releases v2.5 and v2.6 and core 0.4 to 0.19, where they are option strings of add_argument.
+# Further names in the sources of Megatron-LM's releases v2.5 and v2.6 and core 0.4 to 0.19, where
+# they are option strings of add_argument.
 EARLIER = """
 --activations-checkpoint-method --activations-checkpoint-num-layers --delay-param-gather
 --disable-chunked-prefill --enable-one-logger --encoder-pipeline-model-parallel-size

@@ -1,9 +1,9 @@
 """Every rule between flags.
 
-`resolve` fills in derived values (`derive.py`), then collects the faults of all rules: bounds of one field and flags that could
-not act (both declared by the field, `groups.py`), and the rules of RULES, one small function each (those of the layout in
-`validate_layout.py`).
-A rule whose inputs are missing says nothing: the missing flag is a fault of its own.
+`resolve` fills in derived values (`derive.py`), then collects the faults of all rules: bounds of
+one field and flags that could not act (both declared by the field, `groups.py`), and the rules of
+RULES, one small function each (those of the layout in `validate_layout.py`). A rule whose inputs
+are missing says nothing: the missing flag is a fault of its own.
 """
 
 from __future__ import annotations
@@ -20,12 +20,21 @@ from megatron.config.groups import Config
 from megatron.config.metadata import is_rotary
 from megatron.config.schedules import planned_micro_batches
 from megatron.config.stages import frozen_units
-from megatron.config.validate_layout import bubble, nearest, pipeline_schedule, pipeline_split, tensor_parallel, zero
+from megatron.config.validate_layout import (
+    bubble,
+    nearest,
+    pipeline_schedule,
+    pipeline_split,
+    tensor_parallel,
+    zero,
+)
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A complete configuration and one note for each value that was filled in or deserves a word."""
+    """A complete configuration and one note for each value that was filled in or deserves a
+    word.
+    """
 
     config: Config
     notes: list[str]
@@ -53,30 +62,51 @@ MOST_PASSES = 500_000  # of layers and micro-batches in a step of a pipeline
 def _bounds(run: RunView) -> Iterator[str]:
     """Sizes beyond which the plan and the schedule would take minutes to compute."""
     if run.has("num_layers") and run.num_layers > MOST_LAYERS:
-        yield f"{run.show('num_layers')}: at most {MOST_LAYERS:,} are planned for; give fewer layers"
+        yield (
+            f"{run.show('num_layers')}: at most {MOST_LAYERS:,} are planned for; give fewer layers"
+        )
     if run.has("micro_batch_size", "global_batch_size") and run.dp:
         count = run.global_batch_size // (run.micro_batch_size * run.dp)
         if count > MOST_MICRO_BATCHES:
-            yield (f"{run.show('global_batch_size')}: {count:,} micro-batches in each step of a rank, at most {MOST_MICRO_BATCHES:,} are "
-                   f"planned for; raise --micro-batch-size, or give more ranks")
+            yield (
+                f"{run.show('global_batch_size')}: {count:,} micro-batches in each step of a "
+                f"rank, at most {MOST_MICRO_BATCHES:,} are "
+                f"planned for; raise --micro-batch-size, or give more ranks"
+            )
         elif run.has("num_layers") and run.pp > 1:
             planned = planned_micro_batches(run.pipeline_schedule, run.pp, count)
             if run.num_layers * planned > MOST_PASSES:
-                yield (f"{run.show('global_batch_size')}: {run.num_layers} layers x {planned:,} micro-batches of a step are more than the "
-                       f"{MOST_PASSES:,} passes that are planned for; raise --micro-batch-size, or give more data-parallel ranks")
-    if run.has("global_batch_size") and len(run.rampup_batch_size or ()) == 3 and run.rampup_batch_size[1] > 0:
+                yield (
+                    f"{run.show('global_batch_size')}: {run.num_layers} layers x {planned:,} "
+                    "micro-batches of a step are more than the "
+                    f"{MOST_PASSES:,} passes that are planned for; raise --micro-batch-size, "
+                    "or give more data-parallel ranks"
+                )
+    if (
+        run.has("global_batch_size")
+        and len(run.rampup_batch_size or ()) == 3
+        and run.rampup_batch_size[1] > 0
+    ):
         count = (run.global_batch_size - run.rampup_batch_size[0]) // run.rampup_batch_size[1]
         if count > MOST_INCREMENTS:
-            yield f"{run.show('rampup_batch_size')}: {count:,} increments, at most {MOST_INCREMENTS:,} are planned for; raise the increment"
+            yield (
+                f"{run.show('rampup_batch_size')}: {count:,} increments, at most "
+                f"{MOST_INCREMENTS:,} are planned for; raise the increment"
+            )
 
 
 def _cannot_act(run: RunView, *, fault: bool) -> Iterator[tuple[str, str]]:
-    """(flag as given, what it acts with) for each field that is not at its default and cannot act, where that is a fault or a remark."""
+    """(flag as given, what it acts with) for each field that is not at its default and cannot act,
+    where that is a fault or a remark.
+    """
     for field, said in METADATA.items():
         value = getattr(run, field)
         for need in said["needs"] if value != DEFAULTS[field] else ():
             if need.fault == fault and not need.holds(run):
-                yield run.show(field) if value is not False else f"--no-{field.replace('_', '-')}", need.text
+                yield (
+                    run.show(field) if value is not False else f"--no-{field.replace('_', '-')}",
+                    need.text,
+                )
 
 
 def _needs(run: RunView) -> Iterator[str]:
@@ -88,15 +118,29 @@ def _needs(run: RunView) -> Iterator[str]:
 
 
 def _required(run: RunView) -> Iterator[str]:
-    for field in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr"):
+    for field in (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "seq_length",
+        "micro_batch_size",
+        "lr",
+    ):
         if getattr(run, field) is None and not (field == "lr" and run.skip_train):
             yield f"--{field.replace('_', '-')} is required"
 
 
 def _heads(run: RunView) -> Iterator[str]:
     heads, groups = run.num_attention_heads, run.num_query_groups
-    if run.kv_channels is None and run.has("hidden_size", "num_attention_heads") and run.hidden_size % heads:
-        yield f"--hidden-size {run.hidden_size}: not divisible by --num-attention-heads {heads}; change one, or give --kv-channels"
+    if (
+        run.kv_channels is None
+        and run.has("hidden_size", "num_attention_heads")
+        and run.hidden_size % heads
+    ):
+        yield (
+            f"--hidden-size {run.hidden_size}: not divisible by --num-attention-heads "
+            f"{heads}; change one, or give --kv-channels"
+        )
     if run.group_query_attention and groups is None:
         yield "--group-query-attention: give --num-query-groups (the number of key/value heads)"
     if run.has("num_attention_heads", "num_query_groups") and heads % groups:
@@ -104,16 +148,31 @@ def _heads(run: RunView) -> Iterator[str]:
 
 
 def _positions(run: RunView) -> Iterator[str]:
-    if run.has("seq_length", "max_position_embeddings") and run.max_position_embeddings < run.seq_length:
-        yield f"{run.show('max_position_embeddings')}: smaller than --seq-length {run.seq_length}; raise it to that"
+    if (
+        run.has("seq_length", "max_position_embeddings")
+        and run.max_position_embeddings < run.seq_length
+    ):
+        yield (
+            f"{run.show('max_position_embeddings')}: smaller than --seq-length "
+            f"{run.seq_length}; raise it to that"
+        )
     if is_rotary(run) and run.has("kv_channels", "rotary_percent"):
         channels = int(run.kv_channels * run.rotary_percent)
         if channels == 0 or channels % 2:
-            yield f"{run.show('rotary_percent')}: {channels} of {run.kv_channels} channels would rotate; it must be an even number above 0"
+            yield (
+                f"{run.show('rotary_percent')}: {channels} of {run.kv_channels} channels "
+                "would rotate; it must be an even number above 0"
+            )
     if run.use_rope_scaling and run.rope_high_freq_factor <= run.rope_low_freq_factor:
-        yield f"{run.show('rope_high_freq_factor')}: must be greater than {run.show('rope_low_freq_factor')}"
+        yield (
+            f"{run.show('rope_high_freq_factor')}: must be greater than "
+            f"{run.show('rope_low_freq_factor')}"
+        )
     if run.use_rope_scaling and run.rotary_seq_len_interpolation_factor is not None:
-        yield "--use-rope-scaling: does not combine with --rotary-seq-len-interpolation-factor; drop one"
+        yield (
+            "--use-rope-scaling: does not combine with "
+            "--rotary-seq-len-interpolation-factor; drop one"
+        )
     if run.position_embedding_type == "yarn" and run.yarn_beta_fast <= run.yarn_beta_slow:
         yield f"{run.show('yarn_beta_fast')}: must be greater than {run.show('yarn_beta_slow')}"
 
@@ -121,9 +180,16 @@ def _positions(run: RunView) -> Iterator[str]:
 def _attention(run: RunView) -> Iterator[str]:
     limited = run.attention_backend in ("gluon", "sdpa")
     if limited and run.attention_dropout > 0:
-        yield f"--attention-backend {run.attention_backend}: cannot apply {run.show('attention_dropout')}; give --attention-dropout 0, or drop the backend"
+        yield (
+            f"--attention-backend {run.attention_backend}: cannot apply "
+            f"{run.show('attention_dropout')}; give --attention-dropout 0, or drop the "
+            "backend"
+        )
     if limited and run.attn_logit_softcapping is not None:
-        yield f"--attention-backend {run.attention_backend}: cannot apply {run.show('attn_logit_softcapping')}; drop one"
+        yield (
+            f"--attention-backend {run.attention_backend}: cannot apply "
+            f"{run.show('attn_logit_softcapping')}; drop one"
+        )
 
 
 def _precision(run: RunView) -> Iterator[str]:
@@ -137,12 +203,20 @@ def _precision(run: RunView) -> Iterator[str]:
 
 
 def _optimizer(run: RunView) -> Iterator[str]:
-    moments = [field for field in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(run, field) != "fp32"]
+    moments = [
+        field for field in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(run, field) != "fp32"
+    ]
     if run.adam_implementation == "apex":
         for field in (*moments, *(["optimizer_cpu_offload"] if run.optimizer_cpu_offload else [])):
-            yield f"{run.show(field)}: not something that apex's FusedAdam does; drop --adam-implementation apex, or this"
+            yield (
+                f"{run.show(field)}: not something that apex's FusedAdam does; drop "
+                "--adam-implementation apex, or this"
+            )
     if run.fp64:
-        for field in (*moments, *(["adam_implementation"] if run.adam_implementation == "triton" else [])):
+        for field in (
+            *moments,
+            *(["adam_implementation"] if run.adam_implementation == "triton" else []),
+        ):
             yield f"{run.show(field)}: contradicts --fp64; drop one"
     if run.has("num_layers"):
         try:
@@ -152,9 +226,16 @@ def _optimizer(run: RunView) -> Iterator[str]:
 
 
 def _sources(run: RunView) -> Iterator[str]:
-    by_split = [field for field in ("train_data_path", "valid_data_path", "test_data_path") if getattr(run, field) is not None]
-    kinds = [*(["--data-path"] if run.data_path else []), *(["--mock-data"] if run.mock_data else []),
-             *(["--" + by_split[0].replace("_", "-")] if by_split else [])]
+    by_split = [
+        field
+        for field in ("train_data_path", "valid_data_path", "test_data_path")
+        if getattr(run, field) is not None
+    ]
+    kinds = [
+        *(["--data-path"] if run.data_path else []),
+        *(["--mock-data"] if run.mock_data else []),
+        *(["--" + by_split[0].replace("_", "-")] if by_split else []),
+    ]
     if not kinds:
         yield "--data-path PREFIX is required (or --train-data-path, or --mock-data)"
     if len(kinds) > 1:
@@ -166,12 +247,19 @@ def _sources(run: RunView) -> Iterator[str]:
             missing = [prefix + end for end in (".idx", ".bin") if not os.path.isfile(prefix + end)]
             if missing:
                 flag = "--" + field.replace("_", "-")
-                yield f"{flag} {prefix}: no such file: {' and '.join(missing)}; give the prefix of files from tools/preprocess_data.py"
+                yield (
+                    f"{flag} {prefix}: no such file: {' and '.join(missing)}; give the "
+                    "prefix of files from tools/preprocess_data.py"
+                )
 
 
 def blend_prefixes(words: tuple[str, ...]) -> tuple[str, ...]:
     """The file prefixes of `prefix prefix ...` or `weight prefix weight prefix ...`."""
-    weighted = len(words) > 1 and len(words) % 2 == 0 and all(re.fullmatch(r"[0-9.eE+-]+", word) for word in words[::2])
+    weighted = (
+        len(words) > 1
+        and len(words) % 2 == 0
+        and all(re.fullmatch(r"[0-9.eE+-]+", word) for word in words[::2])
+    )
     return words[1::2] if weighted else words
 
 
@@ -187,13 +275,24 @@ def _split(run: RunView) -> Iterator[str]:
 
 
 def absent_tokenizer(path: str) -> str:
-    """What to do about a tokenizer's file that does not exist, which may be meant as a name on the Hugging Face Hub."""
-    hub = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not os.path.splitext(path)[1] in (".json", ".model", ".tiktoken", ".txt")
+    """What to do about a tokenizer's file that does not exist, which may be meant as a name on the
+    Hugging Face Hub.
+    """
+    hub = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not os.path.splitext(path)[1] in (
+        ".json",
+        ".model",
+        ".tiktoken",
+        ".txt",
+    )
     if not hub or os.path.isdir(os.path.dirname(path)):
         return "no such file; tokenizers are read from local files only"
-    return (f"no such file or folder; tokenizers are read from local files only. If it is a repository on the Hugging Face Hub, run "
-            f"`hf download {path} tokenizer.json tokenizer_config.json --local-dir DIR`, and give --tokenizer-model DIR "
-            f"with --tokenizer-type HuggingFaceTokenizer")
+    return (
+        "no such file or folder; tokenizers are read from local files only. If it is a "
+        "repository on the Hugging Face Hub, run "
+        f"`hf download {path} tokenizer.json tokenizer_config.json --local-dir DIR`, and "
+        "give --tokenizer-model DIR "
+        f"with --tokenizer-type HuggingFaceTokenizer"
+    )
 
 
 def _tokenizer(run: RunView) -> Iterator[str]:
@@ -203,15 +302,24 @@ def _tokenizer(run: RunView) -> Iterator[str]:
         yield f"--tokenizer-type is required{mock}"
     if kind == "NullTokenizer" and run.vocab_size is None:
         yield "--tokenizer-type NullTokenizer: give --vocab-size"
-    files = {"GPT2BPETokenizer": ("vocab_file", "merge_file"), "NullTokenizer": (), None: ()}.get(kind, ("tokenizer_model",))
+    files = {"GPT2BPETokenizer": ("vocab_file", "merge_file"), "NullTokenizer": (), None: ()}.get(
+        kind, ("tokenizer_model",)
+    )
     for field in files:
         path = getattr(run, field)
         if path is None:
             yield f"--tokenizer-type {kind}: give --{field.replace('_', '-')}"
         elif not os.path.exists(path):
             yield f"{run.show(field)}: {absent_tokenizer(path)}"
-    if kind not in (None, "NullTokenizer") and None not in (run.vocabulary, run.vocab_size) and run.vocab_size != run.vocabulary:
-        yield f"{run.show('vocab_size')}: the tokenizer has {run.vocabulary} tokens; drop --vocab-size or take the right tokenizer"
+    if (
+        kind not in (None, "NullTokenizer")
+        and None not in (run.vocabulary, run.vocab_size)
+        and run.vocab_size != run.vocabulary
+    ):
+        yield (
+            f"{run.show('vocab_size')}: the tokenizer has {run.vocabulary} tokens; drop "
+            "--vocab-size or take the right tokenizer"
+        )
 
 
 def _batch(run: RunView) -> Iterator[str]:
@@ -220,7 +328,10 @@ def _batch(run: RunView) -> Iterator[str]:
     unit = run.micro_batch_size * run.dp
     text = f"--micro-batch-size {run.micro_batch_size} x {run.dp} data-parallel rank(s) = {unit}"
     if run.global_batch_size % unit:
-        yield f"{run.show('global_batch_size')}: not divisible by {text}; the nearest is {nearest(run.global_batch_size, unit)}"
+        yield (
+            f"{run.show('global_batch_size')}: not divisible by {text}; the nearest is "
+            f"{nearest(run.global_batch_size, unit)}"
+        )
     if run.rampup_batch_size is None:
         return
     shown = run.show("rampup_batch_size")
@@ -234,7 +345,10 @@ def _batch(run: RunView) -> Iterator[str]:
     if start % unit or increment % unit:
         yield f"{shown}: start and increment must be divisible by {text}"
     if start >= run.global_batch_size or (run.global_batch_size - start) % increment:
-        yield f"{shown}: {run.show('global_batch_size')} must be the start plus a number of increments"
+        yield (
+            f"{shown}: {run.show('global_batch_size')} must be the start plus a number of "
+            "increments"
+        )
 
 
 def _length(run: RunView) -> Iterator[str]:
@@ -246,13 +360,20 @@ def _length(run: RunView) -> Iterator[str]:
     for length, wrong in (("train_iters", "samples"), ("train_samples", "iters")):
         for field in (f"lr_decay_{wrong}", f"lr_warmup_{wrong}", f"lr_wsd_decay_{wrong}"):
             if getattr(run, length) and getattr(run, field):
-                other = field.replace(wrong, "iters" if wrong == "samples" else "samples").replace("_", "-")
-                yield f"{run.show(field)}: the run is measured in --{length.replace('_', '-')}; use --{other}"
+                other = field.replace(wrong, "iters" if wrong == "samples" else "samples").replace(
+                    "_", "-"
+                )
+                yield (
+                    f"{run.show(field)}: the run is measured in "
+                    f"--{length.replace('_', '-')}; use --{other}"
+                )
 
 
 def _schedule(run: RunView) -> Iterator[str]:
     unit = "iters" if run.train_samples is None else "samples"
-    warmup, decay, final = (getattr(run, name + unit) for name in ("lr_warmup_", "lr_decay_", "lr_wsd_decay_"))
+    warmup, decay, final = (
+        getattr(run, name + unit) for name in ("lr_warmup_", "lr_decay_", "lr_wsd_decay_")
+    )
     if run.lr_warmup_fraction is not None and (run.lr_warmup_iters or run.lr_warmup_samples):
         field = "lr_warmup_iters" if run.lr_warmup_iters else "lr_warmup_samples"
         yield f"{run.show('lr_warmup_fraction')}: contradicts {run.show(field)}; keep one"
@@ -261,12 +382,18 @@ def _schedule(run: RunView) -> Iterator[str]:
     if run.lr_decay_style == "WSD" and not final:
         yield f"--lr-decay-style WSD: give --lr-wsd-decay-{unit}, the length of its final decay"
     if run.lr_decay_style == "WSD" and final and decay and final + (warmup or 0) > decay:
-        yield f"--lr-wsd-decay-{unit} {final}: does not fit into --lr-decay-{unit} {decay} after the warm-up"
+        yield (
+            f"--lr-wsd-decay-{unit} {final}: does not fit into --lr-decay-{unit} {decay} "
+            "after the warm-up"
+        )
     for field in ("min_lr", "lr_warmup_init"):
         if run.lr is not None and getattr(run, field) > run.lr and not run.skip_train:
             yield f"{run.show(field)}: greater than {run.show('lr')}"
     if run.override_opt_param_scheduler and run.use_checkpoint_opt_param_scheduler:
-        yield "--override-opt-param-scheduler: contradicts --use-checkpoint-opt-param-scheduler; keep one"
+        yield (
+            "--override-opt-param-scheduler: contradicts "
+            "--use-checkpoint-opt-param-scheduler; keep one"
+        )
 
 
 def _weight_decay(run: RunView) -> Iterator[str]:
@@ -282,8 +409,14 @@ def _recompute(run: RunView) -> Iterator[str]:
 
 
 def _cannot_be_made(folder: Path) -> str:
-    """Why a folder cannot be made and written into, with the fix, as far as its parents tell; an empty string when nothing is known."""
-    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if os.path.exists(parent))
+    """Why a folder cannot be made and written into, with the fix, as far as its parents tell; an
+    empty string when nothing is known.
+    """
+    there = next(
+        parent
+        for parent in (folder.absolute(), *folder.absolute().parents)
+        if os.path.exists(parent)
+    )
     if there == folder.absolute() and not there.is_dir():
         return "is a file, not a folder"
     if not there.is_dir():
@@ -294,42 +427,109 @@ def _cannot_be_made(folder: Path) -> str:
 
 
 def _checkpoint(run: RunView) -> Iterator[str]:
-    same = run.load is not None and run.save is not None and Path(run.load).absolute() == Path(run.save).absolute()
-    if run.load is not None and not os.path.isdir(run.load) and (not same or run.exit_on_missing_checkpoint):
-        yield f"{run.show('load')}: no such folder; for a first start give the same folder as --save, or drop --load"
-    if run.pipeline_timeline is not None and not os.path.isdir(Path(run.pipeline_timeline).absolute().parent):
-        yield f"{run.show('pipeline_timeline')}: no such folder: {Path(run.pipeline_timeline).parent}; make it first"
-    for field in ("save", "tensorboard_dir", "wandb_save_dir", "local_checkpoint_dir", "optimizer_nvme_offload"):
-        if getattr(run, field) is not None and (fault := _cannot_be_made(Path(getattr(run, field)))):
+    same = (
+        run.load is not None
+        and run.save is not None
+        and Path(run.load).absolute() == Path(run.save).absolute()
+    )
+    if (
+        run.load is not None
+        and not os.path.isdir(run.load)
+        and (not same or run.exit_on_missing_checkpoint)
+    ):
+        yield (
+            f"{run.show('load')}: no such folder; for a first start give the same folder as "
+            "--save, or drop --load"
+        )
+    if run.pipeline_timeline is not None and not os.path.isdir(
+        Path(run.pipeline_timeline).absolute().parent
+    ):
+        yield (
+            f"{run.show('pipeline_timeline')}: no such folder: "
+            f"{Path(run.pipeline_timeline).parent}; make it first"
+        )
+    for field in (
+        "save",
+        "tensorboard_dir",
+        "wandb_save_dir",
+        "local_checkpoint_dir",
+        "optimizer_nvme_offload",
+    ):
+        if getattr(run, field) is not None and (
+            fault := _cannot_be_made(Path(getattr(run, field)))
+        ):
             yield f"{run.show(field)}: {fault}"
-    if run.metrics_file is not None and (fault := _cannot_be_made(Path(run.metrics_file).absolute().parent)):
+    if run.metrics_file is not None and (
+        fault := _cannot_be_made(Path(run.metrics_file).absolute().parent)
+    ):
         yield f"{run.show('metrics_file')}: its folder {fault}"
-    if run.save_retain_interval is not None and run.save is not None and (not run.save_interval or run.save_retain_interval % run.save_interval):
-        yield f"{run.show('save_retain_interval')}: must be a multiple of --save-interval; give that too"
+    if (
+        run.save_retain_interval is not None
+        and run.save is not None
+        and (not run.save_interval or run.save_retain_interval % run.save_interval)
+    ):
+        yield (
+            f"{run.show('save_retain_interval')}: must be a multiple of --save-interval; "
+            "give that too"
+        )
 
 
 RULES: tuple[Callable[[RunView], Iterator[str]], ...] = (
-    _required, _ranges, _needs, tensor_parallel, zero, pipeline_split, pipeline_schedule, _heads, _positions, _attention, _precision, _optimizer, _sources,
-    _split, _tokenizer, _batch, _length, _schedule, _weight_decay, _recompute, _checkpoint,
+    _required,
+    _ranges,
+    _needs,
+    tensor_parallel,
+    zero,
+    pipeline_split,
+    pipeline_schedule,
+    _heads,
+    _positions,
+    _attention,
+    _precision,
+    _optimizer,
+    _sources,
+    _split,
+    _tokenizer,
+    _batch,
+    _length,
+    _schedule,
+    _weight_decay,
+    _recompute,
+    _checkpoint,
 )
 
 
-# ---------------------------------------------------------------- words to the user about settings that are valid
+# ---------------------------------------------------------------- words to the user about settings
+# that are valid
 
 
 def _remarks(run: RunView) -> Iterator[str]:
     for shown, text in _cannot_act(run, fault=False):
         yield f"{shown}: acts only with {text}; nothing changes here"
     if run.activation == "gelu":
-        yield ("--activation gelu is the exact (erf) form; Megatron-LM's default, which it fuses with the bias, is the tanh form: "
-               "--activation gelu-tanh")
+        yield (
+            "--activation gelu is the exact (erf) form; Megatron-LM's default, which it "
+            "fuses with the bias, is the tanh form: "
+            "--activation gelu-tanh"
+        )
     yield from bubble(run)
     for moment, beta in (("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2")):
-        if getattr(run, f"{moment}_dtype") == "bf16" and 1 - getattr(run, beta) < 2**-8:  # half the spacing of bf16 just above a power of two
-            yield (f"{run.show(f'{moment}_dtype')}: with {run.show(beta)} a step changes the moment by less than bf16 can hold, so it hardly decays; "
-                   f"give --{beta.replace('_', '-')} {0.99:g} or less, or keep it in fp32")
-    if run.window_size is not None and run.seq_length is not None and run.window_size >= run.seq_length:
-        yield f"{run.show('window_size')} covers the whole --seq-length {run.seq_length}: full causal attention"
+        # half the spacing of bf16 just above a power of two
+        if getattr(run, f"{moment}_dtype") == "bf16" and 1 - getattr(run, beta) < 2**-8:
+            yield (
+                f"{run.show(f'{moment}_dtype')}: with {run.show(beta)} a step changes the "
+                "moment by less than bf16 can hold, so it hardly decays; "
+                f"give --{beta.replace('_', '-')} {0.99:g} or less, or keep it in fp32"
+            )
+    if (
+        run.window_size is not None
+        and run.seq_length is not None
+        and run.window_size >= run.seq_length
+    ):
+        yield (
+            f"{run.show('window_size')} covers the whole --seq-length {run.seq_length}: full "
+            "causal attention"
+        )
     if run.split is not None and run.mock_data:
         yield f"{run.show('split')}: mock data has no documents to divide"
     if run.save is None and not run.skip_train:
@@ -337,7 +537,9 @@ def _remarks(run: RunView) -> Iterator[str]:
 
 
 def cross_field_faults(config: Config, world_size: int, vocab_size: int | None) -> list[str]:
-    """Every fault of a configuration, after derived values are filled in; an empty list means that it can run."""
+    """Every fault of a configuration, after derived values are filled in; an empty list means that
+    it can run.
+    """
     config, _ = derive(config, world_size, vocab_size)
     run = RunView(config, world_size, vocab_size)
     return list(dict.fromkeys(fault for rule in RULES for fault in rule(run)))
@@ -346,7 +548,8 @@ def cross_field_faults(config: Config, world_size: int, vocab_size: int | None) 
 def resolve(config: Config, world_size: int, vocab_size: int | None) -> Resolved:
     """The configuration with derived values filled in, for a job of `world_size` ranks.
 
-    `vocab_size` is the tokenizer's real vocabulary, None while it is unknown. Raises one `ArgumentErrors` with all faults.
+    `vocab_size` is the tokenizer's real vocabulary, None while it is unknown. Raises one
+    `ArgumentErrors` with all faults.
     """
     faults = cross_field_faults(config, world_size, vocab_size)
     if faults:

@@ -1,4 +1,6 @@
-"""Rules of the layout: tensor- and pipeline-parallel sizes, how layers are shared out over stages, schedules."""
+"""Rules of the layout: tensor- and pipeline-parallel sizes, how layers are shared out over stages,
+schedules.
+"""
 
 from __future__ import annotations
 
@@ -19,53 +21,93 @@ def nearest(value: int, unit: int) -> int:
 
 
 def _shares(size: int, groups: int) -> bool:
-    """Whether `size` ranks hold equal numbers of key/value heads, or equal numbers of ranks hold each head."""
+    """Whether `size` ranks hold equal numbers of key/value heads, or equal numbers of ranks hold
+    each head.
+    """
     return groups % size == 0 or size % groups == 0
 
 
 def _fitting_tp(run: RunView) -> int:
-    """The tensor-parallel size nearest to the one given that divides the ranks (of one pipeline rank, unless that size is wrong) and the heads."""
-    ranks = run.world // run.pp if run.world % run.pp == 0 and (run.dp or run.world % run.tp) else run.world
+    """The tensor-parallel size nearest to the one given that divides the ranks (of one pipeline
+    rank, unless that size is wrong) and the heads.
+    """
+    ranks = (
+        run.world // run.pp
+        if run.world % run.pp == 0 and (run.dp or run.world % run.tp)
+        else run.world
+    )
     heads = run.num_attention_heads if run.has("num_attention_heads") else ranks
     groups = run.num_query_groups if run.has("num_query_groups") else heads
     sizes = (run.tp, *range(1, min(ranks, heads, 1024) + 1))  # nobody shares a matrix over more
-    fitting = (size for size in sizes if ranks % size == heads % size == 0 and _shares(size, groups))
+    fitting = (
+        size for size in sizes if ranks % size == heads % size == 0 and _shares(size, groups)
+    )
     return min(fitting, key=lambda size: abs(size - run.tp))
 
 
 def _fitting_pp(run: RunView, tp: int) -> int:
     """The pipeline-parallel size nearest to the one given that, with `tp`, divides the ranks."""
     ranks = run.world // tp
-    return min((size for size in (run.pp, *range(1, min(ranks, 1024) + 1)) if ranks % size == 0), key=lambda size: abs(size - run.pp))
+    return min(
+        (size for size in (run.pp, *range(1, min(ranks, 1024) + 1)) if ranks % size == 0),
+        key=lambda size: abs(size - run.pp),
+    )
 
 
 def _undivided(run: RunView, tp: int) -> str:
     """The fault of sizes that do not divide the ranks; `tp` is a size that can."""
     pp = _fitting_pp(run, tp)
-    shown = run.show("tensor_model_parallel_size") + (f" x {run.show('pipeline_model_parallel_size')}" if run.pp > 1 else "")
-    instead = [str(tp)] if run.pp == 1 else [
-        *([f"--tensor-model-parallel-size {tp}"] if tp != run.tp else []), *([f"--pipeline-model-parallel-size {pp}"] if pp != run.pp else [])]
-    return (f"{shown}: does not divide the {run.world} rank(s) of this job; start {nearest(run.world, run.tp * run.pp)} "
-            f"(in a dry run, with --world-size), or give {' and '.join(instead)}")
+    shown = run.show("tensor_model_parallel_size") + (
+        f" x {run.show('pipeline_model_parallel_size')}" if run.pp > 1 else ""
+    )
+    instead = (
+        [str(tp)]
+        if run.pp == 1
+        else [
+            *([f"--tensor-model-parallel-size {tp}"] if tp != run.tp else []),
+            *([f"--pipeline-model-parallel-size {pp}"] if pp != run.pp else []),
+        ]
+    )
+    return (
+        f"{shown}: does not divide the {run.world} rank(s) of this job; start "
+        f"{nearest(run.world, run.tp * run.pp)} "
+        f"(in a dry run, with --world-size), or give {' and '.join(instead)}"
+    )
 
 
 def tensor_parallel(run: RunView) -> Iterator[str]:
-    """Sizes and ranks. Where the size itself is wrong, widths and lengths are held against the size that is proposed."""
+    """Sizes and ranks. Where the size itself is wrong, widths and lengths are held against the size
+    that is proposed.
+    """
     if run.tp <= 0 or run.pp <= 0 or run.world <= 0:
         return
-    shown, size, heads, groups = run.show("tensor_model_parallel_size"), _fitting_tp(run), run.num_attention_heads, run.num_query_groups
+    shown, size, heads, groups = (
+        run.show("tensor_model_parallel_size"),
+        _fitting_tp(run),
+        run.num_attention_heads,
+        run.num_query_groups,
+    )
     if not run.dp:
         yield _undivided(run, size)
     if run.has("num_attention_heads") and heads % run.tp:
         yield f"{shown}: must divide --num-attention-heads {heads}; the nearest that fits is {size}"
     if run.has("num_query_groups") and groups != heads and not _shares(run.tp, groups):
-        yield f"{shown}: must divide --num-query-groups {groups} or be a multiple of it; the nearest that fits is {size}"
+        yield (
+            f"{shown}: must divide --num-query-groups {groups} or be a multiple of it; the "
+            f"nearest that fits is {size}"
+        )
     divisor = f"not divisible by --tensor-model-parallel-size {size}"
     if run.has("ffn_hidden_size") and run.ffn_hidden_size % size:
-        yield f"{run.show('ffn_hidden_size')}: {divisor}; the nearest is {nearest(run.ffn_hidden_size, size)}"
+        yield (
+            f"{run.show('ffn_hidden_size')}: {divisor}; the nearest is "
+            f"{nearest(run.ffn_hidden_size, size)}"
+        )
     if run.sequence_parallel and run.has("seq_length") and run.seq_length % size:
-        yield (f"{run.show('seq_length')}: {divisor}, as --sequence-parallel needs; the nearest is {nearest(run.seq_length, size)}, "
-               "or drop --sequence-parallel")
+        yield (
+            f"{run.show('seq_length')}: {divisor}, as --sequence-parallel needs; the nearest "
+            f"is {nearest(run.seq_length, size)}, "
+            "or drop --sequence-parallel"
+        )
 
 
 def zero(run: RunView) -> Iterator[str]:
@@ -73,13 +115,22 @@ def zero(run: RunView) -> Iterator[str]:
     size = run.zero_shard_size
     if run.has("zero_shard_size") and run.zero_stage > 0 and run.dp and run.dp % size:
         sizes = (*range(2, min(run.dp, 4096)), run.dp)  # nobody shards over more but over all
-        fitting = min((other for other in sizes if run.dp % other == 0), key=lambda other: abs(other - size))
-        yield f"{run.show('zero_shard_size')}: must divide the {run.dp} data-parallel rank(s); the nearest that fits is {fitting}"
+        fitting = min(
+            (other for other in sizes if run.dp % other == 0), key=lambda other: abs(other - size)
+        )
+        yield (
+            f"{run.show('zero_shard_size')}: must divide the {run.dp} data-parallel rank(s); "
+            f"the nearest that fits is {fitting}"
+        )
 
 
 # ---------------------------------------------------------------- splits
 
-_LAYOUT, _PER_VIRTUAL, _VIRTUAL = "pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
+_LAYOUT, _PER_VIRTUAL, _VIRTUAL = (
+    "pipeline_model_parallel_layout",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+)
 _UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
@@ -94,7 +145,9 @@ def pipeline_split(run: RunView) -> Iterator[str]:
         return
     contradictions = list(_contradictions(run))
     yield from contradictions
-    if contradictions or any(getattr(run, field) <= 0 for field in _given(run, _PER_VIRTUAL, _VIRTUAL, *_UNEVEN)):
+    if contradictions or any(
+        getattr(run, field) <= 0 for field in _given(run, _PER_VIRTUAL, _VIRTUAL, *_UNEVEN)
+    ):
         return
     if _given(run, _LAYOUT):
         yield from _auto(run) if run.pipeline_model_parallel_layout == AUTO else _drawn(run)
@@ -105,11 +158,21 @@ def pipeline_split(run: RunView) -> Iterator[str]:
 
 
 def _contradictions(run: RunView) -> Iterator[str]:
-    ways = ((_given(run, _LAYOUT), _given(run, *_UNEVEN, *_COUNTED, _PER_VIRTUAL)), (_given(run, *_UNEVEN), _given(run, *_COUNTED, _PER_VIRTUAL)))
+    ways = (
+        (_given(run, _LAYOUT), _given(run, *_UNEVEN, *_COUNTED, _PER_VIRTUAL)),
+        (_given(run, *_UNEVEN), _given(run, *_COUNTED, _PER_VIRTUAL)),
+    )
     for one, others in ways:
         if one and others:
-            virtual = f" ({_flag(_VIRTUAL)} goes with it)" if _PER_VIRTUAL in others and run.pipeline_model_parallel_layout in (None, AUTO) else ""
-            yield f"{run.show(one[0])}: contradicts {' and '.join(map(run.show, others))}; keep one way to share out the layers{virtual}"
+            virtual = (
+                f" ({_flag(_VIRTUAL)} goes with it)"
+                if _PER_VIRTUAL in others and run.pipeline_model_parallel_layout in (None, AUTO)
+                else ""
+            )
+            yield (
+                f"{run.show(one[0])}: contradicts {' and '.join(map(run.show, others))}; "
+                f"keep one way to share out the layers{virtual}"
+            )
             return
 
 
@@ -119,14 +182,23 @@ def _flag(field: str) -> str:
 
 def _stages(run: RunView) -> tuple[str, int]:
     """`--pipeline-model-parallel-size 4 x --num-virtual-stages-per-pipeline-rank 2 = 8`, and 8."""
-    shown, virtual = run.show("pipeline_model_parallel_size"), run.num_virtual_stages_per_pipeline_rank or 1
-    return (f"{shown} x {run.show(_VIRTUAL)} = {run.pp * virtual}" if virtual > 1 else shown), run.pp * virtual
+    shown, virtual = (
+        run.show("pipeline_model_parallel_size"),
+        run.num_virtual_stages_per_pipeline_rank or 1,
+    )
+    return (
+        f"{shown} x {run.show(_VIRTUAL)} = {run.pp * virtual}" if virtual > 1 else shown
+    ), run.pp * virtual
 
 
 def _instead(run: RunView, *fields: str) -> str:
     """What shares out any number of layers, in the place of those of some fields that are given."""
     given = _given(run, *fields)
-    auto = "--pipeline-model-parallel-layout auto" if _stages(run)[1] <= run.num_layers + 2 else "fewer pipeline ranks"
+    auto = (
+        "--pipeline-model-parallel-layout auto"
+        if _stages(run)[1] <= run.num_layers + 2
+        else "fewer pipeline ranks"
+    )
     return auto + (f" instead of {' and '.join(map(_flag, given))}" if given else "")
 
 
@@ -134,7 +206,10 @@ def _auto(run: RunView) -> Iterator[str]:
     shown, stages = _stages(run)
     units = run.num_layers + 2
     if stages > units:
-        yield f"{shown}: more stages than the {units} units of --num-layers {run.num_layers} (embedding, layers, head); give at most {units} stages"
+        yield (
+            f"{shown}: more stages than the {units} units of --num-layers {run.num_layers} "
+            f"(embedding, layers, head); give at most {units} stages"
+        )
 
 
 def _drawn(run: RunView) -> Iterator[str]:
@@ -145,18 +220,31 @@ def _drawn(run: RunView) -> Iterator[str]:
         yield f"{shown}: {problem}"
         return
     if sum(counts) != run.num_layers:
-        yield f"{shown}: has {sum(counts)} layers (t), and --num-layers is {run.num_layers}; make them equal"
+        yield (
+            f"{shown}: has {sum(counts)} layers (t), and --num-layers is {run.num_layers}; "
+            "make them equal"
+        )
     virtual = run.num_virtual_stages_per_pipeline_rank
     if len(counts) % run.pp:
-        yield f"{shown}: has {len(counts)} stages, not a multiple of --pipeline-model-parallel-size {run.pp}; make it {nearest(len(counts), run.pp)}"
+        yield (
+            f"{shown}: has {len(counts)} stages, not a multiple of "
+            f"--pipeline-model-parallel-size {run.pp}; make it {nearest(len(counts), run.pp)}"
+        )
     elif len(counts) != run.pp * virtual:
-        yield f"{shown}: has {len(counts)} stages, {len(counts) // run.pp} on each pipeline rank, which contradicts {run.show(_VIRTUAL)}; drop that"
+        yield (
+            f"{shown}: has {len(counts)} stages, {len(counts) // run.pp} on each pipeline "
+            f"rank, which contradicts {run.show(_VIRTUAL)}; drop that"
+        )
 
 
 def _even(run: RunView) -> Iterator[str]:
     layers = counted_layers(run.config)
     counted = layers - run.num_layers
-    with_them = f" ({layers} with those of {' and '.join(map(_flag, _given(run, *_COUNTED)))})" if counted else ""
+    with_them = (
+        f" ({layers} with those of {' and '.join(map(_flag, _given(run, *_COUNTED)))})"
+        if counted
+        else ""
+    )
     if _given(run, _PER_VIRTUAL):
         unit = run.pp * run.num_layers_per_virtual_pipeline_stage
         divisor = f"{run.show('pipeline_model_parallel_size')} x {run.show(_PER_VIRTUAL)} = {unit}"
@@ -165,39 +253,62 @@ def _even(run: RunView) -> Iterator[str]:
     if layers % unit == 0:
         virtual = run.num_virtual_stages_per_pipeline_rank
         if _given(run, _PER_VIRTUAL) and layers // unit != virtual:
-            yield f"{run.show(_PER_VIRTUAL)}: makes {layers // unit} stages on each pipeline rank, which contradicts {run.show(_VIRTUAL)}; drop one"
+            yield (
+                f"{run.show(_PER_VIRTUAL)}: makes {layers // unit} stages on each pipeline "
+                f"rank, which contradicts {run.show(_VIRTUAL)}; drop one"
+            )
         return
     below = layers // unit * unit - counted
     numbers = [number for number in (below, below + unit) if number > 0]
     nearby = f"nearest {'are' if len(numbers) > 1 else 'is'} {' and '.join(map(str, numbers))}"
-    yield f"--num-layers {run.num_layers}{with_them}: not divisible by {divisor}; the {nearby}, or give {_instead(run, *_COUNTED, _PER_VIRTUAL)}"
+    yield (
+        f"--num-layers {run.num_layers}{with_them}: not divisible by {divisor}; the "
+        f"{nearby}, or give {_instead(run, *_COUNTED, _PER_VIRTUAL)}"
+    )
 
 
 def _uneven(run: RunView) -> Iterator[str]:
-    """Numbers for the first or last rank: what they leave must fit the others, and each rank's layers its virtual stages."""
+    """Numbers for the first or last rank: what they leave must fit the others, and each rank's
+    layers its virtual stages.
+    """
     given, virtual = _given(run, *_UNEVEN), run.num_virtual_stages_per_pipeline_rank
     numbers = {field: getattr(run, field) for field in given}
     shown = " and ".join(map(run.show, given))
     others = run.pp - len(given)
     rest, unit = run.num_layers - sum(numbers.values()), max(1, others) * virtual
-    if (rest == 0 if others == 0 else rest > 0 and rest % unit == 0) and all(number % virtual == 0 for number in numbers.values()):
+    if (rest == 0 if others == 0 else rest > 0 and rest % unit == 0) and all(
+        number % virtual == 0 for number in numbers.values()
+    ):
         return
     instead = f"give {_instead(run, *_UNEVEN)}"
-    total = run.num_layers - (numbers[given[1]] if len(given) > 1 else 0)  # for the first of the flags and the ranks without one
-    if all(numbers[field] % virtual == 0 for field in given[1:]) and total % virtual == 0 and total > (unit if others else 0):
+    # for the first of the flags and the ranks without one
+    total = run.num_layers - (numbers[given[1]] if len(given) > 1 else 0)
+    if (
+        all(numbers[field] % virtual == 0 for field in given[1:])
+        and total % virtual == 0
+        and total > (unit if others else 0)
+    ):
         taken = total
         if others:
             fewest, most = unit, (total - 1) // unit * unit
             taken = total - min(max(nearest(total - numbers[given[0]], unit), fewest), most)
         instead = f"give {_flag(given[0])} {taken}, or {_instead(run, *_UNEVEN)}"
     if others == 0:
-        yield f"{shown}: make {sum(numbers.values())} layers of --num-layers {run.num_layers}" + (
-            f", each to be divided by {run.show(_VIRTUAL)}" if virtual > 1 else "") + f"; {instead}"
+        yield (
+            f"{shown}: make {sum(numbers.values())} layers of --num-layers {run.num_layers}"
+            + (f", each to be divided by {run.show(_VIRTUAL)}" if virtual > 1 else "")
+            + f"; {instead}"
+        )
         return
     wanted = f" x {virtual} virtual stages" if virtual > 1 else ""
-    alone = f", and each rank's number must be divisible by {run.show(_VIRTUAL)}" if virtual > 1 else ""
-    yield (f"{shown}: leave {rest} of --num-layers {run.num_layers} to {others} other pipeline rank(s){wanted}, which must share them "
-           f"evenly{alone}; {instead}")
+    alone = (
+        f", and each rank's number must be divisible by {run.show(_VIRTUAL)}" if virtual > 1 else ""
+    )
+    yield (
+        f"{shown}: leave {rest} of --num-layers {run.num_layers} to {others} other pipeline "
+        f"rank(s){wanted}, which must share them "
+        f"evenly{alone}; {instead}"
+    )
 
 
 # ---------------------------------------------------------------- schedules
@@ -209,15 +320,31 @@ def pipeline_schedule(run: RunView) -> Iterator[str]:
     if run.pp < 2 or name is None or virtual is None or virtual <= 0:
         return
     shown = run.show("pipeline_schedule")
-    source = next((field for field in (_LAYOUT, _PER_VIRTUAL, _VIRTUAL) if _given(run, field) and getattr(run, field) != AUTO), _VIRTUAL)
+    source = next(
+        (
+            field
+            for field in (_LAYOUT, _PER_VIRTUAL, _VIRTUAL)
+            if _given(run, field) and getattr(run, field) != AUTO
+        ),
+        _VIRTUAL,
+    )
     takes = SCHEDULES[name].virtual
     if takes is None and virtual == 1:
-        yield f"{shown}: needs several stages on each pipeline rank; give --num-virtual-stages-per-pipeline-rank 2, or --pipeline-schedule 1f1b"
+        yield (
+            f"{shown}: needs several stages on each pipeline rank; give "
+            "--num-virtual-stages-per-pipeline-rank 2, or --pipeline-schedule 1f1b"
+        )
     elif takes not in (None, 1, virtual):
-        yield f"{shown}: takes {takes} stages on each pipeline rank, and {run.show(source)} makes {virtual}; change that, or give another schedule"
+        yield (
+            f"{shown}: takes {takes} stages on each pipeline rank, and {run.show(source)} "
+            f"makes {virtual}; change that, or give another schedule"
+        )
     elif takes == 1 and virtual > 1:
-        yield (f"{shown}: takes one stage on each pipeline rank, and {run.show(source)} makes {virtual}; drop that, "
-               "or give --pipeline-schedule interleaved")
+        yield (
+            f"{shown}: takes one stage on each pipeline rank, and {run.show(source)} makes "
+            f"{virtual}; drop that, "
+            "or give --pipeline-schedule interleaved"
+        )
 
 
 def bubble(run: RunView) -> Iterator[str]:
@@ -228,5 +355,9 @@ def bubble(run: RunView) -> Iterator[str]:
     micro_batches = run.global_batch_size // unit
     if micro_batches < run.pp:
         idle = (run.pp - 1) / (micro_batches + run.pp - 1)
-        yield (f"{run.show('global_batch_size')}: {micro_batches} micro-batch(es) for {run.pp} pipeline ranks leave (P-1)/(m+P-1) = {idle:.0%} "
-               f"of a step idle under 1f1b; with --global-batch-size {unit * run.pp} it is less than half")
+        yield (
+            f"{run.show('global_batch_size')}: {micro_batches} micro-batch(es) for {run.pp} "
+            f"pipeline ranks leave (P-1)/(m+P-1) = {idle:.0%} "
+            f"of a step idle under 1f1b; with --global-batch-size {unit * run.pp} it is less "
+            "than half"
+        )

@@ -5,7 +5,8 @@ from __future__ import annotations
 # Largest temporary in which a weight gradient is formed, or summed up with others.
 SCRATCH_BYTES = 8 << 20
 
-# What a reduce-scatter takes on Gloo for what is received, cast and summed: half of what is reduced,
+# What a reduce-scatter takes on Gloo for what is received, cast and summed: half of what is
+# reduced,
 # or this where that is less; ZeRO allows it half the largest layer's gradient where that is more.
 ROUND_BYTES = 8 << 20
 

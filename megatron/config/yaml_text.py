@@ -1,4 +1,6 @@
-"""YAML settings in the part of YAML that every version reads alike: maps with text keys, lists, text and decimal numbers."""
+"""YAML settings in the part of YAML that every version reads alike: maps with text keys, lists,
+text and decimal numbers.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ LEADING_ZERO = re.compile(r"[-+]?0[\d_]+")
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of YAML text. Raises InputError, with the line, for what is not YAML or is not read here:
+    """The value of YAML text. Raises InputError, with the line, for what is not YAML or is not read
+    here:
 
-    a key twice in a map, numbers that versions of YAML read differently (010, 1:30, 0x10), dates, binary data,
-    aliases, and values nested too deep.
+    a key twice in a map, numbers that versions of YAML read differently (010, 1:30, 0x10), dates,
+    binary data, aliases, and values nested too deep.
     """
     try:
         import yaml
@@ -53,7 +56,10 @@ def _loader(yaml: Any) -> type:
             return float(text)
         raise refuse(
             node,
-            f"{text} is a number that versions of YAML read differently; write it in decimal digits",
+            (
+                f"{text} is a number that versions of YAML read differently; write it in "
+                "decimal digits"
+            ),
         )
 
     def string(loader: Any, node: Any) -> str:
@@ -61,7 +67,10 @@ def _loader(yaml: Any) -> type:
         if node.style is None and LEADING_ZERO.fullmatch(text):
             raise refuse(
                 node,
-                f"{text} is a number that versions of YAML read differently; write it without leading zeros",
+                (
+                    f"{text} is a number that versions of YAML read differently; write it "
+                    "without leading zeros"
+                ),
             )
         return text
 

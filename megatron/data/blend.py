@@ -1,6 +1,8 @@
-"""Blends: which source, and which of its samples, sample i of the run is; and the ledger that keeps this true when a blend changes mid-run.
+"""Blends: which source, and which of its samples, sample i of the run is; and the ledger that keeps
+this true when a blend changes mid-run.
 
-A pattern of 65,536 source numbers, quotas by largest remainder, evenly spread and repeated, so that everything is computed.
+A pattern of 65,536 source numbers, quotas by largest remainder, evenly spread and repeated, so that
+everything is computed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ PATTERN = 65536
 
 
 def quotas(weights: list[float], names: list[str]) -> list[int]:
-    """Weights rounded to whole shares of 65,536 by largest remainder. Raises DataError for a positive weight that rounds to nothing."""
+    """Weights rounded to whole shares of 65,536 by largest remainder. Raises DataError for a
+    positive weight that rounds to nothing.
+    """
     total = sum(weights)
     exact = [weight / total * PATTERN for weight in weights]
     shares = [int(value) for value in exact]
@@ -35,16 +39,18 @@ def quotas(weights: list[float], names: list[str]) -> list[int]:
 
 
 def pattern(shares: list[int]) -> np.ndarray:
-    """[sum of shares] source numbers, spread so that every prefix holds each source within 1 of its share.
+    """[sum of shares] source numbers, spread so that every prefix holds each source within 1 of its
+    share.
 
-    The k-th turn of a source with share q of P may come in slots [floor(k P / q), ceil((k + 1) P / q)); the earliest deadline goes
-    first, which keeps every window because the windows of any shares that sum to P can be kept (Baruah et al. 1996, proportionate
-    progress).
+    The k-th turn of a source with share q of P may come in slots [floor(k P / q), ceil((k + 1) P /
+    q)); the earliest deadline goes first, which keeps every window because the windows of any
+    shares that sum to P can be kept (Baruah et al. 1996, proportionate progress).
     """
     total = sum(shares)
     if len(shares) == 1:
         return np.zeros(total, np.int64)
-    waiting = [(0, -(-total // q), d, 0) for d, q in enumerate(shares) if q]  # release, deadline, source, turn
+    # release, deadline, source, turn
+    waiting = [(0, -(-total // q), d, 0) for d, q in enumerate(shares) if q]
     heapq.heapify(waiting)
     ready: list[tuple[int, int, int]] = []
     result = []
@@ -62,23 +68,32 @@ def pattern(shares: list[int]) -> np.ndarray:
 
 
 class Blend:
-    """Sample number -> (source, index within the source), from `first_sample` of the run on; source d starts at first_index[d]."""
+    """Sample number -> (source, index within the source), from `first_sample` of the run on; source
+    d starts at first_index[d].
+    """
 
-    def __init__(self, shares: list[int], first_sample: int = 0, first_index: list[int] | None = None):
+    def __init__(
+        self, shares: list[int], first_sample: int = 0, first_index: list[int] | None = None
+    ):
         self.first_sample = first_sample
         self.first_index = np.array(first_index or [0] * len(shares), np.int64)
-        shares = [share // math.gcd(*shares) for share in shares]  # the pattern repeats that much earlier
+        # the pattern repeats that much earlier
+        shares = [share // math.gcd(*shares) for share in shares]
         self._shares, self._pattern = np.array(shares, np.int64), pattern(shares)
-        self._rank = np.empty(len(self._pattern), np.int64)  # how often the slot's source came before within the pattern
+        # how often the slot's source came before within the pattern
+        self._rank = np.empty(len(self._pattern), np.int64)
         for d in range(len(shares)):
             at = np.flatnonzero(self._pattern == d)
             self._rank[at] = np.arange(len(at))
 
     def locate(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[m] sample numbers -> [m] sources, [m] indices. Raises UserError before the first sample."""
+        """[m] sample numbers -> [m] sources, [m] indices. Raises UserError before the first
+        sample.
+        """
         if len(sample) and sample.min() < self.first_sample:
             raise UserError(
-                f"sample {sample.min()} was read before the blend changed at sample {self.first_sample}: "
+                f"sample {sample.min()} was read before the blend changed at sample "
+                f"{self.first_sample}: "
                 f"replay it from an earlier checkpoint"
             )
         turn, slot = np.divmod(sample - self.first_sample, len(self._pattern))
@@ -86,25 +101,36 @@ class Blend:
         return source, self.first_index[source] + turn * self._shares[source] + self._rank[slot]
 
     def indices_at(self, sample: int) -> list[int]:
-        """The index that each source goes on with at a sample number: how many of its samples came before."""
+        """The index that each source goes on with at a sample number: how many of its samples came
+        before.
+        """
         turn, slot = divmod(sample - self.first_sample, len(self._pattern))
         counts = np.bincount(self._pattern[:slot], minlength=len(self._shares))
         return (self.first_index + turn * self._shares + counts).tolist()
 
 
-def extend_ledger(ledger: dict[str, Any] | None, consumed: int, sources: list[dict[str, Any]]) -> tuple[dict[str, Any], Blend, list[str]]:
+def extend_ledger(
+    ledger: dict[str, Any] | None, consumed: int, sources: list[dict[str, Any]]
+) -> tuple[dict[str, Any], Blend, list[str]]:
     """Continue a run's ledger with the sources it is given now.
 
-    sources: {"id": order identity, "name": path, "share": of 65,536} each. Unchanged ids and shares go on in the last segment; anything
-    else opens a new one at `consumed`, in which a known id goes on where it was and a new id starts at 0. Returns the ledger (plain
-    JSON), the blend of the last segment and lines that say what changed.
+    sources: {"id": order identity, "name": path, "share": of 65,536} each. Unchanged ids and shares
+    go on in the last segment; anything else opens a new one at `consumed`, in which a known id goes
+    on where it was and a new id starts at 0. Returns the ledger (plain JSON), the blend of the last
+    segment and lines that say what changed.
     """
     segments = [dict(segment) for segment in ledger["segments"]] if ledger else []
     now = [(source["id"], source["share"]) for source in sources]
     shares = [source["share"] for source in sources]
     if segments and [(source["id"], source["share"]) for source in segments[-1]["sources"]] == now:
         last = segments[-1]
-        return {"segments": segments}, Blend(shares, last["first_sample"], [source["first_index"] for source in last["sources"]]), []
+        return (
+            {"segments": segments},
+            Blend(
+                shares, last["first_sample"], [source["first_index"] for source in last["sources"]]
+            ),
+            [],
+        )
     known: dict[str, int] = {}
     for number, segment in enumerate(segments):
         end = segments[number + 1]["first_sample"] if number + 1 < len(segments) else consumed
@@ -127,4 +153,8 @@ def extend_ledger(ledger: dict[str, Any] | None, consumed: int, sources: list[di
         if segments
     ]
     segments.append({"first_sample": first_sample, "sources": entered})
-    return {"segments": segments}, Blend(shares, first_sample, [source["first_index"] for source in entered]), notes
+    return (
+        {"segments": segments},
+        Blend(shares, first_sample, [source["first_index"] for source in entered]),
+        notes,
+    )

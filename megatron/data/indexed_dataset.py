@@ -1,8 +1,11 @@
-"""Megatron's indexed dataset, `<prefix>.bin` + `<prefix>.idx`: a checked memory-mapped reader and an atomic writer.
+"""Megatron's indexed dataset, `<prefix>.bin` + `<prefix>.idx`: a checked memory-mapped reader and
+an atomic writer.
 
-`.bin` holds token ids back to back. `.idx` is little-endian and packed: 9 magic bytes, uint64 version, uint8 dtype code, uint64 S,
-uint64 D, int32[S] lengths in tokens, int64[S] byte offsets in .bin, int64[D] document index (0, then the sequences so far at each
-document's end). `<prefix>.json`, the sidecar, is ours: what preprocessing knew (tokenizer, largest id, end-of-document count, digests).
+`.bin` holds token ids back to back. `.idx` is little-endian and packed: 9 magic bytes, uint64
+version, uint8 dtype code, uint64 S, uint64 D, int32[S] lengths in tokens, int64[S] byte offsets in
+.bin, int64[D] document index (0, then the sequences so far at each document's end).
+`<prefix>.json`, the sidecar, is ours: what preprocessing knew (tokenizer, largest id,
+end-of-document count, digests).
 """
 
 from __future__ import annotations
@@ -31,16 +34,23 @@ COUNT = (lambda value: type(value) is int and 0 <= value < 2**63, "a count")
 ID = (lambda value: type(value) is int and -1 <= value < 2**31, "a token id")
 NAME = (lambda value: type(value) is str, "text")
 SIDECAR = {
-    ("files", "bin", "bytes"): COUNT, ("files", "idx", "bytes"): COUNT, ("max_id",): ID, ("eod_count",): COUNT,
-    ("files", "bin", "xxh3_128"): NAME, ("files", "idx", "xxh3_128"): NAME,
-    ("tokenizer", "fingerprint"): NAME, ("tokenizer", "eod"): ID,
+    ("files", "bin", "bytes"): COUNT,
+    ("files", "idx", "bytes"): COUNT,
+    ("max_id",): ID,
+    ("eod_count",): COUNT,
+    ("files", "bin", "xxh3_128"): NAME,
+    ("files", "idx", "xxh3_128"): NAME,
+    ("tokenizer", "fingerprint"): NAME,
+    ("tokenizer", "eod"): ID,
 }
 CHUNK = 1 << 22  # entries or tokens handled at once by full passes
 REMAKE = "copy both files again or run tools/preprocess_data.py again"
 
 
 class DataError(UserError):
-    """Data that cannot be trained on: names the file, the byte where there is one, what is wrong and the repair."""
+    """Data that cannot be trained on: names the file, the byte where there is one, what is wrong
+    and the repair.
+    """
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
@@ -49,7 +59,9 @@ def best_dtype(vocab_size: int) -> np.dtype:
 
 
 def check_sidecar(sidecar: dict[str, Any]) -> None:
-    """Raises InputError unless every value that is read anywhere is there, of its type and in its range."""
+    """Raises InputError unless every value that is read anywhere is there, of its type and in its
+    range.
+    """
     optional = {("tokens",): COUNT, ("text_bytes",): COUNT, ("tokenizer", "name"): NAME}
     for names, (holds, what) in {**SIDECAR, **optional}.items():
         value: Any = sidecar
@@ -63,7 +75,9 @@ def check_sidecar(sidecar: dict[str, Any]) -> None:
 
 def probes(count: int) -> np.ndarray:
     """At most 1,024 evenly spaced positions in [0, count), first and last included, ascending."""
-    return np.linspace(0, count - 1, PROBES).astype(np.int64) if count > PROBES else np.arange(count)
+    return (
+        np.linspace(0, count - 1, PROBES).astype(np.int64) if count > PROBES else np.arange(count)
+    )
 
 
 def _map(path: Path) -> mmap.mmap | bytes:
@@ -76,29 +90,44 @@ def _map(path: Path) -> mmap.mmap | bytes:
 
 
 def _prefetch(path: Path, positions: np.ndarray, length: int) -> None:
-    """Ask the disk for `length` bytes at all positions at once: one latency instead of thousands when the file is cold."""
+    """Ask the disk for `length` bytes at all positions at once: one latency instead of thousands
+    when the file is cold.
+    """
     pages = np.concatenate([positions, positions + length - 1]) // mmap.PAGESIZE
     with open(path, "rb") as file:
         descriptor = file.fileno()
         for page in set(pages.tolist()):
-            os.posix_fadvise(descriptor, page * mmap.PAGESIZE, mmap.PAGESIZE, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(
+                descriptor, page * mmap.PAGESIZE, mmap.PAGESIZE, os.POSIX_FADV_WILLNEED
+            )
 
 
 class IndexedDataset:
-    """One opened prefix. Opening costs the same for any corpus size: nothing but the header and spaced entries is read.
+    """One opened prefix. Opening costs the same for any corpus size: nothing but the header and
+    spaced entries is read.
 
-    tokens [num_tokens]: every token id, memory-mapped. lengths, offsets [S] and documents [D]: the index, memory-mapped.
-    sidecar: the JSON beside the files, or None. fingerprint: hex digest of sizes, header, spaced index entries and spaced pieces of
-    .bin, so a moved or renamed corpus keeps it. Raises DataError.
+    tokens [num_tokens]: every token id, memory-mapped. lengths, offsets [S] and documents [D]: the
+    index, memory-mapped. sidecar: the JSON beside the files, or None. fingerprint: hex digest of
+    sizes, header, spaced index entries and spaced pieces of .bin, so a moved or renamed corpus
+    keeps it. Raises DataError.
     """
 
     def __init__(self, prefix: str):
         self.prefix = prefix
-        self.bin_path, self.idx_path, self.sidecar_path = (Path(f"{prefix}.{end}") for end in ("bin", "idx", "json"))
+        self.bin_path, self.idx_path, self.sidecar_path = (
+            Path(f"{prefix}.{end}") for end in ("bin", "idx", "json")
+        )
         for path in (self.idx_path, self.bin_path):
             if not os.path.lexists(path):
-                cut = f"; the flag takes the prefix without its ending: {prefix[:-4]}" if prefix.endswith((".bin", ".idx")) else ""
-                raise DataError(f"{path}: no such file{cut or '; check the prefix, or make it with tools/preprocess_data.py'}")
+                cut = (
+                    f"; the flag takes the prefix without its ending: {prefix[:-4]}"
+                    if prefix.endswith((".bin", ".idx"))
+                    else ""
+                )
+                raise DataError(
+                    f"{path}: no such "
+                    f"file{cut or '; check the prefix, or make it with tools/preprocess_data.py'}"
+                )
         index, content = _map(self.idx_path), _map(self.bin_path)
         self.dtype, sequences, entries = self._header(index)
         start = HEADER.size
@@ -108,7 +137,11 @@ class IndexedDataset:
         index.madvise(mmap.MADV_RANDOM)  # spaced reads: no read-ahead
         self.num_sequences, self.num_documents = sequences, entries - 1
         at, documents_at = probes(sequences), probes(entries)
-        places = [start + 4 * at, start + 4 * sequences + 8 * at, start + 12 * sequences + 8 * np.maximum(documents_at - 1, 0)]
+        places = [
+            start + 4 * at,
+            start + 4 * sequences + 8 * at,
+            start + 12 * sequences + 8 * np.maximum(documents_at - 1, 0),
+        ]
         _prefetch(self.idx_path, np.concatenate(places), 16)
         self._check_entries(at, documents_at)
         self._check_total()
@@ -120,63 +153,91 @@ class IndexedDataset:
     def _header(self, index: mmap.mmap | bytes) -> tuple[np.dtype, int, int]:
         path, size = self.idx_path, len(index)
         if size < HEADER.size:
-            raise DataError(f"{path}: only {size} bytes, the header alone has {HEADER.size}: the file is empty or cut off; {REMAKE}")
+            raise DataError(
+                f"{path}: only {size} bytes, the header alone has {HEADER.size}: the file is "
+                f"empty or cut off; {REMAKE}"
+            )
         magic, version, code, sequences, entries = HEADER.unpack_from(index)
         if magic != MAGIC:
             raise DataError(
-                f"{path}, byte 0: begins with {magic!r}, a Megatron index with {MAGIC!r}: not an index of this format; {REMAKE}"
+                f"{path}, byte 0: begins with {magic!r}, a Megatron index with {MAGIC!r}: "
+                f"not an index of this format; {REMAKE}"
             )
         if version != 1:
             raise DataError(f"{path}, byte 9: version {version}, only version 1 is known; {REMAKE}")
         if code not in DTYPES or np.dtype(DTYPES[code]).kind == "f":
-            what = f"{np.dtype(DTYPES[code]).name}, token ids are integers" if code in DTYPES else "unknown"
+            what = (
+                f"{np.dtype(DTYPES[code]).name}, token ids are integers"
+                if code in DTYPES
+                else "unknown"
+            )
             raise DataError(f"{path}, byte 17: dtype code {code} is {what}; {REMAKE}")
         expected = HEADER.size + 12 * sequences + 8 * entries
         if size != expected or entries < 1:
             raise DataError(
-                f"{path}, byte 18: {sequences} sequences and {entries} document entries need {expected} bytes, "
+                f"{path}, byte 18: {sequences} sequences and {entries} document entries need "
+                f"{expected} bytes, "
                 f"the file has {size}: cut off or damaged; {REMAKE}"
             )
         return np.dtype(DTYPES[code]), sequences, entries
 
     def _check_entries(self, at: np.ndarray, documents_at: np.ndarray) -> None:
-        """Check the index entries `at` (each against its successor, which must begin where it ends) and the document entries."""
+        """Check the index entries `at` (each against its successor, which must begin where it ends)
+        and the document entries.
+        """
         base, count = HEADER.size, self.num_sequences
         lengths, offsets = self.lengths[at].astype(np.int64), self.offsets[at]
         if len(at) and at[0] == 0 and offsets[0] != 0:
             raise DataError(
-                f"{self.idx_path}, byte {base + 4 * count}: the first sequence begins at byte {offsets[0]} of .bin, not 0; {REMAKE}"
+                f"{self.idx_path}, byte {base + 4 * count}: the first sequence begins at "
+                f"byte {offsets[0]} of .bin, not 0; {REMAKE}"
             )
         for k in np.flatnonzero(lengths < 0)[:1]:
-            raise DataError(f"{self.idx_path}, byte {base + 4 * at[k]}: sequence {at[k]} has the length {lengths[k]}; {REMAKE}")
+            raise DataError(
+                f"{self.idx_path}, byte {base + 4 * at[k]}: sequence {at[k]} has the length "
+                f"{lengths[k]}; {REMAKE}"
+            )
         inner = at + 1 < count
         ends = offsets + lengths * self.dtype.itemsize
         following = self.offsets[at[inner] + 1]
         for k in np.flatnonzero(following != ends[inner])[:1]:
             entry = at[inner][k] + 1
             raise DataError(
-                f"{self.idx_path}, byte {base + 4 * count + 8 * entry}: sequence {entry} begins at byte {following[k]} of .bin, "
-                f"the one before it ends at {ends[inner][k]}: sequences must lie back to back; {REMAKE}"
+                f"{self.idx_path}, byte {base + 4 * count + 8 * entry}: sequence {entry} "
+                f"begins at byte {following[k]} of .bin, "
+                f"the one before it ends at {ends[inner][k]}: sequences must lie back to "
+                f"back; {REMAKE}"
             )
-        values, previous = self.documents[documents_at], self.documents[np.maximum(documents_at - 1, 0)]
+        values, previous = (
+            self.documents[documents_at],
+            self.documents[np.maximum(documents_at - 1, 0)],
+        )
         bad = (values < previous) | (values > count) | ((documents_at == 0) & (values != 0))
         bad |= (documents_at == self.num_documents) & (values != count)
         for k in np.flatnonzero(bad)[:1]:
             byte = base + 12 * count + 8 * documents_at[k]
             raise DataError(
-                f"{self.idx_path}, byte {byte}: document entry {documents_at[k]} is {values[k]} with {count} sequences; {REMAKE}"
+                f"{self.idx_path}, byte {byte}: document entry {documents_at[k]} is "
+                f"{values[k]} with {count} sequences; {REMAKE}"
             )
 
     def _check_total(self) -> None:
-        total = int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if self.num_sequences else 0
+        total = (
+            int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+            if self.num_sequences
+            else 0
+        )
         size = self.bin_path.stat().st_size
         if size != total:
             how = "cut off" if size < total else "longer than indexed"
             raise DataError(
-                f"{self.bin_path}, byte {min(size, total)}: the file has {size} bytes, its index describes {total}: {how}; {REMAKE}"
+                f"{self.bin_path}, byte {min(size, total)}: the file has {size} bytes, its "
+                f"index describes {total}: {how}; {REMAKE}"
             )
         if total == 0:
-            raise DataError(f"{self.bin_path}: holds no token; was the input of tools/preprocess_data.py empty?")
+            raise DataError(
+                f"{self.bin_path}: holds no token; was the input of tools/preprocess_data.py empty?"
+            )
 
     def _read_sidecar(self) -> dict[str, Any] | None:
         if not os.path.lexists(self.sidecar_path):
@@ -186,18 +247,27 @@ class IndexedDataset:
             check_sidecar(sidecar)
         except InputError as error:
             fix = "delete it or make the data again"
-            raise DataError(f"{self.sidecar_path}: not a sidecar of tools/preprocess_data.py ({error}); {fix}") from None
+            raise DataError(
+                f"{self.sidecar_path}: not a sidecar of tools/preprocess_data.py ({error}); {fix}"
+            ) from None
         sizes = [sidecar["files"][kind]["bytes"] for kind in ("bin", "idx")]
         if sizes != [self.bin_path.stat().st_size, self.idx_path.stat().st_size]:
             raise DataError(
-                f"{self.sidecar_path}: describes .bin and .idx of other sizes ({sizes}); copy all three files again, or delete it"
+                f"{self.sidecar_path}: describes .bin and .idx of other sizes ({sizes}); "
+                "copy all three files again, or delete it"
             )
         if sidecar.get("tokens", self.num_tokens) != self.num_tokens:
-            raise DataError(f"{self.sidecar_path}: names {sidecar['tokens']} tokens, .bin holds {self.num_tokens}; delete it")
+            raise DataError(
+                f"{self.sidecar_path}: names {sidecar['tokens']} tokens, .bin holds "
+                f"{self.num_tokens}; delete it"
+            )
         return sidecar
 
     def _fingerprint(self, index: mmap.mmap | bytes) -> str:
-        digest = hashlib.blake2b(index[: HEADER.size] + struct.pack("<QQ", len(index), self.tokens.nbytes), digest_size=16)
+        digest = hashlib.blake2b(
+            index[: HEADER.size] + struct.pack("<QQ", len(index), self.tokens.nbytes),
+            digest_size=16,
+        )
         at = probes(self.num_sequences)
         digest.update(self.lengths[at].tobytes() + self.offsets[at].tobytes())
         pieces = np.linspace(0, max(self.num_tokens - 512, 0), 64).astype(np.int64)
@@ -208,7 +278,11 @@ class IndexedDataset:
 
     def first_token(self, sequence: int) -> int:
         """Position in `tokens` at which sequence 0..S begins (S: the end of the data)."""
-        return self.num_tokens if sequence == self.num_sequences else int(self.offsets[sequence]) // self.dtype.itemsize
+        return (
+            self.num_tokens
+            if sequence == self.num_sequences
+            else int(self.offsets[sequence]) // self.dtype.itemsize
+        )
 
     def sequence(self, index: int) -> np.ndarray:
         """Token ids of one sequence, [length]."""
@@ -217,13 +291,23 @@ class IndexedDataset:
 
     def contains(self, token: int) -> bool:
         """Whether a token id occurs anywhere: reads from the front until it is found."""
-        return any(bool((self.tokens[begin : begin + CHUNK] == token).any()) for begin in range(0, self.num_tokens, CHUNK))
+        return any(
+            bool((self.tokens[begin : begin + CHUNK] == token).any())
+            for begin in range(0, self.num_tokens, CHUNK)
+        )
 
-    def check(self, vocab_size: int, progress: Callable[[float], None] = lambda share: None) -> None:
-        """Read every index entry and every id, compare digests with the sidecar. Raises DataError at the first fault."""
+    def check(
+        self, vocab_size: int, progress: Callable[[float], None] = lambda share: None
+    ) -> None:
+        """Read every index entry and every id, compare digests with the sidecar. Raises DataError
+        at the first fault.
+        """
         for begin in range(0, max(self.num_sequences, self.num_documents + 1), CHUNK):
             stop = begin + CHUNK
-            self._check_entries(np.arange(begin, min(stop, self.num_sequences)), np.arange(begin, min(stop, self.num_documents + 1)))
+            self._check_entries(
+                np.arange(begin, min(stop, self.num_sequences)),
+                np.arange(begin, min(stop, self.num_documents + 1)),
+            )
         digest = xxhash.xxh3_128()
         for begin in range(0, self.num_tokens, CHUNK):
             piece = self.tokens[begin : begin + CHUNK]
@@ -235,18 +319,23 @@ class IndexedDataset:
             for kind, value in found.items():
                 if self.sidecar["files"][kind]["xxh3_128"] != value:
                     raise DataError(
-                        f"{self.prefix}.{kind}: its digest differs from the one in {self.sidecar_path}: changed since it was made; {REMAKE}"
+                        f"{self.prefix}.{kind}: its digest differs from the one in "
+                        f"{self.sidecar_path}: changed since it was made; {REMAKE}"
                     )
 
     def refuse_foreign_ids(self, ids: np.ndarray, position: int, vocab_size: int) -> None:
-        """Raise DataError if one of `ids` (which begin at token `position`) lies outside [0, vocab_size)."""
+        """Raise DataError if one of `ids` (which begin at token `position`) lies outside [0,
+        vocab_size).
+        """
         if int(ids.max()) < vocab_size and int(ids.min()) >= 0:
             return
         k = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
         raise DataError(
-            f"{self.bin_path}, byte {(position + k) * self.dtype.itemsize}: token id {int(ids[k])} lies outside "
+            f"{self.bin_path}, byte {(position + k) * self.dtype.itemsize}: token id "
+            f"{int(ids[k])} lies outside "
             f"the vocabulary of {vocab_size}: "
-            f"give the tokenizer the data was made with (or its --vocab-size), or preprocess the text again with this one"
+            "give the tokenizer the data was made with (or its --vocab-size), or preprocess "
+            "the text again with this one"
         )
 
 
@@ -260,20 +349,32 @@ def file_digest(path: Path) -> str:
 
 
 class IndexedDatasetWriter:
-    """Writes one prefix. Nothing appears under the final names before `finish`; the index is spooled, so memory stays bounded."""
+    """Writes one prefix. Nothing appears under the final names before `finish`; the index is
+    spooled, so memory stays bounded.
+    """
 
     def __init__(self, prefix: str, dtype: np.dtype):
         self.prefix, self.dtype = prefix, np.dtype(dtype)
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._parts = {kind: Path(f"{prefix}.{kind}.part") for kind in ("bin", "idx", "json", "documents")}
-        self._bin, self._idx, self._documents = (open(self._parts[kind], "w+b") for kind in ("bin", "idx", "documents"))
+        self._parts = {
+            kind: Path(f"{prefix}.{kind}.part") for kind in ("bin", "idx", "json", "documents")
+        }
+        self._bin, self._idx, self._documents = (
+            open(self._parts[kind], "w+b") for kind in ("bin", "idx", "documents")
+        )
         self._idx.write(bytes(HEADER.size))  # the real header once S and D are known
         self._digest = xxhash.xxh3_128()
         self.num_sequences = self.num_documents = self.num_tokens = self.empty_documents = 0
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray) -> None:
-        """Append documents: all their token ids, the length of each sequence [S'], each document's number of sequences [D']."""
-        assert tokens.dtype == self.dtype and len(tokens) == lengths.sum() and len(lengths) == sequences.sum()
+        """Append documents: all their token ids, the length of each sequence [S'], each document's
+        number of sequences [D'].
+        """
+        assert (
+            tokens.dtype == self.dtype
+            and len(tokens) == lengths.sum()
+            and len(lengths) == sequences.sum()
+        )
         self._digest.update(np.ascontiguousarray(tokens))
         self._bin.write(tokens.data)
         self._idx.write(lengths.astype("<i4").data)
@@ -290,12 +391,17 @@ class IndexedDatasetWriter:
         return complete
 
     def complete(self, sidecar: dict[str, Any]) -> dict[str, Any]:
-        """Complete the index and write the sidecar (given facts + counts, sizes, digests), durably and still unpublished; returns it."""
+        """Complete the index and write the sidecar (given facts + counts, sizes, digests), durably
+        and still unpublished; returns it.
+        """
         offset = 0
         for begin in range(0, self.num_sequences, CHUNK):
             count = min(CHUNK, self.num_sequences - begin)
             self._idx.seek(HEADER.size + 4 * begin)
-            ends = np.cumsum(np.frombuffer(self._idx.read(4 * count), "<i4").astype(np.int64) * self.dtype.itemsize)
+            ends = np.cumsum(
+                np.frombuffer(self._idx.read(4 * count), "<i4").astype(np.int64)
+                * self.dtype.itemsize
+            )
             self._idx.seek(HEADER.size + 4 * self.num_sequences + 8 * begin)
             self._idx.write((offset + np.concatenate([[0], ends[:-1]])).astype("<i8").data)
             offset += int(ends[-1])
@@ -305,14 +411,28 @@ class IndexedDatasetWriter:
         while piece := self._documents.read(1 << 22):
             self._idx.write(piece)
         self._idx.seek(0)
-        self._idx.write(HEADER.pack(MAGIC, 1, CODES[self.dtype], self.num_sequences, self.num_documents + 1))
+        self._idx.write(
+            HEADER.pack(MAGIC, 1, CODES[self.dtype], self.num_sequences, self.num_documents + 1)
+        )
         for file in (self._bin, self._idx):
             file.flush()
             os.fsync(file.fileno())
-        counts = {name: getattr(self, f"num_{name}") for name in ("sequences", "documents", "tokens")}
+        counts = {
+            name: getattr(self, f"num_{name}") for name in ("sequences", "documents", "tokens")
+        }
         digests = {"bin": self._digest.hexdigest(), "idx": file_digest(self._parts["idx"])}
-        files = {kind: {"bytes": self._parts[kind].stat().st_size, "xxh3_128": digests[kind]} for kind in digests}
-        complete = {"format": 1, "dtype": self.dtype.name, **counts, "empty_documents": self.empty_documents, "files": files, **sidecar}
+        files = {
+            kind: {"bytes": self._parts[kind].stat().st_size, "xxh3_128": digests[kind]}
+            for kind in digests
+        }
+        complete = {
+            "format": 1,
+            "dtype": self.dtype.name,
+            **counts,
+            "empty_documents": self.empty_documents,
+            "files": files,
+            **sidecar,
+        }
         with open(self._parts["json"], "w") as file:
             json.dump(complete, file, indent=1)
             file.flush()
@@ -321,7 +441,8 @@ class IndexedDatasetWriter:
 
     def publish(self) -> None:
         """Move all three files into place."""
-        Path(f"{self.prefix}.idx").unlink(missing_ok=True)  # an old index must never meet the new .bin
+        # an old index must never meet the new .bin
+        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         for kind in ("bin", "json", "idx"):
             os.replace(self._parts[kind], f"{self.prefix}.{kind}")
         self.discard()

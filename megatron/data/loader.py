@@ -1,6 +1,7 @@
 """What the training loop reads: batches as a pure function of the sample number.
 
-`build_data` opens and checks every file named on the command line: one `Source` for training, one for each validation and test source.
+`build_data` opens and checks every file named on the command line: one `Source` for training, one
+for each validation and test source.
 """
 
 from __future__ import annotations
@@ -33,17 +34,27 @@ class Batch:
 
     tokens: torch.Tensor  # [b, s] int64
     labels: torch.Tensor  # [b, s] int64
-    loss_mask: torch.Tensor  # [b, s] float32: 0 where the input token is an end of document, under --eod-mask-loss
+    # [b, s] float32: 0 where the input token is an end of document, under --eod-mask-loss
+    loss_mask: torch.Tensor
     position_ids: torch.Tensor  # [b, s] int64
-    document_starts: torch.Tensor | None  # [b, s] int32: where the token's document begins in its sample, under --reset-attention-mask
+    # [b, s] int32: where the token's document begins in its sample, under --reset-attention-mask
+    document_starts: torch.Tensor | None
     sample_ids: torch.Tensor  # [b] int64: sample numbers of the run
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on a device; to a GPU from pinned memory, without waiting."""
         if torch.device(device).type != "cuda":
-            return Batch(**{name: None if value is None else value.to(device) for name, value in vars(self).items()})
+            return Batch(
+                **{
+                    name: None if value is None else value.to(device)
+                    for name, value in vars(self).items()
+                }
+            )
         return Batch(
-            **{name: None if value is None else value.pin_memory().to(device, non_blocking=True) for name, value in vars(self).items()}
+            **{
+                name: None if value is None else value.pin_memory().to(device, non_blocking=True)
+                for name, value in vars(self).items()
+            }
         )
 
 
@@ -56,7 +67,9 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """Endless samples: `batch` is a pure function. epoch_samples is None for computed data; bytes_per_token where a sidecar knows it."""
+    """Endless samples: `batch` is a pure function. epoch_samples is None for computed data;
+    bytes_per_token where a sidecar knows it.
+    """
 
     name: str
     reader: Reader
@@ -70,15 +83,22 @@ class Source:
     weight: float = 1.0  # share of its split's blend, which the mean over the split's sources takes
 
     def batch(self, first_sample: int, count: int) -> Batch:
-        """Samples first_sample .. first_sample + count - 1. Raises DataError for a token outside the vocabulary."""
+        """Samples first_sample .. first_sample + count - 1. Raises DataError for a token outside
+        the vocabulary.
+        """
         sample = np.arange(first_sample, first_sample + count, dtype=np.int64)
         windows = self.reader.windows(sample)
         tokens, labels = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
         positions = np.broadcast_to(np.arange(self.seq_length), tokens.shape)
-        mask = (tokens != self.eod).astype(np.float32) if self.eod_mask_loss else np.ones(tokens.shape, np.float32)
+        mask = (
+            (tokens != self.eod).astype(np.float32)
+            if self.eod_mask_loss
+            else np.ones(tokens.shape, np.float32)
+        )
         starts = None
         if self.reset_position_ids or self.reset_attention_mask:
-            starts = np.zeros(tokens.shape, np.int64)  # an end-of-document token belongs to its document; the next position begins one
+            # an end-of-document token belongs to its document; the next position begins one
+            starts = np.zeros(tokens.shape, np.int64)
             starts[:, 1:] = np.where(tokens[:, :-1] == self.eod, positions[:, 1:], 0)
             starts = np.maximum.accumulate(starts, axis=1)
             positions = positions - starts if self.reset_position_ids else positions
@@ -87,7 +107,9 @@ class Source:
             labels=torch.from_numpy(labels),
             loss_mask=torch.from_numpy(mask),
             position_ids=torch.from_numpy(np.array(positions, order="C")),
-            document_starts=torch.from_numpy(starts.astype(np.int32)) if self.reset_attention_mask else None,
+            document_starts=torch.from_numpy(starts.astype(np.int32))
+            if self.reset_attention_mask
+            else None,
             sample_ids=torch.from_numpy(sample),
         )
 
@@ -111,8 +133,10 @@ class FileReader:
 
 @dataclass(frozen=True)
 class MockReader:
-    """Computed tokens that a model can learn. Documents of 100 tokens, closed by the end-of-document id; each an arithmetic progression
-    modulo the rest of the real vocabulary, with a small step and a skewed first token; one token in twenty is a random one."""
+    """Computed tokens that a model can learn. Documents of 100 tokens, closed by the
+    end-of-document id; each an arithmetic progression modulo the rest of the real vocabulary, with
+    a small step and a skewed first token; one token in twenty is a random one.
+    """
 
     seq_length: int
     vocab_size: int
@@ -127,16 +151,23 @@ class MockReader:
         drawn = mix(key + mix(document.astype(np.uint64)))
         share = (drawn >> np.uint64(11)).astype(np.float64) / 2.0**53  # uniform in [0, 1)
         ordinary = max(self.vocab_size - 1, 1)
-        token = (ordinary * share**3).astype(np.int64) + inside * (1 + (drawn % np.uint64(3)).astype(np.int64))
+        token = (ordinary * share**3).astype(np.int64) + inside * (
+            1 + (drawn % np.uint64(3)).astype(np.int64)
+        )
         noise = mix(mix(key) + position.astype(np.uint64))
-        token = np.where(noise % np.uint64(20) == 0, (noise >> np.uint64(20)).astype(np.int64), token) % ordinary
+        token = (
+            np.where(noise % np.uint64(20) == 0, (noise >> np.uint64(20)).astype(np.int64), token)
+            % ordinary
+        )
         token += token >= self.eod  # leave the end-of-document id out
         return np.where(inside == MOCK_DOCUMENT - 1, self.eod, token)
 
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run. valid and test are named sources; ledger goes into the checkpoint; notes are lines for the banner."""
+    """The data of a run. valid and test are named sources; ledger goes into the checkpoint; notes
+    are lines for the banner.
+    """
 
     train: Source | None  # None when only evaluation was asked for
     valid: dict[str, Source]
@@ -175,24 +206,33 @@ class _Opener:
             self.notes.append(f"{dataset.prefix}: scanned in full, sound")
         if sidecar and sidecar["max_id"] >= tokenizer.vocab_size:
             raise DataError(
-                f"{dataset.bin_path}: its largest token id, {sidecar['max_id']}, lies outside the vocabulary of {tokenizer.vocab_size}: "
-                f"the data was made with {sidecar['tokenizer'].get('name')}; give that tokenizer, or preprocess the text again"
+                f"{dataset.bin_path}: its largest token id, {sidecar['max_id']}, lies "
+                f"outside the vocabulary of {tokenizer.vocab_size}: "
+                f"the data was made with {sidecar['tokenizer'].get('name')}; give that "
+                "tokenizer, or preprocess the text again"
             )
         if sidecar and sidecar["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
             self.notes.append(
-                f"{dataset.prefix}: made with another tokenizer ({sidecar['tokenizer'].get('name')}) than this run's ({tokenizer.name})"
+                f"{dataset.prefix}: made with another tokenizer "
+                f"({sidecar['tokenizer'].get('name')}) than this run's ({tokenizer.name})"
             )
         if not sidecar and not data.check_data:
             self.notes.append(
-                f"{dataset.prefix}: has no sidecar, so ids are checked as they are read; --check-data scans the files before training"
+                f"{dataset.prefix}: has no sidecar, so ids are checked as they are read; "
+                "--check-data scans the files before training"
             )
-        flags = [name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)]
+        flags = [
+            name
+            for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+            if getattr(data, name)
+        ]
         if flags:
             known = sidecar and sidecar["tokenizer"]["eod"] == tokenizer.eod
             if not (sidecar["eod_count"] if known else dataset.contains(tokenizer.eod)):
                 spelled = ", ".join("--" + name.replace("_", "-") for name in flags)
                 raise DataError(
-                    f"{dataset.bin_path}: holds no end-of-document id ({tokenizer.eod}), so {spelled} cannot act: "
+                    f"{dataset.bin_path}: holds no end-of-document id ({tokenizer.eod}), so "
+                    f"{spelled} cannot act: "
                     f"preprocess with --append-eod, or drop the flag"
                 )
 
@@ -211,13 +251,19 @@ def _progress(label: str) -> Callable[[float], None]:
         now = time.monotonic()
         if now - last > 5:
             last = now
-            print(f"{label}: {100 * share:.0f}%, {(now - begun) * (1 - share) / share:.0f} s left", file=sys.stderr, flush=True)
+            print(
+                f"{label}: {100 * share:.0f}%, {(now - begun) * (1 - share) / share:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
 
     return show
 
 
 def parse_paths(values: tuple[str, ...], flag: str) -> list[tuple[float | None, str]]:
-    """`weight prefix weight prefix ...` or bare prefixes -> (weight or None, prefix) each. Raises DataError."""
+    """`weight prefix weight prefix ...` or bare prefixes -> (weight or None, prefix) each. Raises
+    DataError.
+    """
 
     def number(text: str) -> float | None:
         try:
@@ -231,11 +277,15 @@ def parse_paths(values: tuple[str, ...], flag: str) -> list[tuple[float | None, 
     elif len(values) == 1:
         pairs = [(None, values[0])]  # a prefix that looks like a number
     elif len(values) % 2 or None in weights:
-        raise DataError(f"{flag} {' '.join(values)}: give either prefixes only, or a weight before every prefix")
+        raise DataError(
+            f"{flag} {' '.join(values)}: give either prefixes only, or a weight before every prefix"
+        )
     else:
         pairs = list(zip(weights, values[1::2]))
         if min(weights) < 0 or not 0 < sum(weights) < float("inf"):
-            raise DataError(f"{flag}: weights must be numbers >= 0, not all 0; got {' '.join(values[0::2])}")
+            raise DataError(
+                f"{flag}: weights must be numbers >= 0, not all 0; got {' '.join(values[0::2])}"
+            )
     return [(weight, prefix) for weight, prefix in pairs if weight != 0]
 
 
@@ -246,7 +296,10 @@ def parse_split(text: str) -> list[Fraction]:
     except (ValueError, ZeroDivisionError):
         parts = []
     if not 1 <= len(parts) <= 3 or min(parts) < 0 or sum(parts) == 0:
-        raise DataError(f"--split {text}: give up to three shares >= 0 for train, valid and test, like {DEFAULT_SPLIT}")
+        raise DataError(
+            f"--split {text}: give up to three shares >= 0 for train, valid and test, like "
+            f"{DEFAULT_SPLIT}"
+        )
     parts += [Fraction(0)] * (3 - len(parts))
     return [part / sum(parts) for part in parts]
 
@@ -258,7 +311,9 @@ def split_range(shares: list[Fraction], split: str, sequences: int) -> tuple[int
 
 
 def _split_paths(data: DataConfig, split: str) -> tuple[list[tuple[float | None, str]], str | None]:
-    """The (weight, prefix) list of one split and the --split to cut it by (None: the whole files)."""
+    """The (weight, prefix) list of one split and the --split to cut it by (None: the whole
+    files).
+    """
     own = getattr(data, f"{split}_data_path")
     if data.data_path:
         return parse_paths(data.data_path, "--data-path"), data.split or DEFAULT_SPLIT
@@ -277,31 +332,49 @@ def _streams(opener: _Opener, split: str) -> tuple[list[TokenStream], list[float
         dataset = opener.open(prefix)
         if dataset is None:
             continue
-        first, stop = split_range(shares, split, dataset.num_sequences) if shares else (0, dataset.num_sequences)
+        first, stop = (
+            split_range(shares, split, dataset.num_sequences)
+            if shares
+            else (0, dataset.num_sequences)
+        )
         if first == stop:
             opener.faults.append(
-                f"{prefix}: --split {text} leaves no document of its {dataset.num_sequences} for {split}: give {split} a larger share, "
+                f"{prefix}: --split {text} leaves no document of its {dataset.num_sequences} "
+                f"for {split}: give {split} a larger share, "
                 f"or 0 to do without it, or name separate files with --{split}-data-path"
             )
             continue
         try:
-            streams.append(TokenStream(dataset, first, stop, config.data.seq_length, seed, opener.tokenizer.vocab_size))
+            streams.append(
+                TokenStream(
+                    dataset, first, stop, config.data.seq_length, seed, opener.tokenizer.vocab_size
+                )
+            )
             weights.append(weight)
         except DataError as error:
             opener.faults.append(str(error))
     twice = {stream.identity: stream.dataset.prefix for stream in streams}
     if len(twice) < len(streams):
-        names = sorted(stream.dataset.prefix for stream in streams if stream.dataset.prefix not in twice.values())
+        names = sorted(
+            stream.dataset.prefix
+            for stream in streams
+            if stream.dataset.prefix not in twice.values()
+        )
         opener.faults.append(
-            f"{', '.join(names) or next(iter(twice.values()))}: this data is given twice: name it once, with the sum of the weights"
+            f"{', '.join(names) or next(iter(twice.values()))}: this data is given twice: "
+            "name it once, with the sum of the weights"
         )
     return streams, weights
 
 
-def build_data(config: Config, tokenizer: Any, ledger: dict[str, Any] | None = None, consumed: int = 0) -> Data:
-    """Open, check and mix the data of a run that has consumed so many samples under `ledger` (None: a fresh run).
+def build_data(
+    config: Config, tokenizer: Any, ledger: dict[str, Any] | None = None, consumed: int = 0
+) -> Data:
+    """Open, check and mix the data of a run that has consumed so many samples under `ledger` (None:
+    a fresh run).
 
-    Validation and test are opened unless --eval-iters is 0. Raises one DataError with every fault found, before anything is trained.
+    Validation and test are opened unless --eval-iters is 0. Raises one DataError with every fault
+    found, before anything is trained.
     """
     evaluate = config.evaluation.eval_iters > 0
     if config.data.mock_data:
@@ -309,25 +382,49 @@ def build_data(config: Config, tokenizer: Any, ledger: dict[str, Any] | None = N
     opener = _Opener(config, tokenizer)
     train, weights = _streams(opener, "train")
     if not train and not opener.faults and not config.evaluation.skip_train:
-        opener.faults.append("no training data: give --data-path (with a share for train in --split), --train-data-path or --mock-data")
-    held_out = {split: _streams(opener, split) if evaluate else ([], []) for split in ("valid", "test")}
+        opener.faults.append(
+            "no training data: give --data-path (with a share for train in --split), "
+            "--train-data-path or --mock-data"
+        )
+    held_out = {
+        split: _streams(opener, split) if evaluate else ([], []) for split in ("valid", "test")
+    }
     opener.refuse()
     notes, blend = opener.notes, None
     if train:
         names = [stream.dataset.prefix for stream in train]
-        shares = quotas([stream.num_tokens if weight is None else weight for stream, weight in zip(train, weights)], names)
-        entries = [{"id": stream.identity, "content": stream.content, "name": name, "share": share} for stream, name, share in zip(train, names, shares)]
+        shares = quotas(
+            [
+                stream.num_tokens if weight is None else weight
+                for stream, weight in zip(train, weights)
+            ],
+            names,
+        )
+        entries = [
+            {"id": stream.identity, "content": stream.content, "name": name, "share": share}
+            for stream, name, share in zip(train, names, shares)
+        ]
         ledger, blend, changes = extend_ledger(ledger, consumed, entries)
         for stream, name, share in zip(train, names, shares):
             notes.append(
-                f"train: {name}: {stream.num_tokens:,} tokens, {stream.samples:,} samples an epoch, "
+                f"train: {name}: {stream.num_tokens:,} tokens, {stream.samples:,} samples an "
+                "epoch, "
                 f"share {share}/{PATTERN} = {share / PATTERN:.6f}"
             )
         notes += changes
     for split, (streams, _) in held_out.items():
         if len(streams) > 1:
-            notes.append(f"{split}: each source is evaluated by itself; the loss of the blend is their mean by weight (without weights: by tokens)")
-        notes += [f"{split}: {stream.dataset.prefix}: {stream.num_tokens:,} tokens, {stream.samples:,} samples" for stream in streams]
+            notes.append(
+                f"{split}: each source is evaluated by itself; the loss of the blend is "
+                "their mean by weight (without weights: by tokens)"
+            )
+        notes += [
+            (
+                f"{split}: {stream.dataset.prefix}: {stream.num_tokens:,} tokens, "
+                f"{stream.samples:,} samples"
+            )
+            for stream in streams
+        ]
     return Data(
         train=_source(config, tokenizer, "train", train, blend) if train else None,
         valid=_named(config, tokenizer, "validation", *held_out["valid"]),
@@ -338,10 +435,22 @@ def build_data(config: Config, tokenizer: Any, ledger: dict[str, Any] | None = N
     )
 
 
-def _source(config: Config, tokenizer: Any, name: str, streams: list[TokenStream], blend: Blend, weight: float = 1.0) -> Source:
+def _source(
+    config: Config,
+    tokenizer: Any,
+    name: str,
+    streams: list[TokenStream],
+    blend: Blend,
+    weight: float = 1.0,
+) -> Source:
     sidecars = [stream.dataset.sidecar for stream in streams]
     known = all(sidecar and sidecar.get("text_bytes") for sidecar in sidecars)
-    size = sum(sidecar["text_bytes"] for sidecar in sidecars) / sum(sidecar["tokens"] for sidecar in sidecars) if known else None
+    size = (
+        sum(sidecar["text_bytes"] for sidecar in sidecars)
+        / sum(sidecar["tokens"] for sidecar in sidecars)
+        if known
+        else None
+    )
     return Source(
         name,
         FileReader(streams, blend),
@@ -354,16 +463,33 @@ def _source(config: Config, tokenizer: Any, name: str, streams: list[TokenStream
 
 
 def _flags(config: Config) -> dict[str, Any]:
-    return {name: getattr(config.data, name) for name in ("seq_length", "eod_mask_loss", "reset_position_ids", "reset_attention_mask")}
+    return {
+        name: getattr(config.data, name)
+        for name in ("seq_length", "eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+    }
 
 
-def _named(config: Config, tokenizer: Any, title: str, streams: list[TokenStream], weights: list[float | None]) -> dict[str, Source]:
-    """One source per stream: a single one is called `title`, several by the last part of their prefix (all of it where those collide)."""
+def _named(
+    config: Config,
+    tokenizer: Any,
+    title: str,
+    streams: list[TokenStream],
+    weights: list[float | None],
+) -> dict[str, Source]:
+    """One source per stream: a single one is called `title`, several by the last part of their
+    prefix (all of it where those collide).
+    """
     prefixes = [stream.dataset.prefix for stream in streams]
     short = [prefix.rsplit("/", 1)[-1].removesuffix("_text_document") for prefix in prefixes]
     names = [title] if len(streams) == 1 else short if len(set(short)) == len(short) else prefixes
-    sizes = [stream.num_tokens if weight is None else weight for stream, weight in zip(streams, weights, strict=True)]
-    return {name: _source(config, tokenizer, name, [stream], Blend([1]), size / sum(sizes)) for name, stream, size in zip(names, streams, sizes, strict=True)}
+    sizes = [
+        stream.num_tokens if weight is None else weight
+        for stream, weight in zip(streams, weights, strict=True)
+    ]
+    return {
+        name: _source(config, tokenizer, name, [stream], Blend([1]), size / sum(sizes))
+        for name, stream, size in zip(names, streams, sizes, strict=True)
+    }
 
 
 def _mock_data(config: Config, tokenizer: Any, evaluate: bool) -> Data:
@@ -373,6 +499,10 @@ def _mock_data(config: Config, tokenizer: Any, evaluate: bool) -> Data:
 
     if tokenizer.vocab_size < 2:
         raise DataError(f"--mock-data needs a vocabulary of at least 2, got {tokenizer.vocab_size}")
-    held_out = [{name: source(name, EVALUATION_SEED)} if evaluate else {} for name in ("validation", "test")]
+    held_out = [
+        {name: source(name, EVALUATION_SEED)} if evaluate else {} for name in ("validation", "test")
+    ]
     notes = [f"mock data: computed tokens over the vocabulary of {tokenizer.vocab_size}"]
-    return Data(source("train", config.training.seed), *held_out, {"segments": []}, notes, tokenizer.eod)
+    return Data(
+        source("train", config.training.seed), *held_out, {"segments": []}, notes, tokenizer.eod
+    )

@@ -1,8 +1,9 @@
-"""The computed data order: sample k of a stream of T tokens, without an index that must be built, cached or waited for.
+"""The computed data order: sample k of a stream of T tokens, without an index that must be built,
+cached or waited for.
 
-With s tokens to a sample and n = floor(T / s), sample j of epoch e is the s + 1 tokens that start at
-permute(j; seed, e) * s + offset(seed, e), positions taken modulo T, offset uniform in [0, s).
-So every token is a target at most once an epoch, and exactly T - n s are not.
+With s tokens to a sample and n = floor(T / s), sample j of epoch e is the s + 1 tokens that start
+at permute(j; seed, e) * s + offset(seed, e), positions taken modulo T, offset uniform in [0, s). So
+every token is a target at most once an epoch, and exactly T - n s are not.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ WINDOW = 1024  # samples whose places are computed at once
 
 
 def mix(value: np.ndarray | np.uint64) -> np.ndarray:
-    """A bijection of uint64 that scatters neighbours: one step of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """A bijection of uint64 that scatters neighbours: one step of SplitMix64 (Steele, Lea, Flood
+    2014).
+    """
     with np.errstate(over="ignore"):
         value = value + np.uint64(0x9E3779B97F4A7C15)
         value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -28,13 +31,17 @@ def mix(value: np.ndarray | np.uint64) -> np.ndarray:
 
 def key_of(*parts: object) -> np.uint64:
     """A 64-bit key from anything printable, equal on every machine."""
-    return np.uint64(int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little"))
+    return np.uint64(
+        int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+    )
 
 
 def permute(index: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
-    """A keyed bijection of [0, n): Feistel rounds on a grid of a x b >= n places, walked on while outside [0, n).
+    """A keyed bijection of [0, n): Feistel rounds on a grid of a x b >= n places, walked on while
+    outside [0, n).
 
-    index [m] int64 in [0, n), key [m] uint64 (elements with equal keys share one bijection) -> [m] int64.
+    index [m] int64 in [0, n), key [m] uint64 (elements with equal keys share one bijection) -> [m]
+    int64.
     """
     a = int(np.ceil(np.sqrt(n)))
     a += a * a < n  # the root was rounded
@@ -55,43 +62,67 @@ def permute(index: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
 class TokenStream:
     """The sequences [first, stop) of a dataset as one shuffled, endless source of samples.
 
-    identity names the order: two streams with equal identity give equal samples (content, range, s and seed; not the path).
-    Raises DataError when the range holds fewer than s + 1 tokens.
+    identity names the order: two streams with equal identity give equal samples (content, range, s
+    and seed; not the path). Raises DataError when the range holds fewer than s + 1 tokens.
     """
 
-    def __init__(self, dataset: IndexedDataset, first: int, stop: int, seq_length: int, seed: int, vocab_size: int):
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        first: int,
+        stop: int,
+        seq_length: int,
+        seed: int,
+        vocab_size: int,
+    ):
         self.dataset, self.vocab_size, self.seq_length = dataset, vocab_size, seq_length
         self.begin = dataset.first_token(first)
         self.num_tokens = dataset.first_token(stop) - self.begin
         if self.num_tokens < seq_length + 1:
             raise DataError(
-                f"{dataset.prefix}: its part for this split, sequences [{first}, {stop}) of {dataset.num_sequences}, "
-                f"holds {self.num_tokens} tokens, one sample needs seq-length + 1 = {seq_length + 1}: "
+                f"{dataset.prefix}: its part for this split, sequences [{first}, {stop}) of "
+                f"{dataset.num_sequences}, "
+                f"holds {self.num_tokens} tokens, one sample needs seq-length + 1 = "
+                f"{seq_length + 1}: "
                 f"change --split, shorten --seq-length or add data"
             )
         self.samples = self.num_tokens // seq_length  # n: samples of one epoch
         order = (dataset.fingerprint, self.begin, self.num_tokens, seq_length, seed)
         self.key, self.identity = key_of(*order), f"{int(key_of('identity', *order)):016x}"
-        self.content = f"{int(key_of('content', *order[:3])):016x}"  # names the tokens, in whatever order
+        # names the tokens, in whatever order
+        self.content = f"{int(key_of('content', *order[:3])):016x}"
         self._window, self._places = -1, np.empty(0, np.int64)
 
     def places(self, index: np.ndarray) -> np.ndarray:
-        """Position in the stream at which each sample begins: index [m] int64 >= 0 -> [m] int64 in [0, T)."""
+        """Position in the stream at which each sample begins: index [m] int64 >= 0 -> [m] int64 in
+        [0, T).
+        """
         epoch, j = index // self.samples, index % self.samples
         keys = mix(self.key + mix(epoch.astype(np.uint64)))
         offset = (mix(keys) % np.uint64(self.seq_length)).astype(np.int64)
         return (permute(j, self.samples, keys) * self.seq_length + offset) % self.num_tokens
 
     def _place(self, k: int) -> int:
-        """places() of one sample, remembering the window of samples around it: neighbours are asked for next."""
+        """places() of one sample, remembering the window of samples around it: neighbours are asked
+        for next.
+        """
         if k // WINDOW != self._window:
             self._window = k // WINDOW
-            self._places = self.places(np.arange(self._window * WINDOW, (self._window + 1) * WINDOW))
+            self._places = self.places(
+                np.arange(self._window * WINDOW, (self._window + 1) * WINDOW)
+            )
         return int(self._places[k % WINDOW])
 
     def read(self, index: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
-        """Write sample index[i] (s + 1 token ids) to out[rows[i]]. Raises DataError for an id outside the vocabulary."""
-        tokens, begin, total, wanted = self.dataset.tokens, self.begin, self.num_tokens, self.seq_length + 1
+        """Write sample index[i] (s + 1 token ids) to out[rows[i]]. Raises DataError for an id
+        outside the vocabulary.
+        """
+        tokens, begin, total, wanted = (
+            self.dataset.tokens,
+            self.begin,
+            self.num_tokens,
+            self.seq_length + 1,
+        )
         for k, row in zip(index.tolist(), rows.tolist()):
             place = self._place(k)
             inside = min(wanted, total - place)
@@ -103,9 +134,16 @@ class TokenStream:
             self._refuse(index)
 
     def _refuse(self, index: np.ndarray) -> None:
-        """Find the first id outside the vocabulary in these samples and raise the error that names its byte."""
+        """Find the first id outside the vocabulary in these samples and raise the error that names
+        its byte.
+        """
         for place in self.places(index).tolist():
             inside = min(self.seq_length + 1, self.num_tokens - place)
-            for position, count in ((self.begin + place, inside), (self.begin, self.seq_length + 1 - inside)):
+            for position, count in (
+                (self.begin + place, inside),
+                (self.begin, self.seq_length + 1 - inside),
+            ):
                 if count:
-                    self.dataset.refuse_foreign_ids(self.dataset.tokens[position : position + count], position, self.vocab_size)
+                    self.dataset.refuse_foreign_ids(
+                        self.dataset.tokens[position : position + count], position, self.vocab_size
+                    )

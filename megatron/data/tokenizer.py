@@ -1,7 +1,9 @@
-"""Tokenizers, each from local files: SentencePiece, Hugging Face tokenizer.json, GPT-2 BPE, tiktoken, and whitespace-separated integers.
+"""Tokenizers, each from local files: SentencePiece, Hugging Face tokenizer.json, GPT-2 BPE,
+tiktoken, and whitespace-separated integers.
 
-Text is text: a special token spelled out in it is encoded as ordinary characters where the library can be told so (all but SentencePiece's
-user-defined symbols). No ids are added around a text; the end-of-document id is put in by preprocessing and by nobody else.
+Text is text: a special token spelled out in it is encoded as ordinary characters where the library
+can be told so (all but SentencePiece's user-defined symbols). No ids are added around a text; the
+end-of-document id is put in by preprocessing and by nobody else.
 """
 
 from __future__ import annotations
@@ -24,25 +26,39 @@ from megatron.config.groups import DataConfig
 from megatron.config.input_files import InputError, open_regular, read_json
 from megatron.config.validate import absent_tokenizer
 
-# The end of document is the first of these that the vocabulary has, where the tokenizer's own files do not name one.
+# The end of document is the first of these that the vocabulary has, where the tokenizer's own files
+# do not name one.
 EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "<EOD>", "</s>", "<eos>", "<|eos|>")
-# How the published vocabularies cut text before merging, and their `<|endoftext|>`; a .tiktoken file holds neither.
+# How the published vocabularies cut text before merging, and their `<|endoftext|>`; a .tiktoken
+# file holds neither.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-CL100K_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-TIKTOKEN_FILES = {"r50k_base": (GPT2_PATTERN, 50256), "p50k_base": (GPT2_PATTERN, 50256), "cl100k_base": (CL100K_PATTERN, 100257)}
-# Megatron's tiktoken JSON: its default pattern (v2), 1,000 special tokens before the vocabulary, `</s>` the third of them.
+CL100K_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TIKTOKEN_FILES = {
+    "r50k_base": (GPT2_PATTERN, 50256),
+    "p50k_base": (GPT2_PATTERN, 50256),
+    "cl100k_base": (CL100K_PATTERN, 100257),
+}
+# Megatron's tiktoken JSON: its default pattern (v2), 1,000 special tokens before the vocabulary,
+# `</s>` the third of them.
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 MEGATRON_PATTERN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-MEGATRON_SPECIAL = ["<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"] + [f"<SPECIAL_{k}>" for k in range(7, 1000)]
+MEGATRON_SPECIAL = ["<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"] + [
+    f"<SPECIAL_{k}>" for k in range(7, 1000)
+]
 MEGATRON_VOCAB = 131072
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """encode_many: a list of texts -> all ids in one array, and the number of ids of each text. fingerprint: digest of its files."""
+    """encode_many: a list of texts -> all ids in one array, and the number of ids of each text.
+    fingerprint: digest of its files.
+    """
 
     name: str
     vocab_size: int
@@ -64,18 +80,31 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
     if kind is None and config.mock_data and config.vocab_size:
         kind = "NullTokenizer"
     if kind is None:
-        raise UserError("--tokenizer-type is missing: give one (with --mock-data, --vocab-size alone is enough)")
+        raise UserError(
+            "--tokenizer-type is missing: give one (with --mock-data, --vocab-size alone is enough)"
+        )
     if kind == "NullTokenizer":
         return _null(config.vocab_size)
     if kind == "GPT2BPETokenizer":
-        tokenizer = _gpt2(_file(config.vocab_file, "--vocab-file", kind), _file(config.merge_file, "--merge-file", kind))
+        tokenizer = _gpt2(
+            _file(config.vocab_file, "--vocab-file", kind),
+            _file(config.merge_file, "--merge-file", kind),
+        )
     else:
-        path = _file(config.tokenizer_model, "--tokenizer-model", kind, "tokenizer.json" if kind == "HuggingFaceTokenizer" else None)
+        path = _file(
+            config.tokenizer_model,
+            "--tokenizer-model",
+            kind,
+            "tokenizer.json" if kind == "HuggingFaceTokenizer" else None,
+        )
         read = {"SentencePieceTokenizer": _sentencepiece, "HuggingFaceTokenizer": _huggingface}
-        tokenizer = _tiktoken(path, config.vocab_size) if kind == "TikTokenizer" else read[kind](path)
+        tokenizer = (
+            _tiktoken(path, config.vocab_size) if kind == "TikTokenizer" else read[kind](path)
+        )
     if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
         raise UserError(
-            f"--vocab-size {config.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} ids; drop the flag or give another tokenizer"
+            f"--vocab-size {config.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} "
+            "ids; drop the flag or give another tokenizer"
         )
     return tokenizer
 
@@ -100,7 +129,9 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UserError(f"--tokenizer-type: this one needs the package {name} ({error}): pip install {name}") from None
+        raise UserError(
+            f"--tokenizer-type: this one needs the package {name} ({error}): pip install {name}"
+        ) from None
 
 
 def _fingerprint(kind: str, *parts: Path | int) -> str:
@@ -120,7 +151,10 @@ def _eod(path: Path, find: Callable[[str], int | None], named: str | None = None
     for token in ((named,) if named else ()) + EOD_TOKENS:
         if (found := find(token)) is not None:
             return found
-    raise UserError(f"{path}: has none of the end-of-document tokens {', '.join(EOD_TOKENS)}: add one to the tokenizer")
+    raise UserError(
+        f"{path}: has none of the end-of-document tokens {', '.join(EOD_TOKENS)}: add one to "
+        "the tokenizer"
+    )
 
 
 def _sentencepiece(path: Path) -> Tokenizer:
@@ -140,7 +174,14 @@ def _sentencepiece(path: Path) -> Tokenizer:
 
     eod = model.eos_id() if model.eos_id() >= 0 else _eod(path, find)
     encode = lambda texts: _joined(model.Encode(texts, out_type=int, num_threads=1))  # noqa: E731
-    return Tokenizer(f"SentencePieceTokenizer {path.name}", size, eod, _fingerprint("sentencepiece", path), encode, model.Decode)
+    return Tokenizer(
+        f"SentencePieceTokenizer {path.name}",
+        size,
+        eod,
+        _fingerprint("sentencepiece", path),
+        encode,
+        model.Decode,
+    )
 
 
 def _huggingface(path: Path) -> Tokenizer:
@@ -154,12 +195,19 @@ def _huggingface(path: Path) -> Tokenizer:
     named = _named_eos(path.with_name("tokenizer_config.json"))
     eod = _eod(path, model.token_to_id, named)
     if named is not None and model.token_to_id(named) is None:
-        raise UserError(f"{path.with_name('tokenizer_config.json')}: its eos_token {named!r} is not in {path.name}: correct one of them")
-    return _from_tokenizers(f"HuggingFaceTokenizer {path.name}", model, eod, _fingerprint("huggingface", path))
+        raise UserError(
+            f"{path.with_name('tokenizer_config.json')}: its eos_token {named!r} is not in "
+            f"{path.name}: correct one of them"
+        )
+    return _from_tokenizers(
+        f"HuggingFaceTokenizer {path.name}", model, eod, _fingerprint("huggingface", path)
+    )
 
 
 def _named_eos(settings: Path) -> str | None:
-    """The eos_token of a tokenizer_config.json; None where there is no such file or it names none. Raises UserError."""
+    """The eos_token of a tokenizer_config.json; None where there is no such file or it names none.
+    Raises UserError.
+    """
     if not os.path.lexists(settings):
         return None
     try:
@@ -169,7 +217,10 @@ def _named_eos(settings: Path) -> str | None:
         if named is not None and not isinstance(named, str):
             raise InputError("eos_token is not text")
     except InputError as error:
-        raise UserError(f"{settings}: cannot be used: {error}; correct the file, or remove it to go by tokenizer.json alone") from None
+        raise UserError(
+            f"{settings}: cannot be used: {error}; correct the file, or remove it to go by "
+            "tokenizer.json alone"
+        ) from None
     return named
 
 
@@ -180,9 +231,17 @@ def _gpt2(vocab: Path, merges: Path) -> Tokenizer:
     try:
         model = tokenizers.ByteLevelBPETokenizer.from_file(str(vocab), str(merges))
     except Exception as error:  # the library raises plain Exception
-        raise UserError(f"--vocab-file {vocab}, --merge-file {merges}: not a GPT-2 BPE vocabulary and merges ({error})") from None
+        raise UserError(
+            f"--vocab-file {vocab}, --merge-file {merges}: not a GPT-2 BPE vocabulary and "
+            f"merges ({error})"
+        ) from None
     inner = model._tokenizer
-    return _from_tokenizers(f"GPT2BPETokenizer {vocab.name}", inner, _eod(vocab, inner.token_to_id), _fingerprint("gpt2", vocab, merges))
+    return _from_tokenizers(
+        f"GPT2BPETokenizer {vocab.name}",
+        inner,
+        _eod(vocab, inner.token_to_id),
+        _fingerprint("gpt2", vocab, merges),
+    )
 
 
 def _from_tokenizers(name: str, model: Any, eod: int, fingerprint: str) -> Tokenizer:
@@ -191,38 +250,72 @@ def _from_tokenizers(name: str, model: Any, eod: int, fingerprint: str) -> Token
     model.no_padding()
     ids = list(model.get_vocab(with_added_tokens=True).values())
     if not ids or len(set(ids)) < len(ids) or max(ids) >= 2**31:
-        raise UserError(f"{name}: its vocabulary is empty, gives an id to two tokens, or has one above 2**31: make the file again")
+        raise UserError(
+            f"{name}: its vocabulary is empty, gives an id to two tokens, or has one above "
+            "2**31: make the file again"
+        )
     size = max(ids) + 1
 
     def encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        return _joined([encoding.ids for encoding in model.encode_batch_fast(texts, add_special_tokens=False)])
+        return _joined(
+            [encoding.ids for encoding in model.encode_batch_fast(texts, add_special_tokens=False)]
+        )
 
-    return Tokenizer(name, size, eod, fingerprint, encode, lambda ids: model.decode(ids, skip_special_tokens=False))
+    return Tokenizer(
+        name,
+        size,
+        eod,
+        fingerprint,
+        encode,
+        lambda ids: model.decode(ids, skip_special_tokens=False),
+    )
 
 
 def _tiktoken(path: Path, vocab_size: int | None) -> Tokenizer:
-    """A .tiktoken file under its published name (end of document: `<|endoftext|>`), or Megatron's JSON (`</s>`; cut to --vocab-size)."""
+    """A .tiktoken file under its published name (end of document: `<|endoftext|>`), or Megatron's
+    JSON (`</s>`; cut to --vocab-size).
+    """
     tiktoken = _library("tiktoken")
 
     try:
         if path.suffix == ".json":
             ranks = _megatron_ranks(read_json(path, list), vocab_size or MEGATRON_VOCAB)
-            pattern, special, eod = MEGATRON_PATTERN, {token: k for k, token in enumerate(MEGATRON_SPECIAL)}, 2
+            pattern, special, eod = (
+                MEGATRON_PATTERN,
+                {token: k for k, token in enumerate(MEGATRON_SPECIAL)},
+                2,
+            )
         else:
             if path.stem not in TIKTOKEN_FILES:
-                raise InputError(f"does not say how text is cut; keep its published name: {', '.join(TIKTOKEN_FILES)}")
+                raise InputError(
+                    "does not say how text is cut; keep its published name: "
+                    f"{', '.join(TIKTOKEN_FILES)}"
+                )
             pattern, eod = TIKTOKEN_FILES[path.stem]
             ranks = _published_ranks(path.read_bytes(), eod)
             special = {"<|endoftext|>": eod}
-        model = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        model = tiktoken.Encoding(
+            path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+        )
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--tokenizer-model {path}: not a tiktoken vocabulary that can be used ({error})") from None
+        raise UserError(
+            f"--tokenizer-model {path}: not a tiktoken vocabulary that can be used ({error})"
+        ) from None
     encode = lambda texts: _joined(model.encode_ordinary_batch(texts, num_threads=1))  # noqa: E731
-    return Tokenizer(f"TikTokenizer {path.name}", model.n_vocab, eod, _fingerprint("tiktoken", path, model.n_vocab), encode, model.decode)
+    return Tokenizer(
+        f"TikTokenizer {path.name}",
+        model.n_vocab,
+        eod,
+        _fingerprint("tiktoken", path, model.n_vocab),
+        encode,
+        model.decode,
+    )
 
 
 def _published_ranks(raw: bytes, eod: int) -> dict[bytes, int]:
-    """Token -> rank of a .tiktoken file: ranks from 0 on, without a hole but that of the end of document `eod`. Raises ValueError."""
+    """Token -> rank of a .tiktoken file: ranks from 0 on, without a hole but that of the end of
+    document `eod`. Raises ValueError.
+    """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(raw.splitlines(), 1):
         if not line:
@@ -237,10 +330,14 @@ def _published_ranks(raw: bytes, eod: int) -> dict[bytes, int]:
 
 
 def _megatron_ranks(entries: list[Any], vocab_size: int) -> dict[bytes, int]:
-    """Token -> id of the entries of Megatron's JSON, the k-th of which has rank k, cut to a vocabulary. Raises ValueError."""
+    """Token -> id of the entries of Megatron's JSON, the k-th of which has rank k, cut to a
+    vocabulary. Raises ValueError.
+    """
     size, first = vocab_size - len(MEGATRON_SPECIAL), len(MEGATRON_SPECIAL)
     if size < 256:
-        raise InputError(f"a vocabulary of {vocab_size} is too small for {first} special tokens and 256 bytes")
+        raise InputError(
+            f"a vocabulary of {vocab_size} is too small for {first} special tokens and 256 bytes"
+        )
     ranks: dict[bytes, int] = {}
     for number, entry in enumerate(entries[:size]):
         text = entry.get("token_bytes") if isinstance(entry, dict) else None
@@ -253,13 +350,17 @@ def _megatron_ranks(entries: list[Any], vocab_size: int) -> dict[bytes, int]:
 
 
 def _check_ranks(ranks: dict[bytes, int], expected: list[int]) -> None:
-    """Raises InputError unless the tokens have the expected ranks, each once, and every single byte is a token."""
+    """Raises InputError unless the tokens have the expected ranks, each once, and every single byte
+    is a token.
+    """
     for rank, right in zip(sorted(ranks.values()), expected, strict=True):
         if rank != right:
             raise InputError(f"rank {min(rank, right)} is missing or given twice")
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
-        raise InputError(f"the single byte {missing[0]} has no token, so that some texts could not be encoded")
+        raise InputError(
+            f"the single byte {missing[0]} has no token, so that some texts could not be encoded"
+        )
 
 
 def _null(vocab_size: int | None) -> Tokenizer:
@@ -267,16 +368,32 @@ def _null(vocab_size: int | None) -> Tokenizer:
     if vocab_size is None or vocab_size < 1:
         raise UserError("--vocab-size is missing: --tokenizer-type NullTokenizer needs it")
     decode = lambda ids: " ".join(map(str, ids))  # noqa: E731
-    return Tokenizer("NullTokenizer", vocab_size + 1, vocab_size, _fingerprint("null", vocab_size), parse_integers, decode)
+    return Tokenizer(
+        "NullTokenizer",
+        vocab_size + 1,
+        vocab_size,
+        _fingerprint("null", vocab_size),
+        parse_integers,
+        decode,
+    )
 
 
 def parse_integers(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Whitespace-separated non-negative integers: all values [n] int64 (2^63 - 1 where one is larger) and how many each text holds.
-    Raises UserError.
+    """Whitespace-separated non-negative integers: all values [n] int64 (2^63 - 1 where one is
+    larger) and how many each text holds. Raises UserError.
     """
     if "".join(texts).encode(errors="replace").translate(None, b"0123456789 \t\n\r\v\f"):
-        wrong = next(text for text in texts if text.encode(errors="replace").translate(None, b"0123456789 \t\n\r\v\f"))
-        raise UserError(f"NullTokenizer takes non-negative integers separated by whitespace, got {wrong[:60]!r}")
+        wrong = next(
+            text
+            for text in texts
+            if text.encode(errors="replace").translate(None, b"0123456789 \t\n\r\v\f")
+        )
+        raise UserError(
+            f"NullTokenizer takes non-negative integers separated by whitespace, got {wrong[:60]!r}"
+        )
     nothing = np.empty(0, np.int64)  # numpy reads one 0 from blank text
-    parts = [np.fromstring(text, np.int64, sep=" ") if text and not text.isspace() else nothing for text in texts]
+    parts = [
+        np.fromstring(text, np.int64, sep=" ") if text and not text.isspace() else nothing
+        for text in texts
+    ]
     return np.concatenate(parts or [nothing]), np.fromiter(map(len, parts), np.int64, len(parts))

@@ -1,8 +1,10 @@
-"""Collectives over an `Axis`, each started now and awaited later, or both at once. Sizes in dimension 0.
+"""Collectives over an `Axis`, each started now and awaited later, or both at once. Sizes in
+dimension 0.
 
-On NCCL they are NCCL's. On Gloo reduce-scatter and all-gather are made of sends and receives: Gloo's own reduce-scatter sends an
-all-reduce's bytes, and hides buffers of the tensor's size. Sums run in rank order, in fp32 for narrower tensors, so that they are the
-same bits for every size of a round and every alignment.
+On NCCL they are NCCL's. On Gloo reduce-scatter and all-gather are made of sends and receives:
+Gloo's own reduce-scatter sends an all-reduce's bytes, and hides buffers of the tensor's size. Sums
+run in rank order, in fp32 for narrower tensors, so that they are the same bits for every size of a
+round and every alignment.
 """
 
 from __future__ import annotations
@@ -21,10 +23,16 @@ from megatron.distributed.peers import waiting
 from megatron.distributed.rendezvous import name_ranks
 from megatron.distributed.silent import SilentGroup
 
-# Of torch.distributed: torch 2.13 has new names, and warns of the old ones, which are all that 2.11 has.
+# Of torch.distributed: torch 2.13 has new names, and warns of the old ones, which are all that 2.11
+# has.
 ALL_GATHER, REDUCE_SCATTER = (
-    ("all_gather_single", "reduce_scatter_single") if hasattr(dist, "all_gather_single") else ("all_gather_into_tensor", "reduce_scatter_tensor"))
-MESSAGE = 1024  # bytes that ranks exchange at once in `gather_bytes`: enough for what they tell each other around a checkpoint
+    ("all_gather_single", "reduce_scatter_single")
+    if hasattr(dist, "all_gather_single")
+    else ("all_gather_into_tensor", "reduce_scatter_tensor")
+)
+# bytes that ranks exchange at once in `gather_bytes`: enough for what they tell each other around a
+# checkpoint
+MESSAGE = 1024
 
 
 class Handle(Protocol):
@@ -36,10 +44,16 @@ class Handle(Protocol):
 
 def _others(what: str, axis: Axis) -> AbstractContextManager[None]:
     """While the other ranks of an axis are waited for in a collective."""
+
     def text(seconds: float) -> str:
-        rank, others = axis.ranks[axis.rank], [rank for rank in axis.ranks if rank != axis.ranks[axis.rank]]
-        return (f"rank {rank} waited {seconds:.1f} s in {what} over {axis.name} for {name_ranks(others)}. "
-                + ("That rank" if len(others) == 1 else "One of them, or one that it waits for,"))
+        rank, others = (
+            axis.ranks[axis.rank],
+            [rank for rank in axis.ranks if rank != axis.ranks[axis.rank]],
+        )
+        return (
+            f"rank {rank} waited {seconds:.1f} s in {what} over {axis.name} for "
+            f"{name_ranks(others)}. "
+        ) + ("That rank" if len(others) == 1 else "One of them, or one that it waits for,")
 
     return waiting(text)
 
@@ -47,7 +61,13 @@ def _others(what: str, axis: Axis) -> AbstractContextManager[None]:
 class _Works:
     """Torch's own handles, and what they leave to do; `of` is the operation and its axis."""
 
-    def __init__(self, works: list[Any], result: Tensor, finish: Callable[[], None] = lambda: None, of: tuple[str, Axis] | None = None):
+    def __init__(
+        self,
+        works: list[Any],
+        result: Tensor,
+        finish: Callable[[], None] = lambda: None,
+        of: tuple[str, Axis] | None = None,
+    ):
         self.works, self.result, self.finish, self.of = works, result, finish, of
 
     def wait(self) -> Tensor:
@@ -83,11 +103,15 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Handle:
         return _Works([], x)
     if isinstance(axis.group, SilentGroup):
         return axis.group.start("all-reduce", x)
-    return _Works([dist.all_reduce(x, group=axis.group, async_op=True)], x, of=("an all-reduce", axis))
+    return _Works(
+        [dist.all_reduce(x, group=axis.group, async_op=True)], x, of=("an all-reduce", axis)
+    )
 
 
 def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Handle:
-    """Every rank's x [n, ...] -> [size * n, ...] in axis order. `x` may be this rank's part of `out`, which then stays where it is."""
+    """Every rank's x [n, ...] -> [size * n, ...] in axis order. `x` may be this rank's part of
+    `out`, which then stays where it is.
+    """
     if axis.size == 1:
         return _Works([], x if out is None else out)
     if is_gloo(axis) and x.is_cuda:
@@ -97,11 +121,16 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Handle
         return axis.group.start("all-gather", out)
     x = x.contiguous()
     if not is_gloo(axis):
-        return _Works([getattr(dist, ALL_GATHER)(out, x, group=axis.group, async_op=True)], out, of=("an all-gather", axis))
+        return _Works(
+            [getattr(dist, ALL_GATHER)(out, x, group=axis.group, async_op=True)],
+            out,
+            of=("an all-gather", axis),
+        )
     parts = out.chunk(axis.size)
     works = []
     with _others("an all-gather", axis):  # a connection that was lost is found here
-        for step in range(1, axis.size):  # each rank begins with its neighbour: no rank is everyone's first
+        # each rank begins with its neighbour: no rank is everyone's first
+        for step in range(1, axis.size):
             to, come = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
             works.append(dist.irecv(parts[come], src=axis.ranks[come], group=axis.group))
             works.append(dist.isend(x, dst=axis.ranks[to], group=axis.group))
@@ -111,7 +140,9 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Handle
 
 
 class _GlooReduceScatter:
-    """Rounds of irecv and isend of views of x; the own slice is read in place. At most two rounds are in flight, of `room` bytes in all."""
+    """Rounds of irecv and isend of views of x; the own slice is read in place. At most two rounds
+    are in flight, of `room` bytes in all.
+    """
 
     def __init__(self, x: Tensor, axis: Axis, out: Tensor, wire: torch.dtype, room: int):
         self.axis, self.out, self.wire = axis, out.view(-1), wire
@@ -154,10 +185,13 @@ class _GlooReduceScatter:
 
 
 def _add_in_rank_order(parts: dict[int, Tensor], axis: Axis, out: Tensor) -> None:
-    """The sum of one part from each rank into `out`, in fp32 or wider. `out` may be the own part; the others' are overwritten."""
+    """The sum of one part from each rank into `out`, in fp32 or wider. `out` may be the own part;
+    the others' are overwritten.
+    """
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     in_place = out.data_ptr() == parts[axis.rank].data_ptr()
-    if out.dtype == wide == parts[0].dtype and (axis.rank < 2 or not in_place):  # the own part is read before it is written over
+    # the own part is read before it is written over
+    if out.dtype == wide == parts[0].dtype and (axis.rank < 2 or not in_place):
         total, rest = out, range(2, axis.size)
         torch.add(parts[0], parts[1], out=out)
     else:
@@ -168,22 +202,32 @@ def _add_in_rank_order(parts: dict[int, Tensor], axis: Axis, out: Tensor) -> Non
         out.copy_(total)
 
 
-def _round_elements(elements: int, ranks: int, dtype: torch.dtype, wire: torch.dtype, room: int) -> int:
-    """Elements of each round of a Gloo reduce-scatter whose own slice has so many: two rounds take `room` bytes, or ROUND_BYTES."""
+def _round_elements(
+    elements: int, ranks: int, dtype: torch.dtype, wire: torch.dtype, room: int
+) -> int:
+    """Elements of each round of a Gloo reduce-scatter whose own slice has so many: two rounds take
+    `room` bytes, or ROUND_BYTES.
+    """
     wide = torch.promote_types(wire, torch.float32)
-    each = wire.itemsize * (ranks - 1)  # of what an element of the own slice takes: received; cast, to be sent and added; summed
+    # of what an element of the own slice takes: received; cast, to be sent and added; summed
+    each = wire.itemsize * (ranks - 1)
     each += wire.itemsize * ranks * (wire != dtype) + wide.itemsize * (wire != wide)
     limit = max(ROUND_BYTES, room)
     return elements if elements * each <= limit else max(1, limit // 2 // each)
 
 
-def _bytes_in_flight(elements: int, axis: Axis, dtype: torch.dtype, wire: torch.dtype, room: int) -> int:
-    """What a reduce-scatter takes beside its input and output while it is under way; `elements` of the own slice."""
+def _bytes_in_flight(
+    elements: int, axis: Axis, dtype: torch.dtype, wire: torch.dtype, room: int
+) -> int:
+    """What a reduce-scatter takes beside its input and output while it is under way; `elements` of
+    the own slice.
+    """
     casts = wire != dtype
     if not axis.group.gloo:
         return elements * wire.itemsize * (axis.size + 1) * casts
     of_two_rounds = min(elements, 2 * _round_elements(elements, axis.size, dtype, wire, room))
-    return of_two_rounds * wire.itemsize * (axis.size - 1) * (2 if casts else 1)  # received, and cast to be sent
+    # received, and cast to be sent
+    return of_two_rounds * wire.itemsize * (axis.size - 1) * (2 if casts else 1)
 
 
 class _Shaped:
@@ -194,46 +238,69 @@ class _Shaped:
         return self.pending.wait().view(self.shape)
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None, wire: torch.dtype | None = None, room: int | None = None) -> Handle:
-    """The sum over the axis of x [size * n, ...], of which each rank keeps its n rows. `out` may be this rank's part of a contiguous x.
+def start_reduce_scatter(
+    x: Tensor,
+    axis: Axis,
+    out: Tensor | None = None,
+    wire: torch.dtype | None = None,
+    room: int | None = None,
+) -> Handle:
+    """The sum over the axis of x [size * n, ...], of which each rank keeps its n rows. `out` may be
+    this rank's part of a contiguous x.
 
-    `wire` is the precision in which it is sent (x's own by default): every rank's part is rounded to it, the sum is not. `room`: bytes that it
-    may take beside x and out on Gloo, ROUND_BYTES or more (by default half of what is reduced).
+    `wire` is the precision in which it is sent (x's own by default): every rank's part is rounded
+    to it, the sum is not. `room`: bytes that it may take beside x and out on Gloo, ROUND_BYTES or
+    more (by default half of what is reduced).
     """
     if axis.size == 1:
         return _Works([], x if out is None else out)
     wire = wire or x.dtype
     if is_gloo(axis) and x.is_cuda:
-        return _staged(x, axis, out, lambda host, axis: start_reduce_scatter(host, axis, wire=wire, room=room))
+        return _staged(
+            x, axis, out, lambda host, axis: start_reduce_scatter(host, axis, wire=wire, room=room)
+        )
     own = x.chunk(axis.size)[axis.rank]
     out = torch.empty_like(own, memory_format=torch.contiguous_format) if out is None else out
     room = x.numel() * wire.itemsize // 2 if room is None else room
     if isinstance(axis.group, SilentGroup):
-        return axis.group.start("reduce-scatter", out, _bytes_in_flight(own.numel(), axis, x.dtype, wire, room))
+        return axis.group.start(
+            "reduce-scatter", out, _bytes_in_flight(own.numel(), axis, x.dtype, wire, room)
+        )
     if is_gloo(axis):
         return _Shaped(_GlooReduceScatter(x, axis, out, wire, room), own.shape)
     if wire == x.dtype:
-        return _Works([getattr(dist, REDUCE_SCATTER)(out, x.contiguous(), group=axis.group, async_op=True)], out,
-                      of=("a reduce-scatter", axis))
+        return _Works(
+            [getattr(dist, REDUCE_SCATTER)(out, x.contiguous(), group=axis.group, async_op=True)],
+            out,
+            of=("a reduce-scatter", axis),
+        )
     narrow = torch.empty_like(own, dtype=wire)  # NCCL adds in the precision of the wire
     work = getattr(dist, REDUCE_SCATTER)(narrow, x.to(wire), group=axis.group, async_op=True)
     return _Works([work], out, lambda: out.copy_(narrow), of=("a reduce-scatter", axis))
 
 
 def _exchange(sends: Tensor, to: int, receives: Tensor, come: int, axis: Axis) -> list[Any]:
-    return dist.batch_isend_irecv([
-        dist.P2POp(dist.irecv, receives, axis.ranks[come], axis.group), dist.P2POp(dist.isend, sends, axis.ranks[to], axis.group),
-    ])
+    return dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.irecv, receives, axis.ranks[come], axis.group),
+            dist.P2POp(dist.isend, sends, axis.ranks[to], axis.group),
+        ]
+    )
 
 
 def gather_parts(x: Tensor, axis: Axis, out: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """An all-gather of x [n, ...] into out [size * n, ...] that hands out each rank's part as it arrives, the own one first: (rank, part)."""
+    """An all-gather of x [n, ...] into out [size * n, ...] that hands out each rank's part as it
+    arrives, the own one first: (rank, part).
+    """
     if is_gloo(axis) and x.is_cuda:
         start_all_gather(x, axis, out).wait()
         yield from enumerate(out.chunk(axis.size))
         return
     x, parts = x.contiguous(), out.chunk(axis.size)
-    steps = [((axis.rank + step) % axis.size, (axis.rank - step) % axis.size) for step in range(1, axis.size)]
+    steps = [
+        ((axis.rank + step) % axis.size, (axis.rank - step) % axis.size)
+        for step in range(1, axis.size)
+    ]
     with _others("an all-gather", axis):
         works = [_exchange(x, to, parts[come], come, axis) for to, come in steps]
     parts[axis.rank].copy_(x)
@@ -246,7 +313,9 @@ def gather_parts(x: Tensor, axis: Axis, out: Tensor) -> Iterator[tuple[int, Tens
 
 
 def scatter_parts(part: Callable[[int], Tensor], axis: Axis) -> Tensor:
-    """A reduce-scatter whose input is computed on the way: part(r) [n, ...] is what rank r shall sum up, the own one is asked for last."""
+    """A reduce-scatter whose input is computed on the way: part(r) [n, ...] is what rank r shall
+    sum up, the own one is asked for last.
+    """
     received, works, kept = {}, [], []
     for step in range(1, axis.size):
         to, come = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
@@ -280,11 +349,15 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_bytes(data: bytes, axis: Axis, device: torch.device) -> list[bytes]:
-    """Every rank's bytes (of any length), in axis order, on every rank. Waits. One all-gather where all are short, else two."""
+    """Every rank's bytes (of any length), in axis order, on every rank. Waits. One all-gather where
+    all are short, else two.
+    """
     if axis.size == 1:
         return [data]
     device = torch.device("cpu") if is_gloo(axis) else device
-    rows = _all_gather_few((len(data).to_bytes(8, "little") + data)[:MESSAGE], MESSAGE, axis, device)
+    rows = _all_gather_few(
+        (len(data).to_bytes(8, "little") + data)[:MESSAGE], MESSAGE, axis, device
+    )
     sizes = [8 + int.from_bytes(row[:8], "little") for row in rows]
     if max(sizes) > MESSAGE:
         rests = _all_gather_few(data[MESSAGE - 8 :], max(sizes) - MESSAGE, axis, device)
@@ -293,7 +366,9 @@ def gather_bytes(data: bytes, axis: Axis, device: torch.device) -> list[bytes]:
 
 
 def _all_gather_few(data: bytes, room: int, axis: Axis, device: torch.device) -> list[bytes]:
-    """Every rank's bytes, filled up to `room`, by the library's own all-gather: of few bytes over Gloo it takes 0.1 ms, where sends and receives take 4."""
+    """Every rank's bytes, filled up to `room`, by the library's own all-gather: of few bytes over
+    Gloo it takes 0.1 ms, where sends and receives take 4.
+    """
     own = torch.frombuffer(bytearray(data.ljust(room, b"\0")), dtype=torch.uint8).to(device)
     rows = [torch.empty_like(own) for _ in axis.ranks]
     with _others("an exchange of messages", axis):
@@ -313,8 +388,11 @@ def broadcast_bytes(data: bytes, axis: Axis, device: torch.device) -> bytes:
 def _broadcast(data: bytes, axis: Axis, device: torch.device) -> bytes:
     size = torch.tensor([len(data)], device=device)
     dist.broadcast(size, axis.ranks[0], group=axis.group)
-    own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device) if axis.rank == 0 and data else torch.empty(
-        int(size), dtype=torch.uint8, device=device)
+    own = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        if axis.rank == 0 and data
+        else torch.empty(int(size), dtype=torch.uint8, device=device)
+    )
     if len(own):
         dist.broadcast(own, axis.ranks[0], group=axis.group)
     return own.cpu().numpy().tobytes()

@@ -1,6 +1,8 @@
-"""The rank grid: which ranks share what. Built once, frozen, passed down; a layer receives only the one `Axis` that it uses.
+"""The rank grid: which ranks share what. Built once, frozen, passed down; a layer receives only the
+one `Axis` that it uses.
 
-Ranks are numbered with tp fastest: `arange(world).view(pp, dp, cp, tp)`. World 16 with tp2 cp2 dp2 pp2: tp [0 1], cp [0 2], dp [0 4], pp [0 8].
+Ranks are numbered with tp fastest: `arange(world).view(pp, dp, cp, tp)`. World 16 with tp2 cp2 dp2
+pp2: tp [0 1], cp [0 2], dp [0 4], pp [0 8].
 """
 
 from __future__ import annotations
@@ -49,11 +51,16 @@ class Layout:
     @lru_cache  # a plan asks for those of thousands of ranks again and again
     def partition(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that differ only in `axes`, each in ascending order."""
+
         def offsets(chosen: list[str]) -> list[int]:
             numbers = [0]
             for axis in chosen:
                 stride = self.rank({name: int(name == axis) for name in self.order})
-                numbers = [number + stride * index for number in numbers for index in range(getattr(self, axis))]
+                numbers = [
+                    number + stride * index
+                    for number in numbers
+                    for index in range(getattr(self, axis))
+                ]
             return numbers
 
         inside = offsets([axis for axis in self.order if axis in axes])
@@ -63,7 +70,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Axis:
-    """One set of ranks as one of them sees it: `rank` is its place in `ranks` (global numbers); no process group where it is alone."""
+    """One set of ranks as one of them sees it: `rank` is its place in `ranks` (global numbers); no
+    process group where it is alone.
+    """
 
     name: str
     rank: int = 0
@@ -83,8 +92,10 @@ class BufferGroups:
     """Who holds copies of a flat buffer, and how they share its gradients and weights."""
 
     replicas: Axis  # the ranks that hold the same parameters and add their gradients
-    shard: Axis  # those of replicas among which ZeRO cuts a buffer; all of them unless told otherwise
-    shard_gather: Axis  # the same ranks on a communicator of its own: two collectives on one would wait for each other
+    # those of replicas among which ZeRO cuts a buffer; all of them unless told otherwise
+    shard: Axis
+    # the same ranks on a communicator of its own: two collectives on one would wait for each other
+    shard_gather: Axis
     copies: Axis  # those of replicas that hold the same slice; alone when all of replicas share
 
 
@@ -99,10 +110,12 @@ class Groups:
     cp: Axis
     dp: Axis
     pp: Axis
-    buffers: dict[str, BufferGroups]  # of parameters by the group that they declare (layers/spec.py): "dense" is dp x cp
+    # of parameters by the group that they declare (layers/spec.py): "dense" is dp x cp
+    buffers: dict[str, BufferGroups]
     kv: Axis  # the tp ranks that hold the same key/value head
     tied: Axis  # the first and the last of pp, where both hold the word embedding
-    channels: tuple[Axis, ...]  # pp again, on communicators for messages between neighbours: `channel`
+    # pp again, on communicators for messages between neighbours: `channel`
+    channels: tuple[Axis, ...]
 
     @property
     def dense(self) -> BufferGroups:
@@ -110,14 +123,20 @@ class Groups:
         return self.buffers["dense"]
 
     def channel(self, source: int, to: int) -> Axis:
-        """The communicator of messages from one pp rank to a neighbour, in order. A rank never sends and receives on the same one, so that no
-        message waits for another that goes elsewhere: NCCL carries out what is on one communicator one by one."""
+        """The communicator of messages from one pp rank to a neighbour, in order. A rank never
+        sends and receives on the same one, so that no message waits for another that goes
+        elsewhere: NCCL carries out what is on one communicator one by one.
+        """
         return self.channels[_channel(self.pp.size, source, to)]
 
     def describe(self) -> str:
-        """`tp2 cp1 pp2 dp2 | rank 5 = pp1 dp0 cp0 tp1`: for the banner, the trackers and every error."""
+        """`tp2 cp1 pp2 dp2 | rank 5 = pp1 dp0 cp0 tp1`: for the banner, the trackers and every
+        error.
+        """
         at = self.layout.coordinates(self.rank)
-        return f"{describe_layout(self.layout)} | rank {self.rank} = " + " ".join(f"{axis}{at[axis]}" for axis in ("pp", "dp", "cp", "tp"))
+        return f"{describe_layout(self.layout)} | rank {self.rank} = " + " ".join(
+            f"{axis}{at[axis]}" for axis in ("pp", "dp", "cp", "tp")
+        )
 
 
 def describe_layout(layout: Layout) -> str:
@@ -126,8 +145,12 @@ def describe_layout(layout: Layout) -> str:
 
 
 def _channel(size: int, source: int, to: int) -> int:
-    """Neighbouring links alternate between two channels each way (around an odd ring the last one has a third); two ranks have one each way."""
-    assert (to - source) % size in (1, size - 1), f"pp ranks {source} and {to} of {size} are no neighbours"
+    """Neighbouring links alternate between two channels each way (around an odd ring the last one
+    has a third); two ranks have one each way.
+    """
+    assert (to - source) % size in (1, size - 1), (
+        f"pp ranks {source} and {to} of {size} are no neighbours"
+    )
     up = (to - source) % size == 1
     link = source if up else to
     colour = 2 if size % 2 and link == size - 1 else link % 2
@@ -144,13 +167,22 @@ def kv_sharers(tp: int, kv_heads: int) -> int:
     return max(1, tp // kv_heads)
 
 
-def build_groups(layout: Layout, rank: int, new_group: Callable[[tuple[int, ...]], Any], kv_heads: int | None = None, *,
-                 tied: bool = False, shard: int | None = None) -> Groups:
-    """The groups of one rank. `new_group(ranks)` makes a process group; it is called for the same tuples in the same order on every rank,
-    once for each distinct tuple of two or more ranks (and once more for `shard_gather` and each of `channels`).
+def build_groups(
+    layout: Layout,
+    rank: int,
+    new_group: Callable[[tuple[int, ...]], Any],
+    kv_heads: int | None = None,
+    *,
+    tied: bool = False,
+    shard: int | None = None,
+) -> Groups:
+    """The groups of one rank. `new_group(ranks)` makes a process group; it is called for the same
+    tuples in the same order on every rank, once for each distinct tuple of two or more ranks (and
+    once more for `shard_gather` and each of `channels`).
 
-    `kv_heads` is the number of key/value heads of the model (None: at least one for each tp rank); `tied`: the first and the last pp rank
-    both hold the word embedding; `shard` neighbours of those that hold the same parameters share them out (None: all).
+    `kv_heads` is the number of key/value heads of the model (None: at least one for each tp rank);
+    `tied`: the first and the last pp rank both hold the word embedding; `shard` neighbours of those
+    that hold the same parameters share them out (None: all).
     """
     shard = shard or layout.dp * layout.cp
     assert 0 <= rank < layout.world and layout.dp * layout.cp % shard == 0
@@ -161,39 +193,70 @@ def build_groups(layout: Layout, rank: int, new_group: Callable[[tuple[int, ...]
         for ranks in partition:
             group = None
             if len(ranks) > 1:
-                group = new_group(ranks) if own else made[ranks] if ranks in made else made.setdefault(ranks, new_group(ranks))
+                group = (
+                    new_group(ranks)
+                    if own
+                    else made[ranks]
+                    if ranks in made
+                    else made.setdefault(ranks, new_group(ranks))
+                )
             if rank in ranks:
                 found = Axis(name, ranks.index(rank), ranks, group)
         return found
 
     share = kv_sharers(layout.tp, kv_heads or layout.tp)
-    ends = ((line[0], line[-1]) for line in layout.partition("pp")) if tied and layout.pp > 1 else ()
-    shards = [ranks[i : i + shard] for ranks in layout.partition("dp", "cp") for i in range(0, len(ranks), shard)]
+    ends = (
+        ((line[0], line[-1]) for line in layout.partition("pp")) if tied and layout.pp > 1 else ()
+    )
+    shards = [
+        ranks[i : i + shard]
+        for ranks in layout.partition("dp", "cp")
+        for i in range(0, len(ranks), shard)
+    ]
     copies = (ranks[i::shard] for ranks in layout.partition("dp", "cp") for i in range(shard))
     kv = (tp[i : i + share] for tp in layout.partition("tp") for i in range(0, layout.tp, share))
     return Groups(
-        layout=layout, rank=rank, world=axis("world", layout.partition(*ORDER)),
+        layout=layout,
+        rank=rank,
+        world=axis("world", layout.partition(*ORDER)),
         **{name: axis(name, layout.partition(name)) for name in ("tp", "cp", "dp", "pp")},
-        buffers={"dense": BufferGroups(
-            replicas=axis("replicas", layout.partition("dp", "cp")), shard=axis("shard", shards),
-            shard_gather=axis("shard_gather", shards, own=True), copies=axis("copies", copies))},
-        kv=axis("kv", kv), tied=axis("tied", ends),
-        channels=tuple(axis("channel", layout.partition("pp"), own=True) for _ in range(channel_count(layout.pp))),
+        buffers={
+            "dense": BufferGroups(
+                replicas=axis("replicas", layout.partition("dp", "cp")),
+                shard=axis("shard", shards),
+                shard_gather=axis("shard_gather", shards, own=True),
+                copies=axis("copies", copies),
+            )
+        },
+        kv=axis("kv", kv),
+        tied=axis("tied", ends),
+        channels=tuple(
+            axis("channel", layout.partition("pp"), own=True)
+            for _ in range(channel_count(layout.pp))
+        ),
     )
 
 
 def layout_of(config: Config, world_size: int) -> Layout:
     """The rank grid that the flags ask for."""
     distributed = config.distributed
-    return Layout(tp=distributed.tensor_model_parallel_size, dp=data_parallel_size(config, world_size),
-                  pp=distributed.pipeline_model_parallel_size, order=TP_PP_DP_ORDER if distributed.use_tp_pp_dp_mapping else ORDER)
+    return Layout(
+        tp=distributed.tensor_model_parallel_size,
+        dp=data_parallel_size(config, world_size),
+        pp=distributed.pipeline_model_parallel_size,
+        order=TP_PP_DP_ORDER if distributed.use_tp_pp_dp_mapping else ORDER,
+    )
 
 
 def group_options(config: Config) -> dict[str, Any]:
     """What `build_groups` has to know of a resolved configuration beside its layout."""
     placement = placement_of(config)
     tied = placement[0] != placement[-1] and not config.model.untie_embeddings_and_output_weights
-    return {"kv_heads": config.model.num_query_groups, "tied": tied, "shard": config.distributed.zero_shard_size}
+    return {
+        "kv_heads": config.model.num_query_groups,
+        "tied": tied,
+        "shard": config.distributed.zero_shard_size,
+    }
 
 
 def one_process() -> Groups:

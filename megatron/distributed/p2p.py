@@ -1,6 +1,7 @@
 """Messages between two ranks of an axis, of shapes that both know: started now, awaited later.
 
-Messages from one rank to another arrive in the order in which they are sent; the tag is only a second lock (Gloo heeds it, NCCL does not).
+Messages from one rank to another arrive in the order in which they are sent; the tag is only a
+second lock (Gloo heeds it, NCCL does not).
 """
 
 from __future__ import annotations
@@ -34,7 +35,15 @@ class Sending:
 class Receiving:
     """A message on its way in."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, source: int, axis: Axis, tag: int):
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        source: int,
+        axis: Axis,
+        tag: int,
+    ):
         self.device = device
         self.x = torch.empty(shape, dtype=dtype, device="cpu" if is_gloo(axis) else device)
         if isinstance(axis.group, SilentGroup):
@@ -43,6 +52,8 @@ class Receiving:
         self.work = dist.irecv(self.x, src=axis.ranks[source], group=axis.group, tag=tag)
 
     def wait(self) -> Tensor:
-        """The tensor. On a GPU the current stream waits, not the host (but for Gloo, which moves CPU memory)."""
+        """The tensor. On a GPU the current stream waits, not the host (but for Gloo, which moves
+        CPU memory).
+        """
         self.work.wait()
         return self.x.to(self.device)

@@ -1,5 +1,6 @@
-"""Who keeps the others waiting. Each rank puts what it does into the rendezvous store every few seconds, from a thread; a wait for other ranks that
-fails is told with what they did last, and rank 0 warns of a rank that has fallen silent. No collective waits for any of it.
+"""Who keeps the others waiting. Each rank puts what it does into the rendezvous store every few
+seconds, from a thread; a wait for other ranks that fails is told with what they did last, and rank
+0 warns of a rank that has fallen silent. No collective waits for any of it.
 """
 
 from __future__ import annotations
@@ -61,10 +62,13 @@ class Heartbeat(NamedTuple):
 
 @dataclass
 class Peers:
-    """What this process does, and where the ranks of its job report. There is one for a process, as there is one default group."""
+    """What this process does, and where the ranks of its job report. There is one for a process, as
+    there is one default group.
+    """
 
     iteration: int = 0
-    waits: list[tuple[Callable[[float], str], float]] = field(default_factory=list)  # (text, since), the innermost last
+    # (text, since), the innermost last
+    waits: list[tuple[Callable[[float], str], float]] = field(default_factory=list)
     rank: int = 0
     world: int = 1
     store: Store | None = None
@@ -76,7 +80,8 @@ class Peers:
     def start(self, store: Store, rank: int, world: int, holder: str) -> None:
         """Begin to report. `holder` holds the store."""
         self.rank, self.world, self.holder, self.over = rank, world, holder, threading.Event()
-        # A connection of its own, which nothing holds up; many of them would be more than a process may have open.
+        # A connection of its own, which nothing holds up; many of them would be more than a process
+        # may have open.
         self.store = PrefixStore("reports", store.clone() if world <= CLONED else store)
         self.count, self.silent = 0, set()
         self.report()
@@ -88,7 +93,9 @@ class Peers:
         self.store, self.iteration = None, 0
 
     def end(self, why: str) -> None:
-        """The last report of a rank that fails. Returns within a second or so, whatever holds the store up."""
+        """The last report of a rank that fails. Returns within a second or so, whatever holds the
+        store up.
+        """
         if self.store is None or self.over.is_set():
             return
         self.over.set()
@@ -105,12 +112,16 @@ class Peers:
         """Say what this rank does, or why it ends."""
         self.count += 1
         place = f"process {os.getpid()} on {socket.gethostname()}"
-        report = Heartbeat(self.count, time.time(), place, end or self.doing(), bool(self.waits), bool(end))
+        report = Heartbeat(
+            self.count, time.time(), place, end or self.doing(), bool(self.waits), bool(end)
+        )
         self.store.set(str(self.rank), json.dumps(report))
 
     def doing(self) -> str:
         """In words."""
-        where = f"in iteration {self.iteration}, " if self.iteration else "before the first iteration, "
+        where = (
+            f"in iteration {self.iteration}, " if self.iteration else "before the first iteration, "
+        )
         waits = self.waits[:1]
         return where + (waits[0][0](time.monotonic() - waits[0][1]) if waits else "computing")
 
@@ -133,19 +144,32 @@ class Peers:
                 if rank in warned:
                     print(f"warning: rank {rank} reports again", file=sys.stderr, flush=True)
                     warned.remove(rank)
-            elif now - seen[rank][1] > SILENT and rank not in warned and not report.ended and len(warned) < NAMED:
+            elif (
+                now - seen[rank][1] > SILENT
+                and rank not in warned
+                and not report.ended
+                and len(warned) < NAMED
+            ):
                 warned.add(rank)
-                print(f"warning: {report.silent(rank)}. The others wait for it", file=sys.stderr, flush=True)
+                print(
+                    f"warning: {report.silent(rank)}. The others wait for it",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def _read(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
         """The last reports of these ranks; none while any has not reported yet."""
         keys = [str(rank) for rank in ranks]
         if not keys or not self.store.check(keys):
             return {}
-        return {rank: Heartbeat(*json.loads(raw)) for rank, raw in zip(ranks, self.store.multi_get(keys))}
+        return {
+            rank: Heartbeat(*json.loads(raw))
+            for rank, raw in zip(ranks, self.store.multi_get(keys))
+        }
 
     def find(self, waited: float) -> str:
-        """Which ranks have ended or fallen silent, in words, after a wait of so many seconds; empty where that is not known.
+        """Which ranks have ended or fallen silent, in words, after a wait of so many seconds; empty
+        where that is not known.
 
         Returns within LOOK + ANSWER seconds.
         """
@@ -172,17 +196,29 @@ class Peers:
         if found[0] is None:
             return f"{self.holder}, which holds the rendezvous store, has ended"
         first, last = found[0]
-        self.silent = {rank for rank, report in last.items()
-                       if waited > LOOK and rank in first and report.count == first[rank].count and not report.ended}
+        self.silent = {
+            rank
+            for rank, report in last.items()
+            if waited > LOOK
+            and rank in first
+            and report.count == first[rank].count
+            and not report.ended
+        }
         return _words(last, self.silent, waited)
 
     def stay(self) -> None:
-        """On the rank that holds the store, wait until the others that live have looked into it, which their last report says.
+        """On the rank that holds the store, wait until the others that live have looked into it,
+        which their last report says.
 
         Returns within LOOK + ANSWER seconds.
         """
         others = sorted(set(range(self.world)) - self.silent - {self.rank})
-        if self.store is None or self.holder != f"rank {self.rank}" or self.world > MOST or not others:
+        if (
+            self.store is None
+            or self.holder != f"rank {self.rank}"
+            or self.world > MOST
+            or not others
+        ):
             return
         until = time.monotonic() + LOOK + ANSWER
         with suppress(RuntimeError):
@@ -196,10 +232,18 @@ class Peers:
 def _words(last: dict[int, Heartbeat], silent_ranks: set[int], waited: float) -> str:
     timeout = waited > LOOK
     silent = [last[rank].silent(rank) for rank in sorted(silent_ranks)]
-    ended = [report.over(rank) for rank, report in last.items() if report.ended and not report.waited]
-    busy = [report.busy(rank) for rank, report in last.items() if timeout and not report.ended and not report.waited]
+    ended = [
+        report.over(rank) for rank, report in last.items() if report.ended and not report.waited
+    ]
+    busy = [
+        report.busy(rank)
+        for rank, report in last.items()
+        if timeout and not report.ended and not report.waited
+    ]
     named = silent or ended or busy
-    return "; ".join(named[:NAMED]) + (f"; and {len(named) - NAMED} more" if len(named) > NAMED else "")
+    return "; ".join(named[:NAMED]) + (
+        f"; and {len(named) - NAMED} more" if len(named) > NAMED else ""
+    )
 
 
 PEERS = Peers()
@@ -207,7 +251,8 @@ PEERS = Peers()
 
 @contextmanager
 def waiting(text: Callable[[float], str]) -> Iterator[None]:
-    """While other ranks are waited for: what torch raises becomes a PeerError of `text(seconds waited)`, which ends by naming the rank to look at.
+    """While other ranks are waited for: what torch raises becomes a PeerError of `text(seconds
+    waited)`, which ends by naming the rank to look at.
 
     Of several inside each other the outermost of several counts.
     """
@@ -220,13 +265,22 @@ def waiting(text: Callable[[float], str]) -> Iterator[None]:
     except RuntimeError as error:
         if len(PEERS.waits) > 1:  # the outermost looks
             raise
-        cause: Any = error.cause if isinstance(error, PeerError) else str(error).splitlines()[0].partition(". ")[0]  # without Gloo's advice
+        # without Gloo's advice
+        cause: Any = (
+            error.cause
+            if isinstance(error, PeerError)
+            else str(error).splitlines()[0].partition(". ")[0]
+        )
         waited = time.monotonic() - begun
         said = text(waited)
         finding = PEERS.find(waited)
         PEERS.end(said)
         PEERS.stay()
-        raise PeerError(f"{said} ended or hangs{': ' + finding if finding else ''}. Look at its output first; where it is only slow, raise "
-                        f"--distributed-timeout-minutes. ({cause})", cause) from error
+        raise PeerError(
+            f"{said} ended or hangs{': ' + finding if finding else ''}. Look at its output "
+            "first; where it is only slow, raise "
+            f"--distributed-timeout-minutes. ({cause})",
+            cause,
+        ) from error
     finally:
         PEERS.waits.pop()

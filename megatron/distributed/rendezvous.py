@@ -1,9 +1,12 @@
-"""How the ranks of a job find each other and make sure that they belong together, through a few keys of a torch TCPStore.
+"""How the ranks of a job find each other and make sure that they belong together, through a few
+keys of a torch TCPStore.
 
-torchrun's agent hosts the store, else rank 0 does. Every rank appends a line to `arrivals`. Rank 0 calls each line's author by its `ticket`
-into its own `meeting`; who is called appends its line to `{meeting}/present`. Lines left behind by an earlier attempt in the same store answer
-no call. The first `{meeting}/verdict` counts for all: empty when everybody may go on, else the error that every rank raises; rank 0 gives it when
-all are present, and whoever runs out of time first gives it too, so that nobody waits longer than the timeout of the first.
+torchrun's agent hosts the store, else rank 0 does. Every rank appends a line to `arrivals`. Rank 0
+calls each line's author by its `ticket` into its own `meeting`; who is called appends its line to
+`{meeting}/present`. Lines left behind by an earlier attempt in the same store answer no call. The
+first `{meeting}/verdict` counts for all: empty when everybody may go on, else the error that every
+rank raises; rank 0 gives it when all are present, and whoever runs out of time first gives it too,
+so that nobody waits longer than the timeout of the first.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from megatron.config.groups import Config
 
 LONGEST_PAUSE = 0.5  # seconds between two looks at the store
 FAREWELL = 5.0  # seconds that a rank which has read an error gives the others to read it too
-LATE = 2.0  # seconds that rank 0 gives ranks on their way once it has seen a fault, so that they read it too
+# seconds that rank 0 gives ranks on their way once it has seen a fault, so that they read it too
+LATE = 2.0
 FINE = "in order"
 MOST_DIFFERENCES = 5  # named in one message
 
@@ -38,7 +42,9 @@ class LaunchError(UserError):
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says about this process. `address` and `port` are where the ranks meet; None for one process."""
+    """What the launcher says about this process. `address` and `port` are where the ranks meet;
+    None for one process.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -48,7 +54,9 @@ class Launch:
     address: str | None = None
     port: int | None = None
     job: str = ""
-    """Tells apart the jobs (and attempts of a job) that meet at the same address and port by mistake."""
+    """Tells apart the jobs (and attempts of a job) that meet at the same address and port by
+    mistake.
+    """
     agent_store: bool = False
     """torchrun's agent hosts the store."""
 
@@ -68,9 +76,11 @@ class Arrival:
 
 
 def meet(launch: Launch, seconds: float, fingerprint: dict[str, Any], gpu: str = "") -> Store:
-    """The store of this job, when every rank has arrived with an equal fingerprint and a GPU of its own; else LaunchError, on every rank.
+    """The store of this job, when every rank has arrived with an equal fingerprint and a GPU of its
+    own; else LaunchError, on every rank.
 
-    All talk with the store runs in a thread, since torch waits without limit for a server that accepts a connection and then says nothing.
+    All talk with the store runs in a thread, since torch waits without limit for a server that
+    accepts a connection and then says nothing.
     """
     ended: list[Store | BaseException] = []
 
@@ -87,8 +97,12 @@ def meet(launch: Launch, seconds: float, fingerprint: dict[str, Any], gpu: str =
         raise _no_store(launch)
     if isinstance(ended[0], RuntimeError):
         host = "torchrun's store" if launch.agent_store else "rank 0's store"
-        raise LaunchError(f"rank {launch.rank}: lost the connection to {host} at {launch.address}:{launch.port} before all {launch.world_size} ranks "
-                          f"had arrived ({str(ended[0]).splitlines()[0]}); look for the error of its host, which has ended") from None
+        raise LaunchError(
+            f"rank {launch.rank}: lost the connection to {host} at "
+            f"{launch.address}:{launch.port} before all {launch.world_size} ranks "
+            f"had arrived ({str(ended[0]).splitlines()[0]}); look for the error of its host, "
+            "which has ended"
+        ) from None
     if isinstance(ended[0], BaseException):
         raise ended[0]
     return ended[0]
@@ -113,7 +127,9 @@ class _Meeting:
         self.store = PrefixStore(self.meeting, self.keys)
 
     def _looks(self) -> Iterator[None]:
-        """Once for each look at the store until the time is up, with pauses that grow between them."""
+        """Once for each look at the store until the time is up, with pauses that grow between
+        them.
+        """
         pause = 0.005
         while time.monotonic() < self.deadline:
             yield
@@ -175,9 +191,16 @@ class _Meeting:
     def _missing(self, arrived: list[Arrival]) -> str:
         missing = sorted(set(range(self.launch.world_size)) - {arrival.rank for arrival in arrived})
         there = sorted({arrival.rank for arrival in arrived})
-        place, minutes = f"{self.launch.address}:{self.launch.port}", f"{self.seconds / 60:g} minutes (--distributed-timeout-minutes)"
-        return (f"{name_ranks(missing)} of {self.launch.world_size} did not arrive at {place} within {minutes}; {name_ranks(there)} did. Look for an earlier "
-                "error of the missing ranks, check that all were started, with the same MASTER_ADDR and MASTER_PORT, or allow more time")
+        place, minutes = (
+            f"{self.launch.address}:{self.launch.port}",
+            f"{self.seconds / 60:g} minutes (--distributed-timeout-minutes)",
+        )
+        return (
+            f"{name_ranks(missing)} of {self.launch.world_size} did not arrive at {place} "
+            f"within {minutes}; {name_ranks(there)} did. Look for an earlier "
+            "error of the missing ranks, check that all were started, with the same "
+            "MASTER_ADDR and MASTER_PORT, or allow more time"
+        )
 
     def _differing(self, present: list[Arrival]) -> str:
         """The error when fingerprints differ, else an empty string."""
@@ -187,20 +210,33 @@ class _Meeting:
             if arrival.digest != self.me.digest and len(found) < MOST_DIFFERENCES:
                 theirs = json.loads(self._get(f"{self.meeting}/fingerprint/{arrival.rank}") or "{}")
                 for name, (here, there) in differences(ours, theirs).items():
-                    found.setdefault(name, f"{name}: {here} on rank 0, {there} on rank {arrival.rank}")
+                    found.setdefault(
+                        name, f"{name}: {here} on rank 0, {there} on rank {arrival.rank}"
+                    )
         if not found:
             return ""
         lines = list(found.values())
-        more = f"; and {len(lines) - MOST_DIFFERENCES} more" if len(lines) > MOST_DIFFERENCES else ""
-        return "the ranks were started differently: " + "; ".join(lines[:MOST_DIFFERENCES]) + more + ". Give every rank the same flags and software"
+        more = (
+            f"; and {len(lines) - MOST_DIFFERENCES} more" if len(lines) > MOST_DIFFERENCES else ""
+        )
+        return (
+            "the ranks were started differently: "
+            + "; ".join(lines[:MOST_DIFFERENCES])
+            + more
+            + ". Give every rank the same flags and software"
+        )
 
     def _let_others_read(self) -> None:
-        """Wait until all who are present have read the error: the first process that ends takes the store, or the whole job, with it."""
+        """Wait until all who are present have read the error: the first process that ends takes the
+        store, or the whole job, with it.
+        """
         self.deadline = time.monotonic() + FAREWELL
         try:
             self.keys.add(f"{self.meeting}/read", 1)
             for _ in self._looks():
-                if self.keys.add(f"{self.meeting}/read", 0) >= len(self._arrivals(f"{self.meeting}/present")):
+                if self.keys.add(f"{self.meeting}/read", 0) >= len(
+                    self._arrivals(f"{self.meeting}/present")
+                ):
                     return
         except RuntimeError:
             return  # the store has gone: its host has read the error
@@ -213,19 +249,34 @@ def impossible(present: list[Arrival]) -> str:
     for arrival in present:
         first = min(present, key=lambda arrival: arrival.rank)
         if arrival.world_size != first.world_size:
-            return (f"the ranks disagree on their number: rank {first.rank} has WORLD_SIZE {first.world_size}, rank {arrival.rank} has {arrival.world_size}; "
-                    "give every rank the same WORLD_SIZE (torchrun: the same --nnodes and --nproc-per-node on every node)")
+            return (
+                f"the ranks disagree on their number: rank {first.rank} has WORLD_SIZE "
+                f"{first.world_size}, rank {arrival.rank} has {arrival.world_size}; "
+                "give every rank the same WORLD_SIZE (torchrun: the same --nnodes and "
+                "--nproc-per-node on every node)"
+            )
         if arrival.rank in by_rank:
-            return f"rank {arrival.rank} was started twice; give every process a RANK of its own (torchrun: each node its own --node-rank)"
+            return (
+                f"rank {arrival.rank} was started twice; give every process a RANK of its "
+                "own (torchrun: each node its own --node-rank)"
+            )
         if arrival.gpu and arrival.gpu in by_gpu:
-            return (f"rank {by_gpu[arrival.gpu].rank} and rank {arrival.rank} were given the same GPU ({arrival.gpu}), and nccl needs one for each; "
-                    "give each rank its own (srun: --gpus-per-task 1), or share it with --distributed-backend gloo")
+            return (
+                f"rank {by_gpu[arrival.gpu].rank} and rank {arrival.rank} were given the "
+                f"same GPU ({arrival.gpu}), and nccl needs one for each; "
+                "give each rank its own (srun: --gpus-per-task 1), or share it with "
+                "--distributed-backend gloo"
+            )
         by_rank[arrival.rank] = by_gpu[arrival.gpu] = arrival
     return ""
 
 
-def differences(ours: dict[str, Any], theirs: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, tuple[Any, Any]]:
-    """Where two nested dictionaries differ: name -> both values. Fields of a Config's groups are named as flags, others by their path."""
+def differences(
+    ours: dict[str, Any], theirs: dict[str, Any], path: tuple[str, ...] = ()
+) -> dict[str, tuple[Any, Any]]:
+    """Where two nested dictionaries differ: name -> both values. Fields of a Config's groups are
+    named as flags, others by their path.
+    """
     found: dict[str, tuple[Any, Any]] = {}
     for key in sorted(ours.keys() | theirs.keys()):
         here, there = ours.get(key, "nothing"), theirs.get(key, "nothing")
@@ -249,13 +300,26 @@ def name_ranks(ranks: list[int]) -> str:
 
 
 def open_store(launch: Launch, deadline: float, seconds: float) -> Store:
-    """The store where the ranks meet: hosted by rank 0 unless torchrun's agent does. Raises LaunchError when it cannot be hosted or reached."""
+    """The store where the ranks meet: hosted by rank 0 unless torchrun's agent does. Raises
+    LaunchError when it cannot be hosted or reached.
+    """
     if launch.rank == 0 and not launch.agent_store:
-        return TCPStore("127.0.0.1", launch.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds),
-                        master_listen_fd=_listen(launch).detach())
+        return TCPStore(
+            "127.0.0.1",
+            launch.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=seconds),
+            master_listen_fd=_listen(launch).detach(),
+        )
     host = _reach(launch, deadline, seconds)
     try:
-        store = TCPStore(host, launch.port, wait_for_workers=False, timeout=timedelta(seconds=max(0.1, deadline - time.monotonic())))
+        store = TCPStore(
+            host,
+            launch.port,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=max(0.1, deadline - time.monotonic())),
+        )
     except RuntimeError:
         raise _no_store(launch) from None
     store.set_timeout(timedelta(seconds=seconds))
@@ -263,25 +327,43 @@ def open_store(launch: Launch, deadline: float, seconds: float) -> Store:
 
 
 def _no_store(launch: Launch) -> LaunchError:
-    return LaunchError(f"rank {launch.rank}: what listens at {launch.address}:{launch.port} is no rendezvous store; another program seems to use "
-                       "that port: set MASTER_PORT to a free one on every rank")
+    return LaunchError(
+        f"rank {launch.rank}: what listens at {launch.address}:{launch.port} is no "
+        "rendezvous store; another program seems to use "
+        "that port: set MASTER_PORT to a free one on every rank"
+    )
 
 
 def _listen(launch: Launch) -> socket.socket:
     both = socket.has_dualstack_ipv6()
     try:
-        return socket.create_server(("", launch.port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both, backlog=4096)
+        return socket.create_server(
+            ("", launch.port),
+            family=socket.AF_INET6 if both else socket.AF_INET,
+            dualstack_ipv6=both,
+            backlog=4096,
+        )
     except OSError as error:
-        why = "it is taken by another program" if error.errno == errno.EADDRINUSE else error.strerror
-        raise LaunchError(f"rank 0 cannot listen at port {launch.port} of {socket.gethostname()}: {why}; set MASTER_PORT to a free one on every "
-                          "rank") from None
+        why = (
+            "it is taken by another program" if error.errno == errno.EADDRINUSE else error.strerror
+        )
+        raise LaunchError(
+            f"rank 0 cannot listen at port {launch.port} of {socket.gethostname()}: {why}; "
+            "set MASTER_PORT to a free one on every "
+            "rank"
+        ) from None
 
 
 def _reach(launch: Launch, deadline: float, seconds: float) -> str:
-    """The numeric address at which the store's port is open, tried until the time is up: torch's own attempts print a trace each."""
+    """The numeric address at which the store's port is open, tried until the time is up: torch's
+    own attempts print a trace each.
+    """
     while True:
         try:
-            with socket.create_connection((launch.address, launch.port), timeout=max(0.1, min(5.0, deadline - time.monotonic()))) as connection:
+            with socket.create_connection(
+                (launch.address, launch.port),
+                timeout=max(0.1, min(5.0, deadline - time.monotonic())),
+            ) as connection:
                 return connection.getpeername()[0]
         except OSError as error:
             problem = error
@@ -291,8 +373,20 @@ def _reach(launch: Launch, deadline: float, seconds: float) -> str:
     if isinstance(problem, socket.gaierror):
         why, fix = "the name is unknown here", "give a MASTER_ADDR that every node can resolve"
     elif isinstance(problem, ConnectionRefusedError):
-        why, fix = "nothing listens there", "look for rank 0's error, and check that it was started at this MASTER_ADDR and MASTER_PORT"
+        why, fix = (
+            "nothing listens there",
+            (
+                "look for rank 0's error, and check that it was started at this MASTER_ADDR and "
+                "MASTER_PORT"
+            ),
+        )
     else:
-        why, fix = problem.strerror or "no answer", "check that MASTER_ADDR is rank 0's host and that no firewall closes MASTER_PORT"
-    raise LaunchError(f"rank {launch.rank} cannot reach rank 0 at {launch.address}:{launch.port} ({why}) within {seconds / 60:g} minutes "
-                      f"(--distributed-timeout-minutes); {fix}")
+        why, fix = (
+            problem.strerror or "no answer",
+            "check that MASTER_ADDR is rank 0's host and that no firewall closes MASTER_PORT",
+        )
+    raise LaunchError(
+        f"rank {launch.rank} cannot reach rank 0 at {launch.address}:{launch.port} ({why}) "
+        f"within {seconds / 60:g} minutes "
+        f"(--distributed-timeout-minutes); {fix}"
+    )

@@ -1,4 +1,5 @@
-"""The one place that knows launchers and chooses the device: torchrun, plain srun and a single process all start the same way.
+"""The one place that knows launchers and chooses the device: torchrun, plain srun and a single
+process all start the same way.
 
     launch = read_launch()
     device, backend = choose_device(launch, config.distributed)
@@ -30,31 +31,55 @@ from megatron.distributed.rendezvous import FAREWELL, Launch, LaunchError, meet
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names of mallopt's parameters in glibc's malloc.h
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST",
-        "SLURM_JOB_ID", "SLURM_STEP_ID")
-CUBLAS, CUBLAS_REPEATABLE = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # what torch asks for, from cuBLAS's notes on reproducibility
-SRUN_PORTS = range(20000, 30000)  # below the ports that Linux gives to outgoing connections, so that ours is rarely taken
+SRUN = (
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_STEP_NODELIST",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+)
+# what torch asks for, from cuBLAS's notes on reproducibility
+CUBLAS, CUBLAS_REPEATABLE = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+# below the ports that Linux gives to outgoing connections, so that ours is rarely taken
+SRUN_PORTS = range(20000, 30000)
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """This process as its launcher numbered it. Raises LaunchError for variables that are missing or contradict each other."""
+    """This process as its launcher numbered it. Raises LaunchError for variables that are missing
+    or contradict each other.
+    """
     if dist.is_initialized():
         rank, world = dist.get_rank(), dist.get_world_size()
         return Launch(rank, world, rank, world, "torch.distributed")
     if "RANK" in environment or "WORLD_SIZE" in environment:
-        return _checked(_torchrun_launch(environment), "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE")
+        return _checked(
+            _torchrun_launch(environment), "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
+        )
     if "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
-        return _checked(_srun_launch(environment), "SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE")
+        return _checked(
+            _srun_launch(environment),
+            "SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE",
+        )
     return Launch()
 
 
 def rough_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """`read_launch`, or for the text of an error what can be known: a rank that its launcher's variables do not give counts as 0."""
+    """`read_launch`, or for the text of an error what can be known: a rank that its launcher's
+    variables do not give counts as 0.
+    """
     try:
         return read_launch(environment)
     except LaunchError:
-        rank, local = (next((int(environment[name]) for name in names if environment.get(name, "").isdecimal()), 0)
-                       for names in (("RANK", "SLURM_PROCID"), ("LOCAL_RANK", "SLURM_LOCALID")))
+        rank, local = (
+            next(
+                (int(environment[name]) for name in names if environment.get(name, "").isdecimal()),
+                0,
+            )
+            for names in (("RANK", "SLURM_PROCID"), ("LOCAL_RANK", "SLURM_LOCALID"))
+        )
         return Launch(rank=rank, local_rank=local)
 
 
@@ -68,13 +93,23 @@ def _torchrun_launch(environment: Mapping[str, str]) -> Launch:
     alone = environment.get("WORLD_SIZE") == "1"
     missing = [name for name in (TORCHRUN[:2] if alone else TORCHRUN) if not environment.get(name)]
     if missing:
-        given = ", ".join(f"{name}={environment[name]}" for name in TORCHRUN if environment.get(name))
-        raise LaunchError(f"the environment has {given}, but not {', '.join(missing)}: start with torchrun or srun, which set them all, set them "
-                          "yourself, or unset RANK and WORLD_SIZE to start a single process")
+        given = ", ".join(
+            f"{name}={environment[name]}" for name in TORCHRUN if environment.get(name)
+        )
+        raise LaunchError(
+            f"the environment has {given}, but not {', '.join(missing)}: start with torchrun "
+            "or srun, which set them all, set them "
+            "yourself, or unset RANK and WORLD_SIZE to start a single process"
+        )
     return Launch(
-        rank=_number(environment, "RANK"), world_size=_number(environment, "WORLD_SIZE"), local_rank=_number(environment, "LOCAL_RANK", 0),
-        local_size=_number(environment, "LOCAL_WORLD_SIZE", 1), launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environment else "environment",
-        address=environment.get("MASTER_ADDR"), port=_port(environment), job=environment.get("TORCHELASTIC_RUN_ID", "environment"),
+        rank=_number(environment, "RANK"),
+        world_size=_number(environment, "WORLD_SIZE"),
+        local_rank=_number(environment, "LOCAL_RANK", 0),
+        local_size=_number(environment, "LOCAL_WORLD_SIZE", 1),
+        launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environment else "environment",
+        address=environment.get("MASTER_ADDR"),
+        port=_port(environment),
+        job=environment.get("TORCHELASTIC_RUN_ID", "environment"),
         agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
@@ -83,19 +118,37 @@ def _srun_launch(environment: Mapping[str, str]) -> Launch:
     """Of the variables that srun sets for each task of a step."""
     missing = [name for name in SRUN if not environment.get(name)]
     if missing:
-        raise LaunchError(f"srun's variables are incomplete: {', '.join(missing)} not set; start with srun, without an --export that drops "
-                          "variables, or with torchrun")
-    tasks, node = expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"]), _number(environment, "SLURM_NODEID")
+        raise LaunchError(
+            f"srun's variables are incomplete: {', '.join(missing)} not set; start with "
+            "srun, without an --export that drops "
+            "variables, or with torchrun"
+        )
+    tasks, node = (
+        expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"]),
+        _number(environment, "SLURM_NODEID"),
+    )
     if node >= len(tasks):
-        raise LaunchError(f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={environment['SLURM_STEP_TASKS_PER_NODE']} is of {len(tasks)} nodes; "
-                          "start with srun, which sets both")
-    job, step, restart = (_number(environment, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
+        raise LaunchError(
+            f"SLURM_NODEID={node}, but "
+            f"SLURM_STEP_TASKS_PER_NODE={environment['SLURM_STEP_TASKS_PER_NODE']} is of "
+            f"{len(tasks)} nodes; "
+            "start with srun, which sets both"
+        )
+    job, step, restart = (
+        _number(environment, name, 0)
+        for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    )
     derived = SRUN_PORTS[(job + 1009 * step + 2003 * restart) % len(SRUN_PORTS)]
     return Launch(
-        rank=_number(environment, "SLURM_PROCID"), world_size=_number(environment, "SLURM_STEP_NUM_TASKS"),
-        local_rank=_number(environment, "SLURM_LOCALID"), local_size=tasks[node], launcher="srun",
-        address=environment.get("MASTER_ADDR") or expand_hosts(environment["SLURM_STEP_NODELIST"])[0],
-        port=_port(environment) or derived, job=f"srun/{job}.{step}.{restart}",
+        rank=_number(environment, "SLURM_PROCID"),
+        world_size=_number(environment, "SLURM_STEP_NUM_TASKS"),
+        local_rank=_number(environment, "SLURM_LOCALID"),
+        local_size=tasks[node],
+        launcher="srun",
+        address=environment.get("MASTER_ADDR")
+        or expand_hosts(environment["SLURM_STEP_NODELIST"])[0],
+        port=_port(environment) or derived,
+        job=f"srun/{job}.{step}.{restart}",
     )
 
 
@@ -103,19 +156,27 @@ def _checked(launch: Launch, names: str) -> Launch:
     values = f"{launch.rank}, {launch.world_size}, {launch.local_rank}, {launch.local_size}"
     faults = [
         (launch.rank >= launch.world_size, "a rank must be below the number of ranks"),
-        (launch.local_rank >= launch.local_size, "a local rank must be below the number of ranks of its host"),
+        (
+            launch.local_rank >= launch.local_size,
+            "a local rank must be below the number of ranks of its host",
+        ),
         (launch.local_size > launch.world_size, "a host cannot have more ranks than the job"),
     ]
     for wrong, why in faults:
         if wrong:
-            raise LaunchError(f"{names} are {values}: {why}; start with torchrun or srun, or set them right")
+            raise LaunchError(
+                f"{names} are {values}: {why}; start with torchrun or srun, or set them right"
+            )
     return launch
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environment.get(name) or default
     if not re.fullmatch(r"\d+", str(text)):
-        raise LaunchError(f"{name}={text}: expected a whole number from 0 on; start with torchrun or srun, which set it, or set it right")
+        raise LaunchError(
+            f"{name}={text}: expected a whole number from 0 on; start with torchrun or srun, "
+            "which set it, or set it right"
+        )
     return int(text)
 
 
@@ -140,15 +201,24 @@ def expand_counts(text: str) -> list[int]:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Slurm's host lists: `gpu[08-10,12],login1` is gpu08 gpu09 gpu10 gpu12 login1; several brackets in a name multiply. Raises LaunchError."""
+    """Slurm's host lists: `gpu[08-10,12],login1` is gpu08 gpu09 gpu10 gpu12 login1; several
+    brackets in a name multiply. Raises LaunchError.
+    """
     name = r"(?:[^\s,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
     if not re.fullmatch(f"{name}(?:,{name})*", text):
-        raise LaunchError(f"SLURM_STEP_NODELIST={text}: expected host names such as gpu[01-04],login1; set MASTER_ADDR to rank 0's host")
+        raise LaunchError(
+            f"SLURM_STEP_NODELIST={text}: expected host names such as gpu[01-04],login1; set "
+            "MASTER_ADDR to rank 0's host"
+        )
     hosts: list[str] = []
     for item in re.findall(name, text):
         found = [""]
         for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", item):
-            ends = [plain] if plain else [number for part in ranges.split(",") for number in _expand_range(part)]
+            ends = (
+                [plain]
+                if plain
+                else [number for part in ranges.split(",") for number in _expand_range(part)]
+            )
             found = [host + end for host in found for end in ends]
         hosts += found
     return hosts
@@ -161,20 +231,34 @@ def _expand_range(part: str) -> list[str]:
 
 
 def choose_device(launch: Launch, config: DistributedConfig) -> tuple[torch.device, str]:
-    """This rank's device, made current, and the backend of its collectives: a GPU and nccl where there is one, else the CPU and gloo.
+    """This rank's device, made current, and the backend of its collectives: a GPU and nccl where
+    there is one, else the CPU and gloo.
 
-    On a CPU the ranks of a host share its cores, and freed memory stays with the process. Raises LaunchError when nccl lacks a GPU for a rank.
+    On a CPU the ranks of a host share its cores, and freed memory stays with the process. Raises
+    LaunchError when nccl lacks a GPU for a rank.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     backend = config.distributed_backend
     if backend == "auto":
         backend = "nccl" if gpus else "gloo"
     if backend == "nccl" and not gpus:
-        raise LaunchError(f"rank {launch.rank}: --distributed-backend nccl needs a GPU, and torch finds none here; start where there is one, or give "
-                          "--distributed-backend gloo")
-    if backend == "nccl" and launch.local_size > gpus and not (gpus == 1 and launch.launcher == "srun"):  # --gpus-per-task shows each task its own
-        raise LaunchError(f"rank {launch.rank}: {launch.local_size} ranks were started on this host, which shows {gpus} GPU{'s' * (gpus > 1)}, and "
-                          f"nccl needs one for each; start at most {gpus} on each host, or share GPUs with --distributed-backend gloo")
+        raise LaunchError(
+            f"rank {launch.rank}: --distributed-backend nccl needs a GPU, and torch finds "
+            "none here; start where there is one, or give "
+            "--distributed-backend gloo"
+        )
+    # --gpus-per-task shows each task its own
+    if (
+        backend == "nccl"
+        and launch.local_size > gpus
+        and not (gpus == 1 and launch.launcher == "srun")
+    ):
+        raise LaunchError(
+            f"rank {launch.rank}: {launch.local_size} ranks were started on this host, which "
+            f"shows {gpus} GPU{'s' * (gpus > 1)}, and "
+            f"nccl needs one for each; start at most {gpus} on each host, or share GPUs with "
+            "--distributed-backend gloo"
+        )
     if gpus:
         device = torch.device("cuda", launch.local_rank % gpus)
         torch.cuda.set_device(device)
@@ -185,66 +269,107 @@ def choose_device(launch: Launch, config: DistributedConfig) -> tuple[torch.devi
     return torch.device("cpu"), backend
 
 
-def set_determinism(device: torch.device, wanted: bool, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Hold torch's CUDA kernels to equal bits for equal inputs, or let them be. Without it the fused attention's backward pass adds atomically; with
-    it an operation that has no deterministic form raises. To be called before the GPU's first product of matrices. Raises LaunchError.
+def set_determinism(
+    device: torch.device, wanted: bool, environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Hold torch's CUDA kernels to equal bits for equal inputs, or let them be. Without it the
+    fused attention's backward pass adds atomically; with it an operation that has no deterministic
+    form raises. To be called before the GPU's first product of matrices. Raises LaunchError.
     """
     if device.type != "cuda":
         return
-    if wanted and (found := environment.setdefault(CUBLAS, CUBLAS_REPEATABLE[0])) not in CUBLAS_REPEATABLE:
-        raise LaunchError(f"{CUBLAS}={found}: products repeat their bits only with {' or '.join(CUBLAS_REPEATABLE)}; unset it, or give --no-deterministic-mode")
+    if (
+        wanted
+        and (found := environment.setdefault(CUBLAS, CUBLAS_REPEATABLE[0])) not in CUBLAS_REPEATABLE
+    ):
+        raise LaunchError(
+            f"{CUBLAS}={found}: products repeat their bits only with "
+            f"{' or '.join(CUBLAS_REPEATABLE)}; unset it, or give --no-deterministic-mode"
+        )
     torch.use_deterministic_algorithms(wanted)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # every buffer is written before it is read
+    # every buffer is written before it is read
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def share_cores(launch: Launch, environment: Mapping[str, str] = os.environ) -> None:
-    """Give each of several ranks on a host its part of the cores, unless the user has set OMP_NUM_THREADS: torch would give all cores to each,
-    and torchrun sets 1, which leaves most of them idle."""
-    if launch.local_size == 1 or ("OMP_NUM_THREADS" in environment and not _torchrun_set_threads(launch, environment)):
+    """Give each of several ranks on a host its part of the cores, unless the user has set
+    OMP_NUM_THREADS: torch would give all cores to each, and torchrun sets 1, which leaves most of
+    them idle.
+    """
+    if launch.local_size == 1 or (
+        "OMP_NUM_THREADS" in environment and not _torchrun_set_threads(launch, environment)
+    ):
         return
     mine = _number(environment, "SLURM_CPUS_PER_TASK", 0) if launch.launcher == "srun" else 0
     torch.set_num_threads(max(1, mine or len(os.sched_getaffinity(0)) // launch.local_size))
 
 
 def _torchrun_set_threads(launch: Launch, environment: Mapping[str, str]) -> bool:
-    """Whether OMP_NUM_THREADS=1 is torchrun's doing: then the environment that torchrun, our parent, was itself started with lacks it."""
+    """Whether OMP_NUM_THREADS=1 is torchrun's doing: then the environment that torchrun, our
+    parent, was itself started with lacks it.
+    """
     if launch.launcher != "torchrun" or environment["OMP_NUM_THREADS"] != "1":
         return False
     try:
-        return not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0"))
+        return not any(
+            entry.startswith(b"OMP_NUM_THREADS=")
+            for entry in Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+        )
     except OSError:
         return False
 
 
-def connect(launch: Launch, backend: str, timeout_minutes: float, fingerprint: dict[str, Any]) -> None:
-    """Meet the other ranks and initialise torch.distributed, whose collectives then have the same timeout. Nothing for one process.
+def connect(
+    launch: Launch, backend: str, timeout_minutes: float, fingerprint: dict[str, Any]
+) -> None:
+    """Meet the other ranks and initialise torch.distributed, whose collectives then have the same
+    timeout. Nothing for one process.
 
-    `fingerprint` (nested, JSON values) must be equal on every rank. Raises LaunchError on every rank when one does not arrive, differs or was
-    placed wrongly.
+    `fingerprint` (nested, JSON values) must be equal on every rank. Raises LaunchError on every
+    rank when one does not arrive, differs or was placed wrongly.
     """
     if launch.world_size == 1 or dist.is_initialized():
         return
-    # Messages between stages, which torch warns about, have communicators of their own direction (Groups.channel).
+    # Messages between stages, which torch warns about, have communicators of their own direction
+    # (Groups.channel).
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device else ""
     store = meet(launch, 60 * timeout_minutes, {**fingerprint, "backend": backend}, gpu)
     try:
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size,
-                                timeout=timedelta(minutes=timeout_minutes), device_id=device)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timedelta(minutes=timeout_minutes),
+            device_id=device,
+        )
     except RuntimeError as error:
         interface = {"nccl": "NCCL_SOCKET_IFNAME", "gloo": "GLOO_SOCKET_IFNAME"}[backend]
-        raise LaunchError(f"rank {launch.rank}: all {launch.world_size} ranks arrived, but {backend} could not connect them; look for an earlier error "
-                          f"of another rank; if there is none, set {interface} to the network interface that joins the hosts. It said: "
-                          f"{str(error).splitlines()[0]}") from None
-    PEERS.start(store, launch.rank, launch.world_size, "torchrun" if launch.agent_store else "rank 0")
+        raise LaunchError(
+            f"rank {launch.rank}: all {launch.world_size} ranks arrived, but {backend} could "
+            "not connect them; look for an earlier error "
+            f"of another rank; if there is none, set {interface} to the network interface "
+            "that joins the hosts. It said: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
+    PEERS.start(
+        store, launch.rank, launch.world_size, "torchrun" if launch.agent_store else "rank 0"
+    )
 
 
 def disconnect() -> None:
-    """Leave a job that has ended well: all ranks call it. The store's host stays until the others have left, or for a few seconds."""
+    """Leave a job that has ended well: all ranks call it. The store's host stays until the others
+    have left, or for a few seconds.
+    """
     if not dist.is_initialized():
         return
-    rank, world, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+    rank, world, store = (
+        dist.get_rank(),
+        dist.get_world_size(),
+        dist.distributed_c10d._get_default_store(),
+    )
     PEERS.stop()
     dist.destroy_process_group()
     try:
@@ -257,19 +382,36 @@ def disconnect() -> None:
         pass  # the host left before us: it has waited long enough
 
 
-def make_groups(layout: Layout, kv_heads: int | None, *, tied: bool = False, shard: int | None = None) -> Groups:
-    """This rank's groups, on the default backend and with its timeout; the collective call of every rank, after `connect`."""
+def make_groups(
+    layout: Layout, kv_heads: int | None, *, tied: bool = False, shard: int | None = None
+) -> Groups:
+    """This rank's groups, on the default backend and with its timeout; the collective call of every
+    rank, after `connect`.
+    """
     if layout.world == 1:
         return one_process()
     assert dist.get_world_size() == layout.world
     kind = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    timeout = dist.group.WORLD._get_backend(kind).options._timeout  # torch would fall back to its own default
-    return build_groups(layout, dist.get_rank(), lambda ranks: dist.new_group(ranks, timeout=timeout), kv_heads, tied=tied,
-                        shard=shard)
+    # torch would fall back to its own default
+    timeout = dist.group.WORLD._get_backend(kind).options._timeout
+    return build_groups(
+        layout,
+        dist.get_rank(),
+        lambda ranks: dist.new_group(ranks, timeout=timeout),
+        kv_heads,
+        tied=tied,
+        shard=shard,
+    )
 
 
 def keep_freed_memory() -> bool:
-    """Stop glibc from returning freed tensors to the system and faulting their pages in again each step; whether it could be asked to."""
+    """Stop glibc from returning freed tensors to the system and faulting their pages in again each
+    step; whether it could be asked to.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # another C library has none
     most = 2**31 - 1  # bytes; a C int
-    return mallopt is not None and bool(mallopt(M_MMAP_THRESHOLD, most)) and bool(mallopt(M_TRIM_THRESHOLD, most))
+    return (
+        mallopt is not None
+        and bool(mallopt(M_MMAP_THRESHOLD, most))
+        and bool(mallopt(M_TRIM_THRESHOLD, most))
+    )

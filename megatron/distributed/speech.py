@@ -1,8 +1,10 @@
-"""Who says what in a job of several ranks: rank 0 speaks for all, and the others are heard when they have a warning of their own.
+"""Who says what in a job of several ranks: rank 0 speaks for all, and the others are heard when
+they have a warning of their own.
 
-What a rank above 0 prints is dropped, but for lines that begin with `warning:`; these and Python's warnings it holds back for a few
-seconds. Rank 0 enters the texts of its own warnings in the job's store. What is not there when the time is over is written to stderr with
-the rank's name, by the first rank that comes to it.
+What a rank above 0 prints is dropped, but for lines that begin with `warning:`; these and Python's
+warnings it holds back for a few seconds. Rank 0 enters the texts of its own warnings in the job's
+store. What is not there when the time is over is written to stderr with the rank's name, by the
+first rank that comes to it.
 """
 
 from __future__ import annotations
@@ -111,7 +113,10 @@ class Other(_Voice):
     def _is_news(self, text: str) -> bool:
         """Whether neither rank 0 nor another rank has said it."""
         try:
-            return not self.store.check([_key(text)]) and self.store.add(f"{_key(text)}/others", 1) == 1
+            return (
+                not self.store.check([_key(text)])
+                and self.store.add(f"{_key(text)}/others", 1) == 1
+            )
         except RuntimeError:  # a store that has gone: better twice than never
             return True
 
@@ -135,11 +140,14 @@ def one_voice() -> Iterator[None]:
         yield
         return
     rank = dist.get_rank()
-    store = PrefixStore("speech", dist.distributed_c10d._get_default_store().clone())  # with a connection of its own
+    # with a connection of its own
+    store = PrefixStore("speech", dist.distributed_c10d._get_default_store().clone())
     voice = First(store, sys.stdout) if rank == 0 else Other(rank, store, sys.stderr)
     show = warnings.showwarning
 
-    def shown(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
+    def shown(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any
+    ) -> None:
         voice.said(f"{PREFIX} {category.__name__}: {message} ({filename}:{lineno})")
         if rank == 0:
             show(message, category, filename, lineno, *rest)

@@ -1,4 +1,5 @@
-"""Self-attention: fused QKV projection, grouped queries, optional QK norm and rotary positions, and the attention core.
+"""Self-attention: fused QKV projection, grouped queries, optional QK norm and rotary positions, and
+the attention core.
 
 s query length, t key length, b batch, n query heads, g key/value heads, d head dim, h hidden.
 """
@@ -20,7 +21,16 @@ from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.linear import ColumnLinear, RowLinear
 from megatron.layers.norm import Norm, norm_parameters, saved_statistics
 from megatron.layers.rotary import Rotary, apply_rotary, rotate_fused
-from megatron.layers.spec import ZEROS, ParameterSpec, Shard, TensorSpec, normal, parts_under, under, vector
+from megatron.layers.spec import (
+    ZEROS,
+    ParameterSpec,
+    Shard,
+    TensorSpec,
+    normal,
+    parts_under,
+    under,
+    vector,
+)
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 CAUSAL = AttentionMask()
@@ -28,41 +38,58 @@ OURS = ("gluon", "triton")  # the backends of flash_attention, which takes masks
 
 
 def mask_of(config: ModelConfig, length: int, document_starts: Tensor | None) -> AttentionMask:
-    """The mask of all layers for samples of this length, one document each or with document_starts [b, s]."""
+    """The mask of all layers for samples of this length, one document each or with document_starts
+    [b, s].
+    """
     if config.attention_backend in OURS:
-        return attention_mask(length, length, window=config.window_size, document_starts=document_starts)
+        return attention_mask(
+            length, length, window=config.window_size, document_starts=document_starts
+        )
     return AttentionMask(window=config.window_size, document_starts=document_starts)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, scale: float) -> Tensor:
-    """torch's fused attention on [s, b, n, d]; a mask that is no tensor says whether it is causal."""
+    """torch's fused attention on [s, b, n, d]; a mask that is no tensor says whether it is
+    causal.
+    """
     dtype = q.dtype
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     if not q.is_cuda:  # the backward pass of torch's CPU kernel takes three times as long in bf16
         q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
     tensor, causal = (None, mask) if isinstance(mask, bool) else (mask, False)
     if repeats_heads(q.device.type, tensor is not None, q.shape[1], k.shape[1]):
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))  # whose backward pass adds up in one order
-    out = F.scaled_dot_product_attention(q, k, v, tensor, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        # whose backward pass adds up in one order
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, tensor, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
     return out.to(dtype).permute(2, 0, 1, 3)
 
 
 def repeats_heads(device: str, masked: bool, heads: int, groups: int) -> bool:
-    """Whether keys and values are repeated for torch's fused attention: on a GPU only its memory-efficient kernel takes a mask, and that one needs
-    as many of them as queries. Left to itself torch would take all scores into memory, [b, n, s, s], which ends at some 8,000 tokens."""
+    """Whether keys and values are repeated for torch's fused attention: on a GPU only its
+    memory-efficient kernel takes a mask, and that one needs as many of them as queries. Left to
+    itself torch would take all scores into memory, [b, n, s, s], which ends at some 8,000
+    tokens.
+    """
     return device == "cuda" and masked and groups < heads
 
 
 def beyond_sdpa(config: ModelConfig, *, training: bool) -> list[str]:
     """The settings, as flags with their remedy, that torch's fused attention cannot compute."""
-    return [name for name, needed in (
-        ("--attention-dropout above 0 (use 0)", training and config.attention_dropout > 0),
-        ("--attn-logit-softcapping", config.attn_logit_softcapping is not None),
-    ) if needed]
+    return [
+        name
+        for name, needed in (
+            ("--attention-dropout above 0 (use 0)", training and config.attention_dropout > 0),
+            ("--attn-logit-softcapping", config.attn_logit_softcapping is not None),
+        )
+        if needed
+    ]
 
 
 def choose_attention(config: ModelConfig, *, training: bool) -> str:
-    """The implementation of the attention core: what the flag says, else torch's fused one where it can do what is asked.
+    """The implementation of the attention core: what the flag says, else torch's fused one where it
+    can do what is asked.
 
     Raises UserError when --attention-backend sdpa is forced with settings it cannot compute.
     """
@@ -70,50 +97,105 @@ def choose_attention(config: ModelConfig, *, training: bool) -> str:
         return config.attention_backend
     needs_plain = beyond_sdpa(config, training=training)
     if config.attention_backend == "sdpa" and needs_plain:
-        raise UserError(f"--attention-backend sdpa cannot compute {', '.join(needs_plain)}: drop it, or take --attention-backend auto")
+        raise UserError(
+            f"--attention-backend sdpa cannot compute {', '.join(needs_plain)}: drop it, or "
+            "take --attention-backend auto"
+        )
     return "plain" if needs_plain else "sdpa"
 
 
-def attention_core(*qkv: Tensor, scale: float, mask: AttentionMask = CAUSAL, backend: str = "sdpa", softcap: float | None = None,
-                   dropout: Dropout | None = None, state: DropoutState | None = None, first_head: int = 0,
-                   return_lse: bool = False, deterministic: bool = True) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of q [s, b, n, d] over k, v [t, b, g, d] -> [s, b, n, d], with log-sum-exp [b, n, s] when asked (which sdpa cannot give).
+def attention_core(
+    *qkv: Tensor,
+    scale: float,
+    mask: AttentionMask = CAUSAL,
+    backend: str = "sdpa",
+    softcap: float | None = None,
+    dropout: Dropout | None = None,
+    state: DropoutState | None = None,
+    first_head: int = 0,
+    return_lse: bool = False,
+    deterministic: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of q [s, b, n, d] over k, v [t, b, g, d] -> [s, b, n, d], with log-sum-exp [b, n,
+    s] when asked (which sdpa cannot give).
 
-    Backend triton also takes the fused projection [s, b, g, n / g + 2, d] instead of the three, and copies nothing in either pass.
-    `mask` says which keys a query sees. Dropout acts where there is a state; first_head numbers q's first head within the model.
-    What is not deterministic is our kernels' way to add up dq; torch's own follow torch.use_deterministic_algorithms.
+    Backend triton also takes the fused projection [s, b, g, n / g + 2, d] instead of the three, and
+    copies nothing in either pass. `mask` says which keys a query sees. Dropout acts where there is
+    a state; first_head numbers q's first head within the model. What is not deterministic is our
+    kernels' way to add up dq; torch's own follow torch.use_deterministic_algorithms.
     """
     if backend != "sdpa":
         drop = {}
         if dropout is not None and dropout.acts(state):
-            drop = {"drop": dropout.probability, "key": dropout.key, "sample_ids": state.sample_ids, "first_head": first_head}
-        compute = partial(flash_attention, gluon=backend == "gluon", deterministic=deterministic) if backend in OURS else attention_reference
+            drop = {
+                "drop": dropout.probability,
+                "key": dropout.key,
+                "sample_ids": state.sample_ids,
+                "first_head": first_head,
+            }
+        compute = (
+            partial(flash_attention, gluon=backend == "gluon", deterministic=deterministic)
+            if backend in OURS
+            else attention_reference
+        )
         out, lse = compute(*qkv, scale=scale, mask=mask, softcap=softcap, **drop)
         return (out, lse) if return_lse else out
     assert not return_lse and softcap is None and (dropout is None or not dropout.acts(state))
     q, k, v = qkv
     simple = mask.window is None and mask.q_positions is None and mask.document_starts is None
-    return _sdpa(q, k, v, mask.causal if simple else mask.dense(q.shape[0], k.shape[0], q.device), scale)
+    return _sdpa(
+        q, k, v, mask.causal if simple else mask.dense(q.shape[0], k.shape[0], q.device), scale
+    )
 
 
-def attention_parameters(config: ModelConfig, name: str, sequence: bool = False) -> dict[str, ParameterSpec]:
-    """qkv [(n + 2g) d, h], whose rows are per key/value head [its query heads | key | value], and proj [h, n d], with their biases where there
-    are any, and the norms of queries and keys [d]. With fewer key/value heads than ranks, several ranks hold (and draw) the same one."""
-    h, d, heads, groups = config.hidden_size, config.kv_channels, config.num_attention_heads, config.num_query_groups
+def attention_parameters(
+    config: ModelConfig, name: str, sequence: bool = False
+) -> dict[str, ParameterSpec]:
+    """qkv [(n + 2g) d, h], whose rows are per key/value head [its query heads | key | value], and
+    proj [h, n d], with their biases where there are any, and the norms of queries and keys [d].
+    With fewer key/value heads than ranks, several ranks hold (and draw) the same one.
+    """
+    h, d, heads, groups = (
+        config.hidden_size,
+        config.kv_channels,
+        config.num_attention_heads,
+        config.num_query_groups,
+    )
 
     def fused(kind: str, *rest: int) -> ParameterSpec:
         init, of = (normal(config), "matrix") if rest else (ZEROS, "vector")
         query = TensorSpec(f"{name}.q.{kind}", (heads * d, *rest), init, of, bool(rest), Shard(0))
-        shared = [TensorSpec(f"{name}.{part}.{kind}", (groups * d, *rest), init, of, bool(rest), Shard(0, groups), "kv", ("kv",)) for part in "kv"]
+        shared = [
+            TensorSpec(
+                f"{name}.{part}.{kind}",
+                (groups * d, *rest),
+                init,
+                of,
+                bool(rest),
+                Shard(0, groups),
+                "kv",
+                ("kv",),
+            )
+            for part in "kv"
+        ]
         return ParameterSpec((query, *shared), interleave=groups, product=bool(rest))
 
-    proj = TensorSpec(f"{name}.proj.weight", (h, heads * d), normal(config, residual_output=True), "matrix", shard=Shard(1))
+    proj = TensorSpec(
+        f"{name}.proj.weight",
+        (h, heads * d),
+        normal(config, residual_output=True),
+        "matrix",
+        shard=Shard(1),
+    )
     made = {"qkv.weight": fused("weight", h), "proj.weight": ParameterSpec((proj,), product=True)}
     if config.add_bias_linear or config.add_qkv_bias:
         made["qkv.bias"] = fused("bias")
     if config.add_bias_linear:
-        made["proj.bias"] = ParameterSpec((vector(f"{name}.proj.bias", h, copies="tp", grad_sum=parts_under(sequence)),))
-    for norm in ("q_norm", "k_norm") if config.qk_layernorm else ():  # every rank sees its own heads alone
+        made["proj.bias"] = ParameterSpec(
+            (vector(f"{name}.proj.bias", h, copies="tp", grad_sum=parts_under(sequence)),)
+        )
+    # every rank sees its own heads alone
+    for norm in ("q_norm", "k_norm") if config.qk_layernorm else ():
         parameters = norm_parameters(config.normalization, d, f"{name}.{norm}", grad_sum=("tp",))
         made |= {f"{norm}.{kind}": spec for kind, spec in parameters.items()}
     return made
@@ -136,14 +218,23 @@ class SelfAttention(nn.Module):
         def norm(name: str) -> Norm:
             return Norm(under(parameters, name), config, tp)
 
-        self.q_norm, self.k_norm = (norm("q_norm"), norm("k_norm")) if config.qk_layernorm else (None, None)
+        self.q_norm, self.k_norm = (
+            (norm("q_norm"), norm("k_norm")) if config.qk_layernorm else (None, None)
+        )
         self.dropout = Dropout(config.attention_dropout, seed, "layers", layer, "attention.dropout")
-        self.backend = {training: choose_attention(config, training=training) for training in (True, False)}
+        self.backend = {
+            training: choose_attention(config, training=training) for training in (True, False)
+        }
 
-    def forward(self, x: Tensor, rotary: Rotary | None, mask: AttentionMask, state: DropoutState | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: Rotary | None, mask: AttentionMask, state: DropoutState | None
+    ) -> Tensor:
         qkv = self.qkv(x)
         s, b, _ = qkv.shape  # the whole sequence, whatever part x is
-        heads, backend = (self.groups, self.queries_per_group + 2, self.head_dim), self.backend[state is not None]
+        heads, backend = (
+            (self.groups, self.queries_per_group + 2, self.head_dim),
+            self.backend[state is not None],
+        )
         if self.config.rotary_backend == "triton" and self.q_norm is None and rotary is not None:
             qkv, rotary = rotate_fused(qkv, rotary, heads), None
         qkv = qkv.view(s, b, *heads)
@@ -157,17 +248,26 @@ class SelfAttention(nn.Module):
             q, k = (apply_rotary(x, rotary, self.config.rotary_backend) for x in (q, k))
             parts = q, k, v.squeeze(3)
         out = attention_core(
-            *parts, scale=self.head_dim**-0.5, mask=mask, backend=backend, softcap=self.config.attn_logit_softcapping,
-            dropout=self.dropout, state=state, first_head=self.first_head, deterministic=self.config.deterministic_mode,
+            *parts,
+            scale=self.head_dim**-0.5,
+            mask=mask,
+            backend=backend,
+            softcap=self.config.attn_logit_softcapping,
+            dropout=self.dropout,
+            state=state,
+            first_head=self.first_head,
+            deterministic=self.config.deterministic_mode,
         )
         return self.proj(out.reshape(s, b, -1))
 
 
 @dataclass(frozen=True)
 class AttentionBytes:
-    """What SelfAttention keeps and takes of a micro-batch of [seq, samples] on one rank, in bytes, for the plan.
+    """What SelfAttention keeps and takes of a micro-batch of [seq, samples] on one rank, in bytes,
+    for the plan.
 
-    `model` has this rank's heads; `compute` and `wide` are bytes of an element of activations and of fp32 or fp64 statistics.
+    `model` has this rank's heads; `compute` and `wide` are bytes of an element of activations and
+    of fp32 or fp64 statistics.
     """
 
     model: ModelConfig
@@ -181,7 +281,10 @@ class AttentionBytes:
     @property
     def widths(self) -> tuple[int, int]:
         """Elements a token of all queries, and of all keys."""
-        return self.model.kv_channels * self.model.num_attention_heads, self.model.kv_channels * self.model.num_query_groups
+        return (
+            self.model.kv_channels * self.model.num_attention_heads,
+            self.model.kv_channels * self.model.num_query_groups,
+        )
 
     @property
     def is_plain(self) -> bool:
@@ -194,8 +297,13 @@ class AttentionBytes:
 
     @property
     def rotates(self) -> bool:
-        """Whether queries and keys are turned into tensors of their own: our kernel turns them in place."""
-        return self.model.position_embedding_type in ("rope", "yarn") and self.model.rotary_backend == "torch"
+        """Whether queries and keys are turned into tensors of their own: our kernel turns them in
+        place.
+        """
+        return (
+            self.model.position_embedding_type in ("rope", "yarn")
+            and self.model.rotary_backend == "torch"
+        )
 
     @property
     def takes_projection(self) -> bool:
@@ -204,10 +312,14 @@ class AttentionBytes:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether torch's fused attention reads keys and values that were repeated for each query head."""
+        """Whether torch's fused attention reads keys and values that were repeated for each query
+        head.
+        """
         masked = self.documents or self.model.window_size is not None
         fused = not self.is_ours and not self.is_plain
-        return fused and repeats_heads(self.device, masked, self.model.num_attention_heads, self.model.num_query_groups)
+        return fused and repeats_heads(
+            self.device, masked, self.model.num_attention_heads, self.model.num_query_groups
+        )
 
     def saved(self) -> int:
         """From the QKV projection's output to the output projection's input, and the mask."""
@@ -218,17 +330,25 @@ class AttentionBytes:
         (q, k), heads, groups = self.widths, model.num_attention_heads, model.num_query_groups
         norms, rotates = model.qk_layernorm, self.rotates
         statistics = (heads + groups) * saved_statistics(model.normalization, wide) if norms else 0
-        # A copy of the queries, which stand between their groups' keys and values: our kernels read them there where nothing else does.
+        # A copy of the queries, which stand between their groups' keys and values: our kernels read
+        # them there where nothing else does.
         gathered = q if 1 < groups < heads and not self.takes_projection else 0
         if self.is_plain:
             dropped = model.attention_dropout > 0
-            scores = wide + (wide if model.attn_logit_softcapping is not None else 0) + (1 if dropped else 0)  # softmax, tanh, mask
+            # softmax, tanh, mask
+            scores = (
+                wide
+                + (wide if model.attn_logit_softcapping is not None else 0)
+                + (1 if dropped else 0)
+            )
             if dropped or compute != wide:
                 scores += compute  # the probabilities that multiply the values
             if norms:
-                width = q + 2 * k + gathered + 4 * q  # inputs of the norms; queries, repeated keys and values; the output
+                # inputs of the norms; queries, repeated keys and values; the output
+                width = q + 2 * k + gathered + 4 * q
             else:
-                width = q + 2 * k + 3 * q if groups == heads and not rotates else 4 * q  # one head each: the values stay in the projection
+                # one head each: the values stay in the projection
+                width = q + 2 * k + 3 * q if groups == heads and not rotates else 4 * q
             return compute * width + scores * heads * self.seq + statistics
         statistics += wide * heads  # log-sum-exp
         if self.is_repeated:
@@ -240,22 +360,32 @@ class AttentionBytes:
             return compute * width + statistics
         if self.device == "cpu" and compute < wide and not self.is_ours:  # computed in fp32
             width = q + (q + 2 * k + gathered if norms else 0)  # the output; inputs of the norms
-            return compute * width + wide * (2 * q + 2 * k) + statistics  # the kernel's own inputs and output
+            # the kernel's own inputs and output
+            return compute * width + wide * (2 * q + 2 * k) + statistics
         width = q + 2 * k + q  # the fused projection, kept through its values; the output
         width += gathered if norms or not rotates else 0
         width += q + k if norms or rotates else 0
         return compute * width + statistics
 
     def _mask(self) -> int:
-        """None when the fused attention is causal and no more, one for each sample with document masking. Our kernels have none."""
-        if self.is_ours or not (self.is_plain or self.documents or self.model.window_size is not None):
+        """None when the fused attention is causal and no more, one for each sample with document
+        masking. Our kernels have none.
+        """
+        if self.is_ours or not (
+            self.is_plain or self.documents or self.model.window_size is not None
+        ):
             return 0
-        element = 1 if self.is_plain else self.compute  # torch's fused attention turns a boolean mask into numbers that are added to the scores
+        # torch's fused attention turns a boolean mask into numbers that are added to the scores
+        element = 1 if self.is_plain else self.compute
         return element * self.seq**2 * (self.samples if self.documents else 1)
 
     def gradients(self) -> int:
-        """Of queries, keys and values apart, then of the projection; where all scores are in memory, of probabilities and scores."""
+        """Of queries, keys and values apart, then of the projection; where all scores are in
+        memory, of probabilities and scores.
+        """
         q, k = self.widths
-        width = (1 if self.takes_projection else 2) * (q + 2 * k) + (2 * q if self.is_repeated else 0)
+        width = (1 if self.takes_projection else 2) * (q + 2 * k) + (
+            2 * q if self.is_repeated else 0
+        )
         scores = 3 * self.wide * self.seq * self.model.num_attention_heads if self.is_plain else 0
         return self.seq * self.samples * (self.compute * width + scores)

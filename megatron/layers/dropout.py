@@ -1,4 +1,6 @@
-"""Dropout whose mask is a pure function of (seed, layer, site, sample, position): equal under recompute and in every layout."""
+"""Dropout whose mask is a pure function of (seed, layer, site, sample, position): equal under
+recompute and in every layout.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from megatron.kernels.dropout import dropout, dropout_add
 
 @dataclass(frozen=True)
 class DropoutState:
-    """Where a micro-batch stands: sample_ids [b] are the run's sample numbers, token_index [s] positions within the sample."""
+    """Where a micro-batch stands: sample_ids [b] are the run's sample numbers, token_index [s]
+    positions within the sample.
+    """
 
     sample_ids: Tensor
     token_index: Tensor
@@ -25,10 +29,19 @@ def _apply(x: Tensor, keep: Tensor, probability: float) -> Tensor:
 
 
 class _TritonDropout(torch.autograd.Function):
-    """Dropout of x, with the residual added where there is one, by kernels/dropout.py: nothing of size s b h is kept."""
+    """Dropout of x, with the residual added where there is one, by kernels/dropout.py: nothing of
+    size s b h is kept.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, residual: Tensor | None, state: DropoutState, key: philox.Key, probability: float) -> Tensor:
+    def forward(
+        ctx,
+        x: Tensor,
+        residual: Tensor | None,
+        state: DropoutState,
+        key: philox.Key,
+        probability: float,
+    ) -> Tensor:
         ctx.mask = (state.sample_ids, state.token_index, *key, probability)
         return dropout(x, *ctx.mask) if residual is None else dropout_add(x, residual, *ctx.mask)
 
@@ -38,18 +51,23 @@ class _TritonDropout(torch.autograd.Function):
 
 
 def saved_mask(probability: float, backend: str, width: int) -> int:
-    """Bytes a token that dropout of so many elements keeps: a mask, which our kernel draws again instead."""
+    """Bytes a token that dropout of so many elements keeps: a mask, which our kernel draws again
+    instead.
+    """
     return width if probability > 0 and backend == "torch" else 0
 
 
 def drawing_bytes(elements: int, device: str) -> int:
-    """Bytes in which torch's operators draw the random words of so many elements; our kernel has them in registers."""
+    """Bytes in which torch's operators draw the random words of so many elements; our kernel has
+    them in registers.
+    """
     return DROPOUT_COUNTER_BYTES * min(elements // 4, DROPOUT_COUNTERS[device])
 
 
 class Dropout:
-    """One dropout site: `names` name its random stream. Counter (sample, position, hidden // 4), lane hidden % 4. Backend (of hidden states) torch or
-    triton."""
+    """One dropout site: `names` name its random stream. Counter (sample, position, hidden // 4),
+    lane hidden % 4. Backend (of hidden states) torch or triton.
+    """
 
     def __init__(self, probability: float, seed: int, *names: object, backend: str = "torch"):
         self.probability, self.backend = probability, backend
@@ -60,13 +78,16 @@ class Dropout:
         return self.probability > 0 and state is not None
 
     def hidden(self, x: Tensor, state: DropoutState | None) -> Tensor:
-        """Drop elements of x [s, b, h]; the identity when state is None (evaluation) or the probability is 0."""
+        """Drop elements of x [s, b, h]; the identity when state is None (evaluation) or the
+        probability is 0.
+        """
         if not self.acts(state):
             return x
         if self.backend == "triton":
             return _TritonDropout.apply(x, None, state, self.key, self.probability)
         s, b, h = x.shape
-        rows = torch.broadcast_tensors(state.sample_ids[None, :], state.token_index[:, None])  # [s, b]
+        # [s, b]
+        rows = torch.broadcast_tensors(state.sample_ids[None, :], state.token_index[:, None])
         keep = philox.keep_mask(self.key, [word.flatten() for word in rows], h, self.probability)
         return _apply(x, keep.view(s, b, h), self.probability)
 

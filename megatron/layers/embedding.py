@@ -13,12 +13,16 @@ from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 
 def embedding_weight_grad(dy: Tensor, ids: Tensor, main_grad: Tensor) -> None:
-    """main_grad [v, h] += dy [s, b, h] at the rows ids [s, b]; deterministic, no dense matrix of the weight's size."""
+    """main_grad [v, h] += dy [s, b, h] at the rows ids [s, b]; deterministic, no dense matrix of
+    the weight's size.
+    """
     ids, dy = ids.flatten(), dy.flatten(0, -2)
     step = max(1, SCRATCH_BYTES // (dy.shape[1] * main_grad.element_size()))
     for row in range(0, ids.shape[0], step):
         piece, rows = ids[row : row + step], dy[row : row + step].to(main_grad.dtype)
-        if main_grad.device.type == "cpu":  # equal bits every time: index_add_ goes row by row here, index_put_ adds from all threads at once
+        # equal bits every time: index_add_ goes row by row here, index_put_ adds from all threads
+        # at once
+        if main_grad.device.type == "cpu":
             main_grad.index_add_(0, piece, rows)
         else:  # here index_put_ sorts first, index_add_ adds atomically
             main_grad.index_put_((piece,), rows, accumulate=True)
@@ -34,14 +38,18 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         (ids,) = ctx.saved_tensors
-        assert not getattr(ctx.weight, "fresh", False), "of a tied matrix the head's product comes first"
+        assert not getattr(ctx.weight, "fresh", False), (
+            "of a tied matrix the head's product comes first"
+        )
         embedding_weight_grad(dy, ids, ctx.weight.main_grad)
         return None, None
 
 
 class _VocabularyParallelEmbedding(torch.autograd.Function):
-    """Forward: rows of this rank's part of the table, zeros elsewhere, summed over the axis (under SP each rank keeps its part of the
-    sequence). Backward: under SP an all-gather of dy, else nothing."""
+    """Forward: rows of this rank's part of the table, zeros elsewhere, summed over the axis (under
+    SP each rank keeps its part of the sequence). Backward: under SP an all-gather of dy, else
+    nothing.
+    """
 
     @staticmethod
     def forward(ctx, ids: Tensor, weight: nn.Parameter, tp: TensorParallel) -> Tensor:
@@ -56,9 +64,13 @@ class _VocabularyParallelEmbedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         local, elsewhere = ctx.saved_tensors
-        assert not getattr(ctx.weight, "fresh", False), "of a tied matrix the head's product comes first"
+        assert not getattr(ctx.weight, "fresh", False), (
+            "of a tied matrix the head's product comes first"
+        )
         dy = all_gather(dy, ctx.tp.axis) if ctx.tp.sequence else dy
-        embedding_weight_grad(dy.masked_fill(elsewhere.unsqueeze(-1), 0), local, ctx.weight.main_grad)
+        embedding_weight_grad(
+            dy.masked_fill(elsewhere.unsqueeze(-1), 0), local, ctx.weight.main_grad
+        )
         return None, None, None
 
 
@@ -75,7 +87,13 @@ class Embedding(nn.Module):
 
 
 class VocabularyEmbedding(Embedding):
-    """A table of which each tensor-parallel rank holds v / size rows: ids [s, b] -> [s, b, h] (under SP this rank's s / size)."""
+    """A table of which each tensor-parallel rank holds v / size rows: ids [s, b] -> [s, b, h]
+    (under SP this rank's s / size).
+    """
 
     def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids) if self.tp.size == 1 else _VocabularyParallelEmbedding.apply(ids, self.weight, self.tp)
+        return (
+            super().forward(ids)
+            if self.tp.size == 1
+            else _VocabularyParallelEmbedding.apply(ids, self.weight, self.tp)
+        )

@@ -1,15 +1,19 @@
-"""Linear layers with separate input- and weight-gradient functions, whole or shared over tensor-parallel ranks.
+"""Linear layers with separate input- and weight-gradient functions, whole or shared over
+tensor-parallel ranks.
 
-Weight gradients never appear as `.grad`: each parameter carries `main_grad`, a view of its block's gradient buffer (fp32, or fp64 in a
-float64 run), and the functions below add into it. A weight whose attribute `fresh` is set holds nothing to add to: its first product overwrites
-what is there, which saves clearing and reading it. s sequence, b batch, i in, o out; under sequence parallelism s is this rank's part
-wherever a value lies outside a pair of column- and row-parallel layers.
+Weight gradients never appear as `.grad`: each parameter carries `main_grad`, a view of its block's
+gradient buffer (fp32, or fp64 in a float64 run), and the functions below add into it. A weight
+whose attribute `fresh` is set holds nothing to add to: its first product overwrites what is there,
+which saves clearing and reading it. s sequence, b batch, i in, o out; under sequence parallelism s
+is this rank's part wherever a value lies outside a pair of column- and row-parallel layers.
 
-Tensor parallelism (Shoeybi et al. 2019): a column-parallel layer holds some of the outputs, a row-parallel layer some of the inputs.
-Sequence parallelism (Korthikanti et al. 2022) splits each all-reduce into a reduce-scatter and an all-gather along the sequence.
+Tensor parallelism (Shoeybi et al. 2019): a column-parallel layer holds some of the outputs, a
+row-parallel layer some of the inputs. Sequence parallelism (Korthikanti et al. 2022) splits each
+all-reduce into a reduce-scatter and an all-gather along the sequence.
 
-Split backward (Qi et al. 2023): inside `stashing` a backward pass computes input and bias gradients (B) and leaves the weight gradients to
-`add_weight_grads` (W). What it leaves holds this rank's part of the sequence, never a gathered copy. Collectives of s b h elements each:
+Split backward (Qi et al. 2023): inside `stashing` a backward pass computes input and bias gradients
+(B) and leaves the weight gradients to `add_weight_grads` (W). What it leaves holds this rank's part
+of the sequence, never a gathered copy. Collectives of s b h elements each:
 
     layer        B                       W
     column       all-reduce of dx        -
@@ -54,40 +58,64 @@ def linear_input_grad(dy: Tensor, weight: Tensor) -> Tensor:
     return dy.matmul(weight)
 
 
-def linear_weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool = False, by_apex: bool = False) -> None:
-    """main_grad [o, i] += dy^T x (= where it is to `overwrite`), with dy [s, b, o] and x [s, b, i]; no temporary above SCRATCH_BYTES."""
+def linear_weight_grad(
+    dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool = False, by_apex: bool = False
+) -> None:
+    """main_grad [o, i] += dy^T x (= where it is to `overwrite`), with dy [s, b, o] and x [s, b, i];
+    no temporary above SCRATCH_BYTES.
+    """
     dy, x = dy.flatten(0, -2), x.flatten(0, -2)
     if by_apex and main_grad.dtype == torch.float32 and dy.dtype != torch.float32:
         apex.add_weight_grad(dy, x, main_grad.zero_() if overwrite else main_grad)
         return
     if main_grad.dtype == dy.dtype:
-        main_grad.addmm_(dy.t(), x, beta=0 if overwrite else 1)  # the product is added by the GEMM itself
+        # the product is added by the GEMM itself
+        main_grad.addmm_(dy.t(), x, beta=0 if overwrite else 1)
         return
     if dy.is_cuda:
         step = max(1, SCRATCH_BYTES // (x.shape[1] * main_grad.element_size()))
         for row in range(0, main_grad.shape[0], step):
             product = torch.mm(dy[:, row : row + step].t(), x, out_dtype=main_grad.dtype)
-            main_grad[row : row + step].copy_(product) if overwrite else main_grad[row : row + step].add_(product)
+            rows = main_grad[row : row + step]
+            if overwrite:
+                rows.copy_(product)
+            else:
+                rows.add_(product)
         return
-    step = max(1, SCRATCH_BYTES // (main_grad.element_size() * max(x.shape[1], dy.shape[1])))  # no bf16 x bf16 -> fp32 product here
+    # no bf16 x bf16 -> fp32 product here
+    step = max(1, SCRATCH_BYTES // (main_grad.element_size() * max(x.shape[1], dy.shape[1])))
     with _products_of(dy.dtype):
         for token in range(0, x.shape[0], step):
             piece = slice(token, token + step)
-            main_grad.addmm_(dy[piece].t().to(main_grad.dtype), x[piece].to(main_grad.dtype), beta=0 if overwrite and token == 0 else 1)
+            main_grad.addmm_(
+                dy[piece].t().to(main_grad.dtype),
+                x[piece].to(main_grad.dtype),
+                beta=0 if overwrite and token == 0 else 1,
+            )
 
 
-def weight_grad_scratch(tokens: int, inputs: int, outputs: int, compute: int, grad: int, device: str) -> int:
-    """Bytes of `linear_weight_grad`'s temporaries, for elements of `compute` and `grad` bytes: none where the GEMM itself adds."""
+def weight_grad_scratch(
+    tokens: int, inputs: int, outputs: int, compute: int, grad: int, device: str
+) -> int:
+    """Bytes of `linear_weight_grad`'s temporaries, for elements of `compute` and `grad` bytes: none
+    where the GEMM itself adds.
+    """
     if compute == grad:
         return 0
     if device == "cuda":
         return min(SCRATCH_BYTES, outputs * inputs * grad)
-    return min(tokens, max(1, SCRATCH_BYTES // (grad * max(inputs, outputs)))) * grad * (inputs + outputs)
+    return (
+        min(tokens, max(1, SCRATCH_BYTES // (grad * max(inputs, outputs))))
+        * grad
+        * (inputs + outputs)
+    )
 
 
 @contextlib.contextmanager
 def _products_of(dtype: torch.dtype) -> Iterator[None]:
-    """fp32 products on a CPU whose factors are exact in bf16: its bf16 instructions, which add up in fp32, lose nothing and take half the time."""
+    """fp32 products on a CPU whose factors are exact in bf16: its bf16 instructions, which add up
+    in fp32, lose nothing and take half the time.
+    """
     settings = torch.backends.mkldnn.matmul
     if dtype != torch.bfloat16:
         yield
@@ -106,12 +134,15 @@ def add_weight_grad(dy: Tensor, x: Tensor, weight: nn.Parameter) -> None:
 
 
 def bias_grad(dy: Tensor, main_grad: Tensor) -> None:
-    """main_grad [o] += the sum of dy [s, b, o] over tokens, accumulated in main_grad's precision."""
+    """main_grad [o] += the sum of dy [s, b, o] over tokens, accumulated in main_grad's
+    precision.
+    """
     main_grad.add_(dy.flatten(0, -2).sum(0, dtype=main_grad.dtype))
 
 
 class WeightGrad(NamedTuple):
-    """A weight gradient left for later, with dy [s, b, o] and x [s, b, i] or what this rank holds of them: the rest is on its axis.
+    """A weight gradient left for later, with dy [s, b, o] and x [s, b, i] or what this rank holds
+    of them: the rest is on its axis.
 
     x is detached: the graph would live on otherwise.
     """
@@ -125,7 +156,11 @@ class WeightGrad(NamedTuple):
 
     def start(self) -> tuple[nn.Parameter, Handle, Handle]:
         """Set off what `_finish` waits for."""
-        return self.weight, start_all_gather(self.dy, self.dy_axis), start_all_gather(self.x, self.x_axis)
+        return (
+            self.weight,
+            start_all_gather(self.dy, self.dy_axis),
+            start_all_gather(self.x, self.x_axis),
+        )
 
 
 def _finish(weight: nn.Parameter, dy: Handle, x: Handle) -> None:
@@ -134,7 +169,9 @@ def _finish(weight: nn.Parameter, dy: Handle, x: Handle) -> None:
 
 @torch.no_grad()
 def add_weight_grads(left: list[WeightGrad]) -> None:
-    """Add each into its weight's main_grad, and empty the list; the next one's all-gather runs beside a product."""
+    """Add each into its weight's main_grad, and empty the list; the next one's all-gather runs
+    beside a product.
+    """
     started: deque[tuple[nn.Parameter, Handle, Handle]] = deque()
     while left or started:
         while left and len(started) < (2 if left[0].overlap else 1):
@@ -144,7 +181,9 @@ def add_weight_grads(left: list[WeightGrad]) -> None:
 
 @contextlib.contextmanager
 def stashing(module: nn.Module) -> Iterator[list[WeightGrad]]:
-    """While open, backward passes through the module's linear layers put their weight gradients onto this list instead of computing them."""
+    """While open, backward passes through the module's linear layers put their weight gradients
+    onto this list instead of computing them.
+    """
     left: list[WeightGrad] = []
     weights = [layer.weight for layer in module.modules() if isinstance(layer, Linear)]
     for weight in weights:
@@ -184,11 +223,15 @@ class _Linear(torch.autograd.Function):
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """Forward: all-gather of x under SP, else nothing. Backward: the adjoint, a sum of dx over the axis, beside the weight gradient's product
-    if that is not left for later; under SP x is gathered a second time for it, so that only this rank's part of x is kept."""
+    """Forward: all-gather of x under SP, else nothing. Backward: the adjoint, a sum of dx over the
+    axis, beside the weight gradient's product if that is not left for later; under SP x is gathered
+    a second time for it, so that only this rank's part of x is kept.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
         if not tp.sequence:
@@ -229,11 +272,15 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 class _RowLinear(torch.autograd.Function):
-    """Forward: the sum over the axis of the products (under SP each rank keeps its part of the sequence), then the bias once. Backward: under
-    SP an all-gather of dy, else nothing. The bias sees this rank's part of the sequence, so its gradient is a part of the sum."""
+    """Forward: the sum over the axis of the products (under SP each rank keeps its part of the
+    sequence), then the bias once. Backward: under SP an all-gather of dy, else nothing. The bias
+    sees this rank's part of the sequence, so its gradient is a part of the sum.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
         if not tp.sequence:
@@ -250,7 +297,15 @@ class _RowLinear(torch.autograd.Function):
         (x,), tp, weight, stash = ctx.saved_tensors, ctx.tp, ctx.weight, _stash(ctx.weight)
         frozen = not ctx.needs_input_grad[1]
         if stash is not None and not frozen:
-            stash.append(WeightGrad(weight, dy, x.detach(), dy_axis=tp.axis if tp.sequence else ALONE, overlap=tp.overlap))
+            stash.append(
+                WeightGrad(
+                    weight,
+                    dy,
+                    x.detach(),
+                    dy_axis=tp.axis if tp.sequence else ALONE,
+                    overlap=tp.overlap,
+                )
+            )
         if ctx.bias is not None and not frozen:
             bias_grad(dy, ctx.bias.main_grad)
         if tp.sequence and tp.overlap:
@@ -270,20 +325,29 @@ class _RowLinear(torch.autograd.Function):
 
 def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     out, x = out.flatten(0, -2), x.flatten(0, -2)
-    torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
 
 
 def linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None = None) -> Tensor:
-    """x [s, b, i] times weight [o, i] transposed, plus bias [o]: bit-equal to torch.nn.functional.linear."""
+    """x [s, b, i] times weight [o, i] transposed, plus bias [o]: bit-equal to
+    torch.nn.functional.linear.
+    """
     return _Linear.apply(x, weight, bias)
 
 
-def column_linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel) -> Tensor:
+def column_linear(
+    x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel
+) -> Tensor:
     """x [s, b, i] (under SP this rank's s / size) -> [s, b, o / size]."""
     return linear(x, weight, bias) if tp.size == 1 else _ColumnLinear.apply(x, weight, bias, tp)
 
 
-def row_linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel) -> Tensor:
+def row_linear(
+    x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel
+) -> Tensor:
     """x [s, b, i / size] -> [s, b, o] (under SP this rank's s / size)."""
     return linear(x, weight, bias) if tp.size == 1 else _RowLinear.apply(x, weight, bias, tp)
 
@@ -291,7 +355,9 @@ def row_linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: T
 class Linear(nn.Module):
     """torch.nn.Linear whose gradients accumulate into `main_grad`: weight [o, i], bias [o]."""
 
-    def __init__(self, weight: ParameterSpec, bias: ParameterSpec | None = None, tp: TensorParallel = DENSE):
+    def __init__(
+        self, weight: ParameterSpec, bias: ParameterSpec | None = None, tp: TensorParallel = DENSE
+    ):
         super().__init__()
         self.tp = tp
         self.weight = weight.parameter(tp)

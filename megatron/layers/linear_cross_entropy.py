@@ -1,17 +1,22 @@
-"""The output matrix and the loss together, tokens in chunks, so that the logits are never whole in memory. s sequence, b batch, h hidden,
-v vocabulary.
+"""The output matrix and the loss together, tokens in chunks, so that the logits are never whole in
+memory. s sequence, b batch, h hidden, v vocabulary.
 
-The forward pass makes the logits of one chunk after the other and keeps of each token the log-sum-exp; the backward pass makes them again, turns them
-into their gradient where they are, and forms of that the input's and the weight's. That takes 8 s b h v FLOPs a micro-batch instead of 6, for
-s b v / size bytes times 2 in bf16 that need not exist. Gradients formed in the forward pass already would make it 6, but
+The forward pass makes the logits of one chunk after the other and keeps of each token the
+log-sum-exp; the backward pass makes them again, turns them into their gradient where they are, and
+forms of that the input's and the weight's. That takes 8 s b h v FLOPs a micro-batch instead of 6,
+for s b v / size bytes times 2 in bf16 that need not exist. Gradients formed in the forward pass
+already would make it 6, but
 
-- the gradient of a chunk needs the log-sum-exp over all ranks: an exchange for each chunk where one for all is enough;
+- the gradient of a chunk needs the log-sum-exp over all ranks: an exchange for each chunk where one
+  for all is enough;
 - of the z-loss, it needs what the loss is multiplied by, which is not known yet;
-- a pipeline's forward passes run ahead of its backward passes: the input's gradient would be kept from one to the other, in the place of the logits,
+- a pipeline's forward passes run ahead of its backward passes: the input's gradient would be kept
+  from one to the other, in the place of the logits,
   and the weight's would have to be where at ZeRO 2 and 3 nothing is.
 
-Collectives are those of layers/linear.py and layers/loss.py, whole: under SP an all-gather of x in each pass and a reduce-scatter of dx, else an
-all-reduce of dx; one all-gather of three numbers a token. dx is summed when its last chunk is there, beside nothing.
+Collectives are those of layers/linear.py and layers/loss.py, whole: under SP an all-gather of x in
+each pass and a reduce-scatter of dx, else an all-reduce of dx; one all-gather of three numbers a
+token. dx is summed when its last chunk is there, beside nothing.
 """
 
 from __future__ import annotations
@@ -41,9 +46,14 @@ def _chunks(x: Tensor, weight: Tensor) -> Iterator[slice]:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: nn.Parameter, labels: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx, x: Tensor, weight: nn.Parameter, labels: Tensor, columns: Columns
+    ) -> tuple[Tensor, Tensor]:
         rows = _whole(x, columns.tp).flatten(0, 1)
-        parts = [columns.reduce(F.linear(rows[piece], weight), labels[piece]) for piece in _chunks(rows, weight)]
+        parts = [
+            columns.reduce(F.linear(rows[piece], weight), labels[piece])
+            for piece in _chunks(rows, weight)
+        ]
         loss, lse = columns.combine(torch.cat(parts, 1))
         ctx.weight, ctx.columns = weight, columns
         ctx.save_for_backward(x, lse, labels)
@@ -61,17 +71,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 add_weight_grad(dlogits, rows[piece], weight)
             del dlogits  # before the next ones are made
-        return reduce_scatter(dx, tp.axis) if tp.sequence else all_reduce(dx, tp.axis), None, None, None
+        return (
+            reduce_scatter(dx, tp.axis) if tp.sequence else all_reduce(dx, tp.axis),
+            None,
+            None,
+            None,
+        )
 
 
 def _whole(x: Tensor, tp: TensorParallel) -> Tensor:
     return all_gather(x, tp.axis) if tp.sequence else x
 
 
-def linear_cross_entropy(x: Tensor, weight: nn.Parameter, labels: Tensor, vocab_size: int, softcap: float | None, tp: TensorParallel,
-                         backend: str = "torch") -> tuple[Tensor, Tensor]:
-    """`cross_entropy` of `column_linear(x, weight)`: (loss, log-sum-exp) per token [s, b] from x [s, b, h] (under SP this rank's s / size), this
-    rank's rows of the weight [padded v / size, h], and labels [s, b]. The weight's gradient is added in its main_grad, chunk by chunk in order."""
+def linear_cross_entropy(
+    x: Tensor,
+    weight: nn.Parameter,
+    labels: Tensor,
+    vocab_size: int,
+    softcap: float | None,
+    tp: TensorParallel,
+    backend: str = "torch",
+) -> tuple[Tensor, Tensor]:
+    """`cross_entropy` of `column_linear(x, weight)`: (loss, log-sum-exp) per token [s, b] from x
+    [s, b, h] (under SP this rank's s / size), this rank's rows of the weight [padded v / size, h],
+    and labels [s, b]. The weight's gradient is added in its main_grad, chunk by chunk in order.
+    """
     first, columns = own_columns(weight.shape[0], vocab_size, softcap, tp, backend)
     loss, lse = _LinearCrossEntropy.apply(x, weight, labels.flatten() - first, columns)
     return loss.view(labels.shape), lse.view(labels.shape)

@@ -19,8 +19,12 @@ def _chunks(logits: Tensor):
     return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
 
 
-def widened_bytes(model: ModelConfig, tokens: int, width: int, compute: int, wide: int, device: str) -> int:
-    """Bytes of what `Columns` makes of `width` logits of each of these tokens, in whichever pass takes more: none by our kernel."""
+def widened_bytes(
+    model: ModelConfig, tokens: int, width: int, compute: int, wide: int, device: str
+) -> int:
+    """Bytes of what `Columns` makes of `width` logits of each of these tokens, in whichever pass
+    takes more: none by our kernel.
+    """
     if model.cross_entropy_backend == "triton":
         return 0
     rows = min(tokens, max(1, LOSS_CHUNK_BYTES[device] // (4 * width)))
@@ -35,9 +39,11 @@ def _wide_logits(logits: Tensor, softcap: float | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of the logits that this rank holds: how they are reduced to three numbers a token, and turned into their gradient.
+    """The columns of the logits that this rank holds: how they are reduced to three numbers a
+    token, and turned into their gradient.
 
-    Logits are [n, padded v / size], labels [n] counted from this rank's first column. `backend`: torch, or triton (kernels/cross_entropy.py).
+    Logits are [n, padded v / size], labels [n] counted from this rank's first column. `backend`:
+    torch, or triton (kernels/cross_entropy.py).
     """
 
     count: int  # that are no padding
@@ -46,10 +52,16 @@ class Columns:
     backend: str
 
     def reduce(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """[3, n]: the maximum, the sum of exponentials after it is taken off, and the logit of the label where it is here, else 0."""
+        """[3, n]: the maximum, the sum of exponentials after it is taken off, and the logit of the
+        label where it is here, else 0.
+        """
         if self.backend == "triton":
             return cross_entropy_parts(logits, labels, self.count, self.softcap)
-        parts = torch.empty((3, *labels.shape), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+        parts = torch.empty(
+            (3, *labels.shape),
+            dtype=torch.promote_types(logits.dtype, torch.float32),
+            device=logits.device,
+        )
         top, exponentials, target = parts
         here, index = self._find(labels)
         for rows in _chunks(logits) if self.count else ():
@@ -64,7 +76,9 @@ class Columns:
         return parts
 
     def combine(self, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """(loss, log-sum-exp) [n] from each rank's three numbers a token, which are overwritten. One all-gather."""
+        """(loss, log-sum-exp) [n] from each rank's three numbers a token, which are overwritten.
+        One all-gather.
+        """
         top, exponentials, target = parts
         if self.tp.size == 1:
             lse = exponentials.log_().add_(top)
@@ -75,7 +89,9 @@ class Columns:
             target = targets.sum(0)
         return lse - target, lse
 
-    def into_gradient(self, logits: Tensor, labels: Tensor, lse: Tensor, dloss: Tensor, dlse: Tensor) -> None:
+    def into_gradient(
+        self, logits: Tensor, labels: Tensor, lse: Tensor, dloss: Tensor, dlse: Tensor
+    ) -> None:
         """Overwrite the logits with their gradient."""
         if self.backend == "triton":
             cross_entropy_backward_(logits, labels, lse, dloss, dlse, self.count, self.softcap)
@@ -84,21 +100,33 @@ class Columns:
         for rows in _chunks(logits) if self.count else ():
             part = logits[rows, : self.count]
             z = _wide_logits(part, self.softcap)
-            dz = (z.sub_(lse[rows, None]) if self.softcap is None else z - lse[rows, None]).exp_().mul_((dloss + dlse)[rows, None])
-            dz.scatter_add_(-1, index[rows, None], -dloss[rows, None] if here is None else -(dloss * here)[rows, None])
+            dz = (
+                (z.sub_(lse[rows, None]) if self.softcap is None else z - lse[rows, None])
+                .exp_()
+                .mul_((dloss + dlse)[rows, None])
+            )
+            dz.scatter_add_(
+                -1,
+                index[rows, None],
+                -dloss[rows, None] if here is None else -(dloss * here)[rows, None],
+            )
             if self.softcap is not None:
                 dz.mul_(1 - (z / self.softcap).square_())
             part.copy_(dz)
         logits[:, self.count :] = 0
 
     def _find(self, labels: Tensor) -> tuple[Tensor | None, Tensor]:
-        """(whether a label is here, its column here). Not asked on one rank, where a label out of range is a fault."""
+        """(whether a label is here, its column here). Not asked on one rank, where a label out of
+        range is a fault.
+        """
         if self.tp.size == 1:
             return None, labels
         return (labels >= 0) & (labels < self.count), labels.clamp(0, max(self.count - 1, 0))
 
 
-def own_columns(width: int, vocab_size: int, softcap: float | None, tp: TensorParallel, backend: str) -> tuple[int, Columns]:
+def own_columns(
+    width: int, vocab_size: int, softcap: float | None, tp: TensorParallel, backend: str
+) -> tuple[int, Columns]:
     """(the first of this rank's columns, `width` on each rank, what is done with them)."""
     first = tp.axis.rank * width
     columns = min(max(vocab_size - first, 0), width)
@@ -121,11 +149,19 @@ class _CrossEntropy(torch.autograd.Function):
         return logits, None, None
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int, softcap: float | None = None, tp: TensorParallel = DENSE,
-                  backend: str = "torch") -> tuple[Tensor, Tensor]:
-    """(loss, log-sum-exp) per token [s, b] in fp32 (fp64 for fp64) from this rank's logits [s, b, padded v / size] and labels [s, b].
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    softcap: float | None = None,
+    tp: TensorParallel = DENSE,
+    backend: str = "torch",
+) -> tuple[Tensor, Tensor]:
+    """(loss, log-sum-exp) per token [s, b] in fp32 (fp64 for fp64) from this rank's logits [s, b,
+    padded v / size] and labels [s, b].
 
-    Vocabulary entries from vocab_size on are padding: no probability mass, no gradient. The backward pass overwrites the logits.
+    Vocabulary entries from vocab_size on are padding: no probability mass, no gradient. The
+    backward pass overwrites the logits.
     """
     first, columns = own_columns(logits.shape[-1], vocab_size, softcap, tp, backend)
     loss, lse = _CrossEntropy.apply(logits.flatten(0, 1), labels.flatten() - first, columns)

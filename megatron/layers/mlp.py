@@ -1,4 +1,6 @@
-"""The MLP: h -> f -> h with GELU, squared ReLU or a gated activation. s sequence, b batch, h hidden, f ffn width."""
+"""The MLP: h -> f -> h with GELU, squared ReLU or a gated activation. s sequence, b batch, h
+hidden, f ffn width.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,16 @@ from megatron.layers.spec import ParameterSpec, Shard, TensorSpec, normal, parts
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 _ATEN = torch.ops.aten  # whose forms with `out` write into a half of the fused tensor
-_GATES = {"swiglu": (_ATEN.silu.out, _ATEN.silu_backward.grad_input), "geglu": (_ATEN.gelu.out, _ATEN.gelu_backward.grad_input)}
+_GATES = {
+    "swiglu": (_ATEN.silu.out, _ATEN.silu_backward.grad_input),
+    "geglu": (_ATEN.gelu.out, _ATEN.gelu_backward.grad_input),
+}
 
 
 class _Gated(torch.autograd.Function):
-    """act(gate) * up from the fused [..., gate | up]; saves its input alone and recomputes the activation."""
+    """act(gate) * up from the fused [..., gate | up]; saves its input alone and recomputes the
+    activation.
+    """
 
     @staticmethod
     def forward(ctx, fused: Tensor, activation: str) -> Tensor:
@@ -67,22 +74,42 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return F.gelu(x, approximate="tanh" if activation == "gelu-tanh" else "none")
 
 
-def mlp_parameters(config: ModelConfig, name: str, sequence: bool = False) -> dict[str, ParameterSpec]:
-    """fc1 [f or 2f, h], of a gated activation [gate; up], and fc2 [h, f], with their biases where there are any."""
+def mlp_parameters(
+    config: ModelConfig, name: str, sequence: bool = False
+) -> dict[str, ParameterSpec]:
+    """fc1 [f or 2f, h], of a gated activation [gate; up], and fc2 [h, f], with their biases where
+    there are any.
+    """
     h, f = config.hidden_size, config.ffn_hidden_size
     parts = ("gate", "up") if config.activation in GATED else ("up",)
-    matrices = tuple(TensorSpec(f"{name}.{part}.weight", (f, h), normal(config), "matrix", shard=Shard(0)) for part in parts)
-    down = TensorSpec(f"{name}.down.weight", (h, f), normal(config, residual_output=True), "matrix", shard=Shard(1))
-    made = {"fc1.weight": ParameterSpec(matrices, product=True), "fc2.weight": ParameterSpec((down,), product=True)}
+    matrices = tuple(
+        TensorSpec(f"{name}.{part}.weight", (f, h), normal(config), "matrix", shard=Shard(0))
+        for part in parts
+    )
+    down = TensorSpec(
+        f"{name}.down.weight",
+        (h, f),
+        normal(config, residual_output=True),
+        "matrix",
+        shard=Shard(1),
+    )
+    made = {
+        "fc1.weight": ParameterSpec(matrices, product=True),
+        "fc2.weight": ParameterSpec((down,), product=True),
+    }
     if config.add_bias_linear:
         biases = tuple(vector(f"{name}.{part}.bias", f, shard=Shard(0)) for part in parts)
         made["fc1.bias"] = ParameterSpec(biases)
-        made["fc2.bias"] = ParameterSpec((vector(f"{name}.down.bias", h, copies="tp", grad_sum=parts_under(sequence)),))
+        made["fc2.bias"] = ParameterSpec(
+            (vector(f"{name}.down.bias", h, copies="tp", grad_sum=parts_under(sequence)),)
+        )
     return made
 
 
 def saved_widths(model: ModelConfig) -> tuple[int, int]:
-    """Elements a token of what the MLP of this rank's `model` keeps: (fc1's output, fc2's input)."""
+    """Elements a token of what the MLP of this rank's `model` keeps: (fc1's output, fc2's
+    input).
+    """
     f = model.ffn_hidden_size
     return (2 * f if model.activation in GATED else f), f
 
@@ -106,7 +133,9 @@ class MLP(nn.Module):
         self.fc2 = RowLinear(parameters["fc2.weight"], parameters.get("fc2.bias"), tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.backend == "triton":  # the activation adds the bias, and sums up its gradient in the pass that it makes over dx anyway
+        # the activation adds the bias, and sums up its gradient in the pass that it makes over dx
+        # anyway
+        if self.backend == "triton":
             fused = column_linear(x, self.fc1.weight, None, self.fc1.tp)
             return self.fc2(_TritonActivation.apply(fused, self.fc1.bias, self.activation))
         return self.fc2(activate(self.fc1(x), self.activation))

@@ -1,7 +1,8 @@
-"""LayerNorm and RMSNorm over the last dimension; statistics in fp32 (fp64 in a float64 run), gradients into `main_grad`.
+"""LayerNorm and RMSNorm over the last dimension; statistics in fp32 (fp64 in a float64 run),
+gradients into `main_grad`.
 
-Computed by PyTorch, by NVIDIA's apex (never run), or by kernels/norm.py, which also takes the residual addition in front and the sum of two
-gradients behind.
+Computed by PyTorch, by NVIDIA's apex (never run), or by kernels/norm.py, which also takes the
+residual addition in front and the sum of two gradients behind.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         x, mean, rstd = ctx.saved_tensors
         dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-            dy, x, x.shape[-1:], mean, rstd, ctx.weight, ctx.bias, [True, *ctx.needs_input_grad[1:3]]
+            dy,
+            x,
+            x.shape[-1:],
+            mean,
+            rstd,
+            ctx.weight,
+            ctx.bias,
+            [True, *ctx.needs_input_grad[1:3]],
         )
         if ctx.needs_input_grad[1]:  # else it is frozen
             ctx.weight.main_grad.add_(dweight)
@@ -40,7 +48,13 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: nn.Parameter, eps: float) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        rstd = (
+            torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+            .square_()
+            .div_(x.shape[-1])
+            .add_(eps)
+            .rsqrt_()
+        )
         ctx.save_for_backward(x, rstd)
         ctx.weight = weight
         return (wide * rstd).to(x.dtype) * weight
@@ -58,8 +72,12 @@ class _RMSNorm(torch.autograd.Function):
 
 class _ApexNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, eps: float) -> Tensor:
-        y, *statistics = apex.rms_norm(x, weight, eps) if bias is None else apex.layer_norm(x, weight, bias, eps)
+    def forward(
+        ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, eps: float
+    ) -> Tensor:
+        y, *statistics = (
+            apex.rms_norm(x, weight, eps) if bias is None else apex.layer_norm(x, weight, bias, eps)
+        )
         ctx.save_for_backward(x, *statistics)
         ctx.weight, ctx.bias, ctx.eps = weight, bias, eps
         return y
@@ -79,7 +97,14 @@ class _TritonNorm(torch.autograd.Function):
     """(norm of x + residual, x + residual); the second of x alone where there is no residual."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, residual: Tensor | None, weight: nn.Parameter, bias: nn.Parameter | None, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
         if residual is None:
             total, (y, statistics) = x.view_as(x), norm(x, weight, bias, eps)
         else:
@@ -100,24 +125,40 @@ class _TritonNorm(torch.autograd.Function):
         return dx, dx if ctx.needs_input_grad[1] else None, None, None, None
 
 
-def norm_parameters(kind: str, size: int, name: str, grad_sum: tuple[str, ...] = ()) -> dict[str, ParameterSpec]:
-    """The scale [size] and, of LayerNorm, the bias [size] of a norm. Every tensor-parallel rank holds them whole."""
+def norm_parameters(
+    kind: str, size: int, name: str, grad_sum: tuple[str, ...] = ()
+) -> dict[str, ParameterSpec]:
+    """The scale [size] and, of LayerNorm, the bias [size] of a norm. Every tensor-parallel rank
+    holds them whole.
+    """
     scale = vector(f"{name}.weight", size, ONES, copies="tp", grad_sum=grad_sum)
     bias = vector(f"{name}.bias", size, copies="tp", grad_sum=grad_sum)
-    return {"weight": ParameterSpec((scale,))} | ({"bias": ParameterSpec((bias,))} if kind == "LayerNorm" else {})
+    return {"weight": ParameterSpec((scale,))} | (
+        {"bias": ParameterSpec((bias,))} if kind == "LayerNorm" else {}
+    )
 
 
 def saved_statistics(kind: str, wide: int) -> int:
-    """Bytes a token that a norm keeps beside its input, `wide` of a number: the reciprocal deviation, and LayerNorm's mean."""
+    """Bytes a token that a norm keeps beside its input, `wide` of a number: the reciprocal
+    deviation, and LayerNorm's mean.
+    """
     return wide * (2 if kind == "LayerNorm" else 1)
 
 
 class Norm(nn.Module):
-    """The norm that `config` names over the last dimension: LayerNorm (weight and bias) or RMSNorm (weight)."""
+    """The norm that `config` names over the last dimension: LayerNorm (weight and bias) or RMSNorm
+    (weight).
+    """
 
-    def __init__(self, parameters: dict[str, ParameterSpec], config: ModelConfig, tp: TensorParallel = DENSE):
+    def __init__(
+        self, parameters: dict[str, ParameterSpec], config: ModelConfig, tp: TensorParallel = DENSE
+    ):
         super().__init__()
-        self.kind, self.eps, self.backend = config.normalization, config.norm_epsilon, config.norm_backend
+        self.kind, self.eps, self.backend = (
+            config.normalization,
+            config.norm_epsilon,
+            config.norm_backend,
+        )
         self.weight = parameters["weight"].parameter(tp)
         self.bias = parameters["bias"].parameter(tp) if "bias" in parameters else None
 
@@ -131,7 +172,9 @@ class Norm(nn.Module):
         return _LayerNorm.apply(x, self.weight, self.bias, self.eps)
 
     def of_sum(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, the sum) of x and a residual, or of x alone: whoever uses both has their gradients added in the norm's backward."""
+        """(norm of the sum, the sum) of x and a residual, or of x alone: whoever uses both has
+        their gradients added in the norm's backward.
+        """
         if self.backend == "triton":
             return _TritonNorm.apply(x, residual, self.weight, self.bias, self.eps)
         total = x if residual is None else residual + x

@@ -1,7 +1,9 @@
-"""Rotary position embedding with linear, Llama-3 and YaRN scaling; positions are an argument. s sequence, b batch, n heads, d head dim.
+"""Rotary position embedding with linear, Llama-3 and YaRN scaling; positions are an argument. s
+sequence, b batch, n heads, d head dim.
 
-Channels i and i + r/2 of the r rotating ones form a pair (the "halves" convention of GPT-NeoX and Hugging Face).
-Sources: Su et al. 2021 (RoPE); Chen et al. 2023 (linear); Llama 3.1 release (by-parts); Peng et al. 2023 (YaRN).
+Channels i and i + r/2 of the r rotating ones form a pair (the "halves" convention of GPT-NeoX and
+Hugging Face). Sources: Su et al. 2021 (RoPE); Chen et al. 2023 (linear); Llama 3.1 release
+(by-parts); Peng et al. 2023 (YaRN).
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ Rotary = tuple[Tensor, Tensor]
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Radians per position of each pair [r / 2] in float64, and the factor on cos and sin (YaRN's temperature, else 1)."""
+    """Radians per position of each pair [r / 2] in float64, and the factor on cos and sin (YaRN's
+    temperature, else 1).
+    """
     rotating = int(config.kv_channels * config.rotary_percent) // 2 * 2
     pair = torch.arange(0, rotating, 2, dtype=torch.float64)
     frequency = config.rotary_base ** -(pair / rotating)
@@ -33,7 +37,11 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     if config.position_embedding_type == "yarn":
 
         def pair_with(rotations: float) -> float:
-            return rotating * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.rotary_base))
+            return (
+                rotating
+                * math.log(original / (rotations * 2 * math.pi))
+                / (2 * math.log(config.rotary_base))
+            )
 
         low = max(math.floor(pair_with(config.yarn_beta_fast)), 0)
         high = min(math.ceil(pair_with(config.yarn_beta_slow)), rotating - 1)
@@ -56,7 +64,9 @@ def rotary_table(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> 
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """x * cos + (x with its halves swapped) * sin: three passes over whole rows; direction -1 turns back."""
+    """x * cos + (x with its halves swapped) * sin: three passes over whole rows; direction -1 turns
+    back.
+    """
     width = cos.shape[-1]
     turning, rest = x[..., :width], x[..., width:]
     swapped = torch.cat((turning[..., width // 2 :], turning[..., : width // 2]), dim=-1)
@@ -73,35 +83,50 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         cos, sin = ctx.saved_tensors
-        return _rotate(dy, cos, sin, -1), None, None  # the transpose of a rotation turns the other way
+        # the transpose of a rotation turns the other way
+        return _rotate(dy, cos, sin, -1), None, None
 
 
 class _RotaryInPlace(torch.autograd.Function):
-    """Turns the first `turning` heads of each group of x in place, which nobody else may read: [s, b, ...] seen as [s, b, *heads] = [s, b, g, n, d]."""
+    """Turns the first `turning` heads of each group of x in place, which nobody else may read: [s,
+    b, ...] seen as [s, b, *heads] = [s, b, g, n, d].
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int, int], turning: int) -> Tensor:
+    def forward(
+        ctx, x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int, int], turning: int
+    ) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.heads, ctx.turning = heads, turning
-        y = x.detach()  # autograd forbids to write into x where a layer's function returned it as a view
+        # autograd forbids to write into x where a layer's function returned it as a view
+        y = x.detach()
         rotary_(y.view(*y.shape[:2], *heads)[:, :, :, :turning], cos, sin, 1)
         return y
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         cos, sin = ctx.saved_tensors
-        dy = dy.contiguous()  # what attention's backward made for this alone: as it is, it is turned in place
+        # what attention's backward made for this alone: as it is, it is turned in place
+        dy = dy.contiguous()
         rotary_(dy.view(*dy.shape[:2], *ctx.heads)[:, :, :, : ctx.turning], cos, sin, -1)
         return dy, None, None, None, None
 
 
 def apply_rotary(x: Tensor, rotary: Rotary | None, backend: str = "torch") -> Tensor:
-    """Rotate x [s, b, n, d] by the table, in place with backend triton; the identity when there is none."""
+    """Rotate x [s, b, n, d] by the table, in place with backend triton; the identity when there is
+    none.
+    """
     if rotary is None:
         return x
-    return _RotaryInPlace.apply(x, *rotary, (x.shape[2], 1, x.shape[3]), 1) if backend == "triton" else _Rotary.apply(x, *rotary)
+    return (
+        _RotaryInPlace.apply(x, *rotary, (x.shape[2], 1, x.shape[3]), 1)
+        if backend == "triton"
+        else _Rotary.apply(x, *rotary)
+    )
 
 
 def rotate_fused(qkv: Tensor, rotary: Rotary, heads: tuple[int, int, int]) -> Tensor:
-    """Rotate queries and keys of the fused projection [s, b, g (q + 2) d] in place, by kernels/rotary.py; heads = (g, q + 2, d)."""
+    """Rotate queries and keys of the fused projection [s, b, g (q + 2) d] in place, by
+    kernels/rotary.py; heads = (g, q + 2, d).
+    """
     return _RotaryInPlace.apply(qkv, *rotary, heads, heads[1] - 1)

@@ -140,7 +140,9 @@ class ParameterSpec:
 
     @property
     def multipliers(self) -> Multipliers:
-        """Those of its tensors, which are fused only where they are the same; no weight decay where it takes none."""
+        """Those of its tensors, which are fused only where they are the same; no weight decay where
+        it takes none.
+        """
         multipliers = self.tensors[0].multipliers
         return multipliers if self.decay else replace(multipliers, weight_decay=0.0)
 
@@ -161,7 +163,9 @@ class ParameterSpec:
         return made
 
     def boxes(self, tp: TensorParallel = DENSE) -> tuple[Box, ...]:
-        """The parts of logical tensors in this rank's parameter; none where they are all padding."""
+        """The parts of logical tensors in this rank's parameter; none where they are all
+        padding.
+        """
         groups = max(1, self.interleave // tp.size)
         boxes, start = [], 0
         for tensor in self.tensors:
@@ -203,7 +207,9 @@ def vector(
 
 
 def normal(config: ModelConfig, *, residual_output: bool = False) -> Init:
-    """Of a matrix: --init-method-std, over sqrt(2 x layers) where it ends a residual branch (GPT-2)."""
+    """Of a matrix: --init-method-std, over sqrt(2 x layers) where it ends a residual branch
+    (GPT-2).
+    """
     std = config.init_method_std
     return Init(std / (2 * config.num_layers) ** 0.5 if residual_output else std)
 
@@ -248,9 +254,7 @@ def under(parameters: dict[str, ParameterSpec], name: str) -> dict[str, Paramete
     """The declarations of the submodule called `name`, by their names in it."""
     inside = f"{name}."
     return {
-        own.removeprefix(inside): spec
-        for own, spec in parameters.items()
-        if own.startswith(inside)
+        own.removeprefix(inside): spec for own, spec in parameters.items() if own.startswith(inside)
     }
 
 

@@ -1,4 +1,6 @@
-"""How a layer shares its matrices over an axis (TP), and whether activations between matrices are split along the sequence (SP)."""
+"""How a layer shares its matrices over an axis (TP), and whether activations between matrices are
+split along the sequence (SP).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from megatron.distributed.groups import ALONE, Axis
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """What the layers of one rank need to know: the axis, the mode, and the ranks that hold the same key/value head."""
+    """What the layers of one rank need to know: the axis, the mode, and the ranks that hold the
+    same key/value head.
+    """
 
     axis: Axis = ALONE
     kv: Axis = ALONE
@@ -22,4 +26,3 @@ class TensorParallel:
 
 
 DENSE = TensorParallel()
-

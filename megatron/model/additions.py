@@ -1,7 +1,8 @@
 """What a module must be so that it trains when it is added to a unit of the model.
 
-An ordinary torch.nn module trains like our layers: its gradients join theirs (model/block.py), its weights are drawn and lie in checkpoints
-by the module's name (layers/spec.py). What cannot do so is refused here, by name, when the model gets its storage.
+An ordinary torch.nn module trains like our layers: its gradients join theirs (model/block.py), its
+weights are drawn and lie in checkpoints by the module's name (layers/spec.py). What cannot do so is
+refused here, by name, when the model gets its storage.
 """
 
 from __future__ import annotations
@@ -16,16 +17,25 @@ from megatron.model.gpt import GPTModel
 
 
 def check_additions(model: GPTModel) -> None:
-    """Raises ValueError that names every parameter, buffer and module that a run could not train, keep or repeat."""
+    """Raises ValueError that names every parameter, buffer and module that a run could not train,
+    keep or repeat.
+    """
     faults = [*_shared(model), *_values(model), *_gradients(model), *_state(model)]
     if faults:
-        raise ValueError("\n  ".join(["modules in the model that cannot be trained as they are:", *faults]))
+        raise ValueError(
+            "\n  ".join(["modules in the model that cannot be trained as they are:", *faults])
+        )
 
 
 def _shared(model: GPTModel) -> Iterator[str]:
     """A block of the optimizer is one unit's, and gathered for its passes alone."""
     tied = model.head is not None and model.head.weight
-    users = Counter(parameter for _, unit in model.units() for parameter in unit.parameters() if parameter is not tied)
+    users = Counter(
+        parameter
+        for _, unit in model.units()
+        for parameter in unit.parameters()
+        if parameter is not tied
+    )
     for name, parameter in model.named_parameters():
         if users[parameter] > 1:
             yield f"{name}: {users[parameter]} layers share it; give each its own"
@@ -39,30 +49,53 @@ def _values(model: GPTModel) -> Iterator[str]:
             yield f"{name}: requires_grad is False, but only whole units can be frozen (--freeze)"
         usual = parameter.dim() == 2 or parameter.dim() == 1 and kind in ("weight", "bias")
         if not hasattr(parameter, "spec") and not usual:
-            yield (f"{name} {list(parameter.shape)}: nothing says what its initial values are; make it a matrix, or a vector called weight (ones) or "
-                   "bias (zeros), or let its module declare it (megatron/layers/spec.py)")
+            yield (
+                f"{name} {list(parameter.shape)}: nothing says what its initial values are; "
+                "make it a matrix, or a vector called weight (ones) or "
+                "bias (zeros), or let its module declare it (megatron/layers/spec.py)"
+            )
 
 
 def _gradients(model: GPTModel) -> Iterator[str]:
-    """Names that stand for another tensor, and under tensor parallelism parameters of which nothing says how their gradients are summed."""
+    """Names that stand for another tensor, and under tensor parallelism parameters of which nothing
+    says how their gradients are summed.
+    """
     holder: dict[str, str] = {}  # logical name -> parameter
     for name, _, spec in model.declared():
         for tensor in spec.tensors:
             other = holder.setdefault(tensor.name, name)
             if other != name and tensor.copies != "tied":
-                yield f"{name}: its name in checkpoints is that of {other} too; call it something else"
+                yield (
+                    f"{name}: its name in checkpoints is that of {other} too; call it "
+                    "something else"
+                )
             if model.tp.size > 1 and tensor.grad_sum is None:
-                yield (f"{name}: all tensor-parallel ranks hold it, and nothing says how its gradient is summed over them; call declare_grad_sum of "
-                       "megatron/layers/spec.py for its module: with parts_under(tp.sequence) where each rank sees a part of the values (as between "
-                       "layers under --sequence-parallel), with () where all see the same")
+                yield (
+                    f"{name}: all tensor-parallel ranks hold it, and nothing says how its "
+                    "gradient is summed over them; call declare_grad_sum of "
+                    "megatron/layers/spec.py for its module: with parts_under(tp.sequence) "
+                    "where each rank sees a part of the values (as between "
+                    "layers under --sequence-parallel), with () where all see the same"
+                )
 
 
 def _state(model: GPTModel) -> Iterator[str]:
-    """State that no checkpoint would hold, and random numbers that depend on the layout and on what was drawn before."""
+    """State that no checkpoint would hold, and random numbers that depend on the layout and on what
+    was drawn before.
+    """
     for name, _ in model.named_buffers():
-        yield f"{name}: a buffer, which no checkpoint would hold; compute it from the micro-batch, or make it a parameter"
+        yield (
+            f"{name}: a buffer, which no checkpoint would hold; compute it from the "
+            "micro-batch, or make it a parameter"
+        )
     for name, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
-            yield f"{name}: {module}: its mask would be another one in a recomputation and on other ranks; take megatron.layers.dropout.Dropout"
+            yield (
+                f"{name}: {module}: its mask would be another one in a recomputation and on "
+                "other ranks; take megatron.layers.dropout.Dropout"
+            )
         elif isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0:
-            yield f"{name}: dropout {module.dropout:g} of {type(module).__name__}: its mask cannot be repeated; give it dropout=0"
+            yield (
+                f"{name}: dropout {module.dropout:g} of {type(module).__name__}: its mask "
+                "cannot be repeated; give it dropout=0"
+            )

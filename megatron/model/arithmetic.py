@@ -1,7 +1,8 @@
-"""The arithmetic of a model and a run, without building either: parameters, FLOPs, vocabulary padding, peaks, batch sizes.
+"""The arithmetic of a model and a run, without building either: parameters, FLOPs, vocabulary
+padding, peaks, batch sizes.
 
-`ModelConfig` and `Config` are resolved ones (no None among the sizes). h hidden, f ffn width, q and k total width of the query and of
-the key heads, V vocabulary.
+`ModelConfig` and `Config` are resolved ones (no None among the sizes). h hidden, f ffn width, q and
+k total width of the query and of the key heads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from megatron.layers.attention import attention_parameters
 from megatron.layers.mlp import mlp_parameters
 from megatron.layers.norm import norm_parameters
 from megatron.layers.spec import ParameterSpec
-from megatron.model.block import distinct_layers, head_matrix, layer_parameters, like_layer, word_matrix
+from megatron.model.block import (
+    distinct_layers,
+    head_matrix,
+    layer_parameters,
+    like_layer,
+    word_matrix,
+)
 
 
 def head_widths(model: ModelConfig) -> tuple[int, int]:
@@ -26,7 +33,9 @@ def head_widths(model: ModelConfig) -> tuple[int, int]:
 
 
 def padded_vocab_size(vocab_size: int, model: ModelConfig, tp: int = 1) -> int:
-    """Rows of the embedding and head matrices: the vocabulary rounded up to make-vocab-size-divisible-by x tensor-parallel size."""
+    """Rows of the embedding and head matrices: the vocabulary rounded up to
+    make-vocab-size-divisible-by x tensor-parallel size.
+    """
     unit = model.make_vocab_size_divisible_by * tp
     return -(-vocab_size // unit) * unit
 
@@ -37,7 +46,9 @@ def elements(parameters: Iterable[ParameterSpec], tp: int = 1) -> int:
 
 
 def parameter_count(model: ModelConfig, vocab_size: int, tp: int = 1) -> dict[str, int]:
-    """Parameters by kind and in `total`, of one of `tp` ranks; `vocab_size` is the real vocabulary, or the padded one to count stored rows."""
+    """Parameters by kind and in `total`, of one of `tp` ranks; `vocab_size` is the real vocabulary,
+    or the padded one to count stored rows.
+    """
     layers = model.num_layers
     first, matrix = layer_parameters(model, 0), head_matrix(model, vocab_size, vocab_size)
     norm = elements(norm_parameters(model.normalization, model.hidden_size, "norm").values(), tp)
@@ -53,29 +64,46 @@ def parameter_count(model: ModelConfig, vocab_size: int, tp: int = 1) -> dict[st
 
 
 def local_shape(model: ModelConfig, tp: int) -> ModelConfig:
-    """The model as one of `tp` tensor-parallel ranks computes it: its heads (of keys and values at least one) and its part of the ffn width."""
-    return dataclasses.replace(model, num_attention_heads=model.num_attention_heads // tp, num_query_groups=max(1, model.num_query_groups // tp),
-                               ffn_hidden_size=model.ffn_hidden_size // tp)
+    """The model as one of `tp` tensor-parallel ranks computes it: its heads (of keys and values at
+    least one) and its part of the ffn width.
+    """
+    return dataclasses.replace(
+        model,
+        num_attention_heads=model.num_attention_heads // tp,
+        num_query_groups=max(1, model.num_query_groups // tp),
+        ffn_hidden_size=model.ffn_hidden_size // tp,
+    )
 
 
 def local_parameter_count(model: ModelConfig, padded_vocab: int, tp: int) -> dict[str, int]:
-    """Parameters that each of `tp` ranks holds, by kind and in `total`. Norms, positions, biases of row-parallel layers and a key/value head
-    that several ranks share are held whole; `padded_vocab` counts the rows over all ranks."""
+    """Parameters that each of `tp` ranks holds, by kind and in `total`. Norms, positions, biases of
+    row-parallel layers and a key/value head that several ranks share are held whole; `padded_vocab`
+    counts the rows over all ranks.
+    """
     return parameter_count(model, padded_vocab, tp)
 
 
-def unit_parameters(model: ModelConfig, padded_vocab: int, tp: int = 1, *, copied: bool = False) -> list[int]:
-    """Parameters of each unit (embedding, layers, head) on each of `tp` ranks. The first layer has the position table, the last the final norm;
-    a tied head has none, or a copy of the embedding's matrix where it is on another rank (`copied`)."""
+def unit_parameters(
+    model: ModelConfig, padded_vocab: int, tp: int = 1, *, copied: bool = False
+) -> list[int]:
+    """Parameters of each unit (embedding, layers, head) on each of `tp` ranks. The first layer has
+    the position table, the last the final norm; a tied head has none, or a copy of the embedding's
+    matrix where it is on another rank (`copied`).
+    """
     matrix = elements([word_matrix(model, padded_vocab, padded_vocab)], tp)
-    kinds = {index: elements(layer_parameters(model, index).values(), tp) for index in distinct_layers(model)}
+    kinds = {
+        index: elements(layer_parameters(model, index).values(), tp)
+        for index in distinct_layers(model)
+    }
     layers = [kinds[like_layer(model, index)] for index in range(model.num_layers)]
     return [matrix, *layers, matrix if copied or model.untie_embeddings_and_output_weights else 0]
 
 
 def unit_flops(model: ModelConfig, seq: int, vocab: int) -> list[int]:
-    """Floating-point operations of each unit's forward pass per token: 2 for each element of a linear layer's weight, and 2 q seq for the causal
-    half of attention; 2 h V for the head, none for the embedding."""
+    """Floating-point operations of each unit's forward pass per token: 2 for each element of a
+    linear layer's weight, and 2 q seq for the causal half of attention; 2 h V for the head, none
+    for the embedding.
+    """
     q, _ = head_widths(model)
     matrices = elements(spec for spec in layer_parameters(model, 0).values() if spec.product)
     layer = 2 * matrices + 2 * q * seq
@@ -83,26 +111,45 @@ def unit_flops(model: ModelConfig, seq: int, vocab: int) -> list[int]:
 
 
 def flops_per_iteration(model: ModelConfig, batch: int, seq: int, vocab: int) -> float:
-    """Floating-point operations of forward and backward over `batch` samples of `seq` tokens, without recomputation: a backward pass costs two
-    forward passes. With the padded vocabulary it is Megatron-LM's count, with the real one the count for MFU."""
+    """Floating-point operations of forward and backward over `batch` samples of `seq` tokens,
+    without recomputation: a backward pass costs two forward passes. With the padded vocabulary it
+    is Megatron-LM's count, with the real one the count for MFU.
+    """
     return 3.0 * batch * seq * sum(unit_flops(model, seq, vocab))
 
 
-# Dense peaks in TFLOP/s by vendors' data sheets: pattern of the device's name, bf16 and fp16 with fp32 accumulation, fp32 without
+# Dense peaks in TFLOP/s by vendors' data sheets: pattern of the device's name, bf16 and fp16 with
+# fp32 accumulation, fp32 without
 # tensor cores. The first match counts.
 _PEAKS = (
     (r"\bMIG\b", None, None),  # a slice of a device: its share is not in the name
-    (r"GB200", 2500, 80), (r"B200", 2250, 75), (r"B100", 1750, 60),
-    (r"H200 NVL|H100 NVL", 835, 60), (r"GH200|H200", 989, 67), (r"H100 PCIe", 756, 51), (r"H100", 989, 67),
-    (r"H800 PCIe", 756, 51), (r"H800", 989, 67), (r"\bH20\b", 148, 44),
-    (r"A100|A800", 312, 19.5), (r"\bA30\b", 165, 10.3), (r"\bA40\b", 149.7, 37.4), (r"\bA10\b", 125, 31.2), (r"\bA10G\b", 70, 35),
-    (r"\bL40S\b", 362, 91.6), (r"\bL40\b", 181, 90.5), (r"\bL4\b", 121, 30.3),
-    (r"MI300X|MI325X", 1307, 163.4), (r"MI250X", 191.5, 23.9),  # MI250X: one of its two dies
+    (r"GB200", 2500, 80),
+    (r"B200", 2250, 75),
+    (r"B100", 1750, 60),
+    (r"H200 NVL|H100 NVL", 835, 60),
+    (r"GH200|H200", 989, 67),
+    (r"H100 PCIe", 756, 51),
+    (r"H100", 989, 67),
+    (r"H800 PCIe", 756, 51),
+    (r"H800", 989, 67),
+    (r"\bH20\b", 148, 44),
+    (r"A100|A800", 312, 19.5),
+    (r"\bA30\b", 165, 10.3),
+    (r"\bA40\b", 149.7, 37.4),
+    (r"\bA10\b", 125, 31.2),
+    (r"\bA10G\b", 70, 35),
+    (r"\bL40S\b", 362, 91.6),
+    (r"\bL40\b", 181, 90.5),
+    (r"\bL4\b", 121, 30.3),
+    (r"MI300X|MI325X", 1307, 163.4),
+    (r"MI250X", 191.5, 23.9),  # MI250X: one of its two dies
 )
 
 
 def peak_tflops(device_name: str, dtype: Any) -> float | None:
-    """Dense peak of a device in TFLOP/s for a torch dtype (or its name); None for unknown devices, CPUs and other precisions."""
+    """Dense peak of a device in TFLOP/s for a torch dtype (or its name); None for unknown devices,
+    CPUs and other precisions.
+    """
     precision = str(dtype).removeprefix("torch.")
     for pattern, half, single in _PEAKS:
         if re.search(pattern, device_name):
@@ -111,9 +158,11 @@ def peak_tflops(device_name: str, dtype: Any) -> float | None:
 
 
 def global_batch_size_at(consumed: int, config: Config) -> int:
-    """Samples of the step that starts after `consumed` samples, through the ramp-up of --rampup-batch-size start increment samples.
+    """Samples of the step that starts after `consumed` samples, through the ramp-up of
+    --rampup-batch-size start increment samples.
 
-    start + floor(consumed / (samples / increments)) x increment until `samples` are consumed, global-batch-size from there on.
+    start + floor(consumed / (samples / increments)) x increment until `samples` are consumed,
+    global-batch-size from there on.
     """
     training = config.training
     if training.rampup_batch_size is None or consumed >= training.rampup_batch_size[2]:
@@ -124,7 +173,9 @@ def global_batch_size_at(consumed: int, config: Config) -> int:
 
 
 def _stages(config: Config, consumed: int) -> Iterator[tuple[int, int, int | None]]:
-    """(samples consumed before, batch size, steps of that size or None for all that follow), from `consumed` on."""
+    """(samples consumed before, batch size, steps of that size or None for all that follow), from
+    `consumed` on.
+    """
     training = config.training
     while training.rampup_batch_size is not None and consumed < training.rampup_batch_size[2]:
         start, increment, samples = training.rampup_batch_size

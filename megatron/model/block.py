@@ -1,8 +1,9 @@
-"""The layers a model is made of: word embedding, transformer layers, head. s sequence, b batch, h hidden, v vocabulary.
+"""The layers a model is made of: word embedding, transformer layers, head. s sequence, b batch, h
+hidden, v vocabulary.
 
-Each owns the parameters that live and die together (the optimizer's flat buffers of that layer). Learned positions belong to the first
-transformer layer and the final norm to the last, so embedding and head hold one matrix each. parallel/pipeline.py runs them, through
-parallel/layer_passes.py.
+Each owns the parameters that live and die together (the optimizer's flat buffers of that layer).
+Learned positions belong to the first transformer layer and the final norm to the last, so embedding
+and head hold one matrix each. parallel/pipeline.py runs them, through parallel/layer_passes.py.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class MicroBatch:
     tokens: Tensor  # [s, b]
     labels: Tensor  # [s, b]
     loss_mask: Tensor  # [s, b]
-    position_ids: Tensor  # [s, b]; under sequence parallelism this rank's part, as the hidden states are
+    # [s, b]; under sequence parallelism this rank's part, as the hidden states are
+    position_ids: Tensor
     mask: AttentionMask
     rotary: Rotary | None
     dropout: DropoutState | None  # of the whole sequence; None: evaluation
@@ -46,8 +48,20 @@ def word_matrix(config: ModelConfig, vocab_size: int, padded_vocab: int) -> Para
     """The word embedding [v, h], which is the head's matrix too unless they are untied."""
     ends = None if config.untie_embeddings_and_output_weights else "tied"
     shape = (vocab_size, config.hidden_size)
-    return ParameterSpec((TensorSpec("embedding.word.weight", shape, normal(config), "embedding", shard=Shard(0), copies=ends,
-                                     grad_sum=() if ends is None else (ends,), stored=padded_vocab),))
+    return ParameterSpec(
+        (
+            TensorSpec(
+                "embedding.word.weight",
+                shape,
+                normal(config),
+                "embedding",
+                shard=Shard(0),
+                copies=ends,
+                grad_sum=() if ends is None else (ends,),
+                stored=padded_vocab,
+            ),
+        )
+    )
 
 
 def head_matrix(config: ModelConfig, vocab_size: int, padded_vocab: int) -> ParameterSpec:
@@ -55,49 +69,87 @@ def head_matrix(config: ModelConfig, vocab_size: int, padded_vocab: int) -> Para
     if not config.untie_embeddings_and_output_weights:
         return word_matrix(config, vocab_size, padded_vocab)
     shape = (vocab_size, config.hidden_size)
-    return ParameterSpec((TensorSpec("head.weight", shape, normal(config), "head", shard=Shard(0), stored=padded_vocab),))
+    return ParameterSpec(
+        (
+            TensorSpec(
+                "head.weight", shape, normal(config), "head", shard=Shard(0), stored=padded_vocab
+            ),
+        )
+    )
 
 
-def layer_parameters(config: ModelConfig, index: int, sequence: bool = False) -> dict[str, ParameterSpec]:
-    """All parameters of a transformer layer by their names in it. The first has the table of learned positions, the last the final norm."""
+def layer_parameters(
+    config: ModelConfig, index: int, sequence: bool = False
+) -> dict[str, ParameterSpec]:
+    """All parameters of a transformer layer by their names in it. The first has the table of
+    learned positions, the last the final norm.
+    """
     name = f"layers.{index}"
 
     def norm(own: str, logical: str) -> dict[str, ParameterSpec]:
-        made = norm_parameters(config.normalization, config.hidden_size, logical, parts_under(sequence))
+        made = norm_parameters(
+            config.normalization, config.hidden_size, logical, parts_under(sequence)
+        )
         return {f"{own}.{kind}": spec for kind, spec in made.items()}
 
     made = {}
     if index == 0 and config.position_embedding_type == "learned_absolute":
         shape = (config.max_position_embeddings, config.hidden_size)
-        made["position.weight"] = ParameterSpec((TensorSpec("embedding.position.weight", shape, normal(config), "embedding", copies="tp",
-                                                            grad_sum=parts_under(sequence)),))
+        made["position.weight"] = ParameterSpec(
+            (
+                TensorSpec(
+                    "embedding.position.weight",
+                    shape,
+                    normal(config),
+                    "embedding",
+                    copies="tp",
+                    grad_sum=parts_under(sequence),
+                ),
+            )
+        )
     made |= norm("input_norm", f"{name}.input_norm")
-    made |= {f"attention.{own}": spec for own, spec in attention_parameters(config, f"{name}.attention", sequence).items()}
+    made |= {
+        f"attention.{own}": spec
+        for own, spec in attention_parameters(config, f"{name}.attention", sequence).items()
+    }
     made |= norm("mlp_norm", f"{name}.mlp_norm")
-    made |= {f"mlp.{own}": spec for own, spec in mlp_parameters(config, f"{name}.mlp", sequence).items()}
+    made |= {
+        f"mlp.{own}": spec for own, spec in mlp_parameters(config, f"{name}.mlp", sequence).items()
+    }
     if index == config.num_layers - 1:
         made |= norm("final_norm", "final_norm")
     return made
 
 
 def like_layer(config: ModelConfig, index: int) -> int:
-    """The first layer whose parameters are those of layer `index` but for their names: layers between the ends are alike."""
+    """The first layer whose parameters are those of layer `index` but for their names: layers
+    between the ends are alike.
+    """
     return index if index in (0, config.num_layers - 1) else 1
 
 
 def distinct_layers(config: ModelConfig) -> list[int]:
     """One layer of each kind, see `like_layer`."""
-    return sorted({like_layer(config, index) for index in (0, 1, config.num_layers - 1) if index < config.num_layers})
+    return sorted(
+        {
+            like_layer(config, index)
+            for index in (0, 1, config.num_layers - 1)
+            if index < config.num_layers
+        }
+    )
 
 
 @dataclass(frozen=True)
 class ScalarSpec:
-    """A number that layers return beside their output: of each micro-batch a sum over tokens, as the loss is, added up over all layers
-    that return one of this name. Metrics show it by its name, divided by the valid tokens of the step."""
+    """A number that layers return beside their output: of each micro-batch a sum over tokens, as
+    the loss is, added up over all layers that return one of this name. Metrics show it by its name,
+    divided by the valid tokens of the step.
+    """
 
     name: str
     in_objective: bool = False  # differentiated along with the loss, as an auxiliary loss is
-    parts: tuple[str, ...] = ()  # axes of which each rank returns its own part of the sum: ("tp",) under sequence parallelism
+    # axes of which each rank returns its own part of the sum: ("tp",) under sequence parallelism
+    parts: tuple[str, ...] = ()
 
 
 class WithScalars(NamedTuple):
@@ -108,7 +160,9 @@ class WithScalars(NamedTuple):
 
 
 class Layer(nn.Module):
-    """What the executor runs: `forward(x, micro)`, x [s, b, h] (None for the embedding), gives the output or WithScalars."""
+    """What the executor runs: `forward(x, micro)`, x [s, b, h] (None for the embedding), gives the
+    output or WithScalars.
+    """
 
     recomputed = False  # full recomputation keeps its input alone
     splits_backward = False  # a split backward pass leaves its weight gradients for later
@@ -117,7 +171,9 @@ class Layer(nn.Module):
 
     @classmethod
     def scalars(cls, config: ModelConfig, index: int, sequence: bool) -> tuple[ScalarSpec, ...]:
-        """What layer `index` returns beside its output; the same on every rank. `sequence`: under sequence parallelism."""
+        """What layer `index` returns beside its output; the same on every rank. `sequence`: under
+        sequence parallelism.
+        """
         return ()
 
 
@@ -127,7 +183,9 @@ class EmbeddingBlock(Layer):
     reads_weight_backward = False
     of_vocabulary = True
 
-    def __init__(self, config: ModelConfig, vocab_size: int, padded_vocab: int, tp: TensorParallel = DENSE):
+    def __init__(
+        self, config: ModelConfig, vocab_size: int, padded_vocab: int, tp: TensorParallel = DENSE
+    ):
         super().__init__()
         self.word = VocabularyEmbedding(word_matrix(config, vocab_size, padded_vocab), tp)
 
@@ -136,7 +194,9 @@ class EmbeddingBlock(Layer):
 
 
 class LayerBlock(Layer):
-    """One pre-norm transformer layer, [s, b, h] -> [s, b, h] (under sequence parallelism this rank's part of s)."""
+    """One pre-norm transformer layer, [s, b, h] -> [s, b, h] (under sequence parallelism this
+    rank's part of s).
+    """
 
     recomputed = splits_backward = True
 
@@ -150,7 +210,11 @@ class LayerBlock(Layer):
         def dropout(*names: object) -> Dropout:
             return Dropout(config.hidden_dropout, seed, *names, backend=config.dropout_backend)
 
-        self.position = Embedding(parameters["position.weight"], tp) if "position.weight" in parameters else None
+        self.position = (
+            Embedding(parameters["position.weight"], tp)
+            if "position.weight" in parameters
+            else None
+        )
         self.embedding_dropout = dropout("embedding.dropout") if index == 0 else None
         self.input_norm = norm("input_norm")
         self.attention = SelfAttention(config, seed, index, tp)
@@ -174,37 +238,63 @@ class LayerBlock(Layer):
         return _add_norm(y, self.mlp_dropout, x, self.final_norm, micro)[0]
 
 
-def _add_norm(y: Tensor, dropout: Dropout, x: Tensor, norm: Norm, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-    """(norm of the residual stream, the stream) behind the addition of y, with dropout, to the stream x."""
+def _add_norm(
+    y: Tensor, dropout: Dropout, x: Tensor, norm: Norm, micro: MicroBatch
+) -> tuple[Tensor, Tensor]:
+    """(norm of the residual stream, the stream) behind the addition of y, with dropout, to the
+    stream x.
+    """
     if dropout.acts(micro.hidden_dropout):
         return norm.of_sum(dropout.add(y, x, micro.hidden_dropout))
     return norm.of_sum(y, x)
 
 
 class HeadBlock(Layer):
-    """[s, b, h] -> logits -> sums of the loss over unmasked tokens, on every tensor-parallel rank. `tied`: the word embedding's weight."""
+    """[s, b, h] -> logits -> sums of the loss over unmasked tokens, on every tensor-parallel rank.
+    `tied`: the word embedding's weight.
+    """
 
     of_vocabulary = True
 
-    def __init__(self, config: ModelConfig, vocab_size: int, padded_vocab: int, tied: nn.Parameter | None, tp: TensorParallel = DENSE):
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocab_size: int,
+        padded_vocab: int,
+        tied: nn.Parameter | None,
+        tp: TensorParallel = DENSE,
+    ):
         super().__init__()
         self.config, self.vocab_size, self.tp = config, vocab_size, tp
-        self.weight = head_matrix(config, vocab_size, padded_vocab).parameter(tp) if tied is None else tied
+        self.weight = (
+            head_matrix(config, vocab_size, padded_vocab).parameter(tp) if tied is None else tied
+        )
 
     def logits(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> logits over the real vocabulary [s, b, v], soft-capped. One tensor-parallel rank alone."""
+        """[s, b, h] -> logits over the real vocabulary [s, b, v], soft-capped. One tensor-parallel
+        rank alone.
+        """
         assert self.tp.size == 1
         cap = self.config.final_logit_softcapping
         z = linear(x, self.weight)[..., : self.vocab_size]
         return z if cap is None else cap * torch.tanh(z / cap)
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
-        """[2]: the objective to differentiate (with z-loss in training) and the loss to report, summed over unmasked tokens."""
-        settings = self.vocab_size, self.config.final_logit_softcapping, self.tp, self.config.cross_entropy_backend
+        """[2]: the objective to differentiate (with z-loss in training) and the loss to report,
+        summed over unmasked tokens.
+        """
+        settings = (
+            self.vocab_size,
+            self.config.final_logit_softcapping,
+            self.tp,
+            self.config.cross_entropy_backend,
+        )
         if self.config.fused_linear_cross_entropy:
             loss, lse = linear_cross_entropy(x, self.weight, micro.labels, *settings)
         else:
-            loss, lse = cross_entropy(column_linear(x, self.weight, None, self.tp), micro.labels, *settings)
+            loss, lse = cross_entropy(
+                column_linear(x, self.weight, None, self.tp), micro.labels, *settings
+            )
         mask = micro.loss_mask.to(loss.dtype)
         reported = (loss.detach() * mask).sum()
         objective = (loss * mask).sum()

@@ -1,6 +1,8 @@
-"""The GPT model, or the stages of it that one pipeline rank holds: word embedding, transformer layers, head.
+"""The GPT model, or the stages of it that one pipeline rank holds: word embedding, transformer
+layers, head.
 
-It holds the layers of each stage in order; parallel/pipeline.py runs them. s sequence, b batch, h hidden, v vocabulary.
+It holds the layers of each stage in order; parallel/pipeline.py runs them. s sequence, b batch, h
+hidden, v vocabulary.
 """
 
 from __future__ import annotations
@@ -14,47 +16,103 @@ from megatron.layers.dropout import DropoutState
 from megatron.layers.rotary import rotary_table
 from megatron.layers.spec import ParameterSpec, spec_of
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
-from megatron.model.block import EmbeddingBlock, HeadBlock, Layer, LayerBlock, MicroBatch, ScalarSpec
+from megatron.model.block import (
+    EmbeddingBlock,
+    HeadBlock,
+    Layer,
+    LayerBlock,
+    MicroBatch,
+    ScalarSpec,
+)
 from megatron.model.stages import Stage, whole
 
 
 class GPTModel(nn.Module):
-    """Decoder-only transformer. Parameters are born on the meta device; `optimizer.blocks` gives them storage, `model.init` values.
+    """Decoder-only transformer. Parameters are born on the meta device; `optimizer.blocks` gives
+    them storage, `model.init` values.
 
-    `config` is resolved (no None among its sizes), `vocab_size` the real vocabulary, `padded_vocab` the rows of its matrices over all ranks,
-    `stages` those that this rank holds, in order (None: the whole model). A tied head apart from the embedding has a copy of its matrix.
+    `config` is resolved (no None among its sizes), `vocab_size` the real vocabulary, `padded_vocab`
+    the rows of its matrices over all ranks, `stages` those that this rank holds, in order (None:
+    the whole model). A tied head apart from the embedding has a copy of its matrix.
     """
 
-    def __init__(self, config: ModelConfig, *, vocab_size: int, padded_vocab: int, dtype: torch.dtype, seed: int, tp: TensorParallel = DENSE,
-                 stages: tuple[Stage, ...] | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        vocab_size: int,
+        padded_vocab: int,
+        dtype: torch.dtype,
+        seed: int,
+        tp: TensorParallel = DENSE,
+        stages: tuple[Stage, ...] | None = None,
+    ):
         super().__init__()
         self.config, self.dtype, self.vocab_size, self.tp = config, dtype, vocab_size, tp
         stages = whole(config) if stages is None else stages
-        self.embedding = EmbeddingBlock(config, vocab_size, padded_vocab, tp) if any(stage.embedding for stage in stages) else None
-        self.layers = nn.ModuleDict({str(i): LayerBlock(config, seed, i, tp) for stage in stages for i in stage.layers})
-        tied = None if config.untie_embeddings_and_output_weights or self.embedding is None else self.embedding.word.weight
-        self.head = HeadBlock(config, vocab_size, padded_vocab, tied, tp) if any(stage.head for stage in stages) else None
+        self.embedding = (
+            EmbeddingBlock(config, vocab_size, padded_vocab, tp)
+            if any(stage.embedding for stage in stages)
+            else None
+        )
+        self.layers = nn.ModuleDict(
+            {str(i): LayerBlock(config, seed, i, tp) for stage in stages for i in stage.layers}
+        )
+        tied = (
+            None
+            if config.untie_embeddings_and_output_weights or self.embedding is None
+            else self.embedding.word.weight
+        )
+        self.head = (
+            HeadBlock(config, vocab_size, padded_vocab, tied, tp)
+            if any(stage.head for stage in stages)
+            else None
+        )
         self.chunks = [self._chunk(stage) for stage in stages]
-        declared = (spec for i in range(config.num_layers) for spec in LayerBlock.scalars(config, i, tp.sequence))
-        self.scalars: tuple[ScalarSpec, ...] = tuple(dict.fromkeys(declared))  # of all stages, so that every rank has the same
+        declared = (
+            spec
+            for i in range(config.num_layers)
+            for spec in LayerBlock.scalars(config, i, tp.sequence)
+        )
+        # of all stages, so that every rank has the same
+        self.scalars: tuple[ScalarSpec, ...] = tuple(dict.fromkeys(declared))
 
     def _chunk(self, stage: Stage) -> list[tuple[str, Layer]]:
         """The named layers of a stage."""
-        return [*([("embedding", self.embedding)] if stage.embedding else []), *((f"layers.{i}", self.layers[str(i)]) for i in stage.layers),
-                *([("head", self.head)] if stage.head else [])]
+        return [
+            *([("embedding", self.embedding)] if stage.embedding else []),
+            *((f"layers.{i}", self.layers[str(i)]) for i in stage.layers),
+            *([("head", self.head)] if stage.head else []),
+        ]
 
     def declared(self) -> list[tuple[str, nn.Parameter, ParameterSpec]]:
         """Every parameter by name with its declaration, in order; a tied head adds none."""
-        return [(name, parameter, spec_of(name, parameter, self.config)) for name, parameter in self.named_parameters()]
+        return [
+            (name, parameter, spec_of(name, parameter, self.config))
+            for name, parameter in self.named_parameters()
+        ]
 
     def units(self) -> list[tuple[str, Layer]]:
         """Named layers in the order of the forward pass, embedding and head among them."""
         return [unit for chunk in self.chunks for unit in chunk]
 
-    def micro_batch(self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, position_ids: Tensor, sample_ids: Tensor,
-                    document_starts: Tensor | None = None, *, training: bool) -> MicroBatch:
-        """Turn a loader's [b, s] tensors into what the layers read; sample_ids [b] number the run's samples."""
-        tokens, labels, loss_mask, position_ids = (x.t().contiguous() for x in (tokens, labels, loss_mask, position_ids))
+    def micro_batch(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor,
+        position_ids: Tensor,
+        sample_ids: Tensor,
+        document_starts: Tensor | None = None,
+        *,
+        training: bool,
+    ) -> MicroBatch:
+        """Turn a loader's [b, s] tensors into what the layers read; sample_ids [b] number the run's
+        samples.
+        """
+        tokens, labels, loss_mask, position_ids = (
+            x.t().contiguous() for x in (tokens, labels, loss_mask, position_ids)
+        )
         rotates = self.config.position_embedding_type in ("rope", "yarn")
         token_index = torch.arange(tokens.shape[0], device=tokens.device)
         own = slice(None)  # the positions of the hidden states that this rank holds
@@ -62,7 +120,10 @@ class GPTModel(nn.Module):
             part = tokens.shape[0] // self.tp.size
             own = slice(self.tp.axis.rank * part, (self.tp.axis.rank + 1) * part)
         return MicroBatch(
-            tokens=tokens, labels=labels, loss_mask=loss_mask, position_ids=position_ids[own],
+            tokens=tokens,
+            labels=labels,
+            loss_mask=loss_mask,
+            position_ids=position_ids[own],
             mask=mask_of(self.config, tokens.shape[0], document_starts),
             rotary=rotary_table(self.config, position_ids, self.dtype) if rotates else None,
             dropout=DropoutState(sample_ids, token_index) if training else None,
@@ -71,7 +132,9 @@ class GPTModel(nn.Module):
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Logits [b, s, v] of whole sequences of tokens [b, s], without dropout: for generation and comparisons."""
+        """Logits [b, s, v] of whole sequences of tokens [b, s], without dropout: for generation and
+        comparisons.
+        """
         b, s = tokens.shape
         positions = torch.arange(s, device=tokens.device).expand(b, s)
         micro = self.micro_batch(tokens, tokens, tokens, positions, positions[:, 0], training=False)

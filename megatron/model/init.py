@@ -1,4 +1,6 @@
-"""Initial weights: each element of a logical tensor is a function of (seed, name, row, column), whatever the layout."""
+"""Initial weights: each element of a logical tensor is a function of (seed, name, row, column),
+whatever the layout.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from megatron.layers.spec import Box
 
 
 def fill_initial(box: Box, local: Tensor, seed: int, backend: str = "torch") -> None:
-    """Write the initial values that a box's tensor declares into the local tensor that holds it (fp32 or fp64; padding is left alone).
+    """Write the initial values that a box's tensor declares into the local tensor that holds it
+    (fp32 or fp64; padding is left alone).
 
     `backend` is what choose_kernels made of --init-backend. Only matrices are drawn.
     """
@@ -25,5 +28,8 @@ def fill_initial(box: Box, local: Tensor, seed: int, backend: str = "torch") -> 
     for group in range(box.groups):
         part = torch.empty(target.shape[1:], dtype=torch.float32, device=local.device)
         corner = box.offset[0] + group * rows, box.offset[1]
-        normal_(part, *key, *corner, init.std) if by_kernel else philox.normal(part, key, *corner, init.std)
+        if by_kernel:
+            normal_(part, *key, *corner, init.std)
+        else:
+            philox.normal(part, key, *corner, init.std)
         target[group].copy_(part)

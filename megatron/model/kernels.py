@@ -1,4 +1,6 @@
-"""Which implementation computes each operator of a run: the one place where flags, device and precision meet the dispatch table."""
+"""Which implementation computes each operator of a run: the one place where flags, device and
+precision meet the dispatch table.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +18,59 @@ from megatron.layers.attention import OURS, beyond_sdpa
 
 def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
     """Precision of weights and activations."""
-    chosen = (torch.bfloat16, precision.bf16), (torch.float16, precision.fp16), (torch.float64, precision.fp64)
+    chosen = (
+        (torch.bfloat16, precision.bf16),
+        (torch.float16, precision.fp16),
+        (torch.float64, precision.fp64),
+    )
     return next((dtype for dtype, on in chosen if on), torch.float32)
 
 
 def choose_kernels(config: Config, device: torch.device) -> tuple[Config, dict[str, Choice]]:
-    """The configuration that layers and optimizer are built from, in which no backend but attention's is `auto`, and for the banner what trains.
+    """The configuration that layers and optimizer are built from, in which no backend but
+    attention's is `auto`, and for the banner what trains.
 
-    Attention that is not ours stays a matter of the layer, which takes another implementation for evaluation than for training with dropout.
-    Raises UserError when a flag asks for what this device, precision or model cannot have. What it returns chooses itself.
+    Attention that is not ours stays a matter of the layer, which takes another implementation for
+    evaluation than for training with dropout. Raises UserError when a flag asks for what this
+    device, precision or model cannot have. What it returns chooses itself.
     """
     dtype = compute_dtype(config.precision)
     unable = _unable(config, lang.capability(device), dtype)
-    operators = [operator for operator in OPERATORS if operator != "adam" or config.optimizer.optimizer == "adam"]
-    choices = {operator: choose(operator, _wanted(config, operator), device, dtype, unable.get(operator)) for operator in operators}
-    fields = {_field(operator): choice.implementation for operator, choice in choices.items()
-              if operator != "attention" or choice.implementation in OURS}
-    groups = {name: dataclasses.replace(group, **{field: value for field, value in fields.items() if hasattr(group, field)})
-              for name, group in (("model", config.model), ("optimizer", config.optimizer))}
+    operators = [
+        operator
+        for operator in OPERATORS
+        if operator != "adam" or config.optimizer.optimizer == "adam"
+    ]
+    choices = {
+        operator: choose(operator, _wanted(config, operator), device, dtype, unable.get(operator))
+        for operator in operators
+    }
+    fields = {
+        _field(operator): choice.implementation
+        for operator, choice in choices.items()
+        if operator != "attention" or choice.implementation in OURS
+    }
+    groups = {
+        name: dataclasses.replace(
+            group, **{field: value for field, value in fields.items() if hasattr(group, field)}
+        )
+        for name, group in (("model", config.model), ("optimizer", config.optimizer))
+    }
     return dataclasses.replace(config, **groups), choices
 
 
 def remarks(choices: dict[str, Choice]) -> list[str]:
-    """For the banner: why something else is not taken, or what is to be known of what is, a line for each."""
+    """For the banner: why something else is not taken, or what is to be known of what is, a line
+    for each.
+    """
     reasons = sorted({choice.because for choice in choices.values() if choice.because})
-    return [f"{', '.join(operator for operator, choice in choices.items() if choice.because == reason)}: {reason}" for reason in reasons]
+    return [
+        (
+            f"{', '.join(name for name, choice in choices.items() if choice.because == reason)}: "
+            f"{reason}"
+        )
+        for reason in reasons
+    ]
 
 
 def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str, str]]:
@@ -51,12 +81,20 @@ def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str
     given = {"softcap": model.attn_logit_softcapping, "drop": model.attention_dropout}
     if model.kv_channels is not None and (reason := unfit(model.kv_channels, arch, dtype, **given)):
         unable["attention"]["triton"] = reason
-    elif not model.deterministic_mode and model.kv_channels is not None and (reason := why_not_atomic(model.kv_channels, **given, arch=arch)):
+    elif (
+        not model.deterministic_mode
+        and model.kv_channels is not None
+        and (reason := why_not_atomic(model.kv_channels, **given, arch=arch))
+    ):
         unable["attention"]["triton"] = f"--no-deterministic-mode with {reason}"
     if reason := attention_gluon.cannot(model.kv_channels, **given):
         unable["attention"]["gluon"] = reason
     if "bf16" in (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype):
-        unable["adam"] = {"apex": "its moments are fp32, not those of --exp-avg-dtype bf16 or --exp-avg-sq-dtype bf16"}
+        unable["adam"] = {
+            "apex": (
+                "its moments are fp32, not those of --exp-avg-dtype bf16 or --exp-avg-sq-dtype bf16"
+            )
+        }
     if config.precision.fp64:
         unable["grad-norm"] = {"apex": "it adds up in fp32"}
     return unable

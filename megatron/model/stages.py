@@ -23,7 +23,9 @@ class Stage:
 
     @property
     def units(self) -> range:
-        """Numbers of its units among the model's: the embedding is 0, layer i is i + 1, the head follows the last layer."""
+        """Numbers of its units among the model's: the embedding is 0, layer i is i + 1, the head
+        follows the last layer.
+        """
         return range(self.layers.start + (not self.embedding), self.layers.stop + 1 + self.head)
 
 
@@ -33,30 +35,49 @@ def whole(model: ModelConfig) -> tuple[Stage, ...]:
 
 
 def pipeline_stages(config: Config, padded_vocab: int) -> tuple[Stage, ...]:
-    """The stages of a resolved configuration along the forward pass: pipeline ranks x virtual stages of them."""
+    """The stages of a resolved configuration along the forward pass: pipeline ranks x virtual
+    stages of them.
+    """
     model, distributed = config.model, config.distributed
-    if distributed.pipeline_model_parallel_layout != AUTO or distributed.pipeline_model_parallel_size == 1:
+    if (
+        distributed.pipeline_model_parallel_layout != AUTO
+        or distributed.pipeline_model_parallel_size == 1
+    ):
         return _stages(layers_of_stages(config))
-    count = distributed.pipeline_model_parallel_size * distributed.num_virtual_stages_per_pipeline_rank
+    count = (
+        distributed.pipeline_model_parallel_size * distributed.num_virtual_stages_per_pipeline_rank
+    )
     flops = unit_flops(model, config.data.seq_length, padded_vocab)
-    sizes = _balance_once(tuple(flops), tuple(unit_parameters(model, padded_vocab, copied=True)), count)
+    sizes = _balance_once(
+        tuple(flops), tuple(unit_parameters(model, padded_vocab, copied=True)), count
+    )
     return _stages([size - (k == 0) - (k == count - 1) for k, size in enumerate(sizes)])
 
 
 def _stages(layers: Sequence[int]) -> tuple[Stage, ...]:
     """The stages with these numbers of layers."""
     ends = list(accumulate(layers, initial=0))
-    return tuple(Stage(k == 0, range(*ends[k : k + 2]), k == len(layers) - 1) for k in range(len(layers)))
+    return tuple(
+        Stage(k == 0, range(*ends[k : k + 2]), k == len(layers) - 1) for k in range(len(layers))
+    )
 
 
 def balance(flops: Sequence[int], parameters: Sequence[int], count: int) -> tuple[int, ...]:
-    """Numbers of units in `count` consecutive stages, none empty: the largest stage's FLOPs are as few as can be, then its parameters, then the sum
-    of the squares of all stages' FLOPs; what choice that leaves goes to fuller later stages, as the first ones hold the most micro-batches."""
+    """Numbers of units in `count` consecutive stages, none empty: the largest stage's FLOPs are as
+    few as can be, then its parameters, then the sum of the squares of all stages' FLOPs; what
+    choice that leaves goes to fuller later stages, as the first ones hold the most
+    micro-batches.
+    """
     assert 1 <= count <= len(flops)
     most_parameters = sum(parameters)
-    most_flops = _least(flops, lambda most: _needed(flops, parameters, most, most_parameters) <= count)
-    most_parameters = _least(parameters, lambda most: _needed(flops, parameters, most_flops, most) <= count)
-    best: dict[int, tuple[int, tuple[int, ...]]] = {len(flops): (0, ())}  # first unit that is placed -> squares, sizes
+    most_flops = _least(
+        flops, lambda most: _needed(flops, parameters, most, most_parameters) <= count
+    )
+    most_parameters = _least(
+        parameters, lambda most: _needed(flops, parameters, most_flops, most) <= count
+    )
+    # first unit that is placed -> squares, sizes
+    best: dict[int, tuple[int, tuple[int, ...]]] = {len(flops): (0, ())}
     for before in reversed(range(count)):  # stages that need a unit yet
         found: dict[int, tuple[int, tuple[int, ...]]] = {}
         for end, (squares, sizes) in best.items():
@@ -74,8 +95,12 @@ def balance(flops: Sequence[int], parameters: Sequence[int], count: int) -> tupl
 _balance_once = lru_cache(balance)  # a plan asks again for each pipeline rank
 
 
-def _needed(flops: Sequence[int], parameters: Sequence[int], most_flops: int, most_parameters: int) -> int:
-    """The fewest consecutive stages within both bounds; more than there are units when one unit alone is beyond them."""
+def _needed(
+    flops: Sequence[int], parameters: Sequence[int], most_flops: int, most_parameters: int
+) -> int:
+    """The fewest consecutive stages within both bounds; more than there are units when one unit
+    alone is beyond them.
+    """
     stages, own = 1, [0, 0]
     for unit in zip(flops, parameters, strict=True):
         if unit[0] > most_flops or unit[1] > most_parameters:
@@ -87,7 +112,9 @@ def _needed(flops: Sequence[int], parameters: Sequence[int], most_flops: int, mo
 
 
 def _least(costs: Sequence[int], holds: Callable[[int], bool]) -> int:
-    """The least sum of consecutive costs for which a condition holds that holds for all greater ones."""
+    """The least sum of consecutive costs for which a condition holds that holds for all greater
+    ones.
+    """
     ends = list(accumulate(costs, initial=0))
     sums = sorted({stop - start for i, start in enumerate(ends) for stop in ends[i + 1 :]})
     return sums[bisect_left(sums, True, key=holds)]

@@ -1,4 +1,6 @@
-"""What a run prints: the training line, the evaluation lines and the banner, as text. Dashboards parse the lines, so their fields are fixed."""
+"""What a run prints: the training line, the evaluation lines and the banner, as text. Dashboards
+parse the lines, so their fields are fixed.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,29 @@ def duration(seconds: float) -> str:
 
 
 def training_line(
-    iteration: int, train_iters: int, metrics: Mapping[str, float], *, skipped: int, nan: int, eta_seconds: float, now: datetime | None = None
+    iteration: int,
+    train_iters: int,
+    metrics: Mapping[str, float],
+    *,
+    skipped: int,
+    nan: int,
+    eta_seconds: float,
+    now: datetime | None = None,
 ) -> str:
     """The console line of one log step.
 
-    `metrics` is the row that goes to the trackers (names and units in metrics.py): consumed_samples, iteration-time, throughput, learning-rate,
-    batch-size, lm loss, loss-scale, grad-norm and tokens-per-second-per-gpu are needed; num-zeros, params-norm, mfu and
-    mem-max-allocated-bytes may be missing. `skipped` and `nan` count iterations of the log interval.
+    `metrics` is the row that goes to the trackers (names and units in metrics.py):
+    consumed_samples, iteration-time, throughput, learning-rate, batch-size, lm loss, loss-scale,
+    grad-norm and tokens-per-second-per-gpu are needed; num-zeros, params-norm, mfu and
+    mem-max-allocated-bytes may be missing. `skipped` and `nan` count iterations of the log
+    interval.
     """
     line = f" [{(now or datetime.now()).strftime('%Y-%m-%d %H:%M:%S.%f')}]"
     line += f" iteration {iteration:8d}/{train_iters:8d} |"
     line += f" consumed samples: {metrics['consumed_samples']:12d} |"
-    line += f" elapsed time per iteration (ms): {_number(metrics['iteration-time'] * 1000, '.1f')} |"
+    line += (
+        f" elapsed time per iteration (ms): {_number(metrics['iteration-time'] * 1000, '.1f')} |"
+    )
     line += f" throughput per GPU (TFLOP/s/GPU): {_number(metrics['throughput'], '.1f')} |"
     line += f" learning rate: {_number(metrics['learning-rate'], '.6E')} |"
     line += f" global batch size: {metrics['batch-size']:5d} |"
@@ -60,10 +73,17 @@ def training_line(
     return line + f" ETA: {duration(eta_seconds)} |"
 
 
-def evaluation_lines(iteration: int, loss: float, *, split: str = "validation", source: str | None = None) -> str:
-    """Three lines: the evaluation of `split` (validation or test; of one of its sources when `source` names it) between dashes."""
+def evaluation_lines(
+    iteration: int, loss: float, *, split: str = "validation", source: str | None = None
+) -> str:
+    """Three lines: the evaluation of `split` (validation or test; of one of its sources when
+    `source` names it) between dashes.
+    """
     of = "" if source is None else f" on {source}"
-    line = f" {split} loss at iteration {iteration}{of} | lm loss value: {_number(loss, '.6E')} | lm loss PPL: {_number(perplexity(loss), '.6E')} | "
+    line = (
+        f" {split} loss at iteration {iteration}{of} | lm loss value: {_number(loss, '.6E')} "
+        f"| lm loss PPL: {_number(perplexity(loss), '.6E')} | "
+    )
     dashes = "-" * (len(line) + 1)
     return f"{dashes}\n{line}\n{dashes}"
 
@@ -72,24 +92,39 @@ NOT_DONE = "asked for, not done"
 
 
 def banner(sections: Mapping[str, list[str]]) -> str:
-    """One screen about the run: each section's title at the left of its lines, which wrap at BANNER_WIDTH columns; empty sections are left out.
+    """One screen about the run: each section's title at the left of its lines, which wrap at
+    BANNER_WIDTH columns; empty sections are left out.
 
-    The section NOT_DONE, what the flags ask for and does not exist, stands above all others between lines of exclamation marks.
+    The section NOT_DONE, what the flags ask for and does not exist, stands above all others between
+    lines of exclamation marks.
     """
     lines = ["=" * BANNER_WIDTH]
     if sections.get(NOT_DONE):
         lines = ["!" * BANNER_WIDTH, f" {NOT_DONE}"]
         for entry in sections[NOT_DONE]:
-            lines += textwrap.wrap(entry, BANNER_WIDTH - 2, initial_indent="   ", subsequent_indent="     ",
-                                   break_long_words=False, break_on_hyphens=False)
+            lines += textwrap.wrap(
+                entry,
+                BANNER_WIDTH - 2,
+                initial_indent="   ",
+                subsequent_indent="     ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
         lines += ["!" * BANNER_WIDTH]
     for title, entries in sections.items():
         if title == NOT_DONE:
             continue
         label = title
         for entry in entries:
-            # A path is not broken: it stays whole for copying, even when it is longer than the banner is wide.
-            wrapped = textwrap.wrap(entry, BANNER_WIDTH - _TITLE_WIDTH - 4, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            # A path is not broken: it stays whole for copying, even when it is longer than the
+            # banner is wide.
+            wrapped = textwrap.wrap(
+                entry,
+                BANNER_WIDTH - _TITLE_WIDTH - 4,
+                subsequent_indent="  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
             for part in wrapped:
                 lines.append(f" {label:<{_TITLE_WIDTH}} {part}")
                 label = ""

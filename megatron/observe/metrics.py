@@ -1,6 +1,7 @@
 """Names, units and arithmetic of everything that is logged; the timers.
 
-The console line, metrics.jsonl, TensorBoard and wandb all show these names. Nothing here waits for a GPU.
+The console line, metrics.jsonl, TensorBoard and wandb all show these names. Nothing here waits for
+a GPU.
 """
 
 from __future__ import annotations
@@ -18,77 +19,147 @@ if TYPE_CHECKING:
 METRICS: dict[str, tuple[str, str]] = {  # name: (unit, meaning)
     "consumed_samples": ("samples", "samples read since the start of the run"),
     "consumed-tokens": ("tokens", "consumed samples x sequence length"),
-    "lm loss": ("nats/token", "training loss: sum over tokens / valid tokens, mean over the log interval"),
+    "lm loss": (
+        "nats/token",
+        "training loss: sum over tokens / valid tokens, mean over the log interval",
+    ),
     "learning-rate": ("", "learning rate of the last step"),
     "batch-size": ("samples", "global batch of the last step"),
     "loss-scale": ("", "loss scale of the last step (1 without fp16)"),
     "grad-norm": ("", "global L2 norm of the gradient, before clipping"),
     "params-norm": ("", "global L2 norm of the parameters (--log-params-norm)"),
     "num-zeros": ("", "gradient elements that are exactly zero (--log-num-zeros-in-grad)"),
-    "skipped-train-samples": ("samples", "samples of steps that were skipped, since the start of the run"),
-    "lm loss validation": ("nats/token", "loss on the fixed validation batches; of several sources the mean by their weights in the blend"),
+    "skipped-train-samples": (
+        "samples",
+        "samples of steps that were skipped, since the start of the run",
+    ),
+    "lm loss validation": (
+        "nats/token",
+        (
+            "loss on the fixed validation batches; of several sources the mean by their weights "
+            "in the blend"
+        ),
+    ),
     "lm loss validation ppl": ("", "exp(min(20, lm loss validation))"),
     "lm loss test": ("nats/token", "loss on the test split"),
     "lm loss test ppl": ("", "exp(min(20, lm loss test))"),
     "samples vs steps": ("samples", "wandb alone: consumed_samples under Megatron-LM's name"),
     "bits-per-byte": ("bits/byte", "validation loss / ln 2 / bytes per token of the data"),
-    "resumed-from-iteration": ("iteration", "on the first row after a restart: the checkpoint that it started from"),
+    "resumed-from-iteration": (
+        "iteration",
+        "on the first row after a restart: the checkpoint that it started from",
+    ),
     "timestamp": ("s", "when the row was written: seconds since 1970-01-01 00:00 UTC"),
     "world-size": ("ranks", "processes of the job"),
     "iteration-time": ("s", "wall time of an iteration, mean over the log interval"),
-    "throughput": ("TFLOP/s/GPU", "model FLOPs (padded vocabulary, causal half, no recompute) / time / ranks"),
+    "throughput": (
+        "TFLOP/s/GPU",
+        "model FLOPs (padded vocabulary, causal half, no recompute) / time / ranks",
+    ),
     "tokens-per-second-per-gpu": ("tokens/s/GPU", "tokens of a global batch / time / ranks"),
-    "mfu": ("fraction of the peak", "as throughput with the real vocabulary, divided by the peak that the banner names"),
-    "data-wait-fraction": ("fraction of the time", "wall time spent waiting for batches / wall time"),
-    "pipeline-bubble-fraction": ("fraction of the time", "share of the last step in which the ranks of a pipeline do not compute"),
-    "save-checkpoint-seconds": ("s", "from the beginning of a save until its checkpoint stood, in the background or not"),
+    "mfu": (
+        "fraction of the peak",
+        "as throughput with the real vocabulary, divided by the peak that the banner names",
+    ),
+    "data-wait-fraction": (
+        "fraction of the time",
+        "wall time spent waiting for batches / wall time",
+    ),
+    "pipeline-bubble-fraction": (
+        "fraction of the time",
+        "share of the last step in which the ranks of a pipeline do not compute",
+    ),
+    "save-checkpoint-seconds": (
+        "s",
+        "from the beginning of a save until its checkpoint stood, in the background or not",
+    ),
     "save-checkpoint-stall-seconds": ("s", "of these, seconds in which training stood still"),
     "save-checkpoint-gb-per-second": ("GB/s", "bytes of all ranks / save-checkpoint-seconds / 1e9"),
     "save-checkpoint-bytes": ("bytes", "bytes of all ranks' shards"),
     "mem-reserved-bytes": ("bytes", "held by torch's CUDA allocator (absent on a CPU)"),
     "mem-allocated-bytes": ("bytes", "live CUDA tensors; on a CPU the resident set of the process"),
-    "mem-max-allocated-bytes": ("bytes", "most CUDA bytes ever live; on a CPU the largest resident set so far"),
+    "mem-max-allocated-bytes": (
+        "bytes",
+        "most CUDA bytes ever live; on a CPU the largest resident set so far",
+    ),
 }
-_MEASURED = {"timestamp", "throughput", "tokens-per-second-per-gpu", "mfu", "data-wait-fraction", "pipeline-bubble-fraction",
-             "world-size", "resumed-from-iteration"}
+_MEASURED = {
+    "timestamp",
+    "throughput",
+    "tokens-per-second-per-gpu",
+    "mfu",
+    "data-wait-fraction",
+    "pipeline-bubble-fraction",
+    "world-size",
+    "resumed-from-iteration",
+}
 
 
 def is_measured(name: str) -> bool:
-    """True for what depends on the machine and not on the mathematics of the run: times, rates, memory, world size, resume marks.
+    """True for what depends on the machine and not on the mathematics of the run: times, rates,
+    memory, world size, resume marks.
 
     Comparisons of two runs leave these out.
     """
-    return name in _MEASURED or name.endswith("-time") or name.startswith(("mem-", "save-checkpoint-"))
+    return (
+        name in _MEASURED or name.endswith("-time") or name.startswith(("mem-", "save-checkpoint-"))
+    )
 
 
-def rates(*, seconds: float, tokens: int, flops: float, padded_flops: float, world_size: int, peak_tflops: float | None) -> dict[str, float]:
-    """Speed of one iteration that took `seconds` for `tokens` tokens (global batch x sequence length) on `world_size` ranks.
+def rates(
+    *,
+    seconds: float,
+    tokens: int,
+    flops: float,
+    padded_flops: float,
+    world_size: int,
+    peak_tflops: float | None,
+) -> dict[str, float]:
+    """Speed of one iteration that took `seconds` for `tokens` tokens (global batch x sequence
+    length) on `world_size` ranks.
 
-    `flops` counts the iteration with the real vocabulary (model/arithmetic.py) and gives `mfu`, as a fraction of `peak_tflops` (TFLOP/s of one
-    device; without it there is no `mfu`); `padded_flops` counts the padded vocabulary and gives Megatron's `throughput`.
+    `flops` counts the iteration with the real vocabulary (model/arithmetic.py) and gives `mfu`, as
+    a fraction of `peak_tflops` (TFLOP/s of one device; without it there is no `mfu`);
+    `padded_flops` counts the padded vocabulary and gives Megatron's `throughput`.
     """
     assert seconds > 0 and world_size > 0
     per_rank = 1 / (seconds * world_size)
-    result = {"iteration-time": seconds, "throughput": padded_flops * per_rank / 1e12, "tokens-per-second-per-gpu": tokens * per_rank}
+    result = {
+        "iteration-time": seconds,
+        "throughput": padded_flops * per_rank / 1e12,
+        "tokens-per-second-per-gpu": tokens * per_rank,
+    }
     if peak_tflops is not None:
         result["mfu"] = flops * per_rank / (peak_tflops * 1e12)
     return result
 
 
 def eta_seconds(iteration: int, train_iters: int, seconds: float) -> float:
-    """Seconds until iteration `train_iters` at `seconds` an iteration; evaluations and checkpoints are not counted."""
+    """Seconds until iteration `train_iters` at `seconds` an iteration; evaluations and checkpoints
+    are not counted.
+    """
     return max(0, train_iters - iteration) * seconds
 
 
 def perplexity(loss: float) -> float:
-    """exp(min(20, loss)): the cap is Megatron's, so that an untrained model prints a number. NaN stays NaN."""
+    """exp(min(20, loss)): the cap is Megatron's, so that an untrained model prints a number. NaN
+    stays NaN.
+    """
     return math.exp(loss if math.isnan(loss) else min(20.0, loss))
 
 
-def evaluation_metrics(loss: float, *, split: str = "validation", source: str | None = None, bytes_per_token: float | None = None) -> dict[str, float]:
-    """Metrics of one evaluation: `lm loss <split>`, its ppl and, for the validation loss of data whose bytes per token are known, bits-per-byte.
+def evaluation_metrics(
+    loss: float,
+    *,
+    split: str = "validation",
+    source: str | None = None,
+    bytes_per_token: float | None = None,
+) -> dict[str, float]:
+    """Metrics of one evaluation: `lm loss <split>`, its ppl and, for the validation loss of data
+    whose bytes per token are known, bits-per-byte.
 
-    `loss` is in nats per token; `source` names one of several validation sources and is appended to every name.
+    `loss` is in nats per token; `source` names one of several validation sources and is appended to
+    every name.
     """
     suffix = "" if source is None else f" {source}"
     result = {f"lm loss {split}{suffix}": loss, f"lm loss {split} ppl{suffix}": perplexity(loss)}
@@ -98,16 +169,23 @@ def evaluation_metrics(loss: float, *, split: str = "validation", source: str | 
 
 
 def save_metrics(*, size: int, seconds: float, stall: float) -> dict[str, float]:
-    """Metrics of a checkpoint of `size` bytes that took `seconds` in all and held training up for `stall`."""
-    return {"save-checkpoint-seconds": seconds, "save-checkpoint-stall-seconds": stall, "save-checkpoint-gb-per-second": size / 1e9 / seconds,
-            "save-checkpoint-bytes": size}
+    """Metrics of a checkpoint of `size` bytes that took `seconds` in all and held training up for
+    `stall`.
+    """
+    return {
+        "save-checkpoint-seconds": seconds,
+        "save-checkpoint-stall-seconds": stall,
+        "save-checkpoint-gb-per-second": size / 1e9 / seconds,
+        "save-checkpoint-bytes": size,
+    }
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
     """Memory of this process in bytes, without a device synchronisation.
 
-    CUDA: torch's allocator. CPU on Linux: resident set and its high-water mark (VmRSS and VmHWM of /proc/self/status), which hold the
-    interpreter and its libraries too. Elsewhere nothing is known and nothing is returned.
+    CUDA: torch's allocator. CPU on Linux: resident set and its high-water mark (VmRSS and VmHWM of
+    /proc/self/status), which hold the interpreter and its libraries too. Elsewhere nothing is known
+    and nothing is returned.
     """
     if device.type == "cuda":
         import torch
@@ -120,15 +198,23 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     status = Path("/proc/self/status")
     if not status.exists():
         return {}
-    kib = {key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in status.read_text().splitlines()) if key in ("VmRSS", "VmHWM")}
-    return {"mem-allocated-bytes": kib["VmRSS"] * 1024, "mem-max-allocated-bytes": kib["VmHWM"] * 1024}
+    kib = {
+        key: int(rest.split()[0])
+        for key, _, rest in (line.partition(":") for line in status.read_text().splitlines())
+        if key in ("VmRSS", "VmHWM")
+    }
+    return {
+        "mem-allocated-bytes": kib["VmRSS"] * 1024,
+        "mem-max-allocated-bytes": kib["VmHWM"] * 1024,
+    }
 
 
 class Timers:
     """Named wall-clock timers: `with timers("data"): ...`, then `timers.take()` at each log step.
 
-    They never synchronise the device: on a GPU a timer sees the time its code took on the host, and work still queued there is counted
-    where the host next waits. Times of an iteration (`iteration-time`) are right over a log interval, which ends in such a wait.
+    They never synchronise the device: on a GPU a timer sees the time its code took on the host, and
+    work still queued there is counted where the host next waits. Times of an iteration
+    (`iteration-time`) are right over a log interval, which ends in such a wait.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -138,7 +224,9 @@ class Timers:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Add the wall time of the block, without that of timers inside it, to timer `name`, also when the block raises."""
+        """Add the wall time of the block, without that of timers inside it, to timer `name`, also
+        when the block raises.
+        """
         start, outer, self._inside = self._clock(), self._inside, 0.0
         try:
             yield
@@ -153,10 +241,14 @@ class Timers:
         return seconds
 
 
-def timer_metrics(seconds: dict[str, float], *, iterations: int, elapsed: float, timing_log_level: int) -> dict[str, float]:
-    """`data-wait-fraction` from the timer `data`, and at --timing-log-level 1 `<timer>-time` in seconds per iteration.
+def timer_metrics(
+    seconds: dict[str, float], *, iterations: int, elapsed: float, timing_log_level: int
+) -> dict[str, float]:
+    """`data-wait-fraction` from the timer `data`, and at --timing-log-level 1 `<timer>-time` in
+    seconds per iteration.
 
-    `seconds` is `Timers.take()` over `iterations` iterations that took `elapsed` seconds of wall time.
+    `seconds` is `Timers.take()` over `iterations` iterations that took `elapsed` seconds of wall
+    time.
     """
     result = {"data-wait-fraction": seconds.get("data", 0.0) / elapsed}
     if timing_log_level > 0:

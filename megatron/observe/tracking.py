@@ -1,4 +1,6 @@
-"""Where metrics go: metrics.jsonl always, TensorBoard and wandb on request, under the same names. A tracker that fails never stops training."""
+"""Where metrics go: metrics.jsonl always, TensorBoard and wandb on request, under the same names. A
+tracker that fails never stops training.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,19 @@ from megatron.config.errors import UserError
 from megatron.config.groups import Config
 
 RESUMED = "resumed-from-iteration"
-VS_SAMPLES = " vs samples"  # TensorBoard's tags over consumed samples, as Megatron-LM names them: of these, and of validation losses
-_BY_SAMPLES = {"learning-rate", "batch-size", "lm loss", "loss-scale", "world-size", "grad-norm", "num-zeros", "params-norm"}
+# TensorBoard's tags over consumed samples, as Megatron-LM names them: of these, and of validation
+# losses
+VS_SAMPLES = " vs samples"
+_BY_SAMPLES = {
+    "learning-rate",
+    "batch-size",
+    "lm loss",
+    "loss-scale",
+    "world-size",
+    "grad-norm",
+    "num-zeros",
+    "params-norm",
+}
 FILE_MODE = 0o640  # not for everybody; the umask may take more away
 _WANDB_INIT_SECONDS = 30  # then the run goes on offline
 _WANDB_FINISH_SECONDS = 120  # then the rest of an upload is left to `wandb sync`
@@ -29,13 +42,21 @@ _SECRET = {"key", "apikey", "token", "secret", "password", "passwd", "credential
 class Tracker:
     """Writes rows of metrics. Make one per run, on one rank.
 
-    `run_config` is stored as it is but for secrets (config, versions, layout, paths: any nested dictionary that JSON can hold).
-    `resumed_iteration` and `resumed_samples` are those of the loaded checkpoint, 0 without one. `notes` says in lines for the banner where things go.
-    Any exception of a backend prints one warning through `warn` and switches that backend off; nothing is raised.
+    `run_config` is stored as it is but for secrets (config, versions, layout, paths: any nested
+    dictionary that JSON can hold). `resumed_iteration` and `resumed_samples` are those of the
+    loaded checkpoint, 0 without one. `notes` says in lines for the banner where things go. Any
+    exception of a backend prints one warning through `warn` and switches that backend off; nothing
+    is raised.
     """
 
-    def __init__(self, config: Config, run_config: dict[str, Any], resumed_iteration: int, warn: Callable[[str], None] = print,
-                 resumed_samples: int = 0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_config: dict[str, Any],
+        resumed_iteration: int,
+        warn: Callable[[str], None] = print,
+        resumed_samples: int = 0,
+    ) -> None:
         self._warn = warn
         self._iteration = 0
         self._interval = config.logging.tensorboard_log_interval
@@ -45,18 +66,25 @@ class Tracker:
         if (path := metrics_file(config)) is not None:
             self._open("metrics.jsonl", partial(_Jsonl, path, run_config, resumed_iteration))
         if config.logging.tensorboard_dir is not None:
-            self._open("TensorBoard", partial(_TensorBoard, config, resumed_iteration, resumed_samples))
+            self._open(
+                "TensorBoard", partial(_TensorBoard, config, resumed_iteration, resumed_samples)
+            )
         if config.logging.wandb_project is not None:
             self._open("wandb", partial(_Wandb, config, run_config, resumed_iteration, warn))
 
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
-        """One row: `metrics` after iteration `iteration`. More than one row an iteration is fine (training, then validation).
+        """One row: `metrics` after iteration `iteration`. More than one row an iteration is fine
+        (training, then validation).
 
-        TensorBoard and wandb take training rows at multiples of --tensorboard-log-interval only, and every evaluation and save. What comes late,
-        as a save in the background does, joins the iteration logged last: rows never go back.
+        TensorBoard and wandb take training rows at multiples of --tensorboard-log-interval only,
+        and every evaluation and save. What comes late, as a save in the background does, joins the
+        iteration logged last: rows never go back.
         """
         iteration = self._iteration = max(iteration, self._iteration)
-        rare = any(name.startswith(("lm loss validation", "lm loss test", "save-checkpoint-seconds")) for name in metrics)
+        rare = any(
+            name.startswith(("lm loss validation", "lm loss test", "save-checkpoint-seconds"))
+            for name in metrics
+        )
         for name, backend in list(self._backends.items()):
             if name == "metrics.jsonl" or rare or iteration % self._interval == 0:
                 self._guard(name, partial(backend.write, iteration, metrics))
@@ -79,13 +107,21 @@ class Tracker:
             action()
         except Exception as error:  # whatever a tracker does, the run goes on
             self._backends.pop(name, None)
-            self._warn(f"warning: {name} is off for the rest of this run; training continues. Cause: {type(error).__name__}: {error}. Fix: {_FIX[name]}.")
+            self._warn(
+                f"warning: {name} is off for the rest of this run; training continues. "
+                f"Cause: {type(error).__name__}: {error}. Fix: {_FIX[name]}."
+            )
 
 
 _FIX = {
-    "metrics.jsonl": "make the folder writable and free space on its disk, or choose another with --metrics-file",
+    "metrics.jsonl": (
+        "make the folder writable and free space on its disk, or choose another with --metrics-file"
+    ),
     "TensorBoard": "pip install tensorboard and make --tensorboard-dir writable, or drop that flag",
-    "wandb": "pip install 'wandb>=0.31', check its folder and the network, set WANDB_MODE=offline, or drop --wandb-project",
+    "wandb": (
+        "pip install 'wandb>=0.31', check its folder and the network, set "
+        "WANDB_MODE=offline, or drop --wandb-project"
+    ),
 }
 
 
@@ -98,7 +134,9 @@ class _Backend(Protocol):
 
 
 class _Jsonl:
-    """One JSON object a line, appended with one write each, so that a kill tears at most the last line."""
+    """One JSON object a line, appended with one write each, so that a kill tears at most the last
+    line.
+    """
 
     def __init__(self, path: Path, run_config: dict[str, Any], resumed_iteration: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,22 +145,37 @@ class _Jsonl:
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
             os.write(self._fd, b"\n")  # a kill tore the last line: end it, readers skip it
         # Without a checkpoint, an earlier attempt's rows make this a restart from iteration 0.
-        self._row: dict[str, float] = {RESUMED: resumed_iteration} if resumed_iteration or size else {}
+        self._row: dict[str, float] = (
+            {RESUMED: resumed_iteration} if resumed_iteration or size else {}
+        )
         described = config_file(path)
         temporary = described.with_name(described.name + ".tmp")
-        with open(temporary, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, FILE_MODE)) as file:
+        with open(
+            temporary,
+            "w",
+            encoding="utf-8",
+            opener=lambda name, flags: os.open(name, flags, FILE_MODE),
+        ) as file:
             file.write(json.dumps(run_config, indent=2, default=str) + "\n")
         temporary.replace(described)
         self.where = str(path)
 
     def write(self, iteration: int, metrics: dict[str, float]) -> None:
-        # A second row of an iteration repeats the first, so that the last row of an iteration is always the whole one.
+        # A second row of an iteration repeats the first, so that the last row of an iteration is
+        # always the whole one.
         before = self._row if self._row.get("iteration", iteration) == iteration else {}
-        self._row = {"iteration": iteration, **{name: value for name, value in before.items() if name != "iteration"}, **metrics}
-        row = {name: _json_number(value) for name, value in {**self._row, "timestamp": round(time.time(), 3)}.items()}
+        self._row = {
+            "iteration": iteration,
+            **{name: value for name, value in before.items() if name != "iteration"},
+            **metrics,
+        }
+        row = {
+            name: _json_number(value)
+            for name, value in {**self._row, "timestamp": round(time.time(), 3)}.items()
+        }
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         while line:
-            line = line[os.write(self._fd, line):]
+            line = line[os.write(self._fd, line) :]
 
     def close(self) -> None:
         os.close(self._fd)
@@ -148,7 +201,9 @@ class _TensorBoard:
             if name == "consumed_samples" and iteration == self._iteration:
                 continue  # an evaluation's row repeats it
             self._writer.add_scalar(name, value, iteration)
-            if samples is not None and (name in _BY_SAMPLES or name.startswith("lm loss validation")):
+            if samples is not None and (
+                name in _BY_SAMPLES or name.startswith("lm loss validation")
+            ):
                 self._writer.add_scalar(name + VS_SAMPLES, value, samples)
         self._mark, self._iteration = {}, iteration
         self._writer.flush()
@@ -169,44 +224,80 @@ def _points_by_samples(folder: str, last: int) -> list[tuple[str, Any]]:
 
 
 class _Wandb:
-    """One wandb run for all restarts of a job, its x axis `iteration`: wandb's own step may only grow, replayed iterations do not."""
+    """One wandb run for all restarts of a job, its x axis `iteration`: wandb's own step may only
+    grow, replayed iterations do not.
+    """
 
-    def __init__(self, config: Config, run_config: dict[str, Any], resumed_iteration: int, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_config: dict[str, Any],
+        resumed_iteration: int,
+        warn: Callable[[str], None],
+    ) -> None:
         import wandb
 
         save = config.checkpoint.save
-        identity = secrets.token_hex(4) if save is None else persistent_run_id(Path(save) / "wandb_run_id.txt")
-        folder = Path(config.logging.wandb_save_dir or save or ".")  # wandb makes its own folder `wandb` in it
+        identity = (
+            secrets.token_hex(4)
+            if save is None
+            else persistent_run_id(Path(save) / "wandb_run_id.txt")
+        )
+        # wandb makes its own folder `wandb` in it
+        folder = Path(config.logging.wandb_save_dir or save or ".")
         folder.mkdir(parents=True, exist_ok=True)
 
-        limits = {"init_timeout": _WANDB_INIT_SECONDS, "finish_timeout": _WANDB_FINISH_SECONDS, "x_transaction_log_flush_interval": _WANDB_FLUSH_SECONDS}
+        limits = {
+            "init_timeout": _WANDB_INIT_SECONDS,
+            "finish_timeout": _WANDB_FINISH_SECONDS,
+            "x_transaction_log_flush_interval": _WANDB_FLUSH_SECONDS,
+        }
 
         def start(mode: str) -> Any:
             return wandb.init(
-                project=config.logging.wandb_project, entity=config.logging.wandb_entity, name=config.logging.wandb_exp_name,
-                id=identity, resume="allow", dir=folder, config=run_config, mode=mode,
+                project=config.logging.wandb_project,
+                entity=config.logging.wandb_entity,
+                name=config.logging.wandb_exp_name,
+                id=identity,
+                resume="allow",
+                dir=folder,
+                config=run_config,
+                mode=mode,
                 settings=wandb.Settings(**limits),
             )
 
         mode = wandb.setup().settings.mode
-        if mode == "online" and not wandb.login(prompt=False, verify=False):  # never ask at a terminal: the job would wait
-            warn("warning: wandb has no key and records offline; set WANDB_API_KEY or run `wandb login` before the next start, `wandb sync` uploads.")
+        # never ask at a terminal: the job would wait
+        if mode == "online" and not wandb.login(prompt=False, verify=False):
+            warn(
+                "warning: wandb has no key and records offline; set WANDB_API_KEY or run "
+                "`wandb login` before the next start, `wandb sync` uploads."
+            )
             mode = "offline"
         try:
             self._run = start(mode)
         except Exception as error:
             if mode != "online":
                 raise
-            warn(f"warning: wandb cannot be reached and records offline ({type(error).__name__}: {error}); `wandb sync` uploads later.")
+            warn(
+                "warning: wandb cannot be reached and records offline "
+                f"({type(error).__name__}: {error}); `wandb sync` uploads later."
+            )
             wandb.teardown()  # else its service still holds the run id
             self._run = start("offline")
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
         self._mark = {RESUMED: resumed_iteration} if resumed_iteration else {}
-        self.where = f"run {identity}{' (offline)' if self._run.offline else ''} in {folder / 'wandb'}"
+        self.where = (
+            f"run {identity}{' (offline)' if self._run.offline else ''} in {folder / 'wandb'}"
+        )
 
     def write(self, iteration: int, metrics: dict[str, float]) -> None:
-        samples = {"samples vs steps": metrics["consumed_samples"]} if "consumed_samples" in metrics else {}
+        samples = (
+            {"samples vs steps": metrics["consumed_samples"]}
+            if "consumed_samples" in metrics
+            else {}
+        )
         self._run.log({"iteration": iteration, **self._mark, **metrics, **samples})
         self._mark = {}
 
@@ -221,16 +312,24 @@ def metrics_file(config: Config) -> Path | None:
     """Where metrics.jsonl goes: --metrics-file, else into --save, else nowhere."""
     if config.logging.metrics_file is not None:
         return Path(config.logging.metrics_file)
-    return Path(config.checkpoint.save) / "metrics.jsonl" if config.checkpoint.save is not None else None
+    return (
+        Path(config.checkpoint.save) / "metrics.jsonl"
+        if config.checkpoint.save is not None
+        else None
+    )
 
 
 def config_file(metrics: Path) -> Path:
-    """The file beside a metrics file that holds the run's configuration: metrics.jsonl -> metrics.config.json."""
+    """The file beside a metrics file that holds the run's configuration: metrics.jsonl ->
+    metrics.config.json.
+    """
     return metrics.with_suffix(".config.json")
 
 
 def persistent_run_id(path: Path) -> str:
-    """The id in `path`; at the first call a new one, put there in one atomic step, so that all starts of a job agree."""
+    """The id in `path`; at the first call a new one, put there in one atomic step, so that all
+    starts of a job agree.
+    """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
@@ -245,7 +344,9 @@ def persistent_run_id(path: Path) -> str:
 
 
 def _secret_values() -> set[str]:
-    """Values of environment variables that are named like secrets, to be kept out of whatever is stored."""
+    """Values of environment variables that are named like secrets, to be kept out of whatever is
+    stored.
+    """
     return {value for name, value in os.environ.items() if _is_secret(name) and len(value) >= 8}
 
 
@@ -254,9 +355,16 @@ def _is_secret(name: str) -> bool:
 
 
 def redact(value: Any, secret_values: set[str]) -> Any:
-    """`value` with everything under a key like api_key, token, secret or password, and every occurrence of `secret_values`, replaced by ***."""
+    """`value` with everything under a key like api_key, token, secret or password, and every
+    occurrence of `secret_values`, replaced by ***.
+    """
     if isinstance(value, dict):
-        return {name: "***" if _is_secret(str(name)) and item is not None else redact(item, secret_values) for name, item in value.items()}
+        return {
+            name: "***"
+            if _is_secret(str(name)) and item is not None
+            else redact(item, secret_values)
+            for name, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [redact(item, secret_values) for item in value]
     if isinstance(value, str):
@@ -266,34 +374,49 @@ def redact(value: Any, secret_values: set[str]) -> Any:
 
 
 def _json_number(value: float) -> float | str:
-    """JSON has no NaN and no infinity: they are written as the strings NaN, Infinity, -Infinity, which `float()` reads back."""
+    """JSON has no NaN and no infinity: they are written as the strings NaN, Infinity, -Infinity,
+    which `float()` reads back.
+    """
     value = value if isinstance(value, int) else float(value)
     return value if math.isfinite(value) else json.dumps(value)
 
 
 def metrics_path(path: str | Path) -> Path:
-    """The metrics file of a run folder, or `path` itself when it is a file. UserError when there is none."""
+    """The metrics file of a run folder, or `path` itself when it is a file. UserError when there is
+    none.
+    """
     path = Path(path)
     found = path / "metrics.jsonl" if os.path.isdir(path) else path
     if not os.path.isfile(found):
-        raise UserError(f"{str(found)[:4000]}: no such file; give a folder that was --save of a run, or the file of its --metrics-file")
+        raise UserError(
+            f"{str(found)[:4000]}: no such file; give a folder that was --save of a run, or "
+            "the file of its --metrics-file"
+        )
     return found
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
     """One row an iteration, in order, of a metrics.jsonl file (or of the run folder that holds it).
 
-    A row marked `resumed-from-iteration` R starts a new attempt: what an earlier attempt logged beyond R was never part of this run and is
-    dropped. Of several rows of one iteration each value is the last one logged. A line torn by a kill is skipped; UserError for a missing
-    file and for one in which no line is a row.
+    A row marked `resumed-from-iteration` R starts a new attempt: what an earlier attempt logged
+    beyond R was never part of this run and is dropped. Of several rows of one iteration each value
+    is the last one logged. A line torn by a kill is skipped; UserError for a missing file and for
+    one in which no line is a row.
     """
     path = metrics_path(path)
-    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
+    lines = [
+        line
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n")
+        if line.strip()
+    ]
     rows: dict[int, dict[str, float]] = {}
     good = 0
     for line in lines:
         try:
-            row = {name: float(value) if isinstance(value, str) else value for name, value in json.loads(line).items()}
+            row = {
+                name: float(value) if isinstance(value, str) else value
+                for name, value in json.loads(line).items()
+            }
             iteration = row["iteration"]
             if type(iteration) is not int or type(row.get(RESUMED, 0)) is not int:
                 continue
@@ -304,5 +427,8 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
             rows = {i: old for i, old in rows.items() if i <= row[RESUMED]}
         rows.setdefault(iteration, {}).update(row)
     if lines and not good:
-        raise UserError(f"{path}: not a metrics file: none of its {len(lines)} lines is a JSON object with the key iteration")
+        raise UserError(
+            f"{path}: not a metrics file: none of its {len(lines)} lines is a JSON object "
+            "with the key iteration"
+        )
     return [rows[i] for i in sorted(rows)]

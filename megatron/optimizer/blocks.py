@@ -1,10 +1,12 @@
 """Flat storage: all parameters of a block are views into one buffer, and so are their gradients.
 
-A block is what lives and dies together: the word embedding, one layer, an untied head. Every tensor starts at a multiple of ALIGNMENT
-elements, so a buffer can be cut anywhere on that grid and torch's fused AdamW still gives the same bits (its vector and scalar code
-differ in rounding). Decayed tensors come first: a block is one decayed and one undecayed segment.
+A block is what lives and dies together: the word embedding, one layer, an untied head. Every tensor
+starts at a multiple of ALIGNMENT elements, so a buffer can be cut anywhere on that grid and torch's
+fused AdamW still gives the same bits (its vector and scalar code differ in rounding). Decayed
+tensors come first: a block is one decayed and one undecayed segment.
 
-What a rank holds of a block follows from the ZeRO stage (Rajbhandari et al. 2020), N ranks sharing it:
+What a rank holds of a block follows from the ZeRO stage (Rajbhandari et al. 2020), N ranks sharing
+it:
 
     stage   weight                   grad                     grad_shard      master, moments
     0       whole                    whole                    grad            whole
@@ -12,8 +14,9 @@ What a rank holds of a block follows from the ZeRO stage (Rajbhandari et al. 202
     2       whole                    while a backward runs    a slice         a slice
     3       while it is needed       while a backward runs    a slice         a slice
 
-Gradients exist from the first backward pass of a step to the update. A frozen block has the weight alone, its slice at stage 3. Of an offloaded
-block (stage 3) what a gather reads is in the host's memory: the device has the whole weight while it is needed, and nothing else of it.
+Gradients exist from the first backward pass of a step to the update. A frozen block has the weight
+alone, its slice at stage 3. Of an offloaded block (stage 3) what a gather reads is in the host's
+memory: the device has the whole weight while it is needed, and nothing else of it.
 """
 
 from __future__ import annotations
@@ -60,7 +63,11 @@ class BufferEntry:
 
     def runs(self, box: Box) -> Iterator[tuple[int, int, int]]:
         """A box's contiguous ranges in the flat buffer: (start, stop, its first row in the box)."""
-        width, rows, stride = math.prod(self.shape[1:]), box.extent[0] // box.groups, self.shape[0] // box.groups
+        width, rows, stride = (
+            math.prod(self.shape[1:]),
+            box.extent[0] // box.groups,
+            self.shape[0] // box.groups,
+        )
         for group in range(box.groups):
             first = self.start + (group * stride + box.start) * width
             yield first, first + rows * width, group * rows
@@ -74,8 +81,11 @@ class Plan:
     unit: str  # whose parameters they are
     group: str  # which of Groups.buffers hold copies of it
     entries: tuple[BufferEntry, ...]
-    late: int  # elements at its beginning: weights of linear layers, whose gradients a split backward pass leaves for later
-    ranges: tuple[tuple[int, Multipliers], ...]  # (where it ends, what an update rule multiplies there), one after the other
+    # elements at its beginning: weights of linear layers, whose gradients a split backward pass
+    # leaves for later
+    late: int
+    # (where it ends, what an update rule multiplies there), one after the other
+    ranges: tuple[tuple[int, Multipliers], ...]
     size: int  # with padding
 
     @cached_property
@@ -91,7 +101,9 @@ class Plan:
     @property
     def decayed(self) -> int:
         """Elements at its beginning that take weight decay."""
-        return max((stop for stop, multipliers in self.ranges if multipliers.weight_decay > 0), default=0)
+        return max(
+            (stop for stop, multipliers in self.ranges if multipliers.weight_decay > 0), default=0
+        )
 
 
 class Segment(NamedTuple):
@@ -104,25 +116,48 @@ class Segment(NamedTuple):
 class Block:
     """The flat buffers of one block on this rank. `stage` is 0 where one rank alone holds them."""
 
-    def __init__(self, plan: Plan, parameters: Sequence[nn.Parameter], dtype: torch.dtype, device: torch.device, groups: BufferGroups, stage: int,
-                 grad_dtype: torch.dtype | None, on_host: bool = False, in_files: bool = False, offloaded: bool = False):
-        self.on_host, self.in_files = on_host, in_files  # where master weights and moments are: in the host's memory, or in its files (nvme.py)
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        device: torch.device,
+        groups: BufferGroups,
+        stage: int,
+        grad_dtype: torch.dtype | None,
+        on_host: bool = False,
+        in_files: bool = False,
+        offloaded: bool = False,
+    ):
+        # where master weights and moments are: in the host's memory, or in its files (nvme.py)
+        self.on_host, self.in_files = on_host, in_files
         self.offloaded = offloaded
-        self.plan, self.parameters, self.stage, self.grad_dtype, self.trained = plan, parameters, stage, grad_dtype, grad_dtype is not None
+        self.plan, self.parameters, self.stage, self.grad_dtype, self.trained = (
+            plan,
+            parameters,
+            stage,
+            grad_dtype,
+            grad_dtype is not None,
+        )
         self.name, self.entries, self.size = plan.name, plan.entries, plan.size
         self.groups, self.shard = groups, groups.shard
         part = self.size // self.shard.size
         mine = self.shard.rank * part
         self.own = (mine, mine + part) if stage > 0 else (0, self.size)
         share = part // groups.copies.size
-        self.share = mine + groups.copies.rank * share, mine + (groups.copies.rank + 1) * share  # what this rank counts, where all count once
+        # what this rank counts, where all count once
+        self.share = mine + groups.copies.rank * share, mine + (groups.copies.rank + 1) * share
         self.weight = torch.zeros(self.size, dtype=dtype, device=device)
         for entry, parameter in zip(self.entries, parameters, strict=True):
             stored = nn.Parameter(entry.view(self.weight), requires_grad=self.trained)
-            vars(stored).update(vars(parameter), main_grad=None, label=entry.name)  # what it declares stays
+            # what it declares stays
+            vars(stored).update(vars(parameter), main_grad=None, label=entry.name)
             torch.utils.swap_tensors(parameter, stored)
         wide = accumulation_dtype(dtype) if self.trained else dtype
-        self.unseen = torch.empty(0, dtype=dtype, device=device).set_(self.weight.untyped_storage(), 0, (self.size,))  # autograd counts no writes to it
+        # autograd counts no writes to it
+        self.unseen = torch.empty(0, dtype=dtype, device=device).set_(
+            self.weight.untyped_storage(), 0, (self.size,)
+        )
         if stage == 3:
             self.release()
         self.grad: Tensor | None = None
@@ -130,8 +165,10 @@ class Block:
         self._build_masters(dtype, wide, device)
 
     def _build_masters(self, dtype: torch.dtype, wide: torch.dtype, device: torch.device) -> None:
-        """The master weights, unless files have them, and what a step rounds them to: nothing where they are the weights, nor at stage 3, which
-        rounds when it gathers, unless that is in another memory or they are."""
+        """The master weights, unless files have them, and what a step rounds them to: nothing where
+        they are the weights, nor at stage 3, which rounds when it gathers, unless that is in
+        another memory or they are.
+        """
         length = self.own[1] - self.own[0]
         separate = self.stage == 3 or dtype != wide or self.on_host
         self.master: Tensor | None = None
@@ -140,10 +177,16 @@ class Block:
             narrow = dtype != wide or self.in_files
             self.rounded = host_memory(length, dtype, device) if narrow else None
             if not self.in_files:
-                self.master = torch.zeros(length, dtype=wide) if narrow else host_memory(length, wide, device)
+                self.master = (
+                    torch.zeros(length, dtype=wide) if narrow else host_memory(length, wide, device)
+                )
             return
         if not self.in_files:
-            self.master = torch.zeros(length, dtype=wide, device="cpu" if self.on_host else device) if separate else self.part(self.weight)
+            self.master = (
+                torch.zeros(length, dtype=wide, device="cpu" if self.on_host else device)
+                if separate
+                else self.part(self.weight)
+            )
         if self.stage < 3:
             self.rounded = self.part(self.weight) if separate else None
         elif self.on_host:
@@ -154,7 +197,9 @@ class Block:
         return buffer[self.own[0] : self.own[1]]
 
     def slice(self, buffer: Tensor) -> Tensor:
-        """This rank's slice of a whole buffer: `part`, but at stage 0, where a rank updates all of it."""
+        """This rank's slice of a whole buffer: `part`, but at stage 0, where a rank updates all of
+        it.
+        """
         return buffer.chunk(self.shard.size)[self.shard.rank]
 
     # ---- weights at stage 3
@@ -169,7 +214,9 @@ class Block:
         return self.weight.untyped_storage().nbytes() == 0
 
     def release(self) -> None:
-        """Free the whole weight. Views stay, and autograd keeps them: hence the storage goes, not the tensor."""
+        """Free the whole weight. Views stay, and autograd keeps them: hence the storage goes, not
+        the tensor.
+        """
         self.weight.untyped_storage().resize_(0)
 
     def allocate(self) -> None:
@@ -184,8 +231,9 @@ class Block:
         return self.summed if self.stage >= 2 or self.grad is None else self.part(self.grad)
 
     def open(self) -> None:
-        """Give the parameters a `main_grad`: the block's gradient buffer. Weights of linear layers are overwritten by their first product: only what
-        lies between and after them is cleared."""
+        """Give the parameters a `main_grad`: the block's gradient buffer. Weights of linear layers
+        are overwritten by their first product: only what lies between and after them is cleared.
+        """
         assert self.grad is None
         self.grad = torch.empty(self.size, dtype=self.grad_dtype, device=self.weight.device)
         for first, last in self.plan.cleared:
@@ -196,7 +244,9 @@ class Block:
                 parameter.fresh = True
 
     def complete(self) -> None:
-        """All passes are over: the gradient of a linear layer's weight that has had no product is zero."""
+        """All passes are over: the gradient of a linear layer's weight that has had no product is
+        zero.
+        """
         for parameter in self.parameters:
             if getattr(parameter, "fresh", False):
                 parameter.main_grad.zero_()
@@ -216,8 +266,12 @@ class Block:
         return grad
 
     def open_early(self) -> Tensor:
-        """A `main_grad` of zeros for what a split backward pass completes with the input gradient: buffer [size - late], the rest has none."""
-        early = torch.zeros(self.size - self.plan.late, dtype=self.grad_dtype, device=self.weight.device)
+        """A `main_grad` of zeros for what a split backward pass completes with the input gradient:
+        buffer [size - late], the rest has none.
+        """
+        early = torch.zeros(
+            self.size - self.plan.late, dtype=self.grad_dtype, device=self.weight.device
+        )
         for entry, parameter in zip(self.entries, self.parameters):
             if entry.start >= self.plan.late:
                 parameter.main_grad = entry.view(early, self.plan.late)
@@ -231,8 +285,10 @@ class Block:
     # ---- what this rank updates
 
     def boxes(self, buffer: Tensor, piece: slice | None = None) -> Iterator[tuple[Box, Tensor]]:
-        """The parts of logical tensors in a buffer as long as `own`, or in one of only a piece of that, each with the view that holds it: whole
-        parameters where they are not cut, else runs of whole rows and parts of rows."""
+        """The parts of logical tensors in a buffer as long as `own`, or in one of only a piece of
+        that, each with the view that holds it: whole parameters where they are not cut, else runs
+        of whole rows and parts of rows.
+        """
         first, last = self._range(piece)
         for entry in self.entries:
             for box in entry.boxes:
@@ -240,7 +296,13 @@ class Block:
                     yield box, entry.view(buffer, first)
                     continue
                 for start, stop, row in entry.runs(box):
-                    for at, part in _rectangles(box, row, math.prod(entry.shape[1:]), max(start, first) - start, min(stop, last) - start):
+                    for at, part in _rectangles(
+                        box,
+                        row,
+                        math.prod(entry.shape[1:]),
+                        max(start, first) - start,
+                        min(stop, last) - start,
+                    ):
                         low = start + at - first
                         yield part, buffer[low : low + math.prod(part.extent)].view(part.extent)
 
@@ -251,9 +313,13 @@ class Block:
             if low < high:
                 yield buffer[low - self.own[0] : high - self.own[0]]
 
-    def counted(self, buffer: Tensor, groups: Groups, piece: slice | None = None) -> Iterator[Tensor]:
-        """The flat pieces of a buffer as in `boxes` that this rank counts, such that over all ranks each element of the model comes once: of
-        those that hold the same parameters each counts a slice; what tensor-parallel ranks share, the first counts."""
+    def counted(
+        self, buffer: Tensor, groups: Groups, piece: slice | None = None
+    ) -> Iterator[Tensor]:
+        """The flat pieces of a buffer as in `boxes` that this rank counts, such that over all ranks
+        each element of the model comes once: of those that hold the same parameters each counts a
+        slice; what tensor-parallel ranks share, the first counts.
+        """
         lowest, highest = self._range(piece)
         start, ranges = 0, []
         for entry in self.entries:
@@ -282,12 +348,16 @@ class Block:
         return next(multipliers for stop, multipliers in self.plan.ranges if entry.start < stop)
 
     def _range(self, piece: slice | None) -> tuple[int, int]:
-        """The block's elements [first, last) in a piece of what this rank updates; all of that for None."""
+        """The block's elements [first, last) in a piece of what this rank updates; all of that for
+        None.
+        """
         return self.own if piece is None else (self.own[0] + piece.start, self.own[0] + piece.stop)
 
 
 def _rectangles(box: Box, row: int, width: int, start: int, stop: int) -> Iterator[tuple[int, Box]]:
-    """Elements [start, stop) of a run of a box, rows of `width` from the box's `row` on, as (where each begins, box)."""
+    """Elements [start, stop) of a run of a box, rows of `width` from the box's `row` on, as (where
+    each begins, box).
+    """
     while start < stop:
         first, column = divmod(start, width)
         if column > 0 or stop - start < width:
@@ -305,7 +375,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def host_memory(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in the host's memory that a GPU reads by itself: in pinned pages, of which torch takes a power of two. Never run on a GPU."""
+    """Zeros in the host's memory that a GPU reads by itself: in pinned pages, of which torch takes
+    a power of two. Never run on a GPU.
+    """
     return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
 
 
@@ -314,17 +386,38 @@ def padded(elements: int, parts: int = 1) -> int:
     return -(-elements // (ALIGNMENT * parts)) * ALIGNMENT * parts
 
 
-def plan_blocks(model: GPTModel, parts: Callable[[str], int]) -> list[tuple[Plan, list[nn.Parameter]]]:
-    """Where every parameter of a model lies, buffer by buffer in the order of the forward pass. A unit has a buffer for each group that its
-    parameters declare; buffers of a group can be cut into `parts(group)` equal slices."""
+def plan_blocks(
+    model: GPTModel, parts: Callable[[str], int]
+) -> list[tuple[Plan, list[nn.Parameter]]]:
+    """Where every parameter of a model lies, buffer by buffer in the order of the forward pass. A
+    unit has a buffer for each group that its parameters declare; buffers of a group can be cut into
+    `parts(group)` equal slices.
+    """
     plans, placed = [], set()
     declared = {parameter: (name, spec) for name, parameter, spec in model.declared()}
     for unit_name, unit in model.units():
-        own = [parameter for parameter in unit.parameters() if parameter not in placed]  # a tied head adds none
+        # a tied head adds none
+        own = [parameter for parameter in unit.parameters() if parameter not in placed]
         late = {parameter for parameter in own if declared[parameter][1].product}
-        late |= {parameter for parameter in own if model.head is not None and parameter is model.head.weight}  # its gradient precedes the embedding's
-        alike = {multipliers: index for index, multipliers in enumerate(dict.fromkeys(declared[parameter][1].multipliers for parameter in own))}
-        own.sort(key=lambda parameter: (not declared[parameter][1].decay, parameter not in late, alike[declared[parameter][1].multipliers]))
+        # its gradient precedes the embedding's
+        late |= {
+            parameter
+            for parameter in own
+            if model.head is not None and parameter is model.head.weight
+        }
+        alike = {
+            multipliers: index
+            for index, multipliers in enumerate(
+                dict.fromkeys(declared[parameter][1].multipliers for parameter in own)
+            )
+        }
+        own.sort(
+            key=lambda parameter: (
+                not declared[parameter][1].decay,
+                parameter not in late,
+                alike[declared[parameter][1].multipliers],
+            )
+        )
         placed.update(own)
         for group in dict.fromkeys(declared[parameter][1].group for parameter in own):
             members = [parameter for parameter in own if declared[parameter][1].group == group]
@@ -340,41 +433,93 @@ def plan_blocks(model: GPTModel, parts: Callable[[str], int]) -> list[tuple[Plan
             size = padded(end, parts(group))
             ranges[-1] = size, ranges[-1][1]  # padding is zero, and stays it
             name = unit_name if group == "dense" else f"{unit_name} ({group})"
-            plans.append((Plan(name, unit_name, group, tuple(entries), late_end, tuple(ranges), size), members))
+            plans.append(
+                (
+                    Plan(name, unit_name, group, tuple(entries), late_end, tuple(ranges), size),
+                    members,
+                )
+            )
     return plans
 
 
-def build_blocks(model: GPTModel, device: torch.device, groups: Groups = one_process(), *, stage: int = 0, training: bool = True,
-                 narrow_grads: bool = False, host_fraction: float = 0.0, in_files: bool = False, offloaded: bool = False,
-                 frozen: Container[str] = (), make: Callable[..., Block] = Block) -> list[Block]:
-    """Give every parameter of a model born on the meta device its storage (zeros), and a `main_grad` when it is trained.
+def build_blocks(
+    model: GPTModel,
+    device: torch.device,
+    groups: Groups = one_process(),
+    *,
+    stage: int = 0,
+    training: bool = True,
+    narrow_grads: bool = False,
+    host_fraction: float = 0.0,
+    in_files: bool = False,
+    offloaded: bool = False,
+    frozen: Container[str] = (),
+    make: Callable[..., Block] = Block,
+) -> list[Block]:
+    """Give every parameter of a model born on the meta device its storage (zeros), and a
+    `main_grad` when it is trained.
 
-    Buffers can be cut into as many equal slices as ranks hold the same parameters. `narrow_grads` accumulates gradients in the model's precision;
-    blocks with about `host_fraction` of the parameters have their master weights in host memory, or `in_files`; those named in
-    `frozen` are not trained. `offloaded`: at stage 3 weights of both are in host memory between their uses. `make` is Block, or takes what it takes.
-    Raises ValueError for a module that cannot train here (megatron/model/additions.py).
+    Buffers can be cut into as many equal slices as ranks hold the same parameters. `narrow_grads`
+    accumulates gradients in the model's precision; blocks with about `host_fraction` of the
+    parameters have their master weights in host memory, or `in_files`; those named in `frozen` are
+    not trained. `offloaded`: at stage 3 weights of both are in host memory between their uses.
+    `make` is Block, or takes what it takes. Raises ValueError for a module that cannot train here
+    (megatron/model/additions.py).
     """
     check_additions(model)
     grad_dtype = model.dtype if narrow_grads else accumulation_dtype(model.dtype)
     plans = plan_blocks(model, lambda group: groups.buffers[group].replicas.size)
     trained = [training and plan.unit not in frozen for plan, _ in plans]
-    on_host = on_host_of([plan.size * train for (plan, _), train in zip(plans, trained)], host_fraction)
-    return [make(plan, parameters, model.dtype, device, groups.buffers[plan.group], stage, grad_dtype if train else None, host, host and in_files,
-                  offloaded and stage == 3 and (host or not train)) for (plan, parameters), train, host in zip(plans, trained, on_host)]
+    on_host = on_host_of(
+        [plan.size * train for (plan, _), train in zip(plans, trained)], host_fraction
+    )
+    return [
+        make(
+            plan,
+            parameters,
+            model.dtype,
+            device,
+            groups.buffers[plan.group],
+            stage,
+            grad_dtype if train else None,
+            host,
+            host and in_files,
+            offloaded and stage == 3 and (host or not train),
+        )
+        for (plan, parameters), train, host in zip(plans, trained, on_host)
+    ]
 
 
-def build_run_blocks(config: Config, model: GPTModel, device: torch.device, groups: Groups, make: Callable[..., Block] = Block) -> list[Block]:
+def build_run_blocks(
+    config: Config,
+    model: GPTModel,
+    device: torch.device,
+    groups: Groups,
+    make: Callable[..., Block] = Block,
+) -> list[Block]:
     """The blocks that the flags of a resolved configuration ask for, made by `make`."""
     optimizer = config.optimizer
-    return build_blocks(model, device, groups, stage=config.distributed.zero_stage, narrow_grads=optimizer.main_grads_dtype == "bf16",
-                        host_fraction=optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0,
-                        in_files=optimizer.optimizer_nvme_offload is not None, offloaded=optimizer.param_cpu_offload,
-                        frozen=frozen_units(config), make=make)
+    return build_blocks(
+        model,
+        device,
+        groups,
+        stage=config.distributed.zero_stage,
+        narrow_grads=optimizer.main_grads_dtype == "bf16",
+        host_fraction=optimizer.optimizer_offload_fraction
+        if optimizer.optimizer_cpu_offload
+        else 0.0,
+        in_files=optimizer.optimizer_nvme_offload is not None,
+        offloaded=optimizer.param_cpu_offload,
+        frozen=frozen_units(config),
+        make=make,
+    )
 
 
 def on_host_of(sizes: Sequence[int], fraction: float) -> list[bool]:
-    """Which blocks, of these sizes and in the order of the forward pass, are stepped on the host so that they hold about `fraction` of all
-    elements: the last ones, which have the most time until they are needed. Frozen ones have no elements."""
+    """Which blocks, of these sizes and in the order of the forward pass, are stepped on the host so
+    that they hold about `fraction` of all elements: the last ones, which have the most time until
+    they are needed. Frozen ones have no elements.
+    """
     found, left = [], fraction * sum(sizes)
     for size in reversed(sizes):
         found.append(left > size / 2 and size > 0)

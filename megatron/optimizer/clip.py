@@ -13,14 +13,22 @@ PIECE = 1 << 16  # elements widened to float64 at once on a CPU: half a megabyte
 PIECE_CUDA = 1 << 20
 
 
-def sum_of_squares(buffers: Iterable[Tensor], device: torch.device = torch.device("cpu"), implementation: str = "torch") -> Tensor:
-    """Sum of squares of flat buffers in float64 (an fp32 sum over 60M elements is off by thousands of ulp), finite exactly when all elements are:
-    torch, triton for buffers up to fp32, or apex, which adds up in fp32 and makes the host wait for one word (never run)."""
+def sum_of_squares(
+    buffers: Iterable[Tensor],
+    device: torch.device = torch.device("cpu"),
+    implementation: str = "torch",
+) -> Tensor:
+    """Sum of squares of flat buffers in float64 (an fp32 sum over 60M elements is off by thousands
+    of ulp), finite exactly when all elements are:
+    torch, triton for buffers up to fp32, or apex, which adds up in fp32 and makes the host wait for
+    one word (never run).
+    """
     if implementation != "torch" and (buffers := list(buffers)):
         if implementation == "triton":
             return grad_norm.sum_of_squares(buffers)
         squares = apex.l2_norm(buffers).squeeze().double().square()
-        if squares.isfinite():  # else an element is not, or squares that fp32 cannot hold were added up
+        # else an element is not, or squares that fp32 cannot hold were added up
+        if squares.isfinite():
             return squares
     total = torch.zeros((), dtype=torch.float64, device=device)
     for buffer in buffers:

@@ -1,7 +1,8 @@
 """Learning rate and weight decay as pure functions of samples.
 
-Iteration i uses the value at the samples consumed *including* it, so the printed rate is the one used and the first step is not wasted
-at a rate of zero; a skipped step does not advance `samples`. Shapes and edge cases follow Megatron-LM's schedules.
+Iteration i uses the value at the samples consumed *including* it, so the printed rate is the one
+used and the first step is not wasted at a rate of zero; a skipped step does not advance `samples`.
+Shapes and edge cases follow Megatron-LM's schedules.
 """
 
 from __future__ import annotations
@@ -32,12 +33,19 @@ class ParamSchedule:
 
     @classmethod
     def of(cls, config: Config) -> ParamSchedule:
-        """Read a resolved configuration; lengths in iterations are turned into samples through the batch-size ramp-up."""
+        """Read a resolved configuration; lengths in iterations are turned into samples through the
+        batch-size ramp-up.
+        """
         opt, training = config.optimizer, config.training
         if training.train_iters is not None:
-            run, decay = (samples_after(iters, config) for iters in (training.train_iters, opt.lr_decay_iters or training.train_iters))
+            run, decay = (
+                samples_after(iters, config)
+                for iters in (training.train_iters, opt.lr_decay_iters or training.train_iters)
+            )
             warmup = samples_after(opt.lr_warmup_iters, config)
-            wsd_decay = decay - samples_after((opt.lr_decay_iters or 0) - (opt.lr_wsd_decay_iters or 0), config)
+            wsd_decay = decay - samples_after(
+                (opt.lr_decay_iters or 0) - (opt.lr_wsd_decay_iters or 0), config
+            )
         else:
             run, decay = training.train_samples, opt.lr_decay_samples
             warmup, wsd_decay = opt.lr_warmup_samples, opt.lr_wsd_decay_samples or 0
@@ -45,11 +53,18 @@ class ParamSchedule:
             warmup = opt.lr_warmup_fraction * decay
         constant = opt.weight_decay_incr_style == "constant"
         return cls(
-            max_lr=opt.lr, min_lr=opt.min_lr, init_lr=opt.lr_warmup_init, warmup=warmup, decay=decay, style=opt.lr_decay_style,
-            wsd_style=opt.lr_wsd_decay_style, wsd_decay=wsd_decay,
+            max_lr=opt.lr,
+            min_lr=opt.min_lr,
+            init_lr=opt.lr_warmup_init,
+            warmup=warmup,
+            decay=decay,
+            style=opt.lr_decay_style,
+            wsd_style=opt.lr_wsd_decay_style,
+            wsd_decay=wsd_decay,
             start_weight_decay=opt.weight_decay if constant else opt.start_weight_decay,
             end_weight_decay=opt.weight_decay if constant else opt.end_weight_decay,
-            weight_decay_style=opt.weight_decay_incr_style, weight_decay_length=run,
+            weight_decay_style=opt.weight_decay_incr_style,
+            weight_decay_length=run,
         )
 
     def learning_rate(self, samples: int) -> float:
@@ -66,7 +81,9 @@ class ParamSchedule:
             start = self.decay - self.wsd_decay
             if samples <= start:
                 return self.max_lr
-            return self.min_lr + (self.max_lr - self.min_lr) * _WSD[self.wsd_style]((samples - start) / self.wsd_decay)
+            return self.min_lr + (self.max_lr - self.min_lr) * _WSD[self.wsd_style](
+                (samples - start) / self.wsd_decay
+            )
         ratio = (samples - self.warmup) / max(self.decay - self.warmup, 1)
         share = 1 - ratio if self.style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1)
         return self.min_lr + (self.max_lr - self.min_lr) * share
@@ -74,7 +91,11 @@ class ParamSchedule:
     def weight_decay(self, samples: int) -> float:
         """Weight decay of the step that brings the run to `samples`."""
         ratio = min(samples / self.weight_decay_length, 1.0)
-        share = ratio if self.weight_decay_style != "cosine" else 0.5 * (math.cos(math.pi * (1 - ratio)) + 1)
+        share = (
+            ratio
+            if self.weight_decay_style != "cosine"
+            else 0.5 * (math.cos(math.pi * (1 - ratio)) + 1)
+        )
         return self.start_weight_decay + (self.end_weight_decay - self.start_weight_decay) * share
 
 

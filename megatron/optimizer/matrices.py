@@ -1,8 +1,11 @@
-"""Update rules that need whole matrices, such as those that make a momentum orthogonal, in every layout.
+"""Update rules that need whole matrices, such as those that make a momentum orthogonal, in every
+layout.
 
-Ranks hold slices of a block that are cut anywhere, and tensor-parallel ranks parts of a matrix. The momentum is kept and updated on the
-slices, as any state is. Then each logical matrix is put together on all ranks that hold a part of it, the rule turns it into a direction,
-and every rank takes its own part of that. Called by optimizer.py. r rows and c columns of a logical matrix, whatever is fused with it.
+Ranks hold slices of a block that are cut anywhere, and tensor-parallel ranks parts of a matrix. The
+momentum is kept and updated on the slices, as any state is. Then each logical matrix is put
+together on all ranks that hold a part of it, the rule turns it into a direction, and every rank
+takes its own part of that. Called by optimizer.py. r rows and c columns of a logical matrix,
+whatever is fused with it.
 """
 
 from __future__ import annotations
@@ -31,14 +34,23 @@ class MatrixRule(Protocol):
 
 
 def of_matrices(entry: BufferEntry) -> bool:
-    """Whether all that a parameter holds are matrices of layers: no embedding, head, norm or bias."""
-    return bool(entry.boxes) and all(box.spec is not None and box.spec.kind == "matrix" and len(box.shape) == 2 for box in entry.boxes)
+    """Whether all that a parameter holds are matrices of layers: no embedding, head, norm or
+    bias.
+    """
+    return bool(entry.boxes) and all(
+        box.spec is not None and box.spec.kind == "matrix" and len(box.shape) == 2
+        for box in entry.boxes
+    )
 
 
 def other_segments(block: Block) -> list[Segment]:
     """The segments of what this rank updates, without the matrices."""
     first, last = block.own
-    matrices = [(max(entry.start, first) - first, min(entry.stop, last) - first) for entry in block.entries if of_matrices(entry)]
+    matrices = [
+        (max(entry.start, first) - first, min(entry.stop, last) - first)
+        for entry in block.entries
+        if of_matrices(entry)
+    ]
     found = []
     for part, multipliers in block.segments():
         start = part.start
@@ -53,14 +65,26 @@ def other_segments(block: Block) -> list[Segment]:
 
 
 @torch.no_grad()
-def step_matrices(rule: MatrixRule, block: Block, groups: Groups, tensors: dict[str, Tensor], grad: Tensor, coefficient: Tensor, lr: float,
-                  weight_decay: float) -> None:
-    """One step of every matrix of a block, in place: `tensors` are master weights and states of what this rank updates, `grad` its gradient,
-    to be multiplied by `coefficient`. The collective call of all ranks that hold parts of the block.
+def step_matrices(
+    rule: MatrixRule,
+    block: Block,
+    groups: Groups,
+    tensors: dict[str, Tensor],
+    grad: Tensor,
+    coefficient: Tensor,
+    lr: float,
+    weight_decay: float,
+) -> None:
+    """One step of every matrix of a block, in place: `tensors` are master weights and states of
+    what this rank updates, `grad` its gradient, to be multiplied by `coefficient`. The collective
+    call of all ranks that hold parts of the block.
     """
     momentum, master = tensors[MOMENTUM], tensors["master"]
-    own: dict[str, list[tuple[Box, Tensor, Tensor, Tensor]]] = defaultdict(list)  # what this rank updates of each matrix
-    for (part, kept), (_, weight), (_, gradient) in zip(block.boxes(momentum), block.boxes(master), block.boxes(grad), strict=True):
+    # what this rank updates of each matrix
+    own: dict[str, list[tuple[Box, Tensor, Tensor, Tensor]]] = defaultdict(list)
+    for (part, kept), (_, weight), (_, gradient) in zip(
+        block.boxes(momentum), block.boxes(master), block.boxes(grad), strict=True
+    ):
         own[part.name].append((part, part.view(kept), part.view(weight), part.view(gradient)))
     for entry in block.entries:
         if not of_matrices(entry):
@@ -78,10 +102,15 @@ def step_matrices(rule: MatrixRule, block: Block, groups: Groups, tensors: dict[
                 all_reduce(whole, groups.tp)
             direction = rule.direction(whole)
             for part, _, weight, _ in own[box.name]:
-                change = direction[_range(part)].view(weight.shape) + weight_decay * multipliers.weight_decay * weight
+                change = (
+                    direction[_range(part)].view(weight.shape)
+                    + weight_decay * multipliers.weight_decay * weight
+                )
                 weight.sub_(change, alpha=lr * multipliers.lr)
 
 
 def _range(part: Box) -> tuple[slice, ...]:
     """Where a part lies in its logical tensor."""
-    return tuple(slice(start, start + size) for start, size in zip(part.offset, part.extent, strict=True))
+    return tuple(
+        slice(start, start + size) for start, size in zip(part.offset, part.extent, strict=True)
+    )

@@ -1,8 +1,11 @@
-"""Master weights and moments in files on a local disk, used through a small ring of buffers (ZeRO-Infinity, Rajbhandari et al. 2021).
+"""Master weights and moments in files on a local disk, used through a small ring of buffers
+(ZeRO-Infinity, Rajbhandari et al. 2021).
 
-A rank has a file for each kind of tensor, without a name, so that nothing of it outlives the process: checkpoints hold the truth. What a block
-keeps there is used in parts of PART elements: while one is in use, the next ones are read and those before it are written, by threads and
-around the page cache where the file system allows it (O_DIRECT). Host memory is that of the ring, whatever the model's size.
+A rank has a file for each kind of tensor, without a name, so that nothing of it outlives the
+process: checkpoints hold the truth. What a block keeps there is used in parts of PART elements:
+while one is in use, the next ones are read and those before it are written, by threads and around
+the page cache where the file system allows it (O_DIRECT). Host memory is that of the ring, whatever
+the model's size.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from torch import Tensor
 from megatron.config.errors import UserError
 from megatron.optimizer.blocks import Block
 
-PAGE = 4096  # what O_DIRECT wants addresses, offsets and sizes to be multiples of, in bytes; blocks begin at multiples of so many elements
+# what O_DIRECT wants addresses, offsets and sizes to be multiples of, in bytes; blocks begin at
+# multiples of so many elements
+PAGE = 4096
 PART = 1 << 21  # elements: 8 MiB in fp32
 SLOTS = 4  # parts that are in memory: the one in use, those on their way in, those on their way out
 WORKERS = 4
@@ -35,7 +40,9 @@ class StorageError(UserError):
 
 
 class StatePart(NamedTuple):
-    """Elements `slice` of what this rank updates of a block; they begin at element `position` of each file."""
+    """Elements `slice` of what this rank updates of a block; they begin at element `position` of
+    each file.
+    """
 
     block: Block
     slice: slice
@@ -48,16 +55,20 @@ class StatePart(NamedTuple):
 
 @dataclass
 class Slot:
-    """Room for a part: page-aligned memory for each kind of tensor, and what is still being done with it."""
+    """Room for a part: page-aligned memory for each kind of tensor, and what is still being done
+    with it.
+    """
 
     memory: dict[str, mmap.mmap]
     work: list[Future] = field(default_factory=list)
 
 
 class StateFiles:
-    """What a rank keeps of some blocks, by kind: tensors of `dtypes`, zero at first. One part is in use at a time.
+    """What a rank keeps of some blocks, by kind: tensors of `dtypes`, zero at first. One part is in
+    use at a time.
 
-    Raises StorageError where the folder cannot hold it; later, when something cannot be read or written, and from then on always: it is lost.
+    Raises StorageError where the folder cannot hold it; later, when something cannot be read or
+    written, and from then on always: it is lost.
     """
 
     def __init__(self, folder: str | Path, blocks: Sequence[Block], dtypes: dict[str, torch.dtype]):
@@ -65,14 +76,21 @@ class StateFiles:
         lengths, size = {block: block.own[1] - block.own[0] for block in blocks}, 0
         self.parts: dict[Block, list[StatePart]] = {}
         for block, length in lengths.items():
-            self.parts[block] = [StatePart(block, slice(at, min(at + PART, length)), size + at) for at in range(0, length, PART)]
+            self.parts[block] = [
+                StatePart(block, slice(at, min(at + PART, length)), size + at)
+                for at in range(0, length, PART)
+            ]
             size += in_pages(length)
         self.order = [part for parts in self.parts.values() for part in parts]
         self.files = self._make(size)
         room = part_room(list(lengths.values()))
-        self.ring = [Slot({kind: _aligned(room * dtype.itemsize) for kind, dtype in dtypes.items()}) for _ in range(SLOTS)]
+        self.ring = [
+            Slot({kind: _aligned(room * dtype.itemsize) for kind, dtype in dtypes.items()})
+            for _ in range(SLOTS)
+        ]
         self.threads = ThreadPoolExecutor(WORKERS, "optimizer-files")
-        self.plan: list[StatePart] = []  # the parts that come one after the other, each in the ring's next slot
+        # the parts that come one after the other, each in the ring's next slot
+        self.plan: list[StatePart] = []
         self.at, self.using = 0, False  # which of them comes next, or is in use
         self.kinds: tuple[str, ...] = ()
         self.reads = False  # or are they filled in
@@ -81,9 +99,13 @@ class StateFiles:
         for file, _ in getattr(self, "files", {}).values():
             os.close(file)
 
-    def use(self, part: StatePart, kinds: tuple[str, ...], *, read: bool = True) -> dict[str, Tensor]:
-        """The part's tensors of these kinds, or zeros to be filled in; the caller's until `done` or the next use. Those that follow in `order` are
-        on their way when it returns: in this order there is no waiting but for the disk."""
+    def use(
+        self, part: StatePart, kinds: tuple[str, ...], *, read: bool = True
+    ) -> dict[str, Tensor]:
+        """The part's tensors of these kinds, or zeros to be filled in; the caller's until `done` or
+        the next use. Those that follow in `order` are on their way when it returns: in this order
+        there is no waiting but for the disk.
+        """
         expected = (self.kinds, self.reads) == (kinds, read)
         if self.using and not (expected and read and self.plan[self.at] is part):
             self.done()
@@ -92,20 +114,34 @@ class StateFiles:
         slot = self.ring[self.at % SLOTS]
         self._wait(slot)
         self.using = True
-        found = {kind: torch.frombuffer(slot.memory[kind], dtype=self.dtypes[kind], count=part.size) for kind in kinds}
+        found = {
+            kind: torch.frombuffer(slot.memory[kind], dtype=self.dtypes[kind], count=part.size)
+            for kind in kinds
+        }
         return found if read else {kind: tensor.zero_() for kind, tensor in found.items()}
 
     def done(self, *, changed: bool = False) -> None:
         """The part in use is no longer; `changed`: its files get it as it is now."""
-        part, coming = self.plan[self.at], self.plan[self.at + SLOTS : self.at + SLOTS + 1] if self.reads else []
+        part, coming = (
+            self.plan[self.at],
+            self.plan[self.at + SLOTS : self.at + SLOTS + 1] if self.reads else [],
+        )
         self._start(self.ring[self.at % SLOTS], part if changed else None, *coming)
         self.at, self.using = self.at + 1, False
 
-    def expect(self, kinds: tuple[str, ...], first: StatePart | None = None, *, read: bool = True) -> None:
-        """All parts, or those from one on, will be used in order: begin to read, when the files hold all that was written."""
+    def expect(
+        self, kinds: tuple[str, ...], first: StatePart | None = None, *, read: bool = True
+    ) -> None:
+        """All parts, or those from one on, will be used in order: begin to read, when the files
+        hold all that was written.
+        """
         for slot in self.ring:
             self._wait(slot)
-        self.plan, self.kinds, self.reads = self.order[0 if first is None else self.order.index(first) :], kinds, read
+        self.plan, self.kinds, self.reads = (
+            self.order[0 if first is None else self.order.index(first) :],
+            kinds,
+            read,
+        )
         self.at, self.using = 0, False
         if read:
             for slot, part in zip(self.ring, self.plan):
@@ -114,7 +150,9 @@ class StateFiles:
     # ---- the disk
 
     def _make(self, size: int) -> dict[str, tuple[int, bool]]:
-        """A file for each kind, its room reserved: (descriptor, whether it goes around the page cache)."""
+        """A file for each kind, its room reserved: (descriptor, whether it goes around the page
+        cache).
+        """
         needed, free = {kind: size * dtype.itemsize for kind, dtype in self.dtypes.items()}, None
         try:
             disk = os.statvfs(self.folder)
@@ -124,18 +162,29 @@ class StateFiles:
             return {kind: new_file(self.folder, each) for kind, each in needed.items()}
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                fix = f"this rank needs {sum(needed.values()):,} bytes there and {free:,} are free; free space, or give a folder on a larger disk"
+                fix = (
+                    f"this rank needs {sum(needed.values()):,} bytes there and {free:,} are "
+                    "free; free space, or give a folder on a larger disk"
+                )
             else:
                 fix = "give a folder on a local disk of every node that this user may write to"
-            raise StorageError(f"--optimizer-nvme-offload {self.folder}: cannot hold the optimizer's state: {error.strerror}; {fix}") from error
+            raise StorageError(
+                f"--optimizer-nvme-offload {self.folder}: cannot hold the optimizer's state: "
+                f"{error.strerror}; {fix}"
+            ) from error
 
     def _start(self, slot: Slot, out: StatePart | None, coming: StatePart | None = None) -> None:
         """Write a part from a slot, then read one into it."""
         assert not slot.work
         if out is not None or coming is not None:
-            slot.work = [self.threads.submit(self._move, kind, slot.memory[kind], out, coming) for kind in self.kinds]
+            slot.work = [
+                self.threads.submit(self._move, kind, slot.memory[kind], out, coming)
+                for kind in self.kinds
+            ]
 
-    def _move(self, kind: str, memory: mmap.mmap, out: StatePart | None, coming: StatePart | None) -> None:
+    def _move(
+        self, kind: str, memory: mmap.mmap, out: StatePart | None, coming: StatePart | None
+    ) -> None:
         (file, direct), item = self.files[kind], self.dtypes[kind].itemsize
         for part, move in ((out, os.pwritev), (coming, os.preadv)):
             if part is not None:
@@ -152,16 +201,21 @@ class StateFiles:
                 each.result()
             except OSError as error:
                 self.fault = StorageError(
-                    f"--optimizer-nvme-offload {self.folder}: the optimizer's state cannot be written or read back: {error.strerror}; the run cannot "
-                    "continue. Checkpoints are untouched: check the disk, then resume from the last one with --load")
+                    f"--optimizer-nvme-offload {self.folder}: the optimizer's state cannot "
+                    f"be written or read back: {error.strerror}; the run cannot "
+                    "continue. Checkpoints are untouched: check the disk, then resume from "
+                    "the last one with --load"
+                )
         if self.fault is not None:
             raise self.fault
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in files: of a part's tensor of one kind the view that `like` (on the meta device) is of its whole. As far as a checkpoint goes it is
-    a tensor, which is read when it is detached."""
+    """A tensor in files: of a part's tensor of one kind the view that `like` (on the meta device)
+    is of its whole. As far as a checkpoint goes it is a tensor, which is read when it is
+    detached.
+    """
 
     files: StateFiles
     part: StatePart
@@ -183,9 +237,13 @@ class FileTensor:
         return replace(self, like=self.like[rows])
 
     def detach(self) -> Tensor:
-        """A copy in memory. In the order in which an optimizer tells of them the next ones are on their way."""
+        """A copy in memory. In the order in which an optimizer tells of them the next ones are on
+        their way.
+        """
         (tensor,) = self.files.use(self.part, (self.kind,)).values()
-        return tensor.as_strided(self.like.size(), self.like.stride(), self.like.storage_offset()).clone()
+        return tensor.as_strided(
+            self.like.size(), self.like.stride(), self.like.storage_offset()
+        ).clone()
 
 
 def in_pages(elements: int) -> int:
@@ -199,7 +257,9 @@ def part_room(lengths: Sequence[int]) -> int:
 
 
 def new_file(folder: Path, size: int) -> tuple[int, bool]:
-    """A file of zeros in `folder` that has no name, and whether it can go around the page cache. Raises OSError."""
+    """A file of zeros in `folder` that has no name, and whether it can go around the page cache.
+    Raises OSError.
+    """
     try:
         file = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
     except OSError as error:
@@ -220,13 +280,17 @@ def new_file(folder: Path, size: int) -> tuple[int, bool]:
 
 
 def _aligned(size: int) -> mmap.mmap:
-    """Memory on a page's boundary that no child process shares: with one the kernel could let a read go to the child's copy."""
+    """Memory on a page's boundary that no child process shares: with one the kernel could let a
+    read go to the child's copy.
+    """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_DONTFORK)
     return memory
 
 
-def _all(move: Callable[[int, list[Any], int], int], file: int, data: memoryview, start: int) -> None:
+def _all(
+    move: Callable[[int, list[Any], int], int], file: int, data: memoryview, start: int
+) -> None:
     """preadv or pwritev all of `data`. Raises OSError."""
     while len(data):
         moved = move(file, [data], start)

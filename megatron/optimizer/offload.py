@@ -1,9 +1,11 @@
-"""Stepping blocks on the host: their master weights and moments live in its memory, and cost the GPU nothing (ZeRO-Offload, Ren et al. 2021).
+"""Stepping blocks on the host: their master weights and moments live in its memory, and cost the
+GPU nothing (ZeRO-Offload, Ren et al. 2021).
 
-Gradients are accumulated on the device and cross to the host once a step; the norm is taken on the device before, so clipping is exact.
-A block is stepped when the next forward pass comes near it: while the GPU computes one block the host steps the next, the gradient of
-the one after that on its way. Weights of offloaded blocks stay on the host: the next gather takes them there. Where the device is the CPU nothing
-is moved.
+Gradients are accumulated on the device and cross to the host once a step; the norm is taken on the
+device before, so clipping is exact. A block is stepped when the next forward pass comes near it:
+while the GPU computes one block the host steps the next, the gradient of the one after that on its
+way. Weights of offloaded blocks stay on the host: the next gather takes them there. Where the
+device is the CPU nothing is moved.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from megatron.optimizer.blocks import Block
 
 
 class HostSteps:
-    """The way of gradients to the host and of weights back: two pinned buffers each, used in turn. Never run on a GPU."""
+    """The way of gradients to the host and of weights back: two pinned buffers each, used in turn.
+    Never run on a GPU.
+    """
 
     def __init__(self, blocks: Sequence[Block]):
         self.order = [block for block in blocks if block.on_host]
@@ -28,20 +32,25 @@ class HostSteps:
             self.ring = [_Pinned(self.order) for _ in range(2)]
 
     def begin(self) -> None:
-        """All gradients are complete where the current stream is now; no transfer need wait for the passes that are queued on it later."""
+        """All gradients are complete where the current stream is now; no transfer need wait for the
+        passes that are queued on it later.
+        """
         if self.device.type == "cuda":
             self.complete = torch.cuda.current_stream().record_event()
 
     def step(self, block: Block, update: Callable[[Tensor, Tensor | None], None]) -> None:
-        """Call update(gradient, rounded weights to fill in), both on the host, and let the device have the result.
+        """Call update(gradient, rounded weights to fill in), both on the host, and let the device
+        have the result.
 
-        On a GPU the current stream waits for the result; the gradient has been read when this returns.
+        On a GPU the current stream waits for the result; the gradient has been read when this
+        returns.
         """
         target = block.rounded
         if self.device.type != "cuda":
             update(block.grad_shard, target)
             return
-        # The gradient came after all passes, so after the gathers that read what is now overwritten.
+        # The gradient came after all passes, so after the gathers that read what is now
+        # overwritten.
         place = self.order.index(block)
         for coming in self.order[place : place + 2]:
             self._fetch(coming)
@@ -72,10 +81,14 @@ class HostSteps:
 
 
 class _Pinned:
-    """Room for a gradient and, unless they stay here, for the weights of a block, which a GPU reads and writes by itself."""
+    """Room for a gradient and, unless they stay here, for the weights of a block, which a GPU reads
+    and writes by itself.
+    """
 
     def __init__(self, blocks: Sequence[Block]):
         size, first = max(block.own[1] - block.own[0] for block in blocks), blocks[0]
         self.grad = torch.empty(size, dtype=first.grad_dtype, pin_memory=True)
-        self.weight = torch.empty(0 if first.offloaded else size, dtype=first.weight.dtype, pin_memory=True)
+        self.weight = torch.empty(
+            0 if first.offloaded else size, dtype=first.weight.dtype, pin_memory=True
+        )
         self.free: torch.cuda.Event | None = None  # once the weights have left

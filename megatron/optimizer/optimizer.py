@@ -1,9 +1,11 @@
-"""Mixed-precision optimizer over flat blocks: fp32 master weights and moments of what this rank updates, one norm, one fused pass a block.
+"""Mixed-precision optimizer over flat blocks: fp32 master weights and moments of what this rank
+updates, one norm, one fused pass a block.
 
-Blocks that are stepped on the host (offload.py) are not stepped at once: their steps are in the outcome, and training/step.py hands them to ZeRO,
-which carries each out before its weights are needed.
-What it keeps of a block is in memory or in files: state.py is how both are read and written. Update rules act element by element on slices
-(update.py), or on whole matrices (matrices.py).
+Blocks that are stepped on the host (offload.py) are not stepped at once: their steps are in the
+outcome, and training/step.py hands them to ZeRO, which carries each out before its weights are
+needed. What it keeps of a block is in memory or in files: state.py is how both are read and
+written. Update rules act element by element on slices (update.py), or on whole matrices
+(matrices.py).
 """
 
 from __future__ import annotations
@@ -31,13 +33,15 @@ from megatron.optimizer.update import UpdateRule
 
 MASTER = "master"  # beside the names of the rule's states: what is kept of a block
 
+
 @dataclass(frozen=True)
 class StepOutcome:
     """What a step gave: scalars that are still on the device, and what is left to do."""
 
     grad_norm: Tensor  # before clipping, float64
     skipped: Tensor  # 1.0 where the step was skipped
-    deferred: dict[Block, Callable[[], None]]  # the steps of blocks that are stepped on the host: to be called before their weights are read
+    # the steps of blocks that are stepped on the host: to be called before their weights are read
+    deferred: dict[Block, Callable[[], None]]
 
 
 def publish_nowhere(block: Block) -> None:
@@ -47,27 +51,58 @@ def publish_nowhere(block: Block) -> None:
 class Optimizer:
     """Owns what a step needs beside blocks: moments, the step count."""
 
-    def __init__(self, blocks: list[Block], config: Config, groups: Groups = one_process(), publish: Callable[[Block], None] = publish_nowhere,
-                 matrix_rule: MatrixRule | None = None):
-        """`publish` is told of each block whose weights have changed. `matrix_rule` updates the matrices of layers, the rule of the flags all else. Raises ValueError where state on the host needs it."""
+    def __init__(
+        self,
+        blocks: list[Block],
+        config: Config,
+        groups: Groups = one_process(),
+        publish: Callable[[Block], None] = publish_nowhere,
+        matrix_rule: MatrixRule | None = None,
+    ):
+        """`publish` is told of each block whose weights have changed. `matrix_rule` updates the
+        matrices of layers, the rule of the flags all else. Raises ValueError where state on the
+        host needs it.
+        """
         if matrix_rule is not None and any(block.on_host for block in blocks):
-            raise ValueError("an update rule of whole matrices acts on state on the device alone; do without --optimizer-cpu-offload")
+            raise ValueError(
+                "an update rule of whole matrices acts on state on the device alone; do "
+                "without --optimizer-cpu-offload"
+            )
         self.matrix_rule = matrix_rule
         self.chosen, _ = choose_kernels(config, blocks[0].weight.device)
-        self.blocks, self.config, self.groups, self.publish = blocks, self.chosen.optimizer, groups, publish
+        self.blocks, self.config, self.groups, self.publish = (
+            blocks,
+            self.chosen.optimizer,
+            groups,
+            publish,
+        )
         self.trained = [block for block in blocks if block.trained]
         device, dtype = blocks[0].weight.device, blocks[0].weight.dtype
         self.wide = accumulation_dtype(dtype)
-        implementation = self.config.adam_implementation if self.config.optimizer == "adam" else "torch-fused"
+        implementation = (
+            self.config.adam_implementation if self.config.optimizer == "adam" else "torch-fused"
+        )
         self.rule = UpdateRule(self.config, implementation)
-        self.host_rule = replace(self.rule, implementation="torch-fused") if implementation in ("apex", "triton") else self.rule
+        self.host_rule = (
+            replace(self.rule, implementation="torch-fused")
+            if implementation in ("apex", "triton")
+            else self.rule
+        )
         self.host = HostSteps(blocks)
         self.waiting: set[Block] = set()  # for their step on the host
-        self.used_up: set[Block] = set()  # of these, whose gradients are of no use to anybody else any more
-        self.keeps_gradients = config.logging.log_num_zeros_in_grad  # until the next step: they are counted when it is logged
+        # of these, whose gradients are of no use to anybody else any more
+        self.used_up: set[Block] = set()
+        # until the next step: they are counted when it is logged
+        self.keeps_gradients = config.logging.log_num_zeros_in_grad
         dtypes = {name: self.rule.state_dtype(name, self.wide) for name in self.rule.state_names}
         in_files = [block for block in blocks if block.in_files]
-        self.files = StateFiles(config.optimizer.optimizer_nvme_offload, in_files, {MASTER: self.wide, **dtypes}) if in_files else None
+        self.files = (
+            StateFiles(
+                config.optimizer.optimizer_nvme_offload, in_files, {MASTER: self.wide, **dtypes}
+            )
+            if in_files
+            else None
+        )
         self.state_names = tuple(dtypes)
         self.kept: dict[Block, BlockState] = {}
         for block in blocks:
@@ -82,6 +117,7 @@ class Optimizer:
 
     def initialise(self) -> None:
         """Fill the master weights from the seed and publish them."""
+
         def fill(pairs: list[tuple[Box, Tensor]]) -> None:
             for box, master in pairs:
                 fill_initial(box, master, self.chosen.training.seed, self.chosen.model.init_backend)
@@ -89,8 +125,17 @@ class Optimizer:
         self.fill_weights(fill)
 
     def fill_weights(self, fill: Callable[[list[tuple[Box, Tensor]]], None]) -> None:
-        """Give the master weights new values, as many boxes of `weight_boxes` at a time as are in memory together, and publish them."""
-        fill([pair for block in self.blocks if not block.in_files for pair in self.kept[block].boxes(MASTER)])
+        """Give the master weights new values, as many boxes of `weight_boxes` at a time as are in
+        memory together, and publish them.
+        """
+        fill(
+            [
+                pair
+                for block in self.blocks
+                if not block.in_files
+                for pair in self.kept[block].boxes(MASTER)
+            ]
+        )
         for block in self.blocks:
             for piece, held in self.kept[block].pieces((MASTER,), "fill") if block.in_files else ():
                 fill(list(block.boxes(held[MASTER], piece)))
@@ -98,23 +143,43 @@ class Optimizer:
         self.publish_weights()
 
     def publish_weights(self) -> None:
-        """Round the master weights that are in memory into the weights the model computes with, on every rank that does."""
+        """Round the master weights that are in memory into the weights the model computes with, on
+        every rank that does.
+        """
         for block in self.blocks:
             if block.rounded is not None and not block.in_files:
                 block.rounded.copy_(block.master)
             self.publish(block)
 
     def fill_states(self, fill: Callable[[list[tuple[Box, Tensor]]], None]) -> None:
-        """Give the optimizer's tensors new values, as many boxes of `state_boxes` at a time as are in memory together."""
-        fill([(_of_state(box, name), view) for name in self.state_names for block in self.trained if not block.in_files
-              for box, view in self.kept[block].boxes(name)])
+        """Give the optimizer's tensors new values, as many boxes of `state_boxes` at a time as are
+        in memory together.
+        """
+        fill(
+            [
+                (_of_state(box, name), view)
+                for name in self.state_names
+                for block in self.trained
+                if not block.in_files
+                for box, view in self.kept[block].boxes(name)
+            ]
+        )
         for name in self.state_names:
             for block in self.trained:
-                for piece, held in self.kept[block].pieces((name,), "fill") if block.in_files else ():
-                    fill([(_of_state(box, name), view) for box, view in block.boxes(held[name], piece)])
+                for piece, held in (
+                    self.kept[block].pieces((name,), "fill") if block.in_files else ()
+                ):
+                    fill(
+                        [
+                            (_of_state(box, name), view)
+                            for box, view in block.boxes(held[name], piece)
+                        ]
+                    )
 
     def zero_grad(self) -> None:
-        """Before a step: no gradient is left of the one before, but where a step on the host has yet to use it."""
+        """Before a step: no gradient is left of the one before, but where a step on the host has
+        yet to use it.
+        """
         for block in self.blocks:
             if block in self.waiting:
                 self.used_up.add(block)
@@ -123,16 +188,24 @@ class Optimizer:
 
     def squares(self) -> Tensor:
         """This rank's share of the gradient's sum of squares (float64)."""
-        pieces = (piece for block in self.trained for piece in block.counted(block.grad_shard, self.groups))
+        pieces = (
+            piece
+            for block in self.trained
+            for piece in block.counted(block.grad_shard, self.groups)
+        )
         return sum_of_squares(pieces, self.steps.device, self.config.grad_norm_backend)
 
     @torch.no_grad()
-    def step(self, *, lr: float, weight_decay: float, squares: Tensor, grad_factor: Tensor | float) -> StepOutcome:
-        """Update the weights from the gradients, whose sum of squares over all ranks is `squares`, and publish them block by block.
+    def step(
+        self, *, lr: float, weight_decay: float, squares: Tensor, grad_factor: Tensor | float
+    ) -> StepOutcome:
+        """Update the weights from the gradients, whose sum of squares over all ranks is `squares`,
+        and publish them block by block.
 
-        `grad_factor` (float64 scalar or number) turns the accumulated gradient into that of the mean loss per valid token: nominal
-        tokens / (valid tokens x loss scale). A non-finite gradient or factor leaves weights, moments and step count as they are.
-        The steps of blocks on the host are not carried out: the outcome holds them.
+        `grad_factor` (float64 scalar or number) turns the accumulated gradient into that of the
+        mean loss per valid token: nominal tokens / (valid tokens x loss scale). A non-finite
+        gradient or factor leaves weights, moments and step count as they are. The steps of blocks
+        on the host are not carried out: the outcome holds them.
         """
         norm = squares.sqrt() * grad_factor
         found_inf = (~torch.isfinite(norm)).to(torch.float32)
@@ -150,11 +223,22 @@ class Optimizer:
                 count = self.steps.to("cpu", copy=True)
             for block in self.trained:
                 if block.on_host:
-                    update = partial(self._update, self.host_rule, block, count, lr, weight_decay, **on_host)
+                    update = partial(
+                        self._update, self.host_rule, block, count, lr, weight_decay, **on_host
+                    )
                     deferred[block] = partial(self._step_on_host, block, update)
                 else:
-                    self._update(self.rule, block, self.steps, lr, weight_decay, block.grad_shard, block.rounded, coefficient=coefficient,
-                                 found_inf=found_inf)
+                    self._update(
+                        self.rule,
+                        block,
+                        self.steps,
+                        lr,
+                        weight_decay,
+                        block.grad_shard,
+                        block.rounded,
+                        coefficient=coefficient,
+                        found_inf=found_inf,
+                    )
                     if self.matrix_rule is not None:
                         self._update_matrices(block, lr, weight_decay, coefficient)
                     if not self.keeps_gradients:
@@ -163,17 +247,47 @@ class Optimizer:
         self.steps += 1 - found_inf
         return StepOutcome(norm, found_inf, deferred)
 
-    def _update(self, rule: UpdateRule, block: Block, steps: Tensor, lr: float, weight_decay: float, grad: Tensor, out: Tensor | None,
-                **scalars: Any) -> None:
+    def _update(
+        self,
+        rule: UpdateRule,
+        block: Block,
+        steps: Tensor,
+        lr: float,
+        weight_decay: float,
+        grad: Tensor,
+        out: Tensor | None,
+        **scalars: Any,
+    ) -> None:
         for piece, held in self.kept[block].pieces((MASTER, *self.state_names), "change"):
             near, rounded = grad[piece], None if out is None else out[piece]
-            for part, multipliers in block.segments(piece) if self.matrix_rule is None else other_segments(block):
-                rule.apply(held[MASTER][part], near[part], {name: held[name][part] for name in self.state_names}, steps,
-                           lr=lr * multipliers.lr, weight_decay=weight_decay * multipliers.weight_decay, eps_multiplier=multipliers.eps,
-                           out=None if rounded is None else rounded[part], **scalars)
+            for part, multipliers in (
+                block.segments(piece) if self.matrix_rule is None else other_segments(block)
+            ):
+                rule.apply(
+                    held[MASTER][part],
+                    near[part],
+                    {name: held[name][part] for name in self.state_names},
+                    steps,
+                    lr=lr * multipliers.lr,
+                    weight_decay=weight_decay * multipliers.weight_decay,
+                    eps_multiplier=multipliers.eps,
+                    out=None if rounded is None else rounded[part],
+                    **scalars,
+                )
 
-    def _update_matrices(self, block: Block, lr: float, weight_decay: float, coefficient: Tensor) -> None:
-        step_matrices(self.matrix_rule, block, self.groups, self.kept[block].tensors, block.grad_shard, coefficient, lr, weight_decay)
+    def _update_matrices(
+        self, block: Block, lr: float, weight_decay: float, coefficient: Tensor
+    ) -> None:
+        step_matrices(
+            self.matrix_rule,
+            block,
+            self.groups,
+            self.kept[block].tensors,
+            block.grad_shard,
+            coefficient,
+            lr,
+            weight_decay,
+        )
         if block.rounded is not None:
             block.rounded.copy_(block.master)
 
@@ -186,7 +300,9 @@ class Optimizer:
             block.drop()
 
     def weight_boxes(self) -> Iterator[tuple[Box, Tensor | FileTensor]]:
-        """The parts of logical weights in this rank's master weights, each with the view that holds it."""
+        """The parts of logical weights in this rank's master weights, each with the view that holds
+        it.
+        """
         for block in self.blocks:
             yield from self.kept[block].boxes(MASTER)
 
@@ -194,11 +310,15 @@ class Optimizer:
         """The same of the optimizer's tensors, named `optimizer.<state>.<weight>`."""
         for name in self.state_names:
             for block in self.trained:
-                yield from ((_of_state(box, name), view) for box, view in self.kept[block].boxes(name))
+                yield from (
+                    (_of_state(box, name), view) for box, view in self.kept[block].boxes(name)
+                )
 
     def holder(self, box: Box) -> Holder | None:
-        """The place of this rank among those that hold one of its boxes and may write it. None for the last stage of a tied matrix: the first stage's
-        is the one that counts, and their slices need not be the same."""
+        """The place of this rank among those that hold one of its boxes and may write it. None for
+        the last stage of a tied matrix: the first stage's is the one that counts, and their slices
+        need not be the same.
+        """
         groups = self.groups.buffers[box.group]
         copies = groups.copies if self.blocks[0].stage > 0 else groups.replicas
         same = holders(box, self.groups)
@@ -213,12 +333,18 @@ class Optimizer:
 
     def squared_weight_norm(self) -> Tensor:
         """This rank's share of the sum of squares of the master weights (padding is zero)."""
-        pieces = (counted for block in self.blocks for piece, held in self.kept[block].pieces((MASTER,), "read")
-                  for counted in block.counted(held[MASTER], self.groups, piece))
+        pieces = (
+            counted
+            for block in self.blocks
+            for piece, held in self.kept[block].pieces((MASTER,), "read")
+            for counted in block.counted(held[MASTER], self.groups, piece)
+        )
         return sum_of_squares(pieces, self.steps.device)
 
     def zero_gradients(self) -> Tensor:
-        """How many of this rank's real gradient elements are exactly zero, padding left out; every element counts on one rank."""
+        """How many of this rank's real gradient elements are exactly zero, padding left out; every
+        element counts on one rank.
+        """
         count = torch.zeros((), dtype=torch.float64, device=self.steps.device)
         for block in self.trained:
             for box, view in block.boxes(block.grad_shard):

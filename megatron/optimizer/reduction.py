@@ -1,7 +1,8 @@
-"""What is summed once a step, after the backward passes: over the copies of a shard, over tensor-parallel ranks, over a tied matrix's ends.
+"""What is summed once a step, after the backward passes: over the copies of a shard, over
+tensor-parallel ranks, over a tied matrix's ends.
 
-Sums, never means: the loss is divided by the global token count once, when the optimizer steps. All of them act on the gradients of what
-this rank updates, which under ZeRO are slices.
+Sums, never means: the loss is divided by the global token count once, when the optimizer steps. All
+of them act on the gradients of what this rank updates, which under ZeRO are slices.
 """
 
 from __future__ import annotations
@@ -23,10 +24,18 @@ def sum_copies(blocks: list[Block]) -> None:
 
 
 def sum_partial_gradients(blocks: list[Block], groups: Groups) -> None:
-    """Sum what tensors declare in `grad_sum`: over tensor-parallel ranks, packed, and a tied matrix over the two stages that hold it."""
+    """Sum what tensors declare in `grad_sum`: over tensor-parallel ranks, packed, and a tied matrix
+    over the two stages that hold it.
+    """
     for name, axis in (("tp", groups.tp), ("kv", groups.kv), ("tied", groups.tied)):
-        views = [view for block in blocks for entry in block.entries for box in entry.boxes
-                 if axis.size > 1 and name in (box.spec.grad_sum or ()) for view in block.runs(entry, box, block.grad_shard)]
+        views = [
+            view
+            for block in blocks
+            for entry in block.entries
+            for box in entry.boxes
+            if axis.size > 1 and name in (box.spec.grad_sum or ())
+            for view in block.runs(entry, box, block.grad_shard)
+        ]
         pack: list[Tensor] = []
         size = 0  # bytes
         for index, view in enumerate(views):

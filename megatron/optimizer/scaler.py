@@ -8,8 +8,10 @@ LARGEST = 2.0**127  # the largest power of two in fp32
 
 
 class LossScaler:
-    """Halves at the `hysteresis`-th overflow since it last doubled, in a row or not, and at every one after that; doubles after `loss_scale_window`
-    clean steps in a row. Megatron-LM's rule. Constant 1 unless fp16."""
+    """Halves at the `hysteresis`-th overflow since it last doubled, in a row or not, and at every
+    one after that; doubles after `loss_scale_window` clean steps in a row. Megatron-LM's rule.
+    Constant 1 unless fp16.
+    """
 
     def __init__(self, config: PrecisionConfig):
         self.config = config
@@ -42,4 +44,8 @@ class LossScaler:
     def load(self, state: dict[str, float]) -> None:
         """Take a checkpoint's state; a constant scale stays what the flags say."""
         if self.dynamic:
-            self.scale, self.clean_steps, self.hysteresis = state["scale"], int(state["clean_steps"]), int(state["hysteresis"])
+            self.scale, self.clean_steps, self.hysteresis = (
+                state["scale"],
+                int(state["clean_steps"]),
+                int(state["hysteresis"]),
+            )

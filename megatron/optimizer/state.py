@@ -1,6 +1,8 @@
-"""What an optimizer keeps of one block, wherever it is: one protocol for tensors in memory (the device's or the host's) and in files.
+"""What an optimizer keeps of one block, wherever it is: one protocol for tensors in memory (the
+device's or the host's) and in files.
 
-Kinds are "master" (the weights that are updated, in fp32 or fp64) and the names of the update rule's states. Read by optimizer.py alone.
+Kinds are "master" (the weights that are updated, in fp32 or fp64) and the names of the update
+rule's states. Read by optimizer.py alone.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ class BlockState(Protocol):
     tensors: dict[str, Tensor]
 
     def pieces(self, kinds: Sequence[str], use: Use) -> Iterator[Piece]:
-        """What is in memory at a time of what this rank updates of the block, with its tensors of these kinds: theirs until the next is
-        asked for."""
+        """What is in memory at a time of what this rank updates of the block, with its tensors of
+        these kinds: theirs until the next is asked for.
+        """
 
     def boxes(self, kind: str) -> Iterator[tuple[Box, Tensor | FileTensor]]:
-        """The parts of logical tensors in the tensor of this kind, each with what a checkpoint reads it from."""
+        """The parts of logical tensors in the tensor of this kind, each with what a checkpoint
+        reads it from.
+        """
 
 
 class InMemory:

@@ -1,4 +1,6 @@
-"""Update rules on flat segments: AdamW (torch's fused kernel, torch's plain loop, NVIDIA apex, Triton) and SGD with momentum."""
+"""Update rules on flat segments: AdamW (torch's fused kernel, torch's plain loop, NVIDIA apex,
+Triton) and SGD with momentum.
+"""
 
 from __future__ import annotations
 
@@ -14,58 +16,115 @@ from megatron.config.groups import OptimizerConfig
 from megatron.kernels import apex
 from megatron.kernels.adamw import adamw_
 
-PIECE = 1 << 19  # elements updated at once on a CPU, a multiple of blocks.ALIGNMENT: 2 MB of scratch for each narrow buffer
+# elements updated at once on a CPU, a multiple of blocks.ALIGNMENT: 2 MB of scratch for each narrow
+# buffer
+PIECE = 1 << 19
 PIECE_CUDA = 1 << 23
 
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How one step changes parameters; `state_names` are the buffers it keeps beside each segment."""
+    """How one step changes parameters; `state_names` are the buffers it keeps beside each
+    segment.
+    """
 
     config: OptimizerConfig
     implementation: str  # torch-fused, torch, apex, triton
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq") if self.config.optimizer == "adam" else ("momentum_buffer",)
+        return (
+            ("exp_avg", "exp_avg_sq") if self.config.optimizer == "adam" else ("momentum_buffer",)
+        )
 
     def state_dtype(self, name: str, wide: torch.dtype) -> torch.dtype:
         """What a buffer is stored in; `wide` is the precision of master weights.
 
-        A bf16 exp_avg_sq is rounded to nearest: it cannot decay while 1 - beta2 is under half a spacing of bf16 (2^-9 to 2^-8).
+        A bf16 exp_avg_sq is rounded to nearest: it cannot decay while 1 - beta2 is under half a
+        spacing of bf16 (2^-9 to 2^-8).
         """
         narrow = {"exp_avg": self.config.exp_avg_dtype, "exp_avg_sq": self.config.exp_avg_sq_dtype}
         return torch.bfloat16 if narrow.get(name) == "bf16" else wide
 
     @property
     def skips_on_device(self) -> bool:
-        """Whether a found_inf word on the device suppresses the step, without the host having to look."""
+        """Whether a found_inf word on the device suppresses the step, without the host having to
+        look.
+        """
         return self.implementation in ("torch-fused", "triton")
 
-    def apply(self, master: Tensor, grad: Tensor, states: dict[str, Tensor], step: Tensor, *, lr: float, weight_decay: float, coefficient: Tensor,
-              found_inf: Tensor, out: Tensor | None = None, eps_multiplier: float = 1.0) -> None:
-        """One step in place on a flat segment, and its rounded master weights into `out`, in one pass over pieces that stay in cache.
+    def apply(
+        self,
+        master: Tensor,
+        grad: Tensor,
+        states: dict[str, Tensor],
+        step: Tensor,
+        *,
+        lr: float,
+        weight_decay: float,
+        coefficient: Tensor,
+        found_inf: Tensor,
+        out: Tensor | None = None,
+        eps_multiplier: float = 1.0,
+    ) -> None:
+        """One step in place on a flat segment, and its rounded master weights into `out`, in one
+        pass over pieces that stay in cache.
 
-        The gradient, times `coefficient` (scalar in the master's precision), and the states may be narrower than `master`: a piece of them is
-        widened, used, and of the states rounded back. What `grad` holds afterwards is undefined. `step` (fp32 scalar) counts the steps
-        taken before and is advanced by the caller; `eps_multiplier` is of Adam's epsilon; found_inf 1 leaves everything as it is when skips_on_device.
+        The gradient, times `coefficient` (scalar in the master's precision), and the states may be
+        narrower than `master`: a piece of them is widened, used, and of the states rounded back.
+        What `grad` holds afterwards is undefined. `step` (fp32 scalar) counts the steps taken
+        before and is advanced by the caller; `eps_multiplier` is of Adam's epsilon; found_inf 1
+        leaves everything as it is when skips_on_device.
         """
         eps = self.config.adam_eps * eps_multiplier
-        if self.implementation == "triton":  # one pass over everything, narrow or not; never run on a GPU yet
-            adamw_(master, grad, states["exp_avg"], states["exp_avg_sq"], out, step, coefficient, found_inf, lr, self.config.adam_beta1,
-                   self.config.adam_beta2, eps, weight_decay)
+        # one pass over everything, narrow or not; never run on a GPU yet
+        if self.implementation == "triton":
+            adamw_(
+                master,
+                grad,
+                states["exp_avg"],
+                states["exp_avg_sq"],
+                out,
+                step,
+                coefficient,
+                found_inf,
+                lr,
+                self.config.adam_beta1,
+                self.config.adam_beta2,
+                eps,
+                weight_decay,
+            )
             return
         size = PIECE_CUDA if master.is_cuda else PIECE
-        adam = {"torch-fused": self._fused, "torch": self._loop, "apex": self._apex}[self.implementation]
-        update, folds = (self._sgd, False) if self.config.optimizer == "sgd" else (adam, self._folds(coefficient))
-        settings = {"count": step + 1, "divisor": 1 / coefficient if folds else None, "found_inf": found_inf, "lr": lr, "weight_decay": weight_decay, "eps": eps}
+        adam = {"torch-fused": self._fused, "torch": self._loop, "apex": self._apex}[
+            self.implementation
+        ]
+        update, folds = (
+            (self._sgd, False)
+            if self.config.optimizer == "sgd"
+            else (adam, self._folds(coefficient))
+        )
+        settings = {
+            "count": step + 1,
+            "divisor": 1 / coefficient if folds else None,
+            "found_inf": found_inf,
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "eps": eps,
+        }
         stored = [grad, *(states[name] for name in self.state_names)]
         narrow = [buffer.dtype != master.dtype for buffer in stored]
-        rooms = iter(master.new_empty(sum(narrow), min(size, master.numel())))  # one allocation: the C library would trim several, step by step
+        # one allocation: the C library would trim several, step by step
+        rooms = iter(master.new_empty(sum(narrow), min(size, master.numel())))
         scratch = [next(rooms) if each else None for each in narrow]
         rounded = [None] * math.ceil(master.numel() / size) if out is None else out.split(size)
-        for weight, result, *pieces in zip(master.split(size), rounded, *(buffer.split(size) for buffer in stored)):
-            wide = [piece if room is None else room[: piece.numel()].copy_(piece) for piece, room in zip(pieces, scratch)]
+        for weight, result, *pieces in zip(
+            master.split(size), rounded, *(buffer.split(size) for buffer in stored)
+        ):
+            wide = [
+                piece if room is None else room[: piece.numel()].copy_(piece)
+                for piece, room in zip(pieces, scratch)
+            ]
             if not folds:
                 wide[0].mul_(coefficient)
             update(weight, *wide, **settings)
@@ -76,24 +135,84 @@ class UpdateRule:
                 result.copy_(weight)
 
     def _folds(self, coefficient: Tensor) -> bool:
-        return self.implementation == "torch-fused" and coefficient.dtype == torch.float32  # the kernel reads an fp32 word
+        # the kernel reads an fp32 word
+        return self.implementation == "torch-fused" and coefficient.dtype == torch.float32
 
-    def _fused(self, weight, grad, exp_avg, exp_avg_sq, *, count, divisor, found_inf, lr, weight_decay, eps) -> None:
-        torch._fused_adamw_(  # what torch.optim.adamw.adamw calls, without its 30 us of bookkeeping for each piece
-            [weight], [grad], [exp_avg], [exp_avg_sq], [], [count], lr=lr, beta1=self.config.adam_beta1, beta2=self.config.adam_beta2,
-            weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False, grad_scale=divisor, found_inf=found_inf)
+    def _fused(
+        self, weight, grad, exp_avg, exp_avg_sq, *, count, divisor, found_inf, lr, weight_decay, eps
+    ) -> None:
+        # what torch.optim.adamw.adamw calls, without its 30 us of bookkeeping for each piece
+        torch._fused_adamw_(
+            [weight],
+            [grad],
+            [exp_avg],
+            [exp_avg_sq],
+            [],
+            [count],
+            lr=lr,
+            beta1=self.config.adam_beta1,
+            beta2=self.config.adam_beta2,
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=divisor,
+            found_inf=found_inf,
+        )
 
-    def _loop(self, weight, grad, exp_avg, exp_avg_sq, *, count, divisor, found_inf, lr, weight_decay, eps) -> None:
-        adamw([weight], [grad], [exp_avg], [exp_avg_sq], [], [count - 1], foreach=False, amsgrad=False, beta1=self.config.adam_beta1,
-              beta2=self.config.adam_beta2, lr=lr, weight_decay=weight_decay, eps=eps, maximize=False)
+    def _loop(
+        self, weight, grad, exp_avg, exp_avg_sq, *, count, divisor, found_inf, lr, weight_decay, eps
+    ) -> None:
+        adamw(
+            [weight],
+            [grad],
+            [exp_avg],
+            [exp_avg_sq],
+            [],
+            [count - 1],
+            foreach=False,
+            amsgrad=False,
+            beta1=self.config.adam_beta1,
+            beta2=self.config.adam_beta2,
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=False,
+        )
 
-    def _apex(self, weight, grad, exp_avg, exp_avg_sq, *, count, divisor, found_inf, lr, weight_decay, eps) -> None:
+    def _apex(
+        self, weight, grad, exp_avg, exp_avg_sq, *, count, divisor, found_inf, lr, weight_decay, eps
+    ) -> None:
         # never run: no machine with apex was at hand
         multi_tensor_adam, applier = apex.symbols("adam")
         overflow = torch.zeros(1, dtype=torch.int, device=weight.device)
-        applier(multi_tensor_adam, overflow, [[grad], [weight], [exp_avg], [exp_avg_sq]], lr, self.config.adam_beta1,
-                self.config.adam_beta2, eps, int(count.item()), 1, True, weight_decay)
+        applier(
+            multi_tensor_adam,
+            overflow,
+            [[grad], [weight], [exp_avg], [exp_avg_sq]],
+            lr,
+            self.config.adam_beta1,
+            self.config.adam_beta2,
+            eps,
+            int(count.item()),
+            1,
+            True,
+            weight_decay,
+        )
 
-    def _sgd(self, weight, grad, momentum_buffer, *, count, divisor, found_inf, lr, weight_decay, eps) -> None:
-        sgd([weight], [grad], [momentum_buffer], fused=True, weight_decay=weight_decay, momentum=self.config.sgd_momentum, lr=lr, dampening=0.0,
-            nesterov=False, maximize=False, found_inf=found_inf)
+    def _sgd(
+        self, weight, grad, momentum_buffer, *, count, divisor, found_inf, lr, weight_decay, eps
+    ) -> None:
+        sgd(
+            [weight],
+            [grad],
+            [momentum_buffer],
+            fused=True,
+            weight_decay=weight_decay,
+            momentum=self.config.sgd_momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            found_inf=found_inf,
+        )

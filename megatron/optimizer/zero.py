@@ -1,15 +1,17 @@
-"""ZeRO 0 to 3 (Rajbhandari et al. 2020) as two verbs around each pass of a layer, acquire and release: when weights are gathered and freed,
-when gradients are reduced.
+"""ZeRO 0 to 3 (Rajbhandari et al. 2020) as two verbs around each pass of a layer, acquire and
+release: when weights are gathered and freed, when gradients are reduced.
 
-One code path, four lifetimes (optimizer/blocks.py). A layer has one flat buffer (block) for each group of ranks that hold its parameters, and each
-block its own groups. A block's gradients are reduce-scattered over the ranks that share it as soon as its last
-backward pass is over: of the step at stages 0 and 1, of each micro-batch at stages 2 and 3, where no more than two blocks have a gradient
-buffer at a time: the one that is computed and the one that is on its way. Stage 3 gathers a block before a pass needs it, beside the
-computation of the block before, in the order that the schedule fixes, and frees it afterwards. No hook, no bucket, no threshold. What an offloaded
-block gathers comes from the host's memory, likewise beside the block before.
+One code path, four lifetimes (optimizer/blocks.py). A layer has one flat buffer (block) for each
+group of ranks that hold its parameters, and each block its own groups. A block's gradients are
+reduce-scattered over the ranks that share it as soon as its last backward pass is over: of the step
+at stages 0 and 1, of each micro-batch at stages 2 and 3, where no more than two blocks have a
+gradient buffer at a time: the one that is computed and the one that is on its way. Stage 3 gathers
+a block before a pass needs it, beside the computation of the block before, in the order that the
+schedule fixes, and frees it afterwards. No hook, no bucket, no threshold. What an offloaded block
+gathers comes from the host's memory, likewise beside the block before.
 
-Under a split backward pass the gradients of norms, biases and positions exist before those of the matrices: a small buffer keeps them from one
-half to the other.
+Under a split backward pass the gradients of norms, biases and positions exist before those of the
+matrices: a small buffer keeps them from one half to the other.
 """
 
 from __future__ import annotations
@@ -37,38 +39,62 @@ from megatron.parallel.schedule import Kind
 Buffers = tuple[Block, ...]  # of one layer
 
 
-COMPLETING = Kind.BACKWARD, Kind.BACKWARD_WEIGHT  # after these passes the gradients of a micro-batch are complete
+# after these passes the gradients of a micro-batch are complete
+COMPLETING = Kind.BACKWARD, Kind.BACKWARD_WEIGHT
 
 
 class Zero:
-    """What the executor calls before and after each pass. Where one rank alone holds a block, nothing is sent."""
+    """What the executor calls before and after each pass. Where one rank alone holds a block,
+    nothing is sent.
+    """
 
-    def __init__(self, model: GPTModel, blocks: list[Block], groups: Groups, config: DistributedConfig):
+    def __init__(
+        self, model: GPTModel, blocks: list[Block], groups: Groups, config: DistributedConfig
+    ):
         self.model, self.blocks, self.groups = model, blocks, groups
         self.stage, self.keep = blocks[0].stage, config.zero3_keep_gathered
-        self.overlap_reduce, self.overlap_gather = config.overlap_grad_reduce, config.overlap_param_gather
+        self.overlap_reduce, self.overlap_gather = (
+            config.overlap_grad_reduce,
+            config.overlap_param_gather,
+        )
         self.wire = torch.bfloat16 if config.grad_reduce_in_bf16 else None
         owner = {parameter: block for block in blocks for parameter in block.parameters}
         self.buffers_of: dict[Layer, Buffers] = {
-            layer: tuple(dict.fromkeys(owner[parameter] for parameter in layer.parameters())) for _, layer in model.units()}
+            layer: tuple(dict.fromkeys(owner[parameter] for parameter in layer.parameters()))
+            for _, layer in model.units()
+        }
         self.last = {chunk[-1][1] for chunk in model.chunks}
-        self.layers = {block for layer, buffers in self.buffers_of.items() if not layer.of_vocabulary for block in buffers}
+        self.layers = {
+            block
+            for layer, buffers in self.buffers_of.items()
+            if not layer.of_vocabulary
+            for block in buffers
+        }
         self.trained = [block for block in blocks if block.trained]
         item = max(((self.wire or block.grad_dtype).itemsize for block in self.trained), default=0)
-        self.room = max((block.size for block in self.layers), default=0) * item // 2  # half a layer's gradient, for larger blocks too
+        # half a layer's gradient, for larger blocks too
+        self.room = max((block.size for block in self.layers), default=0) * item // 2
         device = blocks[0].weight.device
-        self.gather_stream, self.reduce_stream = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
-        self.early: dict[tuple[Layer, int], list[Tensor]] = {}  # stages 2 and 3, by layer and micro-batch: of a split backward pass, what its first half completes
+        self.gather_stream, self.reduce_stream = (
+            torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)
+        )
+        # stages 2 and 3, by layer and micro-batch: of a split backward pass, what its first half
+        # completes
+        self.early: dict[tuple[Layer, int], list[Tensor]] = {}
         self.needs: deque[Buffers] = deque()  # stage 3: what the passes to come read, in order
         self.remaining: Counter[Buffers] = Counter()
         self.gathering: dict[Block, Handle] = {}
         self.deferred: dict[Block, Callable[[], None]] = {}
         self.following = dict(pairwise(blocks))
-        self.period: dict[Block, int] = {}  # passes of a block's layers from one reduction to the next
+        # passes of a block's layers from one reduction to the next
+        self.period: dict[Block, int] = {}
         self.due: dict[Block, int] = {}
         self.reducing: tuple[Block, Tensor, Handle] | None = None
-        self.spent: list[tuple[Tensor, Any]] = []  # gradient buffers that a stream of its own may still read, and the event after which none does
-        self.returning: list[tuple[Block, Handle]] = []  # stage 0: sums on their way back to all ranks
+        # gradient buffers that a stream of its own may still read, and the event after which none
+        # does
+        self.spent: list[tuple[Tensor, Any]] = []
+        # stage 0: sums on their way back to all ranks
+        self.returning: list[tuple[Block, Handle]] = []
         self.watched: Tensor | None = None
 
     # ---- passes
@@ -86,7 +112,8 @@ class Zero:
                 self.needs.append(buffers)
         self.remaining = Counter(self.needs)
         for block, count in passes.items():
-            # Of a matrix that is both embedding and head the two ends of other micro-batches may come between those of one: one sum a step.
+            # Of a matrix that is both embedding and head the two ends of other micro-batches may
+            # come between those of one: one sum a step.
             often = self.stage >= 2 and (users[block] == 1 or self.groups.pp.size == 1)
             self.period[block] = users[block] if often else count
         self.due = dict(self.period)
@@ -94,14 +121,19 @@ class Zero:
             self._gather_all(self.needs[0])
 
     def acquire(self, layer: Layer, kind: Kind, micro: int) -> None:
-        """Before a pass of a layer on a micro-batch: its weights are whole and its gradients have buffers, as far as the pass needs them."""
+        """Before a pass of a layer on a micro-batch: its weights are whole and its gradients have
+        buffers, as far as the pass needs them.
+        """
         if kind is Kind.FORWARD and layer in self.last:
-            # A gradient of the micro-batch before has had this stage's pass to be reduced; after it activations are most.
+            # A gradient of the micro-batch before has had this stage's pass to be reduced; after it
+            # activations are most.
             with self._beside(self.reduce_stream):
                 self._finish()
             self._let_go()
         if kind is Kind.BACKWARD_INPUT and self.stage >= 2:
-            self.early[layer, micro] = [block.open_early() for block in self.buffers_of[layer] if block.trained]
+            self.early[layer, micro] = [
+                block.open_early() for block in self.buffers_of[layer] if block.trained
+            ]
         elif kind is not Kind.FORWARD:
             self._open(layer)
         if kind is Kind.BACKWARD_WEIGHT:
@@ -120,13 +152,17 @@ class Zero:
             self._passed(layer)
 
     def _take_early(self, layer: Layer, micro: int) -> None:
-        """The gradients that the first half of a split backward pass has completed, into the buffers of the second half."""
+        """The gradients that the first half of a split backward pass has completed, into the
+        buffers of the second half.
+        """
         trained = (block for block in self.buffers_of[layer] if block.trained)
         for block, early in zip(trained, self.early.pop((layer, micro), ())):
             block.grad[block.plan.late :].copy_(early)
 
     def end_step(self) -> None:
-        """All passes that began with `begin_step` are over; when it returns the gradients are complete."""
+        """All passes that began with `begin_step` are over; when it returns the gradients are
+        complete.
+        """
         with self._beside(self.reduce_stream):
             if self.stage < 2 and not self.overlap_reduce:
                 for block in self.trained:
@@ -146,7 +182,9 @@ class Zero:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Tensor]:
-        """While open no gradient leaves its rank or is kept: what it yields is the sum of squares (float64) of those that were complete."""
+        """While open no gradient leaves its rank or is kept: what it yields is the sum of squares
+        (float64) of those that were complete.
+        """
         self.watched = torch.zeros((), dtype=torch.float64, device=self.blocks[0].weight.device)
         try:
             yield self.watched
@@ -156,16 +194,22 @@ class Zero:
     # ---- weights
 
     def publish(self, block: Block) -> None:
-        """The weights that this rank updates have changed. Stages 1 and 2 send them round, and wait where the next pass needs them."""
+        """The weights that this rank updates have changed. Stages 1 and 2 send them round, and wait
+        where the next pass needs them.
+        """
         if self.stage in (1, 2):
             assert block not in self.gathering
             with self._beside(self.gather_stream):
-                self.gathering[block] = start_all_gather(block.part(block.weight), block.groups.shard_gather, out=block.weight)
+                self.gathering[block] = start_all_gather(
+                    block.part(block.weight), block.groups.shard_gather, out=block.weight
+                )
             if not self.overlap_gather:
                 self._arrive(block)
 
     def defer(self, block: Block, step: Callable[[], None]) -> None:
-        """`step` will change the weights that this rank updates. It is called when the next pass comes near the block, or by `settle`."""
+        """`step` will change the weights that this rank updates. It is called when the next pass
+        comes near the block, or by `settle`.
+        """
         self.deferred[block] = step
 
     def settle(self) -> None:
@@ -183,7 +227,8 @@ class Zero:
     def _arrive(self, block: Block) -> None:
         if block in self.gathering:
             self.gathering.pop(block).wait()
-            if self.gather_stream is not None and block.shard.size == 1:  # nothing was sent: it is the copy from the host that is awaited
+            # nothing was sent: it is the copy from the host that is awaited
+            if self.gather_stream is not None and block.shard.size == 1:
                 torch.cuda.current_stream().wait_stream(self.gather_stream)
 
     def _acquire_weights(self, layer: Layer, kind: Kind) -> None:
@@ -206,7 +251,9 @@ class Zero:
             self._gather_all(coming)
 
     def _release_weights(self, layer: Layer, kind: Kind) -> None:
-        """The pass is queued. What the host has to do for the layer that comes next, it does now, while the GPU computes."""
+        """The pass is queued. What the host has to do for the layer that comes next, it does now,
+        while the GPU computes.
+        """
         buffers = self.buffers_of[layer]
         if self.stage < 3:
             self._carry_out(self.following.get(buffers[-1]))
@@ -231,18 +278,25 @@ class Zero:
             block.allocate()
             with self._beside(self.gather_stream):
                 own = block.part(block.unseen)
-                own.copy_(block.kept, non_blocking=True)  # of an offloaded block from the host, never run on a GPU
-                self.gathering[block] = start_all_gather(own, block.groups.shard_gather, out=block.unseen)
+                # of an offloaded block from the host, never run on a GPU
+                own.copy_(block.kept, non_blocking=True)
+                self.gathering[block] = start_all_gather(
+                    own, block.groups.shard_gather, out=block.unseen
+                )
 
     def _needed(self, buffers: Buffers) -> bool:
-        """Whether a layer stays gathered: it is one of the two that are read next, or with --zero3-keep-gathered read again in this step."""
+        """Whether a layer stays gathered: it is one of the two that are read next, or with
+        --zero3-keep-gathered read again in this step.
+        """
         if self.keep:
             return self.remaining[buffers] > 0
         first = self.needs[0] if self.needs else ()
         return buffers == first or bool(first) and buffers == self._next_to(first)
 
     def _next_to(self, buffers: Buffers) -> Buffers:
-        """The next other layer that is read, if it may be gathered while this one is: never two of the vocabulary's size; () for none."""
+        """The next other layer that is read, if it may be gathered while this one is: never two of
+        the vocabulary's size; () for none.
+        """
         other = next((other for other in self.needs if other != buffers), ())
         return () if self.layers.isdisjoint((*buffers, *other)) else other
 
@@ -253,7 +307,8 @@ class Zero:
         for block in self.buffers_of[layer]:
             if block.grad is not None or not block.trained:
                 continue
-            if self.reducing is not None and self.layers.isdisjoint((block, self.reducing[0])):  # never two gradients of the vocabulary's size
+            # never two gradients of the vocabulary's size
+            if self.reducing is not None and self.layers.isdisjoint((block, self.reducing[0])):
                 with self._beside(self.reduce_stream):
                     self._finish()
             self._let_go()
@@ -287,11 +342,17 @@ class Zero:
     def _reduce(self, block: Block) -> None:
         """Start to sum this block's gradients; those of the one before have been summed by now."""
         self._finish()
-        grad = block.close() if self.stage >= 2 else block.grad  # its next backward pass, which may come at once, gets another buffer
+        # its next backward pass, which may come at once, gets another buffer
+        grad = block.close() if self.stage >= 2 else block.grad
         own = block.slice(grad)
         first = self.stage >= 2 and block.summed is None and block.shard.size > 1
-        out = torch.empty_like(own) if first else own  # the step's first sum is where others are added
-        self.reducing = block, grad, start_reduce_scatter(grad, block.shard, out, self.wire, self.room)
+        # the step's first sum is where others are added
+        out = torch.empty_like(own) if first else own
+        self.reducing = (
+            block,
+            grad,
+            start_reduce_scatter(grad, block.shard, out, self.wire, self.room),
+        )
 
     def _finish(self) -> None:
         if self.reducing is None:
@@ -301,7 +362,9 @@ class Zero:
         if self.stage == 0 and block.shard.size > 1:
             sent = slice_ if self.wire is None else slice_.to(self.wire)
             out = block.grad if self.wire is None else None
-            self.returning.append((block, start_all_gather(sent, block.groups.shard_gather, out=out)))
+            self.returning.append(
+                (block, start_all_gather(sent, block.groups.shard_gather, out=out))
+            )
         elif self.stage >= 2:
             block.summed = slice_ if block.summed is None else block.summed.add_(slice_)
             if self.reduce_stream is not None:
@@ -309,7 +372,9 @@ class Zero:
 
     @contextlib.contextmanager
     def _beside(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """On a GPU: in the order of a stream of its own, after all that is queued now, so that no wait holds up the passes."""
+        """On a GPU: in the order of a stream of its own, after all that is queued now, so that no
+        wait holds up the passes.
+        """
         if stream is None:
             yield
             return
@@ -319,5 +384,7 @@ class Zero:
 
 
 def _reads_weight(layer: Layer, kind: Kind) -> bool:
-    """Whether a pass reads the layer's weights: a weight gradient does not, nor does the embedding's backward pass."""
+    """Whether a pass reads the layer's weights: a weight gradient does not, nor does the
+    embedding's backward pass.
+    """
     return kind is Kind.FORWARD or kind is not Kind.BACKWARD_WEIGHT and layer.reads_weight_backward

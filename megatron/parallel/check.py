@@ -1,4 +1,6 @@
-"""Proof that a schedule is right, for any lists of actions: complete, in order, its messages matched, free of deadlock, bounded in memory."""
+"""Proof that a schedule is right, for any lists of actions: complete, in order, its messages
+matched, free of deadlock, bounded in memory.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ WORDS = {
     Kind.SEND_BACKWARD: "send of the input's gradient",
     Kind.RECEIVE_BACKWARD: "receive of the output's gradient",
 }
-PARTS = {Kind.BACKWARD: "IW", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}  # of the gradients
+# of the gradients
+PARTS = {Kind.BACKWARD: "IW", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}
 Place = tuple[int, int]  # rank, index in its list
 
 
@@ -28,13 +31,20 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a schedule holds at most, by rank, in pairs of (stage, micro-batch), however long computations and messages take."""
+    """What a schedule holds at most, by rank, in pairs of (stage, micro-batch), however long
+    computations and messages take.
+    """
 
-    in_flight: tuple[int, ...]  # from the forward pass to the backward pass, or to the weight gradient where that is apart
-    saved: tuple[int, ...]  # of these, from the forward pass to the backward pass or the input gradient
+    # from the forward pass to the backward pass, or to the weight gradient where that is apart
+    in_flight: tuple[int, ...]
+    # of these, from the forward pass to the backward pass or the input gradient
+    saved: tuple[int, ...]
     stashed: tuple[int, ...]  # of these, from the input gradient to the weight gradient
-    received: tuple[int, ...]  # messages whose receive is posted and whose computation has not begun
-    ascending: bool  # each stage adds up its gradients in the order of the micro-batches: sums bitwise equal to those of every other such schedule
+    # messages whose receive is posted and whose computation has not begun
+    received: tuple[int, ...]
+    # each stage adds up its gradients in the order of the micro-batches: sums bitwise equal to
+    # those of every other such schedule
+    ascending: bool
 
 
 def describe(action: Action) -> str:
@@ -43,7 +53,9 @@ def describe(action: Action) -> str:
 
 
 def check(schedule: Schedule) -> Bounds:
-    """The bounds of a schedule, of training or of forward passes alone. Raises ScheduleError at the first thing that is wrong."""
+    """The bounds of a schedule, of training or of forward passes alone. Raises ScheduleError at the
+    first thing that is wrong.
+    """
     where = _computations(schedule)
     _complete(schedule, where)
     _ordered(schedule, where)
@@ -54,14 +66,17 @@ def check(schedule: Schedule) -> Bounds:
 
 
 def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """(rank, action) of all ranks in an order in which they can happen, each rank's in the order of its list.
+    """(rank, action) of all ranks in an order in which they can happen, each rank's in the order of
+    its list.
 
-    Sends are rendezvous: a message has arrived when its send and its receive are both posted, and those of all earlier messages between the two
-    ranks. A computation waits for the message that it needs, and for nothing else. Raises ScheduleError when all that are left wait: deadlock.
+    Sends are rendezvous: a message has arrived when its send and its receive are both posted, and
+    those of all earlier messages between the two ranks. A computation waits for the message that it
+    needs, and for nothing else. Raises ScheduleError when all that are left wait: deadlock.
     """
     placement, lists = schedule.placement, schedule.actions
     at = [0] * len(lists)
-    number: dict[Message, int] = {}  # of a sent message, among those from its sender to its receiver
+    # of a sent message, among those from its sender to its receiver
+    number: dict[Message, int] = {}
     sent: dict[Place, int] = {}
     posted: dict[Place, int] = {}
     able, listed = deque(range(len(lists))), [True] * len(lists)
@@ -73,7 +88,10 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
             channel, message = channel_of(action, placement)
             if channel is None:
                 needed = needs(action, placement)
-                if needed is not None and (needed not in number or number[needed] >= posted.get((source_of(needed, placement), rank), 0)):
+                if needed is not None and (
+                    needed not in number
+                    or number[needed] >= posted.get((source_of(needed, placement), rank), 0)
+                ):
                     break
             elif action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
                 number[message] = sent.get(channel, 0)
@@ -89,8 +107,12 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
         raise ScheduleError(_deadlock(schedule, at))
 
 
-def channel_of(action: Action, placement: tuple[int, ...]) -> tuple[Place, Message] | tuple[None, None]:
-    """(sender, receiver) and the message of a send or receive; a neighbour that does not exist is rank -1."""
+def channel_of(
+    action: Action, placement: tuple[int, ...]
+) -> tuple[Place, Message] | tuple[None, None]:
+    """(sender, receiver) and the message of a send or receive; a neighbour that does not exist is
+    rank -1.
+    """
     kind, stage, micro = action
     if kind is Kind.SEND_FORWARD or kind is Kind.RECEIVE_FORWARD:
         receiver = stage + 1 if kind is Kind.SEND_FORWARD else stage
@@ -111,57 +133,104 @@ def source_of(message: Message, placement: tuple[int, ...]) -> int:
 
 def _error(schedule: Schedule, place: Place, problem: str) -> ScheduleError:
     rank, index = place
-    return ScheduleError(f"schedule {schedule.name}: rank {rank}, action {index} ({describe(schedule.actions[rank][index])}) {problem}")
+    return ScheduleError(
+        f"schedule {schedule.name}: rank {rank}, action {index} "
+        f"({describe(schedule.actions[rank][index])}) {problem}"
+    )
 
 
 def _computations(schedule: Schedule) -> dict[Action, Place]:
     """Where each computation is; each lies on the rank of its stage, and there once."""
     placement = schedule.placement
     if not placement or not all(0 <= rank < schedule.ranks for rank in placement):
-        raise ScheduleError(f"schedule {schedule.name}: its placement {placement} names other ranks than those of its {schedule.ranks} lists")
+        raise ScheduleError(
+            f"schedule {schedule.name}: its placement {placement} names other ranks than "
+            f"those of its {schedule.ranks} lists"
+        )
     where: dict[Action, Place] = {}
     for rank, actions in enumerate(schedule.actions):
         for index, action in enumerate(actions):
             place = (rank, index)
-            if not 0 <= action.stage < schedule.stages or not 0 <= action.micro < schedule.micro_batches:
-                raise _error(schedule, place, f"does not exist: there are {schedule.stages} stages and {schedule.micro_batches} micro-batches")
+            if (
+                not 0 <= action.stage < schedule.stages
+                or not 0 <= action.micro < schedule.micro_batches
+            ):
+                raise _error(
+                    schedule,
+                    place,
+                    (
+                        f"does not exist: there are {schedule.stages} stages and "
+                        f"{schedule.micro_batches} micro-batches"
+                    ),
+                )
             if placement[action.stage] != rank:
-                raise _error(schedule, place, f"is on the wrong rank: stage {action.stage} lies on rank {placement[action.stage]}")
+                raise _error(
+                    schedule,
+                    place,
+                    (
+                        f"is on the wrong rank: stage {action.stage} lies on rank "
+                        f"{placement[action.stage]}"
+                    ),
+                )
             if action in where:
-                raise _error(schedule, place, f"is a second time in the list, first at {where[action][1]}")
+                raise _error(
+                    schedule, place, f"is a second time in the list, first at {where[action][1]}"
+                )
             where[action] = place
     return where
 
 
 def _complete(schedule: Schedule, where: dict[Action, Place]) -> None:
-    """Each stage and micro-batch has one forward pass and, unless there are only these, one backward pass, whole or in its two parts."""
+    """Each stage and micro-batch has one forward pass and, unless there are only these, one
+    backward pass, whole or in its two parts.
+    """
     training = any(action.kind in PARTS for action in where)
     for stage in range(schedule.stages):
         for micro in range(schedule.micro_batches):
             found = [kind for kind in (Kind.FORWARD, *PARTS) if Action(kind, stage, micro) in where]
-            whole = found == [Kind.FORWARD, Kind.BACKWARD] or found == [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]
+            whole = found == [Kind.FORWARD, Kind.BACKWARD] or found == [
+                Kind.FORWARD,
+                Kind.BACKWARD_INPUT,
+                Kind.BACKWARD_WEIGHT,
+            ]
             if not (whole if training else found == [Kind.FORWARD]):
                 raise ScheduleError(
-                    f"schedule {schedule.name}: rank {schedule.placement[stage]} has for stage {stage}, micro-batch {micro}: "
-                    f"{', '.join(WORDS[kind] for kind in found) or 'nothing'}; it must have a forward and, to train, a backward "
-                    "or an input gradient and a weight gradient")
+                    f"schedule {schedule.name}: rank {schedule.placement[stage]} has for "
+                    f"stage {stage}, micro-batch {micro}: "
+                    f"{', '.join(WORDS[kind] for kind in found) or 'nothing'}; it must have "
+                    "a forward and, to train, a backward "
+                    "or an input gradient and a weight gradient"
+                )
 
 
 def _ordered(schedule: Schedule, where: dict[Action, Place]) -> None:
-    """On each rank what a computation uses of that rank comes before it, and so does the receive of what comes from others."""
+    """On each rank what a computation uses of that rank comes before it, and so does the receive of
+    what comes from others.
+    """
     placement = schedule.placement
     for action, place in where.items():
         kind, stage, micro = action
         before: list[Action] = []
         if kind is Kind.FORWARD and stage > 0:
-            before = [Action(Kind.FORWARD, stage - 1, micro) if placement[stage - 1] == place[0] else Action(Kind.RECEIVE_FORWARD, stage, micro)]
+            before = [
+                Action(Kind.FORWARD, stage - 1, micro)
+                if placement[stage - 1] == place[0]
+                else Action(Kind.RECEIVE_FORWARD, stage, micro)
+            ]
         elif kind is Kind.BACKWARD_WEIGHT:
             before = [Action(Kind.BACKWARD_INPUT, stage, micro)]
         elif kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
             before = [Action(Kind.FORWARD, stage, micro)]
             if stage + 1 < schedule.stages:
-                after = [Action(Kind.BACKWARD, stage + 1, micro), Action(Kind.BACKWARD_INPUT, stage + 1, micro)]
-                before += [a for a in after if a in where] if placement[stage + 1] == place[0] else [Action(Kind.RECEIVE_BACKWARD, stage, micro)]
+                after = [
+                    Action(Kind.BACKWARD, stage + 1, micro),
+                    Action(Kind.BACKWARD_INPUT, stage + 1, micro),
+                ]
+                before += (
+                    [a for a in after if a in where]
+                    if placement[stage + 1] == place[0]
+                    else [Action(Kind.RECEIVE_BACKWARD, stage, micro)]
+                )
         elif kind is Kind.SEND_FORWARD:
             before = [Action(Kind.FORWARD, stage, micro)]
         elif kind is Kind.SEND_BACKWARD:
@@ -171,11 +240,17 @@ def _ordered(schedule: Schedule, where: dict[Action, Place]) -> None:
             if earlier not in where:
                 raise _error(schedule, place, f"has no {describe(earlier)}")
             if where[earlier] > place:
-                raise _error(schedule, place, f"comes before the {describe(earlier)}, action {where[earlier][1]}")
+                raise _error(
+                    schedule,
+                    place,
+                    f"comes before the {describe(earlier)}, action {where[earlier][1]}",
+                )
 
 
 def _matched(schedule: Schedule, where: dict[Action, Place]) -> None:
-    """What one rank sends to another is what that one receives, in the same order, and nothing else travels."""
+    """What one rank sends to another is what that one receives, in the same order, and nothing else
+    travels.
+    """
     placement = schedule.placement
     sends: dict[Place, list[tuple[Message, Place]]] = {}
     receives: dict[Place, list[tuple[Message, Place]]] = {}
@@ -185,7 +260,14 @@ def _matched(schedule: Schedule, where: dict[Action, Place]) -> None:
             message = makes(action, placement)
             send = Kind.SEND_FORWARD if action.kind is Kind.FORWARD else Kind.SEND_BACKWARD
             if message is not None and Action(send, action.stage, action.micro) not in where:
-                raise _error(schedule, place, f"is not sent: there is no {describe(Action(send, action.stage, action.micro))}")
+                raise _error(
+                    schedule,
+                    place,
+                    (
+                        "is not sent: there is no "
+                        f"{describe(Action(send, action.stage, action.micro))}"
+                    ),
+                )
             continue
         if channel[0] == channel[1] or -1 in channel:
             raise _error(schedule, place, "has no rank at its other end")
@@ -195,13 +277,34 @@ def _matched(schedule: Schedule, where: dict[Action, Place]) -> None:
         ours, theirs = sends.get(channel, []), receives.get(channel, [])
         for number in range(max(len(ours), len(theirs))):
             if number >= len(theirs):
-                raise _error(schedule, ours[number][1], f"is not received: rank {channel[1]} receives {len(theirs)} messages of rank {channel[0]}")
+                raise _error(
+                    schedule,
+                    ours[number][1],
+                    (
+                        f"is not received: rank {channel[1]} receives {len(theirs)} messages of "
+                        f"rank {channel[0]}"
+                    ),
+                )
             if number >= len(ours):
-                raise _error(schedule, theirs[number][1], f"is not sent: rank {channel[0]} sends {len(ours)} messages to rank {channel[1]}")
+                raise _error(
+                    schedule,
+                    theirs[number][1],
+                    (
+                        f"is not sent: rank {channel[0]} sends {len(ours)} messages to rank "
+                        f"{channel[1]}"
+                    ),
+                )
             if ours[number][0] != theirs[number][0]:
                 rank, index = ours[number][1]
                 other = describe(schedule.actions[rank][index])
-                raise _error(schedule, theirs[number][1], f"is number {number} from rank {rank}, which there has the {other}, action {index}")
+                raise _error(
+                    schedule,
+                    theirs[number][1],
+                    (
+                        f"is number {number} from rank {rank}, which there has the {other}, "
+                        f"action {index}"
+                    ),
+                )
 
 
 def _deadlock(schedule: Schedule, at: list[int]) -> str:
@@ -214,7 +317,7 @@ def _deadlock(schedule: Schedule, at: list[int]) -> str:
         waits[rank] = f"rank {rank}, action {at[rank]} ({describe(action)}) waits for rank {source}"
         rank = source
     if rank in waits:
-        chain = list(waits.values())[list(waits).index(rank):]
+        chain = list(waits.values())[list(waits).index(rank) :]
     else:
         chain = [*waits.values(), f"rank {rank} has ended"]
     return f"schedule {schedule.name}: deadlock: {'; '.join(chain)}"
@@ -244,13 +347,20 @@ def _peaks(actions: tuple[Action, ...], schedule: Schedule) -> tuple[int, int, i
             stashed += kind is Kind.BACKWARD_INPUT
         elif kind is Kind.BACKWARD_WEIGHT:
             stashed -= 1
-        if saved + stashed > peaks[0] or saved > peaks[1] or stashed > peaks[2] or received > peaks[3]:
+        if (
+            saved + stashed > peaks[0]
+            or saved > peaks[1]
+            or stashed > peaks[2]
+            or received > peaks[3]
+        ):
             peaks = [max(pair) for pair in zip(peaks, (saved + stashed, saved, stashed, received))]
     return tuple(peaks)
 
 
 def _ascending(actions: tuple[Action, ...]) -> bool:
-    """Whether each stage makes its gradients, at input gradients and at weight gradients, in the order of the micro-batches."""
+    """Whether each stage makes its gradients, at input gradients and at weight gradients, in the
+    order of the micro-batches.
+    """
     made: dict[tuple[str, int], int] = {}
     for kind, stage, micro in actions:
         for part in PARTS.get(kind, ""):

@@ -1,12 +1,15 @@
 """The passes of one layer: the only code that calls autograd.
 
-Each layer is an autograd graph of its own, from a detached input to its output. A backward pass is whole, or in two parts: first the
-gradient of the input, later the gradients of the weights of linear layers (Qi et al. 2023). Both ways give the same bits. With full
-recomputation (Chen et al. 2016) a layer's input alone is kept, and the graph is built again in the backward pass: dropout masks and all
-else in a layer are functions of the micro-batch, so the second forward pass has the bits of the first.
+Each layer is an autograd graph of its own, from a detached input to its output. A backward pass is
+whole, or in two parts: first the gradient of the input, later the gradients of the weights of
+linear layers (Qi et al. 2023). Both ways give the same bits. With full recomputation (Chen et al.
+2016) a layer's input alone is kept, and the graph is built again in the backward pass: dropout
+masks and all else in a layer are functions of the micro-batch, so the second forward pass has the
+bits of the first.
 
-Layers of this project add to `main_grad` themselves. What an ordinary PyTorch module leaves in `.grad` is added to it after each pass.
-Called by parallel/pipeline.py. s sequence, b batch, h hidden.
+Layers of this project add to `main_grad` themselves. What an ordinary PyTorch module leaves in
+`.grad` is added to it after each pass. Called by parallel/pipeline.py. s sequence, b batch, h
+hidden.
 """
 
 from __future__ import annotations
@@ -34,34 +37,45 @@ class Inputs(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """A layer's autograd graph: its two ends, not the output itself, which lives no longer than its reader needs it."""
+    """A layer's autograd graph: its two ends, not the output itself, which lives no longer than its
+    reader needs it.
+    """
 
     x: Tensor | None
     output: GradientEdge
-    objectives: list[tuple[GradientEdge, torch.dtype]]  # of the scalars that are differentiated along with the loss
+    # of the scalars that are differentiated along with the loss
+    objectives: list[tuple[GradientEdge, torch.dtype]]
 
 
 class LayerPasses:
-    """Carries out passes of layers; adds up the scalars that they return. `recompute`: keep the inputs of layers that allow it alone."""
+    """Carries out passes of layers; adds up the scalars that they return. `recompute`: keep the
+    inputs of layers that allow it alone.
+    """
 
     def __init__(self, recompute: bool = False):
         self.recompute = recompute
         self.scalars: dict[str, Tensor] = {}  # by name, of all forward passes since `begin`
         self.objectives: set[str] = set()
         self.scale = 0.0
-        self.parameters: dict[Layer, list[nn.Parameter]] = {}  # of the layers that have been differentiated
+        # of the layers that have been differentiated
+        self.parameters: dict[Layer, list[nn.Parameter]] = {}
 
     def begin(self, scale: float, objectives: set[str]) -> None:
-        """Before a step: gradients will be those of scale x objective, which scalars of these names are part of."""
+        """Before a step: gradients will be those of scale x objective, which scalars of these names
+        are part of.
+        """
         self.scale, self.objectives = scale, objectives
         self.scalars = {}
 
-    def run(self, kind: Kind, layer: Layer, x: Tensor | None, held: Any) -> tuple[Tensor | None, Any]:
+    def run(
+        self, kind: Kind, layer: Layer, x: Tensor | None, held: Any
+    ) -> tuple[Tensor | None, Any]:
         """One pass of a layer: (its result, what the layer's next pass on this micro-batch needs).
 
-        `held` is what the pass before has left, for a forward pass the micro-batch. `x` and the result are input and output [s, b, h] of a
-        forward pass, the gradients of output and input of a backward pass, None of weight gradients. `x` of an input-gradient pass is not
-        to be written before the weight gradients are formed.
+        `held` is what the pass before has left, for a forward pass the micro-batch. `x` and the
+        result are input and output [s, b, h] of a forward pass, the gradients of output and input
+        of a backward pass, None of weight gradients. `x` of an input-gradient pass is not to be
+        written before the weight gradients are formed.
         """
         if kind is Kind.FORWARD:
             return self.forward(layer, x, held)
@@ -71,8 +85,12 @@ class LayerPasses:
             return self.backward_input(layer, held, x)
         return self.backward_weight(layer, held), None
 
-    def forward(self, layer: Layer, x: Tensor | None, micro: MicroBatch) -> tuple[Tensor, Graph | Inputs | None]:
-        """The output, detached, and what the backward pass needs (None where nothing is to be differentiated)."""
+    def forward(
+        self, layer: Layer, x: Tensor | None, micro: MicroBatch
+    ) -> tuple[Tensor, Graph | Inputs | None]:
+        """The output, detached, and what the backward pass needs (None where nothing is to be
+        differentiated).
+        """
         if not (self.recompute and layer.recomputed and torch.is_grad_enabled()):
             return self._build(layer, x, micro)
         with torch.no_grad():
@@ -80,13 +98,19 @@ class LayerPasses:
         return y, Inputs(x, micro)
 
     def backward(self, layer: Layer, saved: Graph | Inputs | None, dy: Tensor) -> Tensor | None:
-        """Add the gradients of all parameters; the gradient of the input (None for the embedding)."""
+        """Add the gradients of all parameters; the gradient of the input (None for the
+        embedding).
+        """
         if saved is None:  # a frozen embedding
             return None
         return self._differentiate(layer, self._graph(layer, saved), dy)
 
-    def backward_input(self, layer: Layer, saved: Graph | Inputs, dy: Tensor) -> tuple[Tensor | None, list[WeightGrad]]:
-        """`backward` without the weight gradients of linear layers, and what those need: tensors of which dy may be one."""
+    def backward_input(
+        self, layer: Layer, saved: Graph | Inputs, dy: Tensor
+    ) -> tuple[Tensor | None, list[WeightGrad]]:
+        """`backward` without the weight gradients of linear layers, and what those need: tensors of
+        which dy may be one.
+        """
         graph = self._graph(layer, saved)
         with stashing(layer) as left:
             dx = self._differentiate(layer, graph, dy, left)
@@ -97,8 +121,12 @@ class LayerPasses:
         add_weight_grads(left)
         fold_grads(self.parameters[layer])
 
-    def _build(self, layer: Layer, x: Tensor | None, micro: MicroBatch, again: bool = False) -> tuple[Tensor, Graph | None]:
-        """A forward pass, and the graph that it builds. What it returns beside its output is counted unless the pass is made again."""
+    def _build(
+        self, layer: Layer, x: Tensor | None, micro: MicroBatch, again: bool = False
+    ) -> tuple[Tensor, Graph | None]:
+        """A forward pass, and the graph that it builds. What it returns beside its output is
+        counted unless the pass is made again.
+        """
         if x is not None:
             x = x.detach().requires_grad_(torch.is_grad_enabled())
         y, scalars = layer(x, micro), {}
@@ -109,15 +137,27 @@ class LayerPasses:
                 self.scalars[name] = self.scalars.get(name, 0.0) + value.detach().double()
         if not y.requires_grad:
             return y.detach(), None
-        objectives = [value for name, value in scalars.items() if name in self.objectives and value.requires_grad]
-        return y.detach(), Graph(x, get_gradient_edge(y), [(get_gradient_edge(value), value.dtype) for value in objectives])
+        objectives = [
+            value
+            for name, value in scalars.items()
+            if name in self.objectives and value.requires_grad
+        ]
+        return y.detach(), Graph(
+            x,
+            get_gradient_edge(y),
+            [(get_gradient_edge(value), value.dtype) for value in objectives],
+        )
 
     def _graph(self, layer: Layer, saved: Graph | Inputs) -> Graph:
         """The graph of a layer, built again where its inputs alone were kept."""
         return self._build(layer, *saved, again=True)[1] if isinstance(saved, Inputs) else saved
 
-    def _differentiate(self, layer: Layer, graph: Graph, dy: Tensor, left: Sequence[WeightGrad] = ()) -> Tensor | None:
-        """The gradient of x; those of parameters are in their main_grad, in `left`, or (where that is to come first) still in `.grad`."""
+    def _differentiate(
+        self, layer: Layer, graph: Graph, dy: Tensor, left: Sequence[WeightGrad] = ()
+    ) -> Tensor | None:
+        """The gradient of x; those of parameters are in their main_grad, in `left`, or (where that
+        is to come first) still in `.grad`.
+        """
         edges, gradients = [graph.output], [dy]
         for edge, dtype in graph.objectives:
             edges.append(edge)
@@ -133,7 +173,9 @@ class LayerPasses:
 
 @torch.no_grad()
 def fold_grads(parameters: Sequence[nn.Parameter]) -> None:
-    """Add what autograd accumulated in `.grad` to `main_grad`. Where a split backward pass has no main_grad yet it stays, for the second half."""
+    """Add what autograd accumulated in `.grad` to `main_grad`. Where a split backward pass has no
+    main_grad yet it stays, for the second half.
+    """
     for parameter in parameters:
         if parameter.grad is None or parameter.main_grad is None:
             continue
@@ -146,10 +188,14 @@ def fold_grads(parameters: Sequence[nn.Parameter]) -> None:
 
 
 @contextlib.contextmanager
-def every_gradient_arrives(edges: Sequence[GradientEdge], left: Sequence[WeightGrad]) -> Iterator[None]:
-    """Around a backward pass from `edges`: RuntimeError when a parameter that the graph uses was given no gradient, naming it.
+def every_gradient_arrives(
+    edges: Sequence[GradientEdge], left: Sequence[WeightGrad]
+) -> Iterator[None]:
+    """Around a backward pass from `edges`: RuntimeError when a parameter that the graph uses was
+    given no gradient, naming it.
 
-    Each main_grad gets a version counter of its own for the time, which counts whatever is written to it.
+    Each main_grad gets a version counter of its own for the time, which counts whatever is written
+    to it.
     """
     parameters = _parameters_in(edges)
     for parameter in parameters:
@@ -157,11 +203,19 @@ def every_gradient_arrives(edges: Sequence[GradientEdge], left: Sequence[WeightG
             parameter.main_grad = parameter.main_grad.data
     yield
     arrived = {id(each.weight) for each in left}
-    lost = [parameter.label for parameter in parameters if parameter.grad is None and id(parameter) not in arrived
-            and not (parameter.main_grad is not None and parameter.main_grad._version)]
+    lost = [
+        parameter.label
+        for parameter in parameters
+        if parameter.grad is None
+        and id(parameter) not in arrived
+        and not (parameter.main_grad is not None and parameter.main_grad._version)
+    ]
     if lost:
-        raise RuntimeError(f"{', '.join(lost)}: used in the forward pass, but the backward pass gave no gradient: it would never be trained. Let its "
-                           "autograd function return the gradient, or add it to the parameter's main_grad")
+        raise RuntimeError(
+            f"{', '.join(lost)}: used in the forward pass, but the backward pass gave no "
+            "gradient: it would never be trained. Let its "
+            "autograd function return the gradient, or add it to the parameter's main_grad"
+        )
 
 
 def _parameters_in(edges: Sequence[GradientEdge]) -> list[nn.Parameter]:

@@ -1,8 +1,9 @@
 """The executor: carries out any list of actions, on any number of stages, one included.
 
-A computation waits for its input alone; sends are started and forgotten until the schedule itself proves that they have arrived.
-Each computation walks the layers of its stage: weights are acquired, the pass is made, weights are released. A schedule knows nothing of
-how weights are sharded, and a layer nothing of either. s sequence, b batch, h hidden.
+A computation waits for its input alone; sends are started and forgotten until the schedule itself
+proves that they have arrived. Each computation walks the layers of its stage: weights are acquired,
+the pass is made, weights are released. A schedule knows nothing of how weights are sharded, and a
+layer nothing of either. s sequence, b batch, h hidden.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Weights(Protocol):
         """These passes will come now, in this order."""
 
     def acquire(self, layer: Layer, kind: Kind, micro: int) -> None:
-        """Before a pass of a layer on a micro-batch: let its weights be whole, and its gradients have room."""
+        """Before a pass of a layer on a micro-batch: let its weights be whole, and its gradients
+        have room.
+        """
 
     def release(self, layer: Layer, kind: Kind, micro: int) -> None:
         """After the pass."""
@@ -47,12 +50,16 @@ class Weights(Protocol):
 class StepSums(NamedTuple):
     """What the forward passes of a step gave on this rank."""
 
-    losses: dict[int, Tensor]  # micro-batch -> [objective sum, reported loss sum], on the rank with the head
-    scalars: dict[str, Tensor]  # what layers returned beside their output, by name, summed over micro-batches (float64)
+    # micro-batch -> [objective sum, reported loss sum], on the rank with the head
+    losses: dict[int, Tensor]
+    # what layers returned beside their output, by name, summed over micro-batches (float64)
+    scalars: dict[str, Tensor]
 
 
 class Recording:
-    """When this rank computed what, in one step. On a GPU by events, which are read when the step is long over."""
+    """When this rank computed what, in one step. On a GPU by events, which are read when the step
+    is long over.
+    """
 
     def __init__(self, device: torch.device):
         self.device, self.marks = device, []
@@ -72,10 +79,17 @@ class Recording:
 
     def spans(self) -> tuple[Span, ...]:
         """The computations, in seconds since the recording was made."""
-        def seconds(moment: Any) -> float:
-            return self.start.elapsed_time(moment) / 1000 if self.device.type == "cuda" else moment - self.start
 
-        return tuple(Span(*action, seconds(begin), seconds(end)) for action, begin, end in self.marks)
+        def seconds(moment: Any) -> float:
+            return (
+                self.start.elapsed_time(moment) / 1000
+                if self.device.type == "cuda"
+                else moment - self.start
+            )
+
+        return tuple(
+            Span(*action, seconds(begin), seconds(end)) for action, begin, end in self.marks
+        )
 
 
 class _Known(NamedTuple):
@@ -88,17 +102,31 @@ class _Known(NamedTuple):
 
 
 class Pipeline:
-    """The stages of this rank and their neighbours. `placement`: stage -> pipeline rank; `shape`: [s, b, h] of what travels between stages."""
+    """The stages of this rank and their neighbours. `placement`: stage -> pipeline rank; `shape`:
+    [s, b, h] of what travels between stages.
+    """
 
-    def __init__(self, model: GPTModel, weights: Weights, passes: LayerPasses, placement: tuple[int, ...], shape: tuple[int, int, int],
-                 groups: Groups, device: torch.device):
+    def __init__(
+        self,
+        model: GPTModel,
+        weights: Weights,
+        passes: LayerPasses,
+        placement: tuple[int, ...],
+        shape: tuple[int, int, int],
+        groups: Groups,
+        device: torch.device,
+    ):
         self.model, self.weights, self.passes = model, weights, passes
         self.placement, self.shape, self.groups, self.device = placement, shape, groups, device
         self.rank = groups.pp.rank
         own = [stage for stage, rank in enumerate(placement) if rank == self.rank]
         chunks = ([layer for _, layer in chunk] for chunk in model.chunks)
         self.layers: dict[int, list[Layer]] = dict(zip(own, chunks, strict=True))  # by stage
-        self.calls = {(kind, stage): calls_of(kind, layers) for kind in COMPUTATIONS for stage, layers in self.layers.items()}
+        self.calls = {
+            (kind, stage): calls_of(kind, layers)
+            for kind in COMPUTATIONS
+            for stage, layers in self.layers.items()
+        }
         self.objectives = {spec.name for spec in model.scalars if spec.in_objective}
         self.known: dict[int, _Known] = {}  # by identity: a schedule is long
 
@@ -110,17 +138,25 @@ class Pipeline:
     def know(self, schedule: Schedule) -> _Known:
         """What a schedule means for this rank, found out once."""
         if id(schedule) not in self.known:
-            actions = [action for action in schedule.actions[self.rank] if action.kind in COMPUTATIONS]
+            actions = [
+                action for action in schedule.actions[self.rank] if action.kind in COMPUTATIONS
+            ]
             calls = [call for kind, stage, _ in actions for call in self.calls[kind, stage]]
             last_use = {action.micro: action for action in actions}
-            self.known[id(schedule)] = _Known(schedule, receipts(schedule, self.rank), calls, frozenset(last_use.values()))
+            self.known[id(schedule)] = _Known(
+                schedule, receipts(schedule, self.rank), calls, frozenset(last_use.values())
+            )
         return self.known[id(schedule)]
 
-    def compute(self, action: Action, x: Tensor | None, held: deque[Any]) -> tuple[Tensor | None, deque[Any]]:
-        """One computation of a stage, layer by layer: (its result, what the next one of this stage and micro-batch needs of each layer).
+    def compute(
+        self, action: Action, x: Tensor | None, held: deque[Any]
+    ) -> tuple[Tensor | None, deque[Any]]:
+        """One computation of a stage, layer by layer: (its result, what the next one of this stage
+        and micro-batch needs of each layer).
 
-        `x` and the result: activations [s, b, h] in a forward pass, their gradients in a backward pass. `held` is what the computation
-        before has left, in the order of the layers; it is consumed.
+        `x` and the result: activations [s, b, h] in a forward pass, their gradients in a backward
+        pass. `held` is what the computation before has left, in the order of the layers; it is
+        consumed.
         """
         left = deque()
         for layer, kind in self.calls[action.kind, action.stage]:
@@ -136,19 +172,25 @@ class Pipeline:
     def timeline(self, schedule: Schedule, recording: Recording) -> Timeline:
         """What all ranks of this pipeline recorded of one step; the collective call of all of them.
 
-        Each row counts from its own rank's recording: they are made when all ranks have just done their last step together.
+        Each row counts from its own rank's recording: they are made when all ranks have just done
+        their last step together.
         """
         own = json.dumps([[span.kind.value, *span[1:]] for span in recording.spans()]).encode()
         rows = (json.loads(text) for text in gather_bytes(own, self.groups.pp, self.device))
         spans = (tuple(Span(Kind(span[0]), *span[1:]) for span in row) for row in rows)
         return Timeline(schedule.name, self.placement, schedule.micro_batches, tuple(spans))
 
-    def run(self, schedule: Schedule, micro_batch: Callable[[int], MicroBatch], scale: float = 0.0,
-            recording: Recording | None = None) -> StepSums:
+    def run(
+        self,
+        schedule: Schedule,
+        micro_batch: Callable[[int], MicroBatch],
+        scale: float = 0.0,
+        recording: Recording | None = None,
+    ) -> StepSums:
         """Carry out a schedule.
 
-        `micro_batch(i)` makes the i-th when it is first needed; `scale` multiplies the objective before it is differentiated. Raises PeerError
-        when a neighbour dies or hangs.
+        `micro_batch(i)` makes the i-th when it is first needed; `scale` multiplies the objective
+        before it is differentiated. Raises PeerError when a neighbour dies or hangs.
         """
         assert schedule.placement == self.placement
         known = self.know(schedule)
@@ -171,7 +213,13 @@ class Pipeline:
 class _Step:
     """What is alive during one run of a schedule."""
 
-    def __init__(self, pipeline: Pipeline, known: _Known, micro_batch: Callable[[int], MicroBatch], scale: float):
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        known: _Known,
+        micro_batch: Callable[[int], MicroBatch],
+        scale: float,
+    ):
         self.pipeline, self.make, self.scale = pipeline, micro_batch, scale
         self.placement, self.rank = pipeline.placement, pipeline.rank
         self.actions, self.receipts = known.schedule.actions[self.rank], known.receipts
@@ -180,7 +228,8 @@ class _Step:
         self.outbox: dict[Message, Tensor] = {}
         self.sending: dict[int, deque[Sending]] = {}
         self.arrived: dict[int, int] = {}  # messages to each rank that are known to have done so
-        self.held: dict[tuple[int, int], deque[Any]] = {}  # by stage and micro-batch: what a backward pass needs, or its second half
+        # by stage and micro-batch: what a backward pass needs, or its second half
+        self.held: dict[tuple[int, int], deque[Any]] = {}
         self.sums: dict[int, Tensor] = {}
 
     def compute(self, action: Action, recording: Recording | None) -> None:
@@ -196,7 +245,11 @@ class _Step:
         else:
             held = self.held.pop((stage, micro))
             if kind is not Kind.BACKWARD_WEIGHT:
-                x = loss_gradient(self.sums[micro], self.scale) if last else self._take(Message(Kind.BACKWARD, stage, micro), action)
+                x = (
+                    loss_gradient(self.sums[micro], self.scale)
+                    if last
+                    else self._take(Message(Kind.BACKWARD, stage, micro), action)
+                )
         begin = None if recording is None else recording.now()
         y, left = self.pipeline.compute(action, x, held)
         if kind is Kind.BACKWARD_INPUT or kind is Kind.FORWARD and torch.is_grad_enabled():
@@ -219,7 +272,10 @@ class _Step:
         coming = self.inbox.pop(message)
         if isinstance(coming, Tensor):
             return coming
-        with self._with_neighbour(source_of(message, self.placement), f"send {_what(message)} to the {WORDS[action.kind]} pass of stage {action.stage}"):
+        with self._with_neighbour(
+            source_of(message, self.placement),
+            f"send {_what(message)} to the {WORDS[action.kind]} pass of stage {action.stage}",
+        ):
             x = coming.wait()
         to, count = self.receipts[message]
         while self.arrived.get(to, 0) < count:
@@ -233,11 +289,15 @@ class _Step:
 
     def _with_neighbour(self, other: int, what: str) -> AbstractContextManager[None]:
         """While a neighbour is waited for to do something."""
+
         def text(seconds: float) -> str:
             ranks = self.pipeline.groups.pp.ranks
             stages = [str(stage) for stage, rank in enumerate(self.placement) if rank == other]
             named = f"stage{'s' * (len(stages) > 1)} {' and '.join(stages)} (rank {ranks[other]})"
-            return f"rank {ranks[self.rank]} waited {seconds:.1f} s for pipeline {named} to {what}. That rank"
+            return (
+                f"rank {ranks[self.rank]} waited {seconds:.1f} s for pipeline {named} to "
+                f"{what}. That rank"
+            )
 
         return waiting(text)
 
@@ -245,18 +305,35 @@ class _Step:
         (_, to), message = channel_of(action, self.placement)
         queue = self.sending.setdefault(to, deque())
         with self._with_neighbour(to, f"take {_what(message)}"):
-            queue.append(Sending(self.outbox.pop(message), to, self.pipeline.groups.channel(self.rank, to), self._tag(message)))
-            if not torch.is_grad_enabled() and len(queue) > UNRECEIVED:  # nothing comes back that would prove an arrival
+            queue.append(
+                Sending(
+                    self.outbox.pop(message),
+                    to,
+                    self.pipeline.groups.channel(self.rank, to),
+                    self._tag(message),
+                )
+            )
+            # nothing comes back that would prove an arrival
+            if not torch.is_grad_enabled() and len(queue) > UNRECEIVED:
                 self._settle(to)
 
     def receive(self, action: Action) -> None:
         (source, _), message = channel_of(action, self.placement)
         channel = self.pipeline.groups.channel(source, self.rank)
         with self._with_neighbour(source, f"send {_what(message)}"):
-            self.inbox[message] = Receiving(self.pipeline.shape, self.pipeline.model.dtype, self.pipeline.device, source, channel, self._tag(message))
+            self.inbox[message] = Receiving(
+                self.pipeline.shape,
+                self.pipeline.model.dtype,
+                self.pipeline.device,
+                source,
+                channel,
+                self._tag(message),
+            )
 
     def _tag(self, message: Message) -> int:
-        return 2 * (message.micro * len(self.placement) + message.stage) + (message.kind is Kind.BACKWARD)
+        return 2 * (message.micro * len(self.placement) + message.stage) + (
+            message.kind is Kind.BACKWARD
+        )
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
@@ -264,24 +341,39 @@ class _Step:
             with self._with_neighbour(to, "take the last messages of the step"):
                 while queue:
                     queue.popleft().wait()
-        assert not (self.inbox or self.outbox or self.held or self.micro_batches), "the schedule left something undone"
+        assert not (self.inbox or self.outbox or self.held or self.micro_batches), (
+            "the schedule left something undone"
+        )
 
 
 def calls_of(kind: Kind, layers: Sequence[Layer]) -> list[Call]:
-    """The passes that a computation of a stage consists of. A layer that cannot split its backward pass does all of it in the first half."""
+    """The passes that a computation of a stage consists of. A layer that cannot split its backward
+    pass does all of it in the first half.
+    """
     if kind is Kind.FORWARD:
         return [(layer, kind) for layer in layers]
     if kind is Kind.BACKWARD_INPUT:
-        return [(layer, kind if layer.splits_backward else Kind.BACKWARD) for layer in reversed(layers)]
-    return [(layer, kind) for layer in reversed(layers) if kind is Kind.BACKWARD or layer.splits_backward]
+        return [
+            (layer, kind if layer.splits_backward else Kind.BACKWARD) for layer in reversed(layers)
+        ]
+    return [
+        (layer, kind)
+        for layer in reversed(layers)
+        if kind is Kind.BACKWARD or layer.splits_backward
+    ]
 
 
 def loss_gradient(sums: Tensor, scale: float) -> Tensor:
-    """dy of a head's output [objective sum, reported loss sum], for the gradient of scale x objective."""
+    """dy of a head's output [objective sum, reported loss sum], for the gradient of scale x
+    objective.
+    """
     dy = torch.zeros_like(sums)
     dy[0].fill_(scale)  # a tensor of numbers would be copied from the host, which waits for the GPU
     return dy
 
 
 def _what(message: Message) -> str:
-    return f"{'activations' if message.kind is Kind.FORWARD else 'the gradient'} of micro-batch {message.micro}"
+    return (
+        f"{'activations' if message.kind is Kind.FORWARD else 'the gradient'} of micro-batch "
+        f"{message.micro}"
+    )

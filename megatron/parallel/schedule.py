@@ -1,8 +1,10 @@
-"""Pipeline schedules as data: for each rank the list of what it computes, sends and receives, in order.
+"""Pipeline schedules as data: for each rank the list of what it computes, sends and receives, in
+order.
 
-A model is cut into stages, numbered along the forward pass; `placement` says which rank holds each (several per rank: virtual stages). A schedule
-is a pure function of (ranks, virtual stages, micro-batches). It knows nothing of the data-parallel side: gathers and reductions follow
-from the order of the computations.
+A model is cut into stages, numbered along the forward pass; `placement` says which rank holds each
+(several per rank: virtual stages). A schedule is a pure function of (ranks, virtual stages,
+micro-batches). It knows nothing of the data-parallel side: gathers and reductions follow from the
+order of the computations.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ class Kind(enum.Enum):
 
     FORWARD = "F"
     BACKWARD = "B"  # input and weight gradients
-    BACKWARD_INPUT = "I"  # input gradients (with those of norms and biases, and all of embedding and head)
+    # input gradients (with those of norms and biases, and all of embedding and head)
+    BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"  # the weight gradients that BACKWARD_INPUT left out
     SEND_FORWARD = "SF"  # the stage's output, to the next stage
     RECEIVE_FORWARD = "RF"  # the stage's input, from the stage before; posted, not awaited
     SEND_BACKWARD = "SB"  # the gradient of the stage's input, to the stage before
-    RECEIVE_BACKWARD = "RB"  # the gradient of the stage's output, from the next stage; posted, not awaited
+    # the gradient of the stage's output, from the next stage; posted, not awaited
+    RECEIVE_BACKWARD = "RB"
 
     __hash__ = object.__hash__  # Enum's runs in Python, for each of millions of actions
 
@@ -35,7 +39,9 @@ COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind
 
 
 class Action(NamedTuple):
-    """One entry of a rank's list. `stage` is the stage that computes, or whose input or output travels."""
+    """One entry of a rank's list. `stage` is the stage that computes, or whose input or output
+    travels.
+    """
 
     kind: Kind
     stage: int
@@ -43,7 +49,9 @@ class Action(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What travels between two ranks: `kind` FORWARD is the input of `stage`, BACKWARD the gradient of its output."""
+    """What travels between two ranks: `kind` FORWARD is the input of `stage`, BACKWARD the gradient
+    of its output.
+    """
 
     kind: Kind
     stage: int  # that receives
@@ -69,11 +77,17 @@ class Schedule:
 
 
 def needs(action: Action, placement: Sequence[int]) -> Message | None:
-    """The message that a computation waits for; None when its input is made on the same rank, or there is none."""
+    """The message that a computation waits for; None when its input is made on the same rank, or
+    there is none.
+    """
     kind, stage, micro = action
     if kind is Kind.FORWARD and stage > 0 and placement[stage - 1] != placement[stage]:
         return Message(Kind.FORWARD, stage, micro)
-    if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and stage + 1 < len(placement) and placement[stage + 1] != placement[stage]:
+    if (
+        kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        and stage + 1 < len(placement)
+        and placement[stage + 1] != placement[stage]
+    ):
         return Message(Kind.BACKWARD, stage, micro)
     return None
 
@@ -81,23 +95,41 @@ def needs(action: Action, placement: Sequence[int]) -> Message | None:
 def makes(action: Action, placement: Sequence[int]) -> Message | None:
     """The message that a computation leaves to be sent; None when its result stays on the rank."""
     kind, stage, micro = action
-    if kind is Kind.FORWARD and stage + 1 < len(placement) and placement[stage + 1] != placement[stage]:
+    if (
+        kind is Kind.FORWARD
+        and stage + 1 < len(placement)
+        and placement[stage + 1] != placement[stage]
+    ):
         return Message(Kind.FORWARD, stage + 1, micro)
-    if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and stage > 0 and placement[stage - 1] != placement[stage]:
+    if (
+        kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        and stage > 0
+        and placement[stage - 1] != placement[stage]
+    ):
         return Message(Kind.BACKWARD, stage - 1, micro)
     return None
 
 
 def receipts(schedule: Schedule, rank: int) -> dict[Message, tuple[int, int]]:
-    """For each message that a rank receives: (its sender, how many of this rank's messages to that sender it proves to have arrived).
+    """For each message that a rank receives: (its sender, how many of this rank's messages to that
+    sender it proves to have arrived).
 
-    Gloo does not say that a send is complete unless one waits for it; but who sends the result of a computation has received what his
-    earlier computations needed.
+    Gloo does not say that a send is complete unless one waits for it; but who sends the result of a
+    computation has received what his earlier computations needed.
     """
     placement, found = schedule.placement, {}
-    mine = [message for action in schedule.actions[rank] if action.kind in COMPUTATIONS and (message := makes(action, placement)) is not None]
-    neighbours = {placement[stage + step] for stage in range(len(placement)) if placement[stage] == rank for step in (-1, 1)
-                  if 0 <= stage + step < len(placement)} - {rank}
+    mine = [
+        message
+        for action in schedule.actions[rank]
+        if action.kind in COMPUTATIONS and (message := makes(action, placement)) is not None
+    ]
+    neighbours = {
+        placement[stage + step]
+        for stage in range(len(placement))
+        if placement[stage] == rank
+        for step in (-1, 1)
+        if 0 <= stage + step < len(placement)
+    } - {rank}
     for peer in neighbours:
         order = [action for action in schedule.actions[peer] if action.kind in COMPUTATIONS]
         used = {needs(action, placement): index for index, action in enumerate(order)}
@@ -112,18 +144,23 @@ def receipts(schedule: Schedule, rank: int) -> dict[Message, tuple[int, int]]:
     return found
 
 
-def communicate(orders: Sequence[Sequence[Action]], placement: Sequence[int]) -> tuple[tuple[Action, ...], ...]:
+def communicate(
+    orders: Sequence[Sequence[Action]], placement: Sequence[int]
+) -> tuple[tuple[Action, ...], ...]:
     """Add sends and receives to each rank's computations.
 
-    A send follows its computation. A receive is posted one computation before the one that waits for it, so that it travels beside that one;
-    earlier where the sender sends it before what is needed sooner: messages from one rank to another are received in the order in which they leave.
+    A send follows its computation. A receive is posted one computation before the one that waits
+    for it, so that it travels beside that one; earlier where the sender sends it before what is
+    needed sooner: messages from one rank to another are received in the order in which they leave.
     """
     produced: dict[tuple[int, int], list[Message]] = {}
     for rank, order in enumerate(orders):
         for action in order:
             if (message := makes(action, placement)) is not None:
                 produced.setdefault((rank, placement[message.stage]), []).append(message)
-    consumed = [{needs(action, placement): index for index, action in enumerate(order)} for order in orders]
+    consumed = [
+        {needs(action, placement): index for index, action in enumerate(order)} for order in orders
+    ]
     posts: list[dict[int, list[Action]]] = [{} for _ in orders]
     for (_, receiver), messages in produced.items():
         latest = len(orders[receiver])
@@ -148,8 +185,12 @@ def communicate(orders: Sequence[Sequence[Action]], placement: Sequence[int]) ->
 
 
 def _order(letters: str, micro_batches: int, stage: int, upper_stage: int = -1) -> list[Action]:
-    """Computations spelled as `Kind` values, those of `upper_stage` in small letters. A letter means its next micro-batch; past the last, nothing."""
-    meaning = {kind.value: (kind, stage) for kind in COMPUTATIONS} | {kind.value.lower(): (kind, upper_stage) for kind in COMPUTATIONS}
+    """Computations spelled as `Kind` values, those of `upper_stage` in small letters. A letter
+    means its next micro-batch; past the last, nothing.
+    """
+    meaning = {kind.value: (kind, stage) for kind in COMPUTATIONS} | {
+        kind.value.lower(): (kind, upper_stage) for kind in COMPUTATIONS
+    }
     count = dict.fromkeys(meaning, 0)
     order = []
     for letter in letters:
@@ -161,48 +202,78 @@ def _order(letters: str, micro_batches: int, stage: int, upper_stage: int = -1) 
 
 def _gpipe(ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
     """All forward passes, then all backward passes (Huang et al. 2019)."""
-    return [_order("F" * micro_batches + "B" * micro_batches, micro_batches, rank) for rank in range(ranks)]
+    return [
+        _order("F" * micro_batches + "B" * micro_batches, micro_batches, rank)
+        for rank in range(ranks)
+    ]
 
 
 def _one_forward_one_backward(ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
     """Rank r holds at most ranks - r micro-batches (PipeDream-flush, Narayanan et al. 2021)."""
-    return [_order("F" * (ranks - rank - 1) + "FB" * micro_batches, micro_batches, rank) for rank in range(ranks)]
+    return [
+        _order("F" * (ranks - rank - 1) + "FB" * micro_batches, micro_batches, rank)
+        for rank in range(ranks)
+    ]
 
 
 def _interleaved(ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
-    """Rank r runs its virtual stages in turn, for one group of micro-batches after the other (Narayanan et al. 2021).
+    """Rank r runs its virtual stages in turn, for one group of micro-batches after the other
+    (Narayanan et al. 2021).
 
-    Groups are as even as can be and hold at least `ranks` micro-batches (a smaller one could wait for itself); the larger ones come first, since they
-    say how far forward passes run ahead. Rank r holds at most 2 (ranks - r - 1) + (virtual - 1) x group + 1 pairs of stage and micro-batch.
+    Groups are as even as can be and hold at least `ranks` micro-batches (a smaller one could wait
+    for itself); the larger ones come first, since they say how far forward passes run ahead. Rank r
+    holds at most 2 (ranks - r - 1) + (virtual - 1) x group + 1 pairs of stage and micro-batch.
     """
     groups = max(micro_batches // ranks, 1)
     sizes = [micro_batches // groups + (group < micro_batches % groups) for group in range(groups)]
     starts = [sum(sizes[:group]) for group in range(groups)]
-    forward = [(turn * ranks, start + i) for start, size in zip(starts, sizes) for turn in range(virtual) for i in range(size)]
-    backward = [(turn * ranks, start + i) for start, size in zip(starts, sizes) for turn in reversed(range(virtual)) for i in range(size)]
+    forward = [
+        (turn * ranks, start + i)
+        for start, size in zip(starts, sizes)
+        for turn in range(virtual)
+        for i in range(size)
+    ]
+    backward = [
+        (turn * ranks, start + i)
+        for start, size in zip(starts, sizes)
+        for turn in reversed(range(virtual))
+        for i in range(size)
+    ]
     orders = []
     for rank in range(ranks):
         forwards = [Action(Kind.FORWARD, first + rank, micro) for first, micro in forward]
         backwards = [Action(Kind.BACKWARD, first + rank, micro) for first, micro in backward]
         ahead = min(2 * (ranks - rank - 1) + (virtual - 1) * sizes[0], len(forwards))
         pairs = zip(forwards[ahead:], backwards)
-        orders.append([*forwards[:ahead], *(action for pair in pairs for action in pair), *backwards[len(backwards) - ahead:]])
+        orders.append(
+            [
+                *forwards[:ahead],
+                *(action for pair in pairs for action in pair),
+                *backwards[len(backwards) - ahead :],
+            ]
+        )
     return orders
 
 
 def _zero_bubble(ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
-    """ZB-H1 (Qi et al. 2023): 1F1B of input gradients; rank r is r micro-batches late with weight gradients, for which it has time at the end.
+    """ZB-H1 (Qi et al. 2023): 1F1B of input gradients; rank r is r micro-batches late with weight
+    gradients, for which it has time at the end.
 
     Every rank holds min(ranks, micro_batches) micro-batches from forward pass to weight gradient.
     """
-    return [_order("F" * (ranks - rank - 1) + "FI" * rank + "FIW" * micro_batches, micro_batches, rank) for rank in range(ranks)]
+    return [
+        _order("F" * (ranks - rank - 1) + "FI" * rank + "FIW" * micro_batches, micro_batches, rank)
+        for rank in range(ranks)
+    ]
 
 
 def _zero_bubble_v(ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
-    """ZB-V (Qi et al. 2023): rank r holds stage r on the way down and stage 2 ranks - 1 - r on the way up, so that rank 0 ends the forward pass.
+    """ZB-V (Qi et al. 2023): rank r holds stage r on the way down and stage 2 ranks - 1 - r on the
+    way up, so that rank 0 ends the forward pass.
 
-    With at least 2 ranks - 1 micro-batches and equal costs no rank waits between its first and its last action; fewer run what of that list
-    is theirs. Every rank holds at most 2 ranks pairs of stage and micro-batch, the activations of `ranks` micro-batches on a whole rank's layers.
+    With at least 2 ranks - 1 micro-batches and equal costs no rank waits between its first and its
+    last action; fewer run what of that list is theirs. Every rank holds at most 2 ranks pairs of
+    stage and micro-batch, the activations of `ranks` micro-batches on a whole rank's layers.
     """
     count = max(micro_batches, 2 * ranks - 1)
     orders = []
@@ -226,20 +297,33 @@ BUILDERS = {
 
 @functools.lru_cache(maxsize=64)
 def build_schedule(name: str, ranks: int, virtual: int, micro_batches: int) -> Schedule:
-    """The schedule of one training step. Each stage accumulates its gradients in the order of the micro-batches, in every schedule."""
+    """The schedule of one training step. Each stage accumulates its gradients in the order of the
+    micro-batches, in every schedule.
+    """
     placement = place(name, ranks, virtual)
     assert ranks >= 1 and micro_batches >= 1, f"{ranks} ranks, {micro_batches} micro-batches"
     assert SCHEDULES[name].virtual in (None, virtual), f"{name} with {virtual} stages a rank"
-    return Schedule(name, placement, micro_batches, communicate(BUILDERS[name](ranks, virtual, micro_batches), placement))
+    return Schedule(
+        name,
+        placement,
+        micro_batches,
+        communicate(BUILDERS[name](ranks, virtual, micro_batches), placement),
+    )
 
 
 @functools.lru_cache(maxsize=64)
 def forward_only(placement: tuple[int, ...], micro_batches: int) -> Schedule:
-    """Evaluation: the forward passes alone, on the stages as they are placed; at each turn a rank runs the last of its stages that has an input."""
+    """Evaluation: the forward passes alone, on the stages as they are placed; at each turn a rank
+    runs the last of its stages that has an input.
+    """
     orders: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
     done = [0] * len(placement)
     while done[-1] < micro_batches:
-        ready = [stage for stage, count in enumerate(done) if count < (done[stage - 1] if stage else micro_batches)]
+        ready = [
+            stage
+            for stage, count in enumerate(done)
+            if count < (done[stage - 1] if stage else micro_batches)
+        ]
         for stage in {placement[stage]: stage for stage in ready}.values():
             orders[placement[stage]].append(Action(Kind.FORWARD, stage, done[stage]))
             done[stage] += 1

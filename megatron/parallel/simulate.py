@@ -1,4 +1,6 @@
-"""The time line of a schedule and what its activations take, from the cost of each computation and message."""
+"""The time line of a schedule and what its activations take, from the cost of each computation and
+message.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,26 @@ class Costs:
     forward: tuple[float, ...]  # by stage
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]  # a whole backward pass costs both
-    message: float = 0.0  # that a message fills its link, from one rank to another: bytes / bandwidth
+    # that a message fills its link, from one rank to another: bytes / bandwidth
+    message: float = 0.0
     latency: float = 0.0  # from then to its arrival
 
     @staticmethod
-    def even(schedule: Schedule, forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0,
-             message: float = 0.0, latency: float = 0.0) -> Costs:
-        """Stages that cost the same. The first three are those of one micro-batch on a whole rank, whatever the number of its stages."""
+    def even(
+        schedule: Schedule,
+        forward: float = 1.0,
+        backward_input: float = 1.0,
+        backward_weight: float = 1.0,
+        message: float = 0.0,
+        latency: float = 0.0,
+    ) -> Costs:
+        """Stages that cost the same. The first three are those of one micro-batch on a whole rank,
+        whatever the number of its stages.
+        """
         share = schedule.ranks / schedule.stages
-        parts = ((cost * share,) * schedule.stages for cost in (forward, backward_input, backward_weight))
+        parts = (
+            (cost * share,) * schedule.stages for cost in (forward, backward_input, backward_weight)
+        )
         return Costs(*parts, message, latency)
 
     def of(self, kind: Kind, stage: int) -> float:
@@ -33,12 +46,18 @@ class Costs:
             return self.forward[stage]
         if kind is Kind.BACKWARD:
             return self.backward_input[stage] + self.backward_weight[stage]
-        return self.backward_input[stage] if kind is Kind.BACKWARD_INPUT else self.backward_weight[stage]
+        return (
+            self.backward_input[stage]
+            if kind is Kind.BACKWARD_INPUT
+            else self.backward_weight[stage]
+        )
 
 
 @dataclass
 class _Link:
-    """From one rank to another. A message starts when its send and its receive are posted and the one before it has left."""
+    """From one rank to another. A message starts when its send and its receive are posted and the
+    one before it has left.
+    """
 
     sent: list[float]
     posted: list[float]
@@ -55,7 +74,9 @@ class _Link:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """When each computation runs, the earliest that order and messages allow. Raises ScheduleError on a deadlock; `check` says what else is wrong."""
+    """When each computation runs, the earliest that order and messages allow. Raises ScheduleError
+    on a deadlock; `check` says what else is wrong.
+    """
     placement = schedule.placement
     rows: list[list[Span]] = [[] for _ in schedule.actions]
     clock = [0.0] * schedule.ranks
@@ -84,14 +105,22 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     return Timeline(schedule.name, placement, schedule.micro_batches, tuple(map(tuple, rows)))
 
 
-def peak_activations(schedule: Schedule, held: tuple[float, ...] | None = None, stash: float = 1.0) -> tuple[float, ...]:
+def peak_activations(
+    schedule: Schedule, held: tuple[float, ...] | None = None, stash: float = 1.0
+) -> tuple[float, ...]:
     """The most that each rank holds at a time, by the order of its list alone.
 
-    A forward pass of stage s adds held[s]: bytes, or by default that stage's share of a rank's layers, so that one micro-batch on a whole rank is 1.
-    The backward pass gives it back; where it is split the input gradient keeps the part `stash` of it until the weight gradient.
+    A forward pass of stage s adds held[s]: bytes, or by default that stage's share of a rank's
+    layers, so that one micro-batch on a whole rank is 1. The backward pass gives it back; where it
+    is split the input gradient keeps the part `stash` of it until the weight gradient.
     """
     held = held or (schedule.ranks / schedule.stages,) * schedule.stages
-    kept = {Kind.FORWARD: 1.0, Kind.BACKWARD: -1.0, Kind.BACKWARD_INPUT: stash - 1, Kind.BACKWARD_WEIGHT: -stash}
+    kept = {
+        Kind.FORWARD: 1.0,
+        Kind.BACKWARD: -1.0,
+        Kind.BACKWARD_INPUT: stash - 1,
+        Kind.BACKWARD_WEIGHT: -stash,
+    }
     peaks = []
     for actions in schedule.actions:
         now = peak = 0.0

@@ -44,7 +44,9 @@ class Timeline:
         return sum(span.end - span.begin for span in self.rows[rank])
 
     def idle(self, rank: int) -> float:
-        """Time of the whole step, from any rank's first to any rank's last computation, in which the rank does not compute."""
+        """Time of the whole step, from any rank's first to any rank's last computation, in which
+        the rank does not compute.
+        """
         return self.end - self.begin - self.busy(rank)
 
     def idle_inside(self, rank: int) -> float:
@@ -61,7 +63,14 @@ class Timeline:
     def to_json(self) -> str:
         """One JSON object; a span is [kind, stage, micro-batch, begin, end]."""
         rows = [[[span.kind.value, *span[1:]] for span in row] for row in self.rows]
-        return json.dumps({"schedule": self.schedule, "placement": list(self.placement), "micro_batches": self.micro_batches, "rows": rows})
+        return json.dumps(
+            {
+                "schedule": self.schedule,
+                "placement": list(self.placement),
+                "micro_batches": self.micro_batches,
+                "rows": rows,
+            }
+        )
 
     @staticmethod
     def from_json(text: str) -> Timeline:
@@ -69,9 +78,16 @@ class Timeline:
         try:
             data = json.loads(text)
             rows = tuple(tuple(_span(*values) for values in row) for row in data["rows"])
-            timeline = Timeline(str(data["schedule"]), tuple(map(int, data["placement"])), int(data["micro_batches"]), rows)
+            timeline = Timeline(
+                str(data["schedule"]),
+                tuple(map(int, data["placement"])),
+                int(data["micro_batches"]),
+                rows,
+            )
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"not the JSON of a time line: {type(error).__name__}: {error}") from None
+            raise UserError(
+                f"not the JSON of a time line: {type(error).__name__}: {error}"
+            ) from None
         if problem := _problem(timeline):
             raise UserError(f"not a time line: {problem}")
         return timeline
@@ -88,7 +104,11 @@ def _problem(timeline: Timeline) -> str | None:
         return f"its placement {timeline.placement} names a rank that has no row; there are {ranks}"
     for rank, row in enumerate(timeline.rows):
         for span, after in zip(row, (*row[1:], None)):
-            if span.kind not in COMPUTATIONS or not 0 <= span.stage < len(timeline.placement) or not 0 <= span.micro < timeline.micro_batches:
+            if (
+                span.kind not in COMPUTATIONS
+                or not 0 <= span.stage < len(timeline.placement)
+                or not 0 <= span.micro < timeline.micro_batches
+            ):
                 return f"rank {rank} has {span}"
             if not span.begin <= span.end or after is not None and not span.end <= after.begin:
                 return f"rank {rank}: {span} does not end before {after or 'its end'}"

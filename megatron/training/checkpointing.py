@@ -1,4 +1,6 @@
-"""Where a run's checkpoints come from and go to: find the one to load, read it into the run, write one."""
+"""Where a run's checkpoints come from and go to: find the one to load, read it into the run, write
+one.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,25 @@ from megatron.training.run import Run
 
 
 def join_tiers(config: Config, ranks: Ranks) -> Tiers | None:
-    """The local tier; None without --local-checkpoint-dir. Raises UserError on every rank when it cannot be used."""
+    """The local tier; None without --local-checkpoint-dir. Raises UserError on every rank when it
+    cannot be used.
+    """
     options = config.checkpoint
-    return None if options.local_checkpoint_dir is None else Tiers(options.local_checkpoint_dir, ranks, options.local_redundancy)
+    return (
+        None
+        if options.local_checkpoint_dir is None
+        else Tiers(options.local_checkpoint_dir, ranks, options.local_redundancy)
+    )
 
 
-def locate_checkpoint(config: Config, ranks: Ranks = ONE, tiers: Tiers | None = None) -> Checkpoint | None:
-    """The checkpoint that --load names, or a newer one of the local tier; None for a first start. Rank 0 finds it and the others open that one,
-    whatever appears meanwhile.
+def locate_checkpoint(
+    config: Config, ranks: Ranks = ONE, tiers: Tiers | None = None
+) -> Checkpoint | None:
+    """The checkpoint that --load names, or a newer one of the local tier; None for a first start.
+    Rank 0 finds it and the others open that one, whatever appears meanwhile.
 
-    Raises UserError when it must exist and does not, is damaged, or is not the same one on every rank.
+    Raises UserError when it must exist and does not, is damaged, or is not the same one on every
+    rank.
     """
     options = config.checkpoint
     if options.load is None:
@@ -48,11 +59,20 @@ def locate_checkpoint(config: Config, ranks: Ranks = ONE, tiers: Tiers | None = 
     if tiers is not None and options.ckpt_step is None and not options.finetune:
         checkpoint = tiers.newest(options.load, options.save, options.allow_older_checkpoint)
     else:
-        checkpoint = open_checkpoint(options.load, options.ckpt_step, ranks=ranks, older=options.allow_older_checkpoint)
+        checkpoint = open_checkpoint(
+            options.load, options.ckpt_step, ranks=ranks, older=options.allow_older_checkpoint
+        )
     with together(ranks.world, ranks.device):
-        first_start = options.load == options.save and options.ckpt_step is None and not options.exit_on_missing_checkpoint
+        first_start = (
+            options.load == options.save
+            and options.ckpt_step is None
+            and not options.exit_on_missing_checkpoint
+        )
         if checkpoint is None and (not first_start or config.evaluation.skip_train):
-            raise CheckpointError(f"--load {options.load}: no checkpoint there; give the folder that --save wrote to, or drop --load to start a new run")
+            raise CheckpointError(
+                f"--load {options.load}: no checkpoint there; give the folder that --save "
+                "wrote to, or drop --load to start a new run"
+            )
     return checkpoint
 
 
@@ -60,28 +80,48 @@ def fetch(checkpoint: Checkpoint, run: Run) -> None:
     """Bring what this rank reads of a local checkpoint to its node; all ranks call it."""
     if isinstance(checkpoint, LocalCheckpoint):
         with_states = run.config.checkpoint.load_optim and not run.config.evaluation.skip_train
-        pairs = [*run.optimizer.weight_boxes(), *(run.optimizer.state_boxes() if with_states else ())]
+        pairs = [
+            *run.optimizer.weight_boxes(),
+            *(run.optimizer.state_boxes() if with_states else ()),
+        ]
         size = checkpoint.fetch(box for box, _ in pairs)
         if size:
             print(f" {size / 1e9:.3g} GB of local shards were fetched from other nodes", flush=True)
 
 
 def load(checkpoint: Checkpoint, run: Run) -> None:
-    """Read weights, and unless --finetune or --no-load-optim optimizer state, into the run's buffers."""
+    """Read weights, and unless --finetune or --no-load-optim optimizer state, into the run's
+    buffers.
+    """
     run.optimizer.fill_weights(checkpoint.read_all)
-    if run.config.checkpoint.finetune or not run.config.checkpoint.load_optim or run.config.evaluation.skip_train:
+    if (
+        run.config.checkpoint.finetune
+        or not run.config.checkpoint.load_optim
+        or run.config.evaluation.skip_train
+    ):
         return
-    missing = [name for name in run.optimizer.state_names if not any(held.startswith(f"optimizer.{name}.") for held in checkpoint.names)]
+    missing = [
+        name
+        for name in run.optimizer.state_names
+        if not any(held.startswith(f"optimizer.{name}.") for held in checkpoint.names)
+    ]
     if missing:
-        raise CheckpointError(f"{checkpoint.path}: holds no optimizer state {' and '.join(missing)} (--no-save-optim, or another --optimizer); "
-                              "give --no-load-optim to start with fresh state")
+        raise CheckpointError(
+            f"{checkpoint.path}: holds no optimizer state {' and '.join(missing)} "
+            "(--no-save-optim, or another --optimizer); "
+            "give --no-load-optim to start with fresh state"
+        )
     run.optimizer.fill_states(checkpoint.read_all)
     run.optimizer.steps.fill_(checkpoint.state["optimizer_steps"])
     run.scaler.load(checkpoint.state["scaler"])
 
 
-def make_saver(config: Config, optimizer: Optimizer, ranks: Ranks, tracker: Tracker | None, tiers: Tiers | None) -> Saver | None:
-    """What writes the run's checkpoints and tells the tracker of them; None without --save. Raises UserError when the local tier lacks room."""
+def make_saver(
+    config: Config, optimizer: Optimizer, ranks: Ranks, tracker: Tracker | None, tiers: Tiers | None
+) -> Saver | None:
+    """What writes the run's checkpoints and tells the tracker of them; None without --save. Raises
+    UserError when the local tier lacks room.
+    """
     options = config.checkpoint
     if options.save is None:
         return None
@@ -92,10 +132,20 @@ def make_saver(config: Config, optimizer: Optimizer, ranks: Ranks, tracker: Trac
 
     def report(iteration: int, saved: Saved) -> None:
         if tracker is not None:
-            tracker.log(iteration, save_metrics(size=saved.bytes, seconds=saved.seconds, stall=saved.stall))
+            tracker.log(
+                iteration, save_metrics(size=saved.bytes, seconds=saved.seconds, stall=saved.stall)
+            )
 
-    return Saver(options.save, ranks, memory, retention=Policy(options.save_retain_interval, options.save_keep_last), verify=options.verify_integrity,
-                 tiers=tiers, rate=options.save_rate_limit, report=report)
+    return Saver(
+        options.save,
+        ranks,
+        memory,
+        retention=Policy(options.save_retain_interval, options.save_keep_last),
+        verify=options.verify_integrity,
+        tiers=tiers,
+        rate=options.save_rate_limit,
+        report=report,
+    )
 
 
 def _own_pairs(config: Config, optimizer: Optimizer) -> list[tuple[Box, Tensor]]:
@@ -106,17 +156,26 @@ def _own_pairs(config: Config, optimizer: Optimizer) -> list[tuple[Box, Tensor]]
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint of the run as it stands, or begin to, when --save is given. A failed save is said, and stops nothing."""
+    """Write a checkpoint of the run as it stands, or begin to, when --save is given. A failed save
+    is said, and stops nothing.
+    """
     if run.saver is not None:
         run.zero.settle()  # a checkpoint is of weights after the step
-        run.saver.save(run.progress.iteration, _own_pairs(run.config, run.optimizer), run_state(run), Replicas(run.optimizer))
+        run.saver.save(
+            run.progress.iteration,
+            _own_pairs(run.config, run.optimizer),
+            run_state(run),
+            Replicas(run.optimizer),
+        )
 
 
 def save_local(run: Run) -> None:
     """Write a checkpoint to the local tier alone."""
     run.zero.settle()
     check = partial(Replicas(run.optimizer).check, run.saver.ranks)
-    run.saver.tiers.save(run.progress.iteration, _own_pairs(run.config, run.optimizer), run_state(run), check)
+    run.saver.tiers.save(
+        run.progress.iteration, _own_pairs(run.config, run.optimizer), run_state(run), check
+    )
 
 
 def drain(run: Run) -> bool:
@@ -125,7 +184,9 @@ def drain(run: Run) -> bool:
 
 
 def lease_save_folder(config: Config, ranks: Ranks, job: str) -> Lease | None:
-    """On rank 0 the lease of --save, if that is given. Raises UserError on every rank while another run writes there. `job`: as `take_lease`'s."""
+    """On rank 0 the lease of --save, if that is given. Raises UserError on every rank while another
+    run writes there. `job`: as `take_lease`'s.
+    """
     root, lease = config.checkpoint.save, None
 
     def take() -> None:
@@ -140,9 +201,12 @@ def lease_save_folder(config: Config, ranks: Ranks, job: str) -> Lease | None:
     return lease
 
 
-def prepare_save_folder(config: Config, ranks: Ranks = ONE, tiers: Tiers | None = None, *, goes_on: bool = False) -> None:
-    """Make --save, and write into it from every rank: what is wrong with it is found before training, not at the first checkpoint. Unless the run
-    `goes_on` with what it has loaded from there, it is a new one from now on for the local tier.
+def prepare_save_folder(
+    config: Config, ranks: Ranks = ONE, tiers: Tiers | None = None, *, goes_on: bool = False
+) -> None:
+    """Make --save, and write into it from every rank: what is wrong with it is found before
+    training, not at the first checkpoint. Unless the run `goes_on` with what it has loaded from
+    there, it is a new one from now on for the local tier.
 
     Raises UserError on every rank when one cannot.
     """
@@ -151,6 +215,11 @@ def prepare_save_folder(config: Config, ranks: Ranks = ONE, tiers: Tiers | None 
         return
     try_folder(options.save, ranks)
     if not config.evaluation.skip_train:
-        run = settle_run(options.load if goes_on and not options.finetune else None, options.save, ranks, local=tiers is not None)
+        run = settle_run(
+            options.load if goes_on and not options.finetune else None,
+            options.save,
+            ranks,
+            local=tiers is not None,
+        )
         if tiers is not None:
             tiers.run = run

@@ -1,4 +1,6 @@
-"""Evaluation: always the same batches, the same forward pass, sums divided by the count of valid tokens."""
+"""Evaluation: always the same batches, the same forward pass, sums divided by the count of valid
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,18 @@ from megatron.training.run import Run
 
 
 @torch.no_grad()
-def evaluate(run: Run, source: Source, progress: Callable[[int, int], None] = lambda done, total: None) -> float | None:
-    """Mean loss per valid token over the first eval-iters x global-batch-size samples of a source, on every rank.
+def evaluate(
+    run: Run, source: Source, progress: Callable[[int, int], None] = lambda done, total: None
+) -> float | None:
+    """Mean loss per valid token over the first eval-iters x global-batch-size samples of a source,
+    on every rank.
 
     None when a signal came to any rank on the way. NaN when no token is valid.
     """
     batch = run.config.training.global_batch_size
     samples = run.config.evaluation.eval_iters * batch
-    step = run.chunk if run.groups.pp.size == 1 else batch  # a pipeline needs many at once to be full
+    # a pipeline needs many at once to be full
+    step = run.chunk if run.groups.pp.size == 1 else batch
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss sum, tokens
     for first in range(0, samples, step):
         if run.exits.agree(run.groups.world, run.device):

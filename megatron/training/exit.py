@@ -1,4 +1,6 @@
-"""When and how a run ends before its last iteration: intervals, durations, signals; each saves first."""
+"""When and how a run ends before its last iteration: intervals, durations, signals; each saves
+first.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,20 @@ class Exit:
 
 
 class ExitConditions:
-    """Notices SIGTERM and SIGUSR1 from construction on; a second signal of a kind meets the previous handler."""
+    """Notices SIGTERM and SIGUSR1 from construction on; a second signal of a kind meets the
+    previous handler.
+    """
 
     def __init__(self, config: TrainingConfig):
         self.config, self.start = config, time.monotonic()
         self.received: signal.Signals | None = None
-        self.agreed = [0.0] * (len(SIGNAL_CODES) + 1)  # ranks for each of `requests`, when they last exchanged them
+        # ranks for each of `requests`, when they last exchanged them
+        self.agreed = [0.0] * (len(SIGNAL_CODES) + 1)
         found = {number: signal.signal(number, self._receive) for number in SIGNAL_CODES}
-        self._previous = {number: handler.before if isinstance(handler, Early) else handler for number, handler in found.items()}
+        self._previous = {
+            number: handler.before if isinstance(handler, Early) else handler
+            for number, handler in found.items()
+        }
 
     def _receive(self, number: int, _frame: object) -> None:
         self.received = signal.Signals(number)
@@ -38,13 +46,17 @@ class ExitConditions:
         print(f"received {self.received.name}: saving and exiting after this step", flush=True)
 
     def requests(self) -> list[float]:
-        """What asks this rank for the end, 1 or 0 each: the signals of SIGNAL_CODES in order, then --exit-duration-in-mins."""
+        """What asks this rank for the end, 1 or 0 each: the signals of SIGNAL_CODES in order, then
+        --exit-duration-in-mins.
+        """
         limit = self.config.exit_duration_in_mins
         over = limit is not None and (time.monotonic() - self.start) / 60 > limit
         return [*(float(self.received is number) for number in SIGNAL_CODES), float(over)]
 
     def agree(self, axis: Axis, device: torch.device) -> bool:
-        """Exchange requests between all ranks; whether a signal is among them. What ranks do next must depend on `agreed` alone."""
+        """Exchange requests between all ranks; whether a signal is among them. What ranks do next
+        must depend on `agreed` alone.
+        """
         own = torch.tensor(self.requests(), dtype=torch.float64, device=device)
         self.agreed = all_reduce(own, axis).tolist()
         return any(self.agreed[: len(SIGNAL_CODES)])

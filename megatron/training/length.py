@@ -6,11 +6,15 @@ from megatron.config.groups import Config
 from megatron.data.loader import Data, FileReader
 from megatron.model.arithmetic import iterations_for, samples_after
 
-MOST_EPOCHS = 4  # repeated data is worth as much as new data up to about here: Muennighoff et al. 2023, arXiv 2305.16264
+# repeated data is worth as much as new data up to about here: Muennighoff et al. 2023, arXiv
+# 2305.16264
+MOST_EPOCHS = 4
 
 
 def run_length(config: Config) -> tuple[int, int]:
-    """Iterations of a run, and the samples that they consume, through the ramp-up of the batch size."""
+    """Iterations of a run, and the samples that they consume, through the ramp-up of the batch
+    size.
+    """
     training = config.training
     iterations = training.train_iters
     if iterations is None:
@@ -21,11 +25,16 @@ def run_length(config: Config) -> tuple[int, int]:
 def length_line(config: Config) -> str:
     """One line for the banner."""
     iterations, samples = run_length(config)
-    return f"{iterations:,} iterations, {samples:,} samples, {samples * config.data.seq_length:,} tokens in all"
+    return (
+        f"{iterations:,} iterations, {samples:,} samples, "
+        f"{samples * config.data.seq_length:,} tokens in all"
+    )
 
 
 def epoch_lines(config: Config, data: Data) -> list[str]:
-    """A line for each training source: how many times the run reads it; a warning above MOST_EPOCHS."""
+    """A line for each training source: how many times the run reads it; a warning above
+    MOST_EPOCHS.
+    """
     if data.train is None or not isinstance(data.train.reader, FileReader):
         return []
     _, samples = run_length(config)
@@ -34,6 +43,13 @@ def epoch_lines(config: Config, data: Data) -> list[str]:
         return []
     for stream, index in zip(reader.streams, reader.blend.indices_at(samples), strict=True):
         epochs = index / stream.samples
-        text = f"train: {stream.dataset.prefix}: read {epochs:.3g} times in this run ({epochs:.3g} epochs)"
-        lines.append(f"warning: {text}; more than {MOST_EPOCHS} epochs teach little more" if epochs > MOST_EPOCHS else text)
+        text = (
+            f"train: {stream.dataset.prefix}: read {epochs:.3g} times in this run "
+            f"({epochs:.3g} epochs)"
+        )
+        lines.append(
+            f"warning: {text}; more than {MOST_EPOCHS} epochs teach little more"
+            if epochs > MOST_EPOCHS
+            else text
+        )
     return lines

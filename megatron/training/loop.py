@@ -14,14 +14,26 @@ from megatron.distributed.collectives import all_reduce
 from megatron.distributed.peers import PEERS
 from megatron.model.arithmetic import flops_per_iteration, global_batch_size_at, iterations_for
 from megatron.observe.console import evaluation_lines, training_line
-from megatron.observe.metrics import eta_seconds, evaluation_metrics, memory_metrics, rates, timer_metrics
+from megatron.observe.metrics import (
+    eta_seconds,
+    evaluation_metrics,
+    memory_metrics,
+    rates,
+    timer_metrics,
+)
 from megatron.parallel.pipeline import Recording
 from megatron.training.checkpointing import drain, save, save_local
 from megatron.training.evaluate import evaluate
 from megatron.training.exit import Exit
 from megatron.training.passes import schedule_of
 from megatron.training.run import Progress, Run
-from megatron.training.step import Pending, Report, forward_backward, non_finite_micro_batches, update
+from megatron.training.step import (
+    Pending,
+    Report,
+    forward_backward,
+    non_finite_micro_batches,
+    update,
+)
 
 COMPLETE = "training is complete"
 
@@ -32,7 +44,9 @@ class NonFiniteError(RuntimeError):
 
 @dataclass
 class Interval:
-    """What this process knows of the time since the last console line; sums of losses are in Progress, which checkpoints keep."""
+    """What this process knows of the time since the last console line; sums of losses are in
+    Progress, which checkpoints keep.
+    """
 
     started: float
     iterations: int = 0
@@ -48,14 +62,19 @@ def finished(config: Config, progress: Progress) -> bool:
 
 
 def last_iteration(config: Config, progress: Progress) -> int:
-    """The iteration at which the run ends; under --train-samples counted through the batch-size ramp-up."""
+    """The iteration at which the run ends; under --train-samples counted through the batch-size
+    ramp-up.
+    """
     if config.training.train_iters is not None:
         return config.training.train_iters
-    return progress.iteration + iterations_for(config.training.train_samples, config, progress.consumed_samples)
+    return progress.iteration + iterations_for(
+        config.training.train_samples, config, progress.consumed_samples
+    )
 
 
 def settle(run: Run, pending: Pending | None, interval: Interval) -> None:
-    """Read the last step's verdict, which the next step's learning rate and loss scale depend on, and act on it.
+    """Read the last step's verdict, which the next step's learning rate and loss scale depend on,
+    and act on it.
 
     Raises NonFiniteError under --nan-policy stop.
     """
@@ -80,14 +99,24 @@ def settle(run: Run, pending: Pending | None, interval: Interval) -> None:
     progress.open_skipped += 1
     iteration = progress.iteration
     if sum(report.tokens) == 0:
-        print(f"warning: iteration {iteration}: no valid token in samples {_samples(report)}; the step is skipped", flush=True)
+        print(
+            (
+                f"warning: iteration {iteration}: no valid token in samples {_samples(report)}; "
+                "the step is skipped"
+            ),
+            flush=True,
+        )
     elif real and run.config.training.nan_policy == "stop":
         raise NonFiniteError(_blame(run, report))
     elif real:
         progress.open_nan += 1
         where = [i for i, loss in enumerate(report.losses) if not math.isfinite(loss)]
-        print(f"warning: iteration {iteration}: NaN or Inf {'loss in micro-batches ' + str(where) if where else 'gradient'}, samples "
-              f"{_samples(report)}; the step is skipped (--nan-policy skip)", flush=True)
+        print(
+            f"warning: iteration {iteration}: NaN or Inf "
+            f"{'loss in micro-batches ' + str(where) if where else 'gradient'}, samples "
+            f"{_samples(report)}; the step is skipped (--nan-policy skip)",
+            flush=True,
+        )
 
 
 def _samples(report: Report) -> str:
@@ -96,24 +125,41 @@ def _samples(report: Report) -> str:
 
 def _blame(run: Run, report: Report) -> str:
     failed, size = non_finite_micro_batches(run, report), run.config.training.micro_batch_size
-    lines = [f"iteration {run.progress.iteration}: NaN or Inf; the weights are those of the iteration before, nothing was saved"]
+    lines = [
+        (
+            f"iteration {run.progress.iteration}: NaN or Inf; the weights are those of the "
+            "iteration before, nothing was saved"
+        )
+    ]
     for each in failed:
         first = report.first_sample + each.index * run.chunk + each.dp_rank * size
         where = f" of data-parallel rank {each.dp_rank}" if run.groups.dp.size > 1 else ""
-        lines.append(f"  micro-batch {each.index}{where}: {'loss' if each.in_loss else 'gradient'}, samples {first}..{first + size - 1}")
-    lines.append("resume from the last checkpoint with a lower --lr, or with --nan-policy skip to pass over such steps")
+        lines.append(
+            f"  micro-batch {each.index}{where}: {'loss' if each.in_loss else 'gradient'}, "
+            f"samples {first}..{first + size - 1}"
+        )
+    lines.append(
+        "resume from the last checkpoint with a lower --lr, or with --nan-policy skip to "
+        "pass over such steps"
+    )
     return "\n".join(lines)
 
 
 def pipeline_metrics(run: Run, recording: Recording, batch_size: int) -> dict[str, float]:
-    """The idle share of this rank's pipeline in the step just recorded; rank 0 writes --pipeline-timeline."""
-    timeline = run.pipeline.timeline(schedule_of(run, batch_size // run.chunk, training=True), recording)
+    """The idle share of this rank's pipeline in the step just recorded; rank 0 writes
+    --pipeline-timeline.
+    """
+    timeline = run.pipeline.timeline(
+        schedule_of(run, batch_size // run.chunk, training=True), recording
+    )
     if run.config.logging.pipeline_timeline is not None and run.groups.rank == 0:
         Path(run.config.logging.pipeline_timeline).write_text(timeline.to_json() + "\n")
     return {"pipeline-bubble-fraction": timeline.bubble}
 
 
-def log(run: Run, interval: Interval, learning_rate: float, recording: Recording | None) -> Interval:
+def log(
+    run: Run, interval: Interval, learning_rate: float, recording: Recording | None
+) -> Interval:
     """Print and track one console line; the next interval."""
     config, progress, report = run.config, run.progress, interval.last
     now = time.perf_counter()
@@ -123,7 +169,11 @@ def log(run: Run, interval: Interval, learning_rate: float, recording: Recording
         "consumed_samples": progress.consumed_samples,
         "consumed-tokens": progress.consumed_samples * seq,
         "lm loss": progress.open_loss / progress.open_steps if progress.open_steps else report.loss,
-        **{name: value / sum(report.tokens) for name, value in report.scalars.items() if sum(report.tokens)},
+        **{
+            name: value / sum(report.tokens)
+            for name, value in report.scalars.items()
+            if sum(report.tokens)
+        },
         "learning-rate": learning_rate,
         "batch-size": batch,
         "loss-scale": report.loss_scale,
@@ -131,23 +181,44 @@ def log(run: Run, interval: Interval, learning_rate: float, recording: Recording
         "skipped-train-samples": progress.skipped_samples,
         "world-size": run.groups.world.size,
         **rates(
-            seconds=seconds, tokens=batch * seq, flops=flops_per_iteration(config.model, batch, seq, run.vocab_size),
-            padded_flops=flops_per_iteration(config.model, batch, seq, run.padded_vocab), world_size=run.groups.world.size, peak_tflops=run.peak_tflops,
+            seconds=seconds,
+            tokens=batch * seq,
+            flops=flops_per_iteration(config.model, batch, seq, run.vocab_size),
+            padded_flops=flops_per_iteration(config.model, batch, seq, run.padded_vocab),
+            world_size=run.groups.world.size,
+            peak_tflops=run.peak_tflops,
         ),
         **memory_metrics(run.device),
-        **timer_metrics(run.timers.take(), iterations=interval.iterations, elapsed=seconds * interval.iterations,
-                        timing_log_level=config.logging.timing_log_level),
+        **timer_metrics(
+            run.timers.take(),
+            iterations=interval.iterations,
+            elapsed=seconds * interval.iterations,
+            timing_log_level=config.logging.timing_log_level,
+        ),
     }
     if recording is not None:
         metrics |= pipeline_metrics(run, recording, batch)
     if config.logging.log_num_zeros_in_grad:
-        metrics["num-zeros"] = int(all_reduce(run.optimizer.zero_gradients(), run.groups.world).item())
+        metrics["num-zeros"] = int(
+            all_reduce(run.optimizer.zero_gradients(), run.groups.world).item()
+        )
     if config.logging.log_params_norm:
         run.zero.settle()
-        metrics["params-norm"] = math.sqrt(all_reduce(run.optimizer.squared_weight_norm(), run.groups.world).item())
+        metrics["params-norm"] = math.sqrt(
+            all_reduce(run.optimizer.squared_weight_norm(), run.groups.world).item()
+        )
     end = last_iteration(config, progress)
-    print(training_line(progress.iteration, end, metrics, skipped=progress.open_skipped, nan=progress.open_nan,
-                        eta_seconds=eta_seconds(progress.iteration, end, seconds)), flush=True)
+    print(
+        training_line(
+            progress.iteration,
+            end,
+            metrics,
+            skipped=progress.open_skipped,
+            nan=progress.open_nan,
+            eta_seconds=eta_seconds(progress.iteration, end, seconds),
+        ),
+        flush=True,
+    )
     if run.tracker is not None:
         run.tracker.log(progress.iteration, metrics)
     progress.open_loss, progress.open_steps, progress.open_skipped, progress.open_nan = 0.0, 0, 0, 0
@@ -162,8 +233,13 @@ def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
     def tell(loss: float, bytes_per_token: float | None, label: str | None) -> None:
         print(evaluation_lines(run.progress.iteration, loss, split=split, source=label), flush=True)
         if run.tracker is not None:
-            measured = evaluation_metrics(loss, split=split, source=label, bytes_per_token=bytes_per_token)
-            run.tracker.log(run.progress.iteration, {"consumed_samples": run.progress.consumed_samples, **measured})
+            measured = evaluation_metrics(
+                loss, split=split, source=label, bytes_per_token=bytes_per_token
+            )
+            run.tracker.log(
+                run.progress.iteration,
+                {"consumed_samples": run.progress.consumed_samples, **measured},
+            )
 
     for name, source in sources.items():
         with run.timers("evaluation"):
@@ -174,13 +250,19 @@ def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
         tell(loss, source.bytes_per_token, name if len(sources) > 1 else None)
     if len(sources) > 1:
         sizes = [source.bytes_per_token for source in sources.values()]
-        tell(blended(sources, list(losses.values())), None if None in sizes else blended(sources, sizes), None)
+        tell(
+            blended(sources, list(losses.values())),
+            None if None in sizes else blended(sources, sizes),
+            None,
+        )
     return losses
 
 
 def blended(sources: dict[str, Source], values: list[float]) -> float:
     """The mean per token of a split's blend, of values per token of its sources."""
-    return sum(source.weight * value for source, value in zip(sources.values(), values, strict=True))
+    return sum(
+        source.weight * value for source, value in zip(sources.values(), values, strict=True)
+    )
 
 
 def _progress_line(what: str, quiet_seconds: float = 5.0) -> Callable[[int, int], None]:
@@ -192,13 +274,21 @@ def _progress_line(what: str, quiet_seconds: float = 5.0) -> Callable[[int, int]
         now = time.monotonic()
         if now - last >= quiet_seconds and done < total:
             last = now
-            print(f" {what}: {done}/{total} samples, ETA {(now - start) / done * (total - done):.0f} s", flush=True)
+            print(
+                (
+                    f" {what}: {done}/{total} samples, ETA "
+                    f"{(now - start) / done * (total - done):.0f} s"
+                ),
+                flush=True,
+            )
 
     return report
 
 
 def train(run: Run) -> Exit:
-    """Train until the run ends or an exit condition holds; a checkpoint is written before returning (with --save), or the exit code is 1."""
+    """Train until the run ends or an exit condition holds; a checkpoint is written before returning
+    (with --save), or the exit code is 1.
+    """
     config, progress, every = run.config, run.progress, run.config.evaluation.eval_interval
     interval, pending = Interval(time.perf_counter()), None
     while not finished(config, progress):
@@ -209,31 +299,59 @@ def train(run: Run) -> Exit:
             pending = None
         loss_scale = run.scaler.scale
         recording = Recording(run.device) if run.groups.pp.size > 1 else None
-        gradients = forward_backward(run, first_sample=progress.consumed_samples, batch_size=batch_size, loss_scale=loss_scale, recording=recording)
+        gradients = forward_backward(
+            run,
+            first_sample=progress.consumed_samples,
+            batch_size=batch_size,
+            loss_scale=loss_scale,
+            recording=recording,
+        )
         settle(run, pending, interval)
         clock = progress.scheduled_samples + batch_size
         learning_rate = run.schedule.learning_rate(clock)
         with run.timers("optimizer"):
-            pending = update(run, gradients, learning_rate=learning_rate, weight_decay=run.schedule.weight_decay(clock))
+            pending = update(
+                run,
+                gradients,
+                learning_rate=learning_rate,
+                weight_decay=run.schedule.weight_decay(clock),
+            )
         progress.iteration += 1
         progress.consumed_samples += batch_size
 
         iteration, last = progress.iteration, finished(config, progress)
         must_log = iteration % config.logging.log_interval == 0 or last
         must_evaluate = (bool(every) and iteration % every == 0 or last) and bool(run.data.valid)
-        must_save = config.checkpoint.save_interval is not None and iteration % config.checkpoint.save_interval == 0
-        must_save_local = config.checkpoint.local_save_interval is not None and iteration % config.checkpoint.local_save_interval == 0
-        if must_log or must_evaluate or must_save or must_save_local or pending.is_here or run.exits.check(iteration):
+        must_save = (
+            config.checkpoint.save_interval is not None
+            and iteration % config.checkpoint.save_interval == 0
+        )
+        must_save_local = (
+            config.checkpoint.local_save_interval is not None
+            and iteration % config.checkpoint.local_save_interval == 0
+        )
+        if (
+            must_log
+            or must_evaluate
+            or must_save
+            or must_save_local
+            or pending.is_here
+            or run.exits.check(iteration)
+        ):
             settle(run, pending, interval)
             pending = None
-        exit_now = run.exits.check(iteration)  # on a GPU a signal is seen one iteration late, by all ranks in the same one
+        # on a GPU a signal is seen one iteration late, by all ranks in the same one
+        exit_now = run.exits.check(iteration)
         if run.lease is not None:
             run.lease.check()
         if must_log:
             interval = log(run, interval, learning_rate, recording)
         paused = time.perf_counter()
         if must_evaluate:
-            progress.evaluation_due = run.exits.agree(run.groups.world, run.device) or evaluate_all(run, "validation") is None
+            progress.evaluation_due = (
+                run.exits.agree(run.groups.world, run.device)
+                or evaluate_all(run, "validation") is None
+            )
             exit_now = exit_now or run.exits.check(iteration)
         if must_save or exit_now or last:
             with run.timers("save-checkpoint"):
@@ -243,5 +361,7 @@ def train(run: Run) -> Exit:
                 save_local(run)
         interval.outside += time.perf_counter() - paused
         if exit_now and (progress.evaluation_due or not last):
-            return exit_now if drain(run) else Exit(f"{exit_now.reason}, but the last save failed", 1)
+            return (
+                exit_now if drain(run) else Exit(f"{exit_now.reason}, but the last save failed", 1)
+            )
     return Exit(COMPLETE, 0 if drain(run) else 1)

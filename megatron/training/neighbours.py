@@ -18,9 +18,13 @@ def megatron_core_lines() -> list[str]:
         version = metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
         return []
-    installed = f"megatron-core {version} is installed in this environment; this run does not use it. "
+    installed = (
+        f"megatron-core {version} is installed in this environment; this run does not use it. "
+    )
     if any((Path(folder) / "core").is_dir() for folder in megatron.__path__):
         return [installed + "Both share the folder `megatron`: `import megatron.core` works, too."]
     home = Path(megatron.__file__).parent
-    return [installed + f"Here `import megatron` means {home}, so `import megatron.core` fails: "
-            "run programs that need megatron-core in another environment."]
+    return [
+        installed + f"Here `import megatron` means {home}, so `import megatron.core` fails: "
+        "run programs that need megatron-core in another environment."
+    ]

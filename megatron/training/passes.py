@@ -1,4 +1,6 @@
-"""Forward passes, and backward passes with them, over a number of samples: what training and evaluation share."""
+"""Forward passes, and backward passes with them, over a number of samples: what training and
+evaluation share.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,12 @@ from megatron.training.run import Run
 class MicroBatchSums(NamedTuple):
     """What the forward passes of this rank's micro-batches gave (float64)."""
 
-    losses: Tensor  # [micro-batches] loss sums over this rank's valid tokens; 0 where another rank counts them (`Run.counts`)
+    # [micro-batches] loss sums over this rank's valid tokens; 0 where another rank counts them
+    # (`Run.counts`)
+    losses: Tensor
     tokens: Tensor  # [micro-batches] its valid tokens; as the losses
-    scalars: Tensor  # [names of GPTModel.scalars] what layers returned beside their output, over all micro-batches
+    # [names of GPTModel.scalars] what layers returned beside their output, over all micro-batches
+    scalars: Tensor
 
 
 def schedule_of(run: Run, micro_batches: int, *, training: bool) -> Schedule:
@@ -28,28 +33,52 @@ def schedule_of(run: Run, micro_batches: int, *, training: bool) -> Schedule:
     ranks, distributed = run.groups.pp.size, run.config.distributed
     if not training:
         return forward_only(run.pipeline.placement, micro_batches)
-    return build_schedule(distributed.pipeline_schedule, ranks, distributed.num_virtual_stages_per_pipeline_rank, micro_batches)
+    return build_schedule(
+        distributed.pipeline_schedule,
+        ranks,
+        distributed.num_virtual_stages_per_pipeline_rank,
+        micro_batches,
+    )
 
 
-def run_micro_batches(run: Run, source: Source, first: int, samples: int, *, scale: float | None = None,
-                      recording: Recording | None = None) -> MicroBatchSums:
+def run_micro_batches(
+    run: Run,
+    source: Source,
+    first: int,
+    samples: int,
+    *,
+    scale: float | None = None,
+    recording: Recording | None = None,
+) -> MicroBatchSums:
     """Run this rank's micro-batches of samples [first, first + samples).
 
-    With a `scale` gradients of scale x objective are added to every main_grad; without one it is an evaluation: no dropout, no gradients.
+    With a `scale` gradients of scale x objective are added to every main_grad; without one it is an
+    evaluation: no dropout, no gradients.
     """
     training, count = scale is not None, samples // run.chunk
     sums = torch.zeros(2, count, dtype=torch.float64, device=run.device)
 
     def micro_batch(index: int) -> MicroBatch:
         with run.timers("data") if training else contextlib.nullcontext():
-            batch = source.batch(run.own_samples(first + index * run.chunk), run.config.training.micro_batch_size).to(run.device)
+            batch = source.batch(
+                run.own_samples(first + index * run.chunk), run.config.training.micro_batch_size
+            ).to(run.device)
         if run.counts:
             sums[1, index] = batch.loss_mask.sum()
-        return run.model.micro_batch(batch.tokens, batch.labels, batch.loss_mask, batch.position_ids, batch.sample_ids, batch.document_starts,
-                                     training=training)
+        return run.model.micro_batch(
+            batch.tokens,
+            batch.labels,
+            batch.loss_mask,
+            batch.position_ids,
+            batch.sample_ids,
+            batch.document_starts,
+            training=training,
+        )
 
     with torch.set_grad_enabled(training):
-        found = run.pipeline.run(schedule_of(run, count, training=training), micro_batch, scale or 0.0, recording)
+        found = run.pipeline.run(
+            schedule_of(run, count, training=training), micro_batch, scale or 0.0, recording
+        )
     if run.counts:
         for index, each in found.losses.items():
             sums[0, index] = each[1]
@@ -57,7 +86,9 @@ def run_micro_batches(run: Run, source: Source, first: int, samples: int, *, sca
 
 
 def _scalars(run: Run, found: dict[str, Tensor]) -> Tensor:
-    """Scalars in the order of GPTModel.scalars, such that the sum over all ranks counts each part once."""
+    """Scalars in the order of GPTModel.scalars, such that the sum over all ranks counts each part
+    once.
+    """
     scalars = torch.zeros(len(run.model.scalars), dtype=torch.float64, device=run.device)
     for index, spec in enumerate(run.model.scalars):
         if spec.name in found and (run.groups.tp.rank == 0 or "tp" in spec.parts):

@@ -26,8 +26,10 @@ from megatron.optimizer.lr_schedule import ParamSchedule
 if TYPE_CHECKING:
     from megatron.training.run import Run
 
-_CHANGES = {field: said["change"] for field, said in METADATA.items()}  # what a change of a field means: declared by it
-_FILES = ("tokenizer_model", "vocab_file", "merge_file")  # may lie elsewhere now: their content is compared
+# what a change of a field means: declared by it
+_CHANGES = {field: said["change"] for field, said in METADATA.items()}
+# may lie elsewhere now: their content is compared
+_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 _TOKENIZER_FIELDS = ("tokenizer_type", "vocab_size", "seq_length", *_FILES)
 
 
@@ -46,58 +48,126 @@ def run_state(run: Run) -> dict[str, Any]:
         "versions": {"torch": torch.__version__},
         "layout": describe_layout(run.groups.layout),
         "device": run.device_names,
-        "kernels": {operator: choice.implementation for operator, choice in choose_kernels(run.config, run.device)[1].items()},
+        "kernels": {
+            operator: choice.implementation
+            for operator, choice in choose_kernels(run.config, run.device)[1].items()
+        },
     }
 
 
 def _tensors(run: Run) -> dict[str, list[int]]:
-    """Name and shape of every logical tensor that the shards of all ranks together must hold, computed from the flags, not from what ranks hold."""
+    """Name and shape of every logical tensor that the shards of all ranks together must hold,
+    computed from the flags, not from what ranks hold.
+    """
     shapes = model_shapes(run.config.model, run.vocab_size)
-    states = run.optimizer.state_names if run.config.checkpoint.save_optim and run.config.optimizer.freeze is None else ()
-    named = {**shapes, **{f"optimizer.{state}.{name}": shape for state in states for name, shape in shapes.items()}}
+    states = (
+        run.optimizer.state_names
+        if run.config.checkpoint.save_optim and run.config.optimizer.freeze is None
+        else ()
+    )
+    named = {
+        **shapes,
+        **{
+            f"optimizer.{state}.{name}": shape for state in states for name, shape in shapes.items()
+        },
+    }
     return {name: list(shape) for name, shape in named.items()}
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
 
 
 def continuity(checkpoint: Checkpoint, run: Run) -> str:
-    """For the log: whether the run goes on with the bits of one that was never interrupted, and if not, what makes them differ."""
-    if run.config.checkpoint.finetune or not run.config.checkpoint.load_optim or run.config.evaluation.skip_train:
+    """For the log: whether the run goes on with the bits of one that was never interrupted, and if
+    not, what makes them differ.
+    """
+    if (
+        run.config.checkpoint.finetune
+        or not run.config.checkpoint.load_optim
+        or run.config.evaluation.skip_train
+    ):
         return ""
     known = "kernels" in checkpoint.state  # not in a checkpoint from before they were written down
-    theirs, ours = (_decides_rounding(state, kernels=known) for state in (checkpoint.state, run_state(run)))
-    if run.device.type == "cpu" and _same_sums(checkpoint.state["config"], run.config.to_dict(), run.chunk):
+    theirs, ours = (
+        _decides_rounding(state, kernels=known) for state in (checkpoint.state, run_state(run))
+    )
+    if run.device.type == "cpu" and _same_sums(
+        checkpoint.state["config"], run.config.to_dict(), run.chunk
+    ):
         ours["--zero-stage"] = theirs["--zero-stage"]
-    different = [f"{name} {theirs.get(name)} -> {value}" for name, value in ours.items() if theirs.get(name) != value]
+    different = [
+        f"{name} {theirs.get(name)} -> {value}"
+        for name, value in ours.items()
+        if theirs.get(name) != value
+    ]
     state = checkpoint.state
-    changes = [*changed_fields(state, run.config, run.vocab_size, run.tokenizer_fingerprint), *changed_data(state, run.config, run.data.ledger)]
-    different += [] if run.config.model.deterministic_mode or run.device.type == "cpu" else ["--no-deterministic-mode"]
-    different += sorted({change.accept for change in changes}) + ([] if asdict(run.schedule) == state["schedule"] else ["learning-rate schedule"])
-    return f"; resumes from the same state, not bit for bit: {', '.join(different)}" if different else "; resumes bit for bit"
+    changes = [
+        *changed_fields(state, run.config, run.vocab_size, run.tokenizer_fingerprint),
+        *changed_data(state, run.config, run.data.ledger),
+    ]
+    different += (
+        []
+        if run.config.model.deterministic_mode or run.device.type == "cpu"
+        else ["--no-deterministic-mode"]
+    )
+    different += sorted({change.accept for change in changes}) + (
+        [] if asdict(run.schedule) == state["schedule"] else ["learning-rate schedule"]
+    )
+    return (
+        f"; resumes from the same state, not bit for bit: {', '.join(different)}"
+        if different
+        else "; resumes bit for bit"
+    )
 
 
 def _decides_rounding(state: dict[str, Any], *, kernels: bool = False) -> dict[str, Any]:
-    """What decides it, by name; of kernels what was taken, where that is known, and else what the flags say."""
+    """What decides it, by name; of kernels what was taken, where that is known, and else what the
+    flags say.
+    """
     config = config_of(state).to_dict()
-    deciding = (field for field, change in _CHANGES.items() if change.bits and not (kernels and change.kernel))
+    deciding = (
+        field
+        for field, change in _CHANGES.items()
+        if change.bits and not (kernels and change.kernel)
+    )
     flags = {_flag(field): config[GROUP_OF[field]][field] for field in deciding}
-    taken = {f"{operator} by": implementation for operator, implementation in state["kernels"].items()} if kernels else {}
-    return {"layout": state.get("layout"), "device": state.get("device"), "torch": state["versions"]["torch"], **taken, **flags}
+    taken = (
+        {f"{operator} by": implementation for operator, implementation in state["kernels"].items()}
+        if kernels
+        else {}
+    )
+    return {
+        "layout": state.get("layout"),
+        "device": state.get("device"),
+        "torch": state["versions"]["torch"],
+        **taken,
+        **flags,
+    }
 
 
 def _same_sums(theirs: dict[str, Any], ours: dict[str, Any], chunk: int) -> bool:
-    """Whether the ZeRO stages of two configurations add up gradients and their norm in the same order, `chunk` samples being one micro-batch of all
-    ranks: stages 0 and 1 add over micro-batches first, 2 and 3 over ranks first; a norm for clipping is that of the whole at 0, of shards above."""
+    """Whether the ZeRO stages of two configurations add up gradients and their norm in the same
+    order, `chunk` samples being one micro-batch of all ranks: stages 0 and 1 add over micro-batches
+    first, 2 and 3 over ranks first; a norm for clipping is that of the whole at 0, of shards
+    above.
+    """
     stages = [config["distributed"].get("zero_stage", 0) for config in (theirs, ours)]
     accumulates = any(config["training"]["global_batch_size"] > chunk for config in (theirs, ours))
     clips = any(config["optimizer"]["clip_grad"] > 0 for config in (theirs, ours))
-    return not (accumulates and (stages[0] < 2) != (stages[1] < 2)) and not (clips and (stages[0] == 0) != (stages[1] == 0))
+    return not (accumulates and (stages[0] < 2) != (stages[1] < 2)) and not (
+        clips and (stages[0] == 0) != (stages[1] == 0)
+    )
 
 
 def check_complete(checkpoint: Checkpoint, *, weights_alone: bool) -> None:
-    """Raises CheckpointError unless the state holds all that a run goes on with, and is of the folder's iteration."""
+    """Raises CheckpointError unless the state holds all that a run goes on with, and is of the
+    folder's iteration.
+    """
     state = checkpoint.state
     try:
         require(state, WEIGHTS if weights_alone else RUN)
@@ -111,29 +181,50 @@ def check_complete(checkpoint: Checkpoint, *, weights_alone: bool) -> None:
 
 
 class Change(NamedTuple):
-    """A field in which a run differs from the checkpoint that it loads; `accept`: the value of --accept-changed that lets it go on."""
+    """A field in which a run differs from the checkpoint that it loads; `accept`: the value of
+    --accept-changed that lets it go on.
+    """
 
     text: str
     accept: str | None
 
 
-def changed_fields(state: dict[str, Any], config: Config, vocab_size: int, tokenizer_fingerprint: str) -> list[Change]:
-    """What a run may not change unseen: the model and, unless it takes the weights alone, the tokenizer and what --accept-changed names."""
+def changed_fields(
+    state: dict[str, Any], config: Config, vocab_size: int, tokenizer_fingerprint: str
+) -> list[Change]:
+    """What a run may not change unseen: the model and, unless it takes the weights alone, the
+    tokenizer and what --accept-changed names.
+    """
     found, theirs = [], config_of(state)
     for field in dataclasses.fields(ModelConfig):
         old, new = getattr(theirs.model, field.name), getattr(config.model, field.name)
         if old != new and _CHANGES[field.name].refused:
             found.append(Change(f"{_flag(field.name)}: checkpoint {old}, command line {new}", None))
     if vocab_size != state["vocab_size"]:
-        found.append(Change(f"vocabulary: checkpoint {state['vocab_size']}, tokenizer {vocab_size}", None))
+        found.append(
+            Change(f"vocabulary: checkpoint {state['vocab_size']}, tokenizer {vocab_size}", None)
+        )
     if config.checkpoint.finetune or state.get("tokenizer") is None:
-        return found  # another tokenizer of the same size is the user's choice when weights alone are taken
+        # another tokenizer of the same size is the user's choice when weights alone are taken
+        return found
     if tokenizer_fingerprint != state["tokenizer"]:
         found.append(Change("tokenizer: its files are not those of the checkpoint", "tokenizer"))
     for name, change in _CHANGES.items():
         old, new = (getattr(getattr(each, GROUP_OF[name]), name) for each in (theirs, config))
-        if change.accept and old != new and not (change.accept == "batch" and config.evaluation.skip_train):
-            found.append(Change(f"{_flag(name)}: checkpoint {old}, command line {new}; {change.what} would change", change.accept))
+        if (
+            change.accept
+            and old != new
+            and not (change.accept == "batch" and config.evaluation.skip_train)
+        ):
+            found.append(
+                Change(
+                    (
+                        f"{_flag(name)}: checkpoint {old}, command line {new}; {change.what} "
+                        "would change"
+                    ),
+                    change.accept,
+                )
+            )
     return found
 
 
@@ -142,39 +233,82 @@ def _flag(field: str) -> str:
 
 
 def said_changes(state: dict[str, Any], config: Config) -> list[str]:
-    """For the banner: the changes that need no permission but alter the steps to come, one a line; none where no run is continued."""
+    """For the banner: the changes that need no permission but alter the steps to come, one a line;
+    none where no run is continued.
+    """
     if config.checkpoint.finetune or config.evaluation.skip_train:
         return []
     theirs = config_of(state)
     said = [(name, GROUP_OF[name]) for name, change in _CHANGES.items() if change.said]
-    pairs = [(name, getattr(getattr(theirs, group), name), getattr(getattr(config, group), name)) for name, group in said]
-    return [f"{_flag(name)}: checkpoint {old}, command line {new}" for name, old, new in pairs if old != new]
+    pairs = [
+        (name, getattr(getattr(theirs, group), name), getattr(getattr(config, group), name))
+        for name, group in said
+    ]
+    return [
+        f"{_flag(name)}: checkpoint {old}, command line {new}"
+        for name, old, new in pairs
+        if old != new
+    ]
 
 
 def changed_data(state: dict[str, Any], config: Config, ledger: dict[str, Any]) -> list[Change]:
-    """How the training data that a run is given now differs from those it was reading when the checkpoint was written."""
-    if config.checkpoint.finetune or config.evaluation.skip_train or not state.get("consumed_samples"):
+    """How the training data that a run is given now differs from those it was reading when the
+    checkpoint was written.
+    """
+    if (
+        config.checkpoint.finetune
+        or config.evaluation.skip_train
+        or not state.get("consumed_samples")
+    ):
         return []
-    last = [[source for segment in each["segments"][-1:] for source in segment["sources"]] for each in (state["ledger"], ledger)]
-    key = "content" if all("content" in source for sources in last for source in sources) else "id"  # ids are of content and order
+    last = [
+        [source for segment in each["segments"][-1:] for source in segment["sources"]]
+        for each in (state["ledger"], ledger)
+    ]
+    # ids are of content and order
+    key = "content" if all("content" in source for sources in last for source in sources) else "id"
     old, new = ({source[key]: source for source in sources} for sources in last)
-    texts = [f"data: {source['name']}: not what the checkpoint's run was reading (content, or its range by --split)" for key, source in new.items()
-             if key not in old]
-    texts += [f"data: {source['name']}: read by the checkpoint's run, not given now" for key, source in old.items() if key not in new]
-    texts += [f"data: {source['name']}: share of the blend: checkpoint {old[key]['share']}, command line {source['share']} (of 65536)"
-              for key, source in new.items() if key in old and old[key]["share"] != source["share"]]
+    texts = [
+        (
+            f"data: {source['name']}: not what the checkpoint's run was reading (content, or its "
+            "range by --split)"
+        )
+        for key, source in new.items()
+        if key not in old
+    ]
+    texts += [
+        f"data: {source['name']}: read by the checkpoint's run, not given now"
+        for key, source in old.items()
+        if key not in new
+    ]
+    texts += [
+        (
+            f"data: {source['name']}: share of the blend: checkpoint {old[key]['share']}, "
+            f"command line {source['share']} (of 65536)"
+        )
+        for key, source in new.items()
+        if key in old and old[key]["share"] != source["share"]
+    ]
     return [Change(text, "data") for text in texts]
 
 
 def accept_changes(checkpoint: Checkpoint, changes: list[Change], config: Config) -> list[str]:
-    """Lines for the banner on what was accepted. Raises CheckpointError listing every change that was not, with the flag that would accept it."""
+    """Lines for the banner on what was accepted. Raises CheckpointError listing every change that
+    was not, with the flag that would accept it.
+    """
     accepted = config.checkpoint.accept_changed or ()
     refused = [change for change in changes if change.accept not in accepted]
-    faults = [f"{change.text} [--accept-changed {change.accept}]" if change.accept else change.text for change in refused]
+    faults = [
+        f"{change.text} [--accept-changed {change.accept}]" if change.accept else change.text
+        for change in refused
+    ]
     if faults:
         ways = []
         if any(change.accept for change in changes):
-            ways.append("the flag in brackets takes a field from the command line, and --finetune loads only the weights")
+            ways.append(
+                "the flag in brackets takes a field from the command line, and --finetune "
+                "loads only the weights"
+            )
         if not all(change.accept for change in changes):
             ways.append("--use-checkpoint-args takes the model from the checkpoint")
         lines = [f"{checkpoint.path} does not fit this run:", *faults, f"({'; '.join(ways)})"]
@@ -183,49 +317,87 @@ def accept_changes(checkpoint: Checkpoint, changes: list[Change], config: Config
 
 
 def take_checkpoint_args(config: Config) -> Config:
-    """--use-checkpoint-args: the configuration with the checkpoint's model, tokenizer and sequence length in the place of all defaults.
+    """--use-checkpoint-args: the configuration with the checkpoint's model, tokenizer and sequence
+    length in the place of all defaults.
 
-    Read from the manifest alone, before anything else is known. Raises ArgumentErrors where the command line says something else.
+    Read from the manifest alone, before anything else is known. Raises ArgumentErrors where the
+    command line says something else.
     """
     options = config.checkpoint
     if not options.use_checkpoint_args:
         return config
     if options.load is None:
-        raise ArgumentErrors(["--use-checkpoint-args: there is no checkpoint to take them from; give --load"])
+        raise ArgumentErrors(
+            ["--use-checkpoint-args: there is no checkpoint to take them from; give --load"]
+        )
     try:
         theirs = config_of(_manifest_of(options)["state"])
     except InputError as error:
         raise ArgumentErrors([f"--use-checkpoint-args: {error}"]) from error
     faults, default = [], Config()
-    for group, names in (("model", [field.name for field in dataclasses.fields(ModelConfig) if _CHANGES[field.name].refused]),
-                         ("data", _TOKENIZER_FIELDS)):
+    for group, names in (
+        (
+            "model",
+            [
+                field.name
+                for field in dataclasses.fields(ModelConfig)
+                if _CHANGES[field.name].refused
+            ],
+        ),
+        ("data", _TOKENIZER_FIELDS),
+    ):
         taken = {}
         for name in names:
-            here, there, plain = (getattr(getattr(each, group), name) for each in (config, theirs, default))
+            here, there, plain = (
+                getattr(getattr(each, group), name) for each in (config, theirs, default)
+            )
             if here == plain:
                 taken[name] = _loaded(group, name, there)
             elif here != there and name not in _FILES:
-                faults.append(f"{_flag(name)} {here}: the checkpoint has {there} (--use-checkpoint-args); drop one of the two flags")
-        config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **taken)})
+                faults.append(
+                    f"{_flag(name)} {here}: the checkpoint has {there} "
+                    "(--use-checkpoint-args); drop one of the two flags"
+                )
+        config = dataclasses.replace(
+            config, **{group: dataclasses.replace(getattr(config, group), **taken)}
+        )
     if faults:
         raise ArgumentErrors(faults)
     return config
 
 
 def _loaded(group: str, name: str, value: Any) -> Any:
-    """A field's value from a checkpoint, as from a configuration file. Raises ArgumentErrors for one that the field does not take."""
+    """A field's value from a checkpoint, as from a configuration file. Raises ArgumentErrors for
+    one that the field does not take.
+    """
     try:
-        return options_by_field()[group, name].load(list(value) if isinstance(value, tuple) else value)
+        return options_by_field()[group, name].load(
+            list(value) if isinstance(value, tuple) else value
+        )
     except UserError as error:
-        raise ArgumentErrors([f"--use-checkpoint-args: the checkpoint has {group}.{name} = {value!r}: {error}"]) from error
+        raise ArgumentErrors(
+            [f"--use-checkpoint-args: the checkpoint has {group}.{name} = {value!r}: {error}"]
+        ) from error
 
 
 def _manifest_of(options: CheckpointConfig) -> dict[str, Any]:
     """The manifest of the checkpoint that will be loaded, if nothing else of it is damaged."""
     root, step = Path(options.load), options.ckpt_step
-    known = newest_first(root)[0] if step is None else [iteration for iteration in list_iterations(root) if iteration <= step]
+    known = (
+        newest_first(root)[0]
+        if step is None
+        else [iteration for iteration in list_iterations(root) if iteration <= step]
+    )
     if not known or known[0] != (step if step is not None else known[0]):
-        raise ArgumentErrors([f"--use-checkpoint-args: no checkpoint{'' if step is None else f' of iteration {step}'} in --load {root}"])
+        raise ArgumentErrors(
+            [
+                (
+                    "--use-checkpoint-args: no "
+                    f"checkpoint{'' if step is None else f' of iteration {step}'} in --load "
+                    f"{root}"
+                )
+            ]
+        )
     for iteration in known:
         try:
             return read_manifest(root / iteration_folder(iteration))[0]
@@ -237,11 +409,16 @@ def _manifest_of(options: CheckpointConfig) -> dict[str, Any]:
 
 def schedule_changes(ours: ParamSchedule, theirs: dict[str, Any]) -> list[str]:
     """What differs between the schedule of the command line and a checkpoint's, a line each."""
-    return [f"{name}: checkpoint {theirs[name]}, command line {value}" for name, value in asdict(ours).items() if theirs[name] != value]
+    return [
+        f"{name}: checkpoint {theirs[name]}, command line {value}"
+        for name, value in asdict(ours).items()
+        if theirs[name] != value
+    ]
 
 
 def resumed_schedule(ours: ParamSchedule, theirs: dict[str, Any], config: Config) -> ParamSchedule:
-    """The schedule to go on with: the command line's when equal or overridden, the checkpoint's when asked for.
+    """The schedule to go on with: the command line's when equal or overridden, the checkpoint's
+    when asked for.
 
     Raises CheckpointError when they differ and neither flag chooses.
     """
@@ -250,7 +427,14 @@ def resumed_schedule(ours: ParamSchedule, theirs: dict[str, Any], config: Config
     different = [f"  {line}" for line in schedule_changes(ours, theirs)]
     if different and not config.optimizer.override_opt_param_scheduler:
         raise CheckpointError(
-            "the learning-rate or weight-decay schedule differs from the checkpoint's (lengths in samples):\n" + "\n".join(different)
-            + "\nchoose with --override-opt-param-scheduler (command line) or --use-checkpoint-opt-param-scheduler (checkpoint)"
+            (
+                "the learning-rate or weight-decay schedule differs from the checkpoint's "
+                "(lengths in samples):\n"
+            )
+            + "\n".join(different)
+            + (
+                "\nchoose with --override-opt-param-scheduler (command line) or "
+                "--use-checkpoint-opt-param-scheduler (checkpoint)"
+            )
         )
     return ours

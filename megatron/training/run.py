@@ -24,14 +24,17 @@ from megatron.training.exit import ExitConditions
 
 @dataclass
 class Progress:
-    """Where a run stands: all that changes beside weights and optimizer state, and what a checkpoint keeps of it."""
+    """Where a run stands: all that changes beside weights and optimizer state, and what a
+    checkpoint keeps of it.
+    """
 
     iteration: int = 0
     consumed_samples: int = 0
     scheduled_samples: int = 0  # samples of steps that were not skipped: the clock of the schedules
     skipped_samples: int = 0
     evaluation_due: bool = False  # a signal cut the evaluation of this iteration short
-    # Of the steps since the last console line, which a run that is continued between two lines must not lose:
+    # Of the steps since the last console line, which a run that is continued between two lines must
+    # not lose:
     open_loss: float = 0.0  # sum of the losses of those that were not skipped
     open_steps: int = 0  # their number
     open_skipped: int = 0
@@ -71,7 +74,9 @@ class Run:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's losses and tokens enter sums over all ranks: of those with the same samples the last stage's first one."""
+        """Whether this rank's losses and tokens enter sums over all ranks: of those with the same
+        samples the last stage's first one.
+        """
         return self.pipeline.has_head and self.groups.tp.rank == 0
 
     def own_samples(self, first: int) -> int:

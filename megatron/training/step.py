@@ -1,4 +1,6 @@
-"""One optimizer step: forward and backward over the micro-batches, update, and the report that the host reads when it must."""
+"""One optimizer step: forward and backward over the micro-batches, update, and the report that the
+host reads when it must.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from megatron.training.run import Run
 
 @dataclass(frozen=True)
 class Gradients:
-    """What the backward passes of one global batch left behind on this rank, beside the gradient buffers."""
+    """What the backward passes of one global batch left behind on this rank, beside the gradient
+    buffers.
+    """
 
     first_sample: int
     batch_size: int
@@ -28,7 +32,9 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Report:
-    """One step, read on the host; the same on every rank. Losses are sums over tokens, of all ranks' i-th micro-batches."""
+    """One step, read on the host; the same on every rank. Losses are sums over tokens, of all
+    ranks' i-th micro-batches.
+    """
 
     first_sample: int
     batch_size: int
@@ -39,7 +45,9 @@ class Report:
     losses: list[float]
     tokens: list[float]
     scalars: dict[str, float]  # what layers returned beside their output: sums over tokens
-    requests: list[float]  # ranks that asked for an end (ExitConditions.requests), then those that are ready for more of a save (Saver.ready)
+    # ranks that asked for an end (ExitConditions.requests), then those that are ready for more of a
+    # save (Saver.ready)
+    requests: list[float]
 
     @property
     def loss(self) -> float:
@@ -50,10 +58,20 @@ class Report:
 class Pending:
     """A step whose scalars are on their way to the host."""
 
-    def __init__(self, gradients: Gradients, outcome: StepOutcome, learning_rate: float, names: list[str], sums: MicroBatchSums,
-                 requests: Tensor):
-        self.gradients, self.learning_rate, self.names = gradients, learning_rate, names  # of the layers' scalars
-        scalars = torch.cat([torch.stack([outcome.grad_norm, outcome.skipped.double()]), *sums, requests])
+    def __init__(
+        self,
+        gradients: Gradients,
+        outcome: StepOutcome,
+        learning_rate: float,
+        names: list[str],
+        sums: MicroBatchSums,
+        requests: Tensor,
+    ):
+        # of the layers' scalars
+        self.gradients, self.learning_rate, self.names = gradients, learning_rate, names
+        scalars = torch.cat(
+            [torch.stack([outcome.grad_norm, outcome.skipped.double()]), *sums, requests]
+        )
         self.event = None
         if scalars.is_cuda:
             self.scalars = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True)
@@ -75,48 +93,86 @@ class Pending:
         norm, skipped, *rest = self.scalars.tolist()
         g = self.gradients
         count = g.sums.losses.numel()
-        named, requests = rest[2 * count : 2 * count + len(self.names)], rest[2 * count + len(self.names) :]
-        return Report(g.first_sample, g.batch_size, g.loss_scale, self.learning_rate, norm, bool(skipped),
-                      rest[:count], rest[count : 2 * count], dict(zip(self.names, named, strict=True)), requests)
+        named, requests = (
+            rest[2 * count : 2 * count + len(self.names)],
+            rest[2 * count + len(self.names) :],
+        )
+        return Report(
+            g.first_sample,
+            g.batch_size,
+            g.loss_scale,
+            self.learning_rate,
+            norm,
+            bool(skipped),
+            rest[:count],
+            rest[count : 2 * count],
+            dict(zip(self.names, named, strict=True)),
+            requests,
+        )
 
 
-def forward_backward(run: Run, *, first_sample: int, batch_size: int, loss_scale: float, recording: Recording | None = None) -> Gradients:
-    """Fill the gradient buffers with the gradient of loss sum x loss_scale / nominal tokens of samples [first, first + batch_size).
+def forward_backward(
+    run: Run,
+    *,
+    first_sample: int,
+    batch_size: int,
+    loss_scale: float,
+    recording: Recording | None = None,
+) -> Gradients:
+    """Fill the gradient buffers with the gradient of loss sum x loss_scale / nominal tokens of
+    samples [first, first + batch_size).
 
-    Of every chunk of samples, one micro-batch of each data-parallel rank, this rank runs its own; the gradients are summed over all ranks.
+    Of every chunk of samples, one micro-batch of each data-parallel rank, this rank runs its own;
+    the gradients are summed over all ranks.
     """
     scale = loss_scale / (batch_size * run.config.data.seq_length)
     run.optimizer.zero_grad()
     with run.timers("forward-backward"):
-        sums = run_micro_batches(run, run.data.train, first_sample, batch_size, scale=scale, recording=recording)
+        sums = run_micro_batches(
+            run, run.data.train, first_sample, batch_size, scale=scale, recording=recording
+        )
         with waiting(_for_all(run)):
             run.zero.end_step()
     return Gradients(first_sample, batch_size, loss_scale, sums)
 
 
 def update(run: Run, gradients: Gradients, *, learning_rate: float, weight_decay: float) -> Pending:
-    """Step the optimizer; the gradient becomes that of the mean loss per valid token. All that ranks must agree on travels in one sum."""
-    requests = torch.tensor([*run.exits.requests(), *(run.saver.ready() if run.saver is not None else ())], dtype=torch.float64).to(run.device, non_blocking=True)
+    """Step the optimizer; the gradient becomes that of the mean loss per valid token. All that
+    ranks must agree on travels in one sum.
+    """
+    requests = torch.tensor(
+        [*run.exits.requests(), *(run.saver.ready() if run.saver is not None else ())],
+        dtype=torch.float64,
+    ).to(run.device, non_blocking=True)
     squares = run.optimizer.squares().reshape(1)
     with waiting(_for_all(run)):
         parts = [squares, *gradients.sums, requests]
         totals = all_reduce(torch.cat(parts), run.groups.world)
     squares, losses, tokens, scalars, requests = totals.split([len(part) for part in parts])
     nominal = gradients.batch_size * run.config.data.seq_length
-    factor = nominal / (tokens.sum() * gradients.loss_scale) + 0 * losses.sum()  # a non-finite loss makes the factor, so the step, non-finite
+    # a non-finite loss makes the factor, so the step, non-finite
+    factor = nominal / (tokens.sum() * gradients.loss_scale) + 0 * losses.sum()
     if run.saver is not None:
         run.saver.before_update()
-    outcome = run.optimizer.step(lr=learning_rate, weight_decay=weight_decay, squares=squares[0], grad_factor=factor)
+    outcome = run.optimizer.step(
+        lr=learning_rate, weight_decay=weight_decay, squares=squares[0], grad_factor=factor
+    )
     for block, step_on_host in outcome.deferred.items():
-        run.zero.defer(block, step_on_host)  # carried out while the next forward pass computes the block before
+        # carried out while the next forward pass computes the block before
+        run.zero.defer(block, step_on_host)
     names = [spec.name for spec in run.model.scalars]
-    return Pending(gradients, outcome, learning_rate, names, MicroBatchSums(losses, tokens, scalars), requests)
+    return Pending(
+        gradients, outcome, learning_rate, names, MicroBatchSums(losses, tokens, scalars), requests
+    )
 
 
 def _for_all(run: Run) -> Callable[[float], str]:
     """What is said when a sum at the end of the step fails."""
-    return lambda seconds: (f"rank {run.groups.rank} had done its part of the step and waited {seconds:.1f} s for all others to do theirs. "
-                            "The rank whose output lacks this message")
+    return lambda seconds: (
+        f"rank {run.groups.rank} had done its part of the step and waited {seconds:.1f} s "
+        "for all others to do theirs. "
+        "The rank whose output lacks this message"
+    )
 
 
 @dataclass(frozen=True)
@@ -129,16 +185,27 @@ class NonFinite:
 
 
 def non_finite_micro_batches(run: Run, report: Report) -> list[NonFinite]:
-    """Run a skipped step's micro-batches again, one by one, and name those with a non-finite loss or gradient, whichever rank they ran on.
+    """Run a skipped step's micro-batches again, one by one, and name those with a non-finite loss
+    or gradient, whichever rank they ran on.
 
-    The weights have not moved and a step is a pure function, so the same ones fail. The gradient buffers are overwritten.
+    The weights have not moved and a step is a pure function, so the same ones fail. The gradient
+    buffers are overwritten.
     """
     scale = report.loss_scale / (report.batch_size * run.config.data.seq_length)
-    found = torch.zeros(len(report.losses), run.groups.dp.size, 2, dtype=torch.float64, device=run.device)
+    found = torch.zeros(
+        len(report.losses), run.groups.dp.size, 2, dtype=torch.float64, device=run.device
+    )
     for index in range(len(report.losses)):
         run.optimizer.zero_grad()
         with run.zero.watching() as squares:
-            sums = run_micro_batches(run, run.data.train, report.first_sample + index * run.chunk, run.chunk, scale=scale)
-        found[index, run.groups.dp.rank] = torch.stack([~torch.isfinite(sums.losses[0]), ~torch.isfinite(squares)]).double()
+            sums = run_micro_batches(
+                run, run.data.train, report.first_sample + index * run.chunk, run.chunk, scale=scale
+            )
+        found[index, run.groups.dp.rank] = torch.stack(
+            [~torch.isfinite(sums.losses[0]), ~torch.isfinite(squares)]
+        ).double()
     all_reduce(found, run.groups.world)
-    return [NonFinite(index, rank, bool(found[index, rank, 0])) for index, rank in found.sum(-1).nonzero().tolist()]
+    return [
+        NonFinite(index, rank, bool(found[index, rank, 0]))
+        for index, rank in found.sum(-1).nonzero().tolist()
+    ]

@@ -1,4 +1,6 @@
-"""The rules of the house that a machine can check. `breaches(root)` lists every one that a checkout breaks, as `file:line: what`."""
+"""The rules of the house that a machine can check. `breaches(root)` lists every one that a checkout
+breaks, as `file:line: what`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-# Room -> what it may import of the others; `config` and the room itself go without saying. Lower rooms know nothing of upper ones.
+# Room -> what it may import of the others; `config` and the room itself go without saying. Lower
+# rooms know nothing of upper ones.
 BASE = {"kernels", "distributed"}
 MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
@@ -21,24 +24,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": set(),
     "observe": set(),
     "plan": BASE | {"layers", "model", "parallel", "optimizer"},  # runs the engine without tensors
-    "training": BASE | {"layers", "model", "parallel", "optimizer", "checkpoint", "data", "observe", "plan", ""},
+    "training": BASE
+    | {"layers", "model", "parallel", "optimizer", "checkpoint", "data", "observe", "plan", ""},
 }
-FORMATTED = (  # by `ruff format --line-length 100`, no line is longer
-    "campaigns/golden/golden.py",
-    "campaigns/golden/worker.py",
-    "megatron/config/schedules.py",
-    "megatron/distributed/silent.py",
-    "megatron/model/build.py",
-    "megatron/plan",
-    "tests/unit/plan/test_engine.py",
-)
+RECORDED = {"tests/unit/config/launch_scripts.py"}  # text of others, kept as it was published
 PROGRAM_FOLDERS = ("megatron", "kernels", "tools", "scripts")
-LONGEST_FILE = 600  # lines; the aim is 400
-TABLES = {"megatron/config/compatibility.py", "megatron/config/groups.py"}  # data, one entry a line: any length
-COMPUTED_IMPORTS = {"megatron/data/tokenizer.py", "kernels/apex.py", "tools/kernel_manifest.py"}  # optional libraries by a name that they are given; kernels
+LONGEST_FILE = 850  # lines of at most 100 columns; the aim is 500
+# data, one entry a line: any length
+TABLES = {"megatron/config/compatibility.py", "megatron/config/groups.py"}
+# optional libraries by a name that they are given; kernels
+COMPUTED_IMPORTS = {"megatron/data/tokenizer.py", "kernels/apex.py", "tools/kernel_manifest.py"}
 PICKLE_MODULES = {"pickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 PICKLE_CALLS = {"torch.load", "torch.save", "numpy.load", "np.load"}
-PICKLE_MEASURED = {"tools/benchmark_peers/checkpoint_rank.py"}  # times others' formats; what it writes is deleted unread
+# times others' formats; what it writes is deleted unread
+PICKLE_MEASURED = {"tools/benchmark_peers/checkpoint_rank.py"}
 MACHINE_PATH = re.compile(r"(?<![\w.~}])/(?:work|root|home|farm|Users|tmp|opt|scratch)/\w")
 
 
@@ -52,7 +51,10 @@ def breaches(root: Path) -> list[str]:
         tree = ast.parse(text, name)
         lines = text.count("\n") + 1
         if name not in TABLES and lines > LONGEST_FILE:
-            found.append(f"{name}:{LONGEST_FILE}: {lines} lines; the most is {LONGEST_FILE}: split the file or delete something")
+            found.append(
+                f"{name}:{LONGEST_FILE}: {lines} lines; the most is {LONGEST_FILE}: split "
+                "the file or delete something"
+            )
         for line, module in _imports(tree, name):
             found += [f"{name}:{line}: {problem}" for problem in _import_problems(name, module)]
         found += [f"{name}:{line}: {problem}" for line, problem in _statements(tree, name)]
@@ -60,13 +62,26 @@ def breaches(root: Path) -> list[str]:
             if isinstance(node, ast.ClassDef):
                 first = classes.setdefault(node.name, f"{name}:{node.lineno}")
                 if first != f"{name}:{node.lineno}":
-                    found.append(f"{name}:{node.lineno}: there is a class {node.name} in {first} already: a name means one thing")
-        found += [f"{name}:{line}: a path of one machine: {value!r}" for line, value in _strings(tree) if MACHINE_PATH.search(value)]
-    for path in sorted([*root.glob("scripts/*.sh"), *root.glob("*.md"), *root.glob("docs/*.md"), root / ".ci/run"]):
+                    found.append(
+                        f"{name}:{node.lineno}: there is a class {node.name} in {first} "
+                        "already: a name means one thing"
+                    )
+        found += [
+            f"{name}:{line}: a path of one machine: {value!r}"
+            for line, value in _strings(tree)
+            if MACHINE_PATH.search(value)
+        ]
+    for path in sorted(
+        [*root.glob("scripts/*.sh"), *root.glob("*.md"), *root.glob("docs/*.md"), root / ".ci/run"]
+    ):
         if path.exists():
             name = path.relative_to(root).as_posix()
             lines = enumerate(path.read_text().splitlines(), 1)
-            found += [f"{name}:{number}: a path of one machine: {line.strip()}" for number, line in lines if MACHINE_PATH.search(line)]
+            found += [
+                f"{name}:{number}: a path of one machine: {line.strip()}"
+                for number, line in lines
+                if MACHINE_PATH.search(line)
+            ]
     return found
 
 
@@ -76,19 +91,29 @@ def _python_files(root: Path) -> list[Path]:
 
 
 def _packages(root: Path) -> Iterator[str]:
-    """`kernels` is no package of its own, everything in megatron/ is one (an install would leave it out otherwise) and has its rule."""
+    """`kernels` is no package of its own, everything in megatron/ is one (an install would leave it
+    out otherwise) and has its rule.
+    """
     if (root / "kernels/__init__.py").exists():
-        yield "kernels/__init__.py:1: must not exist: the import name `kernels` belongs to another project"
+        yield (
+            "kernels/__init__.py:1: must not exist: the import name `kernels` belongs to "
+            "another project"
+        )
     for folder in sorted({path.parent for path in (root / "megatron").rglob("*.py")}):
         name = folder.relative_to(root).as_posix()
         if not (folder / "__init__.py").exists():
             yield f"{name}/:1: has no __init__.py, so an installation would leave it out"
         if folder.parent == root / "megatron" and folder.name not in MAY_IMPORT:
-            yield f"{name}/:1: is a room without a rule: add it to MAY_IMPORT in tests/architecture/rules.py"
+            yield (
+                f"{name}/:1: is a room without a rule: add it to MAY_IMPORT in "
+                "tests/architecture/rules.py"
+            )
 
 
 def _imports(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of every import, wherever it stands; `from a import b` gives a.b."""
+    """(line, absolute dotted name) of every import, wherever it stands; `from a import b` gives
+    a.b.
+    """
     package = name.removesuffix(".py").split("/")[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -97,7 +122,10 @@ def _imports(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:
             base = package[: len(package) - node.level + 1] if node.level else []
             start = ".".join([*base, *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{start}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and _dotted(node.func).split(".")[-1] in ("import_module", "__import__"):
+        elif isinstance(node, ast.Call) and _dotted(node.func).split(".")[-1] in (
+            "import_module",
+            "__import__",
+        ):
             literal = node.args and isinstance(node.args[0], ast.Constant)
             yield node.lineno, str(node.args[0].value) if literal else "<computed>"
 
@@ -107,11 +135,19 @@ def _import_problems(name: str, module: str) -> Iterator[str]:
     if module == "<computed>" and name not in COMPUTED_IMPORTS:
         yield "imports a computed name, which the import rules cannot see"
     if top == "kernels":
-        yield "imports `kernels`: import megatron.kernels, the other name belongs to another project"
+        yield (
+            "imports `kernels`: import megatron.kernels, the other name belongs to another project"
+        )
     if top in PICKLE_MODULES:
         yield f"imports {top}: nothing here reads or writes pickles"
     parts = name.split("/")
-    room = parts[0] if parts[0] == "kernels" else parts[1] if parts[0] == "megatron" and len(parts) > 2 else None
+    room = (
+        parts[0]
+        if parts[0] == "kernels"
+        else parts[1]
+        if parts[0] == "megatron" and len(parts) > 2
+        else None
+    )
     if name == "megatron/__init__.py" and top == "megatron":
         yield "the package itself imports nothing of the project"
     if top != "megatron" or room is None:
@@ -126,18 +162,36 @@ def _statements(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:
     """Pickle calls anywhere; `global` and environment variables inside the library."""
     library = name.startswith(("megatron/", "kernels/"))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _dotted(node.func) in PICKLE_CALLS and name not in PICKLE_MEASURED:
-            yield node.lineno, f"calls {_dotted(node.func)}: nothing here reads or writes pickles (docs/checkpoint.md)"
+        if (
+            isinstance(node, ast.Call)
+            and _dotted(node.func) in PICKLE_CALLS
+            and name not in PICKLE_MEASURED
+        ):
+            yield (
+                node.lineno,
+                (
+                    f"calls {_dotted(node.func)}: nothing here reads or writes pickles "
+                    "(docs/checkpoint.md)"
+                ),
+            )
         if library and isinstance(node, ast.Global):
             yield node.lineno, "global statement: pass the object down"
         asks = isinstance(node, ast.Call) and _dotted(node.func) in ("os.getenv", "os.environ.get")
-        reads = isinstance(node, ast.Subscript) and _dotted(node.value) == "os.environ" and isinstance(node.ctx, ast.Load)
+        reads = (
+            isinstance(node, ast.Subscript)
+            and _dotted(node.value) == "os.environ"
+            and isinstance(node.ctx, ast.Load)
+        )
         if library and (asks or reads) and not name.startswith("megatron/distributed/"):
             yield node.lineno, "reads an environment variable: make it a flag"
 
 
 def _strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    return ((node.lineno, node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return (
+        (node.lineno, node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
 
 
 def _dotted(node: ast.AST) -> str:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rules import FORMATTED, LONGEST_FILE, MAY_IMPORT, breaches
+from rules import LONGEST_FILE, MAY_IMPORT, RECORDED, breaches
 from selection import LONG_FILES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,11 +26,15 @@ def tree(tmp_path: Path) -> Path:
         folder.mkdir(parents=True)
         if room != "kernels":
             (folder / "__init__.py").write_text("")
-        imports = [f"import megatron.{other}" for other in sorted({*allowed, "config"} - {"", room})]
+        imports = [
+            f"import megatron.{other}" for other in sorted({*allowed, "config"} - {"", room})
+        ]
         (folder / "good.py").write_text("\n".join(["import torch", *imports, ""]))
     (tmp_path / "megatron/__init__.py").write_text('__version__ = "0"\n')
     (tmp_path / "tools").mkdir()
-    (tmp_path / "tools/tool.py").write_text("from megatron.data import good\nfrom megatron.training import good as also\n")
+    (tmp_path / "tools/tool.py").write_text(
+        "from megatron.data import good\nfrom megatron.training import good as also\n"
+    )
     assert breaches(tmp_path) == []
     return tmp_path
 
@@ -38,42 +42,106 @@ def tree(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "file, text, expected",
     [
-        ("megatron/layers/bad.py", "import megatron.parallel.pipeline", "layers may not import megatron.parallel.pipeline"),
-        ("megatron/layers/bad.py", "from megatron import optimizer", "layers may not import megatron.optimizer"),
-        ("megatron/model/bad.py", "def f():\n    from megatron.optimizer import zero", "model may not import megatron.optimizer.zero"),
-        ("megatron/model/bad.py", "from ..training import loop", "model may not import megatron.training.loop"),
-        ("megatron/optimizer/bad.py", "import megatron.data.loader", "optimizer may not import megatron.data.loader"),
-        ("megatron/config/bad.py", "import megatron.model.arithmetic", "config may not import megatron.model.arithmetic"),
-        ("megatron/plan/bad.py", "import megatron.training.loop", "plan may not import megatron.training.loop"),
-        ("megatron/data/bad.py", "import importlib\nimportlib.import_module('megatron.plan.memory')", "data may not import megatron.plan.memory"),
-        ("megatron/data/bad.py", "import importlib\nimportlib.import_module('megatron.' + 'observe')", "imports a computed name"),
-        ("megatron/data/bad.py", "from megatron import __version__", "data may not import megatron.__version__"),
-        ("kernels/bad.py", "from megatron.layers import linear", "kernels may not import megatron.layers.linear"),
+        (
+            "megatron/layers/bad.py",
+            "import megatron.parallel.pipeline",
+            "layers may not import megatron.parallel.pipeline",
+        ),
+        (
+            "megatron/layers/bad.py",
+            "from megatron import optimizer",
+            "layers may not import megatron.optimizer",
+        ),
+        (
+            "megatron/model/bad.py",
+            "def f():\n    from megatron.optimizer import zero",
+            "model may not import megatron.optimizer.zero",
+        ),
+        (
+            "megatron/model/bad.py",
+            "from ..training import loop",
+            "model may not import megatron.training.loop",
+        ),
+        (
+            "megatron/optimizer/bad.py",
+            "import megatron.data.loader",
+            "optimizer may not import megatron.data.loader",
+        ),
+        (
+            "megatron/config/bad.py",
+            "import megatron.model.arithmetic",
+            "config may not import megatron.model.arithmetic",
+        ),
+        (
+            "megatron/plan/bad.py",
+            "import megatron.training.loop",
+            "plan may not import megatron.training.loop",
+        ),
+        (
+            "megatron/data/bad.py",
+            "import importlib\nimportlib.import_module('megatron.plan.memory')",
+            "data may not import megatron.plan.memory",
+        ),
+        (
+            "megatron/data/bad.py",
+            "import importlib\nimportlib.import_module('megatron.' + 'observe')",
+            "imports a computed name",
+        ),
+        (
+            "megatron/data/bad.py",
+            "from megatron import __version__",
+            "data may not import megatron.__version__",
+        ),
+        (
+            "kernels/bad.py",
+            "from megatron.layers import linear",
+            "kernels may not import megatron.layers.linear",
+        ),
         ("kernels/__init__.py", "", "must not exist"),
         ("tools/bad.py", "import kernels.philox", "imports `kernels`"),
-        ("megatron/__init__.py", "from megatron.model import gpt", "the package itself imports nothing"),
+        (
+            "megatron/__init__.py",
+            "from megatron.model import gpt",
+            "the package itself imports nothing",
+        ),
         ("megatron/data/extra/bad.py", "", "has no __init__.py"),
         ("megatron/novelty/__init__.py", "", "is a room without a rule"),
         ("tools/bad.py", "import torch\ntorch.load('x')", "calls torch.load"),
         ("megatron/checkpoint/bad.py", "from pickle import loads", "imports pickle"),
         ("megatron/distributed/bad.py", "def f():\n    global state", "global statement"),
-        ("megatron/training/bad.py", "import os\nos.environ['DEBUG']", "reads an environment variable"),
-        ("megatron/training/bad.py", "import os\nos.environ.get('DEBUG')", "reads an environment variable"),
-        ("megatron/data/bad.py", "class Same:\n    pass\n\n\nclass Same:\n    pass", "there is a class Same in megatron/data/bad.py:1 already"),
+        (
+            "megatron/training/bad.py",
+            "import os\nos.environ['DEBUG']",
+            "reads an environment variable",
+        ),
+        (
+            "megatron/training/bad.py",
+            "import os\nos.environ.get('DEBUG')",
+            "reads an environment variable",
+        ),
+        (
+            "megatron/data/bad.py",
+            "class Same:\n    pass\n\n\nclass Same:\n    pass",
+            "there is a class Same in megatron/data/bad.py:1 already",
+        ),
         ("tools/bad.py", "PATH = '/home/somebody/data'", "a path of one machine"),
         ("scripts/bad.sh", "cd /work/here", "a path of one machine"),
-        ("megatron/data/bad.py", "x = 1\n" * LONGEST_FILE, "the most is 600"),
+        ("megatron/data/bad.py", "x = 1\n" * LONGEST_FILE, "the most is 850"),
     ],
-)  # fmt: skip
+)
 def test_each_breach_is_found(tree: Path, file: str, text: str, expected: str):
     (tree / file).parent.mkdir(exist_ok=True)
     (tree / file).write_text(text)
     found = breaches(tree)
-    assert len(found) == 1 and expected in found[0] and found[0].startswith(file.rsplit("/", 1)[0]), found
+    assert (
+        len(found) == 1 and expected in found[0] and found[0].startswith(file.rsplit("/", 1)[0])
+    ), found
 
 
 def test_kernels_and_libraries_import_side_by_side(tmp_path: Path):
-    """With PyPI's `kernels` and megatron-core's namespace package on the path, both of our import names still reach our files."""
+    """With PyPI's `kernels` and megatron-core's namespace package on the path, both of our import
+    names still reach our files.
+    """
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels/__init__.py").write_text("theirs = True\n")
     (tmp_path / "megatron/core").mkdir(parents=True)
@@ -82,25 +150,49 @@ def test_kernels_and_libraries_import_side_by_side(tmp_path: Path):
     code = f"import kernels, importlib.util as u; print(kernels.theirs, {found})"
     for path in ([tmp_path, ROOT], [ROOT, tmp_path]):
         environment = {"PYTHONPATH": ":".join(map(str, path))}
-        shown = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
+        shown = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
         assert shown.returncode == 0, shown.stderr
-        assert shown.stdout.split() == ["True", str(ROOT / "kernels/philox.py"), str(ROOT / "megatron/config/__init__.py")]
+        assert shown.stdout.split() == [
+            "True",
+            str(ROOT / "kernels/philox.py"),
+            str(ROOT / "megatron/config/__init__.py"),
+        ]
 
 
 def test_ruff_finds_nothing():
     """With the rules of pyproject.toml."""
-    done = subprocess.run([sys.executable, "-m", "ruff", "check", "--output-format", "concise"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--output-format", "concise"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_what_is_formatted_stays_formatted():
-    """FORMATTED grows until it is the whole checkout."""
-    command = [sys.executable, "-m", "ruff", "format", "--check", "--line-length", "100", *FORMATTED]
+def test_all_is_formatted():
+    """As `ruff format` does it, at most 100 columns wide: it leaves strings and comments alone."""
+    command = [sys.executable, "-m", "ruff", "format", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    folders = [ROOT / name for name in FORMATTED]
-    files = [file for path in folders for file in ([path] if path.is_file() else path.rglob("*.py"))]
-    assert not [f"{file}:{number}" for file in files for number, line in enumerate(file.read_text().splitlines(), 1) if len(line) > 100]
+    folders = ("campaigns", "kernels", "megatron", "scripts", "tests", "tools")
+    files = [
+        *ROOT.glob("*.py"),
+        *(file for name in folders for file in (ROOT / name).rglob("*.py")),
+    ]
+    assert not [
+        f"{file}:{number}"
+        for file in files
+        if file.relative_to(ROOT).as_posix() not in RECORDED
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if len(line) > 100
+    ]
 
 
 def test_the_long_files_that_are_started_first_exist():

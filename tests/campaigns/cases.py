@@ -1,4 +1,6 @@
-"""What the campaigns of odd input share: one case under a time limit, and what came of all of them."""
+"""What the campaigns of odd input share: one case under a time limit, and what came of all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,10 @@ class Verdicts:
     wrong: list[str] = field(default_factory=list)
 
     def case(self, label: str, action: Callable[[], str], *, must_refuse: bool = False) -> None:
-        """Run one case. `action` returns the outcome's name, raises UserError for a refusal and Wrong for a result that
-        differs from the oracle's; any other exception is a bare traceback."""
+        """Run one case. `action` returns the outcome's name, raises UserError for a refusal and
+        Wrong for a result that differs from the oracle's; any other exception is a bare
+        traceback.
+        """
         try:
             with time_limit():
                 outcome = action()

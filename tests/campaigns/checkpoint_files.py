@@ -1,4 +1,6 @@
-"""Campaigns on checkpoints: damaged files, manifests with a right digest and wrong content, and pickles of other programs."""
+"""Campaigns on checkpoints: damaged files, manifests with a right digest and wrong content, and
+pickles of other programs.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ from megatron.training.resume import changed_data, changed_fields, check_complet
 from megatron.training.run import Progress
 
 FLAGS = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 16 --lr 1e-3 "
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 "
     "--train-iters 10 --mock-data --vocab-size 100 --lr-decay-iters 10 --fp16"
 ).split()
 ITERATION = 4
@@ -172,7 +175,9 @@ def resign_shard(folder: Path, change) -> None:
 
 
 def checkpoint_damages(count: int, seed: int, folder: Path) -> Verdicts:
-    """Any byte of any file, whole files, signed manifests and headers of other content: refused, or the same bits and a state of its types."""
+    """Any byte of any file, whole files, signed manifests and headers of other content: refused, or
+    the same bits and a state of its types.
+    """
     rng, verdicts, tensors = random.Random(seed), Verdicts(), example()
     before, manifest.CHUNK = manifest.CHUNK, 256
     try:
@@ -275,7 +280,7 @@ def _end(header: bytes) -> int:
     return at
 
 
-# ---- pickles ------------------------------------------------------------------------------------------------------------
+# ---- pickles -------------------------------------------------------------------------------------
 
 
 class Inert:
@@ -395,7 +400,9 @@ EVIL = (
 
 
 def pickles(count: int, seed: int, folder: Path) -> Verdicts:
-    """Damaged pickles, random instructions, bombs, and damaged files of torch.save: refused, or the value that Python's unpickler gives."""
+    """Damaged pickles, random instructions, bombs, and damaged files of torch.save: refused, or the
+    value that Python's unpickler gives.
+    """
     rng, verdicts, path = random.Random(seed), Verdicts(), folder / "a.pt"
     torch.save(
         {

@@ -58,7 +58,9 @@ def preprocess(path: Path, prefix: Path, *flags: str) -> None:
 
 
 def tokens_of(raw: bytes) -> list[int]:
-    """What an independent reader makes of JSON lines of integers; lines whose text UTF-8 cannot hold are left out."""
+    """What an independent reader makes of JSON lines of integers; lines whose text UTF-8 cannot
+    hold are left out.
+    """
     found: list[int] = []
     for line in raw.decode(errors="surrogateescape").split("\n"):
         if not line.strip():
@@ -75,7 +77,9 @@ def tokens_of(raw: bytes) -> list[int]:
 
 
 def jsonl(count: int, seed: int, folder: Path) -> Verdicts:
-    """Damaged lines, surrogates, deep nesting: refused with nothing left behind, or the tokens that the text says."""
+    """Damaged lines, surrogates, deep nesting: refused with nothing left behind, or the tokens that
+    the text says.
+    """
     rng, verdicts = random.Random(seed), Verdicts()
     path, out = folder / "a.jsonl", folder / "out"
     for number in range(count):
@@ -93,7 +97,10 @@ def jsonl(count: int, seed: int, folder: Path) -> Verdicts:
         )
         refuse, what = False, ""
         if kind == "surrogate":
-            lines[at], refuse = '{"text": "1 \\ud8' + f'{rng.randrange(256):02x}' + ' 2"}', policy == "error"
+            lines[at], refuse = (
+                '{"text": "1 \\ud8' + f"{rng.randrange(256):02x}" + ' 2"}',
+                policy == "error",
+            )
         elif kind == "deep":
             lines[at], refuse = '{"text": "1", "x": ' + "[" * rng.choice([2000, 20_000]), True
         elif kind == "list":
@@ -128,7 +135,9 @@ def jsonl(count: int, seed: int, folder: Path) -> Verdicts:
 
 
 def make_tokenizers(folder: Path) -> None:
-    """One of each kind: Hugging Face, GPT-2, SentencePiece, tiktoken as published and as Megatron's JSON."""
+    """One of each kind: Hugging Face, GPT-2, SentencePiece, tiktoken as published and as Megatron's
+    JSON.
+    """
     import sentencepiece
     import tokenizers
 
@@ -186,7 +195,9 @@ def use(config: DataConfig) -> str:
 
 
 def tokenizer_files(count: int, seed: int, folder: Path) -> Verdicts:
-    """Damaged files of every kind, and vocabularies whose meaning is damaged. Each case has a process of its own: libraries may abort."""
+    """Damaged files of every kind, and vocabularies whose meaning is damaged. Each case has a
+    process of its own: libraries may abort.
+    """
     rng, verdicts, base, work = random.Random(seed), Verdicts(), folder / "base", folder / "work"
     base.mkdir()
     make_tokenizers(base)
@@ -299,8 +310,10 @@ def in_child(config: DataConfig) -> str:
 
 
 def index_damages(count: int, seed: int, folder: Path) -> Verdicts:
-    """Damaged .idx and .bin. With the sidecar, --check-data refuses every change of any byte; without it, what cannot be known (token
-    values, ends of documents) is counted as such, and all else is refused or equal."""
+    """Damaged .idx and .bin. With the sidecar, --check-data refuses every change of any byte;
+    without it, what cannot be known (token values, ends of documents) is counted as such, and all
+    else is refused or equal.
+    """
     rng, verdicts, prefix = random.Random(seed), Verdicts(), folder / "x_text_document"
     source = folder / "a.jsonl"
     texts = [

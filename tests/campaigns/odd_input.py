@@ -1,8 +1,9 @@
 """Campaigns of odd input: python tests/campaigns/odd_input.py all [--seed N] [--out FILE.json]
 
-Every reader of a file that a user gives is run on many damaged and odd files. A case ends in one error of the user's
-kind, or in the result that an independent oracle gives; a bare traceback, a hang, the acceptance of what must be refused
-and another result are wrong. `--count` and one campaign's name run a part. Exit code 1 when a case is wrong.
+Every reader of a file that a user gives is run on many damaged and odd files. A case ends in one
+error of the user's kind, or in the result that an independent oracle gives; a bare traceback, a
+hang, the acceptance of what must be refused and another result are wrong. `--count` and one
+campaign's name run a part. Exit code 1 when a case is wrong.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ def main() -> int:
             print(f"{name}: WRONG: {line}")
         outcomes = dict(sorted(verdicts.outcomes.items()))
         print(
-            f"{name}: {sum(outcomes.values())} cases, {len(verdicts.wrong)} wrong, {time.monotonic() - begun:.1f} s: {outcomes}",
+            (
+                f"{name}: {sum(outcomes.values())} cases, {len(verdicts.wrong)} wrong, "
+                f"{time.monotonic() - begun:.1f} s: {outcomes}"
+            ),
             flush=True,
         )
         results[name] = {

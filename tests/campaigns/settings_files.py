@@ -20,7 +20,8 @@ from megatron.config.groups import Config
 from megatron.config.validate import cross_field_faults
 
 FLAGS = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 16 --lr 1e-3 "
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 "
     "--train-iters 10 --mock-data --vocab-size 100"
 ).split()
 DEEPSPEED = {
@@ -162,7 +163,8 @@ def configurations(count: int, seed: int, folder: Path) -> Verdicts:
                     option, content[group][field], taken[group][field]
                 ):
                     raise Wrong(
-                        f"{group}.{field}: {content[group][field]!r} was read as {taken[group][field]!r}"
+                        f"{group}.{field}: {content[group][field]!r} was read as "
+                        f"{taken[group][field]!r}"
                     )
         return "accepted"
 
@@ -212,7 +214,9 @@ def configurations(count: int, seed: int, folder: Path) -> Verdicts:
 
 
 def deepspeed(count: int, seed: int, folder: Path) -> Verdicts:
-    """DeepSpeed's files against fixed flags: one odd value each, dotted keys, damaged text, keys twice, deep nesting, no files."""
+    """DeepSpeed's files against fixed flags: one odd value each, dotted keys, damaged text, keys
+    twice, deep nesting, no files.
+    """
     rng, verdicts, path = random.Random(seed), Verdicts(), folder / "ds.json"
     config: Config = parse_arguments(FLAGS).config
 

@@ -1,4 +1,6 @@
-"""A part of every campaign of odd input, and that the campaigns notice readers that do not check."""
+"""A part of every campaign of odd input, and that the campaigns notice readers that do not
+check.
+"""
 
 from __future__ import annotations
 

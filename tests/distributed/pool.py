@@ -1,6 +1,8 @@
-"""Persistent Gloo worlds for tests: processes that stay alive across tests, so that a case costs milliseconds and not a start of Python.
+"""Persistent Gloo worlds for tests: processes that stay alive across tests, so that a case costs
+milliseconds and not a start of Python.
 
-    def work(n):                                   # a top-level function of a module that can be imported
+    def work(n):                                   # a top-level function of a module that can be
+    imported
         x = torch.full((n,), float(dist.get_rank()))
         dist.all_reduce(x)
         return x
@@ -8,9 +10,10 @@
     def test_sum(gloo_world):
         assert gloo_world(4).run(work, 3)[0].tolist() == [6, 6, 6]
 
-The processes are forked off a fresh one that has only imported torch. In each torch.distributed is initialised over Gloo on the loopback
-interface, and torch has one thread. Process groups that a function makes are destroyed before the next one runs. After a failure the world is
-killed; its next run starts a new one.
+The processes are forked off a fresh one that has only imported torch. In each torch.distributed is
+initialised over Gloo on the loopback interface, and torch has one thread. Process groups that a
+function makes are destroyed before the next one runs. After a failure the world is killed; its next
+run starts a new one.
 """
 
 from __future__ import annotations
@@ -41,7 +44,12 @@ import torch
 import torch.distributed as dist
 
 # What takes seconds to import, for each process anew otherwise.
-PRELOAD = ("torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "distributed.pool")
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.fx.experimental.symbolic_shapes",
+    "distributed.pool",
+)
 GRACE = 3.0  # seconds that the other ranks get to report after the first failure
 PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
 
@@ -59,10 +67,16 @@ def serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent closes the world
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    stack = open(Path(folder, f"stack{rank}"), "w")  # noqa: SIM115  # open as long as the process lives
+    stack = open(Path(folder, f"stack{rank}"), "w")  # open as long as the process lives
     faulthandler.register(signal.SIGUSR2, stack, all_threads=False)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(minutes=10))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(minutes=10),
+    )
     made, new_group = [], dist.new_group
 
     @functools.wraps(new_group)
@@ -83,7 +97,10 @@ def serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
         try:
             path, module, name, arguments = pickle.loads(task)
             sys.path[:] = path
-            answer = (True, attrgetter(name)(importlib.import_module(module))(*pickle.loads(arguments)))
+            answer = (
+                True,
+                attrgetter(name)(importlib.import_module(module))(*pickle.loads(arguments)),
+            )
             answer = pickle.dumps(answer)
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
@@ -95,7 +112,9 @@ def serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
 
 @contextlib.contextmanager
 def one_world_at_a_time() -> Iterator[None]:
-    """Among the processes of pytest-xdist: ranks of two worlds on few cores hold each other up far more than twice."""
+    """Among the processes of pytest-xdist: ranks of two worlds on few cores hold each other up far
+    more than twice.
+    """
     session = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if session is None:
         yield
@@ -120,9 +139,15 @@ class World:
         self.folder: tempfile.TemporaryDirectory | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
-        """`function(*args)` on every rank; the results by rank. Raises RankError with tracebacks, Hang after `timeout` seconds."""
-        assert "<" not in function.__qualname__, "a lambda or an inner function cannot be found by name in another process"
-        task = pickle.dumps((sys.path, function.__module__, function.__qualname__, pickle.dumps(args)))
+        """`function(*args)` on every rank; the results by rank. Raises RankError with tracebacks,
+        Hang after `timeout` seconds.
+        """
+        assert "<" not in function.__qualname__, (
+            "a lambda or an inner function cannot be found by name in another process"
+        )
+        task = pickle.dumps(
+            (sys.path, function.__module__, function.__qualname__, pickle.dumps(args))
+        )
         try:
             with one_world_at_a_time():
                 if not self.processes:
@@ -130,7 +155,8 @@ class World:
                 for pipe in self.pipes:
                     pipe.send_bytes(task)
                 answers = self._collect(timeout)
-        except BaseException:  # time is up, or the user interrupts: nobody knows what the ranks are doing
+        except BaseException:
+            # time is up, or the user interrupts: nobody knows what the ranks are doing
             self.close()
             raise
         return answers
@@ -142,7 +168,12 @@ class World:
         with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"):
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=serve, args=(rank, self.size, self.folder.name, theirs), daemon=True, name=f"rank{rank}")
+                process = context.Process(
+                    target=serve,
+                    args=(rank, self.size, self.folder.name, theirs),
+                    daemon=True,
+                    name=f"rank{rank}",
+                )
                 process.start()
                 theirs.close()
                 self.processes.append(process)
@@ -160,16 +191,31 @@ class World:
                     good, answer = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionError):
                     self.processes[rank].join(GRACE)
-                    good, answer = False, f"the process ended with exit code {self.processes[rank].exitcode}"
+                    good, answer = (
+                        False,
+                        f"the process ended with exit code {self.processes[rank].exitcode}",
+                    )
                 (results if good else errors)[rank] = answer
                 if not good:
                     end = min(end, time.monotonic() + GRACE)
         late = sorted(waiting.values())
         if errors:
-            raise RankError("\n".join([*(f"rank {rank} of {self.size}:\n{text}" for rank, text in sorted(errors.items())),
-                                       *([f"ranks {late} had not ended {GRACE:g} s later"] if late else [])]))
+            raise RankError(
+                "\n".join(
+                    [
+                        *(
+                            f"rank {rank} of {self.size}:\n{text}"
+                            for rank, text in sorted(errors.items())
+                        ),
+                        *([f"ranks {late} had not ended {GRACE:g} s later"] if late else []),
+                    ]
+                )
+            )
         if late:
-            raise Hang(f"ranks {late} of {self.size} had not ended after {timeout:g} s\n" + "\n".join(map(self._stack, late)))
+            raise Hang(
+                f"ranks {late} of {self.size} had not ended after {timeout:g} s\n"
+                + "\n".join(map(self._stack, late))
+            )
         return [results[rank] for rank in range(self.size)]
 
     def _stack(self, rank: int) -> str:

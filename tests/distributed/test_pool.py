@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
 from distributed.pool import Hang, RankError, World  # noqa: I001  # tests/distributed, not torch's
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -71,7 +70,10 @@ def test_groups_made_by_a_task_go_with_it(gloo_world):
     descriptors = gloo_world(4).run(count_descriptors)
     for _ in range(30):
         gloo_world(4).run(sum_over_pairs)
-    assert all(after <= before + 8 for before, after in zip(descriptors, gloo_world(4).run(count_descriptors)))
+    assert all(
+        after <= before + 8
+        for before, after in zip(descriptors, gloo_world(4).run(count_descriptors))
+    )
 
 
 def count_descriptors():
@@ -82,7 +84,12 @@ def test_an_exception_is_shown_with_its_rank_and_the_world_goes_on(gloo_world):
     with pytest.raises(RankError) as failure:
         gloo_world(2).run(fail_on, 1)
     text = str(failure.value)
-    assert "rank 1 of 2:" in text and "in fail_on" in text and "ValueError: only rank 1 knows this" in text and "rank 0 of 2:" not in text
+    assert (
+        "rank 1 of 2:" in text
+        and "in fail_on" in text
+        and "ValueError: only rank 1 knows this" in text
+        and "rank 0 of 2:" not in text
+    )
     assert "ranks [0] had not ended" in text
     assert [rank for _, rank, *_ in gloo_world(2).run(add_ranks, 1)] == [0, 1]
 
@@ -91,7 +98,9 @@ def test_a_hang_ends_with_the_stacks_and_the_world_is_restarted():
     world = World(2)
     try:
         before = [pid for pid, *_ in world.run(add_ranks, 1)]
-        with pytest.raises(Hang, match=r"ranks \[1\] of 2 had not ended after 1 s\n(.|\n)*in wait_without"):
+        with pytest.raises(
+            Hang, match=r"ranks \[1\] of 2 had not ended after 1 s\n(.|\n)*in wait_without"
+        ):
             world.run(wait_without, 0, timeout=1)
         after = [pid for pid, *_ in world.run(add_ranks, 1)]
         assert not set(before) & set(after)
@@ -121,14 +130,33 @@ def test_nothing_is_left_when_pytest_is_interrupted(tmp_path, number):
         "def test_wait(gloo_world):\n"
         f"    pids = [str(pid) for pid, *_ in gloo_world(2).run(add_ranks, 1)]\n"
         f"    open({str(tmp_path / 'pids')!r}, 'w').write(' '.join(pids) + ' end')\n"
-        "    time.sleep(60)\n")
-    (tmp_path / "conftest.py").write_text("import pytest\nfrom distributed.pool import Worlds\n\n@pytest.fixture(scope='session')\ndef gloo_world():\n"
-                                          "    worlds = Worlds()\n    yield worlds\n    worlds.close()\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "distributed")])}
-    process = subprocess.Popen([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path)], env=environment, cwd=tmp_path,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        "    time.sleep(60)\n"
+    )
+    (tmp_path / "conftest.py").write_text(
+        "import pytest\nfrom distributed.pool import Worlds\n\n"
+        "@pytest.fixture(scope='session')\ndef gloo_world():\n"
+        "    worlds = Worlds()\n    yield worlds\n    worlds.close()\n"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "distributed")]),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path)],
+        env=environment,
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
-        pids = until(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text().endswith("end")) and (tmp_path / "pids").read_text()
+        pids = (
+            until(
+                lambda: (
+                    (tmp_path / "pids").exists() and (tmp_path / "pids").read_text().endswith("end")
+                )
+            )
+            and (tmp_path / "pids").read_text()
+        )
         pids = [int(pid) for pid in pids.split()[:-1]]
         process.send_signal(number)
         assert until(lambda: process.poll() is not None)

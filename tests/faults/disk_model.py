@@ -1,4 +1,6 @@
-"""A model of page cache and disk, for what a power loss leaves: what the disk may hold when only fsync makes things durable."""
+"""A model of page cache and disk, for what a power loss leaves: what the disk may hold when only
+fsync makes things durable.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,23 @@ class Node:
 
 
 class Disk:
-    """What a crash would leave of the files below `root`, by the system calls that write them, in a model of page cache and disk.
+    """What a crash would leave of the files below `root`, by the system calls that write them, in a
+    model of page cache and disk.
 
-    Before each call `crashes` receives it, as nested dictionaries of bytes, under two adversaries: names reach the disk at once and contents
-    by fsync alone; names, too, only when their folder is fsynced. File systems lie between the two.
+    Before each call `crashes` receives it, as nested dictionaries of bytes, under two adversaries:
+    names reach the disk at once and contents by fsync alone; names, too, only when their folder is
+    fsynced. File systems lie between the two.
     """
 
     def __init__(self, root: Path) -> None:
-        self.root, self.top, self.files, self.crashes, self.acknowledged, self.lock = root, Node({}), {}, [], 0, Lock()
+        self.root, self.top, self.files, self.crashes, self.acknowledged, self.lock = (
+            root,
+            Node({}),
+            {},
+            [],
+            0,
+            Lock(),
+        )
 
     def follow(self, monkeypatch) -> None:
         """The calls of this process, which are carried out too."""
@@ -42,15 +53,24 @@ class Disk:
         return call
 
     def replay(self, events: list[tuple[int, str, object, tuple]]) -> None:
-        """Calls of several processes that were recorded: (process, name, result, arguments), or (process, "acknowledge", iteration, ())."""
+        """Calls of several processes that were recorded: (process, name, result, arguments), or
+        (process, "acknowledge", iteration, ()).
+        """
         for process, name, result, args in events:
             if name == "acknowledge":
                 self.acknowledged = result
                 continue
-            if name in ("open", "mkdir", "rename") and self.root not in (Path(args[0]), *Path(args[0]).parents):
+            if name in ("open", "mkdir", "rename") and self.root not in (
+                Path(args[0]),
+                *Path(args[0]).parents,
+            ):
                 continue
             self.crash()
-            own = {"open": lambda: ((process, result), *args), "mkdir": lambda: (result, *args), "rename": lambda: (result, *args)}
+            own = {
+                "open": lambda: ((process, result), *args),
+                "mkdir": lambda: (result, *args),
+                "rename": lambda: (result, *args),
+            }
             values = own.get(name, lambda: (result, (process, args[0]), *args[1:]))()
             if name in own or values[1] in self.files:
                 getattr(self, f"on_{name}")(*values)

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 
 
 def die_before(number: int, calls: Iterable[str], act: Callable[[], object]) -> int:
-    """Fork a process that carries out `act` and is killed before its call `number` of these functions of `os`; its wait status."""
+    """Fork a process that carries out `act` and is killed before its call `number` of these
+    functions of `os`; its wait status.
+    """
     child = os.fork()
     if child == 0:
         try:

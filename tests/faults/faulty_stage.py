@@ -1,11 +1,14 @@
-"""A run of pretrain_gpt.py of several ranks on this host, of which one meets a fault: for test_pipeline_faults.py.
+"""A run of pretrain_gpt.py of several ranks on this host, of which one meets a fault: for
+test_pipeline_faults.py.
 
     python faulty_stage.py FOLDER RANKS FAULT VICTIM WHERE flags of pretrain_gpt.py...
 
-The ranks are forked off this process when it has imported everything. VICTIM is the rank whose FAULT (kill, stop or raise) comes in its second
-training step before the computation WHERE (`F 1 2`: kind, stage, micro-batch), when the others have long done all they can without it. WHERE may
-name a second computation, after a comma: a rank that comes to it pauses there until the fault is a while past. When all others have ended,
-FOLDER/ends.json holds a list by rank: exit code (negative: a signal), seconds from the fault to the end, what it wrote to stderr.
+The ranks are forked off this process when it has imported everything. VICTIM is the rank whose
+FAULT (kill, stop or raise) comes in its second training step before the computation WHERE (`F 1 2`:
+kind, stage, micro-batch), when the others have long done all they can without it. WHERE may name a
+second computation, after a comma: a rank that comes to it pauses there until the fault is a while
+past. When all others have ended, FOLDER/ends.json holds a list by rank: exit code (negative: a
+signal), seconds from the fault to the end, what it wrote to stderr.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch.fx.experimental.symbolic_shapes  # noqa: F401  # imported by torch when something runs: seconds, after the fork otherwise
+
+# Torch imports it when something runs: that takes seconds, and would come after the fork.
+import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
 import pretrain_gpt
 from megatron.parallel import pipeline
@@ -30,7 +35,8 @@ from megatron.training import pretrain  # noqa: F401  # likewise
 
 FOLDER, RANKS, FAULT, VICTIM = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 WHERE, _, PAUSE = sys.argv[5].partition(", ")
-A_WHILE = 1.0  # seconds: all messages on their way arrive, all connections of a dead process are closed
+# seconds: all messages on their way arrive, all connections of a dead process are closed
+A_WHILE = 1.0
 PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
 
 
@@ -39,8 +45,16 @@ def rank_process(rank: int, port: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.dup2(os.open(FOLDER / f"stderr{rank}", os.O_CREAT | os.O_WRONLY), 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS),
-                       "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
+    os.environ.update(
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(RANKS),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(RANKS),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(port),
+        }
+    )
     met: list[str] = []
 
     def compute(step, action, recording):
@@ -83,7 +97,11 @@ def main() -> None:
         pid, status = os.wait()
         rank, fault = pids[pid], FOLDER / "fault"
         after = time.monotonic() - float(fault.read_text()) if fault.exists() else None
-        ends[rank] = os.waitstatus_to_exitcode(status), after, (FOLDER / f"stderr{rank}").read_text()
+        ends[rank] = (
+            os.waitstatus_to_exitcode(status),
+            after,
+            (FOLDER / f"stderr{rank}").read_text(),
+        )
     for pid, rank in pids.items():
         if ends[rank] is None:
             os.kill(pid, signal.SIGKILL)

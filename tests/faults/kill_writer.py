@@ -1,19 +1,29 @@
-"""Kill -9 of processes that save checkpoints in a loop, at random times; then find and read what is there.
+"""Kill -9 of processes that save checkpoints in a loop, at random times; then find and read what is
+there.
 
-    python tests/faults/kill_writer.py --kills 200 --seed 1                              # the long campaign, a few minutes
-    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2                    # the same of one of two ranks, chosen at random
-    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2 --mode async       # of a rank, of its writer process, or of both
-    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2 --mode local       # both tiers; now and then a node is lost as well
-    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 3 --mode local --writer xor  # the nodes are a set with parities
-    python tests/faults/kill_writer.py --kills 20 --writer in-place                      # a bad writer: the campaign must fail
+    python tests/faults/kill_writer.py --kills 200 --seed 1                              # the long
+    campaign, a few minutes
+    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2                    # the same
+    of one of two ranks, chosen at random
+    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2 --mode async       # of a
+    rank, of its writer process, or of both
+    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2 --mode local       # both
+    tiers; now and then a node is lost as well
+    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 3 --mode local --writer xor  #
+    the nodes are a set with parities
+    python tests/faults/kill_writer.py --kills 20 --writer in-place                      # a bad
+    writer: the campaign must fail
 
-All ranks hold the same tensors and share out their rows, as data-parallel ranks do. Oracle, after every kill: the newest checkpoint found is at
-least the newest whose save any rank knew to be complete, every checkpoint listed is whole, every value of every tensor and of the state is
-that of its iteration, and the ranks that were not killed have ended by themselves, with the collective's error. The next processes go on
-from there in the same folder. A writer process that is killed alone fails at most one save, with one error on all ranks; the next one succeeds.
-Negative controls: `--writer in-place` (no temporary folder) and `overwrite` (one folder for all iterations); with --mode async `early` (says
-that it has saved when it has begun to) and `uncopied` (training goes on before the copy is made); with --mode local --ranks 2 `alone` (nothing
-is copied to the partner), with --ranks 3 `half-xor` (a piece of every column is in no parity).
+All ranks hold the same tensors and share out their rows, as data-parallel ranks do. Oracle, after
+every kill: the newest checkpoint found is at least the newest whose save any rank knew to be
+complete, every checkpoint listed is whole, every value of every tensor and of the state is that of
+its iteration, and the ranks that were not killed have ended by themselves, with the collective's
+error. The next processes go on from there in the same folder. A writer process that is killed alone
+fails at most one save, with one error on all ranks; the next one succeeds. Negative controls:
+`--writer in-place` (no temporary folder) and `overwrite` (one folder for all iterations); with
+--mode async `early` (says that it has saved when it has begun to) and `uncopied` (training goes on
+before the copy is made); with --mode local --ranks 2 `alone` (nothing is copied to the partner),
+with --ranks 3 `half-xor` (a piece of every column is in no parity).
 """
 
 from __future__ import annotations
@@ -62,7 +72,12 @@ def verdict(root: Path, acknowledged: int) -> tuple[int, str | None]:
     try:
         found = find_checkpoint(root, say=lambda line: None)
         if found is None:
-            return 0, f"nothing is loadable; iteration {acknowledged} was saved" if acknowledged else None
+            return (
+                0,
+                f"nothing is loadable; iteration {acknowledged} was saved"
+                if acknowledged
+                else None,
+            )
         for iteration in manifest.list_iterations(root):
             with Checkpoint(root / manifest.iteration_folder(iteration)) as checkpoint:
                 checkpoint.verify()
@@ -71,7 +86,7 @@ def verdict(root: Path, acknowledged: int) -> tuple[int, str | None]:
         return 0, str(error)
 
 
-# ---- a job, and what is killed of it ---------------------------------------------------------------------------------
+# ---- a job, and what is killed of it -------------------------------------------------------------
 
 
 def run_rank(job: Job, root: Path, first: int, rank: int, size: int, pipe: int) -> None:
@@ -80,13 +95,21 @@ def run_rank(job: Job, root: Path, first: int, rank: int, size: int, pipe: int) 
     if size > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = f"file://{root}.rendezvous"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
+        dist.init_process_group(
+            "gloo",
+            init_method=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=TIMEOUT),
+        )
         ranks.agree(lambda: None)  # connections are made at their first use
     os.write(pipe, b"begin\n")
     job(root, first, ranks, lambda line: os.write(pipe, f"{line}\n".encode()))
 
 
-def start_rank(job: Job, root: Path, first: int, rank: int, size: int, pipe: tuple[int, int]) -> int:
+def start_rank(
+    job: Job, root: Path, first: int, rank: int, size: int, pipe: tuple[int, int]
+) -> int:
     """Fork one rank; its process id."""
     child = os.fork()
     if child == 0:
@@ -107,7 +130,10 @@ def start_rank(job: Job, root: Path, first: int, rank: int, size: int, pipe: tup
 def children(process: int) -> list[int]:
     """Of a process that may have ended."""
     with suppress(OSError):
-        return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+        return [
+            int(child)
+            for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()
+        ]
     return []
 
 
@@ -132,7 +158,9 @@ class Told:
 
 
 def ended(child: int) -> int | None:
-    """The wait status of a process when it ends in time; None, and it is killed, when it does not."""
+    """The wait status of a process when it ends in time; None, and it is killed, when it does
+    not.
+    """
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -145,8 +173,9 @@ def ended(child: int) -> int | None:
 
 
 class Outcome:
-    """What a job told: what it went on from, the newest iteration that any rank knew to be complete, and what each save that failed told; and
-    what is wrong with it."""
+    """What a job told: what it went on from, the newest iteration that any rank knew to be
+    complete, and what each save that failed told; and what is wrong with it.
+    """
 
     def __init__(self) -> None:
         self.found: int | None = None
@@ -166,17 +195,37 @@ class Outcome:
 
     def judge_errors(self, one: bool) -> None:
         """`one`: a save may fail, for the death of a writer process."""
-        self.faults += [f"ranks told different errors of iteration {iteration}: {lines}" for iteration, lines in self.failed.items() if len(lines) > 1]
-        if len(self.failed) > one or any("the process that writes checkpoints was killed" not in line for line in set().union(*self.failed.values())):
+        self.faults += [
+            f"ranks told different errors of iteration {iteration}: {lines}"
+            for iteration, lines in self.failed.items()
+            if len(lines) > 1
+        ]
+        if len(self.failed) > one or any(
+            "the process that writes checkpoints was killed" not in line
+            for line in set().union(*self.failed.values())
+        ):
             self.faults.append(f"saves failed: {self.failed}")
 
 
-def kill_once(job: Job, root: Path, first: int, delay: float, size: int = 1, victim: int = 0, what: str = "rank", warm: bool = False) -> Outcome:
-    """Start a job of `size` ranks and kill its rank `victim`, its "writer" process or "both", `delay` seconds after it began, or, `warm`, after its
-    first save. A job that has only lost a writer process must complete another save, and is killed then."""
+def kill_once(
+    job: Job,
+    root: Path,
+    first: int,
+    delay: float,
+    size: int = 1,
+    victim: int = 0,
+    what: str = "rank",
+    warm: bool = False,
+) -> Outcome:
+    """Start a job of `size` ranks and kill its rank `victim`, its "writer" process or "both",
+    `delay` seconds after it began, or, `warm`, after its first save. A job that has only lost a
+    writer process must complete another save, and is killed then.
+    """
     Path(f"{root}.rendezvous").unlink(missing_ok=True)
     read_end, write_end = os.pipe()
-    processes = [start_rank(job, root, first, rank, size, (read_end, write_end)) for rank in range(size)]
+    processes = [
+        start_rank(job, root, first, rank, size, (read_end, write_end)) for rank in range(size)
+    ]
     os.close(write_end)
     told, outcome = Told(read_end), Outcome()
     try:
@@ -205,28 +254,54 @@ def kill_once(job: Job, root: Path, first: int, delay: float, size: int = 1, vic
         os.close(read_end)
     if not os.WIFSIGNALED(statuses.pop(victim)):
         raise RuntimeError("the victim ended by itself: see its traceback above")
-    outcome.faults += ["a rank waited for the dead one" if status is None else f"a rank ended with status {status}"
-                       for status in statuses if status is None or os.waitstatus_to_exitcode(status) != BEREFT]
+    outcome.faults += [
+        "a rank waited for the dead one" if status is None else f"a rank ended with status {status}"
+        for status in statuses
+        if status is None or os.waitstatus_to_exitcode(status) != BEREFT
+    ]
     outcome.judge_errors(bool(writers))
     return outcome
 
 
-def campaign(kills: int, seed: int, job: Job, root: Path, report: Callable[[str], None], ranks: int = 1, mode: str = "sync") -> list[str]:
-    """Run it; returns what went wrong, one line a kill. In the local tier nodes are lost too: of two or more one, when none is missing."""
+def campaign(
+    kills: int,
+    seed: int,
+    job: Job,
+    root: Path,
+    report: Callable[[str], None],
+    ranks: int = 1,
+    mode: str = "sync",
+) -> list[str]:
+    """Run it; returns what went wrong, one line a kill. In the local tier nodes are lost too: of
+    two or more one, when none is missing.
+    """
     rng, faults, saved, begin = random.Random(seed), [], 0, time.monotonic()
-    recovered = kill_once(job, root, 1, 1.0, ranks, warm=mode != "sync").acknowledged  # how many saves a second holds
+    # how many saves a second holds
+    recovered = kill_once(job, root, 1, 1.0, ranks, warm=mode != "sync").acknowledged
     once = 1.0 / max(1, recovered)
     for number in range(1, kills + 1):
         what = "rank" if mode == "sync" else rng.choice(["rank", "writer", "both"])
-        warm = what != "rank" or (mode != "sync" and rng.random() < 0.7)  # a run that loses its writer process while it starts does not start
-        outcome = kill_once(job, root, recovered + 1, rng.uniform(0, 4 * once), ranks, rng.randrange(ranks), what, warm)
+        # a run that loses its writer process while it starts does not start
+        warm = what != "rank" or (mode != "sync" and rng.random() < 0.7)
+        outcome = kill_once(
+            job,
+            root,
+            recovered + 1,
+            rng.uniform(0, 4 * once),
+            ranks,
+            rng.randrange(ranks),
+            what,
+            warm,
+        )
         acknowledged = max(recovered, outcome.acknowledged)
         saved += acknowledged - recovered
         iteration, fault = verdict(root, 0 if mode == "local" else acknowledged)
         wrong = outcome.faults + [fault] * (fault is not None)
         if mode == "local":
             if outcome.found is not None and outcome.found < recovered:
-                wrong.append(f"iteration {recovered} was saved, but the next job found {outcome.found}")
+                wrong.append(
+                    f"iteration {recovered} was saved, but the next job found {outcome.found}"
+                )
             recovered = max(acknowledged, outcome.found or 0)
             if ranks > 1 and outcome.found is not None and rng.random() < 0.4:
                 shutil.rmtree(node_folder(root, rng.randrange(ranks)))
@@ -234,16 +309,23 @@ def campaign(kills: int, seed: int, job: Job, root: Path, report: Callable[[str]
             recovered = iteration
         if wrong:
             faults.append(f"kill {number}: {'; '.join(wrong)}")
-            for folder in (root, *(node_folder(root, node) for node in range(ranks))):  # go on from clean ones
+            # go on from clean ones
+            for folder in (root, *(node_folder(root, node) for node in range(ranks))):
                 shutil.rmtree(folder, ignore_errors=True)
             root.mkdir()
             recovered = 0
         for old in manifest.list_iterations(root)[2:]:
             shutil.rmtree(root / manifest.iteration_folder(old))  # keep the campaign's folder small
         left = (time.monotonic() - begin) / number * (kills - number)
-        report(f"kill {number}/{kills}: recovered iteration {recovered}, {len(faults)} bad, {left:.0f} s left")
+        report(
+            f"kill {number}/{kills}: recovered iteration {recovered}, {len(faults)} bad, "
+            f"{left:.0f} s left"
+        )
     of = f" of one of {ranks} ranks" if ranks > 1 else ""
-    report(f"{mode}: {kills} kills{of}, {saved} saves returned, {len(faults)} bad recoveries, {time.monotonic() - begin:.1f} s")
+    report(
+        f"{mode}: {kills} kills{of}, {saved} saves returned, {len(faults)} bad recoveries, "
+        f"{time.monotonic() - begin:.1f} s"
+    )
     return faults
 
 
@@ -251,16 +333,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--ranks", type=int, default=1, help="processes that save together; one of them is killed")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="processes that save together; one of them is killed"
+    )
     parser.add_argument("--mode", choices=JOBS, default="sync")
-    parser.add_argument("--writer", choices=sorted({name for jobs in JOBS.values() for name in jobs}), default="real")
-    parser.add_argument("--folder", help="where to save (a new folder is made in it); default: the system's temporary folder")
+    parser.add_argument(
+        "--writer",
+        choices=sorted({name for jobs in JOBS.values() for name in jobs}),
+        default="real",
+    )
+    parser.add_argument(
+        "--folder",
+        help="where to save (a new folder is made in it); default: the system's temporary folder",
+    )
     arguments = parser.parse_args()
     if arguments.writer not in JOBS[arguments.mode]:
-        parser.error(f"--writer {arguments.writer} is none of --mode {arguments.mode}: {', '.join(JOBS[arguments.mode])}")
+        parser.error(
+            f"--writer {arguments.writer} is none of --mode {arguments.mode}: "
+            f"{', '.join(JOBS[arguments.mode])}"
+        )
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        faults = campaign(arguments.kills, arguments.seed, JOBS[arguments.mode][arguments.writer], Path(folder) / "run", print, arguments.ranks, arguments.mode)
+        faults = campaign(
+            arguments.kills,
+            arguments.seed,
+            JOBS[arguments.mode][arguments.writer],
+            Path(folder) / "run",
+            print,
+            arguments.ranks,
+            arguments.mode,
+        )
     for fault in faults:
         print(fault)
     sys.exit(bool(faults))

@@ -1,4 +1,6 @@
-"""What the processes of the kill campaigns do: save one iteration after the other, in several ways and in some bad ones, and tell what is complete."""
+"""What the processes of the kill campaigns do: save one iteration after the other, in several ways
+and in some bad ones, and tell what is complete.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ from megatron.checkpoint.saver import Saver, Staging, staging_bytes  # noqa: E40
 from megatron.checkpoint.share import own_part  # noqa: E402
 from megatron.layers.spec import Box, Holder  # noqa: E402
 
-SHAPES = {"embedding.word.weight": (307, 512), "layers.0.mlp.up.weight": (512, 512), "layers.0.mlp.up.bias": (512,)}
+SHAPES = {
+    "embedding.word.weight": (307, 512),
+    "layers.0.mlp.up.weight": (512, 512),
+    "layers.0.mlp.up.bias": (512,),
+}
 Tell = Callable[[str], None]
 Job = Callable[[Path, int, Ranks, Tell], None]
 
@@ -37,7 +43,12 @@ def contents(iteration: int, ranks: Ranks = ONE) -> tuple[list, dict]:
     """What this rank writes of tensors whose every value tells the iteration, and the state."""
     pairs = []
     for number, (name, shape) in enumerate(SHAPES.items()):
-        values = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).mul_(1e-3).add_(1000 * iteration + number).view(shape)
+        values = (
+            torch.arange(torch.Size(shape).numel(), dtype=torch.float32)
+            .mul_(1e-3)
+            .add_(1000 * iteration + number)
+            .view(shape)
+        )
         pairs.append((Box(name, shape, (0,) * len(shape), shape), values))
     own = own_part(pairs, lambda box: Holder(ranks.world.rank, ranks.world.size), balanced=True)
     return own, {"iteration": iteration, "consumed_samples": 8 * iteration}
@@ -48,7 +59,9 @@ def differs(checkpoint: Checkpoint) -> str | None:
     pairs, state = contents(checkpoint.iteration)
     if checkpoint.state != state:
         return f"iteration {checkpoint.iteration}: the state is {checkpoint.state}"
-    wrong = [box.name for box, want in pairs if not torch.equal(checkpoint.read_tensor(box.name), want)]
+    wrong = [
+        box.name for box, want in pairs if not torch.equal(checkpoint.read_tensor(box.name), want)
+    ]
     return f"iteration {checkpoint.iteration}: wrong values in {wrong}" if wrong else None
 
 
@@ -59,8 +72,16 @@ def in_place(root: Path, iteration: int, pairs: list, state: dict, ranks: Ranks 
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
     ranks.agree(lambda: None)
-    records = ranks.agree(lambda: writer.write_shard(target, ranks.world.rank, ranks.world.size, iteration, pairs))
-    content = {"format": manifest.FORMAT, "version": manifest.VERSION, "iteration": iteration, "attempt": "", "created": ""}
+    records = ranks.agree(
+        lambda: writer.write_shard(target, ranks.world.rank, ranks.world.size, iteration, pairs)
+    )
+    content = {
+        "format": manifest.FORMAT,
+        "version": manifest.VERSION,
+        "iteration": iteration,
+        "attempt": "",
+        "created": "",
+    }
     content |= {"shards": records, "state": state}
     if ranks.first:
         (target / manifest.MANIFEST).write_bytes(manifest.encode_manifest(content))
@@ -70,11 +91,14 @@ def in_place(root: Path, iteration: int, pairs: list, state: dict, ranks: Ranks 
 def overwrite(root: Path, iteration: int, pairs: list, state: dict, ranks: Ranks = ONE) -> None:
     """A mutant: the newest checkpoint takes the place of the one before."""
     for old in manifest.list_iterations(root) if ranks.first else []:
-        os.rename(root / manifest.iteration_folder(old), root / manifest.iteration_folder(iteration))
+        os.rename(
+            root / manifest.iteration_folder(old), root / manifest.iteration_folder(iteration)
+        )
     in_place(root, iteration, pairs, state, ranks)
 
 
-# ---- jobs: loops that save one iteration after the other and `tell` of each that is complete -------------------------
+# ---- jobs: loops that save one iteration after the other and `tell` of each that is complete -----
+
 
 def at_once(save: Callable, root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
     """Synchronous saves."""
@@ -84,10 +108,18 @@ def at_once(save: Callable, root: Path, first: int, ranks: Ranks, tell: Tell) ->
 
 
 def in_background(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
-    """Asynchronous saves: the tensors change as soon as a save has begun, and some steps are taken before the next one."""
+    """Asynchronous saves: the tensors change as soon as a save has begun, and some steps are taken
+    before the next one.
+    """
     rng = random.Random(first)  # the same on all ranks
     memory = staging_bytes(contents(first, ranks)[0], None)
-    saver = Saver(root, ranks, memory, report=lambda iteration, saved: tell(str(iteration)), say=partial(hear, tell))
+    saver = Saver(
+        root,
+        ranks,
+        memory,
+        report=lambda iteration, saved: tell(str(iteration)),
+        say=partial(hear, tell),
+    )
     for iteration in range(first, first + 1000):
         pairs, state = contents(iteration, ranks)
         saver.save(iteration, pairs, state)
@@ -115,10 +147,17 @@ def step(saver: Saver) -> None:
 
 
 def in_tiers(root: Path, first: int, ranks: Ranks, tell: Tell, redundancy: str = "partner") -> None:
-    """Go on from the newest checkpoint of both tiers, told as `found N`, or `wrong`; save in the local tier, and each fourth time in both, in the
-    background. Each rank is a node of its own; with two or more each keeps another one's shards too, or a parity of all others'."""
+    """Go on from the newest checkpoint of both tiers, told as `found N`, or `wrong`; save in the
+    local tier, and each fourth time in both, in the background. Each rank is a node of its own;
+    with two or more each keeps another one's shards too, or a parity of all others'.
+    """
     root.mkdir(exist_ok=True)
-    tiers = Tiers(node_folder(root, ranks.world.rank), ranks, redundancy if ranks.world.size > 1 else "none", partial(hear, tell))
+    tiers = Tiers(
+        node_folder(root, ranks.world.rank),
+        ranks,
+        redundancy if ranks.world.size > 1 else "none",
+        partial(hear, tell),
+    )
     checkpoint = tiers.newest(str(root), str(root), False)
     found = 0
     if checkpoint is not None:
@@ -131,7 +170,15 @@ def in_tiers(root: Path, first: int, ranks: Ranks, tell: Tell, redundancy: str =
             tell(f"wrong {fault}")
     tell(f"found {found}")
     tiers.run = settle_run(str(root), str(root), ranks, local=True)
-    saver = Saver(root, ranks, 1, tiers=tiers, rate=200.0, report=lambda iteration, saved: tell(str(iteration)), say=partial(hear, tell))
+    saver = Saver(
+        root,
+        ranks,
+        1,
+        tiers=tiers,
+        rate=200.0,
+        report=lambda iteration, saved: tell(str(iteration)),
+        say=partial(hear, tell),
+    )
     rng = random.Random(found)
     for iteration in range(found + 1, found + 1000):
         pairs, state = contents(iteration, ranks)
@@ -156,7 +203,11 @@ def uncopied_to_partner(root: Path, first: int, ranks: Ranks, tell: Tell) -> Non
 def without_a_piece(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
     """A mutant: one piece of a column is in no parity."""
     real = parity.Column._pieces
-    with mock.patch.object(parity.Column, "_pieces", lambda column, of, without=-1: real(column, of, without)[: None if without >= 0 else 1]):
+    with mock.patch.object(
+        parity.Column,
+        "_pieces",
+        lambda column, of, without=-1: real(column, of, without)[: None if without >= 0 else 1],
+    ):
         in_tiers(root, first, ranks, tell, "xor")
 
 
@@ -188,9 +239,18 @@ def uncopied(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
         in_background(root, first, ranks, tell)
 
 
-SAVES: dict[str, Callable] = {"real": writer.save_checkpoint, "in-place": in_place, "overwrite": overwrite}
+SAVES: dict[str, Callable] = {
+    "real": writer.save_checkpoint,
+    "in-place": in_place,
+    "overwrite": overwrite,
+}
 JOBS: dict[str, dict[str, Job]] = {  # mode, writer
     "sync": {name: partial(at_once, save) for name, save in SAVES.items()},
     "async": {"real": in_background, "early": early, "uncopied": uncopied},
-    "local": {"real": in_tiers, "alone": uncopied_to_partner, "xor": partial(in_tiers, redundancy="xor"), "half-xor": without_a_piece},
+    "local": {
+        "real": in_tiers,
+        "alone": uncopied_to_partner,
+        "xor": partial(in_tiers, redundancy="xor"),
+        "half-xor": without_a_piece,
+    },
 }

@@ -1,5 +1,7 @@
-"""The writer process of a background save dies at any call, outlives its trainer, meets another job, a full disk or a power loss: training goes
-on or ends, what is on the disk is whole, and nothing is left behind."""
+"""The writer process of a background save dies at any call, outlives its trainer, meets another
+job, a full disk or a power loss: training goes on or ends, what is on the disk is whole, and
+nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +40,29 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_random_kills_of_trainer_and_writer(tmp_path):
-    assert campaign(8, 1, JOBS["async"]["real"], tmp_path / "run", lambda line: None, mode="async") == []
+    assert (
+        campaign(8, 1, JOBS["async"]["real"], tmp_path / "run", lambda line: None, mode="async")
+        == []
+    )
 
 
 def test_random_kills_of_either_of_two_ranks(tmp_path):
-    assert campaign(4, 3, JOBS["async"]["real"], tmp_path / "run", lambda line: None, ranks=2, mode="async") == []
+    assert (
+        campaign(
+            4, 3, JOBS["async"]["real"], tmp_path / "run", lambda line: None, ranks=2, mode="async"
+        )
+        == []
+    )
 
 
 def caught(kills: int, job: list[str], folder: Path, **settings) -> bool:
-    """Whether campaigns of so many kills find something, of which a few are begun: when a kill strikes depends on the machine's speed."""
-    return any(campaign(kills, seed, job, folder / str(seed), lambda line: None, **settings) for seed in range(1, 7))
+    """Whether campaigns of so many kills find something, of which a few are begun: when a kill
+    strikes depends on the machine's speed.
+    """
+    return any(
+        campaign(kills, seed, job, folder / str(seed), lambda line: None, **settings)
+        for seed in range(1, 7)
+    )
 
 
 @pytest.mark.parametrize("mutant", ["early", "uncopied"])
@@ -56,7 +71,12 @@ def test_the_campaign_catches_a_bad_background_save(tmp_path, mutant):
 
 
 def test_random_kills_and_lost_nodes_in_two_tiers(tmp_path):
-    assert campaign(4, 1, JOBS["local"]["real"], tmp_path / "run", lambda line: None, ranks=2, mode="local") == []
+    assert (
+        campaign(
+            4, 1, JOBS["local"]["real"], tmp_path / "run", lambda line: None, ranks=2, mode="local"
+        )
+        == []
+    )
 
 
 def test_the_campaign_catches_nodes_without_partners(tmp_path):
@@ -64,14 +84,19 @@ def test_the_campaign_catches_nodes_without_partners(tmp_path):
 
 
 def test_random_kills_and_lost_nodes_of_a_set(tmp_path):
-    assert campaign(3, 4, JOBS["local"]["xor"], tmp_path / "run", lambda line: None, ranks=3, mode="local") == []
+    assert (
+        campaign(
+            3, 4, JOBS["local"]["xor"], tmp_path / "run", lambda line: None, ranks=3, mode="local"
+        )
+        == []
+    )
 
 
 def test_the_campaign_catches_incomplete_parities(tmp_path):
     assert caught(3, JOBS["local"]["half-xor"], tmp_path, ranks=3, mode="local")
 
 
-# ---- a writer process that begins with something of ours -------------------------------------------------------------
+# ---- a writer process that begins with something of ours -----------------------------------------
 
 
 @contextmanager
@@ -135,7 +160,10 @@ def test_the_writer_dies_before_any_of_its_calls(tmp_path, monkeypatch):
             if outcomes[-1]:
                 break
             [line] = said
-            assert "iteration 1 was NOT saved" in line and "the process that writes checkpoints was killed by signal 9" in line
+            assert (
+                "iteration 1 was NOT saved" in line
+                and "the process that writes checkpoints was killed by signal 9" in line
+            )
             if number % 3 == 0:
                 saver.save(2, *contents(2))
                 assert saver.drain() and verdict(root, 2) == (2, None) and traces(root) == []
@@ -156,7 +184,9 @@ def test_the_trainer_dies_at_calls_of_its_writer(tmp_path, monkeypatch):
     recovered = []
     for number in range(0, 100, 3):
         root, pipe = tmp_path / str(number), os.pipe()
-        with writers_begin_with(before_call(number, "os.kill(os.getppid(), signal.SIGKILL); signal.pause()")):
+        with writers_begin_with(
+            before_call(number, "os.kill(os.getppid(), signal.SIGKILL); signal.pause()")
+        ):
             status = os.waitpid(start_rank(lone_trainer, root, 1, 0, 1, pipe), 0)[1]
         for end in pipe:
             os.close(end)
@@ -171,18 +201,26 @@ def test_the_trainer_dies_at_calls_of_its_writer(tmp_path, monkeypatch):
     assert status == 0 and recovered == sorted(recovered) and set(recovered) == {1, 2}
 
 
-# ---- zombies ---------------------------------------------------------------------------------------------------------
+# ---- zombies -------------------------------------------------------------------------------------
 
 
 @contextmanager
 def stopped_writer(root: Path, prologue: str):
-    """(trainer, writer): processes of a save under way whose writer has stopped itself. The trainer must have been killed in the end."""
+    """(trainer, writer): processes of a save under way whose writer has stopped itself. The trainer
+    must have been killed in the end.
+    """
     pipe = os.pipe()
     with writers_begin_with(prologue):
         trainer = start_rank(lone_trainer, root, 1, 0, 1, pipe)
     try:
         end = time.monotonic() + 300
-        while not (stopped := [writer for writer in children(trainer) if "T (stopped)" in Path(f"/proc/{writer}/status").read_text()]):
+        while not (
+            stopped := [
+                writer
+                for writer in children(trainer)
+                if "T (stopped)" in Path(f"/proc/{writer}/status").read_text()
+            ]
+        ):
             assert time.monotonic() < end, "the writer has not come so far"
             time.sleep(0.01)
         yield trainer, stopped[0]
@@ -205,16 +243,25 @@ def lives(process: int, patience: float) -> bool:
     return True
 
 
-STOP_AT_OPEN, STOP_AT_RENAME = (f"import os, signal; real = os.{name}; os.{name} = lambda *args: (os.kill(os.getpid(), signal.SIGSTOP), real(*args))[1]"
-                                 for name in ("open", "rename"))
-UNBOUND = "; import megatron.checkpoint.background as b; b.PDEATHSIG = 0"  # a mutant: not tied to its parent; on another node nobody is
+STOP_AT_OPEN, STOP_AT_RENAME = (
+    (
+        f"import os, signal; real = os.{name}; os.{name} = lambda *args: (os.kill(os.getpid(), "
+        "signal.SIGSTOP), real(*args))[1]"
+    )
+    for name in ("open", "rename")
+)
+# a mutant: not tied to its parent; on another node nobody is
+UNBOUND = "; import megatron.checkpoint.background as b; b.PDEATHSIG = 0"
 PATH = f"import sys; sys.path.insert(0, {str(background.ROOT)!r}); "
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_writer_dies_with_its_trainer(tmp_path, tied):
     """Even when it is stopped. The control is a writer that is not tied to its trainer."""
-    with stopped_writer(tmp_path / "run", PATH + STOP_AT_OPEN + UNBOUND * (not tied)) as (trainer, writer):
+    with stopped_writer(tmp_path / "run", PATH + STOP_AT_OPEN + UNBOUND * (not tied)) as (
+        trainer,
+        writer,
+    ):
         os.kill(trainer, signal.SIGKILL)
         survived = lives(writer, 300 if tied else 0.3)
         if survived:
@@ -223,8 +270,9 @@ def test_a_writer_dies_with_its_trainer(tmp_path, tied):
 
 
 def zombie_and_another_job(root: Path, mutant: str = "") -> list[str]:
-    """A writer stands before its commit when its job dies; another job saves the same iteration with other values; then it goes on. What is wrong
-    with what is there then."""
+    """A writer stands before its commit when its job dies; another job saves the same iteration
+    with other values; then it goes on. What is wrong with what is there then.
+    """
     with stopped_writer(root, PATH + STOP_AT_RENAME + UNBOUND + mutant) as (trainer, zombie):
         os.kill(trainer, signal.SIGKILL)
     pairs, state = contents(2)
@@ -236,9 +284,17 @@ def zombie_and_another_job(root: Path, mutant: str = "") -> list[str]:
         return ["the zombie lives on"]
     with Checkpoint(root / iteration_folder(2)) as checkpoint:
         checkpoint.verify()
-        faults = [box.name for box, tensor in pairs if not torch.equal(checkpoint.read_tensor(box.name), tensor)]
+        faults = [
+            box.name
+            for box, tensor in pairs
+            if not torch.equal(checkpoint.read_tensor(box.name), tensor)
+        ]
     names = sorted(path.name for path in root.iterdir())
-    return faults + ([] if names == ["iter_0000001", "iter_0000002", "latest_checkpointed_iteration.txt"] else names)
+    return faults + (
+        []
+        if names == ["iter_0000001", "iter_0000002", "latest_checkpointed_iteration.txt"]
+        else names
+    )
 
 
 def test_a_zombie_writer_changes_nothing(tmp_path):
@@ -261,7 +317,7 @@ os.rename = replace
     assert zombie_and_another_job(root, mutant) == list(saving_jobs.SHAPES)
 
 
-# ---- two jobs in one folder ------------------------------------------------------------------------------------------
+# ---- two jobs in one folder ----------------------------------------------------------------------
 
 
 def other_values(save, sign: float):
@@ -299,7 +355,14 @@ def two_jobs(root: Path, save=None) -> list[str]:
             with Checkpoint(root / iteration_folder(iteration)) as checkpoint:
                 checkpoint.verify()
                 pairs, _ = contents(iteration)
-                signs = {sign for sign in (1.0, -1.0) if all(torch.equal(checkpoint.read_tensor(box.name), sign * tensor) for box, tensor in pairs)}
+                signs = {
+                    sign
+                    for sign in (1.0, -1.0)
+                    if all(
+                        torch.equal(checkpoint.read_tensor(box.name), sign * tensor)
+                        for box, tensor in pairs
+                    )
+                }
         except ValueError as error:
             signs, faults = set(), [*faults, str(error)]
         if signs != {sign for sign, told in saved if told == iteration}:
@@ -316,11 +379,13 @@ def test_two_jobs_that_write_in_place_are_found(tmp_path):
     assert two_jobs(tmp_path / "run", SAVES["in-place"])
 
 
-# ---- a full disk -----------------------------------------------------------------------------------------------------
+# ---- a full disk ---------------------------------------------------------------------------------
 
 
 def train_with_little_room(root: Path, filler: Path) -> tuple[list[str], list[int], list[str]]:
-    """Two ranks save iteration 1; then there is no room for iteration 2, and then there is for 3. (what was said, iterations there, traces)."""
+    """Two ranks save iteration 1; then there is no room for iteration 2, and then there is for 3.
+    (what was said, iterations there, traces).
+    """
     ranks = Ranks(Axis("world", dist.get_rank(), tuple(range(dist.get_world_size()))))
     with saver_at(root, ranks) as (saver, said):
         for iteration in (1, 2, 3):
@@ -345,16 +410,21 @@ def train_with_little_room(root: Path, filler: Path) -> tuple[list[str], list[in
 def test_a_full_disk(gloo_world, tmp_path):
     """One error on all ranks; training goes on; what was there stays; the next save succeeds."""
     with mounted(tmp_path, "size=11m"):
-        (first, *there), (second, *_) = gloo_world(2).run(train_with_little_room, tmp_path / "run", tmp_path / "filler")
+        (first, *there), (second, *_) = gloo_world(2).run(
+            train_with_little_room, tmp_path / "run", tmp_path / "filler"
+        )
         assert there == [[3, 1], []]
         wrong = [line for line in first if "NOT saved" in line]
         assert wrong == second and len(wrong) == 1
-        assert "the checkpoint of iteration 2 was not saved: No space left on device" in wrong[0] and "Older checkpoints are untouched" in wrong[0]
+        assert (
+            "the checkpoint of iteration 2 was not saved: No space left on device" in wrong[0]
+            and "Older checkpoints are untouched" in wrong[0]
+        )
         for iteration in (1, 3):
             assert check(tmp_path / "run" / iteration_folder(iteration), 0) is None
 
 
-# ---- power loss ------------------------------------------------------------------------------------------------------
+# ---- power loss ----------------------------------------------------------------------------------
 
 RECORD = """import os, pickle
 log, write = os.open({path!r}, os.O_WRONLY | os.O_APPEND | os.O_CREAT), os.write
@@ -373,7 +443,9 @@ for name in {calls}:
 
 
 def background_power_losses(tmp_path, monkeypatch) -> list[str]:
-    """Save iterations 1, 2 in the background and lose power before each call of trainer and writer and at the end; what recovery finds wrong."""
+    """Save iterations 1, 2 in the background and lose power before each call of trainer and writer
+    and at the end; what recovery finds wrong.
+    """
     monkeypatch.setattr(saving_jobs, "SHAPES", {"w": (700, 400), "v": (700,)})  # more than a chunk
     root, path = tmp_path / "run", tmp_path / "calls"
     root.mkdir()

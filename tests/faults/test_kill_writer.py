@@ -1,4 +1,6 @@
-"""Kill -9 at random times and before every system call of a save, power loss after every one; and bad writers that must be caught."""
+"""Kill -9 at random times and before every system call of a save, power loss after every one; and
+bad writers that must be caught.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,30 @@ def test_the_campaign_catches_a_bad_writer_of_two_ranks(tmp_path, mutant):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_documented_command(tmp_path, ranks):
-    command = [sys.executable, str(Path(__file__).with_name("kill_writer.py")), "--kills", "2", "--ranks", str(ranks), "--folder", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("kill_writer.py")),
+        "--kills",
+        "2",
+        "--ranks",
+        str(ranks),
+        "--folder",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert "2 kills" in done.stdout and "0 bad recoveries" in done.stdout
 
 
 def two_threads(monkeypatch) -> None:
-    """To write two shards; the rest has one: a process that is forked must not wait for threads that stay behind."""
+    """To write two shards; the rest has one: a process that is forked must not wait for threads
+    that stay behind.
+    """
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(writer, "PART", 1 << 16)
 
@@ -78,7 +97,9 @@ def test_kill_before_every_system_call(tmp_path, monkeypatch, name):
 
 
 def test_kill_while_a_damaged_checkpoint_is_replaced(tmp_path):
-    """Before every system call: the older checkpoint stays, and the next attempt completes the replacement."""
+    """Before every system call: the older checkpoint stays, and the next attempt completes the
+    replacement.
+    """
     for number in range(200):
         root = tmp_path / str(number)
         for iteration in (1, 2):
@@ -95,11 +116,13 @@ def test_kill_while_a_damaged_checkpoint_is_replaced(tmp_path):
     assert status == 0 and number > 20
 
 
-# ---- power loss (disk_model.py) ------------------------------------------------------------------------------------------
+# ---- power loss (disk_model.py) ------------------------------------------------------------------
 
 
 def power_losses(tmp_path, monkeypatch) -> list[str]:
-    """Save iterations 1, 2 and lose power before each call and at the end; what recovery finds wrong."""
+    """Save iterations 1, 2 and lose power before each call and at the end; what recovery finds
+    wrong.
+    """
     root = tmp_path / "run"
     root.mkdir()
     disk = Disk(root)
@@ -141,6 +164,8 @@ def only(kind: type):
 
 @pytest.mark.parametrize("kind", [bytes, dict])
 def test_power_loss_catches_a_missing_fsync(tmp_path, monkeypatch, kind):
-    """Without the fsync of files, or of folders, the same oracle finds torn or vanished checkpoints."""
+    """Without the fsync of files, or of folders, the same oracle finds torn or vanished
+    checkpoints.
+    """
     monkeypatch.setattr(Disk, "on_fsync", only(kind))
     assert power_losses(tmp_path, monkeypatch)

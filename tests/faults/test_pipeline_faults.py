@@ -1,4 +1,6 @@
-"""A stage of a real run dies, hangs or raises: the others end in time and say whom they waited for, for what, and of which micro-batch."""
+"""A stage of a real run dies, hangs or raises: the others end in time and say whom they waited for,
+for what, and of which micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ import pytest
 SCRIPT = str(Path(__file__).with_name("faulty_stage.py"))
 RANKS, TIMEOUT = 3, 9.0  # seconds that a rank waits for another
 LONG = 120.0  # for ranks that are to end before any limit
-FLAGS = f"""--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 4
---mock-data --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --eval-iters 0 --pipeline-model-parallel-size {RANKS}
+FLAGS = f"""--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+--micro-batch-size 1 --global-batch-size 8 --train-iters 4
+--mock-data --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --eval-iters 0
+--pipeline-model-parallel-size {RANKS}
 --distributed-timeout-minutes {TIMEOUT / 60}""".split()
 PATIENT = "--distributed-timeout-minutes", LONG / 60
 
@@ -38,22 +42,50 @@ class Ended:
 
 @pytest.fixture
 def run(tmp_path):
-    """`run(fault, rank, where, *flags)`: the ends of all ranks of a run in which this rank meets a fault; None for one that hangs."""
+    """`run(fault, rank, where, *flags)`: the ends of all ranks of a run in which this rank meets a
+    fault; None for one that hangs.
+    """
 
     def start(*arguments: object) -> list[Ended | None]:
-        command = [sys.executable, SCRIPT, str(tmp_path), str(RANKS), *map(str, arguments[:3]), *FLAGS, *map(str, arguments[3:])]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC_"))}
-        subprocess.run(command, env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, timeout=300, check=True)
+        command = [
+            sys.executable,
+            SCRIPT,
+            str(tmp_path),
+            str(RANKS),
+            *map(str, arguments[:3]),
+            *FLAGS,
+            *map(str, arguments[3:]),
+        ]
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM_", "TORCHELASTIC_"))
+        }
+        subprocess.run(
+            command,
+            env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            timeout=300,
+            check=True,
+        )
         return [end and Ended(*end) for end in json.loads((tmp_path / "ends.json").read_text())]
 
     return start
 
 
 def waited(end: Ended, stage: int, what: str) -> float:
-    """Checks that a rank names the stage and what it should have sent; the seconds that it says it waited."""
-    found = re.search(rf"PeerError: rank \d waited ([\d.]+) s for pipeline stage {stage} \(rank {stage}\) to {what}\. ", end.said)
+    """Checks that a rank names the stage and what it should have sent; the seconds that it says it
+    waited.
+    """
+    found = re.search(
+        (
+            rf"PeerError: rank \d waited ([\d.]+) s for pipeline stage {stage} \(rank {stage}\) "
+            rf"to {what}\. "
+        ),
+        end.said,
+    )
     assert found and end.code == 1, end.errors
-    assert any(line.endswith(", iteration 1]") for line in end.errors.splitlines()[-2:])  # the layout and where the run stood
+    # the layout and where the run stood
+    assert any(line.endswith(", iteration 1]") for line in end.errors.splitlines()[-2:])
     return float(found[1])
 
 
@@ -66,35 +98,63 @@ def test_a_stage_is_killed(run):
 
 
 def test_a_stage_is_gone_before_it_is_sent_something(run):
-    """The first stage computes while its neighbour dies, and finds out when it turns to it: not by a wait."""
+    """The first stage computes while its neighbour dies, and finds out when it turns to it: not by
+    a wait.
+    """
     first, victim, _ = run("kill", 1, "F 1 1, F 0 2", *PATIENT)
     assert victim.code == -signal.SIGKILL
-    assert waited(first, 1, "(take activations|send the gradient) of micro-batch [0-2]( to the backward pass of stage 0)?") < LONG / 2
+    assert (
+        waited(
+            first,
+            1,
+            (
+                "(take activations|send the gradient) of micro-batch [0-2]( to the backward "
+                "pass of stage 0)?"
+            ),
+        )
+        < LONG / 2
+    )
     assert first.after < LONG
 
 
 def test_a_stage_hangs(run):
     first, _, last = run("stop", 1, "I 1 1", "--pipeline-schedule", "zero-bubble")
-    seconds = [waited(first, 1, "send the gradient of micro-batch [01] to the input gradient pass of stage 0"),
-               waited(last, 1, "send activations of micro-batch [23] to the forward pass of stage 2")]
+    seconds = [
+        waited(
+            first, 1, "send the gradient of micro-batch [01] to the input gradient pass of stage 0"
+        ),
+        waited(last, 1, "send activations of micro-batch [23] to the forward pass of stage 2"),
+    ]
     assert all(TIMEOUT - 1 < each < LONG for each in seconds)
 
 
 def test_a_stage_raises(run):
-    """The neighbour names it; the one behind names the neighbour, or is told of the end when it waits itself."""
+    """The neighbour names it; the one behind names the neighbour, or is told of the end when it
+    waits itself.
+    """
     first, middle, victim = run("raise", 2, "B 2 0", *PATIENT)
-    assert victim.code == 1 and "ZeroDivisionError: something of the user's own went wrong" in victim.said, victim.errors
+    assert (
+        victim.code == 1
+        and "ZeroDivisionError: something of the user's own went wrong" in victim.said
+    ), victim.errors
     waited(middle, 2, "send the gradient of micro-batch 0 to the backward pass of stage 1")
     waited(first, 1, "send the gradient of micro-batch 0 to the backward pass of stage 0")
     assert first.after < LONG and middle.after < LONG
 
 
 def test_a_stage_hangs_when_the_others_have_done_their_part(run):
-    """The first stage, in its last computation: the last one waits for the gradient of the tied matrix, the one between for the step's sum, unless
-    its last gradient has not been taken."""
+    """The first stage, in its last computation: the last one waits for the gradient of the tied
+    matrix, the one between for the step's sum, unless its last gradient has not been taken.
+    """
     _, middle, last = run("stop", 0, "B 0 7")
-    done = r"PeerError: rank {} had done its part of the step and waited ([\d.]+) s for all others to do theirs\. "
-    taken = r"PeerError: rank 1 waited ([\d.]+) s for pipeline stage 0 \(rank 0\) to take the last messages of the step\. "
+    done = (
+        r"PeerError: rank {} had done its part of the step and waited ([\d.]+) s for all "
+        r"others to do theirs\. "
+    )
+    taken = (
+        r"PeerError: rank 1 waited ([\d.]+) s for pipeline stage 0 \(rank 0\) to take the "
+        r"last messages of the step\. "
+    )
     for end, pattern in ((middle, f"{done.format(1)}|{taken}"), (last, done.format(2))):
         found = re.search(pattern, end.said)
         assert found and end.code == 1, end.errors

@@ -1,4 +1,6 @@
-"""A stopped rank (SIGSTOP): every other one names it, says in what it waited for it, and ends soon after --distributed-timeout-minutes."""
+"""A stopped rank (SIGSTOP): every other one names it, says in what it waited for it, and ends soon
+after --distributed-timeout-minutes.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +16,61 @@ import pytest
 SCRIPT = str(Path(__file__).with_name("faulty_stage.py"))
 TIMEOUT = 6.0  # seconds that a rank waits for another
 SLACK = 25.0  # for the search for the silent one and the end of the programs, on a busy machine
-FLAGS = f"""--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 8 --train-iters 4
---mock-data --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --eval-iters 0 --distributed-timeout-minutes {TIMEOUT / 60}""".split()
+FLAGS = f"""--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+--micro-batch-size 1 --global-batch-size 8 --train-iters 4
+--mock-data --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --eval-iters 0
+--distributed-timeout-minutes {TIMEOUT / 60}""".split()
 CASES = {  # ranks, the one that is stopped, before what, and in what each of the others waits
     "dp2": (2, 1, "F 0 1", [], {0: r"an? [\w-]+ over \w+ for rank 1"}),
-    "tp2 dp2 zero3": (4, 2, "F 0 1", ["--tensor-model-parallel-size", "2", "--zero-stage", "3"], {
-        0: r"an? [\w-]+ over \w+ for rank 2", 1: r"an? [\w-]+ over \w+ for ranks? [023]", 3: r"an? [\w-]+ over \w+ for ranks? [012]"}),
-    "tp2 pp2": (4, 3, "F 1 1", ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"], {
-        0: r"pipeline stage 1 \(rank 2\) to send the gradient", 1: r"pipeline stage 1 \(rank 3\) to send the gradient",
-        2: r"an? [\w-]+ over \w+ for rank 3"}),
+    "tp2 dp2 zero3": (
+        4,
+        2,
+        "F 0 1",
+        ["--tensor-model-parallel-size", "2", "--zero-stage", "3"],
+        {
+            0: r"an? [\w-]+ over \w+ for rank 2",
+            1: r"an? [\w-]+ over \w+ for ranks? [023]",
+            3: r"an? [\w-]+ over \w+ for ranks? [012]",
+        },
+    ),
+    "tp2 pp2": (
+        4,
+        3,
+        "F 1 1",
+        ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"],
+        {
+            0: r"pipeline stage 1 \(rank 2\) to send the gradient",
+            1: r"pipeline stage 1 \(rank 3\) to send the gradient",
+            2: r"an? [\w-]+ over \w+ for rank 3",
+        },
+    ),
 }
 
 
 def run(folder: Path, ranks: int, victim: int, where: str, flags: list[str]) -> dict[int, str]:
     """The last error of each rank but the one that is stopped; checks exit codes and times."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC_"))}
-    command = [sys.executable, SCRIPT, str(folder), str(ranks), "stop", str(victim), where, *FLAGS, *flags]
-    subprocess.run(command, env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, timeout=120, check=True)
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "TORCHELASTIC_"))
+    }
+    command = [
+        sys.executable,
+        SCRIPT,
+        str(folder),
+        str(ranks),
+        "stop",
+        str(victim),
+        where,
+        *FLAGS,
+        *flags,
+    ]
+    subprocess.run(
+        command,
+        env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        timeout=120,
+        check=True,
+    )
     said = {}
     for rank, end in enumerate(json.loads((folder / "ends.json").read_text())):
         if rank != victim:
@@ -46,12 +86,27 @@ def test_the_others_name_it(tmp_path, case):
     said = run(tmp_path, ranks, victim, where, flags)
     assert said.keys() == waits.keys()
     for rank, what in waits.items():
-        found = re.search(rf"PeerError: rank {rank} waited ([\d.]+) s (in|for) {what}.* ended or hangs: (.*)\. Look at its output", said[rank])
+        found = re.search(
+            (
+                rf"PeerError: rank {rank} waited ([\d.]+) s (in|for) {what}.* ended or hangs: "
+                r"(.*)\. Look at its output"
+            ),
+            said[rank],
+        )
         assert found and float(found[1]) > TIMEOUT - 1, said[rank]
-        silent = rf"rank {victim} \(process \d+ on \S+\) is silent; its last report, \d+ s ago: .*computing"
+        silent = (
+            rf"rank {victim} \(process \d+ on \S+\) is silent; its last report, \d+ s ago: "
+            r".*computing"
+        )
         assert re.fullmatch(silent, found[3]), said[rank]  # and no other
 
 
 def test_the_rank_that_holds_the_store(tmp_path):
     said = run(tmp_path, 2, 0, "F 0 1", [])
-    assert re.search(r"PeerError: rank 1 waited .* ended or hangs: rank 0, which holds the rendezvous store, is silent\. ", said[1]), said[1]
+    assert re.search(
+        (
+            r"PeerError: rank 1 waited .* ended or hangs: rank 0, which holds the rendezvous "
+            r"store, is silent\. "
+        ),
+        said[1],
+    ), said[1]

@@ -1,4 +1,6 @@
-"""The order of fsync and rename in a background save, in trainer and writer, as the kernel sees it."""
+"""The order of fsync and rename in a background save, in trainer and writer, as the kernel sees
+it.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,39 @@ with writers_begin_with({prologue!r}):
 
 
 def faults_of_order(root: Path, prologue: str = "") -> list[str]:
-    """What is not durable when it must be; `prologue` is executed in the writer before it begins."""
-    log, program = root.with_suffix(".strace"), ONE_SAVE.format(folder=str(Path(__file__).parent), prologue=prologue)
-    command = ["strace", "-f", "-y", "-qq", "-o", str(log), "-e", "trace=openat,pwritev,fsync,rename", sys.executable, "-c", program, str(root)]
-    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    """What is not durable when it must be; `prologue` is executed in the writer before it
+    begins.
+    """
+    log, program = (
+        root.with_suffix(".strace"),
+        ONE_SAVE.format(folder=str(Path(__file__).parent), prologue=prologue),
+    )
+    command = [
+        "strace",
+        "-f",
+        "-y",
+        "-qq",
+        "-o",
+        str(log),
+        "-e",
+        "trace=openat,pwritev,fsync,rename",
+        sys.executable,
+        "-c",
+        program,
+        str(root),
+    ]
+    subprocess.run(
+        command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     unsynced: set[str] = set()  # files and folders
     faults, renamed = [], 0
     for line in log.read_text().splitlines():
         call = line.split(maxsplit=1)[1]
         if str(root) not in call or "= -1" in call:
             continue
-        paths = [path for path in re.findall(r'[<"]([^<>"]+)[>"]', call) if path.startswith(str(root))]
+        paths = [
+            path for path in re.findall(r'[<"]([^<>"]+)[>"]', call) if path.startswith(str(root))
+        ]
         if call.startswith("openat") and "O_CREAT" in call:
             unsynced |= {paths[0], str(Path(paths[0]).parent)}
         elif call.startswith("pwritev"):
@@ -46,7 +70,11 @@ def faults_of_order(root: Path, prologue: str = "") -> list[str]:
             unsynced.discard(paths[0])
         elif call.startswith("rename"):
             renamed += 1
-            faults += [f"{path} is not durable when {paths[0]} is renamed" for path in unsynced if path.startswith(paths[0])]
+            faults += [
+                f"{path} is not durable when {paths[0]} is renamed"
+                for path in unsynced
+                if path.startswith(paths[0])
+            ]
             unsynced.add(str(root))
     assert renamed == 2, "the checkpoint, and the tracker"
     return faults + [f"{path} is not durable in the end" for path in unsynced]

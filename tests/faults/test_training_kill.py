@@ -1,4 +1,6 @@
-"""kill -9 a training process again and again: what is on disk always loads, and the run ends with the bits of an undisturbed one."""
+"""kill -9 a training process again and again: what is on disk always loads, and the run ends with
+the bits of an undisturbed one.
+"""
 
 import random
 import signal
@@ -13,12 +15,22 @@ from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.observe.tracking import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --global-batch-size 4 --train-iters 240
---mock-data --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --log-interval 1 --eval-interval 80 --eval-iters 1 --save-interval 5""".split()
+FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+--micro-batch-size 2 --global-batch-size 4 --train-iters 240
+--mock-data --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --log-interval 1
+--eval-interval 80 --eval-iters 1 --save-interval 5""".split()
 
 
 def start(folder: Path) -> subprocess.Popen:
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *FLAGS, "--save", str(folder), "--load", str(folder)]
+    command = [
+        sys.executable,
+        str(ROOT / "pretrain_gpt.py"),
+        *FLAGS,
+        "--save",
+        str(folder),
+        "--load",
+        str(folder),
+    ]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT)
 
 
@@ -28,7 +40,10 @@ def outcome(folder: Path) -> tuple[dict, list]:
         assert checkpoint.state["iteration"] == 240
         checkpoint.verify()
         tensors = {name: checkpoint.read_tensor(name) for name in checkpoint.names}
-    return tensors, [(row["iteration"], row["lm loss"], row["grad-norm"]) for row in read_metrics(folder / "metrics.jsonl")]
+    return tensors, [
+        (row["iteration"], row["lm loss"], row["grad-norm"])
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
 
 
 def test_killed_runs_end_as_the_undisturbed_one(tmp_path):

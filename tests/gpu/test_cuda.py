@@ -24,8 +24,10 @@ from pretrain_gpt import main
 
 pytestmark = pytest.mark.gpu
 
-SMALL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 12
---mock-data --tokenizer-type NullTokenizer --vocab-size 127 --lr 1e-3 --log-interval 4 --eval-interval 6 --eval-iters 2""".split()
+SMALL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
+--micro-batch-size 2 --global-batch-size 4 --train-iters 12
+--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --lr 1e-3 --log-interval 4
+--eval-interval 6 --eval-iters 2""".split()
 
 
 def run(folder, *flags):
@@ -41,7 +43,10 @@ def tensors(folder):
 def test_masks_are_bit_equal_and_weights_within_two_ulp():
     key = philox.key(1, "x")
     rows = [torch.arange(300), torch.arange(300) * 7]
-    assert torch.equal(philox.keep_mask(key, rows, 77, 0.1), philox.keep_mask(key, [r.cuda() for r in rows], 77, 0.1).cpu())
+    assert torch.equal(
+        philox.keep_mask(key, rows, 77, 0.1),
+        philox.keep_mask(key, [r.cuda() for r in rows], 77, 0.1).cpu(),
+    )
     cpu, cuda = torch.empty(500, 333), torch.empty(500, 333, device="cuda")
     philox.normal(cpu, key, 3, 5, 0.02)
     philox.normal(cuda, key, 3, 5, 0.02)
@@ -49,21 +54,49 @@ def test_masks_are_bit_equal_and_weights_within_two_ulp():
     assert ((cuda.cpu() - cpu).abs() <= 2 * ulp).all()
 
 
-@pytest.mark.parametrize("flags", [["--fp64"], ["--fp64", "--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope",
-                                    "--reset-attention-mask", "--reset-position-ids", "--untie-embeddings-and-output-weights"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--fp64"],
+        [
+            "--fp64",
+            "--swiglu",
+            "--normalization",
+            "RMSNorm",
+            "--position-embedding-type",
+            "rope",
+            "--reset-attention-mask",
+            "--reset-position-ids",
+            "--untie-embeddings-and-output-weights",
+        ],
+    ],
+)
 def test_float64_run_equals_the_cpu(tmp_path, monkeypatch, flags):
-    """From weights that differ by at most 2 ulp of fp32: the losses agree to a few fp32 roundings."""
+    """From weights that differ by at most 2 ulp of fp32: the losses agree to a few fp32
+    roundings.
+    """
     gpu = run(tmp_path / "gpu", *flags)
     monkeypatch.setattr(pretrain_module, "choose_device", lambda *_: (torch.device("cpu"), "gloo"))
     cpu = run(tmp_path / "cpu", *flags)
     for a, b in zip(gpu, cpu):
-        assert a["lm loss"] == pytest.approx(b["lm loss"], rel=1e-5) and a["grad-norm"] == pytest.approx(b["grad-norm"], rel=1e-4)
+        assert a["lm loss"] == pytest.approx(b["lm loss"], rel=1e-5) and a[
+            "grad-norm"
+        ] == pytest.approx(b["grad-norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("flags", [["--bf16"], ["--fp16", "--initial-loss-scale", 2**24, "--loss-scale-window", 3],
-                                   ["--bf16", "--attention-dropout", 0, "--hidden-dropout", 0]], ids=["bf16", "fp16", "bf16-fused-attention"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--bf16"],
+        ["--fp16", "--initial-loss-scale", 2**24, "--loss-scale-window", 3],
+        ["--bf16", "--attention-dropout", 0, "--hidden-dropout", 0],
+    ],
+    ids=["bf16", "fp16", "bf16-fused-attention"],
+)
 def test_resume_on_the_gpu(tmp_path, flags):
-    """Bit for bit, torch's fused attention included: --deterministic-mode holds it to one order of summation."""
+    """Bit for bit, torch's fused attention included: --deterministic-mode holds it to one order of
+    summation.
+    """
     run(tmp_path / "whole", *flags)
     run(tmp_path / "parts", *flags, "--exit-interval", 5)
     run(tmp_path / "parts", *flags)
@@ -72,13 +105,20 @@ def test_resume_on_the_gpu(tmp_path, flags):
         assert torch.equal(x, parts[name]), name
 
 
-@pytest.mark.parametrize("groups, dtype", [(8, torch.bfloat16), (2, torch.bfloat16), (8, torch.float32)])
+@pytest.mark.parametrize(
+    "groups, dtype", [(8, torch.bfloat16), (2, torch.bfloat16), (8, torch.float32)]
+)
 def test_fused_attention_repeats_its_bits(groups, dtype):
     """Many blocks of keys add to each query's gradient: in one order when held to it."""
     set_determinism(torch.device("cuda"), True)
     generator = torch.Generator().manual_seed(0)
-    q, k, v, dout = (torch.randn(2048, 4, n, 64, generator=generator).to("cuda", dtype).requires_grad_() for n in (8, groups, groups, 8))
-    first, *others = (torch.autograd.grad(attention_core(q, k, v, scale=0.125), (q, k, v), dout) for _ in range(5))
+    q, k, v, dout = (
+        torch.randn(2048, 4, n, 64, generator=generator).to("cuda", dtype).requires_grad_()
+        for n in (8, groups, groups, 8)
+    )
+    first, *others = (
+        torch.autograd.grad(attention_core(q, k, v, scale=0.125), (q, k, v), dout) for _ in range(5)
+    )
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
@@ -91,7 +131,8 @@ def test_gradient_functions(dtype):
     torch.backends.cuda.matmul.allow_tf32 = False
     linear_weight_grad(dy.cuda(), x.cuda(), grad)
     expected = dy.flatten(0, 1).double().T @ x.flatten(0, 1).double()
-    assert (grad.cpu() - expected).norm() < 1e-6 * expected.norm()  # narrow inputs, but the product leaves the tensor cores in fp32
+    # narrow inputs, but the product leaves the tensor cores in fp32
+    assert (grad.cpu() - expected).norm() < 1e-6 * expected.norm()
     ids = torch.randint(0, 5, (64, 2), generator=generator)
     results = []
     for _ in range(3):
@@ -99,7 +140,9 @@ def test_gradient_functions(dtype):
         embedding_weight_grad(x.cuda(), ids.cuda(), rows)
         results.append(rows.cpu())
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
-    expected = torch.zeros(5, 96, dtype=torch.float64).index_add_(0, ids.flatten(), x.flatten(0, 1).double())
+    expected = torch.zeros(5, 96, dtype=torch.float64).index_add_(
+        0, ids.flatten(), x.flatten(0, 1).double()
+    )
     assert (results[0] - expected).norm() < 1e-6 * expected.norm()
 
 
@@ -110,26 +153,40 @@ def test_loss_and_attention_in_bf16():
     loss, _ = cross_entropy(logits * 1, labels, 1000)
     loss.sum().backward()
     wide = logits.detach().double()[..., :1000].requires_grad_()
-    expected = torch.nn.functional.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none")
+    expected = torch.nn.functional.cross_entropy(
+        wide.flatten(0, 1), labels.flatten(), reduction="none"
+    )
     expected.sum().backward()
     torch.testing.assert_close(loss.flatten().double(), expected, rtol=1e-5, atol=1e-5)
-    assert (logits.grad[..., :1000].double() - wide.grad).norm() < 2**-8 * wide.grad.norm() and (logits.grad[..., 1000:] == 0).all()
+    assert (logits.grad[..., :1000].double() - wide.grad).norm() < 2**-8 * wide.grad.norm() and (
+        logits.grad[..., 1000:] == 0
+    ).all()
     q, k, v = (torch.randn(128, 2, n, 64, generator=generator).bfloat16().cuda() for n in (8, 2, 2))
-    fused, plain = (attention_core(q, k, v, scale=0.125, backend=backend).double() for backend in ("sdpa", "plain"))
+    fused, plain = (
+        attention_core(q, k, v, scale=0.125, backend=backend).double()
+        for backend in ("sdpa", "plain")
+    )
     assert (fused - plain).norm() < 5e-3 * plain.norm()
 
 
 def test_head_and_loss_in_chunks(monkeypatch):
-    """In bf16 against the two apart: losses, the input's gradient, and the weight's, summed in fp32."""
+    """In bf16 against the two apart: losses, the input's gradient, and the weight's, summed in
+    fp32.
+    """
     monkeypatch.setitem(linear_cross_entropy.HEAD_CHUNK_BYTES, "cuda", 100 * 1024 * 2)
     generator, results = torch.Generator().manual_seed(0), []
-    x, weight = (torch.randn(*shape, generator=generator).bfloat16().cuda() for shape in ((128, 2, 64), (1024, 64)))
+    x, weight = (
+        torch.randn(*shape, generator=generator).bfloat16().cuda()
+        for shape in ((128, 2, 64), (1024, 64))
+    )
     labels = torch.randint(0, 1000, (128, 2), generator=generator).cuda()
     for fused in (True, False):
         x, weight = x.detach().requires_grad_(), torch.nn.Parameter(weight)
         weight.main_grad, x.grad = torch.zeros(1024, 64, device="cuda"), None
         if fused:
-            loss, lse = linear_cross_entropy.linear_cross_entropy(x, weight, labels, 1000, None, DENSE)
+            loss, lse = linear_cross_entropy.linear_cross_entropy(
+                x, weight, labels, 1000, None, DENSE
+            )
         else:
             loss, lse = cross_entropy(column_linear(x, weight, None, DENSE), labels, 1000)
         (loss + 1e-2 * lse.square()).sum().backward()
@@ -139,12 +196,23 @@ def test_head_and_loss_in_chunks(monkeypatch):
 
 
 def test_a_background_save_is_of_the_values_at_its_call(tmp_path):
-    """The tensors change on the device right after; a step waits for the copies there, and the writer for them here."""
-    data = {"a": torch.randn(3000, 1000, device="cuda"), "b": torch.randn(700_001, device="cuda").bfloat16()}
-    pairs = [(Box(name, tuple(t.shape), (0,) * t.ndim, tuple(t.shape)), t) for name, t in data.items()]
+    """The tensors change on the device right after; a step waits for the copies there, and the
+    writer for them here.
+    """
+    data = {
+        "a": torch.randn(3000, 1000, device="cuda"),
+        "b": torch.randn(700_001, device="cuda").bfloat16(),
+    }
+    pairs = [
+        (Box(name, tuple(t.shape), (0,) * t.ndim, tuple(t.shape)), t) for name, t in data.items()
+    ]
     want = {name: tensor.cpu() for name, tensor in data.items()}
     for limit in (None, 1e-9):  # in one wave, and chunk by chunk
-        background = Saver(tmp_path / str(limit), Ranks(device=torch.device("cuda", torch.cuda.current_device())), staging_bytes(pairs, limit))
+        background = Saver(
+            tmp_path / str(limit),
+            Ranks(device=torch.device("cuda", torch.cuda.current_device())),
+            staging_bytes(pairs, limit),
+        )
         for name, tensor in data.items():
             tensor.copy_(want[name])
         background.save(1, pairs, {})
@@ -154,7 +222,9 @@ def test_a_background_save_is_of_the_values_at_its_call(tmp_path):
         assert background.drain()
         background.close()
         with Checkpoint(find_checkpoint(tmp_path / str(limit))) as checkpoint:
-            assert all(torch.equal(checkpoint.read_tensor(name), tensor) for name, tensor in want.items())
+            assert all(
+                torch.equal(checkpoint.read_tensor(name), tensor) for name, tensor in want.items()
+            )
 
 
 def test_replicas_are_digested_on_the_device():

@@ -1,4 +1,6 @@
-"""Rows that tools/kernel_manifest.py must refuse, each for its own reason, and one that it must not."""
+"""Rows that tools/kernel_manifest.py must refuse, each for its own reason, and one that it must
+not.
+"""
 
 import os
 
@@ -32,7 +34,16 @@ def aot():
     pointers = {"a": "*bf16", "b": "*bf16", "c": "*bf16", "K": "i32"}
 
     def product(name: str, m: int, n: int, d: int, warps: int, stages: int) -> Compiled:
-        return Compiled(name, product_kernel, pointers, {"M": m, "N": n, "D": d}, ("a", "b", "c", "K"), warps, stages, matmul=True)
+        return Compiled(
+            name,
+            product_kernel,
+            pointers,
+            {"M": m, "N": n, "D": d},
+            ("a", "b", "c", "K"),
+            warps,
+            stages,
+            matmul=True,
+        )
 
     yield product("good", 128, 128, 64, 8, 3)
     yield product("spills", 128, 256, 64, 4, 2)

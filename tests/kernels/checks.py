@@ -1,4 +1,6 @@
-"""How a kernel's result is judged: against the definition in float64, beside what PyTorch itself makes of the low precision."""
+"""How a kernel's result is judged: against the definition in float64, beside what PyTorch itself
+makes of the low precision.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-FROBENIUS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}  # relative: two roundings of a result, some of what goes into it
+# relative: two roundings of a result, some of what goes into it
+FROBENIUS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 MARGIN = 64  # elements on either side of a canary-padded buffer
 CANARY = 12345.0
 
@@ -26,29 +29,46 @@ def error(actual: Tensor, exact: Tensor) -> float:
     return float((actual.double() - exact).norm() / exact.norm().clamp_min(1e-300))
 
 
-def assert_as_good(actual: Tensor, exact: Tensor, torchs: Tensor, dtype: torch.dtype | None = None) -> None:
-    """`actual` is near `exact` (float64), and its worst element is at most twice as far off as the worst of `torchs`, the same computed by plain
-    PyTorch in the low precision (plus two roundings of the largest element, where PyTorch happens to be exact)."""
+def assert_as_good(
+    actual: Tensor, exact: Tensor, torchs: Tensor, dtype: torch.dtype | None = None
+) -> None:
+    """`actual` is near `exact` (float64), and its worst element is at most twice as far off as the
+    worst of `torchs`, the same computed by plain PyTorch in the low precision (plus two roundings
+    of the largest element, where PyTorch happens to be exact).
+    """
     dtype = dtype or actual.dtype
     assert exact.dtype == torch.float64 and actual.shape == exact.shape
     assert torch.equal(actual.isfinite(), exact.isfinite())
     fine = exact.isfinite()
     actual, exact, torchs = actual[fine].double(), exact[fine], torchs[fine].double()
     assert error(actual, exact) < FROBENIUS[dtype], error(actual, exact)
-    worst, allowed = (actual - exact).abs().max(), 2 * (torchs - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
+    worst, allowed = (
+        (actual - exact).abs().max(),
+        2 * (torchs - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max(),
+    )
     assert worst <= allowed, (float(worst), float(allowed))
 
 
 @contextmanager
 def canaries() -> Iterator[list[tuple[Tensor, int]]]:
-    """While open, every `torch.empty`, `empty_like` and `new_empty` lies between margins that hold `canary`; on leaving, they still do."""
+    """While open, every `torch.empty`, `empty_like` and `new_empty` lies between margins that hold
+    `canary`; on leaving, they still do.
+    """
     made: list[tuple[Tensor, int]] = []
     empty = torch.empty
 
     def padded(*size, dtype=None, device=None, **other) -> Tensor:
-        shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], tuple | list | torch.Size) else size
+        shape = (
+            tuple(size[0])
+            if len(size) == 1 and isinstance(size[0], tuple | list | torch.Size)
+            else size
+        )
         dtype = dtype or torch.get_default_dtype()
-        if not dtype.is_floating_point or other.get("out") is not None or torch.device(device or "cpu").type == "meta":
+        if (
+            not dtype.is_floating_point
+            or other.get("out") is not None
+            or torch.device(device or "cpu").type == "meta"
+        ):
             return empty(*size, dtype=dtype, device=device, **other)
         count = torch.Size(shape).numel()
         whole = canary(dtype).to(device or "cpu").repeat(count + 2 * MARGIN)
@@ -70,11 +90,14 @@ def canaries() -> Iterator[list[tuple[Tensor, int]]]:
     assert made, "nothing was allocated"
     for whole, count in made:
         edge = torch.cat([whole[:MARGIN], whole[MARGIN + count :]]).float()
-        assert (edge == canary(whole.dtype).float().item()).all(), f"written outside a buffer of {count} elements"
+        assert (edge == canary(whole.dtype).float().item()).all(), (
+            f"written outside a buffer of {count} elements"
+        )
 
 
 class Allocations(TorchDispatchMode):
-    """While open, notes what every operation allocates or copies: (name, elements); views, and a tensor onto itself, are neither.
+    """While open, notes what every operation allocates or copies: (name, elements); views, and a
+    tensor onto itself, are neither.
 
     Of an operator of ours it sees what the functions do that are wrapped by `inside`.
     """
@@ -87,10 +110,18 @@ class Allocations(TorchDispatchMode):
         result, name = function(*arguments, **(keywords or {})), function._schema.name
         if name.startswith("megatron::"):
             return result
-        storages = {x.untyped_storage().data_ptr() for x in tree_leaves((arguments, keywords)) if isinstance(x, Tensor)}
+        storages = {
+            x.untyped_storage().data_ptr()
+            for x in tree_leaves((arguments, keywords))
+            if isinstance(x, Tensor)
+        }
         copied = name == "aten::copy_" and arguments[0].data_ptr() != arguments[1].data_ptr()
         for x in tree_leaves(result):
-            if isinstance(x, Tensor) and x.numel() > 0 and (copied or x.untyped_storage().data_ptr() not in storages):
+            if (
+                isinstance(x, Tensor)
+                and x.numel() > 0
+                and (copied or x.untyped_storage().data_ptr() not in storages)
+            ):
                 self.seen.append((name.removeprefix("aten::"), x.numel()))
         return result
 

@@ -1,4 +1,6 @@
-"""Kernels run where the tensors are: compiled on a GPU where there is one, else in the interpreter, whose bf16 is mended first."""
+"""Kernels run where the tensors are: compiled on a GPU where there is one, else in the interpreter,
+whose bf16 is mended first.
+"""
 
 import interpreter
 import pytest
@@ -16,5 +18,7 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:
-    """A bound on the worst of many roundings holds or not by the numbers: they are the same in every run."""
+    """A bound on the worst of many roundings holds or not by the numbers: they are the same in
+    every run.
+    """
     torch.manual_seed(0)

@@ -1,16 +1,23 @@
-"""Runs a warp-specialised Gluon kernel on a CPU, and finds what it does wrong in time. Exactly the part of Gluon that kernels/attention_gluon.py uses.
+"""Runs a warp-specialised Gluon kernel on a CPU, and finds what it does wrong in time. Exactly the
+part of Gluon that kernels/attention_gluon.py uses.
 
-A block of threads is a Machine. Its partitions run one at a time, each in a thread; at every operation on shared memory a seeded scheduler decides who
-goes on, a partition or a copy of the TMA unit that is under way. Some seeds starve a partition, some hold copies back until nothing else can run.
+A block of threads is a Machine. Its partitions run one at a time, each in a thread; at every
+operation on shared memory a seeded scheduler decides who goes on, a partition or a copy of the TMA
+unit that is under way. Some seeds starve a partition, some hold copies back until nothing else can
+run.
 
-Whether an order of accesses is guaranteed does not depend on the order that happened. Each access to a buffer is an event, and each partition has the
-set of events that it knows to be over: its own; those of its products and stores once it waited for them; those known to whoever arrived at an
-mbarrier whose phase it waited for. Faults, whatever the numbers say: a read of a buffer whose last write is not known to be over; a write or copy into
-one with a read or write not known to be over; use of a product's result, or the end of a partition, before it was waited for; generic writes that
-the TMA unit or a product reads without a fence; an element of the result that is written twice; a deadlock. A buffer that is being
-copied into holds NaN, products read their operands as late as they may, and stores to memory too.
+Whether an order of accesses is guaranteed does not depend on the order that happened. Each access
+to a buffer is an event, and each partition has the set of events that it knows to be over: its own;
+those of its products and stores once it waited for them; those known to whoever arrived at an
+mbarrier whose phase it waited for. Faults, whatever the numbers say: a read of a buffer whose last
+write is not known to be over; a write or copy into one with a read or write not known to be over;
+use of a product's result, or the end of a partition, before it was waited for; generic writes that
+the TMA unit or a product reads without a fence; an element of the result that is written twice; a
+deadlock. A buffer that is being copied into holds NaN, products read their operands as late as they
+may, and stores to memory too.
 
-Not modelled: layouts, the order of warps within a partition, sizes of registers and shared memory (the compile-only gate has those).
+Not modelled: layouts, the order of warps within a partition, sizes of registers and shared memory
+(the compile-only gate has those).
 """
 
 from __future__ import annotations
@@ -62,7 +69,12 @@ class Barrier:
         self.left, self.bytes = self.left - count, self.bytes + size
         self.coming |= known
         if self.left == 0 and self.bytes == 0:
-            self.phase, self.left, self.known, self.coming = self.phase + 1, self.count, self.coming, set()
+            self.phase, self.left, self.known, self.coming = (
+                self.phase + 1,
+                self.count,
+                self.coming,
+                set(),
+            )
 
 
 class Buffer:
@@ -78,20 +90,45 @@ class Buffer:
 class Shared:
     """A view of slots, or of one."""
 
-    def __init__(self, machine: Machine, slots: list[Any], shape: list[int], dtype: Any, view: Callable[[Tensor], Tensor] = lambda data: data):
-        self.machine, self.slots, self.shape, self.dtype, self.view = machine, slots, shape, dtype, view
+    def __init__(
+        self,
+        machine: Machine,
+        slots: list[Any],
+        shape: list[int],
+        dtype: Any,
+        view: Callable[[Tensor], Tensor] = lambda data: data,
+    ):
+        self.machine, self.slots, self.shape, self.dtype, self.view = (
+            machine,
+            slots,
+            shape,
+            dtype,
+            view,
+        )
 
     def index(self, slot: int) -> Any:
         if not 0 <= slot < len(self.slots):
             raise Fault(f"buffer {slot} of {len(self.slots)}")
         chosen = self.slots[slot]
-        return chosen if isinstance(chosen, Barrier) else Shared(self.machine, [chosen], self.shape[1:], self.dtype)
+        return (
+            chosen
+            if isinstance(chosen, Barrier)
+            else Shared(self.machine, [chosen], self.shape[1:], self.dtype)
+        )
 
     def reshape(self, shape: list[int]) -> Shared:
-        return Shared(self.machine, self.slots, shape, self.dtype, lambda data: self.view(data).view(shape))
+        return Shared(
+            self.machine, self.slots, shape, self.dtype, lambda data: self.view(data).view(shape)
+        )
 
     def permute(self, order: tuple[int, ...]) -> Shared:
-        return Shared(self.machine, self.slots, [self.shape[i] for i in order], self.dtype, lambda data: self.view(data).permute(order))
+        return Shared(
+            self.machine,
+            self.slots,
+            [self.shape[i] for i in order],
+            self.dtype,
+            lambda data: self.view(data).permute(order),
+        )
 
     def store(self, value: Tensor) -> None:
         self.machine.pause()
@@ -106,7 +143,9 @@ class Shared:
 
 
 class Product:
-    """The result of a product that may still run: nothing but warpgroup_mma and warpgroup_mma_wait may touch it."""
+    """The result of a product that may still run: nothing but warpgroup_mma and warpgroup_mma_wait
+    may touch it.
+    """
 
     def __init__(self, a: Any, b: Shared, before: Any, events: set[int]):
         self._a, self._b, self._before, self._events, self._result = a, b, before, events, None
@@ -154,7 +193,12 @@ class Machine:
     """One block of threads."""
 
     def __init__(self, seed: int, program: int, programs: int, written: dict[int, Tensor]):
-        self.random, self.program, self.programs, self.written = random.Random(seed * 1000 + program), program, programs, written
+        self.random, self.program, self.programs, self.written = (
+            random.Random(seed * 1000 + program),
+            program,
+            programs,
+            written,
+        )
         self.partitions: list[Partition] = []
         self.copies: list[Callable[[], None]] = []
         self.baton, self.stopped, self.events, self.allocated = threading.Semaphore(0), False, 0, 0
@@ -184,14 +228,27 @@ class Machine:
     def may_write(self, buffer: Buffer) -> None:
         known = self.me().known
         if buffer.write is not None and buffer.write not in known or not buffer.reads <= known:
-            raise Fault(f"{buffer.name} is written, and a {'read' if not buffer.reads <= known else 'write'} before it is not known to be over")
+            raise Fault(
+                f"{buffer.name} is written, and a "
+                f"{'read' if not buffer.reads <= known else 'write'} before it is not known "
+                "to be over"
+            )
         buffer.reads = set()
 
-    def specialize(self, functions: list[tuple[Callable, tuple]], warps: list[int], registers: list[int]) -> None:
+    def specialize(
+        self, functions: list[tuple[Callable, tuple]], warps: list[int], registers: list[int]
+    ) -> None:
         assert len(warps) == len(registers) == len(functions) - 1
         parent = self.partitions[0]
-        self.partitions += [Partition(self, f"partition {i} ({function.__name__})", lambda f=function, a=args: f(*a), parent.known)
-                            for i, (function, args) in enumerate(functions)]
+        self.partitions += [
+            Partition(
+                self,
+                f"partition {i} ({function.__name__})",
+                lambda f=function, a=args: f(*a),
+                parent.known,
+            )
+            for i, (function, args) in enumerate(functions)
+        ]
         children = self.partitions[1:]
         for each in children:
             each.thread.start()
@@ -212,12 +269,26 @@ class Machine:
                     raise failed.error
                 if self.partitions[0].done:
                     return
-                able: list[Any] = [each for each in self.partitions if not each.done and (each.ready is None or each.ready())]
+                able: list[Any] = [
+                    each
+                    for each in self.partitions
+                    if not each.done and (each.ready is None or each.ready())
+                ]
                 for each in able:
                     weights.setdefault(id(each), self.random.choice((0.01, 1.0, 1.0)))
                 if not able and not self.copies:
-                    raise Fault("deadlock: " + "; ".join(f"{each.name} waits at {each.where}" for each in self.partitions[1:] if not each.done))
-                chosen = self.random.choices(able + self.copies, [weights[id(each)] for each in able] + [copies] * len(self.copies))[0]
+                    raise Fault(
+                        "deadlock: "
+                        + "; ".join(
+                            f"{each.name} waits at {each.where}"
+                            for each in self.partitions[1:]
+                            if not each.done
+                        )
+                    )
+                chosen = self.random.choices(
+                    able + self.copies,
+                    [weights[id(each)] for each in able] + [copies] * len(self.copies),
+                )[0]
                 if isinstance(chosen, Partition):
                     chosen.go.release()
                     self.baton.acquire()
@@ -249,18 +320,31 @@ class Descriptor:
     """A tensor in memory, in blocks."""
 
     def __init__(self, given: Any):
-        self.data = torch.as_strided(given.base, list(given.shape), list(given.strides), given.base.storage_offset())
+        self.data = torch.as_strided(
+            given.base, list(given.shape), list(given.strides), given.base.storage_offset()
+        )
         self.dtype, self.layout = given.base.dtype, given.layout
         size = torch.Size(given.block_shape).numel() * given.base.element_size()
         self.block_type = SimpleNamespace(shape=list(given.block_shape), nbytes=size)
 
     def cut(self, at: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """Where a block lies in the tensor, and that part in the block."""
-        ends = [min(start + size, length) for start, size, length in zip(at, self.block_type.shape, self.data.shape, strict=True)]
-        if any(not 0 <= start < limit for start, limit in zip(at[:2], self.data.shape, strict=False)) or at[2] < 0:
+        ends = [
+            min(start + size, length)
+            for start, size, length in zip(at, self.block_type.shape, self.data.shape, strict=True)
+        ]
+        if (
+            any(
+                not 0 <= start < limit
+                for start, limit in zip(at[:2], self.data.shape, strict=False)
+            )
+            or at[2] < 0
+        ):
             raise Fault(f"block {at} of a tensor {list(self.data.shape)}: it lies beyond")
-        return (tuple(slice(min(start, end), end) for start, end in zip(at, ends, strict=True)),
-                tuple(slice(0, max(0, end - start)) for start, end in zip(at, ends, strict=True)))
+        return (
+            tuple(slice(min(start, end), end) for start, end in zip(at, ends, strict=True)),
+            tuple(slice(0, max(0, end - start)) for start, end in zip(at, ends, strict=True)),
+        )
 
 
 class Pointer:
@@ -287,7 +371,10 @@ def _language(machine: Machine) -> dict[str, Any]:
     def allocate(dtype: Any, shape: list[int], layout: Any) -> Shared:
         machine.allocated += 1
         name = f"{'mbarrier' if layout is None else 'buffer'} {machine.allocated}"
-        made = [Barrier(f"{name}[{i}]") if layout is None else Buffer(f"{name}[{i}]", shape[1:], dtype) for i in range(shape[0])]
+        made = [
+            Barrier(f"{name}[{i}]") if layout is None else Buffer(f"{name}[{i}]", shape[1:], dtype)
+            for i in range(shape[0])
+        ]
         return Shared(machine, made, list(shape), dtype)
 
     def wait(bar: Barrier, phase: int, pred: bool = True) -> None:
@@ -349,15 +436,22 @@ def _language(machine: Machine) -> dict[str, Any]:
             buffer.unfenced = False
         machine.me().unfenced.clear()
 
-    def multiply(a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Product:
-        assert is_async and a.dtype == b.dtype and a.shape[1] == b.shape[0] and a.dtype.itemsize == 2
+    def multiply(
+        a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False
+    ) -> Product:
+        assert (
+            is_async and a.dtype == b.dtype and a.shape[1] == b.shape[0] and a.dtype.itemsize == 2
+        )
         machine.pause()
         me, events = machine.me(), set()
         for operand in (a, b):
             if isinstance(operand, Shared):
                 machine.may_read(operand.slots[0])
                 if operand.slots[0].unfenced:
-                    raise Fault(f"{operand.slots[0].name} is read by a product, its generic write has no fence")
+                    raise Fault(
+                        f"{operand.slots[0].name} is read by a product, its generic write "
+                        "has no fence"
+                    )
                 events.add(event := machine.event())
                 operand.slots[0].reads.add(event)
         me.products.append(Product(a, b, acc if use_acc else None, events))
@@ -375,7 +469,13 @@ def _language(machine: Machine) -> dict[str, Any]:
 
     def load(pointer: Pointer, mask: Tensor | None = None, other: Any = 0) -> Any:
         values = pointer.base.view(-1)[pointer.elements(mask)]
-        return values.item() if mask is None and values.dim() == 0 else torch.full(mask.shape, other, dtype=pointer.base.dtype).masked_scatter(mask, values)
+        return (
+            values.item()
+            if mask is None and values.dim() == 0
+            else torch.full(mask.shape, other, dtype=pointer.base.dtype).masked_scatter(
+                mask, values
+            )
+        )
 
     def store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
         at = pointer.elements(mask)
@@ -390,34 +490,80 @@ def _language(machine: Machine) -> dict[str, Any]:
             if isinstance(a, Tensor) or isinstance(b, Tensor):
                 return tensors(*(torch.as_tensor(x) for x in (a, b)))
             return scalars(a, b)
+
         return call
 
     def where(condition: Any, a: Any, b: Any) -> Any:
-        return torch.where(condition, a, b) if isinstance(condition, Tensor) else a if condition else b
+        return (
+            torch.where(condition, a, b) if isinstance(condition, Tensor) else a if condition else b
+        )
 
-    scalar = {"program_id": lambda _: machine.program, "num_programs": lambda _: machine.programs, "cdiv": lambda a, b: -(-a // b), "static_range": range,
-              "cast": lambda x, _: x}
+    scalar = {
+        "program_id": lambda _: machine.program,
+        "num_programs": lambda _: machine.programs,
+        "cdiv": lambda a, b: -(-a // b),
+        "static_range": range,
+        "cast": lambda x, _: x,
+    }
     tensor = {
-        "arange": lambda first, last, layout=None: torch.arange(first, last, dtype=torch.int32), "expand_dims": lambda x, axis: x.unsqueeze(axis),
+        "arange": lambda first, last, layout=None: torch.arange(first, last, dtype=torch.int32),
+        "expand_dims": lambda x, axis: x.unsqueeze(axis),
         "full": lambda shape, value, dtype, layout: torch.full(list(shape), value, dtype=dtype),
-        "zeros": lambda shape, dtype, layout: torch.zeros(list(shape), dtype=dtype), "convert_layout": lambda x, _: x, "exp2": torch.exp2, "log": torch.log,
-        "max": lambda x, axis: torch.where(x.isnan(), -torch.inf, x).amax(axis), "sum": lambda x, axis: x.sum(axis), "where": where,
-        "maximum": either(torch.fmax, max), "minimum": either(torch.fmin, min), "load": load, "store": store}
+        "zeros": lambda shape, dtype, layout: torch.zeros(list(shape), dtype=dtype),
+        "convert_layout": lambda x, _: x,
+        "exp2": torch.exp2,
+        "log": torch.log,
+        "max": lambda x, axis: torch.where(x.isnan(), -torch.inf, x).amax(axis),
+        "sum": lambda x, axis: x.sum(axis),
+        "where": where,
+        "maximum": either(torch.fmax, max),
+        "minimum": either(torch.fmin, min),
+        "load": load,
+        "store": store,
+    }
     memory = {"allocate_shared_memory": allocate, "warp_specialize": machine.specialize}
-    names = {"float32": torch.float32, "int64": torch.int64, "constexpr": None, "SliceLayout": opaque, "DotOperandLayout": opaque, "NVMMADistributedLayout": opaque}
+    names = {
+        "float32": torch.float32,
+        "int64": torch.int64,
+        "constexpr": None,
+        "SliceLayout": opaque,
+        "DotOperandLayout": opaque,
+        "NVMMADistributedLayout": opaque,
+    }
     gl = SimpleNamespace(**scalar, **tensor, **memory, **names)
-    mbarrier = SimpleNamespace(init=Barrier.init, wait=wait, arrive=arrive, expect=expect, MBarrierLayout=lambda: None)
-    tma = SimpleNamespace(async_copy_global_to_shared=copy_in, async_copy_shared_to_global=copy_out, store_wait=store_wait)
-    return {"gl": gl, "tl": gl, "mbarrier": mbarrier, "tma": tma, "fence_async_shared": fence, "warpgroup_mma": multiply, "warpgroup_mma_wait": multiply_wait}
+    mbarrier = SimpleNamespace(
+        init=Barrier.init, wait=wait, arrive=arrive, expect=expect, MBarrierLayout=lambda: None
+    )
+    tma = SimpleNamespace(
+        async_copy_global_to_shared=copy_in,
+        async_copy_shared_to_global=copy_out,
+        store_wait=store_wait,
+    )
+    return {
+        "gl": gl,
+        "tl": gl,
+        "mbarrier": mbarrier,
+        "tma": tma,
+        "fence_async_shared": fence,
+        "warpgroup_mma": multiply,
+        "warpgroup_mma_wait": multiply_wait,
+    }
 
 
 def _once(written: dict[int, Tensor], target: Tensor, at: Tensor | None = None) -> None:
     """Note that these elements of a tensor are written; none may be twice."""
     start = target.storage_offset()
     if at is None:
-        at = sum(torch.arange(size).view([-1 if i == j else 1 for j in range(target.dim())]) * target.stride(i) for i, size in enumerate(target.shape))
+        at = sum(
+            torch.arange(size).view([-1 if i == j else 1 for j in range(target.dim())])
+            * target.stride(i)
+            for i, size in enumerate(target.shape)
+        )
     at = (at + start).flatten()
-    seen = written.setdefault(target.untyped_storage().data_ptr(), torch.zeros(target.untyped_storage().nbytes() // target.element_size(), dtype=torch.bool))
+    seen = written.setdefault(
+        target.untyped_storage().data_ptr(),
+        torch.zeros(target.untyped_storage().nbytes() // target.element_size(), dtype=torch.bool),
+    )
     if seen[at].any():
         raise Fault("an element of the result is written twice")
     seen[at] = True
@@ -435,7 +581,9 @@ def _functions(kernel: Any, found: dict[str, Any]) -> dict[str, Any]:
 
 
 class Interpreted:
-    """Stands in for a Gluon kernel: `Interpreted(kernel, seed)[grid](...)` runs it. `changes` maps lines of its source to what replaces them."""
+    """Stands in for a Gluon kernel: `Interpreted(kernel, seed)[grid](...)` runs it. `changes` maps
+    lines of its source to what replaces them.
+    """
 
     def __init__(self, kernel: Any, seed: int = 0, changes: Mapping[str, str] | None = None):
         self.kernel, self.seed, self.codes, left = kernel, seed, [], set(changes or {})
@@ -448,7 +596,15 @@ class Interpreted:
             tree, file = ast.parse(source), f"<gluon {name}>"
             tree.body[0].decorator_list = []
             linecache.cache[file] = (len(source), None, source.splitlines(True), file)
-            self.codes.append(compile(tree, file, "exec", flags=__future__.annotations.compiler_flag, dont_inherit=True))
+            self.codes.append(
+                compile(
+                    tree,
+                    file,
+                    "exec",
+                    flags=__future__.annotations.compiler_flag,
+                    dont_inherit=True,
+                )
+            )
         assert not left, f"the kernel has no {left}"
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
@@ -460,7 +616,16 @@ class Interpreted:
                 space = _language(machine)
                 for code in self.codes:
                     exec(code, space)
-                given = {name: Descriptor(x) if hasattr(x, "block_shape") else Pointer(x) if isinstance(x, Tensor) else x for name, x in bound.items()}
-                machine.run(lambda space=space, given=given: space[self.kernel.fn.__name__](**given))
+                given = {
+                    name: Descriptor(x)
+                    if hasattr(x, "block_shape")
+                    else Pointer(x)
+                    if isinstance(x, Tensor)
+                    else x
+                    for name, x in bound.items()
+                }
+                machine.run(
+                    lambda space=space, given=given: space[self.kernel.fn.__name__](**given)
+                )
 
         return launch

@@ -1,8 +1,11 @@
-"""Triton's interpreter, made honest about bf16. It keeps bf16 as 16-bit integers and computes with those integers, silently.
+"""Triton's interpreter, made honest about bf16. It keeps bf16 as 16-bit integers and computes with
+those integers, silently.
 
-Mended: matrix products, and conversions from and to fp32 (to nearest, ties to even, as a GPU does), those to 8-bit floats too (saturating, as a GPU's
-do; the interpreter's are off by one in some percent of values), and numbers made of arrays of one element, which numpy 2.4 refuses. Added: descriptors
-that add to memory. All other arithmetic on bf16 raises TypeError: a kernel widens what it loads.
+Mended: matrix products, and conversions from and to fp32 (to nearest, ties to even, as a GPU does),
+those to 8-bit floats too (saturating, as a GPU's do; the interpreter's are off by one in some
+percent of values), and numbers made of arrays of one element, which numpy 2.4 refuses. Added:
+descriptors that add to memory. All other arithmetic on bf16 raises TypeError: a kernel widens what
+it loads.
 """
 
 from __future__ import annotations
@@ -36,10 +39,18 @@ def narrow(values: np.ndarray) -> np.ndarray:
 
 
 def narrow_to_8(values: np.ndarray, kind: tl.dtype) -> np.ndarray:
-    """float32 -> the nearest 8-bit float as integers, ties to even, the largest for what is beyond; NaN stays NaN."""
+    """float32 -> the nearest 8-bit float as integers, ties to even, the largest for what is beyond;
+    NaN stays NaN.
+    """
     dtype = EIGHT[kind]
     most = torch.finfo(dtype).max
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).clamp(-most, most).to(dtype).view(torch.uint8).numpy()
+    return (
+        torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+        .clamp(-most, most)
+        .to(dtype)
+        .view(torch.uint8)
+        .numpy()
+    )
 
 
 def mend() -> None:
@@ -63,7 +74,9 @@ def mend() -> None:
             return Handle(widen(source.data), kind)
         if kind == tl.bfloat16 and not is_bf16(source):
             if source.dtype.scalar != tl.float32:
-                raise TypeError(f"{source.dtype.scalar} to bf16 in the interpreter: go through float32")
+                raise TypeError(
+                    f"{source.dtype.scalar} to bf16 in the interpreter: go through float32"
+                )
             return Handle(narrow(source.data), kind)
         return cast(self, source, target)
 
@@ -71,19 +84,51 @@ def mend() -> None:
         kind = target.scalar
         if kind in EIGHT:
             if source.dtype.scalar != tl.float32:
-                raise TypeError(f"{source.dtype.scalar} to {kind} in the interpreter: go through float32")
+                raise TypeError(
+                    f"{source.dtype.scalar} to {kind} in the interpreter: go through float32"
+                )
             return Handle(narrow_to_8(source.data, kind), kind)
-        return cast_impl(self, source, target) if is_bf16(source) or kind == tl.bfloat16 else round_to(self, source, target, mode)
+        return (
+            cast_impl(self, source, target)
+            if is_bf16(source) or kind == tl.bfloat16
+            else round_to(self, source, target, mode)
+        )
 
     def create_descriptor_reduce(self, kind, descriptor, value, indices):
         assert kind == ir.DESCRIPTOR_REDUCE_KIND.ADD
         pointers, inside = descriptor.materialize_pointers(indices)
-        return self.create_atomic_rmw(ir.ATOMIC_OP.FADD, pointers, value, Handle(inside, tl.int1), ir.MEM_SEMANTIC.RELAXED, ir.MEM_SYNC_SCOPE.GPU)
+        return self.create_atomic_rmw(
+            ir.ATOMIC_OP.FADD,
+            pointers,
+            value,
+            Handle(inside, tl.int1),
+            ir.MEM_SEMANTIC.RELAXED,
+            ir.MEM_SYNC_SCOPE.GPU,
+        )
 
-    Builder.create_dot, Builder.cast_impl, Builder.create_fp_to_fp = create_dot, cast_impl, create_fp_to_fp
+    Builder.create_dot, Builder.cast_impl, Builder.create_fp_to_fp = (
+        create_dot,
+        cast_impl,
+        create_fp_to_fp,
+    )
     Builder.create_descriptor_reduce = create_descriptor_reduce
-    arithmetic = ("binary_op", "unary_op", "create_fma", "create_clampf", "create_fabs", "create_exp", "create_exp2", "create_log", "create_log2", "create_sqrt",
-                  "create_rsqrt", "create_sin", "create_cos", "create_floor", "create_erf")
+    arithmetic = (
+        "binary_op",
+        "unary_op",
+        "create_fma",
+        "create_clampf",
+        "create_fabs",
+        "create_exp",
+        "create_exp2",
+        "create_log",
+        "create_log2",
+        "create_sqrt",
+        "create_rsqrt",
+        "create_sin",
+        "create_cos",
+        "create_floor",
+        "create_erf",
+    )
     for name in arithmetic:
         if hasattr(Builder, name):
             setattr(Builder, name, _refusing(name, getattr(Builder, name)))
@@ -94,7 +139,9 @@ def mend() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_lang_tensor
-    interpreter.ReduceScanOpInterface.apply = _refusing("reduction", interpreter.ReduceScanOpInterface.apply)
+    interpreter.ReduceScanOpInterface.apply = _refusing(
+        "reduction", interpreter.ReduceScanOpInterface.apply
+    )
 
 
 def _refusing(name: str, function):
@@ -103,7 +150,10 @@ def _refusing(name: str, function):
         for value in args:
             for each in value if isinstance(value, tuple | list) else (value,):
                 if is_bf16(getattr(each, "handle", each)):
-                    raise TypeError(f"{name} on bf16: the interpreter computes it wrongly; widen to float32 after the load")
+                    raise TypeError(
+                        f"{name} on bf16: the interpreter computes it wrongly; widen to "
+                        "float32 after the load"
+                    )
         return function(self, *args)
 
     return wrapped

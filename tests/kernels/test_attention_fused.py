@@ -1,4 +1,6 @@
-"""Attention of the fused projection where it lies: the same numbers as of its parts, and no copy of them in either pass."""
+"""Attention of the fused projection where it lies: the same numbers as of its parts, and no copy of
+them in either pass.
+"""
 
 import dataclasses
 
@@ -34,38 +36,86 @@ def results(attend, qkv, dout, dlse, **options):
 @pytest.mark.parametrize("g, m", FORMS)
 @pytest.mark.parametrize("programs", [1, 12])
 def test_same_bits_as_of_the_parts(device, monkeypatch, g, m, programs):
-    """Where one program takes all heads of a key and where it takes some; dk and dv are the fused gradient's own."""
+    """Where one program takes all heads of a key and where it takes some; dk and dv are the fused
+    gradient's own.
+    """
     monkeypatch.setattr(lang, "multiprocessors", lambda _: programs)
     generator = torch.Generator().manual_seed(g + m)
-    qkv, dout = (torch.randn(S, B, *heads, 16, generator=generator).to(device) for heads in ((g, m + 2), (g * m,)))
-    dlse, options = torch.randn(B, g * m, S, generator=generator).to(device), {"scale": 0.25, "mask": attention_mask(S, S)}
-    exact, torchs = (results(lambda x, **more: attention_reference(*split(x), **more), qkv.to(kind), dout, dlse, **options)
-                     for kind in (torch.float64, torch.float32))
+    qkv, dout = (
+        torch.randn(S, B, *heads, 16, generator=generator).to(device)
+        for heads in ((g, m + 2), (g * m,))
+    )
+    dlse, options = (
+        torch.randn(B, g * m, S, generator=generator).to(device),
+        {"scale": 0.25, "mask": attention_mask(S, S)},
+    )
+    exact, torchs = (
+        results(
+            lambda x, **more: attention_reference(*split(x), **more),
+            qkv.to(kind),
+            dout,
+            dlse,
+            **options,
+        )
+        for kind in (torch.float64, torch.float32)
+    )
     for deterministic in (True, False) if (g, m) == (2, 2) else (True,):
         more = options | {"tile": 32, "deterministic": deterministic}
         with canaries():
             fused = results(flash_attention, qkv, dout, dlse, **more)
         for got, want, low in zip(fused, exact, torchs, strict=True):
             assert_near(got, want, low)
-        apart = results(lambda x, more=more, **_: flash_attention(*(part.contiguous() for part in split(x)), **more), qkv, dout, dlse)
-        assert all(torch.equal(a, b) for a, b in zip(fused, apart, strict=True)) or not deterministic
+        apart = results(
+            lambda x, more=more, **_: flash_attention(
+                *(part.contiguous() for part in split(x)), **more
+            ),
+            qkv,
+            dout,
+            dlse,
+        )
+        assert (
+            all(torch.equal(a, b) for a, b in zip(fused, apart, strict=True)) or not deterministic
+        )
         assert fused[2].is_contiguous()
 
 
-CONFIG = ModelConfig(num_layers=1, hidden_size=24, ffn_hidden_size=8, num_attention_heads=8, kv_channels=8, num_query_groups=2, max_position_embeddings=S,
-                     attention_dropout=0.0, hidden_dropout=0.0, position_embedding_type="rope", add_bias_linear=False, attention_backend="triton",
-                     rotary_backend="triton", norm_backend="torch")
+CONFIG = ModelConfig(
+    num_layers=1,
+    hidden_size=24,
+    ffn_hidden_size=8,
+    num_attention_heads=8,
+    kv_channels=8,
+    num_query_groups=2,
+    max_position_embeddings=S,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    position_embedding_type="rope",
+    add_bias_linear=False,
+    attention_backend="triton",
+    rotary_backend="triton",
+    norm_backend="torch",
+)
 
 
 @pytest.mark.parametrize("groups, rotary", [(8, True), (4, True), (2, True), (2, False), (1, True)])
 def test_a_layer_copies_nothing(device, monkeypatch, groups, rotary):
-    """Allocated are products of matrices, the output, one gradient, and the rows' statistics; kept are x, the projection, the output and lse."""
-    config = dataclasses.replace(CONFIG, num_query_groups=groups, **({} if rotary else {"position_embedding_type": "learned_absolute"}))
+    """Allocated are products of matrices, the output, one gradient, and the rows' statistics; kept
+    are x, the projection, the output and lse.
+    """
+    config = dataclasses.replace(
+        CONFIG,
+        num_query_groups=groups,
+        **({} if rotary else {"position_embedding_type": "learned_absolute"}),
+    )
     layer = SelfAttention(config, 1, 0).to_empty(device=device)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
         parameter.main_grad = torch.zeros_like(parameter)
-    table = rotary_table(config, torch.arange(S, device=device)[:, None].expand(S, B), torch.float32) if rotary else None
+    table = (
+        rotary_table(config, torch.arange(S, device=device)[:, None].expand(S, B), torch.float32)
+        if rotary
+        else None
+    )
     x, dy = (torch.randn(S, B, 24, device=device) for _ in range(2))
     monkeypatch.setattr(lang, "multiprocessors", lambda _: 1)
     forth, back, kept = Allocations(), Allocations(), {}
@@ -81,7 +131,17 @@ def test_a_layer_copies_nothing(device, monkeypatch, groups, rotary):
     with back:
         y.backward(dy)
     tokens, heads, d = S * B, 8, 8
-    fused, q, lse, rows = tokens * (heads + 2 * groups) * d, tokens * heads * d, tokens * heads, 128 * B * heads
+    fused, q, lse, rows = (
+        tokens * (heads + 2 * groups) * d,
+        tokens * heads * d,
+        tokens * heads,
+        128 * B * heads,
+    )
     of_us = [[each for each in mode.seen if each[0] != "mm"] for mode in (forth, back)]
-    assert of_us == [[("empty", q), ("empty", lse)], [("empty", fused), ("empty", rows), ("empty", rows)]]
-    assert sum(kept.values()) == 4 * (x.numel() + fused + q + lse) + (2 * table[0].nbytes if rotary else 0)
+    assert of_us == [
+        [("empty", q), ("empty", lse)],
+        [("empty", fused), ("empty", rows), ("empty", rows)],
+    ]
+    assert sum(kept.values()) == 4 * (x.numel() + fused + q + lse) + (
+        2 * table[0].nbytes if rotary else 0
+    )

@@ -1,4 +1,6 @@
-"""The forward pass in Gluon against the definition in float64, in many orders of events (gluon_interpreter.py), and that its faults would be found."""
+"""The forward pass in Gluon against the definition in float64, in many orders of events
+(gluon_interpreter.py), and that its faults would be found.
+"""
 
 import json
 import subprocess
@@ -19,7 +21,8 @@ from megatron.kernels.attention_masks import attention_mask
 pytestmark = pytest.mark.skipif(attention_gluon.gluon is None, reason="this Triton has no Gluon")
 ROOT = Path(__file__).resolve().parents[2]
 BF16, F16 = torch.bfloat16, torch.float16
-# (s, t, b, query heads, key heads, d, dtype, what the mask has, programs): lengths are odd, whole tiles, or end within the first consumer's rows
+# (s, t, b, query heads, key heads, d, dtype, what the mask has, programs): lengths are odd, whole
+# tiles, or end within the first consumer's rows
 CASES = {
     "causal_gqa": (320, 320, 1, 4, 2, 128, BF16, {}, 3),
     "full_odd": (77, 333, 2, 2, 1, 64, BF16, {"causal": False}, 2),
@@ -39,7 +42,9 @@ def interpreted(monkeypatch):
 
     def use(programs: int, seed: int = 0, changes: dict[str, str] | None = None) -> None:
         monkeypatch.setattr(lang, "multiprocessors", lambda _: programs)
-        monkeypatch.setattr(attention_gluon, "forward_kernel", Interpreted(forward_kernel, seed, changes))
+        monkeypatch.setattr(
+            attention_gluon, "forward_kernel", Interpreted(forward_kernel, seed, changes)
+        )
 
     return use
 
@@ -48,12 +53,22 @@ def make(name):
     """(q, k, v as strided views, mask, programs)."""
     s, t, b, n, g, d, dtype, has, programs = CASES[name]
     generator = torch.Generator().manual_seed(s + d)
-    q, k, v = (torch.randn(length, b, heads + 1, d, generator=generator).to(dtype)[:, :, :heads] for length, heads in ((s, n), (t, g), (t, g)))
+    q, k, v = (
+        torch.randn(length, b, heads + 1, d, generator=generator).to(dtype)[:, :, :heads]
+        for length, heads in ((s, n), (t, g), (t, g))
+    )
     mask = dict(has)
     if ends := mask.pop("documents", None):
         at = torch.arange(s)
-        mask["document_starts"] = torch.stack([sum(torch.where(at >= end + i, end + i - before, 0) for before, end in
-                                                   zip((0, *(e + i for e in ends)), ends, strict=False)) for i in range(b)])
+        mask["document_starts"] = torch.stack(
+            [
+                sum(
+                    torch.where(at >= end + i, end + i - before, 0)
+                    for before, end in zip((0, *(e + i for e in ends)), ends, strict=False)
+                )
+                for i in range(b)
+            ]
+        )
     return q, k, v, attention_mask(s, t, **mask), programs
 
 
@@ -70,12 +85,18 @@ def test_equals_the_definition(interpreted, name):
             results.append(flash_attention(q, k, v, scale=scale, mask=mask, gluon=True))
     for ours, want, low in zip(results[0], exact, torchs, strict=True):
         assert_as_good(ours, want, low)
-    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
+    assert all(
+        torch.equal(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True)
+    )
 
 
-@pytest.mark.parametrize("layout", [{"stages": 2}, {"stages": 3, "pingpong": 0}, {"stages": 4, "consumers": 3}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"stages": 2}, {"stages": 3, "pingpong": 0}, {"stages": 4, "consumers": 3}], ids=str
+)
 def test_order_does_not_matter(interpreted, monkeypatch, layout):
-    """Programs with three tiles each, in twelve orders that starve one partition or another, or the copies."""
+    """Programs with three tiles each, in twelve orders that starve one partition or another, or the
+    copies.
+    """
     q, k, v, mask, _ = make("causal_gqa")
     layout = replace(attention_gluon.configuration(128), **layout)
     monkeypatch.setattr(attention_gluon, "configuration", lambda _: layout)
@@ -83,7 +104,9 @@ def test_order_does_not_matter(interpreted, monkeypatch, layout):
     for seed in range(12):
         interpreted(4, seed)
         found.append(flash_attention(q, k, v, scale=0.1, mask=mask, gluon=True))
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(other, found[0], strict=True))
+    assert all(
+        torch.equal(a, b) for other in found[1:] for a, b in zip(other, found[0], strict=True)
+    )
 
 
 def test_gradients_are_those_of_the_other_kernels(interpreted, device):
@@ -103,16 +126,28 @@ def test_gradients_are_those_of_the_other_kernels(interpreted, device):
 
 
 def test_the_fused_projection_is_read_where_it_lies(interpreted, monkeypatch):
-    """Two key heads of three query heads each: the same bits as of its parts, and nothing is copied."""
+    """Two key heads of three query heads each: the same bits as of its parts, and nothing is
+    copied.
+    """
     fused = torch.randn(70, 2, 2, 3 + 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     q, k, v = fused.split((3, 1, 1), 3)
     interpreted(3)
-    parts = flash_attention(q.reshape(70, 2, 6, 64), k.squeeze(3), v.squeeze(3), scale=0.1, mask=attention_mask(70, 70), gluon=True)
+    parts = flash_attention(
+        q.reshape(70, 2, 6, 64),
+        k.squeeze(3),
+        v.squeeze(3),
+        scale=0.1,
+        mask=attention_mask(70, 70),
+        gluon=True,
+    )
     allocations = Allocations()
     monkeypatch.setattr(attention_gluon, "forward", allocations.inside(attention_gluon.forward))
     whole = flash_attention(fused, scale=0.1, mask=attention_mask(70, 70), gluon=True)
     assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
-    assert [(name, count) for name, count in allocations.seen if count >= q.numel()] == [("empty", q.numel())]  # the output
+    # the output
+    assert [(name, count) for name, count in allocations.seen if count >= q.numel()] == [
+        ("empty", q.numel())
+    ]
 
 
 @pytest.mark.gpu
@@ -133,46 +168,152 @@ def test_nan_stays_in_its_rows(interpreted):
     interpreted(2)
     out, lse = flash_attention(q, k, v, scale=0.1, mask=mask, gluon=True)
     bad = out.isnan().any(-1)[:, 0]
-    assert bad[:, 0].nonzero().flatten().tolist() == [5] and not bad[:, 1].any() and bad[200:, 2:].any() and not bad[:200, 2:].any()
+    assert (
+        bad[:, 0].nonzero().flatten().tolist() == [5]
+        and not bad[:, 1].any()
+        and bad[200:, 2:].any()
+        and not bad[:200, 2:].any()
+    )
 
 
 # what is changed in the kernel's source, what into, and what must be said about it
 MUTANTS = {
-    "k is not waited for": ("        mbarrier.wait(k_full.index((count + 2) % STAGES), (count + 2) // STAGES & 1, pred=step + 1 < steps)\n", "", "is read, and the write|is written, and a read"),
-    "the first k is not waited for": ("        mbarrier.wait(k_full.index(count % STAGES), count // STAGES & 1)\n", "", "is read"),
-    "v is not waited for": ("    mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)\n", "", "is read"),
-    "q is not waited for": ("        mbarrier.wait(q_full.index(PART), index & 1)\n", "", "is read"),
-    "q's phase does not change": ("q_full.index(PART), index & 1", "q_full.index(PART), 0", "is read|deadlock"),
-    "the producer does not wait": ("    mbarrier.wait(empty.index(slot), (count // STAGES & 1) ^ 1)\n", "", "is written, and a read"),
-    "the producer's phase is wrong": ("(count // STAGES & 1) ^ 1)", "count // STAGES & 1)", "deadlock"),
-    "k is not released": ("        mbarrier.arrive(k_empty.index((count + 1) % STAGES), count=1)\n", "", "deadlock"),
-    "v is not released": ("        mbarrier.arrive(v_empty.index(count % STAGES), count=1)\n        p = _carried", "        p = _carried", "deadlock"),
-    "q is not released": ("        mbarrier.arrive(q_empty.index(PART), count=1)\n", "", "deadlock"),
-    "k is released too early": ("        x = warpgroup_mma_wait(1, deps=[x])\n        mbarrier.arrive(k_empty.index((count + 1) % STAGES), count=1)\n",
-                                "        mbarrier.arrive(k_empty.index((count + 1) % STAGES), count=1)\n        x = warpgroup_mma_wait(1, deps=[x])\n", "is written, and a read"),
-    "v is released before its product": ("        acc = warpgroup_mma_wait(0, deps=[acc])\n        mbarrier.arrive(v_empty.index(count % STAGES), count=1)\n        p = _carried",
-                                         "        mbarrier.arrive(v_empty.index(count % STAGES), count=1)\n        acc = warpgroup_mma_wait(0, deps=[acc])\n        p = _carried",
-                                         "is written, and a read"),
-    "one consumer is enough": ("_barriers(STAGES, PARTS)", "_barriers(STAGES, 1)", "is written|arrivals|is read|deadlock"),
-    "the wrong buffer": ("v_ring.index(count % STAGES)", "v_ring.index((count + 1) % STAGES)", "is read"),
-    "a buffer beyond the ring": ("k_ring.index(count % STAGES)", "k_ring.index(count)", "buffer 2 of 2"),
-    "scores are not waited for": ("        x = warpgroup_mma_wait(1, deps=[x])\n", "", "before it was waited for"),
-    "a wait for too little": ("x = warpgroup_mma_wait(1, deps=[x])", "x = warpgroup_mma_wait(2, deps=[x])", "before it was waited for"),
+    "k is not waited for": (
+        (
+            "        mbarrier.wait(k_full.index((count + 2) % STAGES), (count + 2) // STAGES & "
+            "1, pred=step + 1 < steps)\n"
+        ),
+        "",
+        "is read, and the write|is written, and a read",
+    ),
+    "the first k is not waited for": (
+        "        mbarrier.wait(k_full.index(count % STAGES), count // STAGES & 1)\n",
+        "",
+        "is read",
+    ),
+    "v is not waited for": (
+        "    mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)\n",
+        "",
+        "is read",
+    ),
+    "q is not waited for": (
+        "        mbarrier.wait(q_full.index(PART), index & 1)\n",
+        "",
+        "is read",
+    ),
+    "q's phase does not change": (
+        "q_full.index(PART), index & 1",
+        "q_full.index(PART), 0",
+        "is read|deadlock",
+    ),
+    "the producer does not wait": (
+        "    mbarrier.wait(empty.index(slot), (count // STAGES & 1) ^ 1)\n",
+        "",
+        "is written, and a read",
+    ),
+    "the producer's phase is wrong": (
+        "(count // STAGES & 1) ^ 1)",
+        "count // STAGES & 1)",
+        "deadlock",
+    ),
+    "k is not released": (
+        "        mbarrier.arrive(k_empty.index((count + 1) % STAGES), count=1)\n",
+        "",
+        "deadlock",
+    ),
+    "v is not released": (
+        "        mbarrier.arrive(v_empty.index(count % STAGES), count=1)\n        p = _carried",
+        "        p = _carried",
+        "deadlock",
+    ),
+    "q is not released": (
+        "        mbarrier.arrive(q_empty.index(PART), count=1)\n",
+        "",
+        "deadlock",
+    ),
+    "k is released too early": (
+        (
+            "        x = warpgroup_mma_wait(1, deps=[x])\n        "
+            "mbarrier.arrive(k_empty.index((count + 1) % STAGES), count=1)\n"
+        ),
+        (
+            "        mbarrier.arrive(k_empty.index((count + 1) % STAGES), count=1)\n        x = "
+            "warpgroup_mma_wait(1, deps=[x])\n"
+        ),
+        "is written, and a read",
+    ),
+    "v is released before its product": (
+        (
+            "        acc = warpgroup_mma_wait(0, deps=[acc])\n        "
+            "mbarrier.arrive(v_empty.index(count % STAGES), count=1)\n        p = _carried"
+        ),
+        (
+            "        mbarrier.arrive(v_empty.index(count % STAGES), count=1)\n        acc = "
+            "warpgroup_mma_wait(0, deps=[acc])\n        p = _carried"
+        ),
+        "is written, and a read",
+    ),
+    "one consumer is enough": (
+        "_barriers(STAGES, PARTS)",
+        "_barriers(STAGES, 1)",
+        "is written|arrivals|is read|deadlock",
+    ),
+    "the wrong buffer": (
+        "v_ring.index(count % STAGES)",
+        "v_ring.index((count + 1) % STAGES)",
+        "is read",
+    ),
+    "a buffer beyond the ring": (
+        "k_ring.index(count % STAGES)",
+        "k_ring.index(count)",
+        "buffer 2 of 2",
+    ),
+    "scores are not waited for": (
+        "        x = warpgroup_mma_wait(1, deps=[x])\n",
+        "",
+        "before it was waited for",
+    ),
+    "a wait for too little": (
+        "x = warpgroup_mma_wait(1, deps=[x])",
+        "x = warpgroup_mma_wait(2, deps=[x])",
+        "before it was waited for",
+    ),
     "no fence before the store": ("        fence_async_shared()\n", "", "has no fence"),
-    "the store is not waited for": ("        tma.store_wait(0)\n        out_tile", "        out_tile", "is written, and a read"),
-    "the last store is not waited for": ("    tma.store_wait(0)\n", "    pass\n", "before a store|is written"),
+    "the store is not waited for": (
+        "        tma.store_wait(0)\n        out_tile",
+        "        out_tile",
+        "is written, and a read",
+    ),
+    "the last store is not waited for": (
+        "    tma.store_wait(0)\n",
+        "    pass\n",
+        "before a store|is written",
+    ),
     "too few bytes": ("source.block_type.nbytes", "source.block_type.nbytes // 2", "deadlock"),
-    "turns are not passed on": ("            mbarrier.arrive(turns.index((PART + 1) % PARTS), count=1)\n", "            pass\n", "deadlock"),
+    "turns are not passed on": (
+        "            mbarrier.arrive(turns.index((PART + 1) % PARTS), count=1)\n",
+        "            pass\n",
+        "deadlock",
+    ),
     "nobody has the first turn": ("^ (1 if PART == 0 else 0)", "^ 0", "deadlock"),
-    "tiles are counted forwards": ("place = gl.where(rounds % 2 == 0, program, programs - 1 - program)", "place = program", "outside its tensor|beyond"),
+    "tiles are counted forwards": (
+        "place = gl.where(rounds % 2 == 0, program, programs - 1 - program)",
+        "place = program",
+        "outside its tensor|beyond",
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def job():
-    """15 tiles of 5 blocks for 4 programs: the last round of tiles is not complete and dealt out backwards."""
+    """15 tiles of 5 blocks for 4 programs: the last round of tiles is not complete and dealt out
+    backwards.
+    """
     generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(length, 1, heads, 16, generator=generator).bfloat16() for length, heads in ((260, 5), (600, 1), (600, 1)))
+    q, k, v = (
+        torch.randn(length, 1, heads, 16, generator=generator).bfloat16()
+        for length, heads in ((260, 5), (600, 1), (600, 1))
+    )
     return q.unflatten(2, (1, 5)), k, v, attention_mask(260, 600, causal=False), Options(0.1)
 
 
@@ -194,12 +335,29 @@ def test_the_gate_wants_what_the_design_rests_on():
     for row in attention_gluon.aot():
         facts = json.loads(kernel_manifest.MANIFEST.read_text())["3.6.0"][row.name]
         assert kernel_manifest.faults(row, facts) == []
-        assert "no register changes hands" in kernel_manifest.faults(row, facts | {"setmaxnreg": 0})[0]
-        assert "the wait for the product has moved up" in kernel_manifest.faults(row, facts | {"overlapped": 0})[0]
+        assert (
+            "no register changes hands" in kernel_manifest.faults(row, facts | {"setmaxnreg": 0})[0]
+        )
+        assert (
+            "the wait for the product has moved up"
+            in kernel_manifest.faults(row, facts | {"overlapped": 0})[0]
+        )
 
 
 def test_what_it_cannot_do_is_said():
-    assert unfit(torch.device("cpu"), BF16) == "it needs a GPU, Triton's interpreter cannot run Gluon"
-    assert unfit(torch.device("cuda"), torch.float32) == "float32, the kernel computes bf16 and fp16"
-    assert cannot(256) == cannot(256, softcap=1.0) == "head dimension 256, which is no multiple of 8 from 40 to 128"
-    assert "--attn-logit-softcapping" in cannot(64, softcap=1.0) and "--attention-dropout 0" in cannot(64, drop=0.1) and cannot(64) is cannot(None) is None
+    assert (
+        unfit(torch.device("cpu"), BF16) == "it needs a GPU, Triton's interpreter cannot run Gluon"
+    )
+    assert (
+        unfit(torch.device("cuda"), torch.float32) == "float32, the kernel computes bf16 and fp16"
+    )
+    assert (
+        cannot(256)
+        == cannot(256, softcap=1.0)
+        == "head dimension 256, which is no multiple of 8 from 40 to 128"
+    )
+    assert (
+        "--attn-logit-softcapping" in cannot(64, softcap=1.0)
+        and "--attention-dropout 0" in cannot(64, drop=0.1)
+        and cannot(64) is cannot(None) is None
+    )

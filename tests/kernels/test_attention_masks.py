@@ -1,21 +1,44 @@
-"""Bounds never leave out a key that is seen, nor call a block whole that is not; and they are not wider than they must be."""
+"""Bounds never leave out a key that is seen, nor call a block whole that is not; and they are not
+wider than they must be.
+"""
 
 import pytest
 import torch
-from megatron.kernels.attention_masks import STEP, TILE, attention_mask, keys_of_queries, queries_of_keys, schedule
+from megatron.kernels.attention_masks import (
+    STEP,
+    TILE,
+    attention_mask,
+    keys_of_queries,
+    queries_of_keys,
+    schedule,
+)
 from megatron.kernels.lang import jit, tl
 
 SIZES = [(128, 128), (96, 160), (160, 96), (77, 50), (16, 16), (1, 40), (40, 1)]
 
 
 @jit
-def bounds_kernel(out, table, s, t, by_query: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, M: tl.constexpr,
-                  N: tl.constexpr):
+def bounds_kernel(
+    out,
+    table,
+    s,
+    t,
+    by_query: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TABLE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
     tile, b = tl.program_id(0), tl.program_id(1)
     if by_query:
-        low, full_low, full_high, high = keys_of_queries(table, b, tile * M, s, t, CAUSAL, WINDOW, TABLE, M, N)
+        low, full_low, full_high, high = keys_of_queries(
+            table, b, tile * M, s, t, CAUSAL, WINDOW, TABLE, M, N
+        )
     else:
-        low, full_low, full_high, high = queries_of_keys(table, b, tile * N, s, t, CAUSAL, WINDOW, TABLE, M, N)
+        low, full_low, full_high, high = queries_of_keys(
+            table, b, tile * N, s, t, CAUSAL, WINDOW, TABLE, M, N
+        )
     at = out + (b * tl.num_programs(0) + tile) * 4
     tl.store(at, low)
     tl.store(at + 1, full_low)
@@ -32,19 +55,35 @@ def check(mask, s, t, M, N, tile, by_query, device):
     tiles = -(-rows // row)
     table = mask.by_query if by_query else mask.by_key
     out = torch.full((len(see), tiles, 4), -1, dtype=torch.int32, device=device)
-    bounds_kernel[(tiles, len(see))](out, table, s, t, by_query, mask.causal, mask.window or 0, 0 if table is None else tile, M, N)
+    bounds_kernel[(tiles, len(see))](
+        out,
+        table,
+        s,
+        t,
+        by_query,
+        mask.causal,
+        mask.window or 0,
+        0 if table is None else tile,
+        M,
+        N,
+    )
     spare = 0
     for b in range(len(see)):
         for index, (low, full_low, full_high, high) in enumerate(out[b].tolist()):
             part = see[b, index * row : (index + 1) * row]
             at = part.any(0).nonzero().flatten()
             gap = full_high - full_low
-            visited = [step + (gap if step >= full_low else 0) for step in range(low, high - gap)]  # as the kernels go over the edges
+            # as the kernels go over the edges
+            visited = [step + (gap if step >= full_low else 0) for step in range(low, high - gap)]
             blocks = set(visited) | set(range(full_low, full_high))
             assert len(blocks) == len(visited) + gap >= 0
-            assert {int(x) // column for x in at} <= blocks and all(0 <= block < -(-columns // column) for block in blocks)
+            assert {int(x) // column for x in at} <= blocks and all(
+                0 <= block < -(-columns // column) for block in blocks
+            )
             for block in range(full_low, full_high):
-                assert (block + 1) * column <= columns and part[:, block * column : (block + 1) * column].all()
+                assert (block + 1) * column <= columns and part[
+                    :, block * column : (block + 1) * column
+                ].all()
                 assert by_query or (index + 1) * row <= rows
             spare += len(blocks - {int(x) // column for x in at})
     return spare
@@ -57,7 +96,10 @@ def test_closed_form(device, window, by_query):
         for M, N in ((32, 16), (16, 32)):
             spare = check(attention_mask(s, t, window=window), s, t, M, N, 0, by_query, device)
             assert spare == 0 or s != t
-            assert window or check(attention_mask(s, t, causal=False), s, t, M, N, 0, by_query, device) == 0
+            assert (
+                window
+                or check(attention_mask(s, t, causal=False), s, t, M, N, 0, by_query, device) == 0
+            )
 
 
 @pytest.mark.parametrize("by_query", [True, False])
@@ -71,17 +113,43 @@ def test_tables(device, window, by_query):
         for q_at in (some, torch.randperm(t + s, generator=generator)[:s]):
             starts = torch.randint(0, t, (2, s), generator=generator).minimum(q_at)
             for document_starts in (None, starts):
-                given = {"q_positions": q_at.to(device), "k_positions": k_at.to(device), "document_starts": document_starts}
-                check(attention_mask(s, t, window=window, **given, tile=32), s, t, 32, 16, 32, by_query, device)
+                given = {
+                    "q_positions": q_at.to(device),
+                    "k_positions": k_at.to(device),
+                    "document_starts": document_starts,
+                }
+                check(
+                    attention_mask(s, t, window=window, **given, tile=32),
+                    s,
+                    t,
+                    32,
+                    16,
+                    32,
+                    by_query,
+                    device,
+                )
 
 
 def test_tables_are_tight(device):
-    """In order, packed samples and contiguous positions: no block is visited in vain, whole blocks between documents are not masked."""
+    """In order, packed samples and contiguous positions: no block is visited in vain, whole blocks
+    between documents are not masked.
+    """
     at = torch.arange(640, device=device)
     starts = torch.where(at < 300, 0, 300)[None]
     mask = attention_mask(640, 640, document_starts=starts)
-    assert mask.by_query.tolist() == [[[0, 0, 0, 128], [0, 0, 128, 256], [0, 0, 0, 384], [256, 320, 384, 512], [256, 320, 512, 640]]]
-    assert check(mask, 640, 640, TILE, STEP, TILE, True, device) == 0 and check(mask, 640, 640, STEP, TILE, TILE, False, device) == 0
+    assert mask.by_query.tolist() == [
+        [
+            [0, 0, 0, 128],
+            [0, 0, 128, 256],
+            [0, 0, 0, 384],
+            [256, 320, 384, 512],
+            [256, 320, 512, 640],
+        ]
+    ]
+    assert (
+        check(mask, 640, 640, TILE, STEP, TILE, True, device) == 0
+        and check(mask, 640, 640, STEP, TILE, TILE, False, device) == 0
+    )
     ordered = attention_mask(640, 640, q_positions=at, k_positions=at)
     assert check(ordered, 640, 640, TILE, STEP, TILE, True, device) == 0
 
@@ -97,4 +165,5 @@ def test_every_block_of_every_head_once(device, blocks, heads, section):
     out = torch.empty(blocks * heads, dtype=torch.int32, device=device)
     schedule_kernel[(blocks * heads,)](out, blocks, heads, section)
     assert out.sort().values.tolist() == list(range(blocks * heads))
-    assert (out[: min(section, heads)] % blocks == 0).all()  # the first block of several heads before the second of any
+    # the first block of several heads before the second of any
+    assert (out[: min(section, heads)] % blocks == 0).all()

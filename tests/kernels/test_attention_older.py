@@ -1,4 +1,6 @@
-"""Flash attention on GPUs older than Hopper: by pointers instead of descriptors, with tiles of its own, and no atomic sums."""
+"""Flash attention on GPUs older than Hopper: by pointers instead of descriptors, with tiles of its
+own, and no atomic sums.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ def ampere(monkeypatch):
 
 @pytest.mark.parametrize("name", ["odd_gqa", "full_softcap_dropout_d96"])
 def test_pointers_are_as_good_as_descriptors(device, name, monkeypatch):
-    """Rows and columns beyond the last, strided views, dropout; in the interpreter the same bits."""
+    """Rows and columns beyond the last, strided views, dropout; in the interpreter the same
+    bits.
+    """
     tensors, gradients, (s, t, has), options, tile = make(name, device)
     mask = attention_mask(s, t, **has, tile=tile)
     if device.type == "cpu":
@@ -30,7 +34,10 @@ def test_pointers_are_as_good_as_descriptors(device, name, monkeypatch):
     if device.type == "cpu":
         assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
         return
-    exact, torchs = (results(attention_reference, [x.to(kind) for x in tensors], gradients, mask, **options) for kind in (torch.float64, tensors[0].dtype))
+    exact, torchs = (
+        results(attention_reference, [x.to(kind) for x in tensors], gradients, mask, **options)
+        for kind in (torch.float64, tensors[0].dtype)
+    )
     for got, want, low in zip(after, exact, torchs, strict=True):
         assert_as_good(got, want, low)
 
@@ -38,10 +45,19 @@ def test_pointers_are_as_good_as_descriptors(device, name, monkeypatch):
 @pytest.mark.parametrize("d", [64, 128])
 def test_shipped_tiles(device, ampere, d):
     generator = torch.Generator().manual_seed(d)
-    tensors = [torch.randn(136, 1, 1, d, generator=generator).bfloat16().to(device) for _ in range(3)]
-    gradients = (torch.randn(136, 1, 1, d, generator=generator).bfloat16().to(device), torch.randn(1, 1, 136, generator=generator).to(device))
-    mask = attention_mask(136, 136, document_starts=documents(1, 136, 90).to(device) if d == 64 else None)
-    exact = results(attention_reference, [x.double() for x in tensors], gradients, mask, scale=d**-0.5)
+    tensors = [
+        torch.randn(136, 1, 1, d, generator=generator).bfloat16().to(device) for _ in range(3)
+    ]
+    gradients = (
+        torch.randn(136, 1, 1, d, generator=generator).bfloat16().to(device),
+        torch.randn(1, 1, 136, generator=generator).to(device),
+    )
+    mask = attention_mask(
+        136, 136, document_starts=documents(1, 136, 90).to(device) if d == 64 else None
+    )
+    exact = results(
+        attention_reference, [x.double() for x in tensors], gradients, mask, scale=d**-0.5
+    )
     torchs = results(attention_reference, tensors, gradients, mask, scale=d**-0.5)
     ours = results(flash_attention, tensors, gradients, mask, scale=d**-0.5)
     for got, want, low in zip(ours, exact, torchs, strict=True):
@@ -54,6 +70,16 @@ def test_what_an_older_gpu_is_given(ampere):
     x = torch.zeros(5, 2, 3, 48)[:, :, 1:]
     pointer, *numbers = operand(x, 64)
     assert pointer is x and numbers == [5, 48, 288, 144, 48]
-    assert "compute capability 8.0" in why_not_atomic(64, None, 0.0, 80) and why_not_atomic(64, None, 0.0, 90) is None
-    assert [unfit(d, 86, drop=0.1) is None for d in (64, 96, 128)] == [True] * 3 and unfit(256, 80, softcap=1.0) is None
-    assert unfit(256, 89).endswith("of shared memory for a block of threads, a GPU of compute capability 8.9 has 99") and unfit(128, 80) is None
+    assert (
+        "compute capability 8.0" in why_not_atomic(64, None, 0.0, 80)
+        and why_not_atomic(64, None, 0.0, 90) is None
+    )
+    assert [unfit(d, 86, drop=0.1) is None for d in (64, 96, 128)] == [True] * 3 and unfit(
+        256, 80, softcap=1.0
+    ) is None
+    assert (
+        unfit(256, 89).endswith(
+            "of shared memory for a block of threads, a GPU of compute capability 8.9 has 99"
+        )
+        and unfit(128, 80) is None
+    )

@@ -1,4 +1,6 @@
-"""The table of configurations: every row is compiled, a GPU gets its own or an older one's, and one that lacks what a row needs is refused."""
+"""The table of configurations: every row is compiled, a GPU gets its own or an older one's, and one
+that lacks what a row needs is refused.
+"""
 
 import json
 import sys
@@ -32,25 +34,41 @@ def test_every_row_is_compiled_and_none_of_its_numbers_is_dead(monkeypatch):
     stray = replace(ROWS[0], key={"kind": "nobody asks for it"})
     assert dead([*ROWS, stray], compiled) == [stray]
     before = {each.name: each for each in compiled}
-    for row in {each.row.operator: each.row for each in reversed(compiled)}.values():  # each number, halved, changes what is compiled
+    # each number, halved, changes what is compiled
+    for row in {each.row.operator: each.row for each in reversed(compiled)}.values():
         for name in row.numbers:
             changed = replace(row, numbers=row.numbers | {name: row.numbers[name] // 2})
             with monkeypatch.context() as patch:
-                patch.setattr(configurations, "TABLE", index([changed if each == row else each for each in ROWS]))
+                patch.setattr(
+                    configurations,
+                    "TABLE",
+                    index([changed if each == row else each for each in ROWS]),
+                )
                 after = [each for each in kernel_manifest.rows().values() if each.row == changed]
             assert after, (row, name)
-            facts, old = ([(each.constants, each.num_warps, each.num_stages, each.options) for each in group]
-                          for group in (after, [before[each.name] for each in after]))
+            facts, old = (
+                [(each.constants, each.num_warps, each.num_stages, each.options) for each in group]
+                for group in (after, [before[each.name] for each in after])
+            )
             assert name in ("programs", "warps") or facts != old, (row, name)
 
 
 def test_a_refused_row_says_why_and_is_one_that_attention_looks_up():
     for row in ROWS:
-        assert not (row.refused and row.numbers) and (row.refused or row.numbers) and row.arch in configurations.ARCHITECTURES
+        assert (
+            not (row.refused and row.numbers)
+            and (row.refused or row.numbers)
+            and row.arch in configurations.ARCHITECTURES
+        )
         if row.refused:
-            given = {"dropout": {"drop": 0.1}, "softcap": {"softcap": 50.0}}.get(row.key["kind"], {})
+            given = {"dropout": {"drop": 0.1}, "softcap": {"softcap": 50.0}}.get(
+                row.key["kind"], {}
+            )
             with pytest.raises(ValueError, match="on compute capability"):
-                kernel, causal = row.operator.removeprefix("attention "), row.key["kind"] == "causal"
+                kernel, causal = (
+                    row.operator.removeprefix("attention "),
+                    row.key["kind"] == "causal",
+                )
                 configuration(kernel, row.key["d"], Options(1.0, **given), causal, arch=row.arch)
 
 
@@ -65,13 +83,22 @@ def test_what_rows_accept_is_what_their_kernels_need():
         if ROWS[at].operator.startswith("attention ") and ROWS[at].shared:
             assert ROWS[at].shared == max(each["shared"] for each in facts), ROWS[at]
         else:
-            assert max(each["shared"] for each in facts) <= min(configurations.SHARED_MEMORY.values()), ROWS[at]
+            assert max(each["shared"] for each in facts) <= min(
+                configurations.SHARED_MEMORY.values()
+            ), ROWS[at]
 
 
 def test_the_newest_row_that_is_not_newer(monkeypatch):
     rows = [Row("op", arch, {"d": 64}, {"M": arch}) for arch in (90, 80)]
     monkeypatch.setattr(configurations, "TABLE", index(rows))
-    assert [find("op", arch, d=64).arch for arch in (80, 86, 89, 90, 100, 120)] == [80, 80, 80, 90, 90, 90]
+    assert [find("op", arch, d=64).arch for arch in (80, 86, 89, 90, 100, 120)] == [
+        80,
+        80,
+        80,
+        90,
+        90,
+        90,
+    ]
     with pytest.raises(ValueError):
         find("op", 75, d=64)
     with pytest.raises(KeyError):
@@ -83,12 +110,29 @@ def test_the_newest_row_that_is_not_newer(monkeypatch):
 def test_a_gpu_without_the_shared_memory_is_refused():
     row = Row("attention forward", 80, {"d": 64, "kind": "full"}, {"M": 64}, shared=120 << 10)
     assert row.unfit(80) is None and row.unfit(90) is None
-    assert row.unfit(86) == ("attention forward (d 64, kind full) needs 120 KiB of shared memory for a block of threads, "
-                             "a GPU of compute capability 8.6 has 99")
-    assert [shared_memory(arch) for arch in (80, 86, 89, 90, 100, 103, 120, 121)] == [166912, 101376, 101376, 232448, 232448, 232448, 101376, 101376]
+    assert row.unfit(86) == (
+        "attention forward (d 64, kind full) needs 120 KiB of shared memory for a block of "
+        "threads, "
+        "a GPU of compute capability 8.6 has 99"
+    )
+    assert [shared_memory(arch) for arch in (80, 86, 89, 90, 100, 103, 120, 121)] == [
+        166912,
+        101376,
+        101376,
+        232448,
+        232448,
+        232448,
+        101376,
+        101376,
+    ]
     assert unfit(128) is None and unfit(128, 90, softcap=50.0) is None
-    assert unfit(260) == "head dimension 260, which is no multiple of 8 up to 256" and "260" in unfit(260, 80)
-    assert "a GPU of compute capability 12.0 has 99" in unfit(256, 120) and unfit(256, 120, torch.float32) is None
+    assert unfit(
+        260
+    ) == "head dimension 260, which is no multiple of 8 up to 256" and "260" in unfit(260, 80)
+    assert (
+        "a GPU of compute capability 12.0 has 99" in unfit(256, 120)
+        and unfit(256, 120, torch.float32) is None
+    )
     assert lang.capability(torch.device("cpu")) == 90
 
 

@@ -1,4 +1,6 @@
-"""Three numbers a token and the gradient in place, against the definition in float64; the layer that uses them, alone and over ranks."""
+"""Three numbers a token and the gradient in place, against the definition in float64; the layer
+that uses them, alone and over ranks.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from megatron.distributed.groups import Axis
 from megatron.layers import loss as layer
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
-SHAPES = [(5, 33, 48), (3, 5000, 5008), (2, 512, 512), (1, 1, 16), (4, 9001, 9001)]  # tokens, real columns, all columns
+# tokens, real columns, all columns
+SHAPES = [(5, 33, 48), (3, 5000, 5008), (2, 512, 512), (1, 1, 16), (4, 9001, 9001)]
 
 
 def draw(tokens, columns, width, dtype, device, scale=4.0):
@@ -40,22 +43,35 @@ def gradient(logits, labels, columns, softcap, dloss, dlse):
 @pytest.mark.parametrize("tokens, columns, width", SHAPES)
 def test_loss_and_gradient(device, tokens, columns, width, dtype, softcap):
     logits, labels, dloss, dlse = draw(tokens, columns, width, dtype, device)
-    loss, lse, dz = gradient(logits.double(), labels, columns, softcap, dloss.double(), dlse.double())
+    loss, lse, dz = gradient(
+        logits.double(), labels, columns, softcap, dloss.double(), dlse.double()
+    )
     torchs = logits.clone()  # PyTorch's own in this precision: the layer's other path
     plain = layer.Columns(columns, softcap, DENSE, "torch")
     plain.into_gradient(torchs, labels, plain.combine(plain.reduce(logits, labels))[1], dloss, dlse)
     with canaries():
         top, exponentials, target = cross_entropy_parts(logits, labels, columns, softcap)
     got = exponentials.log() + top
-    torch.testing.assert_close(top.double(), cross_entropy_parts_reference(logits.double(), labels, columns, softcap)[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        top.double(),
+        cross_entropy_parts_reference(logits.double(), labels, columns, softcap)[0],
+        rtol=1e-6,
+        atol=1e-6,
+    )
     torch.testing.assert_close(got.double(), lse, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close((got - target).double(), loss, rtol=1e-6, atol=3e-6)
     margin = 64
     whole = torch.full((tokens * width + 2 * margin,), CANARY, device=device).to(dtype)
     whole[margin:-margin] = logits.flatten()
-    cross_entropy_backward_(whole[margin:-margin].view(tokens, width), labels, got, dloss, dlse, columns, softcap)
+    cross_entropy_backward_(
+        whole[margin:-margin].view(tokens, width), labels, got, dloss, dlse, columns, softcap
+    )
     assert_as_good(whole[margin:-margin].view(tokens, width), dz, torchs)
-    assert (whole[:margin] == whole[0]).all() and (whole[-margin:] == whole[0]).all() and whole[0] == torch.tensor(CANARY).to(dtype)
+    assert (
+        (whole[:margin] == whole[0]).all()
+        and (whole[-margin:] == whole[0]).all()
+        and whole[0] == torch.tensor(CANARY).to(dtype)
+    )
     assert (whole[margin:-margin].view(tokens, width)[:, columns:] == 0).all()
 
 
@@ -63,7 +79,10 @@ def test_rows_that_lie_apart(device):
     logits, labels, dloss, dlse = draw(4, 40, 48, torch.float32, device)
     apart = torch.full((4, 100), 9.0, device=device)
     apart[:, :48] = logits
-    assert torch.equal(cross_entropy_parts(apart[:, :48], labels, 40, None), cross_entropy_parts(logits, labels, 40, None))
+    assert torch.equal(
+        cross_entropy_parts(apart[:, :48], labels, 40, None),
+        cross_entropy_parts(logits, labels, 40, None),
+    )
     lse = gradient(logits, labels, 40, None, dloss, dlse)[1]
     for each in (logits, apart[:, :48]):
         cross_entropy_backward_(each, labels, lse, dloss[:1].expand(4), dlse, 40, None)
@@ -71,7 +90,9 @@ def test_rows_that_lie_apart(device):
 
 
 def test_labels_of_other_ranks(device):
-    """Neither a number nor a gradient of theirs here, whatever the columns: below, in the padding, above."""
+    """Neither a number nor a gradient of theirs here, whatever the columns: below, in the padding,
+    above.
+    """
     logits, _, dloss, dlse = draw(4, 40, 48, torch.float32, device)
     labels = torch.tensor([-1, 40, 47, 2000], device=device)
     parts = cross_entropy_parts(logits, labels, 40, None)
@@ -82,7 +103,10 @@ def test_labels_of_other_ranks(device):
 
 
 def test_a_rank_of_padding_alone(device):
-    logits, labels = torch.full((3, 32), torch.nan, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    logits, labels = (
+        torch.full((3, 32), torch.nan, device=device),
+        torch.zeros(3, dtype=torch.int64, device=device),
+    )
     parts = cross_entropy_parts(logits, labels, 0, None)
     assert torch.equal(parts, cross_entropy_parts_reference(logits, labels, 0, None))
     cross_entropy_backward_(logits, labels, *torch.ones(3, 3, device=device), 0, None)
@@ -92,13 +116,27 @@ def test_a_rank_of_padding_alone(device):
 def test_huge_and_infinite_logits(device):
     low, inf = -3e4, torch.inf
     rows = torch.zeros(6, 600, device=device)
-    rows[0], rows[1, :], rows[1, 7], rows[2], rows[3, 5], rows[4, 9], rows[5] = low, -inf, 3.0, 3e38, torch.nan, inf, -3e38
+    rows[0], rows[1, :], rows[1, 7], rows[2], rows[3, 5], rows[4, 9], rows[5] = (
+        low,
+        -inf,
+        3.0,
+        3e38,
+        torch.nan,
+        inf,
+        -3e38,
+    )
     labels = torch.full((6,), 7, device=device)
     top, exponentials, target = cross_entropy_parts(rows, labels, 600, None)
     lse = exponentials.log() + top
-    torch.testing.assert_close(lse[:3], torch.tensor([low, 3.0, 3e38], device=device) + torch.tensor([600.0, 1, 1], device=device).log())
+    torch.testing.assert_close(
+        lse[:3],
+        torch.tensor([low, 3.0, 3e38], device=device)
+        + torch.tensor([600.0, 1, 1], device=device).log(),
+    )
     assert not lse[3:5].isfinite().any() and lse[5] == -3e38 and target[5] == -3e38
-    cross_entropy_backward_(rows, labels, lse, torch.ones(6, device=device), torch.zeros(6, device=device), 600, None)
+    cross_entropy_backward_(
+        rows, labels, lse, torch.ones(6, device=device), torch.zeros(6, device=device), 600, None
+    )
     assert rows[3:5].isnan().any(-1).all()  # the loop finds a NaN in the gradient
     torch.testing.assert_close(rows[0, 7], torch.tensor(1 / 600 - 1, device=device))
     torch.testing.assert_close(rows[1], torch.zeros(600, device=device))
@@ -111,7 +149,10 @@ def test_an_online_softmax_forgets_no_block(device):
         logits = torch.full((1, 9000), -2.0, device=device)
         logits[0, where] = 6.0
         parts = cross_entropy_parts(logits, torch.tensor([where], device=device), 9000, None)
-        torch.testing.assert_close(parts[:, 0], torch.tensor([6.0, 1 + 8999 * torch.tensor(-8.0).exp(), 6.0], device=device))
+        torch.testing.assert_close(
+            parts[:, 0],
+            torch.tensor([6.0, 1 + 8999 * torch.tensor(-8.0).exp(), 6.0], device=device),
+        )
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
@@ -129,17 +170,24 @@ def test_layer_with_either_backend(device, softcap):
         assert storages == [pointer]
         found[backend] = loss.detach(), lse.detach(), z.grad
     for ours, torchs in zip(found["triton"], found["torch"], strict=True):
-        torch.testing.assert_close(ours, torchs, rtol=2**-7 if ours.dtype == torch.bfloat16 else 2e-6, atol=1e-6)
+        torch.testing.assert_close(
+            ours, torchs, rtol=2**-7 if ours.dtype == torch.bfloat16 else 2e-6, atol=1e-6
+        )
 
 
 def test_layer_over_three_ranks(device, monkeypatch):
-    """Ranks in turn, the gathered numbers put in their place: what all three make of one row of logits is what one makes."""
+    """Ranks in turn, the gathered numbers put in their place: what all three make of one row of
+    logits is what one makes.
+    """
     logits, labels, dloss, dlse = draw(4, 90, 120, torch.float32, device)
     loss, lse, dz = gradient(logits.double(), labels, 90, 3.0, dloss.double(), dlse.double())
     pieces = logits.chunk(3, -1)
     ranks = [TensorParallel(Axis("tp", rank, (0, 1, 2))) for rank in range(3)]
     made = [layer.own_columns(40, 90, 3.0, tp, "triton") for tp in ranks]
-    parts = [columns.reduce(piece, labels - first) for (first, columns), piece in zip(made, pieces, strict=True)]
+    parts = [
+        columns.reduce(piece, labels - first)
+        for (first, columns), piece in zip(made, pieces, strict=True)
+    ]
     monkeypatch.setattr(layer, "all_gather", lambda mine, axis: torch.stack(parts))
     for (first, columns), piece, rank in zip(made, pieces, range(3), strict=True):
         got_loss, got_lse = columns.combine(parts[rank].clone())
@@ -153,4 +201,6 @@ def test_layer_over_three_ranks(device, monkeypatch):
 def test_ops_are_what_they_say(device):
     logits, labels, dloss, dlse = draw(2, 20, 32, torch.float32, device)
     torch.library.opcheck(cross_entropy_parts, (logits.nan_to_num(), labels, 20, 3.0))
-    torch.library.opcheck(cross_entropy_backward_, (logits.nan_to_num(), labels, dloss, dloss, dlse, 20, None))
+    torch.library.opcheck(
+        cross_entropy_backward_, (logits.nan_to_num(), labels, dloss, dloss, dlse, 20, None)
+    )

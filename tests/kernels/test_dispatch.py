@@ -1,4 +1,6 @@
-"""The table that chooses implementations: what auto takes, what is refused and with which way out, and what a model is built from."""
+"""The table that chooses implementations: what auto takes, what is refused and with which way out,
+and what a model is built from.
+"""
 
 import dataclasses
 import sys
@@ -17,12 +19,19 @@ from megatron.optimizer.clip import sum_of_squares
 TRITON = [operator for operator, names in OPERATORS.items() if "triton" in names]
 CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 QUIET = ModelConfig(hidden_dropout=0.0, attention_dropout=0.0)
-FALLBACK = {operator: names[-1] for operator, names in OPERATORS.items()} | {"attention": "sdpa", "adam": "torch-fused"}
-WIN = dispatch.Measurement("torch", 1.34, 1.3, 1.4, True, "NVIDIA H200", "2.13.0", "3.6.0", "2026-11-22")
+FALLBACK = {operator: names[-1] for operator, names in OPERATORS.items()} | {
+    "attention": "sdpa",
+    "adam": "torch-fused",
+}
+WIN = dispatch.Measurement(
+    "torch", 1.34, 1.3, 1.4, True, "NVIDIA H200", "2.13.0", "3.6.0", "2026-11-22"
+)
 
 
 def of(model=QUIET, **optimizer):
-    return Config(model=model, optimizer=OptimizerConfig(**optimizer), precision=PrecisionConfig(bf16=True))
+    return Config(
+        model=model, optimizer=OptimizerConfig(**optimizer), precision=PrecisionConfig(bf16=True)
+    )
 
 
 @pytest.fixture
@@ -47,8 +56,18 @@ def no_interpreter(monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """A machine whose table says that Triton, or apex where that is not to be had, wins everything."""
-    monkeypatch.setattr(dispatch, "MEASURED", {(operator, name, lang.HOPPER): WIN for operator in OPERATORS for name in ("triton", "apex")})
+    """A machine whose table says that Triton, or apex where that is not to be had, wins
+    everything.
+    """
+    monkeypatch.setattr(
+        dispatch,
+        "MEASURED",
+        {
+            (operator, name, lang.HOPPER): WIN
+            for operator in OPERATORS
+            for name in ("triton", "apex")
+        },
+    )
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -58,40 +77,88 @@ def test_auto_on_a_cpu_is_torch(operator, no_interpreter):
 
 @pytest.mark.parametrize("operator", TRITON)
 def test_auto_takes_triton_where_it_has_been_measured_to_win(operator, measured):
-    assert choose(operator, "auto", GPU, BF16) == dispatch.Choice("triton", "measured 1.34 times torch on NVIDIA H200")
+    assert choose(operator, "auto", GPU, BF16) == dispatch.Choice(
+        "triton", "measured 1.34 times torch on NVIDIA H200"
+    )
     assert choose(operator, "auto", GPU, torch.float64).implementation == FALLBACK[operator]
 
 
 def test_auto_says_what_it_did_not_take_on_a_gpu():
-    unmeasured = "triton is available if its flag asks for it; its speed has not been measured on this kind of device"
+    unmeasured = (
+        "triton is available if its flag asks for it; its speed has not been measured on "
+        "this kind of device"
+    )
     assert choose("norm", "auto", GPU, BF16) == dispatch.Choice("torch", unmeasured)
-    assert choose("attention", "auto", GPU, torch.float64) == dispatch.Choice("sdpa", "triton: float64")
+    assert choose("attention", "auto", GPU, torch.float64) == dispatch.Choice(
+        "sdpa", "triton: float64"
+    )
 
 
 def test_auto_does_not_take_what_was_measured_to_lose(monkeypatch):
     lost = dataclasses.replace(WIN, ratio=0.876, wins=False)
     monkeypatch.setattr(dispatch, "MEASURED", {("norm", "triton", lang.HOPPER): lost})
-    assert choose("norm", "auto", GPU, BF16) == dispatch.Choice("torch", "triton: measured 0.88 times torch on NVIDIA H200")
+    assert choose("norm", "auto", GPU, BF16) == dispatch.Choice(
+        "torch", "triton: measured 0.88 times torch on NVIDIA H200"
+    )
 
 
 def test_the_banner_groups_operators_by_reason():
-    choices = {"norm": dispatch.Choice("torch", "slow"), "rotary": dispatch.Choice("triton"), "activation": dispatch.Choice("torch", "slow")}
+    choices = {
+        "norm": dispatch.Choice("torch", "slow"),
+        "rotary": dispatch.Choice("triton"),
+        "activation": dispatch.Choice("torch", "slow"),
+    }
     assert remarks(choices) == ["norm, activation: slow"]
 
 
 def test_what_cannot_be_had_is_refused_with_a_way_out(no_interpreter):
-    with pytest.raises(ValueError, match=r"^--norm-backend triton: it needs a GPU; drop the flag, or take torch$"):
+    with pytest.raises(
+        ValueError, match=r"^--norm-backend triton: it needs a GPU; drop the flag, or take torch$"
+    ):
         choose("norm", "triton", CPU, BF16)
-    with pytest.raises(ValueError, match=r"^--attention-backend triton: float64; drop the flag, or take sdpa or plain$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^--attention-backend triton: float64; drop the flag, or take sdpa or plain$",
+    ):
         choose("attention", "triton", GPU, torch.float64)
-    with pytest.raises(ValueError, match=r"^--norm-backend apex: module fused_layer_norm_cuda is missing .*; drop the flag, or take"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"^--norm-backend apex: module fused_layer_norm_cuda is missing .*; drop the "
+            r"flag, or take"
+        ),
+    ):
         choose("norm", "apex", GPU, BF16)
-    with pytest.raises(ValueError, match=r"^--attention-backend sdpa: cannot compute --attention-dropout above 0 \(use 0\); drop the flag, or take plain$"):
-        choose_kernels(of(dataclasses.replace(QUIET, attention_dropout=0.1, attention_backend="sdpa")), CPU)
-    with pytest.raises(ValueError, match=r"^--attention-backend triton: .*; drop the flag, or take sdpa or plain$"):
-        choose_kernels(of(dataclasses.replace(QUIET, kv_channels=12, attention_backend="triton")), GPU)
-    with pytest.raises(ValueError, match=r"^--attention-backend triton: --no-deterministic-mode with soft-capping of attention at head dimension 128: .*, or take plain$"):
-        capped = dataclasses.replace(QUIET, kv_channels=128, attn_logit_softcapping=5.0, deterministic_mode=False, attention_backend="triton")
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"^--attention-backend sdpa: cannot compute --attention-dropout above 0 \(use "
+            r"0\); drop the flag, or take plain$"
+        ),
+    ):
+        choose_kernels(
+            of(dataclasses.replace(QUIET, attention_dropout=0.1, attention_backend="sdpa")), CPU
+        )
+    with pytest.raises(
+        ValueError, match=r"^--attention-backend triton: .*; drop the flag, or take sdpa or plain$"
+    ):
+        choose_kernels(
+            of(dataclasses.replace(QUIET, kv_channels=12, attention_backend="triton")), GPU
+        )
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"^--attention-backend triton: --no-deterministic-mode with soft-capping of "
+            r"attention at head dimension 128: .*, or take plain$"
+        ),
+    ):
+        capped = dataclasses.replace(
+            QUIET,
+            kv_channels=128,
+            attn_logit_softcapping=5.0,
+            deterministic_mode=False,
+            attention_backend="triton",
+        )
         choose_kernels(of(capped), GPU)
 
 
@@ -101,17 +168,35 @@ def test_apex_is_not_given_narrow_moments(flag, monkeypatch, measured):
     monkeypatch.setattr(lang, "unfit", lambda device, dtype: "not here")
     for narrow, taken in (({}, "apex"), ({flag: "bf16"}, "torch-fused")):
         assert choose_kernels(of(**narrow), GPU)[0].optimizer.adam_implementation == taken
-    with pytest.raises(ValueError, match="--adam-implementation apex: its moments are fp32, .*; drop the flag, or take torch-fused or torch$"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "--adam-implementation apex: its moments are fp32, .*; drop the flag, or take "
+            "torch-fused or torch$"
+        ),
+    ):
         choose_kernels(of(adam_implementation="apex", **{flag: "bf16"}), GPU)
 
 
 def test_the_optimizers_rows(no_interpreter):
-    with pytest.raises(ValueError, match=r"^--adam-implementation apex: module amp_C is missing .*; drop the flag, or take torch-fused or torch$"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"^--adam-implementation apex: module amp_C is missing .*; drop the flag, or "
+            r"take torch-fused or torch$"
+        ),
+    ):
         choose_kernels(of(adam_implementation="apex"), CPU)
-    with pytest.raises(ValueError, match=r"^--grad-norm-backend triton: it needs a GPU; drop the flag, or take torch$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^--grad-norm-backend triton: it needs a GPU; drop the flag, or take torch$",
+    ):
         choose_kernels(of(grad_norm_backend="triton"), CPU)
     chosen, choices = choose_kernels(of(), CPU)
-    assert (chosen.optimizer.adam_implementation, chosen.optimizer.grad_norm_backend) == ("torch-fused", "torch")
+    assert (chosen.optimizer.adam_implementation, chosen.optimizer.grad_norm_backend) == (
+        "torch-fused",
+        "torch",
+    )
     assert choose_kernels(chosen, CPU)[0] == chosen
     assert "adam" in choices and "adam" not in choose_kernels(of(optimizer="sgd"), CPU)[1]
 
@@ -125,7 +210,13 @@ def test_without_triton(monkeypatch, no_interpreter):
 def test_a_model_is_built_without_auto(no_interpreter):
     chosen, choices = choose_kernels(of(), CPU)
     resolved = chosen.model
-    assert {resolved.norm_backend, resolved.rotary_backend, resolved.activation_backend, resolved.dropout_backend, resolved.cross_entropy_backend} == {"torch"}
+    assert {
+        resolved.norm_backend,
+        resolved.rotary_backend,
+        resolved.activation_backend,
+        resolved.dropout_backend,
+        resolved.cross_entropy_backend,
+    } == {"torch"}
     assert resolved.attention_backend == "auto" and choices["attention"].implementation == "sdpa"
     _, choices = choose_kernels(of(ModelConfig()), CPU)
     assert choices["attention"].implementation == "plain"
@@ -135,11 +226,15 @@ def test_in_the_interpreter_a_flag_forces_triton():
     if not lang.interpreted():
         pytest.skip("there is a GPU")
     fields = [flag_of(operator).removeprefix("--").replace("-", "_") for operator in TRITON]
-    forced = dataclasses.replace(ModelConfig(), **{field: "triton" for field in fields if hasattr(ModelConfig(), field)})
+    forced = dataclasses.replace(
+        ModelConfig(), **{field: "triton" for field in fields if hasattr(ModelConfig(), field)}
+    )
     given = of(forced, adam_implementation="triton", grad_norm_backend="triton")
     chosen, choices = choose_kernels(given, CPU)
     assert {choices[operator].implementation for operator in TRITON} == {"triton"}
-    assert chosen == dataclasses.replace(given, model=dataclasses.replace(forced, weight_grad_backend="torch"))
+    assert chosen == dataclasses.replace(
+        given, model=dataclasses.replace(forced, weight_grad_backend="torch")
+    )
 
 
 def test_the_impostor_apex_is_recognised(fake):
@@ -149,10 +244,21 @@ def test_the_impostor_apex_is_recognised(fake):
 
 
 def test_apex_is_found_by_what_it_holds(fake):
-    assert apex.missing("norm") == "module fused_layer_norm_cuda is missing (NVIDIA's apex, built with its CUDA extensions)"
+    assert (
+        apex.missing("norm")
+        == "module fused_layer_norm_cuda is missing (NVIDIA's apex, built with its CUDA extensions)"
+    )
     fake("fused_layer_norm_cuda", "def forward_affine(): ...\n")
-    assert apex.missing("norm").startswith("not NVIDIA's apex: module 'fused_layer_norm_cuda' has no attribute 'backward_affine'")
-    fake("fused_weight_gradient_mlp_cuda", "def wgrad_gemm_accum_fp32(x, dy, grad):\n    grad.add_(dy.t().to(grad.dtype) @ x.to(grad.dtype))\n")
+    assert apex.missing("norm").startswith(
+        "not NVIDIA's apex: module 'fused_layer_norm_cuda' has no attribute 'backward_affine'"
+    )
+    fake(
+        "fused_weight_gradient_mlp_cuda",
+        (
+            "def wgrad_gemm_accum_fp32(x, dy, grad):\n    grad.add_(dy.t().to(grad.dtype) @ "
+            "x.to(grad.dtype))\n"
+        ),
+    )
     assert apex.missing("weight-grad") is None
     dy, x, grad = torch.randn(5, 1, 3).bfloat16(), torch.randn(5, 1, 4).bfloat16(), torch.ones(3, 4)
     product = dy[:, 0].float().t() @ x[:, 0].float()
@@ -168,7 +274,10 @@ def forward_affine(x, shape, weight, bias, eps):
     return torch.native_layer_norm(x, shape, weight, bias, eps)
 
 def backward_affine(dy, mean, rstd, x, shape, weight, bias, eps, memory_efficient):
-    return torch.ops.aten.native_layer_norm_backward(dy, x, shape, mean, rstd, weight, bias, [True, True, True])
+    outputs = [True, True, True]
+    return torch.ops.aten.native_layer_norm_backward(
+        dy, x, shape, mean, rstd, weight, bias, outputs
+    )
 
 def rms_forward_affine(x, shape, weight, eps):
     rstd = (x.square().mean(-1) + eps).rsqrt()
@@ -177,13 +286,16 @@ def rms_forward_affine(x, shape, weight, eps):
 def rms_backward_affine(dy, rstd, x, shape, weight, eps, memory_efficient):
     normed = x * rstd[..., None]
     d = dy * weight
-    return (d - normed * (d * normed).mean(-1, keepdim=True)) * rstd[..., None], (dy * normed).sum((0, 1))
+    dx = (d - normed * (d * normed).mean(-1, keepdim=True)) * rstd[..., None]
+    return dx, (dy * normed).sum((0, 1))
 """
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_the_norms_of_apex_are_called_as_it_defines_them(kind, fake):
-    """With a stand-in for its extension that has its functions' order of arguments: the real one has never been at hand."""
+    """With a stand-in for its extension that has its functions' order of arguments: the real one
+    has never been at hand.
+    """
     fake("fused_layer_norm_cuda", APEX_NORMS)
     found = []
     for backend in ("torch", "apex"):
@@ -194,7 +306,9 @@ def test_the_norms_of_apex_are_called_as_it_defines_them(kind, fake):
         x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
         y = layer(x)
         y.backward(torch.linspace(-1, 1, 48).view(3, 2, 8))
-        found.append([y.detach(), x.grad, *(parameter.main_grad for parameter in layer.parameters())])
+        found.append(
+            [y.detach(), x.grad, *(parameter.main_grad for parameter in layer.parameters())]
+        )
     for expected, got in zip(*found, strict=True):
         torch.testing.assert_close(got, expected)
 
@@ -204,7 +318,8 @@ import torch
 
 def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor):
     (tensors,) = tensor_lists
-    assert chunk_size == 2048 * 32 and noop_flag.dtype == torch.int and per_tensor is False and len({tensor.dtype for tensor in tensors}) == 1
+    assert chunk_size == 2048 * 32 and noop_flag.dtype == torch.int and per_tensor is False
+    assert len({tensor.dtype for tensor in tensors}) == 1
     total = sum(tensor.float().square().sum() for tensor in tensors)
     noop_flag.fill_(int(not total.isfinite()))
     return total.sqrt().view(1), torch.empty(0)
@@ -216,8 +331,10 @@ def multi_tensor_applier(op, noop_flag_buffer, tensor_lists, *args):
 
 
 def test_the_norm_of_apex_is_called_as_it_defines_it(fake, tmp_path):
-    """With stand-ins for its modules that have its functions' order of arguments: the real ones have never been at hand. What fp32 cannot hold is not
-    taken for a gradient that is not finite."""
+    """With stand-ins for its modules that have its functions' order of arguments: the real ones
+    have never been at hand. What fp32 cannot hold is not taken for a gradient that is not
+    finite.
+    """
     fake("amp_C", AMP_C)
     (tmp_path / "apex").mkdir()
     for name, code in (("__init__", ""), ("multi_tensor_apply", APPLIER)):
@@ -226,7 +343,12 @@ def test_the_norm_of_apex_is_called_as_it_defines_it(fake, tmp_path):
         assert apex.missing("grad-norm") is None
         pieces = [torch.randn(1000, generator=torch.Generator().manual_seed(0)), torch.randn(7)]
         exact, got = sum_of_squares(pieces), sum_of_squares(iter(pieces), CPU, "apex")
-        assert got.dtype == torch.float64 and got.shape == () and float(got) == pytest.approx(float(exact), rel=1e-6) and got != exact
+        assert (
+            got.dtype == torch.float64
+            and got.shape == ()
+            and float(got) == pytest.approx(float(exact), rel=1e-6)
+            and got != exact
+        )
         for value, finite in ((1e30, True), (torch.inf, False), (torch.nan, False)):
             pieces[1][3] = value
             assert sum_of_squares(pieces, CPU, "apex").isfinite() == finite
@@ -239,6 +361,15 @@ def test_the_norm_of_apex_is_called_as_it_defines_it(fake, tmp_path):
 def test_who_takes_the_norm_of_apex_is_told(monkeypatch):
     monkeypatch.setattr(apex, "missing", lambda feature: None)
     _, choices = choose_kernels(of(grad_norm_backend="apex"), GPU)
-    assert "grad-norm: apex adds up in fp32, the others in float64; where its sum overflows torch's is taken; never run" in remarks(choices)
-    with pytest.raises(ValueError, match="^--grad-norm-backend apex: it adds up in fp32; drop the flag, or take torch$"):
-        choose_kernels(dataclasses.replace(of(grad_norm_backend="apex"), precision=PrecisionConfig(fp64=True)), GPU)
+    assert (
+        "grad-norm: apex adds up in fp32, the others in float64; where its sum overflows "
+        "torch's is taken; never run"
+    ) in remarks(choices)
+    with pytest.raises(
+        ValueError,
+        match="^--grad-norm-backend apex: it adds up in fp32; drop the flag, or take torch$",
+    ):
+        choose_kernels(
+            dataclasses.replace(of(grad_norm_backend="apex"), precision=PrecisionConfig(fp64=True)),
+            GPU,
+        )

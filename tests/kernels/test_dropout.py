@@ -1,4 +1,6 @@
-"""Dropout with the residual addition: the mask bit for bit, the values against the definition in float64."""
+"""Dropout with the residual addition: the mask bit for bit, the values against the definition in
+float64.
+"""
 
 import pytest
 import torch
@@ -15,13 +17,22 @@ def where(s, b, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("s, b, h, probability", [(3, 2, 96, 0.1), (2, 1, 2051, 0.5), (1, 3, 5, 0.0)])
+@pytest.mark.parametrize(
+    "s, b, h, probability", [(3, 2, 96, 0.1), (2, 1, 2051, 0.5), (1, 3, 5, 0.0)]
+)
 def test_against_the_definition(s, b, h, probability, dtype, device):
     x, residual, dy = (torch.randn(s, b, h, device=device).to(dtype) for _ in range(3))
     given = (*where(s, b, device), KEY, probability)
     with canaries():
-        y, dx = dropout_add(x, residual, *given[:2], *KEY, probability), dropout(dy, *given[:2], *KEY, probability)
-    assert_as_good(y, dropout_add_reference(x.double(), residual.double(), *given), dropout_add_reference(x, residual, *given))
+        y, dx = (
+            dropout_add(x, residual, *given[:2], *KEY, probability),
+            dropout(dy, *given[:2], *KEY, probability),
+        )
+    assert_as_good(
+        y,
+        dropout_add_reference(x.double(), residual.double(), *given),
+        dropout_add_reference(x, residual, *given),
+    )
     wide = x.double().requires_grad_()
     dropout_add_reference(wide, residual.double(), *given).backward(dy.double())
     assert_as_good(dx, wide.grad, dropout_add_reference(dy, torch.zeros_like(dy), *given))
@@ -37,15 +48,26 @@ def test_mask_is_the_fields(key, device):
     ones = torch.ones(s, b, h, device=device)
     assert torch.equal(dropout(ones, samples, tokens, *key, 0.3) != 0, keep)
     low, high = key
-    for other in ((samples + 1, tokens, *key), (samples, tokens + 1, *key), (samples, tokens, low ^ 1, high), (samples, tokens, low, high ^ 1)):
+    for other in (
+        (samples + 1, tokens, *key),
+        (samples, tokens + 1, *key),
+        (samples, tokens, low ^ 1, high),
+        (samples, tokens, low, high ^ 1),
+    ):
         assert ((dropout(ones, *other, 0.3) != 0) != keep).float().mean() > 0.3
 
 
 def test_views_and_what_is_not_finite(device):
-    x, residual = torch.randn(2, 3, 8, device=device).transpose(0, 1), torch.randn(8, 3, 2, device=device).permute(1, 2, 0)
+    x, residual = (
+        torch.randn(2, 3, 8, device=device).transpose(0, 1),
+        torch.randn(8, 3, 2, device=device).permute(1, 2, 0),
+    )
     given = (*where(3, 2, device), KEY, 0.5)
     x[0, 0], residual[2, 1] = torch.tensor([torch.nan, torch.inf] * 4), torch.nan
-    y, expected = dropout_add(x, residual, *given[:2], *KEY, 0.5), dropout_add_reference(x, residual, *given)
+    y, expected = (
+        dropout_add(x, residual, *given[:2], *KEY, 0.5),
+        dropout_add_reference(x, residual, *given),
+    )
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-6, equal_nan=True)
     assert not y[0, 0].isfinite().any() and y[1].isfinite().all()
 

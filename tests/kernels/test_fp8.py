@@ -3,7 +3,15 @@
 import pytest
 import torch
 from checks import canaries
-from megatron.kernels.fp8 import BLOCK, LARGEST, SCALINGS, dequantise, quantise, quantise_fp8, quantise_reference
+from megatron.kernels.fp8 import (
+    BLOCK,
+    LARGEST,
+    SCALINGS,
+    dequantise,
+    quantise,
+    quantise_fp8,
+    quantise_reference,
+)
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -13,7 +21,10 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("dtype, wide", [(E4M3, torch.bfloat16), (E5M2, torch.bfloat16), (E4M3, torch.float32), (E5M2, torch.float16)])
+@pytest.mark.parametrize(
+    "dtype, wide",
+    [(E4M3, torch.bfloat16), (E5M2, torch.bfloat16), (E4M3, torch.float32), (E5M2, torch.float16)],
+)
 @pytest.mark.parametrize("m, n", [(128, 256), (70, 333), (1, 129), (200, 5)])
 def test_against_the_definition(m, n, dtype, wide, scaling, device):
     x = (torch.randn(m, n, device=device) * torch.logspace(-3, 2, n, device=device)).to(wide)
@@ -28,11 +39,21 @@ def test_against_the_definition(m, n, dtype, wide, scaling, device):
 @pytest.mark.parametrize("dtype, mantissa", [(E4M3, 3), (E5M2, 2)])
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_the_definition_rounds_as_the_format_does(scaling, dtype, mantissa):
-    """Half a unit in the last place of each number, or of the smallest normal one; the greatest of what shares a scale comes out as it went in."""
+    """Half a unit in the last place of each number, or of the smallest normal one; the greatest of
+    what shares a scale comes out as it went in.
+    """
     x = torch.randn(130, 300)
     q, scale = quantise_reference(x, dtype, scaling)
-    back, unit = dequantise(q, scale), scale if scale.shape[1] == 1 else scale.repeat_interleave(BLOCK, 1)[:, :300]
-    assert ((back - x).abs() <= 2.0 ** -(mantissa + 1) * x.abs().clamp_min(unit * torch.finfo(dtype).smallest_normal) * (1 + 1e-6)).all()
+    back, unit = (
+        dequantise(q, scale),
+        scale if scale.shape[1] == 1 else scale.repeat_interleave(BLOCK, 1)[:, :300],
+    )
+    assert (
+        (back - x).abs()
+        <= 2.0 ** -(mantissa + 1)
+        * x.abs().clamp_min(unit * torch.finfo(dtype).smallest_normal)
+        * (1 + 1e-6)
+    ).all()
     assert scale.shape == {"tensor": (1, 1), "row": (130, 1), "block": (130, 3)}[scaling]
     torch.testing.assert_close(back.abs().amax(), x.abs().amax(), rtol=1e-6, atol=0)
 
@@ -43,13 +64,22 @@ def test_what_is_not_finite_spoils_all_that_shares_its_scale_and_nothing_else(sc
     x = torch.randn(150, 260, device=device).bfloat16()
     x[140, 200] = bad
     found = quantise(x, E4M3, scaling, transposed=True)
-    for q, scale, source, at in ((found.q, found.scale, x, (140, 200)), (found.q_t, found.scale_t, x.t(), (200, 140))):
+    for q, scale, source, at in (
+        (found.q, found.scale, x, (140, 200)),
+        (found.q_t, found.scale_t, x.t(), (200, 140)),
+    ):
         expected = quantise_reference(source, E4M3, scaling)
         assert torch.equal(bits(q), bits(expected[0])) and torch.equal(scale, expected[1])
         spoilt = ~dequantise(q, scale).isfinite()
         shared = torch.zeros_like(spoilt)
         first = at[1] // BLOCK * BLOCK
-        shared[{"tensor": (slice(None),), "row": (at[0],), "block": (at[0], slice(first, first + BLOCK))}[scaling]] = True
+        shared[
+            {
+                "tensor": (slice(None),),
+                "row": (at[0],),
+                "block": (at[0], slice(first, first + BLOCK)),
+            }[scaling]
+        ] = True
         assert torch.equal(spoilt, shared)
 
 
@@ -60,7 +90,11 @@ def test_zeros_and_the_ends_of_the_range(scaling, device):
     for value in (1e-38, 3e38, 2.0**-100):
         x[1] = value
         found, expected = quantise(x, E5M2, scaling), quantise_reference(x, E5M2, scaling)
-        assert torch.equal(bits(found.q), bits(expected[0])) and torch.equal(found.scale, expected[1]) and found.scale.isfinite().all()
+        assert (
+            torch.equal(bits(found.q), bits(expected[0]))
+            and torch.equal(found.scale, expected[1])
+            and found.scale.isfinite().all()
+        )
 
 
 def test_a_row_longer_than_what_stays_in_registers(device):
@@ -72,13 +106,23 @@ def test_a_row_longer_than_what_stays_in_registers(device):
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_products_of_a_pass_forward_and_backward(scaling, device):
-    """y = x W^T, dx = dy W and dW = dy^T x from copies whose rows are what is summed over: off by what two factors of 4 bits are."""
-    x, weight, dy = (torch.randn(*shape, device=device) for shape in ((256, 384), (128, 384), (256, 128)))
-    of = {name: quantise(value, E4M3, scaling, transposed=True) for name, value in (("x", x), ("w", weight), ("dy", dy))}
+    """y = x W^T, dx = dy W and dW = dy^T x from copies whose rows are what is summed over: off by
+    what two factors of 4 bits are.
+    """
+    x, weight, dy = (
+        torch.randn(*shape, device=device) for shape in ((256, 384), (128, 384), (256, 128))
+    )
+    of = {
+        name: quantise(value, E4M3, scaling, transposed=True)
+        for name, value in (("x", x), ("w", weight), ("dy", dy))
+    }
     whole = {name: dequantise(found.q, found.scale).double() for name, found in of.items()}
     turned = {name: dequantise(found.q_t, found.scale_t).double() for name, found in of.items()}
-    for found, exact in ((whole["x"] @ whole["w"].t(), x.double() @ weight.double().t()), (whole["dy"] @ turned["w"].t(), dy.double() @ weight.double()),
-                         (turned["dy"] @ turned["x"].t(), dy.double().t() @ x.double())):
+    for found, exact in (
+        (whole["x"] @ whole["w"].t(), x.double() @ weight.double().t()),
+        (whole["dy"] @ turned["w"].t(), dy.double() @ weight.double()),
+        (turned["dy"] @ turned["x"].t(), dy.double().t() @ x.double()),
+    ):
         assert (found - exact).norm() < 2**-4 * exact.norm()
 
 
@@ -87,4 +131,6 @@ def test_operator_is_well_formed(device):
     for scaling in SCALINGS:
         for transposed in (True, False):
             torch.library.opcheck(quantise_fp8, (x, E4M3, scaling, transposed))
-    assert set(LARGEST) == {E4M3, E5M2} and all(torch.finfo(dtype).max == most for dtype, most in LARGEST.items())
+    assert set(LARGEST) == {E4M3, E5M2} and all(
+        torch.finfo(dtype).max == most for dtype, most in LARGEST.items()
+    )

@@ -1,4 +1,6 @@
-"""The sum of squares in float64: its accuracy, its range, and what it says of numbers that are none."""
+"""The sum of squares in float64: its accuracy, its range, and what it says of numbers that are
+none.
+"""
 
 import math
 
@@ -10,7 +12,8 @@ from megatron.kernels.grad_norm import sum_of_squares, sum_of_squares_reference
 
 from megatron.optimizer import clip
 
-FEW = Row("grad_norm", 90, {}, {"block": 256, "num_warps": 4, "programs": 3})  # three programs, so that a program has several blocks
+# three programs, so that a program has several blocks
+FEW = Row("grad_norm", 90, {}, {"block": 256, "num_warps": 4, "programs": 3})
 
 
 def draw(size, dtype, device, seed=0):
@@ -30,7 +33,9 @@ def test_equals_the_optimizers_sum(device, dtype, configuration, monkeypatch):
     assert abs(float(got) - exact) <= 1e-14 * exact
     torch.testing.assert_close(got, clip.sum_of_squares(pieces, device), rtol=1e-13, atol=0)
     torch.testing.assert_close(got, sum_of_squares_reference(pieces), rtol=1e-13, atol=0)
-    assert torch.equal(got, sum_of_squares(pieces)) and torch.equal(got, clip.sum_of_squares(iter(pieces), device, "triton"))
+    assert torch.equal(got, sum_of_squares(pieces)) and torch.equal(
+        got, clip.sum_of_squares(iter(pieces), device, "triton")
+    )
 
 
 @pytest.mark.parametrize("value", [3e38, 1e-38, 1e-45])
@@ -61,4 +66,6 @@ def test_no_pieces_at_all(device):
 
 
 def test_op_is_what_it_says(device):
-    torch.library.opcheck(sum_of_squares, ([draw(70, torch.float32, device), draw(10, torch.bfloat16, device)],))
+    torch.library.opcheck(
+        sum_of_squares, ([draw(70, torch.float32, device), draw(10, torch.bfloat16, device)],)
+    )

@@ -5,7 +5,9 @@ import torch
 from checks import FROBENIUS, MARGIN, assert_as_good, canaries
 from megatron.kernels.lang import jit, tl
 
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+on_cpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the interpreter runs where there is no GPU"
+)
 
 
 @jit
@@ -48,7 +50,12 @@ def test_bf16_products(device):
 
 
 def test_rounding_to_bf16_is_to_nearest_even(device):
-    x = torch.cat([torch.randn(250), torch.tensor([1.00390625, 1.01171875, torch.inf, -torch.inf, torch.nan, -0.0])]).to(device)
+    x = torch.cat(
+        [
+            torch.randn(250),
+            torch.tensor([1.00390625, 1.01171875, torch.inf, -torch.inf, torch.nan, -0.0]),
+        ]
+    ).to(device)
     y = torch.empty(256, dtype=torch.bfloat16, device=device)
     round_kernel[(1,)](x, y, 256)
     assert torch.equal(y.nan_to_num(7), x.bfloat16().nan_to_num(7))

@@ -12,56 +12,108 @@ from megatron.model.block import LayerBlock
 from megatron.model.gpt import GPTModel
 
 S, B = 4, 2
-PLAIN = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=40, num_attention_heads=4, kv_channels=8, num_query_groups=2,
-                    max_position_embeddings=S, hidden_dropout=0.0, attention_dropout=0.0)
-LLAMA = dataclasses.replace(PLAIN, normalization="RMSNorm", activation="swiglu", position_embedding_type="rope", add_bias_linear=False)
+PLAIN = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=40,
+    num_attention_heads=4,
+    kv_channels=8,
+    num_query_groups=2,
+    max_position_embeddings=S,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+LLAMA = dataclasses.replace(
+    PLAIN,
+    normalization="RMSNorm",
+    activation="swiglu",
+    position_embedding_type="rope",
+    add_bias_linear=False,
+)
 MODELS = {
     "gpt": PLAIN,
     "gpt, dropout": dataclasses.replace(PLAIN, hidden_dropout=0.2, activation="gelu-tanh"),
     "llama": LLAMA,
-    "qk norm, half rotation, biases": dataclasses.replace(LLAMA, qk_layernorm=True, rotary_percent=0.5, add_bias_linear=True, activation="geglu"),
-    "layer norm of heads": dataclasses.replace(LLAMA, normalization="LayerNorm", qk_layernorm=True, activation="squared-relu"),
+    "qk norm, half rotation, biases": dataclasses.replace(
+        LLAMA, qk_layernorm=True, rotary_percent=0.5, add_bias_linear=True, activation="geglu"
+    ),
+    "layer norm of heads": dataclasses.replace(
+        LLAMA, normalization="LayerNorm", qk_layernorm=True, activation="squared-relu"
+    ),
 }
 BACKENDS = ("norm_backend", "rotary_backend", "activation_backend", "dropout_backend")
 
 
 def run(config, index, dtype, device, backend, training=True):
-    """Output, dx and main_grads of a layer whose parameters and inputs are the same for all backends and precisions, but for rounding to bf16."""
-    model = GPTModel(dataclasses.replace(config, **dict.fromkeys(BACKENDS, backend)), vocab_size=16, padded_vocab=16, dtype=dtype, seed=3)
+    """Output, dx and main_grads of a layer whose parameters and inputs are the same for all
+    backends and precisions, but for rounding to bf16.
+    """
+    model = GPTModel(
+        dataclasses.replace(config, **dict.fromkeys(BACKENDS, backend)),
+        vocab_size=16,
+        padded_vocab=16,
+        dtype=dtype,
+        seed=3,
+    )
     layer: LayerBlock = model.layers[str(index)].to_empty(device=device).to(dtype)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in layer.named_parameters():
         spread = 0.2 if parameter.ndim > 1 else 0.5
-        value = torch.randn(parameter.shape, generator=generator) * spread + name.endswith("norm.weight")
+        value = torch.randn(parameter.shape, generator=generator) * spread + name.endswith(
+            "norm.weight"
+        )
         parameter.data.copy_(value.bfloat16())
-        parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    x, dy = (torch.randn(S, B, config.hidden_size, generator=generator).bfloat16().to(device, dtype) for _ in range(2))
-    ids, ones, positions = torch.zeros(B, S, dtype=torch.int64), torch.ones(B, S), torch.arange(S).expand(B, S)
+        parameter.main_grad = torch.zeros(
+            parameter.shape, dtype=torch.promote_types(dtype, torch.float32), device=device
+        )
+    x, dy = (
+        torch.randn(S, B, config.hidden_size, generator=generator).bfloat16().to(device, dtype)
+        for _ in range(2)
+    )
+    ids, ones, positions = (
+        torch.zeros(B, S, dtype=torch.int64),
+        torch.ones(B, S),
+        torch.arange(S).expand(B, S),
+    )
     batch = (each.to(device) for each in (ids, ids, ones, positions, torch.tensor([3, 8])))
     y = layer(x.requires_grad_(), model.micro_batch(*batch, training=training))
     y.backward(dy)
-    return {"y": y.detach(), "dx": x.grad} | {name: parameter.main_grad for name, parameter in layer.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad} | {
+        name: parameter.main_grad for name, parameter in layer.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("name, index", [*((name, 1) for name in MODELS), ("gpt, dropout", 0)])
 def test_backends_agree(name, index, device):
-    """In fp32 to roundings. In bf16 a tensor of few numbers may be lucky: over all of them ours is as far from float64 as PyTorch's, and none is lost
-    (a dozen roundings of 2^-9 in a row make 1e-2). Twice the same bits."""
+    """In fp32 to roundings. In bf16 a tensor of few numbers may be lucky: over all of them ours is
+    as far from float64 as PyTorch's, and none is lost (a dozen roundings of 2^-9 in a row make
+    1e-2). Twice the same bits.
+    """
     config = MODELS[name]
-    torchs, ours = (run(config, index, torch.float32, device, backend) for backend in ("torch", "triton"))
+    torchs, ours = (
+        run(config, index, torch.float32, device, backend) for backend in ("torch", "triton")
+    )
     for key in torchs:
         assert error(ours[key], torchs[key].double()) < 3e-6, key
     assert any(not torch.equal(ours[key], torchs[key]) for key in ours)
     exact = run(config, index, torch.float64, device, "torch")
-    torchs, ours, again = (run(config, index, torch.bfloat16, device, backend) for backend in ("torch", "triton", "triton"))
-    errors = torch.tensor([[error(result[key], exact[key]) for key in exact] for result in (torchs, ours)])
+    torchs, ours, again = (
+        run(config, index, torch.bfloat16, device, backend)
+        for backend in ("torch", "triton", "triton")
+    )
+    errors = torch.tensor(
+        [[error(result[key], exact[key]) for key in exact] for result in (torchs, ours)]
+    )
     assert errors.max() < 3e-2 and errors[1].norm() < 1.1 * errors[0].norm(), errors
     assert all(torch.equal(ours[key], again[key]) for key in ours)
 
 
 def test_evaluation_drops_nothing(device):
     config = MODELS["gpt, dropout"]
-    torchs, ours = (run(config, 1, torch.float32, device, backend, training=False)["y"] for backend in ("torch", "triton"))
+    torchs, ours = (
+        run(config, 1, torch.float32, device, backend, training=False)["y"]
+        for backend in ("torch", "triton")
+    )
     assert error(ours, torchs.double()) < 2e-6
     assert error(run(config, 1, torch.float32, device, "triton")["y"], torchs.double()) > 0.1
 
@@ -69,6 +121,7 @@ def test_evaluation_drops_nothing(device):
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_gradients_of_a_sum_and_its_norm(kind, device):
     """Whoever uses the norm, the sum, or both; a frozen weight's main_grad is not touched."""
+
     def gradients(backend, uses, frozen=False):
         norm = norm_layer(kind, 16, 1e-5, backend).to_empty(device=device)
         generator = torch.Generator().manual_seed(1)
@@ -84,4 +137,7 @@ def test_gradients_of_a_sum_and_its_norm(kind, device):
     for uses in ((0,), (0, 1)):
         for torchs, ours in zip(gradients("torch", uses), gradients("triton", uses), strict=True):
             assert error(ours, torchs.double()) < 2e-6
-    assert all(torch.equal(each, torch.ones_like(each)) for each in gradients("triton", (0,), frozen=True)[2:])
+    assert all(
+        torch.equal(each, torch.ones_like(each))
+        for each in gradients("triton", (0,), frozen=True)[2:]
+    )

@@ -1,4 +1,6 @@
-"""A run by our kernels is the run by PyTorch's: the same losses and gradient norms but for roundings, dropout included."""
+"""A run by our kernels is the run by PyTorch's: the same losses and gradient norms but for
+roundings, dropout included.
+"""
 
 import json
 from pathlib import Path
@@ -8,9 +10,13 @@ from megatron.kernels.dispatch import OPERATORS, flag_of
 
 from pretrain_gpt import main
 
-MODEL = ("--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --global-batch-size 2 --mock-data --tokenizer-type NullTokenizer "
-         "--vocab-size 60 --lr 1e-2 --train-iters 2 --log-interval 1 --eval-iters 0 --normalization RMSNorm --swiglu --position-embedding-type rope "
-         "--hidden-dropout 0.1 --attention-dropout 0.1 --reset-attention-mask --reset-position-ids").split()
+MODEL = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 8 "
+    "--micro-batch-size 1 --global-batch-size 2 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 60 --lr 1e-2 --train-iters 2 --log-interval 1 --eval-iters 0 "
+    "--normalization RMSNorm --swiglu --position-embedding-type rope "
+    "--hidden-dropout 0.1 --attention-dropout 0.1 --reset-attention-mask --reset-position-ids"
+).split()
 TRITON = [operator for operator, names in OPERATORS.items() if "triton" in names]
 ALL = [word for operator in TRITON for word in (flag_of(operator), "triton")]
 
@@ -29,6 +35,7 @@ def train(capsys, folder: Path, *flags: str) -> list[tuple[float, float]]:
 def test_losses_agree(one_thread, capsys, tmp_path):
     torchs, ours = train(capsys, tmp_path), train(capsys, tmp_path, *ALL)
     assert len(torchs) == len(ours) == 2
-    # fp32 rounds to 6e-8; some hundred roundings in a row, and Adam's first steps, whose direction is a gradient's sign, widen that
+    # fp32 rounds to 6e-8; some hundred roundings in a row, and Adam's first steps, whose direction
+    # is a gradient's sign, widen that
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(torchs), rtol=2e-5, atol=0)
     assert ours != torchs

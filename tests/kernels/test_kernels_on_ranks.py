@@ -1,4 +1,6 @@
-"""A model by the kernels and by PyTorch on two tensor-parallel ranks with sequence parallelism: losses and gradients, whole, recomputed, in two parts."""
+"""A model by the kernels and by PyTorch on two tensor-parallel ranks with sequence parallelism:
+losses and gradients, whole, recomputed, in two parts.
+"""
 
 import dataclasses
 from unittest.mock import patch
@@ -21,19 +23,41 @@ from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import loss_gradient
 
 S, B, VOCAB = 8, 2, 30
-GPT = ModelConfig(num_layers=1, hidden_size=32, ffn_hidden_size=24, num_attention_heads=4, kv_channels=8, num_query_groups=4, max_position_embeddings=S,
-                  attention_dropout=0.1, hidden_dropout=0.1)
+GPT = ModelConfig(
+    num_layers=1,
+    hidden_size=32,
+    ffn_hidden_size=24,
+    num_attention_heads=4,
+    kv_channels=8,
+    num_query_groups=4,
+    max_position_embeddings=S,
+    attention_dropout=0.1,
+    hidden_dropout=0.1,
+)
 CONFIGS = {
     "gpt": GPT,
-    "llama": dataclasses.replace(GPT, num_query_groups=2, activation="swiglu", normalization="RMSNorm", add_bias_linear=False, position_embedding_type="rope",
-                                 untie_embeddings_and_output_weights=True, fused_linear_cross_entropy=True),
+    "llama": dataclasses.replace(
+        GPT,
+        num_query_groups=2,
+        activation="swiglu",
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        untie_embeddings_and_output_weights=True,
+        fused_linear_cross_entropy=True,
+    ),
 }
-TRITON = {f"{name}_backend": "triton" for name in ("attention", "norm", "rotary", "activation", "dropout", "cross_entropy", "init")}
+TRITON = {
+    f"{name}_backend": "triton"
+    for name in ("attention", "norm", "rotary", "activation", "dropout", "cross_entropy", "init")
+}
 
 
 def passes(config: ModelConfig, how: str) -> dict[str, torch.Tensor]:
     """The loss and every main_grad of one micro-batch on this rank."""
-    tp = TensorParallel(build_groups(Layout(tp=2), dist.get_rank(), dist.new_group).tp, sequence=True)
+    tp = TensorParallel(
+        build_groups(Layout(tp=2), dist.get_rank(), dist.new_group).tp, sequence=True
+    )
     model = GPTModel(config, vocab_size=VOCAB, padded_vocab=32, dtype=torch.float32, seed=5, tp=tp)
     for block in build_blocks(model, torch.device("cpu")):
         for entry in block.entries:
@@ -41,8 +65,15 @@ def passes(config: ModelConfig, how: str) -> dict[str, torch.Tensor]:
                 fill_initial(box, entry.view(block.weight), 5)
         block.open()
     ids = torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(0))
-    micro = model.micro_batch(ids[:, :-1], ids[:, 1:], torch.ones(B, S), torch.arange(S).expand(B, S), torch.arange(B),
-                              torch.tensor([[0] * 5 + [5] * 3, [0] * S]), training=True)
+    micro = model.micro_batch(
+        ids[:, :-1],
+        ids[:, 1:],
+        torch.ones(B, S),
+        torch.arange(S).expand(B, S),
+        torch.arange(B),
+        torch.tensor([[0] * 5 + [5] * 3, [0] * S]),
+        training=True,
+    )
     run = LayerPasses(recompute=how == "recompute")
     sums, saved = forward(model, micro, run)
     dy = loss_gradient(sums, 1.0)
@@ -51,7 +82,9 @@ def passes(config: ModelConfig, how: str) -> dict[str, torch.Tensor]:
         backward_weight(left, run)
     else:
         backward(model, saved, dy, run)
-    return {"loss": sums} | {name: parameter.main_grad for name, parameter in model.named_parameters()}
+    return {"loss": sums} | {
+        name: parameter.main_grad for name, parameter in model.named_parameters()
+    }
 
 
 def compare(config: ModelConfig, how: str) -> None:
@@ -59,25 +92,54 @@ def compare(config: ModelConfig, how: str) -> None:
     torchs, ours = passes(config, how), passes(dataclasses.replace(config, **TRITON), how)
     assert any(not torch.equal(torchs[name], ours[name]) for name in torchs)
     for name, expected in torchs.items():  # keys' biases have no gradient but noise
-        scale = max(expected.norm(), 1e-3 * torchs["loss"].norm()) if "bias" in name else expected.norm()
+        scale = (
+            max(expected.norm(), 1e-3 * torchs["loss"].norm())
+            if "bias" in name
+            else expected.norm()
+        )
         assert (ours[name] - expected).norm() < 5e-6 * scale, name
 
 
 def copies(config: ModelConfig, how: str) -> None:
-    """Nothing of the queries' or the projection's size is made but by products of matrices and by attention itself."""
+    """Nothing of the queries' or the projection's size is made but by products of matrices and by
+    attention itself.
+    """
     mode = Allocations()
-    with mode, patch.object(attention, "forward", mode.inside(attention.forward)), patch.object(attention, "backward", mode.inside(attention.backward)):
+    with (
+        mode,
+        patch.object(attention, "forward", mode.inside(attention.forward)),
+        patch.object(attention, "backward", mode.inside(attention.backward)),
+    ):
         passes(dataclasses.replace(config, **TRITON), how)
-    queries, projection = S * B * 32, S * B * 64  # of this rank's two key heads with two queries each
-    assert {name for name, size in mode.seen if size in (queries, projection)} == {"empty", "empty_like", "new_empty"}  # what others write into
+    # of this rank's two key heads with two queries each
+    queries, projection = S * B * 32, S * B * 64
+    # what others write into
+    assert {name for name, size in mode.seen if size in (queries, projection)} == {
+        "empty",
+        "empty_like",
+        "new_empty",
+    }
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks have CPU tensors, which take the interpreter")
-@pytest.mark.parametrize("name, how", [("gpt", "whole"), ("gpt", "in two parts"), ("llama", "recompute"), ("llama", "in two parts")])
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="these ranks have CPU tensors, which take the interpreter"
+)
+@pytest.mark.parametrize(
+    "name, how",
+    [("gpt", "whole"), ("gpt", "in two parts"), ("llama", "recompute"), ("llama", "in two parts")],
+)
 def test_kernels_on_two_ranks(gloo_world, name, how):
     gloo_world(2).run(compare, CONFIGS[name], how)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks have CPU tensors, which take the interpreter")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="these ranks have CPU tensors, which take the interpreter"
+)
 def test_attention_copies_nothing_on_two_ranks(gloo_world):
-    gloo_world(2).run(copies, dataclasses.replace(CONFIGS["llama"], hidden_size=40, num_attention_heads=8, num_query_groups=4), "recompute")
+    gloo_world(2).run(
+        copies,
+        dataclasses.replace(
+            CONFIGS["llama"], hidden_size=40, num_attention_heads=8, num_query_groups=4
+        ),
+        "recompute",
+    )

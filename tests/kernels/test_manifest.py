@@ -1,4 +1,6 @@
-"""The compile-only gate: every shipped kernel compiles for sm_90 as the manifest says, and what breaks a rule is found."""
+"""The compile-only gate: every shipped kernel compiles for sm_90 as the manifest says, and what
+breaks a rule is found.
+"""
 
 import json
 import os
@@ -16,8 +18,11 @@ TOOL = ROOT / "tools/kernel_manifest.py"
 @pytest.fixture
 def gate(tmp_path):
     def run(*arguments: str) -> subprocess.CompletedProcess:
-        environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}  # nothing is taken from an earlier compilation
-        return subprocess.run([sys.executable, TOOL, *arguments], capture_output=True, text=True, env=environ)
+        # nothing is taken from an earlier compilation
+        environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+        return subprocess.run(
+            [sys.executable, TOOL, *arguments], capture_output=True, text=True, env=environ
+        )
 
     return run
 
@@ -26,21 +31,45 @@ def gate(tmp_path):
 def test_every_kernel_compiles_as_the_manifest_says(gate):
     done = gate("--quick")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^[1-9]\d+ kernels compiled with Triton [\d.]+, 0 faults$", done.stdout, re.MULTILINE)
+    assert re.search(
+        r"^[1-9]\d+ kernels compiled with Triton [\d.]+, 0 faults$", done.stdout, re.MULTILINE
+    )
 
 
 def test_bad_configurations_are_found(gate):
     done = gate("--rows", str(Path(__file__).with_name("bad_kernels.py")))
     assert done.returncode == 1, done.stderr
-    faults = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line and not line.startswith("{") and '{"' not in line)
-    assert faults.keys() == {"spills", "too much shared memory", "no wgmma", "does not compile", "kills the compiler"}
-    assert re.match(r"\d+ bytes are spilled, 0 are accepted: take smaller tiles or more warps", faults["spills"])
-    assert re.match(r"\d+ bytes of shared memory, a block may have 232448: take", faults["too much shared memory"])
+    faults = dict(
+        line.split(": ", 1)
+        for line in done.stdout.splitlines()
+        if ": " in line and not line.startswith("{") and '{"' not in line
+    )
+    assert faults.keys() == {
+        "spills",
+        "too much shared memory",
+        "no wgmma",
+        "does not compile",
+        "kills the compiler",
+    }
+    assert re.match(
+        r"\d+ bytes are spilled, 0 are accepted: take smaller tiles or more warps", faults["spills"]
+    )
+    assert re.match(
+        r"\d+ bytes of shared memory, a block may have 232448: take",
+        faults["too much shared memory"],
+    )
     assert re.match(r"0 wgmma and \d+ older matrix instructions", faults["no wgmma"])
-    assert faults["does not compile"].startswith("does not compile: ") and "no_such_function" in faults["does not compile"]
+    assert (
+        faults["does not compile"].startswith("does not compile: ")
+        and "no_such_function" in faults["does not compile"]
+    )
     assert faults["kills the compiler"].startswith("the compiler died with code -6")
     assert done.stdout.splitlines()[-1].startswith("7 kernels compiled")
-    good = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("good ")).removeprefix("good "))
+    good = json.loads(
+        next(line for line in done.stdout.splitlines() if line.startswith("good ")).removeprefix(
+            "good "
+        )
+    )
     assert good["wgmma"] > 0 and good["old_mma"] == 0 and good["spilled"] == 0
 
 
@@ -50,8 +79,25 @@ def test_a_difference_from_the_manifest_is_named():
 
     same, other = {"registers": 32, "spilled": 0}, {"registers": 40, "spilled": 0}
     assert kernel_manifest.differences({"a": same}, {"a": same}, whole=True) == []
-    assert kernel_manifest.differences({"a": other, "b": same}, {"a": same, "c": same}, whole=True) == [
-        "b: not in the manifest", "a: registers 40, the manifest has 32", "c: in the manifest, but no kernel has it"]
-    assert kernel_manifest.differences({"a": {"instructions": 1020}}, {"a": {"instructions": 1000}}, whole=True) == []
+    assert kernel_manifest.differences(
+        {"a": other, "b": same}, {"a": same, "c": same}, whole=True
+    ) == [
+        "b: not in the manifest",
+        "a: registers 40, the manifest has 32",
+        "c: in the manifest, but no kernel has it",
+    ]
+    assert (
+        kernel_manifest.differences(
+            {"a": {"instructions": 1020}}, {"a": {"instructions": 1000}}, whole=True
+        )
+        == []
+    )
     for other in (1021, 979, None):
-        assert len(kernel_manifest.differences({"a": {"instructions": other}}, {"a": {"instructions": 1000}}, whole=True)) == 1
+        assert (
+            len(
+                kernel_manifest.differences(
+                    {"a": {"instructions": other}}, {"a": {"instructions": 1000}}, whole=True
+                )
+            )
+            == 1
+        )

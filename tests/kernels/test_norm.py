@@ -19,12 +19,22 @@ def operands(shape, dtype, centre, device, seed=0):
         return torch.randn(size, generator=generator).to(device, dtype)
 
     width = shape[-1]
-    return draw(*shape) * 2 + 0.5, draw(*shape), draw(width) + 1, draw(width) if centre else None, draw(*shape), draw(*shape)
+    return (
+        draw(*shape) * 2 + 0.5,
+        draw(*shape),
+        draw(width) + 1,
+        draw(width) if centre else None,
+        draw(*shape),
+        draw(*shape),
+    )
 
 
 def by_autograd(x, residual, weight, bias, dy, dtotal, dtype):
     """y, total, dx, dweight and dbias of the definition in `dtype`."""
-    x, residual, weight, bias, dy, dtotal = (None if each is None else each.to(dtype, copy=True) for each in (x, residual, weight, bias, dy, dtotal))
+    x, residual, weight, bias, dy, dtotal = (
+        None if each is None else each.to(dtype, copy=True)
+        for each in (x, residual, weight, bias, dy, dtotal)
+    )
     leaves = [each.requires_grad_() for each in (x, weight, bias) if each is not None]
     if residual is None:
         y, total = ops.norm_reference(x, weight, bias, EPS), x
@@ -45,13 +55,17 @@ def by_kernels(x, residual, weight, bias, dy, dtotal):
 def check(given, dtype):
     with canaries():
         actual = by_kernels(*given)
-    for mine, exact, torchs in zip(actual, by_autograd(*given, torch.float64), by_autograd(*given, dtype), strict=True):
+    for mine, exact, torchs in zip(
+        actual, by_autograd(*given, torch.float64), by_autograd(*given, dtype), strict=True
+    ):
         assert_as_good(mine, exact, torchs, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("centre", [False, True], ids=["rms", "layer"])
-@pytest.mark.parametrize("shape, add", [((3, 2, 96), True), ((5, 1, 1000), False), ((1, 2049), True)])
+@pytest.mark.parametrize(
+    "shape, add", [((3, 2, 96), True), ((5, 1, 1000), False), ((1, 2049), True)]
+)
 def test_against_the_definition(shape, add, centre, dtype, device):
     given = list(operands(shape, dtype, centre, device))
     if not add:
@@ -63,8 +77,17 @@ def test_against_the_definition(shape, add, centre, dtype, device):
 @pytest.mark.parametrize("add", [False, True])
 def test_rows_wider_than_a_program_holds(add, centre, device, monkeypatch):
     monkeypatch.setattr(ops, "WIDEST", {"forward": 128, "backward": 128})
-    rows = {direction: ops.find(f"norm {direction}", 90, kind="wide") for direction in ("forward", "backward")}
-    monkeypatch.setattr(ops, "find", lambda name, *_, **__: dataclasses.replace(rows[name[5:]], numbers=rows[name[5:]].numbers | {"block": 128}))
+    rows = {
+        direction: ops.find(f"norm {direction}", 90, kind="wide")
+        for direction in ("forward", "backward")
+    }
+    monkeypatch.setattr(
+        ops,
+        "find",
+        lambda name, *_, **__: dataclasses.replace(
+            rows[name[5:]], numbers=rows[name[5:]].numbers | {"block": 128}
+        ),
+    )
     given = list(operands((3, 2, 300), torch.bfloat16, centre, device))
     if not add:
         given[1] = None
@@ -72,14 +95,24 @@ def test_rows_wider_than_a_program_holds(add, centre, device, monkeypatch):
 
 
 def test_layers_rounding_of_rms_norm(device):
-    """x rstd is rounded before the product with the weight: few results differ by a bit, as rstd does; without it a fourth does. The sum with a
-    residual is rounded before it is normed."""
+    """x rstd is rounded before the product with the weight: few results differ by a bit, as rstd
+    does; without it a fourth does. The sum with a residual is rounded before it is normed.
+    """
     x, residual, weight, *_ = operands((16, 256), torch.bfloat16, False, device)
     y, total, _ = ops.add_norm(x, residual, weight, None, EPS)
-    assert torch.equal(total, x + residual) and torch.equal(y, ops.norm(total, weight, None, EPS)[0])
+    assert torch.equal(total, x + residual) and torch.equal(
+        y, ops.norm(total, weight, None, EPS)[0]
+    )
     expected = ops.norm_reference(x, weight, None, EPS)
     assert (ops.norm(x, weight, None, EPS)[0] != expected).float().mean() < 0.01
-    assert ((x.double() * (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()).bfloat16() != expected).float().mean() > 0.1
+    assert (
+        (
+            x.double()
+            * (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt()
+            * weight.double()
+        ).bfloat16()
+        != expected
+    ).float().mean() > 0.1
 
 
 @pytest.mark.parametrize("centre", [False, True], ids=["rms", "layer"])
@@ -87,7 +120,10 @@ def test_views_of_the_fused_qkv_output(centre, device):
     s, b, groups, queries, d = 3, 2, 3, 3, 32
     _, _, weight, bias, *_ = operands((1, d), torch.float32, centre, device)
     qkv = torch.randn(s, b, groups, queries + 2, d, device=device)
-    as_they_are, copies = (qkv[:, :, :, queries], qkv[:, :, :, :queries]), (qkv[:, :, 1:, :queries], qkv[:, :, :, :queries, ::2])
+    as_they_are, copies = (
+        (qkv[:, :, :, queries], qkv[:, :, :, :queries]),
+        (qkv[:, :, 1:, :queries], qkv[:, :, :, :queries, ::2]),
+    )
     for view, copied in [(view, False) for view in as_they_are] + [(view, True) for view in copies]:
         weight, bias = weight[: view.shape[-1]], None if bias is None else bias[: view.shape[-1]]
         assert (ops._rows(view)[0].data_ptr() != view.data_ptr()) == copied
@@ -97,17 +133,25 @@ def test_views_of_the_fused_qkv_output(centre, device):
 
 def test_definition_is_torchs():
     x, _, weight, bias, *_ = operands((5, 33), torch.float64, True, "cpu")
-    torch.testing.assert_close(ops.norm_reference(x, weight, bias, EPS), F.layer_norm(x, (33,), weight, bias, EPS))
-    torch.testing.assert_close(ops.norm_reference(x, weight, None, EPS), F.rms_norm(x, (33,), weight, EPS))
+    torch.testing.assert_close(
+        ops.norm_reference(x, weight, bias, EPS), F.layer_norm(x, (33,), weight, bias, EPS)
+    )
+    torch.testing.assert_close(
+        ops.norm_reference(x, weight, None, EPS), F.rms_norm(x, (33,), weight, EPS)
+    )
     leaves = [each.requires_grad_() for each in (x, weight, bias)]
     assert torch.autograd.gradcheck(lambda *given: ops.norm_reference(*given, EPS), leaves)
 
 
 @pytest.mark.parametrize("centre", [False, True], ids=["rms", "layer"])
 def test_programs_share_rows(centre, device, monkeypatch):
-    """More tiles than programs, a last one that is not whole; twice the same bits; the parameter gradients' error does not grow."""
+    """More tiles than programs, a last one that is not whole; twice the same bits; the parameter
+    gradients' error does not grow.
+    """
     real = ops.configuration
-    monkeypatch.setattr(ops, "configuration", lambda *given: dataclasses.replace(real(*given), rows=4, programs=3))
+    monkeypatch.setattr(
+        ops, "configuration", lambda *given: dataclasses.replace(real(*given), rows=4, programs=3)
+    )
     given = list(operands((37, 64), torch.bfloat16, centre, device))
     check(given, torch.bfloat16)
     for first, second in zip(by_kernels(*given), by_kernels(*given), strict=True):
@@ -139,7 +183,9 @@ def test_large_and_constant_rows(device):
     torchs = by_autograd(*given, torch.float32)
     for mine, right, other in ((y, exact[0], torchs[0]), (dx, exact[2], torchs[2])):
         rows = [0, 1, 3]
-        assert (mine[rows] - right[rows]).abs().max() <= 2 * (other[rows] - right[rows]).abs().max() + 1e-6
+        assert (mine[rows] - right[rows]).abs().max() <= 2 * (
+            other[rows] - right[rows]
+        ).abs().max() + 1e-6
     assert torch.equal(y[2], given[3])
 
 
@@ -148,7 +194,9 @@ def test_no_rows(device):
     weight = torch.ones(16, device=device)
     y, statistics = ops.norm(x, weight, None, EPS)
     dx, gradients = ops.norm_backward(x, x, weight, statistics, None)
-    assert y.shape == dx.shape == x.shape and torch.equal(gradients, torch.zeros(1, 16, device=device))
+    assert y.shape == dx.shape == x.shape and torch.equal(
+        gradients, torch.zeros(1, 16, device=device)
+    )
 
 
 @pytest.mark.parametrize("centre", [False, True], ids=["rms", "layer"])
@@ -157,4 +205,6 @@ def test_operators_are_well_formed(centre, device):
     y, statistics = ops.norm(x, weight, bias, EPS)
     torch.library.opcheck(ops.norm, (x, weight, bias, EPS))
     torch.library.opcheck(ops.add_norm, (x, residual, weight, bias, EPS))
-    torch.library.opcheck(ops.norm_backward, (dy, x, weight, statistics, dtotal if centre else None))
+    torch.library.opcheck(
+        ops.norm_backward, (dy, x, weight, statistics, dtotal if centre else None)
+    )

@@ -13,8 +13,16 @@ def words(*values):
     "counter, key, expected",
     [  # Random123's published known answers
         ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((philox.MASK,) * 4, (philox.MASK, philox.MASK), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+        (
+            (philox.MASK,) * 4,
+            (philox.MASK, philox.MASK),
+            (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+        ),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
     ],
 )
 def test_known_answers(counter, key, expected):
@@ -32,7 +40,10 @@ def test_counter_is_not_modified():
     assert [int(x) for x in counter] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("row, column, rows, columns", [(0, 0, 7, 9), (3, 1, 20, 33), (17, 4, 1, 1), (0, 63, 40, 2), (5, 60, 35, 4)])
+@pytest.mark.parametrize(
+    "row, column, rows, columns",
+    [(0, 0, 7, 9), (3, 1, 20, 33), (17, 4, 1, 1), (0, 63, 40, 2), (5, 60, 35, 4)],
+)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_any_rectangle_of_weights_alone(row, column, rows, columns, threads):
     key = philox.key(1234, "layers.0.attention.q.weight")
@@ -61,7 +72,9 @@ def test_normal_moments():
     x = torch.empty(1000, 1000)
     philox.normal(x, philox.key(7, "moments"), 0, 0, 1.0)
     x = x.double()
-    n = x.numel()  # standard errors of mean, variance and kurtosis of n normals: 1, sqrt 2, sqrt 24 over sqrt n; five of them
+    # standard errors of mean, variance and kurtosis of n normals: 1, sqrt 2, sqrt 24 over sqrt n;
+    # five of them
+    n = x.numel()
     assert abs(x.mean()) < 5 / n**0.5
     assert abs(x.var() - 1) < 5 * (2 / n) ** 0.5
     assert abs((x**4).mean() - 3) < 5 * (96 / n) ** 0.5
@@ -77,4 +90,6 @@ def test_keep_mask_share_and_address():
     assert abs(mask.double().mean() - 0.9) < 5 * (0.09 / n) ** 0.5
     some = torch.tensor([3, 77, 4001])
     assert torch.equal(philox.keep_mask(key, [sample[some], position[some]], 101, 0.1), mask[some])
-    assert torch.equal(philox.keep_mask(key, [sample, position], 20, 0.1, first_column=30), mask[:, 30:50])
+    assert torch.equal(
+        philox.keep_mask(key, [sample, position], 20, 0.1, first_column=30), mask[:, 30:50]
+    )

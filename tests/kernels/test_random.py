@@ -12,34 +12,69 @@ KEYS = [(0, 0), (philox.MASK, philox.MASK), (0xA4093822, 0x299F31D0), (3, 0x8000
 @jit
 def words_kernel(counters, out, k0: tl.uint32, k1: tl.uint32, N: tl.constexpr):
     i = tl.arange(0, N)
-    words = philox4x32(tl.load(counters + i), tl.load(counters + N + i), tl.load(counters + 2 * N + i), tl.load(counters + 3 * N + i), k0, k1)
+    words = philox4x32(
+        tl.load(counters + i),
+        tl.load(counters + N + i),
+        tl.load(counters + 2 * N + i),
+        tl.load(counters + 3 * N + i),
+        k0,
+        k1,
+    )
     for lane in tl.static_range(4):
         tl.store(out + lane * N + i, words[lane].to(tl.int64))
 
 
 @jit
-def hidden_kernel(out, samples, positions, first_column, k0: tl.uint32, k1: tl.uint32, threshold: tl.uint32, R: tl.constexpr, C: tl.constexpr):
+def hidden_kernel(
+    out,
+    samples,
+    positions,
+    first_column,
+    k0: tl.uint32,
+    k1: tl.uint32,
+    threshold: tl.uint32,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
     i = tl.arange(0, R)
-    keep = keep_tile(tl.load(samples + i), tl.load(positions + i), first_column, k0, k1, threshold, R, C)
+    keep = keep_tile(
+        tl.load(samples + i), tl.load(positions + i), first_column, k0, k1, threshold, R, C
+    )
     tl.store(out + i[:, None] * C + tl.arange(0, C)[None, :], keep)
 
 
 @jit
-def scores_kernel(out, samples, positions, head, first_key, k0: tl.uint32, k1: tl.uint32, threshold: tl.uint32, R: tl.constexpr, C: tl.constexpr,
-                  TRANSPOSED: tl.constexpr):
+def scores_kernel(
+    out,
+    samples,
+    positions,
+    head,
+    first_key,
+    k0: tl.uint32,
+    k1: tl.uint32,
+    threshold: tl.uint32,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
     i, j = tl.arange(0, R), tl.arange(0, C)
     sample, position = tl.load(samples), tl.load(positions + i)
     if TRANSPOSED:
         keep = keep_scores_transposed(sample, head, position, first_key, k0, k1, threshold, C, R)
         tl.store(out + i[None, :] * C + j[:, None], keep)
     else:
-        tl.store(out + i[:, None] * C + j[None, :], keep_scores(sample, head, position, first_key, k0, k1, threshold, R, C))
+        tl.store(
+            out + i[:, None] * C + j[None, :],
+            keep_scores(sample, head, position, first_key, k0, k1, threshold, R, C),
+        )
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_words(device, key):
     corners = torch.tensor([0, 1, 2**31 - 1, 2**31, philox.MASK - 1, philox.MASK])
-    counters = torch.cat([corners[torch.arange(4 * 6).view(4, 6) % 6], torch.randint(0, 2**32, (4, 58))], 1).to(device)
+    counters = torch.cat(
+        [corners[torch.arange(4 * 6).view(4, 6) % 6], torch.randint(0, 2**32, (4, 58))], 1
+    ).to(device)
     out = torch.empty(4, 64, dtype=torch.int64, device=device)
     words_kernel[(1,)](counters, out, *key, 64)
     assert torch.equal(out, torch.stack(philox.philox4x32(list(counters), key)))
@@ -48,7 +83,10 @@ def test_words(device, key):
 @pytest.mark.parametrize("drop", [0.1, 0.9])
 @pytest.mark.parametrize("key", KEYS)
 def test_masks(device, key, drop):
-    samples, positions = torch.tensor([5, 2**31 + 7] * 8, device=device), torch.arange(3, 19, device=device)
+    samples, positions = (
+        torch.tensor([5, 2**31 + 7] * 8, device=device),
+        torch.arange(3, 19, device=device),
+    )
     numbers = (*key, round(drop * 2**32))
     out = torch.empty(16, 32, dtype=torch.bool, device=device)
     hidden_kernel[(1,)](out, samples, positions, 64, *numbers, 16, 32)

@@ -7,7 +7,12 @@ from megatron.kernels.rotary import rotary_, rotary_reference
 
 
 def tables(s, b, width, device, seed=0):
-    angle = torch.randn(s, b, 1, width // 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 100
+    angle = (
+        torch.randn(
+            s, b, 1, width // 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
+        * 100
+    )
     cos, sin = angle.cos().float(), angle.sin().float()
     return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
 
@@ -86,5 +91,7 @@ def test_what_is_not_finite_stays_in_its_pair(device):
 
 def test_operator_is_well_formed(device):
     cos, sin = tables(2, 2, 4, device)
-    torch.library.opcheck(rotary_, (torch.randn(2, 2, 3, 3, 8, device=device)[:, :, :, :2], cos, sin, 1))
+    torch.library.opcheck(
+        rotary_, (torch.randn(2, 2, 3, 3, 8, device=device)[:, :, :, :2], cos, sin, 1)
+    )
     rotary_(torch.empty(0, 2, 3, 8, device=device), cos[:0], sin[:0], 1)

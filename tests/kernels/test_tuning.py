@@ -1,4 +1,6 @@
-"""The tool that tunes: what it tries, what wins, what it writes, and that it goes on where it was stopped."""
+"""The tool that tunes: what it tries, what wins, what it writes, and that it goes on where it was
+stopped.
+"""
 
 import json
 import sys
@@ -22,33 +24,91 @@ def test_the_fastest_wins_by_more_than_the_noise():
     frozen, other, third = (Row("op", 90, {}, {"M": size}) for size in (64, 128, 32))
     steady = [[1.0, 1.01, 0.99] * 8, [0.9, 0.91, 0.89] * 8, [2.0] * 24]
     assert tool.winner(frozen, [frozen, other, third], steady) == (other, 0.9, 1.0)
-    assert tool.winner(frozen, [frozen, other], [[1.0, 1.01, 0.99] * 8, [0.993] * 24])[0] is frozen  # not 1%
-    assert tool.winner(frozen, [frozen, other], [[1.0, 1.6, 0.4] * 3, [0.9, 1.5, 0.3] * 3])[0] is frozen  # 10%, but noise of more
+    # not 1%
+    assert tool.winner(frozen, [frozen, other], [[1.0, 1.01, 0.99] * 8, [0.993] * 24])[0] is frozen
+    # 10%, but noise of more
+    assert (
+        tool.winner(frozen, [frozen, other], [[1.0, 1.6, 0.4] * 3, [0.9, 1.5, 0.3] * 3])[0]
+        is frozen
+    )
 
 
 def test_candidates_are_others_and_each_is_compiled_as_it_says():
     row = find("attention dq", 90, d=128, kind="causal")
     tried = tool.candidates(row, 90)
-    assert len(tried) == 3 * 3 * 4 * 3 - 1 and all(each.numbers != row.numbers and each.measured == {} for each in tried)
-    odd = next(each for each in tried if each.numbers == {"M": 64, "N": 32, "num_warps": 8, "num_stages": 4, "maxnreg": 128})
+    assert len(tried) == 3 * 3 * 4 * 3 - 1 and all(
+        each.numbers != row.numbers and each.measured == {} for each in tried
+    )
+    odd = next(
+        each
+        for each in tried
+        if each.numbers == {"M": 64, "N": 32, "num_warps": 8, "num_stages": 4, "maxnreg": 128}
+    )
     shape = tool.compiled(odd, 90)[0]
-    assert (shape.constants["M"], shape.constants["N"], shape.num_warps, shape.num_stages, dict(shape.options)) == (64, 32, 8, 4, {"maxnreg": 128})
+    assert (
+        shape.constants["M"],
+        shape.constants["N"],
+        shape.num_warps,
+        shape.num_stages,
+        dict(shape.options),
+    ) == (64, 32, 8, 4, {"maxnreg": 128})
     assert find("attention dq", 90, d=128, kind="causal") is row  # as before
     moved = tool.candidates(find("norm backward", 90, kind="whole", bytes=2), 90)
-    assert {tuple(each.numbers.values()) for each in moved} >= {(1024, 16, 2112, 3), (2048, 8, 2112, 3), (2048, 16, 4224, 3), (2048, 16, 2112, 6)}
-    assert [tool.blocks_of_an_sm({"registers": registers, "shared": shared, "num_warps": warps}, arch)
-            for registers, shared, warps, arch in ((128, 98592, 8, 90), (129, 0, 8, 90), (64, 98592, 4, 80))] == [2, 1, 1]
+    assert {tuple(each.numbers.values()) for each in moved} >= {
+        (1024, 16, 2112, 3),
+        (2048, 8, 2112, 3),
+        (2048, 16, 4224, 3),
+        (2048, 16, 2112, 6),
+    }
+    assert [
+        tool.blocks_of_an_sm({"registers": registers, "shared": shared, "num_warps": warps}, arch)
+        for registers, shared, warps, arch in (
+            (128, 98592, 8, 90),
+            (129, 0, 8, 90),
+            (64, 98592, 4, 80),
+        )
+    ] == [2, 1, 1]
 
 
 def test_what_won_is_written_and_nothing_else():
-    table = [Row("a", 80, {"d": 1}, {"M": 1}), Row("a", 90, {"d": 2}, {"M": 2}), Row("attention dq", 90, {"d": 3}, {"M": 3}, spills=8, shared=9)]
-    line = {"key": {"d": 1}, "arch": 90, "frozen": {"M": 1}, "ms": 1.0, "spills": 0, "shared": 7, "fault": "", **ABOUT}
-    lines = [{**line, "operator": "a", "numbers": {"M": 4}},  # beats the row of an older architecture: one of its own
-             {**line, "operator": "a", "key": {"d": 2}, "frozen": {"M": 2}, "numbers": {"M": 2}},  # the frozen one won: now it is measured
-             {**line, "operator": "attention dq", "key": {"d": 3}, "numbers": {"M": 5}, "fault": "off by 1"}]
+    table = [
+        Row("a", 80, {"d": 1}, {"M": 1}),
+        Row("a", 90, {"d": 2}, {"M": 2}),
+        Row("attention dq", 90, {"d": 3}, {"M": 3}, spills=8, shared=9),
+    ]
+    line = {
+        "key": {"d": 1},
+        "arch": 90,
+        "frozen": {"M": 1},
+        "ms": 1.0,
+        "spills": 0,
+        "shared": 7,
+        "fault": "",
+        **ABOUT,
+    }
+    # beats the row of an older architecture: one of its own
+    lines = [
+        {**line, "operator": "a", "numbers": {"M": 4}},
+        # the frozen one won: now it is measured
+        {**line, "operator": "a", "key": {"d": 2}, "frozen": {"M": 2}, "numbers": {"M": 2}},
+        {
+            **line,
+            "operator": "attention dq",
+            "key": {"d": 3},
+            "numbers": {"M": 5},
+            "fault": "off by 1",
+        },
+    ]
     measured = {name: (line | ABOUT)[name] for name in ("ms", "gpu", "torch", "triton", "date")}
-    assert tool.taken(table, lines) == [table[0], replace(table[1], measured=measured), Row("a", 90, {"d": 1}, {"M": 4}, measured=measured), table[2]]
-    assert tool.taken(table, [{**lines[0], "tiny": True}, {**lines[0], "numbers": {"M": 1}}]) == table
+    assert tool.taken(table, lines) == [
+        table[0],
+        replace(table[1], measured=measured),
+        Row("a", 90, {"d": 1}, {"M": 4}, measured=measured),
+        table[2],
+    ]
+    assert (
+        tool.taken(table, [{**lines[0], "tiny": True}, {**lines[0], "numbers": {"M": 1}}]) == table
+    )
 
 
 def test_only_whole_lines_of_this_device_count(tmp_path):
@@ -61,10 +121,17 @@ def test_only_whole_lines_of_this_device_count(tmp_path):
 
 def test_a_wrong_result_is_named():
     good = tuned_operators.Case(lambda: (torch.ones(4),), lambda: (torch.ones(4),))
-    assert tool.wrong(good) == "" and tool.wrong(replace(good, call=lambda: (torch.full((4,), 1.1),))) == "off by 0.1 of the norm"
+    assert (
+        tool.wrong(good) == ""
+        and tool.wrong(replace(good, call=lambda: (torch.full((4,), 1.1),)))
+        == "off by 0.1 of the norm"
+    )
     assert "nan" in tool.wrong(replace(good, call=lambda: (torch.full((4,), torch.nan),)))
     row = find("norm backward", 90, kind="wide")
-    with pytest.raises(ZeroDivisionError), tool.using(replace(row, numbers=row.numbers | {"block": 64})):
+    with (
+        pytest.raises(ZeroDivisionError),
+        tool.using(replace(row, numbers=row.numbers | {"block": 64})),
+    ):
         assert find("norm backward", 90, kind="wide").numbers["block"] == 64
         raise ZeroDivisionError
     assert find("norm backward", 90, kind="wide") is row
@@ -80,16 +147,26 @@ def test_every_operator_is_right_at_the_size_that_is_compared(row, device):
 
 def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     def call(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["tune_kernels.py", "--tiny", "--out", str(tmp_path / "tuned.jsonl"), *arguments])
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            ["tune_kernels.py", "--tiny", "--out", str(tmp_path / "tuned.jsonl"), *arguments],
+        )
         assert tool.main() == 0
         return capsys.readouterr().out.splitlines()[-1]
 
-    assert call("--only", "norm backward", "--minutes", "0") == "0 rows measured, 3 left: the same call continues with them"
+    assert (
+        call("--only", "norm backward", "--minutes", "0")
+        == "0 rows measured, 3 left: the same call continues with them"
+    )
     assert call("--only", "norm backward wide") == "1 rows measured, 0 left"
     before, table = (tmp_path / "tuned.jsonl").read_text(), configurations.FILE.read_text()
     line = json.loads(before)
     assert line["tried"] == 2 and line["ms"] > 0 and line["fault"] == "" and line["tiny"]
-    assert call("--only", "norm backward wide", "--write") == "1 rows measured, 0 left" and (tmp_path / "tuned.jsonl").read_text() == before
+    assert (
+        call("--only", "norm backward wide", "--write") == "1 rows measured, 0 left"
+        and (tmp_path / "tuned.jsonl").read_text() == before
+    )
     assert configurations.FILE.read_text() == table  # tiny results are not written
 
 
@@ -98,4 +175,6 @@ def test_compiled_candidates_and_what_they_need():
     wide = replace(row, numbers={"block": 4096, "per_thread": 128})
     (facts, faults), (other, _) = tool.gate([row, wide], 80, 1, whole=False)
     assert faults == [] and facts["registers"] < other["registers"] and facts["spilled"] == 0
-    assert tool.show(row, facts, ["why"], 80).startswith(f"| dropout | block 2048, per_thread 16 | {facts['registers']} | 0 | 0 | ")
+    assert tool.show(row, facts, ["why"], 80).startswith(
+        f"| dropout | block 2048, per_thread 16 | {facts['registers']} | 0 | 0 | "
+    )

@@ -498,9 +498,9 @@ def _residual_outputs_as_large_as_all(original):
     return lambda config, residual_output=False: original(config)
 
 
-mutant(
-    "model", "residual outputs begin as large as all weights", "gpt-files", attention, "normal"
-)(_residual_outputs_as_large_as_all)
+mutant("model", "residual outputs begin as large as all weights", "gpt-files", attention, "normal")(
+    _residual_outputs_as_large_as_all
+)
 also(mlp, "normal")(_residual_outputs_as_large_as_all)
 
 

@@ -431,7 +431,9 @@ def _(original):
 # ---- schedules
 
 
-def rates(case: str, name: str) -> Callable[[Callable[[Callable, ParamSchedule, int], float]], None]:
+def rates(
+    case: str, name: str
+) -> Callable[[Callable[[Callable, ParamSchedule, int], float]], None]:
     """A mutant of the learning rate: f(original, schedule, samples)."""
     return lambda f: (
         mutant("schedule", name, case, ParamSchedule, "learning_rate")(
@@ -534,7 +536,9 @@ def _(original):
     return changed
 
 
-@mutant("schedule", "weight decay that stays at its start", "mixed-5", ParamSchedule, "weight_decay")
+@mutant(
+    "schedule", "weight decay that stays at its start", "mixed-5", ParamSchedule, "weight_decay"
+)
 def _(original):
     return lambda self, samples: self.start_weight_decay
 

@@ -10,7 +10,9 @@ from typing import NamedTuple
 TOKEN = re.compile(
     r"""
     (?P<comment>\#[^\n]*)
-    | (?P<string>[rRbBfFuU]{0,2}(?:\"\"\".*?\"\"\"|'''.*?'''|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'))
+    | (?P<string>[rRbBfFuU]{0,2}
+        (?:\"\"\".*?\"\"\"|'''.*?'''|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')
+    )
     | (?P<word>\w+)
     | (?P<mark>[^\w\s])
     """,

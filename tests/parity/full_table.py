@@ -1,9 +1,10 @@
-"""The whole table of parity: python tests/parity/full_table.py [--out FILE.json] [--only PATTERN ...] [--without PATTERN ...]
+"""The whole table of parity: python tests/parity/full_table.py [--out FILE.json] [--only PATTERN
+...] [--without PATTERN ...]
 
 --only 'zero[1-3]' are the rows with ZeRO.
 
-Every layout with every feature in fp64, and the rows of the other precisions (layouts.py). Some minutes on two cores. Exit code 1 when a row
-is off.
+Every layout with every feature in fp64, and the rows of the other precisions (layouts.py). Some
+minutes on two cores. Exit code 1 when a row is off.
 """
 
 from __future__ import annotations
@@ -27,30 +28,63 @@ def main() -> int:
     from parity.layouts import full_table
     from parity.worker import run_case
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", help="write the results to this JSON file")
-    parser.add_argument("--only", nargs="*", default=[], metavar="PATTERN", help="only rows in whose names all of these are found")
-    parser.add_argument("--without", nargs="*", default=[], metavar="PATTERN", help="no rows in whose names one of these is found")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=[],
+        metavar="PATTERN",
+        help="only rows in whose names all of these are found",
+    )
+    parser.add_argument(
+        "--without",
+        nargs="*",
+        default=[],
+        metavar="PATTERN",
+        help="no rows in whose names one of these is found",
+    )
     arguments = parser.parse_args()
-    rows = [row for row in full_table()
-            if all(re.search(each, str(row)) for each in arguments.only) and not any(re.search(each, str(row)) for each in arguments.without)]
+    rows = [
+        row
+        for row in full_table()
+        if all(re.search(each, str(row)) for each in arguments.only)
+        and not any(re.search(each, str(row)) for each in arguments.without)
+    ]
     worlds, results, begun = Worlds(), {}, time.monotonic()
     for number, row in enumerate(rows, 1):
         started = time.monotonic()
         try:
-            faults = faults_of(row, worlds(row.world).run(run_case, row.flags(layout=True), row.patches))
+            faults = faults_of(
+                row, worlds(row.world).run(run_case, row.flags(layout=True), row.patches)
+            )
         except RankError as error:
             faults = [str(error)]
         results[str(row)] = faults
         if faults or number % 50 == 0:
-            print(f"{number}/{len(rows)} {row}: {'; '.join(faults[:3]) if faults else 'equal'} ({time.monotonic() - started:.1f} s)", flush=True)
+            print(
+                (
+                    f"{number}/{len(rows)} {row}: "
+                    f"{'; '.join(faults[:3]) if faults else 'equal'} "
+                    f"({time.monotonic() - started:.1f} s)"
+                ),
+                flush=True,
+            )
     worlds.close()
     off = {name: faults for name, faults in results.items() if faults}
     minutes = round((time.monotonic() - begun) / 60, 1)
     print(f"{len(rows) - len(off)} of {len(rows)} rows equal in {minutes} minutes")
     if arguments.out:
-        report = {"date": f"{date.today()}", "torch": torch.__version__, "minutes": minutes, "rows": len(rows), "off": off,
-                  "equal": sorted(results.keys() - off.keys())}
+        report = {
+            "date": f"{date.today()}",
+            "torch": torch.__version__,
+            "minutes": minutes,
+            "rows": len(rows),
+            "off": off,
+            "equal": sorted(results.keys() - off.keys()),
+        }
         Path(arguments.out).write_text(json.dumps(report, indent=1) + "\n")
     return 1 if off else 0
 

@@ -13,14 +13,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 from check_parity import Words, read_layout  # noqa: E402
 
 GLOBAL_BATCH = 8
-BASE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 8 --seq-length 16 --global-batch-size {GLOBAL_BATCH} --train-iters 8
---mock-data --tokenizer-type NullTokenizer --vocab-size 49 --make-vocab-size-divisible-by 1 --lr 1e-2 --lr-warmup-iters 3 --log-interval 1
+BASE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 8 --seq-length 16
+--global-batch-size {GLOBAL_BATCH} --train-iters 8
+--mock-data --tokenizer-type NullTokenizer --vocab-size 49 --make-vocab-size-divisible-by 1
+--lr 1e-2 --lr-warmup-iters 3 --log-interval 1
 --eval-iters 1 --log-params-norm""".split()
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
-LLAMA = f"--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear {NO_DROPOUT}"
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    f"{NO_DROPOUT}"
+)
 
 
-# What is added to all keys alike moves all scores of a query alike, which softmax ignores (unless positions or caps come between): the
+# What is added to all keys alike moves all scores of a query alike, which softmax ignores (unless
+# positions or caps come between): the
 # gradient is rounding noise, its relative error means nothing.
 KEY_BIAS = "attention.k.bias", "attention.v.bias"
 KEY_NORM_BIAS = "attention.k_norm.bias", "attention.q_norm.bias"
@@ -33,9 +39,12 @@ class Feature:
     flags: str
     patches: tuple[str, ...] = ()
     most_dp: int = 8  # data-parallel ranks that its smallest global batch feeds
-    micro_batches: int | None = None  # of a step, on each data-parallel rank (None: what GLOBAL_BATCH leaves)
-    beside: str = ""  # flags of the layout's run that the one process does without: they must not change a number
-    zero: tuple[str, str] | None = None  # ending of parameters whose exact gradient is 0, and of those that they are held against
+    # of a step, on each data-parallel rank (None: what GLOBAL_BATCH leaves)
+    micro_batches: int | None = None
+    # flags of the layout's run that the one process does without: they must not change a number
+    beside: str = ""
+    # ending of parameters whose exact gradient is 0, and of those that they are held against
+    zero: tuple[str, str] | None = None
 
 
 # 50 real tokens: no multiple of 4 or 8, so padded rows lie on the last ranks.
@@ -43,58 +52,126 @@ FEATURES = {
     "gpt": Feature(NO_DROPOUT, zero=KEY_BIAS),  # tied, learned positions, LayerNorm, biases, gelu
     "dropout": Feature("", zero=KEY_BIAS),  # 0.1 in hidden states and attention
     "llama": Feature(f"{LLAMA} --untie-embeddings-and-output-weights --log-num-zeros-in-grad"),
-    "gqa2-qknorm": Feature(f"{LLAMA} --group-query-attention --num-query-groups 2 --qk-layernorm --untie-embeddings-and-output-weights"),
-    "mqa-qknorm-bias": Feature(f"{NO_DROPOUT} --group-query-attention --num-query-groups 1 --qk-layernorm", zero=KEY_NORM_BIAS),
-    "gqa4-qkvbias": Feature(f"{LLAMA} --group-query-attention --num-query-groups 4 --add-qkv-bias --num-layers 1"),
-    "mqa-bias": Feature(f"{NO_DROPOUT} --group-query-attention --num-query-groups 1", zero=KEY_BIAS),
-    "padding": Feature(f"{LLAMA} --make-vocab-size-divisible-by 64 --untie-embeddings-and-output-weights"),  # ranks that hold padding alone
-    "documents": Feature("--reset-position-ids --reset-attention-mask --eod-mask-loss", zero=KEY_BIAS),
-    "documents-rope": Feature(f"{LLAMA} --reset-position-ids --reset-attention-mask --eod-mask-loss --window-size 6"),
+    "gqa2-qknorm": Feature(
+        f"{LLAMA} --group-query-attention --num-query-groups 2 --qk-layernorm "
+        "--untie-embeddings-and-output-weights"
+    ),
+    "mqa-qknorm-bias": Feature(
+        f"{NO_DROPOUT} --group-query-attention --num-query-groups 1 --qk-layernorm",
+        zero=KEY_NORM_BIAS,
+    ),
+    "gqa4-qkvbias": Feature(
+        f"{LLAMA} --group-query-attention --num-query-groups 4 --add-qkv-bias --num-layers 1"
+    ),
+    "mqa-bias": Feature(
+        f"{NO_DROPOUT} --group-query-attention --num-query-groups 1", zero=KEY_BIAS
+    ),
+    # ranks that hold padding alone
+    "padding": Feature(
+        f"{LLAMA} --make-vocab-size-divisible-by 64 --untie-embeddings-and-output-weights"
+    ),
+    "documents": Feature(
+        "--reset-position-ids --reset-attention-mask --eod-mask-loss", zero=KEY_BIAS
+    ),
+    "documents-rope": Feature(
+        f"{LLAMA} --reset-position-ids --reset-attention-mask --eod-mask-loss --window-size 6"
+    ),
     "uneven": Feature(NO_DROPOUT, patches=("uneven",), zero=KEY_BIAS),
-    "caps-zloss": Feature(f"{NO_DROPOUT} --attn-logit-softcapping 3 --final-logit-softcapping 2 --z-loss-coeff 1e-2 --num-layers 3"),
-    "fused-head": Feature(f"{NO_DROPOUT} --final-logit-softcapping 2 --z-loss-coeff 1e-2", patches=("few_tokens",), zero=KEY_BIAS,
-                          beside="--fused-linear-cross-entropy"),
+    "caps-zloss": Feature(
+        f"{NO_DROPOUT} --attn-logit-softcapping 3 --final-logit-softcapping 2 --z-loss-coeff "
+        "1e-2 --num-layers 3"
+    ),
+    "fused-head": Feature(
+        f"{NO_DROPOUT} --final-logit-softcapping 2 --z-loss-coeff 1e-2",
+        patches=("few_tokens",),
+        zero=KEY_BIAS,
+        beside="--fused-linear-cross-entropy",
+    ),
     "ramp-up": Feature("--rampup-batch-size 4 4 40", most_dp=4, zero=KEY_BIAS),
-    "recompute": Feature("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --geglu", zero=KEY_BIAS),
+    "recompute": Feature(
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --geglu",
+        zero=KEY_BIAS,
+    ),
     "sgd": Feature(f"--optimizer sgd --lr 0.1 {LLAMA}"),
     "m3": Feature("", micro_batches=3, zero=KEY_BIAS),  # fewer than 4 pipeline ranks
     "m5": Feature(f"{LLAMA} --untie-embeddings-and-output-weights", micro_batches=5),
 }
 
 LAYOUTS = (
-    "tp2", "tp2 sp", "dp2", "tp2 sp serial", "dp2 serial", "tp4", "tp4 sp", "dp4", "tp2 dp2", "tp2 sp dp2", "tp2 sp dp2 serial", "tp2 sp dp2 mapping",
-    "tp8", "tp8 sp", "dp8", "tp4 dp2", "tp4 sp dp2", "tp2 dp4", "tp2 sp dp4",
+    "tp2",
+    "tp2 sp",
+    "dp2",
+    "tp2 sp serial",
+    "dp2 serial",
+    "tp4",
+    "tp4 sp",
+    "dp4",
+    "tp2 dp2",
+    "tp2 sp dp2",
+    "tp2 sp dp2 serial",
+    "tp2 sp dp2 mapping",
+    "tp8",
+    "tp8 sp",
+    "dp8",
+    "tp4 dp2",
+    "tp4 sp dp2",
+    "tp2 dp4",
+    "tp2 sp dp4",
 )
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved v2", "zero-bubble", "zero-bubble-v")
 SPLITS = {  # a word of a layout: flags and the number of layers; the uneven ones
     "first3": ("--decoder-first-pipeline-num-layers 3", 4),
     "drawn": ("--pipeline-model-parallel-layout E|tttL", 3),
-    "counted": ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", 6),
+    "counted": (
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+        6,
+    ),
 }
 PIPELINES = (
-    *(f"pp{size} {schedule}{beside}" for size, schedule, beside in product((2, 4), SCHEDULES, ("", " tp2 sp", " dp2"))),
-    "pp3 interleaved v2", "pp2 1f1b tp2", "pp2 zero-bubble tp2 sp dp2", "pp2 interleaved v2 tp2 dp2 mapping", "pp2 zero-bubble-v dp2 serial",
-    "pp2 1f1b first3", "pp2 zero-bubble drawn", "pp2 zero-bubble-v counted", "pp4 1f1b auto", "pp4 interleaved v2 auto",
+    *(
+        f"pp{size} {schedule}{beside}"
+        for size, schedule, beside in product((2, 4), SCHEDULES, ("", " tp2 sp", " dp2"))
+    ),
+    "pp3 interleaved v2",
+    "pp2 1f1b tp2",
+    "pp2 zero-bubble tp2 sp dp2",
+    "pp2 interleaved v2 tp2 dp2 mapping",
+    "pp2 zero-bubble-v dp2 serial",
+    "pp2 1f1b first3",
+    "pp2 zero-bubble drawn",
+    "pp2 zero-bubble-v counted",
+    "pp4 1f1b auto",
+    "pp4 interleaved v2 auto",
 )
 PIPELINE_STEPS = 8
 
 # ZeRO: each of these at every stage.
 SHARDED = ("dp2", "dp4", "dp2 serial", "tp2 dp2", "tp2 sp dp2", "dp4 shard2")
 SHARDED_PIPELINES = (
-    *(f"pp2 {schedule} dp2" for schedule in SCHEDULES), "pp2 zero-bubble tp2 sp dp2", "pp2 zero-bubble-v dp4 shard2", "pp4 1f1b auto dp2",
+    *(f"pp2 {schedule} dp2" for schedule in SCHEDULES),
+    "pp2 zero-bubble tp2 sp dp2",
+    "pp2 zero-bubble-v dp4 shard2",
+    "pp4 1f1b auto dp2",
 )
 STAGES = (1, 2, 3)
 
 
 def staged(layouts: tuple[str, ...], kept: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Layouts at every ZeRO stage, and some with --zero3-keep-gathered."""
-    return *(f"{layout} zero{stage}" for layout in layouts for stage in STAGES), *(f"{layout} zero3 kept" for layout in kept)
+    return *(f"{layout} zero{stage}" for layout in layouts for stage in STAGES), *(
+        f"{layout} zero3 kept" for layout in kept
+    )
 
-# Unit roundoffs. A run of L layers rounds each activation about 12 L + 4 times on its way (a layer: norm 2, fused projection, rotary,
-# scores, probabilities, context, output and residual, up, activation, down and residual; embedding 2, final norm, logits), and as often on
-# the way back. Roundings are independent and each at most u of what it touches, so the relative error of a gradient is about u sqrt(2n) with
-# n = 12 L + 4; that of the loss, which averages over tokens, is below u sqrt(n). Twice that is the bound: where a layout rounds at other places
+
+# Unit roundoffs. A run of L layers rounds each activation about 12 L + 4 times on its way (a layer:
+# norm 2, fused projection, rotary,
+# scores, probabilities, context, output and residual, up, activation, down and residual; embedding
+# 2, final norm, logits), and as often on
+# the way back. Roundings are independent and each at most u of what it touches, so the relative
+# error of a gradient is about u sqrt(2n) with
+# n = 12 L + 4; that of the loss, which averages over tokens, is below u sqrt(n). Twice that is the
+# bound: where a layout rounds at other places
 # (partial sums before they are added over ranks), it adds no more roundings than there were.
 UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
@@ -105,9 +182,11 @@ def narrow_bound(precision: str, layers: int) -> float:
 
 
 def wire_bound(parts: int) -> float:
-    """Relative error of an fp32 gradient that is sent in bf16 in so many parts: one of each data-parallel rank, at ZeRO 2 and 3 one of each of its
-    micro-batches. Each part is rounded, at stage 0 their sum too. Gradients of different samples are about orthogonal, so the norms of N parts add up
-    to sqrt(N) times that of the sum: u sqrt(N) + u."""
+    """Relative error of an fp32 gradient that is sent in bf16 in so many parts: one of each
+    data-parallel rank, at ZeRO 2 and 3 one of each of its micro-batches. Each part is rounded, at
+    stage 0 their sum too. Gradients of different samples are about orthogonal, so the norms of N
+    parts add up to sqrt(N) times that of the sum: u sqrt(N) + u.
+    """
     return UNIT_ROUNDOFF["bf16"] * (1 + math.sqrt(parts))
 
 
@@ -117,7 +196,8 @@ PRECISIONS = {
     "fp32": SGD,
     "wire": f"{SGD} --grad-reduce-in-bf16",
     "bf16": f"{SGD} --bf16",
-    "fp16": f"{SGD} --fp16 --initial-loss-scale 1024 --loss-scale-window 3",  # so low that nothing overflows but what is made to
+    # so low that nothing overflows but what is made to
+    "fp16": f"{SGD} --fp16 --initial-loss-scale 1024 --loss-scale-window 3",
 }
 
 
@@ -137,7 +217,12 @@ class Row:
         """The layout, read."""
         words = self.layout.split()
         read = read_layout(" ".join(word for word in words if word not in SPLITS))
-        return read._replace(flags=(*read.flags, *(flag for word in words if word in SPLITS for flag in SPLITS[word][0].split())))
+        return read._replace(
+            flags=(
+                *read.flags,
+                *(flag for word in words if word in SPLITS for flag in SPLITS[word][0].split()),
+            )
+        )
 
     @property
     def world(self) -> int:
@@ -150,13 +235,22 @@ class Row:
 
     @property
     def layers(self) -> int:
-        """As few as show that a layer is not like the others; under `auto` every stage is one unit."""
+        """As few as show that a layer is not like the others; under `auto` every stage is one
+        unit.
+        """
         words = self.layout.split()
         if self.words.pp == 1:
             given = [*BASE, *FEATURES[self.feature].flags.split()]
             return int(given[len(given) - given[::-1].index("--num-layers")])
-        stages = self.words.pp * (int(words[words.index("interleaved") + 1][1:]) if "interleaved" in words else 1 + ("zero-bubble-v" in words))
-        return next((SPLITS[word][1] for word in words if word in SPLITS), stages - 2 if "auto" in words else max(4, stages))
+        stages = self.words.pp * (
+            int(words[words.index("interleaved") + 1][1:])
+            if "interleaved" in words
+            else 1 + ("zero-bubble-v" in words)
+        )
+        return next(
+            (SPLITS[word][1] for word in words if word in SPLITS),
+            stages - 2 if "auto" in words else max(4, stages),
+        )
 
     @property
     def patches(self) -> tuple[str, ...]:
@@ -166,82 +260,181 @@ class Row:
     def parts(self) -> int:
         """How many gradients are sent and added up in a step."""
         flags = self.flags(layout=True)
-        samples, micro_batch = (int(flags[len(flags) - flags[::-1].index(flag)]) for flag in ("--global-batch-size", "--micro-batch-size"))
+        samples, micro_batch = (
+            int(flags[len(flags) - flags[::-1].index(flag)])
+            for flag in ("--global-batch-size", "--micro-batch-size")
+        )
         return samples // micro_batch if self.stage >= 2 else self.words.dp
 
     def flags(self, *, layout: bool, exact: bool = False) -> tuple[str, ...]:
-        """The command line, of the layout or of one process, in the row's precision or (`exact`) the same run in fp64."""
+        """The command line, of the layout or of one process, in the row's precision or (`exact`)
+        the same run in fp64.
+        """
         feature, words = FEATURES[self.feature], self.words
         own = f"{feature.flags} {PRECISIONS[self.precision]}".split()
         if exact:  # the row's optimizer, nothing narrow
             own = f"{feature.flags} {SGD} --fp64 --nan-policy skip".split()
-        micro_batch = max(1, GLOBAL_BATCH // (2 * (words.dp if layout else 1)))  # two micro-batches a step where the ranks leave as many samples
-        if words.pp > 1:  # eight micro-batches, or four; the same in one process: over steps the rounding of other sums would grow to 2e-10
+        # two micro-batches a step where the ranks leave as many samples
+        micro_batch = max(1, GLOBAL_BATCH // (2 * (words.dp if layout else 1)))
+        # eight micro-batches, or four; the same in one process: over steps the rounding of other
+        # sums would grow to 2e-10
+        if words.pp > 1:
             own += ["--num-layers", str(self.layers), "--train-iters", str(PIPELINE_STEPS)]
             micro_batch = 2 if words.tp > 1 == words.dp else 1
         if layout:
             own += feature.beside.split()
         if feature.micro_batches:
             own += ["--global-batch-size", str(feature.micro_batches)]
-        return (*BASE, *own, "--micro-batch-size", str(micro_batch), *(words.flags if layout else ()))
+        return (
+            *BASE,
+            *own,
+            "--micro-batch-size",
+            str(micro_batch),
+            *(words.flags if layout else ()),
+        )
 
 
 def possible(row: Row) -> bool:
-    """Whether a feature's batch feeds the layout's data-parallel ranks; a number of micro-batches matters to a pipeline alone."""
+    """Whether a feature's batch feeds the layout's data-parallel ranks; a number of micro-batches
+    matters to a pipeline alone.
+    """
     feature, words = FEATURES[row.feature], row.words
-    return words.dp <= feature.most_dp and (feature.micro_batches is None or words.tp == words.dp == 1 < words.pp)
+    return words.dp <= feature.most_dp and (
+        feature.micro_batches is None or words.tp == words.dp == 1 < words.pp
+    )
 
 
 NARROW_FEATURES = ("gpt", "gqa2-qknorm", "documents-rope")
 NARROW_LAYOUTS = ("tp2", "tp2 sp", "dp2", "tp4 sp", "tp2 dp2", "tp2 sp dp2", "tp8 sp", "tp4 dp2")
-NARROW_PIPELINES = (*(f"pp2 {schedule}" for schedule in SCHEDULES), "pp2 1f1b dp2", "pp2 zero-bubble tp2 sp", "pp2 zero-bubble-v dp2")
-NARROW_SHARDED = staged(("dp2", "tp2 sp dp2", "dp4 shard2", "pp2 zero-bubble dp2", "pp2 zero-bubble-v dp2"), kept=("dp2",))
+NARROW_PIPELINES = (
+    *(f"pp2 {schedule}" for schedule in SCHEDULES),
+    "pp2 1f1b dp2",
+    "pp2 zero-bubble tp2 sp",
+    "pp2 zero-bubble-v dp2",
+)
+NARROW_SHARDED = staged(
+    ("dp2", "tp2 sp dp2", "dp4 shard2", "pp2 zero-bubble dp2", "pp2 zero-bubble-v dp2"),
+    kept=("dp2",),
+)
 
 # What a schedule may get wrong; the rest is seen with some pipelines alone.
-PIPELINE_FEATURES = ("gpt", "dropout", "llama", "documents", "uneven", "ramp-up", "recompute", "m3", "m5")
-SOME_PIPELINES = ("pp2 1f1b", "pp2 zero-bubble tp2 sp", "pp2 interleaved v2 dp2", "pp4 zero-bubble-v")
+PIPELINE_FEATURES = (
+    "gpt",
+    "dropout",
+    "llama",
+    "documents",
+    "uneven",
+    "ramp-up",
+    "recompute",
+    "m3",
+    "m5",
+)
+SOME_PIPELINES = (
+    "pp2 1f1b",
+    "pp2 zero-bubble tp2 sp",
+    "pp2 interleaved v2 dp2",
+    "pp4 zero-bubble-v",
+)
 
 
 def full_table() -> list[Row]:
     """Every layout with every feature in fp64; a choice of both in the other precisions."""
     rows = [Row(layout, feature) for layout, feature in product(LAYOUTS, FEATURES)]
-    rows += [Row(layout, feature) for layout, feature in product(PIPELINES, FEATURES) if feature in PIPELINE_FEATURES or layout in SOME_PIPELINES]
-    rows += [Row(layout, feature) for layout, feature in product(staged(SHARDED, kept=("dp2", "tp2 sp dp2")), FEATURES)]
-    rows += [Row(layout, feature) for layout, feature in
-             product(staged(SHARDED_PIPELINES, kept=("pp2 1f1b dp2", "pp2 zero-bubble-v dp2")), PIPELINE_FEATURES)]
-    rows += [Row(layout, feature, "fp32") for layout, feature in product(LAYOUTS, FEATURES)
-             if layout in NARROW_LAYOUTS and feature in NARROW_FEATURES or layout in ("tp2 sp dp2", "tp4")]
-    rows += [Row(layout, feature, precision) for layout, feature, precision in product(NARROW_LAYOUTS, NARROW_FEATURES, ("bf16", "fp16"))]
-    rows += [Row(layout, feature, precision) for layout, feature, precision in product(NARROW_PIPELINES, NARROW_FEATURES, ("fp32", "bf16", "fp16"))]
-    rows += [Row(layout, feature, "wire") for layout, feature in product((*LAYOUTS, *NARROW_PIPELINES), NARROW_FEATURES)
-             if read_layout(layout).dp > 1]
-    rows += [Row(layout, feature, precision)
-             for layout, feature, precision in product(NARROW_SHARDED, NARROW_FEATURES, ("fp32", "bf16", "fp16", "wire"))]
+    rows += [
+        Row(layout, feature)
+        for layout, feature in product(PIPELINES, FEATURES)
+        if feature in PIPELINE_FEATURES or layout in SOME_PIPELINES
+    ]
+    rows += [
+        Row(layout, feature)
+        for layout, feature in product(staged(SHARDED, kept=("dp2", "tp2 sp dp2")), FEATURES)
+    ]
+    rows += [
+        Row(layout, feature)
+        for layout, feature in product(
+            staged(SHARDED_PIPELINES, kept=("pp2 1f1b dp2", "pp2 zero-bubble-v dp2")),
+            PIPELINE_FEATURES,
+        )
+    ]
+    rows += [
+        Row(layout, feature, "fp32")
+        for layout, feature in product(LAYOUTS, FEATURES)
+        if layout in NARROW_LAYOUTS
+        and feature in NARROW_FEATURES
+        or layout in ("tp2 sp dp2", "tp4")
+    ]
+    rows += [
+        Row(layout, feature, precision)
+        for layout, feature, precision in product(NARROW_LAYOUTS, NARROW_FEATURES, ("bf16", "fp16"))
+    ]
+    rows += [
+        Row(layout, feature, precision)
+        for layout, feature, precision in product(
+            NARROW_PIPELINES, NARROW_FEATURES, ("fp32", "bf16", "fp16")
+        )
+    ]
+    rows += [
+        Row(layout, feature, "wire")
+        for layout, feature in product((*LAYOUTS, *NARROW_PIPELINES), NARROW_FEATURES)
+        if read_layout(layout).dp > 1
+    ]
+    rows += [
+        Row(layout, feature, precision)
+        for layout, feature, precision in product(
+            NARROW_SHARDED, NARROW_FEATURES, ("fp32", "bf16", "fp16", "wire")
+        )
+    ]
     return [row for row in rows if possible(row)]
 
 
 def traits(row: Row) -> set[tuple[str, str]]:
-    """The pairs that a row shows: its feature (in fp64) or precision with each axis of its layout; in fp64 its layout, or each axis of its
-    pipeline with the schedule. Under ZeRO: its stage with its feature or precision, and in fp64 with all that its layout is made of."""
+    """The pairs that a row shows: its feature (in fp64) or precision with each axis of its layout;
+    in fp64 its layout, or each axis of its pipeline with the schedule. Under ZeRO: its stage with
+    its feature or precision, and in fp64 with all that its layout is made of.
+    """
     _, flags, tp, dp, pp = row.words
     words = FEATURES[row.feature].flags.split()
-    groups = int(words[words.index("--num-query-groups") + 1]) if "--num-query-groups" in words else tp
+    groups = (
+        int(words[words.index("--num-query-groups") + 1]) if "--num-query-groups" in words else tp
+    )
     sequence = " with sp" if "--sequence-parallel" in flags else ""
     exact = row.precision == "fp64"
     if row.stage:
         split = "--pipeline-schedule zero-bubble" in " ".join(flags)
         if not exact:
-            return {(f"zero{row.stage}", f"{row.precision}{' split' * (split and row.precision == 'fp16')}")}
-        beside = [word for word in row.layout.split() if word not in ("v2", "auto") and not word.startswith("pp")]
-        return {(f"zero{row.stage}", other) for other in (row.feature, *beside, *(["kv heads shared" + sequence] if tp > groups else []))}
+            return {
+                (
+                    f"zero{row.stage}",
+                    f"{row.precision}{' split' * (split and row.precision == 'fp16')}",
+                )
+            }
+        beside = [
+            word
+            for word in row.layout.split()
+            if word not in ("v2", "auto") and not word.startswith("pp")
+        ]
+        return {
+            (f"zero{row.stage}", other)
+            for other in (
+                row.feature,
+                *beside,
+                *(["kv heads shared" + sequence] if tp > groups else []),
+            )
+        }
     axes = {
-        "tp" + sequence: tp > 1, "dp": dp > 1, "tp x dp": tp > 1 and dp > 1, "kv heads shared" + sequence: exact and tp > groups, "pp": pp > 1,
+        "tp" + sequence: tp > 1,
+        "dp": dp > 1,
+        "tp x dp": tp > 1 and dp > 1,
+        "kv heads shared" + sequence: exact and tp > groups,
+        "pp": pp > 1,
     }
     what = row.feature if exact else row.precision
     shown = {(what, axis) for axis, on in axes.items() if on} | {(row.precision, row.feature)}
     if pp == 1:
         return shown | {("layout", row.layout)} if exact else shown
-    schedule, *others = row.layout.replace(" v2", "").replace("tp2 sp", "tp2+sp").removeprefix(f"pp{pp} ").split()
+    schedule, *others = (
+        row.layout.replace(" v2", "").replace("tp2 sp", "tp2+sp").removeprefix(f"pp{pp} ").split()
+    )
     if row.precision == "fp16" or exact and row.feature in PIPELINE_FEATURES:
         shown.add((what, schedule))
     return shown | {(schedule, other) for other in (f"pp{pp}", *others)} if exact else shown
@@ -250,53 +443,108 @@ def traits(row: Row) -> set[tuple[str, str]]:
 # What CI runs of it, few on 8 ranks: feature: its layouts. It shows all traits (test_layouts.py).
 CI = {
     "fp64": {
-        "gpt": "tp2, dp2, dp2 serial, dp4, dp8, tp2 sp dp2, pp2 gpipe, pp4 1f1b auto, pp2 interleaved v2, pp4 zero-bubble, "
-               "pp2 zero-bubble-v counted, pp2 interleaved v2 tp2 dp2 mapping",
-        "dropout": "tp2, tp2 sp dp2 mapping, pp2 gpipe tp2 sp, pp2 1f1b, pp3 interleaved v2, pp2 zero-bubble, pp2 zero-bubble-v tp2 sp",
-        "llama": "tp2 sp serial, tp2 dp4, pp4 gpipe, pp2 1f1b tp2 sp, pp2 interleaved v2 tp2 sp, pp2 zero-bubble tp2 sp, pp4 zero-bubble-v",
+        "gpt": "tp2, dp2, dp2 serial, dp4, dp8, tp2 sp dp2, pp2 gpipe, pp4 1f1b auto, pp2 "
+        "interleaved v2, pp4 zero-bubble, "
+        "pp2 zero-bubble-v counted, pp2 interleaved v2 tp2 dp2 mapping",
+        "dropout": (
+            "tp2, tp2 sp dp2 mapping, pp2 gpipe tp2 sp, pp2 1f1b, pp3 interleaved v2, pp2 "
+            "zero-bubble, pp2 zero-bubble-v tp2 sp"
+        ),
+        "llama": (
+            "tp2 sp serial, tp2 dp4, pp4 gpipe, pp2 1f1b tp2 sp, pp2 interleaved v2 tp2 sp, "
+            "pp2 zero-bubble tp2 sp, pp4 zero-bubble-v"
+        ),
         "gqa2-qknorm": "tp4 sp, tp4 dp2, pp2 1f1b",
         "mqa-qknorm-bias": "tp2 sp, tp2 dp2, pp2 zero-bubble tp2 sp",
         "gqa4-qkvbias": "tp8, tp8 sp, tp2 sp dp4, pp2 1f1b",
         "mqa-bias": "tp2, tp2 sp dp2 serial, pp2 zero-bubble tp2 sp",
         "padding": "tp2 sp, tp2 dp2, pp2 1f1b",
-        "documents": "tp2 sp, tp2 dp2, pp2 gpipe dp2, pp2 1f1b dp2, pp2 interleaved v2 dp2, pp2 zero-bubble tp2 sp dp2, pp2 zero-bubble-v dp2",
+        "documents": (
+            "tp2 sp, tp2 dp2, pp2 gpipe dp2, pp2 1f1b dp2, pp2 interleaved v2 dp2, pp2 "
+            "zero-bubble tp2 sp dp2, pp2 zero-bubble-v dp2"
+        ),
         "documents-rope": "tp2 dp2, tp4 sp dp2, pp2 interleaved v2 dp2",
-        "uneven": "tp2 sp, tp2 dp2, pp2 gpipe, pp2 1f1b first3, pp4 interleaved v2 auto, pp2 zero-bubble drawn, pp2 zero-bubble-v",
+        "uneven": (
+            "tp2 sp, tp2 dp2, pp2 gpipe, pp2 1f1b first3, pp4 interleaved v2 auto, pp2 "
+            "zero-bubble drawn, pp2 zero-bubble-v"
+        ),
         "caps-zloss": "tp4, tp2 sp dp2, pp2 1f1b",
         "fused-head": "tp2 sp, tp2 dp2, pp2 zero-bubble tp2 sp",
-        "ramp-up": "tp2 sp, tp2 dp2, pp2 gpipe, pp2 1f1b, pp2 interleaved v2, pp2 zero-bubble dp2, pp2 zero-bubble-v dp2 serial",
-        "recompute": "tp2 sp, tp2 dp2, pp2 gpipe, pp2 1f1b tp2, pp2 interleaved v2, pp2 zero-bubble, pp2 zero-bubble-v",
+        "ramp-up": (
+            "tp2 sp, tp2 dp2, pp2 gpipe, pp2 1f1b, pp2 interleaved v2, pp2 zero-bubble dp2, "
+            "pp2 zero-bubble-v dp2 serial"
+        ),
+        "recompute": (
+            "tp2 sp, tp2 dp2, pp2 gpipe, pp2 1f1b tp2, pp2 interleaved v2, pp2 zero-bubble, "
+            "pp2 zero-bubble-v"
+        ),
         "sgd": "tp2 sp, tp2 dp2, pp2 1f1b",
         "m3": "pp4 gpipe, pp4 1f1b, pp4 interleaved v2, pp4 zero-bubble, pp4 zero-bubble-v",
         "m5": "pp2 gpipe, pp2 1f1b, pp2 interleaved v2, pp2 zero-bubble, pp2 zero-bubble-v",
     },
     "fp32": {"gpt": "tp2 dp2, pp2 1f1b dp2", "gqa2-qknorm": "tp4 sp", "documents-rope": "tp2"},
-    "bf16": {"gpt": "tp2 dp2, pp2 zero-bubble tp2 sp", "gqa2-qknorm": "tp2 sp", "documents-rope": "tp2"},
+    "bf16": {
+        "gpt": "tp2 dp2, pp2 zero-bubble tp2 sp",
+        "gqa2-qknorm": "tp2 sp",
+        "documents-rope": "tp2",
+    },
     "fp16": {
-        "gpt": "tp2 sp, pp2 gpipe, pp2 zero-bubble-v", "gqa2-qknorm": "tp2 dp2, pp2 1f1b, pp2 zero-bubble tp2 sp",
+        "gpt": "tp2 sp, pp2 gpipe, pp2 zero-bubble-v",
+        "gqa2-qknorm": "tp2 dp2, pp2 1f1b, pp2 zero-bubble tp2 sp",
         "documents-rope": "tp2, pp2 interleaved v2",
     },
-    "wire": {"gpt": "dp2, pp2 zero-bubble-v dp2", "gqa2-qknorm": "tp2 sp dp2", "documents-rope": "tp2 dp2"},
+    "wire": {
+        "gpt": "dp2, pp2 zero-bubble-v dp2",
+        "gqa2-qknorm": "tp2 sp dp2",
+        "documents-rope": "tp2 dp2",
+    },
 }
 
 
 ZERO_CI = {  # each at every stage
     "fp64": {
-        "gpt": "pp2 zero-bubble-v dp2", "dropout": "dp2", "llama": "pp2 interleaved v2 dp2", "gqa2-qknorm": "dp4 shard2",
-        "mqa-qknorm-bias": "tp2 sp dp2", "gqa4-qkvbias": "dp2", "mqa-bias": "tp2 dp2", "padding": "dp2", "documents": "pp2 zero-bubble dp2",
-        "documents-rope": "dp2", "uneven": "dp4", "caps-zloss": "dp2", "fused-head": "dp2", "ramp-up": "pp2 gpipe dp2",
-        "recompute": "pp2 1f1b dp2", "sgd": "dp2 serial",
+        "gpt": "pp2 zero-bubble-v dp2",
+        "dropout": "dp2",
+        "llama": "pp2 interleaved v2 dp2",
+        "gqa2-qknorm": "dp4 shard2",
+        "mqa-qknorm-bias": "tp2 sp dp2",
+        "gqa4-qkvbias": "dp2",
+        "mqa-bias": "tp2 dp2",
+        "padding": "dp2",
+        "documents": "pp2 zero-bubble dp2",
+        "documents-rope": "dp2",
+        "uneven": "dp4",
+        "caps-zloss": "dp2",
+        "fused-head": "dp2",
+        "ramp-up": "pp2 gpipe dp2",
+        "recompute": "pp2 1f1b dp2",
+        "sgd": "dp2 serial",
     },
-    "fp32": {"gpt": "dp2"}, "bf16": {"gpt": "tp2 sp dp2"}, "fp16": {"gpt": "dp2", "gqa2-qknorm": "pp2 zero-bubble dp2"}, "wire": {"gpt": "dp2"},
+    "fp32": {"gpt": "dp2"},
+    "bf16": {"gpt": "tp2 sp dp2"},
+    "fp16": {"gpt": "dp2", "gqa2-qknorm": "pp2 zero-bubble dp2"},
+    "wire": {"gpt": "dp2"},
 }
-ZERO_3_CI = (Row("dp2 zero3 kept", "dropout"), Row("pp2 zero-bubble-v dp2 zero3 kept", "documents"), Row("pp4 1f1b auto dp2 zero3", "gpt"))
+ZERO_3_CI = (
+    Row("dp2 zero3 kept", "dropout"),
+    Row("pp2 zero-bubble-v dp2 zero3 kept", "documents"),
+    Row("pp4 1f1b auto dp2 zero3", "gpt"),
+)
 
 
 def ci_rows() -> list[Row]:
     """The rows of CI, small worlds first."""
-    rows = [Row(layout, feature, precision)
-            for precision, table in CI.items() for feature, layouts in table.items() for layout in layouts.split(", ")]
-    rows += [Row(layout, feature, precision)
-             for precision, table in ZERO_CI.items() for feature, layout in table.items() for layout in staged((layout,))]
+    rows = [
+        Row(layout, feature, precision)
+        for precision, table in CI.items()
+        for feature, layouts in table.items()
+        for layout in layouts.split(", ")
+    ]
+    rows += [
+        Row(layout, feature, precision)
+        for precision, table in ZERO_CI.items()
+        for feature, layout in table.items()
+        for layout in staged((layout,))
+    ]
     rows += ZERO_3_CI
     return sorted(rows, key=lambda row: row.world)

@@ -1,4 +1,6 @@
-"""What a rank sends: every call of torch.distributed, by its arguments, with the collective and the pass that it belongs to."""
+"""What a rank sends: every call of torch.distributed, by its arguments, with the collective and the
+pass that it belongs to.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from loopback import own_loopback, sent_bytes  # noqa: E402, F401
 
-# Functions of distributed/collectives.py and distributed/p2p.py that send and receive, and what they are.
-KINDS = {"Sending": "message", "start_all_reduce": "all-reduce", "start_all_gather": "all-gather", "gather_parts": "all-gather",
-         "_GlooReduceScatter": "reduce-scatter", "scatter_parts": "reduce-scatter"}
+# Functions of distributed/collectives.py and distributed/p2p.py that send and receive, and what
+# they are.
+KINDS = {
+    "Sending": "message",
+    "start_all_reduce": "all-reduce",
+    "start_all_gather": "all-gather",
+    "gather_parts": "all-gather",
+    "_GlooReduceScatter": "reduce-scatter",
+    "scatter_parts": "reduce-scatter",
+}
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call. `bytes`: those that this rank sends by the textbook: of a message its size, of a ring all-reduce 2 (N-1)/N of the tensor."""
+    """One call. `bytes`: those that this rank sends by the textbook: of a message its size, of a
+    ring all-reduce 2 (N-1)/N of the tensor.
+    """
 
     kind: str  # all-reduce, all-gather, reduce-scatter, message
     ranks: tuple[int, ...]
@@ -50,7 +61,9 @@ def _frames() -> Iterator[Any]:
 
 
 def _who() -> tuple[str, str]:
-    """(kind of the call in distributed/collectives.py or distributed/p2p.py, the function that called it)."""
+    """(kind of the call in distributed/collectives.py or distributed/p2p.py, the function that
+    called it).
+    """
     kind = None
     for frame in _frames():
         name = frame.f_code.co_qualname
@@ -58,7 +71,9 @@ def _who() -> tuple[str, str]:
             kind = KINDS.get(name.split(".")[0], kind)
         elif kind is not None:
             return kind, name
-    raise AssertionError("torch.distributed was not called through distributed/collectives.py or distributed/p2p.py")
+    raise AssertionError(
+        "torch.distributed was not called through distributed/collectives.py or distributed/p2p.py"
+    )
 
 
 class Ledger:
@@ -68,10 +83,22 @@ class Ledger:
         self.calls: list[Call] = []
         self.phase = "elsewhere"
 
-    def _note(self, tensor: Any, group: Any, share: float, to: int | None = None, tag: int = 0) -> None:
+    def _note(
+        self, tensor: Any, group: Any, share: float, to: int | None = None, tag: int = 0
+    ) -> None:
         kind, caller = _who()
         ranks = tuple(dist.get_process_group_ranks(group))
-        self.calls.append(Call(kind, ranks, share * tensor.numel() * tensor.element_size(), self.phase, caller, to, tag))
+        self.calls.append(
+            Call(
+                kind,
+                ranks,
+                share * tensor.numel() * tensor.element_size(),
+                self.phase,
+                caller,
+                to,
+                tag,
+            )
+        )
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -99,7 +126,9 @@ class Ledger:
             raise AssertionError("a collective that sends more on Gloo than it needs to")
 
         def messages_alone(rows, x, group=None, async_op=False):
-            assert x.dtype in (torch.int64, torch.uint8), "an all-gather of the library's, which sends more on Gloo than it needs to"
+            assert x.dtype in (torch.int64, torch.uint8), (
+                "an all-gather of the library's, which sends more on Gloo than it needs to"
+            )
             return all_gather(rows, x, group, async_op)
 
         def layer_forward(layer, *args):
@@ -115,8 +144,16 @@ class Ledger:
                 stack.enter_context(mock.patch.object(module, "isend", noted_isend))
             stack.enter_context(mock.patch.object(dist, "all_reduce", noted_all_reduce))
             stack.enter_context(mock.patch.object(dist, "all_gather", messages_alone))
-            for name in (ALL_GATHER, "reduce_scatter", REDUCE_SCATTER, "all_to_all", "all_to_all_single",
-                         "broadcast", "reduce", "send"):
+            for name in (
+                ALL_GATHER,
+                "reduce_scatter",
+                REDUCE_SCATTER,
+                "all_to_all",
+                "all_to_all_single",
+                "broadcast",
+                "reduce",
+                "send",
+            ):
                 stack.enter_context(mock.patch.object(dist, name, refused))
             stack.enter_context(mock.patch.object(LayerBlock, "forward", layer_forward))
             stack.enter_context(mock.patch.object(LayerPasses, "_differentiate", layer_backward))
@@ -131,7 +168,9 @@ def count(flags: tuple[str, ...]) -> list[Call]:
 
 
 def measure(flags: tuple[str, ...]) -> tuple[float, int]:
-    """(bytes that the calls of all ranks send by their arguments, bytes that went over the loopback interface meanwhile)."""
+    """(bytes that the calls of all ranks send by their arguments, bytes that went over the loopback
+    interface meanwhile).
+    """
     dist.barrier()
     before = sent_bytes()
     dist.barrier()
@@ -145,13 +184,17 @@ def measure(flags: tuple[str, ...]) -> tuple[float, int]:
 
 
 def main(cases: list[list[str]]) -> None:
-    """Print the results of `measure` for each case: the quietest of five runs, on a fresh pair of processes."""
+    """Print the results of `measure` for each case: the quietest of five runs, on a fresh pair of
+    processes.
+    """
     from distributed.pool import World
 
     world = World(2)
     for flags in cases:
         runs: list[tuple[float, int]] = []
-        while len(runs) < 5 and not (runs and min(seen / counted for counted, seen in runs) <= 1.05):
+        while len(runs) < 5 and not (
+            runs and min(seen / counted for counted, seen in runs) <= 1.05
+        ):
             runs.append(world.run(measure, tuple(flags))[0])
         print(json.dumps(min(runs, key=lambda run: run[1] / run[0])))
     world.close()

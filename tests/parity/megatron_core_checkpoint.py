@@ -1,10 +1,12 @@
-"""Our import against megatron-core itself: checkpoints that it writes (torch_dist, and one file a rank), and the logits of both.
+"""Our import against megatron-core itself: checkpoints that it writes (torch_dist, and one file a
+rank), and the logits of both.
 
 In an environment with megatron-core and psutil, then in ours:
 
-    PEER/python -m torch.distributed.run --nproc-per-node 4 tests/parity/megatron_core_checkpoint.py write OUT --kind llama --tp 2 --pp 2
-    PEER/python -m torch.distributed.run --nproc-per-node 1 tests/parity/megatron_core_checkpoint.py logits OUT --kind llama
-    python tests/parity/megatron_core_checkpoint.py compare OUT
+    PEER/python -m torch.distributed.run --nproc-per-node 4 tests/parity/megatron_core_checkpoint.py
+    write OUT --kind llama --tp 2 --pp 2 PEER/python -m torch.distributed.run --nproc-per-node 1
+    tests/parity/megatron_core_checkpoint.py logits OUT --kind llama python
+    tests/parity/megatron_core_checkpoint.py compare OUT
 
 `compare` prints the relative difference of the logits and ends with 1 above 1e-5 (fp32).
 """
@@ -28,7 +30,9 @@ def ids() -> torch.Tensor:
 
 
 def build(kind: str, tp: int, pp: int):
-    """(their model on this rank, its configuration), every weight random. Their code asks for CUDA where a CPU would do."""
+    """(their model on this rank, its configuration), every weight random. Their code asks for CUDA
+    where a CPU would do.
+    """
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda *device: None
     from megatron.core import parallel_state, tensor_parallel
@@ -36,27 +40,65 @@ def build(kind: str, tp: int, pp: int):
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    tracker = type("Tracker", (), {"fork": lambda self, *name: nullcontext(), "is_initialized": lambda self: True})
+    tracker = type(
+        "Tracker",
+        (),
+        {"fork": lambda self, *name: nullcontext(), "is_initialized": lambda self: True},
+    )
     tensor_parallel.get_cuda_rng_tracker = tracker
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp
+    )
     torch.manual_seed(7)
     llama = kind == "llama"
     config = TransformerConfig(
-        num_layers=4, hidden_size=32, ffn_hidden_size=48 if llama else 128, num_attention_heads=4, num_query_groups=2 if llama else 4, kv_channels=8,
-        gated_linear_unit=llama, activation_func=F.silu if llama else F.gelu, add_bias_linear=not llama, qk_layernorm=llama,
-        normalization="RMSNorm" if llama else "LayerNorm", hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True,
-        pipeline_dtype=torch.float32, params_dtype=torch.float32, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
-        bias_activation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False, apply_rope_fusion=False, persist_layer_norm=False,
-        gradient_accumulation_fusion=False, layernorm_epsilon=1e-5)
+        num_layers=4,
+        hidden_size=32,
+        ffn_hidden_size=48 if llama else 128,
+        num_attention_heads=4,
+        num_query_groups=2 if llama else 4,
+        kv_channels=8,
+        gated_linear_unit=llama,
+        activation_func=F.silu if llama else F.gelu,
+        add_bias_linear=not llama,
+        qk_layernorm=llama,
+        normalization="RMSNorm" if llama else "LayerNorm",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        pipeline_dtype=torch.float32,
+        params_dtype=torch.float32,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        layernorm_epsilon=1e-5,
+    )
     model = GPTModel(
-        config, get_gpt_layer_local_spec(qk_layernorm=llama, normalization=config.normalization), vocab_size=128, max_sequence_length=LENGTH,
-        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(), parallel_output=False,
-        share_embeddings_and_output_weights=not llama, position_embedding_type="rope" if llama else "learned_absolute")
+        config,
+        get_gpt_layer_local_spec(qk_layernorm=llama, normalization=config.normalization),
+        vocab_size=128,
+        max_sequence_length=LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=False,
+        share_embeddings_and_output_weights=not llama,
+        position_embedding_type="rope" if llama else "learned_absolute",
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+                parameter.add_(
+                    0.1
+                    * torch.randn(
+                        parameter.shape, generator=torch.Generator().manual_seed(len(name))
+                    )
+                )
             else:
                 parameter.mul_(10)
     return model, config
@@ -71,16 +113,43 @@ def write(out: Path, kind: str, tp: int, pp: int) -> None:
 
     llama = kind == "llama"
     arguments = argparse.Namespace(  # of those that Megatron-LM keeps
-        num_layers=4, hidden_size=32, ffn_hidden_size=config.ffn_hidden_size, num_attention_heads=4, group_query_attention=llama, kv_channels=8,
-        num_query_groups=2 if llama else 1, max_position_embeddings=LENGTH, position_embedding_type="rope" if llama else "learned_absolute",
-        rotary_base=10000, rotary_percent=1.0, normalization=config.normalization, norm_epsilon=1e-5, swiglu=llama, add_bias_linear=not llama,
-        add_qkv_bias=False, untie_embeddings_and_output_weights=llama, qk_layernorm=llama, hidden_dropout=0.0, attention_dropout=0.0,
-        init_method_std=0.02, make_vocab_size_divisible_by=128, bias_gelu_fusion=False, num_experts=None, attention_backend=AttnBackend.auto,
-        model_type=ModelType.encoder_or_decoder, params_dtype=torch.float32)
+        num_layers=4,
+        hidden_size=32,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=4,
+        group_query_attention=llama,
+        kv_channels=8,
+        num_query_groups=2 if llama else 1,
+        max_position_embeddings=LENGTH,
+        position_embedding_type="rope" if llama else "learned_absolute",
+        rotary_base=10000,
+        rotary_percent=1.0,
+        normalization=config.normalization,
+        norm_epsilon=1e-5,
+        swiglu=llama,
+        add_bias_linear=not llama,
+        add_qkv_bias=False,
+        untie_embeddings_and_output_weights=llama,
+        qk_layernorm=llama,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=0.02,
+        make_vocab_size_divisible_by=128,
+        bias_gelu_fusion=False,
+        num_experts=None,
+        attention_backend=AttnBackend.auto,
+        model_type=ModelType.encoder_or_decoder,
+        params_dtype=torch.float32,
+    )
     folder = out / "iter_0000003"
     folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    state = {"args": arguments, "checkpoint_version": 3.0, "iteration": 3, "model": model.sharded_state_dict()}
+    state = {
+        "args": arguments,
+        "checkpoint_version": 3.0,
+        "iteration": 3,
+        "model": model.sharded_state_dict(),
+    }
     dist_checkpointing.save(state, folder, TorchDistSaveShardedStrategy("torch_dist", 1))
     (out / "latest_checkpointed_iteration.txt").write_text("3")
     stage = f"_{parallel_state.get_pipeline_model_parallel_rank():03d}" if pp > 1 else ""
@@ -94,7 +163,11 @@ def logits(out: Path, kind: str) -> None:
     model, _ = build(kind, 1, 1)
     from megatron.core import dist_checkpointing
 
-    model.load_state_dict(dist_checkpointing.load({"model": model.sharded_state_dict()}, str(out / "iter_0000003"))["model"])
+    model.load_state_dict(
+        dist_checkpointing.load({"model": model.sharded_state_dict()}, str(out / "iter_0000003"))[
+            "model"
+        ]
+    )
     mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
     with torch.no_grad():
         torch.save(model(ids(), torch.arange(LENGTH).expand(2, LENGTH), mask), out / "logits.pt")
@@ -120,7 +193,9 @@ def compare(out: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["write", "logits", "compare"])
     parser.add_argument("out", type=Path)
     parser.add_argument("--kind", choices=["llama", "gpt"], default="llama")
@@ -129,7 +204,9 @@ def main() -> int:
     flags = parser.parse_args()
     if flags.what == "compare":
         return compare(flags.out)
-    write(flags.out, flags.kind, flags.tp, flags.pp) if flags.what == "write" else logits(flags.out, flags.kind)
+    write(flags.out, flags.kind, flags.tp, flags.pp) if flags.what == "write" else logits(
+        flags.out, flags.kind
+    )
     return 0
 
 

@@ -1,8 +1,10 @@
-"""Breaks the code on purpose, one place at a time, and shows that the parity table notices: python tests/parity/mutants.py [--out FILE] [NAME ...]
+"""Breaks the code on purpose, one place at a time, and shows that the parity table notices: python
+tests/parity/mutants.py [--out FILE] [NAME ...]
 
-Each mutant replaces a piece of code, which must be there exactly once (by its tokens: fragments.py), in a temporary copy of the tree; a world of
-processes that imports the copy runs the rows of CI that are named here for it, and the comparison with the healthy one-process run must find fault
-with one of them.
+Each mutant replaces a piece of code, which must be there exactly once (by its tokens:
+fragments.py), in a temporary copy of the tree; a world of processes that imports the copy runs the
+rows of CI that are named here for it, and the comparison with the healthy one-process run must find
+fault with one of them.
 """
 
 from __future__ import annotations
@@ -36,7 +38,11 @@ class Mutant:
 
 LAYERS, MODEL, STEP = "megatron/layers", "megatron/model", "megatron/training/step.py"
 PIPELINE, REDUCTION = "megatron/parallel/pipeline.py", "megatron/optimizer/reduction.py"
-ZERO, BLOCKS, OPTIMIZER = "megatron/optimizer/zero.py", "megatron/optimizer/blocks.py", "megatron/optimizer/optimizer.py"
+ZERO, BLOCKS, OPTIMIZER = (
+    "megatron/optimizer/zero.py",
+    "megatron/optimizer/blocks.py",
+    "megatron/optimizer/optimizer.py",
+)
 
 
 def unsummed(name: str, file: str, old: str, new: str, *rows: str) -> Mutant:
@@ -45,182 +51,555 @@ def unsummed(name: str, file: str, old: str, new: str, *rows: str) -> Mutant:
 
 
 MUTANTS = (
-    unsummed("layer norms", f"{MODEL}/block.py", "logical, parts_under(sequence))",
-             """logical, () if logical.endswith("input_norm") else parts_under(sequence))""", "fp64-llama-tp2-sp-serial"),
-    unsummed("the final norm", f"{MODEL}/block.py", "logical, parts_under(sequence))",
-             """logical, () if logical == "final_norm" else parts_under(sequence))""", "fp64-llama-tp2-sp-serial"),
-    unsummed("row-parallel biases", f"{LAYERS}/mlp.py", """h, copies="tp", grad_sum=parts_under(sequence)""",
-             """h, copies="tp", grad_sum=()""", "fp64-documents-tp2-sp"),
-    unsummed("positions", f"{MODEL}/block.py", """"embedding", copies="tp",
-                                                            grad_sum=parts_under(sequence)""", """"embedding", copies="tp", grad_sum=()""",
-             "fp64-documents-tp2-sp"),
-    unsummed("QK norms", f"{LAYERS}/attention.py", """grad_sum=("tp",)""", "grad_sum=()", "fp64-mqa-qknorm-bias-tp2-dp2"),
-    unsummed("shared key/value heads", f"{LAYERS}/attention.py", """"kv", ("kv",))""", """"kv", ())""", "fp64-mqa-bias-tp2"),
-    Mutant("no sum of a row-parallel layer's outputs", f"{LAYERS}/linear.py",
-           "y = all_reduce(F.linear(x, weight), tp.axis)", "y = F.linear(x, weight)", ("fp64-gpt-tp2",)),
-    Mutant("no sum of a column-parallel layer's input gradients", f"{LAYERS}/linear.py",
-           "start_all_reduce(linear_input_grad(dy, weight), tp.axis)", "start_all_reduce(linear_input_grad(dy, weight), DENSE.axis)",
-           ("fp64-gpt-tp2",)),
-    Mutant("a row-parallel bias added on every rank", f"{LAYERS}/linear.py",
-           "return y if bias is None else y.add_(bias)", "return y if bias is None else y.add_(bias * tp.size)", ("fp64-gpt-tp2",)),
-    Mutant("a column-parallel bias learnt on one rank alone", f"{LAYERS}/linear.py",
-           "if ctx.bias is not None and not frozen:\n            bias_grad(dy, ctx.bias.main_grad)\n        return summing",
-           "if ctx.bias is not None and tp.axis.rank == 0:\n            bias_grad(dy, ctx.bias.main_grad)\n        return summing",
-           ("fp64-gpt-tp2",)),
-    Mutant("overlapped products of gathered parts in another order", f"{LAYERS}/linear.py",
-           "_linear_into(parts[rank], part", "_linear_into(parts[(rank + 1) % tp.size], part", ("fp64-documents-tp2-sp",)),
-    Mutant("overlapped parts sent to another rank than is meant", "megatron/distributed/collectives.py",
-           "kept.append(part(to).contiguous())", "kept.append(part(axis.rank).contiguous())", ("fp64-documents-tp2-sp",)),
-    Mutant("a reduce-scatter without some rank's part", "megatron/distributed/collectives.py",
-           "torch.add(parts[0], parts[1], out=out)", "out.copy_(parts[axis.rank])", ("fp64-gpt-dp2-serial",)),
-    Mutant("a weight's first product added to what the last step left", f"{LAYERS}/linear.py",
-           """overwrite, weight.fresh = getattr(weight, "fresh", False), False""", "overwrite, weight.fresh = False, False", ("fp64-gpt-tp2",)),
-    Mutant("every product overwrites", f"{LAYERS}/linear.py",
-           """overwrite, weight.fresh = getattr(weight, "fresh", False), False""", "overwrite, weight.fresh = True, False", ("fp64-gpt-tp2",)),
-    Mutant("overlapping vocabulary ranges of the embedding", f"{LAYERS}/embedding.py",
-           "local = ids - tp.axis.rank * weight.shape[0]", "local = ids - tp.axis.rank * (weight.shape[0] - 1)", ("fp64-gpt-tp2",)),
-    Mutant("shifted labels of the cross-entropy", f"{LAYERS}/loss.py",
-           "labels.flatten() - first,", "labels.flatten() - first - tp.axis.rank,", ("fp64-gpt-tp2",)),
-    Mutant("a maximum of logits not shared", f"{LAYERS}/loss.py",
-           "(sums * (tops - top).exp_()).sum(0)", "sums.sum(0)", ("fp64-gpt-tp2",)),
-    Mutant("probability for padded vocabulary", f"{LAYERS}/loss.py",
-           "columns = min(max(vocab_size - first, 0), width)", "columns = width", ("fp64-padding-tp2-sp",)),
-    Mutant("a fused head whose ranks keep their part of dx", f"{LAYERS}/linear_cross_entropy.py",
-           "else all_reduce(dx, tp.axis)", "else dx", ("fp64-fused-head-tp2-dp2",)),
-    Mutant("a fused head's chunks that leave tokens out", f"{LAYERS}/linear_cross_entropy.py",
-           "range(0, x.shape[0], step)", "range(0, x.shape[0] - step, step)", ("fp64-fused-head-tp2-sp",)),
-    Mutant("heads of every rank numbered from 0 in dropout", f"{LAYERS}/attention.py",
-           "self.first_head = tp.axis.rank * self.heads", "self.first_head = 0", ("fp64-dropout-tp2",)),
-    Mutant("positions of every rank counted from 0 in dropout", f"{MODEL}/gpt.py",
-           "hidden_dropout=DropoutState(sample_ids, token_index[own])",
-           "hidden_dropout=DropoutState(sample_ids, token_index[own] - token_index[own][0])",
-           ("fp64-documents-tp2-sp",)),
-    Mutant("the first positions embedded on every rank", f"{MODEL}/gpt.py",
-           "position_ids=position_ids[own]", "position_ids=position_ids[: len(position_ids[own])]", ("fp64-documents-tp2-sp",)),
-    Mutant("key/value heads of another rank", f"{LAYERS}/spec.py",
-           "tp.axis.rank // sharing * extent", "tp.axis.rank % tensor.shard.count(tp.size) * extent",
-           ("fp64-gqa2-qknorm-tp4-sp",)),
-    Mutant("samples of neighbouring data-parallel ranks overlap", "megatron/training/run.py",
-           "return first + self.config.training.micro_batch_size * self.groups.dp.rank",
-           "return first + self.groups.dp.rank", ("fp64-gpt-dp2-serial",)),
-    Mutant("a data-parallel mean", ZERO,
-           "slice_ = pending.wait()", "slice_ = pending.wait().div_(block.shard.size)", ("fp64-gpt-dp2-serial",)),
-    Mutant("one block not reduced", ZERO,
-           "for block in self.trained:\n                    self._reduce", "for block in self.trained[1:]:\n                    self._reduce",
-           ("fp64-gpt-dp2-serial",)),
-    Mutant("reduced one micro-batch too early", ZERO, "if often else count", "if often else count - 1", ("fp64-documents-tp2-dp2",)),
-    Mutant("local instead of global token count", STEP,
-           "nominal / (tokens.sum() * ", "nominal / (all_reduce(gradients.tokens.sum(), run.groups.tp) * run.groups.dp.size * ",
-           ("fp64-uneven-tp2-dp2",)),
-    Mutant("scaled by the data-parallel size", STEP,
-           "nominal / (tokens.sum() * ", "nominal / (run.groups.dp.size * tokens.sum() * ", ("fp64-gpt-dp2-serial",)),
-    Mutant("replicated parameters counted on every rank in the norm", BLOCKS,
-           "if holders(box, groups).rank > 0:", "if False:", ("fp64-gpt-tp2",)),
-    Mutant("the tied matrix counted twice in the norm", OPTIMIZER,
-           "for block in self.trained for piece in block.counted(block.grad_shard",
-           "for block in [*self.trained, self.trained[0]] for piece in block.counted(block.grad_shard", ("fp64-gpt-tp2",)),
-    Mutant("evaluation of one rank's samples alone", "megatron/training/evaluate.py",
-           "all_reduce(total, run.groups.world)", "total", ("fp64-gpt-dp2-serial",)),
-    Mutant("an overflow noticed by one rank alone", STEP,
-           "squares=squares[0]",
-           "squares=squares[0].nan_to_num(1.0, 1.0, 1.0) if run.optimizer.squares().isfinite() else run.optimizer.squares()",
-           ("fp16-gpt-tp2-sp",)),
+    unsummed(
+        "layer norms",
+        f"{MODEL}/block.py",
+        "logical, parts_under(sequence))",
+        """logical, () if logical.endswith("input_norm") else parts_under(sequence))""",
+        "fp64-llama-tp2-sp-serial",
+    ),
+    unsummed(
+        "the final norm",
+        f"{MODEL}/block.py",
+        "logical, parts_under(sequence))",
+        """logical, () if logical == "final_norm" else parts_under(sequence))""",
+        "fp64-llama-tp2-sp-serial",
+    ),
+    unsummed(
+        "row-parallel biases",
+        f"{LAYERS}/mlp.py",
+        """h, copies="tp", grad_sum=parts_under(sequence)""",
+        """h, copies="tp", grad_sum=()""",
+        "fp64-documents-tp2-sp",
+    ),
+    unsummed(
+        "positions",
+        f"{MODEL}/block.py",
+        """"embedding", copies="tp",
+                                                            grad_sum=parts_under(sequence)""",
+        """"embedding", copies="tp", grad_sum=()""",
+        "fp64-documents-tp2-sp",
+    ),
+    unsummed(
+        "QK norms",
+        f"{LAYERS}/attention.py",
+        """grad_sum=("tp",)""",
+        "grad_sum=()",
+        "fp64-mqa-qknorm-bias-tp2-dp2",
+    ),
+    unsummed(
+        "shared key/value heads",
+        f"{LAYERS}/attention.py",
+        """"kv", ("kv",))""",
+        """"kv", ())""",
+        "fp64-mqa-bias-tp2",
+    ),
+    Mutant(
+        "no sum of a row-parallel layer's outputs",
+        f"{LAYERS}/linear.py",
+        "y = all_reduce(F.linear(x, weight), tp.axis)",
+        "y = F.linear(x, weight)",
+        ("fp64-gpt-tp2",),
+    ),
+    Mutant(
+        "no sum of a column-parallel layer's input gradients",
+        f"{LAYERS}/linear.py",
+        "start_all_reduce(linear_input_grad(dy, weight), tp.axis)",
+        "start_all_reduce(linear_input_grad(dy, weight), DENSE.axis)",
+        ("fp64-gpt-tp2",),
+    ),
+    Mutant(
+        "a row-parallel bias added on every rank",
+        f"{LAYERS}/linear.py",
+        "return y if bias is None else y.add_(bias)",
+        "return y if bias is None else y.add_(bias * tp.size)",
+        ("fp64-gpt-tp2",),
+    ),
+    Mutant(
+        "a column-parallel bias learnt on one rank alone",
+        f"{LAYERS}/linear.py",
+        (
+            "if ctx.bias is not None and not frozen:\n            bias_grad(dy, "
+            "ctx.bias.main_grad)\n        return summing"
+        ),
+        (
+            "if ctx.bias is not None and tp.axis.rank == 0:\n            bias_grad(dy, "
+            "ctx.bias.main_grad)\n        return summing"
+        ),
+        ("fp64-gpt-tp2",),
+    ),
+    Mutant(
+        "overlapped products of gathered parts in another order",
+        f"{LAYERS}/linear.py",
+        "_linear_into(parts[rank], part",
+        "_linear_into(parts[(rank + 1) % tp.size], part",
+        ("fp64-documents-tp2-sp",),
+    ),
+    Mutant(
+        "overlapped parts sent to another rank than is meant",
+        "megatron/distributed/collectives.py",
+        "kept.append(part(to).contiguous())",
+        "kept.append(part(axis.rank).contiguous())",
+        ("fp64-documents-tp2-sp",),
+    ),
+    Mutant(
+        "a reduce-scatter without some rank's part",
+        "megatron/distributed/collectives.py",
+        "torch.add(parts[0], parts[1], out=out)",
+        "out.copy_(parts[axis.rank])",
+        ("fp64-gpt-dp2-serial",),
+    ),
+    Mutant(
+        "a weight's first product added to what the last step left",
+        f"{LAYERS}/linear.py",
+        """overwrite, weight.fresh = getattr(weight, "fresh", False), False""",
+        "overwrite, weight.fresh = False, False",
+        ("fp64-gpt-tp2",),
+    ),
+    Mutant(
+        "every product overwrites",
+        f"{LAYERS}/linear.py",
+        """overwrite, weight.fresh = getattr(weight, "fresh", False), False""",
+        "overwrite, weight.fresh = True, False",
+        ("fp64-gpt-tp2",),
+    ),
+    Mutant(
+        "overlapping vocabulary ranges of the embedding",
+        f"{LAYERS}/embedding.py",
+        "local = ids - tp.axis.rank * weight.shape[0]",
+        "local = ids - tp.axis.rank * (weight.shape[0] - 1)",
+        ("fp64-gpt-tp2",),
+    ),
+    Mutant(
+        "shifted labels of the cross-entropy",
+        f"{LAYERS}/loss.py",
+        "labels.flatten() - first,",
+        "labels.flatten() - first - tp.axis.rank,",
+        ("fp64-gpt-tp2",),
+    ),
+    Mutant(
+        "a maximum of logits not shared",
+        f"{LAYERS}/loss.py",
+        "(sums * (tops - top).exp_()).sum(0)",
+        "sums.sum(0)",
+        ("fp64-gpt-tp2",),
+    ),
+    Mutant(
+        "probability for padded vocabulary",
+        f"{LAYERS}/loss.py",
+        "columns = min(max(vocab_size - first, 0), width)",
+        "columns = width",
+        ("fp64-padding-tp2-sp",),
+    ),
+    Mutant(
+        "a fused head whose ranks keep their part of dx",
+        f"{LAYERS}/linear_cross_entropy.py",
+        "else all_reduce(dx, tp.axis)",
+        "else dx",
+        ("fp64-fused-head-tp2-dp2",),
+    ),
+    Mutant(
+        "a fused head's chunks that leave tokens out",
+        f"{LAYERS}/linear_cross_entropy.py",
+        "range(0, x.shape[0], step)",
+        "range(0, x.shape[0] - step, step)",
+        ("fp64-fused-head-tp2-sp",),
+    ),
+    Mutant(
+        "heads of every rank numbered from 0 in dropout",
+        f"{LAYERS}/attention.py",
+        "self.first_head = tp.axis.rank * self.heads",
+        "self.first_head = 0",
+        ("fp64-dropout-tp2",),
+    ),
+    Mutant(
+        "positions of every rank counted from 0 in dropout",
+        f"{MODEL}/gpt.py",
+        "hidden_dropout=DropoutState(sample_ids, token_index[own])",
+        "hidden_dropout=DropoutState(sample_ids, token_index[own] - token_index[own][0])",
+        ("fp64-documents-tp2-sp",),
+    ),
+    Mutant(
+        "the first positions embedded on every rank",
+        f"{MODEL}/gpt.py",
+        "position_ids=position_ids[own]",
+        "position_ids=position_ids[: len(position_ids[own])]",
+        ("fp64-documents-tp2-sp",),
+    ),
+    Mutant(
+        "key/value heads of another rank",
+        f"{LAYERS}/spec.py",
+        "tp.axis.rank // sharing * extent",
+        "tp.axis.rank % tensor.shard.count(tp.size) * extent",
+        ("fp64-gqa2-qknorm-tp4-sp",),
+    ),
+    Mutant(
+        "samples of neighbouring data-parallel ranks overlap",
+        "megatron/training/run.py",
+        "return first + self.config.training.micro_batch_size * self.groups.dp.rank",
+        "return first + self.groups.dp.rank",
+        ("fp64-gpt-dp2-serial",),
+    ),
+    Mutant(
+        "a data-parallel mean",
+        ZERO,
+        "slice_ = pending.wait()",
+        "slice_ = pending.wait().div_(block.shard.size)",
+        ("fp64-gpt-dp2-serial",),
+    ),
+    Mutant(
+        "one block not reduced",
+        ZERO,
+        "for block in self.trained:\n                    self._reduce",
+        "for block in self.trained[1:]:\n                    self._reduce",
+        ("fp64-gpt-dp2-serial",),
+    ),
+    Mutant(
+        "reduced one micro-batch too early",
+        ZERO,
+        "if often else count",
+        "if often else count - 1",
+        ("fp64-documents-tp2-dp2",),
+    ),
+    Mutant(
+        "local instead of global token count",
+        STEP,
+        "nominal / (tokens.sum() * ",
+        "nominal / (all_reduce(gradients.tokens.sum(), run.groups.tp) * run.groups.dp.size * ",
+        ("fp64-uneven-tp2-dp2",),
+    ),
+    Mutant(
+        "scaled by the data-parallel size",
+        STEP,
+        "nominal / (tokens.sum() * ",
+        "nominal / (run.groups.dp.size * tokens.sum() * ",
+        ("fp64-gpt-dp2-serial",),
+    ),
+    Mutant(
+        "replicated parameters counted on every rank in the norm",
+        BLOCKS,
+        "if holders(box, groups).rank > 0:",
+        "if False:",
+        ("fp64-gpt-tp2",),
+    ),
+    Mutant(
+        "the tied matrix counted twice in the norm",
+        OPTIMIZER,
+        "for block in self.trained for piece in block.counted(block.grad_shard",
+        "for block in [*self.trained, self.trained[0]] for piece in block.counted(block.grad_shard",
+        ("fp64-gpt-tp2",),
+    ),
+    Mutant(
+        "evaluation of one rank's samples alone",
+        "megatron/training/evaluate.py",
+        "all_reduce(total, run.groups.world)",
+        "total",
+        ("fp64-gpt-dp2-serial",),
+    ),
+    Mutant(
+        "an overflow noticed by one rank alone",
+        STEP,
+        "squares=squares[0]",
+        (
+            "squares=squares[0].nan_to_num(1.0, 1.0, 1.0) if run.optimizer.squares().isfinite() "
+            "else run.optimizer.squares()"
+        ),
+        ("fp16-gpt-tp2-sp",),
+    ),
     # ---- pipelines
-    Mutant("a rank's virtual stages in the wrong order", f"{MODEL}/build.py",
-           "if rank == groups.pp.rank)", "if rank == groups.pp.rank)[:: -1 if groups.pp.rank == 1 else 1]", ("fp64-dropout-pp3-interleaved-v2",)),
-    Mutant("layers numbered from 0 on every stage", f"{MODEL}/gpt.py",
-           "LayerBlock(config, seed, i, tp)", "LayerBlock(config, seed, i - stage.layers.start, tp)", ("fp64-dropout-pp2-1f1b",)),
-    Mutant("the final norm in the layer before", f"{MODEL}/block.py",
-           "index == config.num_layers - 1", "index == config.num_layers - 2", ("fp64-m5-pp2-1f1b",)),
-    Mutant("a gradient scaled on its way to the stage before", PIPELINE,
-           "stage - 1, micro), y)", "stage - 1, micro), y / len(self.placement))", ("fp64-m5-pp2-1f1b",)),
-    Mutant("a buffer for all messages, so that saved inputs go stale", "megatron/distributed/p2p.py",
-           """self.x = torch.empty(shape, dtype=dtype, device="cpu" if is_gloo(axis) else device)""",
-           """self.x = Receiving.__dict__.get("buffer", torch.empty(shape, dtype=dtype))\n        Receiving.buffer = self.x""",
-           ("fp64-m5-pp2-gpipe",)),
-    Mutant("samples of another micro-batch on every stage", "megatron/training/passes.py",
-           "first + index * run.chunk", "first + (index + run.groups.pp.rank) % count * run.chunk", ("fp64-m5-pp2-1f1b",)),
-    Mutant("weight gradients of another micro-batch", PIPELINE,
-           "held = self.held.pop((stage, micro))",
-           "held = self.held.pop((stage, micro))\n"
-           "            if kind is Kind.BACKWARD_WEIGHT:\n"
-           "                lists = [each for each in (*self.held.values(), held) if isinstance(each[-1], list)]\n"
-           "                held = deque([*kept] for kept in lists[0])",
-           ("fp64-m5-pp2-zero-bubble",)),
-    Mutant("no embedding gradient in the split backward", PIPELINE,
-           "            x, kept = self.passes.run(kind, layer, x, held.pop())\n",
-           "            lost = action.kind is Kind.BACKWARD_INPUT and not layer.reads_weight_backward\n"
-           "            x, kept = (held.pop(), None) if lost else self.passes.run(kind, layer, x, held.pop())\n",
-           ("fp64-m5-pp2-zero-bubble",)),
-    Mutant("no dropout in the second run of recomputation", "megatron/parallel/layer_passes.py",
-           "self._build(layer, *saved, again=True)[1]",
-           """self._build(layer, saved[0], __import__("dataclasses").replace(saved[1], dropout=None, hidden_dropout=None), again=True)[1]""",
-           ("fp64-recompute-pp2-zero-bubble",)),
-    Mutant("reduced when the input gradients are complete", ZERO,
-           "        if kind in COMPLETING:\n            self._passed(layer)", "        if kind in COMPLETING or kind is Kind.BACKWARD_INPUT:\n            self._passed(layer)",
-           ("fp64-documents-pp2-zero-bubble-v-dp2",)),
-    Mutant("a split backward reduced one micro-batch too early", ZERO,
-           "if often else count", "if often else count - 1", ("fp64-documents-pp2-zero-bubble-v-dp2",)),
-    Mutant("partial gradients summed on the first pipeline rank alone", ZERO,
-           "            sum_partial_gradients(self.trained, self.groups)",
-           "            if self.groups.pp.rank == 0:\n                sum_partial_gradients(self.trained, self.groups)",
-           ("fp64-llama-pp2-1f1b-tp2-sp",)),
-    Mutant("no sum of a tied matrix's gradients", REDUCTION, """, ("tied", groups.tied)""", "", ("fp64-gpt-pp2-gpipe",)),
-    Mutant("a tied matrix summed over data-parallel ranks", "megatron/distributed/groups.py",
-           """for line in layout.partition("pp")) if tied""", """for line in layout.partition("dp")) if tied""", ("fp64-documents-pp2-1f1b-dp2",)),
-    Mutant("both copies of a tied matrix counted in the norm", BLOCKS,
-           "if holders(box, groups).rank > 0:", """if box.replicated != "tied" and holders(box, groups).rank > 0:""", ("fp64-gpt-pp2-gpipe",)),
-    Mutant("a norm of each stage", STEP, "squares=squares[0]", "squares=run.optimizer.squares()", ("fp64-m5-pp2-1f1b",)),
-    Mutant("losses and tokens counted on every stage", "megatron/training/run.py",
-           "return self.pipeline.has_head and self.groups.tp.rank == 0", "return self.groups.tp.rank == 0", ("fp64-m5-pp2-1f1b",)),
-    Mutant("an evaluation on a stage without a head", "megatron/training/evaluate.py",
-           "all_reduce(total, run.groups.world)", "all_reduce(total, run.groups.dp)", ("fp64-m5-pp2-1f1b",)),
+    Mutant(
+        "a rank's virtual stages in the wrong order",
+        f"{MODEL}/build.py",
+        "if rank == groups.pp.rank)",
+        "if rank == groups.pp.rank)[:: -1 if groups.pp.rank == 1 else 1]",
+        ("fp64-dropout-pp3-interleaved-v2",),
+    ),
+    Mutant(
+        "layers numbered from 0 on every stage",
+        f"{MODEL}/gpt.py",
+        "LayerBlock(config, seed, i, tp)",
+        "LayerBlock(config, seed, i - stage.layers.start, tp)",
+        ("fp64-dropout-pp2-1f1b",),
+    ),
+    Mutant(
+        "the final norm in the layer before",
+        f"{MODEL}/block.py",
+        "index == config.num_layers - 1",
+        "index == config.num_layers - 2",
+        ("fp64-m5-pp2-1f1b",),
+    ),
+    Mutant(
+        "a gradient scaled on its way to the stage before",
+        PIPELINE,
+        "stage - 1, micro), y)",
+        "stage - 1, micro), y / len(self.placement))",
+        ("fp64-m5-pp2-1f1b",),
+    ),
+    Mutant(
+        "a buffer for all messages, so that saved inputs go stale",
+        "megatron/distributed/p2p.py",
+        """self.x = torch.empty(shape, dtype=dtype, device="cpu" if is_gloo(axis) else device)""",
+        """self.x = Receiving.__dict__.get("buffer", torch.empty(shape, dtype=dtype))
+        Receiving.buffer = self.x""",
+        ("fp64-m5-pp2-gpipe",),
+    ),
+    Mutant(
+        "samples of another micro-batch on every stage",
+        "megatron/training/passes.py",
+        "first + index * run.chunk",
+        "first + (index + run.groups.pp.rank) % count * run.chunk",
+        ("fp64-m5-pp2-1f1b",),
+    ),
+    Mutant(
+        "weight gradients of another micro-batch",
+        PIPELINE,
+        "held = self.held.pop((stage, micro))",
+        "held = self.held.pop((stage, micro))\n"
+        "            if kind is Kind.BACKWARD_WEIGHT:\n"
+        "                lists = [each for each in (*self.held.values(), held) if "
+        "isinstance(each[-1], list)]\n"
+        "                held = deque([*kept] for kept in lists[0])",
+        ("fp64-m5-pp2-zero-bubble",),
+    ),
+    Mutant(
+        "no embedding gradient in the split backward",
+        PIPELINE,
+        "            x, kept = self.passes.run(kind, layer, x, held.pop())\n",
+        "            lost = action.kind is Kind.BACKWARD_INPUT and not "
+        "layer.reads_weight_backward\n"
+        "            x, kept = (held.pop(), None) if lost else self.passes.run(kind, layer, "
+        "x, held.pop())\n",
+        ("fp64-m5-pp2-zero-bubble",),
+    ),
+    Mutant(
+        "no dropout in the second run of recomputation",
+        "megatron/parallel/layer_passes.py",
+        "self._build(layer, *saved, again=True)[1]",
+        """self._build(layer, saved[0], __import__("dataclasses").replace(
+            saved[1], dropout=None, hidden_dropout=None), again=True)[1]""",
+        ("fp64-recompute-pp2-zero-bubble",),
+    ),
+    Mutant(
+        "reduced when the input gradients are complete",
+        ZERO,
+        "        if kind in COMPLETING:\n            self._passed(layer)",
+        (
+            "        if kind in COMPLETING or kind is Kind.BACKWARD_INPUT:\n            "
+            "self._passed(layer)"
+        ),
+        ("fp64-documents-pp2-zero-bubble-v-dp2",),
+    ),
+    Mutant(
+        "a split backward reduced one micro-batch too early",
+        ZERO,
+        "if often else count",
+        "if often else count - 1",
+        ("fp64-documents-pp2-zero-bubble-v-dp2",),
+    ),
+    Mutant(
+        "partial gradients summed on the first pipeline rank alone",
+        ZERO,
+        "            sum_partial_gradients(self.trained, self.groups)",
+        (
+            "            if self.groups.pp.rank == 0:\n                "
+            "sum_partial_gradients(self.trained, self.groups)"
+        ),
+        ("fp64-llama-pp2-1f1b-tp2-sp",),
+    ),
+    Mutant(
+        "no sum of a tied matrix's gradients",
+        REDUCTION,
+        """, ("tied", groups.tied)""",
+        "",
+        ("fp64-gpt-pp2-gpipe",),
+    ),
+    Mutant(
+        "a tied matrix summed over data-parallel ranks",
+        "megatron/distributed/groups.py",
+        """for line in layout.partition("pp")) if tied""",
+        """for line in layout.partition("dp")) if tied""",
+        ("fp64-documents-pp2-1f1b-dp2",),
+    ),
+    Mutant(
+        "both copies of a tied matrix counted in the norm",
+        BLOCKS,
+        "if holders(box, groups).rank > 0:",
+        """if box.replicated != "tied" and holders(box, groups).rank > 0:""",
+        ("fp64-gpt-pp2-gpipe",),
+    ),
+    Mutant(
+        "a norm of each stage",
+        STEP,
+        "squares=squares[0]",
+        "squares=run.optimizer.squares()",
+        ("fp64-m5-pp2-1f1b",),
+    ),
+    Mutant(
+        "losses and tokens counted on every stage",
+        "megatron/training/run.py",
+        "return self.pipeline.has_head and self.groups.tp.rank == 0",
+        "return self.groups.tp.rank == 0",
+        ("fp64-m5-pp2-1f1b",),
+    ),
+    Mutant(
+        "an evaluation on a stage without a head",
+        "megatron/training/evaluate.py",
+        "all_reduce(total, run.groups.world)",
+        "all_reduce(total, run.groups.dp)",
+        ("fp64-m5-pp2-1f1b",),
+    ),
     # ---- ZeRO
-    Mutant("one block's gradients not added to the shard", ZERO,
-           "else block.summed.add_(slice_)", "else block.summed.add_(slice_ if block is not self.blocks[1] else 0)",
-           ("fp64-dropout-dp2-zero2",)),
-    Mutant("the slice of another rank updated", BLOCKS,
-           "mine = self.shard.rank * part", "mine = (self.shard.size - 1 - self.shard.rank) * part", ("fp64-dropout-dp2-zero3",)),
-    Mutant("a sum in the place of another rank's slice", BLOCKS,
-           "chunk(self.shard.size)[self.shard.rank]", "chunk(self.shard.size)[-1 - self.shard.rank]", ("fp64-dropout-dp2-zero1",)),
-    Mutant("gathered weights not awaited", ZERO, "self.gathering.pop(block).wait()", "self.gathering.pop(block)", ("fp64-sgd-dp2-serial-zero3",)),
-    Mutant("a block freed before its pass", ZERO,
-           "        coming = self._next_to(buffers) if self.overlap_gather else ()\n",
-           "        [block.release() for block in buffers if not self._needed(buffers)]\n"
-           "        coming = self._next_to(buffers) if self.overlap_gather else ()\n",
-           ("fp64-dropout-dp2-zero3",)),
-    Mutant("kept weights never freed, so that they go stale", ZERO,
-           "return self.remaining[buffers] > 0", "return True", ("fp64-dropout-dp2-zero3-kept",)),
-    Mutant("weights gathered for forward passes alone", ZERO,
-           "return kind is Kind.FORWARD or kind", "return kind is Kind.FORWARD or False and kind", ("fp64-dropout-dp2-zero3",)),
-    Mutant("the own slice gathered as it was left", ZERO,
-           "own.copy_(block.kept, non_blocking=True)", "own.zero_()", ("fp64-dropout-dp2-zero3",)),
-    Mutant("the shards' gradients kept from step to step", BLOCKS, "        self.summed = None\n", "", ("fp64-dropout-dp2-zero2",)),
-    Mutant("a gradient buffer that does not begin with zeros", BLOCKS, "self.grad[first:last].zero_()", "self.grad[first:last].fill_(1)",
-           ("fp64-dropout-dp2-zero2",)),
-    Mutant("gradients that are complete early dropped", ZERO,
-           "block.grad[block.plan.late :].copy_(early)", "pass", ("fp64-documents-pp2-zero-bubble-dp2-zero2",)),
-    Mutant("a resident buffer reduced in every micro-batch", ZERO,
-           "often = self.stage >= 2 and", "often = self.stage >= 1 and", ("fp64-dropout-dp2-zero1",)),
-    Mutant("a tied matrix whose last passes are not reduced", ZERO,
-           "if often else count", "if often else count - 1", ("fp64-gpt-pp2-zero-bubble-v-dp2-zero2",)),
-    Mutant("a tied matrix's ends not summed", REDUCTION, """, ("tied", groups.tied)""", "", ("fp64-recompute-pp2-1f1b-dp2-zero3",)),
-    Mutant("no sum over the copies of a slice", REDUCTION, "if block.groups.copies.size > 1:", "if False:", ("fp64-gqa2-qknorm-dp4-shard2-zero2",)),
-    Mutant("every copy of a slice counted in the norm", BLOCKS,
-           "self.share = mine + groups.copies.rank * share, mine + (groups.copies.rank + 1) * share", "self.share = mine, mine + part",
-           ("fp64-gqa2-qknorm-dp4-shard2-zero1",)),
-    Mutant("one block's weights not sent round", ZERO,
-           "if self.stage in (1, 2):", "if self.stage in (1, 2) and block is not self.blocks[1]:", ("fp64-dropout-dp2-zero1",)),
-    Mutant("weight decay counted from a shard's beginning", BLOCKS,
-           "for stop, multipliers in self.plan.ranges:\n",
-           "for stop, multipliers in ((first + stop, each) for stop, each in self.plan.ranges):\n",
-           ("fp64-dropout-dp2-zero2",)),
-    Mutant("partial gradients summed at a shard's beginning", BLOCKS,
-           "if low < high:\n                yield buffer[low - self.own[0] : high - self.own[0]]\n\n    def counted",
-           "if low < high:\n                yield buffer[: high - low]\n\n    def counted", ("fp64-mqa-qknorm-bias-tp2-sp-dp2-zero2",)),
-    Mutant("rows of a cut tensor misnamed", BLOCKS,
-           "offset = box.offset[0] + row + first,", "offset = box.offset[0] + row,", ("fp64-dropout-dp2-zero1",)),
-    Mutant("a narrow reduction that is none", ZERO, "out, self.wire,", "out, None,", ("wire-gpt-dp2-zero2",)),
+    Mutant(
+        "one block's gradients not added to the shard",
+        ZERO,
+        "else block.summed.add_(slice_)",
+        "else block.summed.add_(slice_ if block is not self.blocks[1] else 0)",
+        ("fp64-dropout-dp2-zero2",),
+    ),
+    Mutant(
+        "the slice of another rank updated",
+        BLOCKS,
+        "mine = self.shard.rank * part",
+        "mine = (self.shard.size - 1 - self.shard.rank) * part",
+        ("fp64-dropout-dp2-zero3",),
+    ),
+    Mutant(
+        "a sum in the place of another rank's slice",
+        BLOCKS,
+        "chunk(self.shard.size)[self.shard.rank]",
+        "chunk(self.shard.size)[-1 - self.shard.rank]",
+        ("fp64-dropout-dp2-zero1",),
+    ),
+    Mutant(
+        "gathered weights not awaited",
+        ZERO,
+        "self.gathering.pop(block).wait()",
+        "self.gathering.pop(block)",
+        ("fp64-sgd-dp2-serial-zero3",),
+    ),
+    Mutant(
+        "a block freed before its pass",
+        ZERO,
+        "        coming = self._next_to(buffers) if self.overlap_gather else ()\n",
+        "        [block.release() for block in buffers if not self._needed(buffers)]\n"
+        "        coming = self._next_to(buffers) if self.overlap_gather else ()\n",
+        ("fp64-dropout-dp2-zero3",),
+    ),
+    Mutant(
+        "kept weights never freed, so that they go stale",
+        ZERO,
+        "return self.remaining[buffers] > 0",
+        "return True",
+        ("fp64-dropout-dp2-zero3-kept",),
+    ),
+    Mutant(
+        "weights gathered for forward passes alone",
+        ZERO,
+        "return kind is Kind.FORWARD or kind",
+        "return kind is Kind.FORWARD or False and kind",
+        ("fp64-dropout-dp2-zero3",),
+    ),
+    Mutant(
+        "the own slice gathered as it was left",
+        ZERO,
+        "own.copy_(block.kept, non_blocking=True)",
+        "own.zero_()",
+        ("fp64-dropout-dp2-zero3",),
+    ),
+    Mutant(
+        "the shards' gradients kept from step to step",
+        BLOCKS,
+        "        self.summed = None\n",
+        "",
+        ("fp64-dropout-dp2-zero2",),
+    ),
+    Mutant(
+        "a gradient buffer that does not begin with zeros",
+        BLOCKS,
+        "self.grad[first:last].zero_()",
+        "self.grad[first:last].fill_(1)",
+        ("fp64-dropout-dp2-zero2",),
+    ),
+    Mutant(
+        "gradients that are complete early dropped",
+        ZERO,
+        "block.grad[block.plan.late :].copy_(early)",
+        "pass",
+        ("fp64-documents-pp2-zero-bubble-dp2-zero2",),
+    ),
+    Mutant(
+        "a resident buffer reduced in every micro-batch",
+        ZERO,
+        "often = self.stage >= 2 and",
+        "often = self.stage >= 1 and",
+        ("fp64-dropout-dp2-zero1",),
+    ),
+    Mutant(
+        "a tied matrix whose last passes are not reduced",
+        ZERO,
+        "if often else count",
+        "if often else count - 1",
+        ("fp64-gpt-pp2-zero-bubble-v-dp2-zero2",),
+    ),
+    Mutant(
+        "a tied matrix's ends not summed",
+        REDUCTION,
+        """, ("tied", groups.tied)""",
+        "",
+        ("fp64-recompute-pp2-1f1b-dp2-zero3",),
+    ),
+    Mutant(
+        "no sum over the copies of a slice",
+        REDUCTION,
+        "if block.groups.copies.size > 1:",
+        "if False:",
+        ("fp64-gqa2-qknorm-dp4-shard2-zero2",),
+    ),
+    Mutant(
+        "every copy of a slice counted in the norm",
+        BLOCKS,
+        "self.share = mine + groups.copies.rank * share, mine + (groups.copies.rank + 1) * share",
+        "self.share = mine, mine + part",
+        ("fp64-gqa2-qknorm-dp4-shard2-zero1",),
+    ),
+    Mutant(
+        "one block's weights not sent round",
+        ZERO,
+        "if self.stage in (1, 2):",
+        "if self.stage in (1, 2) and block is not self.blocks[1]:",
+        ("fp64-dropout-dp2-zero1",),
+    ),
+    Mutant(
+        "weight decay counted from a shard's beginning",
+        BLOCKS,
+        "for stop, multipliers in self.plan.ranges:\n",
+        "for stop, multipliers in ((first + stop, each) for stop, each in self.plan.ranges):\n",
+        ("fp64-dropout-dp2-zero2",),
+    ),
+    Mutant(
+        "partial gradients summed at a shard's beginning",
+        BLOCKS,
+        (
+            "if low < high:\n                yield buffer[low - self.own[0] : high - "
+            "self.own[0]]\n\n    def counted"
+        ),
+        "if low < high:\n                yield buffer[: high - low]\n\n    def counted",
+        ("fp64-mqa-qknorm-bias-tp2-sp-dp2-zero2",),
+    ),
+    Mutant(
+        "rows of a cut tensor misnamed",
+        BLOCKS,
+        "offset = box.offset[0] + row + first,",
+        "offset = box.offset[0] + row,",
+        ("fp64-dropout-dp2-zero1",),
+    ),
+    Mutant(
+        "a narrow reduction that is none",
+        ZERO,
+        "out, self.wire,",
+        "out, None,",
+        ("wire-gpt-dp2-zero2",),
+    ),
 )
 
 
@@ -233,7 +612,9 @@ def broken_copy(mutant: Mutant, folder: Path) -> Path:
 
 
 def mutated(mutant: Mutant) -> str:
-    """The file with the mutation. AssertionError when its code is not there exactly once: the list is stale."""
+    """The file with the mutation. AssertionError when its code is not there exactly once: the list
+    is stale.
+    """
     try:
         return replaced((ROOT / mutant.file).read_text(), mutant.old, mutant.new)
     except AssertionError as error:
@@ -279,7 +660,9 @@ def caught_by(mutant: Mutant) -> tuple[str, str] | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to run (default: all)")
     parser.add_argument("--out", help="write the results to this JSON file")
     arguments = parser.parse_args(argv)
@@ -289,12 +672,27 @@ def main(argv: list[str] | None = None) -> int:
             continue
         begun, caught = time.monotonic(), caught_by(mutant)
         row, fault = caught or (None, "")
-        results[mutant.name] = {"file": mutant.file, "old": mutant.old, "new": mutant.new, "caught by": row, "fault": fault}
+        results[mutant.name] = {
+            "file": mutant.file,
+            "old": mutant.old,
+            "new": mutant.new,
+            "caught by": row,
+            "fault": fault,
+        }
         survivors += [] if caught else [mutant.name]
-        print(f"{mutant.name}: {f'caught by {row}: {fault[:150]}' if caught else 'SURVIVED'} ({time.monotonic() - begun:.1f} s)", flush=True)
+        print(
+            (
+                f"{mutant.name}: {f'caught by {row}: {fault[:150]}' if caught else 'SURVIVED'} "
+                f"({time.monotonic() - begun:.1f} s)"
+            ),
+            flush=True,
+        )
     if arguments.out:
         Path(arguments.out).write_text(json.dumps(results, indent=1) + "\n")
-    print(f"{len(results) - len(survivors)} of {len(results)} mutants caught" + (f"; survived: {', '.join(survivors)}" if survivors else ""))
+    print(
+        f"{len(results) - len(survivors)} of {len(results)} mutants caught"
+        + (f"; survived: {', '.join(survivors)}" if survivors else "")
+    )
     return 1 if survivors else 0
 
 

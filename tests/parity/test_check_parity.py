@@ -11,12 +11,28 @@ from parity.mutants import MUTANTS, ROOT, broken_copy
 sys.path.insert(0, str(ROOT / "tools"))
 from check_parity import main, read_layout  # noqa: E402
 
-FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 1000 --mock-data --vocab-size 49
+FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+--micro-batch-size 2 --train-iters 1000 --mock-data --vocab-size 49
 --tokenizer-type NullTokenizer --lr 1e-2 --lr-warmup-iters 10 --bf16 --save-interval 5""".split()
 
 
 def test_two_layouts_are_noise(tmp_path, capsys):
-    assert main(["--layout", "pp2 zero-bubble-v auto", "--layout", "tp2 sp", "--steps", "4", *FLAGS, "--save", str(tmp_path / "untouched")]) == 0
+    assert (
+        main(
+            [
+                "--layout",
+                "pp2 zero-bubble-v auto",
+                "--layout",
+                "tp2 sp",
+                "--steps",
+                "4",
+                *FLAGS,
+                "--save",
+                str(tmp_path / "untouched"),
+            ]
+        )
+        == 0
+    )
     assert "NOISE: pp2 zero-bubble-v auto and tp2 sp are the same run" in capsys.readouterr().out
     assert not (tmp_path / "untouched").exists()
 
@@ -26,29 +42,76 @@ def test_a_mutant_is_a_bug(tmp_path):
     broken_copy(mutant, tmp_path)
     shutil.copy(ROOT / "pretrain_gpt.py", tmp_path)
     shutil.copytree(ROOT / "tools", tmp_path / "tools")
-    done = subprocess.run([sys.executable, str(tmp_path / "tools/check_parity.py"), "--layout", "tp2", "--layout", "tp1", "--steps", "4", *FLAGS],
-                          text=True, capture_output=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(tmp_path / "tools/check_parity.py"),
+            "--layout",
+            "tp2",
+            "--layout",
+            "tp1",
+            "--steps",
+            "4",
+            *FLAGS,
+        ],
+        text=True,
+        capture_output=True,
+    )
     assert done.returncode == 1, done.stderr
-    assert "BUG: A (tp2) and B (tp1) are different runs" in done.stdout and "first difference: iteration 1: grad-norm is" in done.stdout
+    assert (
+        "BUG: A (tp2) and B (tp1) are different runs" in done.stdout
+        and "first difference: iteration 1: grad-norm is" in done.stdout
+    )
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["--layout", "tp2"], "--layout: expected two, got 1"),
-    (["--layout", "tp2", "--layout", "tp2 xx"], "'xx' is none of tpN, dpN, ppN, vN, zeroN, shardN, sp, serial, mapping, auto, "
-                                                "kept, offload, param-offload, gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v"),
-    (["--layout", "tp1", "--layout", "pp3"], "--layout 'pp3' on 3 rank(s): 1 fault in the settings:\n  --num-layers 2: not divisible by --pipe"),
-    (["--layout", "tp2", "--layout", "tp3"], "--layout 'tp3' on 3 rank(s): 1 fault in the settings:\n  --tensor-model-parallel-size 3: must divide"),
-    (["--layout", "tp2", "--layout", "tp1", "--hiden-size", "3"], "--hiden-size 3: unknown flag"),
-])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--layout", "tp2"], "--layout: expected two, got 1"),
+        (
+            ["--layout", "tp2", "--layout", "tp2 xx"],
+            "'xx' is none of tpN, dpN, ppN, vN, zeroN, shardN, sp, serial, mapping, auto, "
+            "kept, offload, param-offload, gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v",
+        ),
+        (
+            ["--layout", "tp1", "--layout", "pp3"],
+            (
+                "--layout 'pp3' on 3 rank(s): 1 fault in the settings:\n  --num-layers 2: not "
+                "divisible by --pipe"
+            ),
+        ),
+        (
+            ["--layout", "tp2", "--layout", "tp3"],
+            (
+                "--layout 'tp3' on 3 rank(s): 1 fault in the settings:\n  "
+                "--tensor-model-parallel-size 3: must divide"
+            ),
+        ),
+        (
+            ["--layout", "tp2", "--layout", "tp1", "--hiden-size", "3"],
+            "--hiden-size 3: unknown flag",
+        ),
+    ],
+)
 def test_mistakes_are_named_before_anything_runs(arguments, words, capsys):
     assert main([*arguments, *FLAGS]) == 2
     assert words in capsys.readouterr().err
 
 
 def test_layouts_are_words():
-    tp, pp, virtual = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"
+    tp, pp, virtual = (
+        "--tensor-model-parallel-size",
+        "--pipeline-model-parallel-size",
+        "--num-virtual-stages-per-pipeline-rank",
+    )
     assert read_layout("tp2 sp dp4") == (8, (tp, "2", pp, "1", "--sequence-parallel"), 2, 4, 1)
-    assert read_layout("pp2 interleaved v3 dp2") == (4, (tp, "1", pp, "2", virtual, "3", "--pipeline-schedule", "interleaved"), 1, 2, 2)
+    assert read_layout("pp2 interleaved v3 dp2") == (
+        4,
+        (tp, "1", pp, "2", virtual, "3", "--pipeline-schedule", "interleaved"),
+        1,
+        2,
+        2,
+    )
     assert read_layout("") == (1, (tp, "1", pp, "1"), 1, 1, 1)
 
 
@@ -59,5 +122,13 @@ def test_the_batch_does_not_follow_the_layout():
     from megatron.config.arguments import parse_arguments
 
     config = shortened(parse_arguments(FLAGS).config, 4, ["tp2", "dp3", "dp2"])
-    assert config.training.global_batch_size == 12 and config.training.train_iters == 1000 and config.training.exit_interval == 4
-    assert config.precision.fp64 and not config.precision.bf16 and Path(config.checkpoint.save or ".") == Path(".")
+    assert (
+        config.training.global_batch_size == 12
+        and config.training.train_iters == 1000
+        and config.training.exit_interval == 4
+    )
+    assert (
+        config.precision.fp64
+        and not config.precision.bf16
+        and Path(config.checkpoint.save or ".") == Path(".")
+    )

@@ -1,4 +1,6 @@
-"""How many collectives a layer and a step need, and how many bytes they send: from call arguments, and from the loopback interface."""
+"""How many collectives a layer and a step need, and how many bytes they send: from call arguments,
+and from the loopback interface.
+"""
 
 import json
 import os
@@ -18,13 +20,26 @@ TESTS = Path(__file__).resolve().parents[1]
 
 LAYERS, SEQ, HIDDEN, FP64, FP32 = 2, 16, 32, 8, 4
 STEPS, MICRO_BATCHES = 2, 8
-SHORT = "--hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --train-iters 2 --lr-warmup-iters 0".split()
+SHORT = (
+    "--hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --train-iters 2 --lr-warmup-iters 0"
+).split()
 ACTIVATION = SEQ * HIDDEN * FP64  # s x b x h of a micro-batch of one sample
 
 
 def in_layers(gloo_world, size, *flags):
-    """(kind, phase, caller) -> (how many a layer and micro-batch, bytes that a rank sends in each), the same on every rank."""
-    flags = (*BASE, *SHORT, "--fp64", "--micro-batch-size", "1", "--tensor-model-parallel-size", str(size), *flags)
+    """(kind, phase, caller) -> (how many a layer and micro-batch, bytes that a rank sends in each),
+    the same on every rank.
+    """
+    flags = (
+        *BASE,
+        *SHORT,
+        "--fp64",
+        "--micro-batch-size",
+        "1",
+        "--tensor-model-parallel-size",
+        str(size),
+        *flags,
+    )
     by_rank = []
     for calls in gloo_world(size).run(count, flags):
         calls = [call for call in calls if call.phase != "elsewhere"]
@@ -32,10 +47,16 @@ def in_layers(gloo_world, size, *flags):
         messages, sent = Counter(), Counter()
         for call in calls:
             key = call.kind, call.phase, call.caller
-            messages[key] += 1 if call.kind == "all-reduce" else 1 / (size - 1)  # the others are messages to each other rank
+            # the others are messages to each other rank
+            messages[key] += 1 if call.kind == "all-reduce" else 1 / (size - 1)
             sent[key] += call.bytes
         each = STEPS * MICRO_BATCHES * LAYERS
-        by_rank.append({key: (round(messages[key] / each, 9), round(sent[key] / messages[key], 6)) for key in messages})
+        by_rank.append(
+            {
+                key: (round(messages[key] / each, 9), round(sent[key] / messages[key], 6))
+                for key in messages
+            }
+        )
     assert all(row == by_rank[0] for row in by_rank)
     return by_rank[0]
 
@@ -46,37 +67,63 @@ def test_tensor_parallelism(gloo_world, size, overlap):
     """A layer: 2 all-reduces forward, 2 backward, each of s b h elements."""
     bytes_each = 2 * (size - 1) / size * ACTIVATION
     assert in_layers(gloo_world, size, *overlap) == {
-        ("all-reduce", "forward", "_RowLinear.forward"): (2, bytes_each), ("all-reduce", "backward", "_ColumnLinear.backward"): (2, bytes_each),
+        ("all-reduce", "forward", "_RowLinear.forward"): (2, bytes_each),
+        ("all-reduce", "backward", "_ColumnLinear.backward"): (2, bytes_each),
     }
 
 
 @pytest.mark.parametrize("overlap", [(), ("--no-tp-comm-overlap",)], ids=["overlap", "serial"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_sequence_parallelism(gloo_world, size, overlap):
-    """A layer: 2 all-gathers and 2 reduce-scatters forward, the same backward, and 2 all-gathers of sharded inputs for weight gradients."""
+    """A layer: 2 all-gathers and 2 reduce-scatters forward, the same backward, and 2 all-gathers of
+    sharded inputs for weight gradients.
+    """
     bytes_each = (size - 1) / size * ACTIVATION
     found = in_layers(gloo_world, size, "--sequence-parallel", *overlap)
     regathers = found.pop(("all-gather", "backward", "_ColumnLinear.backward"))
     assert regathers == (2, bytes_each)
     assert found == {
-        ("all-gather", "forward", "_ColumnLinear.forward"): (2, bytes_each), ("reduce-scatter", "forward", "_RowLinear.forward"): (2, bytes_each),
-        ("all-gather", "backward", "_RowLinear.backward"): (2, bytes_each), ("reduce-scatter", "backward", "_ColumnLinear.backward"): (2, bytes_each),
+        ("all-gather", "forward", "_ColumnLinear.forward"): (2, bytes_each),
+        ("reduce-scatter", "forward", "_RowLinear.forward"): (2, bytes_each),
+        ("all-gather", "backward", "_RowLinear.backward"): (2, bytes_each),
+        ("reduce-scatter", "backward", "_ColumnLinear.backward"): (2, bytes_each),
     }
 
 
 def outside_layers(gloo_world, *flags):
-    """(kind, caller) -> (how many a step, bytes that a rank sends in each) on two ranks, without what happens before the first step."""
-    calls = gloo_world(2).run(count, (*BASE, *SHORT, "--fp64", "--micro-batch-size", "1", "--tensor-model-parallel-size", "2", *flags))[1]
+    """(kind, caller) -> (how many a step, bytes that a rank sends in each) on two ranks, without
+    what happens before the first step.
+    """
+    calls = gloo_world(2).run(
+        count,
+        (
+            *BASE,
+            *SHORT,
+            "--fp64",
+            "--micro-batch-size",
+            "1",
+            "--tensor-model-parallel-size",
+            "2",
+            *flags,
+        ),
+    )[1]
     sent, messages = Counter(), Counter()
     for call in calls:
-        if call.phase == "elsewhere" and call.caller not in ("together", "Ranks.agree", "update", "log"):
+        if call.phase == "elsewhere" and call.caller not in (
+            "together",
+            "Ranks.agree",
+            "update",
+            "log",
+        ):
             sent[call.kind, call.caller] += call.bytes
             messages[call.kind, call.caller] += 1
     return {key: (messages[key] / STEPS, sent[key] / messages[key]) for key in messages}
 
 
 def test_embedding_head_and_loss(gloo_world):
-    """The loss takes three numbers a token from each rank, in one all-gather; nobody gathers logits."""
+    """The loss takes three numbers a token from each rank, in one all-gather; nobody gathers
+    logits.
+    """
     assert outside_layers(gloo_world) == {
         ("all-reduce", "_VocabularyParallelEmbedding.forward"): (MICRO_BATCHES, ACTIVATION),
         ("all-reduce", "_ColumnLinear.backward"): (MICRO_BATCHES, ACTIVATION),
@@ -85,28 +132,43 @@ def test_embedding_head_and_loss(gloo_world):
 
 
 def test_embedding_head_and_loss_under_sequence_parallelism(gloo_world):
-    """As before, halved messages; and partial gradients are summed once a step in one all-reduce."""
+    """As before, halved messages; and partial gradients are summed once a step in one
+    all-reduce.
+    """
     half = ACTIVATION / 2
-    partial = (4 * LAYERS + 2 + 2 * LAYERS + SEQ) * HIDDEN * FP64  # norms, row-parallel biases, positions
+    # norms, row-parallel biases, positions
+    partial = (4 * LAYERS + 2 + 2 * LAYERS + SEQ) * HIDDEN * FP64
     found = outside_layers(gloo_world, "--sequence-parallel")
     assert found.pop(("all-gather", "_ColumnLinear.backward")) == (MICRO_BATCHES, half)
     assert found == {
         ("reduce-scatter", "_VocabularyParallelEmbedding.forward"): (MICRO_BATCHES, half),
         ("all-gather", "_VocabularyParallelEmbedding.backward"): (MICRO_BATCHES, half),
-        ("all-gather", "_ColumnLinear.forward"): (MICRO_BATCHES, half), ("reduce-scatter", "_ColumnLinear.backward"): (MICRO_BATCHES, half),
-        ("all-gather", "Columns.combine"): (MICRO_BATCHES, 3 * SEQ * FP64), ("all-reduce", "sum_partial_gradients"): (1, partial),
+        ("all-gather", "_ColumnLinear.forward"): (MICRO_BATCHES, half),
+        ("reduce-scatter", "_ColumnLinear.backward"): (MICRO_BATCHES, half),
+        ("all-gather", "Columns.combine"): (MICRO_BATCHES, 3 * SEQ * FP64),
+        ("all-reduce", "sum_partial_gradients"): (1, partial),
     }
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
-@pytest.mark.parametrize("size, flags, wire", [
-    (2, (), FP32), (4, (), FP32), (2, ("--no-overlap-grad-reduce",), FP32), (2, ("--grad-reduce-in-bf16",), 2),
-], ids=["dp2", "dp4", "serial", "bf16"])
+@pytest.mark.parametrize(
+    "size, flags, wire",
+    [
+        (2, (), FP32),
+        (4, (), FP32),
+        (2, ("--no-overlap-grad-reduce",), FP32),
+        (2, ("--grad-reduce-in-bf16",), 2),
+    ],
+    ids=["dp2", "dp4", "serial", "bf16"],
+)
 def test_data_parallelism(gloo_world, size, flags, wire, micro_batch):
-    """A step: each rank sends 2 (N-1)/N of the gradient, once, whatever the number of micro-batches; padding to slices is the only extra."""
+    """A step: each rank sends 2 (N-1)/N of the gradient, once, whatever the number of
+    micro-batches; padding to slices is the only extra.
+    """
     if micro_batch * size > 8:
         pytest.skip("the global batch is 8 samples")
-    vocabulary, positions, h = 50, SEQ, 64  # every tensor a multiple of 64 elements: only blocks are padded
+    # every tensor a multiple of 64 elements: only blocks are padded
+    vocabulary, positions, h = 50, SEQ, 64
     parameters = (vocabulary + positions + 2) * h + LAYERS * (12 * h**2 + 13 * h)
     padding = (1 + LAYERS) * 64 * size  # each block to equal slices on a grid of 64
     flags = (*BASE, *SHORT, "--hidden-size", str(h), "--micro-batch-size", str(micro_batch), *flags)
@@ -121,42 +183,86 @@ def test_data_parallelism(gloo_world, size, flags, wire, micro_batch):
         assert sent["else"] < 400  # the step's scalars
 
 
-@pytest.mark.parametrize("layout, precision, activation, gradient", [
-    *((layout, "--fp64", FP64, FP64) for layout in (*(f"pp2 {schedule}" for schedule in SCHEDULES), "pp4 interleaved v2", "pp2 zero-bubble tp2 sp")),
-    ("pp2 1f1b", "--bf16", 2, FP32),
-])
+@pytest.mark.parametrize(
+    "layout, precision, activation, gradient",
+    [
+        *(
+            (layout, "--fp64", FP64, FP64)
+            for layout in (
+                *(f"pp2 {schedule}" for schedule in SCHEDULES),
+                "pp4 interleaved v2",
+                "pp2 zero-bubble tp2 sp",
+            )
+        ),
+        ("pp2 1f1b", "--bf16", 2, FP32),
+    ],
+)
 def test_messages_between_stages(gloo_world, layout, precision, activation, gradient):
-    """For each micro-batch and each boundary between ranks one activation forward and one gradient back, of s (s/tp under sequence parallelism) x b
-    x h elements. Else there is the step's one all-reduce, and the sum of a tied matrix's gradients; logging and the start are left out."""
+    """For each micro-batch and each boundary between ranks one activation forward and one gradient
+    back, of s (s/tp under sequence parallelism) x b x h elements. Else there is the step's one
+    all-reduce, and the sum of a tied matrix's gradients; logging and the start are left out.
+    """
     row = Row(layout, "gpt")
     virtual = 2 if layout.endswith(("v2", "-v")) else 1
     placement, tp = place(layout.split()[1], row.words.pp, virtual), row.words.tp
-    flags = (*BASE, *SHORT, precision, "--micro-batch-size", "1", "--num-layers", str(row.layers), *row.words.flags)
+    flags = (
+        *BASE,
+        *SHORT,
+        precision,
+        "--micro-batch-size",
+        "1",
+        "--num-layers",
+        str(row.layers),
+        *row.words.flags,
+    )
     for rank, calls in enumerate(gloo_world(row.world).run(count, flags)):
         scalars = 1 + 2 * MICRO_BATCHES + 3  # squares, losses and tokens, requests to end
         due = Counter({("update", None, 2 * (row.world - 1) / row.world * scalars * FP64): 1})
         for below, above in pairwise(placement):
             for source, target in ((below, above), (above, below)):
                 if source == rank // tp != target:
-                    due["_Step.send", target * tp + rank % tp, SEQ // tp * HIDDEN * activation] += MICRO_BATCHES
+                    due["_Step.send", target * tp + rank % tp, SEQ // tp * HIDDEN * activation] += (
+                        MICRO_BATCHES
+                    )
         if placement[0] != placement[-1] and rank // tp in (placement[0], placement[-1]):
             due["sum_partial_gradients", None, 50 // tp * HIDDEN * gradient] = 1
-        across = [call for call in calls if call.caller not in ("together", "Ranks.agree", "log", "Pipeline.timeline")
-                  and len({other // tp for other in (*call.ranks, rank)}) > 1]
-        assert Counter((call.caller, call.to, call.bytes) for call in across) == Counter({key: number * STEPS for key, number in due.items()})
-        assert set(Counter(call.tag for call in across if call.to is not None).values()) == {STEPS}  # a tag names what a message carries
+        across = [
+            call
+            for call in calls
+            if call.caller not in ("together", "Ranks.agree", "log", "Pipeline.timeline")
+            and len({other // tp for other in (*call.ranks, rank)}) > 1
+        ]
+        assert Counter((call.caller, call.to, call.bytes) for call in across) == Counter(
+            {key: number * STEPS for key, number in due.items()}
+        )
+        # a tag names what a message carries
+        assert set(Counter(call.tag for call in across if call.to is not None).values()) == {STEPS}
 
 
-LARGE = """--hidden-size 128 --num-attention-heads 8 --seq-length 256 --micro-batch-size 8 --train-iters 3 --lr-warmup-iters 0 --eval-iters 0
+LARGE = """--hidden-size 128 --num-attention-heads 8 --seq-length 256 --micro-batch-size 8
+--train-iters 3 --lr-warmup-iters 0 --eval-iters 0
 --hidden-dropout 0 --attention-dropout 0 --vocab-size 511""".split()
 
 
 def test_the_loopback_interface_saw_these_bytes():
-    """Within 5%, on a fresh pair of processes with an interface of their own where possible; else what the machine sends beside can only add."""
-    cases = [[*BASE, *LARGE, *flags.split()] for flags in (
-        "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel", "--micro-batch-size 1")]
-    done = subprocess.run([sys.executable, str(TESTS / "parity/ledger.py"), json.dumps(cases)], preexec_fn=own_loopback, text=True,
-                          capture_output=True, env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"})
+    """Within 5%, on a fresh pair of processes with an interface of their own where possible; else
+    what the machine sends beside can only add.
+    """
+    cases = [
+        [*BASE, *LARGE, *flags.split()]
+        for flags in (
+            "--tensor-model-parallel-size 2",
+            "--tensor-model-parallel-size 2 --sequence-parallel",
+            "--micro-batch-size 1",
+        )
+    ]
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "parity/ledger.py"), json.dumps(cases)],
+        preexec_fn=own_loopback,
+        text=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"},
+    )
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(results) == len(cases)

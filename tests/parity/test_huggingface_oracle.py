@@ -1,7 +1,9 @@
-"""An independent oracle: our weights in Hugging Face's models give the same loss and the same gradient of every logical tensor.
+"""An independent oracle: our weights in Hugging Face's models give the same loss and the same
+gradient of every logical tensor.
 
-float64 is the gate (relative Frobenius norm 1e-10); fp32 within 1e-5. transformers widens some steps to *float32* whatever the model's
-precision (RMSNorm, rotary tables, Llama's eager softmax); the float64 rows replace those functions by the same formula in float64.
+float64 is the gate (relative Frobenius norm 1e-10); fp32 within 1e-5. transformers widens some
+steps to *float32* whatever the model's precision (RMSNorm, rotary tables, Llama's eager softmax);
+the float64 rows replace those functions by the same formula in float64.
 """
 
 import dataclasses
@@ -24,17 +26,44 @@ transformers = pytest.importorskip("transformers")
 
 VOCAB, PADDED, S, B = 117, 128, 24, 3
 
-GPT2 = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=128, num_attention_heads=4, kv_channels=8, num_query_groups=4,
-                   max_position_embeddings=S, activation="gelu-tanh", hidden_dropout=0.0, attention_dropout=0.0, init_method_std=0.2)
-LLAMA = dataclasses.replace(GPT2, position_embedding_type="rope", normalization="RMSNorm", activation="swiglu", ffn_hidden_size=88,
-                            num_query_groups=2, group_query_attention=True, add_bias_linear=False, untie_embeddings_and_output_weights=True)
+GPT2 = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=128,
+    num_attention_heads=4,
+    kv_channels=8,
+    num_query_groups=4,
+    max_position_embeddings=S,
+    activation="gelu-tanh",
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    init_method_std=0.2,
+)
+LLAMA = dataclasses.replace(
+    GPT2,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    activation="swiglu",
+    ffn_hidden_size=88,
+    num_query_groups=2,
+    group_query_attention=True,
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+)
 MODELS = {
     "gpt2": GPT2,
     "llama": LLAMA,
     "llama-tied": dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False),
-    "llama3-scaled": dataclasses.replace(LLAMA, use_rope_scaling=True, rope_original_max_position_embeddings=16, rotary_base=500.0),
+    "llama3-scaled": dataclasses.replace(
+        LLAMA, use_rope_scaling=True, rope_original_max_position_embeddings=16, rotary_base=500.0
+    ),
     "llama-linear": dataclasses.replace(LLAMA, rotary_seq_len_interpolation_factor=2.0),
-    "llama-yarn": dataclasses.replace(LLAMA, position_embedding_type="yarn", rope_scaling_factor=4.0, rope_original_max_position_embeddings=8),
+    "llama-yarn": dataclasses.replace(
+        LLAMA,
+        position_embedding_type="yarn",
+        rope_scaling_factor=4.0,
+        rope_original_max_position_embeddings=8,
+    ),
     "mistral-window": dataclasses.replace(LLAMA, window_size=5),
     "qwen2": dataclasses.replace(LLAMA, add_qkv_bias=True),
     "qwen3": dataclasses.replace(LLAMA, qk_layernorm=True),
@@ -46,7 +75,9 @@ def tokens():
 
 
 def our_run(config: ModelConfig, dtype: torch.dtype):
-    """(mean loss, {logical name: weight}, {logical name: gradient}) of our model on the fixed tokens."""
+    """(mean loss, {logical name: weight}, {logical name: gradient}) of our model on the fixed
+    tokens.
+    """
     model = GPTModel(config, vocab_size=VOCAB, padded_vocab=PADDED, dtype=dtype, seed=1)
     weights, grads = {}, {}
     for block in build_blocks(model, torch.device("cpu")):
@@ -56,18 +87,27 @@ def our_run(config: ModelConfig, dtype: torch.dtype):
                 fill_initial(box, entry.view(block.weight), 1)
                 if box.name.endswith(("bias", "norm.weight")):  # zeros and ones hide mistakes
                     view = box.view(entry.view(block.weight))
-                    view.add_(0.3 * torch.sin(torch.arange(view.numel(), dtype=dtype)).view(view.shape))
+                    view.add_(
+                        0.3 * torch.sin(torch.arange(view.numel(), dtype=dtype)).view(view.shape)
+                    )
                 weights[box.name] = box.view(entry.view(block.weight)).reshape(box.extent)
     ids = tokens()
     positions = torch.arange(S).expand(B, S)
-    micro = model.micro_batch(ids[:, :-1], ids[:, 1:], torch.ones(B, S), positions, torch.arange(B), training=True)
+    micro = model.micro_batch(
+        ids[:, :-1], ids[:, 1:], torch.ones(B, S), positions, torch.arange(B), training=True
+    )
     passes = LayerPasses()
     sums, saved = forward(model, micro, passes)
     backward(model, saved, loss_gradient(sums, 1 / (B * S)), passes)
     for name, parameter, spec in model.declared():
         for box in spec.boxes():
             grads[box.name] = box.view(parameter.main_grad).reshape(box.extent)
-            assert parameter.main_grad[box.extent[0] :].abs().sum() == 0 or box.groups > 1 or "fc1" in name  # padded rows have no gradient
+            # padded rows have no gradient
+            assert (
+                parameter.main_grad[box.extent[0] :].abs().sum() == 0
+                or box.groups > 1
+                or "fc1" in name
+            )
     return sums[1].item() / (B * S), weights, grads
 
 
@@ -87,16 +127,24 @@ def widen(model):
             def rotary(x, position_ids, module=module, frequencies=frequencies):
                 angle = position_ids[:, :, None].double() * frequencies
                 angle = torch.cat([angle, angle], -1)
-                return (angle.cos() * module.attention_scaling).to(x.dtype), (angle.sin() * module.attention_scaling).to(x.dtype)
+                return (angle.cos() * module.attention_scaling).to(x.dtype), (
+                    angle.sin() * module.attention_scaling
+                ).to(x.dtype)
 
             module.forward = rotary
 
 
 def wide_frequencies(config):
-    """transformers' own frequency rules, run with float64 as the default dtype and its float32 casts undone."""
+    """transformers' own frequency rules, run with float64 as the default dtype and its float32
+    casts undone.
+    """
     rope = config.rope_parameters
     kind = rope.get("rope_type", "default")
-    dim = config.head_dim if getattr(config, "head_dim", None) else config.hidden_size // config.num_attention_heads
+    dim = (
+        config.head_dim
+        if getattr(config, "head_dim", None)
+        else config.hidden_size // config.num_attention_heads
+    )
     base = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2).double() / dim))
     if kind == "default":
         return base
@@ -105,33 +153,62 @@ def wide_frequencies(config):
     narrow, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
     ratio = narrow.double() / base  # the blend of scaled and unscaled frequencies, known to 1e-7
     if kind == "llama3":
-        old, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
+        old, low, high = (
+            rope["original_max_position_embeddings"],
+            rope["low_freq_factor"],
+            rope["high_freq_factor"],
+        )
         wavelength = 2 * math.pi / base
         smooth = (old / wavelength - low) / (high - low)
-        exact = torch.where(wavelength > old / low, base / rope["factor"], torch.where(wavelength < old / high, base,
-                            (1 - smooth) * base / rope["factor"] + smooth * base))
+        exact = torch.where(
+            wavelength > old / low,
+            base / rope["factor"],
+            torch.where(
+                wavelength < old / high, base, (1 - smooth) * base / rope["factor"] + smooth * base
+            ),
+        )
     else:
-        old, beta_fast, beta_slow = rope["original_max_position_embeddings"], rope.get("beta_fast", 32), rope.get("beta_slow", 1)
-        bounds = [dim * math.log(old / (n * 2 * math.pi)) / (2 * math.log(rope["rope_theta"])) for n in (beta_fast, beta_slow)]
+        old, beta_fast, beta_slow = (
+            rope["original_max_position_embeddings"],
+            rope.get("beta_fast", 32),
+            rope.get("beta_slow", 1),
+        )
+        bounds = [
+            dim * math.log(old / (n * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
+            for n in (beta_fast, beta_slow)
+        ]
         low, high = max(math.floor(bounds[0]), 0), min(math.ceil(bounds[1]), dim - 1)
         ramp = ((torch.arange(dim // 2).double() - low) / max(high - low, 0.001)).clamp(0, 1)
         exact = base / rope["factor"] * ramp + base * (1 - ramp)
-    torch.testing.assert_close(exact / base, ratio, rtol=1e-6, atol=1e-6)  # the float64 formula is the one transformers runs
+    # the float64 formula is the one transformers runs
+    torch.testing.assert_close(exact / base, ratio, rtol=1e-6, atol=1e-6)
     return exact
 
 
 def exported(config: ModelConfig, tensors):
-    """config.json and the tensors (weights, or gradients: the export is linear) as the rules say."""
+    """config.json and the tensors (weights, or gradients: the export is linear) as the rules
+    say.
+    """
     described, rules = to_huggingface(config, VOCAB)
-    stacked = {rule.theirs: (torch.cat([tensors[name] for name in rule.ours]), rule.transposed) for rule in rules}
-    return described, {name: (value.t() if transposed else value).contiguous() for name, (value, transposed) in stacked.items()}
+    stacked = {
+        rule.theirs: (torch.cat([tensors[name] for name in rule.ours]), rule.transposed)
+        for rule in rules
+    }
+    return described, {
+        name: (value.t() if transposed else value).contiguous()
+        for name, (value, transposed) in stacked.items()
+    }
 
 
 def their_run(config: ModelConfig, weights, dtype):
     """(mean loss, {Hugging Face name: gradient}) with the exported weights."""
     hf_config, theirs = exported(config, weights)
     kind = hf_config["model_type"]
-    arguments = {name: value for name, value in hf_config.items() if name not in ("model_type", "architectures")}
+    arguments = {
+        name: value
+        for name, value in hf_config.items()
+        if name not in ("model_type", "architectures")
+    }
     hf = transformers.AutoConfig.for_model(kind, **arguments)
     hf._attn_implementation = "sdpa"
     model = transformers.AutoModelForCausalLM.from_config(hf, attn_implementation="sdpa").to(dtype)
@@ -148,7 +225,9 @@ def their_run(config: ModelConfig, weights, dtype):
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    "dtype, bound", [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["float64", "float32"]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_equal_transformers(name, dtype, bound):
     config = MODELS[name]
@@ -162,7 +241,8 @@ def test_loss_and_gradients_equal_transformers(name, dtype, bound):
         if hf_name not in their_grads:
             continue
         theirs = their_grads[hf_name]
-        # A key bias shifts all scores of a query alike: its true gradient is 0, so noise is measured against the whole gradient.
+        # A key bias shifts all scores of a query alike: its true gradient is 0, so noise is
+        # measured against the whole gradient.
         scale = total if hf_name.endswith("k_proj.bias") else theirs.norm()
         assert (ours - theirs).norm() <= bound * scale, hf_name
         compared += 1

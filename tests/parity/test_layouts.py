@@ -1,4 +1,6 @@
-"""The table of parity, the part that CI runs: whole runs in a layout against the same run in one process."""
+"""The table of parity, the part that CI runs: whole runs in a layout against the same run in one
+process.
+"""
 
 import pytest
 from parity.compare import faults_of
@@ -8,11 +10,15 @@ from parity.worker import run_case
 
 @pytest.mark.parametrize("row", ci_rows(), ids=str)
 def test_the_layout_is_the_same_run(gloo_world, row):
-    assert not faults_of(row, gloo_world(row.world).run(run_case, row.flags(layout=True), row.patches))
+    assert not faults_of(
+        row, gloo_world(row.world).run(run_case, row.flags(layout=True), row.patches)
+    )
 
 
 def test_these_rows_show_every_pair_of_the_full_table():
     table = full_table()
     assert set(ci_rows()) <= set(table)
-    pairs = set().union(*(traits(row) for row in table if row.precision == "fp64" or row.feature in NARROW_FEATURES))
+    pairs = set().union(
+        *(traits(row) for row in table if row.precision == "fp64" or row.feature in NARROW_FEATURES)
+    )
     assert not pairs - set().union(*map(traits, ci_rows()))

@@ -1,6 +1,8 @@
-"""What one rank does in a parity case: a whole real run through pretrain.py, with everything that the comparison needs kept on the way.
+"""What one rank does in a parity case: a whole real run through pretrain.py, with everything that
+the comparison needs kept on the way.
 
-Runs in a process of a Gloo world, or (for the one-process reference) in any process without torch.distributed.
+Runs in a process of a Gloo world, or (for the one-process reference) in any process without
+torch.distributed.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from megatron.training import loop, pretrain
 
 @dataclass(frozen=True)
 class Piece:
-    """One box of a logical tensor as one rank holds it. `owner`: this rank is the one that counts it and writes it to a checkpoint."""
+    """One box of a logical tensor as one rank holds it. `owner`: this rank is the one that counts
+    it and writes it to a checkpoint.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -55,11 +59,14 @@ class Outcome:
     evaluations: list[float]
     gradients: list[Piece]  # of step 1, of the mean loss over valid tokens, clipped
     weights: list[Piece]  # at the end
-    metrics: list[dict[str, float]]  # what is tracked, on rank 0, without what depends on the machine
+    # what is tracked, on rank 0, without what depends on the machine
+    metrics: list[dict[str, float]]
 
 
 def run_case(flags: tuple[str, ...], patches: tuple[str, ...] = (), device: str = "cpu") -> Outcome:
-    """The run of `pretrain_gpt.py flags...` on this rank, under the named PATCHES. On `cuda` all ranks share the GPUs that there are."""
+    """The run of `pretrain_gpt.py flags...` on this rank, under the named PATCHES. On `cuda` all
+    ranks share the GPUs that there are.
+    """
     kept: list[loop.Run] = []
     pendings, evaluations, gradients, metrics = [], [], [], []
 
@@ -87,10 +94,15 @@ def run_case(flags: tuple[str, ...], patches: tuple[str, ...] = (), device: str 
     loop_train, real_update, real_evaluate = loop.train, loop.update, loop.evaluate
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))  # the world goes on
+        # the world goes on
+        stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))
         stack.enter_context(mock.patch.object(pretrain, "train", train))
         if device == "cpu" and torch.cuda.is_available():
-            stack.enter_context(mock.patch.object(pretrain, "choose_device", lambda launch, config: (torch.device("cpu"), "gloo")))
+            stack.enter_context(
+                mock.patch.object(
+                    pretrain, "choose_device", lambda launch, config: (torch.device("cpu"), "gloo")
+                )
+            )
         stack.enter_context(mock.patch.object(loop, "update", update))
         stack.enter_context(mock.patch.object(loop, "evaluate", evaluate))
         stack.enter_context(mock.patch.object(Tracker, "log", track))
@@ -103,18 +115,36 @@ def run_case(flags: tuple[str, ...], patches: tuple[str, ...] = (), device: str 
     assert run.device.type == device
     published_weights_are_the_masters(run)
     reports = [pending.read() for pending in pendings]
-    steps = [Step(report.loss, report.grad_norm, report.skipped, report.loss_scale, report.batch_size) for report in reports]
-    return Outcome(steps, evaluations, gradients, pieces(run, run.optimizer.weight_boxes()), metrics)
+    steps = [
+        Step(report.loss, report.grad_norm, report.skipped, report.loss_scale, report.batch_size)
+        for report in reports
+    ]
+    return Outcome(
+        steps, evaluations, gradients, pieces(run, run.optimizer.weight_boxes()), metrics
+    )
 
 
 def first_gradients(run: loop.Run) -> list[Piece]:
-    """The gradients of step 1, from what they left in the first optimizer state that they were added to."""
+    """The gradients of step 1, from what they left in the first optimizer state that they were
+    added to.
+    """
     config = run.config.optimizer
-    state, share = ("exp_avg", 1 - config.adam_beta1) if config.optimizer == "adam" else ("momentum_buffer", 1.0)
+    state, share = (
+        ("exp_avg", 1 - config.adam_beta1)
+        if config.optimizer == "adam"
+        else ("momentum_buffer", 1.0)
+    )
     prefix = f"optimizer.{state}."
     return [
-        Piece(piece.name.removeprefix(prefix), piece.shape, piece.offset, piece.values / share, piece.owner)
-        for piece in pieces(run, run.optimizer.state_boxes()) if piece.name.startswith(prefix)
+        Piece(
+            piece.name.removeprefix(prefix),
+            piece.shape,
+            piece.offset,
+            piece.values / share,
+            piece.owner,
+        )
+        for piece in pieces(run, run.optimizer.state_boxes())
+        if piece.name.startswith(prefix)
     ]
 
 
@@ -123,18 +153,25 @@ def pieces(run: loop.Run, boxes) -> list[Piece]:
     found = []
     for box, buffer in boxes:
         values = box.view(buffer.detach()).reshape(box.extent).cpu().clone()
-        found.append(Piece(box.name, tuple(box.shape), tuple(box.offset), values, run.optimizer.owns(box)))
+        found.append(
+            Piece(box.name, tuple(box.shape), tuple(box.offset), values, run.optimizer.owns(box))
+        )
     return found
 
 
 def published_weights_are_the_masters(run: loop.Run) -> None:
     """What the model computes with is the masters, rounded."""
     for block in run.optimizer.blocks:
-        for piece, held in run.optimizer.kept[block].pieces(("master",), "read") if block.stage < 3 else ():
-            assert torch.equal(block.part(block.weight)[piece], held["master"].to(block.weight)), f"{block.name}: not the rounded masters"
+        for piece, held in (
+            run.optimizer.kept[block].pieces(("master",), "read") if block.stage < 3 else ()
+        ):
+            assert torch.equal(block.part(block.weight)[piece], held["master"].to(block.weight)), (
+                f"{block.name}: not the rounded masters"
+            )
 
 
-# ---------------------------------------------------------------- patches: what flags alone cannot bring about
+# ---------------------------------------------------------------- patches: what flags alone cannot
+# bring about
 
 
 @contextlib.contextmanager
@@ -153,7 +190,9 @@ def uneven() -> Iterator[None]:
 
 
 class _Explode(torch.autograd.Function):
-    """The identity; its backward pass adds infinities to the first row of a weight's gradient: at once, or where a split backward pass adds it."""
+    """The identity; its backward pass adds infinities to the first row of a weight's gradient: at
+    once, or where a split backward pass adds it.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: nn.Parameter) -> Tensor:
@@ -163,7 +202,9 @@ class _Explode(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         weight = ctx.weight
-        left = WeightGrad(weight, dy.new_zeros(1, 1, weight.shape[0]), dy.new_ones(1, 1, weight.shape[1]))
+        left = WeightGrad(
+            weight, dy.new_zeros(1, 1, weight.shape[0]), dy.new_ones(1, 1, weight.shape[1])
+        )
         left.dy[..., 0] = float("inf")
         if hasattr(weight, "stash"):
             weight.stash.append(left)
@@ -177,14 +218,20 @@ OVERFLOWING_SAMPLES = (13, 24, 25, 26, 33, 62, 63, 64)  # of training; of a run 
 
 @contextlib.contextmanager
 def overflow() -> Iterator[None]:
-    """Gradients overflow in some samples: each in the layer of its number, counted round, on the last tensor-parallel rank alone."""
+    """Gradients overflow in some samples: each in the layer of its number, counted round, on the
+    last tensor-parallel rank alone.
+    """
     original, numbers = LayerBlock.forward, {}
 
     def forward(self: LayerBlock, x: Tensor, micro) -> Tensor:
         y = original(self, x, micro)
         if micro.dropout is not None and self in numbers:
             number, layers = numbers[self]
-            if any(sample % layers == number for sample in micro.dropout.sample_ids.tolist() if sample in OVERFLOWING_SAMPLES):
+            if any(
+                sample % layers == number
+                for sample in micro.dropout.sample_ids.tolist()
+                if sample in OVERFLOWING_SAMPLES
+            ):
                 y = _Explode.apply(y, self.mlp.fc1.weight)
         return y
 
@@ -192,10 +239,18 @@ def overflow() -> Iterator[None]:
 
     def remember(run: loop.Run):
         if run.groups.tp.rank == run.groups.tp.size - 1:
-            numbers.update({layer: (int(number), run.config.model.num_layers) for number, layer in run.model.layers.items()})
+            numbers.update(
+                {
+                    layer: (int(number), run.config.model.num_layers)
+                    for number, layer in run.model.layers.items()
+                }
+            )
         return train(run)
 
-    with mock.patch.object(LayerBlock, "forward", forward), mock.patch.object(pretrain, "train", remember):
+    with (
+        mock.patch.object(LayerBlock, "forward", forward),
+        mock.patch.object(pretrain, "train", remember),
+    ):
         yield
 
 
@@ -204,7 +259,11 @@ def few_tokens() -> contextlib.AbstractContextManager:
     return mock.patch.dict(linear_cross_entropy.HEAD_CHUNK_BYTES, cpu=2000)
 
 
-PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {"uneven": uneven, "overflow": overflow, "few_tokens": few_tokens}
+PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
+    "uneven": uneven,
+    "overflow": overflow,
+    "few_tokens": few_tokens,
+}
 
 
 @contextlib.contextmanager
@@ -219,7 +278,9 @@ def one_thread() -> Iterator[None]:
 
 
 @functools.cache
-def reference(flags: tuple[str, ...], patches: tuple[str, ...] = (), device: str = "cpu") -> Outcome:
+def reference(
+    flags: tuple[str, ...], patches: tuple[str, ...] = (), device: str = "cpu"
+) -> Outcome:
     """The same run in this process alone, once a session."""
     with one_thread():
         return run_case(flags, patches, device)

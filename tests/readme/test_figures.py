@@ -17,7 +17,10 @@ import document_results as tool  # noqa: E402
 from benchmark_checkpoint import section as checkpoint_section  # noqa: E402
 
 INTERVAL = re.compile(r"\d\.\d+ \(\d+\.\d+-\d+\.\d+\)")
-COUNTED = re.compile(r"\b\d[\d,]* (?:mutants of the code|places, one at a time|rows (?:equal|of)|pairs of layouts|pipeline ranks|configurations)")
+COUNTED = re.compile(
+    r"\b\d[\d,]* (?:mutants of the code|places, one at a time|rows (?:equal|of)|pairs of "
+    r"layouts|pipeline ranks|configurations)"
+)
 GENERATED = re.compile(r"<!-- (\w+): begin -->.*?<!-- \1: end -->", re.S)
 UNKEPT = re.compile(r"^## Ratios whose runs were not kept\n.*?(?=^## )", re.S | re.M)
 
@@ -50,7 +53,11 @@ def test_every_figure_is_used_and_every_result_that_a_page_names_has_one():
     named = set(re.findall(r"results/(\w+)\.json", text))
     generated = {"checkpoint", "parallel_write"}  # held below
     source = (ROOT / "tools/document_results.py").read_text()
-    unused = {name for name in named - generated if f'"{name}"' not in source and f"'{name}'" not in source}
+    unused = {
+        name
+        for name in named - generated
+        if f'"{name}"' not in source and f"'{name}'" not in source
+    }
     assert not unused, f"no figure comes from docs/results/: {sorted(unused)}"
 
 
@@ -58,20 +65,32 @@ def test_every_figure_is_used_and_every_result_that_a_page_names_has_one():
 def test_no_counted_figure_or_ratio_is_written_by_hand(page: Path):
     text = page.read_text()
     for line in text.splitlines():  # a comment that begins a line ends the paragraph there
-        assert not line.lstrip().startswith("<!-- =") or re.fullmatch(r"<!-- =\S+ -->", line), f"move the mark from the line's start: {line}"
+        assert not line.lstrip().startswith("<!-- =") or re.fullmatch(r"<!-- =\S+ -->", line), (
+            f"move the mark from the line's start: {line}"
+        )
     by_hand = UNKEPT.sub("", GENERATED.sub("", tool.MARKED.sub("", text)))
     if page.name == "numerics.md":  # tests/oracle holds these to its own table
         by_hand = re.sub(r"\d+ configurations", "", by_hand)
     found = INTERVAL.findall(by_hand) + COUNTED.findall(by_hand)
-    assert not found, f"{page.name}: mark these (tools/document_results.py) or list them as not kept: {found}"
+    assert not found, (
+        f"{page.name}: mark these (tools/document_results.py) or list them as not kept: {found}"
+    )
 
 
 def test_the_sections_that_benchmarks_write_are_those_of_their_results():
     text = (ROOT / "docs/performance.md").read_text()
-    found = {name: part.split("\n", 1)[1].rsplit("\n", 1)[0] for part in (match[0] for match in GENERATED.finditer(text))
-             for name in [re.search(r"<!-- (\w+): begin", part)[1]]}
+    found = {
+        name: part.split("\n", 1)[1].rsplit("\n", 1)[0]
+        for part in (match[0] for match in GENERATED.finditer(text))
+        for name in [re.search(r"<!-- (\w+): begin", part)[1]]
+    }
     assert found["benchmark_checkpoint"] == checkpoint_section(tool.result("checkpoint"))
     runs = tool.result("parallel_write")["runs"]
     for stage, mode in {(run["stage"], run["mode"]) for run in runs}:
-        most = max(next(run["bytes"] for run in runs if (run["stage"], run["mode"]) == (stage, mode))) / 2**20
-        assert re.search(rf"^\| {stage} \| {mode} \| [^|]+ \| {most:.1f} \|", found["parallel_write"], re.M)
+        most = (
+            max(next(run["bytes"] for run in runs if (run["stage"], run["mode"]) == (stage, mode)))
+            / 2**20
+        )
+        assert re.search(
+            rf"^\| {stage} \| {mode} \| [^|]+ \| {most:.1f} \|", found["parallel_write"], re.M
+        )

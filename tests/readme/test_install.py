@@ -19,7 +19,8 @@ import importlib.util, kernels, megatron.config.groups, pretrain_gpt
 found = importlib.util.find_spec("megatron.kernels.philox").origin
 print(kernels.theirs, found, megatron.__file__, pretrain_gpt.__file__)
 """
-# Every command's --help in one process, which imports torch once. Loading them leaves sys.path alone.
+# Every command's --help in one process, which imports torch once. Loading them leaves sys.path
+# alone.
 HELP = """
 import contextlib, io, json, sys
 from importlib.metadata import entry_points
@@ -35,9 +36,25 @@ for command in entry_points(group="console_scripts"):
         pages[command.name] = [code or 0, page.getvalue()]
 print(json.dumps([before == sys.path, pages]))
 """
-MODEL = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8"]
+MODEL = [
+    "--num-layers",
+    "1",
+    "--hidden-size",
+    "16",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "8",
+]
 TRAINING = ["--micro-batch-size", "1", "--train-iters", "2", "--lr", "1e-3", "--eval-iters", "0"]
-DATA = ["--data-path", "mine_text_document", "--tokenizer-type", "NullTokenizer", "--vocab-size", "99"]
+DATA = [
+    "--data-path",
+    "mine_text_document",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--vocab-size",
+    "99",
+]
 
 
 @pytest.fixture
@@ -91,7 +108,9 @@ def test_wheel(venv: Path, clone: Path, tmp_path: Path):
     assert [name for name, (code, page) in pages.items() if code or len(page) < 200] == []
 
     command = {name: venv / "bin" / name for name in COMMANDS}
-    (tmp_path / "mine.jsonl").write_text(json.dumps({"text": "1 2 3 4 5 6 7 8 9 10 11 12 13"}) + "\n")
+    (tmp_path / "mine.jsonl").write_text(
+        json.dumps({"text": "1 2 3 4 5 6 7 8 9 10 11 12 13"}) + "\n"
+    )
     files = ["--input", "mine.jsonl", "--output-prefix", "mine", *DATA[2:], "--append-eod"]
     run([command["mgpt-preprocess"], *files], tmp_path)
     flags = [*MODEL, *TRAINING, *DATA, "--split", "100,0,0", "--save", "run"]
@@ -102,7 +121,9 @@ def test_wheel(venv: Path, clone: Path, tmp_path: Path):
 
 
 def test_editable(venv: Path, clone: Path, tmp_path: Path):
-    """An editable installation finds the checkout, and says that megatron-core cannot be imported."""
+    """An editable installation finds the checkout, and says that megatron-core cannot be
+    imported.
+    """
     pip("--python", venv / "bin/python", "install", "-e", ".", cwd=clone)
     check_imports(venv, clone, tmp_path)
     flags = [*MODEL, *TRAINING, "--mock-data", "--vocab-size", "99", "--dry-run"]

@@ -20,13 +20,24 @@ def commands(text: str) -> list[str]:
     """The commands of all ```bash blocks, in order, continued lines joined, comments dropped."""
     blocks = re.findall(r"^```bash\n(.*?)^```", text, re.S | re.M)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.split("  #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
+    return [
+        line.split("  #")[0].strip() for line in lines if line.strip() and not line.startswith("#")
+    ]
 
 
 def run(command: str, folder: Path, environment: dict[str, str]) -> str:
     """Standard output of a shell command that must succeed."""
-    done = subprocess.run(["bash", "-c", command], cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert done.returncode == 0, f"{command}\nexit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, (
+        f"{command}\nexit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    )
     return done.stdout
 
 
@@ -62,14 +73,20 @@ def test_the_tutorials_commands_run(quickstart: str, clone: Path, environment: d
 
 
 def quickstart_did_its_work(shown: str, clone: Path) -> None:
-    """Two processes trained, the second from the first one's checkpoint; text, page and verdict came out."""
-    assert len(re.findall(r"loaded checkpoint \S+iter_0000300 at iteration 300", shown)) == 1, shown[-4000:]
+    """Two processes trained, the second from the first one's checkpoint; text, page and verdict
+    came out.
+    """
+    assert len(re.findall(r"loaded checkpoint \S+iter_0000300 at iteration 300", shown)) == 1, (
+        shown[-4000:]
+    )
     assert re.search(r"iteration +300/ +600 ", shown) and re.search(r"iteration +600/ +600 ", shown)
     assert re.search(r"validation loss.*expected.*got", shown), shown[-2000:]
     assert re.search(r"ROMEO\.\n.*\w{3}", shown)
     page = (clone / "quickstart/report.html").read_text()
     assert page.count("<svg") >= 4
-    assert (clone / "quickstart/run/metrics.jsonl").exists() and (clone / "quickstart/run/iter_0000600").is_dir()
+    assert (clone / "quickstart/run/metrics.jsonl").exists() and (
+        clone / "quickstart/run/iter_0000600"
+    ).is_dir()
 
 
 def test_the_readme_is_short():
@@ -90,14 +107,24 @@ def dry_run(model: str, given: str, ranks: int, folder: Path, environment: dict[
     ours = re.sub(r"--(data-path|tokenizer-type|tokenizer-model) +\S+", "", given)
     flags = f'"${{model[@]}}" "${{fits[@]}}" {ours} --mock-data --vocab-size 128255'
     prepare = f"source scripts/presets.sh && preset {model}"
-    return run(f"{prepare} && python pretrain_gpt.py {flags} --dry-run --world-size {ranks}", folder, environment)
+    return run(
+        f"{prepare} && python pretrain_gpt.py {flags} --dry-run --world-size {ranks}",
+        folder,
+        environment,
+    )
 
 
 def test_the_commands_for_gpus_are_valid(clone: Path, environment: dict[str, str]):
     node, slurm = examples()
-    found = re.search(r"preset (\S+) && torchrun --nproc-per-node 8 pretrain_gpt.py +\"\S+\" +\"\S+\" (.*)", node, re.S)
+    found = re.search(
+        r"preset (\S+) && torchrun --nproc-per-node 8 pretrain_gpt.py +\"\S+\" +\"\S+\" (.*)",
+        node,
+        re.S,
+    )
     assert "tp4 cp1 pp1 dp2" in dry_run(found[1], found[2].strip(), 8, clone, environment)
-    found = re.search(r'PRESET=(\S+) SAVE=\S+ DATA="(.*?)" +sbatch --nodes=16 scripts/train.sbatch', slurm, re.S)
+    found = re.search(
+        r'PRESET=(\S+) SAVE=\S+ DATA="(.*?)" +sbatch --nodes=16 scripts/train.sbatch', slurm, re.S
+    )
     given = " ".join(found[2].split()) + " --train-samples 1000000"
     assert "tp8 cp1 pp4 dp4" in dry_run(found[1], given, 128, clone, environment)
 
@@ -107,14 +134,24 @@ def test_paths_exist_and_every_package_is_on_the_map():
     for page, home in ((README, ROOT), (TUTORIAL, ROOT / "docs"), (MAP, ROOT / "docs")):
         named, links = set(re.findall(pattern, page)), set(re.findall(r"\]\(([^)#:]+)\)", page))
         created = {name for name in named if name.startswith(("quickstart/", ".venv/"))}
-        missing = sorted(name for name in named - created if not (ROOT / name).exists() and name != "metrics.jsonl")
+        missing = sorted(
+            name
+            for name in named - created
+            if not (ROOT / name).exists() and name != "metrics.jsonl"
+        )
         missing += sorted(link for link in links if not (home / link).exists())
         assert not missing, f"a page names what is not there: {missing}"
     named = set(re.findall(pattern, MAP))
-    packages = {f"megatron/{path.parent.name}/" for path in (ROOT / "megatron").glob("*/__init__.py")}
+    packages = {
+        f"megatron/{path.parent.name}/" for path in (ROOT / "megatron").glob("*/__init__.py")
+    }
     tools = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tools").glob("*.py")}
-    tests = {f"tests/{path.name}/" for path in (ROOT / "tests").iterdir() if any(path.glob("test_*.py"))}
-    assert not (packages | tools | tests | {"kernels/"}) - named, "docs/code.md leaves something out"
+    tests = {
+        f"tests/{path.name}/" for path in (ROOT / "tests").iterdir() if any(path.glob("test_*.py"))
+    }
+    assert not (packages | tools | tests | {"kernels/"}) - named, (
+        "docs/code.md leaves something out"
+    )
 
 
 def test_the_tutorial_lists_every_command():
@@ -123,5 +160,7 @@ def test_the_tutorial_lists_every_command():
 
 
 def test_the_expected_loss_is_the_scripts():
-    loss, tolerance = re.search(r"expected_loss=(\S+) tolerance=(\S+)", (ROOT / "scripts/quickstart.sh").read_text()).groups()
+    loss, tolerance = re.search(
+        r"expected_loss=(\S+) tolerance=(\S+)", (ROOT / "scripts/quickstart.sh").read_text()
+    ).groups()
     assert f"**{loss} ± {tolerance}**" in README and f"{loss} ± {tolerance}" in TUTORIAL

@@ -1,4 +1,6 @@
-"""A real Slurm on this machine: munged, slurmctld and several slurmd (virtual nodes), all state in one folder, no file of the system touched."""
+"""A real Slurm on this machine: munged, slurmctld and several slurmd (virtual nodes), all state in
+one folder, no file of the system touched.
+"""
 
 from __future__ import annotations
 
@@ -51,18 +53,28 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing_slurm() -> str | None:
-    """Why no Slurm can run here; None when it can, after installing Debian's packages where they lack and may be installed."""
+    """Why no Slurm can run here; None when it can, after installing Debian's packages where they
+    lack and may be installed.
+    """
     lacking = [name for name in PROGRAMS if program(name) is None]
     if os.geteuid() != 0:
         return "the Slurm daemons of these tests need root"
     if not lacking:
         return None
     if shutil.which("apt-get") is None:
-        return f"Slurm is not installed ({', '.join(lacking)} not found) and there is no apt-get to install it"
+        return (
+            f"Slurm is not installed ({', '.join(lacking)} not found) and there is no "
+            "apt-get to install it"
+        )
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (["apt-get", "update"], ["apt-get", "install", "-y", "--no-install-recommends", *PACKAGES]):
+    for command in (
+        ["apt-get", "update"],
+        ["apt-get", "install", "-y", "--no-install-recommends", *PACKAGES],
+    ):
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=INSTALL_SECONDS)
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=INSTALL_SECONDS
+            )
         except subprocess.TimeoutExpired:
             return f"`{' '.join(command)}` took longer than {INSTALL_SECONDS} s"
         if done.returncode != 0:
@@ -75,11 +87,17 @@ def program(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 
-def wait_for(condition: Callable[[], object], seconds: float, what: str | Callable[[], str]) -> object:
-    """The first true value of `condition`, asked again and again. AssertionError naming `what` after `seconds`."""
+def wait_for(
+    condition: Callable[[], object], seconds: float, what: str | Callable[[], str]
+) -> object:
+    """The first true value of `condition`, asked again and again. AssertionError naming `what`
+    after `seconds`.
+    """
     end = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < end, f"waited {seconds:g} s in vain for: {what() if callable(what) else what}"
+        assert time.monotonic() < end, (
+            f"waited {seconds:g} s in vain for: {what() if callable(what) else what}"
+        )
         time.sleep(0.1)
     return value
 
@@ -102,25 +120,50 @@ class Cluster:
         self.environment = {**os.environ, "SLURM_CONF": str(self.configuration)}
         self._daemons: dict[str, subprocess.Popen] = {}
         controller_port, *ports = free_ports(1 + nodes)
-        lines = [f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs=8 RealMemory=2000"
-                 for name, port in zip(self.names, ports, strict=True)]
+        lines = [
+            (
+                f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 "
+                f"Port={port} CPUs=8 RealMemory=2000"
+            )
+            for name, port in zip(self.names, ports, strict=True)
+        ]
         for name in ("state", "munge", *(f"spool.{name}" for name in self.names)):
             (folder / name).mkdir(parents=True)
         (folder / "munge").chmod(0o755)
-        self.configuration.write_text(CONFIGURATION.format(folder=folder, controller_port=controller_port, nodes="\n".join(lines)))
+        self.configuration.write_text(
+            CONFIGURATION.format(
+                folder=folder, controller_port=controller_port, nodes="\n".join(lines)
+            )
+        )
         (folder / "cgroup.conf").touch()
 
     def start(self) -> None:
         """All daemons, and wait until every node is idle."""
         munge = self.folder / "munge"
-        subprocess.run([program("mungekey"), "--create", f"--keyfile={munge}/key"], check=True, capture_output=True)
-        self._start("munged", "--foreground", "--force", f"--socket={munge}/socket", f"--key-file={munge}/key", f"--pid-file={munge}/pid",
-                    f"--log-file={munge}/log", f"--seed-file={munge}/seed")
+        subprocess.run(
+            [program("mungekey"), "--create", f"--keyfile={munge}/key"],
+            check=True,
+            capture_output=True,
+        )
+        self._start(
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={munge}/socket",
+            f"--key-file={munge}/key",
+            f"--pid-file={munge}/pid",
+            f"--log-file={munge}/log",
+            f"--seed-file={munge}/seed",
+        )
         wait_for((munge / "socket").exists, 10, "munged's socket")
         self.start_controller()
         for name in self.names:
             self.start_node(name)
-        wait_for(lambda: self.idle_nodes() == set(self.names), 30, lambda: f"idle nodes; now {self.run('sinfo', '-N', '-l')}\n{self.logs()}")
+        wait_for(
+            lambda: self.idle_nodes() == set(self.names),
+            30,
+            lambda: f"idle nodes; now {self.run('sinfo', '-N', '-l')}\n{self.logs()}",
+        )
 
     def start_controller(self) -> None:
         self._start("slurmctld", "-D", "-f", self.environment["SLURM_CONF"])
@@ -136,7 +179,12 @@ class Cluster:
 
     def stop(self) -> None:
         """End every job, then every daemon."""
-        subprocess.run([program("scancel"), "--user=root"], env=self.environment, capture_output=True, timeout=20)
+        subprocess.run(
+            [program("scancel"), "--user=root"],
+            env=self.environment,
+            capture_output=True,
+            timeout=20,
+        )
         with suppress(AssertionError):
             wait_for(lambda: not self.run("squeue", "-h"), 20, "the last job to end")
         for process in reversed(self._daemons.values()):
@@ -149,19 +197,40 @@ class Cluster:
                 process.wait()
         self._daemons.clear()
 
-    def run(self, name: str, *arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
+    def run(
+        self, name: str, *arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None
+    ) -> str:
         """Standard output of a Slurm command, which must succeed."""
-        done = subprocess.run([program(name), *arguments], cwd=cwd, env=env or self.environment, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            [program(name), *arguments],
+            cwd=cwd,
+            env=env or self.environment,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
         assert done.returncode == 0, f"{name} {' '.join(arguments)}: {done.stderr}{done.stdout}"
         return done.stdout
 
     def idle_nodes(self) -> set[str]:
-        done = subprocess.run([program("sinfo"), "-h", "-N", "-t", "idle", "-o", "%N"], env=self.environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [program("sinfo"), "-h", "-N", "-t", "idle", "-o", "%N"],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+        )
         return set(done.stdout.split())
 
     def job(self, job: int) -> dict[str, str]:
-        """What the controller says of a job: JobState, Restarts, StartTime, ...; empty while the controller is away."""
-        done = subprocess.run([program("scontrol"), "show", "job", "-o", str(job)], env=self.environment, capture_output=True, text=True)
+        """What the controller says of a job: JobState, Restarts, StartTime, ...; empty while the
+        controller is away.
+        """
+        done = subprocess.run(
+            [program("scontrol"), "show", "job", "-o", str(job)],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+        )
         return dict(field.split("=", 1) for field in done.stdout.split() if "=" in field)
 
     def nodes_of(self, job: int) -> list[str]:
@@ -169,9 +238,17 @@ class Cluster:
 
     def logs(self) -> str:
         """The ends of all daemons' logs."""
-        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in sorted(self.folder.glob("*.log")))
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
+            for path in sorted(self.folder.glob("*.log"))
+        )
 
     def _start(self, name: str, *arguments: str, key: str | None = None) -> None:
         with open(self.folder / f"{key or name}.out", "ab") as output:
-            self._daemons[key or name] = subprocess.Popen([program(name), *arguments], stdin=subprocess.DEVNULL, stdout=output,
-                                                          stderr=subprocess.STDOUT, start_new_session=True)
+            self._daemons[key or name] = subprocess.Popen(
+                [program(name), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )

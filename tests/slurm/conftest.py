@@ -1,4 +1,6 @@
-"""The cluster of these tests: four virtual nodes, started for the session and stopped at its end."""
+"""The cluster of these tests: four virtual nodes, started for the session and stopped at its
+end.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ WITHOUT_SLURM: list[str] = []  # the reason, told in a section of its own at the
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A running Slurm. Where none can be installed, the tests that need it are skipped, with the reason."""
+    """A running Slurm. Where none can be installed, the tests that need it are skipped, with the
+    reason.
+    """
     reason = missing_slurm()
     if reason is not None:
         WITHOUT_SLURM.append(reason)

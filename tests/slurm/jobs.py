@@ -1,4 +1,6 @@
-"""Jobs of scripts/train.sbatch: a tiny model on 2 nodes x 2 ranks over Gloo, a pipeline stage on each node."""
+"""Jobs of scripts/train.sbatch: a tiny model on 2 nodes x 2 ranks over Gloo, a pipeline stage on
+each node.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ from cluster import Cluster, wait_for
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 100
 SAVE_INTERVAL = 20
-MODEL = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --global-batch-size 8 --vocab-size 127 --no-bf16
---train-iters {ITERATIONS} --save-interval {SAVE_INTERVAL} --log-interval 1 --eval-iters 0""".split()
+MODEL = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32
+--global-batch-size 8 --vocab-size 127 --no-bf16
+--train-iters {ITERATIONS} --save-interval {SAVE_INTERVAL} --log-interval 1
+--eval-iters 0""".split()
 TWO_BY_TWO = "--nodes=2 --ntasks-per-node=2 --cpus-per-task=1 --gpus-per-node=0 --mem=0".split()
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
@@ -31,14 +35,40 @@ def program(path: Path, script: str) -> Path:
 class Job:
     """A submitted job; `save` is its run folder."""
 
-    def __init__(self, cluster: Cluster, folder: Path, launcher: str, flags: tuple[str, ...] = (), slurm: tuple[str, ...] = (),
-                 **settings: str) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        launcher: str,
+        flags: tuple[str, ...] = (),
+        slurm: tuple[str, ...] = (),
+        **settings: str,
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.cluster, self.save, self.output = cluster, folder / "run", folder / "output.txt"
-        environment = {**cluster.environment, "LAUNCHER": launcher, "SAVE": str(self.save), "TOKENS": "", "PYTHON": sys.executable,
-                       "LAYOUT": "--micro-batch-size 1 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
-                       "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **settings}
-        command = [*TWO_BY_TWO, f"--output={self.output}", *slurm, "--parsable", "scripts/train.sbatch", *MODEL, *flags]
+        environment = {
+            **cluster.environment,
+            "LAUNCHER": launcher,
+            "SAVE": str(self.save),
+            "TOKENS": "",
+            "PYTHON": sys.executable,
+            "LAYOUT": (
+                "--micro-batch-size 1 --pipeline-model-parallel-size 2 --pipeline-schedule "
+                "zero-bubble"
+            ),
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(folder),
+            **settings,
+        }
+        command = [
+            *TWO_BY_TWO,
+            f"--output={self.output}",
+            *slurm,
+            "--parsable",
+            "scripts/train.sbatch",
+            *MODEL,
+            *flags,
+        ]
         self.id = int(cluster.run("sbatch", *command, cwd=ROOT, env=environment))
 
     def log(self) -> str:
@@ -47,14 +77,21 @@ class Job:
     def iteration(self) -> int:
         """The last iteration in metrics.jsonl; 0 before the first."""
         try:
-            return json.loads((self.save / "metrics.jsonl").read_text().rsplit("\n", 2)[-2])["iteration"]
+            return json.loads((self.save / "metrics.jsonl").read_text().rsplit("\n", 2)[-2])[
+                "iteration"
+            ]
         except (FileNotFoundError, IndexError):
             return 0
 
     def leave(self, minutes: int) -> None:
         """Set the time limit so that more than `minutes` - 1 and at most `minutes` are left."""
         hours, gone, _seconds = self.cluster.job(self.id)["RunTime"].split(":")
-        self.cluster.run("scontrol", "update", f"jobid={self.id}", f"TimeLimit={60 * int(hours) + int(gone) + minutes}")
+        self.cluster.run(
+            "scontrol",
+            "update",
+            f"jobid={self.id}",
+            f"TimeLimit={60 * int(hours) + int(gone) + minutes}",
+        )
 
     def reaches(self, iteration: int, seconds: float = 240) -> None:
         self._wait(lambda: self.iteration() >= iteration, seconds, f"iteration {iteration}")
@@ -63,20 +100,33 @@ class Job:
         self._wait(lambda: text in self.log(), seconds, f"{text!r} in its output")
 
     def requeued(self, times: int, *changes: str, seconds: float = 240) -> None:
-        """Wait for the requeue number `times`, and start soon, with `changes` to the job, what Slurm would hold back for two minutes."""
+        """Wait for the requeue number `times`, and start soon, with `changes` to the job, what
+        Slurm would hold back for two minutes.
+        """
+
         def back() -> str | None:
             now = self.cluster.job(self.id)
             if int(now.get("Restarts", 0)) >= times and now["JobState"] != "COMPLETING":
                 return now["JobState"]
-            assert now.get("JobState") not in ENDED, f"job {self.id} ended as {now['JobState']} instead of being requeued\n{self.log()[-6000:]}"
+            assert now.get("JobState") not in ENDED, (
+                f"job {self.id} ended as {now['JobState']} instead of being requeued\n"
+                f"{self.log()[-6000:]}"
+            )
             return None
 
-        if self._wait(back, seconds, f"requeue {times}") == "PENDING":  # slurmd refuses a start in the second of the end before it
-            self.cluster.run("scontrol", "update", f"jobid={self.id}", "StartTime=now+3seconds", *changes)
+        # slurmd refuses a start in the second of the end before it
+        if self._wait(back, seconds, f"requeue {times}") == "PENDING":
+            self.cluster.run(
+                "scontrol", "update", f"jobid={self.id}", "StartTime=now+3seconds", *changes
+            )
 
     def ends(self, state: str, seconds: float = 240) -> None:
         """Wait for the end of the job, which must be `state`."""
-        found = self._wait(lambda: {self.cluster.job(self.id).get("JobState")} & ENDED, seconds, f"its end as {state}")
+        found = self._wait(
+            lambda: {self.cluster.job(self.id).get("JobState")} & ENDED,
+            seconds,
+            f"its end as {state}",
+        )
         assert found == {state}, f"job {self.id} is {found}, not {state}\n{self.log()[-6000:]}"
 
     def ranks(self) -> dict[int, int]:
@@ -85,10 +135,17 @@ class Job:
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 words = (folder / "cmdline").read_bytes().split(b"\0")
-                variables = dict(entry.split(b"=", 1) for entry in (folder / "environ").read_bytes().split(b"\0") if b"=" in entry)
+                variables = dict(
+                    entry.split(b"=", 1)
+                    for entry in (folder / "environ").read_bytes().split(b"\0")
+                    if b"=" in entry
+                )
             except OSError:
                 continue  # gone meanwhile
-            ours = [variables.get(name) for name in (b"SLURM_CONF", b"SLURM_JOB_ID")] == [str(self.cluster.configuration).encode(), b"%d" % self.id]
+            ours = [variables.get(name) for name in (b"SLURM_CONF", b"SLURM_JOB_ID")] == [
+                str(self.cluster.configuration).encode(),
+                b"%d" % self.id,
+            ]
             if ours and any(word.endswith(b"pretrain_gpt.py") for word in words[1:3]):
                 found[int(variables.get(b"RANK") or variables[b"SLURM_PROCID"])] = int(folder.name)
         return found
@@ -113,6 +170,9 @@ class Job:
 
     def _wait(self, condition: Callable[[], object], seconds: float, what: str) -> object:
         def state() -> str:
-            return f"job {self.id}: {what}; now {self.cluster.job(self.id)}\n{self.log()[-6000:]}\n{self.cluster.logs()}"
+            return (
+                f"job {self.id}: {what}; now {self.cluster.job(self.id)}\n"
+                f"{self.log()[-6000:]}\n{self.cluster.logs()}"
+            )
 
         return wait_for(condition, seconds, state)

@@ -1,4 +1,6 @@
-"""Every preset of scripts/presets.sh: its flags are accepted, its parameters are the published number, and it fits GPUs of 80 GB where it says so."""
+"""Every preset of scripts/presets.sh: its flags are accepted, its parameters are the published
+number, and it fits GPUs of 80 GB where it says so.
+"""
 
 import re
 import subprocess
@@ -10,29 +12,51 @@ import pretrain_gpt
 
 ROOT = Path(__file__).resolve().parents[2]
 USABLE_GIB = 70  # of a GPU of 80 GB (74.5 GiB), less the CUDA context and the allocator's fragments
-# name: (ranks, parameters). The GPT-3 figures are the paper's, rounded; those of Llama are what their checkpoints hold.
+# name: (ranks, parameters). The GPT-3 figures are the paper's, rounded; those of Llama are what
+# their checkpoints hold.
 FITTING = {
-    "gpt3-125m": (1, 125e6), "gpt3-350m": (8, 350e6), "gpt3-760m": (8, 760e6), "gpt3-1.3b": (8, 1.3e9), "gpt3-2.7b": (8, 2.7e9),
-    "gpt3-6.7b": (16, 6.7e9), "gpt3-13b": (16, 13e9), "llama-1b": (8, 1_235_814_400), "llama-8b": (16, 8_030_261_248),
-    "gpt3-175b": (512, 175e9), "llama-70b": (128, 70_553_706_496), "llama-405b": (1024, 405_853_388_800),
+    "gpt3-125m": (1, 125e6),
+    "gpt3-350m": (8, 350e6),
+    "gpt3-760m": (8, 760e6),
+    "gpt3-1.3b": (8, 1.3e9),
+    "gpt3-2.7b": (8, 2.7e9),
+    "gpt3-6.7b": (16, 6.7e9),
+    "gpt3-13b": (16, 13e9),
+    "llama-1b": (8, 1_235_814_400),
+    "llama-8b": (16, 8_030_261_248),
+    "gpt3-175b": (512, 175e9),
+    "llama-70b": (128, 70_553_706_496),
+    "llama-405b": (1024, 405_853_388_800),
 }
 
 
 def flags_of(name: str) -> list[str]:
     """What train.sbatch gives to pretrain_gpt.py for a preset without settings."""
-    script = 'source scripts/presets.sh; preset "$1" && printf "%s\\n" "${model[@]}" "${fits[@]}" --mock-data --vocab-size $((vocabulary - 1))'
-    done = subprocess.run(["bash", "-uc", script, "bash", name], cwd=ROOT, capture_output=True, text=True)
+    script = (
+        'source scripts/presets.sh; preset "$1" && printf "%s\\n" "${model[@]}" "${fits[@]}" '
+        "--mock-data --vocab-size $((vocabulary - 1))"
+    )
+    done = subprocess.run(
+        ["bash", "-uc", script, "bash", name], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
 
 def dry_run(name: str, ranks: int, capsys: pytest.CaptureFixture) -> tuple[int, float]:
     """(parameters, GiB a rank) of `--dry-run --world-size ranks`."""
-    code = pretrain_gpt.main([*flags_of(name), "--train-samples", "1000000", "--dry-run", "--world-size", str(ranks)])
+    code = pretrain_gpt.main(
+        [*flags_of(name), "--train-samples", "1000000", "--dry-run", "--world-size", str(ranks)]
+    )
     shown = capsys.readouterr()
     assert code == 0, shown.err
-    assert re.search(rf"= global batch {flags_of(name)[flags_of(name).index('--global-batch-size') + 1]};", shown.out)
-    return int(re.search(r"([\d,]+) parameters", shown.out)[1].replace(",", "")), float(re.search(r"total\s+([\d.e+]+)", shown.out)[1])
+    assert re.search(
+        rf"= global batch {flags_of(name)[flags_of(name).index('--global-batch-size') + 1]};",
+        shown.out,
+    )
+    return int(re.search(r"([\d,]+) parameters", shown.out)[1].replace(",", "")), float(
+        re.search(r"total\s+([\d.e+]+)", shown.out)[1]
+    )
 
 
 def check_parameters(found: int, published: float) -> None:
@@ -49,13 +73,34 @@ def test_published_shape_fits_80_gb(name, capsys):
 
 def test_stages_of_the_largest_preset(capsys):
     """16 stages of 126 layers: one layer less at both ends, where embedding and head are."""
-    assert pretrain_gpt.main([*flags_of("llama-405b"), "--train-samples", "1000000", "--dry-run", "--world-size", "1024"]) == 0
-    layers = re.findall(r"stage \d+ on rank \d+: (?:embedding, )?layers (\d+)-(\d+)", capsys.readouterr().out)
+    assert (
+        pretrain_gpt.main(
+            [
+                *flags_of("llama-405b"),
+                "--train-samples",
+                "1000000",
+                "--dry-run",
+                "--world-size",
+                "1024",
+            ]
+        )
+        == 0
+    )
+    layers = re.findall(
+        r"stage \d+ on rank \d+: (?:embedding, )?layers (\d+)-(\d+)", capsys.readouterr().out
+    )
     assert [int(last) - int(first) + 1 for first, last in layers] == [7, *[8] * 14, 7]
 
 
 def test_every_preset_is_tested_and_an_unknown_name_lists_them():
-    named = re.findall(r"^ +((?:gpt3|llama)-[\w.]+)\)", (ROOT / "scripts/presets.sh").read_text(), re.M)
+    named = re.findall(
+        r"^ +((?:gpt3|llama)-[\w.]+)\)", (ROOT / "scripts/presets.sh").read_text(), re.M
+    )
     assert set(named) == FITTING.keys()
-    done = subprocess.run(["bash", "-c", "source scripts/presets.sh; preset gpt4"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", "source scripts/presets.sh; preset gpt4"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 1 and "no preset gpt4: choose gpt3-125m" in done.stderr

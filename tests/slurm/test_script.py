@@ -1,4 +1,6 @@
-"""scripts/train.sbatch itself, as Slurm runs it, beside commands of Slurm that only write down how they were called: cheap, and with odd input."""
+"""scripts/train.sbatch itself, as Slurm runs it, beside commands of Slurm that only write down how
+they were called: cheap, and with odd input.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class Started:
 
 @pytest.fixture
 def start(tmp_path: Path):
-    """`start(*flags, **settings)`: a start of the job 7 in the checkout, or in `cwd`; SAVE is `tmp_path`/run."""
+    """`start(*flags, **settings)`: a start of the job 7 in the checkout, or in `cwd`; SAVE is
+    `tmp_path`/run.
+    """
     programs = tmp_path / "bin"
     programs.mkdir()
     (tmp_path / "run").mkdir()
@@ -61,19 +65,51 @@ def start(tmp_path: Path):
     def run(*flags: str, cwd: Path = ROOT, **settings: str) -> Started:
         calls = tmp_path / f"calls{len(list(tmp_path.glob('calls*')))}"
         calls.mkdir()
-        of_slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n0", "SLURM_JOB_NAME": "gpt"}
-        environment = {"PATH": f"{programs}:/usr/bin:/bin", "CALLS": str(calls), "SAVE": str(tmp_path / "run"), "PYTHON": str(python), **of_slurm}
-        environment = {name: value for name, value in {**environment, **settings}.items() if value != "-"}
-        done = subprocess.run(["bash", "scripts/train.sbatch", *flags], cwd=cwd, env=environment, capture_output=True, text=True)
+        of_slurm = {
+            "SLURM_JOB_ID": "7",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_NNODES": "1",
+            "SLURM_JOB_NODELIST": "n0",
+            "SLURM_JOB_NAME": "gpt",
+        }
+        environment = {
+            "PATH": f"{programs}:/usr/bin:/bin",
+            "CALLS": str(calls),
+            "SAVE": str(tmp_path / "run"),
+            "PYTHON": str(python),
+            **of_slurm,
+        }
+        environment = {
+            name: value for name, value in {**environment, **settings}.items() if value != "-"
+        }
+        done = subprocess.run(
+            ["bash", "scripts/train.sbatch", *flags],
+            cwd=cwd,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
         return Started(done.returncode, done.stdout + done.stderr, calls)
 
     return run
 
 
-# ---- what is read from files and settings is never carried out ---------------------------------------------------------------
+# ---- what is read from files and settings is never carried out -----------------------------------
 
 
-@pytest.mark.parametrize("count", ["a[$(touch {mark})]", "$(touch {mark})", "SLURM_JOB_ID", "-1", "1e3", "010", "99999999999999999999", ""])
+@pytest.mark.parametrize(
+    "count",
+    [
+        "a[$(touch {mark})]",
+        "$(touch {mark})",
+        "SLURM_JOB_ID",
+        "-1",
+        "1e3",
+        "010",
+        "99999999999999999999",
+        "",
+    ],
+)
 def test_the_attempts_file_is_data(start, tmp_path, count):
     mark = tmp_path / "carried-out"
     (tmp_path / "run/attempts").write_text(f"7 0 {count.format(mark=mark)}\n")
@@ -87,16 +123,37 @@ def test_the_tracker_file_is_data(start, tmp_path, newest):
     mark = tmp_path / "carried-out"
     (tmp_path / "run/latest_checkpointed_iteration.txt").write_text(newest.format(mark=mark))
     started = start()
-    assert started.code == 0 and not mark.exists() and f"from iteration {3 if '3' in newest else 0}:" in started.log, started.log
+    assert (
+        started.code == 0
+        and not mark.exists()
+        and f"from iteration {3 if '3' in newest else 0}:" in started.log
+    ), started.log
 
 
-@pytest.mark.parametrize(("name", "value"), [("TOKENS", "a[$(touch {mark})]"), ("TOKENS", "300e9"), ("TOKENS", "-5"), ("MAX_ATTEMPTS", "a[$(touch {mark})]"),
-                                             ("--seq-length", "a[$(touch {mark})]"), ("--seq-length=", "x[$(touch {mark})]")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TOKENS", "a[$(touch {mark})]"),
+        ("TOKENS", "300e9"),
+        ("TOKENS", "-5"),
+        ("MAX_ATTEMPTS", "a[$(touch {mark})]"),
+        ("--seq-length", "a[$(touch {mark})]"),
+        ("--seq-length=", "x[$(touch {mark})]"),
+    ],
+)
 def test_settings_that_are_no_numbers_are_refused(start, tmp_path, name, value):
     mark = tmp_path / "carried-out"
     value = value.format(mark=mark)
-    started = start(name + value) if name.endswith("=") else start(name, value) if name.startswith("--") else start(**{name: value})
-    assert started.code == 2 and not mark.exists() and f"{name.rstrip('=')}={value}: " in started.log, started.log
+    started = (
+        start(name + value)
+        if name.endswith("=")
+        else start(name, value)
+        if name.startswith("--")
+        else start(**{name: value})
+    )
+    assert (
+        started.code == 2 and not mark.exists() and f"{name.rstrip('=')}={value}: " in started.log
+    ), started.log
     assert not started.training and not started.requeued
 
 
@@ -111,10 +168,13 @@ def test_the_attempts_are_counted_and_for_the_group_alone(start, tmp_path):
     assert stat.S_IMODE((tmp_path / "run/attempts").stat().st_mode) == 0o640
 
 
-# ---- the environment of the ranks ---------------------------------------------------------------------------------------------
+# ---- the environment of the ranks ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("python", "says"), [("without-torch", "No module named 'torch'"), ("no-such-python", "No such file")])
+@pytest.mark.parametrize(
+    ("python", "says"),
+    [("without-torch", "No module named 'torch'"), ("no-such-python", "No such file")],
+)
 def test_a_python_without_torch_is_not_requeued(start, tmp_path, python, says):
     python = tmp_path / python
     started = start(PYTHON=str(python))
@@ -143,7 +203,10 @@ def test_the_environment_of_the_checkout_is_the_default(start, tmp_path):
 
 def test_a_setup_file_comes_before_all_settings(start, tmp_path):
     setup = tmp_path / "my setup.sh"
-    setup.write_text("export NCCL_SOCKET_IFNAME=ib0\nPRESET=llama-1b\necho \"modules: $UNSET_BY_A_MODULE\"\nfalse\n")
+    setup.write_text(
+        'export NCCL_SOCKET_IFNAME=ib0\nPRESET=llama-1b\necho "modules: $UNSET_BY_A_MODULE"\n'
+        "false\n"
+    )
     started = start(SETUP=str(setup))
     assert started.code == 0 and "modules: \n" in started.log, started.log
     assert started.training[started.training.index("--num-layers") + 1] == "16"
@@ -152,35 +215,65 @@ def test_a_setup_file_comes_before_all_settings(start, tmp_path):
 
 
 def test_container_and_srun_flags_are_words_that_may_hold_spaces(start, tmp_path):
-    container = program(tmp_path / "run in image", 'echo "in $1" >>"$CALLS/container"; shift; exec "$@"')
+    container = program(
+        tmp_path / "run in image", 'echo "in $1" >>"$CALLS/container"; shift; exec "$@"'
+    )
     words = f"'{container}' \"my image.sif\""
-    started = start("--data-path", "a b", CONTAINER=words, SRUN_FLAGS="--container-image='x y.sqsh' --mpi=none", DATA="--data-path 'c d'")
+    started = start(
+        "--data-path",
+        "a b",
+        CONTAINER=words,
+        SRUN_FLAGS="--container-image='x y.sqsh' --mpi=none",
+        DATA="--data-path 'c d'",
+    )
     assert started.code == 0, started.log
     command = started.training
     at = command.index("bash")
     assert command[at - 2 : at + 2] == [str(container), "my image.sif", "bash", "scripts/launch.sh"]
     assert "--container-image=x y.sqsh" in command[:at] and "--mpi=none" in command[:at]
     assert "c d" in command and "a b" in command
-    assert (started.calls / "container").read_text() == "in my image.sif\n"  # where torch was looked for
+    # where torch was looked for
+    assert (started.calls / "container").read_text() == "in my image.sif\n"
     for setting in ("CONTAINER", "SRUN_FLAGS", "LAYOUT", "DATA"):
         refused = start(**{setting: "it's"})
         assert refused.code == 2 and f"{setting}=it's: " in refused.log and not refused.training
 
 
-# ---- logs of the ranks --------------------------------------------------------------------------------------------------------
+# ---- logs of the ranks ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["srun", "torchrun"])
 def test_each_rank_has_its_log(tmp_path, way):
-    """What a rank writes stands in the job's log and in a file of its own, to the last line before a failure."""
+    """What a rank writes stands in the job's log and in a file of its own, to the last line before
+    a failure.
+    """
     checkout, logs = tmp_path / "a checkout", tmp_path / "my logs"
     shutil.copytree(ROOT / "scripts", checkout / "scripts")
     (checkout / "pretrain_gpt.py").write_text(
-        "import os, sys\nprint('out of', os.environ.get('RANK', os.environ['SLURM_PROCID']))\nprint('last words', file=sys.stderr)\nsys.exit(3)\n")
-    environment = {**os.environ, "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURMD_NODENAME": "n0", "TMPDIR": str(tmp_path),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517", "RANKS_PER_NODE": "1", "PYTHON": sys.executable,
-                   "FAILURES": str(tmp_path / "failures"), "LOGS": str(logs)}
-    done = subprocess.run(["bash", "scripts/launch.sh", way], cwd=checkout, env=environment, capture_output=True, text=True)
+        "import os, sys\nprint('out of', os.environ.get('RANK', "
+        "os.environ['SLURM_PROCID']))\nprint('last words', file=sys.stderr)\nsys.exit(3)\n"
+    )
+    environment = {
+        **os.environ,
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "0",
+        "SLURMD_NODENAME": "n0",
+        "TMPDIR": str(tmp_path),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29517",
+        "RANKS_PER_NODE": "1",
+        "PYTHON": sys.executable,
+        "FAILURES": str(tmp_path / "failures"),
+        "LOGS": str(logs),
+    }
+    done = subprocess.run(
+        ["bash", "scripts/launch.sh", way],
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     shown = done.stdout + done.stderr
     assert done.returncode == 3 and "out of 0" in shown and "last words" in shown, shown
     kept = "".join(path.read_text() for path in logs.rglob("*.log"))

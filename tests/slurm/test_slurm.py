@@ -1,4 +1,6 @@
-"""scripts/train.sbatch on a real Slurm, 2 nodes x 2 ranks: whatever ends a job, the run ends with the bits of an undisturbed one."""
+"""scripts/train.sbatch on a real Slurm, 2 nodes x 2 ranks: whatever ends a job, the run ends with
+the bits of an undisturbed one.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,27 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def hung(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Future]]:
-    """A job on one node whose only rank stops moving, and its requeue: its time runs out while another test runs."""
-    one_node = ("--nodes=1", "--ntasks-per-node=1", "--nodelist=n3", "--time=10", "--signal=B:USR1@60")
-    job = Job(cluster, tmp_path_factory.mktemp("hung"), "srun", ("--train-iters", "400"), one_node, LAYOUT="--micro-batch-size 2")
+def hung(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Job, Future]]:
+    """A job on one node whose only rank stops moving, and its requeue: its time runs out while
+    another test runs.
+    """
+    one_node = (
+        "--nodes=1",
+        "--ntasks-per-node=1",
+        "--nodelist=n3",
+        "--time=10",
+        "--signal=B:USR1@60",
+    )
+    job = Job(
+        cluster,
+        tmp_path_factory.mktemp("hung"),
+        "srun",
+        ("--train-iters", "400"),
+        one_node,
+        LAYOUT="--micro-batch-size 2",
+    )
     job.reaches(SAVE_INTERVAL + 1)
     os.kill(job.ranks()[0], signal.SIGSTOP)
     job.leave(1)
@@ -39,7 +58,11 @@ def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> P
     """The run folder of a job that nothing happened to."""
     job = Job(cluster, tmp_path_factory.mktemp("undisturbed"), "srun")
     job.ends("COMPLETED")
-    assert job.iteration() == ITERATIONS and "2 x 2 ranks by srun" in job.log() and "tp1 cp1 pp2 dp2" in job.log()
+    assert (
+        job.iteration() == ITERATIONS
+        and "2 x 2 ranks by srun" in job.log()
+        and "tp1 cp1 pp2 dp2" in job.log()
+    )
     return job.save
 
 
@@ -48,19 +71,34 @@ def check_same_run(found: Path, expected: Path, capsys: pytest.CaptureFixture) -
     assert compare_runs.main([str(found), str(expected)]) == 0, capsys.readouterr().out
     with Checkpoint(find_checkpoint(found)) as a, Checkpoint(find_checkpoint(expected)) as b:
         assert a.state["iteration"] == ITERATIONS
-        assert {**a.state, "config": None} == {**b.state, "config": None}, "folders and tracker differ, nothing else"
-        assert set(a.names) == set(b.names) and all(torch.equal(a.read_tensor(name), b.read_tensor(name)) for name in a.names)
+        assert {**a.state, "config": None} == {**b.state, "config": None}, (
+            "folders and tracker differ, nothing else"
+        )
+        assert set(a.names) == set(b.names) and all(
+            torch.equal(a.read_tensor(name), b.read_tensor(name)) for name in a.names
+        )
 
 
 def test_time_limit_and_killed_rank_under_torchrun(cluster, hung, undisturbed, tmp_path, capsys):
-    """Left to itself torchrun would die of SIGUSR1, and end with 1 whatever the ranks ended with."""
-    job = Job(cluster, tmp_path, "torchrun", ("--wandb-project", "slurm"), ("--time=10", "--signal=B:USR1@119"), WANDB_MODE="offline")
+    """Left to itself torchrun would die of SIGUSR1, and end with 1 whatever the ranks ended
+    with.
+    """
+    job = Job(
+        cluster,
+        tmp_path,
+        "torchrun",
+        ("--wandb-project", "slurm"),
+        ("--time=10", "--signal=B:USR1@119"),
+        WANDB_MODE="offline",
+    )
     job.reaches(30)
     with job.frozen(1):  # else the run might be over first
         job.leave(2)
         job.says("time is nearly over: saving")
     job.requeued(1, "TimeLimit=10")
-    assert "2 x 2 ranks by torchrun" in job.log() and "the ranks ended with exit code 85" in job.log()
+    assert (
+        "2 x 2 ranks by torchrun" in job.log() and "the ranks ended with exit code 85" in job.log()
+    )
     saved, identity = find_checkpoint(job.save), (job.save / "wandb_run_id.txt").read_text().strip()
     assert int(saved.name.removeprefix("iter_")) == job.iteration(), "no step is lost"
     job.reaches(60)
@@ -69,7 +107,9 @@ def test_time_limit_and_killed_rank_under_torchrun(cluster, hung, undisturbed, t
     job.kill_rank(3)
     job.requeued(2)
     job.ends("COMPLETED")
-    assert len(list((job.save / "wandb").glob(f"offline-run-*-{identity}"))) == 3, "all starts write the same wandb run"
+    assert len(list((job.save / "wandb").glob(f"offline-run-*-{identity}"))) == 3, (
+        "all starts write the same wandb run"
+    )
     check_same_run(job.save, undisturbed, capsys)
 
 
@@ -78,7 +118,9 @@ def test_time_limit_without_a_save_before_it(hung):
     requeued.result()
     assert "time is over" in job.log()
     job.ends("COMPLETED")
-    assert re.search(r"start 2, attempt 1 of 3 from iteration [1-9]\d+: 1 x 1 ranks by srun", job.log())
+    assert re.search(
+        r"start 2, attempt 1 of 3 from iteration [1-9]\d+: 1 x 1 ranks by srun", job.log()
+    )
 
 
 @pytest.mark.campaign
@@ -95,7 +137,11 @@ def test_killed_rank_controller_and_node_under_srun(cluster, undisturbed, tmp_pa
     job.reaches(55)
     with job.frozen(2, 3):  # what the peers of a dead machine see: nothing
         cluster.start_controller()
-        wait_for(lambda: cluster.job(job.id).get("JobState") == "RUNNING", 30, "the new controller to know the job")
+        wait_for(
+            lambda: cluster.job(job.id).get("JobState") == "RUNNING",
+            30,
+            "the new controller to know the job",
+        )
         cluster.kill(lost)
         job.requeued(2)
     assert "attempt 1 of 3 from iteration" in job.log().rsplit("start 2", 1)[1]
@@ -120,8 +166,14 @@ def test_a_run_that_fails_at_once_is_given_up(cluster, tmp_path):
     job = Job(cluster, tmp_path, "srun", ("--lr", "1e30", "--clip-grad", "0"), MAX_ATTEMPTS="2")
     job.requeued(1)
     job.ends("FAILED")
-    assert "attempt 1 of 2 from iteration 0" in job.log() and "attempt 2 of 2 from iteration 0" in job.log()
-    assert job.log().count("NaN or Inf") == 2 and "no checkpoint after iteration 0 in 2 attempts: not requeued" in job.log()
+    assert (
+        "attempt 1 of 2 from iteration 0" in job.log()
+        and "attempt 2 of 2 from iteration 0" in job.log()
+    )
+    assert (
+        job.log().count("NaN or Inf") == 2
+        and "no checkpoint after iteration 0 in 2 attempts: not requeued" in job.log()
+    )
     assert cluster.job(job.id)["Restarts"] == "1"
 
 
@@ -130,7 +182,11 @@ def test_a_mistake_in_the_settings_is_not_tried_again(cluster, tmp_path):
     unknown = Job(cluster, tmp_path / "preset", "srun", PRESET="gpt4")
     bare = program(tmp_path / "bare python", f'exec {sys.executable} -S "$@"')
     without = Job(cluster, tmp_path / "torch", "srun", PYTHON=str(bare))
-    for job, message in ((wrong, "--num-attention-heads 5"), (unknown, "no preset gpt4: choose"), (without, f"PYTHON={bare} cannot import torch on")):
+    for job, message in (
+        (wrong, "--num-attention-heads 5"),
+        (unknown, "no preset gpt4: choose"),
+        (without, f"PYTHON={bare} cannot import torch on"),
+    ):
         job.ends("FAILED")
         assert message in job.log() and "] requeued" not in job.log()
         assert cluster.job(job.id)["ExitCode"] == "2:0"
@@ -141,25 +197,65 @@ def test_a_container_a_setup_file_and_names_with_spaces(cluster, tmp_path):
     folder = tmp_path / "my jobs"
     folder.mkdir()
     container = program(folder / "run in image", 'export IMAGE="$1"; shift; exec "$@"')
-    python = program(folder / "python of image", f'[ "$IMAGE" = "my image.sif" ] && [ "$NCCL_SOCKET_IFNAME" = lo ] && exec {sys.executable} "$@"')
-    (folder / "my setup.sh").write_text(f"export NCCL_SOCKET_IFNAME=lo CONTAINER=\"'{container}' 'my image.sif'\" PYTHON='{python}'\n")
-    job = Job(cluster, folder, "torchrun", ("--train-iters", "20"), SETUP=str(folder / "my setup.sh"))
+    python = program(
+        folder / "python of image",
+        (
+            '[ "$IMAGE" = "my image.sif" ] && [ "$NCCL_SOCKET_IFNAME" = lo ] && exec '
+            f'{sys.executable} "$@"'
+        ),
+    )
+    (folder / "my setup.sh").write_text(
+        f"export NCCL_SOCKET_IFNAME=lo CONTAINER=\"'{container}' 'my image.sif'\" "
+        f"PYTHON='{python}'\n"
+    )
+    job = Job(
+        cluster, folder, "torchrun", ("--train-iters", "20"), SETUP=str(folder / "my setup.sh")
+    )
     job.ends("COMPLETED")
     assert job.iteration() == 20 and f"in {container} my image.sif" in job.log()
-    logs = {path.relative_to(job.save / f"logs/{job.id}-0"): path.read_text() for path in (job.save / "logs").rglob("*.log")}
+    logs = {
+        path.relative_to(job.save / f"logs/{job.id}-0"): path.read_text()
+        for path in (job.save / "logs").rglob("*.log")
+    }
     assert sum("iteration       20/" in text for text in logs.values()) == 1, logs.keys()
     assert len({(path.parts[0], path.parent.name) for path in logs}) == 4, logs.keys()
 
 
 def test_sigusr1_to_the_launcher_alone_reaches_every_rank(tmp_path):
-    """Slurm's cgroup plugin signals only the process that srun started; here the plugin signals all its children too."""
-    of_slurm = {"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURMD_NODENAME": "n0"}
-    of_the_script = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]), "RANKS_PER_NODE": "2", "PYTHON": sys.executable,
-                     "OMP_NUM_THREADS": "1", "FAILURES": str(tmp_path / "failures")}
+    """Slurm's cgroup plugin signals only the process that srun started; here the plugin signals all
+    its children too.
+    """
+    of_slurm = {
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "0",
+        "SLURMD_NODENAME": "n0",
+    }
+    of_the_script = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_ports(1)[0]),
+        "RANKS_PER_NODE": "2",
+        "PYTHON": sys.executable,
+        "OMP_NUM_THREADS": "1",
+        "FAILURES": str(tmp_path / "failures"),
+    }
     environment = {**os.environ, **of_slurm, **of_the_script, "TMPDIR": str(tmp_path)}
-    flags = [*MODEL, "--micro-batch-size", "2", "--mock-data", "--lr", "1e-3", "--train-iters", "100000", "--save", str(tmp_path / "run")]
+    flags = [
+        *MODEL,
+        "--micro-batch-size",
+        "2",
+        "--mock-data",
+        "--lr",
+        "1e-3",
+        "--train-iters",
+        "100000",
+        "--save",
+        str(tmp_path / "run"),
+    ]
     command = ["bash", "scripts/launch.sh", "torchrun", *flags]
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as launcher:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ) as launcher:
         for line in launcher.stdout:
             if "] iteration " in line:
                 break

@@ -1,6 +1,8 @@
-"""A stage of a model run without the executor: its layers one after another, each pass by LayerPasses. For tests that compare with it.
+"""A stage of a model run without the executor: its layers one after another, each pass by
+LayerPasses. For tests that compare with it.
 
-x: input or output of a stage [s, b, h], or the gradient of it; `saved`, `left`: what LayerPasses gave for each layer.
+x: input or output of a stage [s, b, h], or the gradient of it; `saved`, `left`: what LayerPasses
+gave for each layer.
 """
 
 from __future__ import annotations
@@ -19,11 +21,15 @@ from megatron.parallel.pipeline import Weights
 
 
 class KeptWeights(Weights):
-    """Weights and gradients that are always there: what the executor asks for when nothing is sharded."""
+    """Weights and gradients that are always there: what the executor asks for when nothing is
+    sharded.
+    """
 
 
 def filled(model: GPTModel) -> list[Block]:
-    """The blocks of a model in one process, with the initial values of seed 5 and open for gradients."""
+    """The blocks of a model in one process, with the initial values of seed 5 and open for
+    gradients.
+    """
     blocks = build_blocks(model, torch.device("cpu"))
     for block in blocks:
         for entry in block.entries:

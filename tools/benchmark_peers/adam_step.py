@@ -1,9 +1,11 @@
-"""One side of tools/benchmark_adam.py: an optimizer step on a CPU, from bf16 gradients to bf16 weights, taken when it is told to (turns.py).
+"""One side of tools/benchmark_adam.py: an optimizer step on a CPU, from bf16 gradients to bf16
+weights, taken when it is told to (turns.py).
 
     python adam_step.py SIDE THREADS SEGMENTS SIZE
 
-Every side holds SEGMENTS flat tensors of SIZE elements: fp32 master weights and moments (`ours, bf16 moments`: those in bf16), bf16 weights,
-and bf16 gradients that are the same in every step; the coefficient unscales and clips. Only our side needs our package.
+Every side holds SEGMENTS flat tensors of SIZE elements: fp32 master weights and moments (`ours,
+bf16 moments`: those in bf16), bf16 weights, and bf16 gradients that are the same in every step; the
+coefficient unscales and clips. Only our side needs our package.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class Segments:
         draw = torch.Generator().manual_seed(1)
         self.masters = [torch.empty(size).normal_(std=0.02, generator=draw) for _ in range(count)]
         self.weights = [master.bfloat16() for master in self.masters]
-        self.gradients = [torch.empty(size).normal_(std=0.01, generator=draw).bfloat16() for _ in range(count)]
+        self.gradients = [
+            torch.empty(size).normal_(std=0.01, generator=draw).bfloat16() for _ in range(count)
+        ]
         self.coefficient = torch.tensor(COEFFICIENT)
 
 
@@ -37,21 +41,46 @@ def ours(segments: Segments, moments: str) -> Callable[[], None]:
     from megatron.config.groups import OptimizerConfig
     from megatron.optimizer.update import UpdateRule
 
-    config = OptimizerConfig(adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPS, exp_avg_dtype=moments, exp_avg_sq_dtype=moments)
+    config = OptimizerConfig(
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_eps=EPS,
+        exp_avg_dtype=moments,
+        exp_avg_sq_dtype=moments,
+    )
     rule, steps, found_inf = UpdateRule(config, "torch-fused"), torch.tensor(0.0), torch.tensor(0.0)
     dtypes = {name: rule.state_dtype(name, torch.float32) for name in rule.state_names}
-    states = [{name: torch.zeros_like(master, dtype=dtype) for name, dtype in dtypes.items()} for master in segments.masters]
+    states = [
+        {name: torch.zeros_like(master, dtype=dtype) for name, dtype in dtypes.items()}
+        for master in segments.masters
+    ]
 
     def step() -> None:
-        for master, grad, state, out in zip(segments.masters, segments.gradients, states, segments.weights):
-            rule.apply(master, grad, state, steps, lr=LR, weight_decay=DECAY, coefficient=segments.coefficient, found_inf=found_inf, out=out)
+        for master, grad, state, out in zip(
+            segments.masters, segments.gradients, states, segments.weights
+        ):
+            rule.apply(
+                master,
+                grad,
+                state,
+                steps,
+                lr=LR,
+                weight_decay=DECAY,
+                coefficient=segments.coefficient,
+                found_inf=found_inf,
+                out=out,
+            )
         steps.add_(1)
 
     return step
 
 
-def chain(segments: Segments, make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Callable[[], None]:
-    """The usual passes, as ZeRO-Offload makes them: widen the gradients, scale them, an optimizer's step, round the weights."""
+def chain(
+    segments: Segments, make: Callable[[list[Tensor]], torch.optim.Optimizer]
+) -> Callable[[], None]:
+    """The usual passes, as ZeRO-Offload makes them: widen the gradients, scale them, an optimizer's
+    step, round the weights.
+    """
     parameters = [torch.nn.Parameter(master) for master in segments.masters]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -69,13 +98,17 @@ def chain(segments: Segments, make: Callable[[list[Tensor]], torch.optim.Optimiz
 
 
 def adamw(**choice: bool) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
-    return lambda parameters: torch.optim.AdamW(parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **choice)
+    return lambda parameters: torch.optim.AdamW(
+        parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **choice
+    )
 
 
 def deepspeed_adam(parameters: list[Tensor]) -> torch.optim.Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    return DeepSpeedCPUAdam(parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, adamw_mode=True)
+    return DeepSpeedCPUAdam(
+        parameters, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, adamw_mode=True
+    )
 
 
 SIDES: dict[str, Callable[[Segments], Callable[[], None]]] = {
@@ -98,8 +131,14 @@ def main() -> None:
     for _ in Turns():
         step()
     moved = (segments.masters[-1] - initial).double().norm().item()
-    rounded = all(torch.equal(master.bfloat16(), weight) for master, weight in zip(segments.masters, segments.weights))
-    print("TURN " + json.dumps({"moved": moved, "rounded": rounded, "torch": torch.__version__}), flush=True)
+    rounded = all(
+        torch.equal(master.bfloat16(), weight)
+        for master, weight in zip(segments.masters, segments.weights)
+    )
+    print(
+        "TURN " + json.dumps({"moved": moved, "rounded": rounded, "torch": torch.__version__}),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

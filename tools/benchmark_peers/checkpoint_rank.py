@@ -1,14 +1,18 @@
-"""One rank of a job whose state is saved by one system whenever it is told to: ours, raw pwrite, safetensors, torch.save, torch DCP, DeepSpeed.
+"""One rank of a job whose state is saved by one system whenever it is told to: ours, raw pwrite,
+safetensors, torch.save, torch DCP, DeepSpeed.
 
     python checkpoint_rank.py SYSTEM HIDDEN     # with the variables of torchrun
 
-Run by tools/benchmark_checkpoint.py. A line of standard input {"folder": ...} names an empty folder to save into (null: none, to be ready); the answer is a line
-`TURN {"begin", "free", "end", "bytes", ...}`: clock times in seconds at which the save began, from which on the state may change again, and at which
-all that this rank has written was fsynced; and those bytes.
+Run by tools/benchmark_checkpoint.py. A line of standard input {"folder": ...} names an empty folder
+to save into (null: none, to be ready); the answer is a line `TURN {"begin", "free", "end", "bytes",
+...}`: clock times in seconds at which the save began, from which on the state may change again, and
+at which all that this rank has written was fsynced; and those bytes.
 
-Every rank holds an equal share of rows of fp32 weights and both of Adam's moments of a GPT whose size grows with the ranks. Settings are the
-best that each library documents: DCP plans once (`enable_plan_caching`), its asynchronous saves keep their staging buffers, those of `process`
-in shared memory. DCP and ours fsync their files themselves; after safetensors, torch.save, DeepSpeed and raw writes each rank fsyncs its files.
+Every rank holds an equal share of rows of fp32 weights and both of Adam's moments of a GPT whose
+size grows with the ranks. Settings are the best that each library documents: DCP plans once
+(`enable_plan_caching`), its asynchronous saves keep their staging buffers, those of `process` in
+shared memory. DCP and ours fsync their files themselves; after safetensors, torch.save, DeepSpeed
+and raw writes each rank fsyncs its files.
 """
 
 from __future__ import annotations
@@ -29,16 +33,28 @@ from torch import Tensor
 
 PIECE = 16 << 20
 LAYERS, VOCAB = 2, 8  # for each rank: layers, and the vocabulary by the hidden size
-Save = Callable[[Path], float | None]  # into a new folder; returns when the state may change, if that is before the end
+# into a new folder; returns when the state may change, if that is before the end
+Save = Callable[[Path], float | None]
 
 
 def shapes(hidden: int, ranks: int) -> dict[str, tuple[int, ...]]:
     """Of every logical tensor of the whole job."""
     layer = {f"attention.{part}.weight": (hidden, hidden) for part in ("q", "k", "v", "proj")}
-    layer |= {"mlp.up.weight": (4 * hidden, hidden), "mlp.down.weight": (hidden, 4 * hidden), "attention_norm.weight": (hidden,), "mlp_norm.weight": (hidden,)}
-    names = {f"layers.{i}.{name}": shape for i in range(LAYERS * ranks) for name, shape in layer.items()}
+    layer |= {
+        "mlp.up.weight": (4 * hidden, hidden),
+        "mlp.down.weight": (hidden, 4 * hidden),
+        "attention_norm.weight": (hidden,),
+        "mlp_norm.weight": (hidden,),
+    }
+    names = {
+        f"layers.{i}.{name}": shape for i in range(LAYERS * ranks) for name, shape in layer.items()
+    }
     names["embedding.word.weight"] = (VOCAB * hidden * ranks, hidden)
-    return {f"{prefix}{name}": shape for prefix in ("", "optimizer.exp_avg.", "optimizer.exp_avg_sq.") for name, shape in names.items()}
+    return {
+        f"{prefix}{name}": shape
+        for prefix in ("", "optimizer.exp_avg.", "optimizer.exp_avg_sq.")
+        for name, shape in names.items()
+    }
 
 
 def own_rows(shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, ...]:
@@ -61,7 +77,7 @@ def sync_files(paths: list[Path]) -> None:
         sync(path)
 
 
-# ---- systems: each returns how it saves `tensors` ---------------------------------------------------------------------
+# ---- systems: each returns how it saves `tensors` ------------------------------------------------
 
 
 def memcpy(tensors: dict[str, Tensor], rank: int, ranks: int) -> Save:
@@ -78,7 +94,10 @@ def raw(tensors: dict[str, Tensor], rank: int, ranks: int, threads: int = 1) -> 
     """A file for each thread, which holds every `threads`-th tensor."""
 
     def write(folder: Path, thread: int) -> None:
-        file, position = os.open(folder / f"rank-{rank}-{thread}", os.O_WRONLY | os.O_CREAT | os.O_EXCL), 0
+        file, position = (
+            os.open(folder / f"rank-{rank}-{thread}", os.O_WRONLY | os.O_CREAT | os.O_EXCL),
+            0,
+        )
         for data in map(raw_bytes, list(tensors.values())[thread::threads]):
             for start in range(0, len(data), PIECE):
                 position += os.pwrite(file, data[start : start + PIECE], position)
@@ -111,7 +130,13 @@ def torch_save(tensors: dict[str, Tensor], rank: int, ranks: int) -> Save:
     return save
 
 
-def dcp(tensors: dict[str, Tensor], rank: int, ranks: int, threads: int = 1, background: str | None = None) -> Save:
+def dcp(
+    tensors: dict[str, Tensor],
+    rank: int,
+    ranks: int,
+    threads: int = 1,
+    background: str | None = None,
+) -> Save:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -119,17 +144,31 @@ def dcp(tensors: dict[str, Tensor], rank: int, ranks: int, threads: int = 1, bac
     from torch.distributed.tensor import DTensor, Shard
 
     mesh = init_device_mesh("cpu", (ranks,))
-    state = {name: DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False) for name, tensor in tensors.items()}
+    state = {
+        name: DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False)
+        for name, tensor in tensors.items()
+    }
     planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-    stager = DefaultStager(StagingOptions(False, background == "process", False, False))  # the others need CUDA
+    # the others need CUDA
+    stager = DefaultStager(StagingOptions(False, background == "process", False, False))
 
     def save(folder: Path) -> float | None:
         writer = dcp.FileSystemWriter(folder, thread_count=threads)
         if background is None:
             dcp.save(state, storage_writer=writer, planner=planner)
             return None
-        kind = AsyncCheckpointerType.PROCESS if background == "process" else AsyncCheckpointerType.THREAD
-        future = dcp.async_save(state, storage_writer=writer, planner=planner, async_checkpointer_type=kind, async_stager=stager)
+        kind = (
+            AsyncCheckpointerType.PROCESS
+            if background == "process"
+            else AsyncCheckpointerType.THREAD
+        )
+        future = dcp.async_save(
+            state,
+            storage_writer=writer,
+            planner=planner,
+            async_checkpointer_type=kind,
+            async_stager=stager,
+        )
         free = time.perf_counter()
         future.result()
         return free
@@ -137,7 +176,13 @@ def dcp(tensors: dict[str, Tensor], rank: int, ranks: int, threads: int = 1, bac
     return save
 
 
-def ours(tensors: dict[str, Tensor], rank: int, ranks: int, background: bool = False, threads: int | None = None) -> Save:
+def ours(
+    tensors: dict[str, Tensor],
+    rank: int,
+    ranks: int,
+    background: bool = False,
+    threads: int | None = None,
+) -> Save:
     torch.set_num_threads(threads or torch.get_num_threads())  # it writes as many shards at once
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from megatron.checkpoint.ranks import Ranks
@@ -148,7 +193,12 @@ def ours(tensors: dict[str, Tensor], rank: int, ranks: int, background: bool = F
     pairs = []
     for name, tensor in tensors.items():
         rows, *rest = tensor.shape
-        pairs.append((Box(name, (rows * ranks, *rest), (rows * rank, *(0 for _ in rest)), (rows, *rest)), tensor))
+        pairs.append(
+            (
+                Box(name, (rows * ranks, *rest), (rows * rank, *(0 for _ in rest)), (rows, *rest)),
+                tensor,
+            )
+        )
     together = Ranks(Axis("world", rank, tuple(range(ranks)), dist.group.WORLD))
 
     @cache
@@ -168,20 +218,33 @@ def ours(tensors: dict[str, Tensor], rank: int, ranks: int, background: bool = F
 
 
 def deepspeed_zero1(tensors: dict[str, Tensor], rank: int, ranks: int) -> Save:
-    """bf16 weights, fp32 masters and moments of the same model: 14 bytes a parameter, where the others write 12."""
+    """bf16 weights, fp32 masters and moments of the same model: 14 bytes a parameter, where the
+    others write 12.
+    """
     import deepspeed
 
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.weights = torch.nn.ParameterList([torch.zeros(shape) for name, shape in shapes(HIDDEN, ranks).items() if "optimizer." not in name])
+            self.weights = torch.nn.ParameterList(
+                [
+                    torch.zeros(shape)
+                    for name, shape in shapes(HIDDEN, ranks).items()
+                    if "optimizer." not in name
+                ]
+            )
 
         def forward(self) -> Tensor:
             return sum(weight.sum() for weight in self.weights)
 
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    settings = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "steps_per_print": 10**9}
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "steps_per_print": 10**9,
+    }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     engine.backward(engine())
     engine.step()  # makes the moments
@@ -197,22 +260,46 @@ def deepspeed_zero1(tensors: dict[str, Tensor], rank: int, ranks: int) -> Save:
 
 
 SYSTEMS = {
-    "memcpy": memcpy, "raw pwrite": raw, "ours": ours, "ours, async": lambda *args: ours(*args, background=True),
-    "ours, 1 thread": lambda *args: ours(*args, threads=1), "raw pwrite, 2 threads": lambda *args: raw(*args, threads=2),
-    "safetensors": safetensors_file, "torch.save": torch_save, "DCP": dcp, "DCP, 2 threads": lambda *args: dcp(*args, threads=2),
-    "DCP, async thread": lambda *args: dcp(*args, background="thread"), "DCP, async process": lambda *args: dcp(*args, background="process"),
+    "memcpy": memcpy,
+    "raw pwrite": raw,
+    "ours": ours,
+    "ours, async": lambda *args: ours(*args, background=True),
+    "ours, 1 thread": lambda *args: ours(*args, threads=1),
+    "raw pwrite, 2 threads": lambda *args: raw(*args, threads=2),
+    "safetensors": safetensors_file,
+    "torch.save": torch_save,
+    "DCP": dcp,
+    "DCP, 2 threads": lambda *args: dcp(*args, threads=2),
+    "DCP, async thread": lambda *args: dcp(*args, background="thread"),
+    "DCP, async process": lambda *args: dcp(*args, background="process"),
     "DeepSpeed ZeRO-1": deepspeed_zero1,
 }
 
 
 def own_bytes(folder: Path, rank: int) -> int:
-    """Of the files that this rank has written; what the first writes for all of them counts for it."""
-    ours = [json.loads(path.read_bytes())["manifest"]["shards"] for path in folder.glob("iter_*/MANIFEST.json")]
+    """Of the files that this rank has written; what the first writes for all of them counts for
+    it.
+    """
+    ours = [
+        json.loads(path.read_bytes())["manifest"]["shards"]
+        for path in folder.glob("iter_*/MANIFEST.json")
+    ]
     shards = (Path(each["file"]).stem for each in sum(ours, []) if each["rank"] == rank)
-    own = (*shards, f"rank-{rank}-", f"rank-{rank}.", f"__{rank}_", f"bf16_zero_pp_rank_{rank}_", f"zero_pp_rank_{rank}_")
+    own = (
+        *shards,
+        f"rank-{rank}-",
+        f"rank-{rank}.",
+        f"__{rank}_",
+        f"bf16_zero_pp_rank_{rank}_",
+        f"zero_pp_rank_{rank}_",
+    )
     others = ("rank-", "shard-", "__", "bf16_zero", "zero_pp")
     files = [path for path in folder.rglob("*") if path.is_file()]
-    return sum(path.stat().st_size for path in files if path.name.startswith(own) or (rank == 0 and not path.name.startswith(others)))
+    return sum(
+        path.stat().st_size
+        for path in files
+        if path.name.startswith(own) or (rank == 0 and not path.name.startswith(others))
+    )
 
 
 def main(system: str) -> None:
@@ -240,7 +327,9 @@ def main(system: str) -> None:
         end = time.perf_counter()
         answer = {"begin": begin, "free": free or end, "end": end, "state": held}
         dist.barrier()
-        print("TURN " + json.dumps(answer | {"bytes": own_bytes(folder, rank)}), file=out, flush=True)
+        print(
+            "TURN " + json.dumps(answer | {"bytes": own_bytes(folder, rank)}), file=out, flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What the peer scripts share: the work to do, the weights and tokens to start from, and the line they answer with."""
+"""What the peer scripts share: the work to do, the weights and tokens to start from, and the line
+they answer with.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 @dataclass(frozen=True)
 class Work:
-    """One measurement: a Llama-style GPT (rotary, RMSNorm, SwiGLU, untied head, no biases), its layout and its steps."""
+    """One measurement: a Llama-style GPT (rotary, RMSNorm, SwiGLU, untied head, no biases), its
+    layout and its steps.
+    """
 
     layers: int = 6
     hidden: int = 256
@@ -62,18 +66,28 @@ class Work:
 
     def arguments(self) -> list[str]:
         """The command line that parse_work() reads back."""
-        return [word for field in fields(self) for word in (f"--{field.name}", str(getattr(self, field.name)))]
+        return [
+            word
+            for field in fields(self)
+            for word in (f"--{field.name}", str(getattr(self, field.name)))
+        ]
 
     def learning_rate(self, step: int) -> float:
         """Of step 0, 1, ...: linear warm-up, then cosine to zero at the last step."""
         done = step + 1
         if done <= self.lr_warmup:
             return self.lr * done / self.lr_warmup
-        return 0.5 * self.lr * (1 + math.cos(math.pi * (done - self.lr_warmup) / (self.steps - self.lr_warmup)))
+        return (
+            0.5
+            * self.lr
+            * (1 + math.cos(math.pi * (done - self.lr_warmup) / (self.steps - self.lr_warmup)))
+        )
 
 
 def parse_work() -> tuple[Work, Mapping[str, np.ndarray]]:
-    """Read the command line of a peer script: the work, and what start.py wrote: initial weights (logical tensors by name) and `tokens`."""
+    """Read the command line of a peer script: the work, and what start.py wrote: initial weights
+    (logical tensors by name) and `tokens`.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("start", type=Path, help="a folder")
     for field in fields(Work):
@@ -82,7 +96,10 @@ def parse_work() -> tuple[Work, Mapping[str, np.ndarray]]:
     start = args.pop("start")
     index = json.loads((start / "index.json").read_text())
     with open(start / "tensors.bin", "rb") as file:
-        tensors = {name: np.fromfile(file, dtype, math.prod(shape)).reshape(shape) for name, (dtype, shape) in index.items()}
+        tensors = {
+            name: np.fromfile(file, dtype, math.prod(shape)).reshape(shape)
+            for name, (dtype, shape) in index.items()
+        }
     return Work(**args), tensors
 
 
@@ -92,7 +109,9 @@ def tensor_of(start: Mapping[str, np.ndarray], *names: str) -> Tensor:
 
 
 def rank_samples(tokens: Tensor, step: int, work: Work, rank: int) -> tuple[Tensor, ...]:
-    """The micro-batches [micro_batch, seq + 1] of a step for a data-parallel rank, of tokens [samples, seq + 1]."""
+    """The micro-batches [micro_batch, seq + 1] of a step for a data-parallel rank, of tokens
+    [samples, seq + 1].
+    """
     batch = tokens[step * work.step_samples : (step + 1) * work.step_samples]
     return batch.view(work.accumulation, work.data_parallel, work.micro_batch, -1)[:, rank].unbind()
 
@@ -102,13 +121,19 @@ class StepClock:
 
     def __init__(self):
         self.stamps: list[tuple[float, float]] = []  # elapsed, CPU seconds of this process
-        register_optimizer_step_post_hook(lambda *_: self.stamps.append((time.perf_counter(), time.process_time())))
+        register_optimizer_step_post_hook(
+            lambda *_: self.stamps.append((time.perf_counter(), time.process_time()))
+        )
 
 
-def report(work: Work, clock: StepClock, losses: list[float], parameters: int, versions: dict[str, str]) -> None:
-    """Print the answer as JSON on a line of its own: throughput from the end of the last warm-up step to the end of the last step.
+def report(
+    work: Work, clock: StepClock, losses: list[float], parameters: int, versions: dict[str, str]
+) -> None:
+    """Print the answer as JSON on a line of its own: throughput from the end of the last warm-up
+    step to the end of the last step.
 
-    With several processes rank 0 prints the sum of their CPU seconds and the mean of their losses; a stage without the head hands in zeros.
+    With several processes rank 0 prints the sum of their CPU seconds and the mean of their losses;
+    a stage without the head hands in zeros.
     """
     stamps = clock.stamps
     assert len(stamps) == work.steps, f"{len(stamps)} steps were timed, {work.steps} were asked for"
@@ -120,11 +145,17 @@ def report(work: Work, clock: StepClock, losses: list[float], parameters: int, v
         cpu, *losses = total.tolist()
         losses = [loss * work.pipeline_parallel / work.processes for loss in losses]
         first = dist.get_rank() == 0
-        dist.destroy_process_group()  # a rank that merely ends can take the other one's connections with it
+        # a rank that merely ends can take the other one's connections with it
+        dist.destroy_process_group()
     answer = {
-        "tokens_per_second": work.timed_tokens / elapsed, "tokens_per_cpu_second": work.timed_tokens / cpu,
-        "step_seconds": [round(after[0] - before[0], 4) for before, after in zip(stamps, stamps[1:])],
-        "losses": losses, "parameters": parameters, "threads": torch.get_num_threads(),
+        "tokens_per_second": work.timed_tokens / elapsed,
+        "tokens_per_cpu_second": work.timed_tokens / cpu,
+        "step_seconds": [
+            round(after[0] - before[0], 4) for before, after in zip(stamps, stamps[1:])
+        ],
+        "losses": losses,
+        "parameters": parameters,
+        "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "python": platform.python_version(), **versions},
     }
     if first:

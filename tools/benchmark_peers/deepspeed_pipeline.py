@@ -1,6 +1,8 @@
-"""DeepSpeed's PipelineModule, 1F1B, on the plain loop's layers, over Gloo. Run by tools/benchmark_training.py.
+"""DeepSpeed's PipelineModule, 1F1B, on the plain loop's layers, over Gloo. Run by
+tools/benchmark_training.py.
 
-No shims: settings only. Parameters carry the mark model_parallel, without which the norm for clipping would be that of the first stage alone.
+No shims: settings only. Parameters carry the mark model_parallel, without which the norm for
+clipping would be that of the first stage alone.
 """
 
 from __future__ import annotations
@@ -27,7 +29,11 @@ class Block(nn.Module):
 
 def main() -> None:
     work, start = parse_work()
-    assert work.processes == work.pipeline_parallel == 2 and work.precision == "fp32" and work.dropout == 0
+    assert (
+        work.processes == work.pipeline_parallel == 2
+        and work.precision == "fp32"
+        and work.dropout == 0
+    )
     torch.set_num_threads(work.threads)
     model = GPT(work, torch.float32)
     model.load(start)
@@ -35,23 +41,41 @@ def main() -> None:
     for parameter in model.parameters():
         parameter.model_parallel = True
     deepspeed.init_distributed("gloo")
-    layers = [model.embedding, *(Block(layer, model) for layer in model.layers), model.norm, model.head]
+    layers = [
+        model.embedding,
+        *(Block(layer, model) for layer in model.layers),
+        model.norm,
+        model.head,
+    ]
     stages = PipelineModule(
-        layers, num_stages=2, partition_method="uniform", loss_fn=lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+        layers,
+        num_stages=2,
+        partition_method="uniform",
+        loss_fn=lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten()),
     )
     assert stages.parts[1] == 1 + work.first_stage_layers, stages.parts
-    optimizer = torch.optim.AdamW(groups(stages), lr=work.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    optimizer = torch.optim.AdamW(
+        groups(stages), lr=work.lr, betas=(0.9, 0.95), eps=1e-8, fused=True
+    )
     settings = {
-        "train_micro_batch_size_per_gpu": work.micro_batch, "gradient_accumulation_steps": work.accumulation, "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 0}, "steps_per_print": 10**9,
+        "train_micro_batch_size_per_gpu": work.micro_batch,
+        "gradient_accumulation_steps": work.accumulation,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 0},
+        "steps_per_print": 10**9,
     }
-    engine, optimizer, _, _ = deepspeed.initialize(model=stages, optimizer=optimizer, config=settings)
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=stages, optimizer=optimizer, config=settings
+    )
     clock, losses = StepClock(), []
     for step in range(work.steps):
         for group in optimizer.param_groups:
             group["lr"] = work.learning_rate(step)
-        batches = iter([(batch[:, :-1], batch[:, 1:]) for batch in rank_samples(tokens, step, work, 0)])
-        losses.append(engine.train_batch(batches).item() * engine.is_last_stage())  # every stage is told
+        batches = iter(
+            [(batch[:, :-1], batch[:, 1:]) for batch in rank_samples(tokens, step, work, 0)]
+        )
+        # every stage is told
+        losses.append(engine.train_batch(batches).item() * engine.is_last_stage())
     report(work, clock, losses, parameters, {"deepspeed": deepspeed.__version__})
 
 

@@ -1,8 +1,10 @@
-"""DeepSpeed, ZeRO stage 0, on the plain loop's model, over Gloo. Run by tools/benchmark_training.py. No shims: settings only.
+"""DeepSpeed, ZeRO stage 0, on the plain loop's model, over Gloo. Run by
+tools/benchmark_training.py. No shims: settings only.
 
-With bf16 DeepSpeed converts the whole model, keeps fp32 master weights, and sums gradients over ranks in bf16: stage 0 offers nothing else.
-It also sets AdamW's state up by a step with zero gradients, which counts in the bias correction: the first updates are up to a quarter
-smaller, and its bf16 losses differ from the other sides' in the third decimal.
+With bf16 DeepSpeed converts the whole model, keeps fp32 master weights, and sums gradients over
+ranks in bf16: stage 0 offers nothing else. It also sets AdamW's state up by a step with zero
+gradients, which counts in the bias correction: the first updates are up to a quarter smaller, and
+its bf16 losses differ from the other sides' in the third decimal.
 """
 
 from __future__ import annotations
@@ -23,12 +25,20 @@ def main() -> None:
     model.load(start)
     parameters, tokens = sum(p.numel() for p in model.parameters()), tensor_of(start, "tokens")
     deepspeed.init_distributed("gloo")
-    optimizer = torch.optim.AdamW(groups(model), lr=work.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    optimizer = torch.optim.AdamW(
+        groups(model), lr=work.lr, betas=(0.9, 0.95), eps=1e-8, fused=True
+    )
     settings = {
-        "train_micro_batch_size_per_gpu": work.micro_batch, "gradient_accumulation_steps": work.accumulation, "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 0}, "bf16": {"enabled": bf16}, "steps_per_print": 10**9,
+        "train_micro_batch_size_per_gpu": work.micro_batch,
+        "gradient_accumulation_steps": work.accumulation,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 0},
+        "bf16": {"enabled": bf16},
+        "steps_per_print": 10**9,
     }
-    engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=settings
+    )
     clock, losses = StepClock(), []
     for step in range(work.steps):
         for group in optimizer.param_groups:

@@ -1,6 +1,7 @@
 """The cases of benchmark_kernels.py: what is computed, by whom, and how much work it is.
 
-A case builds its tensors, hands over one call for each implementation, and lets go of them. What is checked before a case is timed uses the same calls.
+A case builds its tensors, hands over one call for each implementation, and lets go of them. What is
+checked before a case is timed uses the same calls.
 """
 
 from __future__ import annotations
@@ -35,10 +36,17 @@ from megatron.layers.rotary import apply_rotary
 from megatron.optimizer.clip import sum_of_squares as torch_sum
 
 COPY_SHARE = 0.85  # of the copy's bandwidth: what the predictions of memory-bound operators assume
-# TFLOP/s of (head dimension, forward) that were expected from models of the hardware before anything was measured.
+# TFLOP/s of (head dimension, forward) that were expected from models of the hardware before
+# anything was measured.
 EXPECTED = {(64, True): 380e12, (128, True): 440e12, (64, False): 260e12, (128, False): 360e12}
 DETERMINISTIC = "torch flash, deterministic"
-EXPECTED_GLUON = {(64, True): 400e12, (64, False): 430e12, (128, True): 600e12, (128, False): 630e12}  # forward, of (head dimension, causal)
+# forward, of (head dimension, causal)
+EXPECTED_GLUON = {
+    (64, True): 400e12,
+    (64, False): 430e12,
+    (128, True): 600e12,
+    (128, False): 630e12,
+}
 GLUON_CHECK = """  # small shapes of each kind, against fp64
 import torch
 from megatron.kernels.attention import attention_reference
@@ -46,11 +54,19 @@ from megatron.kernels.attention_gluon import configuration, forward
 from megatron.kernels.attention_launch import Options, by_key_head
 from megatron.kernels.attention_masks import AttentionMask
 for d in (64, 128):
-    for s, t, mask in ((2112, 2112, AttentionMask()), (1000, 3000, AttentionMask(causal=False)), (1500, 1500, AttentionMask(window=300)))[: 3 if d == 128 else 2]:
-        q, k, v = (torch.randn(length, 2, heads, d, device="cuda", dtype=torch.bfloat16) for length, heads in ((s, 8), (t, 2), (t, 2)))
+    cases = [(2112, 2112, AttentionMask()), (1000, 3000, AttentionMask(causal=False))]
+    if d == 128:
+        cases.append((1500, 1500, AttentionMask(window=300)))
+    for s, t, mask in cases:
+        q, k, v = (
+            torch.randn(length, 2, heads, d, device="cuda", dtype=torch.bfloat16)
+            for length, heads in ((s, 8), (t, 2), (t, 2))
+        )
         exact = attention_reference(q.double(), k.double(), v.double(), scale=d**-0.5, mask=mask)
         for kind in ("shipped", "three consumers")[: 2 if d == 64 else 1]:
-            for ours, want in zip(forward(*by_key_head((q, k, v)), mask, Options(d**-0.5), configuration(d, kind)), exact):
+            options, chosen = Options(d**-0.5), configuration(d, kind)
+            found = forward(*by_key_head((q, k, v)), mask, options, chosen)
+            for ours, want in zip(found, exact):
                 error = float((ours.double() - want).norm() / want.norm())
                 assert error < 5e-3, f"d {d}, {mask}, {kind}: off by {error:.2g} of the norm"
 """
@@ -61,11 +77,19 @@ def limits(bench: Any) -> None:
     """What the device can do: the unit of every fraction."""
     size = 64 if bench.tiny else 8192
     a, b = (torch.randn(size, size, device=bench.device, dtype=bench.dtype) for _ in range(2))
-    bench.measure("limits", f"{size} x {size} product", {"torch": lambda: a @ b}, 2.0 * size**3, "FLOP")
+    bench.measure(
+        "limits", f"{size} x {size} product", {"torch": lambda: a @ b}, 2.0 * size**3, "FLOP"
+    )
     count = 1 << (12 if bench.tiny else 29)
     source = torch.empty(count, device=bench.device, dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    bench.measure("limits", f"copy of {2 * count >> 20} MiB", {"torch": lambda: target.copy_(source)}, 4.0 * count, "byte")
+    bench.measure(
+        "limits",
+        f"copy of {2 * count >> 20} MiB",
+        {"torch": lambda: target.copy_(source)},
+        4.0 * count,
+        "byte",
+    )
     for row in bench.rows[-2:]:
         bench.limits[row.unit] = bench.rate(row)
 
@@ -74,7 +98,9 @@ def attention(bench: Any) -> None:
     """16384 tokens and 2048 channels, however they are cut."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    tokens, channels, lengths = (256, 128, (128,)) if bench.tiny else (16384, 2048, (16384, 8192, 4096, 2048, 1024))
+    tokens, channels, lengths = (
+        (256, 128, (128,)) if bench.tiny else (16384, 2048, (16384, 8192, 4096, 2048, 1024))
+    )
     gluon = None
     with bench.checking("attention forward", "ours in Gluon"):
         gluon = _gluon(bench.device)
@@ -82,22 +108,38 @@ def attention(bench: Any) -> None:
         for causal in (True, False):
             for length in lengths:
                 b, n = tokens // length, channels // d
-                q, k, v, dout = (torch.randn(length, b, n, d, device=bench.device, dtype=bench.dtype) for _ in range(4))
+                q, k, v, dout = (
+                    torch.randn(length, b, n, d, device=bench.device, dtype=bench.dtype)
+                    for _ in range(4)
+                )
                 mask = AttentionMask(causal=causal)
 
                 def ours(q, k, v, *, deterministic: bool = True, mask=mask, d=d) -> Tensor:
-                    return flash_attention(q, k, v, scale=d**-0.5, mask=mask, deterministic=deterministic)[0]
+                    return flash_attention(
+                        q, k, v, scale=d**-0.5, mask=mask, deterministic=deterministic
+                    )[0]
 
                 def torchs(backend: SDPBackend, causal: bool = causal) -> Callable[..., Tensor]:
                     def call(q, k, v) -> Tensor:
                         with sdpa_kernel(backend):
-                            return F.scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), is_causal=causal).permute(2, 0, 1, 3)
+                            return F.scaled_dot_product_attention(
+                                *(x.permute(1, 2, 0, 3) for x in (q, k, v)), is_causal=causal
+                            ).permute(2, 0, 1, 3)
+
                     return call
 
-                systems = {"ours": ours, "ours, atomic dq": lambda q, k, v, ours=ours: ours(q, k, v, deterministic=False)}
+                systems = {
+                    "ours": ours,
+                    "ours, atomic dq": lambda q, k, v, ours=ours: ours(
+                        q, k, v, deterministic=False
+                    ),
+                }
                 if bench.device.type == "cuda":
-                    systems |= {DETERMINISTIC: torchs(SDPBackend.FLASH_ATTENTION), "torch flash": torchs(SDPBackend.FLASH_ATTENTION),
-                                "torch cuDNN": torchs(SDPBackend.CUDNN_ATTENTION)}
+                    systems |= {
+                        DETERMINISTIC: torchs(SDPBackend.FLASH_ATTENTION),
+                        "torch flash": torchs(SDPBackend.FLASH_ATTENTION),
+                        "torch cuDNN": torchs(SDPBackend.CUDNN_ATTENTION),
+                    }
                     if length in (8192, 2048):
                         systems["flex_attention"] = _flex(causal, length, bench.device)
                 else:
@@ -113,20 +155,54 @@ def attention(bench: Any) -> None:
                         if expected is not None:
                             bench.check(out, expected)
                         held = _held if name == DETERMINISTIC else lambda call: call
-                        backwards[name] = held(lambda out=out, inputs=inputs, dout=dout: torch.autograd.grad(out, inputs, dout, retain_graph=True))
+                        backwards[name] = held(
+                            lambda out=out, inputs=inputs, dout=dout: torch.autograd.grad(
+                                out, inputs, dout, retain_graph=True
+                            )
+                        )
                         if "atomic" not in name:
                             forwards[name] = held(lambda call=call, plain=(q, k, v): call(*plain))
                 choice = {"operator": "attention", "rival": DETERMINISTIC}
-                bench.measure("attention", f"forward, {case}", forwards, flops, "FLOP", 1e3 * flops / EXPECTED[d, True], **choice)
+                bench.measure(
+                    "attention",
+                    f"forward, {case}",
+                    forwards,
+                    flops,
+                    "FLOP",
+                    1e3 * flops / EXPECTED[d, True],
+                    **choice,
+                )
                 if gluon is not None:
-                    bench.measure("attention", f"forward, {case}", {name: lambda layout=layout, plain=(q, k, v): attention_gluon.forward(*by_key_head(plain), mask, Options(d**-0.5), layout)
-                                                                    for name, layout in gluon(d, length).items()}, flops, "FLOP", 1e3 * flops / EXPECTED_GLUON[d, causal])
-                bench.measure("attention", f"backward, {case}", backwards, 2.5 * flops, "FLOP", 2.5e3 * flops / EXPECTED[d, False], **choice)
+                    bench.measure(
+                        "attention",
+                        f"forward, {case}",
+                        {
+                            name: lambda layout=layout, plain=(q, k, v): attention_gluon.forward(
+                                *by_key_head(plain), mask, Options(d**-0.5), layout
+                            )
+                            for name, layout in gluon(d, length).items()
+                        },
+                        flops,
+                        "FLOP",
+                        1e3 * flops / EXPECTED_GLUON[d, causal],
+                    )
+                bench.measure(
+                    "attention",
+                    f"backward, {case}",
+                    backwards,
+                    2.5 * flops,
+                    "FLOP",
+                    2.5e3 * flops / EXPECTED[d, False],
+                    **choice,
+                )
                 del forwards, backwards
 
 
 def _held(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call as under --deterministic-mode: torch's flash kernel then adds up dq in a fixed order."""
+    """The call as under --deterministic-mode: torch's flash kernel then adds up dq in a fixed
+    order.
+    """
+
     def called() -> Any:
         torch.use_deterministic_algorithms(True)
         try:
@@ -139,17 +215,33 @@ def _held(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _gluon(device: torch.device) -> Callable[[int, int], dict[str, Any]] | None:
-    """(head dimension, length) -> what is measured of the kernel in Gluon, which has never run: it is tried in a process that may hang first."""
+    """(head dimension, length) -> what is measured of the kernel in Gluon, which has never run: it
+    is tried in a process that may hang first.
+    """
     if reason := attention_gluon.unfit(device, torch.bfloat16):
         print(f"ours in Gluon is not measured: {reason}")
         return None
-    done = subprocess.run([sys.executable, "-c", GLUON_CHECK], cwd=Path(__file__).resolve().parents[2], timeout=150, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", GLUON_CHECK],
+        cwd=Path(__file__).resolve().parents[2],
+        timeout=150,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, (done.stderr.strip().splitlines() or ["it died"])[-1]
 
     def layouts(d: int, length: int) -> dict[str, Any]:
         shipped = attention_gluon.configuration(d)
-        three = {"ours in Gluon, three consumers": attention_gluon.configuration(d, "three consumers")} if d == 64 else {}
-        return {"ours in Gluon": shipped, **three} | ({"ours in Gluon, consumers in no order": replace(shipped, pingpong=0)} if length == 8192 else {})
+        three = (
+            {"ours in Gluon, three consumers": attention_gluon.configuration(d, "three consumers")}
+            if d == 64
+            else {}
+        )
+        return {"ours in Gluon": shipped, **three} | (
+            {"ours in Gluon, consumers in no order": replace(shipped, pingpong=0)}
+            if length == 8192
+            else {}
+        )
 
     return layouts
 
@@ -157,9 +249,15 @@ def _gluon(device: torch.device) -> Callable[[int, int], dict[str, Any]] | None:
 def _flex(causal: bool, length: int, device: torch.device) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    block = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=device) if causal else None
+    block = (
+        create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=device)
+        if causal
+        else None
+    )
     compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda q, k, v: compiled(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), block_mask=block).permute(2, 0, 1, 3)
+    return lambda q, k, v: compiled(
+        *(x.permute(1, 2, 0, 3) for x in (q, k, v)), block_mask=block
+    ).permute(2, 0, 1, 3)
 
 
 def _attention_expected(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -174,41 +272,104 @@ def memory(bench: Any) -> None:
             if expected is not None and name.startswith("ours"):
                 with bench.checking(case, name, operator):
                     bench.check(call(), expected())
-        bench.measure("memory", case, systems, work, "byte", 1e3 * work / (COPY_SHARE * H200_COPY), operator)
+        bench.measure(
+            "memory", case, systems, work, "byte", 1e3 * work / (COPY_SHARE * H200_COPY), operator
+        )
 
 
-def _memory_cases(bench: Any) -> Iterator[tuple[str, str, float, dict[str, Callable[[], Any]], Callable[[], Tensor] | None]]:
-    """(operator of the dispatch table, case, bytes that must be moved, implementations, the first result in fp32)."""
+def _memory_cases(
+    bench: Any,
+) -> Iterator[tuple[str, str, float, dict[str, Callable[[], Any]], Callable[[], Tensor] | None]]:
+    """(operator of the dispatch table, case, bytes that must be moved, implementations, the first
+    result in fp32).
+    """
     device, dtype, item = bench.device, bench.dtype, bench.dtype.itemsize
 
     def random(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, device=device, dtype=kind)
 
     rows, width = (8, 64) if bench.tiny else (8192, 4096)
-    x, residual, dy, weight, bias = random(rows, width), random(rows, width), random(rows, width), random(width), random(width)
+    x, residual, dy, weight, bias = (
+        random(rows, width),
+        random(rows, width),
+        random(rows, width),
+        random(width),
+        random(width),
+    )
     for title, shift, of_liger in (("RMSNorm", None, "norm"), ("LayerNorm", bias, "layer_norm")):
         _, statistics = norm(x, weight, shift, 1e-5)
         inputs = (x, weight) if shift is None else (x, weight, shift)
 
         def plain(x: Tensor, weight: Tensor, shift: Tensor | None = None) -> Tensor:
-            return F.rms_norm(x, (width,), weight, 1e-5) if shift is None else F.layer_norm(x, (width,), weight, shift, 1e-5)
+            return (
+                F.rms_norm(x, (width,), weight, 1e-5)
+                if shift is None
+                else F.layer_norm(x, (width,), weight, shift, 1e-5)
+            )
 
         peers = {"torch": plain, **_compiled(bench, plain), **_liger(of_liger)}
-        yield ("norm", f"{title} forward {rows} x {width}", 2.0 * item * x.numel(),
-               {"ours": lambda shift=shift: norm(x, weight, shift, 1e-5)[0], **_calls(peers, inputs)},
-               lambda inputs=inputs, plain=plain: plain(*(each.float() for each in inputs)))
-        added = {"torch": lambda x, residual, *rest, plain=plain: plain(x + residual, *rest), **(_liger("add_norm") if shift is None else {})}
-        yield ("norm", f"{title} forward with residual {rows} x {width}", 4.0 * item * x.numel(),
-               {"ours": lambda shift=shift: add_norm(x, residual, weight, shift, 1e-5), **_calls(added, (x, residual, *inputs[1:]))}, None)
-        yield ("norm", f"{title} backward {rows} x {width}", 3.0 * item * x.numel(),
-               {"ours": lambda statistics=statistics: norm_backward(dy, x, weight, statistics, None), **_gradients(peers, inputs, dy)}, None)
+        yield (
+            "norm",
+            f"{title} forward {rows} x {width}",
+            2.0 * item * x.numel(),
+            {"ours": lambda shift=shift: norm(x, weight, shift, 1e-5)[0], **_calls(peers, inputs)},
+            lambda inputs=inputs, plain=plain: plain(*(each.float() for each in inputs)),
+        )
+        added = {
+            "torch": lambda x, residual, *rest, plain=plain: plain(x + residual, *rest),
+            **(_liger("add_norm") if shift is None else {}),
+        }
+        yield (
+            "norm",
+            f"{title} forward with residual {rows} x {width}",
+            4.0 * item * x.numel(),
+            {
+                "ours": lambda shift=shift: add_norm(x, residual, weight, shift, 1e-5),
+                **_calls(added, (x, residual, *inputs[1:])),
+            },
+            None,
+        )
+        yield (
+            "norm",
+            f"{title} backward {rows} x {width}",
+            3.0 * item * x.numel(),
+            {
+                "ours": lambda statistics=statistics: norm_backward(
+                    dy, x, weight, statistics, None
+                ),
+                **_gradients(peers, inputs, dy),
+            },
+            None,
+        )
     s, b, n, d = (8, 1, 2, 16) if bench.tiny else (4096, 4, 32, 128)
-    heads, cos, sin = random(s, b, n, d), random(s, b, 1, d, kind=torch.float32), random(s, b, 1, d, kind=torch.float32)
+    heads, cos, sin = (
+        random(s, b, n, d),
+        random(s, b, 1, d, kind=torch.float32),
+        random(s, b, 1, d, kind=torch.float32),
+    )
     q, k = (random(b, n // 2, s, d) for _ in range(2))
     turned = _liger("rope")
-    yield ("rotary", f"rotary embedding {s} x {b} x {n} x {d}", 2.0 * item * heads.numel(),
-           {"ours": lambda: rotary_(heads, cos, sin, 1), "torch": lambda: apply_rotary(heads, (cos, sin)),
-            **_calls(turned, (q, k, *(angles[:, 0, 0].expand(b, s, d).to(dtype).contiguous() for angles in (cos, sin))))}, None)
+    yield (
+        "rotary",
+        f"rotary embedding {s} x {b} x {n} x {d}",
+        2.0 * item * heads.numel(),
+        {
+            "ours": lambda: rotary_(heads, cos, sin, 1),
+            "torch": lambda: apply_rotary(heads, (cos, sin)),
+            **_calls(
+                turned,
+                (
+                    q,
+                    k,
+                    *(
+                        angles[:, 0, 0].expand(b, s, d).to(dtype).contiguous()
+                        for angles in (cos, sin)
+                    ),
+                ),
+            ),
+        },
+        None,
+    )
     tokens, ffn = (8, 64) if bench.tiny else (8192, 14336)
     fused, dout = random(tokens, 2 * ffn), random(tokens, ffn)
 
@@ -216,34 +377,98 @@ def _memory_cases(bench: Any) -> Iterator[tuple[str, str, float, dict[str, Calla
         gate, up = fused.chunk(2, -1)
         return F.silu(gate) * up
 
-    peers, halves = {"torch": swiglu, **_compiled(bench, swiglu)}, tuple(half.contiguous() for half in fused.chunk(2, -1))
-    yield ("activation", f"SwiGLU forward {tokens} x {ffn}", 3.0 * item * dout.numel(),
-           {"ours": lambda: activation(fused, None, "swiglu"), **_calls(peers, (fused,)), **_calls(_liger("swiglu"), halves)},
-           lambda: activation_reference(fused.float(), None, "swiglu"))
-    yield ("activation", f"SwiGLU backward {tokens} x {ffn}", 5.0 * item * dout.numel(),
-           {"ours": lambda: activation_backward(dout, fused, None, "swiglu"), **_gradients(peers, (fused,), dout),
-            **_gradients(_liger("swiglu"), halves, dout)}, None)
+    peers, halves = (
+        {"torch": swiglu, **_compiled(bench, swiglu)},
+        tuple(half.contiguous() for half in fused.chunk(2, -1)),
+    )
+    yield (
+        "activation",
+        f"SwiGLU forward {tokens} x {ffn}",
+        3.0 * item * dout.numel(),
+        {
+            "ours": lambda: activation(fused, None, "swiglu"),
+            **_calls(peers, (fused,)),
+            **_calls(_liger("swiglu"), halves),
+        },
+        lambda: activation_reference(fused.float(), None, "swiglu"),
+    )
+    yield (
+        "activation",
+        f"SwiGLU backward {tokens} x {ffn}",
+        5.0 * item * dout.numel(),
+        {
+            "ours": lambda: activation_backward(dout, fused, None, "swiglu"),
+            **_gradients(peers, (fused,), dout),
+            **_gradients(_liger("swiglu"), halves, dout),
+        },
+        None,
+    )
     one, shift = random(tokens, ffn), random(ffn)
 
     def gelu(one: Tensor, shift: Tensor) -> Tensor:
         return F.gelu(one + shift)
 
     peers = {"torch": gelu, **_compiled(bench, gelu)}
-    yield ("activation", f"bias and GELU forward {tokens} x {ffn}", 2.0 * item * dout.numel(),
-           {"ours": lambda: activation(one, shift, "gelu"), **_calls(peers, (one, shift))}, lambda: F.gelu(one.float() + shift.float()))
-    yield ("activation", f"bias and GELU backward {tokens} x {ffn}", 3.0 * item * dout.numel(),
-           {"ours": lambda: activation_backward(dout, one, shift, "gelu"), **_gradients(peers, (one, shift), dout)}, None)
+    yield (
+        "activation",
+        f"bias and GELU forward {tokens} x {ffn}",
+        2.0 * item * dout.numel(),
+        {"ours": lambda: activation(one, shift, "gelu"), **_calls(peers, (one, shift))},
+        lambda: F.gelu(one.float() + shift.float()),
+    )
+    yield (
+        "activation",
+        f"bias and GELU backward {tokens} x {ffn}",
+        3.0 * item * dout.numel(),
+        {
+            "ours": lambda: activation_backward(dout, one, shift, "gelu"),
+            **_gradients(peers, (one, shift), dout),
+        },
+        None,
+    )
     if bench.device.type == "cpu" or lang.capability(bench.device) >= lang.HOPPER:
-        for scaling, transposed, passes in (("row", False, 3), ("block", True, 4), ("tensor", True, 6)):
-            definition = _calls(_compiled(bench, lambda x, scaling=scaling: quantise_reference(x, torch.float8_e4m3fn, scaling)), (x,))
-            yield ("", f"to e4m3, scales of a {scaling}{', and transposed' * transposed} {rows} x {width}", passes / 2 * item * x.numel(),
-                   {"ours": lambda scaling=scaling, transposed=transposed: quantise(x, scaling=scaling, transposed=transposed)[0],
-                    **({} if transposed else definition)}, None)
+        for scaling, transposed, passes in (
+            ("row", False, 3),
+            ("block", True, 4),
+            ("tensor", True, 6),
+        ):
+            definition = _calls(
+                _compiled(
+                    bench,
+                    lambda x, scaling=scaling: quantise_reference(x, torch.float8_e4m3fn, scaling),
+                ),
+                (x,),
+            )
+            yield (
+                "",
+                f"to e4m3, scales of a {scaling}{', and transposed' * transposed} {rows} x {width}",
+                passes / 2 * item * x.numel(),
+                {
+                    "ours": lambda scaling=scaling, transposed=transposed: quantise(
+                        x, scaling=scaling, transposed=transposed
+                    )[0],
+                    **({} if transposed else definition),
+                },
+                None,
+            )
     hidden = x.view(-1, 1, width)
-    state = DropoutState(torch.zeros(1, dtype=torch.int64, device=device), torch.arange(rows, device=device))
-    drop = {name: Dropout(0.1, 0, "benchmark", backend=backend) for name, backend in (("ours", "triton"), ("torch", "torch"))}
-    yield ("dropout", f"dropout and addition {rows} x {width}", 3.0 * item * x.numel(),
-           {name: lambda site=site: site.add(hidden, residual.view_as(hidden), state) for name, site in drop.items()}, None)
+    state = DropoutState(
+        torch.zeros(1, dtype=torch.int64, device=device), torch.arange(rows, device=device)
+    )
+    drop = {
+        name: Dropout(0.1, 0, "benchmark", backend=backend)
+        for name, backend in (("ours", "triton"), ("torch", "torch"))
+    }
+    yield (
+        "dropout",
+        f"dropout and addition {rows} x {width}",
+        3.0 * item * x.numel(),
+        {
+            name: lambda site=site: site.add(hidden, residual.view_as(hidden), state)
+            for name, site in drop.items()
+        },
+        None,
+    )
     del fused, halves, dout, one, x, residual, dy, hidden, q, k, heads
     yield from _loss_cases(bench, random)
     yield from _optimizer_cases(bench, random)
@@ -251,7 +476,10 @@ def _memory_cases(bench: Any) -> Iterator[tuple[str, str, float, dict[str, Calla
 
 def _loss_cases(bench: Any, random: Callable[..., Tensor]) -> Iterator[tuple]:
     tokens, vocabulary = (4, 100) if bench.tiny else (8192, 131072)
-    logits, labels = random(tokens, vocabulary), torch.randint(vocabulary, (tokens,), device=bench.device)
+    logits, labels = (
+        random(tokens, vocabulary),
+        torch.randint(vocabulary, (tokens,), device=bench.device),
+    )
     ones, zeros = torch.ones(tokens, device=bench.device), torch.zeros(tokens, device=bench.device)
 
     def lse() -> Tensor:
@@ -269,8 +497,13 @@ def _loss_cases(bench: Any, random: Callable[..., Tensor]) -> Iterator[tuple]:
         return torch.autograd.grad(plain(leaf), leaf)[0]
 
     item = logits.element_size()
-    yield "cross-entropy", f"cross-entropy forward {tokens} x {vocabulary}", 1.0 * item * logits.numel(), {"ours": lse, **_calls({"torch": plain, **_compiled(bench, plain)}, (logits,))}, \
-        lambda: torch.logsumexp(logits.float(), -1)
+    yield (
+        "cross-entropy",
+        f"cross-entropy forward {tokens} x {vocabulary}",
+        1.0 * item * logits.numel(),
+        {"ours": lse, **_calls({"torch": plain, **_compiled(bench, plain)}, (logits,))},
+        lambda: torch.logsumexp(logits.float(), -1),
+    )
     systems = {"torch": torchs, "ours": both}  # ours last: it writes over the logits
     with suppress(ImportError):
         from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
@@ -280,42 +513,105 @@ def _loss_cases(bench: Any, random: Callable[..., Tensor]) -> Iterator[tuple]:
             LigerCrossEntropyFunction.apply(leaf, labels, None)[0].backward()
 
         systems = {"torch": torchs, "liger (and a copy of the logits)": liger, "ours": both}
-    yield "cross-entropy", f"cross-entropy forward and backward {tokens} x {vocabulary}", 3.0 * item * logits.numel(), systems, None
+    yield (
+        "cross-entropy",
+        f"cross-entropy forward and backward {tokens} x {vocabulary}",
+        3.0 * item * logits.numel(),
+        systems,
+        None,
+    )
 
 
 def _optimizer_cases(bench: Any, random: Callable[..., Tensor]) -> Iterator[tuple]:
     count = 1 << (10 if bench.tiny else 30)
     wide = torch.float32
-    master, grad, m, v = (torch.full((count,), value, device=bench.device, dtype=wide) for value in (1.0, 1e-3, 0.0, 1e-6))
+    master, grad, m, v = (
+        torch.full((count,), value, device=bench.device, dtype=wide)
+        for value in (1.0, 1e-3, 0.0, 1e-6)
+    )
     out = torch.empty(count, device=bench.device, dtype=torch.bfloat16)
-    step, coefficient, found = (torch.tensor(value, device=bench.device) for value in (10.0, 1.0, 0.0))
+    step, coefficient, found = (
+        torch.tensor(value, device=bench.device) for value in (10.0, 1.0, 0.0)
+    )
 
     def ours() -> None:
         adamw_(master, grad, m, v, out, step, coefficient, found, 1e-4, 0.9, 0.95, 1e-8, 0.1)
 
     def torchs() -> None:
-        torch._fused_adamw_([master], [grad], [m], [v], [], [step + 1], lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
-                            grad_scale=None, found_inf=found)
+        torch._fused_adamw_(
+            [master],
+            [grad],
+            [m],
+            [v],
+            [],
+            [step + 1],
+            lr=1e-4,
+            beta1=0.9,
+            beta2=0.95,
+            weight_decay=0.1,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=None,
+            found_inf=found,
+        )
         out.copy_(master)
 
-    yield "adam", f"AdamW of {count / 1e9:.3g}B parameters, fp32 gradients and moments (torch: fused, and a copy)", 30.0 * count, {"ours": ours, "torch": torchs}, None
-    yield ("grad-norm", f"norm of {count / 1e9:.3g}B fp32 gradients in float64", 4.0 * count,
-           {"ours": lambda: sum_of_squares([grad]), "torch": lambda: torch_sum([grad], bench.device), "torch, fp32": lambda: torch.linalg.vector_norm(grad)}, None)
+    yield (
+        "adam",
+        (
+            f"AdamW of {count / 1e9:.3g}B parameters, fp32 gradients and moments (torch: fused, "
+            "and a copy)"
+        ),
+        30.0 * count,
+        {"ours": ours, "torch": torchs},
+        None,
+    )
+    yield (
+        "grad-norm",
+        f"norm of {count / 1e9:.3g}B fp32 gradients in float64",
+        4.0 * count,
+        {
+            "ours": lambda: sum_of_squares([grad]),
+            "torch": lambda: torch_sum([grad], bench.device),
+            "torch, fp32": lambda: torch.linalg.vector_norm(grad),
+        },
+        None,
+    )
     matrix = master[: count // 4].view(-1, 32 if bench.tiny else 8192)
-    yield ("init", f"initial weights, {matrix.shape[0]} x {matrix.shape[1]}", 4.0 * matrix.numel(),
-           {"ours": lambda: normal_(matrix, 1, 2, 0, 0, 0.02), "torch": lambda: philox.normal(matrix, (1, 2), 0, 0, 0.02)}, None)
+    yield (
+        "init",
+        f"initial weights, {matrix.shape[0]} x {matrix.shape[1]}",
+        4.0 * matrix.numel(),
+        {
+            "ours": lambda: normal_(matrix, 1, 2, 0, 0, 0.02),
+            "torch": lambda: philox.normal(matrix, (1, 2), 0, 0, 0.02),
+        },
+        None,
+    )
 
 
 def _compiled(bench: Any, function: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
-    return {"torch.compile": torch.compile(function, dynamic=False)} if bench.device.type == "cuda" else {}
+    return (
+        {"torch.compile": torch.compile(function, dynamic=False)}
+        if bench.device.type == "cuda"
+        else {}
+    )
 
 
-def _calls(functions: dict[str, Callable[..., Any]], inputs: tuple[Tensor, ...]) -> dict[str, Callable[[], Any]]:
+def _calls(
+    functions: dict[str, Callable[..., Any]], inputs: tuple[Tensor, ...]
+) -> dict[str, Callable[[], Any]]:
     return {name: partial(function, *inputs) for name, function in functions.items()}
 
 
-def _gradients(functions: dict[str, Callable[..., Tensor]], inputs: tuple[Tensor, ...], dy: Tensor) -> dict[str, Callable[[], Any]]:
-    """Backward passes alone, of all inputs; the forward pass is that of the first call, which is not timed."""
+def _gradients(
+    functions: dict[str, Callable[..., Tensor]], inputs: tuple[Tensor, ...], dy: Tensor
+) -> dict[str, Callable[[], Any]]:
+    """Backward passes alone, of all inputs; the forward pass is that of the first call, which is
+    not timed.
+    """
+
     def backward(function: Callable[..., Tensor]) -> Callable[[], Any]:
         @cache
         def graph() -> tuple[Tensor, list[Tensor]]:
@@ -333,9 +629,17 @@ def _liger(operator: str) -> dict[str, Callable[..., Any]]:
         from liger_kernel.ops import fused_add_rms_norm, layer_norm, rms_norm, rope, swiglu
 
         functions = {
-            "norm": lambda x, weight: rms_norm.LigerRMSNormFunction.apply(x, weight, 1e-5, 0.0, "llama", False, None),
-            "add_norm": lambda x, residual, weight: fused_add_rms_norm.LigerFusedAddRMSNormFunction.apply(x, residual, weight, 1e-5, 0.0, "llama", False),
-            "layer_norm": lambda x, weight, bias: layer_norm.LigerLayerNormFunction.apply(x, weight, bias, 1e-5),
+            "norm": lambda x, weight: rms_norm.LigerRMSNormFunction.apply(
+                x, weight, 1e-5, 0.0, "llama", False, None
+            ),
+            "add_norm": lambda x, residual, weight: (
+                fused_add_rms_norm.LigerFusedAddRMSNormFunction.apply(
+                    x, residual, weight, 1e-5, 0.0, "llama", False
+                )
+            ),
+            "layer_norm": lambda x, weight, bias: layer_norm.LigerLayerNormFunction.apply(
+                x, weight, bias, 1e-5
+            ),
             "rope": rope.LigerRopeFunction.apply,
             "swiglu": swiglu.LigerSiLUMulFunction.apply,
         }
@@ -344,4 +648,8 @@ def _liger(operator: str) -> dict[str, Callable[..., Any]]:
     return {}
 
 
-PARTS: dict[str, Callable[[Any], None]] = {"limits": limits, "attention": attention, "memory": memory}
+PARTS: dict[str, Callable[[Any], None]] = {
+    "limits": limits,
+    "attention": attention,
+    "memory": memory,
+}

@@ -13,11 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """While open, sums the bytes of all live storages after every operator that is dispatched, those of backward passes and collectives included.
+    """While open, sums the bytes of all live storages after every operator that is dispatched,
+    those of backward passes and collectives included.
 
-    Known are the storages of the tensors that Python held when it was opened, and of every argument and result since. A storage is known
-    weakly and asked for its size at each sample, so that what is freed and what is resized to nothing count as nothing. Not seen: memory
-    that an operator takes and gives back within itself, and that of libraries that are not tensors (Gloo's own buffers).
+    Known are the storages of the tensors that Python held when it was opened, and of every argument
+    and result since. A storage is known weakly and asked for its size at each sample, so that what
+    is freed and what is resized to nothing count as nothing. Not seen: memory that an operator
+    takes and gives back within itself, and that of libraries that are not tensors (Gloo's own
+    buffers).
     """
 
     def __init__(self) -> None:
@@ -45,7 +48,10 @@ class LiveBytes(TorchDispatchMode):
         return sum(storage.nbytes() for storage in self.known)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if any(issubclass(kind, Tensor) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+        if any(
+            issubclass(kind, Tensor) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+            for kind in types
+        ):
             return NotImplemented  # a tensor made of tensors: what it does with them comes here
         out = function(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, out)):

@@ -1,11 +1,15 @@
-"""megatron-core's GPTModel, DistributedDataParallel, optimizer and schedule over Gloo. Run by tools/benchmark_training.py.
+"""megatron-core's GPTModel, DistributedDataParallel, optimizer and schedule over Gloo. Run by
+tools/benchmark_training.py.
 
-Without TransformerEngine and apex, so with megatron-core's local layers: unfused attention, norms of torch; its torch.compile fusions are
-off as on every side. Shims, for megatron-core assumes CUDA (cpu_shims): the current device is the CPU, "cuda" in tensor factories means
-it, and CPU tensor types are called CUDA's; forking CUDA's random state does nothing; Gloo has no coalescing of collectives, so one after
-the other is sent, in order; torch's AdamW is the fused one (asked for by megatron-core in apex alone). With sequence parallelism
-torch's RMSNorm carries the mark by which its gradient is summed, which megatron-core's wrapper refuses to set. Pipelines need no shim: outputs
-are freed when sent, as in Megatron-LM, and there is no CUDA stream to wait for after a batch of messages (batch_p2p_sync); both are settings.
+Without TransformerEngine and apex, so with megatron-core's local layers: unfused attention, norms
+of torch; its torch.compile fusions are off as on every side. Shims, for megatron-core assumes CUDA
+(cpu_shims): the current device is the CPU, "cuda" in tensor factories means it, and CPU tensor
+types are called CUDA's; forking CUDA's random state does nothing; Gloo has no coalescing of
+collectives, so one after the other is sent, in order; torch's AdamW is the fused one (asked for by
+megatron-core in apex alone). With sequence parallelism torch's RMSNorm carries the mark by which
+its gradient is summed, which megatron-core's wrapper refuses to set. Pipelines need no shim:
+outputs are freed when sent, as in Megatron-LM, and there is no CUDA stream to wait for after a
+batch of messages (batch_p2p_sync); both are settings.
 """
 
 from __future__ import annotations
@@ -22,7 +26,9 @@ from common import StepClock, Work, parse_work, rank_samples, report, tensor_of
 
 def on_cpu(factory):
     """A tensor factory for which device "cuda" is the CPU."""
-    return lambda *args, **settings: factory(*args, **settings | ({"device": "cpu"} if settings.get("device") == "cuda" else {}))
+    return lambda *args, **settings: factory(
+        *args, **settings | ({"device": "cpu"} if settings.get("device") == "cuda" else {})
+    )
 
 
 class InOrder:
@@ -59,7 +65,9 @@ def cpu_shims() -> None:
         setattr(torch, name, on_cpu(getattr(torch, name)))
     original = torch.Tensor.type
     torch.Tensor.type = lambda self, *args, **settings: (
-        original(self, *args, **settings) if args or settings else original(self).replace("torch.", "torch.cuda.")
+        original(self, *args, **settings)
+        if args or settings
+        else original(self).replace("torch.", "torch.cuda.")
     )
     dist._coalescing_manager = send_in_order
     torch.optim.AdamW = partial(torch.optim.AdamW, fused=True)
@@ -69,7 +77,11 @@ cpu_shims()
 
 import megatron.core
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -82,7 +94,9 @@ tensor_parallel.random.CudaRNGStatesTracker.fork = lambda *_: nullcontext()
 
 
 class MarkedNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm for a part of the sequence: the gradient of its weight is summed over the tensor-parallel ranks."""
+    """torch's RMSNorm for a part of the sequence: the gradient of its weight is summed over the
+    tensor-parallel ranks.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float):
         super().__init__(hidden_size, eps, dtype=config.params_dtype)
@@ -93,14 +107,31 @@ def build(work: Work) -> GPTModel:
     """The bare model of this rank."""
     bf16, pipeline = work.precision == "bf16", work.pipeline_parallel > 1
     config = TransformerConfig(
-        num_layers=work.layers, hidden_size=work.hidden, num_attention_heads=work.heads, ffn_hidden_size=work.ffn,
-        normalization="RMSNorm", layernorm_epsilon=1e-5, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
-        add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True,
-        tensor_model_parallel_size=work.tensor_parallel, sequence_parallel=bool(work.sequence_parallel),
-        pipeline_model_parallel_size=work.pipeline_parallel, num_layers_in_first_pipeline_stage=work.first_stage_layers if pipeline else None,
-        deallocate_pipeline_outputs=pipeline, batch_p2p_sync=False,
-        bf16=bf16, params_dtype=torch.bfloat16 if bf16 else torch.float32, pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
-        bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False,
+        num_layers=work.layers,
+        hidden_size=work.hidden,
+        num_attention_heads=work.heads,
+        ffn_hidden_size=work.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=1e-5,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=work.tensor_parallel,
+        sequence_parallel=bool(work.sequence_parallel),
+        pipeline_model_parallel_size=work.pipeline_parallel,
+        num_layers_in_first_pipeline_stage=work.first_stage_layers if pipeline else None,
+        deallocate_pipeline_outputs=pipeline,
+        batch_p2p_sync=False,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
         gradient_accumulation_fusion=False,
     )
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
@@ -108,14 +139,23 @@ def build(work: Work) -> GPTModel:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = MarkedNorm
         layer = TransformerBlockSubmodules(layer_specs=[layer] * work.layers, layer_norm=MarkedNorm)
     return GPTModel(
-        config, layer, work.vocab, work.seq, position_embedding_type="rope", share_embeddings_and_output_weights=False,
-        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
+        config,
+        layer,
+        work.vocab,
+        work.seq,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
     )
 
 
 @torch.no_grad()
 def load(model: GPTModel, start: Mapping[str, np.ndarray], work: Work, rank: int) -> None:
-    """Take this tensor-parallel rank's part of the initial weights of this stage; those of the norms are ones already."""
+    """Take this tensor-parallel rank's part of the initial weights of this stage; those of the
+    norms are ones already.
+    """
+
     def part(name: str, dim: int) -> torch.Tensor:
         return tensor_of(start, name).chunk(work.tensor_parallel, dim)[rank]
 
@@ -126,10 +166,17 @@ def load(model: GPTModel, start: Mapping[str, np.ndarray], work: Work, rank: int
     for layer in model.decoder.layers:
         i = layer.layer_number - 1
         attention, mlp = f"layers.{i}.attention", f"layers.{i}.mlp"
-        heads = [part(f"{attention}.{name}.weight", 0).view(work.heads // work.tensor_parallel, -1, work.hidden) for name in "qkv"]
+        heads = [
+            part(f"{attention}.{name}.weight", 0).view(
+                work.heads // work.tensor_parallel, -1, work.hidden
+            )
+            for name in "qkv"
+        ]
         layer.self_attention.linear_qkv.weight.copy_(torch.cat(heads, 1).flatten(0, 1))
         layer.self_attention.linear_proj.weight.copy_(part(f"{attention}.proj.weight", 1))
-        layer.mlp.linear_fc1.weight.copy_(torch.cat((part(f"{mlp}.gate.weight", 0), part(f"{mlp}.up.weight", 0))))
+        layer.mlp.linear_fc1.weight.copy_(
+            torch.cat((part(f"{mlp}.gate.weight", 0), part(f"{mlp}.up.weight", 0)))
+        )
         layer.mlp.linear_fc2.weight.copy_(part(f"{mlp}.down.weight", 1))
 
 
@@ -137,7 +184,11 @@ def forward_step(batches: Iterator[torch.Tensor], model):
     batch = next(batches)
     positions = torch.arange(batch.shape[1] - 1).expand(len(batch), -1)
     losses = model(batch[:, :-1], positions, None, labels=batch[:, 1:].contiguous())
-    return losses, lambda output: ((mean := output.float().mean()), {"lm loss": mean.detach().clone()})  # the schedule divides the mean in place
+    # the schedule divides the mean in place
+    return losses, lambda output: (
+        (mean := output.float().mean()),
+        {"lm loss": mean.detach().clone()},
+    )
 
 
 def main() -> None:
@@ -145,33 +196,61 @@ def main() -> None:
     torch.set_num_threads(work.threads)
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(work.tensor_parallel, work.pipeline_parallel)
-    tensor_rank, data_rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+    tensor_rank, data_rank = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+    )
     model = build(work)
     load(model, start, work, tensor_rank)
     tokens, bf16 = tensor_of(start, "tokens"), work.precision == "bf16"
-    parameters = torch.tensor(sum(p.numel() for p in model.parameters() if tensor_parallel.param_is_not_tensor_parallel_duplicate(p)))
+    parameters = torch.tensor(
+        sum(
+            p.numel()
+            for p in model.parameters()
+            if tensor_parallel.param_is_not_tensor_parallel_duplicate(p)
+        )
+    )
     dist.all_reduce(parameters, group=parallel_state.get_model_parallel_group())
     config = model.config
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
     model = DistributedDataParallel(config, ddp, Float16Module(config, model) if bf16 else model)
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=work.lr, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, bf16=bf16,
-                        params_dtype=config.params_dtype, clip_grad=1.0),
+        OptimizerConfig(
+            optimizer="adam",
+            lr=work.lr,
+            weight_decay=0.1,
+            adam_beta1=0.9,
+            adam_beta2=0.95,
+            adam_eps=1e-8,
+            bf16=bf16,
+            params_dtype=config.params_dtype,
+            clip_grad=1.0,
+        ),
         [model],
     )
-    config.finalize_model_grads_func, config.no_sync_func, config.grad_scale_func = finalize_model_grads, model.no_sync, optimizer.scale_loss
+    config.finalize_model_grads_func, config.no_sync_func, config.grad_scale_func = (
+        finalize_model_grads,
+        model.no_sync,
+        optimizer.scale_loss,
+    )
     schedule, clock, losses = get_forward_backward_func(), StepClock(), []
     for step in range(work.steps):
         for group in optimizer.param_groups:
-            group["lr"], group["weight_decay"] = work.learning_rate(step), 0.1 * group["wd_mult"]  # the work of Megatron's own scheduler
+            # the work of Megatron's own scheduler
+            group["lr"], group["weight_decay"] = work.learning_rate(step), 0.1 * group["wd_mult"]
         model.zero_grad_buffer()
         optimizer.zero_grad()
         parts = schedule(
-            forward_step_func=forward_step, data_iterator=iter(rank_samples(tokens, step, work, data_rank)), model=[model],
-            num_microbatches=work.accumulation, seq_length=work.seq, micro_batch_size=work.micro_batch,
+            forward_step_func=forward_step,
+            data_iterator=iter(rank_samples(tokens, step, work, data_rank)),
+            model=[model],
+            num_microbatches=work.accumulation,
+            seq_length=work.seq,
+            micro_batch_size=work.micro_batch,
         )
         optimizer.step()
-        losses.append(sum(part["lm loss"].item() for part in parts) / work.accumulation)  # 0 without the head
+        # 0 without the head
+        losses.append(sum(part["lm loss"].item() for part in parts) / work.accumulation)
     report(work, clock, losses, int(parameters), {"megatron-core": megatron.core.__version__})
 
 

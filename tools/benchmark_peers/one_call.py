@@ -11,7 +11,9 @@ FLUSH_BYTES = 256 << 20  # twice and more of any L2 cache
 
 
 class OneCall:
-    """Between calls a buffer of FLUSH_BYTES is written (of `tiny`, a small one); on a GPU events around the call are read."""
+    """Between calls a buffer of FLUSH_BYTES is written (of `tiny`, a small one); on a GPU events
+    around the call are read.
+    """
 
     def __init__(self, device: torch.device, tiny: bool):
         self.device = device

@@ -1,8 +1,11 @@
-"""What one pipeline rank measures for tools/benchmark_pipeline.py: live memory, time with sleeps for compute, overhead, speed against torch.
+"""What one pipeline rank measures for tools/benchmark_pipeline.py: live memory, time with sleeps
+for compute, overhead, speed against torch.
 
-    torchrun --nproc-per-node 4 pipeline_rank.py '[{"what": "memory", "names": ["1f1b"], "micro_batches": [4]}, ...]'
+    torchrun --nproc-per-node 4 pipeline_rank.py '[{"what": "memory", "names": ["1f1b"],
+    "micro_batches": [4]}, ...]'
 
-Rank 0 prints, as JSON on one line, a list by rank of what each found, one answer for each measurement. Clocks are those of one host.
+Rank 0 prints, as JSON on one line, a list by rank of what each found, one answer for each
+measurement. Clocks are those of one host.
 """
 
 from __future__ import annotations
@@ -31,15 +34,38 @@ from megatron.config.groups import ModelConfig  # noqa: E402
 from megatron.distributed.collectives import all_reduce, gather_bytes  # noqa: E402
 from megatron.distributed.groups import Groups, Layout  # noqa: E402
 from megatron.distributed.p2p import Receiving, Sending  # noqa: E402
-from megatron.distributed.setup import connect, disconnect, keep_freed_memory, make_groups, read_launch  # noqa: E402
+from megatron.distributed.setup import (
+    connect,
+    disconnect,
+    keep_freed_memory,
+    make_groups,
+    read_launch,
+)  # noqa: E402
 from megatron.model.block import Layer, MicroBatch  # noqa: E402
 from megatron.model.gpt import GPTModel  # noqa: E402
 from megatron.model.init import fill_initial  # noqa: E402
 from megatron.model.stages import Stage  # noqa: E402
 from megatron.optimizer.blocks import build_blocks  # noqa: E402
 from megatron.parallel.layer_passes import LayerPasses  # noqa: E402
-from megatron.parallel.pipeline import Pipeline, Recording, StepSums, Weights, loss_gradient, receipts  # noqa: E402
-from megatron.parallel.schedule import COMPUTATIONS, Action, Kind, Schedule, build_schedule, forward_only, makes, needs, place  # noqa: E402
+from megatron.parallel.pipeline import (
+    Pipeline,
+    Recording,
+    StepSums,
+    Weights,
+    loss_gradient,
+    receipts,
+)  # noqa: E402
+from megatron.parallel.schedule import (
+    COMPUTATIONS,
+    Action,
+    Kind,
+    Schedule,
+    build_schedule,
+    forward_only,
+    makes,
+    needs,
+    place,
+)  # noqa: E402
 
 CPU = torch.device("cpu")
 VIRTUAL = {"interleaved": 2, "zero-bubble-v": 2}
@@ -51,10 +77,18 @@ class KeptWeights(Weights):
 
 
 class Job:
-    """A Llama-style GPT's stages on this rank, and micro-batches of random tokens. `shape`: the model's sizes, as TINY has them."""
+    """A Llama-style GPT's stages on this rank, and micro-batches of random tokens. `shape`: the
+    model's sizes, as TINY has them.
+    """
 
-    def __init__(self, name: str, groups: Groups, shape: dict[str, int], passes: LayerPasses | None = None,
-                 dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        name: str,
+        groups: Groups,
+        shape: dict[str, int],
+        passes: LayerPasses | None = None,
+        dtype: torch.dtype = torch.float32,
+    ):
         virtual = VIRTUAL.get(name, 1)
         self.name, self.groups, self.shape, self.virtual = name, groups, shape, virtual
         self.placement = place(name, groups.pp.size, virtual)
@@ -62,12 +96,31 @@ class Job:
         ends = [layers * stage // count for stage in range(count + 1)]
         stages = [Stage(k == 0, range(ends[k], ends[k + 1]), k == count - 1) for k in range(count)]
         config = ModelConfig(
-            num_layers=layers, hidden_size=shape["hidden"], ffn_hidden_size=shape["ffn"], num_attention_heads=shape["heads"],
-            kv_channels=shape["hidden"] // shape["heads"], num_query_groups=shape["heads"], max_position_embeddings=shape["seq"], activation="swiglu",
-            untie_embeddings_and_output_weights=True, position_embedding_type="rope", normalization="RMSNorm", add_bias_linear=False,
-            hidden_dropout=0.0, attention_dropout=0.0)
-        self.model = GPTModel(config, vocab_size=shape["vocab"], padded_vocab=shape["vocab"], dtype=dtype, seed=5,
-                              stages=tuple(stage for stage, rank in zip(stages, self.placement) if rank == groups.pp.rank))
+            num_layers=layers,
+            hidden_size=shape["hidden"],
+            ffn_hidden_size=shape["ffn"],
+            num_attention_heads=shape["heads"],
+            kv_channels=shape["hidden"] // shape["heads"],
+            num_query_groups=shape["heads"],
+            max_position_embeddings=shape["seq"],
+            activation="swiglu",
+            untie_embeddings_and_output_weights=True,
+            position_embedding_type="rope",
+            normalization="RMSNorm",
+            add_bias_linear=False,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
+        self.model = GPTModel(
+            config,
+            vocab_size=shape["vocab"],
+            padded_vocab=shape["vocab"],
+            dtype=dtype,
+            seed=5,
+            stages=tuple(
+                stage for stage, rank in zip(stages, self.placement) if rank == groups.pp.rank
+            ),
+        )
         self.blocks = build_blocks(self.model, CPU)
         for block in self.blocks:
             for entry in block.entries:
@@ -75,19 +128,35 @@ class Job:
                     fill_initial(box, entry.view(block.weight), 5)
             block.open()
         size = shape["seq"], shape["batch"], shape["hidden"]
-        self.pipeline = Pipeline(self.model, KeptWeights(), passes or LayerPasses(), self.placement, size, groups, CPU)
+        self.pipeline = Pipeline(
+            self.model, KeptWeights(), passes or LayerPasses(), self.placement, size, groups, CPU
+        )
 
     def tokens(self, index: int) -> Tensor:
         """[b, s + 1]."""
         generator = torch.Generator().manual_seed(index)
-        return torch.randint(0, self.shape["vocab"], (self.shape["batch"], self.shape["seq"] + 1), generator=generator)
+        return torch.randint(
+            0,
+            self.shape["vocab"],
+            (self.shape["batch"], self.shape["seq"] + 1),
+            generator=generator,
+        )
 
     def micro_batch(self, ids: Tensor) -> MicroBatch:
         b, s = ids.shape[0], ids.shape[1] - 1
-        return self.model.micro_batch(ids[:, :-1], ids[:, 1:], torch.ones(b, s), torch.arange(s).expand(b, s), torch.arange(b), training=True)
+        return self.model.micro_batch(
+            ids[:, :-1],
+            ids[:, 1:],
+            torch.ones(b, s),
+            torch.arange(s).expand(b, s),
+            torch.arange(b),
+            training=True,
+        )
 
     def halves(self, stage: int, moment: Callable[[], Any]) -> list[Any]:
-        """A stage's forward pass, input gradient and weight gradient for one micro-batch: what `moment` gave before them and after each."""
+        """A stage's forward pass, input gradient and weight gradient for one micro-batch: what
+        `moment` gave before them and after each.
+        """
         layers, last = self.pipeline.layers[stage], stage + 1 == len(self.placement)
         found = [moment()]
         micro = self.micro_batch(self.tokens(0))  # alive until the end, as in a step
@@ -105,11 +174,15 @@ class Job:
 
     def step(self, schedule: Schedule, scale: float = 1.0) -> StepSums:
         """One run of a schedule."""
-        return self.pipeline.run(schedule, lambda index: self.micro_batch(self.tokens(index)), scale)
+        return self.pipeline.run(
+            schedule, lambda index: self.micro_batch(self.tokens(index)), scale
+        )
 
 
 class LiveBytes(TorchDispatchMode):
-    """While open, counts the bytes of all tensors that operations make, from then until their memory is freed."""
+    """While open, counts the bytes of all tensors that operations make, from then until their
+    memory is freed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +192,10 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self.seen:
+            if (
+                isinstance(tensor, Tensor)
+                and (storage := tensor.untyped_storage()) not in self.seen
+            ):
                 self.seen.add(storage)
                 size = storage.nbytes()
                 self.now += size
@@ -144,9 +220,13 @@ class Watched:
         return result
 
 
-def memory(groups: Groups, names: list[str], micro_batches: list[int], shape: dict[str, int] = TINY) -> list[dict[str, Any]]:
-    """For each schedule and number of micro-batches the bytes alive on this rank beyond those between two steps: `held` at the ends of
-    computations, `bound` by the schedule for that, `peak` within computations; `evaluation` is `held` of forward passes alone."""
+def memory(
+    groups: Groups, names: list[str], micro_batches: list[int], shape: dict[str, int] = TINY
+) -> list[dict[str, Any]]:
+    """For each schedule and number of micro-batches the bytes alive on this rank beyond those
+    between two steps: `held` at the ends of computations, `bound` by the schedule for that, `peak`
+    within computations; `evaluation` is `held` of forward passes alone.
+    """
     rows = []
     for name in names:
         with LiveBytes() as live:
@@ -154,11 +234,19 @@ def memory(groups: Groups, names: list[str], micro_batches: list[int], shape: di
             held, stash, message = _costs(job, live)
             for count in micro_batches:
                 schedule = build_schedule(name, groups.pp.size, job.virtual, count)
-                row = {"schedule": name, "micro_batches": count, "bound": _bound(schedule, groups.pp.rank, held, stash, message)}
+                row = {
+                    "schedule": name,
+                    "micro_batches": count,
+                    "bound": _bound(schedule, groups.pp.rank, held, stash, message),
+                }
                 watched = Watched(job.pipeline, live)
                 base = live.peak = live.now
                 job.step(schedule)
-                row |= {"held": watched.peak - base, "peak": live.peak - base, "left": live.now - base}
+                row |= {
+                    "held": watched.peak - base,
+                    "peak": live.peak - base,
+                    "left": live.now - base,
+                }
                 watched.peak, base = 0, live.now
                 with torch.no_grad():
                     job.step(forward_only(job.placement, count))
@@ -167,21 +255,27 @@ def memory(groups: Groups, names: list[str], micro_batches: list[int], shape: di
 
 
 def _costs(job: Job, live: LiveBytes) -> tuple[list[int], list[int], int]:
-    """Bytes that each own stage holds of one micro-batch from forward to backward, and from input gradient to weight gradient; bytes of a message."""
+    """Bytes that each own stage holds of one micro-batch from forward to backward, and from input
+    gradient to weight gradient; bytes of a message.
+    """
     held, stash = [], []
     shape = job.pipeline.shape
     message = job.model.dtype.itemsize * shape[0] * shape[1] * shape[2]
     for stage in job.pipeline.layers:
         base, forward, left, _ = job.halves(stage, lambda: live.now)
-        dy = 2 * job.model.dtype.itemsize if stage + 1 == len(job.placement) else message  # of a loss: two numbers
+        # of a loss: two numbers
+        dy = 2 * job.model.dtype.itemsize if stage + 1 == len(job.placement) else message
         held.append(forward - base - dy)
         stash.append(left - base)  # of which dy may be a part
     return held, stash, message
 
 
 def _bound(schedule: Schedule, rank: int, held: list[int], stash: list[int], message: int) -> int:
-    """The most bytes that the list of a rank can hold at the end of a computation: what its micro-batches hold; messages, from the posted receive to
-    the computation, and from the computation until a receipt proves the arrival; input and output of the computation itself; the losses."""
+    """The most bytes that the list of a rank can hold at the end of a computation: what its
+    micro-batches hold; messages, from the posted receive to the computation, and from the
+    computation until a receipt proves the arrival; input and output of the computation itself; the
+    losses.
+    """
     own = [stage for stage, where in enumerate(schedule.placement) if where == rank]
     proven, now, most, travelling = receipts(schedule, rank), 0, 0, 0
     known: dict[int, int] = {}
@@ -191,13 +285,21 @@ def _bound(schedule: Schedule, rank: int, held: list[int], stash: list[int], mes
         if kind not in COMPUTATIONS:
             travelling += kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
             continue
-        chunk, need, made = own.index(stage), needs(action, schedule.placement), makes(action, schedule.placement)
+        chunk, need, made = (
+            own.index(stage),
+            needs(action, schedule.placement),
+            makes(action, schedule.placement),
+        )
         if need is not None:
             travelling -= 1
             peer, count = proven[need]
             known[peer] = max(known.get(peer, 0), count)
-        now += {Kind.FORWARD: held[chunk], Kind.BACKWARD: -held[chunk], Kind.BACKWARD_INPUT: stash[chunk] - held[chunk],
-                Kind.BACKWARD_WEIGHT: -stash[chunk]}[kind]
+        now += {
+            Kind.FORWARD: held[chunk],
+            Kind.BACKWARD: -held[chunk],
+            Kind.BACKWARD_INPUT: stash[chunk] - held[chunk],
+            Kind.BACKWARD_WEIGHT: -stash[chunk],
+        }[kind]
         unproven = sum(count - known.get(peer, 0) for peer, count in sent.items())
         most = max(most, now + (travelling + unproven + 2) * message)
         if made is not None:
@@ -226,21 +328,38 @@ class SleepingPasses:
         pass
 
     def run(self, kind: Kind, layer: Sleeper, x: Tensor | None, held: Any) -> tuple[Tensor, None]:
-        parts = {Kind.FORWARD: "F", Kind.BACKWARD: "IW", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}[kind]
+        parts = {
+            Kind.FORWARD: "F",
+            Kind.BACKWARD: "IW",
+            Kind.BACKWARD_INPUT: "I",
+            Kind.BACKWARD_WEIGHT: "W",
+        }[kind]
         for part in parts:
             if seconds := self.costs[part][layer.stage]:
                 time.sleep(seconds)
         return self.out, None
 
 
-def sleeps(groups: Groups, name: str, micro_batches: int, costs: dict[str, list[float]], shape: tuple[int, int, int],
-           tries: int) -> list[dict[str, Any]]:
-    """`tries` steps of a schedule with sleeps: the spans of this rank's computations on the host's clock, and the CPU seconds of its thread."""
+def sleeps(
+    groups: Groups,
+    name: str,
+    micro_batches: int,
+    costs: dict[str, list[float]],
+    shape: tuple[int, int, int],
+    tries: int,
+) -> list[dict[str, Any]]:
+    """`tries` steps of a schedule with sleeps: the spans of this rank's computations on the host's
+    clock, and the CPU seconds of its thread.
+    """
     placement = place(name, groups.pp.size, VIRTUAL.get(name, 1))
     schedule = build_schedule(name, groups.pp.size, VIRTUAL.get(name, 1), micro_batches)
     own = [stage for stage, rank in enumerate(placement) if rank == groups.pp.rank]
-    model = SimpleNamespace(chunks=[[("sleeper", Sleeper(stage))] for stage in own], scalars=(), dtype=torch.float32)
-    pipeline = Pipeline(model, KeptWeights(), SleepingPasses(costs, shape), placement, shape, groups, CPU)
+    model = SimpleNamespace(
+        chunks=[[("sleeper", Sleeper(stage))] for stage in own], scalars=(), dtype=torch.float32
+    )
+    pipeline = Pipeline(
+        model, KeptWeights(), SleepingPasses(costs, shape), placement, shape, groups, CPU
+    )
     found = []
     for _ in range(tries + 1):
         all_reduce(torch.zeros(1), groups.pp)
@@ -248,13 +367,31 @@ def sleeps(groups: Groups, name: str, micro_batches: int, costs: dict[str, list[
         cpu, begin = time.thread_time(), time.perf_counter()
         pipeline.run(schedule, lambda index: None, 1.0, recording)
         cpu, wall = time.thread_time() - cpu, time.perf_counter() - begin
-        spans = [[span.kind.value, span.stage, span.micro, span.begin + recording.start, span.end + recording.start] for span in recording.spans()]
-        found.append({"spans": spans, "cpu": cpu, "wall": wall, "actions": len(schedule.actions[groups.pp.rank])})
+        spans = [
+            [
+                span.kind.value,
+                span.stage,
+                span.micro,
+                span.begin + recording.start,
+                span.end + recording.start,
+            ]
+            for span in recording.spans()
+        ]
+        found.append(
+            {
+                "spans": spans,
+                "cpu": cpu,
+                "wall": wall,
+                "actions": len(schedule.actions[groups.pp.rank]),
+            }
+        )
     return found[1:]  # the first one makes the connections
 
 
 def latency(groups: Groups, shape: tuple[int, int, int], rounds: int = 50) -> float:
-    """Seconds from a send to its arrival at a neighbour that waits: half a round trip between ranks 0 and 1, which the others sit out."""
+    """Seconds from a send to its arrival at a neighbour that waits: half a round trip between ranks
+    0 and 1, which the others sit out.
+    """
     rank, times = groups.pp.rank, []
     x = torch.zeros(shape)
     if rank < 2:
@@ -272,8 +409,12 @@ def latency(groups: Groups, shape: tuple[int, int, int], rounds: int = 50) -> fl
     return statistics.median(times) / 2 if rank == 0 else 0.0
 
 
-def calibrate(groups: Groups, name: str, shape: dict[str, int], repeats: int = 5) -> dict[str, list[float]]:
-    """Seconds that computations of the real stages take on this rank, the median of `repeats`: by kind, then by own stage. Ranks take turns."""
+def calibrate(
+    groups: Groups, name: str, shape: dict[str, int], repeats: int = 5
+) -> dict[str, list[float]]:
+    """Seconds that computations of the real stages take on this rank, the median of `repeats`: by
+    kind, then by own stage. Ranks take turns.
+    """
     costs: dict[str, list[float]] = {"F": [], "I": [], "W": []}
     job = Job(name, groups, shape)
     for turn in range(groups.pp.size):
@@ -291,8 +432,12 @@ def calibrate(groups: Groups, name: str, shape: dict[str, int], repeats: int = 5
     return costs
 
 
-def against_torch(groups: Groups, name: str, micro_batches: int, shape: dict[str, int], steps: int, pairs: int) -> dict[str, Any]:
-    """Steps of forward and backward passes by our executor and by torch's, on the same stages and micro-batches, turn and turn about."""
+def against_torch(
+    groups: Groups, name: str, micro_batches: int, shape: dict[str, int], steps: int, pairs: int
+) -> dict[str, Any]:
+    """Steps of forward and backward passes by our executor and by torch's, on the same stages and
+    micro-batches, turn and turn about.
+    """
     from torch_pipelining import TorchPipeline
 
     job = Job(name, groups, shape)
@@ -313,9 +458,16 @@ def against_torch(groups: Groups, name: str, micro_batches: int, shape: dict[str
             block.drop()
             block.open()
         loss = step()
-        answer[side] = {"loss": loss, "gradient": float(sum(block.grad.double().square().sum() for block in job.blocks)) ** 0.5}
-    for value, other in zip(answer["ours"].values(), answer["torch"].values()):  # the same fp32 products; a loss is a sum of a few thousand terms
-        assert abs(value - other) <= 1e-5 * abs(value), f"{name}: ours {answer['ours']}, torch's {answer['torch']}"
+        answer[side] = {
+            "loss": loss,
+            "gradient": float(sum(block.grad.double().square().sum() for block in job.blocks))
+            ** 0.5,
+        }
+    # the same fp32 products; a loss is a sum of a few thousand terms
+    for value, other in zip(answer["ours"].values(), answer["torch"].values()):
+        assert abs(value - other) <= 1e-5 * abs(value), (
+            f"{name}: ours {answer['ours']}, torch's {answer['torch']}"
+        )
     for index in range(pairs):
         row = {}
         for side in list(sides)[:: 1 if index % 2 else -1]:
@@ -325,12 +477,17 @@ def against_torch(groups: Groups, name: str, micro_batches: int, shape: dict[str
                 sides[side]()
             all_reduce(torch.zeros(1), groups.pp)
             after = time.perf_counter(), time.process_time(), busy_seconds()
-            row[side] = {name: (b - a) / steps for name, a, b in zip(("seconds", "cpu", "busy"), before, after)}
+            row[side] = {
+                name: (b - a) / steps
+                for name, a, b in zip(("seconds", "cpu", "busy"), before, after)
+            }
         answer["rounds"].append(row)
     return answer
 
 
-MEASUREMENTS = {function.__name__: function for function in (memory, sleeps, latency, calibrate, against_torch)}
+MEASUREMENTS = {
+    function.__name__: function for function in (memory, sleeps, latency, calibrate, against_torch)
+}
 
 
 def main() -> None:
@@ -340,7 +497,9 @@ def main() -> None:
     connect(launch, "gloo", 5, {})
     groups = make_groups(Layout(pp=launch.world_size), None)
     measured = [MEASUREMENTS[call.pop("what")](groups, **call) for call in json.loads(sys.argv[1])]
-    answers = [json.loads(text) for text in gather_bytes(json.dumps(measured).encode(), groups.world, CPU)]
+    answers = [
+        json.loads(text) for text in gather_bytes(json.dumps(measured).encode(), groups.world, CPU)
+    ]
     if launch.rank == 0:
         print("\nRESULT " + json.dumps(answers), flush=True)
     disconnect()

@@ -1,7 +1,8 @@
-"""A plain PyTorch training loop in the style of nanoGPT, as fast as plain eager PyTorch gets without changing the mathematics.
+"""A plain PyTorch training loop in the style of nanoGPT, as fast as plain eager PyTorch gets
+without changing the mathematics.
 
-Run by tools/benchmark_training.py, in one process or, with torch's DistributedDataParallel over Gloo, in several. Parameters are fp32;
-with bf16 the forward pass runs under autocast.
+Run by tools/benchmark_training.py, in one process or, with torch's DistributedDataParallel over
+Gloo, in several. Parameters are fp32; with bf16 the forward pass runs under autocast.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, work: Work):
         super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(work.hidden, eps=1e-5), nn.RMSNorm(work.hidden, eps=1e-5)
+        self.norm1, self.norm2 = (
+            nn.RMSNorm(work.hidden, eps=1e-5),
+            nn.RMSNorm(work.hidden, eps=1e-5),
+        )
         self.attention, self.mlp = Attention(work), MLP(work)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -81,7 +85,9 @@ class GPT(nn.Module):
         self.head.weight.copy_(tensor_of(start, "head.weight"))
         for i, layer in enumerate(self.layers):
             attention, mlp = f"layers.{i}.attention", f"layers.{i}.mlp"
-            layer.attention.qkv.weight.copy_(tensor_of(start, *(f"{attention}.{part}.weight" for part in "qkv")))
+            layer.attention.qkv.weight.copy_(
+                tensor_of(start, *(f"{attention}.{part}.weight" for part in "qkv"))
+            )
             layer.attention.proj.weight.copy_(tensor_of(start, f"{attention}.proj.weight"))
             layer.mlp.fc1.weight.copy_(tensor_of(start, f"{mlp}.gate.weight", f"{mlp}.up.weight"))
             layer.mlp.fc2.weight.copy_(tensor_of(start, f"{mlp}.down.weight"))
@@ -90,12 +96,16 @@ class GPT(nn.Module):
         x = F.dropout(self.embedding(tokens), self.dropout, self.training)
         for layer in self.layers:
             x = layer(x, self.cos, self.sin)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())  # as autocast does
+        # as autocast does
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
 
 
 def groups(model: nn.Module) -> list[dict]:
     """The optimizer's parameter groups: weight decay for matrices alone."""
-    decayed, rest = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
+    decayed, rest = (
+        [p for p in model.parameters() if p.dim() > 1],
+        [p for p in model.parameters() if p.dim() == 1],
+    )
     return [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
 
 
@@ -111,8 +121,13 @@ def main() -> None:
         assert work.processes == work.data_parallel and work.accumulation == 1
         dist.init_process_group("gloo")
         rank = dist.get_rank()
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)  # the buffers are rotary tables
-    optimizer = torch.optim.AdamW(groups(model), lr=work.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+        # the buffers are rotary tables
+        model = DistributedDataParallel(
+            model, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
+    optimizer = torch.optim.AdamW(
+        groups(model), lr=work.lr, betas=(0.9, 0.95), eps=1e-8, fused=True
+    )
     clock, losses = StepClock(), []
     for step in range(work.steps):
         for group in optimizer.param_groups:

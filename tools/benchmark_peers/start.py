@@ -1,4 +1,6 @@
-"""What our run begins with, for the peers, so that every side computes the same losses. Needs our package, which peers do not have."""
+"""What our run begins with, for the peers, so that every side computes the same losses. Needs our
+package, which peers do not have.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +22,41 @@ from megatron.model.init import fill_initial
 
 def matrices(work: Work, model: ModelConfig) -> list[TensorSpec]:
     """The matrices of the model; its other weights are those of norms and begin as ones."""
-    sizes = {"kv_channels": work.hidden // work.heads, "num_query_groups": work.heads, "max_position_embeddings": work.seq}
+    sizes = {
+        "kv_channels": work.hidden // work.heads,
+        "num_query_groups": work.heads,
+        "max_position_embeddings": work.seq,
+    }
     model = dataclasses.replace(model, **sizes)
-    layers = [spec for index in range(work.layers) for spec in layer_parameters(model, index).values()]
-    parameters = [word_matrix(model, work.vocab, work.vocab), *layers, head_matrix(model, work.vocab, work.vocab)]
+    layers = [
+        spec for index in range(work.layers) for spec in layer_parameters(model, index).values()
+    ]
+    parameters = [
+        word_matrix(model, work.vocab, work.vocab),
+        *layers,
+        head_matrix(model, work.vocab, work.vocab),
+    ]
     return [tensor for spec in parameters for tensor in spec.tensors if len(tensor.shape) == 2]
 
 
 def write_start(folder: Path, work: Work, flags: list[str]) -> None:
-    """The initial weights of the run with these flags by their logical names, and its `tokens` [samples, seq + 1], in new files of `folder`:
-    tensors.bin holds them one after the other, index.json their {name: [dtype, shape]} in this order.
+    """The initial weights of the run with these flags by their logical names, and its `tokens`
+    [samples, seq + 1], in new files of `folder`:
+    tensors.bin holds them one after the other, index.json their {name: [dtype, shape]} in this
+    order.
     """
     config = parse_arguments(flags).config
     tensors = {}
     for tensor in matrices(work, config.model):
         tensors[tensor.name] = torch.empty(tensor.shape)
         fill_initial(whole(tensor), tensors[tensor.name], config.training.seed)
-    batch = build_data(config, build_tokenizer(config.data), None, 0).train.batch(0, work.steps * work.step_samples)
+    batch = build_data(config, build_tokenizer(config.data), None, 0).train.batch(
+        0, work.steps * work.step_samples
+    )
     tensors["tokens"] = torch.cat((batch.tokens, batch.labels[:, -1:]), 1)
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     folder.mkdir(exist_ok=True)
-    (folder / "index.json").write_text(json.dumps({name: [str(array.dtype), array.shape] for name, array in arrays.items()}))
+    (folder / "index.json").write_text(
+        json.dumps({name: [str(array.dtype), array.shape] for name, array in arrays.items()})
+    )
     (folder / "tensors.bin").write_bytes(b"".join(array.tobytes() for array in arrays.values()))

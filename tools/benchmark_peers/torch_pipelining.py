@@ -1,7 +1,8 @@
-"""torch.distributed.pipelining, unchanged, around the stages of our model: the same products on both sides, so that only the runtimes differ.
+"""torch.distributed.pipelining, unchanged, around the stages of our model: the same products on
+both sides, so that only the runtimes differ.
 
-A stage is one autograd graph, as torch runs it; the head is part of the loss function. Weight gradients of a split backward pass wait in our
-layers' stash for torch's `dw_builder`.
+A stage is one autograd graph, as torch runs it; the head is part of the loss function. Weight
+gradients of a split backward pass wait in our layers' stash for torch's `dw_builder`.
 """
 
 from __future__ import annotations
@@ -24,14 +25,19 @@ from megatron.layers.linear import Linear, WeightGrad, add_weight_grads
 
 # Ours -> torch's. Torch's ZB-H1 is its interleaved zero-bubble schedule with one stage a rank.
 SCHEDULES = {
-    "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble,
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
     "zero-bubble-v": ScheduleZBVZeroBubble,
 }
 SPLIT = ("zero-bubble", "zero-bubble-v")
 
 
 class StageModule(nn.Module):
-    """A stage of ours without the head: tokens [b, s + 1] where it begins with the embedding, else [s, b, h] -> [s, b, h]."""
+    """A stage of ours without the head: tokens [b, s + 1] where it begins with the embedding, else
+    [s, b, h] -> [s, b, h].
+    """
 
     def __init__(self, job: Any, chunk: int):
         super().__init__()
@@ -41,7 +47,8 @@ class StageModule(nn.Module):
         self.zeros = torch.zeros(job.shape["batch"], job.shape["seq"] + 1, dtype=torch.long)
 
     def forward(self, x: Tensor) -> Tensor:
-        micro = self.job[0].micro_batch(x if self.first else self.zeros)  # layers read positions alone
+        # layers read positions alone
+        micro = self.job[0].micro_batch(x if self.first else self.zeros)
         x = None if self.first else x
         for unit in self.units:
             x = unit(x, micro)
@@ -49,25 +56,40 @@ class StageModule(nn.Module):
 
 
 class TorchPipeline:
-    """The schedule of torch that ours is measured against, on the stages of `job` (a pipeline_rank.Job)."""
+    """The schedule of torch that ours is measured against, on the stages of `job` (a
+    pipeline_rank.Job).
+    """
 
     def __init__(self, job: Any, micro_batches: int):
         self.job, self.rank, placement = job, job.groups.pp.rank, job.placement
         own = [stage for stage, rank in enumerate(placement) if rank == self.rank]
         self.last, self.first = placement[-1] == self.rank, placement[0] == self.rank
         stages = [
-            PipelineStage(StageModule(job, chunk), stage, len(placement), torch.device("cpu"), group=job.groups.pp.group,
-                          dw_builder=self._stashing(chunk) if job.name in SPLIT else None)
+            PipelineStage(
+                StageModule(job, chunk),
+                stage,
+                len(placement),
+                torch.device("cpu"),
+                group=job.groups.pp.group,
+                dw_builder=self._stashing(chunk) if job.name in SPLIT else None,
+            )
             for chunk, stage in enumerate(own)
         ]
         kind = SCHEDULES[job.name]
-        self.schedule = kind(stages[0] if kind in (ScheduleGPipe, Schedule1F1B) else stages, micro_batches, loss_fn=self._loss, scale_grads=False)
+        self.schedule = kind(
+            stages[0] if kind in (ScheduleGPipe, Schedule1F1B) else stages,
+            micro_batches,
+            loss_fn=self._loss,
+            scale_grads=False,
+        )
 
     def _loss(self, x: Tensor, ids: Tensor) -> Tensor:
         return self.job.model.head(x, self.job.micro_batch(ids))[0]
 
     def _stashing(self, chunk: int) -> Callable[[], Callable[[], None]]:
-        """What torch calls after an input gradient: hands over what the stage's linear layers have left."""
+        """What torch calls after an input gradient: hands over what the stage's linear layers have
+        left.
+        """
         left: list[WeightGrad] = []
         for name, unit in self.job.model.chunks[chunk]:
             for layer in unit.modules() if name.startswith("layers") else ():
@@ -82,8 +104,15 @@ class TorchPipeline:
         return build
 
     def step(self, ids: Tensor) -> float:
-        """Forward and backward passes of ids [m b, s + 1]; the loss sum, on the rank that has the head."""
+        """Forward and backward passes of ids [m b, s + 1]; the loss sum, on the rank that has the
+        head.
+        """
         losses: list[Tensor] = []
         arguments = (ids,) if self.first else ()
-        self.schedule.step(*arguments, target=ids if self.last else None, losses=losses if self.last else None, return_outputs=False)
+        self.schedule.step(
+            *arguments,
+            target=ids if self.last else None,
+            losses=losses if self.last else None,
+            return_outputs=False,
+        )
         return sum(loss.item() for loss in losses)

@@ -1,4 +1,6 @@
-"""What tune_kernels.py times for a row of the table of configurations, and the definition's results in fp32 to compare small cases with."""
+"""What tune_kernels.py times for a row of the table of configurations, and the definition's results
+in fp32 to compare small cases with.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.kernels import activation, adamw, attention, attention_masks, cross_entropy, dropout, fp8, grad_norm, initialise, norm, rotary
+from megatron.kernels import (
+    activation,
+    adamw,
+    attention,
+    attention_masks,
+    cross_entropy,
+    dropout,
+    fp8,
+    grad_norm,
+    initialise,
+    norm,
+    rotary,
+)
 from megatron.kernels.configurations import Row
 from torch import Tensor
 
@@ -31,7 +45,11 @@ class Draw:
 
     def __call__(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         self.count += 1
-        return torch.randn(*shape, device=self.device, generator=torch.Generator(self.device).manual_seed(self.count)).to(dtype)
+        return torch.randn(
+            *shape,
+            device=self.device,
+            generator=torch.Generator(self.device).manual_seed(self.count),
+        ).to(dtype)
 
     def either(self, small: Any, large: Any) -> Any:
         return small if self.tiny else large
@@ -52,36 +70,59 @@ def _attention(draw: Draw, key: dict[str, Any], kernel: str) -> Case:
     d, kind = key.get("d", 128), key.get("kind", "causal")
     s, b, n, g = draw.either((192, 1, 2, 1), (4096, 4, 2048 // d, 2048 // d))
     q, k, v, dout = draw(s, b, n, d), draw(s, b, g, d), draw(s, b, g, d), draw(s, b, n, d)
-    given = {"softcap": {"softcap": 50.0}, "dropout": {"drop": 0.1, "key": KEY, "sample_ids": torch.arange(b, device=draw.device)}}.get(kind, {})
+    given = {
+        "softcap": {"softcap": 50.0},
+        "dropout": {"drop": 0.1, "key": KEY, "sample_ids": torch.arange(b, device=draw.device)},
+    }.get(kind, {})
     given |= {"scale": d**-0.5, "mask": attention_masks.AttentionMask(causal=kind != "full")}
 
     def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention.attention_reference(q, k, v, **given)[0]
 
     if kernel == "forward":
-        return Case(lambda: attention.flash_attention(q, k, v, **given)[:1], lambda: (definition(q.float(), k.float(), v.float()),))
+        return Case(
+            lambda: attention.flash_attention(q, k, v, **given)[:1],
+            lambda: (definition(q.float(), k.float(), v.float()),),
+        )
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, _ = attention.flash_attention(*leaves, deterministic=kernel != "dkv_dq", **given)
-    return Case(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), lambda: _gradients(definition, dout, *leaves))
+    return Case(
+        lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
+        lambda: _gradients(definition, dout, *leaves),
+    )
 
 
 def _activation(draw: Draw, key: dict[str, Any], direction: str) -> Case:
     kind = "swiglu" if key["kind"] == "gated" else "gelu"
     rows, width = draw.either((6, 80), (8192, 16384))
-    x, dy, bias = draw(rows, width * (2 if kind == "swiglu" else 1)), draw(rows, width), draw(width) if key["kind"] == "bias" else None
+    x, dy, bias = (
+        draw(rows, width * (2 if kind == "swiglu" else 1)),
+        draw(rows, width),
+        draw(width) if key["kind"] == "bias" else None,
+    )
 
     def definition(x: Tensor, *bias: Tensor) -> Tensor:
         return activation.activation_reference(x, bias[0] if bias else None, kind)
 
     if direction == "forward":
-        return Case(lambda: (activation.activation(x, None, kind),), lambda: (definition(x.float()),))
+        return Case(
+            lambda: (activation.activation(x, None, kind),), lambda: (definition(x.float()),)
+        )
     operands = (x,) if bias is None else (x, bias)
-    return Case(lambda: activation.activation_backward(dy, x, bias, kind)[: len(operands)], lambda: _gradients(definition, dy, *operands))
+    return Case(
+        lambda: activation.activation_backward(dy, x, bias, kind)[: len(operands)],
+        lambda: _gradients(definition, dy, *operands),
+    )
 
 
 def _adamw(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
     size = draw.either(3000, 1 << 27)
-    master, grad, m, v = draw(size, dtype=torch.float32), draw(size), draw(size, dtype=torch.float32), draw(size, dtype=torch.float32).square()
+    master, grad, m, v = (
+        draw(size, dtype=torch.float32),
+        draw(size),
+        draw(size, dtype=torch.float32),
+        draw(size, dtype=torch.float32).square(),
+    )
     before, out = [x.clone() for x in (master, m, v)] if draw.tiny else [], torch.empty_like(grad)
     one, zero = (torch.full((), value, device=draw.device) for value in (1.0, 0.0))
     settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -90,19 +131,32 @@ def _adamw(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
         adamw.adamw_(master, grad, m, v, out, zero, one, zero, *settings.values())
         return master, m, v
 
-    return Case(call, lambda: adamw.adamw_reference(before[0], grad, before[1], before[2], zero, one, zero, **settings))
+    return Case(
+        call,
+        lambda: adamw.adamw_reference(
+            before[0], grad, before[1], before[2], zero, one, zero, **settings
+        ),
+    )
 
 
 def _cross_entropy(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
-    """Forward and backward in a row, in place: what is timed a second time are other numbers, the same work."""
+    """Forward and backward in a row, in place: what is timed a second time are other numbers, the
+    same work.
+    """
     tokens, width = draw.either((3, 700), (8192, 131072))
-    logits, labels, ones = draw(tokens, width), torch.arange(tokens, device=draw.device), torch.ones(tokens, device=draw.device)
+    logits, labels, ones = (
+        draw(tokens, width),
+        torch.arange(tokens, device=draw.device),
+        torch.ones(tokens, device=draw.device),
+    )
     before = logits.clone() if draw.tiny else logits
 
     def call() -> Results:
         top, exponentials, target = cross_entropy.cross_entropy_parts(logits, labels, width, None)
         lse = exponentials.log() + top
-        cross_entropy.cross_entropy_backward_(logits, labels, lse, ones, torch.zeros_like(ones), width, None)
+        cross_entropy.cross_entropy_backward_(
+            logits, labels, lse, ones, torch.zeros_like(ones), width, None
+        )
         return lse - target, logits
 
     def expected() -> Results:
@@ -115,9 +169,18 @@ def _cross_entropy(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
 
 def _dropout(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
     s, b, h = draw.either((4, 2, 300), (2048, 4, 4096))
-    x, residual, samples, tokens = draw(s, b, h), draw(s, b, h), torch.arange(b, device=draw.device), torch.arange(s, device=draw.device)
-    return Case(lambda: (dropout.dropout_add(x, residual, samples, tokens, *KEY, 0.1),),
-                lambda: (dropout.dropout_add_reference(x.float(), residual.float(), samples, tokens, KEY, 0.1),))
+    x, residual, samples, tokens = (
+        draw(s, b, h),
+        draw(s, b, h),
+        torch.arange(b, device=draw.device),
+        torch.arange(s, device=draw.device),
+    )
+    return Case(
+        lambda: (dropout.dropout_add(x, residual, samples, tokens, *KEY, 0.1),),
+        lambda: (
+            dropout.dropout_add_reference(x.float(), residual.float(), samples, tokens, KEY, 0.1),
+        ),
+    )
 
 
 def _fp8(draw: Draw, _key: dict[str, Any], part: str) -> Case:
@@ -130,14 +193,21 @@ def _fp8(draw: Draw, _key: dict[str, Any], part: str) -> Case:
 
     def expected() -> Results:
         sources = (x, x.t()) if part == "tiles" else (x,)
-        return tuple(each.float() for source in sources for each in fp8.quantise_reference(source, torch.float8_e4m3fn, scaling))
+        return tuple(
+            each.float()
+            for source in sources
+            for each in fp8.quantise_reference(source, torch.float8_e4m3fn, scaling)
+        )
 
     return Case(call, expected)
 
 
 def _grad_norm(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
     pieces = [draw(draw.either(9000, 1 << 28), dtype=torch.float32)]
-    return Case(lambda: (grad_norm.sum_of_squares(pieces),), lambda: (grad_norm.sum_of_squares_reference(pieces),))
+    return Case(
+        lambda: (grad_norm.sum_of_squares(pieces),),
+        lambda: (grad_norm.sum_of_squares_reference(pieces),),
+    )
 
 
 def _initialise(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
@@ -157,16 +227,24 @@ def _initialise(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
 
 def _norm(draw: Draw, key: dict[str, Any], direction: str) -> Case:
     wide, dtype = key["kind"] == "wide", torch.float32 if key.get("bytes") == 4 else torch.bfloat16
-    small = (33000 if direction == "forward" else 9000) if wide else 300  # just wider than a program holds
+    # just wider than a program holds
+    small = (33000 if direction == "forward" else 9000) if wide else 300
     rows, width = draw.either((5, small), (1024, 65536) if wide else (8192, 4096))
-    x, weight, dy = draw(rows, width, dtype=dtype), draw(width, dtype=dtype), draw(rows, width, dtype=dtype)
+    x, weight, dy = (
+        draw(rows, width, dtype=dtype),
+        draw(width, dtype=dtype),
+        draw(rows, width, dtype=dtype),
+    )
 
     def definition(x: Tensor, weight: Tensor) -> Tensor:
         return norm.norm_reference(x, weight, None, 1e-5)
 
     y, statistics = norm.norm(x, weight, None, 1e-5)
     if direction == "forward":
-        return Case(lambda: norm.norm(x, weight, None, 1e-5)[:1], lambda: (definition(x.float(), weight.float()),))
+        return Case(
+            lambda: norm.norm(x, weight, None, 1e-5)[:1],
+            lambda: (definition(x.float(), weight.float()),),
+        )
 
     def call() -> Results:
         dx, dweight = norm.norm_backward(dy, x, weight, statistics, None)
@@ -190,6 +268,14 @@ def _rotary(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
 
 
 CASES: dict[str, Callable[[Draw, dict[str, Any], str], Case]] = {
-    "attention": _attention, "activation": _activation, "adamw": _adamw, "cross_entropy": _cross_entropy, "dropout": _dropout,
-    "fp8": _fp8, "grad_norm": _grad_norm, "initialise": _initialise, "norm": _norm, "rotary": _rotary,
+    "attention": _attention,
+    "activation": _activation,
+    "adamw": _adamw,
+    "cross_entropy": _cross_entropy,
+    "dropout": _dropout,
+    "fp8": _fp8,
+    "grad_norm": _grad_norm,
+    "initialise": _initialise,
+    "norm": _norm,
+    "rotary": _rotary,
 }

@@ -1,4 +1,6 @@
-"""A training process that takes steps when it is told to, so that several systems can be measured in turn on one machine."""
+"""A training process that takes steps when it is told to, so that several systems can be measured
+in turn on one machine.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ from live_bytes import LiveBytes
 
 
 class Turns:
-    """An iterator of the steps to take. Lines of standard input say how many come next; each such turn is answered by a line `TURN {...}`.
+    """An iterator of the steps to take. Lines of standard input say how many come next; each such
+    turn is answered by a line `TURN {...}`.
 
-    `time N`: N steps, timed. `watch N`: N steps while live bytes are counted; the answer is about the last of them. `end` ends it. `finish`
-    is called at the end of a turn, within its time: it completes what a system still has on its way.
+    `time N`: N steps, timed. `watch N`: N steps while live bytes are counted; the answer is about
+    the last of them. `end` ends it. `finish` is called at the end of a turn, within its time: it
+    completes what a system still has on its way.
     """
 
     def __init__(self, finish: Callable[[], None] = lambda: None):
@@ -52,7 +56,9 @@ class Turns:
         if self.live is not None:
             self.mark("update", self.live.peak)
         self.finish()
-        seconds, cpu = (now - then for now, then in zip((time.perf_counter(), time.process_time()), self.clock))
+        seconds, cpu = (
+            now - then for now, then in zip((time.perf_counter(), time.process_time()), self.clock)
+        )
         answer: dict[str, Any] = {"losses": self.losses, "seconds": seconds, "cpu": cpu}
         if self.live is not None:
             self.live.__exit__(None, None, None)
@@ -62,7 +68,9 @@ class Turns:
         print("TURN " + json.dumps(answer), file=self.out, flush=True)
 
     def mark(self, name: str, size: int | None = None) -> None:
-        """The live bytes at this point (or `size`) count for `name`; of several such points the largest."""
+        """The live bytes at this point (or `size`) count for `name`; of several such points the
+        largest.
+        """
         if self.live is not None:
             self.seen[name] = max(self.seen.get(name, 0), self.live.now if size is None else size)
 

@@ -1,6 +1,8 @@
-"""pretrain_gpt.py's own run, which takes its steps as turns.py says. Run by tools/benchmark_zero.py.
+"""pretrain_gpt.py's own run, which takes its steps as turns.py says. Run by
+tools/benchmark_zero.py.
 
-    python zero_ours.py --zero-stage 2 ...     # the flags of pretrain_gpt.py, with the variables of torchrun
+    python zero_ours.py --zero-stage 2 ...     # the flags of pretrain_gpt.py, with the variables of
+    torchrun
 """
 
 from __future__ import annotations
@@ -30,7 +32,11 @@ class Watched:
     def __init__(self) -> None:
         self.turns = Turns(self.finish)
         self.run = None
-        self.forward_backward, self.update, self.settle = loop.forward_backward, loop.update, loop.settle
+        self.forward_backward, self.update, self.settle = (
+            loop.forward_backward,
+            loop.update,
+            loop.settle,
+        )
         self.micro_batch, self.backward = GPTModel.micro_batch, LayerPasses.backward
 
     def finish(self) -> None:
@@ -65,7 +71,12 @@ class Watched:
 def main() -> int:
     watched = Watched()
     with (
-        mock.patch.multiple(loop, forward_backward=watched.on_step, update=watched.on_update, settle=watched.on_settle),
+        mock.patch.multiple(
+            loop,
+            forward_backward=watched.on_step,
+            update=watched.on_update,
+            settle=watched.on_settle,
+        ),
         mock.patch.object(GPTModel, "micro_batch", lambda *a, **k: watched.on_micro_batch(*a, **k)),
         mock.patch.object(LayerPasses, "backward", lambda *a: watched.on_backward(*a)),
     ):

@@ -1,9 +1,10 @@
-"""torch.distributed.checkpoint reads our checkpoints: whole tensors, DTensors and other sharded requests, verified chunk by chunk.
+"""torch.distributed.checkpoint reads our checkpoints: whole tensors, DTensors and other sharded
+requests, verified chunk by chunk.
 
     dcp.load(state_dict, storage_reader=CheckpointReader("run/iter_0000100"))
 
-Keys are the logical names (docs/checkpoint.md); nested dictionaries count by dotted name. The run's JSON state is not offered: dcp would
-unpickle it; read it with Checkpoint(folder).state.
+Keys are the logical names (docs/checkpoint.md); nested dictionaries count by dotted name. The run's
+JSON state is not offered: dcp would unpickle it; read it with Checkpoint(folder).state.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, StorageReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.futures import Future
 
 from megatron.checkpoint.manifest import MANIFEST
@@ -23,7 +28,9 @@ from megatron.layers.spec import Box
 
 
 class CheckpointReader(StorageReader):
-    """Reads one checkpoint folder (iter_*); each rank reads the chunks that hold what it asks for. Values are converted to the asked dtype."""
+    """Reads one checkpoint folder (iter_*); each rank reads the chunks that hold what it asks for.
+    Values are converted to the asked dtype.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -36,13 +43,27 @@ class CheckpointReader(StorageReader):
         return (Path(checkpoint_id) / MANIFEST).is_file()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Every tensor as one chunk: how it is cut into shards is Checkpoint's affair. Raises CheckpointError."""
+        """Every tensor as one chunk: how it is cut into shards is Checkpoint's affair. Raises
+        CheckpointError.
+        """
         with Checkpoint(self.folder) as checkpoint:
-            tensors = {name: TensorStorageMetadata(TensorProperties(dtype=TORCH_DTYPES[stored.dtype]), torch.Size(stored.shape), [
-                ChunkStorageMetadata(torch.Size([0] * len(stored.shape)), torch.Size(stored.shape))]) for name, stored in checkpoint.tensors.items()}
+            tensors = {
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=TORCH_DTYPES[stored.dtype]),
+                    torch.Size(stored.shape),
+                    [
+                        ChunkStorageMetadata(
+                            torch.Size([0] * len(stored.shape)), torch.Size(stored.shape)
+                        )
+                    ],
+                )
+                for name, stored in checkpoint.tensors.items()
+            }
         return Metadata(tensors)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -52,11 +73,21 @@ class CheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the plan asks for. Raises CheckpointError for damaged data, naming file and tensor."""
+        """Fill what the plan asks for. Raises CheckpointError for damaged data, naming file and
+        tensor.
+        """
         with Checkpoint(self.folder) as checkpoint:
             for item in plan.items:
                 name, target = item.storage_index.fqn, planner.resolve_tensor(item).detach()
-                checkpoint.read(Box(name, checkpoint.tensors[name].shape, tuple(item.storage_offsets), tuple(item.lengths)), target)
+                checkpoint.read(
+                    Box(
+                        name,
+                        checkpoint.tensors[name].shape,
+                        tuple(item.storage_offsets),
+                        tuple(item.lengths),
+                    ),
+                    target,
+                )
                 planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)

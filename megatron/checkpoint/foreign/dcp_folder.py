@@ -1,4 +1,6 @@
-"""Folders that torch.distributed.checkpoint has written (Megatron-LM's torch_dist among them): which tensors they hold, mapped, not loaded."""
+"""Folders that torch.distributed.checkpoint has written (Megatron-LM's torch_dist among them):
+which tensors they hold, mapped, not loaded.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Described:
 
 
 class DcpFolder:
-    """`.tensors`: what the folder's metadata describes, by name; `.others`: names of what is no tensor. Raises CheckpointError."""
+    """`.tensors`: what the folder's metadata describes, by name; `.others`: names of what is no
+    tensor. Raises CheckpointError.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._files = folder, {}
@@ -44,7 +48,10 @@ class DcpFolder:
         try:
             self.tensors, self.others = _described(metadata)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise CheckpointError(f"{path}: is not the metadata of a distributed checkpoint: {type(error).__name__} {error}") from error
+            raise CheckpointError(
+                f"{path}: is not the metadata of a distributed checkpoint: "
+                f"{type(error).__name__} {error}"
+            ) from error
 
     def map(self, chunk: Chunk) -> Tensor:
         """The chunk's elements. Raises CheckpointError when they are not what the metadata says."""
@@ -53,12 +60,18 @@ class DcpFolder:
         file = self._files[chunk.file]
         value = read_torch_file(file, start=chunk.start, length=chunk.length)
         if not isinstance(value, Tensor) or value.numel() != math.prod(chunk.extent):
-            raise CheckpointError(f"{file.path}: byte {chunk.start}: a tensor of shape {list(chunk.extent)} is expected")
+            raise CheckpointError(
+                f"{file.path}: byte {chunk.start}: a tensor of shape {list(chunk.extent)} is "
+                "expected"
+            )
         return value.reshape(chunk.extent)
 
 
 def _described(metadata: Record) -> tuple[dict[str, Described], list[str]]:
-    indices = ((key["fqn"], key.state.get("offset"), info) for key, info in metadata["storage_data"].items())
+    indices = (
+        (key["fqn"], key.state.get("offset"), info)
+        for key, info in metadata["storage_data"].items()
+    )
     places = {(name, _size(offset)): info for name, offset, info in indices if offset is not None}
     tensors: dict[str, Described] = {}
     others: list[str] = []
@@ -74,7 +87,15 @@ def _described(metadata: Record) -> tuple[dict[str, Described], list[str]]:
                 raise UserError(f"{name} is compressed")
             if Path(info["relative_path"]).name != info["relative_path"]:
                 raise UserError(f"{info['relative_path']!r} is not a plain file name")
-            chunks.append(Chunk(offset, _size(chunk["sizes"]), info["relative_path"], int(info["offset"]), int(info["length"])))
+            chunks.append(
+                Chunk(
+                    offset,
+                    _size(chunk["sizes"]),
+                    info["relative_path"],
+                    int(info["offset"]),
+                    int(info["length"]),
+                )
+            )
         tensors[name] = Described(_size(stored["size"]), tuple(chunks))
     return tensors, others
 

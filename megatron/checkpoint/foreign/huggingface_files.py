@@ -1,8 +1,8 @@
 """Hugging Face model folders, written and read by all ranks at once.
 
-A safetensors file's header gives every tensor its place, and the header follows from names and shapes alone: each rank writes its equal
-share of all rows straight into the final files, and equal state gives equal bytes for every number of ranks. A folder that appears under
-its name is complete.
+A safetensors file's header gives every tensor its place, and the header follows from names and
+shapes alone: each rank writes its equal share of all rows straight into the final files, and equal
+state gives equal bytes for every number of ranks. A folder that appears under its name is complete.
 """
 
 from __future__ import annotations
@@ -43,13 +43,16 @@ class Place:
     """Where one tensor of the export lies: in file `file`, from byte `start` on."""
 
     rule: Rule
-    rows: int  # of our tensors on top of each other: of theirs, or its columns where it is transposed
+    # of our tensors on top of each other: of theirs, or its columns where it is transposed
+    rows: int
     rest: tuple[int, ...]
     file: int
     start: int
 
 
-def lay_out(rules: list[Rule], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[list[Place], dict[str, bytes], dict[str, str]]:
+def lay_out(
+    rules: list[Rule], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
+) -> tuple[list[Place], dict[str, bytes], dict[str, str]]:
     """Every tensor's place; the files' headers by name; the file of each tensor."""
     files: list[list[tuple[Rule, int, tuple[int, ...]]]] = []
     room = 0
@@ -61,10 +64,17 @@ def lay_out(rules: list[Rule], shapes: dict[str, tuple[int, ...]], dtype: torch.
             room = max(size, FILE)
         files[-1].append((rule, rows, rest))
         room -= size
-    names = ["model.safetensors"] if len(files) == 1 else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    names = (
+        ["model.safetensors"]
+        if len(files) == 1
+        else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    )
     places, headers = [], {}
     for number, (name, tensors) in enumerate(zip(names, files, strict=True)):
-        entries = [(rule.theirs, DTYPE_NAMES[dtype], (*rest, rows) if rule.transposed else (rows, *rest)) for rule, rows, rest in tensors]
+        entries = [
+            (rule.theirs, DTYPE_NAMES[dtype], (*rest, rows) if rule.transposed else (rows, *rest))
+            for rule, rows, rest in tensors
+        ]
         headers[name] = encode_header(entries, {"format": "pt"})
         at = len(headers[name])
         for rule, rows, rest in tensors:
@@ -73,13 +83,22 @@ def lay_out(rules: list[Rule], shapes: dict[str, tuple[int, ...]], dtype: torch.
     return places, headers, {place.rule.theirs: names[place.file] for place in places}
 
 
-def write_folder(target: Path, checkpoint: Checkpoint, rules: list[Rule], dtype: torch.dtype, extras: Callable[[Path], list[str]],
-                 ranks: Ranks) -> list[str]:
-    """Write the weights that `rules` name to the new folder `target`, with what `extras` adds to it on the first rank; returns its lines.
+def write_folder(
+    target: Path,
+    checkpoint: Checkpoint,
+    rules: list[Rule],
+    dtype: torch.dtype,
+    extras: Callable[[Path], list[str]],
+    ranks: Ranks,
+) -> list[str]:
+    """Write the weights that `rules` name to the new folder `target`, with what `extras` adds to it
+    on the first rank; returns its lines.
 
     Raises CheckpointError, on several ranks the same UserError on each; nothing is left then.
     """
-    places, headers, weight_map = lay_out(rules, {name: stored.shape for name, stored in checkpoint.tensors.items()}, dtype)
+    places, headers, weight_map = lay_out(
+        rules, {name: stored.shape for name, stored in checkpoint.tensors.items()}, dtype
+    )
     total = sum(place.rows * math.prod(place.rest) for place in places) * dtype.itemsize
     temporary: Path | None = None
     notes: list[str] = []
@@ -90,13 +109,21 @@ def write_folder(target: Path, checkpoint: Checkpoint, rules: list[Rule], dtype:
             return None
         target.parent.mkdir(parents=True, exist_ok=True)
         leftovers = target.parent.glob(f".{target.name}-{'?' * 16}")
-        notes.extend(f"note: {left} is left of an export that was interrupted: delete it" for left in leftovers)
+        notes.extend(
+            f"note: {left} is left of an export that was interrupted: delete it"
+            for left in leftovers
+        )
         temporary = target.parent / f".{target.name}-{os.urandom(8).hex()}"
         temporary.mkdir()
         free = shutil.disk_usage(temporary).free
         if free < total:
-            raise CheckpointError(f"{target}: the export takes {total / 2**30:.2f} GiB, its disk has {free / 2**30:.2f} GiB left")
-        for (name, header), size in zip(headers.items(), _sizes(places, headers, dtype), strict=True):
+            raise CheckpointError(
+                f"{target}: the export takes {total / 2**30:.2f} GiB, its disk has "
+                f"{free / 2**30:.2f} GiB left"
+            )
+        for (name, header), size in zip(
+            headers.items(), _sizes(places, headers, dtype), strict=True
+        ):
             with open(temporary / name, "xb") as file:
                 file.write(header)
                 file.truncate(size)
@@ -107,7 +134,9 @@ def write_folder(target: Path, checkpoint: Checkpoint, rules: list[Rule], dtype:
             return None
         if len(headers) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            (temporary / "model.safetensors.index.json").write_text(
+                json.dumps(index, indent=2) + "\n"
+            )
         notes.extend(extras(temporary))
         for path in temporary.iterdir():
             _sync(path)
@@ -118,7 +147,12 @@ def write_folder(target: Path, checkpoint: Checkpoint, rules: list[Rule], dtype:
 
     try:
         folder = Path(ranks.agree(lambda: _in_words(target, make))[0])
-        ranks.agree(lambda: _in_words(target, lambda: _write_share(folder, list(headers), places, checkpoint, dtype, ranks)))
+        ranks.agree(
+            lambda: _in_words(
+                target,
+                lambda: _write_share(folder, list(headers), places, checkpoint, dtype, ranks),
+            )
+        )
         return ranks.agree(lambda: _in_words(target, finish))[0]
     except BaseException:
         if temporary is not None:
@@ -137,7 +171,9 @@ def _in_words(target: Path, part: Callable[[], Any]) -> Any:
     try:
         return part()
     except OSError as error:
-        raise CheckpointError(f"{target}: was not written: {error.strerror} ({error.filename or target})") from error
+        raise CheckpointError(
+            f"{target}: was not written: {error.strerror} ({error.filename or target})"
+        ) from error
 
 
 def _sync(path: Path) -> None:
@@ -148,12 +184,34 @@ def _sync(path: Path) -> None:
         os.close(file)
 
 
-def _write_share(folder: Path, names: list[str], places: list[Place], checkpoint: Checkpoint, dtype: torch.dtype, ranks: Ranks) -> None:
+def _write_share(
+    folder: Path,
+    names: list[str],
+    places: list[Place],
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    ranks: Ranks,
+) -> None:
     """This rank's rows of all tensors, durably."""
-    shares = list(own_rows([(place.rows, math.prod(place.rest)) for place in places], ranks.world.rank, ranks.world.size))
-    report = ProgressLine("exported", sum((last - first) * math.prod(p.rest) for p, (first, last) in zip(places, shares)) * dtype.itemsize, ranks.first)
-    files = {number: os.open(folder / names[number], os.O_WRONLY | os.O_CLOEXEC)
-             for number in sorted({place.file for place, (first, last) in zip(places, shares) if first < last})}
+    shares = list(
+        own_rows(
+            [(place.rows, math.prod(place.rest)) for place in places],
+            ranks.world.rank,
+            ranks.world.size,
+        )
+    )
+    report = ProgressLine(
+        "exported",
+        sum((last - first) * math.prod(p.rest) for p, (first, last) in zip(places, shares))
+        * dtype.itemsize,
+        ranks.first,
+    )
+    files = {
+        number: os.open(folder / names[number], os.O_WRONLY | os.O_CLOEXEC)
+        for number in sorted(
+            {place.file for place, (first, last) in zip(places, shares) if first < last}
+        )
+    }
     try:
         for place, (first, last) in zip(places, shares, strict=True):
             for row, piece in _pieces(place, first, last, checkpoint, dtype):
@@ -166,7 +224,9 @@ def _write_share(folder: Path, names: list[str], places: list[Place], checkpoint
             os.close(file)
 
 
-def _pieces(place: Place, first: int, last: int, checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+def _pieces(
+    place: Place, first: int, last: int, checkpoint: Checkpoint, dtype: torch.dtype
+) -> Iterator[tuple[int, Tensor]]:
     """Rows [first, last) of the stacked tensors as (row, a few MiB of rows)."""
     begin = 0
     for name in place.rule.ours:
@@ -177,7 +237,12 @@ def _pieces(place: Place, first: int, last: int, checkpoint: Checkpoint, dtype: 
         for row in range(max(first, begin), min(last, end), step):
             rows = min(step, last - row, end - row)
             piece = torch.empty((rows, *place.rest), dtype=kept)
-            checkpoint.read(Box(name, stored.shape, (row - begin, *(0 for _ in place.rest)), tuple(piece.shape)), piece)
+            checkpoint.read(
+                Box(
+                    name, stored.shape, (row - begin, *(0 for _ in place.rest)), tuple(piece.shape)
+                ),
+                piece,
+            )
             yield row, piece.to(dtype)
         begin = end
 
@@ -214,10 +279,17 @@ class ProgressLine:
         if self.shown and now - self.last > 5:
             self.last = now
             left = (now - self.begin) * (self.total / self.done - 1)
-            print(f"{self.verb} {self.done / 2**30:.1f} of {self.total / 2**30:.1f} GiB, {left:.0f} s left", file=sys.stderr, flush=True)
+            print(
+                (
+                    f"{self.verb} {self.done / 2**30:.1f} of {self.total / 2**30:.1f} GiB, "
+                    f"{left:.0f} s left"
+                ),
+                file=sys.stderr,
+                flush=True,
+            )
 
 
-# ---- reading ----------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 def open_folder(folder: Path) -> dict[str, Tensor]:
@@ -242,7 +314,9 @@ def open_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def _open_file(path: Path) -> dict[str, Tensor]:
-    """The floating-point tensors of a safetensors file; others (buffers of old models) are left out."""
+    """The floating-point tensors of a safetensors file; others (buffers of old models) are left
+    out.
+    """
     file, tensors = MappedFile(path), {}
     try:
         (length,) = struct.unpack("<Q", file.bytes[:8])
@@ -250,22 +324,40 @@ def _open_file(path: Path) -> dict[str, Tensor]:
             raise UserError(f"a header of {length} bytes in a file of {file.size}")
         for key, value in parse_json(file.bytes[8 : 8 + length]).items():
             if key != "__metadata__" and value["dtype"] in TORCH_DTYPES:
-                dtype, shape, (start, stop) = TORCH_DTYPES[value["dtype"]], tuple(map(int, value["shape"])), value["data_offsets"]
+                dtype, shape, (start, stop) = (
+                    TORCH_DTYPES[value["dtype"]],
+                    tuple(map(int, value["shape"])),
+                    value["data_offsets"],
+                )
                 if min(shape, default=0) < 0 or stop - start != math.prod(shape) * dtype.itemsize:
                     raise UserError(f"{key}: {stop - start} bytes for shape {list(shape)}")
                 tensors[key] = file.tensor(dtype, shape, 8 + length + start)
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError, struct.error) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        OverflowError,
+        struct.error,
+    ) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     return tensors
 
 
 def take_rules(rules: list[Rule], tensors: dict[str, Tensor]) -> list[Pair]:
     """The logical tensors, whole, as they lie in Hugging Face's."""
-    return take_parts(rules, {name: (tuple(value.shape), [whole_part(value)]) for name, value in tensors.items()})
+    return take_parts(
+        rules, {name: (tuple(value.shape), [whole_part(value)]) for name, value in tensors.items()}
+    )
 
 
-def take_parts(rules: list[Rule], tensors: dict[str, tuple[tuple[int, ...], list[Part]]]) -> list[Pair]:
-    """The logical tensors as they lie in parts (shape, parts) of Hugging Face's. Raises UserError for one that cannot be cut as its rule says."""
+def take_parts(
+    rules: list[Rule], tensors: dict[str, tuple[tuple[int, ...], list[Part]]]
+) -> list[Pair]:
+    """The logical tensors as they lie in parts (shape, parts) of Hugging Face's. Raises UserError
+    for one that cannot be cut as its rule says.
+    """
     pairs = []
     for rule in rules:
         shape, parts = tensors[rule.theirs]
@@ -281,7 +373,12 @@ def take_parts(rules: list[Rule], tensors: dict[str, tuple[tuple[int, ...], list
                 common = intersect((i * rows,), (rows,), offset[:1], extent[:1])
                 if common is not None:
                     (low,), (high,) = common
-                    box = Box(name, (rows, *shape[1:]), (low - i * rows, *offset[1:]), (high - low, *extent[1:]))
+                    box = Box(
+                        name,
+                        (rows, *shape[1:]),
+                        (low - i * rows, *offset[1:]),
+                        (high - low, *extent[1:]),
+                    )
                     pairs.append((box, value[low - offset[0] : high - offset[0]]))
     return pairs
 

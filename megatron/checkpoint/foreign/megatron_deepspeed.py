@@ -1,10 +1,12 @@
 """Megatron-DeepSpeed's GPT tensors and arguments as those of Megatron-LM.
 
-Facts of Megatron-DeepSpeed (2022 to July 2025): layers are numbered over all pipeline stages; its pipeline module names every layer by its place
-in a list (embedding, layers, last norm, head, with functions between them), and tied ends `tied_modules.embed`. Model-parallel ranks count
-tensor parallelism fastest. Until its change #441 (4 December 2024) query_key_value has the rows of each head (or query group) together, as
-Megatron-LM's; since then each tensor-parallel rank has all its q rows, then k, then v, which only works without grouped queries. Names, shapes
-and checkpoint_version are the same.
+Facts of Megatron-DeepSpeed (2022 to July 2025): layers are numbered over all pipeline stages; its
+pipeline module names every layer by its place in a list (embedding, layers, last norm, head, with
+functions between them), and tied ends `tied_modules.embed`. Model-parallel ranks count tensor
+parallelism fastest. Until its change #441 (4 December 2024) query_key_value has the rows of each
+head (or query group) together, as Megatron-LM's; since then each tensor-parallel rank has all its q
+rows, then k, then v, which only works without grouped queries. Names, shapes and checkpoint_version
+are the same.
 """
 
 from __future__ import annotations
@@ -25,16 +27,34 @@ from megatron.config.groups import ModelConfig
 
 Held = dict[str, tuple[tuple[int, ...], list[Part]]]  # a rank's tensors: name -> shape, parts
 INNER = {
-    "input_layernorm": "input_layernorm", "self_attention.query_key_value": "self_attention.linear_qkv",
-    "self_attention.dense": "self_attention.linear_proj", "post_attention_layernorm": "pre_mlp_layernorm",
-    "mlp.dense_h_to_4h": "mlp.linear_fc1", "mlp.dense_4h_to_h": "mlp.linear_fc2",
+    "input_layernorm": "input_layernorm",
+    "self_attention.query_key_value": "self_attention.linear_qkv",
+    "self_attention.dense": "self_attention.linear_proj",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "mlp.dense_h_to_4h": "mlp.linear_fc1",
+    "mlp.dense_4h_to_h": "mlp.linear_fc2",
 }
 OUTER = {
-    **{name: name for name in ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "output_layer.weight")},
-    **{f"encoder.final_layernorm.{kind}": f"decoder.final_layernorm.{kind}" for kind in ("weight", "bias")},
+    **{
+        name: name
+        for name in (
+            "embedding.word_embeddings.weight",
+            "embedding.position_embeddings.weight",
+            "output_layer.weight",
+        )
+    },
+    **{
+        f"encoder.final_layernorm.{kind}": f"decoder.final_layernorm.{kind}"
+        for kind in ("weight", "bias")
+    },
 }
-PIPE_OUTER = {"word_embeddings.weight": "embedding.word_embeddings.weight", "position_embeddings.weight": "embedding.position_embeddings.weight",
-              "lm_head.weight": "output_layer.weight", "weight": "decoder.final_layernorm.weight", "bias": "decoder.final_layernorm.bias"}
+PIPE_OUTER = {
+    "word_embeddings.weight": "embedding.word_embeddings.weight",
+    "position_embeddings.weight": "embedding.position_embeddings.weight",
+    "lm_head.weight": "output_layer.weight",
+    "weight": "decoder.final_layernorm.weight",
+    "bias": "decoder.final_layernorm.bias",
+}
 FUSED = re.compile(r"decoder\.layers\.(\d+)\.self_attention\.linear_qkv\.(weight|bias)")
 
 
@@ -45,11 +65,20 @@ def is_megatron(names: set[str]) -> bool:
 
 def _core_names(names: set[str]) -> dict[str, str]:
     """Their names -> Megatron-LM's; those without a counterpart stay as they are."""
-    places = sorted({int(match[1]) for name in names if (match := re.fullmatch(r"(\d+)\.input_layernorm\.weight", name))})
-    number = {place: layer for layer, place in enumerate(places)}  # of the pipeline module's list -> layer
+    places = sorted(
+        {
+            int(match[1])
+            for name in names
+            if (match := re.fullmatch(r"(\d+)\.input_layernorm\.weight", name))
+        }
+    )
+    # of the pipeline module's list -> layer
+    number = {place: layer for layer, place in enumerate(places)}
     found = {}
     for name in names:
-        plain = re.sub(r"^(?:module\.)?(?:language_model\.)?", "", name).replace("transformer.", "encoder.", 1)
+        plain = re.sub(r"^(?:module\.)?(?:language_model\.)?", "", name).replace(
+            "transformer.", "encoder.", 1
+        )
         layer = re.fullmatch(r"(?:encoder\.layers\.)?(\d+)\.(.+)\.(weight|bias)", plain)
         listed = re.fullmatch(r"(?:tied_modules\.embed|\d+)\.(.+)", plain)
         if layer and layer[2] in INNER:
@@ -64,13 +93,25 @@ def megatron_arguments(args: Any) -> Record:
     """Their arguments in the words of Megatron-LM's."""
     state = dict(args.state) if isinstance(args, Record) and isinstance(args.state, dict) else {}
     heads, groups = state.get("num_attention_heads"), state.pop("num_key_value_heads", None)
-    rotary, placed = state.get("use_rotary_position_embeddings"), state.pop("add_position_embedding", True)
-    state.setdefault("position_embedding_type", "rope" if rotary else "learned_absolute" if placed else "none")
-    state |= {"group_query_attention": groups not in (None, heads), "num_query_groups": groups or heads}
+    rotary, placed = (
+        state.get("use_rotary_position_embeddings"),
+        state.pop("add_position_embedding", True),
+    )
+    state.setdefault(
+        "position_embedding_type", "rope" if rotary else "learned_absolute" if placed else "none"
+    )
+    state |= {
+        "group_query_attention": groups not in (None, heads),
+        "num_query_groups": groups or heads,
+    }
     if state.get("rope_theta"):
         state["rotary_base"] = state["rope_theta"]
     norm = state.get("normalization")
-    state["normalization"] = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", None: "LayerNorm"}.get(norm, norm)
+    state["normalization"] = {
+        "layernorm": "LayerNorm",
+        "rmsnorm": "RMSNorm",
+        None: "LayerNorm",
+    }.get(norm, norm)
     if state.get("num_experts") in ([1], [0]):
         state["num_experts"] = None
     renamed = Record("argparse.Namespace", ())
@@ -79,19 +120,33 @@ def megatron_arguments(args: Any) -> Record:
 
 
 def tensor_parallel_size(folder: Path, states: list[dict[str, Any]]) -> int:
-    """Of the run that wrote these model-states files, one for each model-parallel rank. Raises CheckpointError when some are missing."""
+    """Of the run that wrote these model-states files, one for each model-parallel rank. Raises
+    CheckpointError when some are missing.
+    """
     args, dimensions = states[0].get("args"), states[0].get("checkpoint_parallel_dimensions") or {}
     given = args.state if isinstance(args, Record) and isinstance(args.state, dict) else {}
     tp = given.get("tensor_model_parallel_size", dimensions.get("tp_degree", 1))
     pp = given.get("pipeline_model_parallel_size", dimensions.get("pp_degree", 1))
     if tp * pp != len(states):
-        raise CheckpointError(f"{folder}: has partitions of {len(states)} model-parallel ranks, the run had {tp * pp} (tp {tp}, pp {pp}): "
-                              "bring the files of all of them into the folder")
+        raise CheckpointError(
+            f"{folder}: has partitions of {len(states)} model-parallel ranks, the run had "
+            f"{tp * pp} (tp {tp}, pp {pp}): "
+            "bring the files of all of them into the folder"
+        )
     return tp
 
 
-def map_ranks(folder: Path, ranks: list[Held], tp: int, model: ModelConfig, vocab_size: int | None, stacked: bool) -> tuple[list[Pair], int]:
-    """The logical tensors in those of all ranks, and how many rows the word embedding has; None keeps all of them. Raises UserError."""
+def map_ranks(
+    folder: Path,
+    ranks: list[Held],
+    tp: int,
+    model: ModelConfig,
+    vocab_size: int | None,
+    stacked: bool,
+) -> tuple[list[Pair], int]:
+    """The logical tensors in those of all ranks, and how many rows the word embedding has; None
+    keeps all of them. Raises UserError.
+    """
     core = _core_names({name for rank in ranks for name in rank})
     fused, rest = [], []
     for stage in range(0, len(ranks), tp):
@@ -100,22 +155,37 @@ def map_ranks(folder: Path, ranks: list[Held], tp: int, model: ModelConfig, voca
                 continue
             whole = _join(folder, name, core[name], ranks[stage : stage + tp], model, stacked)
             (fused if stacked and FUSED.fullmatch(whole[0]) else rest).append(whole)
-    rows = next((shape[0] for name, shape, _ in rest if name == "embedding.word_embeddings.weight"), 0)
+    rows = next(
+        (shape[0] for name, shape, _ in rest if name == "embedding.word_embeddings.weight"), 0
+    )
     if rows < (vocab_size or 1):
-        raise CheckpointError(f"{folder}: the word embedding has {rows or 'no'} rows; --vocab-size is {vocab_size or 'not given'}")
+        raise CheckpointError(
+            f"{folder}: the word embedding has {rows or 'no'} rows; --vocab-size is "
+            f"{vocab_size or 'not given'}"
+        )
     if fused and model.num_query_groups != model.num_attention_heads:
-        raise CheckpointError(f"{folder}: --qkv-order stacked cannot hold grouped queries (no version wrote that): give --qkv-order grouped")
-    rules = [Rule(name, tuple(f"layers.{match[1]}.attention.{part}.{match[2]}" for part in "qkv"))
-             for name, _, _ in fused if (match := FUSED.fullmatch(name))]
+        raise CheckpointError(
+            f"{folder}: --qkv-order stacked cannot hold grouped queries (no version wrote "
+            "that): give --qkv-order grouped"
+        )
+    rules = [
+        Rule(name, tuple(f"layers.{match[1]}.attention.{part}.{match[2]}" for part in "qkv"))
+        for name, _, _ in fused
+        if (match := FUSED.fullmatch(name))
+    ]
     pairs = take_parts(rules, {name: (shape, parts) for name, shape, parts in fused})
     return [*pairs, *map_tensors(model, vocab_size or rows, rest)], rows
 
 
-def _join(folder: Path, name: str, core: str, ranks: list[Held], model: ModelConfig, stacked: bool) -> Whole:
+def _join(
+    folder: Path, name: str, core: str, ranks: list[Held], model: ModelConfig, stacked: bool
+) -> Whole:
     held = [rank.get(name, (None, [])) for rank in ranks]
     shapes = {shape for shape, _ in held}
     if len(shapes) > 1:
-        raise CheckpointError(f"{folder}: {name} is not in the same shape on every tensor-parallel rank")
+        raise CheckpointError(
+            f"{folder}: {name} is not in the same shape on every tensor-parallel rank"
+        )
     gated = ".linear_fc1." in core and model.activation in GATED
     folds = 2 if gated else 3 if stacked and FUSED.fullmatch(core) else 1
     return join_ranks(core, shapes.pop(), [parts for _, parts in held], folds)

@@ -1,8 +1,11 @@
-"""Megatron-LM's GPT tensors and arguments <-> ours: which of our parameters a name means, and the logical tensors in it.
+"""Megatron-LM's GPT tensors and arguments <-> ours: which of our parameters a name means, and the
+logical tensors in it.
 
-Facts of Megatron-LM (core 0.5 to 0.16): layers are stacked along a first dimension (or numbered in the name); the fused QKV has for each
-query group the rows of its queries, then of its key and its value; fc1 of a gated MLP has the gate's rows, then the others (`_w` and `_v`
-apart on request); a normalisation before a linear layer may carry that layer's name; the vocabulary is padded. All as ours but for names.
+Facts of Megatron-LM (core 0.5 to 0.16): layers are stacked along a first dimension (or numbered in
+the name); the fused QKV has for each query group the rows of its queries, then of its key and its
+value; fc1 of a gated MLP has the gate's rows, then the others (`_w` and `_v` apart on request); a
+normalisation before a linear layer may carry that layer's name; the vocabulary is padded. All as
+ours but for names.
 """
 
 from __future__ import annotations
@@ -20,28 +23,44 @@ from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 
 OUTER = {
-    "embedding.word_embeddings.weight": "embedding.word.weight", "embedding.position_embeddings.weight": "layers.0.position.weight",
-    "decoder.final_layernorm": "layers.-1.final_norm", "output_layer.weight": "head.weight",
+    "embedding.word_embeddings.weight": "embedding.word.weight",
+    "embedding.position_embeddings.weight": "layers.0.position.weight",
+    "decoder.final_layernorm": "layers.-1.final_norm",
+    "output_layer.weight": "head.weight",
 }
 INNER = {  # names in a layer, without weight or bias
-    "input_layernorm": "input_norm", "self_attention.linear_qkv.layer_norm": "input_norm", "self_attention.linear_qkv": "attention.qkv",
-    "self_attention.q_layernorm": "attention.q_norm", "self_attention.k_layernorm": "attention.k_norm",
-    "self_attention.linear_proj": "attention.proj", "pre_mlp_layernorm": "mlp_norm", "mlp.linear_fc1.layer_norm": "mlp_norm",
-    "mlp.linear_fc1": "mlp.fc1", "mlp.linear_fc2": "mlp.fc2",
+    "input_layernorm": "input_norm",
+    "self_attention.linear_qkv.layer_norm": "input_norm",
+    "self_attention.linear_qkv": "attention.qkv",
+    "self_attention.q_layernorm": "attention.q_norm",
+    "self_attention.k_layernorm": "attention.k_norm",
+    "self_attention.linear_proj": "attention.proj",
+    "pre_mlp_layernorm": "mlp_norm",
+    "mlp.linear_fc1.layer_norm": "mlp_norm",
+    "mlp.linear_fc1": "mlp.fc1",
+    "mlp.linear_fc2": "mlp.fc2",
 }
-BESIDE = re.compile(r"optimizer\.|rng_state|.*_extra_state|rerun_state|opt_param_scheduler|chained_\d+\.|param_groups|args\.|common_step|iteration")
+BESIDE = re.compile(
+    r"optimizer\.|rng_state|.*_extra_state|rerun_state|opt_param_scheduler|chained_\d+\."
+    r"|param_groups|args\.|common_step|iteration"
+)
 
 
 def our_parameter(name: str) -> tuple[str, int] | None:
-    """(our parameter's name with {} for the layer's number, or -1 for the last layer's; the half of fc1: 0 or 1, -1 for all) of one of theirs;
-    None when there is none."""
+    """(our parameter's name with {} for the layer's number, or -1 for the last layer's; the half of
+    fc1: 0 or 1, -1 for all) of one of theirs; None when there is none.
+    """
     name = re.sub(r"^(?:model\d*\.|module\.)+", "", name)
     half = {"_w": 0, "_v": 1}.get(name[-2:], -1)
     name = name[:-2] if half >= 0 else name
     layer = re.fullmatch(r"decoder\.layers\.(?:(\d+)\.)?(.+?)[._](weight|bias)", name)
     if layer:
         ours = INNER.get(layer[2])
-        return (f"layers.{layer[1] or '{}'}.{ours}.{layer[3]}", half) if ours and (half < 0 or ours == "mlp.fc1") else None
+        return (
+            (f"layers.{layer[1] or '{}'}.{ours}.{layer[3]}", half)
+            if ours and (half < 0 or ours == "mlp.fc1")
+            else None
+        )
     outer = re.fullmatch(r"(.+?)(\.weight|\.bias)", name)
     if name in OUTER:
         return OUTER[name], half
@@ -49,7 +68,9 @@ def our_parameter(name: str) -> tuple[str, int] | None:
 
 
 def map_tensors(model: ModelConfig, vocab_size: int, tensors: Iterable[Whole]) -> list[Pair]:
-    """The logical tensors in theirs (name, shape, parts). Raises UserError listing all names that have no counterpart here."""
+    """The logical tensors in theirs (name, shape, parts). Raises UserError listing all names that
+    have no counterpart here.
+    """
     unknown, wrong, pairs = [], [], []
     for name, shape, parts in tensors:
         if BESIDE.match(name):
@@ -64,13 +85,21 @@ def map_tensors(model: ModelConfig, vocab_size: int, tensors: Iterable[Whole]) -
             continue
         for layer, part in _layers(ours, shape, parts):
             try:
-                pairs += _boxes(model, vocab_size, ours.format(layer), shape["{}" in ours :], half, part)
+                pairs += _boxes(
+                    model, vocab_size, ours.format(layer), shape["{}" in ours :], half, part
+                )
             except UserError as error:
                 wrong.append(f"{name}: {error}")
                 break
     if unknown or wrong:
-        shown = [f"  {name}" for name in unknown[:40]] + [f"  and {len(unknown) - 40} more"] * (len(unknown) > 40)
-        raise UserError("\n".join([*(["tensors without a counterpart here:"] if unknown else []), *shown, *wrong]))
+        shown = [f"  {name}" for name in unknown[:40]] + [f"  and {len(unknown) - 40} more"] * (
+            len(unknown) > 40
+        )
+        raise UserError(
+            "\n".join(
+                [*(["tensors without a counterpart here:"] if unknown else []), *shown, *wrong]
+            )
+        )
     return pairs
 
 
@@ -82,10 +111,20 @@ def _layers(ours: str, shape: tuple[int, ...], parts: list[Part]) -> Iterator[tu
             continue
         value = elements()
         for index in range(extent[0]):
-            yield offset[0] + index, (offset[1:], extent[1:], lambda value=value, index=index: value[index])
+            yield (
+                offset[0] + index,
+                (offset[1:], extent[1:], lambda value=value, index=index: value[index]),
+            )
 
 
-def _boxes(model: ModelConfig, vocab_size: int, parameter: str, shape: tuple[int, ...], half: int, part: Part) -> Iterator[Pair]:
+def _boxes(
+    model: ModelConfig,
+    vocab_size: int,
+    parameter: str,
+    shape: tuple[int, ...],
+    half: int,
+    part: Part,
+) -> Iterator[Pair]:
     """The logical tensors' parts in a box of a whole parameter of this `shape`."""
     offset, extent, elements = part
     if half >= 0:
@@ -96,27 +135,45 @@ def _boxes(model: ModelConfig, vocab_size: int, parameter: str, shape: tuple[int
     needed = spec.local_shape(1)
     padded = spec.tensors[0].stored is not None  # to any number of rows
     if shape[1:] != needed[1:] or (shape[0] < vocab_size if padded else shape[0] != needed[0]):
-        raise UserError(f"shape {list(shape)}, but the model's flags need {list(needed)} for {', '.join(tensor.name for tensor in spec.tensors)}")
+        raise UserError(
+            f"shape {list(shape)}, but the model's flags need {list(needed)} for "
+            f"{', '.join(tensor.name for tensor in spec.tensors)}"
+        )
     value = elements()
     for box in spec.boxes():
         rows, stride = box.extent[0] // box.groups, shape[0] // box.groups
         for first, last, whole in _runs(offset[0], offset[0] + extent[0], stride):
             group = first // stride
             if whole and box.groups > 1:
-                low, high, start, groups = group * rows, last // stride * rows, box.start, last // stride - group
+                low, high, start, groups = (
+                    group * rows,
+                    last // stride * rows,
+                    box.start,
+                    last // stride - group,
+                )
             else:
-                common = intersect((group * stride + box.start,), (rows,), (first,), (last - first,))
+                common = intersect(
+                    (group * stride + box.start,), (rows,), (first,), (last - first,)
+                )
                 if common is None:
                     continue
                 ((first,), (last,)), start, groups = common, 0, 1
                 low = group * rows + first - group * stride - box.start
                 high = low + last - first
-            where = dataclasses.replace(box, offset=(low, *offset[1:]), extent=(high - low, *extent[1:]), groups=groups, start=start)
+            where = dataclasses.replace(
+                box,
+                offset=(low, *offset[1:]),
+                extent=(high - low, *extent[1:]),
+                groups=groups,
+                start=start,
+            )
             yield where, value[first - offset[0] : last - offset[0]]
 
 
 def _runs(first: int, last: int, stride: int) -> Iterator[tuple[int, int, bool]]:
-    """Rows [first, last) as runs (first, last, whether it is of whole groups of `stride` rows): a run that is not lies within one group."""
+    """Rows [first, last) as runs (first, last, whether it is of whole groups of `stride` rows): a
+    run that is not lies within one group.
+    """
     begin, end = -(-first // stride) * stride, last // stride * stride
     if begin > end:
         yield first, last, False
@@ -126,40 +183,92 @@ def _runs(first: int, last: int, stride: int) -> Iterator[tuple[int, int, bool]]
             yield low, high, whole
 
 
-# ---- arguments -----------------------------------------------------------------------------------------------------------
+# ---- arguments -----------------------------------------------------------------------------------
 
-SAME = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "group_query_attention", "max_position_embeddings",
-        "position_embedding_type", "rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "use_rope_scaling",
-        "rope_scaling_factor", "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights",
-        "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by")
+SAME = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "group_query_attention",
+    "max_position_embeddings",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "normalization",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+    "make_vocab_size_divisible_by",
+)
 REFUSED = {  # what our models do not have -> the values under which it is not there
-    "apply_layernorm_1p": (None, False), "num_experts": (None, 0), "multi_latent_attention": (None, False), "rotary_interleaved": (None, False),
-    "apply_residual_connection_post_layernorm": (None, False), "window_size": (None,), "mtp_num_layers": (None, 0), "hybrid_layer_pattern": (None,),
+    "apply_layernorm_1p": (None, False),
+    "num_experts": (None, 0),
+    "multi_latent_attention": (None, False),
+    "rotary_interleaved": (None, False),
+    "apply_residual_connection_post_layernorm": (None, False),
+    "window_size": (None,),
+    "mtp_num_layers": (None, 0),
+    "hybrid_layer_pattern": (None,),
     "add_position_embedding": (None, True),
 }
 
 
 def model_fields(args: Record) -> dict[str, Any]:
-    """Fields of ModelConfig that the arguments kept in a Megatron-LM checkpoint mean. Raises UserError naming what has no counterpart."""
+    """Fields of ModelConfig that the arguments kept in a Megatron-LM checkpoint mean. Raises
+    UserError naming what has no counterpart.
+    """
     given = dict(args.state) if isinstance(args, Record) and isinstance(args.state, dict) else {}
-    faults = [f"--{name.replace('_', '-')} {reprlib.repr(given[name])}" for name, absent in REFUSED.items() if given.get(name) not in absent]
-    lacking = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if type(given.get(name)) is not int]
+    faults = [
+        f"--{name.replace('_', '-')} {reprlib.repr(given[name])}"
+        for name, absent in REFUSED.items()
+        if given.get(name) not in absent
+    ]
+    lacking = [
+        name
+        for name in ("num_layers", "hidden_size", "num_attention_heads")
+        if type(given.get(name)) is not int
+    ]
     if faults or lacking:
-        raise UserError("the arguments in the checkpoint cannot be taken over: " + "; ".join([*faults, *(f"no {name}" for name in lacking)]))
+        raise UserError(
+            "the arguments in the checkpoint cannot be taken over: "
+            + "; ".join([*faults, *(f"no {name}" for name in lacking)])
+        )
     fields = {name: given[name] for name in SAME if given.get(name) is not None}
     heads = fields["num_attention_heads"]
     fields.setdefault("kv_channels", fields["hidden_size"] // heads)
-    fields["num_query_groups"] = given["num_query_groups"] if given.get("group_query_attention") else heads
+    fields["num_query_groups"] = (
+        given["num_query_groups"] if given.get("group_query_attention") else heads
+    )
     fields["norm_epsilon"] = given.get("norm_epsilon") or given.get("layernorm_epsilon") or 1e-5
     gated = given.get("swiglu")
-    fused = given.get("bias_gelu_fusion") and fields.get("add_bias_linear", True)  # Megatron's fused kernel is the tanh form
-    fields["activation"] = ("swiglu" if gated else "squared-relu" if given.get("squared_relu")
-                            else "gelu-tanh" if given.get("openai_gelu") or fused else "gelu")
+    # Megatron's fused kernel is the tanh form
+    fused = given.get("bias_gelu_fusion") and fields.get("add_bias_linear", True)
+    fields["activation"] = (
+        "swiglu"
+        if gated
+        else "squared-relu"
+        if given.get("squared_relu")
+        else "gelu-tanh"
+        if given.get("openai_gelu") or fused
+        else "gelu"
+    )
     fields.setdefault("ffn_hidden_size", 4 * fields["hidden_size"])
     kinds = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
     for name, value in fields.items():
         if kinds[name].startswith("float"):
             fields[name] = float(value)
         elif isinstance(value, Record):
-            raise UserError(f"the arguments in the checkpoint cannot be taken over: --{name.replace('_', '-')} is a {value.kind}")
+            raise UserError(
+                "the arguments in the checkpoint cannot be taken over: "
+                f"--{name.replace('_', '-')} is a {value.kind}"
+            )
     return fields

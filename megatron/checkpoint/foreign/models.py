@@ -1,4 +1,6 @@
-"""Tensors in files of other programs, taken over without loading them: mapped, cut into equal shares, and checked against the model."""
+"""Tensors in files of other programs, taken over without loading them: mapped, cut into equal
+shares, and checked against the model.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
 
 Pair = tuple[Box, Tensor]  # part of a logical tensor, and the tensor that holds it
-Part = tuple[tuple[int, ...], tuple[int, ...], Callable[[], Tensor]]  # offset, extent, and the elements of a box of one of their tensors
-Whole = tuple[str, tuple[int, ...], list[Part]]  # one of their tensors: name, shape, and the parts that make it up
+# offset, extent, and the elements of a box of one of their tensors
+Part = tuple[tuple[int, ...], tuple[int, ...], Callable[[], Tensor]]
+# one of their tensors: name, shape, and the parts that make it up
+Whole = tuple[str, tuple[int, ...], list[Part]]
 
 
 def whole_part(value: Tensor) -> Part:
@@ -32,7 +36,9 @@ def whole_part(value: Tensor) -> Part:
 
 
 class MappedFile:
-    """A file's bytes as tensors that the kernel reads when they are used, and may forget again: no memory of this process."""
+    """A file's bytes as tensors that the kernel reads when they are used, and may forget again: no
+    memory of this process.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError when it cannot be read."""
@@ -40,15 +46,24 @@ class MappedFile:
         try:
             with open_regular(path) as file:
                 self.size = file.seek(0, 2)
-                self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
+                self.bytes = (
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
+                )
         except (OSError, InputError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+            raise CheckpointError(
+                f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from error
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> Tensor:
-        """The elements in C order from byte `start` on. They must not be written to. Raises CheckpointError when the file ends before."""
+        """The elements in C order from byte `start` on. They must not be written to. Raises
+        CheckpointError when the file ends before.
+        """
         count = math.prod(shape)
         if start < 0 or start + count * dtype.itemsize > self.size:
-            raise CheckpointError(f"{self.path}: has {self.size} bytes, a tensor of it would end at {start + count * dtype.itemsize}: truncated")
+            raise CheckpointError(
+                f"{self.path}: has {self.size} bytes, a tensor of it would end at "
+                f"{start + count * dtype.itemsize}: truncated"
+            )
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         with warnings.catch_warnings():
@@ -57,7 +72,9 @@ class MappedFile:
 
 
 def own_rows(sizes: Iterable[tuple[int, int]], rank: int, ranks: int) -> Iterator[tuple[int, int]]:
-    """For each (rows, bytes of a row) in turn the rows [first, last) of this rank: the ranks' shares of all bytes differ by a row at most."""
+    """For each (rows, bytes of a row) in turn the rows [first, last) of this rank: the ranks'
+    shares of all bytes differ by a row at most.
+    """
     sizes = list(sizes)
     total = sum(rows * size for rows, size in sizes)
     low, high = (total * n // ranks for n in (rank, rank + 1))
@@ -69,12 +86,24 @@ def own_rows(sizes: Iterable[tuple[int, int]], rank: int, ranks: int) -> Iterato
 
 
 def own_share(pairs: list[Pair], rank: int, ranks: int) -> list[Pair]:
-    """This rank's part of whole tensors: rows (groups of rows where a box has several), columns where the tensor lies transposed."""
-    cuts = [1 if tensor.ndim == 2 and tensor.stride(0) < tensor.stride(1) else 0 for _, tensor in pairs]
-    counts = [box.extent[1] if cut else box.groups if box.groups > 1 else box.extent[0] for (box, _), cut in zip(pairs, cuts, strict=True)]
-    sizes = [(count, math.prod(box.extent) // max(count, 1) * tensor.element_size()) for (box, tensor), count in zip(pairs, counts, strict=True)]
+    """This rank's part of whole tensors: rows (groups of rows where a box has several), columns
+    where the tensor lies transposed.
+    """
+    cuts = [
+        1 if tensor.ndim == 2 and tensor.stride(0) < tensor.stride(1) else 0 for _, tensor in pairs
+    ]
+    counts = [
+        box.extent[1] if cut else box.groups if box.groups > 1 else box.extent[0]
+        for (box, _), cut in zip(pairs, cuts, strict=True)
+    ]
+    sizes = [
+        (count, math.prod(box.extent) // max(count, 1) * tensor.element_size())
+        for (box, tensor), count in zip(pairs, counts, strict=True)
+    ]
     share = []
-    for (box, tensor), cut, count, (first, last) in zip(pairs, cuts, counts, own_rows(sizes, rank, ranks), strict=True):
+    for (box, tensor), cut, count, (first, last) in zip(
+        pairs, cuts, counts, own_rows(sizes, rank, ranks), strict=True
+    ):
         if first == last:
             continue
         unit = box.extent[cut] // count
@@ -88,30 +117,63 @@ def own_share(pairs: list[Pair], rank: int, ranks: int) -> list[Pair]:
             tensor, groups = tensor[first * stride : last * stride], last - first
         else:
             tensor, start = tensor[start + first : start + last], 0
-        share.append((dataclasses.replace(box, offset=tuple(offset), extent=tuple(extent), groups=groups, start=start), tensor))
+        share.append(
+            (
+                dataclasses.replace(
+                    box, offset=tuple(offset), extent=tuple(extent), groups=groups, start=start
+                ),
+                tensor,
+            )
+        )
     return share
 
 
 @functools.cache
 def declared(model: ModelConfig, vocab_size: int) -> dict[str, ParameterSpec]:
-    """What a whole model's parameters declare, by name, those of modules that were added to it too. Nothing is allocated."""
-    described = GPTModel(model, vocab_size=vocab_size, padded_vocab=padded_vocab_size(vocab_size, model), dtype=torch.float32, seed=0)
+    """What a whole model's parameters declare, by name, those of modules that were added to it too.
+    Nothing is allocated.
+    """
+    described = GPTModel(
+        model,
+        vocab_size=vocab_size,
+        padded_vocab=padded_vocab_size(vocab_size, model),
+        dtype=torch.float32,
+        seed=0,
+    )
     return {name: spec for name, _, spec in described.declared()}
 
 
 @functools.cache
 def model_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
     """The logical tensors of a model and their shapes."""
-    return {tensor.name: tensor.shape for spec in declared(model, vocab_size).values() for tensor in spec.tensors}
+    return {
+        tensor.name: tensor.shape
+        for spec in declared(model, vocab_size).values()
+        for tensor in spec.tensors
+    }
 
 
 def check_shapes(pairs: list[Pair], model: ModelConfig, vocab_size: int) -> None:
-    """Raises UserError unless the boxes are of exactly the model's tensors, in its shapes; whether they cover them shows when they are saved."""
+    """Raises UserError unless the boxes are of exactly the model's tensors, in its shapes; whether
+    they cover them shows when they are saved.
+    """
     wanted, given = model_shapes(model, vocab_size), {box.name: box.shape for box, _ in pairs}
-    faults = [f"{name} has shape {list(given[name])}, the model's flags need {list(wanted[name])}"
-              for name in given.keys() & wanted.keys() if given[name] != wanted[name]]
+    faults = [
+        f"{name} has shape {list(given[name])}, the model's flags need {list(wanted[name])}"
+        for name in given.keys() & wanted.keys()
+        if given[name] != wanted[name]
+    ]
     missing, extra = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
-    faults += [f"tensors missing: {', '.join(missing[:5])} ({len(missing)} in all)"] if missing else []
-    faults += [f"tensors that the model does not have: {', '.join(extra[:5])} ({len(extra)} in all)"] if extra else []
+    faults += (
+        [f"tensors missing: {', '.join(missing[:5])} ({len(missing)} in all)"] if missing else []
+    )
+    faults += (
+        [f"tensors that the model does not have: {', '.join(extra[:5])} ({len(extra)} in all)"]
+        if extra
+        else []
+    )
     if faults:
-        raise UserError("the tensors are not those of a model with these flags:\n" + "\n".join(f"  {fault}" for fault in sorted(faults)[:10]))
+        raise UserError(
+            "the tensors are not those of a model with these flags:\n"
+            + "\n".join(f"  {fault}" for fault in sorted(faults)[:10])
+        )

@@ -1,7 +1,9 @@
-"""What files of other programs say in pickles, without executing any: an interpreter that knows no classes and calls nothing.
+"""What files of other programs say in pickles, without executing any: an interpreter that knows no
+classes and calls nothing.
 
-Every class or function that a pickle names must be on the list of those that checkpoints contain, and becomes an inert `Record` of its
-name and its arguments; anything else is refused by name. Files of torch.save are zip files: their tensors are mapped, not loaded.
+Every class or function that a pickle names must be on the list of those that checkpoints contain,
+and becomes an inert `Record` of its name and its arguments; anything else is refused by name. Files
+of torch.save are zip files: their tensors are mapped, not loaded.
 """
 
 from __future__ import annotations
@@ -23,45 +25,129 @@ from megatron.checkpoint.manifest import CheckpointError
 from megatron.config.errors import UserError
 
 STORAGES = {
-    "torch.DoubleStorage": torch.float64, "torch.FloatStorage": torch.float32, "torch.HalfStorage": torch.float16,
-    "torch.BFloat16Storage": torch.bfloat16, "torch.LongStorage": torch.int64, "torch.IntStorage": torch.int32,
-    "torch.ShortStorage": torch.int16, "torch.CharStorage": torch.int8, "torch.ByteStorage": torch.uint8, "torch.BoolStorage": torch.bool,
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
 }
 _DCP = "torch.distributed.checkpoint.metadata."
 _MCORE = "megatron.core."
 DCP_CLASSES = {
-    *(_DCP + name for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
-                               "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
-    *(f"torch.distributed.checkpoint.planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),  # cached plans
-    "torch.distributed.checkpoint.filesystem._StorageInfo", "torch.serialization._get_layout", "torch.Size", "pathlib.PosixPath", "builtins.getattr",
+    *(
+        _DCP + name
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "TensorProperties",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    # cached plans
+    *(
+        f"torch.distributed.checkpoint.planner.{name}"
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+    ),
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.serialization._get_layout",
+    "torch.Size",
+    "pathlib.PosixPath",
+    "builtins.getattr",
     _MCORE + "dist_checkpointing.strategies.torch.MCoreMetadata",
-    *(f"torch.{name}" for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "strided")),
+    *(
+        f"torch.{name}"
+        for name in (
+            "float64",
+            "float32",
+            "float16",
+            "bfloat16",
+            "int64",
+            "int32",
+            "int16",
+            "int8",
+            "uint8",
+            "bool",
+            "strided",
+        )
+    ),
 }
 TORCH_CLASSES = {
-    *STORAGES, "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter", "collections.OrderedDict", "torch.Size", "torch.device",
+    *STORAGES,
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_parameter",
+    "collections.OrderedDict",
+    "torch.Size",
+    "torch.device",
     *(f"torch.{str(dtype).removeprefix('torch.')}" for dtype in STORAGES.values()),
 }
 ARGUMENT_CLASSES = TORCH_CLASSES | {  # what Megatron-LM keeps beside the weights
-    "builtins.getattr", "argparse.Namespace", "types.SimpleNamespace", "signal.Signals", "pathlib.PosixPath", "_io.BytesIO", "_codecs.encode",
-    "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar",
-    *(f"signal.{name}" for name in signal.Signals.__members__),  # how some versions of Python write a signal
-    "numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType", "collections.defaultdict", "builtins.slice", "builtins.complex",
-    *(_MCORE + name for name in ("enums.ModelType", "transformer.enums.AttnBackend", "transformer.enums.AttnMaskType",
-                                 "transformer.enums.CudaGraphScope", "optimizer.optimizer_config.OptimizerConfig",
-                                 "rerun_state_machine.RerunDiagnostic", "rerun_state_machine.RerunMode", "rerun_state_machine.RerunState")),
+    "builtins.getattr",
+    "argparse.Namespace",
+    "types.SimpleNamespace",
+    "signal.Signals",
+    "pathlib.PosixPath",
+    "_io.BytesIO",
+    "_codecs.encode",
+    "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray._reconstruct",
+    "numpy.core.multiarray.scalar",
+    "numpy._core.multiarray.scalar",
+    # how some versions of Python write a signal
+    *(f"signal.{name}" for name in signal.Signals.__members__),
+    "numpy.ndarray",
+    "numpy.dtype",
+    "numpy.dtypes.UInt32DType",
+    "collections.defaultdict",
+    "builtins.slice",
+    "builtins.complex",
+    *(
+        _MCORE + name
+        for name in (
+            "enums.ModelType",
+            "transformer.enums.AttnBackend",
+            "transformer.enums.AttnMaskType",
+            "transformer.enums.CudaGraphScope",
+            "optimizer.optimizer_config.OptimizerConfig",
+            "rerun_state_machine.RerunDiagnostic",
+            "rerun_state_machine.RerunMode",
+            "rerun_state_machine.RerunState",
+        )
+    ),
 }
 
 _DS = "deepspeed."
 DEEPSPEED_CLASSES = ARGUMENT_CLASSES | {  # what DeepSpeed and its users keep beside the partitions
-    "torch._tensor._rebuild_from_type_v2", "torch.Tensor", "torch.nn.parameter.Parameter",
-    *(_DS + name for name in ("runtime.fp16.loss_scaler.LossScaler", "runtime.fp16.loss_scaler.DynamicLossScaler",
-                              "runtime.zero.config.ZeroStageEnum", "utils.tensor_fragment.fragment_address")),
-    "megatron.enums.ModelType", "megatron.model.enums.ModelType", "megatron.enums.PositionEmbeddingType",
+    "torch._tensor._rebuild_from_type_v2",
+    "torch.Tensor",
+    "torch.nn.parameter.Parameter",
+    *(
+        _DS + name
+        for name in (
+            "runtime.fp16.loss_scaler.LossScaler",
+            "runtime.fp16.loss_scaler.DynamicLossScaler",
+            "runtime.zero.config.ZeroStageEnum",
+            "utils.tensor_fragment.fragment_address",
+        )
+    ),
+    "megatron.enums.ModelType",
+    "megatron.model.enums.ModelType",
+    "megatron.enums.PositionEmbeddingType",
 }
 
 
 class Record:
-    """A value of some class that the pickle names: nothing of that class exists here. `state` is a dictionary or what else it holds."""
+    """A value of some class that the pickle names: nothing of that class exists here. `state` is a
+    dictionary or what else it holds.
+    """
 
     def __init__(self, kind: str, args: tuple[Any, ...] | None) -> None:
         self.kind, self.args, self.state = kind, args, None  # args None: the class itself
@@ -74,9 +160,28 @@ class Record:
 
 
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_TUPLE": tuple, "EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set}
-_VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES",
-           "BINBYTES", "BINBYTES8", "BINSTRING", "SHORT_BINSTRING"}
+_EMPTY: dict[str, Callable[[], Any]] = {
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": dict,
+    "EMPTY_SET": set,
+}
+_VALUES = {
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG1",
+    "LONG4",
+    "BINFLOAT",
+    "SHORT_BINUNICODE",
+    "BINUNICODE",
+    "BINUNICODE8",
+    "SHORT_BINBYTES",
+    "BINBYTES",
+    "BINBYTES8",
+    "BINSTRING",
+    "SHORT_BINSTRING",
+}
 
 
 class _Interpreter:
@@ -180,7 +285,9 @@ class _Interpreter:
     def _name(self, module: str, name: str) -> None:
         full = f"{module}.{name}".replace("__builtin__.", "builtins.", 1)
         if full not in self.known:
-            raise UserError(f"it names {full}, which has no place in a checkpoint; nothing of it was executed")
+            raise UserError(
+                f"it names {full}, which has no place in a checkpoint; nothing of it was executed"
+            )
         self.stack.append(Record(full, None))
 
     def op_REDUCE(self, _: Any) -> None:
@@ -193,7 +300,9 @@ class _Interpreter:
         _expect(args, tuple)
         if _expect(kind, Record).args is not None:
             raise UserError(f"it calls a value of {kind.kind}")
-        if kind.kind == "builtins.getattr":  # how some versions of Python write a member of an enumeration: of a class that is known, its name
+        # how some versions of Python write a member of an enumeration: of a class that is known,
+        # its name
+        if kind.kind == "builtins.getattr":
             if _expect(args[0], Record).args is not None:
                 raise UserError(f"it asks a value of {args[0].kind} for something")
             return Record(args[0].kind, (_expect(args[1], str),))
@@ -201,12 +310,17 @@ class _Interpreter:
             return {}
         if kind.kind == "torch._utils._rebuild_tensor_v2":
             storage, offset, size, stride = args[:4]
-            if any(type(each) is not int for each in (offset, *_expect(size, tuple), *_expect(stride, tuple))):
+            if any(
+                type(each) is not int
+                for each in (offset, *_expect(size, tuple), *_expect(stride, tuple))
+            ):
                 raise UserError("a tensor's shape, strides or offset are no numbers")
-            return _expect(storage, Tensor).as_strided(size, stride, offset)  # torch refuses what reaches beyond the storage
+            # torch refuses what reaches beyond the storage
+            return _expect(storage, Tensor).as_strided(size, stride, offset)
         if kind.kind == "torch._utils._rebuild_parameter":
             return _expect(args[0], Tensor)
-        if kind.kind == "torch._tensor._rebuild_from_type_v2":  # the way to make a tensor, its class, what goes into it, attributes
+        # the way to make a tensor, its class, what goes into it, attributes
+        if kind.kind == "torch._tensor._rebuild_from_type_v2":
             return _expect(self._made(args[0], args[2]), Tensor)
         return Record(kind.kind, args)
 
@@ -234,18 +348,35 @@ _PLAIN = (str, int, float, bool, bytes, type(None), Record)
 
 
 def _key(value: Any) -> Any:
-    """A key of a dictionary or member of a set: to hash tuples of tuples can take for ever, and no checkpoint has such keys."""
-    if not isinstance(value, _PLAIN) and not (type(value) is tuple and all(isinstance(each, _PLAIN) for each in value)):
+    """A key of a dictionary or member of a set: to hash tuples of tuples can take for ever, and no
+    checkpoint has such keys.
+    """
+    if not isinstance(value, _PLAIN) and not (
+        type(value) is tuple and all(isinstance(each, _PLAIN) for each in value)
+    ):
         raise UserError(f"a {type(value).__name__} is the key of a dictionary")
     return value
 
 
-def read_pickle(raw: bytes, known: set[str], path: Path, storage: Callable[[Any], Any] | None = None) -> Any:
-    """The value that the pickle `raw` describes: plain Python values and Records of `known` names; `storage` turns references to storages into
-    flat tensors. Raises CheckpointError, naming `path`, for anything else."""
+def read_pickle(
+    raw: bytes, known: set[str], path: Path, storage: Callable[[Any], Any] | None = None
+) -> Any:
+    """The value that the pickle `raw` describes: plain Python values and Records of `known` names;
+    `storage` turns references to storages into flat tensors. Raises CheckpointError, naming `path`,
+    for anything else.
+    """
     try:
         return _Interpreter(known, storage).run(raw)
-    except (ValueError, TypeError, IndexError, KeyError, AttributeError, RuntimeError, OverflowError, struct.error) as error:
+    except (
+        ValueError,
+        TypeError,
+        IndexError,
+        KeyError,
+        AttributeError,
+        RuntimeError,
+        OverflowError,
+        struct.error,
+    ) as error:
         raise CheckpointError(f"{path}: the pickle in it is refused: {error}") from error
 
 
@@ -269,7 +400,9 @@ class _Part(io.RawIOBase):
         return self.at
 
     def read(self, size: int = -1) -> bytes:
-        """As of every file, but without a buffer of `size` bytes first: a damaged archive may ask for any number of them."""
+        """As of every file, but without a buffer of `size` bytes first: a damaged archive may ask
+        for any number of them.
+        """
         stop = len(self.data) if size < 0 else self.at + size
         part = bytes(self.data[self.at : stop])
         self.at += len(part)
@@ -282,29 +415,47 @@ class _Part(io.RawIOBase):
         return len(part)
 
 
-def read_torch_file(file: MappedFile, known: set[str] = TORCH_CLASSES, start: int = 0, length: int | None = None) -> Any:
-    """What torch.save wrote to bytes [start, start + length) of a file; its tensors are mapped. Raises CheckpointError."""
+def read_torch_file(
+    file: MappedFile, known: set[str] = TORCH_CLASSES, start: int = 0, length: int | None = None
+) -> Any:
+    """What torch.save wrote to bytes [start, start + length) of a file; its tensors are mapped.
+    Raises CheckpointError.
+    """
     length = file.size - start if length is None else length
     if start < 0 or length < 0 or start + length > file.size:
-        raise CheckpointError(f"{file.path}: has {file.size} bytes, {start + length} are expected: truncated")
+        raise CheckpointError(
+            f"{file.path}: has {file.size} bytes, {start + length} are expected: truncated"
+        )
     try:
         with zipfile.ZipFile(_Part(file, start, length)) as archive:
             entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            if any(info.compress_type != zipfile.ZIP_STORED for info in entries.values()) or "data.pkl" not in entries:
+            if (
+                any(info.compress_type != zipfile.ZIP_STORED for info in entries.values())
+                or "data.pkl" not in entries
+            ):
                 raise UserError("not as torch.save writes it")
             if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
                 raise UserError("written on a machine with another byte order")
             raw = archive.read(entries["data.pkl"])
     except (zipfile.BadZipFile, ValueError, OSError, struct.error, RuntimeError, EOFError) as error:
-        raise CheckpointError(f"{file.path}: is not a file of torch.save (since 1.6): {error}") from error
+        raise CheckpointError(
+            f"{file.path}: is not a file of torch.save (since 1.6): {error}"
+        ) from error
 
     def storage(reference: Any) -> Tensor:
         kind, storage_class, key, _, count = _expect(reference, tuple)
-        if kind != "storage" or _expect(storage_class, Record).kind not in STORAGES or type(key) is not str or type(count) is not int:
+        if (
+            kind != "storage"
+            or _expect(storage_class, Record).kind not in STORAGES
+            or type(key) is not str
+            or type(count) is not int
+        ):
             raise UserError("a reference to something that is no storage")
         info, dtype = entries[f"data/{key}"], STORAGES[storage_class.kind]
         if info.file_size != count * dtype.itemsize:
-            raise UserError(f"storage {key} has {info.file_size} bytes, {count * dtype.itemsize} are expected")
+            raise UserError(
+                f"storage {key} has {info.file_size} bytes, {count * dtype.itemsize} are expected"
+            )
         header = start + info.header_offset
         name, extra = struct.unpack("<HH", file.bytes[header + 26 : header + 30])
         return file.tensor(dtype, (count,), header + 30 + name + extra)

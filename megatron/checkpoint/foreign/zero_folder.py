@@ -1,10 +1,13 @@
-"""DeepSpeed's ZeRO folders: the fp32 master weights of stages 1, 2 and 3, put together where they lie.
+"""DeepSpeed's ZeRO folders: the fp32 master weights of stages 1, 2 and 3, put together where they
+lie.
 
-Facts of DeepSpeed (0.9 to 0.19): every rank writes `[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt` (D data-parallel, MM model-parallel), whose
-`optimizer_state_dict` holds its partitions. `param_shapes` of the model-states file gives names and shapes in the order in which parameters
-were flattened, one dictionary for each of the optimizer's groups. Stages 1 and 2 lay a group's parameters end to end and give each rank a range of
-that; stage 3 gives each rank an equal part of every parameter, the last one padded. What BF16_Optimizer writes (stage 1 with fp32 accumulation)
-lies as at stage 1 and names no stage.
+Facts of DeepSpeed (0.9 to 0.19): every rank writes
+`[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt` (D data-parallel, MM model-parallel), whose
+`optimizer_state_dict` holds its partitions. `param_shapes` of the model-states file gives names and
+shapes in the order in which parameters were flattened, one dictionary for each of the optimizer's
+groups. Stages 1 and 2 lay a group's parameters end to end and give each rank a range of that; stage
+3 gives each rank an equal part of every parameter, the last one padded. What BF16_Optimizer writes
+(stage 1 with fp32 accumulation) lies as at stage 1 and names no stage.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_o
 
 
 def find_folder(folder: Path) -> Path:
-    """The folder itself when it holds partitions, else the one that its file `latest` names. Raises CheckpointError."""
+    """The folder itself when it holds partitions, else the one that its file `latest` names. Raises
+    CheckpointError.
+    """
     latest = folder / "latest"
     if not any(folder.glob("*_optim_states.pt")) and latest.is_file():
         tag = latest.read_bytes()[:4096].decode(errors="replace").strip()
@@ -38,13 +43,18 @@ def find_folder(folder: Path) -> Path:
             raise CheckpointError(f"{latest}: {tag!r} is not the name of a folder")
         folder = folder / tag
     if not any(folder.glob("*_optim_states.pt")):
-        raise CheckpointError(f"{folder}: no *_optim_states.pt there: give a folder with ZeRO's partitions, or one with DeepSpeed's `latest`")
+        raise CheckpointError(
+            f"{folder}: no *_optim_states.pt there: give a folder with ZeRO's partitions, or "
+            "one with DeepSpeed's `latest`"
+        )
     return folder
 
 
 class ZeroFolder:
-    """The files of a folder, opened: `.ranks`, what each model-parallel rank holds: {name: (shape, parts)}; `.states`, the rest of each rank's
-    model-states file. Raises CheckpointError when partitions are missing or do not belong together."""
+    """The files of a folder, opened: `.ranks`, what each model-parallel rank holds: {name: (shape,
+    parts)}; `.states`, the rest of each rank's model-states file. Raises CheckpointError when
+    partitions are missing or do not belong together.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -52,23 +62,39 @@ class ZeroFolder:
         for path in sorted(folder.glob("*_optim_states.pt")):
             match = OPTIMIZER_FILE.fullmatch(path.name)
             if match is None:
-                raise CheckpointError(f"{path}: not a partition of ZeRO (experts have no counterpart here)")
+                raise CheckpointError(
+                    f"{path}: not a partition of ZeRO (experts have no counterpart here)"
+                )
             beside = found.setdefault(int(match[2]), {}).setdefault(int(match[1]), path)
             if beside != path:
-                raise CheckpointError(f"{path}: {beside.name} is of the same rank: files of two saves lie in one folder; remove those of the other")
+                raise CheckpointError(
+                    f"{path}: {beside.name} is of the same rank: files of two saves lie in "
+                    "one folder; remove those of the other"
+                )
         if sorted(found) != list(range(len(found))):
             ranks = ", ".join(map(str, sorted(found)))
-            raise CheckpointError(f"{folder}: partitions of model-parallel ranks {ranks} alone: bring all files of the save into the folder")
+            raise CheckpointError(
+                f"{folder}: partitions of model-parallel ranks {ranks} alone: bring all "
+                "files of the save into the folder"
+            )
         self.ranks: list[dict[str, tuple[Shape, list[Part]]]] = []
         self.states: list[dict[str, Any]] = []
         for rank, paths in sorted(found.items()):
             stage, partitions = _open_partitions(paths)
-            path = folder / f"{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_{rank:02d}_model_states.pt"
+            path = (
+                folder
+                / f"{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_{rank:02d}_model_states.pt"
+            )
             state = _read(path)
             merge = _merge_equal_parts if stage == 3 else _merge_ranges
-            tensors = {name: (shape, box_parts(shape, pieces)) for name, shape, pieces in merge(_shapes(state, path), partitions)}
+            tensors = {
+                name: (shape, box_parts(shape, pieces))
+                for name, shape, pieces in merge(_shapes(state, path), partitions)
+            }
             shared = state.get("shared_params") or {}
-            tensors |= {name: tensors[holder] for name, holder in shared.items() if holder in tensors}
+            tensors |= {
+                name: tensors[holder] for name, holder in shared.items() if holder in tensors
+            }
             self.ranks.append(tensors)
             self.states.append(state)
 
@@ -94,18 +120,37 @@ def _open_partitions(paths: dict[int, Path]) -> tuple[int, list[tuple[Path, dict
             raise CheckpointError(f"{path}: partition_count is no number")
         counts = set(counts)
         if type(stage) is not int or stage not in (1, 2, 3) or len(counts) != 1:
-            what = f"stage {stage if type(stage) is int else 'unknown'} of {' and '.join(sorted(map(str, counts)))} partitions"
-            raise CheckpointError(f"{path}: {what}: stages 1 to 3 are read, with one number of partitions for all groups")
+            what = (
+                f"stage {stage if type(stage) is int else 'unknown'} of "
+                f"{' and '.join(sorted(map(str, counts)))} partitions"
+            )
+            raise CheckpointError(
+                f"{path}: {what}: stages 1 to 3 are read, with one number of partitions for "
+                "all groups"
+            )
         kind = f"stage {stage} of {counts.pop()} partitions"
         first = first or (path, kind)
         if kind != first[1]:
-            raise CheckpointError(f"{path}: {kind}, but {first[0].name} is {first[1]}: files of two saves lie in one folder; copy one save elsewhere")
+            raise CheckpointError(
+                f"{path}: {kind}, but {first[0].name} is {first[1]}: files of two saves lie "
+                "in one folder; copy one save elsewhere"
+            )
         opened.append((stage, path, state))
     count = int(kind.split()[3])
     if sorted(paths) != list(range(count)):
         missing = [rank for rank in range(count) if rank not in paths]
-        what = f"{len(missing)} are missing (of data-parallel ranks {', '.join(map(str, missing[:10]))})" if missing else "there are more"
-        raise CheckpointError(f"{first[0]}: is one of {count} partitions, and {what}: bring the files of one save, of all nodes, into the folder")
+        what = (
+            (
+                f"{len(missing)} are missing (of data-parallel ranks "
+                f"{', '.join(map(str, missing[:10]))})"
+            )
+            if missing
+            else "there are more"
+        )
+        raise CheckpointError(
+            f"{first[0]}: is one of {count} partitions, and {what}: bring the files of one "
+            "save, of all nodes, into the folder"
+        )
     return stage, [(path, state) for _, path, state in opened]
 
 
@@ -117,61 +162,99 @@ def _shapes(state: dict[str, Any], path: Path) -> list[dict[str, Shape]]:
         raise CheckpointError(f"{path}: {name} was frozen and has no master weight: {fix}")
     groups = state.get("param_shapes")
     if not isinstance(groups, list):
-        raise CheckpointError(f"{path}: holds no param_shapes: saved without ZeRO, or by DeepSpeed older than 0.6")
-    return [{name: tuple(size.args[0]) if isinstance(size, Record) and size.args else () for name, size in shapes.items()} for shapes in groups]
+        raise CheckpointError(
+            f"{path}: holds no param_shapes: saved without ZeRO, or by DeepSpeed older than 0.6"
+        )
+    return [
+        {
+            name: tuple(size.args[0]) if isinstance(size, Record) and size.args else ()
+            for name, size in shapes.items()
+        }
+        for shapes in groups
+    ]
 
 
 def _flats(path: Path, state: dict[str, Any], key: str) -> list[Tensor]:
     """One rank's partitions of all groups."""
     flats = state.get(key)
-    if not isinstance(flats, list) or not all(isinstance(flat, Tensor) and flat.ndim == 1 and flat.dtype == torch.float32 for flat in flats):
-        raise CheckpointError(f"{path}: {key} are no fp32 vectors: master weights of another precision are not read")
+    if not isinstance(flats, list) or not all(
+        isinstance(flat, Tensor) and flat.ndim == 1 and flat.dtype == torch.float32
+        for flat in flats
+    ):
+        raise CheckpointError(
+            f"{path}: {key} are no fp32 vectors: master weights of another precision are not read"
+        )
     return flats
 
 
-Merged = Iterator[tuple[str, Shape, list[tuple[int, Tensor]]]]  # name, shape, (first element, elements) of the pieces in order
+# name, shape, (first element, elements) of the pieces in order
+Merged = Iterator[tuple[str, Shape, list[tuple[int, Tensor]]]]
 
 
-def _merge_ranges(groups: list[dict[str, Shape]], partitions: list[tuple[Path, dict[str, Any]]]) -> Merged:
+def _merge_ranges(
+    groups: list[dict[str, Shape]], partitions: list[tuple[Path, dict[str, Any]]]
+) -> Merged:
     """Stages 1 and 2."""
     ranks = [_flats(path, state, "single_partition_of_fp32_groups") for path, state in partitions]
     path, state = partitions[0]
     paddings = state.get("param_alignment_paddings") or [[0] * len(shapes) for shapes in groups]
     if {len(groups), len(paddings)} != {len(flats) for flats in ranks}:
-        raise CheckpointError(f"{path}: holds {len(ranks[0])} groups of parameters, the model-states file {len(groups)}: files of two saves")
+        raise CheckpointError(
+            f"{path}: holds {len(ranks[0])} groups of parameters, the model-states file "
+            f"{len(groups)}: files of two saves"
+        )
     for index, (shapes, gaps) in enumerate(zip(groups, paddings, strict=True)):
         pieces, at = [flats[index] for flats in ranks], 0
         ends = list(itertools.accumulate(len(piece) for piece in pieces))
         wanted, unit = sum(map(math.prod, shapes.values())) + sum(gaps), 2 * len(ranks)
-        if len(gaps) != len(shapes) or -(-wanted // unit) != -(-ends[-1] // unit):  # each group is padded to a multiple of this
-            raise CheckpointError(f"{path}: the partitions of group {index} hold {ends[-1]} elements, its parameters {wanted}: not of the same save")
+        # each group is padded to a multiple of this
+        if len(gaps) != len(shapes) or -(-wanted // unit) != -(-ends[-1] // unit):
+            raise CheckpointError(
+                f"{path}: the partitions of group {index} hold {ends[-1]} elements, its "
+                f"parameters {wanted}: not of the same save"
+            )
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
             yield name, shape, list(_cut(pieces, ends, at, math.prod(shape)))
             at += math.prod(shape) + gap
 
 
-def _merge_equal_parts(groups: list[dict[str, Shape]], partitions: list[tuple[Path, dict[str, Any]]]) -> Merged:
+def _merge_equal_parts(
+    groups: list[dict[str, Shape]], partitions: list[tuple[Path, dict[str, Any]]]
+) -> Merged:
     """Stage 3."""
-    ranks, count = [_flats(path, state, "fp32_flat_groups") for path, state in partitions], len(partitions)
+    ranks, count = (
+        [_flats(path, state, "fp32_flat_groups") for path, state in partitions],
+        len(partitions),
+    )
     every = [list(itertools.accumulate(map(len, flats))) for flats in ranks]
     shapes = {name: shape for group in groups for name, shape in group.items()}
     wanted = sum(-(-math.prod(shape) // count) for shape in shapes.values())
     for (path, _), ends in zip(partitions, every, strict=True):
         if ends[-1:] != [wanted]:
             held = sum(ends[-1:])
-            raise CheckpointError(f"{path}: its partitions hold {held} elements, its parts of the parameters {wanted}: not of the same save")
+            raise CheckpointError(
+                f"{path}: its partitions hold {held} elements, its parts of the parameters "
+                f"{wanted}: not of the same save"
+            )
     at = 0
     for name, shape in shapes.items():
         size = math.prod(shape)
         part = -(-size // count)
-        pieces = [(rank * part + start, piece) for rank in range(count)
-                  for start, piece in _cut(ranks[rank], every[rank], at, min(part, size - rank * part))]
+        pieces = [
+            (rank * part + start, piece)
+            for rank in range(count)
+            for start, piece in _cut(ranks[rank], every[rank], at, min(part, size - rank * part))
+        ]
         yield name, shape, pieces
         at += part
 
 
-def _cut(flats: list[Tensor], ends: list[int], start: int, length: int) -> Iterator[tuple[int, Tensor]]:
-    """Elements [start, start + length) of vectors laid end to end as (place from `start` on, elements); `ends`: where each vector ends."""
+def _cut(
+    flats: list[Tensor], ends: list[int], start: int, length: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Elements [start, start + length) of vectors laid end to end as (place from `start` on,
+    elements); `ends`: where each vector ends.
+    """
     at = start
     for index in range(bisect_right(ends, start), len(flats)):
         if at >= start + length:
@@ -184,16 +267,27 @@ def _cut(flats: list[Tensor], ends: list[int], start: int, length: int) -> Itera
 
 
 def box_parts(shape: Shape, pieces: Iterable[tuple[int, Tensor]]) -> list[Part]:
-    """Pieces (first element, elements) of a matrix in C order as boxes of it: whole rows, and the ends of rows that are cut. Those of a vector
-    are put together: each would be a tensor by itself in the file that is written, and vectors are small."""
+    """Pieces (first element, elements) of a matrix in C order as boxes of it: whole rows, and the
+    ends of rows that are cut. Those of a vector are put together: each would be a tensor by itself
+    in the file that is written, and vectors are small.
+    """
     if len(shape) != 2:
         values = [piece for _, piece in pieces]
-        return [whole_part((values[0] if len(values) == 1 else torch.cat([*values, torch.empty(0)])).view(shape))]
+        return [
+            whole_part(
+                (values[0] if len(values) == 1 else torch.cat([*values, torch.empty(0)])).view(
+                    shape
+                )
+            )
+        ]
     parts, width = [], shape[1]
     for start, piece in pieces:
         stop = start + len(piece)
-        inner = -(-start // width) * width, stop // width * width  # where its whole rows begin and end
-        for low, high in itertools.pairwise(sorted({start, stop, *(edge for edge in inner if start < edge < stop)})):
+        # where its whole rows begin and end
+        inner = -(-start // width) * width, stop // width * width
+        for low, high in itertools.pairwise(
+            sorted({start, stop, *(edge for edge in inner if start < edge < stop)})
+        ):
             offset, size = divmod(low, width), high - low
             extent = (1, size) if size % width else (size // width, width)
             values = piece[low - start : high - start].view(extent)

@@ -1,4 +1,6 @@
-"""From a node's local folder to --save at a limited rate: what the writer process does. Nothing here imports torch."""
+"""From a node's local folder to --save at a limited rate: what the writer process does. Nothing
+here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,16 @@ MB = 1e6
 BURST = 0.1  # seconds of the rate that may go at once
 
 
-def limited(data: Iterable[memoryview], rate: float | None, *, clock: Callable[[], float] = time.monotonic,
-            sleep: Callable[[float], None] = time.sleep) -> Iterator[memoryview]:
-    """The same bytes, at most `rate` MB/s of them (None: as fast as they are taken): a token bucket of BURST seconds."""
+def limited(
+    data: Iterable[memoryview],
+    rate: float | None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[memoryview]:
+    """The same bytes, at most `rate` MB/s of them (None: as fast as they are taken): a token bucket
+    of BURST seconds.
+    """
     if rate is None:
         yield from data
         return
@@ -30,11 +39,19 @@ def limited(data: Iterable[memoryview], rate: float | None, *, clock: Callable[[
             tokens, last = min(most, tokens + (now - last) * rate * MB), now
             if tokens < len(piece):
                 sleep((len(piece) - tokens) / (rate * MB))
-            tokens -= len(piece)  # below 0 when it had to sleep: what has come meanwhile is added the next time
+            # below 0 when it had to sleep: what has come meanwhile is added the next time
+            tokens -= len(piece)
             yield piece
 
 
-def copy_shard(source: Path, folder: Path, index: int, record: dict[str, Any], rate: float | None, **options: Any) -> dict[str, Any]:
+def copy_shard(
+    source: Path,
+    folder: Path,
+    index: int,
+    record: dict[str, Any],
+    rate: float | None,
+    **options: Any,
+) -> dict[str, Any]:
     """Write the shard file `source` into `folder` anew; `options` and result as write_shard_file's.
 
     Raises CheckpointError when it is not what `record`, its entry in a manifest, says.
@@ -44,7 +61,10 @@ def copy_shard(source: Path, folder: Path, index: int, record: dict[str, Any], r
         header = head + _read(file, int.from_bytes(head, "little"))
         written = write_shard_file(folder, index, header, limited(_data(file), rate), **options)
     if any(record[key] != value for key, value in written.items()):
-        raise CheckpointError(f"the local copy of {m.shard_file(index)} is damaged: its bytes are not those that were written")
+        raise CheckpointError(
+            f"the local copy of {m.shard_file(index)} is damaged: its bytes are not those "
+            "that were written"
+        )
     return written
 
 
@@ -58,7 +78,9 @@ def _read(file: Any, size: int) -> bytes:
 
 
 def _data(file: Any) -> Iterator[memoryview]:
-    """The rest of the file, in one buffer of a chunk: one that is taken has been written when the next is asked for."""
+    """The rest of the file, in one buffer of a chunk: one that is taken has been written when the
+    next is asked for.
+    """
     buffer, held = memoryview(bytearray(m.CHUNK)), 0
     while True:
         got = file.readinto(buffer[held:])

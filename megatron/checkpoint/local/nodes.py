@@ -22,11 +22,14 @@ RUN_FILE = "run_id"
 
 @dataclass(frozen=True)
 class Nodes:
-    """The ranks of the job by the local folder that they see. `root`: --local-checkpoint-dir, the same text on every node."""
+    """The ranks of the job by the local folder that they see. `root`: --local-checkpoint-dir, the
+    same text on every node.
+    """
 
     root: Path
     ranks: Ranks
-    members: tuple[tuple[int, ...], ...]  # ranks of each node, ascending; nodes in the order of their first ranks
+    # ranks of each node, ascending; nodes in the order of their first ranks
+    members: tuple[tuple[int, ...], ...]
     hosts: tuple[str, ...]  # name of each node's host
 
     @cached_property
@@ -50,7 +53,9 @@ class Nodes:
 
 
 def find_nodes(root: str | Path, ranks: Ranks) -> Nodes:
-    """Every rank makes a file in its folder `root` and looks whose it sees. Raises CheckpointError when the folder cannot be used on any rank."""
+    """Every rank makes a file in its folder `root` and looks whose it sees. Raises CheckpointError
+    when the folder cannot be used on any rank.
+    """
     root = Path(root)
     token = ranks.agree(lambda: secrets.token_hex(8))[0]
 
@@ -76,8 +81,11 @@ def find_nodes(root: str | Path, ranks: Ranks) -> Nodes:
             mark(ranks.world.rank).unlink(missing_ok=True)
     members = tuple(sorted({tuple(row) for row in seen}))
     if sorted(rank for row in members for rank in row) != list(range(ranks.world.size)):
-        raise CheckpointError(f"--local-checkpoint-dir {root}: ranks do not agree on who sees the same folder ({members}): give a folder of the node "
-                              "itself, such as one in /dev/shm")
+        raise CheckpointError(
+            f"--local-checkpoint-dir {root}: ranks do not agree on who sees the same folder "
+            f"({members}): give a folder of the node "
+            "itself, such as one in /dev/shm"
+        )
     return Nodes(root, ranks, members, tuple(hosts[row[0]] for row in members))
 
 
@@ -87,11 +95,16 @@ def _explained(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"--local-checkpoint-dir {root}: {error.strerror}: make it writable, or give another folder") from error
+        raise CheckpointError(
+            f"--local-checkpoint-dir {root}: {error.strerror}: make it writable, or give "
+            "another folder"
+        ) from error
 
 
 def own_folder(root: Path) -> None:
-    """Make `root` (0700), or accept one that this user owns and no other may write to: names in places such as /dev/shm can be guessed."""
+    """Make `root` (0700), or accept one that this user owns and no other may write to: names in
+    places such as /dev/shm can be guessed.
+    """
     with _explained(root):
         with suppress(FileExistsError):
             os.makedirs(root, mode=0o700)
@@ -104,16 +117,21 @@ def own_folder(root: Path) -> None:
     elif found.st_mode & 0o022:
         wrong = "may be written to by other users"
     if wrong:
-        raise CheckpointError(f"--local-checkpoint-dir {root}: {wrong}: give the name of a new folder in it or beside it, "
-                              "which is made with mode 0700")
+        raise CheckpointError(
+            f"--local-checkpoint-dir {root}: {wrong}: give the name of a new folder in it or "
+            "beside it, "
+            "which is made with mode 0700"
+        )
 
 
-# ---- whose local checkpoints ------------------------------------------------------------------------------------------
+# ---- whose local checkpoints ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RunId:
-    """A run: what it is called in its --save folder, and where that lies, so that a copy of the folder is another run."""
+    """A run: what it is called in its --save folder, and where that lies, so that a copy of the
+    folder is another run.
+    """
 
     name: str
     save: str
@@ -124,7 +142,9 @@ class RunId:
 
 
 def read_run(save: str | Path) -> RunId | None:
-    """The run that --save belongs to; None when it has none yet, and in a copy of another's folder."""
+    """The run that --save belongs to; None when it has none yet, and in a copy of another's
+    folder.
+    """
     try:
         name, at = Path(save, RUN_FILE).read_text().splitlines()
     except (OSError, ValueError):
@@ -145,5 +165,7 @@ def new_run(save: str | Path) -> RunId:
 
 
 def forget_run(save: str | Path) -> None:
-    """A run without local checkpoints begins in --save: those of the one before it are not its own."""
+    """A run without local checkpoints begins in --save: those of the one before it are not its
+    own.
+    """
     Path(save, RUN_FILE).unlink(missing_ok=True)

@@ -1,4 +1,6 @@
-"""Shards on their way between nodes: files cut into messages between two ranks, and small strings that all ranks get."""
+"""Shards on their way between nodes: files cut into messages between two ranks, and small strings
+that all ranks get.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,11 @@ class Parcel:
 
 
 def in_rounds(parcels: Iterable[Parcel], nodes: Sequence[Sequence[int]]) -> list[Parcel]:
-    """The order for `carry`, `nodes` being the ranks of each node: in every round a node sends to one node alone, receives from one alone, or rests.
+    """The order for `carry`, `nodes` being the ranks of each node: in every round a node sends to
+    one node alone, receives from one alone, or rests.
 
-    First from every node to the next one, then to the one after that, and so on; of the rings that these make every second node sends first.
+    First from every node to the next one, then to the one after that, and so on; of the rings that
+    these make every second node sends first.
     """
     home = {rank: node for node, ranks in enumerate(nodes) for rank in ranks}
 
@@ -41,22 +45,31 @@ def in_rounds(parcels: Iterable[Parcel], nodes: Sequence[Sequence[int]]) -> list
         node, steps = home[parcel.source], (home[parcel.to] - home[parcel.source]) % len(nodes)
         rings = math.gcd(steps, len(nodes))
         length = len(nodes) // rings
-        place = node // rings * pow(steps // rings, -1, length) % length  # on its ring: node = place * steps + node % rings
+        # on its ring: node = place * steps + node % rings
+        place = node // rings * pow(steps // rings, -1, length) % length
         return steps, 2 if length % 2 and place == length - 1 else place % 2, parcel.number
 
     return sorted(parcels, key=turn)
 
 
 def carry(
-    parcels: Iterable[Parcel], ranks: Ranks, path: Callable[[int], Path], write: Callable[[int, Iterator[memoryview]], None],
+    parcels: Iterable[Parcel],
+    ranks: Ranks,
+    path: Callable[[int], Path],
+    write: Callable[[int, Iterator[memoryview]], None],
 ) -> Exception | None:
-    """Carry parcels, one after the other as each rank sees it; all ranks call this with the same ones in the same order, so none waits in a circle.
+    """Carry parcels, one after the other as each rank sees it; all ranks call this with the same
+    ones in the same order, so none waits in a circle.
 
-    `path(number)` is the file to send, `write(number, pieces)` takes what arrives. What goes wrong here with a file is returned when all
-    has been carried. Over NCCL pieces pass through the device (that way has never run).
+    `path(number)` is the file to send, `write(number, pieces)` takes what arrives. What goes wrong
+    here with a file is returned when all has been carried. Over NCCL pieces pass through the device
+    (that way has never run).
     """
     fault: Exception | None = None
-    me, device = ranks.world.rank, torch.device("cpu") if ranks.world.size == 1 or is_gloo(ranks.world) else ranks.device
+    me, device = (
+        ranks.world.rank,
+        torch.device("cpu") if ranks.world.size == 1 or is_gloo(ranks.world) else ranks.device,
+    )
     for parcel in parcels:
         try:
             if parcel.source == me:
@@ -78,7 +91,9 @@ def _pieces(parcel: Parcel) -> Iterator[tuple[int, int]]:
 
 
 def _send(parcel: Parcel, path: Path, ranks: Ranks, device: torch.device) -> None:
-    """What cannot be read is sent as zeros: the receiver counts on the bytes, and refuses them by their digests."""
+    """What cannot be read is sent as zeros: the receiver counts on the bytes, and refuses them by
+    their digests.
+    """
     fault, flying = None, []
     try:
         file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed below
@@ -87,7 +102,10 @@ def _send(parcel: Parcel, path: Path, ranks: Ranks, device: torch.device) -> Non
     for start, size in _pieces(parcel):
         piece = torch.zeros(size, dtype=torch.uint8)
         try:
-            if file is not None and os.preadv(file.fileno(), [memoryview(piece.numpy())], start) != size:
+            if (
+                file is not None
+                and os.preadv(file.fileno(), [memoryview(piece.numpy())], start) != size
+            ):
                 raise CheckpointError(f"{path}: ends before byte {start + size}")
         except (OSError, CheckpointError) as error:
             fault = fault or error
@@ -107,16 +125,26 @@ def _arriving(parcel: Parcel, ranks: Ranks, device: torch.device) -> Iterator[me
     sizes, flying = [size for _, size in _pieces(parcel)], []
     while sizes or flying:
         while sizes and len(flying) < FLYING:
-            flying.append(Receiving((sizes.pop(0),), torch.uint8, device, parcel.source, ranks.world, 0))
+            flying.append(
+                Receiving((sizes.pop(0),), torch.uint8, device, parcel.source, ranks.world, 0)
+            )
         yield memoryview(flying.pop(0).wait().cpu().numpy())
 
 
 def share_bytes(parts: dict[int, bytes], sizes: list[int], ranks: Ranks) -> list[bytes]:
-    """Every rank gets all of the strings of `sizes` bytes; `parts` are those, by number, that this rank alone has."""
+    """Every rank gets all of the strings of `sizes` bytes; `parts` are those, by number, that this
+    rank alone has.
+    """
     whole, starts = torch.zeros(sum(sizes), dtype=torch.uint8), [0]
     for size in sizes:
         starts.append(starts[-1] + size)
     for number, data in parts.items():
-        whole[starts[number] : starts[number + 1]] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    raw = all_reduce(whole.to(ranks.device), ranks.world).cpu().numpy().tobytes() if sum(sizes) else b""
+        whole[starts[number] : starts[number + 1]] = torch.frombuffer(
+            bytearray(data), dtype=torch.uint8
+        )
+    raw = (
+        all_reduce(whole.to(ranks.device), ranks.world).cpu().numpy().tobytes()
+        if sum(sizes)
+        else b""
+    )
     return [raw[start:stop] for start, stop in zip(starts, starts[1:])]

@@ -1,8 +1,11 @@
-"""Sets of nodes that keep a parity of their shards, so that any one node of a set may be lost (`--local-redundancy xor`).
+"""Sets of nodes that keep a parity of their shards, so that any one node of a set may be lost
+(`--local-redundancy xor`).
 
-The ranks of the same place on the k nodes of a set are a column. A shard of theirs is k - 1 pieces of equal size, zeros at its end; rank j keeps
-the XOR of one piece of each other one's: of i's it is piece (j - i - 1) mod k. So every piece is in one parity, on another node than itself, and
-with one node of k lost each piece of its shard is the XOR of a parity and of the k - 2 pieces that went into it as well.
+The ranks of the same place on the k nodes of a set are a column. A shard of theirs is k - 1 pieces
+of equal size, zeros at its end; rank j keeps the XOR of one piece of each other one's: of i's it is
+piece (j - i - 1) mod k. So every piece is in one parity, on another node than itself, and with one
+node of k lost each piece of its shard is the XOR of a parity and of the k - 2 pieces that went into
+it as well.
 """
 
 from __future__ import annotations
@@ -26,27 +29,34 @@ from megatron.distributed.p2p import Receiving, Sending
 
 SET = 8  # most nodes of a set
 WINDOW = 1 << 20  # bytes of one message
-FLYING = 2  # windows on their way at a time: of each a rank sends and receives fewer than SET messages
+# windows on their way at a time: of each a rank sends and receives fewer than SET messages
+FLYING = 2
 
 Part = tuple[int, int]  # a file's number, and a byte in it
 
 
 def sets_of(nodes: int) -> list[range]:
-    """The nodes of each set: as few sets as go, of at most SET nodes and of equal size but for one; neighbours, who may share a switch, are in
-    different ones where there are several."""
+    """The nodes of each set: as few sets as go, of at most SET nodes and of equal size but for one;
+    neighbours, who may share a switch, are in different ones where there are several.
+    """
     count = -(-nodes // SET)
     return [range(first, nodes, count) for first in range(count)]
 
 
 def columns_of(members: Sequence[Sequence[int]]) -> list[list[int]]:
     """The ranks of each column, `members` being those of each node."""
-    return [[members[node][place] for node in nodes] for nodes in sets_of(len(members)) for place in range(len(members[0]))]
+    return [
+        [members[node][place] for node in nodes]
+        for nodes in sets_of(len(members))
+        for place in range(len(members[0]))
+    ]
 
 
 @dataclass(frozen=True)
 class Column:
-    """The files of a column: `shards` their numbers (None: that rank has none), `sizes` their bytes (0), `first` the number of the first
-    one's parity; those of the others follow."""
+    """The files of a column: `shards` their numbers (None: that rank has none), `sizes` their bytes
+    (0), `first` the number of the first one's parity; those of the others follow.
+    """
 
     shards: tuple[int | None, ...]
     sizes: tuple[int, ...]
@@ -59,7 +69,11 @@ class Column:
     def _pieces(self, of: int, without: int = -1) -> list[Part]:
         """What goes into a parity, but for the piece of the shard at place `without`."""
         k = len(self.shards)
-        return [(number, (of - i - 1) % k * self.piece) for i, number in enumerate(self.shards) if number is not None and i not in (of, without)]
+        return [
+            (number, (of - i - 1) % k * self.piece)
+            for i, number in enumerate(self.shards)
+            if number is not None and i not in (of, without)
+        ]
 
     def parity(self, place: int, to: int) -> Stream:
         """A parity's data, made by rank `to`."""
@@ -72,36 +86,60 @@ class Column:
             holder = (place + 1 + number) % k
             length = min(self.piece, self.sizes[place] - number * self.piece)
             if length > 0:
-                runs.append((length, ((self.first + holder, m.ALIGN), *self._pieces(holder, place))))
+                runs.append(
+                    (length, ((self.first + holder, m.ALIGN), *self._pieces(holder, place)))
+                )
         return Stream(self.shards[place], to, tuple(runs))
 
     def lost(self, present: set[int]) -> set[int]:
         """Its shards that are neither among the files `present` nor can be made of them."""
-        missing = [place for place, number in enumerate(self.shards) if number is not None and number not in present]
+        missing = [
+            place
+            for place, number in enumerate(self.shards)
+            if number is not None and number not in present
+        ]
         others = {self.first + place for place in range(len(self.shards)) if place not in missing}
-        return set() if len(missing) == 1 and others <= present else {self.shards[place] for place in missing}
+        return (
+            set()
+            if len(missing) == 1 and others <= present
+            else {self.shards[place] for place in missing}
+        )
 
 
-def columns_in(shards: Sequence[dict[str, Any]], sets: Sequence[Sequence[int | None]]) -> list[Column]:
-    """The columns that a manifest's `sets` describe; parities are numbered after all shards, column by column."""
+def columns_in(
+    shards: Sequence[dict[str, Any]], sets: Sequence[Sequence[int | None]]
+) -> list[Column]:
+    """The columns that a manifest's `sets` describe; parities are numbered after all shards, column
+    by column.
+    """
     starts = itertools.accumulate((len(numbers) for numbers in sets), initial=len(shards))
-    return [Column(tuple(numbers), tuple(0 if number is None else shards[number]["bytes"] for number in numbers), start)
-            for numbers, start in zip(sets, starts)]
+    return [
+        Column(
+            tuple(numbers),
+            tuple(0 if number is None else shards[number]["bytes"] for number in numbers),
+            start,
+        )
+        for numbers, start in zip(sets, starts)
+    ]
 
 
 def parity_header(iteration: int, number: int) -> bytes:
-    """What stands before the data of a parity's file: a shard's header without tensors, m.ALIGN bytes."""
+    """What stands before the data of a parity's file: a shard's header without tensors, m.ALIGN
+    bytes.
+    """
     header = m.encode_header([], {"iteration": str(iteration), "parity": str(number)})
     assert len(header) == m.ALIGN
     return header
 
 
-# ---- moving it --------------------------------------------------------------------------------------------------------
+# ---- moving it -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Stream:
-    """File `number` as rank `to` makes it: runs of bytes, each the XOR of as many bytes of the files in `parts` (zeros after a file's end)."""
+    """File `number` as rank `to` makes it: runs of bytes, each the XOR of as many bytes of the
+    files in `parts` (zeros after a file's end).
+    """
 
     number: int
     to: int
@@ -114,11 +152,18 @@ class Stream:
                 yield min(WINDOW, length - start), [(number, at + start) for number, at in parts]
 
 
-def exchange(streams: Iterable[Stream], ranks: Ranks, owner: Callable[[int], int], path: Callable[[int], Path],
-             write: Callable[[int, Iterator[memoryview]], None]) -> Exception | None:
-    """Make the files of `streams`; all ranks call this with the same ones in the same order. `owner(number)` is the rank that reads a file at
-    `path(number)`, `write(number, pieces)` takes what a rank makes. What goes wrong here is returned when all has been moved. Memory: 4 * SET
-    messages. Over NCCL they pass through the device (that way has never run)."""
+def exchange(
+    streams: Iterable[Stream],
+    ranks: Ranks,
+    owner: Callable[[int], int],
+    path: Callable[[int], Path],
+    write: Callable[[int, Iterator[memoryview]], None],
+) -> Exception | None:
+    """Make the files of `streams`; all ranks call this with the same ones in the same order.
+    `owner(number)` is the rank that reads a file at `path(number)`, `write(number, pieces)` takes
+    what a rank makes. What goes wrong here is returned when all has been moved. Memory: 4 * SET
+    messages. Over NCCL they pass through the device (that way has never run).
+    """
     fault: Exception | None = None
     for turn in _turns(streams, owner):
         pieces = _windows(turn, ranks, owner, _Files(path))
@@ -130,7 +175,8 @@ def exchange(streams: Iterable[Stream], ranks: Ranks, owner: Callable[[int], int
             fault = fault or error
         finally:
             try:
-                for _ in pieces:  # others wait for what is sent here, even when nothing can be written
+                # others wait for what is sent here, even when nothing can be written
+                for _ in pieces:
                     pass
             except OSError as error:
                 fault = fault or error
@@ -141,9 +187,13 @@ def _turns(streams: Iterable[Stream], owner: Callable[[int], int]) -> list[list[
     """Those that are made at the same time: a rank makes one, and sends to fewer than SET."""
     turns: list[tuple[list[Stream], Counter[int]]] = []
     for stream in streams:
-        sends = Counter(owner(number) for number in {number for _, parts in stream.runs for number, _ in parts})
+        sends = Counter(
+            owner(number) for number in {number for _, parts in stream.runs for number, _ in parts}
+        )
         for turn, busy in turns:
-            if all(other.to != stream.to for other in turn) and all(busy[rank] + count < SET for rank, count in sends.items()):
+            if all(other.to != stream.to for other in turn) and all(
+                busy[rank] + count < SET for rank, count in sends.items()
+            ):
                 break
         else:
             turn, busy = [], Counter()
@@ -154,7 +204,9 @@ def _turns(streams: Iterable[Stream], owner: Callable[[int], int]) -> list[list[
 
 
 class _Files:
-    """Files that are read in pieces. The first fault is kept: what cannot be read is sent as zeros, and refused by its digest."""
+    """Files that are read in pieces. The first fault is kept: what cannot be read is sent as zeros,
+    and refused by its digest.
+    """
 
     def __init__(self, path: Callable[[int], Path]) -> None:
         self.path, self.open, self.fault = path, {}, None
@@ -174,28 +226,48 @@ class _Files:
             os.close(file)
 
 
-def _windows(turn: list[Stream], ranks: Ranks, owner: Callable[[int], int], files: _Files) -> Iterator[memoryview]:
-    """This rank's stream of a turn, piece by piece, while it sends what the others' need. Messages are started in one order on all ranks."""
-    me, device = ranks.world.rank, torch.device("cpu") if ranks.world.size == 1 or is_gloo(ranks.world) else ranks.device
+def _windows(
+    turn: list[Stream], ranks: Ranks, owner: Callable[[int], int], files: _Files
+) -> Iterator[memoryview]:
+    """This rank's stream of a turn, piece by piece, while it sends what the others' need. Messages
+    are started in one order on all ranks.
+    """
+    me, device = (
+        ranks.world.rank,
+        torch.device("cpu") if ranks.world.size == 1 or is_gloo(ranks.world) else ranks.device,
+    )
 
-    def start(windows: Iterable[tuple[int, list[Part]] | None]) -> tuple[Tensor | None, list[Receiving], list[Sending]]:
+    def start(
+        windows: Iterable[tuple[int, list[Part]] | None],
+    ) -> tuple[Tensor | None, list[Receiving], list[Sending]]:
         own, coming, sent = None, [], []
-        for stream, (size, parts) in ((stream, window) for stream, window in zip(turn, windows, strict=True) if window is not None):
+        for stream, (size, parts) in (
+            (stream, window)
+            for stream, window in zip(turn, windows, strict=True)
+            if window is not None
+        ):
             if stream.to == me:
                 own = torch.zeros(size, dtype=torch.uint8)
             for number, at in parts:
                 if owner(number) != me:
                     if stream.to == me:
-                        coming.append(Receiving((size,), torch.uint8, device, owner(number), ranks.world, 0))
+                        coming.append(
+                            Receiving((size,), torch.uint8, device, owner(number), ranks.world, 0)
+                        )
                 elif stream.to == me:
                     own.bitwise_xor_(files.read(number, at, size))
                 else:
-                    sent.append(Sending(files.read(number, at, size).to(device), stream.to, ranks.world, 0))
+                    sent.append(
+                        Sending(files.read(number, at, size).to(device), stream.to, ranks.world, 0)
+                    )
         return own, coming, sent
 
     try:
         flying: list[tuple[Tensor | None, list[Receiving], list[Sending]]] = []
-        for windows in itertools.chain(itertools.zip_longest(*(stream.windows() for stream in turn)), itertools.repeat(None, FLYING - 1)):
+        for windows in itertools.chain(
+            itertools.zip_longest(*(stream.windows() for stream in turn)),
+            itertools.repeat(None, FLYING - 1),
+        ):
             if windows is not None:
                 flying.append(start(windows))
             if not flying or (windows is not None and len(flying) < FLYING):

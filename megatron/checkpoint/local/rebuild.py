@@ -1,4 +1,6 @@
-"""A restart from local checkpoints: what the nodes have together, a lost node's shards from its partner or set, and reading on any layout."""
+"""A restart from local checkpoints: what the nodes have together, a lost node's shards from its
+partner or set, and reading on any layout.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ NAMED = 8  # most shards that a message lists
 
 @dataclass(frozen=True)
 class Found:
-    """A local checkpoint of which the nodes together have every shard, or can make it. `held`: the files that each node has whole, shards and,
-    numbered after them, parities."""
+    """A local checkpoint of which the nodes together have every shard, or can make it. `held`: the
+    files that each node has whole, shards and, numbered after them, parities.
+    """
 
     iteration: int
     manifest: bytes
@@ -56,11 +59,18 @@ class Found:
         return sorted(set(range(len(self.all_records))) - set.union(set(), *self.held))
 
 
-def newest_local(nodes: Nodes, run: RunId, oldest: int, say: Callable[[str], None] = print, before: float = math.inf) -> Found | None:
-    """The newest local checkpoint of `run`, of iteration `oldest` or later and `before` another, of which the nodes have every shard or can make
-    it; all bytes are verified.
+def newest_local(
+    nodes: Nodes,
+    run: RunId,
+    oldest: int,
+    say: Callable[[str], None] = print,
+    before: float = math.inf,
+) -> Found | None:
+    """The newest local checkpoint of `run`, of iteration `oldest` or later and `before` another, of
+    which the nodes have every shard or can make it; all bytes are verified.
 
-    All ranks call this together; each reads its part of what its node has. The first rank's `say` is told why newer ones are passed over.
+    All ranks call this together; each reads its part of what its node has. The first rank's `say`
+    is told why newer ones are passed over.
     """
     listed = nodes.ranks.agree(lambda: _listed(nodes, run, oldest, before) if nodes.first else [])
     candidates: dict[tuple[int, str], list[set[int]]] = {}
@@ -79,35 +89,70 @@ def newest_local(nodes: Nodes, run: RunId, oldest: int, say: Callable[[str], Non
             _drop_damaged(nodes, run, key[0], held)
         lost = sorted(_lost(total, columns, set.union(*held)))
         if not lost:
-            return Found(key[0], _shared_manifest(nodes, run, key[0], sources[key]), tuple(map(frozenset, held)))
+            return Found(
+                key[0],
+                _shared_manifest(nodes, run, key[0], sources[key]),
+                tuple(map(frozenset, held)),
+            )
         if nodes.ranks.first:
             shown = ", ".join(map(str, lost[:NAMED])) + (" ..." if len(lost) > NAMED else "")
-            why = "; with --local-redundancy xor one node of a set may be lost, not two" if sets else ""
-            say(f"warning: the local checkpoint of iteration {key[0]} is not taken: of its {total} shards {len(lost)} ({shown}) are whole on no "
-                f"node{why}")
+            why = (
+                "; with --local-redundancy xor one node of a set may be lost, not two"
+                if sets
+                else ""
+            )
+            say(
+                f"warning: the local checkpoint of iteration {key[0]} is not taken: of its "
+                f"{total} shards {len(lost)} ({shown}) are whole on no "
+                f"node{why}"
+            )
     return None
 
 
 def _lost(total: int, columns: list[Column], present: set[int]) -> set[int]:
-    """Of `total` shards those that are neither among the files `present` nor can be made of them."""
+    """Of `total` shards those that are neither among the files `present` nor can be made of
+    them.
+    """
     missing = set(range(total)) - present
-    return missing & set().union(*(column.lost(present) for column in columns)) if columns else missing
+    return (
+        missing & set().union(*(column.lost(present) for column in columns)) if columns else missing
+    )
 
 
-def _listed(nodes: Nodes, run: RunId, oldest: int, before: float) -> list[tuple[int, str, list[int], int, list[int], list]]:
-    """Of this node's checkpoints of `run`: iteration, digest of the manifest, the files that are here by table and size; and what the manifest
-    says of shards in all, their bytes, and sets."""
+def _listed(
+    nodes: Nodes, run: RunId, oldest: int, before: float
+) -> list[tuple[int, str, list[int], int, list[int], list]]:
+    """Of this node's checkpoints of `run`: iteration, digest of the manifest, the files that are
+    here by table and size; and what the manifest says of shards in all, their bytes, and sets.
+    """
     root, rows = nodes.root / run.folder, []
     for iteration in m.list_iterations(root):
         try:
             raw, content = _manifest(root / m.iteration_folder(iteration))
-            if content["run"] != asdict(run) or content["iteration"] != iteration or not oldest <= iteration < before:
+            if (
+                content["run"] != asdict(run)
+                or content["iteration"] != iteration
+                or not oldest <= iteration < before
+            ):
                 continue
         except (CheckpointError, KeyError):
             continue  # the other nodes' tells what is missing here
         shards = content["shards"]
-        whole = [i for i, record in enumerate(shards + content.get("parities", [])) if _fits(root / m.iteration_folder(iteration), i, record)]
-        rows.append((iteration, m.table_digest(raw), whole, len(shards), [record["bytes"] for record in shards], content.get("sets", [])))
+        whole = [
+            i
+            for i, record in enumerate(shards + content.get("parities", []))
+            if _fits(root / m.iteration_folder(iteration), i, record)
+        ]
+        rows.append(
+            (
+                iteration,
+                m.table_digest(raw),
+                whole,
+                len(shards),
+                [record["bytes"] for record in shards],
+                content.get("sets", []),
+            )
+        )
     return rows
 
 
@@ -119,16 +164,23 @@ def _manifest(folder: Path) -> tuple[bytes, dict[str, Any]]:
 def _fits(folder: Path, number: int, record: dict[str, Any]) -> bool:
     try:
         table = load_bytes(folder / m.table_file(number), m.MANIFEST_LIMIT)
-        return m.table_digest(table) == record["table_digest"] and (folder / m.shard_file(number)).stat().st_size == record["bytes"]
+        return (
+            m.table_digest(table) == record["table_digest"]
+            and (folder / m.shard_file(number)).stat().st_size == record["bytes"]
+        )
     except (CheckpointError, OSError):
         return False
 
 
 def _drop_damaged(nodes: Nodes, run: RunId, iteration: int, held: list[set[int]]) -> None:
-    """Read every shard on its node, its ranks in turns, and take those that are not as they were written from `held`."""
+    """Read every shard on its node, its ranks in turns, and take those that are not as they were
+    written from `held`.
+    """
     folder, own = nodes.root / run.folder / m.iteration_folder(iteration), sorted(held[nodes.index])
     mine = own[nodes.place :: len(nodes.members[nodes.index])]
-    damaged = nodes.ranks.agree(lambda: [number for number in mine if not _is_whole(folder, number)])
+    damaged = nodes.ranks.agree(
+        lambda: [number for number in mine if not _is_whole(folder, number)]
+    )
     for node, ranks in enumerate(nodes.members):
         held[node] -= {number for rank in ranks for number in damaged[rank]}
 
@@ -136,14 +188,19 @@ def _drop_damaged(nodes: Nodes, run: RunId, iteration: int, held: list[set[int]]
 def _is_whole(folder: Path, number: int) -> bool:
     path = folder / m.shard_file(number)
     try:
-        table = m.DigestTable.decode(load_bytes(folder / m.table_file(number), m.MANIFEST_LIMIT), path)
+        table = m.DigestTable.decode(
+            load_bytes(folder / m.table_file(number), m.MANIFEST_LIMIT), path
+        )
         with open(path, "rb", buffering=0) as file:
             if m.chunk_digest(file.read(table.data_start)) != table.header:
                 return False
             buffer, at = memoryview(bytearray(max(1, BATCH // table.chunk) * table.chunk)), 0
             while got := file.readinto(buffer):
                 for start in range(0, got, table.chunk):
-                    if m.chunk_digest(buffer[start : min(start + table.chunk, got)]) != table.chunks[at]:
+                    if (
+                        m.chunk_digest(buffer[start : min(start + table.chunk, got)])
+                        != table.chunks[at]
+                    ):
                         return False
                     at += 1
             return at == len(table.chunks)
@@ -165,11 +222,14 @@ def _shared_manifest(nodes: Nodes, run: RunId, iteration: int, source: int) -> b
     return share_bytes({0: own} if own else {}, [size], nodes.ranks)[0]
 
 
-# ---- a lost node ------------------------------------------------------------------------------------------------------
+# ---- a lost node ---------------------------------------------------------------------------------
 
 
-def restore_copies(nodes: Nodes, run: RunId, found: Found, say: Callable[[str], None] = print) -> Found:
-    """Give every shard that one node alone has to a second one, the emptiest: a new node gets what the lost one had. What is found then.
+def restore_copies(
+    nodes: Nodes, run: RunId, found: Found, say: Callable[[str], None] = print
+) -> Found:
+    """Give every shard that one node alone has to a second one, the emptiest: a new node gets what
+    the lost one had. What is found then.
 
     When that fails (no room) the first rank's `say` is told, and nothing has changed.
     """
@@ -179,26 +239,49 @@ def restore_copies(nodes: Nodes, run: RunId, found: Found, say: Callable[[str], 
         holders = [node for node, held in enumerate(found.held) if number in held]
         if len(holders) > 1 or len(nodes.members) == 1:
             continue
-        to = min((node for node in range(len(load)) if node not in holders), key=lambda node: (load[node], node))
+        to = min(
+            (node for node in range(len(load)) if node not in holders),
+            key=lambda node: (load[node], node),
+        )
         load[to] += record["bytes"]
         gains[to].add(number)
-        parcels.append(Parcel(number, record["bytes"], nodes.rank(holders[0], number), nodes.rank(to, number)))
+        parcels.append(
+            Parcel(number, record["bytes"], nodes.rank(holders[0], number), nodes.rank(to, number))
+        )
     if not parcels:
         return found
     folder = nodes.root / run.folder / m.iteration_folder(found.iteration)
     try:
         with NodeAttempt(nodes, run, found.iteration, "rebuilt") as attempt:
-            attempt.agree(lambda: _link(folder, attempt.folder, found.held[nodes.index]) if nodes.first else None)
+            attempt.agree(
+                lambda: (
+                    _link(folder, attempt.folder, found.held[nodes.index]) if nodes.first else None
+                )
+            )
             attempt.take(in_rounds(parcels, nodes.members), folder, records)
             attempt.publish(found.manifest, lambda node: bool(gains[node]))
     except UserError as error:
         if nodes.ranks.first:
-            say(f"warning: shards of the local checkpoint of iteration {found.iteration} have one copy only: {error}")
+            say(
+                f"warning: shards of the local checkpoint of iteration {found.iteration} "
+                f"have one copy only: {error}"
+            )
         return found
     if nodes.ranks.first:
-        to = ", ".join(f"node {node} ({nodes.hosts[node]}): {len(numbers)}" for node, numbers in enumerate(gains) if numbers)
-        say(f"shards of the local checkpoint of iteration {found.iteration} rebuilt from their partners: {to}")
-    return Found(found.iteration, found.manifest, tuple(held | gained for held, gained in zip(found.held, map(frozenset, gains))))
+        to = ", ".join(
+            f"node {node} ({nodes.hosts[node]}): {len(numbers)}"
+            for node, numbers in enumerate(gains)
+            if numbers
+        )
+        say(
+            f"shards of the local checkpoint of iteration {found.iteration} rebuilt from "
+            f"their partners: {to}"
+        )
+    return Found(
+        found.iteration,
+        found.manifest,
+        tuple(held | gained for held, gained in zip(found.held, map(frozenset, gains))),
+    )
 
 
 def _load(found: Found) -> list[int]:
@@ -207,44 +290,83 @@ def _load(found: Found) -> list[int]:
     return [sum(records[number]["bytes"] for number in held) for held in found.held]
 
 
-def rebuild_lost(nodes: Nodes, run: RunId, found: Found, say: Callable[[str], None] = print) -> Found | None:
-    """Make what no node has out of the sets' parities, on the emptiest node that has nothing of the same column, where there is one.
+def rebuild_lost(
+    nodes: Nodes, run: RunId, found: Found, say: Callable[[str], None] = print
+) -> Found | None:
+    """Make what no node has out of the sets' parities, on the emptiest node that has nothing of the
+    same column, where there is one.
 
-    None when that fails and a shard is lost; the first rank's `say` is told, and nothing has changed.
+    None when that fails and a shard is lost; the first rank's `say` is told, and nothing has
+    changed.
     """
     missing = found.missing
     if not missing:
         return found
-    records, shards, streams, load, gains = found.all_records, range(len(found.records)), [], _load(found), [set() for _ in nodes.members]
+    records, shards, streams, load, gains = (
+        found.all_records,
+        range(len(found.records)),
+        [],
+        _load(found),
+        [set() for _ in nodes.members],
+    )
     for column in columns_in(found.records, found.content["sets"]):
         for place, number in enumerate(column.shards):
             lost = [each for each in (number, column.first + place) if each in missing]
             if not lost:
                 continue
-            beside = {*column.shards, *range(column.first, column.first + len(column.shards))} - {number, column.first + place}
-            to = min(range(len(load)), key=lambda node: (len(beside & found.held[node]), load[node], node))
+            beside = {*column.shards, *range(column.first, column.first + len(column.shards))} - {
+                number,
+                column.first + place,
+            }
+            to = min(
+                range(len(load)),
+                key=lambda node: (len(beside & found.held[node]), load[node], node),
+            )
             load[to] += sum(records[each]["bytes"] for each in lost)
             gains[to].update(lost)
-            streams += [(column.shard if each == number else column.parity)(place, nodes.rank(to, each)) for each in lost]
+            streams += [
+                (column.shard if each == number else column.parity)(place, nodes.rank(to, each))
+                for each in lost
+            ]
     folder = nodes.root / run.folder / m.iteration_folder(found.iteration)
 
     def owner(number: int) -> int:
-        return nodes.rank(next(node for node, held in enumerate(found.held) if number in held), number)
+        return nodes.rank(
+            next(node for node, held in enumerate(found.held) if number in held), number
+        )
 
     try:
         with NodeAttempt(nodes, run, found.iteration, "rebuilt") as attempt:
-            attempt.agree(lambda: _link(folder, attempt.folder, found.held[nodes.index]) if nodes.first else None)
+            attempt.agree(
+                lambda: (
+                    _link(folder, attempt.folder, found.held[nodes.index]) if nodes.first else None
+                )
+            )
             attempt.make(streams, len(shards), owner, folder, records)
             attempt.publish(found.manifest, lambda node: bool(gains[node]))
     except UserError as error:
         whole = missing[0] not in shards  # parities alone are lost
         if nodes.ranks.first:
-            say(f"warning: the local checkpoint of iteration {found.iteration} {'lacks a parity' if whole else 'is not taken'}: {error}")
+            say(
+                f"warning: the local checkpoint of iteration {found.iteration} "
+                f"{'lacks a parity' if whole else 'is not taken'}: {error}"
+            )
         return found if whole else None
     if nodes.ranks.first:
-        to = ", ".join(f"node {node} ({nodes.hosts[node]}): {len(numbers & set(shards))}" for node, numbers in enumerate(gains) if numbers)
-        say(f"shards of the local checkpoint of iteration {found.iteration} rebuilt from their sets: {to}")
-    return Found(found.iteration, found.manifest, tuple(held | gained for held, gained in zip(found.held, map(frozenset, gains))))
+        to = ", ".join(
+            f"node {node} ({nodes.hosts[node]}): {len(numbers & set(shards))}"
+            for node, numbers in enumerate(gains)
+            if numbers
+        )
+        say(
+            f"shards of the local checkpoint of iteration {found.iteration} rebuilt from "
+            f"their sets: {to}"
+        )
+    return Found(
+        found.iteration,
+        found.manifest,
+        tuple(held | gained for held, gained in zip(found.held, map(frozenset, gains))),
+    )
 
 
 def _link(source: Path, target: Path, numbers: Iterable[int]) -> None:
@@ -253,13 +375,14 @@ def _link(source: Path, target: Path, numbers: Iterable[int]) -> None:
             os.link(source / name, target / name)
 
 
-# ---- reading ----------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 class LocalCheckpoint(Checkpoint):
-    """A local checkpoint as any rank opens it: a folder with links to the shards of its node and, for the others, files that have their
-    header and size and no data. `fetch` fills those that are read; what is not filled is refused by its digests. All ranks open, fetch
-    and close together; closing removes the folder.
+    """A local checkpoint as any rank opens it: a folder with links to the shards of its node and,
+    for the others, files that have their header and size and no data. `fetch` fills those that are
+    read; what is not filled is refused by its digests. All ranks open, fetch and close together;
+    closing removes the folder.
     """
 
     def __init__(self, nodes: Nodes, run: RunId, found: Found) -> None:
@@ -287,12 +410,19 @@ class LocalCheckpoint(Checkpoint):
         (folder / m.MANIFEST).write_bytes(self.found.manifest)
 
     def fetch(self, boxes: Iterable[Box]) -> int:
-        """Bring the shards that hold anything of `boxes` to this rank's node; returns how many bytes of shards travelled, over all nodes."""
+        """Bring the shards that hold anything of `boxes` to this rank's node; returns how many
+        bytes of shards travelled, over all nodes.
+        """
         nodes, held = self.nodes, self.found.held
         needed = set()
         for box in boxes:
             for piece in self.tensors[box.name].pieces if box.name in self.tensors else ():
-                if intersect(tuple(box.offset) or (0,), tuple(box.extent) or (1,), piece.offset or (0,), piece.extent or (1,)):
+                if intersect(
+                    tuple(box.offset) or (0,),
+                    tuple(box.extent) or (1,),
+                    piece.offset or (0,),
+                    piece.extent or (1,),
+                ):
                     needed.add(piece.shard.number)
         told = nodes.ranks.agree(lambda: sorted(needed - held[nodes.index]))
         parcels, room = [], [0] * len(nodes.members)
@@ -300,10 +430,22 @@ class LocalCheckpoint(Checkpoint):
             for number in sorted({number for rank in ranks for number in told[rank]}):
                 holders = [other for other, numbers in enumerate(held) if number in numbers]
                 size = self.shards[number].size
-                parcels.append(Parcel(number, size, nodes.rank(holders[(node + number) % len(holders)], number), nodes.rank(node, number)))
+                parcels.append(
+                    Parcel(
+                        number,
+                        size,
+                        nodes.rank(holders[(node + number) % len(holders)], number),
+                        nodes.rank(node, number),
+                    )
+                )
                 room[node] += size
         self._attempt.agree(lambda: self._require(room[nodes.index]))
-        fault = carry(in_rounds(parcels, nodes.members), nodes.ranks, lambda number: self.shards[number].path, self._fill)
+        fault = carry(
+            in_rounds(parcels, nodes.members),
+            nodes.ranks,
+            lambda number: self.shards[number].path,
+            self._fill,
+        )
         self._attempt.agree(lambda: _reraise(fault))
         return sum(room)
 
@@ -311,9 +453,13 @@ class LocalCheckpoint(Checkpoint):
         disk = os.statvfs(self.nodes.root)
         if size > disk.f_bavail * disk.f_frsize:
             raise CheckpointError(
-                f"--local-checkpoint-dir {self.nodes.root} on node {self.nodes.index} ({self.nodes.hosts[self.nodes.index]}): on this layout its "
-                f"ranks read shards of {size / GIB:.3g} GiB from other nodes, and {disk.f_bavail * disk.f_frsize / GIB:.3g} GiB are free: make room, "
-                "start with the layout and the nodes of before, or take a checkpoint of --load with --ckpt-step")
+                f"--local-checkpoint-dir {self.nodes.root} on node {self.nodes.index} "
+                f"({self.nodes.hosts[self.nodes.index]}): on this layout its "
+                f"ranks read shards of {size / GIB:.3g} GiB from other nodes, and "
+                f"{disk.f_bavail * disk.f_frsize / GIB:.3g} GiB are free: make room, "
+                "start with the layout and the nodes of before, or take a checkpoint of "
+                "--load with --ckpt-step"
+            )
 
     def _fill(self, number: int, pieces: Iterator[memoryview]) -> None:
         with open(self.shards[number].path, "r+b", buffering=0) as file:
@@ -337,8 +483,17 @@ def _reraise(fault: Exception | None) -> None:
 def _heads(nodes: Nodes, run: RunId, found: Found) -> dict[int, tuple[bytes, bytes]]:
     """(table, header with its padding) of every shard that some node lacks, on every rank."""
     folder = nodes.root / run.folder / m.iteration_folder(found.iteration)
-    lacking = [number for number in range(len(found.records)) if any(number not in held for held in found.held)]
-    source = {number: nodes.rank(next(node for node, held in enumerate(found.held) if number in held), number) for number in lacking}
+    lacking = [
+        number
+        for number in range(len(found.records))
+        if any(number not in held for held in found.held)
+    ]
+    source = {
+        number: nodes.rank(
+            next(node for node, held in enumerate(found.held) if number in held), number
+        )
+        for number in lacking
+    }
     own: dict[int, tuple[bytes, bytes]] = {}
 
     def read() -> dict[str, list[int]]:
@@ -350,5 +505,12 @@ def _heads(nodes: Nodes, run: RunId, found: Found) -> dict[int, tuple[bytes, byt
         return {str(at): [len(table), len(header)] for at, (table, header) in own.items()}
 
     lengths = {int(at): sizes for told in nodes.ranks.agree(read) for at, sizes in told.items()}
-    whole = share_bytes({at: table + header for at, (table, header) in own.items()}, [sum(lengths[at]) for at in range(len(lacking))], nodes.ranks)
-    return {number: (raw[: lengths[at][0]], raw[lengths[at][0] :]) for at, (number, raw) in enumerate(zip(lacking, whole))}
+    whole = share_bytes(
+        {at: table + header for at, (table, header) in own.items()},
+        [sum(lengths[at]) for at in range(len(lacking))],
+        nodes.ranks,
+    )
+    return {
+        number: (raw[: lengths[at][0]], raw[lengths[at][0] :])
+        for at, (number, raw) in enumerate(zip(lacking, whole))
+    }

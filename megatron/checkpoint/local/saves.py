@@ -1,8 +1,10 @@
-"""Checkpoints in a folder of each node, such as /dev/shm: written often, and found again after the job (docs/checkpoint.md, "Tiers").
+"""Checkpoints in a folder of each node, such as /dev/shm: written often, and found again after the
+job (docs/checkpoint.md, "Tiers").
 
-`<root>/run-<id>/iter_0000010/` holds on every node the manifest of all shards, and the shards of the node's own ranks; with a partner
-those of the node before it too, in a set a parity for each of its ranks, numbered after all shards. What is there of an iteration is
-whole; whether all nodes together have all of it is found out at a restart.
+`<root>/run-<id>/iter_0000010/` holds on every node the manifest of all shards, and the shards of
+the node's own ranks; with a partner those of the node before it too, in a set a parity for each of
+its ranks, numbered after all shards. What is there of an iteration is whole; whether all nodes
+together have all of it is found out at a restart.
 """
 
 from __future__ import annotations
@@ -24,10 +26,24 @@ from torch import Tensor
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.commit import Attempt
-from megatron.checkpoint.files import clean, hold, new_file, sync_folder, write_all, write_shard_file
+from megatron.checkpoint.files import (
+    clean,
+    hold,
+    new_file,
+    sync_folder,
+    write_all,
+    write_shard_file,
+)
 from megatron.checkpoint.local.nodes import Nodes, RunId, own_folder
 from megatron.checkpoint.local.parcels import Parcel, carry, in_rounds
-from megatron.checkpoint.local.parity import Stream, columns_in, columns_of, exchange, parity_header, sets_of
+from megatron.checkpoint.local.parity import (
+    Stream,
+    columns_in,
+    columns_of,
+    exchange,
+    parity_header,
+    sets_of,
+)
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.writer import write_shard
 
@@ -39,48 +55,94 @@ GIB = 1 << 30
 
 
 def save_local(
-    nodes: Nodes, run: RunId, iteration: int, tensors: Iterable[tuple[Box, Tensor]], state: dict[str, Any], redundancy: str = "none",
+    nodes: Nodes,
+    run: RunId,
+    iteration: int,
+    tensors: Iterable[tuple[Box, Tensor]],
+    state: dict[str, Any],
+    redundancy: str = "none",
 ) -> Path:
-    """Write iteration `iteration` of `run` on every node, and return the folder on this one. All ranks call this together.
+    """Write iteration `iteration` of `run` on every node, and return the folder on this one. All
+    ranks call this together.
 
-    `tensors` and `state` as for save_checkpoint. `redundancy`: --local-redundancy. An iteration that
-    exists already is replaced; the newest one before this is kept, and all others are removed, those of an abandoned later pass too.
-    Raises UserError on every rank when anything prevents the save on any; the checkpoints that were there are untouched by that.
+    `tensors` and `state` as for save_checkpoint. `redundancy`: --local-redundancy. An iteration
+    that exists already is replaced; the newest one before this is kept, and all others are removed,
+    those of an abandoned later pass too. Raises UserError on every rank when anything prevents the
+    save on any; the checkpoints that were there are untouched by that.
     """
     pairs = [(box, tensor) for box, tensor in tensors if math.prod(box.extent)]
     with NodeAttempt(nodes, run, iteration, state=state, own=int(bool(pairs))) as attempt:
         index = attempt.index
-        told = attempt.agree(lambda: (None if index is None else write_shard(attempt.folder, index, attempt.shards, iteration, pairs) | nodes.ranks.who,
-                                      datetime.now(UTC).isoformat(timespec="seconds")))
+        told = attempt.agree(
+            lambda: (
+                None
+                if index is None
+                else write_shard(attempt.folder, index, attempt.shards, iteration, pairs)
+                | nodes.ranks.who,
+                datetime.now(UTC).isoformat(timespec="seconds"),
+            )
+        )
         records, created = [record for record, _ in told if record is not None], told[0][1]
         parities: dict[str, Any] = {}
         if redundancy == "partner":
-            parcels = partner_parcels(nodes, [None if record is None else record["bytes"] for record, _ in told])
+            parcels = partner_parcels(
+                nodes, [None if record is None else record["bytes"] for record, _ in told]
+            )
             attempt.take(parcels, attempt.folder, records)
         elif redundancy == "xor":
             parities = attempt.add_parities([record for record, _ in told])
-        content = {"format": m.FORMAT, "version": m.VERSION, "iteration": iteration, "attempt": attempt.name, "created": created, "run": asdict(run),
-                   "shards": records, **parities, "state": state}
+        content = {
+            "format": m.FORMAT,
+            "version": m.VERSION,
+            "iteration": iteration,
+            "attempt": attempt.name,
+            "created": created,
+            "run": asdict(run),
+            "shards": records,
+            **parities,
+            "state": state,
+        }
         attempt.publish(m.encode_manifest(content))
         attempt.agree(attempt.thin)
         return attempt.root / m.iteration_folder(iteration)
 
 
 def partner_parcels(nodes: Nodes, sizes: list[int | None]) -> list[Parcel]:
-    """Every rank's shard, of `sizes` bytes by rank (None: it has none), goes to the rank of the same place on the next node."""
-    numbers = {rank: number for number, rank in enumerate(rank for rank, size in enumerate(sizes) if size is not None)}
+    """Every rank's shard, of `sizes` bytes by rank (None: it has none), goes to the rank of the
+    same place on the next node.
+    """
+    numbers = {
+        rank: number
+        for number, rank in enumerate(rank for rank, size in enumerate(sizes) if size is not None)
+    }
     after = [*nodes.members[1:], nodes.members[0]]
-    return in_rounds([Parcel(numbers[rank], sizes[rank], rank, to) for here, there in zip(nodes.members, after) for rank, to in zip(here, there)
-                      if rank in numbers], nodes.members)
+    return in_rounds(
+        [
+            Parcel(numbers[rank], sizes[rank], rank, to)
+            for here, there in zip(nodes.members, after)
+            for rank, to in zip(here, there)
+            if rank in numbers
+        ],
+        nodes.members,
+    )
 
 
 class NodeAttempt(Attempt):
-    """A temporary folder on each node for one iteration that is to be `done` (saved, rebuilt, read): made, and in the end removed, by the
-    node's first rank."""
+    """A temporary folder on each node for one iteration that is to be `done` (saved, rebuilt,
+    read): made, and in the end removed, by the node's first rank.
+    """
 
-    def __init__(self, nodes: Nodes, run: RunId, iteration: int, done: str = "saved", **saved: Any) -> None:
+    def __init__(
+        self, nodes: Nodes, run: RunId, iteration: int, done: str = "saved", **saved: Any
+    ) -> None:
         self.nodes = nodes
-        super().__init__(nodes.root / run.folder, iteration, nodes.ranks, partial(_not_done, nodes.root, iteration, done), **saved)
+        super().__init__(
+            nodes.root / run.folder,
+            iteration,
+            nodes.ranks,
+            partial(_not_done, nodes.root, iteration, done),
+            **saved,
+        )
         self.makes = nodes.first
 
     def __enter__(self) -> NodeAttempt:
@@ -108,13 +170,17 @@ class NodeAttempt(Attempt):
             self.lock = hold(self.folder)
 
     def take(self, parcels: list[Parcel], source: Path, records: list[dict[str, Any]]) -> None:
-        """Carry shards from `source` on one node into this folder on another; all are verified as they arrive."""
+        """Carry shards from `source` on one node into this folder on another; all are verified as
+        they arrive.
+        """
 
         def write(number: int, pieces: Iterator[memoryview]) -> None:
             header, rest = _split(pieces)
             written = write_shard_file(self.folder, number, header, rest)
             if any(records[number][key] != value for key, value in written.items()):
-                raise CheckpointError(f"{self.folder}: {m.shard_file(number)} changed on its way from another node")
+                raise CheckpointError(
+                    f"{self.folder}: {m.shard_file(number)} changed on its way from another node"
+                )
 
         def check() -> None:
             if fault is not None:
@@ -124,25 +190,52 @@ class NodeAttempt(Attempt):
         self.agree(check)
 
     def add_parities(self, told: list[dict[str, Any] | None]) -> dict[str, Any]:
-        """A parity of its column for every rank, `told` being the entries of all ranks' shards; what the manifest says of them."""
-        columns, shards = columns_of(self.nodes.members), [record for record in told if record is not None]
+        """A parity of its column for every rank, `told` being the entries of all ranks' shards;
+        what the manifest says of them.
+        """
+        columns, shards = (
+            columns_of(self.nodes.members),
+            [record for record in told if record is not None],
+        )
         writers = [rank for rank, record in enumerate(told) if record is not None]
-        sets = [[writers.index(rank) if rank in writers else None for rank in ranks] for ranks in columns]
-        streams = [column.parity(place, rank) for column, ranks in zip(columns_in(shards, sets), columns) for place, rank in enumerate(ranks)]
+        sets = [
+            [writers.index(rank) if rank in writers else None for rank in ranks]
+            for ranks in columns
+        ]
+        streams = [
+            column.parity(place, rank)
+            for column, ranks in zip(columns_in(shards, sets), columns)
+            for place, rank in enumerate(ranks)
+        ]
         made = self.make(streams, len(shards), writers.__getitem__, self.folder)
         return {"sets": sets, "parities": [made[stream.number] for stream in streams]}
 
-    def make(self, streams: list[Stream], shards: int, owner: Callable[[int], int], source: Path,
-             records: Sequence[dict[str, Any]] = ()) -> dict[int, dict[str, Any]]:
-        """Make files out of others, which `owner(number)` has in `source`: their entries by number, from `shards` on parities. Those that are in
-        `records` already must become the same."""
+    def make(
+        self,
+        streams: list[Stream],
+        shards: int,
+        owner: Callable[[int], int],
+        source: Path,
+        records: Sequence[dict[str, Any]] = (),
+    ) -> dict[int, dict[str, Any]]:
+        """Make files out of others, which `owner(number)` has in `source`: their entries by number,
+        from `shards` on parities. Those that are in `records` already must become the same.
+        """
         made: list[tuple[int, dict[str, Any]]] = []
 
         def write(number: int, pieces: Iterator[memoryview]) -> None:
-            header, rest = _split(pieces) if number < shards else (parity_header(self.iteration, number), pieces)
+            header, rest = (
+                _split(pieces)
+                if number < shards
+                else (parity_header(self.iteration, number), pieces)
+            )
             entry = write_shard_file(self.folder, number, header, rest)
-            if number < len(records) and any(records[number][key] != value for key, value in entry.items()):
-                raise CheckpointError(f"{self.folder}: {m.shard_file(number)} is not what was saved")
+            if number < len(records) and any(
+                records[number][key] != value for key, value in entry.items()
+            ):
+                raise CheckpointError(
+                    f"{self.folder}: {m.shard_file(number)} is not what was saved"
+                )
             made.append((number, entry))
 
         def check() -> list[tuple[int, dict[str, Any]]]:
@@ -150,11 +243,15 @@ class NodeAttempt(Attempt):
                 raise fault
             return made
 
-        fault = exchange(streams, self.ranks, owner, lambda number: source / m.shard_file(number), write)
+        fault = exchange(
+            streams, self.ranks, owner, lambda number: source / m.shard_file(number), write
+        )
         return {number: entry for told in self.agree(check) for number, entry in told}
 
     def publish(self, manifest: bytes, on: Callable[[int], bool] = lambda node: True) -> None:
-        """Add the manifest and give the folder its name, in the place of one that is there, on the nodes chosen."""
+        """Add the manifest and give the folder its name, in the place of one that is there, on the
+        nodes chosen.
+        """
         target = self.root / m.iteration_folder(self.iteration)
 
         def replace() -> str | None:
@@ -181,7 +278,9 @@ class NodeAttempt(Attempt):
         if not self.nodes.first:
             return
         iterations = m.list_iterations(self.root)
-        for iteration in set(iterations) - set([i for i in iterations if i <= self.iteration][:KEPT]):
+        for iteration in set(iterations) - set(
+            [i for i in iterations if i <= self.iteration][:KEPT]
+        ):
             os.rename(self.root / m.iteration_folder(iteration), self._trash(iteration))
             shutil.rmtree(self._trash(iteration), ignore_errors=True)
 
@@ -199,13 +298,16 @@ def _split(pieces: Iterator[memoryview]) -> tuple[bytes, Iterator[memoryview]]:
 
 def _not_done(root: Path, iteration: int, done: str, error: Exception) -> str:
     words = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-    text = f"--local-checkpoint-dir {root}: the local checkpoint of iteration {iteration} was not {done}: {words}"
+    text = (
+        f"--local-checkpoint-dir {root}: the local checkpoint of iteration {iteration} was "
+        f"not {done}: {words}"
+    )
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
         text += "; free space there, or give a larger folder"
     return f"{text}. Older ones are untouched"
 
 
-# ---- before training --------------------------------------------------------------------------------------------------
+# ---- before training -----------------------------------------------------------------------------
 
 
 def require_redundancy(nodes: Nodes, redundancy: str, say: Callable[[str], None] = print) -> None:
@@ -213,25 +315,45 @@ def require_redundancy(nodes: Nodes, redundancy: str, say: Callable[[str], None]
     sizes, flag = [len(ranks) for ranks in nodes.members], f"--local-redundancy {redundancy}"
     if len(sizes) == 1:
         what = "a partner is another one" if redundancy == "partner" else "a set is of several"
-        raise CheckpointError(f"{flag}: all ranks see the same {nodes.root}, which counts as one node, and {what}: start on two or more nodes, or "
-                              "give --local-redundancy none")
+        raise CheckpointError(
+            f"{flag}: all ranks see the same {nodes.root}, which counts as one node, and "
+            f"{what}: start on two or more nodes, or "
+            "give --local-redundancy none"
+        )
     if len(set(sizes)) > 1:
         shown = ", ".join(f"{host} {size}" for host, size in zip(nodes.hosts, sizes))
-        raise CheckpointError(f"{flag}: needs the same number of ranks on every node, found {shown}: start as many on each, or "
-                              "give --local-redundancy none")
+        raise CheckpointError(
+            f"{flag}: needs the same number of ranks on every node, found {shown}: start as "
+            "many on each, or "
+            "give --local-redundancy none"
+        )
     if len(set(nodes.hosts)) < len(sizes):
         lost = "both copies" if redundancy == "partner" else "two nodes of a set"
-        say(f"warning: {flag}: {len(sizes)} folders {nodes.root} on {len(set(nodes.hosts))} host(s): when a host is lost, so may be {lost}")
+        say(
+            f"warning: {flag}: {len(sizes)} folders {nodes.root} on {len(set(nodes.hosts))} "
+            f"host(s): when a host is lost, so may be {lost}"
+        )
     if redundancy == "xor":
         sets = [len(chosen) for chosen in sets_of(len(sizes))]
-        share = "a copy" if max(sizes_of := set(sets)) == 2 else " or ".join(f"1/{size - 1}" for size in sorted(sizes_of, reverse=True))
-        say(f" {flag}: {len(sizes)} nodes in {len(sets)} set(s) of {' and '.join(map(str, sorted(sizes_of, reverse=True)))}; beside its own shards a "
-            f"node keeps {share} of the largest's bytes, and of each set one node may be lost")
+        share = (
+            "a copy"
+            if max(sizes_of := set(sets)) == 2
+            else " or ".join(f"1/{size - 1}" for size in sorted(sizes_of, reverse=True))
+        )
+        say(
+            f" {flag}: {len(sizes)} nodes in {len(sets)} set(s) of "
+            f"{' and '.join(map(str, sorted(sizes_of, reverse=True)))}; beside its own "
+            "shards a "
+            f"node keeps {share} of the largest's bytes, and of each set one node may be lost"
+        )
 
 
-def require_room(nodes: Nodes, run: RunId, own_bytes: int, redundancy: str, drains: bool = False) -> None:
-    """Raise CheckpointError on every rank unless each node's folder has room for KEPT checkpoints and the one that is being written; and, with
-    `drains`, for one that is no longer kept and still on its way to --save.
+def require_room(
+    nodes: Nodes, run: RunId, own_bytes: int, redundancy: str, drains: bool = False
+) -> None:
+    """Raise CheckpointError on every rank unless each node's folder has room for KEPT checkpoints
+    and the one that is being written; and, with `drains`, for one that is no longer kept and still
+    on its way to --save.
 
     `own_bytes`: of this rank's shard. What this run has there already counts as room.
     """
@@ -239,8 +361,14 @@ def require_room(nodes: Nodes, run: RunId, own_bytes: int, redundancy: str, drai
     own = [sum(by_rank[rank] for rank in ranks) for ranks in nodes.members]
     one = own[nodes.index] + (own[nodes.index - 1] if redundancy == "partner" else 0)
     if redundancy == "xor":
-        mine = [ranks for ranks in columns_of(nodes.members) if set(ranks) & set(nodes.members[nodes.index])]
-        one += sum(max(by_rank[rank] for rank in ranks) // (len(ranks) - 1) + m.ALIGN for ranks in mine)
+        mine = [
+            ranks
+            for ranks in columns_of(nodes.members)
+            if set(ranks) & set(nodes.members[nodes.index])
+        ]
+        one += sum(
+            max(by_rank[rank] for rank in ranks) // (len(ranks) - 1) + m.ALIGN for ranks in mine
+        )
     most = KEPT + 1 + drains
 
     def check() -> None:
@@ -250,12 +378,23 @@ def require_room(nodes: Nodes, run: RunId, own_bytes: int, redundancy: str, drai
         free, held = disk.f_bavail * disk.f_frsize, _size(nodes.root / run.folder)
         others = sum(_size(path) for path in nodes.root.glob("run-*") if path.name != run.folder)
         if most * one > free + held:
-            left = f" Other runs have left {others / GIB:.3g} GiB there (run-*): remove what is no longer needed." if others else ""
+            left = (
+                (
+                    f" Other runs have left {others / GIB:.3g} GiB there (run-*): remove what is "
+                    "no longer needed."
+                )
+                if others
+                else ""
+            )
             draining = ", one on its way to --save" if drains else ""
             raise CheckpointError(
-                f"--local-checkpoint-dir {nodes.root} on node {nodes.index} ({nodes.hosts[nodes.index]}): {most} checkpoints ({KEPT} kept, one being "
-                f"written{draining}) of {one / GIB:.3g} GiB each need {most * one / GIB:.3g} GiB, and {(free + held) / GIB:.3g} GiB are free.{left} "
-                f"Give a larger folder{', or --local-redundancy none' if redundancy != 'none' else ''}")
+                f"--local-checkpoint-dir {nodes.root} on node {nodes.index} "
+                f"({nodes.hosts[nodes.index]}): {most} checkpoints ({KEPT} kept, one being "
+                f"written{draining}) of {one / GIB:.3g} GiB each need {most * one / GIB:.3g} "
+                f"GiB, and {(free + held) / GIB:.3g} GiB are free.{left} "
+                "Give a larger "
+                f"folder{', or --local-redundancy none' if redundancy != 'none' else ''}"
+            )
 
     nodes.ranks.agree(check)
 

@@ -1,4 +1,6 @@
-"""A run's two tiers of checkpoints: those in a folder of each node, saved often, and those of --save. All ranks call everything together."""
+"""A run's two tiers of checkpoints: those in a folder of each node, saved often, and those of
+--save. All ranks call everything together.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.index import newest_first
-from megatron.checkpoint.local.nodes import RUN_FILE, RunId, find_nodes, forget_run, new_run, read_run
-from megatron.checkpoint.local.rebuild import Found, LocalCheckpoint, newest_local, rebuild_lost, restore_copies
+from megatron.checkpoint.local.nodes import (
+    RUN_FILE,
+    RunId,
+    find_nodes,
+    forget_run,
+    new_run,
+    read_run,
+)
+from megatron.checkpoint.local.rebuild import (
+    Found,
+    LocalCheckpoint,
+    newest_local,
+    rebuild_lost,
+    restore_copies,
+)
 from megatron.checkpoint.local.saves import require_redundancy, require_room, save_local
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.progress import GB
@@ -31,7 +46,13 @@ if TYPE_CHECKING:
 class Tiers:
     """The local tier of a run. `redundancy`: --local-redundancy."""
 
-    def __init__(self, root: str | Path, ranks: Ranks, redundancy: str, say: Callable[[str], None] = partial(print, flush=True)):
+    def __init__(
+        self,
+        root: str | Path,
+        ranks: Ranks,
+        redundancy: str,
+        say: Callable[[str], None] = partial(print, flush=True),
+    ):
         self.nodes, self.redundancy, self.say = find_nodes(root, ranks), redundancy, say
         self.run: RunId | None = None
         if redundancy != "none":
@@ -42,16 +63,20 @@ class Tiers:
             self.say(text)
 
     def newest(self, load: str, save: str | None, older: bool) -> Checkpoint | None:
-        """The newest checkpoint of `load`, or of the local ones where `load` is the folder that the run saves to; of one iteration the local one.
+        """The newest checkpoint of `load`, or of the local ones where `load` is the folder that the
+        run saves to; of one iteration the local one.
 
-        A local one of an iteration before the newest of `load` is taken when that is damaged and `older` allows it, else never.
-        Raises as open_checkpoint.
+        A local one of an iteration before the newest of `load` is taken when that is damaged and
+        `older` allows it, else never. Raises as open_checkpoint.
         """
         ranks = self.nodes.ranks
         told = ranks.agree(lambda: _look(load, save) if ranks.first else None)[0]
         run, shared = None if told[0] is None else RunId(**told[0]), told[1]
         if told[2]:
-            self._first_says(f"warning: {load} was copied or moved, which makes it another run's: local checkpoints are not looked for")
+            self._first_says(
+                f"warning: {load} was copied or moved, which makes it another run's: local "
+                "checkpoints are not looked for"
+            )
         if run is None:
             return open_checkpoint(load, None, self.say, ranks, older)
         newest = max(shared, default=0)
@@ -66,12 +91,20 @@ class Tiers:
                 checkpoint = None
             if found is None or (checkpoint is not None and checkpoint.iteration > found.iteration):
                 return checkpoint
-        self._first_says(f" taking the local checkpoint of iteration {found.iteration} ({self.nodes.root}): --load {load} has "
-                         + (f"iteration {newest}" if shared else "none") + (", which is not whole" if newest > found.iteration else ""))
+        self._first_says(
+            (
+                f" taking the local checkpoint of iteration {found.iteration} "
+                f"({self.nodes.root}): --load {load} has "
+            )
+            + (f"iteration {newest}" if shared else "none")
+            + (", which is not whole" if newest > found.iteration else "")
+        )
         return self._open(run, found)
 
     def _newest_whole(self, run: RunId, oldest: int) -> Found | None:
-        """The newest local checkpoint of iteration `oldest` or later; what a set's parities can make is there then."""
+        """The newest local checkpoint of iteration `oldest` or later; what a set's parities can
+        make is there then.
+        """
         found = newest_local(self.nodes, run, oldest, self.say)
         while found is not None:
             whole = rebuild_lost(self.nodes, run, found, self.say)
@@ -86,13 +119,21 @@ class Tiers:
         return LocalCheckpoint(self.nodes, run, found)
 
     def require_room(self, own_bytes: int, drains: bool) -> None:
-        """Raise CheckpointError on every rank when a node has no room for the run's checkpoints, `own_bytes` of this rank."""
+        """Raise CheckpointError on every rank when a node has no room for the run's checkpoints,
+        `own_bytes` of this rank.
+        """
         require_room(self.nodes, self.run, own_bytes, self.redundancy, drains)
 
     def save(
-        self, iteration: int, pairs: Sequence[tuple[Box, Tensor]], state: dict[str, Any], check: Callable[[], None] = lambda: None,
+        self,
+        iteration: int,
+        pairs: Sequence[tuple[Box, Tensor]],
+        state: dict[str, Any],
+        check: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Save locally; whether that went well. A failed save is said, and stops nothing. `check` may refuse with a UserError on all ranks."""
+        """Save locally; whether that went well. A failed save is said, and stops nothing. `check`
+        may refuse with a UserError on all ranks.
+        """
         began = time.perf_counter()
         try:
             check()
@@ -103,29 +144,45 @@ class Tiers:
         size = shard_bytes(pairs)
         seconds = time.perf_counter() - began
         rate = size / GB / seconds
-        self.say(f" saved local checkpoint of iteration {iteration}: {size / GB:.2f} GB of this rank in {seconds:.1f} s, {rate:.2f} GB/s")
+        self.say(
+            f" saved local checkpoint of iteration {iteration}: {size / GB:.2f} GB of this "
+            f"rank in {seconds:.1f} s, {rate:.2f} GB/s"
+        )
         return True
 
     def shard(self, iteration: int, index: int) -> tuple[Path, dict[str, Any]]:
-        """(file, entry in the manifest) of a shard that this node has of a local checkpoint. Raises CheckpointError."""
+        """(file, entry in the manifest) of a shard that this node has of a local checkpoint. Raises
+        CheckpointError.
+        """
         folder = self.nodes.root / self.run.folder / m.iteration_folder(iteration)
         manifest = m.decode_manifest((folder / m.MANIFEST).read_bytes(), folder / m.MANIFEST)
         return folder / m.shard_file(index), manifest["shards"][index]
 
 
 def _look(load: str, save: str | None) -> tuple[dict[str, str] | None, list[int], bool]:
-    """The run that goes on, the iterations of `load`, and whether that has a run's id which is not its own."""
+    """The run that goes on, the iterations of `load`, and whether that has a run's id which is not
+    its own.
+    """
     run = read_run(load) if _same(load, save) else None
-    return None if run is None else asdict(run), newest_first(Path(load))[0], run is None and _same(load, save) and Path(load, RUN_FILE).exists()
+    return (
+        None if run is None else asdict(run),
+        newest_first(Path(load))[0],
+        run is None and _same(load, save) and Path(load, RUN_FILE).exists(),
+    )
 
 
 def _same(load: str | None, save: str | None) -> bool:
-    return load is not None and save is not None and os.path.realpath(load) == os.path.realpath(save)
+    return (
+        load is not None and save is not None and os.path.realpath(load) == os.path.realpath(save)
+    )
 
 
 def settle_run(load: str | None, save: str, ranks: Ranks, *, local: bool) -> RunId | None:
-    """Which run saves to `save` from now on, `load` being what its state was loaded from. One that goes on there is the one it was; any other
-    is a new one, which shall not take the local checkpoints of the one before for its own. None when it saves none locally (`local`)."""
+    """Which run saves to `save` from now on, `load` being what its state was loaded from. One that
+    goes on there is the one it was; any other is a new one, which shall not take the local
+    checkpoints of the one before for its own. None when it saves none locally (`local`).
+    """
+
     def first() -> dict[str, str] | None:
         if not ranks.first:
             return None
@@ -135,7 +192,10 @@ def settle_run(load: str | None, save: str, ranks: Ranks, *, local: bool) -> Run
                 return None if goes_on else forget_run(save)
             return asdict((read_run(save) if goes_on else None) or new_run(save))
         except OSError as error:
-            raise CheckpointError(f"--save {save}: {error.filename}: {error.strerror}: make it writable, or give another folder") from error
+            raise CheckpointError(
+                f"--save {save}: {error.filename}: {error.strerror}: make it writable, or "
+                "give another folder"
+            ) from error
 
     told = ranks.agree(first)[0]
     return None if told is None else RunId(**told)

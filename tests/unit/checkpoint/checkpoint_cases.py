@@ -1,4 +1,6 @@
-"""Small checkpoints for the tests of this folder: tensors by logical name, cut into boxes and shards."""
+"""Small checkpoints for the tests of this folder: tensors by logical name, cut into boxes and
+shards.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,21 @@ def pairs(tensors: dict[str, Tensor]) -> list[tuple[Box, Tensor]]:
 
 
 def example(seed: int = 0) -> dict[str, Tensor]:
-    """Vectors and matrices of every dtype, sizes around the digest chunk that the tests use (256 bytes)."""
+    """Vectors and matrices of every dtype, sizes around the digest chunk that the tests use (256
+    bytes).
+    """
     g = torch.Generator().manual_seed(seed)
     shapes = [(3,), (64,), (7, 5), (64, 33), (1, 200), (130, 2)]
-    return {f"layers.{i}.{str(d)[6:]}.weight": torch.randn(s, generator=g).to(d) for d in DTYPES for i, s in enumerate(shapes)}
+    return {
+        f"layers.{i}.{str(d)[6:]}.weight": torch.randn(s, generator=g).to(d)
+        for d in DTYPES
+        for i, s in enumerate(shapes)
+    }
 
 
-def cut(rng: random.Random, shape: tuple[int, ...], pieces: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def cut(
+    rng: random.Random, shape: tuple[int, ...], pieces: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """A random tiling of `shape` by about `pieces` boxes (offset, extent)."""
     boxes = [((0,) * len(shape), shape)]
     for _ in range(pieces - 1):
@@ -52,18 +62,26 @@ def cut(rng: random.Random, shape: tuple[int, ...], pieces: int) -> list[tuple[t
     return boxes
 
 
-def save_in_shards(root: Path, iteration: int, shards: list[list[tuple[Box, Tensor]]], state: dict) -> Path:
+def save_in_shards(
+    root: Path, iteration: int, shards: list[list[tuple[Box, Tensor]]], state: dict
+) -> Path:
     """What many writers do, one after the other: each its own shard, then one commit."""
     attempt = secrets.token_hex(8)
     root.mkdir(exist_ok=True)
     folder = root / f".tmp-iter-{iteration}-{attempt}"
     folder.mkdir()
-    records = [writer.write_shard(folder, i, len(shards), iteration, part) for i, part in enumerate(shards)]
+    records = [
+        writer.write_shard(folder, i, len(shards), iteration, part) for i, part in enumerate(shards)
+    ]
     return commit(root, folder, iteration, attempt, records, state, print)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    )
 
 
 def loads(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -77,7 +95,12 @@ def loads(path: Path, tensors: dict[str, Tensor]) -> None:
 @contextlib.contextmanager
 def mounted(folder, options):
     """A tmpfs in the place of `folder`; skips the test without the right to mount one."""
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True
+        ).returncode
+    ):
         pytest.skip("needs the right to mount a tmpfs")
     try:
         yield

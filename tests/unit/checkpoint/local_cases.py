@@ -1,4 +1,6 @@
-"""What one rank does in the tests of local checkpoints: several nodes on one machine, each with a folder of its own."""
+"""What one rank does in the tests of local checkpoints: several nodes on one machine, each with a
+folder of its own.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,19 @@ def join(root: Path, each: int) -> Nodes:
 def found_nodes(root: Path, each: int) -> tuple:
     found = join(root, each)
     dist.barrier()  # all have taken their files away
-    return found.members, found.index, found.first, found.place, sorted(path.name for path in found.root.iterdir())
+    return (
+        found.members,
+        found.index,
+        found.first,
+        found.place,
+        sorted(path.name for path in found.root.iterdir()),
+    )
 
 
 def dealt(seed: int, cut_seed: int) -> list[tuple[Box, torch.Tensor]]:
-    """What this rank owns of `example(seed)`, cut at random; of four ranks, sometimes, one has nothing."""
+    """What this rank owns of `example(seed)`, cut at random; of four ranks, sometimes, one has
+    nothing.
+    """
     rng, world, mine = random.Random(cut_seed), dist.get_world_size(), []
     takers = rng.sample(range(world), rng.randint(max(1, world - 1), world))
     for name, full in example(seed).items():
@@ -72,21 +82,41 @@ def small(mutant: str | None = None, chunk: int = 256) -> Iterator[None]:
         yield
 
 
-def save(root: Path, each: int, iteration: int, seed: int, redundancy: str = "partner", run: RunId = RUN, mutant: str | None = None) -> str:
+def save(
+    root: Path,
+    each: int,
+    iteration: int,
+    seed: int,
+    redundancy: str = "partner",
+    run: RunId = RUN,
+    mutant: str | None = None,
+) -> str:
     """Save `example(seed)` locally: the folder's name, or the error."""
     with small(mutant):
         try:
-            name = save_local(join(root, each), run, iteration, dealt(seed, seed), STATE, redundancy).name
+            name = save_local(
+                join(root, each), run, iteration, dealt(seed, seed), STATE, redundancy
+            ).name
         except ValueError as error:
             name = str(error)
         dist.barrier()
     return name
 
 
-def restart(root: Path, each: int, seed: int, cut_seed: int, run: RunId = RUN, oldest: int = 0, mutant: str | None = None) -> tuple:
-    """Take the newest local checkpoint and read another cut of it: (iteration, what is not `example(seed)`, what was said, bytes fetched).
+def restart(
+    root: Path,
+    each: int,
+    seed: int,
+    cut_seed: int,
+    run: RunId = RUN,
+    oldest: int = 0,
+    mutant: str | None = None,
+) -> tuple:
+    """Take the newest local checkpoint and read another cut of it: (iteration, what is not
+    `example(seed)`, what was said, bytes fetched).
 
-    Seed 0: that of the iteration's number."""
+    Seed 0: that of the iteration's number.
+    """
     said: list[str] = []
     with small(mutant):
         joined = join(root, each)
@@ -94,8 +124,15 @@ def restart(root: Path, each: int, seed: int, cut_seed: int, run: RunId = RUN, o
         found = tier._newest_whole(run, oldest)
         if found is None:
             return None, [], said, 0
-        found = found if "sets" in found.content else restore_copies(joined, run, found, said.append)
-        checkpoint, faults, fetched, wanted = LocalCheckpoint(joined, run, found), [], 0, dealt(seed or found.iteration, cut_seed)
+        found = (
+            found if "sets" in found.content else restore_copies(joined, run, found, said.append)
+        )
+        checkpoint, faults, fetched, wanted = (
+            LocalCheckpoint(joined, run, found),
+            [],
+            0,
+            dealt(seed or found.iteration, cut_seed),
+        )
         try:
             fetched = checkpoint.fetch([box for box, _ in wanted])
             for box, want in wanted:
@@ -125,12 +162,17 @@ def read_unfetched(root: Path, each: int) -> str:
         checkpoint.close()
 
 
-def save_without_room(root: Path, each: int, who: int, call: str, redundancy: str = "partner", iteration: int = 2) -> str:
+def save_without_room(
+    root: Path, each: int, who: int, call: str, redundancy: str = "partner", iteration: int = 2
+) -> str:
     """Save while rank `who` finds no room for its own shard, or for the other one's or a parity."""
+
     def fail(*args: object) -> None:
         raise OSError(28, os.strerror(28))
 
-    with mock.patch.object(saves, call, fail) if dist.get_rank() == who else contextlib.nullcontext():
+    with (
+        mock.patch.object(saves, call, fail) if dist.get_rank() == who else contextlib.nullcontext()
+    ):
         return save(root, each, iteration, 5, redundancy)
 
 
@@ -138,7 +180,9 @@ def checked(root: Path, each: int, check: str, *arguments: object) -> tuple[str,
     """What `require_redundancy` or `require_room` says."""
     said: list[str] = []
     try:
-        getattr(saves, check)(join(root, each), *arguments, *([said.append] if check == "require_redundancy" else []))
+        getattr(saves, check)(
+            join(root, each), *arguments, *([said.append] if check == "require_redundancy" else [])
+        )
     except ValueError as error:
         return str(error), said
     return "", said
@@ -152,15 +196,30 @@ def join_on(folders: list[Path]) -> str:
     return ""
 
 
-def save_with_pictures(root: Path, each: int, iteration: int, seed: int, pictures: Path, redundancy: str, mutant: str | None = None) -> int:
-    """Save; before every change that this rank makes to its node's folder that is copied to `pictures`/node-rank-number. How many there are."""
+def save_with_pictures(
+    root: Path,
+    each: int,
+    iteration: int,
+    seed: int,
+    pictures: Path,
+    redundancy: str,
+    mutant: str | None = None,
+) -> int:
+    """Save; before every change that this rank makes to its node's folder that is copied to
+    `pictures`/node-rank-number. How many there are.
+    """
     node, rank, taken = Path(root, str(dist.get_rank() // each)), dist.get_rank(), 0
 
     def pictured(real):
         def call(*args, **kwargs):
             nonlocal taken
             with mock.patch.multiple(os, **reals):
-                shutil.copytree(node, pictures / f"{node.name}-{rank}-{taken}", dirs_exist_ok=True, ignore_dangling_symlinks=True)
+                shutil.copytree(
+                    node,
+                    pictures / f"{node.name}-{rank}-{taken}",
+                    dirs_exist_ok=True,
+                    ignore_dangling_symlinks=True,
+                )
             taken += 1
             return real(*args, **kwargs)
 
@@ -169,7 +228,10 @@ def save_with_pictures(root: Path, each: int, iteration: int, seed: int, picture
     reals = {name: getattr(os, name) for name in ("pwritev", "rename", "fsync", "mkdir")}
     joined = join(root, each)
     dist.barrier()
-    with small(mutant, 1 << 16), mock.patch.multiple(os, **{name: pictured(real) for name, real in reals.items()}):
+    with (
+        small(mutant, 1 << 16),
+        mock.patch.multiple(os, **{name: pictured(real) for name, real in reals.items()}),
+    ):
         save_local(joined, RUN, iteration, dealt(seed, seed), STATE, redundancy)
     return taken
 
@@ -197,7 +259,7 @@ def die_while_saving(root: Path, each: int, iteration: int, seed: int, who: int,
         save_local(joined, RUN, iteration, dealt(seed, seed), STATE, "partner")
 
 
-# ---- mutants: mistakes that the tests must notice ---------------------------------------------------------------------
+# ---- mutants: mistakes that the tests must notice ------------------------------------------------
 
 
 def _copies_at_home() -> contextlib.AbstractContextManager:
@@ -205,7 +267,11 @@ def _copies_at_home() -> contextlib.AbstractContextManager:
     real = saves.partner_parcels
 
     def near(joined: nodes.Nodes, sizes: list) -> list:
-        return [parcel for parcel in real(joined, sizes) if any({parcel.source, parcel.to} <= set(ranks) for ranks in joined.members)]
+        return [
+            parcel
+            for parcel in real(joined, sizes)
+            if any({parcel.source, parcel.to} <= set(ranks) for ranks in joined.members)
+        ]
 
     return mock.patch.object(saves, "partner_parcels", near)
 
@@ -217,14 +283,21 @@ class _Anyone:
 
 @contextlib.contextmanager
 def _any_run() -> Iterator[None]:
-    with mock.patch.object(RunId, "folder", "run"), mock.patch.object(rebuild, "asdict", lambda run: _Anyone()):
+    with (
+        mock.patch.object(RunId, "folder", "run"),
+        mock.patch.object(rebuild, "asdict", lambda run: _Anyone()),
+    ):
         yield
 
 
 def _one_name() -> contextlib.AbstractContextManager:
     """Folders of one iteration are taken for the same save."""
     real = rebuild._listed
-    return mock.patch.object(rebuild, "_listed", lambda *args: [(iteration, "", *rest) for iteration, _, *rest in real(*args)])
+    return mock.patch.object(
+        rebuild,
+        "_listed",
+        lambda *args: [(iteration, "", *rest) for iteration, _, *rest in real(*args)],
+    )
 
 
 def _unverified(folder: Path, number: int, header: bytes, data: Iterator[memoryview]) -> dict:
@@ -258,7 +331,11 @@ def _damaged_and_unverified() -> Iterator[None]:
 
 def _incomplete_parities() -> contextlib.AbstractContextManager:
     real = parity.Column._pieces
-    return mock.patch.object(parity.Column, "_pieces", lambda column, of, without=-1: real(column, of, without)[without < 0 :])
+    return mock.patch.object(
+        parity.Column,
+        "_pieces",
+        lambda column, of, without=-1: real(column, of, without)[without < 0 :],
+    )
 
 
 def _damaged_pieces() -> contextlib.AbstractContextManager:
@@ -275,9 +352,15 @@ def _damaged_pieces() -> contextlib.AbstractContextManager:
 MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "no copies": lambda: mock.patch.object(saves, "partner_parcels", lambda nodes, sizes: []),
     "copies at home": _copies_at_home,
-    "nothing is read to the end": lambda: mock.patch.object(rebuild, "_is_whole", lambda folder, number: True),
-    "no room for copies": lambda: mock.patch.object(saves, "write_shard_file", mock.Mock(side_effect=OSError(28, os.strerror(28)))),
-    "nothing is fetched": lambda: mock.patch.object(LocalCheckpoint, "fetch", lambda self, boxes: 0),
+    "nothing is read to the end": lambda: mock.patch.object(
+        rebuild, "_is_whole", lambda folder, number: True
+    ),
+    "no room for copies": lambda: mock.patch.object(
+        saves, "write_shard_file", mock.Mock(side_effect=OSError(28, os.strerror(28)))
+    ),
+    "nothing is fetched": lambda: mock.patch.object(
+        LocalCheckpoint, "fetch", lambda self, boxes: 0
+    ),
     "the folder of any run": lambda: mock.patch.object(RunId, "folder", "run"),
     "any run": _any_run,
     "saves are one": _one_name,
@@ -286,10 +369,18 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "a piece in no parity": _incomplete_parities,
     "damaged while it is made": _damaged_pieces,
     "sets of three": lambda: mock.patch.object(parity, "SET", 3),
-    "the oldest first": lambda: mock.patch.object(rebuild, "sorted", lambda values, reverse=False: sorted(values), create=True),
-    "a new start is the old run": lambda: mock.patch.object(tiers, "new_run", lambda save: tiers.read_run(save) or nodes.new_run(save)),
-    "a copy is the same run": lambda: mock.patch.object(nodes.os.path, "realpath", lambda path: "everywhere"),
-    "thinned before it is written": lambda: mock.patch.object(saves.NodeAttempt, "_make", _thin_first(saves.NodeAttempt._make)),
+    "the oldest first": lambda: mock.patch.object(
+        rebuild, "sorted", lambda values, reverse=False: sorted(values), create=True
+    ),
+    "a new start is the old run": lambda: mock.patch.object(
+        tiers, "new_run", lambda save: tiers.read_run(save) or nodes.new_run(save)
+    ),
+    "a copy is the same run": lambda: mock.patch.object(
+        nodes.os.path, "realpath", lambda path: "everywhere"
+    ),
+    "thinned before it is written": lambda: mock.patch.object(
+        saves.NodeAttempt, "_make", _thin_first(saves.NodeAttempt._make)
+    ),
 }
 
 
@@ -302,15 +393,21 @@ def _thin_first(make: Callable) -> Callable:
     return early
 
 
-# ---- whole runs -------------------------------------------------------------------------------------------------------
+# ---- whole runs ----------------------------------------------------------------------------------
 
 
 def on_nodes(each: int, mutant: str | None, function: Callable, *args: object) -> object:
-    """A function of reshard_cases, every `each` ranks of which see a node's folder of their own, under a mutant."""
+    """A function of reshard_cases, every `each` ranks of which see a node's folder of their own,
+    under a mutant.
+    """
+
     def apart(root: str | Path, ranks: Ranks) -> Nodes:
         return find_nodes(Path(root, str(ranks.world.rank // each)), ranks)
 
-    with mock.patch.object(tiers, "find_nodes", apart), MUTANTS[mutant]() if mutant else contextlib.nullcontext():
+    with (
+        mock.patch.object(tiers, "find_nodes", apart),
+        MUTANTS[mutant]() if mutant else contextlib.nullcontext(),
+    ):
         return function(*args)
 
 

@@ -1,4 +1,6 @@
-"""What one rank does in the resharding tests: whole real runs through pretrain.py that save, load, and compare what they hold."""
+"""What one rank does in the resharding tests: whole real runs through pretrain.py that save, load,
+and compare what they hold.
+"""
 
 from __future__ import annotations
 
@@ -26,35 +28,64 @@ from megatron.training.exit import Exit
 from megatron.training.loop import COMPLETE
 from megatron.training.run import Run
 
-BASE = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 6
---mock-data --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --log-interval 1 --eval-iters 0""".split()
+BASE = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+--micro-batch-size 1 --global-batch-size 4 --train-iters 6
+--mock-data --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --log-interval 1
+--eval-iters 0""".split()
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
 
 # 50 real tokens: no multiple of 4.
 FEATURES = {
-    "tied-bf16": "--make-vocab-size-divisible-by 1 --bf16",  # learned positions, biases, dropout; padding on the last rank
-    "gqa-untied": f"--make-vocab-size-divisible-by 64 {LLAMA} --group-query-attention --num-query-groups 2 --qk-layernorm "
-                  "--untie-embeddings-and-output-weights",  # fewer key/value heads than 4 ranks; ranks that hold padding alone
-    "mqa-fp64": f"--make-vocab-size-divisible-by 1 {LLAMA} --group-query-attention --num-query-groups 1 --fp64 "
-                "--hidden-dropout 0 --attention-dropout 0",
-    "untied-fp64": f"--make-vocab-size-divisible-by 1 {LLAMA} --fp64 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0",
+    # learned positions, biases, dropout; padding on the last rank
+    "tied-bf16": "--make-vocab-size-divisible-by 1 --bf16",
+    "gqa-untied": f"--make-vocab-size-divisible-by 64 {LLAMA} --group-query-attention "
+    "--num-query-groups 2 --qk-layernorm "
+    # fewer key/value heads than 4 ranks; ranks that hold padding alone
+    "--untie-embeddings-and-output-weights",
+    "mqa-fp64": f"--make-vocab-size-divisible-by 1 {LLAMA} --group-query-attention "
+    "--num-query-groups 1 --fp64 "
+    "--hidden-dropout 0 --attention-dropout 0",
+    "untied-fp64": (
+        f"--make-vocab-size-divisible-by 1 {LLAMA} --fp64 "
+        "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0"
+    ),
 }
 FEATURES |= {
-    # Overflows at iterations 1, 2 and 5; the scale falls twice before the checkpoint of iteration 3, grows after it, and falls again.
-    "gqa-fp16": f"{FEATURES['gqa-untied']} --fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 2",
-    "ramp-fp64": f"{FEATURES['untied-fp64']} --global-batch-size 8 --rampup-batch-size 4 4 16",  # 4, 4, 4 | 4, 8, 8
+    # Overflows at iterations 1, 2 and 5; the scale falls twice before the checkpoint of iteration
+    # 3, grows after it, and falls again.
+    "gqa-fp16": (
+        f"{FEATURES['gqa-untied']} --fp16 --initial-loss-scale 4194304 --hysteresis 1 "
+        "--loss-scale-window 2"
+    ),
+    # 4, 4, 4 | 4, 8, 8
+    "ramp-fp64": f"{FEATURES['untied-fp64']} --global-batch-size 8 --rampup-batch-size 4 4 16",
     "ledger-fp64": FEATURES["mqa-fp64"],  # files, of which the blend has changed at iteration 2
 }
-TP, PP, SCHEDULE, ZERO = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--pipeline-schedule", "--zero-stage"
+TP, PP, SCHEDULE, ZERO = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--pipeline-schedule",
+    "--zero-stage",
+)
 AUTO = "--pipeline-model-parallel-layout auto"  # four stages: embedding, two layers, head
 LAYOUTS = {  # name: ranks, flags
-    "one": (1, ""), "tp2": (2, f"{TP} 2"), "tp2sp": (2, f"{TP} 2 --sequence-parallel"), "dp2": (2, ""), "tp4sp": (4, f"{TP} 4 --sequence-parallel"),
-    "tp2dp2": (4, f"{TP} 2"), "pp2": (2, f"{PP} 2 {SCHEDULE} 1f1b"), "pp4": (4, f"{PP} 4 {SCHEDULE} 1f1b {AUTO}"),
+    "one": (1, ""),
+    "tp2": (2, f"{TP} 2"),
+    "tp2sp": (2, f"{TP} 2 --sequence-parallel"),
+    "dp2": (2, ""),
+    "tp4sp": (4, f"{TP} 4 --sequence-parallel"),
+    "tp2dp2": (4, f"{TP} 2"),
+    "pp2": (2, f"{PP} 2 {SCHEDULE} 1f1b"),
+    "pp4": (4, f"{PP} 4 {SCHEDULE} 1f1b {AUTO}"),
     "pp2v2": (2, f"{PP} 2 {SCHEDULE} interleaved --num-virtual-stages-per-pipeline-rank 2 {AUTO}"),
-    "pp2zbv": (2, f"{PP} 2 {SCHEDULE} zero-bubble-v {AUTO}"), "tp2sppp2": (4, f"{TP} 2 --sequence-parallel {PP} 2 {SCHEDULE} zero-bubble"),
+    "pp2zbv": (2, f"{PP} 2 {SCHEDULE} zero-bubble-v {AUTO}"),
+    "tp2sppp2": (4, f"{TP} 2 --sequence-parallel {PP} 2 {SCHEDULE} zero-bubble"),
     "pp2dp2": (4, f"{PP} 2 {SCHEDULE} gpipe"),
-    "dp2zero1": (2, f"{ZERO} 1"), "dp2zero2": (2, f"{ZERO} 2"), "dp2zero3": (2, f"{ZERO} 3"),
-    "dp4zero3shard2": (4, f"{ZERO} 3 --zero-shard-size 2"), "pp2dp2zero2": (4, f"{PP} 2 {SCHEDULE} zero-bubble {ZERO} 2"),
+    "dp2zero1": (2, f"{ZERO} 1"),
+    "dp2zero2": (2, f"{ZERO} 2"),
+    "dp2zero3": (2, f"{ZERO} 3"),
+    "dp4zero3shard2": (4, f"{ZERO} 3 --zero-shard-size 2"),
+    "pp2dp2zero2": (4, f"{PP} 2 {SCHEDULE} zero-bubble {ZERO} 2"),
 }
 
 
@@ -67,12 +98,17 @@ def saving(root: Path) -> tuple[str, ...]:
     return ("--save", str(root), "--save-interval", "3")
 
 
-def start(arguments: tuple[str, ...], mutant: str | None = None, instead: Callable | None = None) -> str:
-    """`pretrain_gpt.py arguments...` on this rank, under a mutant, with `instead` in the place of training; what it printed, or the error."""
+def start(
+    arguments: tuple[str, ...], mutant: str | None = None, instead: Callable | None = None
+) -> str:
+    """`pretrain_gpt.py arguments...` on this rank, under a mutant, with `instead` in the place of
+    training; what it printed, or the error.
+    """
     printed = io.StringIO()
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(printed))
-        stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))  # the world goes on
+        # the world goes on
+        stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))
         if instead is not None:
             stack.enter_context(mock.patch.object(pretrain, "train", instead))
         if mutant is not None:
@@ -91,7 +127,10 @@ def start_apart(arguments: tuple[str, ...], roots: list[Path]) -> str:
 
 
 def load_what_the_first_finds(arguments: tuple[str, ...], root: Path) -> list[str]:
-    """Rank 0 finds iteration 3 although iteration 6 is there by now; no other rank looks for itself. What differs from iteration 3."""
+    """Rank 0 finds iteration 3 although iteration 6 is there by now; no other rank looks for
+    itself. What differs from iteration 3.
+    """
+
     def find(folder: Path, step: int | None, say: Callable) -> list[int]:
         assert dist.get_rank() == 0
         return [3]
@@ -100,8 +139,12 @@ def load_what_the_first_finds(arguments: tuple[str, ...], root: Path) -> list[st
         return load_and_compare(arguments, saved(root))
 
 
-def load_and_compare(arguments: tuple[str, ...], source: Path, mutant: str | None = None) -> list[str]:
-    """Load on this rank; what differs from the checkpoint `source`, bit by bit. Then save what was loaded, when --save is given."""
+def load_and_compare(
+    arguments: tuple[str, ...], source: Path, mutant: str | None = None
+) -> list[str]:
+    """Load on this rank; what differs from the checkpoint `source`, bit by bit. Then save what was
+    loaded, when --save is given.
+    """
     faults: list[str] = []
     compared = False
 
@@ -110,14 +153,28 @@ def load_and_compare(arguments: tuple[str, ...], source: Path, mutant: str | Non
         compared, optimizer = True, run.optimizer
         with Checkpoint(source) as checkpoint:
             for box, buffer in [*optimizer.weight_boxes(), *optimizer.state_boxes()]:
-                want = checkpoint.read_tensor(box.name)[tuple(slice(o, o + e) for o, e in zip(box.offset, box.extent, strict=True))]
+                want = checkpoint.read_tensor(box.name)[
+                    tuple(slice(o, o + e) for o, e in zip(box.offset, box.extent, strict=True))
+                ]
                 if not same_bits(box.view(buffer).reshape(box.extent), want):
                     faults.append(f"{box.name} at {box.offset}: not the bits of the checkpoint")
-            if optimizer.steps.item() != checkpoint.state["optimizer_steps"] or run.progress.iteration != checkpoint.iteration:
+            if (
+                optimizer.steps.item() != checkpoint.state["optimizer_steps"]
+                or run.progress.iteration != checkpoint.iteration
+            ):
                 faults.append(f"step {optimizer.steps.item()}, iteration {run.progress.iteration}")
-            now = {**asdict(run.progress), "scaler": run.scaler.state(), "ledger": run.data.ledger, "schedule": asdict(run.schedule)}
+            now = {
+                **asdict(run.progress),
+                "scaler": run.scaler.state(),
+                "ledger": run.data.ledger,
+                "schedule": asdict(run.schedule),
+            }
             state = checkpoint.state
-            faults.extend(f"{name}: {value}, in the checkpoint {state[name]}" for name, value in now.items() if value != state[name])
+            faults.extend(
+                f"{name}: {value}, in the checkpoint {state[name]}"
+                for name, value in now.items()
+                if value != state[name]
+            )
             faults.extend(_computed_with(run, checkpoint))
         save(run)
         drain(run)
@@ -129,7 +186,9 @@ def load_and_compare(arguments: tuple[str, ...], source: Path, mutant: str | Non
 
 
 def _computed_with(run: Run, checkpoint: Checkpoint) -> list[str]:
-    """What differs from the checkpoint in the whole weights that this rank computes with, its padding included."""
+    """What differs from the checkpoint in the whole weights that this rank computes with, its
+    padding included.
+    """
     faults: list[str] = []
     for block in run.optimizer.blocks:
         if block.is_released:
@@ -139,9 +198,13 @@ def _computed_with(run: Run, checkpoint: Checkpoint) -> list[str]:
         for entry in block.entries:
             weight = entry.view(block.weight).clone()
             for box in entry.boxes:
-                want = checkpoint.read_tensor(box.name)[tuple(slice(o, o + e) for o, e in zip(box.offset, box.extent, strict=True))]
+                want = checkpoint.read_tensor(box.name)[
+                    tuple(slice(o, o + e) for o, e in zip(box.offset, box.extent, strict=True))
+                ]
                 if not same_bits(box.view(weight).reshape(box.extent), want.to(weight.dtype)):
-                    faults.append(f"{box.name} at {box.offset}: the weights are not the rounded masters")
+                    faults.append(
+                        f"{box.name} at {box.offset}: the weights are not the rounded masters"
+                    )
                 box.view(weight).zero_()
             if weight.any():
                 faults.append(f"{entry.name}: the padding is not zero")
@@ -154,13 +217,21 @@ def differing(a: Path, b: Path) -> list[str]:
     """Tensors of two checkpoints that are not the same bits."""
     with Checkpoint(a) as one, Checkpoint(b) as other:
         assert sorted(one.names) == sorted(other.names)
-        return [name for name in one.names if not same_bits(one.read_tensor(name), other.read_tensor(name))]
+        return [
+            name
+            for name in one.names
+            if not same_bits(one.read_tensor(name), other.read_tensor(name))
+        ]
 
 
 def distance(a: Path, b: Path) -> float:
     """The largest relative difference (by norm) of a tensor of two checkpoints."""
     with Checkpoint(a) as one, Checkpoint(b) as other:
-        pairs = [(one.read_tensor(name), other.read_tensor(name)) for name in one.names if not name.startswith("optimizer.")]
+        pairs = [
+            (one.read_tensor(name), other.read_tensor(name))
+            for name in one.names
+            if not name.startswith("optimizer.")
+        ]
         return max(((x - y).norm() / x.norm()).item() for x, y in pairs)
 
 
@@ -168,11 +239,15 @@ def saved(root: Path, iteration: int = 3) -> Path:
     return root / iteration_folder(iteration)
 
 
-# ---- mutants: mistakes that the tests must notice -------------------------------------------------------------------
+# ---- mutants: mistakes that the tests must notice ------------------------------------------------
 
 
 def _owns(rule: Callable) -> Callable:
-    return lambda: mock.patch.object(Optimizer, "holder", lambda optimizer, box: Holder(0, 1) if rule(box, optimizer.groups) else None)
+    return lambda: mock.patch.object(
+        Optimizer,
+        "holder",
+        lambda optimizer, box: Holder(0, 1) if rule(box, optimizer.groups) else None,
+    )
 
 
 @contextlib.contextmanager
@@ -181,7 +256,9 @@ def _read_at_the_beginning() -> Iterator[None]:
     read = Checkpoint.read_all
 
     def wrong(self: Checkpoint, pairs) -> None:
-        read(self, [(replace(box, offset=tuple(0 for _ in box.offset)), into) for box, into in pairs])
+        read(
+            self, [(replace(box, offset=tuple(0 for _ in box.offset)), into) for box, into in pairs]
+        )
 
     with mock.patch.object(Checkpoint, "read_all", wrong):
         yield
@@ -203,17 +280,37 @@ def _rounded_moments() -> Iterator[None]:
 
 
 MUTANTS: dict[str, Callable] = {
-    "a slice's owner is the first of all copies of the model": _owns(lambda box, groups: groups.dense.replicas.rank == 0),
-    "tensor-parallel ranks other than the first own nothing": _owns(lambda box, groups: groups.dense.replicas.rank == groups.tp.rank == 0),
-    "every data-parallel copy owns": _owns(lambda box, groups: groups.tp.rank == 0 or box.replicated is None),
+    "a slice's owner is the first of all copies of the model": _owns(
+        lambda box, groups: groups.dense.replicas.rank == 0
+    ),
+    "tensor-parallel ranks other than the first own nothing": _owns(
+        lambda box, groups: groups.dense.replicas.rank == groups.tp.rank == 0
+    ),
+    "every data-parallel copy owns": _owns(
+        lambda box, groups: groups.tp.rank == 0 or box.replicated is None
+    ),
     "every holder of a key/value head owns it": _owns(
-        lambda box, groups: groups.dense.replicas.rank == 0 and (box.replicated != "tp" or groups.tp.rank == 0)),
+        lambda box, groups: (
+            groups.dense.replicas.rank == 0 and (box.replicated != "tp" or groups.tp.rank == 0)
+        )
+    ),
     "both ends of a pipeline own a tied matrix": _owns(
-        lambda box, groups: groups.dense.replicas.rank == 0 and (box.replicated == "tied" or holders(box, groups).rank == 0)),
+        lambda box, groups: (
+            groups.dense.replicas.rank == 0
+            and (box.replicated == "tied" or holders(box, groups).rank == 0)
+        )
+    ),
     "nobody owns a tensor": lambda: mock.patch.object(
-        Optimizer, "holder", lambda optimizer, box: None if box.name == "layers.1.mlp.up.weight" else Holder(0, 1)),
+        Optimizer,
+        "holder",
+        lambda optimizer, box: None if box.name == "layers.1.mlp.up.weight" else Holder(0, 1),
+    ),
     "read at the beginning": _read_at_the_beginning,
-    "the loss scale begins anew": lambda: mock.patch.object(LossScaler, "load", lambda self, state: None),
+    "the loss scale begins anew": lambda: mock.patch.object(
+        LossScaler, "load", lambda self, state: None
+    ),
     "moments are rounded to half precision": _rounded_moments,
-    "weights are not published": lambda: mock.patch.object(Optimizer, "publish_weights", lambda self: None),
+    "weights are not published": lambda: mock.patch.object(
+        Optimizer, "publish_weights", lambda self: None
+    ),
 }

@@ -1,4 +1,6 @@
-"""Bytes of a checkpoint among the ranks of a pipeline stage: equal within 2%, whatever the layout, in every rank's own plan and in the files."""
+"""Bytes of a checkpoint among the ranks of a pipeline stage: equal within 2%, whatever the layout,
+in every rank's own plan and in the files.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,30 @@ from megatron.checkpoint.manifest import MANIFEST, iteration_folder
 from megatron.config.arguments import parse_arguments
 
 MOST = 1.02  # of the fullest rank by the mean
-BASE = """--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --micro-batch-size 1 --train-iters 1 --mock-data
+BASE = """--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512
+--micro-batch-size 1 --train-iters 1 --mock-data
     --tokenizer-type NullTokenizer --vocab-size 50256 --lr 1e-3"""
-LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights
+LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+--untie-embeddings-and-output-weights
     --group-query-attention --num-query-groups 2 --bf16"""
 TP, PP, ZERO = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--zero-stage"
 LAYOUTS = {  # name: (ranks, flags)
-    **{f"dp{dp} zero0": (dp, "") for dp in range(1, 17)}, **{f"dp{dp} zero{1 + dp % 3}": (dp, f"{ZERO} {1 + dp % 3}") for dp in (2, 7, 9, 16)},
-    **{f"tp{tp} dp{dp} zero{stage}": (tp * dp, f"{TP} {tp} {ZERO} {stage}") for tp in (2, 4) for dp, stage in [(3, 0), (3, 1), (8, 0), (8, 2), (16, 3)]},
-    **{f"tp{tp} dp{dp}, kv heads shared": (tp * dp, f"{TP} {tp} {LLAMA} {more}") for tp, dp, more in [(4, 4, ""), (4, 5, f"{ZERO} 1")]},
-    "hybrid shards": (16, f"{TP} 2 {ZERO} 3 --zero-shard-size 2"), "hybrid shards of 4": (12, f"{ZERO} 2 --zero-shard-size 4"),
-    "pp2": (16, f"{TP} 2 {PP} 2"), "pp2 zero1": (16, f"{TP} 2 {PP} 2 {ZERO} 1"), "pp2 dp first": (12, f"{PP} 2 --use-tp-pp-dp-mapping"),
+    **{f"dp{dp} zero0": (dp, "") for dp in range(1, 17)},
+    **{f"dp{dp} zero{1 + dp % 3}": (dp, f"{ZERO} {1 + dp % 3}") for dp in (2, 7, 9, 16)},
+    **{
+        f"tp{tp} dp{dp} zero{stage}": (tp * dp, f"{TP} {tp} {ZERO} {stage}")
+        for tp in (2, 4)
+        for dp, stage in [(3, 0), (3, 1), (8, 0), (8, 2), (16, 3)]
+    },
+    **{
+        f"tp{tp} dp{dp}, kv heads shared": (tp * dp, f"{TP} {tp} {LLAMA} {more}")
+        for tp, dp, more in [(4, 4, ""), (4, 5, f"{ZERO} 1")]
+    },
+    "hybrid shards": (16, f"{TP} 2 {ZERO} 3 --zero-shard-size 2"),
+    "hybrid shards of 4": (12, f"{ZERO} 2 --zero-shard-size 4"),
+    "pp2": (16, f"{TP} 2 {PP} 2"),
+    "pp2 zero1": (16, f"{TP} 2 {PP} 2 {ZERO} 1"),
+    "pp2 dp first": (12, f"{PP} 2 --use-tp-pp-dp-mapping"),
 }
 
 
@@ -47,14 +62,18 @@ def test_every_rank_of_a_stage_plans_an_equal_part(name):
     assert max(imbalances(name, "balanced")) <= MOST
 
 
-@pytest.mark.parametrize(("name", "copies"), [("dp8 zero0", 8), ("tp2 dp8 zero0", 8), ("hybrid shards", 4), ("pp2", 4)])
+@pytest.mark.parametrize(
+    ("name", "copies"), [("dp8 zero0", 8), ("tp2 dp8 zero0", 8), ("hybrid shards", 4), ("pp2", 4)]
+)
 def test_owners_alone_would_not(name, copies):
     """The control: without sharing, one of `copies` ranks writes what they all hold."""
     assert min(imbalances(name, "owner")) > 0.9 * copies
 
 
-RUN = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 1 --mock-data
-    --tokenizer-type NullTokenizer --vocab-size 1023 --lr 1e-2 --eval-iters 0 --position-embedding-type rope""".split()
+RUN = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16
+--micro-batch-size 1 --global-batch-size 4 --train-iters 1 --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 1023 --lr 1e-2 --eval-iters 0
+    --position-embedding-type rope""".split()
 
 
 def in_files(root: Path) -> dict[int, list[int]]:
@@ -73,11 +92,24 @@ def in_files(root: Path) -> dict[int, list[int]]:
 def test_the_files_of_a_run_are_equal(gloo_world, tmp_path, layout):
     """And what they would be if owners alone wrote them."""
     for mode in ("balanced", "owner"):
-        arguments = (*RUN, *layout.split(), "--save", str(tmp_path / mode), "--ckpt-parallel-write", mode)
+        arguments = (
+            *RUN,
+            *layout.split(),
+            "--save",
+            str(tmp_path / mode),
+            "--ckpt-parallel-write",
+            mode,
+        )
         said = gloo_world(4).run(start_run, arguments)
         assert all(text.endswith("exit code 0") for text in said), said
     balanced, owner = in_files(tmp_path / "balanced"), in_files(tmp_path / "owner")
-    assert sum(map(len, balanced.values())) == 4 and all(imbalance(sizes) <= MOST for sizes in balanced.values())
-    assert {stage: sum(sizes) for stage, sizes in balanced.items()} == {stage: sum(sizes) for stage, sizes in owner.items()}
+    assert sum(map(len, balanced.values())) == 4 and all(
+        imbalance(sizes) <= MOST for sizes in balanced.values()
+    )
+    assert {stage: sum(sizes) for stage, sizes in balanced.items()} == {
+        stage: sum(sizes) for stage, sizes in owner.items()
+    }
     shared = layout != f"{ZERO} 1"  # there every rank holds a slice of its own
-    assert all((max(sizes) > 1.5 * max(balanced[stage])) == shared for stage, sizes in owner.items())
+    assert all(
+        (max(sizes) > 1.5 * max(balanced[stage])) == shared for stage, sizes in owner.items()
+    )

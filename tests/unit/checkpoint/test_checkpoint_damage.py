@@ -1,4 +1,6 @@
-"""Damage of any kind gives one CheckpointError that names the file (and the tensor), and an older checkpoint stays loadable."""
+"""Damage of any kind gives one CheckpointError that names the file (and the tensor), and an older
+checkpoint stays loadable.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from checkpoint_cases import example, loads, pairs, same_bits, save_in_shards, w
 from xxhash import xxh3_128_hexdigest
 
 from megatron.checkpoint import manifest
-from megatron.checkpoint.manifest import CheckpointError, decode_header, decode_manifest, encode_header
+from megatron.checkpoint.manifest import (
+    CheckpointError,
+    decode_header,
+    decode_manifest,
+    encode_header,
+)
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint, open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.groups import Config
@@ -43,14 +50,17 @@ def load_all(root) -> None:
 
 
 def campaign(root, path, flips: int) -> list[str]:
-    """Flip one random bit at a time; list the flips that were not refused with the damaged file (and tensor) named."""
+    """Flip one random bit at a time; list the flips that were not refused with the damaged file
+    (and tensor) named.
+    """
     rng, missed = random.Random(1), []
     files = sorted(path.iterdir())
     for number in range(flips):
         file = files[number % len(files)]
         raw = bytearray(file.read_bytes())
         bit = rng.randrange(8 * len(raw))
-        if file.suffix == ".safetensors" and number % 2:  # half of a shard's flips in its data; the header takes more bytes here
+        # half of a shard's flips in its data; the header takes more bytes here
+        if file.suffix == ".safetensors" and number % 2:
             start = 8 + int.from_bytes(raw[:8], "little")
             bit = rng.randrange(8 * start, 8 * len(raw))
         original = bytes(raw)
@@ -65,7 +75,9 @@ def campaign(root, path, flips: int) -> list[str]:
             data_start = 8 + int.from_bytes(original[:8], "little")
             if file.suffix == ".safetensors" and bit // 8 >= data_start:
                 entries, _ = decode_header(original[:data_start], len(original) - data_start, file)
-                hit = next(key for key, e in entries.items() if e.start <= bit // 8 - data_start < e.stop)
+                hit = next(
+                    key for key, e in entries.items() if e.start <= bit // 8 - data_start < e.stop
+                )
                 if hit.split("@")[0] not in str(error):
                     missed.append(f"{file.name} bit {bit}: tensor {hit} not named in {error}")
         file.write_bytes(original)
@@ -78,7 +90,9 @@ def test_every_bit_flip_is_refused(tmp_path, two):
 
 
 def test_the_campaign_notices_a_reader_that_does_not_verify(tmp_path, two, monkeypatch):
-    """The negative control: with digests that compare equal to anything, flips in the data go unnoticed and the campaign says so."""
+    """The negative control: with digests that compare equal to anything, flips in the data go
+    unnoticed and the campaign says so.
+    """
 
     class Anything(bytes):
         def __ne__(self, other):
@@ -113,7 +127,9 @@ def test_truncated_at_any_length(tmp_path, two):
         file.write_bytes(raw)
 
 
-@pytest.mark.parametrize("name", ["MANIFEST.json", "shard-00000.digests", "shard-00001.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["MANIFEST.json", "shard-00000.digests", "shard-00001.safetensors"]
+)
 def test_missing_file_names_the_older_checkpoint_and_its_flag(tmp_path, two, name):
     (two / name).unlink()
     with pytest.raises(CheckpointError, match=rf"{name}.*incomplete.*--ckpt-step 1\."):
@@ -123,7 +139,11 @@ def test_missing_file_names_the_older_checkpoint_and_its_flag(tmp_path, two, nam
 
 def harm(two, root, how: str) -> str:
     """Damage the newer checkpoint; the name of the file that a message must hold."""
-    shard, table, manifest_file = two / "shard-00001.safetensors", two / "shard-00000.digests", two / "MANIFEST.json"
+    shard, table, manifest_file = (
+        two / "shard-00001.safetensors",
+        two / "shard-00000.digests",
+        two / "MANIFEST.json",
+    )
     raw = bytearray(shard.read_bytes())
     start = 8 + int.from_bytes(raw[:8], "little")
     if how == "missing":
@@ -133,7 +153,9 @@ def harm(two, root, how: str) -> str:
     elif how == "torn manifest":
         manifest_file.write_bytes(manifest_file.read_bytes()[:-40])
     elif how == "foreign":
-        shutil.copy(save_checkpoint(root / "other", 2, pairs(example(5)), STATE) / table.name, table)
+        shutil.copy(
+            save_checkpoint(root / "other", 2, pairs(example(5)), STATE) / table.name, table
+        )
     else:
         at = {"header": 40, "padding": start - 2, "data": start + 300}[how]
         raw[at] ^= 4
@@ -141,17 +163,35 @@ def harm(two, root, how: str) -> str:
     return {"torn manifest": manifest_file, "foreign": table}.get(how, shard).name
 
 
-@pytest.mark.parametrize("how", ["missing", "truncated", "torn manifest", "foreign", "header", "padding", "data"])
+@pytest.mark.parametrize(
+    "how", ["missing", "truncated", "torn manifest", "foreign", "header", "padding", "data"]
+)
 def test_an_older_whole_checkpoint_is_taken_when_allowed_and_that_is_said(tmp_path, two, how):
-    """Damaged data too, which opening does not see; and when the older one is damaged as well, one error."""
+    """Damaged data too, which opening does not see; and when the older one is damaged as well, one
+    error.
+    """
     name, said = harm(two, tmp_path, how), []
     if how != "data":
-        with pytest.raises(CheckpointError, match=f"{name}.*iter_0000002 cannot be loaded; load the older whole one with --ckpt-step 1"):
+        with pytest.raises(
+            CheckpointError,
+            match=(
+                f"{name}.*iter_0000002 cannot be loaded; load the older whole one with "
+                "--ckpt-step 1"
+            ),
+        ):
             open_checkpoint(tmp_path)
     with open_checkpoint(tmp_path, say=said.append, older=True) as checkpoint:
-        assert checkpoint.iteration == 1 and all(same_bits(checkpoint[key], tensor) for key, tensor in example(1).items())
+        assert checkpoint.iteration == 1 and all(
+            same_bits(checkpoint[key], tensor) for key, tensor in example(1).items()
+        )
     (line,) = said
-    assert re.fullmatch(rf"warning: .*{name}.*iter_0000002 CANNOT BE LOADED; an older checkpoint is taken instead \(--allow-older-checkpoint\)", line)
+    assert re.fullmatch(
+        (
+            rf"warning: .*{name}.*iter_0000002 CANNOT BE LOADED; an older checkpoint is taken "
+            r"instead \(--allow-older-checkpoint\)"
+        ),
+        line,
+    )
     with open_checkpoint(tmp_path, step=1, say=pytest.fail, older=True) as checkpoint:
         assert checkpoint.iteration == 1
     (tmp_path / "iter_0000001" / "MANIFEST.json").unlink()
@@ -166,7 +206,9 @@ def test_damaged_data_is_refused_with_the_older_whole_checkpoint_and_its_flag(tm
     with pytest.raises(CheckpointError, match=f"{name}: damaged: bytes .*{instead}"):
         load_all(tmp_path)
     (tmp_path / "iter_0000001" / "MANIFEST.json").unlink()
-    with pytest.raises(CheckpointError, match="iter_0000002 cannot be loaded; no older whole checkpoint is there"):
+    with pytest.raises(
+        CheckpointError, match="iter_0000002 cannot be loaded; no older whole checkpoint is there"
+    ):
         load_all(tmp_path)
 
 
@@ -194,8 +236,13 @@ def test_the_first_damage_in_the_order_of_the_files_is_told(two):
         raw[at] ^= 1
     shard.write_bytes(raw)
     for _ in range(20):
-        with pytest.raises(CheckpointError, match=f"bytes {start + 512} to {start + 768} "), Checkpoint(two) as checkpoint:
-            checkpoint.read_all(pairs({name: torch.zeros_like(tensor) for name, tensor in example().items()}))
+        with (
+            pytest.raises(CheckpointError, match=f"bytes {start + 512} to {start + 768} "),
+            Checkpoint(two) as checkpoint,
+        ):
+            checkpoint.read_all(
+                pairs({name: torch.zeros_like(tensor) for name, tensor in example().items()})
+            )
 
 
 def test_truncation_while_a_checkpoint_is_open(two):
@@ -208,7 +255,8 @@ def test_truncation_while_a_checkpoint_is_open(two):
 
 def test_foreign_and_swapped_shards(tmp_path, two):
     items = pairs({name: tensor + 1 for name, tensor in example().items()})
-    other_run = save_in_shards(tmp_path / "other", 2, [items[::2], items[1::2]], STATE)  # the same names and sizes
+    # the same names and sizes
+    other_run = save_in_shards(tmp_path / "other", 2, [items[::2], items[1::2]], STATE)
     other_iteration = save_in_shards(tmp_path / "third", 3, [items[::2], items[1::2]], STATE)
     shard, table = "shard-00001.safetensors", "shard-00001.digests"
     originals = {name: (two / name).read_bytes() for name in (shard, table)}
@@ -220,7 +268,8 @@ def test_foreign_and_swapped_shards(tmp_path, two):
         load_all(tmp_path)
     (two / table).write_bytes(originals[table])
     shutil.copy(other_iteration / shard, two / shard)
-    with pytest.raises(CheckpointError, match=f"{shard}: damaged: the header"):  # known without reading any data
+    # known without reading any data
+    with pytest.raises(CheckpointError, match=f"{shard}: damaged: the header"):
         find_checkpoint(tmp_path)
     for first, second in ((shard, "shard-00000.safetensors"), (table, "shard-00000.digests")):
         shutil.copy(two / second, two / first)
@@ -240,7 +289,9 @@ def forge(path, change) -> None:
     (path / "MANIFEST.json").write_bytes(manifest.encode_manifest(content))
 
 
-@pytest.mark.parametrize("name", ["../../secret.safetensors", "/etc/passwd", "shard-00000.safetensors/../x", "", 7, None])
+@pytest.mark.parametrize(
+    "name", ["../../secret.safetensors", "/etc/passwd", "shard-00000.safetensors/../x", "", 7, None]
+)
 def test_a_manifest_cannot_point_outside_its_folder(two, name):
     forge(two, lambda content: content["shards"][0].update(file=name))
     with pytest.raises(CheckpointError, match="MANIFEST.json: not a manifest of this format"):
@@ -271,7 +322,9 @@ def test_foreign_manifests_are_refused(two, change):
 
 def test_deeply_nested_json_is_an_error_not_a_crash(two):
     body = b"[" * 100_000
-    (two / "MANIFEST.json").write_bytes(b'{"digest": "' + xxh3_128_hexdigest(body).encode() + b'",\n"manifest": ' + body + b"}\n")
+    (two / "MANIFEST.json").write_bytes(
+        b'{"digest": "' + xxh3_128_hexdigest(body).encode() + b'",\n"manifest": ' + body + b"}\n"
+    )
     with pytest.raises(CheckpointError, match="MANIFEST.json"):
         Checkpoint(two)
 
@@ -317,7 +370,9 @@ def test_a_wrong_tracker_is_ignored_and_said(tmp_path, two):
 
 def test_choosing_an_iteration(tmp_path, two):
     loads(find_checkpoint(tmp_path, step=1), example(1))
-    with pytest.raises(CheckpointError, match=r"no checkpoint of iteration 7 \(--ckpt-step\); there: 2, 1"):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint of iteration 7 \(--ckpt-step\); there: 2, 1"
+    ):
         find_checkpoint(tmp_path, step=7)
     with pytest.raises(CheckpointError, match="itself a checkpoint: give its parent folder"):
         find_checkpoint(two)
@@ -355,59 +410,111 @@ def test_damage_names_the_chunk_and_at_most_sixteen_tensors(tmp_path):
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)
-    with pytest.raises(CheckpointError, match=re.escape(f"(in tensor {', '.join(f't{i}' for i in range(16))} and 4 more)")):
+    with pytest.raises(
+        CheckpointError,
+        match=re.escape(f"(in tensor {', '.join(f't{i}' for i in range(16))} and 4 more)"),
+    ):
         Checkpoint(path).verify()
 
 
-@pytest.mark.parametrize("name", ["MANIFEST.json", "shard-00000.digests", "shard-00001.safetensors", "../latest_checkpointed_iteration.txt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "MANIFEST.json",
+        "shard-00000.digests",
+        "shard-00001.safetensors",
+        "../latest_checkpointed_iteration.txt",
+    ],
+)
 def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path, two, name):
     (two / name).unlink()
     os.mkfifo(two / name)
     if "latest" in name:
         assert find_checkpoint(tmp_path, say=lambda line: None) == two
         return
-    with pytest.raises(CheckpointError, match=rf"{name}: is a named pipe \(FIFO\), not a regular file|{name}: has 0 bytes"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{name}: is a named pipe \(FIFO\), not a regular file|{name}: has 0 bytes",
+    ):
         find_checkpoint(tmp_path)
 
 
 RUN_STATE = {
-    "config": Config().to_dict(), "vocab_size": 10, "iteration": 2, "consumed_samples": 4, "evaluation_due": False, "tokenizer": "a",
-    "optimizer_steps": 2.0, "scaler": {"scale": 1.0, "clean_steps": 0, "hysteresis": 2}, "schedule": {"max_lr": 1.0, "style": "linear"},
-    "ledger": {"segments": [{"first_sample": 0, "sources": [{"id": "a", "name": "a", "share": 65536, "first_index": 0}]}]},
-    "versions": {"torch": "2"}, "tensors": {},
+    "config": Config().to_dict(),
+    "vocab_size": 10,
+    "iteration": 2,
+    "consumed_samples": 4,
+    "evaluation_due": False,
+    "tokenizer": "a",
+    "optimizer_steps": 2.0,
+    "scaler": {"scale": 1.0, "clean_steps": 0, "hysteresis": 2},
+    "schedule": {"max_lr": 1.0, "style": "linear"},
+    "ledger": {
+        "segments": [
+            {
+                "first_sample": 0,
+                "sources": [{"id": "a", "name": "a", "share": 65536, "first_index": 0}],
+            }
+        ]
+    },
+    "versions": {"torch": "2"},
+    "tensors": {},
 }
 
 
-@pytest.mark.parametrize("change, fault", [
-    (lambda s: s.update(consumed_samples=-1), "state.consumed_samples is not"),
-    (lambda s: s.update(consumed_samples="4"), "state.consumed_samples is not"),
-    (lambda s: s.update(iteration=True), "state.iteration is not"),
-    (lambda s: s.update(iteration=2.0), "state.iteration is not"),
-    (lambda s: s.update(evaluation_due=0), "state.evaluation_due is not"),
-    (lambda s: s.update(optimizer_steps=float("nan")), "state.optimizer_steps is not"),
-    (lambda s: s.update(scaler=[]), "state.scaler: .*expected an object, found a list"),
-    (lambda s: s.update(scaler={"scale": 1e308, "clean_steps": 0, "hysteresis": 2}), "state.scaler is not"),
-    (lambda s: s["scaler"].pop("scale"), "state.scaler is not"),
-    (lambda s: s["schedule"].update(max_lr="1"), "state.schedule is not"),
-    (lambda s: s["schedule"].update(style="odd"), "state.schedule is not"),
-    (lambda s: s["ledger"]["segments"][0]["sources"][0].update(share=1), "state.ledger: the shares of a segment"),
-    (lambda s: s["ledger"]["segments"][0].update(sources=[]), "state.ledger: a segment has no sources"),
-    (lambda s: s["ledger"].update(segments=3), "state.ledger: .*expected a list"),
-    (lambda s: s.update(vocab_size=0), "state.vocab_size is not"),
-    (lambda s: s.update(versions={"torch": 2}), "state.versions is not"),
-    (lambda s: s.update(config=[]), "state.config: .*expected an object"),
-    (lambda s: s["config"]["model"].update(num_layers="2"), "state.config: model.num_layers is of another type"),
-    (lambda s: s["config"]["training"].update(seed=10**30), "state.config: training.seed is of another type"),
-    (lambda s: s.update(tensors={"a": [1.5]}), "state.tensors: the shape of a is not a list of natural numbers"),
-    (lambda s: s.update(open_loss="x"), "state.open_loss is not"),
-])
+@pytest.mark.parametrize(
+    "change, fault",
+    [
+        (lambda s: s.update(consumed_samples=-1), "state.consumed_samples is not"),
+        (lambda s: s.update(consumed_samples="4"), "state.consumed_samples is not"),
+        (lambda s: s.update(iteration=True), "state.iteration is not"),
+        (lambda s: s.update(iteration=2.0), "state.iteration is not"),
+        (lambda s: s.update(evaluation_due=0), "state.evaluation_due is not"),
+        (lambda s: s.update(optimizer_steps=float("nan")), "state.optimizer_steps is not"),
+        (lambda s: s.update(scaler=[]), "state.scaler: .*expected an object, found a list"),
+        (
+            lambda s: s.update(scaler={"scale": 1e308, "clean_steps": 0, "hysteresis": 2}),
+            "state.scaler is not",
+        ),
+        (lambda s: s["scaler"].pop("scale"), "state.scaler is not"),
+        (lambda s: s["schedule"].update(max_lr="1"), "state.schedule is not"),
+        (lambda s: s["schedule"].update(style="odd"), "state.schedule is not"),
+        (
+            lambda s: s["ledger"]["segments"][0]["sources"][0].update(share=1),
+            "state.ledger: the shares of a segment",
+        ),
+        (
+            lambda s: s["ledger"]["segments"][0].update(sources=[]),
+            "state.ledger: a segment has no sources",
+        ),
+        (lambda s: s["ledger"].update(segments=3), "state.ledger: .*expected a list"),
+        (lambda s: s.update(vocab_size=0), "state.vocab_size is not"),
+        (lambda s: s.update(versions={"torch": 2}), "state.versions is not"),
+        (lambda s: s.update(config=[]), "state.config: .*expected an object"),
+        (
+            lambda s: s["config"]["model"].update(num_layers="2"),
+            "state.config: model.num_layers is of another type",
+        ),
+        (
+            lambda s: s["config"]["training"].update(seed=10**30),
+            "state.config: training.seed is of another type",
+        ),
+        (
+            lambda s: s.update(tensors={"a": [1.5]}),
+            "state.tensors: the shape of a is not a list of natural numbers",
+        ),
+        (lambda s: s.update(open_loss="x"), "state.open_loss is not"),
+    ],
+)
 def test_run_state_of_another_type_in_a_signed_manifest(two, change, fault):
     state = json.loads(json.dumps(RUN_STATE))
     forge(two, lambda content: content.update(state=state))
     with Checkpoint(two):
         change(state)
     forge(two, lambda content: content.update(state=state))
-    with pytest.raises(CheckpointError, match=f"MANIFEST.json: not a manifest of this format: {fault}"):
+    with pytest.raises(
+        CheckpointError, match=f"MANIFEST.json: not a manifest of this format: {fault}"
+    ):
         Checkpoint(two)
 
 
@@ -422,9 +529,19 @@ def test_shapes_of_a_shard_nested_deep(tmp_path, two):
         body += b" " * (-(8 + len(body)) % manifest.ALIGN)
         head = len(body).to_bytes(8, "little") + body
         size = len(head) + len(raw) - digests.data_start
-        made = manifest.DigestTable(digests.chunk, len(head), size, manifest.chunk_digest(head), digests.chunks).encode()
+        made = manifest.DigestTable(
+            digests.chunk, len(head), size, manifest.chunk_digest(head), digests.chunks
+        ).encode()
         shard.write_bytes(head + raw[digests.data_start :])
         table.write_bytes(made)
-        forge(two, lambda content: content["shards"][0].update(bytes=size, table_digest=manifest.table_digest(made)))
-        with pytest.raises(CheckpointError, match="shard-00000.safetensors: the header lacks the tensors' global shapes"):
+        forge(
+            two,
+            lambda content: content["shards"][0].update(
+                bytes=size, table_digest=manifest.table_digest(made)
+            ),
+        )
+        with pytest.raises(
+            CheckpointError,
+            match="shard-00000.safetensors: the header lacks the tensors' global shapes",
+        ):
             Checkpoint(two)

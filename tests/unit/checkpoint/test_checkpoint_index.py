@@ -1,4 +1,6 @@
-"""What a checkpoint holds and where: one rank finds out and tells the others; that every tensor is covered once is a sweep."""
+"""What a checkpoint holds and where: one rank finds out and tells the others; that every tensor is
+covered once is a sweep.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from megatron.layers.spec import Box
 
 
 def open_and_read(root, seed: int, cut_seed: int) -> tuple[list[str], list[str]]:
-    """The files that this rank opens to open a checkpoint of all ranks, and then to read its boxes."""
+    """The files that this rank opens to open a checkpoint of all ranks, and then to read its
+    boxes.
+    """
     opened: list[str] = []
 
     def watch(event: str, arguments: tuple) -> None:
@@ -50,12 +54,19 @@ def test_the_first_rank_opens_everything_and_the_others_what_they_read(gloo_worl
     """In the cut that was saved each rank reads its own shard alone; no file is opened twice."""
     gloo_world(4).run(save, tmp_path, 1, 7, BOTH)
     told = gloo_world(4).run(open_and_read, tmp_path, 7, BOTH)
-    shards, tables = ([f"shard-{i:05d}.{kind}" for i in range(4)] for kind in ("safetensors", "digests"))
-    assert told[0][0] == sorted(["MANIFEST.json", "latest_checkpointed_iteration.txt", *shards, *tables])
+    shards, tables = (
+        [f"shard-{i:05d}.{kind}" for i in range(4)] for kind in ("safetensors", "digests")
+    )
+    assert told[0][0] == sorted(
+        ["MANIFEST.json", "latest_checkpointed_iteration.txt", *shards, *tables]
+    )
     assert [opening for opening, _ in told[1:]] == [["MANIFEST.json"]] * 3
     assert [reading for _, reading in told] == [[tables[i], shards[i]] for i in range(4)]
     across = gloo_world(4).run(open_and_read, tmp_path, 7, 3)
-    assert all(len(set(reading)) == len(reading) for _, reading in across) and sum(len(reading) for _, reading in across) > 8
+    assert (
+        all(len(set(reading)) == len(reading) for _, reading in across)
+        and sum(len(reading) for _, reading in across) > 8
+    )
 
 
 def test_an_index_that_was_sent_is_the_one_that_was_opened(tmp_path):
@@ -63,33 +74,62 @@ def test_an_index_that_was_sent_is_the_one_that_was_opened(tmp_path):
     path = save_in_shards(tmp_path, 1, [items[::2], items[1::2]], {"iteration": 1, "text": "é"})
     opened = Index(path)
     sent = Checkpoint(path, opened.encode())
-    assert (sent.manifest, sent.shards, sent.tensors) == (opened.manifest, opened.shards, opened.tensors)
+    assert (sent.manifest, sent.shards, sent.tensors) == (
+        opened.manifest,
+        opened.shards,
+        opened.tensors,
+    )
     assert all(same_bits(sent[name], tensor) for name, tensor in example().items())
     save_in_shards(tmp_path / "other", 1, [items[::2], items[1::2]], {"iteration": 1, "text": "e"})
     with pytest.raises(CheckpointError, match="not seen from here"):
         Index(tmp_path / "other" / "iter_0000001", opened.encode())
     (path / "shard-00001.digests").write_bytes(b"")  # what comes later is verified later
     with pytest.raises(CheckpointError, match="shard-00001.digests: damaged"):
-        Checkpoint(path, opened.encode()).read_all((box, torch.zeros_like(tensor)) for box, tensor in items)
+        Checkpoint(path, opened.encode()).read_all(
+            (box, torch.zeros_like(tensor)) for box, tensor in items
+        )
 
 
 def test_reading_holds_a_few_runs_and_no_more(tmp_path):
-    """The peak of what reading 64 MiB allocates beside the tensors: runs ahead, the one in use and the one before it."""
+    """The peak of what reading 64 MiB allocates beside the tensors: runs ahead, the one in use and
+    the one before it.
+    """
     tensor = torch.randn(2048, 8192)
-    path = save_in_shards(tmp_path, 1, [[(Box("w", (2048, 8192), (row, 0), (512, 8192)), tensor[row : row + 512])] for row in range(0, 2048, 512)], {})
-    halves = [(Box("w", (2048, 8192), (0, column), (2048, 4096)), torch.zeros(2048, 4096)) for column in (0, 4096)]
+    path = save_in_shards(
+        tmp_path,
+        1,
+        [
+            [(Box("w", (2048, 8192), (row, 0), (512, 8192)), tensor[row : row + 512])]
+            for row in range(0, 2048, 512)
+        ],
+        {},
+    )
+    halves = [
+        (Box("w", (2048, 8192), (0, column), (2048, 4096)), torch.zeros(2048, 4096))
+        for column in (0, 4096)
+    ]
     with Checkpoint(path) as checkpoint:
         tracemalloc.start()
         checkpoint.read_all(halves)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert same_bits(torch.cat([half for _, half in halves], 1), tensor)
-    assert fetch.BATCH < peak < (fetch.AHEAD + 2) * (fetch.BATCH + 2 * manifest.CHUNK) + (1 << 20) < tensor.nbytes // 2
+    assert (
+        fetch.BATCH
+        < peak
+        < (fetch.AHEAD + 2) * (fetch.BATCH + 2 * manifest.CHUNK) + (1 << 20)
+        < tensor.nbytes // 2
+    )
 
 
 def test_a_process_that_commits_needs_no_torch():
-    script = "import sys; import megatron.checkpoint.commit; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).resolve().parents[3])
+    script = (
+        "import sys; import megatron.checkpoint.commit; assert 'torch' not in sys.modules "
+        "and 'numpy' not in sys.modules"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script], check=True, cwd=Path(__file__).resolve().parents[3]
+    )
 
 
 def test_tiles():
@@ -103,24 +143,32 @@ def test_tiles():
 
 @given(seed=st.integers(0, 2**32))
 def test_tiles_counts_every_element(seed):
-    """Tilings, and tilings of which one box was moved or another put in its place, against a count of each element."""
+    """Tilings, and tilings of which one box was moved or another put in its place, against a count
+    of each element.
+    """
     rng = random.Random(seed)
     shape = rng.choice([(40,), (9, 11), (4, 5, 6)])
     boxes = cut(rng, shape, rng.randint(1, 12))
     if rng.random() < 0.7:
         at = rng.randrange(len(boxes))
         offset, extent = boxes[at]
-        boxes[at] = rng.choice([(tuple(max(0, o + rng.randint(-1, 1)) for o in offset), extent), rng.choice(boxes)])
+        boxes[at] = rng.choice(
+            [(tuple(max(0, o + rng.randint(-1, 1)) for o in offset), extent), rng.choice(boxes)]
+        )
     rng.shuffle(boxes)
     count = torch.zeros([2 * n for n in shape], dtype=torch.int)
     for offset, extent in boxes:
         count[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))] += 1
     inside = tuple(slice(0, n) for n in shape)
-    assert tiles(shape, boxes) == bool((count[inside] == 1).all() and count.sum() == count[inside].sum())
+    assert tiles(shape, boxes) == bool(
+        (count[inside] == 1).all() and count.sum() == count[inside].sum()
+    )
 
 
 def test_thousands_of_boxes_are_checked_in_the_time_of_a_sort():
-    """32 columns of 128 unaligned rows each: 4096 boxes; counted on the grid of their edges, 64 thousand times as many cells."""
+    """32 columns of 128 unaligned rows each: 4096 boxes; counted on the grid of their edges, 64
+    thousand times as many cells.
+    """
     rng, boxes = random.Random(1), []
     for column in range(32):
         edges = [0, *sorted(rng.sample(range(1, 1 << 16), 127)), 1 << 16]

@@ -1,4 +1,6 @@
-"""A save appears whole or not at all, never replaces a whole checkpoint, and a failed one leaves the older ones loadable."""
+"""A save appears whole or not at all, never replaces a whole checkpoint, and a failed one leaves
+the older ones loadable.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def root(tmp_path):
     return tmp_path
 
 
-# ---- an iteration that exists already ---------------------------------------------------------------------------------
+# ---- an iteration that exists already ------------------------------------------------------------
 
 
 def test_saving_the_same_again_keeps_the_old_files(root):
@@ -46,10 +48,13 @@ def test_saving_the_same_again_keeps_the_old_files(root):
 
 
 @pytest.mark.parametrize(
-    ("tensors", "state", "text"), [(2, STATE, "in: tensors"), (1, STATE | {"consumed_samples": 17}, "in: consumed_samples")]
+    ("tensors", "state", "text"),
+    [(2, STATE, "in: tensors"), (1, STATE | {"consumed_samples": 17}, "in: consumed_samples")],
 )
 def test_a_whole_checkpoint_is_never_replaced_by_a_different_one(root, tensors, state, text):
-    with pytest.raises(CheckpointError, match=f"exists already, is whole, and differs from this run {text}"):
+    with pytest.raises(
+        CheckpointError, match=f"exists already, is whole, and differs from this run {text}"
+    ):
         save_checkpoint(root, 1, pairs(example(tensors)), state)
     loads(find_checkpoint(root), example(1))
     assert listing(root) == WHOLE
@@ -61,7 +66,9 @@ def test_a_state_with_nan_equals_itself(root):
         save_checkpoint(root, 2, pairs(example(2)), state, say=pytest.fail)
 
 
-@pytest.mark.parametrize("name", ["MANIFEST.json", "shard-00000.digests", "shard-00000.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["MANIFEST.json", "shard-00000.digests", "shard-00000.safetensors"]
+)
 def test_a_damaged_checkpoint_is_moved_aside_and_said(root, name):
     file = root / "iter_0000001" / name
     raw = bytearray(file.read_bytes())
@@ -78,7 +85,8 @@ def test_a_damaged_checkpoint_is_moved_aside_and_said(root, name):
 
 
 def test_a_foreign_folder_is_moved_aside_not_deleted(root):
-    (root / "iter_0000002" / "mp_rank_00").mkdir(parents=True)  # Megatron-LM's layout has the same names
+    # Megatron-LM's layout has the same names
+    (root / "iter_0000002" / "mp_rank_00").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"MANIFEST.json: No such file.*--ckpt-step 1\."):
         find_checkpoint(root)
     said: list[str] = []
@@ -88,11 +96,18 @@ def test_a_foreign_folder_is_moved_aside_not_deleted(root):
     assert (aside / "mp_rank_00").is_dir() and aside.name in said[0]
 
 
-# ---- leftovers of attempts ---------------------------------------------------------------------------------------------
+# ---- leftovers of attempts -----------------------------------------------------------------------
 
 
 def test_leftovers_of_dead_attempts_go_and_everything_else_stays(root):
-    for name in (DEAD, ".trash-iter-2-00000000deadbeef-0123456789abcdef", ".tmp-other", "iter_notes", ".tmp-iter-2-short", ALIVE):
+    for name in (
+        DEAD,
+        ".trash-iter-2-00000000deadbeef-0123456789abcdef",
+        ".tmp-other",
+        "iter_notes",
+        ".tmp-iter-2-short",
+        ALIVE,
+    ):
         (root / name).mkdir()
         (root / name / "shard-00000.safetensors").write_bytes(b"part")
     (root / f"{DEAD}.txt").write_text("2\n")
@@ -100,13 +115,17 @@ def test_leftovers_of_dead_attempts_go_and_everything_else_stays(root):
     fcntl.flock(lock, fcntl.LOCK_SH)
     save_checkpoint(root, 2, pairs(example(2)), STATE)
     os.close(lock)
-    assert listing(root) == sorted([".tmp-other", "iter_notes", ".tmp-iter-2-short", ALIVE, "iter_0000002", *WHOLE])
+    assert listing(root) == sorted(
+        [".tmp-other", "iter_notes", ".tmp-iter-2-short", ALIVE, "iter_0000002", *WHOLE]
+    )
     save_checkpoint(root, 3, pairs(example(3)), STATE)  # its owner is gone now
     assert ALIVE not in listing(root)
 
 
 def test_a_save_holds_its_folder_against_cleaning(root, monkeypatch):
-    """Another run's clean-up in the middle of a save leaves it alone; the lock is what tells them apart (the control drops it)."""
+    """Another run's clean-up in the middle of a save leaves it alone; the lock is what tells them
+    apart (the control drops it).
+    """
     whole_write = writer.write_shard
 
     def clean_in_between(*args, **options):
@@ -117,13 +136,21 @@ def test_a_save_holds_its_folder_against_cleaning(root, monkeypatch):
     monkeypatch.setattr(writer, "write_shard", clean_in_between)
     loads(save_checkpoint(root, 2, pairs(example(2)), STATE), example(2))
     monkeypatch.setattr(commit, "hold", lambda folder: os.open(os.devnull, os.O_RDONLY))
-    with pytest.raises(CheckpointError, match="iteration 3 was not saved.*temporary folder vanished: another run is saving to this folder"):
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            "iteration 3 was not saved.*temporary folder vanished: another run is saving to "
+            "this folder"
+        ),
+    ):
         save_checkpoint(root, 3, pairs(example(3)), STATE)
     assert listing(root) == sorted(["iter_0000002", *WHOLE])
 
 
 def test_a_zombie_of_an_earlier_attempt_cannot_replace_what_was_saved_since(root, monkeypatch):
-    """The zombie stops just before its rename; the new attempt commits the same iteration; the zombie wakes up."""
+    """The zombie stops just before its rename; the new attempt commits the same iteration; the
+    zombie wakes up.
+    """
     rename = os.rename
 
     def late(source, target):
@@ -138,7 +165,7 @@ def test_a_zombie_of_an_earlier_attempt_cannot_replace_what_was_saved_since(root
     assert listing(root) == sorted(["iter_0000002", *WHOLE])
 
 
-# ---- failing writes ----------------------------------------------------------------------------------------------------
+# ---- failing writes ------------------------------------------------------------------------------
 
 
 def fails_and_recovers(root, text, big) -> None:
@@ -152,7 +179,9 @@ def fails_and_recovers(root, text, big) -> None:
 def test_full_disk(tmp_path):
     with mounted(tmp_path, "size=2m"):
         save_checkpoint(tmp_path, 1, pairs(example(1)), STATE)
-        fails_and_recovers(tmp_path, "No space left on device.*Free space", {"w": torch.zeros(1 << 20)})
+        fails_and_recovers(
+            tmp_path, "No space left on device.*Free space", {"w": torch.zeros(1 << 20)}
+        )
         loads(save_checkpoint(tmp_path, 2, pairs(example(2)), STATE), example(2))
 
 
@@ -174,7 +203,9 @@ def test_file_size_limit(root):
 
 @pytest.mark.parametrize("call", ["open", "pwritev", "fsync", "rename"])
 def test_any_failing_system_call_leaves_the_older_checkpoint(root, monkeypatch, call):
-    """Each call of a save fails in turn with an I/O error: one CheckpointError, or the save was complete before it (the tracker)."""
+    """Each call of a save fails in turn with an I/O error: one CheckpointError, or the save was
+    complete before it (the tracker).
+    """
     real, failed = getattr(os, call), 0
     for at in range(100):
         count = -1

@@ -1,4 +1,6 @@
-"""What is saved is what is read, for any cut into boxes and shards, reading only the chunks that are needed."""
+"""What is saved is what is read, for any cut into boxes and shards, reading only the chunks that
+are needed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.layers.spec import Box
 
-STATE = {"iteration": 3, "ledger": {"segments": [[0, 1.5]]}, "text": 'é "quoted" \\', "tiny": 5e-324, "third": 1 / 3}
+STATE = {
+    "iteration": 3,
+    "ledger": {"segments": [[0, 1.5]]},
+    "text": 'é "quoted" \\',
+    "tiny": 5e-324,
+    "third": 1 / 3,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +63,11 @@ def test_files_are_valid_safetensors_and_aligned(tmp_path):
         assert same_bits(loaded[f"{name}@{','.join('0' * tensor.ndim)}"], tensor)
     (length,) = struct.unpack("<Q", file.read_bytes()[:8])
     assert (8 + length) % 4096 == 0
-    assert sorted(p.name for p in path.iterdir()) == ["MANIFEST.json", "shard-00000.digests", "shard-00000.safetensors"]
+    assert sorted(p.name for p in path.iterdir()) == [
+        "MANIFEST.json",
+        "shard-00000.digests",
+        "shard-00000.safetensors",
+    ]
 
 
 def test_equal_state_gives_equal_bytes(tmp_path):
@@ -69,9 +81,18 @@ def test_strided_and_fused_views_are_written_without_their_neighbours(tmp_path):
     q = Box("q", (24, 6), (0, 0), (24, 6), groups=2, start=0)
     v = Box("v", (8, 6), (0, 0), (8, 6), groups=2, start=16)
     transposed = torch.randn(50, 30).t()
-    path = save_checkpoint(tmp_path, 1, [(q, qkv), (v, qkv), (whole("t", transposed), transposed)], {})
+    path = save_checkpoint(
+        tmp_path, 1, [(q, qkv), (v, qkv), (whole("t", transposed), transposed)], {}
+    )
     rows = qkv.view(2, 5, 4, 6)
-    loads(path, {"q": rows[:, :3].reshape(24, 6), "v": rows[:, 4].reshape(8, 6), "t": transposed.contiguous()})
+    loads(
+        path,
+        {
+            "q": rows[:, :3].reshape(24, 6),
+            "v": rows[:, 4].reshape(8, 6),
+            "t": transposed.contiguous(),
+        },
+    )
     into = torch.full_like(qkv, 7.0)
     with Checkpoint(path) as checkpoint:
         checkpoint.read(q, into)
@@ -83,7 +104,12 @@ def test_strided_and_fused_views_are_written_without_their_neighbours(tmp_path):
 
 def test_large_strided_tensors_are_copied_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "PIECE", 512)
-    tensors = {"a": torch.randn(40, 60).t(), "b": torch.randn(3, 400).t(), "c": torch.randn(700)[::2], "d": torch.randn(4, 300)[:, ::2]}
+    tensors = {
+        "a": torch.randn(40, 60).t(),
+        "b": torch.randn(3, 400).t(),
+        "c": torch.randn(700)[::2],
+        "d": torch.randn(4, 300)[:, ::2],
+    }
     path = save_checkpoint(tmp_path, 1, pairs(tensors), {})
     loads(path, {name: tensor.contiguous() for name, tensor in tensors.items()})
 
@@ -95,7 +121,10 @@ def needed_chunks(checkpoint: Checkpoint, box: Box) -> int:
         chunks = set()
         for piece in (p for p in stored.pieces if p.shard is shard):
             index = torch.arange(math.prod(piece.extent)).reshape(piece.extent)
-            inside = tuple(slice(max(0, o - po), max(0, o + e - po)) for o, e, po in zip(box.offset, box.extent, piece.offset, strict=True))
+            inside = tuple(
+                slice(max(0, o - po), max(0, o + e - po))
+                for o, e, po in zip(box.offset, box.extent, piece.offset, strict=True)
+            )
             for element in index[inside].flatten().tolist():
                 byte = piece.start + element * stored.item_bytes
                 chunks.add(byte // manifest.CHUNK)
@@ -103,10 +132,14 @@ def needed_chunks(checkpoint: Checkpoint, box: Box) -> int:
     return total
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(seed=st.integers(0, 2**32))
 def test_any_boxes_resharded_to_any_boxes(tmp_path, seed):
-    """Save boxes of a random tiling in random shards; read boxes of another one; each reads exactly the chunks that it needs, once."""
+    """Save boxes of a random tiling in random shards; read boxes of another one; each reads exactly
+    the chunks that it needs, once.
+    """
     rng = random.Random(seed)
     shape = tuple(rng.randint(1, longest) for longest in rng.choice([(500,), (40, 90), (6, 9, 9)]))
     dtype = rng.choice([torch.float32, torch.bfloat16, torch.float64])
@@ -151,7 +184,9 @@ def test_wrong_names_and_shapes_are_refused(tmp_path):
     path = save_checkpoint(tmp_path, 1, pairs({"w": torch.zeros(4, 2)}), {})
     with Checkpoint(path) as checkpoint:
         box = whole("w", torch.zeros(4, 2))
-        with pytest.raises(CheckpointError, match=r"w has shape \[4, 2\], this model needs \[8, 2\]"):
+        with pytest.raises(
+            CheckpointError, match=r"w has shape \[4, 2\], this model needs \[8, 2\]"
+        ):
             checkpoint.read(dataclasses.replace(box, shape=(8, 2)), torch.zeros(4, 2))
         with pytest.raises(CheckpointError, match="no tensor optimizer.exp_avg.w.*--no-load-optim"):
             checkpoint.read(dataclasses.replace(box, name="optimizer.exp_avg.w"), torch.zeros(4, 2))
@@ -161,7 +196,10 @@ def test_shards_that_do_not_tile_a_tensor_are_refused(tmp_path, monkeypatch):
     """By the writer, before anything is committed; and by the reader, if one had been."""
     upper, lower, late = (Box("w", (4, 2), (row, 0), (2, 2)) for row in (0, 2, 1))
     part = torch.zeros(2, 2)
-    for name, shards in {"hole": [[(upper, part)]], "overlap": [[(upper, part), (late, part)], [(lower, part)]]}.items():
+    for name, shards in {
+        "hole": [[(upper, part)]],
+        "overlap": [[(upper, part), (late, part)], [(lower, part)]],
+    }.items():
         with pytest.raises(CheckpointError, match="exactly once"):
             save_in_shards(tmp_path / name, 1, shards, {})
         assert find_checkpoint(tmp_path / name) is None
@@ -184,13 +222,18 @@ def test_files_are_not_for_the_world(tmp_path):
         path = save_checkpoint(tmp_path / "run", 1, pairs(example()), {})
     finally:
         os.umask(old)
-    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (path.parent, path, *path.iterdir(), path.parent / manifest.TRACKER)}
+    modes = {
+        p.name: stat.S_IMODE(p.stat().st_mode)
+        for p in (path.parent, path, *path.iterdir(), path.parent / manifest.TRACKER)
+    }
     assert {modes.pop("run"), modes.pop("iter_0000001")} == {0o750}
     assert set(modes.values()) == {0o640}
 
 
 def test_saving_and_reading_take_no_second_copy(tmp_path):
-    """Peak memory of a process that saves and reads 192 MB, contiguous, strided and transposed, in place: a few chunks and pieces more."""
+    """Peak memory of a process that saves and reads 192 MB, contiguous, strided and transposed, in
+    place: a few chunks and pieces more.
+    """
     script = """
 import resource, sys, torch
 sys.path.insert(0, sys.argv[2])
@@ -200,7 +243,8 @@ from megatron.layers.spec import Box
 torch.set_num_threads(1)
 fused = torch.ones(4096, 8192)
 plain, across = torch.ones(2048, 8192), torch.ones(4096, 512).t()
-pairs = [(Box("q", (2048, 8192), (0, 0), (2048, 8192), groups=16), fused), (Box("p", plain.shape, (0, 0), plain.shape), plain)]
+pairs = [(Box("q", (2048, 8192), (0, 0), (2048, 8192), groups=16), fused)]
+pairs += [(Box("p", plain.shape, (0, 0), plain.shape), plain)]
 pairs += [(Box("t", across.shape, (0, 0), across.shape), across)]
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 path = save_checkpoint(sys.argv[1], 1, pairs, {})
@@ -209,14 +253,20 @@ with Checkpoint(path) as checkpoint:
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     root = Path(__file__).resolve().parents[3]
-    done = subprocess.run([sys.executable, "-c", script, tmp_path, root], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 56 * 1024  # KiB: a piece (16 MiB), five runs of 2 MiB (3 with the chunks at both ends), and what the allocator keeps
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path, root], capture_output=True, text=True, check=True
+    )
+    # KiB: a piece (16 MiB), five runs of 2 MiB (3 with the chunks at both ends), and what the
+    # allocator keeps
+    assert int(done.stdout) < 56 * 1024
 
 
 @pytest.mark.gpu
 def test_tensors_on_a_device(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "PIECE", 512)
-    tensors = {name: tensor.cuda() for name, tensor in example().items()} | {"t": torch.randn(40, 30, device="cuda").t()}
+    tensors = {name: tensor.cuda() for name, tensor in example().items()} | {
+        "t": torch.randn(40, 30, device="cuda").t()
+    }
     path = save_checkpoint(tmp_path, 1, pairs(tensors), {})
     loads(path, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
     with Checkpoint(path) as checkpoint:

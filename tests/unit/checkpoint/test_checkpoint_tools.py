@@ -1,4 +1,6 @@
-"""The two checkpoint tools on checkpoints of a small model, with transformers as the judge of what was exported."""
+"""The two checkpoint tools on checkpoints of a small model, with transformers as the judge of what
+was exported.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +38,27 @@ FP64 = PrecisionConfig(fp64=True)
 NULL = DataConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1)
 
 
-def save_run(root: Path, case: str, precision: PrecisionConfig = FP64, iteration: int = 5) -> tuple[Config, object, dict]:
-    """A checkpoint as a run writes it, with optimizer state; its configuration, model and logical tensors."""
+def save_run(
+    root: Path, case: str, precision: PrecisionConfig = FP64, iteration: int = 5
+) -> tuple[Config, object, dict]:
+    """A checkpoint as a run writes it, with optimizer state; its configuration, model and logical
+    tensors.
+    """
     base, changes, _ = CASES[case]
     config = Config(model=dataclasses.replace(base, **changes), precision=precision, data=NULL)
     model, held = build(config.model)
     if not precision.fp64:
         held = {name: tensor.float() for name, tensor in held.items()}
-    moments = {f"optimizer.exp_avg.{name}": torch.zeros_like(tensor) for name, tensor in held.items()}
-    state = {"iteration": iteration, "consumed_samples": 8 * iteration, "config": config.to_dict(), "vocab_size": VOCAB, "tokenizer": "f"}
+    moments = {
+        f"optimizer.exp_avg.{name}": torch.zeros_like(tensor) for name, tensor in held.items()
+    }
+    state = {
+        "iteration": iteration,
+        "consumed_samples": 8 * iteration,
+        "config": config.to_dict(),
+        "vocab_size": VOCAB,
+        "tokenizer": "f",
+    }
     save_checkpoint(root, iteration, pairs(held | moments), state)
     return config, model, held
 
@@ -53,64 +67,122 @@ def run(tool, *words) -> int:
     return tool.main([str(word) for word in words])
 
 
-@pytest.mark.parametrize("case", ["gpt2", "llama tied, gqa, eps", "mistral", "qwen2", "qwen3 window", "llama yarn"])
+@pytest.mark.parametrize(
+    "case", ["gpt2", "llama tied, gqa, eps", "mistral", "qwen2", "qwen3 window", "llama yarn"]
+)
 def test_exported_models_load_in_transformers_and_come_back(tmp_path, case, capsys):
     _, model, held = save_run(tmp_path / "run", case)
-    assert run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf") == 0
+    assert (
+        run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf")
+        == 0
+    )
     them = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").eval()
     assert them.dtype == torch.float64 and them.config.eos_token_id == VOCAB - 1
     with torch.no_grad():
-        assert difference(model.logits(tokens()), them(tokens()).logits) < (1e-12 if case == "gpt2" else 3e-6)
+        assert difference(model.logits(tokens()), them(tokens()).logits) < (
+            1e-12 if case == "gpt2" else 3e-6
+        )
 
     them.save_pretrained(tmp_path / "again")  # as transformers writes it
     capsys.readouterr()
-    assert run(convert_checkpoint, "--from-huggingface", tmp_path / "again", "--save", tmp_path / "back") == 0
-    assert f"--config {tmp_path}/back/model.json --load {tmp_path}/back --finetune" in capsys.readouterr().out
+    assert (
+        run(
+            convert_checkpoint,
+            "--from-huggingface",
+            tmp_path / "again",
+            "--save",
+            tmp_path / "back",
+        )
+        == 0
+    )
+    assert (
+        f"--config {tmp_path}/back/model.json --load {tmp_path}/back --finetune"
+        in capsys.readouterr().out
+    )
     with Checkpoint(find_checkpoint(tmp_path / "back")) as checkpoint:
         assert checkpoint.iteration == 0 and sorted(checkpoint.names) == sorted(held)
         assert all(same_bits(checkpoint.read_tensor(name), held[name]) for name in held)
-        assert difference(generate.load_model(checkpoint, torch.device("cpu")).logits(tokens()), model.logits(tokens())) == 0
+        assert (
+            difference(
+                generate.load_model(checkpoint, torch.device("cpu")).logits(tokens()),
+                model.logits(tokens()),
+            )
+            == 0
+        )
 
 
 def test_a_run_trains_on_from_an_imported_model(tmp_path, capsys):
     save_run(tmp_path / "run", "llama")
-    run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf", "--dtype", "fp32")
+    run(
+        convert_checkpoint,
+        "--load",
+        tmp_path / "run",
+        "--to-huggingface",
+        tmp_path / "hf",
+        "--dtype",
+        "fp32",
+    )
     run(convert_checkpoint, "--from-huggingface", tmp_path / "hf", "--save", tmp_path / "imported")
-    flags = f"""--config {tmp_path}/imported/model.json --load {tmp_path}/imported --finetune --save {tmp_path}/new
+    flags = f"""--config {tmp_path}/imported/model.json --load {tmp_path}/imported --finetune
+    --save {tmp_path}/new
         --mock-data --vocab-size {VOCAB - 1} --tokenizer-type NullTokenizer --seq-length 24
         --micro-batch-size 2 --train-iters 2 --lr 1e-3 --log-interval 1 --eval-iters 0""".split()
     parsed = parse_arguments(flags)
     assert pretrain(parsed.config, parsed.notes) == 0
     assert "loaded checkpoint" in capsys.readouterr().out
-    with Checkpoint(find_checkpoint(tmp_path / "new")) as after, Checkpoint(find_checkpoint(tmp_path / "imported")) as before:
+    with (
+        Checkpoint(find_checkpoint(tmp_path / "new")) as after,
+        Checkpoint(find_checkpoint(tmp_path / "imported")) as before,
+    ):
         assert after.iteration == 2 and "optimizer.exp_avg.head.weight" in after.names
         moved = (after["head.weight"] - before["head.weight"]).abs()
-        assert 0 < moved.max() < 0.01  # two steps of at most about the learning rate from the imported values
+        # two steps of at most about the learning rate from the imported values
+        assert 0 < moved.max() < 0.01
 
 
-@pytest.mark.parametrize(("flag", "dtype"), [(None, torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)])
+@pytest.mark.parametrize(
+    ("flag", "dtype"), [(None, torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)]
+)
 def test_precision_of_the_export(tmp_path, flag, dtype):
     from safetensors.torch import load_file
 
     _, _, held = save_run(tmp_path / "run", "llama", PrecisionConfig(bf16=True))
     chosen = ["--dtype", flag] if flag else []
-    assert run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf", *chosen) == 0
+    assert (
+        run(
+            convert_checkpoint,
+            "--load",
+            tmp_path / "run",
+            "--to-huggingface",
+            tmp_path / "hf",
+            *chosen,
+        )
+        == 0
+    )
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert same_bits(exported["lm_head.weight"], held["head.weight"].to(dtype))
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == str(dtype)[6:]
+    assert (
+        json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == str(dtype)[6:]
+    )
 
 
 def test_large_exports_are_cut_into_files_with_an_index(tmp_path, monkeypatch):
     _, model, held = save_run(tmp_path / "run", "gpt2 untied, tanh")
     monkeypatch.setattr(huggingface_files, "FILE", 30_000)
-    assert run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf") == 0
+    assert (
+        run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf")
+        == 0
+    )
     files = sorted(p.name for p in (tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert all((tmp_path / "hf" / name).stat().st_size < 40_000 for name in files)
     them = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").eval()
     with torch.no_grad():
         assert difference(model.logits(tokens()), them(tokens()).logits) < 1e-12
-    assert run(convert_checkpoint, "--from-huggingface", tmp_path / "hf", "--save", tmp_path / "back") == 0
+    assert (
+        run(convert_checkpoint, "--from-huggingface", tmp_path / "hf", "--save", tmp_path / "back")
+        == 0
+    )
     with Checkpoint(find_checkpoint(tmp_path / "back")) as checkpoint:
         assert all(same_bits(checkpoint.read_tensor(name), held[name]) for name in held)
 
@@ -122,14 +194,28 @@ def test_tokenizer_files_go_along(tmp_path):
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(tmp_path / "my_tokenizer.json"))
     config, _, held = save_run(tmp_path / "first", "llama")
-    data = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "my_tokenizer.json"))
-    state = {"config": dataclasses.replace(config, data=data).to_dict(), "vocab_size": VOCAB, "tokenizer": None}
+    data = DataConfig(
+        tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "my_tokenizer.json")
+    )
+    state = {
+        "config": dataclasses.replace(config, data=data).to_dict(),
+        "vocab_size": VOCAB,
+        "tokenizer": None,
+    }
     save_checkpoint(tmp_path / "run", 1, pairs(held), state)
-    assert run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf") == 0
-    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == (tmp_path / "my_tokenizer.json").read_bytes()
+    assert (
+        run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf")
+        == 0
+    )
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == (
+        tmp_path / "my_tokenizer.json"
+    ).read_bytes()
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == VOCAB - 1
     (tmp_path / "my_tokenizer.json").unlink()  # moved away: the export goes on and says so
-    assert run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "second") == 0
+    assert (
+        run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "second")
+        == 0
+    )
     assert not (tmp_path / "second" / "tokenizer.json").exists()
 
 
@@ -140,29 +226,63 @@ def test_refusals(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     base, _, _ = CASES["llama"]
     _, _, held = save_run(tmp_path / "other", "llama")
-    config = Config(model=dataclasses.replace(base, rotary_percent=0.5, final_logit_softcapping=3.0))
-    save_checkpoint(tmp_path / "odd", 1, pairs(held), {"config": config.to_dict(), "vocab_size": VOCAB})
+    config = Config(
+        model=dataclasses.replace(base, rotary_percent=0.5, final_logit_softcapping=3.0)
+    )
+    save_checkpoint(
+        tmp_path / "odd", 1, pairs(held), {"config": config.to_dict(), "vocab_size": VOCAB}
+    )
     run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf")
     pickled, traversal = tmp_path / "pickled", tmp_path / "traversal"
     for folder in (pickled, traversal):
         folder.mkdir()
         shutil.copy(tmp_path / "hf" / "config.json", folder)
     (pickled / "pytorch_model.bin").touch()
-    (traversal / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": "../hf/model.safetensors"}}))
+    (traversal / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"lm_head.weight": "../hf/model.safetensors"}})
+    )
     for words, text in [
-        (("--load", tmp_path / "run", "--to-huggingface", tmp_path / "full"), "exists and is not empty"),
-        (("--load", tmp_path / "empty", "--to-huggingface", tmp_path / "new"), "no checkpoint there"),
-        (("--load", tmp_path / "run", "--ckpt-step", 4, "--to-huggingface", tmp_path / "new"), "no checkpoint of iteration 4"),
-        (("--load", tmp_path / "odd", "--to-huggingface", tmp_path / "new"), "cannot express: --final-logit-softcapping; --rotary-percent"),
-        (("--from-huggingface", tmp_path / "hf", "--save", tmp_path / "run"), "holds checkpoints already"),
-        (("--from-huggingface", tmp_path / "empty", "--save", tmp_path / "new"), "config.json: cannot be read"),
-        (("--from-huggingface", pickled, "--save", tmp_path / "new"), "pickled weights are not read"),
+        (
+            ("--load", tmp_path / "run", "--to-huggingface", tmp_path / "full"),
+            "exists and is not empty",
+        ),
+        (
+            ("--load", tmp_path / "empty", "--to-huggingface", tmp_path / "new"),
+            "no checkpoint there",
+        ),
+        (
+            ("--load", tmp_path / "run", "--ckpt-step", 4, "--to-huggingface", tmp_path / "new"),
+            "no checkpoint of iteration 4",
+        ),
+        (
+            ("--load", tmp_path / "odd", "--to-huggingface", tmp_path / "new"),
+            "cannot express: --final-logit-softcapping; --rotary-percent",
+        ),
+        (
+            ("--from-huggingface", tmp_path / "hf", "--save", tmp_path / "run"),
+            "holds checkpoints already",
+        ),
+        (
+            ("--from-huggingface", tmp_path / "empty", "--save", tmp_path / "new"),
+            "config.json: cannot be read",
+        ),
+        (
+            ("--from-huggingface", pickled, "--save", tmp_path / "new"),
+            "pickled weights are not read",
+        ),
         (("--from-huggingface", traversal, "--save", tmp_path / "new"), "not a plain file name"),
     ]:
         assert run(convert_checkpoint, *words) == 2
         assert text in capsys.readouterr().err
-    assert not (tmp_path / "new").exists() and not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
-    for words in ("--load a", "--load a --from-huggingface b", "--from-huggingface b --save c --dtype bf16", "--to-huggingface b"):
+    assert not (tmp_path / "new").exists() and not [
+        p for p in tmp_path.iterdir() if p.name.startswith(".")
+    ]
+    for words in (
+        "--load a",
+        "--load a --from-huggingface b",
+        "--from-huggingface b --save c --dtype bf16",
+        "--to-huggingface b",
+    ):
         with pytest.raises(SystemExit):
             run(convert_checkpoint, *words.split())
 
@@ -173,13 +293,22 @@ def test_inspect_shows_verifies_and_names_damage(tmp_path, capsys):
     assert run(inspect_checkpoint, tmp_path, "--verify") == 0
     out = capsys.readouterr().out
     for text in (
-        "iteration 5, written 2", "other iterations there: 4", "consumed_samples = 40", "model.num_layers = 3", "verified: every byte",
-        f"weights: {len(held)} tensors", f"optimizer: {len(held)} tensors", "optimizer.exp_avg.head.weight",
+        "iteration 5, written 2",
+        "other iterations there: 4",
+        "consumed_samples = 40",
+        "model.num_layers = 3",
+        "verified: every byte",
+        f"weights: {len(held)} tensors",
+        f"optimizer: {len(held)} tensors",
+        "optimizer.exp_avg.head.weight",
     ):
         assert text in out, text
     row = next(line for line in out.splitlines() if line.split()[:1] == ["head.weight"])
     assert row.split()[1:] == ["F64", f"{VOCAB * 32 * 8:,}", "bytes", f"[{VOCAB},", "32]"]
-    assert run(inspect_checkpoint, tmp_path / "iter_0000004") == 0 and "iteration 4" in capsys.readouterr().out
+    assert (
+        run(inspect_checkpoint, tmp_path / "iter_0000004") == 0
+        and "iteration 4" in capsys.readouterr().out
+    )
 
     file = tmp_path / "iter_0000005" / "shard-00000.safetensors"
     raw = bytearray(file.read_bytes())
@@ -209,8 +338,12 @@ def test_inspect_diff(tmp_path, capsys):
 
 def test_inspect_compares_values_whatever_the_layout(tmp_path, monkeypatch, capsys):
     _, _, held = save_run(tmp_path / "a", "llama")
-    state = json.loads((tmp_path / "a" / "iter_0000005" / "MANIFEST.json").read_text())["manifest"]["state"]
-    moments = {f"optimizer.exp_avg.{name}": torch.zeros_like(tensor) for name, tensor in held.items()}
+    state = json.loads((tmp_path / "a" / "iter_0000005" / "MANIFEST.json").read_text())["manifest"][
+        "state"
+    ]
+    moments = {
+        f"optimizer.exp_avg.{name}": torch.zeros_like(tensor) for name, tensor in held.items()
+    }
 
     def save_cut(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         rng, shards = random.Random(2), [[], [], []]
@@ -230,13 +363,16 @@ def test_inspect_compares_values_whatever_the_layout(tmp_path, monkeypatch, caps
     other["optimizer.exp_avg.head.weight"][0, 0] = -0.0
     other["final_norm.weight"][0] = float("nan")
     save_cut(tmp_path / "c", other)
-    assert run(inspect_checkpoint, "--diff", tmp_path / "a", tmp_path / "c") == 0  # values are not read
+    # values are not read
+    assert run(inspect_checkpoint, "--diff", tmp_path / "a", tmp_path / "c") == 0
     capsys.readouterr()
     assert run(inspect_checkpoint, "--diff", tmp_path / "b", tmp_path / "c", "--tensors") == 1
     lines = sorted(line.strip() for line in capsys.readouterr().out.splitlines()[1:])
-    assert lines == ["tensor final_norm.weight: 1 of 32 values differ; largest difference inf",
-                     "tensor head.weight: 2 of 2144 values differ; largest difference 0.5",
-                     "tensor optimizer.exp_avg.head.weight: 1 of 2144 values differ; largest difference 0"]
+    assert lines == [
+        "tensor final_norm.weight: 1 of 32 values differ; largest difference inf",
+        "tensor head.weight: 2 of 2144 values differ; largest difference 0.5",
+        "tensor optimizer.exp_avg.head.weight: 1 of 2144 values differ; largest difference 0",
+    ]
 
 
 def test_a_path_that_no_folder_has_is_one_error(capsys):

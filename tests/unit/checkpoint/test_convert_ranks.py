@@ -1,4 +1,6 @@
-"""Conversion by several ranks: the same bytes as by one, each rank its equal part, little memory, and no half of a result."""
+"""Conversion by several ranks: the same bytes as by one, each rank its equal part, little memory,
+and no half of a result.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ transformers = pytest.importorskip("transformers")
 def convert(*words: object) -> tuple[int, str]:
     """The tool on this rank: exit code and what it printed."""
     told = io.StringIO()
-    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told), mock.patch.object(convert_checkpoint, "disconnect", lambda: None):
+    with (
+        contextlib.redirect_stdout(told),
+        contextlib.redirect_stderr(told),
+        mock.patch.object(convert_checkpoint, "disconnect", lambda: None),
+    ):
         code = convert_checkpoint.main([str(word) for word in words])
     return code, told.getvalue()
 
@@ -60,16 +66,27 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("feature, kind, layout", [("tied-bf16", "gpt2", "tp2sppp2"), ("gqa-untied", "qwen3", "pp2dp2zero2")])
-def test_a_run_of_four_ranks_becomes_one_model_and_comes_back(tmp_path, gloo_world, monkeypatch, feature, kind, layout):
-    """Saved by four ranks, exported by one, two and three, judged by transformers, imported by one and two."""
+@pytest.mark.parametrize(
+    "feature, kind, layout",
+    [("tied-bf16", "gpt2", "tp2sppp2"), ("gqa-untied", "qwen3", "pp2dp2zero2")],
+)
+def test_a_run_of_four_ranks_becomes_one_model_and_comes_back(
+    tmp_path, gloo_world, monkeypatch, feature, kind, layout
+):
+    """Saved by four ranks, exported by one, two and three, judged by transformers, imported by one
+    and two.
+    """
     words = (*flags(feature, layout), "--save", str(tmp_path / "run"), "--train-iters", "2")
-    assert all(text.endswith("exit code 0") for text in gloo_world(4).run(start, words)), "the run failed"
+    assert all(text.endswith("exit code 0") for text in gloo_world(4).run(start, words)), (
+        "the run failed"
+    )
     bytes_by_rank_and_stage_are_shown(tmp_path / "run" / "iter_0000002")
     export = ("--load", tmp_path / "run", "--dtype", "fp64", "--to-huggingface")
     assert convert(*export, tmp_path / "hf1")[0] == 0
     for ranks in (2, 3):
-        assert [code for code, _ in gloo_world(ranks).run(convert, *export, tmp_path / f"hf{ranks}")] == [0] * ranks
+        assert [
+            code for code, _ in gloo_world(ranks).run(convert, *export, tmp_path / f"hf{ranks}")
+        ] == [0] * ranks
         assert files(tmp_path / f"hf{ranks}") == files(tmp_path / "hf1")
     them = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf1", dtype="auto").eval()
     assert them.config.model_type == kind
@@ -82,13 +99,34 @@ def test_a_run_of_four_ranks_becomes_one_model_and_comes_back(tmp_path, gloo_wor
         assert difference(ours.logits(ids), them(ids).logits) < (1e-12 if kind == "gpt2" else 3e-6)
 
         assert convert("--from-huggingface", tmp_path / "hf1", "--save", tmp_path / "one")[0] == 0
-        assert [code for code, _ in gloo_world(2).run(convert, "--from-huggingface", tmp_path / "hf1", "--save", tmp_path / "two")] == [0, 0]
-        with Checkpoint(find_checkpoint(tmp_path / "one")) as one, Checkpoint(find_checkpoint(tmp_path / "two")) as two:
-            sizes = [sum(piece.shard is shard for stored in two.tensors.values() for piece in stored.pieces) for shard in two.shards]
+        assert [
+            code
+            for code, _ in gloo_world(2).run(
+                convert, "--from-huggingface", tmp_path / "hf1", "--save", tmp_path / "two"
+            )
+        ] == [0, 0]
+        with (
+            Checkpoint(find_checkpoint(tmp_path / "one")) as one,
+            Checkpoint(find_checkpoint(tmp_path / "two")) as two,
+        ):
+            sizes = [
+                sum(
+                    piece.shard is shard
+                    for stored in two.tensors.values()
+                    for piece in stored.pieces
+                )
+                for shard in two.shards
+            ]
             assert len(one.shards) == 1 and len(two.shards) == 2 and min(sizes) > 0
-            assert sorted(one.names) == sorted(two.names) == sorted(name for name in checkpoint.names if not name.startswith("optimizer."))
+            assert (
+                sorted(one.names)
+                == sorted(two.names)
+                == sorted(name for name in checkpoint.names if not name.startswith("optimizer."))
+            )
             for name in one.names:
-                assert same_bits(one[name], checkpoint[name].double()) and same_bits(two[name], one[name]), name
+                assert same_bits(one[name], checkpoint[name].double()) and same_bits(
+                    two[name], one[name]
+                ), name
 
 
 def bytes_by_rank_and_stage_are_shown(folder: Path) -> None:
@@ -96,8 +134,12 @@ def bytes_by_rank_and_stage_are_shown(folder: Path) -> None:
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
         assert inspect_checkpoint.main([str(folder)]) == 0
-    stages = re.findall(r"pipeline stage (\d): 2 ranks wrote \S+ MiB; largest / mean (\d\.\d{3})", told.getvalue())
-    assert [stage for stage, _ in stages] == ["0", "1"] and len(re.findall(r"rank [0-3]: \S+ MiB in shard-0000[0-3]", told.getvalue())) == 4
+    stages = re.findall(
+        r"pipeline stage (\d): 2 ranks wrote \S+ MiB; largest / mean (\d\.\d{3})", told.getvalue()
+    )
+    assert [stage for stage, _ in stages] == ["0", "1"] and len(
+        re.findall(r"rank [0-3]: \S+ MiB in shard-0000[0-3]", told.getvalue())
+    ) == 4
     shards = json.loads((folder / "MANIFEST.json").read_text())["manifest"]["shards"]
     for stage, ratio in stages:
         sizes = [record["bytes"] for record in shards if record["pp"] == int(stage)]
@@ -112,45 +154,82 @@ def test_shares_are_equal_and_complete():
         for (rows, _), parts in zip(sizes, zip(*shares)):
             taken = [row for first, last in parts for row in range(first, last)]
             assert taken == list(range(rows))
-        written = [sum((last - first) * size for (first, last), (_, size) in zip(share, sizes)) for share in shares]
+        written = [
+            sum((last - first) * size for (first, last), (_, size) in zip(share, sizes))
+            for share in shares
+        ]
         assert max(abs(size - total / ranks) for size in written) <= 4096
 
 
 def test_shares_of_fused_and_transposed_tensors():
-    """Rows, groups of rows and columns: what the ranks' boxes view is what the whole boxes view, once."""
+    """Rows, groups of rows and columns: what the ranks' boxes view is what the whole boxes view,
+    once.
+    """
     fused, linear = torch.arange(4 * 6 * 5.0).view(24, 5), torch.arange(35.0).view(5, 7)
-    pairs = [(Box("q", (16, 5), (0, 0), (16, 5), 4, 0), fused), (Box("k", (8, 5), (0, 0), (8, 5), 4, 4), fused), (whole("t", linear.t()), linear.t())]
-    wanted = {"q": fused.view(4, 6, 5)[:, :4].reshape(16, 5), "k": fused.view(4, 6, 5)[:, 4:].reshape(8, 5), "t": linear.t()}
+    pairs = [
+        (Box("q", (16, 5), (0, 0), (16, 5), 4, 0), fused),
+        (Box("k", (8, 5), (0, 0), (8, 5), 4, 4), fused),
+        (whole("t", linear.t()), linear.t()),
+    ]
+    wanted = {
+        "q": fused.view(4, 6, 5)[:, :4].reshape(16, 5),
+        "k": fused.view(4, 6, 5)[:, 4:].reshape(8, 5),
+        "t": linear.t(),
+    }
     for ranks in (1, 2, 3, 5):
         found = {name: torch.full_like(value, -1) for name, value in wanted.items()}
         for rank in range(ranks):
             for box, tensor in own_share(pairs, rank, ranks):
-                place = found[box.name][tuple(slice(o, o + e) for o, e in zip(box.offset, box.extent))]
+                place = found[box.name][
+                    tuple(slice(o, o + e) for o, e in zip(box.offset, box.extent))
+                ]
                 assert (place == -1).all()
                 place.copy_(box.view(tensor).reshape(box.extent))
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def large_run(root: Path) -> int:
-    """A checkpoint of 165 MiB, most of it in an embedding and in matrices that GPT-2 transposes; its bytes."""
-    model = ModelConfig(num_layers=1, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=16, kv_channels=64, num_query_groups=16,
-                        max_position_embeddings=16)
+    """A checkpoint of 165 MiB, most of it in an embedding and in matrices that GPT-2 transposes;
+    its bytes.
+    """
+    model = ModelConfig(
+        num_layers=1,
+        hidden_size=1024,
+        ffn_hidden_size=4096,
+        num_attention_heads=16,
+        kv_channels=64,
+        num_query_groups=16,
+        max_position_embeddings=16,
+    )
     from megatron.checkpoint.foreign.models import model_shapes
 
     tensors = {name: torch.rand(shape) for name, shape in model_shapes(model, 30_000).items()}
-    save_in_shards(root, 1, [[(whole(name, tensor), tensor) for name, tensor in tensors.items()]],
-                   {"config": Config(model=model).to_dict(), "vocab_size": 30_000})
+    save_in_shards(
+        root,
+        1,
+        [[(whole(name, tensor), tensor) for name, tensor in tensors.items()]],
+        {"config": Config(model=model).to_dict(), "vocab_size": 30_000},
+    )
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def peak_of(*words: object) -> int:
-    """Anonymous memory that the tool takes at its peak above what was held before (mapped pages of files are the kernel's to forget)."""
+    """Anonymous memory that the tool takes at its peak above what was held before (mapped pages of
+    files are the kernel's to forget).
+    """
+
     def held() -> int:
-        return next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+        return next(
+            int(line.split()[1]) << 10
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith("RssAnon")
+        )
 
     ctypes.CDLL(None).malloc_trim(0)  # what earlier tests have freed would hide what is taken now
     seen, ended = [before := held()], threading.Event()
-    sampler = threading.Thread(target=lambda: [seen.append(held()) for _ in iter(lambda: ended.wait(0.001), True)])
+    sampler = threading.Thread(
+        target=lambda: [seen.append(held()) for _ in iter(lambda: ended.wait(0.001), True)]
+    )
     sampler.start()
     code, told = convert(*words)
     ended.set()
@@ -164,17 +243,27 @@ def test_no_whole_model_in_memory(tmp_path, monkeypatch):
     size = large_run(tmp_path / "run")
     assert size > 160 << 20
     reader = (fetch.AHEAD + 2) * (fetch.BATCH + 2 * manifest.CHUNK)
-    bound = reader + 6 * huggingface_files.PIECE  # a piece as it is read, converted and turned (or the writer's 16 MiB), and the allocator
+    # a piece as it is read, converted and turned (or the writer's 16 MiB), and the allocator
+    bound = reader + 6 * huggingface_files.PIECE
     assert bound < size / 2
     assert peak_of("--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf") < bound
     assert peak_of("--from-huggingface", tmp_path / "hf", "--save", tmp_path / "back") < bound
     monkeypatch.setattr(huggingface_files, "PIECE", 1 << 40)
-    assert peak_of("--load", tmp_path / "run", "--to-huggingface", tmp_path / "again") > bound  # the measure sees whole tensors
-    with Checkpoint(find_checkpoint(tmp_path / "run")) as run, Checkpoint(find_checkpoint(tmp_path / "back")) as back:
-        assert all(same_bits(run[name], back[name]) for name in ("embedding.word.weight", "layers.0.mlp.up.weight"))
+    # the measure sees whole tensors
+    assert peak_of("--load", tmp_path / "run", "--to-huggingface", tmp_path / "again") > bound
+    with (
+        Checkpoint(find_checkpoint(tmp_path / "run")) as run,
+        Checkpoint(find_checkpoint(tmp_path / "back")) as back,
+    ):
+        assert all(
+            same_bits(run[name], back[name])
+            for name in ("embedding.word.weight", "layers.0.mlp.up.weight")
+        )
 
 
-def test_a_failed_or_interrupted_export_leaves_nothing_that_looks_complete(tmp_path, gloo_world, monkeypatch):
+def test_a_failed_or_interrupted_export_leaves_nothing_that_looks_complete(
+    tmp_path, gloo_world, monkeypatch
+):
     save_in_shards(tmp_path / "run", 1, *small_run())
     words = ("--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf")
     for code, told in gloo_world(2).run(convert_on_a_full_disk, *words):
@@ -189,18 +278,34 @@ def test_a_failed_or_interrupted_export_leaves_nothing_that_looks_complete(tmp_p
     (left,) = (path for path in tmp_path.iterdir() if path.name != "run")
     assert left.name.startswith(".hf-") and not (left / "config.json").exists()
     code, told = convert(*words)
-    assert code == 0 and f"{left} is left of an export that was interrupted" in told and (tmp_path / "hf" / "config.json").exists()
+    assert (
+        code == 0
+        and f"{left} is left of an export that was interrupted" in told
+        and (tmp_path / "hf" / "config.json").exists()
+    )
 
 
 def small_run() -> tuple[list, dict]:
-    model = ModelConfig(num_layers=1, hidden_size=8, ffn_hidden_size=16, num_attention_heads=2, kv_channels=4, num_query_groups=2,
-                        max_position_embeddings=4)
+    model = ModelConfig(
+        num_layers=1,
+        hidden_size=8,
+        ffn_hidden_size=16,
+        num_attention_heads=2,
+        kv_channels=4,
+        num_query_groups=2,
+        max_position_embeddings=4,
+    )
     tensors = {name: torch.rand(shape) for name, shape in model_shapes(model, 11).items()}
-    return [[(whole(name, tensor), tensor) for name, tensor in tensors.items()]], {"config": Config(model=model).to_dict(), "vocab_size": 11}
+    return [[(whole(name, tensor), tensor) for name, tensor in tensors.items()]], {
+        "config": Config(model=model).to_dict(),
+        "vocab_size": 11,
+    }
 
 
 def test_a_free_disk_is_asked_for_first(tmp_path, monkeypatch):
     save_in_shards(tmp_path / "run", 1, *small_run())
     monkeypatch.setattr(huggingface_files.shutil, "disk_usage", lambda path: mock.Mock(free=100))
     code, told = convert("--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf")
-    assert code == 2 and "GiB left" in told and [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert (
+        code == 2 and "GiB left" in told and [path.name for path in tmp_path.iterdir()] == ["run"]
+    )

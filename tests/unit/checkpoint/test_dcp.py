@@ -1,4 +1,6 @@
-"""torch.distributed.checkpoint.load on our checkpoints: whole tensors and DTensors of one and two ranks, and damage."""
+"""torch.distributed.checkpoint.load on our checkpoints: whole tensors and DTensors of one and two
+ranks, and damage.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,19 @@ def test_whole_tensors(tmp_path):
     state = {name: torch.full_like(tensor, 7) for name, tensor in wanted.items()}
     dcp.load(state, storage_reader=CheckpointReader(folder))
     assert all(same_bits(state[name], wanted[name]) for name in wanted)
-    nested = {"layers": {"3": {"float32": {"weight": torch.zeros(64, 33, dtype=torch.float64)}}}}  # names joined by dots, values converted
+    # names joined by dots, values converted
+    nested = {"layers": {"3": {"float32": {"weight": torch.zeros(64, 33, dtype=torch.float64)}}}}
     dcp.load(nested, checkpoint_id=folder, storage_reader=CheckpointReader("elsewhere"))
-    assert torch.equal(nested["layers"]["3"]["float32"]["weight"], wanted["layers.3.float32.weight"].double())
-    with pytest.raises(dcp.api.CheckpointException, match="Missing key in checkpoint state_dict: layers.9"):
+    assert torch.equal(
+        nested["layers"]["3"]["float32"]["weight"], wanted["layers.3.float32.weight"].double()
+    )
+    with pytest.raises(
+        dcp.api.CheckpointException, match="Missing key in checkpoint state_dict: layers.9"
+    ):
         dcp.load({"layers.9": torch.zeros(1)}, storage_reader=CheckpointReader(folder))
-    assert CheckpointReader.validate_checkpoint_id(folder) and not CheckpointReader.validate_checkpoint_id(tmp_path)
+    assert CheckpointReader.validate_checkpoint_id(
+        folder
+    ) and not CheckpointReader.validate_checkpoint_id(tmp_path)
 
 
 def test_damage_is_named(tmp_path):
@@ -48,16 +57,29 @@ def test_damage_is_named(tmp_path):
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)
-    with pytest.raises(dcp.api.CheckpointException, match="shard-00001.safetensors: damaged: bytes"):
-        dcp.load({name: torch.zeros_like(tensor) for name, tensor in example().items()}, storage_reader=CheckpointReader(folder))
+    with pytest.raises(
+        dcp.api.CheckpointException, match="shard-00001.safetensors: damaged: bytes"
+    ):
+        dcp.load(
+            {name: torch.zeros_like(tensor) for name, tensor in example().items()},
+            storage_reader=CheckpointReader(folder),
+        )
 
 
 def load_sharded(folder: Path) -> tuple[list[str], int]:
     """On this rank: the DTensors that were filled wrongly, and the bytes read."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     wanted, faults, read = example(), [], [0]
-    placements = {name: [Shard(0), Shard(tensor.ndim - 1), Replicate()][i % 3] for i, (name, tensor) in enumerate(wanted.items())}
-    state = {name: distribute_tensor(torch.zeros_like(tensor), mesh, [placements[name]], src_data_rank=None) for name, tensor in wanted.items()}
+    placements = {
+        name: [Shard(0), Shard(tensor.ndim - 1), Replicate()][i % 3]
+        for i, (name, tensor) in enumerate(wanted.items())
+    }
+    state = {
+        name: distribute_tensor(
+            torch.zeros_like(tensor), mesh, [placements[name]], src_data_rank=None
+        )
+        for name, tensor in wanted.items()
+    }
     close = Checkpoint.close
 
     def closed(self: Checkpoint) -> None:
@@ -84,4 +106,5 @@ def test_dtensors_of_two_ranks(tmp_path, gloo_world, monkeypatch):
     assert [faults for faults, _ in results] == [[], []]
     with Checkpoint(folder) as checkpoint:
         stored = sum(shard.data_bytes for shard in checkpoint.shards)
-    assert all(0.3 * stored < read < 0.9 * stored for _, read in results)  # each reads what it holds
+    # each reads what it holds
+    assert all(0.3 * stored < read < 0.9 * stored for _, read in results)

@@ -1,6 +1,8 @@
-"""ZeRO folders of DeepSpeed become ours with the bits of its fp32 masters; what does not belong together is one error; poison does nothing.
+"""ZeRO folders of DeepSpeed become ours with the bits of its fp32 masters; what does not belong
+together is one error; poison does nothing.
 
-The folders are built by zero_cases.py; tests/parity/deepspeed_checkpoint.py makes real ones and proves the same of them.
+The folders are built by zero_cases.py; tests/parity/deepspeed_checkpoint.py makes real ones and
+proves the same of them.
 """
 
 from __future__ import annotations
@@ -23,24 +25,48 @@ from megatron.checkpoint.foreign.zero_folder import box_parts
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 
 
-def write_huggingface(root: Path, case: str, kind: str, ranks: int, **beside: object) -> dict[str, torch.Tensor]:
+def write_huggingface(
+    root: Path, case: str, kind: str, ranks: int, **beside: object
+) -> dict[str, torch.Tensor]:
     """A run of a Hugging Face model; returns our logical tensors in fp32."""
     base, changes, _ = CASES[case]
     config = dataclasses.replace(base, **changes)
-    described, theirs = exported(config, {name: value.float() for name, value in build(config)[1].items()})
-    head = {"lm_head.weight": next(name for name in theirs if "embed_tokens" in name or "wte" in name)}
-    write_rank(root / "global_step3", in_groups(theirs), kind, ranks, shared={} if "lm_head.weight" in theirs else head, **beside)
+    described, theirs = exported(
+        config, {name: value.float() for name, value in build(config)[1].items()}
+    )
+    head = {
+        "lm_head.weight": next(name for name in theirs if "embed_tokens" in name or "wte" in name)
+    }
+    write_rank(
+        root / "global_step3",
+        in_groups(theirs),
+        kind,
+        ranks,
+        shared={} if "lm_head.weight" in theirs else head,
+        **beside,
+    )
     (root / "config.json").write_text(json.dumps(described))
     return {name: value.float() for name, value in build(config)[1].items()}
 
 
 def same(run: Path, held: dict[str, torch.Tensor]) -> bool:
     with Checkpoint(find_checkpoint(run)) as checkpoint:
-        return sorted(checkpoint.names) == sorted(held) and all(same_bits(checkpoint[name], held[name]) for name in held)
+        return sorted(checkpoint.names) == sorted(held) and all(
+            same_bits(checkpoint[name], held[name]) for name in held
+        )
 
 
-@pytest.mark.parametrize("case, kind, ranks", [("llama tied, gqa, eps", "1", 2), ("gpt2", "2", 3), ("qwen3", "3", 5), ("gpt2", "3", 2),
-                                               ("gpt2 untied, tanh", "bf16", 4), ("llama biases", "1", 1)])
+@pytest.mark.parametrize(
+    "case, kind, ranks",
+    [
+        ("llama tied, gqa, eps", "1", 2),
+        ("gpt2", "2", 3),
+        ("qwen3", "3", 5),
+        ("gpt2", "3", 2),
+        ("gpt2 untied, tanh", "bf16", 4),
+        ("llama biases", "1", 1),
+    ],
+)
 def test_models_of_hugging_face(tmp_path, case, kind, ranks):
     held = write_huggingface(tmp_path / "theirs", case, kind, ranks)
     code, told = convert("--from-deepspeed", tmp_path / "theirs", "--save", tmp_path / "run")
@@ -57,16 +83,25 @@ def test_two_ranks_take_equal_shares_of_the_pieces(tmp_path, gloo_world):
         assert len(checkpoint.shards) == 2
 
 
-# ---- Megatron-DeepSpeed --------------------------------------------------------------------------------------------------
+# ---- Megatron-DeepSpeed --------------------------------------------------------------------------
 
 
-def write_megatron(root: Path, case: str, *, tp: int, pp: int, stacked: bool, pipe: bool, kind: str = "1") -> dict[str, torch.Tensor]:
-    """Under the names of its GPT, or of its pipeline module; two data-parallel ranks. Returns our logical tensors."""
+def write_megatron(
+    root: Path, case: str, *, tp: int, pp: int, stacked: bool, pipe: bool, kind: str = "1"
+) -> dict[str, torch.Tensor]:
+    """Under the names of its GPT, or of its pipeline module; two data-parallel ranks. Returns our
+    logical tensors.
+    """
     arguments, theirs, held, _ = megatron_names(case)
     gated, d = arguments.swiglu, arguments.kv_channels
-    inner = {"self_attention.linear_qkv": "self_attention.query_key_value", "self_attention.linear_proj": "self_attention.dense",
-             "pre_mlp_layernorm": "post_attention_layernorm", "mlp.linear_fc1": "mlp.dense_h_to_4h", "mlp.linear_fc2": "mlp.dense_4h_to_h",
-             "self_attention.linear_qkv.layer_norm": "input_layernorm"}
+    inner = {
+        "self_attention.linear_qkv": "self_attention.query_key_value",
+        "self_attention.linear_proj": "self_attention.dense",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        "mlp.linear_fc1": "mlp.dense_h_to_4h",
+        "mlp.linear_fc2": "mlp.dense_4h_to_h",
+        "self_attention.linear_qkv.layer_norm": "input_layernorm",
+    }
 
     def local(name: str, value: torch.Tensor, rank: int) -> torch.Tensor:
         if "linear_qkv.weight" in name or "linear_qkv.bias" in name:
@@ -75,24 +110,56 @@ def write_megatron(root: Path, case: str, *, tp: int, pp: int, stacked: bool, pi
             return torch.cat([part.flatten(0, 1) for part in parts]) if stacked else own
         if "linear_fc1" in name:
             return torch.cat([half.chunk(tp)[rank] for half in value.chunk(2 if gated else 1)])
-        rows, columns = "word_embeddings" in name or "output_layer" in name, name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+        rows, columns = (
+            "word_embeddings" in name or "output_layer" in name,
+            name.endswith(("linear_proj.weight", "linear_fc2.weight")),
+        )
         return value.chunk(tp, int(columns))[rank] if rows or columns else value
 
     def renamed(name: str, layer: int) -> str:
-        stem, _, end = name.replace("layer_norm_", "layer_norm.").removeprefix("decoder.layers.").rpartition(".")
+        stem, _, end = (
+            name.replace("layer_norm_", "layer_norm.")
+            .removeprefix("decoder.layers.")
+            .rpartition(".")
+        )
         stem = inner.get(stem, stem)
         if name.startswith("decoder.layers."):
-            return f"{layer + 2}.{stem}.{end}" if pipe else f"language_model.encoder.layers.{layer}.{stem}.{end}"
+            return (
+                f"{layer + 2}.{stem}.{end}"
+                if pipe
+                else f"language_model.encoder.layers.{layer}.{stem}.{end}"
+            )
         tied = "tied_modules.embed." if "output_layer.weight" not in theirs else "1."
-        outer = {"decoder.final_layernorm": f"{LAYERS + 3}.", "output_layer": f"{LAYERS + 4}.lm_head."} if pipe else {
-            "decoder.final_layernorm": "language_model.encoder.final_layernorm."}
-        return outer.get(stem, f"{tied}{stem.removeprefix('embedding.')}." if pipe else f"language_model.{stem}.") + end
+        outer = (
+            {"decoder.final_layernorm": f"{LAYERS + 3}.", "output_layer": f"{LAYERS + 4}.lm_head."}
+            if pipe
+            else {"decoder.final_layernorm": "language_model.encoder.final_layernorm."}
+        )
+        return (
+            outer.get(
+                stem,
+                f"{tied}{stem.removeprefix('embedding.')}." if pipe else f"language_model.{stem}.",
+            )
+            + end
+        )
 
-    state = vars(arguments) | {"num_key_value_heads": arguments.num_query_groups,
-                               "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
-                               "normalization": arguments.normalization.lower(), "num_experts": [1], "add_position_embedding": True,
-                               "use_rotary_position_embeddings": arguments.position_embedding_type == "rope", "rope_theta": 10000}
-    for name in ("exit_signal", "position_embedding_type", "rotary_base", "group_query_attention", "num_query_groups"):
+    state = vars(arguments) | {
+        "num_key_value_heads": arguments.num_query_groups,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "normalization": arguments.normalization.lower(),
+        "num_experts": [1],
+        "add_position_embedding": True,
+        "use_rotary_position_embeddings": arguments.position_embedding_type == "rope",
+        "rope_theta": 10000,
+    }
+    for name in (
+        "exit_signal",
+        "position_embedding_type",
+        "rotary_base",
+        "group_query_attention",
+        "num_query_groups",
+    ):
         state.pop(name)
     stages = [range(LAYERS)] if pp == 1 else [range(2), range(2, LAYERS)]
     for stage, layers in enumerate(stages):
@@ -101,24 +168,53 @@ def write_megatron(root: Path, case: str, *, tp: int, pp: int, stacked: bool, pi
             for name, value in theirs.items():
                 if name.startswith("decoder.layers."):
                     own |= {renamed(name, i): local(name, value[i], rank).float() for i in layers}
-                elif stage == (0 if name.startswith("embedding") else pp - 1) or (pipe and "tied" in renamed(name, 0) and stage == pp - 1):
+                elif stage == (0 if name.startswith("embedding") else pp - 1) or (
+                    pipe and "tied" in renamed(name, 0) and stage == pp - 1
+                ):
                     own[renamed(name, 0)] = local(name, value, rank).float()
-            write_rank(root / "global_step3", in_groups(own), kind, 2, model_rank=stage * tp + rank, args=argparse.Namespace(**state),
-                       **({"module": None} if pipe else {}))
+            write_rank(
+                root / "global_step3",
+                in_groups(own),
+                kind,
+                2,
+                model_rank=stage * tp + rank,
+                args=argparse.Namespace(**state),
+                **({"module": None} if pipe else {}),
+            )
     return {name: value.float() for name, value in held.items()}
 
 
-@pytest.mark.parametrize("case, tp, pp, stacked, pipe", [("llama tied, gqa, eps", 2, 1, False, False), ("gpt2", 2, 2, True, True),
-                                                         ("llama tied, gqa, eps", 1, 2, False, True), ("llama", 2, 2, False, True)])
+@pytest.mark.parametrize(
+    "case, tp, pp, stacked, pipe",
+    [
+        ("llama tied, gqa, eps", 2, 1, False, False),
+        ("gpt2", 2, 2, True, True),
+        ("llama tied, gqa, eps", 1, 2, False, True),
+        ("llama", 2, 2, False, True),
+    ],
+)
 def test_megatron_deepspeed(tmp_path, case, tp, pp, stacked, pipe):
     held = write_megatron(tmp_path / "theirs", case, tp=tp, pp=pp, stacked=stacked, pipe=pipe)
-    words = ("--from-deepspeed", tmp_path / "theirs", "--vocab-size", VOCAB, "--save", tmp_path / "run", "--qkv-order")
+    words = (
+        "--from-deepspeed",
+        tmp_path / "theirs",
+        "--vocab-size",
+        VOCAB,
+        "--save",
+        tmp_path / "run",
+        "--qkv-order",
+    )
     code, told = convert(*words, "stacked" if stacked else "grouped")
     assert code == 0, told
     assert same(tmp_path / "run", held)
     shutil.rmtree(tmp_path / "run")
-    code, told = convert(*words, "grouped" if stacked else "stacked")  # the negative control: it is the order that decides
-    assert "cannot hold grouped queries" in told if "gqa" in case else code == 0 and not same(tmp_path / "run", held)
+    # the negative control: it is the order that decides
+    code, told = convert(*words, "grouped" if stacked else "stacked")
+    assert (
+        "cannot hold grouped queries" in told
+        if "gqa" in case
+        else code == 0 and not same(tmp_path / "run", held)
+    )
 
 
 def test_what_the_folder_of_megatron_deepspeed_does_not_say(tmp_path):
@@ -129,11 +225,13 @@ def test_what_the_folder_of_megatron_deepspeed_does_not_say(tmp_path):
     assert f"{PADDED} rows; --vocab-size is 100" in convert(*words, "--vocab-size", 100)[1]
     for path in (tmp_path / "theirs" / "global_step3").glob("*mp_rank_01*"):
         path.unlink()
-    assert "has partitions of 1 model-parallel ranks, the run had 2 (tp 2, pp 1)" in convert(*words)[1]
+    assert (
+        "has partitions of 1 model-parallel ranks, the run had 2 (tp 2, pp 1)" in convert(*words)[1]
+    )
     assert not (tmp_path / "run").exists()
 
 
-# ---- faults --------------------------------------------------------------------------------------------------------------
+# ---- faults --------------------------------------------------------------------------------------
 
 
 def change(path: Path, **values: object) -> None:
@@ -151,15 +249,25 @@ def test_partitions_that_do_not_belong_together(tmp_path, kind):
     root = tmp_path / "theirs"
     write_huggingface(root, "gpt2", kind, 2)
     words, folder = ("--from-deepspeed", root, "--save", tmp_path / "run"), root / "global_step3"
-    first, second = (folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
+    first, second = (
+        folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)
+    )
 
     def refused(text: str) -> None:
         code, told = convert(*words)
-        assert code == 2 and text in told and told.count("error:") == 1 and not (tmp_path / "run").exists(), told
+        assert (
+            code == 2
+            and text in told
+            and told.count("error:") == 1
+            and not (tmp_path / "run").exists()
+        ), told
 
     kept = second.read_bytes()
     second.unlink()
-    refused(f"{first}: is one of 2 partitions, and 1 are missing (of data-parallel ranks 1): bring the files of one save")
+    refused(
+        f"{first}: is one of 2 partitions, and 1 are missing (of data-parallel ranks 1): "
+        "bring the files of one save"
+    )
     second.write_bytes(kept[: len(kept) // 2])
     refused(f"{second}: is not a file of torch.save")
     second.write_bytes(kept)
@@ -168,12 +276,16 @@ def test_partitions_that_do_not_belong_together(tmp_path, kind):
     refused("is one of 2 partitions, and there are more")
     third.rename(folder / second.name.removeprefix("bf16_"))
     refused("files of two saves lie in one folder")
-    (folder / second.name.removeprefix("bf16_")).rename(folder / "expp_rank_0_mp_rank_00_optim_states.pt")
+    (folder / second.name.removeprefix("bf16_")).rename(
+        folder / "expp_rank_0_mp_rank_00_optim_states.pt"
+    )
     refused("experts have no counterpart here")
     (folder / "expp_rank_0_mp_rank_00_optim_states.pt").unlink()
     write_huggingface(tmp_path / "other", "gpt2", kind, 3)
     shutil.copy(tmp_path / "other" / "global_step3" / second.name, second)
-    refused(f"{second}: stage {kind} of 3 partitions, but {first.name} is stage {kind} of 2 partitions")
+    refused(
+        f"{second}: stage {kind} of 3 partitions, but {first.name} is stage {kind} of 2 partitions"
+    )
     write_huggingface(tmp_path / "smaller", "llama", kind, 2)
     shutil.copy(tmp_path / "smaller" / "global_step3" / second.name, second)
     refused("not of the same save")
@@ -185,16 +297,23 @@ def test_partitions_that_do_not_belong_together(tmp_path, kind):
 
 def test_models_that_do_not_fit(tmp_path):
     root = tmp_path / "theirs"
-    write_huggingface(root, "qwen3", "1", 2, frozen_param_shapes={"model.norm.weight": torch.Size([32])})
+    write_huggingface(
+        root, "qwen3", "1", 2, frozen_param_shapes={"model.norm.weight": torch.Size([32])}
+    )
     words = ("--from-deepspeed", root, "--save", tmp_path / "run")
     assert "model.norm.weight was frozen and has no master weight" in convert(*words)[1]
     write_huggingface(root, "qwen3", "1", 2, param_shapes=None)
     assert "holds no param_shapes" in convert(*words)[1]
     write_huggingface(root, "qwen3", "1", 2)
-    assert "drop --vocab-size and --qkv-order" in convert(*words, "--vocab-size", 9, "--qkv-order", "grouped")[1]
+    assert (
+        "drop --vocab-size and --qkv-order"
+        in convert(*words, "--vocab-size", 9, "--qkv-order", "grouped")[1]
+    )
     described = json.loads((root / "config.json").read_text())
-    for changes, text in (({"num_hidden_layers": 4}, "tensors missing: model.layers.3"),
-                          ({"intermediate_size": 96}, "the model's flags need [96, 32]")):
+    for changes, text in (
+        ({"num_hidden_layers": 4}, "tensors missing: model.layers.3"),
+        ({"intermediate_size": 96}, "the model's flags need [96, 32]"),
+    ):
         (root / "config.json").write_text(json.dumps(described | changes))
         assert text in convert(*words)[1]
     (root / "config.json").unlink()
@@ -210,9 +329,13 @@ def test_models_that_do_not_fit(tmp_path):
 @pytest.mark.parametrize("where", ["optim_states", "model_states"])
 def test_poison_is_refused_by_name_and_does_nothing(tmp_path, where, way):
     root, evil = tmp_path / "theirs", Poison(tmp_path / "touched", way)
-    write_huggingface(root, "gpt2", "2", 2, **({"lr_scheduler": evil} if where == "model_states" else {}))
+    write_huggingface(
+        root, "gpt2", "2", 2, **({"lr_scheduler": evil} if where == "model_states" else {})
+    )
     if where == "optim_states":
-        change(root / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", clip_grad=evil)
+        change(
+            root / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", clip_grad=evil
+        )
     code, told = convert("--from-deepspeed", root, "--save", tmp_path / "run")
     assert code == 2 and f"it names {NAMES[way]}" in told and f"{where}.pt" in told
     assert not (tmp_path / "touched").exists() and not (tmp_path / "run").exists()
@@ -224,12 +347,19 @@ def test_pieces_of_a_matrix_are_boxes_of_it():
     for _ in range(200):
         rows, width = torch.randint(1, 7, (2,), generator=g).tolist()
         flat = torch.arange(float(rows * width))
-        cuts = sorted({0, rows * width, *torch.randint(rows * width + 1, (3,), generator=g).tolist()})
+        cuts = sorted(
+            {0, rows * width, *torch.randint(rows * width + 1, (3,), generator=g).tolist()}
+        )
         for shape in ((rows, width), (rows * width,)):
             found = torch.full(shape, -1.0)
-            for offset, extent, elements in box_parts(shape, [(low, flat[low:high]) for low, high in zip(cuts, cuts[1:])]):
+            for offset, extent, elements in box_parts(
+                shape, [(low, flat[low:high]) for low, high in zip(cuts, cuts[1:])]
+            ):
                 place = found[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))]
                 assert (place == -1).all() and place.shape == elements().shape
-                assert len(shape) == 1 or elements().untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+                assert (
+                    len(shape) == 1
+                    or elements().untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+                )
                 place.copy_(elements())
             assert torch.equal(found, flat.view(shape))

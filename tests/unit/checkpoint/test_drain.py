@@ -1,4 +1,6 @@
-"""From the local tier to --save: at the rate that is asked for, and nothing that is not what was written."""
+"""From the local tier to --save: at the rate that is asked for, and nothing that is not what was
+written.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Clock:
         self.now += seconds
 
 
-@pytest.mark.parametrize("sizes", [[2_000_000], [1] * 100 + [999_900, 3], [300_000, 900_000, 0, 12]])
+@pytest.mark.parametrize(
+    "sizes", [[2_000_000], [1] * 100 + [999_900, 3], [300_000, 900_000, 0, 12]]
+)
 @pytest.mark.parametrize("rate", [0.5, 3.0])
 def test_bytes_go_at_the_rate_and_unchanged(sizes, rate):
     """Of any stretch of time no more than the rate and the burst, and in all no less."""
@@ -84,7 +88,12 @@ def test_a_copy_is_the_shard(source, tmp_path):
     target = tmp_path / "copy"
     target.mkdir()
     for number, record in enumerate(records):
-        assert copy_shard(source / manifest.shard_file(number), target, number, record | {"rank": 3}, None) == record
+        assert (
+            copy_shard(
+                source / manifest.shard_file(number), target, number, record | {"rank": 3}, None
+            )
+            == record
+        )
     (target / manifest.MANIFEST).write_bytes((source / manifest.MANIFEST).read_bytes())
     loads(target, example(1))
 
@@ -108,7 +117,9 @@ def test_a_copy_that_is_not_compared_is_caught(source, tmp_path, monkeypatch):
     raw[-1] ^= 4
     path.write_bytes(raw)
     (tmp_path / "copy").mkdir()
-    record = drain.copy_shard(path, tmp_path / "copy", 0, {"file": Any(), "bytes": Any(), "table_digest": Any()}, None)
+    record = drain.copy_shard(
+        path, tmp_path / "copy", 0, {"file": Any(), "bytes": Any(), "table_digest": Any()}, None
+    )
     assert record["table_digest"] != Index(source).manifest["shards"][0]["table_digest"]
 
 
@@ -119,7 +130,7 @@ class Any:
     __hash__ = None
 
 
-# ---- a saver with a local tier ----------------------------------------------------------------------------------------
+# ---- a saver with a local tier -------------------------------------------------------------------
 
 
 def tensors(iteration: int = 1) -> dict[str, torch.Tensor]:
@@ -130,7 +141,9 @@ def tensors(iteration: int = 1) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def saver(tmp_path):
-    """saver(rate, local): one that saves in the background under tmp_path/shared; closed in the end."""
+    """saver(rate, local): one that saves in the background under tmp_path/shared; closed in the
+    end.
+    """
     made: list[Saver] = []
 
     def make(rate: float | None = None, local: bool = True) -> tuple[Saver, list[str]]:
@@ -138,7 +151,16 @@ def saver(tmp_path):
         tier = Tiers(tmp_path / "local", ONE, "none", said.append) if local else None
         if local:
             tier.run = RunId("c" * 32, "here")
-        made.append(Saver(tmp_path / "shared", ONE, staging_bytes(pairs(tensors()), None), tiers=tier, rate=rate, say=said.append))
+        made.append(
+            Saver(
+                tmp_path / "shared",
+                ONE,
+                staging_bytes(pairs(tensors()), None),
+                tiers=tier,
+                rate=rate,
+                say=said.append,
+            )
+        )
         return made[-1], said
 
     yield make
@@ -158,16 +180,30 @@ def held_up(each: Saver, iteration: int, meanwhile) -> bool:
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_what_is_removed_locally_is_copied_to_its_end(saver, tmp_path, monkeypatch, by_name):
-    """Two local saves later the one on its way is gone from the node; the mutant would look for it by its name."""
+    """Two local saves later the one on its way is gone from the node; the mutant would look for it
+    by its name.
+    """
     each, said = saver()
     if by_name:
         send = Background.send
-        monkeypatch.setattr(Background, "send", lambda self, command: send(
-            self, command | ({"source": os.readlink(command["source"])} if "source" in command else {})))
-    assert held_up(each, 1, lambda: [each.tiers.save(i, pairs(tensors(i)), {}) for i in (2, 3)]) == (not by_name)
+        monkeypatch.setattr(
+            Background,
+            "send",
+            lambda self, command: send(
+                self,
+                command
+                | ({"source": os.readlink(command["source"])} if "source" in command else {}),
+            ),
+        )
+    assert held_up(
+        each, 1, lambda: [each.tiers.save(i, pairs(tensors(i)), {}) for i in (2, 3)]
+    ) == (not by_name)
     if not by_name:
         loads(find_checkpoint(tmp_path / "shared", say=pytest.fail), tensors(1))
-    assert sorted(path.name for path in tmp_path.glob("local/*/*")) == ["iter_0000002", "iter_0000003"]
+    assert sorted(path.name for path in tmp_path.glob("local/*/*")) == [
+        "iter_0000002",
+        "iter_0000003",
+    ]
 
 
 def test_damage_on_the_node_does_not_reach_the_shared_folder(saver, tmp_path):
@@ -180,12 +216,17 @@ def test_damage_on_the_node_does_not_reach_the_shared_folder(saver, tmp_path):
         path.write_bytes(raw)
 
     assert not held_up(each, 1, damage)
-    assert "iteration 1 was NOT saved" in said[-1] and "local copy of shard-00000.safetensors is damaged" in said[-1]
+    assert (
+        "iteration 1 was NOT saved" in said[-1]
+        and "local copy of shard-00000.safetensors is damaged" in said[-1]
+    )
     assert list(tmp_path.glob("shared/*")) == [] and held_up(each, 2, lambda: None)
     loads(find_checkpoint(tmp_path / "shared", say=pytest.fail), tensors(2))
 
 
-def test_without_room_on_the_node_the_save_goes_to_the_shared_folder_at_once(saver, tmp_path, monkeypatch):
+def test_without_room_on_the_node_the_save_goes_to_the_shared_folder_at_once(
+    saver, tmp_path, monkeypatch
+):
     each, said = saver()
 
     def full(*args: object) -> None:
@@ -193,7 +234,11 @@ def test_without_room_on_the_node_the_save_goes_to_the_shared_folder_at_once(sav
 
     monkeypatch.setattr(tiers, "save_local", full)
     each.save(1, pairs(tensors()), {})
-    assert each.under_way is None and said[0] == "warning: iteration 1 was NOT saved locally. no room" and each.drain()
+    assert (
+        each.under_way is None
+        and said[0] == "warning: iteration 1 was NOT saved locally. no room"
+        and each.drain()
+    )
     loads(find_checkpoint(tmp_path / "shared", say=pytest.fail), tensors())
 
 

@@ -1,4 +1,6 @@
-"""A run that has gone on from an older checkpoint: the later ones of the pass that it left are there, and are not taken for the newest."""
+"""A run that has gone on from an older checkpoint: the later ones of the pass that it left are
+there, and are not taken for the newest.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from faults.dying import die_before
 from reshard_cases import flags, saving, start
 
 from megatron.checkpoint import commit, manifest
-from megatron.checkpoint.manifest import CheckpointError, decode_manifest, iteration_folder, list_iterations
+from megatron.checkpoint.manifest import (
+    CheckpointError,
+    decode_manifest,
+    iteration_folder,
+    list_iterations,
+)
 from megatron.checkpoint.ranks import ONE
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.retention import Policy, retire
@@ -23,7 +30,10 @@ CALLS = ("open", "pwritev", "fsync", "rename", "mkdir", "unlink", "rmdir")
 
 
 def contents(iteration: int, run: int) -> tuple[list, dict]:
-    return pairs({"w": torch.tensor([float(iteration), float(run)])}), {"iteration": iteration, "run": run}
+    return pairs({"w": torch.tensor([float(iteration), float(run)])}), {
+        "iteration": iteration,
+        "run": run,
+    }
 
 
 class Run(Saver):
@@ -31,7 +41,12 @@ class Run(Saver):
 
     def __init__(self, root: Path, number: int, background: bool = False) -> None:
         self.number, self.said = number, []
-        super().__init__(root, ONE, staging_bytes(contents(0, 0)[0], None) if background else None, say=self.said.append)
+        super().__init__(
+            root,
+            ONE,
+            staging_bytes(contents(0, 0)[0], None) if background else None,
+            say=self.said.append,
+        )
 
     def save(self, *iterations: int) -> None:
         for iteration in iterations:
@@ -54,21 +69,36 @@ def test_what_was_saved_last_is_taken(tmp_path, background):
     run.save(15)
     run.close()
     (warning,) = [line for line in run.said if "warning" in line]
-    assert "holds later iterations from before this run, which resumed from an earlier one: 30, 20." in warning and "takes iteration 15" in warning
+    assert (
+        "holds later iterations from before this run, which resumed from an earlier one: 30, 20."
+        in warning
+        and "takes iteration 15" in warning
+    )
     iteration, said = newest(tmp_path)
-    assert iteration == 15 and len(said) == 1 and "NOT taken are iterations 30, 20:" in said[0] and "--ckpt-step 30" in said[0]
+    assert (
+        iteration == 15
+        and len(said) == 1
+        and "NOT taken are iterations 30, 20:" in said[0]
+        and "--ckpt-step 30" in said[0]
+    )
     assert Checkpoint(find_checkpoint(tmp_path, step=30)).state["run"] == 1
     run.save(25)
     assert newest(tmp_path)[0] == 25
     run.save(35)
     run.close()
-    assert newest(tmp_path)[0] == 35 and "30, 20" in newest(tmp_path)[1][0] and "warning" not in run.said[-1]
+    assert (
+        newest(tmp_path)[0] == 35
+        and "30, 20" in newest(tmp_path)[1][0]
+        and "warning" not in run.said[-1]
+    )
     Run(tmp_path, 3).save(12)  # and back again
     assert newest(tmp_path)[0] == 12 and "35, 30, 25, 20, 15" in newest(tmp_path)[1][0]
 
 
 def test_only_those_that_were_there_before(tmp_path):
-    """A run that was there first, and is slow or was thought dead, hides nothing of another; nor is what has come in the place of one hidden."""
+    """A run that was there first, and is slow or was thought dead, hides nothing of another; nor is
+    what has come in the place of one hidden.
+    """
     Run(tmp_path, 1).save(10)
     slow = Run(tmp_path, 1)
     Run(tmp_path, 2).save(20, 30)
@@ -108,38 +138,66 @@ def test_what_was_left_is_the_oldest_once_it_has_been_passed(tmp_path):
     Run(tmp_path, 1).save(10, 20, 30)
     run = Run(tmp_path, 2)
     run.save(15)
-    assert retire(tmp_path, Policy(last=2), 15, pytest.fail) == [] and list_iterations(tmp_path) == [30, 20, 15, 10]
+    assert retire(tmp_path, Policy(last=2), 15, pytest.fail) == [] and list_iterations(
+        tmp_path
+    ) == [30, 20, 15, 10]
     run.save(25)
     assert retire(tmp_path, Policy(last=2), 25, pytest.fail) == [10, 20]
     run.save(35)
-    assert retire(tmp_path, Policy(last=2), 35, pytest.fail) == [15, 30] and newest(tmp_path) == (35, [])
+    assert retire(tmp_path, Policy(last=2), 35, pytest.fail) == [15, 30] and newest(tmp_path) == (
+        35,
+        [],
+    )
 
 
 def test_a_damaged_one_is_not_replaced_by_what_was_left(tmp_path):
     Run(tmp_path, 1).save(10, 30)
     Run(tmp_path, 2).save(20)
     (tmp_path / iteration_folder(20) / manifest.shard_file(0)).unlink()
-    with pytest.raises(CheckpointError, match=r"iter_0000020 cannot be loaded; load the older whole one with --ckpt-step 10\."):
+    with pytest.raises(
+        CheckpointError,
+        match=r"iter_0000020 cannot be loaded; load the older whole one with --ckpt-step 10\.",
+    ):
         find_checkpoint(tmp_path, say=lambda line: None)
 
 
-@pytest.mark.parametrize("left", [{"10": "0" * 16}, {"9": "0" * 16}, {"11": 7}, {"x": "0"}, ["11"], "11", None])
+@pytest.mark.parametrize(
+    "left", [{"10": "0" * 16}, {"9": "0" * 16}, {"11": 7}, {"x": "0"}, ["11"], "11", None]
+)
 def test_a_malformed_note_is_refused(tmp_path, left):
     Run(tmp_path, 1).save(10)
     path = tmp_path / iteration_folder(10) / manifest.MANIFEST
-    path.write_bytes(manifest.encode_manifest(decode_manifest(path.read_bytes(), path) | {"left": left}))
+    path.write_bytes(
+        manifest.encode_manifest(decode_manifest(path.read_bytes(), path) | {"left": left})
+    )
     with pytest.raises(CheckpointError, match="not a manifest of this format"):
         find_checkpoint(tmp_path)
 
 
 def test_a_run_goes_on_from_what_it_saved_last(tmp_path):
     """By the flags of a user who goes back to try another learning rate."""
+
     def run(*more: object) -> str:
         return start(flags("gqa-untied", "one", *saving(tmp_path), *more))
 
-    back = ("--load", tmp_path, "--ckpt-step", 3, "--lr", "2e-2", "--override-opt-param-scheduler", "--save-interval", 1, "--exit-interval", 4)
+    back = (
+        "--load",
+        tmp_path,
+        "--ckpt-step",
+        3,
+        "--lr",
+        "2e-2",
+        "--override-opt-param-scheduler",
+        "--save-interval",
+        1,
+        "--exit-interval",
+        4,
+    )
     assert run().endswith("exit code 0") and list_iterations(tmp_path) == [6, 3]
     told = run(*back)
-    assert "warning: " in told and "from an earlier one: 6. From now on --load takes iteration 4" in told
+    assert (
+        "warning: " in told
+        and "from an earlier one: 6. From now on --load takes iteration 4" in told
+    )
     told = run("--load", tmp_path, "--lr", "2e-2", "--exit-interval", 5)
     assert "NOT taken are iterations 6" in told and "iter_0000004" in told

@@ -43,9 +43,13 @@ def test_every_byte_is_covered(shard):
     edges = [0, table.data_start - 1, table.data_start, table.data_start + table.chunk, size - 1]
     for at in (*edges, *(rng.randrange(size) for _ in range(40))):
         flip(path, at)
-        with pytest.raises(CheckpointError, match=re.escape(f"{path}: read back from the disk: bytes ")) as error:
+        with pytest.raises(
+            CheckpointError, match=re.escape(f"{path}: read back from the disk: bytes ")
+        ) as error:
             read_back(path, table)
-        first, last = map(int, re.search(r"bytes (\d+) to (\d+) are not those", str(error.value)).groups())
+        first, last = map(
+            int, re.search(r"bytes (\d+) to (\d+) are not those", str(error.value)).groups()
+        )
         assert first <= at <= last and last - first < max(table.chunk, table.data_start)
         flip(path, at)
     read_back(path, table)
@@ -57,19 +61,25 @@ def test_every_byte_is_covered(shard):
 
 def test_a_file_that_is_shorter_or_cannot_be_read(shard, monkeypatch):
     path, table = shard
-    monkeypatch.setattr(os, "preadv", lambda *args: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    monkeypatch.setattr(
+        os, "preadv", lambda *args: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+    )
     with pytest.raises(CheckpointError, match="bytes 0 to 4095 cannot be read: Input/output error"):
         read_back(path, table)
     monkeypatch.undo()
     os.truncate(path, table.size - 1)
-    with pytest.raises(CheckpointError, match=f"{table.size - 1} bytes instead of the {table.size}"):
+    with pytest.raises(
+        CheckpointError, match=f"{table.size - 1} bytes instead of the {table.size}"
+    ):
         read_back(path, table)
 
 
 def test_short_reads_and_bounded_memory(shard, monkeypatch):
     path, table = shard
     real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda file, rooms, at: real(file, [rooms[0][: 1 + at % 300_000]], at))
+    monkeypatch.setattr(
+        os, "preadv", lambda file, rooms, at: real(file, [rooms[0][: 1 + at % 300_000]], at)
+    )
     tracemalloc.start()
     read_back(path, table)
     peak = tracemalloc.get_traced_memory()[1]
@@ -80,13 +90,23 @@ def test_short_reads_and_bounded_memory(shard, monkeypatch):
 def test_the_disk_is_asked_and_not_the_page_cache(shard, monkeypatch):
     calls: list[str] = []
     for name in ("posix_fadvise", "preadv"):
-        monkeypatch.setattr(os, name, lambda *args, real=getattr(os, name), name=name: (calls.append((name, *args[3:])), real(*args))[1])
+        monkeypatch.setattr(
+            os,
+            name,
+            lambda *args, real=getattr(os, name), name=name: (
+                calls.append((name, *args[3:])),
+                real(*args),
+            )[1],
+        )
     read_back(*shard)
     assert calls[0] == ("posix_fadvise", os.POSIX_FADV_DONTNEED) and calls.count(calls[0]) == 2
 
 
 def save_on_a_bad_disk(arguments: tuple[str, ...], bad: bool) -> str:
-    """A run in which the disk changes a bit of rank 1's shard of iteration 4 before it is read back."""
+    """A run in which the disk changes a bit of rank 1's shard of iteration 4 before it is read
+    back.
+    """
+
     def after_the_disk(path, table) -> None:
         if bad and dist.get_rank() == 1 and "-iter-4-" in path.parent.name:
             flip(path, table.size // 2)
@@ -99,9 +119,17 @@ def save_on_a_bad_disk(arguments: tuple[str, ...], bad: bool) -> str:
 def test_what_the_disk_has_changed_is_not_committed(gloo_world, tmp_path):
     """Nor is it found without the flag, until somebody reads it: the control."""
     arguments = (*BASE, *FEATURES["tied-bf16"].split(), "--save-interval", "2", "--save")
-    text, _ = gloo_world(2).run(save_on_a_bad_disk, (*arguments, str(tmp_path / "a"), "--verify-integrity"), True)
-    name = r"shard-00001\.safetensors: read back from the disk: bytes \d+ to \d+ are not those that were written"
-    assert re.search(r"warning: iteration 4 was NOT saved; older checkpoints are untouched\. rank 1: .*" + name, text)
+    text, _ = gloo_world(2).run(
+        save_on_a_bad_disk, (*arguments, str(tmp_path / "a"), "--verify-integrity"), True
+    )
+    name = (
+        r"shard-00001\.safetensors: read back from the disk: bytes \d+ to \d+ are not those "
+        r"that were written"
+    )
+    assert re.search(
+        r"warning: iteration 4 was NOT saved; older checkpoints are untouched\. rank 1: .*" + name,
+        text,
+    )
     assert text.endswith("exit code 0") and list_iterations(tmp_path / "a") == [6, 2]
     assert not [path for path in (tmp_path / "a").iterdir() if path.name.startswith(".")]
     gloo_world(2).run(save_on_a_bad_disk, (*arguments, str(tmp_path / "b")), True)

@@ -1,4 +1,6 @@
-"""Two runs never write to one --save folder, and a run that died never keeps the next one from starting."""
+"""Two runs never write to one --save folder, and a run that died never keeps the next one from
+starting.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ from megatron.checkpoint.lease import NAME, Owner, read_owner, take_lease
 from megatron.checkpoint.manifest import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[3]
-FLAGS = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --global-batch-size 1 --mock-data
---tokenizer-type NullTokenizer --vocab-size 15 --lr 1e-3 --log-interval 1 --eval-iters 0 --save-interval 50
+FLAGS = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8
+--micro-batch-size 1 --global-batch-size 1 --mock-data
+--tokenizer-type NullTokenizer --vocab-size 15 --lr 1e-3 --log-interval 1 --eval-iters 0
+--save-interval 50
 --train-iters 1000000""".split()
 
 
@@ -55,7 +59,11 @@ def take(root: Path, job: str = "") -> list[str]:
 def test_a_folder_is_taken_and_given_up(tmp_path):
     lease = take_lease(tmp_path / "a/b", "7", pytest.fail)
     path = tmp_path / "a/b" / NAME
-    assert read_owner(path) == lease.owner and lease.owner.job == "7" and stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert (
+        read_owner(path) == lease.owner
+        and lease.owner.job == "7"
+        and stat.S_IMODE(path.stat().st_mode) == 0o640
+    )
     before = path.stat().st_mtime_ns
     time.sleep(0.5)
     assert path.stat().st_mtime_ns > before, "it is renewed"
@@ -68,12 +76,15 @@ def test_a_dead_process_of_this_machine_is_followed_at_once(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     owner = replace(Owner.here(""), pid=child.pid, started=module._started(child.pid))
     write(tmp_path, owner)
-    with pytest.raises(CheckpointError, match=f"another run is writing there: process {child.pid} on "):
+    with pytest.raises(
+        CheckpointError, match=f"another run is writing there: process {child.pid} on "
+    ):
         take_lease(tmp_path, "")
     child.kill()
     child.wait()
     assert ["it has ended" in line for line in take(tmp_path)] == [True]
-    write(tmp_path, replace(owner, pid=os.getpid()))  # the number of the dead process was given to another one
+    # the number of the dead process was given to another one
+    write(tmp_path, replace(owner, pid=os.getpid()))
     assert ["it has ended" in line for line in take(tmp_path)] == [True]
 
 
@@ -86,7 +97,11 @@ def test_a_silent_owner_elsewhere_is_watched_and_then_followed(tmp_path):
     write(tmp_path, elsewhere(job="7"))
     begun = time.monotonic()
     waits, taken = take(tmp_path, "8")
-    assert "waiting up to 1 s" in waits and "did not renew its lease for 1 s" in taken and 1 <= time.monotonic() - begun < 10
+    assert (
+        "waiting up to 1 s" in waits
+        and "did not renew its lease for 1 s" in taken
+        and 1 <= time.monotonic() - begun < 10
+    )
     write(tmp_path, elsewhere(), age=3600)
     (taken,) = take(tmp_path)
     assert "3600 s ago" in taken
@@ -97,7 +112,10 @@ def test_an_owner_elsewhere_that_renews_is_alive(tmp_path, monkeypatch):
     path = write(tmp_path, elsewhere(job="7"))
     renewing = threading.Timer(0.3, os.utime, [path])
     renewing.start()
-    with pytest.raises(CheckpointError, match=r"process \d+ on far \(Slurm job 7\), since .* give this one another --save folder"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"process \d+ on far \(Slurm job 7\), since .* give this one another --save folder",
+    ):
         take_lease(tmp_path, "8", lambda line: None)
     renewing.join()
     assert path.exists() and len(list(tmp_path.iterdir())) == 1
@@ -107,7 +125,8 @@ def test_of_two_that_follow_one_dead_owner_one_runs(tmp_path, monkeypatch):
     path = write(tmp_path, elsewhere(), age=3600)
     stamp = module._stamp(path)
     first = take_lease(tmp_path, "", lambda line: None)
-    monkeypatch.setattr(module, "_stamp", lambda path: stamp if path.name == NAME else (0, 0))  # the second has judged the dead one
+    # the second has judged the dead one
+    monkeypatch.setattr(module, "_stamp", lambda path: stamp if path.name == NAME else (0, 0))
     monkeypatch.setattr(module, "read_owner", lambda path: None)
     monkeypatch.setattr(module, "_now", lambda root: 1e12)
     with pytest.raises(CheckpointError, match="another run is writing there"):
@@ -129,7 +148,19 @@ def test_a_run_whose_folder_was_taken_over_ends(tmp_path):
     assert read_owner(tmp_path / NAME).host == "far"
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"[" * 4000, b"\xff\xfe", b'{"pid": "1"}', b'{"pid": 1, "host": 2}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"[" * 4000,
+        b"\xff\xfe",
+        b'{"pid": "1"}',
+        b'{"pid": 1, "host": 2}',
+    ],
+)
 def test_what_cannot_be_read_counts_by_its_age(tmp_path, content):
     (tmp_path / NAME).write_bytes(content)
     waits, taken = take(tmp_path)
@@ -138,8 +169,19 @@ def test_what_cannot_be_read_counts_by_its_age(tmp_path, content):
 
 def test_a_second_run_is_refused_and_one_after_a_kill_starts_by_itself(tmp_path):
     def start(*flags: str) -> subprocess.Popen:
-        command = [sys.executable, "pretrain_gpt.py", *FLAGS, "--save", str(tmp_path), "--load", str(tmp_path), *flags]
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        command = [
+            sys.executable,
+            "pretrain_gpt.py",
+            *FLAGS,
+            "--save",
+            str(tmp_path),
+            "--load",
+            str(tmp_path),
+            *flags,
+        ]
+        return subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
     first = start()
     for line in first.stdout:
@@ -147,8 +189,14 @@ def test_a_second_run_is_refused_and_one_after_a_kill_starts_by_itself(tmp_path)
             break
     second = start()
     said = second.communicate(timeout=120)[0]
-    assert second.returncode == 2 and f"--save {tmp_path}: another run is writing there: process {first.pid} on " in said, said
-    assert "Traceback" not in said and "resumed-from-iteration" not in (tmp_path / "metrics.jsonl").read_text()
+    assert (
+        second.returncode == 2
+        and f"--save {tmp_path}: another run is writing there: process {first.pid} on " in said
+    ), said
+    assert (
+        "Traceback" not in said
+        and "resumed-from-iteration" not in (tmp_path / "metrics.jsonl").read_text()
+    )
     first.send_signal(signal.SIGKILL)
     first.communicate()
     for name in ("metrics.jsonl", NAME):
@@ -157,5 +205,9 @@ def test_a_second_run_is_refused_and_one_after_a_kill_starts_by_itself(tmp_path)
     left.mkdir()
     third = start("--exit-interval", "10")
     said = third.communicate(timeout=120)[0]
-    assert third.returncode == 0 and f"taken over from process {first.pid} on " in said and "loaded checkpoint" in said, said
+    assert (
+        third.returncode == 0
+        and f"taken over from process {first.pid} on " in said
+        and "loaded checkpoint" in said
+    ), said
     assert not left.exists() and not (tmp_path / NAME).exists()

@@ -1,4 +1,6 @@
-"""Local checkpoints: each node keeps its own shards and its neighbour's, and a restart on any nodes reads what is left of them."""
+"""Local checkpoints: each node keeps its own shards and its neighbour's, and a restart on any nodes
+reads what is left of them.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,20 @@ ONE, TWO = "iter_0000001", "iter_0000002"
 
 def files(root: Path) -> dict[str, str]:
     """Digest of every file below `root`."""
-    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(root.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
 
 
 def leftovers(root: Path) -> list[str]:
     """All but whole checkpoints in the folders of the runs and beside them."""
-    return [str(path) for path in [*root.glob("*/*/*"), *root.glob("*/*")] if not path.name.startswith(("iter_", "run-"))]
+    return [
+        str(path)
+        for path in [*root.glob("*/*/*"), *root.glob("*/*")]
+        if not path.name.startswith(("iter_", "run-"))
+    ]
 
 
 def outcome(told: list[tuple]) -> tuple[int | None, bool]:
@@ -46,35 +56,62 @@ def outcome(told: list[tuple]) -> tuple[int | None, bool]:
 
 def test_nodes_are_who_sees_the_same_folder(gloo_world, tmp_path):
     two, one = ((0, 1), (2, 3)), ((0, 1, 2, 3),)
-    assert gloo_world(4).run(found_nodes, tmp_path, 2) == [(two, r // 2, r % 2 == 0, r % 2, []) for r in range(4)]
-    assert gloo_world(4).run(found_nodes, tmp_path, 4) == [(one, 0, r == 0, r, []) for r in range(4)]
+    assert gloo_world(4).run(found_nodes, tmp_path, 2) == [
+        (two, r // 2, r % 2 == 0, r % 2, []) for r in range(4)
+    ]
+    assert gloo_world(4).run(found_nodes, tmp_path, 4) == [
+        (one, 0, r == 0, r, []) for r in range(4)
+    ]
 
 
 @pytest.mark.parametrize(("size", "each"), [(2, 2), (2, 1), (4, 2), (4, 1)])
 def test_what_is_saved_comes_back_in_any_cut(gloo_world, tmp_path, size, each):
-    """Each node has its own shards and, with a partner, those of the one before it; nothing else stays."""
+    """Each node has its own shards and, with a partner, those of the one before it; nothing else
+    stays.
+    """
     partner = each < size
-    assert gloo_world(size).run(save, tmp_path, each, 1, 7, "partner" if partner else "none") == [ONE] * size
+    assert (
+        gloo_world(size).run(save, tmp_path, each, 1, 7, "partner" if partner else "none")
+        == [ONE] * size
+    )
     told = gloo_world(size).run(restart, tmp_path, each, 7, 8)
     assert [row[:3] for row in told] == [(1, [], [])] * size
-    assert outcome(gloo_world(size).run(restart, tmp_path, each, 9, 8)) == (1, False)  # the control: other values
+    # the control: other values
+    assert outcome(gloo_world(size).run(restart, tmp_path, each, 9, 8)) == (1, False)
     same_cut = gloo_world(size).run(restart, tmp_path, each, 7, 7)
-    assert outcome(same_cut) == (1, True) and same_cut[0][3] == 0  # every node has what its ranks read
-    held = [{path.name for path in (tmp_path / str(node) / RUN.folder / ONE).glob("*.safetensors")} for node in range(size // each)]
-    assert {sum(name in names for names in held) for name in set.union(*held)} == {2 if partner else 1}
+    # every node has what its ranks read
+    assert outcome(same_cut) == (1, True) and same_cut[0][3] == 0
+    held = [
+        {path.name for path in (tmp_path / str(node) / RUN.folder / ONE).glob("*.safetensors")}
+        for node in range(size // each)
+    ]
+    assert {sum(name in names for names in held) for name in set.union(*held)} == {
+        2 if partner else 1
+    }
     assert leftovers(tmp_path) == []
 
 
 def test_a_hole_is_never_believed(gloo_world, tmp_path):
     """What a node lacks and has not fetched is refused, wherever it lies."""
     gloo_world(4).run(save, tmp_path, 1, 1, 7, "none")
-    assert all("do not match their digest" in text for text in gloo_world(4).run(read_unfetched, tmp_path, 1))
-    assert outcome(gloo_world(4).run(restart, tmp_path, 1, 7, 8, RUN, 0, "nothing is fetched")) == (1, False)
+    assert all(
+        "do not match their digest" in text
+        for text in gloo_world(4).run(read_unfetched, tmp_path, 1)
+    )
+    assert outcome(gloo_world(4).run(restart, tmp_path, 1, 7, 8, RUN, 0, "nothing is fetched")) == (
+        1,
+        False,
+    )
 
 
-@pytest.mark.parametrize(("before", "after"), [((4, 2), (2, 1)), ((2, 1), (4, 2)), ((4, 2), (4, 4)), ((2, 1), (4, 1)), ((4, 1), (4, 2))])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((4, 2), (2, 1)), ((2, 1), (4, 2)), ((4, 2), (4, 4)), ((2, 1), (4, 1)), ((4, 1), (4, 2))],
+)
 def test_another_number_of_ranks_and_nodes(gloo_world, tmp_path, before, after):
-    """Folders 0, 1, ... are nodes; with fewer nodes than before the partners' copies serve, with more the new ones are empty."""
+    """Folders 0, 1, ... are nodes; with fewer nodes than before the partners' copies serve, with
+    more the new ones are empty.
+    """
     (size, each), (ranks, there) = before, after
     gloo_world(size).run(save, tmp_path, each, 1, 7)
     told = gloo_world(ranks).run(restart, tmp_path, there, 7, 8)
@@ -119,7 +156,10 @@ def test_two_lost_neighbours_leave_the_older_one(gloo_world, tmp_path):
     for node in (1, 2):
         shutil.rmtree(tmp_path / str(node) / RUN.folder / TWO)
     told = gloo_world(4).run(restart, tmp_path, 1, 1, 8)
-    assert outcome(told) == (1, True) and "local checkpoint of iteration 2 is not taken: of its " in told[0][2][0]
+    assert (
+        outcome(told) == (1, True)
+        and "local checkpoint of iteration 2 is not taken: of its " in told[0][2][0]
+    )
     for node in (1, 2):
         shutil.rmtree(tmp_path / str(node))
     told = gloo_world(4).run(restart, tmp_path, 1, 1, 8)
@@ -132,7 +172,9 @@ def test_only_iterations_that_count(gloo_world, tmp_path):
     assert outcome(gloo_world(2).run(restart, tmp_path, 1, 2, 8)) == (2, True)
     assert outcome(gloo_world(2).run(restart, tmp_path, 1, 2, 8, RUN, 2)) == (2, True)
     assert outcome(gloo_world(2).run(restart, tmp_path, 1, 2, 8, RUN, 3)) == (None, True)
-    assert outcome(gloo_world(2).run(restart, tmp_path, 1, 2, 8, RUN, 0, "the oldest first"))[0] == 1
+    assert (
+        outcome(gloo_world(2).run(restart, tmp_path, 1, 2, 8, RUN, 0, "the oldest first"))[0] == 1
+    )
 
 
 def test_two_are_kept_and_an_abandoned_pass_is_not(gloo_world, tmp_path):
@@ -149,13 +191,21 @@ def test_two_are_kept_and_an_abandoned_pass_is_not(gloo_world, tmp_path):
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 8, 9, 12])
 def test_no_node_sends_and_receives_in_one_round(count):
-    """Every pair of nodes exchanges two shards; the control carries them by number, in which one node waits for the next."""
+    """Every pair of nodes exchanges two shards; the control carries them by number, in which one
+    node waits for the next.
+    """
     nodes = [(2 * node, 2 * node + 1) for node in range(count)]
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    parcels = [Parcel(2 * number + place, 9, nodes[a][place], nodes[b][place]) for number, (a, b) in enumerate(pairs) for place in (0, 1)]
+    parcels = [
+        Parcel(2 * number + place, 9, nodes[a][place], nodes[b][place])
+        for number, (a, b) in enumerate(pairs)
+        for place in (0, 1)
+    ]
 
     def rounds(ordered: list[Parcel]) -> int:
-        """How many: a new one begins when a node that sends would receive, or the other way round, or a second node comes to one."""
+        """How many: a new one begins when a node that sends would receive, or the other way round,
+        or a second node comes to one.
+        """
         found, sends, receives = 1, {}, {}
         for a, b in ((parcel.source // 2, parcel.to // 2) for parcel in ordered):
             if a in receives or b in sends or sends.get(a, b) != b or receives.get(b, a) != a:
@@ -168,7 +218,7 @@ def test_no_node_sends_and_receives_in_one_round(count):
     assert rounds(ordered) <= 3 * (count - 1) and (count < 5 or rounds(parcels) > 3 * (count - 1))
 
 
-# ---- damage -----------------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------
 
 
 def _flip(path: Path) -> None:
@@ -191,14 +241,23 @@ def test_damage_without_a_copy_leaves_the_older_one(gloo_world, tmp_path):
     gloo_world(2).run(save, tmp_path, 1, 1, 1, "none")
     gloo_world(2).run(save, tmp_path, 1, 2, 2, "none")
     _flip(next(tmp_path.glob(f"*/{RUN.folder}/{TWO}/*.safetensors")))
-    assert outcome(gloo_world(2).run(restart, tmp_path, 1, 2, 2, RUN, 0, "nothing is read to the end")) == (2, False)
+    assert outcome(
+        gloo_world(2).run(restart, tmp_path, 1, 2, 2, RUN, 0, "nothing is read to the end")
+    ) == (2, False)
     assert outcome(gloo_world(2).run(restart, tmp_path, 1, 1, 1)) == (1, True)
 
 
 def test_what_changes_on_the_way_to_the_partner_is_refused(gloo_world, tmp_path):
     told = gloo_world(2).run(save, tmp_path, 1, 1, 7, "partner", RUN, "damaged on the way")
-    assert told[0] == told[1] and "changed on its way from another node" in told[0] and leftovers(tmp_path) == []
-    assert gloo_world(2).run(save, tmp_path, 1, 1, 7, "partner", RUN, "damaged and unverified") == [ONE] * 2
+    assert (
+        told[0] == told[1]
+        and "changed on its way from another node" in told[0]
+        and leftovers(tmp_path) == []
+    )
+    assert (
+        gloo_world(2).run(save, tmp_path, 1, 1, 7, "partner", RUN, "damaged and unverified")
+        == [ONE] * 2
+    )
     shutil.rmtree(tmp_path / "1")
     assert outcome(gloo_world(2).run(restart, tmp_path, 1, 7, 8)) != (1, True)
 
@@ -220,16 +279,22 @@ def test_leftovers_of_another_run_are_not_seen(gloo_world, tmp_path):
     assert outcome(gloo_world(2).run(restart, tmp_path / "plain", 1, 7, 8)) == (None, True)
     assert outcome(gloo_world(2).run(restart, tmp_path / "plain", 1, 7, 8, OTHER)) == (1, True)
     gloo_world(2).run(save, tmp_path, 1, 1, 7, "partner", OTHER, "the folder of any run")
-    assert outcome(gloo_world(2).run(restart, tmp_path, 1, 7, 8, RUN, 0, "the folder of any run")) == (None, True)
+    assert outcome(
+        gloo_world(2).run(restart, tmp_path, 1, 7, 8, RUN, 0, "the folder of any run")
+    ) == (None, True)
     assert outcome(gloo_world(2).run(restart, tmp_path, 1, 7, 8, RUN, 0, "any run")) == (1, True)
 
 
-# ---- a save that does not end -----------------------------------------------------------------------------------------
+# ---- a save that does not end --------------------------------------------------------------------
 
 
-def _pictures(gloo_world, tmp_path: Path, redundancy: str, mutant: str | None = None) -> list[tuple[int | None, bool]]:
-    """What a restart finds when the save of iteration 2 over iteration 1 ended before any change of one node, and before or after all of the other's:
-    (iteration, whether it has its bits)."""
+def _pictures(
+    gloo_world, tmp_path: Path, redundancy: str, mutant: str | None = None
+) -> list[tuple[int | None, bool]]:
+    """What a restart finds when the save of iteration 2 over iteration 1 ended before any change of
+    one node, and before or after all of the other's:
+    (iteration, whether it has its bits).
+    """
     live, before, pictures = tmp_path / "live", tmp_path / "before", tmp_path / "pictures"
     gloo_world(2).run(save, live, 1, 1, 5, redundancy)
     shutil.copytree(live, before)
@@ -237,8 +302,13 @@ def _pictures(gloo_world, tmp_path: Path, redundancy: str, mutant: str | None = 
     told, seen = [], set()
     for node, at in [(node, at) for node in (0, 1) for at in range(taken[node])]:
         picture = pictures / f"{node}-{node}-{at}"
-        visible = frozenset(str(path.relative_to(picture)) for path in picture.rglob("*") if ".tmp-" not in str(path))
-        if (node, visible) in seen and at % 4:  # of those that differ in the temporary folder alone every fourth
+        visible = frozenset(
+            str(path.relative_to(picture))
+            for path in picture.rglob("*")
+            if ".tmp-" not in str(path)
+        )
+        # of those that differ in the temporary folder alone every fourth
+        if (node, visible) in seen and at % 4:
             continue
         seen.add((node, visible))
         for other in (before, live):
@@ -257,7 +327,10 @@ def test_whenever_a_save_ends_a_whole_checkpoint_is_there(gloo_world, tmp_path, 
 
 
 def test_a_save_that_removes_the_older_one_first_is_caught(gloo_world, tmp_path):
-    assert None in {iteration for iteration, _ in _pictures(gloo_world, tmp_path, "none", "thinned before it is written")}
+    assert None in {
+        iteration
+        for iteration, _ in _pictures(gloo_world, tmp_path, "none", "thinned before it is written")
+    }
 
 
 def test_kill_of_a_rank(gloo_world, tmp_path):
@@ -273,8 +346,15 @@ def test_no_room_on_one_node(gloo_world, tmp_path, call):
     """For its own shard, or for the neighbour's: one error, and nothing is lost or left."""
     gloo_world(4).run(save, tmp_path, 2, 1, 1)
     told = gloo_world(4).run(save_without_room, tmp_path, 2, 2, call)
-    begins = f"rank 2: --local-checkpoint-dir {tmp_path}/1: the local checkpoint of iteration 2 was not saved: No space left on device; "
-    assert set(told) == {begins + "free space there, or give a larger folder. Older ones are untouched"} and leftovers(tmp_path) == []
+    begins = (
+        f"rank 2: --local-checkpoint-dir {tmp_path}/1: the local checkpoint of iteration 2 "
+        "was not saved: No space left on device; "
+    )
+    assert (
+        set(told)
+        == {begins + "free space there, or give a larger folder. Older ones are untouched"}
+        and leftovers(tmp_path) == []
+    )
     assert outcome(gloo_world(4).run(restart, tmp_path, 2, 1, 8)) == (1, True)
 
 
@@ -282,52 +362,91 @@ def test_a_full_tmpfs_on_one_node(gloo_world, tmp_path):
     """The first checkpoint fits, and the second; the third does not."""
     (tmp_path / "1").mkdir()
     gloo_world(2).run(save, tmp_path / "sized", 1, 1, 5)
-    one = sum(-(-path.stat().st_size // 4096) * 4 for path in (tmp_path / "sized" / "1").rglob("*") if path.is_file())
+    one = sum(
+        -(-path.stat().st_size // 4096) * 4
+        for path in (tmp_path / "sized" / "1").rglob("*")
+        if path.is_file()
+    )
     shutil.rmtree(tmp_path / "sized")
     with mounted(tmp_path / "1", f"mode=0700,size={2 * one + one // 2}k"):
         told = [gloo_world(2).run(save, tmp_path, 1, iteration, 5) for iteration in (1, 2, 3)]
         assert told[:2] == [[ONE] * 2, [TWO] * 2] and told[2][0] == told[2][1]
-        assert told[2][0].startswith("rank 1: ") and "iteration 3 was not saved: No space left on device; free space there" in told[2][0]
-        assert outcome(gloo_world(2).run(restart, tmp_path, 1, 5, 8)) == (2, True) and leftovers(tmp_path) == []
+        assert (
+            told[2][0].startswith("rank 1: ")
+            and "iteration 3 was not saved: No space left on device; free space there" in told[2][0]
+        )
+        assert (
+            outcome(gloo_world(2).run(restart, tmp_path, 1, 5, 8)) == (2, True)
+            and leftovers(tmp_path) == []
+        )
 
 
 def test_without_room_to_rebuild_a_restart_reads_the_one_copy(gloo_world, tmp_path):
     gloo_world(2).run(save, tmp_path, 1, 1, 5)
     shutil.rmtree(tmp_path / "1")
     told = gloo_world(2).run(restart, tmp_path, 1, 5, 8, RUN, 0, "no room for copies")
-    assert outcome(told) == (1, True) and "have one copy only: " in told[0][2][0] and "No space left" in told[0][2][0]
+    assert (
+        outcome(told) == (1, True)
+        and "have one copy only: " in told[0][2][0]
+        and "No space left" in told[0][2][0]
+    )
     assert leftovers(tmp_path) == [] and not (tmp_path / "1" / RUN.folder / ONE).exists()
 
 
-# ---- before training --------------------------------------------------------------------------------------------------
+# ---- before training -----------------------------------------------------------------------------
 
 
 def test_partners_need_two_nodes_of_one_size(gloo_world, tmp_path):
-    assert "counts as one node, and a partner is another one" in gloo_world(2).run(checked, tmp_path, 2, "require_redundancy", "partner")[0][0]
-    assert "found " in gloo_world(4).run(checked, tmp_path, 3, "require_redundancy", "partner")[3][0]
+    assert (
+        "counts as one node, and a partner is another one"
+        in gloo_world(2).run(checked, tmp_path, 2, "require_redundancy", "partner")[0][0]
+    )
+    assert (
+        "found " in gloo_world(4).run(checked, tmp_path, 3, "require_redundancy", "partner")[3][0]
+    )
     told = gloo_world(4).run(checked, tmp_path, 2, "require_redundancy", "partner")
-    assert all(error == "" for error, _ in told) and "when a host is lost, so may be both copies" in told[0][1][0]
+    assert (
+        all(error == "" for error, _ in told)
+        and "when a host is lost, so may be both copies" in told[0][1][0]
+    )
 
 
 def test_room_is_asked_for_before_training(gloo_world, tmp_path):
     """Three times this rank's bytes, and the partner's; what the run has there counts as room."""
     disk = os.statvfs(tmp_path)
     free = disk.f_bavail * disk.f_frsize
-    for part, redundancy, enough in ((4, "none", True), (2, "none", False), (7, "partner", True), (4, "partner", False), (7, "xor", True),
-                                     (5, "xor", False)):
-        told = gloo_world(2).run(checked, tmp_path, 1, "require_room", RUN, free // part, redundancy)
+    for part, redundancy, enough in (
+        (4, "none", True),
+        (2, "none", False),
+        (7, "partner", True),
+        (4, "partner", False),
+        (7, "xor", True),
+        (5, "xor", False),
+    ):
+        told = gloo_world(2).run(
+            checked, tmp_path, 1, "require_room", RUN, free // part, redundancy
+        )
         assert {error == "" for error, _ in told} == {enough}, (part, redundancy)
-    assert "3 checkpoints (2 kept, one being written) of " in told[0][0] and "or --local-redundancy none" in told[0][0]
+    assert (
+        "3 checkpoints (2 kept, one being written) of " in told[0][0]
+        and "or --local-redundancy none" in told[0][0]
+    )
 
 
 def test_folders_that_others_may_change_are_refused(gloo_world, tmp_path):
-    mine, open_to_all, theirs, link = (tmp_path / name for name in ("mine", "open", "theirs", "link"))
+    mine, open_to_all, theirs, link = (
+        tmp_path / name for name in ("mine", "open", "theirs", "link")
+    )
     for folder in (mine, open_to_all, theirs):
         folder.mkdir()
     open_to_all.chmod(0o1777)
     (tmp_path / "file").touch()
     link.symlink_to(mine)
-    cases = [(open_to_all, "may be written to by other users"), (link, "links are not followed"), (tmp_path / "file" / "x", "Not a directory")]
+    cases = [
+        (open_to_all, "may be written to by other users"),
+        (link, "links are not followed"),
+        (tmp_path / "file" / "x", "Not a directory"),
+    ]
     if os.geteuid() == 0:
         os.chown(theirs, 12345, 12345)
         cases.append((theirs, "belongs to another user (uid 12345)"))
@@ -335,4 +454,6 @@ def test_folders_that_others_may_change_are_refused(gloo_world, tmp_path):
         first, second = gloo_world(2).run(join_on, [mine, folder])
         assert first == second and first.startswith("rank 1: ") and text in first
     assert gloo_world(2).run(join_on, [mine, tmp_path / "made" / "new"]) == ["", ""]
-    assert (tmp_path / "made" / "new").stat().st_mode & 0o777 == 0o700 and list(mine.iterdir()) == []
+    assert (tmp_path / "made" / "new").stat().st_mode & 0o777 == 0o700 and list(
+        mine.iterdir()
+    ) == []

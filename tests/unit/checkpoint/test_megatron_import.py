@@ -1,4 +1,6 @@
-"""Distributed checkpoints under Megatron-LM's names become ours; a poisoned pickle in any of their files executes nothing."""
+"""Distributed checkpoints under Megatron-LM's names become ours; a poisoned pickle in any of their
+files executes nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,36 @@ from checkpoint_cases import same_bits
 from test_convert_ranks import convert
 from test_huggingface import CASES, build, tokens
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron.checkpoint.foreign.dcp_folder import DcpFolder
-from megatron.checkpoint.foreign.pickles import ARGUMENT_CLASSES, DCP_CLASSES, TORCH_CLASSES, MappedFile, read_pickle, read_torch_file
+from megatron.checkpoint.foreign.pickles import (
+    ARGUMENT_CLASSES,
+    DCP_CLASSES,
+    TORCH_CLASSES,
+    MappedFile,
+    read_pickle,
+    read_torch_file,
+)
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 
 VOCAB, PADDED, LAYERS = 67, 72, 3
 
 
-def megatron_names(case: str) -> tuple[argparse.Namespace, dict[str, torch.Tensor], dict[str, torch.Tensor], object]:
-    """(arguments, tensors under Megatron-LM's names with stacked layers, our logical tensors, our model) of one of test_huggingface's models."""
+def megatron_names(
+    case: str,
+) -> tuple[argparse.Namespace, dict[str, torch.Tensor], dict[str, torch.Tensor], object]:
+    """(arguments, tensors under Megatron-LM's names with stacked layers, our logical tensors, our
+    model) of one of test_huggingface's models.
+    """
     base, changes, _ = CASES[case]
     config = argparse.Namespace(**{**vars(base), **changes})
     model, held = build(model_config := type(base)(**vars(config)))
@@ -44,62 +63,117 @@ def megatron_names(case: str) -> tuple[argparse.Namespace, dict[str, torch.Tenso
         return torch.cat([x.reshape(groups, -1, *x.shape[1:]) for x in (q, k, v)], 1).flatten(0, 1)
 
     def ffn(i: int, kind: str) -> torch.Tensor:
-        return torch.cat([held[f"layers.{i}.mlp.{part}.{kind}"] for part in (("gate", "up") if config.activation == "swiglu" else ("up",))])
+        return torch.cat(
+            [
+                held[f"layers.{i}.mlp.{part}.{kind}"]
+                for part in (("gate", "up") if config.activation == "swiglu" else ("up",))
+            ]
+        )
 
     def padded(x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x, torch.full((PADDED - VOCAB, x.shape[1]), 9.0, dtype=x.dtype)])
 
     inner = {
-        "self_attention.linear_qkv.layer_norm_": lambda i, kind: held[f"layers.{i}.input_norm.{kind}"], "self_attention.linear_qkv.": fused,
+        "self_attention.linear_qkv.layer_norm_": lambda i, kind: held[
+            f"layers.{i}.input_norm.{kind}"
+        ],
+        "self_attention.linear_qkv.": fused,
         "self_attention.linear_proj.": lambda i, kind: held[f"layers.{i}.attention.proj.{kind}"],
         "self_attention.q_layernorm.": lambda i, kind: held[f"layers.{i}.attention.q_norm.{kind}"],
         "self_attention.k_layernorm.": lambda i, kind: held[f"layers.{i}.attention.k_norm.{kind}"],
-        "pre_mlp_layernorm.": lambda i, kind: held[f"layers.{i}.mlp_norm.{kind}"], "mlp.linear_fc1.": ffn,
+        "pre_mlp_layernorm.": lambda i, kind: held[f"layers.{i}.mlp_norm.{kind}"],
+        "mlp.linear_fc1.": ffn,
         "mlp.linear_fc2.": lambda i, kind: held[f"layers.{i}.mlp.down.{kind}"],
     }
     theirs = {"embedding.word_embeddings.weight": padded(held["embedding.word.weight"])}
     for name, value in inner.items():
         for kind in ("weight", "bias"):
             try:
-                theirs[f"decoder.layers.{name}{kind}"] = torch.stack([value(i, kind) for i in range(LAYERS)])
+                theirs[f"decoder.layers.{name}{kind}"] = torch.stack(
+                    [value(i, kind) for i in range(LAYERS)]
+                )
             except KeyError:
                 assert kind == "bias" or "_layernorm" in name
-    for mine, name in {"embedding.position.weight": "embedding.position_embeddings.weight", "final_norm.weight": "decoder.final_layernorm.weight",
-                       "final_norm.bias": "decoder.final_layernorm.bias"}.items():
+    for mine, name in {
+        "embedding.position.weight": "embedding.position_embeddings.weight",
+        "final_norm.weight": "decoder.final_layernorm.weight",
+        "final_norm.bias": "decoder.final_layernorm.bias",
+    }.items():
         if mine in held:
             theirs[name] = held[mine]
     if "head.weight" in held:
         theirs["output_layer.weight"] = padded(held["head.weight"])
     arguments = argparse.Namespace(
-        **{name: getattr(config, name) for name in (
-            "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "group_query_attention", "num_query_groups",
-            "max_position_embeddings", "position_embedding_type", "normalization", "norm_epsilon", "add_bias_linear", "add_qkv_bias",
-            "qk_layernorm", "untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout")},
-        swiglu=config.activation == "swiglu", rotary_base=10000, exit_signal=signal.SIGTERM, params_dtype=torch.bfloat16, num_experts=None)
+        **{
+            name: getattr(config, name)
+            for name in (
+                "num_layers",
+                "hidden_size",
+                "ffn_hidden_size",
+                "num_attention_heads",
+                "kv_channels",
+                "group_query_attention",
+                "num_query_groups",
+                "max_position_embeddings",
+                "position_embedding_type",
+                "normalization",
+                "norm_epsilon",
+                "add_bias_linear",
+                "add_qkv_bias",
+                "qk_layernorm",
+                "untie_embeddings_and_output_weights",
+                "hidden_dropout",
+                "attention_dropout",
+            )
+        },
+        swiglu=config.activation == "swiglu",
+        rotary_base=10000,
+        exit_signal=signal.SIGTERM,
+        params_dtype=torch.bfloat16,
+        num_experts=None,
+    )
     assert model_config.activation in ("gelu", "swiglu")
     return arguments, theirs, held, model
 
 
-BESIDE = {"optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight": torch.ones(3), "rng_state": torch.zeros(2)}
+BESIDE = {
+    "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight": torch.ones(3),
+    "rng_state": torch.zeros(2),
+}
 
 
 def write(folder: Path, case: str, dimension: int) -> None:
-    """On one of two ranks: a real distributed checkpoint of DTensors cut along `dimension` of layers, or whole where that does not go."""
+    """On one of two ranks: a real distributed checkpoint of DTensors cut along `dimension` of
+    layers, or whole where that does not go.
+    """
     arguments, theirs, _, _ = megatron_names(case)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    state = {name: distribute_tensor(value, mesh, [Shard(dimension if name.startswith("decoder.layers") else 0)], src_data_rank=None)
-             for name, value in (theirs | BESIDE).items()}
-    dcp.save(state | {"decoder.layers.self_attention.linear_qkv._extra_state/shard_0_3": io.BytesIO(b"x")}, checkpoint_id=folder)
+    state = {
+        name: distribute_tensor(
+            value,
+            mesh,
+            [Shard(dimension if name.startswith("decoder.layers") else 0)],
+            src_data_rank=None,
+        )
+        for name, value in (theirs | BESIDE).items()
+    }
+    dcp.save(
+        state
+        | {"decoder.layers.self_attention.linear_qkv._extra_state/shard_0_3": io.BytesIO(b"x")},
+        checkpoint_id=folder,
+    )
     if dist.get_rank() == 0:
         torch.save({"args": arguments, "iteration": 7}, folder / "common.pt")
         (folder.parent / "latest_checkpointed_iteration.txt").write_text("7")
 
 
-
-
-@pytest.mark.parametrize("case, dimension", [("llama tied, gqa, eps", 0), ("gpt2", 1), ("qwen3", 1)])
+@pytest.mark.parametrize(
+    "case, dimension", [("llama tied, gqa, eps", 0), ("gpt2", 1), ("qwen3", 1)]
+)
 def test_stacked_layers_of_two_ranks_become_ours(tmp_path, gloo_world, case, dimension):
-    """The same logits bit for bit, by one importing rank and by two; padding, optimizer and extra state stay behind."""
+    """The same logits bit for bit, by one importing rank and by two; padding, optimizer and extra
+    state stay behind.
+    """
     gloo_world(2).run(write, tmp_path / "theirs" / "iter_0000007", case, dimension)
     _, _, held, model = megatron_names(case)
     words = ("--from-megatron", tmp_path / "theirs", "--vocab-size", VOCAB, "--save")
@@ -112,7 +186,10 @@ def test_stacked_layers_of_two_ranks_become_ours(tmp_path, gloo_world, case, dim
         with Checkpoint(find_checkpoint(tmp_path / run)) as checkpoint:
             assert len(checkpoint.shards) == shards and sorted(checkpoint.names) == sorted(held)
             assert all(same_bits(checkpoint[name], held[name]) for name in held)
-            assert torch.equal(generate.load_model(checkpoint, torch.device("cpu")).logits(tokens()), model.logits(tokens()))
+            assert torch.equal(
+                generate.load_model(checkpoint, torch.device("cpu")).logits(tokens()),
+                model.logits(tokens()),
+            )
 
 
 def save_alone(folder: Path, state: dict) -> None:
@@ -121,19 +198,38 @@ def save_alone(folder: Path, state: dict) -> None:
 
 def test_flags_from_a_file_and_layers_numbered_in_names(tmp_path):
     arguments, theirs, held, _ = megatron_names("qwen3")
-    numbered = {name: value for name, value in theirs.items() if not name.startswith("decoder.layers")}
+    numbered = {
+        name: value for name, value in theirs.items() if not name.startswith("decoder.layers")
+    }
     for name, value in theirs.items():
         if name.startswith("decoder.layers."):
-            numbered |= {f"model.decoder.layers.{i}.{name.removeprefix('decoder.layers.')}": value[i].clone() for i in range(LAYERS)}
+            numbered |= {
+                f"model.decoder.layers.{i}.{name.removeprefix('decoder.layers.')}": value[i].clone()
+                for i in range(LAYERS)
+            }
     for i in range(LAYERS):  # gate and up apart
         name = f"model.decoder.layers.{i}.mlp.linear_fc1.weight"
         gate, up = numbered.pop(name).chunk(2)
         numbered |= {f"{name}_w": gate.clone(), f"{name}_v": up.clone()}
     save_alone(tmp_path / "theirs", numbered)
-    assert "has no common.pt: give the model's flags with --config" in convert("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "new")[1]
+    assert (
+        "has no common.pt: give the model's flags with --config"
+        in convert("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "new")[1]
+    )
     base, changes, _ = CASES["qwen3"]
-    (tmp_path / "flags.json").write_text(json.dumps({"model": {**vars(base), **changes, "window_size": None}}))
-    words = ("--from-megatron", tmp_path / "theirs", "--config", tmp_path / "flags.json", "--save", tmp_path / "run", "--vocab-size", VOCAB)
+    (tmp_path / "flags.json").write_text(
+        json.dumps({"model": {**vars(base), **changes, "window_size": None}})
+    )
+    words = (
+        "--from-megatron",
+        tmp_path / "theirs",
+        "--config",
+        tmp_path / "flags.json",
+        "--save",
+        tmp_path / "run",
+        "--vocab-size",
+        VOCAB,
+    )
     code, told = convert(*words)
     assert code == 0, told
     with Checkpoint(find_checkpoint(tmp_path / "run")) as checkpoint:
@@ -142,19 +238,42 @@ def test_flags_from_a_file_and_layers_numbered_in_names(tmp_path):
 
 def test_what_cannot_be_mapped_is_one_error(tmp_path):
     arguments, theirs, _, _ = megatron_names("gpt2")
-    save_alone(tmp_path / "a", theirs | {"decoder.layers.mlp.experts.linear_fc1.weight": torch.zeros(3, 2), "vision.weight": torch.zeros(2)})
+    save_alone(
+        tmp_path / "a",
+        theirs
+        | {
+            "decoder.layers.mlp.experts.linear_fc1.weight": torch.zeros(3, 2),
+            "vision.weight": torch.zeros(2),
+        },
+    )
     torch.save({"args": arguments}, tmp_path / "a" / "common.pt")
     code, told = convert("--from-megatron", tmp_path / "a", "--save", tmp_path / "run")
-    assert code == 2 and "decoder.layers.mlp.experts.linear_fc1.weight" in told and "vision.weight" in told and told.count("error:") == 1
-    save_alone(tmp_path / "b", {name: value for name, value in theirs.items() if "linear_proj" not in name})
+    assert (
+        code == 2
+        and "decoder.layers.mlp.experts.linear_fc1.weight" in told
+        and "vision.weight" in told
+        and told.count("error:") == 1
+    )
+    save_alone(
+        tmp_path / "b", {name: value for name, value in theirs.items() if "linear_proj" not in name}
+    )
     torch.save({"args": arguments}, tmp_path / "b" / "common.pt")
-    assert "tensors missing: layers.0.attention.proj.bias" in convert("--from-megatron", tmp_path / "b", "--save", tmp_path / "run")[1]
+    assert (
+        "tensors missing: layers.0.attention.proj.bias"
+        in convert("--from-megatron", tmp_path / "b", "--save", tmp_path / "run")[1]
+    )
     arguments.num_layers, arguments.num_experts = 4, 8
     torch.save({"args": arguments}, tmp_path / "b" / "common.pt")
-    assert "--num-experts 8" in convert("--from-megatron", tmp_path / "b", "--save", tmp_path / "run")[1]
+    assert (
+        "--num-experts 8"
+        in convert("--from-megatron", tmp_path / "b", "--save", tmp_path / "run")[1]
+    )
     arguments.num_experts = None
     torch.save({"args": arguments}, tmp_path / "b" / "common.pt")
-    assert "holds 3 layers, --num-layers is 4" in convert("--from-megatron", tmp_path / "b", "--save", tmp_path / "run")[1]
+    assert (
+        "holds 3 layers, --num-layers is 4"
+        in convert("--from-megatron", tmp_path / "b", "--save", tmp_path / "run")[1]
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -166,7 +285,12 @@ def write_mp_ranks(folder: Path, case: str, tp: int, pp: int) -> dict[str, torch
     def local(name: str, value: torch.Tensor, rank: int) -> torch.Tensor:
         if "linear_fc1.weight" in name or "linear_fc1.bias" in name:
             return torch.cat([half.chunk(tp)[rank] for half in value.chunk(2 if gated else 1)])
-        rows = "linear_qkv.weight" in name or "linear_qkv.bias" in name or "word_embeddings" in name or "output_layer" in name
+        rows = (
+            "linear_qkv.weight" in name
+            or "linear_qkv.bias" in name
+            or "word_embeddings" in name
+            or "output_layer" in name
+        )
         columns = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
         return value.chunk(tp, int(columns))[rank] if rows or columns else value
 
@@ -177,26 +301,55 @@ def write_mp_ranks(folder: Path, case: str, tp: int, pp: int) -> dict[str, torch
             for name, value in theirs.items():
                 if name.startswith("decoder.layers."):
                     for i, layer in enumerate(layers):
-                        state[name.replace("layers.", f"layers.{i}.")] = local(name, value[layer], rank).clone()
+                        state[name.replace("layers.", f"layers.{i}.")] = local(
+                            name, value[layer], rank
+                        ).clone()
                 elif stage == (0 if name.startswith("embedding") else pp - 1):
                     state[name] = local(name, value, rank).clone()
             if tied and pp > 1 and stage == pp - 1:
-                state["output_layer.weight"] = local("output_layer", theirs["embedding.word_embeddings.weight"], rank).clone()
+                state["output_layer.weight"] = local(
+                    "output_layer", theirs["embedding.word_embeddings.weight"], rank
+                ).clone()
             state["decoder.layers.0.self_attention.linear_qkv._extra_state"] = io.BytesIO(b"x")
-            path = folder / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")) / "model_optim_rng.pt"
+            path = (
+                folder
+                / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else ""))
+                / "model_optim_rng.pt"
+            )
             path.parent.mkdir(parents=True)
-            torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 7, "model": state, "optimizer": {"step": 4, "m": torch.ones(5)},
-                        "rng_state": [{"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state()}]}, path)
+            torch.save(
+                {
+                    "args": arguments,
+                    "checkpoint_version": 3.0,
+                    "iteration": 7,
+                    "model": state,
+                    "optimizer": {"step": 4, "m": torch.ones(5)},
+                    "rng_state": [
+                        {
+                            "random_rng_state": random.getstate(),
+                            "np_rng_state": np.random.get_state(),
+                        }
+                    ],
+                },
+                path,
+            )
     return held
 
 
-@pytest.mark.parametrize("case, tp, pp", [("llama tied, gqa, eps", 2, 2), ("gpt2", 1, 1), ("gpt2", 2, 2), ("qwen3", 2, 1)])
+@pytest.mark.parametrize(
+    "case, tp, pp",
+    [("llama tied, gqa, eps", 2, 2), ("gpt2", 1, 1), ("gpt2", 2, 2), ("qwen3", 2, 1)],
+)
 def test_one_file_a_model_parallel_rank(tmp_path, case, tp, pp):
     held = write_mp_ranks(tmp_path / "theirs", case, tp, pp)
-    code, told = convert("--from-megatron", tmp_path / "theirs", "--vocab-size", VOCAB, "--save", tmp_path / "run")
+    code, told = convert(
+        "--from-megatron", tmp_path / "theirs", "--vocab-size", VOCAB, "--save", tmp_path / "run"
+    )
     assert code == 0, told
     with Checkpoint(find_checkpoint(tmp_path / "run")) as checkpoint:
-        assert sorted(checkpoint.names) == sorted(held) and all(same_bits(checkpoint[name], held[name]) for name in held)
+        assert sorted(checkpoint.names) == sorted(held) and all(
+            same_bits(checkpoint[name], held[name]) for name in held
+        )
 
 
 def test_faults_of_model_parallel_files(tmp_path):
@@ -214,7 +367,7 @@ def test_faults_of_model_parallel_files(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-# ---- poison ----------------------------------------------------------------------------------------------------------------
+# ---- poison --------------------------------------------------------------------------------------
 
 
 class Poison:
@@ -224,11 +377,16 @@ class Poison:
         self.path, self.way = path, way
 
     def __reduce__(self):
-        return [(os.system, (f"touch {self.path}",)), (exec, (f"open({str(self.path)!r}, 'w')",)), (open, (str(self.path), "w")),
-                (io.FileIO, (str(self.path), "w"))][self.way]
+        return [
+            (os.system, (f"touch {self.path}",)),
+            (exec, (f"open({str(self.path)!r}, 'w')",)),
+            (open, (str(self.path), "w")),
+            (io.FileIO, (str(self.path), "w")),
+        ][self.way]
 
 
-NAMES = ["posix.system", "builtins.exec", f"{open.__module__}.open", "_io.FileIO"]  # Python 3.12 calls its io _io
+# Python 3.12 calls its io _io
+NAMES = ["posix.system", "builtins.exec", f"{open.__module__}.open", "_io.FileIO"]
 
 
 @pytest.fixture
@@ -241,7 +399,15 @@ def theirs(tmp_path):
 
 def poison(folder: Path, where: str, evil: Poison) -> bytes:
     """Put it into one of the folder's files; the pickle or file that holds it."""
-    path = folder / {"metadata": ".metadata", "planner": ".metadata", "tensor": "__0_0.distcp", "arguments": "common.pt"}[where]
+    path = (
+        folder
+        / {
+            "metadata": ".metadata",
+            "planner": ".metadata",
+            "tensor": "__0_0.distcp",
+            "arguments": "common.pt",
+        }[where]
+    )
     if where == "metadata":
         path.write_bytes(pickle.dumps(evil))
     elif where == "planner":
@@ -255,9 +421,13 @@ def poison(folder: Path, where: str, evil: Poison) -> bytes:
         torch.save({"weight": evil}, stream)
         path.write_bytes(stream.getvalue())
         name, size = "embedding.word_embeddings.weight", torch.Size((72, 32))
-        tensor = TensorStorageMetadata(TensorProperties(), size, [ChunkStorageMetadata(torch.Size((0, 0)), size)])
+        tensor = TensorStorageMetadata(
+            TensorProperties(), size, [ChunkStorageMetadata(torch.Size((0, 0)), size)]
+        )
         info = _StorageInfo(path.name, 0, len(stream.getvalue()))
-        (folder / ".metadata").write_bytes(pickle.dumps(Metadata({name: tensor}, storage_data={MetadataIndex(name, (0, 0)): info})))
+        (folder / ".metadata").write_bytes(
+            pickle.dumps(Metadata({name: tensor}, storage_data={MetadataIndex(name, (0, 0)): info}))
+        )
     return path.read_bytes()
 
 
@@ -276,12 +446,26 @@ def test_poison_is_refused_by_name_and_does_nothing(theirs, tmp_path, where, way
     assert touched.exists()
 
 
-@pytest.mark.parametrize("raw", [
-    b"(S'touch %s'\nios\nsystem\n.", b"cos\nsystem\n(S'touch %s'\ntR.", b"\x80\x02cos\nsystem\n(X\x0b\x00\x00\x00touch /nonetR.",
-    b"\x80\x04\x8c\x05posix\x8c\x06system\x93.", b"\x80\x02\x82\x01.", b"\x80\x02cbuiltins\neval\nX\x01\x00\x00\x001\x85R.",
-    b"\x80\x02ctorch\nSize\n}X\x01\x00\x00\x00aK\x01sb.",  # the state of a class
-    b"\x80\x02}(ctorch\nSize\n)R)R.", b"\x80\x02K\x01K\x02R.", b"\x80\x02K\x01", b"", b"\x80\x02Q.", b"\x80\x02h\x05.", b"\x80\x02]s.", b"\x80\x02t.",
-])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"(S'touch %s'\nios\nsystem\n.",
+        b"cos\nsystem\n(S'touch %s'\ntR.",
+        b"\x80\x02cos\nsystem\n(X\x0b\x00\x00\x00touch /nonetR.",
+        b"\x80\x04\x8c\x05posix\x8c\x06system\x93.",
+        b"\x80\x02\x82\x01.",
+        b"\x80\x02cbuiltins\neval\nX\x01\x00\x00\x001\x85R.",
+        b"\x80\x02ctorch\nSize\n}X\x01\x00\x00\x00aK\x01sb.",  # the state of a class
+        b"\x80\x02}(ctorch\nSize\n)R)R.",
+        b"\x80\x02K\x01K\x02R.",
+        b"\x80\x02K\x01",
+        b"",
+        b"\x80\x02Q.",
+        b"\x80\x02h\x05.",
+        b"\x80\x02]s.",
+        b"\x80\x02t.",
+    ],
+)
 def test_pickles_by_hand_are_refused(raw, tmp_path):
     with pytest.raises(CheckpointError, match="refused"):
         read_pickle(raw, DCP_CLASSES, tmp_path / "x")
@@ -293,22 +477,37 @@ def test_tensors_are_what_the_metadata_says(theirs, tmp_path):
     metadata = pickle.loads(raw)
     metadata.state_dict_metadata[name].chunks[0].sizes = torch.Size((PADDED - 1, 32))
     path.write_bytes(pickle.dumps(metadata))
-    assert f"a tensor of shape [{PADDED - 1}, 32] is expected" in convert("--from-megatron", theirs, "--save", tmp_path / "run")[1]
+    assert (
+        f"a tensor of shape [{PADDED - 1}, 32] is expected"
+        in convert("--from-megatron", theirs, "--save", tmp_path / "run")[1]
+    )
     metadata = pickle.loads(raw)
     index = next(index for index in metadata.storage_data if index.fqn == name)
     metadata.storage_data[index].relative_path = "../theirs/__0_0.distcp"
     path.write_bytes(pickle.dumps(metadata))
-    assert "is not a plain file name" in convert("--from-megatron", theirs, "--save", tmp_path / "run")[1]
+    assert (
+        "is not a plain file name"
+        in convert("--from-megatron", theirs, "--save", tmp_path / "run")[1]
+    )
     stream = io.BytesIO()
     torch.save(torch.arange(6.0)[:3], stream)
     raw = zipfile.ZipFile(stream).read("archive/data.pkl")
-    assert read_pickle(raw, TORCH_CLASSES, tmp_path, lambda reference: torch.arange(6.0)).tolist() == [0, 1, 2]
+    assert read_pickle(
+        raw, TORCH_CLASSES, tmp_path, lambda reference: torch.arange(6.0)
+    ).tolist() == [0, 1, 2]
     with pytest.raises(CheckpointError, match="out of bounds"):
-        read_pickle(raw.replace(b"K\x03\x85", b"K\x07\x85"), TORCH_CLASSES, tmp_path, lambda reference: torch.arange(6.0))
+        read_pickle(
+            raw.replace(b"K\x03\x85", b"K\x07\x85"),
+            TORCH_CLASSES,
+            tmp_path,
+            lambda reference: torch.arange(6.0),
+        )
 
 
 def test_broken_files_end_in_one_kind_of_error(theirs):
-    """180 random changes of metadata, tensors and arguments: what comes out is a value or CheckpointError."""
+    """180 random changes of metadata, tensors and arguments: what comes out is a value or
+    CheckpointError.
+    """
     rng, refused = random.Random(5), 0
     for name in (".metadata", "__0_0.distcp", "common.pt"):
         whole = (theirs / name).read_bytes()
@@ -316,7 +515,9 @@ def test_broken_files_end_in_one_kind_of_error(theirs):
             raw = bytearray(whole)
             for _ in range(rng.randint(1, 3)):
                 raw[rng.randrange(len(raw))] = rng.randrange(256)
-            (theirs / name).write_bytes(raw if rng.random() < 0.8 else raw[: rng.randrange(len(raw))])
+            (theirs / name).write_bytes(
+                raw if rng.random() < 0.8 else raw[: rng.randrange(len(raw))]
+            )
             try:
                 folder = DcpFolder(theirs)
                 for tensor in folder.tensors.values():

@@ -1,4 +1,6 @@
-"""Sets of nodes with an XOR of their shards: any one node of a set may be lost, and comes back bit for bit."""
+"""Sets of nodes with an XOR of their shards: any one node of a set may be lost, and comes back bit
+for bit.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from test_local import ONE, _flip, files, leftovers, outcome
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.files import write_shard_file
-from megatron.checkpoint.local.parity import SET, Column, _turns, columns_in, columns_of, exchange, parity_header, sets_of
+from megatron.checkpoint.local.parity import (
+    SET,
+    Column,
+    _turns,
+    columns_in,
+    columns_of,
+    exchange,
+    parity_header,
+    sets_of,
+)
 from megatron.checkpoint.ranks import ONE as ALONE
 
 SEVEN = "iter_0000007"  # seeds 5 and 7 give every rank a shard
@@ -22,10 +33,18 @@ def test_every_node_is_in_one_set_of_nearly_equal_size():
         sets = sets_of(count)
         sizes = [len(nodes) for nodes in sets]
         assert sorted(node for nodes in sets for node in nodes) == list(range(count))
-        assert len(sets) == -(-count // SET) and max(sizes) <= SET and min(sizes) >= 2 and max(sizes) - min(sizes) <= 1
+        assert (
+            len(sets) == -(-count // SET)
+            and max(sizes) <= SET
+            and min(sizes) >= 2
+            and max(sizes) - min(sizes) <= 1
+        )
     columns = columns_of([(3 * node, 3 * node + 1, 3 * node + 2) for node in range(9)])
-    assert sorted(rank for ranks in columns for rank in ranks) == list(range(27)) and sorted(map(len, columns)) == [4, 4, 4, 5, 5, 5]
-    assert all(len({rank // 3 for rank in ranks}) == len(ranks) for ranks in columns)  # never two of a node
+    assert sorted(rank for ranks in columns for rank in ranks) == list(range(27)) and sorted(
+        map(len, columns)
+    ) == [4, 4, 4, 5, 5, 5]
+    # never two of a node
+    assert all(len({rank // 3 for rank in ranks}) == len(ranks) for ranks in columns)
 
 
 @pytest.mark.parametrize("k", [2, 3, 5, 8])
@@ -37,27 +56,44 @@ def test_any_shard_is_made_of_what_the_others_have(tmp_path, k):
         numbers.append(None if rng.random() < 0.2 and place else len(records))
         if numbers[-1] is not None:
             data = rng.randbytes(rng.choice([0, 1, 999, 70_000]))
-            records.append(write_shard_file(tmp_path, len(records), m.encode_header([], {}), [memoryview(data)]))
+            records.append(
+                write_shard_file(
+                    tmp_path, len(records), m.encode_header([], {}), [memoryview(data)]
+                )
+            )
     (column,) = columns_in(records, [numbers])
 
     def make(stream) -> bytes:
         made = []
-        fault = exchange([stream], ALONE, lambda number: 0, lambda number: tmp_path / m.shard_file(number),
-                         lambda number, pieces: made.extend(bytes(piece) for piece in pieces))
+        fault = exchange(
+            [stream],
+            ALONE,
+            lambda number: 0,
+            lambda number: tmp_path / m.shard_file(number),
+            lambda number, pieces: made.extend(bytes(piece) for piece in pieces),
+        )
         assert fault is None
         return b"".join(made)
 
     for place in range(k):
         data = make(column.parity(place, 0))
         assert len(data) == -(-max(column.sizes) // (k - 1))
-        write_shard_file(tmp_path, column.first + place, parity_header(1, column.first + place), [memoryview(data)])
+        write_shard_file(
+            tmp_path,
+            column.first + place,
+            parity_header(1, column.first + place),
+            [memoryview(data)],
+        )
     for place, number in enumerate(numbers):
         if number is not None:
             kept = (tmp_path / m.shard_file(number)).read_bytes()
             for lost in (number, column.first + place):
                 (tmp_path / m.shard_file(lost)).rename(tmp_path / f"lost-{lost}")
             assert make(column.shard(place, 0)) == kept
-            assert make(column.parity(place, 0)) == (tmp_path / f"lost-{column.first + place}").read_bytes()[m.ALIGN :]
+            assert (
+                make(column.parity(place, 0))
+                == (tmp_path / f"lost-{column.first + place}").read_bytes()[m.ALIGN :]
+            )
             for lost in (number, column.first + place):
                 (tmp_path / f"lost-{lost}").rename(tmp_path / m.shard_file(lost))
 
@@ -65,21 +101,39 @@ def test_any_shard_is_made_of_what_the_others_have(tmp_path, k):
 def test_what_can_be_lost():
     column = Column((0, 1, None, 2), (9, 9, 0, 9), 3)
     whole = set(range(7))
-    assert not any(column.lost(whole - lost) for lost in ({0}, {0, 3}, {1, 4}, {5}, {2, 6}, {3, 4, 5, 6}))
-    assert column.lost(whole - {0, 1}) == {0, 1} and column.lost(whole - {0, 4}) == {0} and column.lost(whole - {2, 5}) == {2}
+    assert not any(
+        column.lost(whole - lost) for lost in ({0}, {0, 3}, {1, 4}, {5}, {2, 6}, {3, 4, 5, 6})
+    )
+    assert (
+        column.lost(whole - {0, 1}) == {0, 1}
+        and column.lost(whole - {0, 4}) == {0}
+        and column.lost(whole - {2, 5}) == {2}
+    )
 
 
 def test_a_rank_sends_to_fewer_than_a_set_at_a_time():
-    """So its messages are few, whatever the number of nodes; all columns of a save are made at once."""
+    """So its messages are few, whatever the number of nodes; all columns of a save are made at
+    once.
+    """
     columns = columns_of([(2 * node, 2 * node + 1) for node in range(16)])
-    made = [Column(tuple(ranks), (9,) * len(ranks), 32 + sum(map(len, columns[:i]))) for i, ranks in enumerate(columns)]
-    turns = _turns([column.parity(place, rank) for column, ranks in zip(made, columns) for place, rank in enumerate(ranks)], lambda number: number)
+    made = [
+        Column(tuple(ranks), (9,) * len(ranks), 32 + sum(map(len, columns[:i])))
+        for i, ranks in enumerate(columns)
+    ]
+    turns = _turns(
+        [
+            column.parity(place, rank)
+            for column, ranks in zip(made, columns)
+            for place, rank in enumerate(ranks)
+        ],
+        lambda number: number,
+    )
     assert [len(turn) for turn in turns] == [32]
     turns = _turns([column.shard(1, 5) for column in made], lambda number: number % 32)
     assert [len(turn) for turn in turns] == [1] * len(made)  # all for one rank
 
 
-# ---- real processes ---------------------------------------------------------------------------------------------------
+# ---- real processes ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "each"), [(4, 1), (3, 1), (4, 2)])
@@ -87,23 +141,42 @@ def test_any_lost_node_is_rebuilt_bit_for_bit(gloo_world, tmp_path, size, each):
     """And a node keeps 1/(k-1) of the largest shard more than its own, not a copy."""
     gloo_world(size).run(save, tmp_path, each, 1, 7, "xor")
     before = files(tmp_path)
-    content = m.decode_manifest((tmp_path / "0" / RUN.folder / ONE / m.MANIFEST).read_bytes(), tmp_path)
+    content = m.decode_manifest(
+        (tmp_path / "0" / RUN.folder / ONE / m.MANIFEST).read_bytes(), tmp_path
+    )
     assert [len(numbers) for numbers in content["sets"]] == [size // each] * each
     for column, numbers in zip(columns_in(content["shards"], content["sets"]), content["sets"]):
         records = content["parities"][column.first - len(content["shards"]) :][: len(numbers)]
-        assert {record["bytes"] for record in records} == {m.ALIGN - (-max(column.sizes) // (len(numbers) - 1))}
+        assert {record["bytes"] for record in records} == {
+            m.ALIGN - (-max(column.sizes) // (len(numbers) - 1))
+        }
     for node in range(size // each):
         shutil.rmtree(tmp_path / str(node))
         told = gloo_world(size).run(restart, tmp_path, each, 7, 8)
-        assert outcome(told) == (1, True) and f"rebuilt from their sets: node {node} (" in told[0][2][0] and told[1][2] == []
+        assert (
+            outcome(told) == (1, True)
+            and f"rebuilt from their sets: node {node} (" in told[0][2][0]
+            and told[1][2] == []
+        )
         assert files(tmp_path) == before and leftovers(tmp_path) == []
 
 
 @pytest.mark.parametrize("mutant", ["a piece in no parity", "damaged while it is made"])
 def test_what_is_rebuilt_must_be_what_was_saved(gloo_world, tmp_path, mutant):
-    gloo_world(3).run(save, tmp_path, 1, 1, 7, "xor", RUN, "a piece in no parity" if mutant.startswith("a piece") else None)
+    gloo_world(3).run(
+        save,
+        tmp_path,
+        1,
+        1,
+        7,
+        "xor",
+        RUN,
+        "a piece in no parity" if mutant.startswith("a piece") else None,
+    )
     shutil.rmtree(tmp_path / "1")
-    told = gloo_world(3).run(restart, tmp_path, 1, 7, 8, RUN, 0, None if mutant.startswith("a piece") else mutant)
+    told = gloo_world(3).run(
+        restart, tmp_path, 1, 7, 8, RUN, 0, None if mutant.startswith("a piece") else mutant
+    )
     assert outcome(told) == (None, True) and "is not taken: rank 1: " in told[0][2][0]
     assert mutant.startswith("a piece") or "is not what was saved" in told[0][2][0]
     assert leftovers(tmp_path) == [] and not list((tmp_path / "1").glob("*/*"))
@@ -131,9 +204,19 @@ def test_one_lost_node_in_each_of_two_sets(gloo_world, tmp_path):
         assert (files(tmp_path) == before) == comes_back
 
 
-@pytest.mark.parametrize(("damaged", "comes_back"), [(["1/shard"], True), (["1/parity"], True), (["1/shard", "1/parity"], True),
-                                                     (["1/table"], True), (["1/manifest"], True), (["1/shard", "2/parity"], False),
-                                                     (["1/shard", "2/shard"], False), (["0/parity", "1/parity", "2/parity"], True)])
+@pytest.mark.parametrize(
+    ("damaged", "comes_back"),
+    [
+        (["1/shard"], True),
+        (["1/parity"], True),
+        (["1/shard", "1/parity"], True),
+        (["1/table"], True),
+        (["1/manifest"], True),
+        (["1/shard", "2/parity"], False),
+        (["1/shard", "2/shard"], False),
+        (["0/parity", "1/parity", "2/parity"], True),
+    ],
+)
 def test_damage_is_a_loss(gloo_world, tmp_path, damaged, comes_back):
     gloo_world(3).run(save, tmp_path, 1, 5, 5, "xor")
     gloo_world(3).run(save, tmp_path, 1, 7, 7, "xor")
@@ -141,16 +224,30 @@ def test_damage_is_a_loss(gloo_world, tmp_path, damaged, comes_back):
     for what in damaged:
         node, kind = what.split("/")
         folder = tmp_path / node / RUN.folder / SEVEN
-        shards, parities = (sorted(folder.glob(f"*.{suffix}")) for suffix in ("safetensors", "digests"))
-        _flip({"shard": shards[0], "parity": shards[1], "table": parities[0], "manifest": folder / m.MANIFEST}[kind])
+        shards, parities = (
+            sorted(folder.glob(f"*.{suffix}")) for suffix in ("safetensors", "digests")
+        )
+        _flip(
+            {
+                "shard": shards[0],
+                "parity": shards[1],
+                "table": parities[0],
+                "manifest": folder / m.MANIFEST,
+            }[kind]
+        )
     told = gloo_world(3).run(restart, tmp_path, 1, 0, 8)
     assert outcome(told) == ((7, True) if comes_back else (5, True))
     assert (files(tmp_path) == before) == comes_back
 
 
-@pytest.mark.parametrize(("before", "after", "lost"), [((4, 1), (2, 1), 3), ((4, 2), (2, 2), 1), ((3, 1), (4, 2), 0), ((4, 1), (4, 4), None)])
+@pytest.mark.parametrize(
+    ("before", "after", "lost"),
+    [((4, 1), (2, 1), 3), ((4, 2), (2, 2), 1), ((3, 1), (4, 2), 0), ((4, 1), (4, 4), None)],
+)
 def test_other_ranks_and_nodes_than_before(gloo_world, tmp_path, before, after, lost):
-    """Folders that lie on a node that is no more are found on another one when they are moved there; a column may then share a node."""
+    """Folders that lie on a node that is no more are found on another one when they are moved
+    there; a column may then share a node.
+    """
     (size, each), (ranks, there) = before, after
     gloo_world(size).run(save, tmp_path, each, 1, 7, "xor")
     if lost is not None:
@@ -169,7 +266,11 @@ def test_without_room_to_rebuild_the_older_one_is_taken(gloo_world, tmp_path):
     gloo_world(3).run(save, tmp_path, 1, 7, 7, "xor")
     shutil.rmtree(tmp_path / "1" / RUN.folder / SEVEN)
     told = gloo_world(3).run(restart, tmp_path, 1, 0, 8, RUN, 0, "no room for copies")
-    assert outcome(told) == (5, True) and "iteration 7 is not taken: " in told[0][2][0] and "No space left" in told[0][2][0]
+    assert (
+        outcome(told) == (5, True)
+        and "iteration 7 is not taken: " in told[0][2][0]
+        and "No space left" in told[0][2][0]
+    )
     assert leftovers(tmp_path) == []
     told = gloo_world(3).run(restart, tmp_path, 1, 0, 8)
     assert outcome(told) == (7, True)
@@ -177,10 +278,20 @@ def test_without_room_to_rebuild_the_older_one_is_taken(gloo_world, tmp_path):
 
 def test_sets_are_told_and_one_node_is_refused(gloo_world, tmp_path):
     told = gloo_world(2).run(checked, tmp_path, 2, "require_redundancy", "xor")
-    assert all("--local-redundancy xor: all ranks see the same" in error and "a set is of several" in error for error, _ in told)
+    assert all(
+        "--local-redundancy xor: all ranks see the same" in error and "a set is of several" in error
+        for error, _ in told
+    )
     assert "found " in gloo_world(4).run(checked, tmp_path, 3, "require_redundancy", "xor")[3][0]
     error, said = gloo_world(4).run(checked, tmp_path, 1, "require_redundancy", "xor")[0]
-    assert error == "" and "4 nodes in 1 set(s) of 4; beside its own shards a node keeps 1/3 of the largest's bytes" in said[1]
+    assert (
+        error == ""
+        and (
+            "4 nodes in 1 set(s) of 4; beside its own shards a node keeps 1/3 of the "
+            "largest's bytes"
+        )
+        in said[1]
+    )
 
 
 def test_a_save_without_room_for_one_parity_leaves_the_older_one(gloo_world, tmp_path):
@@ -188,5 +299,8 @@ def test_a_save_without_room_for_one_parity_leaves_the_older_one(gloo_world, tmp
     gloo_world(3).run(save, tmp_path, 1, 5, 5, "xor")
     told = gloo_world(3).run(save_without_room, tmp_path, 1, 2, "write_shard_file", "xor", 7)
     assert len(set(told)) == 1 and leftovers(tmp_path) == []
-    assert told[0].startswith("rank 2: ") and "iteration 7 was not saved: No space left on device; free space" in told[0]
+    assert (
+        told[0].startswith("rank 2: ")
+        and "iteration 7 was not saved: No space left on device; free space" in told[0]
+    )
     assert outcome(gloo_world(3).run(restart, tmp_path, 1, 0, 8)) == (5, True)

@@ -11,7 +11,10 @@ def test_lines_of_a_long_save():
     for _ in range(320):  # 25 MB in 1/8 s each
         now[0] += 0.125
         progress(25_000_000)
-    assert said == [f" saving iteration 7: {done:.2f} of 8.00 GB of this rank, 0.20 GB/s, ETA {eta} s" for done, eta in ((2, 30), (4, 20), (6, 10))]
+    assert said == [
+        f" saving iteration 7: {done:.2f} of 8.00 GB of this rank, 0.20 GB/s, ETA {eta} s"
+        for done, eta in ((2, 30), (4, 20), (6, 10))
+    ]
 
 
 def test_a_short_save_says_nothing_and_the_end_is_not_progress():

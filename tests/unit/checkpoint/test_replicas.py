@@ -1,4 +1,6 @@
-"""A flipped bit of one replica is found and named in every layout; after real training steps no layout raises a false alarm."""
+"""A flipped bit of one replica is found and named in every layout; after real training steps no
+layout raises a false alarm.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from reshard_cases import BASE, FEATURES, LAYOUTS, PP, SCHEDULE, TP, ZERO, diffe
 from megatron.checkpoint import replicas
 from megatron.checkpoint.manifest import list_iterations
 from megatron.checkpoint.ranks import Ranks
-from megatron.checkpoint.replicas import WORDS, Replicas, differences, explain, odd_factors, position_sum
+from megatron.checkpoint.replicas import (
+    WORDS,
+    Replicas,
+    differences,
+    explain,
+    odd_factors,
+    position_sum,
+)
 from megatron.distributed.groups import ALONE
 from megatron.optimizer import zero
 from megatron.optimizer.optimizer import Optimizer
@@ -24,16 +33,25 @@ from megatron.training.loop import train
 from megatron.training.run import Run
 
 MORE = LAYOUTS | {
-    "dp4": (4, ""), "tp2dp2zero1": (4, f"{TP} 2 --sequence-parallel {ZERO} 1"), "pp2dp2zero3": (4, f"{PP} 2 {SCHEDULE} 1f1b {ZERO} 3"),
-    "dp2zero1": (2, f"{ZERO} 1"), "dp4zero1shard2": (4, f"{ZERO} 1 --zero-shard-size 2"),
+    "dp4": (4, ""),
+    "tp2dp2zero1": (4, f"{TP} 2 --sequence-parallel {ZERO} 1"),
+    "pp2dp2zero3": (4, f"{PP} 2 {SCHEDULE} 1f1b {ZERO} 3"),
+    "dp2zero1": (2, f"{ZERO} 1"),
+    "dp4zero1shard2": (4, f"{ZERO} 1 --zero-shard-size 2"),
 }
 
 
 def flip(optimizer: Optimizer, kind: str, tensor: str) -> None:
-    """Change the lowest bit of an element of a logical tensor in the part that this rank holds; the same again undoes it."""
+    """Change the lowest bit of an element of a logical tensor in the part that this rank holds; the
+    same again undoes it.
+    """
     for block in optimizer.blocks:
         held = optimizer.kept[block].tensors
-        buffer, first = (block.weight, 0) if kind == "weights" else (held["master" if kind == "master weights" else kind], block.own[0])
+        buffer, first = (
+            (block.weight, 0)
+            if kind == "weights"
+            else (held["master" if kind == "master weights" else kind], block.own[0])
+        )
         for entry in block.entries:
             for box in entry.boxes:
                 for low, high, _ in entry.runs(box) if box.name == tensor else ():
@@ -44,8 +62,12 @@ def flip(optimizer: Optimizer, kind: str, tensor: str) -> None:
     raise AssertionError(f"{tensor} ({kind}): nothing of it here")
 
 
-def probe(arguments: tuple[str, ...], flips: list[tuple[int, str, str]], mutant: str | None = None) -> list[str | None]:
-    """Train, then check all replicas: as they are, and with each of `flips` (rank, kind, tensor) in turn. The errors, by rank."""
+def probe(
+    arguments: tuple[str, ...], flips: list[tuple[int, str, str]], mutant: str | None = None
+) -> list[str | None]:
+    """Train, then check all replicas: as they are, and with each of `flips` (rank, kind, tensor) in
+    turn. The errors, by rank.
+    """
     errors: list[str | None] = []
 
     def check(run: Run, flips: Iterator) -> None:
@@ -72,7 +94,9 @@ def probe(arguments: tuple[str, ...], flips: list[tuple[int, str, str]], mutant:
     return errors
 
 
-def outcomes(gloo_world, feature: str, layout: str, flips: list, mutant: str | None = None) -> list[str | None]:
+def outcomes(
+    gloo_world, feature: str, layout: str, flips: list, mutant: str | None = None
+) -> list[str | None]:
     ranks, flags = MORE[layout]
     arguments = (*BASE, *FEATURES[feature].split(), *flags.split())
     per_rank = gloo_world(ranks).run(probe, arguments, flips, mutant)
@@ -80,28 +104,114 @@ def outcomes(gloo_world, feature: str, layout: str, flips: list, mutant: str | N
     return per_rank[0]
 
 
-EMBEDDING, NORM, MATRIX = "embedding.word.weight", "layers.1.input_norm.weight", "layers.1.mlp.up.weight"
+EMBEDDING, NORM, MATRIX = (
+    "embedding.word.weight",
+    "layers.1.input_norm.weight",
+    "layers.1.mlp.up.weight",
+)
 FLIPS = [  # layout, feature, (rank, kind, tensor), what the error says of it
-    ("dp4", "tied-bf16", (2, "weights", MATRIX), "layers.1.mlp.fc1.weight (weights) of rank 2 differs from the same of ranks 0, 1, 3"),
-    ("dp4", "tied-bf16", (1, "master weights", MATRIX), "layers.1.mlp.fc1.weight (master weights) of rank 1 differs from the same of ranks 0, 2, 3"),
-    ("dp4", "tied-bf16", (3, "exp_avg", EMBEDDING), "embedding.word.weight (exp_avg) of rank 3 differs from the same of ranks 0, 1, 2"),
-    ("dp4", "tied-bf16", (0, "exp_avg_sq", NORM), "layers.1.input_norm.weight (exp_avg_sq) of rank 0 differs from the same of ranks 1, 2, 3"),
-    ("dp2zero1", "tied-bf16", (1, "weights", NORM), "layers.1.input_norm.weight (weights) differs between rank 0 and rank 1"),
-    ("dp2zero2", "gqa-untied", (0, "weights", MATRIX), "layers.1.mlp.fc1.weight (weights) differs between rank 0 and rank 1"),
-    ("dp4zero3shard2", "tied-bf16", (3, "master weights", MATRIX), "layers.1.mlp.fc1.weight (master weights) differs between rank 1 and rank 3"),
-    ("dp4zero1shard2", "tied-bf16", (2, "exp_avg", MATRIX), "layers.1.mlp.fc1.weight (exp_avg) differs between rank 0 and rank 2"),
-    ("tp2sp", "gqa-untied", (1, "weights", "final_norm.weight"), "final_norm.weight (weights) differs between rank 0 and rank 1"),
-    ("tp4sp", "gqa-untied", (3, "exp_avg", "layers.0.attention.k.weight"), "layers.0.attention.k.weight (exp_avg) differs between rank 2 and rank 3"),
-    ("tp4sp", "gqa-untied", (2, "exp_avg", NORM), "layers.1.input_norm.weight (exp_avg) of rank 2 differs from the same of ranks 0, 1, 3"),
-    ("pp2", "tied-bf16", (1, "exp_avg_sq", EMBEDDING), "embedding.word.weight (exp_avg_sq) differs between rank 0 and rank 1"),
-    ("pp2dp2zero2", "tied-bf16", (3, "master weights", EMBEDDING), "embedding.word.weight (master weights) differs between rank 1 and rank 3"),
-    ("pp2dp2zero2", "tied-bf16", (0, "weights", EMBEDDING), "embedding.word.weight (weights) differs between rank 0 and rank 2"),
-    ("pp2dp2zero3", "tied-bf16", (0, "exp_avg", EMBEDDING), "embedding.word.weight (exp_avg) differs between rank 0 and rank 2"),
-    ("tp2dp2zero1", "gqa-untied", (3, "weights", NORM), "layers.1.input_norm.weight (weights) differs between rank 2 and rank 3"),
+    (
+        "dp4",
+        "tied-bf16",
+        (2, "weights", MATRIX),
+        "layers.1.mlp.fc1.weight (weights) of rank 2 differs from the same of ranks 0, 1, 3",
+    ),
+    (
+        "dp4",
+        "tied-bf16",
+        (1, "master weights", MATRIX),
+        "layers.1.mlp.fc1.weight (master weights) of rank 1 differs from the same of ranks 0, 2, 3",
+    ),
+    (
+        "dp4",
+        "tied-bf16",
+        (3, "exp_avg", EMBEDDING),
+        "embedding.word.weight (exp_avg) of rank 3 differs from the same of ranks 0, 1, 2",
+    ),
+    (
+        "dp4",
+        "tied-bf16",
+        (0, "exp_avg_sq", NORM),
+        "layers.1.input_norm.weight (exp_avg_sq) of rank 0 differs from the same of ranks 1, 2, 3",
+    ),
+    (
+        "dp2zero1",
+        "tied-bf16",
+        (1, "weights", NORM),
+        "layers.1.input_norm.weight (weights) differs between rank 0 and rank 1",
+    ),
+    (
+        "dp2zero2",
+        "gqa-untied",
+        (0, "weights", MATRIX),
+        "layers.1.mlp.fc1.weight (weights) differs between rank 0 and rank 1",
+    ),
+    (
+        "dp4zero3shard2",
+        "tied-bf16",
+        (3, "master weights", MATRIX),
+        "layers.1.mlp.fc1.weight (master weights) differs between rank 1 and rank 3",
+    ),
+    (
+        "dp4zero1shard2",
+        "tied-bf16",
+        (2, "exp_avg", MATRIX),
+        "layers.1.mlp.fc1.weight (exp_avg) differs between rank 0 and rank 2",
+    ),
+    (
+        "tp2sp",
+        "gqa-untied",
+        (1, "weights", "final_norm.weight"),
+        "final_norm.weight (weights) differs between rank 0 and rank 1",
+    ),
+    (
+        "tp4sp",
+        "gqa-untied",
+        (3, "exp_avg", "layers.0.attention.k.weight"),
+        "layers.0.attention.k.weight (exp_avg) differs between rank 2 and rank 3",
+    ),
+    (
+        "tp4sp",
+        "gqa-untied",
+        (2, "exp_avg", NORM),
+        "layers.1.input_norm.weight (exp_avg) of rank 2 differs from the same of ranks 0, 1, 3",
+    ),
+    (
+        "pp2",
+        "tied-bf16",
+        (1, "exp_avg_sq", EMBEDDING),
+        "embedding.word.weight (exp_avg_sq) differs between rank 0 and rank 1",
+    ),
+    (
+        "pp2dp2zero2",
+        "tied-bf16",
+        (3, "master weights", EMBEDDING),
+        "embedding.word.weight (master weights) differs between rank 1 and rank 3",
+    ),
+    (
+        "pp2dp2zero2",
+        "tied-bf16",
+        (0, "weights", EMBEDDING),
+        "embedding.word.weight (weights) differs between rank 0 and rank 2",
+    ),
+    (
+        "pp2dp2zero3",
+        "tied-bf16",
+        (0, "exp_avg", EMBEDDING),
+        "embedding.word.weight (exp_avg) differs between rank 0 and rank 2",
+    ),
+    (
+        "tp2dp2zero1",
+        "gqa-untied",
+        (3, "weights", NORM),
+        "layers.1.input_norm.weight (weights) differs between rank 2 and rank 3",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("layout", "feature"), list(dict.fromkeys((layout, feature) for layout, feature, _, _ in FLIPS)))
+@pytest.mark.parametrize(
+    ("layout", "feature"), list(dict.fromkeys((layout, feature) for layout, feature, _, _ in FLIPS))
+)
 def test_a_flipped_bit_is_named_on_every_rank(gloo_world, layout, feature):
     cases = [(what, text) for its, of, what, text in FLIPS if (its, of) == (layout, feature)]
     before, *found, after = outcomes(gloo_world, feature, layout, [what for what, _ in cases])
@@ -110,16 +220,27 @@ def test_a_flipped_bit_is_named_on_every_rank(gloo_world, layout, feature):
         assert error.startswith("replicas have diverged: ") and text in error, error
 
 
-@pytest.mark.parametrize(("layout", "feature"), [
-    ("tp4sp", "tied-bf16"), ("tp2", "mqa-fp64"), ("pp2v2", "tied-bf16"), ("pp2zbv", "tied-bf16"), ("tp2sppp2", "tied-bf16"), ("dp2zero3", "gqa-untied"),
-])
+@pytest.mark.parametrize(
+    ("layout", "feature"),
+    [
+        ("tp4sp", "tied-bf16"),
+        ("tp2", "mqa-fp64"),
+        ("pp2v2", "tied-bf16"),
+        ("pp2zbv", "tied-bf16"),
+        ("tp2sppp2", "tied-bf16"),
+        ("dp2zero3", "gqa-untied"),
+    ],
+)
 def test_no_false_alarm_after_real_steps(gloo_world, layout, feature):
-    """Padding of the vocabulary, fewer key/value heads than ranks, schedules that split the backward pass."""
+    """Padding of the vocabulary, fewer key/value heads than ranks, schedules that split the
+    backward pass.
+    """
     assert outcomes(gloo_world, feature, layout, []) == [None, None]
 
 
 def save_with_a_flip(arguments: tuple[str, ...]) -> str:
     """A run in which rank 1 holds a wrong bit while iteration 4 is saved."""
+
     def flipping(run: Run) -> None:
         wrong = run.groups.rank == 1 and run.progress.iteration == 4
         if wrong:
@@ -138,27 +259,51 @@ def save_with_a_flip(arguments: tuple[str, ...]) -> str:
 def test_a_run_does_not_save_what_has_diverged_and_goes_on(gloo_world, tmp_path, mode):
     arguments = (*BASE, *FEATURES["tied-bf16"].split(), *mode, "--save-interval", "2", "--save")
     text, _ = gloo_world(2).run(save_with_a_flip, (*arguments, str(tmp_path / "flipped")))
-    assert "warning: iteration 4 was NOT saved; older checkpoints are untouched. replicas have diverged: layers.1.mlp.fc1.weight (exp_avg)" in text
+    assert (
+        "warning: iteration 4 was NOT saved; older checkpoints are untouched. replicas have "
+        "diverged: layers.1.mlp.fc1.weight (exp_avg)"
+    ) in text
     assert list_iterations(tmp_path / "flipped") == [6, 2] and text.endswith("exit code 0")
     text, _ = gloo_world(2).run(start, (*arguments, str(tmp_path / "right")))
-    assert list_iterations(tmp_path / "right") == [6, 4, 2] and differing(*(saved(tmp_path / name, 6) for name in ("flipped", "right"))) == []
+    assert (
+        list_iterations(tmp_path / "right") == [6, 4, 2]
+        and differing(*(saved(tmp_path / name, 6) for name in ("flipped", "right"))) == []
+    )
 
 
-# ---- mistakes of the product that the comparison finds, and a comparison that finds nothing ---------------------------
+# ---- mistakes of the product that the comparison finds, and a comparison that finds nothing ------
 
 
 MUTANTS: dict[str, Callable] = {
     "both ends keep their own gradient": lambda: mock.patch.object(
-        zero, "sum_partial_gradients", lambda blocks, groups: sum_partial_gradients(blocks, replace(groups, tied=ALONE))),
-    "partial gradients of norms are not added": lambda: mock.patch.object(zero, "sum_partial_gradients", lambda blocks, groups: None),
+        zero,
+        "sum_partial_gradients",
+        lambda blocks, groups: sum_partial_gradients(blocks, replace(groups, tied=ALONE)),
+    ),
+    "partial gradients of norms are not added": lambda: mock.patch.object(
+        zero, "sum_partial_gradients", lambda blocks, groups: None
+    ),
     "blind": lambda: mock.patch.object(replicas, "shared_parts", lambda optimizer: iter(())),
 }
 
 
-@pytest.mark.parametrize(("layout", "feature", "mutant", "text"), [
-    ("pp2", "tied-bf16", "both ends keep their own gradient", "embedding.word.weight (weights) differs between rank 0 and rank 1"),
-    ("tp2sp", "gqa-untied", "partial gradients of norms are not added", "norm.weight (weights) differs between rank 0 and rank 1"),
-])
+@pytest.mark.parametrize(
+    ("layout", "feature", "mutant", "text"),
+    [
+        (
+            "pp2",
+            "tied-bf16",
+            "both ends keep their own gradient",
+            "embedding.word.weight (weights) differs between rank 0 and rank 1",
+        ),
+        (
+            "tp2sp",
+            "gqa-untied",
+            "partial gradients of norms are not added",
+            "norm.weight (weights) differs between rank 0 and rank 1",
+        ),
+    ],
+)
 def test_a_mistake_of_the_product_is_found(gloo_world, layout, feature, mutant, text):
     first, _ = outcomes(gloo_world, feature, layout, [], mutant)
     assert first is not None and text in first
@@ -168,7 +313,7 @@ def test_a_blind_comparison_fails_the_test_of_flips(gloo_world):
     assert outcomes(gloo_world, "tied-bf16", "dp4", [FLIPS[0][2]], "blind") == [None] * 3
 
 
-# ---- the arithmetic ------------------------------------------------------------------------------------------------------
+# ---- the arithmetic ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -201,10 +346,20 @@ def test_sums_of_a_device_see_every_bit_and_every_place(dtype):
 def test_factors_are_those_of_splitmix():
     factors = odd_factors(torch.device("cpu"))
     assert (factors & 1).all() and len(factors.unique()) == len(factors)
-    assert [n % 2**64 for n in factors[:3].tolist()] == [n | 1 for n in (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)]
+    assert [n % 2**64 for n in factors[:3].tolist()] == [
+        n | 1 for n in (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)
+    ]
 
 
 def test_long_lists_are_cut_short():
-    told = [[["weights", f"layers.{i}.w (weights)", 0, str(rank > 0)] for i in range(9)] for rank in range(20)]
+    told = [
+        [["weights", f"layers.{i}.w (weights)", 0, str(rank > 0)] for i in range(9)]
+        for rank in range(20)
+    ]
     text = explain(differences(told))
-    assert "layers.3.w" in text and "layers.4.w" not in text and "; and 5 more." in text and "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 11 more" in text
+    assert (
+        "layers.3.w" in text
+        and "layers.4.w" not in text
+        and "; and 5 more." in text
+        and "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 11 more" in text
+    )

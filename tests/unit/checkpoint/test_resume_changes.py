@@ -1,4 +1,6 @@
-"""A run that goes on from a checkpoint and differs from it: each field named, with the flag that accepts it; or taken from the checkpoint."""
+"""A run that goes on from a checkpoint and differs from it: each field named, with the flag that
+accepts it; or taken from the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from megatron.training.resume import changed_data, changed_fields, said_changes
 
 ROOT = Path(__file__).resolve().parents[3]
 
-DATA = "--micro-batch-size 1 --global-batch-size 4 --train-iters 6 --mock-data --lr 1e-2 --log-interval 1 --eval-iters 0".split()
+DATA = (
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 6 --mock-data --lr "
+    "1e-2 --log-interval 1 --eval-iters 0"
+).split()
 
 
 @pytest.fixture(scope="module")
@@ -34,26 +39,63 @@ def resume(root, *more: object) -> str:
 
 
 def test_every_change_is_listed_with_the_flag_that_accepts_it(root):
-    told = resume(root, "--seed", 9, "--global-batch-size", 8, "--rampup-batch-size", 4, 4, 24, "--seq-length", 8, "--max-position-embeddings", 16,
-                  "--train-iters", 4)
+    told = resume(
+        root,
+        "--seed",
+        9,
+        "--global-batch-size",
+        8,
+        "--rampup-batch-size",
+        4,
+        4,
+        24,
+        "--seq-length",
+        8,
+        "--max-position-embeddings",
+        16,
+        "--train-iters",
+        4,
+    )
     assert "iter_0000003 does not fit this run:" in told
-    for line in ("--seed: checkpoint 1234, command line 9; the data order would change [--accept-changed seed]",
-                 "--seq-length: checkpoint 16, command line 8; the data order would change [--accept-changed data]",
-                 "--global-batch-size: checkpoint 4, command line 8; the steps' batches would change [--accept-changed batch]",
-                 "--rampup-batch-size: checkpoint None, command line (4, 4, 24); the steps' batches would change [--accept-changed batch]"):
+    for line in (
+        (
+            "--seed: checkpoint 1234, command line 9; the data order would change "
+            "[--accept-changed seed]"
+        ),
+        (
+            "--seq-length: checkpoint 16, command line 8; the data order would change "
+            "[--accept-changed data]"
+        ),
+        (
+            "--global-batch-size: checkpoint 4, command line 8; the steps' batches would change "
+            "[--accept-changed batch]"
+        ),
+        (
+            "--rampup-batch-size: checkpoint None, command line (4, 4, 24); the steps' batches "
+            "would change [--accept-changed batch]"
+        ),
+    ):
         assert f"  {line}\n" in told
     told = resume(root, "--seed", 9, "--global-batch-size", 8, "--accept-changed", "seed")
     assert "--global-batch-size: " in told and "--seed: " not in told
-    told = resume(root, "--hidden-size", 64, "--seed", 9, "--accept-changed", "seed")  # no flag makes another model of these weights
-    assert "--hidden-size: checkpoint 32, command line 64\n" in told and "accept-changed" not in told.partition("--hidden-size")[2]
+    # no flag makes another model of these weights
+    told = resume(root, "--hidden-size", 64, "--seed", 9, "--accept-changed", "seed")
+    assert (
+        "--hidden-size: checkpoint 32, command line 64\n" in told
+        and "accept-changed" not in told.partition("--hidden-size")[2]
+    )
     told = resume(root, "--tokenizer-type", "NullTokenizer", "--vocab-size", 50)
     assert "vocabulary: checkpoint 50, tokenizer 51" in told
 
 
-@pytest.mark.parametrize(("accept", "change"), [
-    ("seed", ("--seed", 9)), ("batch", ("--global-batch-size", 8, "--override-opt-param-scheduler")),
-    ("data", ("--seq-length", 8, "--max-position-embeddings", 16)),
-])
+@pytest.mark.parametrize(
+    ("accept", "change"),
+    [
+        ("seed", ("--seed", 9)),
+        ("batch", ("--global-batch-size", 8, "--override-opt-param-scheduler")),
+        ("data", ("--seq-length", 8, "--max-position-embeddings", 16)),
+    ],
+)
 def test_what_is_accepted_goes_on_and_is_said(root, accept, change):
     assert f"[--accept-changed {accept}]" in resume(root, *change)
     told = resume(root, *change, "--accept-changed", accept)
@@ -63,59 +105,114 @@ def test_what_is_accepted_goes_on_and_is_said(root, accept, change):
 
 def test_another_schedule_is_not_bit_for_bit(root):
     assert "resumes bit for bit" in resume(root, "--exit-interval", 4)
-    assert "not bit for bit: learning-rate schedule" in resume(root, "--exit-interval", 4, "--lr", "2e-2", "--override-opt-param-scheduler")
-    assert "resumes bit for bit" in resume(root, "--exit-interval", 4, "--lr", "2e-2", "--use-checkpoint-opt-param-scheduler")
-    assert "not bit for bit: --clip-grad 1.0 -> 0.5" in resume(root, "--exit-interval", 4, "--clip-grad", "0.5")
+    assert "not bit for bit: learning-rate schedule" in resume(
+        root, "--exit-interval", 4, "--lr", "2e-2", "--override-opt-param-scheduler"
+    )
+    assert "resumes bit for bit" in resume(
+        root, "--exit-interval", 4, "--lr", "2e-2", "--use-checkpoint-opt-param-scheduler"
+    )
+    assert "not bit for bit: --clip-grad 1.0 -> 0.5" in resume(
+        root, "--exit-interval", 4, "--clip-grad", "0.5"
+    )
 
 
 def ledger(*sources: tuple[str, str, int]) -> dict:
-    entries = [{"id": f"{content}-{name}", "content": content, "name": name, "share": share, "first_index": 0} for content, name, share in sources]
+    entries = [
+        {
+            "id": f"{content}-{name}",
+            "content": content,
+            "name": name,
+            "share": share,
+            "first_index": 0,
+        }
+        for content, name, share in sources
+    ]
     return {"segments": [{"first_sample": 0, "sources": entries}]}
 
 
 def test_changed_data_is_told_by_content_not_by_name_or_order():
-    state = {"consumed_samples": 12, "ledger": ledger(("aa", "old/a", 40000), ("bb", "old/b", 25536))}
+    state = {
+        "consumed_samples": 12,
+        "ledger": ledger(("aa", "old/a", 40000), ("bb", "old/b", 25536)),
+    }
 
     def told(now: dict, **changes: object) -> list[str]:
         return [change.text for change in changed_data({**state, **changes}, Config(), now)]
 
     assert told(ledger(("bb", "new/b", 25536), ("aa", "new/a", 40000))) == []
-    assert told(ledger(("aa", "a", 65536))) == ["data: old/b: read by the checkpoint's run, not given now",
-                                                "data: a: share of the blend: checkpoint 40000, command line 65536 (of 65536)"]
+    assert told(ledger(("aa", "a", 65536))) == [
+        "data: old/b: read by the checkpoint's run, not given now",
+        "data: a: share of the blend: checkpoint 40000, command line 65536 (of 65536)",
+    ]
     assert told(ledger(("aa", "a", 40000), ("cc", "c", 25536)))[0] == (
-        "data: c: not what the checkpoint's run was reading (content, or its range by --split)")
+        "data: c: not what the checkpoint's run was reading (content, or its range by --split)"
+    )
     assert len(told({"segments": []})) == 2  # computed tokens now
     assert told({"segments": []}, consumed_samples=0) == []
     older = copy.deepcopy(state["ledger"])
     for source in older["segments"][0]["sources"]:
         del source["content"]
-    assert told(ledger(("aa", "old/a", 40000), ("bb", "old/b", 25536)), ledger=older) == []  # then by content and order together
+    # then by content and order together
+    assert told(ledger(("aa", "old/a", 40000), ("bb", "old/b", 25536)), ledger=older) == []
     assert len(told(ledger(("aa", "old/a", 40000), ("dd", "old/b", 25536)), ledger=older)) == 2
 
 
 def test_the_checkpoint_s_arguments(root, tmp_path):
-    """Model, tokenizer and sequence length come from the checkpoint, and the run is the one that was interrupted."""
+    """Model, tokenizer and sequence length come from the checkpoint, and the run is the one that
+    was interrupted.
+    """
     where = ("--load", str(root), "--ckpt-step", "3", "--use-checkpoint-args")
     told = start((*DATA, *where, *saving(tmp_path)))
     assert "resumes bit for bit" in told and differing(saved(root, 6), saved(tmp_path, 6)) == []
     told = start((*DATA, *where, "--hidden-size", "64", "--seq-length", "16", "--num-layers", "3"))
-    assert "--hidden-size 64: the checkpoint has 32" in told and "--num-layers 3: the checkpoint has 2" in told and "--seq-length" not in told
+    assert (
+        "--hidden-size 64: the checkpoint has 32" in told
+        and "--num-layers 3: the checkpoint has 2" in told
+        and "--seq-length" not in told
+    )
     assert "num-layers" in start((*DATA, *where[:-1]))  # the control
-    assert "no checkpoint of iteration 5 in --load" in start((*DATA, *where[:2], "--ckpt-step", "5", where[-1]))
+    assert "no checkpoint of iteration 5 in --load" in start(
+        (*DATA, *where[:2], "--ckpt-step", "5", where[-1])
+    )
     assert "give --load" in start((*DATA, "--use-checkpoint-args"))
 
 
 # ---- which changes are refused, said, or neither: every field of the configuration
 
 
-KERNELS = {name for name, said in METADATA.items() if said["change"].kernel} - {"adam_implementation", "grad_norm_backend"}
-OTHERWISE = {  # fields that neither are refused nor said, by group: they change rounding alone, or no number
+KERNELS = {name for name, said in METADATA.items() if said["change"].kernel} - {
+    "adam_implementation",
+    "grad_norm_backend",
+}
+# fields that neither are refused nor said, by group: they change rounding alone, or no number
+OTHERWISE = {
     "model": {*KERNELS, "deterministic_mode", "fused_linear_cross_entropy", "init_method_std"},
     "precision": {"initial_loss_scale"},  # the checkpoint has the scale
-    "data": {"data_path", "split", "train_data_path", "valid_data_path", "test_data_path", "mock_data", "check_data",  # compared by content
-             "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"},
-    "training": {"micro_batch_size", "train_iters", "train_samples", "exit_interval", "exit_duration_in_mins", "recompute_granularity",
-                 "recompute_method", "recompute_num_layers"},
+    # compared by content
+    "data": {
+        "data_path",
+        "split",
+        "train_data_path",
+        "valid_data_path",
+        "test_data_path",
+        "mock_data",
+        "check_data",
+        "tokenizer_type",
+        "tokenizer_model",
+        "vocab_file",
+        "merge_file",
+        "vocab_size",
+    },
+    "training": {
+        "micro_batch_size",
+        "train_iters",
+        "train_samples",
+        "exit_interval",
+        "exit_duration_in_mins",
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+    },
     "evaluation": {"eval_interval", "skip_train"},
 }
 SCHEDULE = {"lr", "min_lr", "weight_decay"}  # and what begins like these
@@ -134,11 +231,24 @@ def state_of(config: Config) -> dict:
 
 
 def what_is_done(group: str, name: str) -> str:
-    """`refused`, `refused: <value of --accept-changed>`, `said` or `nothing` when this field alone differs from the checkpoint."""
+    """`refused`, `refused: <value of --accept-changed>`, `said` or `nothing` when this field alone
+    differs from the checkpoint.
+    """
     config = Config()
-    changed = replace(config, **{group: replace(getattr(config, group), **{name: another(getattr(getattr(config, group), name))})})
+    changed = replace(
+        config,
+        **{
+            group: replace(
+                getattr(config, group), **{name: another(getattr(getattr(config, group), name))}
+            )
+        },
+    )
     flag = f"--{name.replace('_', '-')}: checkpoint "
-    refused = [change for change in changed_fields(state_of(config), changed, 50, "t") if change.text.startswith(flag)]
+    refused = [
+        change
+        for change in changed_fields(state_of(config), changed, 50, "t")
+        if change.text.startswith(flag)
+    ]
     said = [line for line in said_changes(state_of(config), changed) if line.startswith(flag)]
     assert len(refused) + len(said) <= 1
     if refused:
@@ -151,8 +261,15 @@ def documented() -> dict[str, str]:
     found: dict[str, str] = {}
     for line in (ROOT / "docs/checkpoint.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 2 and cells[0].startswith("`--") and cells[1].startswith("`--accept-changed "):
-            found |= dict.fromkeys(re.findall(r"`(--[a-z0-9-]+)`", cells[0]), f"refused: {cells[1].split()[1].strip('`')}")
+        if (
+            len(cells) == 2
+            and cells[0].startswith("`--")
+            and cells[1].startswith("`--accept-changed ")
+        ):
+            found |= dict.fromkeys(
+                re.findall(r"`(--[a-z0-9-]+)`", cells[0]),
+                f"refused: {cells[1].split()[1].strip('`')}",
+            )
         elif len(cells) == 2 and cells[0] in OTHERWISE | {"optimizer": (), "distributed": ()}:
             found |= dict.fromkeys(re.findall(r"`(--[a-z0-9-]+)`", cells[1]), "said")
     return found
@@ -160,33 +277,78 @@ def documented() -> dict[str, str]:
 
 def test_every_field_is_refused_said_or_known_to_change_no_step():
     expected, found = documented(), {}
-    for group in ("model", "precision", "data", "training", "optimizer", "evaluation", "distributed"):
+    for group in (
+        "model",
+        "precision",
+        "data",
+        "training",
+        "optimizer",
+        "evaluation",
+        "distributed",
+    ):
         for field in fields(getattr(Config(), group)):
             done, name = what_is_done(group, field.name), f"--{field.name.replace('_', '-')}"
             if done not in ("nothing", "refused"):
                 found[name] = done
-            known = field.name in OTHERWISE.get(group, ()) or group == "distributed" or group == "optimizer" and (
-                field.name in SCHEDULE or field.name.startswith(SCHEDULES) or "offload" in field.name or "param_scheduler" in field.name
-                or field.name in ("adam_implementation", "grad_norm_backend"))
-            assert (done == "nothing") == (known and name not in found), f"{name}: {done}; say in megatron/training/resume.py what a change of it means"
+            known = (
+                field.name in OTHERWISE.get(group, ())
+                or group == "distributed"
+                or group == "optimizer"
+                and (
+                    field.name in SCHEDULE
+                    or field.name.startswith(SCHEDULES)
+                    or "offload" in field.name
+                    or "param_scheduler" in field.name
+                    or field.name in ("adam_implementation", "grad_norm_backend")
+                )
+            )
+            assert (done == "nothing") == (known and name not in found), (
+                f"{name}: {done}; say in megatron/training/resume.py what a change of it means"
+            )
             assert (done == "refused") == (group == "model" and done != "said" and not known), name
     assert found == expected
 
 
-@pytest.mark.parametrize("flag", ["--eod-mask-loss", "--reset-attention-mask", "--reset-position-ids"])
+@pytest.mark.parametrize(
+    "flag", ["--eod-mask-loss", "--reset-attention-mask", "--reset-position-ids"]
+)
 def test_another_objective_is_refused_unless_accepted(root, flag):
     told = resume(root, flag)
-    assert f"  {flag}: checkpoint False, command line True; the objective would change [--accept-changed data]\n" in told
+    assert (
+        f"  {flag}: checkpoint False, command line True; the objective would change "
+        "[--accept-changed data]\n"
+    ) in told
     assert "exit code" not in told  # nothing ran
 
 
 def test_other_changes_are_listed_one_a_line_before_the_first_step(root):
-    told = resume(root, "--clip-grad", "0.5", "--adam-beta2", "0.95", "--z-loss-coeff", "1e-3", "--lr", "2e-2", "--override-opt-param-scheduler",
-                  "--eod-mask-loss", "--accept-changed", "data")
+    told = resume(
+        root,
+        "--clip-grad",
+        "0.5",
+        "--adam-beta2",
+        "0.95",
+        "--z-loss-coeff",
+        "1e-3",
+        "--lr",
+        "2e-2",
+        "--override-opt-param-scheduler",
+        "--eod-mask-loss",
+        "--accept-changed",
+        "data",
+    )
     before, _, _ = told.partition("iteration        4/")
     lines = [line.removeprefix(" changed").strip() for line in before.splitlines()]
-    for line in ("--z-loss-coeff: checkpoint 0.0, command line 0.001", "--clip-grad: checkpoint 1.0, command line 0.5",
-                 "--adam-beta2: checkpoint 0.999, command line 0.95", "schedule: max_lr: checkpoint 0.01, command line 0.02; the command line's is taken"):
+    for line in (
+        "--z-loss-coeff: checkpoint 0.0, command line 0.001",
+        "--clip-grad: checkpoint 1.0, command line 0.5",
+        "--adam-beta2: checkpoint 0.999, command line 0.95",
+        "schedule: max_lr: checkpoint 0.01, command line 0.02; the command line's is taken",
+    ):
         assert line in lines, before
-    assert "accepted by --accept-changed data: --eod-mask-loss: checkpoint False, command line True" in told and told.endswith("exit code 0")
+    assert (
+        "accepted by --accept-changed data: --eod-mask-loss: checkpoint False, command line True"
+        in told
+        and told.endswith("exit code 0")
+    )
     assert " changed " not in resume(root, "--exit-interval", 4)

@@ -1,4 +1,6 @@
-"""Old checkpoints go by the rule, never the only whole one, and a kill at any time leaves whole ones alone."""
+"""Old checkpoints go by the rule, never the only whole one, and a kill at any time leaves whole
+ones alone.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ CALLS = ("open", "pwritev", "fsync", "rename", "mkdir", "unlink", "rmdir")
 
 
 def save(root: Path, iteration: int) -> None:
-    save_checkpoint(root, iteration, pairs({"w": torch.full((8,), float(iteration))}), {"iteration": iteration})
+    save_checkpoint(
+        root, iteration, pairs({"w": torch.full((8,), float(iteration))}), {"iteration": iteration}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +50,24 @@ def damage(root: Path, iteration: int) -> None:
     (root / iteration_folder(iteration) / "shard-00000.digests").write_bytes(b"")
 
 
-@pytest.mark.parametrize(("policy", "kept"), [
-    (Policy(), range(1, 11)), (Policy(last=3), (8, 9, 10)), (Policy(last=1), (10,)), (Policy(interval=4), (4, 8, 10)),
-    (Policy(interval=5), (5, 10)), (Policy(interval=4, last=2), (4, 8, 9, 10)), (Policy(last=20), range(1, 11)),
-])
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        (Policy(), range(1, 11)),
+        (Policy(last=3), (8, 9, 10)),
+        (Policy(last=1), (10,)),
+        (Policy(interval=4), (4, 8, 10)),
+        (Policy(interval=5), (5, 10)),
+        (Policy(interval=4, last=2), (4, 8, 9, 10)),
+        (Policy(last=20), range(1, 11)),
+    ],
+)
 def test_what_stays(root, policy, kept):
     said: list[str] = []
     gone = retire(root, policy, 10, said.append)
-    assert list_iterations(root) == sorted(kept, reverse=True) and sorted([*gone, *kept]) == list(range(1, 11))
+    assert list_iterations(root) == sorted(kept, reverse=True) and sorted([*gone, *kept]) == list(
+        range(1, 11)
+    )
     assert not [path for path in root.iterdir() if path.name.startswith(".")] and not said
     assert retire(root, policy, 10, said.append) == []
 
@@ -62,20 +76,30 @@ def test_the_damaged_and_the_foreign_stay_and_do_not_count(root, tmp_path):
     damage(root, 9)
     damage(root, 7)
     shutil.rmtree(root / iteration_folder(6))
-    (root / iteration_folder(6) / "mp_rank_00").mkdir(parents=True)  # Megatron-LM's layout has the same names
+    # Megatron-LM's layout has the same names
+    (root / iteration_folder(6) / "mp_rank_00").mkdir(parents=True)
     os.rename(root / iteration_folder(5), tmp_path / iteration_folder(5))
     (root / iteration_folder(5)).symlink_to(tmp_path / iteration_folder(5))
     (root / "iter_0000004.damaged-0123456789abcdef").mkdir()
     assert retire(root, Policy(last=2), 10, pytest.fail) == [4, 3, 2, 1]
     assert list_iterations(root) == [10, 9, 8, 7, 6, 5]
-    assert (tmp_path / iteration_folder(5) / "MANIFEST.json").exists() and (root / "iter_0000004.damaged-0123456789abcdef").exists()
+    assert (tmp_path / iteration_folder(5) / "MANIFEST.json").exists() and (
+        root / "iter_0000004.damaged-0123456789abcdef"
+    ).exists()
 
 
 def test_nothing_goes_before_the_newest_is_known_to_be_whole(root):
     damage(root, 10)
     said: list[str] = []
-    assert retire(root, Policy(last=1), 10, said.append) == [] and retire(root, Policy(last=1), 11, said.append) == []
-    assert "iter_0000010/shard-00000.digests" in said[0] and "were not deleted" in said[0] and len(said) == 2
+    assert (
+        retire(root, Policy(last=1), 10, said.append) == []
+        and retire(root, Policy(last=1), 11, said.append) == []
+    )
+    assert (
+        "iter_0000010/shard-00000.digests" in said[0]
+        and "were not deleted" in said[0]
+        and len(said) == 2
+    )
     assert len(list_iterations(root)) == 10
 
 
@@ -95,7 +119,9 @@ def test_a_failing_deletion_fails_no_save(root, monkeypatch, call):
         patch.setattr(os, call, failing)
         retire(root, Policy(last=1), 10, said.append)
     assert find_checkpoint(root).name == iteration_folder(10)
-    assert (call == "rename") == (len(said) == 1 and "Input/output error" in said[0] and len(list_iterations(root)) == 10)
+    assert (call == "rename") == (
+        len(said) == 1 and "Input/output error" in said[0] and len(list_iterations(root)) == 10
+    )
     save(root, 11)
     assert not [path for path in root.iterdir() if path.name.startswith(".")]
 
@@ -103,26 +129,61 @@ def test_a_failing_deletion_fails_no_save(root, monkeypatch, call):
 def test_names_are_durable_before_anything_is_deleted(root, monkeypatch):
     calls: list[str] = []
     for name in ("rename", "fsync", "unlink", "rmdir"):
-        monkeypatch.setattr(os, name, lambda *args, real=getattr(os, name), name=name, **kwargs: (calls.append(name), real(*args, **kwargs))[1])
+        monkeypatch.setattr(
+            os,
+            name,
+            lambda *args, real=getattr(os, name), name=name, **kwargs: (
+                calls.append(name),
+                real(*args, **kwargs),
+            )[1],
+        )
     retire(root, Policy(last=8), 10, pytest.fail)
     assert calls[:3] == ["rename", "rename", "fsync"] and set(calls[3:]) == {"unlink", "rmdir"}
 
 
 @pytest.mark.parametrize("mode", [(), ("--async-save",)])
 def test_a_run_keeps_what_its_flags_say_and_tells_of_its_saves(gloo_world, tmp_path, mode):
-    flags = ("--save", str(tmp_path), "--save-interval", "1", "--save-retain-interval", "2", "--save-keep-last", "1", "--verify-integrity", *mode)
+    flags = (
+        "--save",
+        str(tmp_path),
+        "--save-interval",
+        "1",
+        "--save-retain-interval",
+        "2",
+        "--save-keep-last",
+        "1",
+        "--verify-integrity",
+        *mode,
+    )
     text, _ = gloo_world(2).run(start, (*BASE, *FEATURES["tied-bf16"].split(), *flags))
     assert text.endswith("exit code 0") and list_iterations(tmp_path) == [6, 4, 2]
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")] and faults_of(tmp_path) == []
-    size = sum(path.stat().st_size for path in (tmp_path / iteration_folder(6)).glob("*.safetensors"))
-    lines = re.findall(r"saved checkpoint .*/iter_000000(\d): (\S+) GB in \S+ s, \S+ GB/s; training waited \S+ s", text)
-    assert [int(iteration) for iteration, _ in lines] == [1, 2, 3, 4, 5, 6] and {float(gb) for _, gb in lines} == {round(size / 1e9, 2)}
+    assert (
+        not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+        and faults_of(tmp_path) == []
+    )
+    size = sum(
+        path.stat().st_size for path in (tmp_path / iteration_folder(6)).glob("*.safetensors")
+    )
+    lines = re.findall(
+        r"saved checkpoint .*/iter_000000(\d): (\S+) GB in \S+ s, \S+ GB/s; training waited \S+ s",
+        text,
+    )
+    assert [int(iteration) for iteration, _ in lines] == [1, 2, 3, 4, 5, 6] and {
+        float(gb) for _, gb in lines
+    } == {round(size / 1e9, 2)}
     last = read_metrics(tmp_path)[-1]
-    assert last["save-checkpoint-bytes"] == size and 0 < last["save-checkpoint-stall-seconds"] <= last["save-checkpoint-seconds"]
-    assert last["save-checkpoint-gb-per-second"] == pytest.approx(size / 1e9 / last["save-checkpoint-seconds"]) and "lm loss" in last
+    assert (
+        last["save-checkpoint-bytes"] == size
+        and 0 < last["save-checkpoint-stall-seconds"] <= last["save-checkpoint-seconds"]
+    )
+    assert (
+        last["save-checkpoint-gb-per-second"]
+        == pytest.approx(size / 1e9 / last["save-checkpoint-seconds"])
+        and "lm loss" in last
+    )
 
 
-# ---- kill -9 ---------------------------------------------------------------------------------------------------------
+# ---- kill -9 -------------------------------------------------------------------------------------
 
 
 def save_then_retire(root: Path, iteration: int) -> None:
@@ -153,13 +214,21 @@ def faults_of(root: Path) -> list[str]:
                 checkpoint.verify()
         except CheckpointError as error:
             found.append(str(error))
-    return found if max(list_iterations(root), default=0) >= 2 else [*found, "iteration 2 had been saved"]
+    return (
+        found
+        if max(list_iterations(root), default=0) >= 2
+        else [*found, "iteration 2 had been saved"]
+    )
 
 
 def killed(act, ten: Path, folder: Path) -> Iterator[Path]:
-    """The folders that kills before each system call of saving iteration 3 leave, of iterations 1 and 2 before, and last that of a save that ended."""
+    """The folders that kills before each system call of saving iteration 3 leave, of iterations 1
+    and 2 before, and last that of a save that ended.
+    """
     for iteration in (1, 2):
-        shutil.copytree(ten / iteration_folder(iteration), folder / "start" / iteration_folder(iteration))
+        shutil.copytree(
+            ten / iteration_folder(iteration), folder / "start" / iteration_folder(iteration)
+        )
     for number in range(100):
         root = shutil.copytree(folder / "start", folder / str(number))
         status = die_before(number, CALLS, lambda: act(root, 3))
@@ -176,7 +245,9 @@ def test_a_kill_before_any_system_call(ten, tmp_path):
         last = list_iterations(root)
         if number % 3 == 0:  # the next save tidies up
             save_then_retire(root, 4)
-            assert list_iterations(root) == [4] and not [path for path in root.iterdir() if path.name.startswith(".")]
+            assert list_iterations(root) == [4] and not [
+                path for path in root.iterdir() if path.name.startswith(".")
+            ]
     assert number > 25 and last == [3]
 
 
@@ -186,7 +257,9 @@ def test_kills_find_a_bad_deletion(ten, tmp_path, mutant):
 
 
 def test_a_policy_that_counts_the_damaged_is_caught(root, monkeypatch):
-    """The control of what counts: without opening, a damaged one takes the place of the only whole one."""
+    """The control of what counts: without opening, a damaged one takes the place of the only whole
+    one.
+    """
     monkeypatch.setattr(retention, "_is_whole", lambda folder: True)
     damage(root, 9)
     retire(root, Policy(last=2), 10, pytest.fail)

@@ -1,4 +1,6 @@
-"""Saves in the background: what they write, when training waits, and what becomes of a fault on one of the ranks."""
+"""Saves in the background: what they write, when training waits, and what becomes of a fault on one
+of the ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,16 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def tensors(iteration: int = 1) -> dict[str, torch.Tensor]:
-    """About 7 MB: rows, vectors and scalars-in-rows of two widths, none of them a whole number of chunks."""
+    """About 7 MB: rows, vectors and scalars-in-rows of two widths, none of them a whole number of
+    chunks.
+    """
     g = torch.Generator().manual_seed(iteration)
-    return {"a": torch.randn(1100, 1001, generator=g), "b": torch.randn(700_001, generator=g).bfloat16(), "c": torch.randn(3, generator=g),
-            "d": torch.randn(2, 70_000, generator=g)}
+    return {
+        "a": torch.randn(1100, 1001, generator=g),
+        "b": torch.randn(700_001, generator=g).bfloat16(),
+        "c": torch.randn(3, generator=g),
+        "d": torch.randn(2, 70_000, generator=g),
+    }
 
 
 @pytest.fixture
@@ -52,22 +60,28 @@ def enough(data: dict[str, torch.Tensor]) -> int:
     return staging_bytes(pairs(data), None)
 
 
-# ---- one rank --------------------------------------------------------------------------------------------------------
+# ---- one rank ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gib", [None, 0.004, 1e-9])
 def test_the_files_are_those_of_a_save_that_waits(tmp_path, made, gib):
-    """In one wave, in two, and chunk by chunk; and the memory is what was allowed, beside the header."""
+    """In one wave, in two, and chunk by chunk; and the memory is what was allowed, beside the
+    header.
+    """
     data = tensors()
     memory = staging_bytes(pairs(data), gib)
-    assert memory < 3 * manifest.ALIGN + (enough(data) if gib is None else max(gib * 2**30, manifest.CHUNK))
+    assert memory < 3 * manifest.ALIGN + (
+        enough(data) if gib is None else max(gib * 2**30, manifest.CHUNK)
+    )
     background, said = made(tmp_path / "background", memory)
     for iteration in (1, 2):  # the second time the process and the memory are there already
         save_checkpoint(tmp_path / "now", iteration, pairs(data), STATE)
         background.save(iteration, pairs(data), STATE)
         assert background.drain() and f"saved checkpoint {tmp_path / 'background'}" in said[-1]
         for file in ("shard-00000.safetensors", "shard-00000.digests"):
-            assert (tmp_path / f"background/iter_000000{iteration}" / file).read_bytes() == (tmp_path / f"now/iter_000000{iteration}" / file).read_bytes()
+            assert (tmp_path / f"background/iter_000000{iteration}" / file).read_bytes() == (
+                tmp_path / f"now/iter_000000{iteration}" / file
+            ).read_bytes()
     loads(find_checkpoint(tmp_path / "background", say=pytest.fail), data)
 
 
@@ -121,7 +135,8 @@ def test_training_goes_on_while_it_is_written_and_then_it_stands(tmp_path, made)
         step(background)
     assert background.under_way is not None and not said
     os.kill(process, signal.SIGCONT)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # a job's end reaches all its processes; the trainer decides
+    # a job's end reaches all its processes; the trainer decides
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         os.kill(process, number)
     end = time.monotonic() + 30
     while background.under_way is not None and time.monotonic() < end:
@@ -135,13 +150,19 @@ def test_the_next_save_waits_for_the_one_before_and_says_so(tmp_path, made):
     for iteration in (1, 2):
         background.save(iteration, pairs(tensors(iteration)), STATE)
     assert background.drain()
-    assert [text.split(":")[0].split("/")[0] for text in said] == [" saved checkpoint ", " the save before was not over", " saved checkpoint "]
+    assert [text.split(":")[0].split("/")[0] for text in said] == [
+        " saved checkpoint ",
+        " the save before was not over",
+        " saved checkpoint ",
+    ]
     for iteration in (1, 2):
         loads(find_checkpoint(tmp_path, iteration, say=pytest.fail), tensors(iteration))
 
 
 def test_the_process_dies_with_the_trainer(tmp_path):
-    """Kill -9 in the middle of a save: no writer is left, and the next attempt clears its traces away."""
+    """Kill -9 in the middle of a save: no writer is left, and the next attempt clears its traces
+    away.
+    """
     program = f"""
 import sys, os, signal, time
 sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
@@ -152,7 +173,9 @@ each.save(1, pairs(tensors()), STATE)
 print(each.background.process.pid, flush=True)
 time.sleep(60)
 """
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as trainer:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as trainer:
         writer = int(trainer.stdout.readline())
         assert Path(f"/proc/{writer}").exists()
         trainer.kill()
@@ -163,7 +186,10 @@ time.sleep(60)
         assert not Path(f"/proc/{writer}").exists()
     assert [p.name[:10] for p in tmp_path.iterdir()] == [".tmp-iter-"]
     save_checkpoint(tmp_path, 1, pairs(tensors(5)), STATE)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "iter_0000001",
+        "latest_checkpointed_iteration.txt",
+    ]
 
 
 def test_a_full_disk_fails_the_save_and_nothing_is_left(tmp_path, made):
@@ -173,22 +199,36 @@ def test_a_full_disk_fails_the_save_and_nothing_is_left(tmp_path, made):
         assert background.drain()
         background.save(2, pairs(tensors(2)), STATE)
         assert not background.drain()
-        assert "iteration 2 was NOT saved" in said[-1] and "No space left on device" in said[-1] and "(newest: iteration 1)" in said[-1]
+        assert (
+            "iteration 2 was NOT saved" in said[-1]
+            and "No space left on device" in said[-1]
+            and "(newest: iteration 1)" in said[-1]
+        )
         loads(find_checkpoint(tmp_path, say=pytest.fail), tensors())
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+        assert sorted(p.name for p in tmp_path.iterdir()) == [
+            "iter_0000001",
+            "latest_checkpointed_iteration.txt",
+        ]
 
 
-# ---- several ranks -----------------------------------------------------------------------------------------------------
+# ---- several ranks -------------------------------------------------------------------------------
 
 
 def kill_a_writer(root, victim: int, when: str) -> list[str]:
-    """Three saves by all ranks; in the second one the writer process of one of them is killed. What this rank has said."""
+    """Three saves by all ranks; in the second one the writer process of one of them is killed. What
+    this rank has said.
+    """
     ranks = Ranks(Axis("world", dist.get_rank(), tuple(range(dist.get_world_size()))))
     rows = 1000
     whole = (rows * ranks.world.size, 1000)
 
     def part(iteration: int) -> list:
-        return [(Box("w", whole, (rows * ranks.world.rank, 0), (rows, 1000)), torch.full((rows, 1000), float(iteration)))]
+        return [
+            (
+                Box("w", whole, (rows * ranks.world.rank, 0), (rows, 1000)),
+                torch.full((rows, 1000), float(iteration)),
+            )
+        ]
 
     said: list[str] = []
     each = Saver(root, ranks, staging_bytes(part(0), None), say=said.append)
@@ -201,8 +241,15 @@ def kill_a_writer(root, victim: int, when: str) -> list[str]:
     try:
         for iteration in (1, 2, 3):
             if iteration == 2 and ranks.world.rank == victim:
-                os.kill(each.background.process.pid, signal.SIGKILL if when == "before" else signal.SIGSTOP)
-                os.waitid(os.P_PID, each.background.process.pid, os.WNOWAIT | (os.WEXITED if when == "before" else os.WSTOPPED))
+                os.kill(
+                    each.background.process.pid,
+                    signal.SIGKILL if when == "before" else signal.SIGSTOP,
+                )
+                os.waitid(
+                    os.P_PID,
+                    each.background.process.pid,
+                    os.WNOWAIT | (os.WEXITED if when == "before" else os.WSTOPPED),
+                )
             each.save(iteration, part(iteration), STATE)
             for _ in range(3):
                 end_of_step()
@@ -216,17 +263,31 @@ def kill_a_writer(root, victim: int, when: str) -> list[str]:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_writer_process_fails_one_save_on_all_ranks_and_training_goes_on(gloo_world, tmp_path, victim):
+def test_a_killed_writer_process_fails_one_save_on_all_ranks_and_training_goes_on(
+    gloo_world, tmp_path, victim
+):
     first, second = gloo_world(2).run(kill_a_writer, tmp_path, victim, "during")
-    assert [text[:20] for text in first if "warning" in text] == ["warning: iteration 2"] == [text[:20] for text in second if "warning" in text]
+    assert (
+        [text[:20] for text in first if "warning" in text]
+        == ["warning: iteration 2"]
+        == [text[:20] for text in second if "warning" in text]
+    )
     failed = next(text for text in first if "warning" in text)
-    assert f"rank {victim}: " in failed and "killed by signal 9 (SIGKILL)" in failed and "--async-save-host-memory" in failed
+    assert (
+        f"rank {victim}: " in failed
+        and "killed by signal 9 (SIGKILL)" in failed
+        and "--async-save-host-memory" in failed
+    )
     assert failed == next(text for text in second if "warning" in text)
     assert manifest.list_iterations(tmp_path) == [3, 1] and not list(tmp_path.glob(".tmp-*"))
     for iteration in (1, 3):
-        loads(find_checkpoint(tmp_path, iteration), {"w": torch.full((2000, 1000), float(iteration))})
+        loads(
+            find_checkpoint(tmp_path, iteration), {"w": torch.full((2000, 1000), float(iteration))}
+        )
 
 
 def test_a_process_that_died_between_two_saves_is_started_again(gloo_world, tmp_path):
     first, _ = gloo_world(2).run(kill_a_writer, tmp_path, 1, "before")
-    assert not [text for text in first if "warning" in text] and manifest.list_iterations(tmp_path) == [3, 2, 1]
+    assert not [text for text in first if "warning" in text] and manifest.list_iterations(
+        tmp_path
+    ) == [3, 2, 1]

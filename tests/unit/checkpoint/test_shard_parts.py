@@ -1,4 +1,6 @@
-"""A rank with several cores writes several shards at a time: of equal bytes, read back from any, with one error that ends all of them."""
+"""A rank with several cores writes several shards at a time: of equal bytes, read back from any,
+with one error that ends all of them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def cores(monkeypatch):
 
 
 def files_of(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in path.iterdir() if file.name != manifest.MANIFEST}
+    return {
+        file.name: file.read_bytes() for file in path.iterdir() if file.name != manifest.MANIFEST
+    }
 
 
 @pytest.mark.parametrize(("count", "parts"), [(1, 1), (2, 2), (3, 3), (64, 4)])
@@ -60,18 +64,26 @@ def test_little_is_not_cut(cores):
     cores(4)
     small = pairs({"w": torch.ones(100)})
     assert shard_parts(small) == [small] and shard_parts([]) == []
-    assert [shard_bytes(part) for part in shard_parts(pairs({"w": torch.ones(600)}))] == [1200, 1200]
+    assert [shard_bytes(part) for part in shard_parts(pairs({"w": torch.ones(600)}))] == [
+        1200,
+        1200,
+    ]
 
 
 def test_fused_groups_are_cut_at_rows(tmp_path, cores):
     """Local tensors that hold a box in groups of rows, or beside others' rows."""
     cores(3)
     fused = torch.arange(24 * 40.0).view(24, 40)
-    boxes = [(Box("q", (12, 40), (0, 0), (12, 40), groups=4, start=0), fused), (Box("k", (4, 40), (0, 0), (4, 40), groups=4, start=3), fused)]
+    boxes = [
+        (Box("q", (12, 40), (0, 0), (12, 40), groups=4, start=0), fused),
+        (Box("k", (4, 40), (0, 0), (4, 40), groups=4, start=3), fused),
+    ]
     with Checkpoint(save_checkpoint(tmp_path, 1, boxes, {})) as checkpoint:
         assert len(checkpoint.shards) == 2
         rows = fused.view(4, 6, 40)
-        assert torch.equal(checkpoint["q"], rows[:, :3].reshape(12, 40)) and torch.equal(checkpoint["k"], rows[:, 3])
+        assert torch.equal(checkpoint["q"], rows[:, :3].reshape(12, 40)) and torch.equal(
+            checkpoint["k"], rows[:, 3]
+        )
 
 
 def test_an_error_of_one_ends_all(tmp_path, monkeypatch, cores):
@@ -87,7 +99,10 @@ def test_an_error_of_one_ends_all(tmp_path, monkeypatch, cores):
         return real(file, buffers, at)
 
     monkeypatch.setattr(os, "pwritev", full)
-    with pytest.raises(CheckpointError, match=r"iteration 2 was not saved: No space left on device.*newest: iteration 1"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"iteration 2 was not saved: No space left on device.*newest: iteration 1",
+    ):
         save_checkpoint(tmp_path, 2, pairs(example(2)), {})
     assert len(calls) <= 8 + 2 * 2, "the others wrote on"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", manifest.TRACKER]
@@ -103,7 +118,12 @@ def save_by_two(root: Path) -> list[tuple[int, int]]:
 
     rank = dist.get_rank()
     ranks = Ranks(Axis("world", rank, (0, 1), dist.group.WORLD))
-    own = [(Box("w", (2000, 4), (1000 * rank, 0), (1000, 4)), torch.arange(8000.0).view(2000, 4)[1000 * rank : 1000 * (rank + 1)])]
+    own = [
+        (
+            Box("w", (2000, 4), (1000 * rank, 0), (1000, 4)),
+            torch.arange(8000.0).view(2000, 4)[1000 * rank : 1000 * (rank + 1)],
+        )
+    ]
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(writer, "PART", 1000)
@@ -111,14 +131,23 @@ def save_by_two(root: Path) -> list[tuple[int, int]]:
         path = save_checkpoint(root, 1, own, {}, ranks=ranks)
     with Checkpoint(path) as checkpoint:
         assert torch.equal(checkpoint["w"], torch.arange(8000.0).view(2000, 4))
-        return [(shard.number, record["rank"]) for shard, record in zip(checkpoint.shards, checkpoint.manifest["shards"], strict=True)]
+        return [
+            (shard.number, record["rank"])
+            for shard, record in zip(checkpoint.shards, checkpoint.manifest["shards"], strict=True)
+        ]
 
 
 def test_ranks_with_different_cores(gloo_world, tmp_path, capsys):
     assert gloo_world(2).run(save_by_two, tmp_path) == [[(0, 0), (1, 1), (2, 1), (3, 1)]] * 2
     assert inspect_checkpoint.main([str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "2 ranks wrote" in out and re.search(r"rank 1: \S+ MiB in shard-00001.safetensors, shard-00002.safetensors, shard-00003.safetensors\n", out)
+    assert "2 ranks wrote" in out and re.search(
+        (
+            r"rank 1: \S+ MiB in shard-00001.safetensors, shard-00002.safetensors, "
+            r"shard-00003.safetensors\n"
+        ),
+        out,
+    )
 
 
 def test_what_has_been_taken_is_written_before_more_is_asked_for(tmp_path, monkeypatch):
@@ -133,4 +162,6 @@ def test_what_has_been_taken_is_written_before_more_is_asked_for(tmp_path, monke
             yield memoryview(buffer)[100:]
 
     files.write_shard_file(tmp_path, 0, b"h" * 8, data(), verify=True)
-    assert (tmp_path / manifest.shard_file(0)).read_bytes() == b"h" * 8 + b"".join(bytes([number]) * CHUNK for number in range(40))
+    assert (tmp_path / manifest.shard_file(0)).read_bytes() == b"h" * 8 + b"".join(
+        bytes([number]) * CHUNK for number in range(40)
+    )

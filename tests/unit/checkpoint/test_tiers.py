@@ -1,4 +1,6 @@
-"""Real runs with two tiers: a restart takes the newest of both, whatever is lost, on any layout; background saves come from the local one."""
+"""Real runs with two tiers: a restart takes the newest of both, whatever is lost, on any layout;
+background saves come from the local one.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,28 @@ EVERY = ("--save-interval", 3, "--local-save-interval", 2)
 
 
 def folders(root: Path) -> tuple:
-    return "--save", root / "shared", "--load", root / "shared", "--local-checkpoint-dir", root / "local"
+    return (
+        "--save",
+        root / "shared",
+        "--load",
+        root / "shared",
+        "--local-checkpoint-dir",
+        root / "local",
+    )
 
 
 def run(gloo_world, root: Path, *more: object, mutant: str | None = None) -> str:
     """What rank 0 printed, or the error of all."""
-    return gloo_world(LAYOUTS[LAYOUT][0]).run(on_nodes, 2, mutant, start, flags(FEATURE, LAYOUT, *folders(root), *EVERY, *more))[0]
+    return gloo_world(LAYOUTS[LAYOUT][0]).run(
+        on_nodes, 2, mutant, start, flags(FEATURE, LAYOUT, *folders(root), *EVERY, *more)
+    )[0]
 
 
 @pytest.fixture(scope="module")
 def trained(gloo_world, tmp_path_factory):
-    """A run of 6 iterations with partners, which died before the save of iteration 6 to --save was over; `whole` has that one."""
+    """A run of 6 iterations with partners, which died before the save of iteration 6 to --save was
+    over; `whole` has that one.
+    """
     root = tmp_path_factory.mktemp("tiers")
     text = run(gloo_world, root, "--local-redundancy", "partner")
     assert text.endswith("exit code 0"), text
@@ -74,7 +87,10 @@ def goes_on_as_it_was(gloo_world, root: Path, *more: object) -> str:
 def test_a_restart_takes_the_newer_local_one(gloo_world, died):
     die_before(died, 6)
     text = goes_on_as_it_was(gloo_world, died, "--local-redundancy", "partner")
-    assert "taking the local checkpoint of iteration 4 (" in text and "/shared has iteration 3\n" in text
+    assert (
+        "taking the local checkpoint of iteration 4 (" in text
+        and "/shared has iteration 3\n" in text
+    )
     assert "at iteration 4; resumes bit for bit\n" in text
 
 
@@ -83,7 +99,10 @@ def test_a_lost_node_and_two_lost_nodes(gloo_world, died, tmp_path):
     shutil.copytree(died, tmp_path / "two")
     shutil.rmtree(died / "local" / "1")
     text = goes_on_as_it_was(gloo_world, died, "--local-redundancy", "partner")
-    assert "taking the local checkpoint of iteration 4 (" in text and "rebuilt from their partners: node 1 (" in text
+    assert (
+        "taking the local checkpoint of iteration 4 (" in text
+        and "rebuilt from their partners: node 1 (" in text
+    )
     shutil.rmtree(tmp_path / "two" / "local")
     text = goes_on_as_it_was(gloo_world, tmp_path / "two", "--local-redundancy", "partner")
     assert "taking the local" not in text and "at iteration 3; resumes bit for bit\n" in text
@@ -93,12 +112,18 @@ def test_a_run_whose_nodes_are_a_set(gloo_world, tmp_path):
     """Four nodes of one rank; one is lost. The restart resumes bit for bit."""
     words = flags(FEATURE, LAYOUT, *folders(tmp_path), *EVERY, "--local-redundancy", "xor")
     text = gloo_world(4).run(on_nodes, 1, None, start, words)[0]
-    assert text.endswith("exit code 0") and "--local-redundancy xor: 4 nodes in 1 set(s) of 4; " in text, text
+    assert (
+        text.endswith("exit code 0")
+        and "--local-redundancy xor: 4 nodes in 1 set(s) of 4; " in text
+    ), text
     shutil.move(saved(tmp_path / "shared", 6), saved(tmp_path / "whole", 6))
     die_before(tmp_path, 6)
     shutil.rmtree(tmp_path / "local" / "2")
     text = gloo_world(4).run(on_nodes, 1, None, start, words)[0]
-    assert "taking the local checkpoint of iteration 4 (" in text and "rebuilt from their sets: node 2 (" in text, text
+    assert (
+        "taking the local checkpoint of iteration 4 (" in text
+        and "rebuilt from their sets: node 2 (" in text
+    ), text
     assert differing(saved(tmp_path / "shared", 6), saved(tmp_path / "whole", 6)) == []
 
 
@@ -106,11 +131,17 @@ def test_the_shared_one_is_taken_when_it_is_newer(gloo_world, died):
     shutil.copytree(saved(died / "whole", 6), saved(died / "shared", 6))
     die_before(died, 6)
     text = run(gloo_world, died)
-    assert "taking the local" not in text and f"loaded checkpoint {saved(died / 'shared', 6)} at iteration 6" in text
+    assert (
+        "taking the local" not in text
+        and f"loaded checkpoint {saved(died / 'shared', 6)} at iteration 6" in text
+    )
 
 
 def test_an_older_local_one_is_taken_when_that_is_allowed(gloo_world, died):
-    """The newest of --load is damaged, and the local one is older than that: it is newer than the one before, or there is none."""
+    """The newest of --load is damaged, and the local one is older than that: it is newer than the
+    one before, or there is none.
+    """
+
     def spoil() -> None:
         shutil.rmtree(saved(died / "shared", 6), ignore_errors=True)
         shutil.copytree(saved(died / "whole", 6), saved(died / "shared", 6))
@@ -118,37 +149,52 @@ def test_an_older_local_one_is_taken_when_that_is_allowed(gloo_world, died):
         die_before(died, 6)
 
     spoil()
-    assert "iter_0000006 cannot be loaded; load the older whole one with --ckpt-step 3" in run(gloo_world, died)
+    assert "iter_0000006 cannot be loaded; load the older whole one with --ckpt-step 3" in run(
+        gloo_world, died
+    )
     for _ in range(2):
         text = run(gloo_world, died, "--allow-older-checkpoint")
-        assert "taking the local checkpoint of iteration 4 (" in text and "has iteration 6, which is not whole" in text
+        assert (
+            "taking the local checkpoint of iteration 4 (" in text
+            and "has iteration 6, which is not whole" in text
+        )
         assert "at iteration 4; resumes bit for bit" in text
         shutil.rmtree(saved(died / "shared", 3), ignore_errors=True)
         spoil()
 
 
-@pytest.mark.parametrize(("layout", "each"), [("one", 1), ("pp2", 1), ("dp4zero3shard2", 1), ("tp4sp", 4)])
+@pytest.mark.parametrize(
+    ("layout", "each"), [("one", 1), ("pp2", 1), ("dp4zero3shard2", 1), ("tp4sp", 4)]
+)
 def test_any_layout_on_any_nodes(gloo_world, died, layout, each):
     """Where folder 1 is no node any more, the partners' copies serve."""
     arguments = flags(FEATURE, layout, *folders(died), "--local-save-interval", 2)
     size, work = LAYOUTS[layout][0], (load_and_compare, arguments, saved(died / "whole", 6))
-    assert (gloo_world(size).run(on_nodes, each, None, *work) if size > 1 else [on_nodes(each, None, *work)]) == [[]] * size
+    assert (
+        gloo_world(size).run(on_nodes, each, None, *work)
+        if size > 1
+        else [on_nodes(each, None, *work)]
+    ) == [[]] * size
     if layout == "dp4zero3shard2":  # nodes 2 and 3 have nothing
         with pytest.raises(AssertionError, match="do not match their digest"):
             gloo_world(size).run(on_nodes, each, "nothing is fetched", *work)
 
 
-# ---- whose local checkpoints ------------------------------------------------------------------------------------------
+# ---- whose local checkpoints ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mutant", [None, "a new start is the old run"])
 def test_a_new_run_in_the_same_folder_does_not_take_the_old_ones(gloo_world, died, mutant):
-    """Run 1 died before its first save to --save. Run 2 begins anew there and dies at once: its restart must not go on with run 1."""
+    """Run 1 died before its first save to --save. Run 2 begins anew there and dies at once: its
+    restart must not go on with run 1.
+    """
     shutil.rmtree(saved(died / "shared", 3))
     save, shared, _, _, *local = folders(died)
     anew = flags(FEATURE, LAYOUT, save, shared, *local, *EVERY)
     assert gloo_world(4).run(on_nodes, 2, mutant, start_and_die, anew)[0].endswith("exit code 0")
-    assert ("taking the local checkpoint of iteration 6 (" in run(gloo_world, died)) == (mutant is not None)
+    assert ("taking the local checkpoint of iteration 6 (" in run(gloo_world, died)) == (
+        mutant is not None
+    )
 
 
 @pytest.mark.parametrize("mutant", [None, "a copy is the same run"])
@@ -163,15 +209,23 @@ def test_a_copy_of_a_run_does_not_take_its_local_ones(gloo_world, died, mutant):
             _moved(path, str(died / "shared"), "everywhere")
     text = run(gloo_world, died / "copy", mutant=mutant)
     assert ("was copied or moved" in text) == (mutant is None)
-    assert ("taking the local checkpoint of iteration 6 (" in text) == (mutant is not None) and text.endswith("exit code 0"), text
+    assert ("taking the local checkpoint of iteration 6 (" in text) == (
+        mutant is not None
+    ) and text.endswith("exit code 0"), text
 
 
-# ---- from the local tier to --save ------------------------------------------------------------------------------------
+# ---- from the local tier to --save ---------------------------------------------------------------
 
 
 def test_background_saves_are_copies_of_local_ones(gloo_world, trained, tmp_path):
     text = run(gloo_world, tmp_path, "--async-save", "--save-rate-limit", 1)
     assert text.endswith("exit code 0"), text
     assert differing(saved(tmp_path / "shared", 6), saved(trained / "whole", 6)) == []
-    local = {path.name: path.read_bytes() for path in tmp_path.glob("local/*/*/iter_0000006/shard-*")}
-    assert local == {path.name: path.read_bytes() for path in saved(tmp_path / "shared", 6).glob("shard-*")} and len(local) == 8
+    local = {
+        path.name: path.read_bytes() for path in tmp_path.glob("local/*/*/iter_0000006/shard-*")
+    }
+    assert (
+        local
+        == {path.name: path.read_bytes() for path in saved(tmp_path / "shared", 6).glob("shard-*")}
+        and len(local) == 8
+    )

@@ -1,6 +1,8 @@
-"""Folders of ZeRO partitions in the structure that DeepSpeed 0.19.8 writes, and what tells it from a real one's.
+"""Folders of ZeRO partitions in the structure that DeepSpeed 0.19.8 writes, and what tells it from
+a real one's.
 
-tests/parity/deepspeed_checkpoint.py runs DeepSpeed itself, imports what it wrote, and compares its structure with OUTLINES by `differences`.
+tests/parity/deepspeed_checkpoint.py runs DeepSpeed itself, imports what it wrote, and compares its
+structure with OUTLINES by `differences`.
 """
 
 from __future__ import annotations
@@ -20,24 +22,66 @@ from torch import Tensor
 from megatron.checkpoint.foreign.models import MappedFile
 from megatron.checkpoint.foreign.pickles import DEEPSPEED_CLASSES, Record, read_torch_file
 
-Groups = list[dict[str, Tensor]]  # of the optimizer: names and whole fp32 tensors in the order in which they are flattened
+# of the optimizer: names and whole fp32 tensors in the order in which they are flattened
+Groups = list[dict[str, Tensor]]
 OPTIMIZER = {"loss_scaler": "LossScaler", "dynamic_loss_scale": "bool", "overflow": "bool"}
 OUTLINES = {  # kind -> what an optimizer file's state holds
-    "1": OPTIMIZER | {"clip_grad": "float", "base_optimizer_state": "dict", "single_partition_of_fp32_groups": "list", "zero_stage": "ZeroStageEnum",
-                      "group_paddings": "list", "param_alignment_paddings": "list", "partition_count": "list", "ds_version": "str",
-                      "param_slice_mappings": "list"},
-    "3": OPTIMIZER | {"zero_stage": "ZeroStageEnum", "partition_count": "int", "optimizer_state_dict": "dict", "fp32_flat_groups": "list"},
-    "bf16": {"clip_grad": "float", "base_optimizer_state": "dict", "single_partition_of_fp32_groups": "list", "group_paddings": "list",
-             "partition_count": "list", "ds_version": "str", "param_slice_mappings": "list"},
+    "1": OPTIMIZER
+    | {
+        "clip_grad": "float",
+        "base_optimizer_state": "dict",
+        "single_partition_of_fp32_groups": "list",
+        "zero_stage": "ZeroStageEnum",
+        "group_paddings": "list",
+        "param_alignment_paddings": "list",
+        "partition_count": "list",
+        "ds_version": "str",
+        "param_slice_mappings": "list",
+    },
+    "3": OPTIMIZER
+    | {
+        "zero_stage": "ZeroStageEnum",
+        "partition_count": "int",
+        "optimizer_state_dict": "dict",
+        "fp32_flat_groups": "list",
+    },
+    "bf16": {
+        "clip_grad": "float",
+        "base_optimizer_state": "dict",
+        "single_partition_of_fp32_groups": "list",
+        "group_paddings": "list",
+        "partition_count": "list",
+        "ds_version": "str",
+        "param_slice_mappings": "list",
+    },
 }
-MODEL = {"module": "dict", "buffer_names": "list", "optimizer": "NoneType", "param_shapes": "list", "frozen_param_shapes": "dict",
-         "shared_params": "dict", "frozen_param_fragments": "dict", "lr_scheduler": "NoneType", "data_sampler": "NoneType",
-         "random_ltd": "NoneType", "skipped_steps": "int", "global_steps": "int", "global_samples": "int", "dp_world_size": "int",
-         "mp_world_size": "int", "checkpoint_parallel_dimensions": "dict", "ds_config": "dict", "ds_version": "str"}
+MODEL = {
+    "module": "dict",
+    "buffer_names": "list",
+    "optimizer": "NoneType",
+    "param_shapes": "list",
+    "frozen_param_shapes": "dict",
+    "shared_params": "dict",
+    "frozen_param_fragments": "dict",
+    "lr_scheduler": "NoneType",
+    "data_sampler": "NoneType",
+    "random_ltd": "NoneType",
+    "skipped_steps": "int",
+    "global_steps": "int",
+    "global_samples": "int",
+    "dp_world_size": "int",
+    "mp_world_size": "int",
+    "checkpoint_parallel_dimensions": "dict",
+    "ds_config": "dict",
+    "ds_version": "str",
+}
 
 
 def outline(content: dict[str, Any]) -> dict[str, str]:
-    return {key: value.kind.split(".")[-1] if isinstance(value, Record) else type(value).__name__ for key, value in content.items()}
+    return {
+        key: value.kind.split(".")[-1] if isinstance(value, Record) else type(value).__name__
+        for key, value in content.items()
+    }
 
 
 def differences(root: Path) -> list[str]:
@@ -49,17 +93,24 @@ def differences(root: Path) -> list[str]:
             continue
         content = read_torch_file(MappedFile(path), DEEPSPEED_CLASSES)
         if path.name.endswith("_model_states.pt"):
-            for name in ("frozen_param_shapes", "frozen_param_fragments"):  # stage 1 leaves them out
+            # stage 1 leaves them out
+            for name in ("frozen_param_shapes", "frozen_param_fragments"):
                 content[name] = content[name] or {}
-            wanted, content = MODEL | ({"module": "NoneType"} if piped else {}), {key: value for key, value in content.items() if key not in ("args", "iteration")}
+            wanted, content = (
+                MODEL | ({"module": "NoneType"} if piped else {}),
+                {key: value for key, value in content.items() if key not in ("args", "iteration")},
+            )
         else:
             assert set(content) == {"optimizer_state_dict", "ds_config", "ds_version"}
             content = content["optimizer_state_dict"]
             kind = content["zero_stage"].args[0] if "zero_stage" in content else "bf16"
             wanted = OUTLINES["1" if kind in (1, 2) else str(kind)]
         given = outline(content)
-        found += [f"{path.name}: {key} is {given.get(key)}, {wanted.get(key)} in tests" for key in given | wanted
-                  if given.get(key) != wanted.get(key)]
+        found += [
+            f"{path.name}: {key} is {given.get(key)}, {wanted.get(key)} in tests"
+            for key in given | wanted
+            if given.get(key) != wanted.get(key)
+        ]
     return found
 
 
@@ -71,30 +122,71 @@ def deepspeed_classes():
         module, _, name = full.rpartition(".")
         if module.startswith("deepspeed."):
             modules.setdefault(module, types.ModuleType(module))
-            kind = type(name, (), {"__module__": module, "__init__": lambda self, *args: setattr(self, "args", args),
-                                   "__reduce__": lambda self: (type(self), self.args)})
+            kind = type(
+                name,
+                (),
+                {
+                    "__module__": module,
+                    "__init__": lambda self, *args: setattr(self, "args", args),
+                    "__reduce__": lambda self: (type(self), self.args),
+                },
+            )
             setattr(modules[module], name, kind)
-    parts = {".".join(name.split(".")[:i]) for name in modules for i in range(1, name.count(".") + 1)}
-    with mock.patch.dict(sys.modules, {**{part: types.ModuleType(part) for part in parts - modules.keys()}, **modules}):
-        yield {name: getattr(module, name) for module in modules.values() for name in vars(module) if not name.startswith("__")}
+    parts = {
+        ".".join(name.split(".")[:i]) for name in modules for i in range(1, name.count(".") + 1)
+    }
+    with mock.patch.dict(
+        sys.modules,
+        {**{part: types.ModuleType(part) for part in parts - modules.keys()}, **modules},
+    ):
+        yield {
+            name: getattr(module, name)
+            for module in modules.values()
+            for name in vars(module)
+            if not name.startswith("__")
+        }
 
 
 def cut(groups: Groups, kind: str, ranks: int) -> list[list[Tensor]]:
     """Each rank's partitions."""
     if kind == "3":  # an equal part of every parameter; the last one padded
-        return [[torch.cat([torch.nn.functional.pad(value.reshape(-1), (0, -value.numel() % ranks)).chunk(ranks)[rank] for value in group.values()])
-                 for group in groups] for rank in range(ranks)]
+        return [
+            [
+                torch.cat(
+                    [
+                        torch.nn.functional.pad(
+                            value.reshape(-1), (0, -value.numel() % ranks)
+                        ).chunk(ranks)[rank]
+                        for value in group.values()
+                    ]
+                )
+                for group in groups
+            ]
+            for rank in range(ranks)
+        ]
     parts: list[list[Tensor]] = [[] for _ in range(ranks)]
     for group in groups:
         flat = torch.cat([value.reshape(-1) for value in group.values()])
         padding = -len(flat) % (2 * ranks)
-        for rank, part in enumerate(torch.nn.functional.pad(flat, (0, padding), value=7.0).chunk(ranks)):
-            parts[rank].append(part[: len(part) - padding] if rank == ranks - 1 and kind != "bf16" else part)
+        for rank, part in enumerate(
+            torch.nn.functional.pad(flat, (0, padding), value=7.0).chunk(ranks)
+        ):
+            parts[rank].append(
+                part[: len(part) - padding] if rank == ranks - 1 and kind != "bf16" else part
+            )
     return parts
 
 
-def write_rank(folder: Path, groups: Groups, kind: str, ranks: int, model_rank: int = 0, shared: dict[str, str] | None = None,
-               args: argparse.Namespace | None = None, **beside: Any) -> None:
+def write_rank(
+    folder: Path,
+    groups: Groups,
+    kind: str,
+    ranks: int,
+    model_rank: int = 0,
+    shared: dict[str, str] | None = None,
+    args: argparse.Namespace | None = None,
+    **beside: Any,
+) -> None:
     """The files of one model-parallel rank. kind: 1, 2, 3 or bf16 (BF16_Optimizer)."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder.parent / "latest").write_text(folder.name)
@@ -105,29 +197,78 @@ def write_rank(folder: Path, groups: Groups, kind: str, ranks: int, model_rank: 
             flats = [flat.clone() for flat in flats]
             for flat in flats if kind == "3" else ():
                 flat.made_by = "an attribute, so that torch.save writes its class"
-            moments = {i: {"step": torch.tensor(3.0), "exp_avg": torch.ones_like(flat), "exp_avg_sq": flat * flat} for i, flat in enumerate(flats)}
+            moments = {
+                i: {
+                    "step": torch.tensor(3.0),
+                    "exp_avg": torch.ones_like(flat),
+                    "exp_avg_sq": flat * flat,
+                }
+                for i, flat in enumerate(flats)
+            }
             held = {
-                "loss_scaler": classes["LossScaler"](), "dynamic_loss_scale": False, "overflow": False, "clip_grad": 1.0, "zero_stage": stage,
-                "base_optimizer_state": {"state": moments}, "optimizer_state_dict": {"state": moments}, "fp32_flat_groups": flats,
-                "single_partition_of_fp32_groups": flats, "group_paddings": [0] * len(groups), "ds_version": "0.19.8",
+                "loss_scaler": classes["LossScaler"](),
+                "dynamic_loss_scale": False,
+                "overflow": False,
+                "clip_grad": 1.0,
+                "zero_stage": stage,
+                "base_optimizer_state": {"state": moments},
+                "optimizer_state_dict": {"state": moments},
+                "fp32_flat_groups": flats,
+                "single_partition_of_fp32_groups": flats,
+                "group_paddings": [0] * len(groups),
+                "ds_version": "0.19.8",
                 "param_alignment_paddings": [[0] * len(group) for group in groups],
                 "partition_count": ranks if kind == "3" else [ranks] * len(groups),
-                "param_slice_mappings": [OrderedDict(first=classes["fragment_address"]())]}
+                "param_slice_mappings": [OrderedDict(first=classes["fragment_address"]())],
+            }
             keys = OUTLINES["1" if kind == "2" else kind]
-            torch.save({"optimizer_state_dict": {key: held[key] for key in keys}, "ds_config": {"bf16": {"enabled": True}}, "ds_version": "0.19.8"},
-                       folder / f"bf16_zero_pp_rank_{rank}_mp_rank_{model_rank:02d}_optim_states.pt")
+            torch.save(
+                {
+                    "optimizer_state_dict": {key: held[key] for key in keys},
+                    "ds_config": {"bf16": {"enabled": True}},
+                    "ds_version": "0.19.8",
+                },
+                folder / f"bf16_zero_pp_rank_{rank}_mp_rank_{model_rank:02d}_optim_states.pt",
+            )
         for rank in range(ranks if kind == "3" else 1):
-            name = f"zero_pp_rank_{rank}_mp_rank_{model_rank:02d}" if kind == "3" else f"mp_rank_{model_rank:02d}"
+            name = (
+                f"zero_pp_rank_{rank}_mp_rank_{model_rank:02d}"
+                if kind == "3"
+                else f"mp_rank_{model_rank:02d}"
+            )
             state = {
-                "module": OrderedDict((key, torch.empty(0) if kind == "3" else value.bfloat16()) for group in groups for key, value in group.items()),
-                "buffer_names": [], "optimizer": None, "param_shapes": shapes, "frozen_param_shapes": OrderedDict(), "shared_params": shared or {},
-                "frozen_param_fragments": OrderedDict(), "lr_scheduler": None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0,
-                "global_steps": 3, "global_samples": 12, "dp_world_size": ranks, "mp_world_size": 1,
-                "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1}, "ds_config": {}, "ds_version": "0.19.8"}
-            torch.save(state | beside | ({"args": args, "iteration": 3} if args else {}), folder / f"{name}_model_states.pt")
+                "module": OrderedDict(
+                    (key, torch.empty(0) if kind == "3" else value.bfloat16())
+                    for group in groups
+                    for key, value in group.items()
+                ),
+                "buffer_names": [],
+                "optimizer": None,
+                "param_shapes": shapes,
+                "frozen_param_shapes": OrderedDict(),
+                "shared_params": shared or {},
+                "frozen_param_fragments": OrderedDict(),
+                "lr_scheduler": None,
+                "data_sampler": None,
+                "random_ltd": None,
+                "skipped_steps": 0,
+                "global_steps": 3,
+                "global_samples": 12,
+                "dp_world_size": ranks,
+                "mp_world_size": 1,
+                "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+                "ds_config": {},
+                "ds_version": "0.19.8",
+            }
+            torch.save(
+                state | beside | ({"args": args, "iteration": 3} if args else {}),
+                folder / f"{name}_model_states.pt",
+            )
 
 
 def in_groups(tensors: dict[str, Tensor]) -> Groups:
     """With and without weight decay, as most runs have them."""
-    return [{name: value for name, value in tensors.items() if (value.ndim > 1) == matrices} for matrices in (True, False)]
-
+    return [
+        {name: value for name, value in tensors.items() if (value.ndim > 1) == matrices}
+        for matrices in (True, False)
+    ]

@@ -1,8 +1,11 @@
-"""Random command lines: python tests/unit/config/command_lines.py [--count 20000] [--seed 0] [--write]
+"""Random command lines: python tests/unit/config/command_lines.py [--count 20000] [--seed 0]
+[--write]
 
-Each is a run's flags or some of them, with flags of ours and of other codebases in random order, values that are usual, extreme or
-nonsense, typos and stray words, as a dry run of a random number of ranks. The program must end each within ten seconds with 0, or with
-2 and a message: no traceback. --write records the counts in docs/results/command_lines.json. A test runs a few (test_command_lines.py).
+Each is a run's flags or some of them, with flags of ours and of other codebases in random order,
+values that are usual, extreme or nonsense, typos and stray words, as a dry run of a random number
+of ranks. The program must end each within ten seconds with 0, or with 2 and a message: no
+traceback. --write records the counts in docs/results/command_lines.json. A test runs a few
+(test_command_lines.py).
 """
 
 from __future__ import annotations
@@ -31,12 +34,73 @@ from megatron.config import compatibility  # noqa: E402
 from megatron.config.arguments import Option, options  # noqa: E402
 
 SECONDS = 10
-BASE = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --lr 1e-3 --train-iters 10 "
-        "--mock-data --vocab-size 100").split()
-NUMBERS = ("0", "1", "2", "3", "4", "7", "8", "16", "64", "1000", "-1", "1e9", "1000000000", "1e308", "-1e308", "1e-320", "0.5", "0.0", "1e18",
-           "9223372036854775808", "1_000", "nan", "inf", "0x10", "1e400", "08", "")
-WORDS = ("x", "", ".", "..", "/dev/null", "/dev/null/x", "absent", "file", "folder", "a b", "é", "\u202e", "--", "-", "-5", "'", "a" * 300, "a/" * 2100,
-         "E*99999999t", "Et|tL", "layers.0-", "embedding,head", "1,2,3", "1/0", "{}", "[", "\t", "\x01", "~", "$X", "%d")
+BASE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 2 --lr 1e-3 --train-iters 10 "
+    "--mock-data --vocab-size 100"
+).split()
+NUMBERS = (
+    "0",
+    "1",
+    "2",
+    "3",
+    "4",
+    "7",
+    "8",
+    "16",
+    "64",
+    "1000",
+    "-1",
+    "1e9",
+    "1000000000",
+    "1e308",
+    "-1e308",
+    "1e-320",
+    "0.5",
+    "0.0",
+    "1e18",
+    "9223372036854775808",
+    "1_000",
+    "nan",
+    "inf",
+    "0x10",
+    "1e400",
+    "08",
+    "",
+)
+WORDS = (
+    "x",
+    "",
+    ".",
+    "..",
+    "/dev/null",
+    "/dev/null/x",
+    "absent",
+    "file",
+    "folder",
+    "a b",
+    "é",
+    "\u202e",
+    "--",
+    "-",
+    "-5",
+    "'",
+    "a" * 300,
+    "a/" * 2100,
+    "E*99999999t",
+    "Et|tL",
+    "layers.0-",
+    "embedding,head",
+    "1,2,3",
+    "1/0",
+    "{}",
+    "[",
+    "\t",
+    "\x01",
+    "~",
+    "$X",
+    "%d",
+)
 
 
 def value(option: Option, draw: random.Random) -> str:
@@ -62,9 +126,18 @@ def command_line(draw: random.Random) -> list[str]:
             if draw.random() < 0.05:
                 count = draw.choice((0, 1, 2))
             given = [value(option, draw) for _ in range(count)]
-            parts.append([f"{name}={given[0]}"] if len(given) == 1 and draw.random() < 0.2 else [name, *given])
+            parts.append(
+                [f"{name}={given[0]}"]
+                if len(given) == 1 and draw.random() < 0.2
+                else [name, *given]
+            )
         elif chance < 0.88:
-            parts.append([draw.choice(foreign), *draw.choices((*NUMBERS, *WORDS), k=draw.choice((0, 0, 1, 1, 2)))])
+            parts.append(
+                [
+                    draw.choice(foreign),
+                    *draw.choices((*NUMBERS, *WORDS), k=draw.choice((0, 0, 1, 1, 2))),
+                ]
+            )
         elif chance < 0.94:
             parts.append([draw.choice(list(typos(draw.choice(options()).names[0])))])
         else:
@@ -72,7 +145,13 @@ def command_line(draw: random.Random) -> list[str]:
     for part in parts:
         place = draw.choice((0, len(words)))
         words[place:place] = part
-    return [*words, "--dry-run", *draw.choice(([], ["--world-size", draw.choice(("1", "2", "8", "12", "64", "1024", "1000000"))]))]
+    return [
+        *words,
+        "--dry-run",
+        *draw.choice(
+            ([], ["--world-size", draw.choice(("1", "2", "8", "12", "64", "1024", "1000000"))])
+        ),
+    ]
 
 
 class TookTooLong(BaseException):
@@ -84,7 +163,9 @@ def _alarm(*_: object) -> None:
 
 
 def outcome(argv: list[str]) -> tuple[str, str]:
-    """What came of a command line, and the traceback where there is one: 0, 2, traceback, hang, or no message."""
+    """What came of a command line, and the traceback where there is one: 0, 2, traceback, hang, or
+    no message.
+    """
     out, err = io.StringIO(), io.StringIO()
     signal.signal(signal.SIGALRM, _alarm)
     signal.alarm(SECONDS)
@@ -99,8 +180,14 @@ def outcome(argv: list[str]) -> tuple[str, str]:
         return "traceback", traceback.format_exc()
     finally:
         signal.alarm(0)
-    told = err.getvalue().strip() or "verdict        does not fit" in out.getvalue() or argv.count("--print-config")
-    return (str(code), "") if code == 0 or (code == 2 and told) else (f"{code} without a message", "")
+    told = (
+        err.getvalue().strip()
+        or "verdict        does not fit" in out.getvalue()
+        or argv.count("--print-config")
+    )
+    return (
+        (str(code), "") if code == 0 or (code == 2 and told) else (f"{code} without a message", "")
+    )
 
 
 @contextlib.contextmanager
@@ -132,7 +219,9 @@ def campaign(count: int, seed: int) -> tuple[Counter, list[tuple[list[str], str]
 
 def main(argv: list[str]) -> int:
     """Run the campaign; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true")
@@ -140,9 +229,16 @@ def main(argv: list[str]) -> int:
     counts, wrong = campaign(given.count, given.seed)
     for words, text in wrong[:40]:
         print(json.dumps(words), text, sep="\n", flush=True)
-    result = {"command lines": given.count, "seed": given.seed, "trained nothing, exit code 0": counts["0"],
-              "refused with a message, exit code 2": counts["2"], "tracebacks": counts["traceback"], "hangs": counts["hang"],
-              "others": sum(counts.values()) - sum(counts[name] for name in ("0", "2", "traceback", "hang"))}
+    result = {
+        "command lines": given.count,
+        "seed": given.seed,
+        "trained nothing, exit code 0": counts["0"],
+        "refused with a message, exit code 2": counts["2"],
+        "tracebacks": counts["traceback"],
+        "hangs": counts["hang"],
+        "others": sum(counts.values())
+        - sum(counts[name] for name in ("0", "2", "traceback", "hang")),
+    }
     print(result, f"{time.monotonic() - begun:.0f} s")
     if given.write:
         (ROOT / "docs/results/command_lines.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -1,8 +1,10 @@
 """Every one-letter typo of every known flag: python tests/unit/config/flag_typos.py [--write]
 
-Each insertion, deletion, replacement and swap of neighbours in the letters of every flag of ours and of every recorded upstream
-flag is read as a command line (those of upstream flags without the rules between settings, for time). It must be refused, and the
-flag that it came from must be among the suggestions, unless the typo is itself a known flag. --write records the counts in docs/results/flag_typos.json. A test takes a sample (test_flag_names.py).
+Each insertion, deletion, replacement and swap of neighbours in the letters of every flag of ours
+and of every recorded upstream flag is read as a command line (those of upstream flags without the
+rules between settings, for time). It must be refused, and the flag that it came from must be among
+the suggestions, unless the typo is itself a known flag. --write records the counts in
+docs/results/flag_typos.json. A test takes a sample (test_flag_names.py).
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from megatron.config import compatibility, upstream_flags  # noqa: E402
-from megatron.config.arguments import COMMANDS, _Reading, options_by_flag, parse_arguments, split_words  # noqa: E402
+from megatron.config.arguments import (
+    COMMANDS,
+    _Reading,
+    options_by_flag,
+    parse_arguments,
+    split_words,
+)  # noqa: E402
 from megatron.config.compatibility import key  # noqa: E402
 from megatron.config.errors import ArgumentErrors  # noqa: E402
 
@@ -54,7 +62,9 @@ def typos(flag: str) -> Iterator[str]:
 
 
 def verdict(flag: str, typo: str, read: Callable[[str], list[str]]) -> str:
-    """refused, or what is wrong: accepted, or without the right suggestion; `read` gives the faults of a command line."""
+    """refused, or what is wrong: accepted, or without the right suggestion; `read` gives the faults
+    of a command line.
+    """
     faults = read(typo)
     if not faults:
         return "accepted"
@@ -83,7 +93,9 @@ def flags_alone(typo: str) -> list[str]:
 def main(argv: list[str]) -> int:
     """Try them all; the exit code."""
     known, begun = known_flags(), time.monotonic()
-    upstream = sorted({key(name) for name in upstream_flags.NAMES} - {key(name) for name in our_flags()})
+    upstream = sorted(
+        {key(name) for name in upstream_flags.NAMES} - {key(name) for name in our_flags()}
+    )
     result = {}
     for title, flags, read in (("ours", our_flags(), whole), ("upstream", upstream, flags_alone)):
         counts = dict.fromkeys(("refused", "accepted", "without the right suggestion"), 0)
@@ -99,7 +111,9 @@ def main(argv: list[str]) -> int:
     if "--write" in argv:
         page = ROOT / "docs/results/flag_typos.json"
         page.write_text(json.dumps(result, indent=1) + "\n")
-    return int(any(row["accepted"] or row["without the right suggestion"] for row in result.values()))
+    return int(
+        any(row["accepted"] or row["without the right suggestion"] for row in result.values())
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Launch scripts of Megatron-LM and Megatron-DeepSpeed as data: their flags and values, and what of them does not exist here.
+"""Launch scripts of Megatron-LM and Megatron-DeepSpeed as data: their flags and values, and what of
+them does not exist here.
 
-Paths of data, tokenizers and checkpoints are replaced by small ones. `refused` are the beginnings of the faults of the
-flags as they are; with the flags of `drop` taken out, and `add` added, the script runs.
+Paths of data, tokenizers and checkpoints are replaced by small ones. `refused` are the beginnings
+of the faults of the flags as they are; with the flags of `drop` taken out, and `add` added, the
+script runs.
 """
 
 from __future__ import annotations
@@ -12,12 +14,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FILES = ("gpt2-vocab.json", "gpt2-merges.txt", "tokenizer.model", "corpus_text_document.bin", "corpus_text_document.idx")
+FILES = (
+    "gpt2-vocab.json",
+    "gpt2-merges.txt",
+    "tokenizer.model",
+    "corpus_text_document.bin",
+    "corpus_text_document.idx",
+)
 
 
 @dataclass(frozen=True)
 class Script:
-    """One script: where it is, its flags, its DeepSpeed file (deepspeed.json) and the job that it starts."""
+    """One script: where it is, its flags, its DeepSpeed file (deepspeed.json) and the job that it
+    starts.
+    """
 
     path: str
     flags: str
@@ -29,7 +39,8 @@ class Script:
     reason: str = ""
     not_done: tuple[str, ...] = ()
     vocabulary: int = 50257
-    edit: dict[str, Any] = field(default_factory=dict)  # sections of the DeepSpeed file as they must be; None: taken out
+    # sections of the DeepSpeed file as they must be; None: taken out
+    edit: dict[str, Any] = field(default_factory=dict)
 
     def make(self, folder: Path, *, edited: bool) -> list[str]:
         """Its command line, and its files in a folder."""
@@ -39,7 +50,11 @@ class Script:
             content = {**self.deepspeed, **self.edit} if edited else self.deepspeed
             content = {key: value for key, value in content.items() if value is not None}
             (folder / "deepspeed.json").write_text(json.dumps(content))
-        return [*without(self.flags, self.drop), *self.add.split()] if edited else shlex.split(self.flags)
+        return (
+            [*without(self.flags, self.drop), *self.add.split()]
+            if edited
+            else shlex.split(self.flags)
+        )
 
 
 def without(flags: str, names: str) -> list[str]:
@@ -56,7 +71,9 @@ def changed(flags: str, **values: str) -> str:
     """A line in which flags have other values."""
     names = {"--" + name.replace("_", "-"): value for name, value in values.items()}
     line = without(flags, " ".join(names))
-    return shlex.join([*line, *(word for name, value in names.items() for word in (name, *value.split()))])
+    return shlex.join(
+        [*line, *(word for name, value in names.items() for word in (name, *value.split()))]
+    )
 
 
 # ---------------------------------------------------------------- Megatron-LM
@@ -71,8 +88,11 @@ GPT3 = """
     --merge-file gpt2-merges.txt --split 949,50,1 --log-interval 100 --save-interval 10000 --eval-interval 1000 --save ckpt
     --load ckpt --eval-iters 10 --tensorboard-dir tb
 """
-STEPS = {"refused": ("--step-batch-size-schedule 0:16 2.4B:320",), "drop": "--step-batch-size-schedule",
-         "reason": "a schedule of batch sizes by tokens: --rampup-batch-size is what exists"}
+STEPS = {
+    "refused": ("--step-batch-size-schedule 0:16 2.4B:320",),
+    "drop": "--step-batch-size-schedule",
+    "reason": "a schedule of batch sizes by tokens: --rampup-batch-size is what exists",
+}
 
 LLAMA3 = """
     --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
@@ -89,29 +109,84 @@ LLAMA3 = """
     --profile-step-end 6 --ckpt-format torch_dist --distributed-timeout-minutes 60 --save ckpt --load ckpt
     --tensorboard-dir tb
 """
-FP8 = " --fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather"
+FP8 = (
+    " --fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max "
+    "--fp8-param-gather"
+)
 MOCK = """ --mock-data --tokenizer-type NullTokenizer --vocab-size 128256 --data-cache-path cache --tiktoken-pattern v2
     --split "'99,1,0'" --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1"""
 REAL = """ --data-path corpus_text_document --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.model
     --data-cache-path cache --split "'99,1,0'" --no-create-attention-mask-in-dataloader --no-mmap-bin-files
     --num-workers 1 --vocab-size 128256"""
-LLAMA3_NOT_DONE = ("--profile, --profile-step-start, --profile-step-end: no profile", "--empty-unused-memory-level: ", "--manual-gc: ")
-DECOUPLED = ("--decoupled-lr 5.0e-4: one learning rate", "--decoupled-min-lr 4.5e-5: one learning rate")
+LLAMA3_NOT_DONE = (
+    "--profile, --profile-step-start, --profile-step-end: no profile",
+    "--empty-unused-memory-level: ",
+    "--manual-gc: ",
+)
+DECOUPLED = (
+    "--decoupled-lr 5.0e-4: one learning rate",
+    "--decoupled-min-lr 4.5e-5: one learning rate",
+)
 
 MEGATRON_LM = (
     Script("examples/gpt3/train_gpt3_175b_distributed.sh", GPT3, 512, **STEPS),
-    Script("examples/gpt3/README.md 345M", changed(GPT3, num_layers="12", hidden_size="512", num_attention_heads="8", seq_length="1024",
-                                                   tensor_model_parallel_size="1", pipeline_model_parallel_size="1"), 8, **STEPS),
-    Script("examples/gpt3/README.md 857M", changed(GPT3, num_layers="24", hidden_size="1024", num_attention_heads="16",
-                                                   tensor_model_parallel_size="1", pipeline_model_parallel_size="1"), 8, **STEPS),
-    Script("examples/llama/train_llama3_8b_h100_fp8.sh", LLAMA3 + FP8 + MOCK, 8, vocabulary=128257, not_done=LLAMA3_NOT_DONE,
-           refused=(*DECOUPLED, "--fp8-format hybrid: fp8", "--fp8-param-gather: fp8"),
-           drop="--decoupled-lr --decoupled-min-lr --fp8-format --fp8-param-gather", reason="no fp8, and one learning rate"),
-    Script("examples/llama/train_llama3_8b_h100_fp8.sh DTYPE=bf16", LLAMA3 + MOCK, 8, vocabulary=128257, not_done=LLAMA3_NOT_DONE,
-           refused=DECOUPLED, drop="--decoupled-lr --decoupled-min-lr", reason="one learning rate"),
-    Script("examples/llama/train_llama3_8b_h100_fp8.sh TOKENIZER DATA", LLAMA3 + FP8 + REAL, 8, vocabulary=128256,
-           not_done=LLAMA3_NOT_DONE, refused=(*DECOUPLED, "--fp8-format hybrid: fp8", "--fp8-param-gather: fp8"),
-           drop="--decoupled-lr --decoupled-min-lr --fp8-format --fp8-param-gather", reason="no fp8, and one learning rate"),
+    Script(
+        "examples/gpt3/README.md 345M",
+        changed(
+            GPT3,
+            num_layers="12",
+            hidden_size="512",
+            num_attention_heads="8",
+            seq_length="1024",
+            tensor_model_parallel_size="1",
+            pipeline_model_parallel_size="1",
+        ),
+        8,
+        **STEPS,
+    ),
+    Script(
+        "examples/gpt3/README.md 857M",
+        changed(
+            GPT3,
+            num_layers="24",
+            hidden_size="1024",
+            num_attention_heads="16",
+            tensor_model_parallel_size="1",
+            pipeline_model_parallel_size="1",
+        ),
+        8,
+        **STEPS,
+    ),
+    Script(
+        "examples/llama/train_llama3_8b_h100_fp8.sh",
+        LLAMA3 + FP8 + MOCK,
+        8,
+        vocabulary=128257,
+        not_done=LLAMA3_NOT_DONE,
+        refused=(*DECOUPLED, "--fp8-format hybrid: fp8", "--fp8-param-gather: fp8"),
+        drop="--decoupled-lr --decoupled-min-lr --fp8-format --fp8-param-gather",
+        reason="no fp8, and one learning rate",
+    ),
+    Script(
+        "examples/llama/train_llama3_8b_h100_fp8.sh DTYPE=bf16",
+        LLAMA3 + MOCK,
+        8,
+        vocabulary=128257,
+        not_done=LLAMA3_NOT_DONE,
+        refused=DECOUPLED,
+        drop="--decoupled-lr --decoupled-min-lr",
+        reason="one learning rate",
+    ),
+    Script(
+        "examples/llama/train_llama3_8b_h100_fp8.sh TOKENIZER DATA",
+        LLAMA3 + FP8 + REAL,
+        8,
+        vocabulary=128256,
+        not_done=LLAMA3_NOT_DONE,
+        refused=(*DECOUPLED, "--fp8-format hybrid: fp8", "--fp8-param-gather: fp8"),
+        drop="--decoupled-lr --decoupled-min-lr --fp8-format --fp8-param-gather",
+        reason="no fp8, and one learning rate",
+    ),
 )
 
 # ---------------------------------------------------------------- Megatron-DeepSpeed
@@ -129,17 +204,35 @@ REBASE = """
     --log-optimizer-states-to-tensorboard --deepspeed --deepspeed_config deepspeed.json --zero-stage 1
     --pipeline-model-parallel-size 2 --deepspeed-activation-checkpointing
 """
-LARGE = {"num_layers": "24", "hidden_size": "2048", "num_attention_heads": "16", "global_batch_size": "512", "lr": "2.0e-4",
-         "init_method_std": "0.013"}
-TOKENS = ("--lr-decay-tokens 300000000000: lengths are given in samples here; use --lr-decay-samples 146484375",
-          "--lr-warmup-tokens 3000000000: lengths are given in samples here; use --lr-warmup-samples 1464843",
-          "--train-tokens 300000000000: lengths are given in samples here; use --train-samples 146484375")
-SCALER = ("--deepspeed_config deepspeed.json: fp16.loss_scale_window = 500: ",
-          "--deepspeed_config deepspeed.json: fp16.initial_scale_power = 11: ")
+LARGE = {
+    "num_layers": "24",
+    "hidden_size": "2048",
+    "num_attention_heads": "16",
+    "global_batch_size": "512",
+    "lr": "2.0e-4",
+    "init_method_std": "0.013",
+}
+TOKENS = (
+    (
+        "--lr-decay-tokens 300000000000: lengths are given in samples here; use "
+        "--lr-decay-samples 146484375"
+    ),
+    (
+        "--lr-warmup-tokens 3000000000: lengths are given in samples here; use "
+        "--lr-warmup-samples 1464843"
+    ),
+    "--train-tokens 300000000000: lengths are given in samples here; use --train-samples 146484375",
+)
+SCALER = (
+    "--deepspeed_config deepspeed.json: fp16.loss_scale_window = 500: ",
+    "--deepspeed_config deepspeed.json: fp16.initial_scale_power = 11: ",
+)
 IN_SAMPLES = {
-    "refused": (*TOKENS, *SCALER), "drop": "--lr-decay-tokens --lr-warmup-tokens --train-tokens --train-samples",
-    "add": "--lr-decay-samples 146484375 --lr-warmup-samples 1464843 --train-samples 146484375 --loss-scale-window 500 "
-           "--initial-loss-scale 2048",
+    "refused": (*TOKENS, *SCALER),
+    "drop": "--lr-decay-tokens --lr-warmup-tokens --train-tokens --train-samples",
+    "add": "--lr-decay-samples 146484375 --lr-warmup-samples 1464843 --train-samples 146484375 "
+    "--loss-scale-window 500 "
+    "--initial-loss-scale 2048",
     "reason": "lengths in tokens, and loss scaling that is set in the DeepSpeed file alone",
     "not_done": ("--log-timers-to-tensorboard: ", "--log-optimizer-states-to-tensorboard: "),
 }
@@ -147,18 +240,53 @@ IN_SAMPLES = {
 
 def template(batch: int, stage: int, micro: int = 2, steps: int = 10) -> dict[str, Any]:
     """The DeepSpeed file of most scripts."""
-    return {"train_batch_size": batch, "train_micro_batch_size_per_gpu": micro, "steps_per_print": steps,
-            "zero_optimization": {"stage": stage}, "gradient_clipping": 1.0, "prescale_gradients": stage == 0,
-            "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1,
-                     "initial_scale_power": 11}, "wall_clock_breakdown": False}
+    return {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": micro,
+        "steps_per_print": steps,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 1.0,
+        "prescale_gradients": stage == 0,
+        "fp16": {
+            "enabled": True,
+            "loss_scale": 0,
+            "loss_scale_window": 500,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+            "initial_scale_power": 11,
+        },
+        "wall_clock_breakdown": False,
+    }
 
 
 ROPE = " --use-rotary-position-embeddings --rotary-percent 0.25"
-DENSE = changed(REBASE, **LARGE, tensor_model_parallel_size="1", pipeline_model_parallel_size="1", zero_stage="0") + " --no-pipeline-parallel"
-ZBH1 = shlex.join(without(changed(REBASE, **{**LARGE, "global_batch_size": "16"}, tensor_model_parallel_size="1",
-                                  pipeline_model_parallel_size="8", zero_stage="0", micro_batch_size="1", log_interval="1",
-                                  eval_iters="10100", eval_interval="10100", save_interval="10100"),
-                          "--checkpoint-activations --deepspeed-activation-checkpointing"))
+DENSE = (
+    changed(
+        REBASE,
+        **LARGE,
+        tensor_model_parallel_size="1",
+        pipeline_model_parallel_size="1",
+        zero_stage="0",
+    )
+    + " --no-pipeline-parallel"
+)
+ZBH1 = shlex.join(
+    without(
+        changed(
+            REBASE,
+            **{**LARGE, "global_batch_size": "16"},
+            tensor_model_parallel_size="1",
+            pipeline_model_parallel_size="8",
+            zero_stage="0",
+            micro_batch_size="1",
+            log_interval="1",
+            eval_iters="10100",
+            eval_interval="10100",
+            save_interval="10100",
+        ),
+        "--checkpoint-activations --deepspeed-activation-checkpointing",
+    )
+)
 
 LLAMA = """
     --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 24 --hidden-size 2048
@@ -171,8 +299,13 @@ LLAMA = """
     --use-rotary-position-embeddings --untie-embeddings-and-output-weights --swiglu --normalization rmsnorm
     --disable-bias-linear --zero-stage=0 --deepspeed_config=deepspeed.json --deepspeed
 """
-LLAMA_FILE = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 1, "zero_optimization": {"stage": 0},
-              "bf16": {"enabled": True}}
+LLAMA_FILE = {
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 4,
+    "steps_per_print": 1,
+    "zero_optimization": {"stage": 0},
+    "bf16": {"enabled": True},
+}
 
 EXAMPLE = """
     --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 24 --hidden-size 512
@@ -184,8 +317,14 @@ EXAMPLE = """
     --deepspeed-activation-checkpointing --zero-stage=2 --deepspeed_config=deepspeed.json --no-pipeline-parallel
     --deepspeed --exit-interval 5000
 """
-EXAMPLE_FILE = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "steps_per_print": 1, "zero_optimization": {"stage": 2},
-                "fp16": {"enabled": True, "initial_scale_power": 12}, "wall_clock_breakdown": True}
+EXAMPLE_FILE = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 4,
+    "steps_per_print": 1,
+    "zero_optimization": {"stage": 2},
+    "fp16": {"enabled": True, "initial_scale_power": 12},
+    "wall_clock_breakdown": True,
+}
 
 UNIVERSAL = """
     --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --ds-sequence-parallel-size 1 --num-layers 24
@@ -197,8 +336,15 @@ UNIVERSAL = """
     --make-vocab-size-divisible-by 256 --tensorboard-dir tb --deepspeed --deepspeed_config=deepspeed.json --zero-stage=1
     --deepspeed-activation-checkpointing
 """
-UNIVERSAL_FILE = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "steps_per_print": 1, "zero_optimization": {"stage": 1},
-                  "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "wall_clock_breakdown": False}
+UNIVERSAL_FILE = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 2,
+    "steps_per_print": 1,
+    "zero_optimization": {"stage": 1},
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "wall_clock_breakdown": False,
+}
 
 FINETUNE = """
     --load ckpt --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --lr-warmup-iters 2000 --weight-decay 0.1
@@ -214,53 +360,184 @@ FINETUNE = """
 """
 
 MEGATRON_DEEPSPEED = (
-    Script("examples_deepspeed/rebase/ds_pretrain_gpt_125M.sh", REBASE, 8, template(256, 1), **IN_SAMPLES),
-    Script("examples_deepspeed/rebase/ds_pretrain_gpt_125M_flashattn.sh", REBASE + " --use-flash-attn", 8, template(256, 1),
-           **{**IN_SAMPLES, "not_done": (*IN_SAMPLES["not_done"], "--use-flash-attn: with attention dropout")}),
-    Script("examples_deepspeed/rebase/ds_pretrain_gpt_1.3B.sh", DENSE, 64, template(512, 0), **IN_SAMPLES),
-    Script("examples_deepspeed/rebase/ds_pretrain_gpt_1.3B_megatron_checkpointing.sh",
-           shlex.join(without(DENSE, "--checkpoint-activations --deepspeed-activation-checkpointing"))
-           + " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 64, template(512, 0), **IN_SAMPLES),
-    Script("examples_deepspeed/rebase/ds_pretrain_gpt_1.3B_rope.sh",
-           changed(REBASE, **LARGE, tensor_model_parallel_size="4", pipeline_model_parallel_size="8") + ROPE, 64, template(512, 1), **IN_SAMPLES),
-    Script("examples_deepspeed/rebase/ds_pretrain_gpt_13B.sh",
-           changed(REBASE, num_layers="40", hidden_size="5120", num_attention_heads="40", global_batch_size="1024", lr="1.0e-4",
-                   init_method_std="0.008", tensor_model_parallel_size="4", pipeline_model_parallel_size="8"),
-           64, template(1024, 1), **IN_SAMPLES),
-    Script("examples_deepspeed/zero_bubble_pp/zbh1_pretrain_gpt_1.3b.sh", ZBH1 + " --enable-zbh1-pipeline --enable-zbh1-exact-semantics", 8,
-           template(16, 0, micro=1, steps=1), **IN_SAMPLES),
-    Script("examples_deepspeed/sequence_parallel/ds_pretrain_gpt_1.3B_seq_parallel_32k.sh",
-           changed(DENSE, seq_length="32768", max_position_embeddings="32768", global_batch_size="2", micro_batch_size="1",
-                   ds_sequence_parallel_size="4", train_samples="18310546", zero_stage="1") + " --use-flash-attn-triton",
-           2, template(2, 1, micro=1),
-           refused=("--lr-decay-tokens ", "--lr-warmup-tokens ", "--train-tokens ", "--ds-sequence-parallel-size 4: context parallelism", *SCALER),
-           drop=IN_SAMPLES["drop"] + " --ds-sequence-parallel-size",
-           add="--lr-decay-samples 9155273 --lr-warmup-samples 91552 --train-samples 9155273 --loss-scale-window 500 --initial-loss-scale 2048",
-           reason="context parallelism is not built yet; lengths in tokens",
-           not_done=(*IN_SAMPLES["not_done"], "--use-flash-attn-triton: with attention dropout")),
-    Script("examples_deepspeed/pretrain_llama_distributed.sh", LLAMA, 8, LLAMA_FILE, vocabulary=32000),
-    Script("examples_deepspeed/pretrain_llama2_distributed.sh",
-           LLAMA + " --num-key-value-heads 4 --recompute-granularity full --recompute-method uniform --deepspeed-activation-checkpointing",
-           8, LLAMA_FILE, vocabulary=32000),
-    Script("examples_deepspeed/run_deepspeed_example.sh", EXAMPLE, 8, EXAMPLE_FILE,
-           refused=("--deepspeed_config deepspeed.json: train_batch_size = 64: contradicts --global-batch-size 1024",
-                    "--deepspeed_config deepspeed.json: fp16.initial_scale_power = 12: "),
-           edit={"train_batch_size": 1024, "fp16": {"enabled": True}},
-           reason="its file contradicts its flags: another batch, and dynamic loss scaling beside --loss-scale"),
-    Script("examples_deepspeed/universal_checkpointing/megatron_gpt/run_bf16.sh", UNIVERSAL, 8, UNIVERSAL_FILE),
-    Script("examples_deepspeed/universal_checkpointing/megatron_gpt/run_universal_bf16.sh", UNIVERSAL + " --universal-checkpoint", 8,
-           UNIVERSAL_FILE),
-    Script("examples_deepspeed/universal_checkpointing/megatron_gpt/run_fp16.sh", UNIVERSAL.replace("--bf16", "--fp16"), 8,
-           {**UNIVERSAL_FILE, "data_types": None, "bf16": {"enabled": False},
-            "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 50, "hysteresis": 2, "min_loss_scale": 1,
-                     "initial_scale_power": 12}},
-           refused=("--deepspeed_config deepspeed.json: fp16.loss_scale = 0: contradicts --loss-scale 12",
-                    "--deepspeed_config deepspeed.json: fp16.loss_scale_window = 50: ",
-                    "--deepspeed_config deepspeed.json: fp16.initial_scale_power = 12: "),
-           drop="--loss-scale", add="--loss-scale-window 50 --initial-loss-scale 4096",
-           reason="a static loss scale in the flags and a dynamic one in the file"),
-    Script("examples_deepspeed/finetune_hf_llama/finetune_llama.sh", FINETUNE, 8,
-           {**LLAMA_FILE, "train_batch_size": 256, "train_micro_batch_size_per_gpu": 16, "steps_per_print": 100}, vocabulary=32000,
-           refused=("--repeated-dataloader: not supported",), drop="--repeated-dataloader", reason="finetuning on prompts"),
+    Script(
+        "examples_deepspeed/rebase/ds_pretrain_gpt_125M.sh",
+        REBASE,
+        8,
+        template(256, 1),
+        **IN_SAMPLES,
+    ),
+    Script(
+        "examples_deepspeed/rebase/ds_pretrain_gpt_125M_flashattn.sh",
+        REBASE + " --use-flash-attn",
+        8,
+        template(256, 1),
+        **{
+            **IN_SAMPLES,
+            "not_done": (*IN_SAMPLES["not_done"], "--use-flash-attn: with attention dropout"),
+        },
+    ),
+    Script(
+        "examples_deepspeed/rebase/ds_pretrain_gpt_1.3B.sh",
+        DENSE,
+        64,
+        template(512, 0),
+        **IN_SAMPLES,
+    ),
+    Script(
+        "examples_deepspeed/rebase/ds_pretrain_gpt_1.3B_megatron_checkpointing.sh",
+        shlex.join(without(DENSE, "--checkpoint-activations --deepspeed-activation-checkpointing"))
+        + " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        64,
+        template(512, 0),
+        **IN_SAMPLES,
+    ),
+    Script(
+        "examples_deepspeed/rebase/ds_pretrain_gpt_1.3B_rope.sh",
+        changed(REBASE, **LARGE, tensor_model_parallel_size="4", pipeline_model_parallel_size="8")
+        + ROPE,
+        64,
+        template(512, 1),
+        **IN_SAMPLES,
+    ),
+    Script(
+        "examples_deepspeed/rebase/ds_pretrain_gpt_13B.sh",
+        changed(
+            REBASE,
+            num_layers="40",
+            hidden_size="5120",
+            num_attention_heads="40",
+            global_batch_size="1024",
+            lr="1.0e-4",
+            init_method_std="0.008",
+            tensor_model_parallel_size="4",
+            pipeline_model_parallel_size="8",
+        ),
+        64,
+        template(1024, 1),
+        **IN_SAMPLES,
+    ),
+    Script(
+        "examples_deepspeed/zero_bubble_pp/zbh1_pretrain_gpt_1.3b.sh",
+        ZBH1 + " --enable-zbh1-pipeline --enable-zbh1-exact-semantics",
+        8,
+        template(16, 0, micro=1, steps=1),
+        **IN_SAMPLES,
+    ),
+    Script(
+        "examples_deepspeed/sequence_parallel/ds_pretrain_gpt_1.3B_seq_parallel_32k.sh",
+        changed(
+            DENSE,
+            seq_length="32768",
+            max_position_embeddings="32768",
+            global_batch_size="2",
+            micro_batch_size="1",
+            ds_sequence_parallel_size="4",
+            train_samples="18310546",
+            zero_stage="1",
+        )
+        + " --use-flash-attn-triton",
+        2,
+        template(2, 1, micro=1),
+        refused=(
+            "--lr-decay-tokens ",
+            "--lr-warmup-tokens ",
+            "--train-tokens ",
+            "--ds-sequence-parallel-size 4: context parallelism",
+            *SCALER,
+        ),
+        drop=IN_SAMPLES["drop"] + " --ds-sequence-parallel-size",
+        add=(
+            "--lr-decay-samples 9155273 --lr-warmup-samples 91552 --train-samples 9155273 "
+            "--loss-scale-window 500 --initial-loss-scale 2048"
+        ),
+        reason="context parallelism is not built yet; lengths in tokens",
+        not_done=(*IN_SAMPLES["not_done"], "--use-flash-attn-triton: with attention dropout"),
+    ),
+    Script(
+        "examples_deepspeed/pretrain_llama_distributed.sh", LLAMA, 8, LLAMA_FILE, vocabulary=32000
+    ),
+    Script(
+        "examples_deepspeed/pretrain_llama2_distributed.sh",
+        LLAMA
+        + (
+            " --num-key-value-heads 4 --recompute-granularity full --recompute-method "
+            "uniform --deepspeed-activation-checkpointing"
+        ),
+        8,
+        LLAMA_FILE,
+        vocabulary=32000,
+    ),
+    Script(
+        "examples_deepspeed/run_deepspeed_example.sh",
+        EXAMPLE,
+        8,
+        EXAMPLE_FILE,
+        refused=(
+            (
+                "--deepspeed_config deepspeed.json: train_batch_size = 64: contradicts "
+                "--global-batch-size 1024"
+            ),
+            "--deepspeed_config deepspeed.json: fp16.initial_scale_power = 12: ",
+        ),
+        edit={"train_batch_size": 1024, "fp16": {"enabled": True}},
+        reason=(
+            "its file contradicts its flags: another batch, and dynamic loss scaling beside "
+            "--loss-scale"
+        ),
+    ),
+    Script(
+        "examples_deepspeed/universal_checkpointing/megatron_gpt/run_bf16.sh",
+        UNIVERSAL,
+        8,
+        UNIVERSAL_FILE,
+    ),
+    Script(
+        "examples_deepspeed/universal_checkpointing/megatron_gpt/run_universal_bf16.sh",
+        UNIVERSAL + " --universal-checkpoint",
+        8,
+        UNIVERSAL_FILE,
+    ),
+    Script(
+        "examples_deepspeed/universal_checkpointing/megatron_gpt/run_fp16.sh",
+        UNIVERSAL.replace("--bf16", "--fp16"),
+        8,
+        {
+            **UNIVERSAL_FILE,
+            "data_types": None,
+            "bf16": {"enabled": False},
+            "fp16": {
+                "enabled": True,
+                "loss_scale": 0,
+                "loss_scale_window": 50,
+                "hysteresis": 2,
+                "min_loss_scale": 1,
+                "initial_scale_power": 12,
+            },
+        },
+        refused=(
+            "--deepspeed_config deepspeed.json: fp16.loss_scale = 0: contradicts --loss-scale 12",
+            "--deepspeed_config deepspeed.json: fp16.loss_scale_window = 50: ",
+            "--deepspeed_config deepspeed.json: fp16.initial_scale_power = 12: ",
+        ),
+        drop="--loss-scale",
+        add="--loss-scale-window 50 --initial-loss-scale 4096",
+        reason="a static loss scale in the flags and a dynamic one in the file",
+    ),
+    Script(
+        "examples_deepspeed/finetune_hf_llama/finetune_llama.sh",
+        FINETUNE,
+        8,
+        {
+            **LLAMA_FILE,
+            "train_batch_size": 256,
+            "train_micro_batch_size_per_gpu": 16,
+            "steps_per_print": 100,
+        },
+        vocabulary=32000,
+        refused=("--repeated-dataloader: not supported",),
+        drop="--repeated-dataloader",
+        reason="finetuning on prompts",
+    ),
 )
 SCRIPTS = (*MEGATRON_LM, *MEGATRON_DEEPSPEED)

@@ -12,12 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config import groups
-from megatron.config.arguments import COMMANDS, NO_PATHS, Option, build_parser, dump_config, options, options_by_flag, parse_arguments
+from megatron.config.arguments import (
+    COMMANDS,
+    NO_PATHS,
+    Option,
+    build_parser,
+    dump_config,
+    options,
+    options_by_flag,
+    parse_arguments,
+)
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
 
-VALID = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --lr 1e-3 --train-iters 10 "
-         "--mock-data --vocab-size 100").split()
+VALID = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 2 --lr 1e-3 --train-iters 10 "
+    "--mock-data --vocab-size 100"
+).split()
 
 
 def faults_of(argv: list[str]) -> list[str]:
@@ -35,7 +47,12 @@ def words(option: Option) -> st.SearchStrategy[str]:
     if option.kind is float:
         return st.floats(allow_nan=False, allow_infinity=False).map(repr)
     text = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), min_size=1)
-    return text.filter(lambda word: not word.startswith("-") and (len(word) < 2 or word[0] != word[-1] or word[0] not in "'\""))
+    return text.filter(
+        lambda word: (
+            not word.startswith("-")
+            and (len(word) < 2 or word[0] != word[-1] or word[0] not in "'\"")
+        )
+    )
 
 
 @st.composite
@@ -46,10 +63,21 @@ def command_lines(draw: st.DrawFn) -> list[str]:
         if option.kind is bool:
             argv.append(draw(st.sampled_from([*option.names, *option.off])))
         elif option.many:
-            argv += [draw(st.sampled_from(option.names)), *draw(st.lists(words(option), min_size=1, max_size=4))]
+            argv += [
+                draw(st.sampled_from(option.names)),
+                *draw(st.lists(words(option), min_size=1, max_size=4)),
+            ]
         else:
             name, word = draw(st.sampled_from(option.names)), draw(words(option))
-            argv += draw(st.sampled_from([[name, word], [f"{name}={word}"], [name.replace("-", "_").replace("__", "--", 1), word]]))
+            argv += draw(
+                st.sampled_from(
+                    [
+                        [name, word],
+                        [f"{name}={word}"],
+                        [name.replace("-", "_").replace("__", "--", 1), word],
+                    ]
+                )
+            )
     return argv
 
 
@@ -58,7 +86,9 @@ def command_lines(draw: st.DrawFn) -> list[str]:
 def test_a_printed_configuration_reads_back(tmp_path_factory, argv: list[str], as_yaml: bool):
     config = parse_arguments(argv).config
     path = tmp_path_factory.mktemp("config") / "config"
-    path.write_text(yaml.safe_dump(config.to_dict()) if as_yaml else dump_config(config), encoding="utf-8")
+    path.write_text(
+        yaml.safe_dump(config.to_dict()) if as_yaml else dump_config(config), encoding="utf-8"
+    )
     assert parse_arguments(["--dry-run", "--config", str(path)]).config == config
     assert Config.from_dict(json.loads(dump_config(config))) == config
 
@@ -67,14 +97,23 @@ ODD = ("--moe-x", "--deepspeed", "--swiglu", "--config", "--=", "-", "--")
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.one_of(st.sampled_from(sorted(options_by_flag())), st.sampled_from(ODD), st.text(max_size=6)), max_size=8))
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from(sorted(options_by_flag())), st.sampled_from(ODD), st.text(max_size=6)
+        ),
+        max_size=8,
+    )
+)
 def test_any_words_parse_or_give_argument_errors(argv: list[str]):
     if "-h" in argv:
         return
     try:
         parse_arguments(argv)
     except ArgumentErrors as error:
-        assert error.faults and all("\n" not in fault or any("\n" in word for word in argv) for fault in error.faults)
+        assert error.faults and all(
+            "\n" not in fault or any("\n" in word for word in argv) for fault in error.faults
+        )
 
 
 def test_every_field_has_a_flag_a_help_and_its_default():
@@ -85,7 +124,9 @@ def test_every_field_has_a_flag_a_help_and_its_default():
     assert all(option.help for option in options())
     assert parse_arguments([]).config == Config()
     text = build_parser().format_help()
-    assert all(flag in text for option in options() for flag in (*option.names, *option.off)) and all(name in text for name in COMMANDS)
+    assert all(
+        flag in text for option in options() for flag in (*option.names, *option.off)
+    ) and all(name in text for name in COMMANDS)
 
 
 def test_help_is_printed(capsys):
@@ -96,68 +137,103 @@ def test_help_is_printed(capsys):
 
 def test_command_line_wins_over_the_file(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text("model: {num_layers: 4, hidden_size: 128}\noptimizer:\n  lr: 1e-4  # a string for YAML 1.1\n")
+    path.write_text(
+        "model: {num_layers: 4, hidden_size: 128}\noptimizer:\n  lr: 1e-4  # a string for "
+        "YAML 1.1\n"
+    )
     config = parse_arguments(["--num-layers", "6", "--config", str(path)]).config
-    assert (config.model.num_layers, config.model.hidden_size, config.optimizer.lr) == (6, 128, 1e-4)
+    assert (config.model.num_layers, config.model.hidden_size, config.optimizer.lr) == (
+        6,
+        128,
+        1e-4,
+    )
 
 
-@pytest.mark.parametrize("text, fault", [
-    ("model: {num_layer: 4}", "model has no setting 'num_layer'; did you mean num_layers?"),
-    ("modell: {num_layers: 4}", "'modell' is not a group of settings"),
-    ("model: {num_layers: many}", "model.num_layers = 'many': expected a number"),
-    ("model: {num_layers: true}", "model.num_layers = True: expected int"),
-    ("model: {group_query_attention: null}", "model.group_query_attention = None: expected bool"),
-    ("data: {data_path: {a: 1}}", "expected a list"),
-    ("model: [", "cannot be read"),
-    ("- 1", "expected groups with settings"),
-    ("[1]", "expected an object, found a list"),
-    ('{"model": {"num_layers": 2}, "model": {"hidden_size": 8}}', "the key 'model' occurs twice"),
-    ("model: {num_layers: 2}\nmodel: {hidden_size: 8}\n", "the key 'model' occurs twice"),
-    ("model: {num_layers: 2, num_layers: 3}", "the key 'num_layers' occurs twice"),
-    ("model: {num_layers: 010}", "010 is a number that versions of YAML read differently"),
-    ("model: {num_layers: 09}", "09 is a number that versions of YAML read differently"),
-    ("model: {num_layers: 1:30}", "1:30 is a number that versions of YAML read differently"),
-    ("model: {num_layers: 0x10}", "0x10 is a number that versions of YAML read differently"),
-    ("optimizer: {lr: .inf}", ".inf is a number that versions of YAML read differently"),
-    ("checkpoint: {save: 2024-01-01}", "a value of the kind timestamp is not read here"),
-    ("checkpoint: {save: !!binary aGk=}", "a value of the kind binary is not read here"),
-    ("checkpoint: !!python/name:os.system x", "a value of the kind python/name:os.system is not read here"),
-    ("model: &a {num_layers: 2}\ndata: *a", "aliases are not read here"),
-    ("model: {<<: {num_layers: 2}}", "a value of the kind merge is not read here"),
-    ("model: {1: 2}", "a key is not text"),
-    ("[" * 20_000, "nested deeper than 64 levels"),
-    ("a: " + "[" * 20_000, "nested too deep"),
-    ("a: " + "[" * 100 + "]" * 100, "nested"),
-    ('model: {num_layers: "' + "9" * 300 + '"}', "expected a whole number of at most 64 bits"),
-    ("model: {num_layers: " + "9" * 5000 + "}", "cannot be read"),
-    ("data: {data_path: [true, a]}", "expected a list of words or numbers"),
-    ("data: {data_path: [[a], a]}", "expected a list of words or numbers"),
-    ('{"checkpoint": {"save": "\\ud800"}}', "half of a surrogate pair"),
-    ('checkpoint: {save: "\\0"}', "holds a character that a path cannot hold"),
-    ("{" + ", ".join(f"a{number}: 1" for number in range(60)) + "}", "and 40 more faults"),
-])
+@pytest.mark.parametrize(
+    "text, fault",
+    [
+        ("model: {num_layer: 4}", "model has no setting 'num_layer'; did you mean num_layers?"),
+        ("modell: {num_layers: 4}", "'modell' is not a group of settings"),
+        ("model: {num_layers: many}", "model.num_layers = 'many': expected a number"),
+        ("model: {num_layers: true}", "model.num_layers = True: expected int"),
+        (
+            "model: {group_query_attention: null}",
+            "model.group_query_attention = None: expected bool",
+        ),
+        ("data: {data_path: {a: 1}}", "expected a list"),
+        ("model: [", "cannot be read"),
+        ("- 1", "expected groups with settings"),
+        ("[1]", "expected an object, found a list"),
+        (
+            '{"model": {"num_layers": 2}, "model": {"hidden_size": 8}}',
+            "the key 'model' occurs twice",
+        ),
+        ("model: {num_layers: 2}\nmodel: {hidden_size: 8}\n", "the key 'model' occurs twice"),
+        ("model: {num_layers: 2, num_layers: 3}", "the key 'num_layers' occurs twice"),
+        ("model: {num_layers: 010}", "010 is a number that versions of YAML read differently"),
+        ("model: {num_layers: 09}", "09 is a number that versions of YAML read differently"),
+        ("model: {num_layers: 1:30}", "1:30 is a number that versions of YAML read differently"),
+        ("model: {num_layers: 0x10}", "0x10 is a number that versions of YAML read differently"),
+        ("optimizer: {lr: .inf}", ".inf is a number that versions of YAML read differently"),
+        ("checkpoint: {save: 2024-01-01}", "a value of the kind timestamp is not read here"),
+        ("checkpoint: {save: !!binary aGk=}", "a value of the kind binary is not read here"),
+        (
+            "checkpoint: !!python/name:os.system x",
+            "a value of the kind python/name:os.system is not read here",
+        ),
+        ("model: &a {num_layers: 2}\ndata: *a", "aliases are not read here"),
+        ("model: {<<: {num_layers: 2}}", "a value of the kind merge is not read here"),
+        ("model: {1: 2}", "a key is not text"),
+        ("[" * 20_000, "nested deeper than 64 levels"),
+        ("a: " + "[" * 20_000, "nested too deep"),
+        ("a: " + "[" * 100 + "]" * 100, "nested"),
+        ('model: {num_layers: "' + "9" * 300 + '"}', "expected a whole number of at most 64 bits"),
+        ("model: {num_layers: " + "9" * 5000 + "}", "cannot be read"),
+        ("data: {data_path: [true, a]}", "expected a list of words or numbers"),
+        ("data: {data_path: [[a], a]}", "expected a list of words or numbers"),
+        ('{"checkpoint": {"save": "\\ud800"}}', "half of a surrogate pair"),
+        ('checkpoint: {save: "\\0"}', "holds a character that a path cannot hold"),
+        ("{" + ", ".join(f"a{number}: 1" for number in range(60)) + "}", "and 40 more faults"),
+    ],
+)
 def test_faults_in_a_configuration_file(tmp_path, text, fault):
     path = tmp_path / "config.yaml"
     path.write_text(text)
     assert any(fault in line and str(path) in line for line in faults_of(["--config", str(path)]))
 
 
-@pytest.mark.parametrize("flag", ["--config", "--deepspeed-config", *(
-    option.names[0] for option in options() if option.kind is str and option.field not in NO_PATHS and not option.choices)])
-@pytest.mark.parametrize("path, fault", [
-    ("x" * 5000, "a path of 5,000 bytes; at most 3,900 are taken"),
-    ("a/" + "x" * 256, "a name in this path is longer than the 255 bytes"),
-    ("x\udcff", "holds a character that a path cannot hold"),
-])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--config",
+        "--deepspeed-config",
+        *(
+            option.names[0]
+            for option in options()
+            if option.kind is str and option.field not in NO_PATHS and not option.choices
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "path, fault",
+    [
+        ("x" * 5000, "a path of 5,000 bytes; at most 3,900 are taken"),
+        ("a/" + "x" * 256, "a name in this path is longer than the 255 bytes"),
+        ("x\udcff", "holds a character that a path cannot hold"),
+    ],
+)
 def test_what_no_path_can_be(flag, path, fault):
     found = [line for line in faults_of([*VALID, flag, path]) if flag in line]
     assert len(found) == 1 and fault in found[0] and len(found[0]) < 200
 
 
-@pytest.mark.parametrize("make, fault", [
-    (lambda path: os.mkfifo(path), "is a named pipe (FIFO), not a regular file"),
-    (lambda path: path.mkdir(), "is a folder, not a regular file"),
-])
+@pytest.mark.parametrize(
+    "make, fault",
+    [
+        (lambda path: os.mkfifo(path), "is a named pipe (FIFO), not a regular file"),
+        (lambda path: path.mkdir(), "is a folder, not a regular file"),
+    ],
+)
 def test_a_configuration_that_is_no_regular_file(tmp_path, make, fault):
     make(tmp_path / "config.yaml")
     assert fault in faults_of(["--config", str(tmp_path / "config.yaml")])[0]
@@ -168,12 +244,22 @@ def test_a_missing_configuration_file_is_named(tmp_path):
 
 
 def test_all_faults_at_once():
-    wrong = "--num-layer 3 --lr fast --seq-length 1.5 --context-parallel-size 8 --retro-workdir x --bf16 --fp16 --zero3-keep-gathered "
+    wrong = (
+        "--num-layer 3 --lr fast --seq-length 1.5 --context-parallel-size 8 --retro-workdir "
+        "x --bf16 --fp16 --zero3-keep-gathered "
+    )
     faults = faults_of([*VALID, *(wrong + "--nan-policy ignore --lr-decay-style cosin").split()])
-    expected = ["--num-layer 3: unknown flag; did you mean --num-layers?", "--lr fast: expected a number",
-                "--seq-length 1.5: expected a whole number", "--context-parallel-size 8: context parallelism is not built yet",
-                "--retro-workdir x: retrieval", "--bf16 --fp16: contradict", "--zero3-keep-gathered: acts only with --zero-stage 3",
-                "--nan-policy ignore: choose from stop, skip", "did you mean cosine?"]
+    expected = [
+        "--num-layer 3: unknown flag; did you mean --num-layers?",
+        "--lr fast: expected a number",
+        "--seq-length 1.5: expected a whole number",
+        "--context-parallel-size 8: context parallelism is not built yet",
+        "--retro-workdir x: retrieval",
+        "--bf16 --fp16: contradict",
+        "--zero3-keep-gathered: acts only with --zero-stage 3",
+        "--nan-policy ignore: choose from stop, skip",
+        "did you mean cosine?",
+    ]
     for text in expected:
         assert sum(text in fault for fault in faults) == 1, text
     assert len(faults) == len(expected)
@@ -185,29 +271,41 @@ def test_rules_say_nothing_about_a_flag_whose_value_is_unknown():
     assert faults_of([*line, "--l-r", "1"]) == ["--l-r 1: unknown flag; did you mean --lr?"]
 
 
-@pytest.mark.parametrize("argv, fault", [
-    (["--lr", "--bf16"], "--lr: no value follows it (is a shell variable unset?)"),
-    (["--lr="], "--lr '': no value follows it"),
-    (["--save", ""], "--save '': no value follows it"),
-    (["--lr", "1", "2"], "--lr 1 2: takes one value"),
-    (["--bf16", "yes"], "--bf16 yes: it takes no value"),
-    (["--num-lay", "2"], "--num-lay 2: unknown flag; did you mean --num-layers?"),
-    (["stray", "--bf16"], "stray: this word belongs to no flag"),
-    (["--bf16", "-x"], "-x: this word belongs to no flag"),
-    (["--tokenizer-type NullTokenizer"], "'--tokenizer-type NullTokenizer': flag and value are quoted together as one word"),
-    (["--lr", "nan"], "expected a number"),
-    (["--train-iters", "1e-3"], "expected a whole number"),
-    (["--world-size", "8"], "--world-size 8: only with --dry-run"),
-    (["--tensor-model-parallel-size", "two"], "--tensor-model-parallel-size two: expected a number"),
-    (["--distributed-backend", "mpi"], "--distributed-backend mpi: choose from auto, nccl, gloo"),
-    (["--dry-run", "now"], "--dry-run now: takes no value"),
-    (["--config"], "--config: takes one file"),
-    (["--swiglu", "x"], "--swiglu x: it takes no value"),
-    (["--swiglu", "--squared-relu"], "--squared-relu: contradicts --swiglu; drop one of them"),
-    (["--window-size", "511,1"], "--window-size 511,1: Megatron's pair must be W-1,0"),
-    (["--recompute-granularity", "selective"], "selective recompute is not built yet"),
-    (["--swiglu="], "--swiglu '': it takes no value"),
-])
+@pytest.mark.parametrize(
+    "argv, fault",
+    [
+        (["--lr", "--bf16"], "--lr: no value follows it (is a shell variable unset?)"),
+        (["--lr="], "--lr '': no value follows it"),
+        (["--save", ""], "--save '': no value follows it"),
+        (["--lr", "1", "2"], "--lr 1 2: takes one value"),
+        (["--bf16", "yes"], "--bf16 yes: it takes no value"),
+        (["--num-lay", "2"], "--num-lay 2: unknown flag; did you mean --num-layers?"),
+        (["stray", "--bf16"], "stray: this word belongs to no flag"),
+        (["--bf16", "-x"], "-x: this word belongs to no flag"),
+        (
+            ["--tokenizer-type NullTokenizer"],
+            "'--tokenizer-type NullTokenizer': flag and value are quoted together as one word",
+        ),
+        (["--lr", "nan"], "expected a number"),
+        (["--train-iters", "1e-3"], "expected a whole number"),
+        (["--world-size", "8"], "--world-size 8: only with --dry-run"),
+        (
+            ["--tensor-model-parallel-size", "two"],
+            "--tensor-model-parallel-size two: expected a number",
+        ),
+        (
+            ["--distributed-backend", "mpi"],
+            "--distributed-backend mpi: choose from auto, nccl, gloo",
+        ),
+        (["--dry-run", "now"], "--dry-run now: takes no value"),
+        (["--config"], "--config: takes one file"),
+        (["--swiglu", "x"], "--swiglu x: it takes no value"),
+        (["--swiglu", "--squared-relu"], "--squared-relu: contradicts --swiglu; drop one of them"),
+        (["--window-size", "511,1"], "--window-size 511,1: Megatron's pair must be W-1,0"),
+        (["--recompute-granularity", "selective"], "selective recompute is not built yet"),
+        (["--swiglu="], "--swiglu '': it takes no value"),
+    ],
+)
 def test_one_fault(argv, fault):
     assert any(fault in line for line in faults_of(argv)), faults_of(argv)
 
@@ -220,11 +318,21 @@ def test_spellings():
     assert parse("--bf16", "--no-bf16").precision.bf16 is False
     assert parse("--split", "'99,1,0'").data.split == "99,1,0"
     assert parse("--data-path", "0.5", "a", "-0.5", "b").data.data_path == ("0.5", "a", "-0.5", "b")
-    assert parse("--window-size", "(511,0)").model.window_size == parse("--window-size", "512").model.window_size == 512
+    assert (
+        parse("--window-size", "(511,0)").model.window_size
+        == parse("--window-size", "512").model.window_size
+        == 512
+    )
     assert parse("--train-samples", "1e6").training.train_samples == 1_000_000
     assert parse("--loss-scale-window", "500.0").precision.loss_scale_window == 500
-    assert parse("--rampup-batch-size", "16", "16", "5859375").training.rampup_batch_size == (16, 16, 5859375)
-    assert parse("--tokenizer-type", "Llama2Tokenizer").data.tokenizer_type == "SentencePieceTokenizer"
+    assert parse("--rampup-batch-size", "16", "16", "5859375").training.rampup_batch_size == (
+        16,
+        16,
+        5859375,
+    )
+    assert (
+        parse("--tokenizer-type", "Llama2Tokenizer").data.tokenizer_type == "SentencePieceTokenizer"
+    )
     assert parse("--normalization", "rmsnorm").model.normalization == "RMSNorm"
     assert parse("--num-key-value-heads", "4").model.num_query_groups == 4
     assert parse("--swiglu").model.activation == "swiglu"
@@ -235,11 +343,17 @@ def test_spellings():
 
 def test_a_repeated_flag_takes_the_last_value_and_says_so():
     parsed = parse_arguments(["--lr", "1e-3", "--lr", "2e-3"])
-    assert parsed.config.optimizer.lr == 2e-3 and parsed.notes == ["--lr 1e-3 is overridden by the later --lr 2e-3"]
+    assert parsed.config.optimizer.lr == 2e-3 and parsed.notes == [
+        "--lr 1e-3 is overridden by the later --lr 2e-3"
+    ]
     assert parse_arguments(["--lr", "1e-3", "--lr", "0.001"]).notes == []
 
 
 def test_what_to_do_instead_of_training():
     parsed = parse_arguments(["--dry-run", "--world-size", "64"])
-    assert (parsed.dry_run, parsed.print_config, parsed.config.distributed.world_size) == (True, False, 64)
+    assert (parsed.dry_run, parsed.print_config, parsed.config.distributed.world_size) == (
+        True,
+        False,
+        64,
+    )
     assert parse_arguments(["--print-config"]).print_config

@@ -1,4 +1,6 @@
-"""A few of the random command lines of command_lines.py, whose whole result is docs/results/command_lines.json."""
+"""A few of the random command lines of command_lines.py, whose whole result is
+docs/results/command_lines.json.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def test_a_traceback_and_a_hang_are_noticed(monkeypatch):
     monkeypatch.setattr(command_lines.pretrain_gpt, "main", broken)
     assert command_lines.outcome([])[0] == "traceback"
     monkeypatch.setattr(command_lines, "SECONDS", 1)
-    monkeypatch.setattr(command_lines.pretrain_gpt, "main", lambda argv: command_lines.time.sleep(3))
+    monkeypatch.setattr(
+        command_lines.pretrain_gpt, "main", lambda argv: command_lines.time.sleep(3)
+    )
     assert command_lines.outcome([])[0] == "hang"
     monkeypatch.setattr(command_lines.pretrain_gpt, "main", lambda argv: 2)
     assert command_lines.outcome([])[0] == "2 without a message"
@@ -31,6 +35,13 @@ def test_a_traceback_and_a_hang_are_noticed(monkeypatch):
 
 def test_the_recorded_campaigns_found_nothing():
     lines = json.loads((RESULTS / "command_lines.json").read_text())
-    assert lines["command lines"] >= 20_000 and (lines["tracebacks"], lines["hangs"], lines["others"]) == (0, 0, 0)
+    assert lines["command lines"] >= 20_000 and (
+        lines["tracebacks"],
+        lines["hangs"],
+        lines["others"],
+    ) == (0, 0, 0)
     for row in json.loads((RESULTS / "flag_typos.json").read_text()).values():
-        assert row["refused"] == row["typos"] > 290_000 and row["accepted"] == row["without the right suggestion"] == 0
+        assert (
+            row["refused"] == row["typos"] > 290_000
+            and row["accepted"] == row["without the right suggestion"] == 0
+        )

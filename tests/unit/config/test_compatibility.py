@@ -12,21 +12,35 @@ from megatron.config.compatibility import EQUALS, TABLE, VALUES
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
 
-VALUE_OF = {"--megatron-fsdp-main-grads-dtype": "bf16", "--megatron-fsdp-grad-comm-dtype": "bf16", "--cross-entropy-fusion-impl": "linear",
-            "--activations-checkpoint-method": "uniform"}  # no number
+VALUE_OF = {
+    "--megatron-fsdp-main-grads-dtype": "bf16",
+    "--megatron-fsdp-grad-comm-dtype": "bf16",
+    "--cross-entropy-fusion-impl": "linear",
+    "--activations-checkpoint-method": "uniform",
+}  # no number
 
 
 def test_the_table_is_consistent():
-    assert len({flag for row in TABLE for flag in row.flags}) == sum(len(row.flags) for row in TABLE)  # no name stands twice
+    # no name stands twice
+    assert len({flag for row in TABLE for flag in row.flags}) == sum(
+        len(row.flags) for row in TABLE
+    )
     for row in TABLE:
-        assert row.verdict in ("note", "only", "equals", "at least", "not done", "refused") and row.text
+        assert (
+            row.verdict in ("note", "only", "equals", "at least", "not done", "refused")
+            and row.text
+        )
         assert (row.values != ()) == (row.verdict == "only") or row.verdict == "not done"
-        assert (row.when is None) == (row.otherwise == "") and (row.told is None or row.verdict == "refused")
+        assert (row.when is None) == (row.otherwise == "") and (
+            row.told is None or row.verdict == "refused"
+        )
         for flag in row.flags:
             assert flag.startswith("--") and flag.rstrip("*").replace("*", "") == flag.rstrip("*")
             assert flag not in options_by_flag(), f"{flag} is a field: its row would never act"
     for row in EQUALS:
-        parse_arguments([row.flags[0], *([VALUE_OF.get(row.flags[0], "1")] if "$" in row.text else [])])
+        parse_arguments(
+            [row.flags[0], *([VALUE_OF.get(row.flags[0], "1")] if "$" in row.text else [])]
+        )
     fields = {option.names[0]: option for option in options()}
     for (flag, theirs), (ours, _) in VALUES.items():
         assert fields[flag].parse([ours]) != theirs and theirs not in fields[flag].choices
@@ -35,43 +49,149 @@ def test_the_table_is_consistent():
 def test_a_longer_family_or_an_exact_name_wins():
     assert compatibility.find("--moe-router-topk").verdict == "note"
     assert compatibility.find("--moe-use-upcycling").verdict == "refused"
-    assert compatibility.find("--mamba-inference-conv-states-dtype").text != compatibility.find("--mamba-state-dim").text
+    assert (
+        compatibility.find("--mamba-inference-conv-states-dtype").text
+        != compatibility.find("--mamba-state-dim").text
+    )
     assert compatibility.find("--no-such-flag") is None
 
 
-@pytest.mark.parametrize("words, faults, notes", [
-    ("--zero-stage 4", ["--zero-stage 4: choose from 0, 1, 2, 3"], []),
-    ("--accumulate-allreduce-grads-in-fp32", [], ["--accumulate-allreduce-grads-in-fp32: gradients are accumulated and sent in fp32 without"]),
-    ("--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16", ["--accumulate-allreduce-grads-in-fp32: contradicts --grad-reduce"], []),
-    ("--accumulate-allreduce-grads-in-fp32 --bf16 --main-grads-dtype bf16", ["--accumulate-allreduce-grads-in-fp32: contradicts --grad-reduce"], []),
-    ("--ddp-param-name-patterns-for-fp32-local-accumulation x --bf16 --main-grads-dtype bf16", ["--ddp-param-name-patterns-for-fp32-local-accumulation "
-     "x: contradicts --main-grads-dtype bf16"], []),
-    ("--use-precision-aware-optimizer --exp-avg-dtype bf16", [], ["--use-precision-aware-optimizer: --main-grads-dtype, --exp-avg-dtype and"]),
-    ("--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16", ["--exp-avg-dtype fp8: moments are kept in fp32 or bf16; give --exp-avg-dtype bf16",
-                                                     "--exp-avg-sq-dtype fp16: moments are kept"], []),
-    ("--main-grads-dtype fp16", ["--main-grads-dtype fp16: gradients are accumulated in fp32 or, with --bf16, in bf16"], []),
-    ("--main-params-dtype fp16", ["--main-params-dtype fp16: master weights are fp32"], []),
-    ("--num-distributed-optimizer-instances 1 --outer-dp-sharding-strategy no_shard --remote-device none", [], []),
-    ("--num-distributed-optimizer-instances 2", ["--num-distributed-optimizer-instances 2: give --zero-shard-size"], []),
-    ("--outer-dp-sharding-strategy optim", ["--outer-dp-sharding-strategy optim: copies made by --zero-shard-size share nothing"], []),
-    ("--remote-device cpu", ["--remote-device cpu: use --param-cpu-offload"], []),
-    ("--enable-full-sharding-in-hsdp --offload-optimizer-states", ["--enable-full-sharding-in-hsdp: ZeRO shards over all", "--offload-optimizer-states: "
-     "use --optimizer-cpu-offload"], []),
-    ("--zero-reduce-scatter --zero-reduce-bucket-size 1 --ddp-bucket-size 1 --fsdp-double-buffer --megatron-fsdp-version 2", [],
-     ["--zero-reduce-scatter: gradients are always", "--zero-reduce-bucket-size, --ddp-bucket-size, --fsdp-double-buffer, --megatron-fsdp-version: "]),
-    ("--tp-comm-overlap --no-async-tensor-model-parallel-allreduce", ["--no-async-tensor-model-parallel-allreduce: contradicts"], []),
-    ("--tp-comm-overlap-cfg x --disable-tp-comm-bulk-dgrad", [], ["--tp-comm-overlap-cfg, --disable-tp-comm-bulk-dgrad: how the"]),
-    ("--zero-stage", ["--zero-stage: no value follows it"], []),
-    ("--exit-signal SIGTERM", [], []),
-    ("--num-experts 1 --moe-loss-coeff 0.01", [], ["--moe-loss-coeff: acts only in mixture"]),
-    ("--num-experts 8 8", ["--num-experts 8 8: mixture of experts is not supported (accepted: 1)"], []),
-    ("--no-position-embedding", ["--no-position-embedding: use --position-embedding-type rope or none"], []),
-    ("--no-position-embedding --position-embedding-type rope", [], ["--no-position-embedding: rotary positions have no table"]),
-    ("--tiktoken-pattern v2 --tokenizer-type TikTokenizer --tokenizer-model .", ["--tiktoken-pattern v2: pattern and special tokens"], []),
-    ("--use-flash-attn --use-flash-attn --num-workers 4 --attention-dropout 0", [],
-     ["--use-flash-attn: --attention-backend auto", "--num-workers: data order"]),
-    ("--attention-backend local", [], ["--attention-backend local is plain here"]),
-])
+@pytest.mark.parametrize(
+    "words, faults, notes",
+    [
+        ("--zero-stage 4", ["--zero-stage 4: choose from 0, 1, 2, 3"], []),
+        (
+            "--accumulate-allreduce-grads-in-fp32",
+            [],
+            [
+                (
+                    "--accumulate-allreduce-grads-in-fp32: gradients are accumulated and sent in "
+                    "fp32 without"
+                )
+            ],
+        ),
+        (
+            "--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16",
+            ["--accumulate-allreduce-grads-in-fp32: contradicts --grad-reduce"],
+            [],
+        ),
+        (
+            "--accumulate-allreduce-grads-in-fp32 --bf16 --main-grads-dtype bf16",
+            ["--accumulate-allreduce-grads-in-fp32: contradicts --grad-reduce"],
+            [],
+        ),
+        (
+            (
+                "--ddp-param-name-patterns-for-fp32-local-accumulation x --bf16 "
+                "--main-grads-dtype bf16"
+            ),
+            [
+                "--ddp-param-name-patterns-for-fp32-local-accumulation "
+                "x: contradicts --main-grads-dtype bf16"
+            ],
+            [],
+        ),
+        (
+            "--use-precision-aware-optimizer --exp-avg-dtype bf16",
+            [],
+            ["--use-precision-aware-optimizer: --main-grads-dtype, --exp-avg-dtype and"],
+        ),
+        (
+            "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16",
+            [
+                "--exp-avg-dtype fp8: moments are kept in fp32 or bf16; give --exp-avg-dtype bf16",
+                "--exp-avg-sq-dtype fp16: moments are kept",
+            ],
+            [],
+        ),
+        (
+            "--main-grads-dtype fp16",
+            ["--main-grads-dtype fp16: gradients are accumulated in fp32 or, with --bf16, in bf16"],
+            [],
+        ),
+        ("--main-params-dtype fp16", ["--main-params-dtype fp16: master weights are fp32"], []),
+        (
+            (
+                "--num-distributed-optimizer-instances 1 --outer-dp-sharding-strategy no_shard "
+                "--remote-device none"
+            ),
+            [],
+            [],
+        ),
+        (
+            "--num-distributed-optimizer-instances 2",
+            ["--num-distributed-optimizer-instances 2: give --zero-shard-size"],
+            [],
+        ),
+        (
+            "--outer-dp-sharding-strategy optim",
+            ["--outer-dp-sharding-strategy optim: copies made by --zero-shard-size share nothing"],
+            [],
+        ),
+        ("--remote-device cpu", ["--remote-device cpu: use --param-cpu-offload"], []),
+        (
+            "--enable-full-sharding-in-hsdp --offload-optimizer-states",
+            [
+                "--enable-full-sharding-in-hsdp: ZeRO shards over all",
+                "--offload-optimizer-states: use --optimizer-cpu-offload",
+            ],
+            [],
+        ),
+        (
+            (
+                "--zero-reduce-scatter --zero-reduce-bucket-size 1 --ddp-bucket-size 1 "
+                "--fsdp-double-buffer --megatron-fsdp-version 2"
+            ),
+            [],
+            [
+                "--zero-reduce-scatter: gradients are always",
+                (
+                    "--zero-reduce-bucket-size, --ddp-bucket-size, --fsdp-double-buffer, "
+                    "--megatron-fsdp-version: "
+                ),
+            ],
+        ),
+        (
+            "--tp-comm-overlap --no-async-tensor-model-parallel-allreduce",
+            ["--no-async-tensor-model-parallel-allreduce: contradicts"],
+            [],
+        ),
+        (
+            "--tp-comm-overlap-cfg x --disable-tp-comm-bulk-dgrad",
+            [],
+            ["--tp-comm-overlap-cfg, --disable-tp-comm-bulk-dgrad: how the"],
+        ),
+        ("--zero-stage", ["--zero-stage: no value follows it"], []),
+        ("--exit-signal SIGTERM", [], []),
+        ("--num-experts 1 --moe-loss-coeff 0.01", [], ["--moe-loss-coeff: acts only in mixture"]),
+        (
+            "--num-experts 8 8",
+            ["--num-experts 8 8: mixture of experts is not supported (accepted: 1)"],
+            [],
+        ),
+        (
+            "--no-position-embedding",
+            ["--no-position-embedding: use --position-embedding-type rope or none"],
+            [],
+        ),
+        (
+            "--no-position-embedding --position-embedding-type rope",
+            [],
+            ["--no-position-embedding: rotary positions have no table"],
+        ),
+        (
+            "--tiktoken-pattern v2 --tokenizer-type TikTokenizer --tokenizer-model .",
+            ["--tiktoken-pattern v2: pattern and special tokens"],
+            [],
+        ),
+        (
+            "--use-flash-attn --use-flash-attn --num-workers 4 --attention-dropout 0",
+            [],
+            ["--use-flash-attn: --attention-backend auto", "--num-workers: data order"],
+        ),
+        ("--attention-backend local", [], ["--attention-backend local is plain here"]),
+    ],
+)
 def test_answers(words, faults, notes):
     argv = words.split()
     try:
@@ -80,37 +200,65 @@ def test_answers(words, faults, notes):
     except ArgumentErrors as error:
         got_faults = [fault for fault in error.faults if " is required" not in fault]
         got_notes = []
-    assert len(got_faults) == len(faults) and all(got.startswith(want) for got, want in zip(got_faults, faults, strict=True)), got_faults
+    assert len(got_faults) == len(faults) and all(
+        got.startswith(want) for got, want in zip(got_faults, faults, strict=True)
+    ), got_faults
     if not faults:
-        assert len(got_notes) == len(notes) and all(got.startswith(want) for got, want in zip(got_notes, notes, strict=True)), got_notes
+        assert len(got_notes) == len(notes) and all(
+            got.startswith(want) for got, want in zip(got_notes, notes, strict=True)
+        ), got_notes
 
 
-@pytest.mark.parametrize("words, stage", [
-    ("--use-distributed-optimizer", 1),
-    ("--use-distributed-optimizer --zero-stage 1", 1),
-    ("--zero-stage 2 --use-distributed-optimizer", 2),
-    ("--use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params", 3),
-    ("--use-megatron-fsdp", 0),
-    ("--data-parallel-sharding-strategy no_shard", 0),
-    ("--data-parallel-sharding-strategy=optim", 1),
-    ("--data-parallel-sharding-strategy optim_grads --zero-stage 2", 2),
-    ("--use-torch-fsdp2", 3),
-    ("--use-distributed-optimizer --use-distributed-optimizer", 1),
-])
+@pytest.mark.parametrize(
+    "words, stage",
+    [
+        ("--use-distributed-optimizer", 1),
+        ("--use-distributed-optimizer --zero-stage 1", 1),
+        ("--zero-stage 2 --use-distributed-optimizer", 2),
+        (
+            (
+                "--use-megatron-fsdp --use-distributed-optimizer "
+                "--data-parallel-sharding-strategy optim_grads_params"
+            ),
+            3,
+        ),
+        ("--use-megatron-fsdp", 0),
+        ("--data-parallel-sharding-strategy no_shard", 0),
+        ("--data-parallel-sharding-strategy=optim", 1),
+        ("--data-parallel-sharding-strategy optim_grads --zero-stage 2", 2),
+        ("--use-torch-fsdp2", 3),
+        ("--use-distributed-optimizer --use-distributed-optimizer", 1),
+    ],
+)
 def test_names_of_zero_stages(words, stage):
     assert parse_arguments(words.split()).config.distributed.zero_stage == stage
 
 
-@pytest.mark.parametrize("words, fault", [
-    ("--zero-stage 0 --use-distributed-optimizer", "--use-distributed-optimizer: contradicts --zero-stage 0; drop one of them"),
-    ("--use-distributed-optimizer --data-parallel-sharding-strategy no_shard", "--use-distributed-optimizer: contradicts "
-     "--data-parallel-sharding-strategy no_shard; drop one of them"),
-    ("--data-parallel-sharding-strategy optim --zero-stage 2", "--zero-stage 2: contradicts --data-parallel-sharding-strategy optim; drop one"),
-    ("--use-torch-fsdp2 --zero-stage 2", "--zero-stage 2: contradicts --use-torch-fsdp2"),
-    ("--data-parallel-sharding-strategy full", "--data-parallel-sharding-strategy full: choose from 0, 1, 2, 3"),
-    ("--use-distributed-optimizer 1", "--use-distributed-optimizer 1: it takes no value"),
-    ("--use-distributed-optimizer --zero-stage x", "--zero-stage x: choose from 0, 1, 2, 3"),
-])
+@pytest.mark.parametrize(
+    "words, fault",
+    [
+        (
+            "--zero-stage 0 --use-distributed-optimizer",
+            "--use-distributed-optimizer: contradicts --zero-stage 0; drop one of them",
+        ),
+        (
+            "--use-distributed-optimizer --data-parallel-sharding-strategy no_shard",
+            "--use-distributed-optimizer: contradicts "
+            "--data-parallel-sharding-strategy no_shard; drop one of them",
+        ),
+        (
+            "--data-parallel-sharding-strategy optim --zero-stage 2",
+            "--zero-stage 2: contradicts --data-parallel-sharding-strategy optim; drop one",
+        ),
+        ("--use-torch-fsdp2 --zero-stage 2", "--zero-stage 2: contradicts --use-torch-fsdp2"),
+        (
+            "--data-parallel-sharding-strategy full",
+            "--data-parallel-sharding-strategy full: choose from 0, 1, 2, 3",
+        ),
+        ("--use-distributed-optimizer 1", "--use-distributed-optimizer 1: it takes no value"),
+        ("--use-distributed-optimizer --zero-stage x", "--zero-stage x: choose from 0, 1, 2, 3"),
+    ],
+)
 def test_stages_that_contradict_are_one_fault(words, fault):
     with pytest.raises(ArgumentErrors) as caught:
         parse_arguments(words.split())
@@ -119,19 +267,32 @@ def test_stages_that_contradict_are_one_fault(words, fault):
 
 
 def test_a_file_of_settings_and_the_distributed_optimizer(tmp_path):
-    """What the command line asks for at least goes over the file's stage, and leaves a higher one."""
+    """What the command line asks for at least goes over the file's stage, and leaves a higher
+    one.
+    """
     for stage, expected in ((0, 1), (1, 1), (3, 3)):
         path = tmp_path / "config.json"
         path.write_text(json.dumps({"distributed": {"zero_stage": stage}}))
-        assert parse_arguments(["--config", str(path), "--use-distributed-optimizer"]).config.distributed.zero_stage == expected
+        assert (
+            parse_arguments(
+                ["--config", str(path), "--use-distributed-optimizer"]
+            ).config.distributed.zero_stage
+            == expected
+        )
 
 
 def test_other_names_of_precisions_and_offload():
-    parsed = parse_arguments("--bf16 --cpu-optimizer --megatron-fsdp-main-grads-dtype bf16 --megatron-fsdp-grad-comm-dtype bf16 "
-                             "--megatron-fsdp-main-params-dtype fp32 --use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward".split()).config
+    parsed = parse_arguments(
+        "--bf16 --cpu-optimizer --megatron-fsdp-main-grads-dtype bf16 "
+        "--megatron-fsdp-grad-comm-dtype bf16 "
+        "--megatron-fsdp-main-params-dtype fp32 --use-torch-fsdp2 "
+        "--torch-fsdp2-no-reshard-after-forward".split()
+    ).config
     assert parsed.optimizer.optimizer_cpu_offload and parsed.optimizer.main_grads_dtype == "bf16"
     assert parsed.distributed.grad_reduce_in_bf16 and parsed.distributed.zero3_keep_gathered
-    assert not parse_arguments("--megatron-fsdp-grad-comm-dtype fp32".split()).config.distributed.grad_reduce_in_bf16
+    assert not parse_arguments(
+        "--megatron-fsdp-grad-comm-dtype fp32".split()
+    ).config.distributed.grad_reduce_in_bf16
 
 
 @pytest.mark.parametrize("words, fused", [("linear", True), ("native", False), ("te", False)])
@@ -142,32 +303,58 @@ def test_other_names_of_the_fused_head(words, fused):
 
 
 def test_notes_change_nothing():
-    noted = [flag for flag, row in compatibility.rows().items()
-             if row.verdict in ("note", "not done") and row.when is None and flag not in options_by_flag()]
+    noted = [
+        flag
+        for flag, row in compatibility.rows().items()
+        if row.verdict in ("note", "not done")
+        and row.when is None
+        and flag not in options_by_flag()
+    ]
     assert len(noted) > 400 and parse_arguments(noted).config == Config()
 
 
-@pytest.mark.parametrize("words, missing", [
-    ("--profile --profile-step-start 4 --profile-step-end 6", ["--profile, --profile-step-start, --profile-step-end: no profile is written"]),
-    ("--nvtx-ranges", ["--nvtx-ranges: no profile"]),
-    ("--log-straggler", ["--log-straggler: slow ranks"]),
-    ("--log-timers-to-tensorboard", ["--log-timers-to-tensorboard: no timer is logged; give --timing-log-level 1"]),
-    ("--log-timers-to-tensorboard --timing-log-level 1", []),
-    ("--timing-log-level 2", ["--timing-log-level 2: there are no finer timers"]),
-    ("--cuda-graph-impl none", []),
-    ("--cuda-graph-impl local", ["--cuda-graph-impl: no CUDA graph"]),
-    ("--enable-cuda-graph", ["--enable-cuda-graph: no CUDA graph"]),
-    ("--attention-backend flash", ["--attention-backend flash: with attention dropout or"]),
-    ("--attention-backend fused", ["--attention-backend fused: with attention dropout or"]),
-    ("--attention-backend flash --attention-dropout 0", []),
-    ("--attention-backend flash --attention-dropout 0 --attn-logit-softcapping 50", ["--attention-backend flash: with"]),
-    ("--use-flash-attn --attention-backend plain --attention-dropout 0", ["--use-flash-attn: with attention dropout"]),
-    ("--use-flash-attn --attention-backend triton", []),
-    ("--partition-activations --tile-factor 1", ["--partition-activations: it saves no memory here"]),
-    ("--manual-gc --empty-unused-memory-level 1", ["--empty-unused-memory-level: torch", "--manual-gc: Python"]),
-    ("--empty-unused-memory-level 0", []),
-    ("--flight-recorder-dump-path x", ["--flight-recorder-dump-path: the environment"]),
-])
+@pytest.mark.parametrize(
+    "words, missing",
+    [
+        (
+            "--profile --profile-step-start 4 --profile-step-end 6",
+            ["--profile, --profile-step-start, --profile-step-end: no profile is written"],
+        ),
+        ("--nvtx-ranges", ["--nvtx-ranges: no profile"]),
+        ("--log-straggler", ["--log-straggler: slow ranks"]),
+        (
+            "--log-timers-to-tensorboard",
+            ["--log-timers-to-tensorboard: no timer is logged; give --timing-log-level 1"],
+        ),
+        ("--log-timers-to-tensorboard --timing-log-level 1", []),
+        ("--timing-log-level 2", ["--timing-log-level 2: there are no finer timers"]),
+        ("--cuda-graph-impl none", []),
+        ("--cuda-graph-impl local", ["--cuda-graph-impl: no CUDA graph"]),
+        ("--enable-cuda-graph", ["--enable-cuda-graph: no CUDA graph"]),
+        ("--attention-backend flash", ["--attention-backend flash: with attention dropout or"]),
+        ("--attention-backend fused", ["--attention-backend fused: with attention dropout or"]),
+        ("--attention-backend flash --attention-dropout 0", []),
+        (
+            "--attention-backend flash --attention-dropout 0 --attn-logit-softcapping 50",
+            ["--attention-backend flash: with"],
+        ),
+        (
+            "--use-flash-attn --attention-backend plain --attention-dropout 0",
+            ["--use-flash-attn: with attention dropout"],
+        ),
+        ("--use-flash-attn --attention-backend triton", []),
+        (
+            "--partition-activations --tile-factor 1",
+            ["--partition-activations: it saves no memory here"],
+        ),
+        (
+            "--manual-gc --empty-unused-memory-level 1",
+            ["--empty-unused-memory-level: torch", "--manual-gc: Python"],
+        ),
+        ("--empty-unused-memory-level 0", []),
+        ("--flight-recorder-dump-path x", ["--flight-recorder-dump-path: the environment"]),
+    ],
+)
 def test_services_that_do_not_exist_are_not_notes(words, missing):
     parsed = parse_arguments(words.split())
     assert len(parsed.not_done) == len(missing), parsed.not_done
@@ -175,14 +362,32 @@ def test_services_that_do_not_exist_are_not_notes(words, missing):
     assert not any(note in line for note in parsed.notes for line in missing)
 
 
-@pytest.mark.parametrize("words, fault", [
-    ("--rerun-mode validate_results", "--rerun-mode validate_results: no step is computed twice"),
-    ("--check-weight-hash-across-dp-replicas-interval 5", "--check-weight-hash-across-dp-replicas-interval 5: the weights of replicas"),
-    ("--inprocess-restart", "--inprocess-restart: a job that fails is started again by its launcher"),
-    ("--inference", "--inference: use --skip-train"),
-    ("--disable-bf16-reduced-precision-matmul", "--disable-bf16-reduced-precision-matmul: matrix products of bf16"),
-    ("--activations-checkpoint-method block", "--activations-checkpoint-method block: block recompute is not built yet"),
-])
+@pytest.mark.parametrize(
+    "words, fault",
+    [
+        (
+            "--rerun-mode validate_results",
+            "--rerun-mode validate_results: no step is computed twice",
+        ),
+        (
+            "--check-weight-hash-across-dp-replicas-interval 5",
+            "--check-weight-hash-across-dp-replicas-interval 5: the weights of replicas",
+        ),
+        (
+            "--inprocess-restart",
+            "--inprocess-restart: a job that fails is started again by its launcher",
+        ),
+        ("--inference", "--inference: use --skip-train"),
+        (
+            "--disable-bf16-reduced-precision-matmul",
+            "--disable-bf16-reduced-precision-matmul: matrix products of bf16",
+        ),
+        (
+            "--activations-checkpoint-method block",
+            "--activations-checkpoint-method block: block recompute is not built yet",
+        ),
+    ],
+)
 def test_what_changes_the_result_or_its_safety_is_refused(words, fault):
     with pytest.raises(ArgumentErrors) as caught:
         parse_arguments(words.split())
@@ -190,10 +395,19 @@ def test_what_changes_the_result_or_its_safety_is_refused(words, fault):
 
 
 def test_earlier_names_of_recompute_are_mapped():
-    training = parse_arguments("--activations-checkpoint-method uniform --activations-checkpoint-num-layers 1".split()).config.training
-    assert (training.recompute_granularity, training.recompute_method, training.recompute_num_layers) == ("full", "uniform", 1)
+    training = parse_arguments(
+        "--activations-checkpoint-method uniform --activations-checkpoint-num-layers 1".split()
+    ).config.training
+    assert (
+        training.recompute_granularity,
+        training.recompute_method,
+        training.recompute_num_layers,
+    ) == ("full", "uniform", 1)
 
 
 def test_a_smaller_batch_is_never_promised():
     (note,) = parse_arguments(["--decrease-batch-size-if-needed"]).notes
-    assert note.endswith("the global batch is never made smaller: one that micro-batch-size x data-parallel ranks does not divide is refused")
+    assert note.endswith(
+        "the global batch is never made smaller: one that micro-batch-size x data-parallel "
+        "ranks does not divide is refused"
+    )

@@ -1,4 +1,6 @@
-"""Exact names: the table answers every recorded upstream flag and no other, and a typo is refused with the flag that was meant."""
+"""Exact names: the table answers every recorded upstream flag and no other, and a typo is refused
+with the flag that was meant.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +26,42 @@ def first_fault(*argv: str) -> str:
 
 def test_the_table_answers_the_recorded_names_and_no_other():
     recorded = {key(name) for name in NAMES}
-    assert [len(text.split()) for text in (MEGATRON_LM, MEGATRON_DEEPSPEED, EARLIER, OTHERS)] == [898, 115, 55, 4]
+    assert [len(text.split()) for text in (MEGATRON_LM, MEGATRON_DEEPSPEED, EARLIER, OTHERS)] == [
+        898,
+        115,
+        55,
+        4,
+    ]
     assert len(set(NAMES)) == len(NAMES) == 1072
     assert recorded - OURS <= set(compatibility.rows()) <= recorded
     for row in TABLE:
         for flag in row.flags:
             if flag.endswith("*"):
-                assert any(compatibility.find(name) is row for name in recorded), f"{flag} stands for no recorded flag"
+                assert any(compatibility.find(name) is row for name in recorded), (
+                    f"{flag} stands for no recorded flag"
+                )
 
 
-@pytest.mark.parametrize("typo, meant", [
-    ("--async-sav", "--async-save"), ("--ddp-bukcet-size", "--ddp-bucket-size"), ("--tp-comm-ovelap", "--tp-comm-overlap"),
-    ("--profile-step-stat", "--profile-step-start"), ("--fp8-fromat", "--fp8-format"), ("--inprocess-restar", "--inprocess-restart"),
-    ("--moe-router-topk1", "--moe-router-topk"), ("--zero_stag", "--zero-stage"), ("-lr", "--lr"), ("---lr", "--lr"), ("--1r", "--lr"),
-])
+@pytest.mark.parametrize(
+    "typo, meant",
+    [
+        ("--async-sav", "--async-save"),
+        ("--ddp-bukcet-size", "--ddp-bucket-size"),
+        ("--tp-comm-ovelap", "--tp-comm-overlap"),
+        ("--profile-step-stat", "--profile-step-start"),
+        ("--fp8-fromat", "--fp8-format"),
+        ("--inprocess-restar", "--inprocess-restart"),
+        ("--moe-router-topk1", "--moe-router-topk"),
+        ("--zero_stag", "--zero-stage"),
+        ("-lr", "--lr"),
+        ("---lr", "--lr"),
+        ("--1r", "--lr"),
+    ],
+)
 def test_a_typo_in_a_family_is_refused(typo, meant):
-    assert first_fault(typo).startswith(f"{typo}: ") and first_fault(typo).endswith(f"did you mean {meant}?")
+    assert first_fault(typo).startswith(f"{typo}: ") and first_fault(typo).endswith(
+        f"did you mean {meant}?"
+    )
 
 
 def test_what_is_near_no_flag_gets_no_suggestion_or_the_likeliest():
@@ -53,7 +75,7 @@ def test_a_sample_of_typos_is_refused_with_the_right_suggestion():
     draw, known, tried = random.Random(20260822), flag_typos.known_flags(), 0
     flags = [*flag_typos.our_flags(), *sorted(compatibility.rows())]
     while tried < 400:
-        flag = draw.choice(flags[:len(flag_typos.our_flags())] if tried % 2 else flags)
+        flag = draw.choice(flags[: len(flag_typos.our_flags())] if tried % 2 else flags)
         typo = draw.choice(list(flag_typos.typos(flag)))
         if key(typo) in known:
             continue
@@ -61,25 +83,59 @@ def test_a_sample_of_typos_is_refused_with_the_right_suggestion():
         tried += 1
 
 
-@pytest.mark.parametrize("one, other, expected", [
-    ("ab", "ab", False), ("ab", "abc", True), ("abc", "ab", True), ("abc", "axc", True), ("abc", "acb", True), ("abcd", "badc", False),
-    ("", "a", True), ("aab", "ab", True), ("abc", "cba", False), ("ab", "ba", True), ("a", "bcd", False),
-])
+@pytest.mark.parametrize(
+    "one, other, expected",
+    [
+        ("ab", "ab", False),
+        ("ab", "abc", True),
+        ("abc", "ab", True),
+        ("abc", "axc", True),
+        ("abc", "acb", True),
+        ("abcd", "badc", False),
+        ("", "a", True),
+        ("aab", "ab", True),
+        ("abc", "cba", False),
+        ("ab", "ba", True),
+        ("a", "bcd", False),
+    ],
+)
 def test_one_edit(one, other, expected):
     assert one_edit(one, other) == one_edit(other, one) == expected
 
 
-@pytest.mark.parametrize("line, answer", [
-    ("--tp 2", "did you mean --tensor-model-parallel-size?"), ("--pp 2", "did you mean --pipeline-model-parallel-size?"),
-    ("--zero 3", "did you mean --zero-stage?"), ("--bs 8", "did you mean --micro-batch-size?"), ("--gbs 8", "did you mean --global-batch-size?"),
-    ("--dp 8", "unknown flag; the data-parallel size is the number of ranks / (tensor x pipeline); drop it"),
-    ("--use-dist-opt", "did you mean --use-distributed-optimizer?"), ("--seq-len 4", "did you mean --seq-length?"),
-    ("--tokenizer-type Llama3Tokenizer", "give --tokenizer-type HuggingFaceTokenizer with --tokenizer-model FOLDER"),
-    ("--train-tokens 300e9 --seq-length 2048", "use --train-samples 146484375 (tokens / --seq-length 2048)"),
-    ("--lr-decay-tokens 2048000 --seq-length 1024", "use --lr-decay-samples 2000 (tokens / --seq-length 1024)"),
-    ("--lr-warmup-tokens x", "use --lr-warmup-samples: tokens / seq-length"),
-    ("--train-tokens 1e400 --seq-length 1", "use --train-samples: tokens / seq-length"),
-])
+@pytest.mark.parametrize(
+    "line, answer",
+    [
+        ("--tp 2", "did you mean --tensor-model-parallel-size?"),
+        ("--pp 2", "did you mean --pipeline-model-parallel-size?"),
+        ("--zero 3", "did you mean --zero-stage?"),
+        ("--bs 8", "did you mean --micro-batch-size?"),
+        ("--gbs 8", "did you mean --global-batch-size?"),
+        (
+            "--dp 8",
+            (
+                "unknown flag; the data-parallel size is the number of ranks / (tensor x "
+                "pipeline); drop it"
+            ),
+        ),
+        ("--use-dist-opt", "did you mean --use-distributed-optimizer?"),
+        ("--seq-len 4", "did you mean --seq-length?"),
+        (
+            "--tokenizer-type Llama3Tokenizer",
+            "give --tokenizer-type HuggingFaceTokenizer with --tokenizer-model FOLDER",
+        ),
+        (
+            "--train-tokens 300e9 --seq-length 2048",
+            "use --train-samples 146484375 (tokens / --seq-length 2048)",
+        ),
+        (
+            "--lr-decay-tokens 2048000 --seq-length 1024",
+            "use --lr-decay-samples 2000 (tokens / --seq-length 1024)",
+        ),
+        ("--lr-warmup-tokens x", "use --lr-warmup-samples: tokens / seq-length"),
+        ("--train-tokens 1e400 --seq-length 1", "use --train-samples: tokens / seq-length"),
+    ],
+)
 def test_habits_are_answered_with_what_to_do(line, answer):
     assert first_fault(*line.split()).endswith(answer)
 

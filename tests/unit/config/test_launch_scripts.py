@@ -1,4 +1,6 @@
-"""Launch scripts of Megatron-LM and Megatron-DeepSpeed, and the table of presets: each runs, but for what does not exist."""
+"""Launch scripts of Megatron-LM and Megatron-DeepSpeed, and the table of presets: each runs, but
+for what does not exist.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_what_does_not_exist_is_refused_and_nothing_else(folder, script):
     except ArgumentErrors as error:
         faults = error.faults
     assert len(faults) == len(script.refused), faults
-    assert all(fault.startswith(text) for fault, text in zip(faults, script.refused, strict=True)), faults
+    assert all(
+        fault.startswith(text) for fault, text in zip(faults, script.refused, strict=True)
+    ), faults
     assert bool(faults) == bool(script.reason)
 
 
@@ -47,25 +51,41 @@ def test_what_does_not_exist_is_refused_and_nothing_else(folder, script):
 def test_the_rest_of_the_script_runs(folder, script):
     read = parsed(script, folder, edited=True)
     assert len(read.not_done) == len(script.not_done), read.not_done
-    assert all(any(line.startswith(text) for line in read.not_done) for text in script.not_done), read.not_done
+    assert all(any(line.startswith(text) for line in read.not_done) for text in script.not_done), (
+        read.not_done
+    )
     config = resolve(read.config, script.ranks, script.vocabulary).config
     assert sum(layers_of_stages(config)) == config.model.num_layers
 
 
 def test_the_meaning_of_some_scripts(folder):
     """Values of flags that have other names or defaults here."""
+
     def config(path: str):
         script = next(script for script in SCRIPTS if script.path.endswith(path))
-        return resolve(parsed(script, folder, edited=True).config, script.ranks, script.vocabulary).config
+        return resolve(
+            parsed(script, folder, edited=True).config, script.ranks, script.vocabulary
+        ).config
 
     gpt3 = config("train_gpt3_175b_distributed.sh")
     assert (gpt3.data.tokenizer_type, layers_of_stages(gpt3)) == ("GPT2BPETokenizer", (6,) * 16)
     llama3 = config("DTYPE=bf16")
-    assert llama3.model.activation == "swiglu" and llama3.data.split == "99,1,0" and llama3.distributed.zero_stage == 1
+    assert (
+        llama3.model.activation == "swiglu"
+        and llama3.data.split == "99,1,0"
+        and llama3.distributed.zero_stage == 1
+    )
     assert llama3.distributed.grad_reduce_in_bf16 and not llama3.distributed.sequence_parallel
     llama2 = config("pretrain_llama2_distributed.sh")
-    assert (llama2.model.num_query_groups, llama2.model.group_query_attention, llama2.model.normalization) == (4, True, "RMSNorm")
-    assert (llama2.data.tokenizer_type, llama2.training.recompute_num_layers) == ("SentencePieceTokenizer", 1)
+    assert (
+        llama2.model.num_query_groups,
+        llama2.model.group_query_attention,
+        llama2.model.normalization,
+    ) == (4, True, "RMSNorm")
+    assert (llama2.data.tokenizer_type, llama2.training.recompute_num_layers) == (
+        "SentencePieceTokenizer",
+        1,
+    )
     assert config("zbh1_pretrain_gpt_1.3b.sh").distributed.pipeline_schedule == "zero-bubble"
     assert config("1.3B_rope.sh").model.rotary_percent == 0.25
     assert config("finetune_llama.sh").data.tokenizer_type == "HuggingFaceTokenizer"
@@ -73,17 +93,33 @@ def test_the_meaning_of_some_scripts(folder):
 
 def presets() -> list[str]:
     """The names in the table that README.md shows."""
-    return re.findall(r"^ +((?:gpt3|llama)-[\w.]+)\)", (ROOT / "scripts/presets.sh").read_text(), re.M)
+    return re.findall(
+        r"^ +((?:gpt3|llama)-[\w.]+)\)", (ROOT / "scripts/presets.sh").read_text(), re.M
+    )
 
 
 def test_every_preset_of_the_readme_is_accepted(folder):
     """tests/slurm/test_presets.py dry-runs them; here their flags are read and resolved."""
-    script = ('source "$0"; for name in "$@"; do preset "$name"; '
-              'echo "${model[@]}" "${fits[@]}" --mock-data --vocab-size $((vocabulary - 1)); done')
-    done = subprocess.run(["bash", "-uc", script, str(ROOT / "scripts/presets.sh"), *presets()], capture_output=True, text=True, timeout=60)
+    script = (
+        'source "$0"; for name in "$@"; do preset "$name"; '
+        'echo "${model[@]}" "${fits[@]}" --mock-data --vocab-size $((vocabulary - 1)); done'
+    )
+    done = subprocess.run(
+        ["bash", "-uc", script, str(ROOT / "scripts/presets.sh"), *presets()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and len(lines) == len(presets()) >= 12, done.stderr
     for line in lines:
         read = parse_arguments([*line.split(), "--train-samples", "1000000"])
-        ranks = 8 * read.config.distributed.tensor_model_parallel_size * read.config.distributed.pipeline_model_parallel_size
-        assert read.not_done == [] and resolve(read.config, ranks, None).config.training.global_batch_size >= 256
+        ranks = (
+            8
+            * read.config.distributed.tensor_model_parallel_size
+            * read.config.distributed.pipeline_model_parallel_size
+        )
+        assert (
+            read.not_done == []
+            and resolve(read.config, ranks, None).config.training.global_batch_size >= 256
+        )

@@ -1,4 +1,6 @@
-"""Pipeline flags: what they mean is Megatron-LM's, every fault names its fix, and the fix is accepted."""
+"""Pipeline flags: what they mean is Megatron-LM's, every fault names its fix, and the fix is
+accepted.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,27 @@ from megatron.config.schedules import place
 from megatron.config.stages import layers_of_stages, parse_layout
 from megatron.config.validate import cross_field_faults, resolve
 
-BASE = ("--hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 64 --lr 1e-3 --train-iters 10 --mock-data "
-        "--vocab-size 100 --save new --dry-run")
+BASE = (
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+    "--global-batch-size 64 --lr 1e-3 --train-iters 10 --mock-data "
+    "--vocab-size 100 --save new --dry-run"
+)
 PP, VIRTUAL = "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"
 PER_VIRTUAL, LAYOUT = "--num-layers-per-virtual-pipeline-stage", "--pipeline-model-parallel-layout"
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
+EMBEDDING, LOSS = (
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
 
 
-def configure(extra: str, layers: int = 8, ranks: int = 4, world: int | None = None) -> tuple[Config, int]:
+def configure(
+    extra: str, layers: int = 8, ranks: int = 4, world: int | None = None
+) -> tuple[Config, int]:
     world = world or ranks
-    return parse_arguments(f"{BASE} --num-layers {layers} {PP} {ranks} --world-size {world} {extra}".split()).config, world
+    return parse_arguments(
+        f"{BASE} --num-layers {layers} {PP} {ranks} --world-size {world} {extra}".split()
+    ).config, world
 
 
 def faults(extra: str, layers: int = 8, ranks: int = 4, world: int | None = None) -> list[str]:
@@ -35,21 +47,44 @@ def split(extra: str, layers: int = 8, ranks: int = 4) -> tuple[int, ...]:
     return layers_of_stages(resolve(*configure(extra, layers, ranks), 101).config)
 
 
-@pytest.mark.parametrize("text, counts", [
-    ("EttL", (2,)), ("Et|tL", (1, 1)), ("E|t|L", (0, 1, 0)), ("Et*3|tL", (3, 1)), ("Ettt|(tt|)*3L", (3, 2, 2, 2, 0)),
-    ("Et*3|(tt|)*29,L", (3, *[2] * 29, 0)), ("E(t|t)*2,L", (1, 2, 1)), ("E(|t*2)*2|,t*2,L", (0, 2, 2, 2)), ("E,t|t*10L", (1, 10)),
-])
+@pytest.mark.parametrize(
+    "text, counts",
+    [
+        ("EttL", (2,)),
+        ("Et|tL", (1, 1)),
+        ("E|t|L", (0, 1, 0)),
+        ("Et*3|tL", (3, 1)),
+        ("Ettt|(tt|)*3L", (3, 2, 2, 2, 0)),
+        ("Et*3|(tt|)*29,L", (3, *[2] * 29, 0)),
+        ("E(t|t)*2,L", (1, 2, 1)),
+        ("E(|t*2)*2|,t*2,L", (0, 2, 2, 2)),
+        ("E,t|t*10L", (1, 10)),
+    ],
+)
 def test_layout_strings(text, counts):
     assert parse_layout(text) == counts
 
 
-@pytest.mark.parametrize("text, problem", [
-    ("", "must begin with its one E"), ("tt|tL", "must begin with its one E"), ("Et|t", "and end with its one L"), ("EtL|t", "and end with"),
-    ("E*2t|L", "its one E"), ("Et||tL", "stage 1 (from 0) is empty"), ("Et|t|tL|", "stage 3 (from 0) is empty"),
-    ("Et|(tt|)*3,m|L", "m, a layer that"),
-    ("Et|x|L", "'x' is none of E"), ("Et | tL", "' ' is none of"), ("Et|(t|tL", "'(' is none of"), ("E((t|)*2)*2L", "'(' is none of"),
-    ("E(t)*99999999L", "repeats more than 100000 units"), ("Et|t*0|tL", "stage 1"), ("*2", "'*' is none of"),
-])
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("", "must begin with its one E"),
+        ("tt|tL", "must begin with its one E"),
+        ("Et|t", "and end with its one L"),
+        ("EtL|t", "and end with"),
+        ("E*2t|L", "its one E"),
+        ("Et||tL", "stage 1 (from 0) is empty"),
+        ("Et|t|tL|", "stage 3 (from 0) is empty"),
+        ("Et|(tt|)*3,m|L", "m, a layer that"),
+        ("Et|x|L", "'x' is none of E"),
+        ("Et | tL", "' ' is none of"),
+        ("Et|(t|tL", "'(' is none of"),
+        ("E((t|)*2)*2L", "'(' is none of"),
+        ("E(t)*99999999L", "repeats more than 100000 units"),
+        ("Et|t*0|tL", "stage 1"),
+        ("*2", "'*' is none of"),
+    ],
+)
 def test_faults_of_layout_strings(text, problem):
     with pytest.raises(ValueError, match=re.escape(problem)):
         parse_layout(text)
@@ -65,145 +100,434 @@ def test_any_layout_string_is_read_or_refused(text):
         assert counts and min(counts) >= 0
 
 
-@pytest.mark.parametrize("extra, layers, ranks, counts", [
-    ("", 8, 4, (2, 2, 2, 2)),
-    (f"{VIRTUAL} 2", 8, 4, (1,) * 8), (f"{PER_VIRTUAL} 1", 8, 4, (1,) * 8), (f"{PER_VIRTUAL} 2", 8, 2, (2,) * 4),
-    (f"{PER_VIRTUAL} 2", 8, 4, (2,) * 4),
-    (f"{EMBEDDING} {LOSS}", 6, 4, (1, 2, 2, 1)), (f"{LOSS}", 7, 4, (2, 2, 2, 1)), (f"{EMBEDDING} {LOSS} {VIRTUAL} 2", 6, 4, (0, 1, 1, 1, 1, 1, 1, 0)),
-    (f"{EMBEDDING} {LOSS} {PER_VIRTUAL} 2", 14, 4, (1, 2, 2, 2, 2, 2, 2, 1)),
-    (f"{FIRST} 1 {LAST} 3", 8, 4, (1, 2, 2, 3)), (f"{FIRST} 2", 8, 4, (2, 2, 2, 2)), (f"{LAST} 5", 8, 4, (1, 1, 1, 5)),
-    (f"{FIRST} 3 {LAST} 5", 8, 2, (3, 5)),
-    (f"{LAST} 5", 8, 2, (3, 5)),
-    # Megatron-LM: a rank's layers are divided evenly over its virtual stages, which go round the ranks
-    (f"{FIRST} 2 {LAST} 4 {VIRTUAL} 2", 14, 4, (1, 2, 2, 2, 1, 2, 2, 2)),
-    (f"{FIRST} 2 {LAST} 6 --pipeline-schedule zero-bubble-v", 12, 3, (1, 2, 3, 3, 2, 1)),  # down the ranks and up again
-    (f"{LAYOUT} Et|ttt|tt|ttL", 8, 4, (1, 3, 2, 2)), (f"{LAYOUT} E|(tt|)*6,ttL", 14, 4, (0, 2, 2, 2, 2, 2, 2, 2)),
-])
+@pytest.mark.parametrize(
+    "extra, layers, ranks, counts",
+    [
+        ("", 8, 4, (2, 2, 2, 2)),
+        (f"{VIRTUAL} 2", 8, 4, (1,) * 8),
+        (f"{PER_VIRTUAL} 1", 8, 4, (1,) * 8),
+        (f"{PER_VIRTUAL} 2", 8, 2, (2,) * 4),
+        (f"{PER_VIRTUAL} 2", 8, 4, (2,) * 4),
+        (f"{EMBEDDING} {LOSS}", 6, 4, (1, 2, 2, 1)),
+        (f"{LOSS}", 7, 4, (2, 2, 2, 1)),
+        (f"{EMBEDDING} {LOSS} {VIRTUAL} 2", 6, 4, (0, 1, 1, 1, 1, 1, 1, 0)),
+        (f"{EMBEDDING} {LOSS} {PER_VIRTUAL} 2", 14, 4, (1, 2, 2, 2, 2, 2, 2, 1)),
+        (f"{FIRST} 1 {LAST} 3", 8, 4, (1, 2, 2, 3)),
+        (f"{FIRST} 2", 8, 4, (2, 2, 2, 2)),
+        (f"{LAST} 5", 8, 4, (1, 1, 1, 5)),
+        (f"{FIRST} 3 {LAST} 5", 8, 2, (3, 5)),
+        (f"{LAST} 5", 8, 2, (3, 5)),
+        # Megatron-LM: a rank's layers are divided evenly over its virtual stages, which go round
+        # the ranks
+        (f"{FIRST} 2 {LAST} 4 {VIRTUAL} 2", 14, 4, (1, 2, 2, 2, 1, 2, 2, 2)),
+        # down the ranks and up again
+        (f"{FIRST} 2 {LAST} 6 --pipeline-schedule zero-bubble-v", 12, 3, (1, 2, 3, 3, 2, 1)),
+        (f"{LAYOUT} Et|ttt|tt|ttL", 8, 4, (1, 3, 2, 2)),
+        (f"{LAYOUT} E|(tt|)*6,ttL", 14, 4, (0, 2, 2, 2, 2, 2, 2, 2)),
+    ],
+)
 def test_what_flags_mean(extra, layers, ranks, counts):
     assert split(extra, layers, ranks) == counts
 
 
 def test_a_single_rank_holds_everything():
     """One line of flags runs in every layout: with one pipeline rank the others are remarks."""
-    line = f"{VIRTUAL} 3 {FIRST} 5 {EMBEDDING} {LAYOUT} Et|tL --pipeline-schedule zero-bubble-v --use-tp-pp-dp-mapping"
+    line = (
+        f"{VIRTUAL} 3 {FIRST} 5 {EMBEDDING} {LAYOUT} Et|tL --pipeline-schedule zero-bubble-v "
+        "--use-tp-pp-dp-mapping"
+    )
     resolved = resolve(*configure(line, 8, 1, world=2), 101)
     distributed = resolved.config.distributed
-    assert (distributed.num_virtual_stages_per_pipeline_rank, distributed.pipeline_schedule, layers_of_stages(resolved.config)) == (1, "1f1b", (8,))
-    idle = [note.split()[0].rstrip(":") for note in resolved.notes if "acts only with --pipeline-model-parallel-size above 1" in note]
+    assert (
+        distributed.num_virtual_stages_per_pipeline_rank,
+        distributed.pipeline_schedule,
+        layers_of_stages(resolved.config),
+    ) == (1, "1f1b", (8,))
+    idle = [
+        note.split()[0].rstrip(":")
+        for note in resolved.notes
+        if "acts only with --pipeline-model-parallel-size above 1" in note
+    ]
     assert idle == [FIRST, EMBEDDING, LAYOUT, "--use-tp-pp-dp-mapping"]
     assert f"{VIRTUAL[2:]} = 1: with {PP} 1 there is one stage" in resolved.notes
     assert f"pipeline-schedule = 1f1b: with {PP} 1 there is one order" in resolved.notes
     assert resolve(resolved.config, 2, 101).config == resolved.config
 
 
-@pytest.mark.parametrize("extra, schedule, virtual", [
-    ("", "1f1b", 1), (f"{VIRTUAL} 2", "interleaved", 2), (f"{PER_VIRTUAL} 1", "interleaved", 2), (f"{PER_VIRTUAL} 2", "1f1b", 1),
-    (f"{LAYOUT} Et|(t|)*6tL", "interleaved", 2), (f"{LAYOUT} Et|(tt|)*2,tttL", "1f1b", 1), (f"{LAYOUT} auto {VIRTUAL} 2", "interleaved", 2),
-    ("--pipeline-schedule zero-bubble", "zero-bubble", 1), ("--pipeline-schedule zero-bubble-v", "zero-bubble-v", 2),
-    ("--enable-zbh1-pipeline", "zero-bubble", 1),
-    (f"--pipeline-schedule zero-bubble-v {LAYOUT} auto", "zero-bubble-v", 2), ("--pipeline-schedule gpipe", "gpipe", 1),
-])
+@pytest.mark.parametrize(
+    "extra, schedule, virtual",
+    [
+        ("", "1f1b", 1),
+        (f"{VIRTUAL} 2", "interleaved", 2),
+        (f"{PER_VIRTUAL} 1", "interleaved", 2),
+        (f"{PER_VIRTUAL} 2", "1f1b", 1),
+        (f"{LAYOUT} Et|(t|)*6tL", "interleaved", 2),
+        (f"{LAYOUT} Et|(tt|)*2,tttL", "1f1b", 1),
+        (f"{LAYOUT} auto {VIRTUAL} 2", "interleaved", 2),
+        ("--pipeline-schedule zero-bubble", "zero-bubble", 1),
+        ("--pipeline-schedule zero-bubble-v", "zero-bubble-v", 2),
+        ("--enable-zbh1-pipeline", "zero-bubble", 1),
+        (f"--pipeline-schedule zero-bubble-v {LAYOUT} auto", "zero-bubble-v", 2),
+        ("--pipeline-schedule gpipe", "gpipe", 1),
+    ],
+)
 def test_schedules_and_virtual_stages_that_follow(extra, schedule, virtual):
     resolved = resolve(*configure(extra), 101)
     distributed = resolved.config.distributed
-    assert (distributed.pipeline_schedule, distributed.num_virtual_stages_per_pipeline_rank) == (schedule, virtual)
+    assert (distributed.pipeline_schedule, distributed.num_virtual_stages_per_pipeline_rank) == (
+        schedule,
+        virtual,
+    )
     again = resolve(resolved.config, 4, 101)
     assert again.config == resolved.config and not any(" = " in note for note in again.notes)
 
 
-@pytest.mark.parametrize("extra, layers, ranks, expected", [
-    ("", 30, 4, f"--num-layers 30: not divisible by {PP} 4; the nearest are 28 and 32, or give {LAYOUT} auto"),
-    ("", 3, 8, f"--num-layers 3: not divisible by {PP} 8; the nearest is 8, or give fewer pipeline ranks"),
-    ("", 6, 8, f"--num-layers 6: not divisible by {PP} 8; the nearest is 8, or give {LAYOUT} auto"),
-    (f"{VIRTUAL} 2", 12, 4, f"--num-layers 12: not divisible by {PP} 4 x {VIRTUAL} 2 = 8; the nearest are 8 and 16, or give {LAYOUT} auto"),
-    (f"{LOSS}", 8, 4,
-     f"--num-layers 8 (9 with those of {LOSS}): not divisible by {PP} 4; the nearest are 7 and 11, or give {LAYOUT} auto instead of {LOSS}"),
-    (f"{PER_VIRTUAL} 3", 16, 4, f"--num-layers 16: not divisible by {PP} 4 x {PER_VIRTUAL} 3 = 12; the nearest are 12 and 24, or give {LAYOUT} auto "
-                                f"instead of {PER_VIRTUAL}"),
-    (f"{PER_VIRTUAL} 2 {VIRTUAL} 4", 16, 4, f"{PER_VIRTUAL} 2: makes 2 stages on each pipeline rank, which contradicts {VIRTUAL} 4; drop one"),
-    (f"{FIRST} 3", 8, 4, f"{FIRST} 3: leave 5 of --num-layers 8 to 3 other pipeline rank(s), which must share them evenly; give {FIRST} 2, or"),
-    (f"{FIRST} 1 {LAST} 1", 8, 2,
-     f"{FIRST} 1 and {LAST} 1: make 2 layers of --num-layers 8; give {FIRST} 7, or {LAYOUT} auto instead of {FIRST} and {LAST}"),
-    (f"{FIRST} 3 {VIRTUAL} 2", 9, 4,
-     f"{FIRST} 3: leave 6 of --num-layers 9 to 3 other pipeline rank(s) x 2 virtual stages, which must share them evenly, and "
-                                     f"each rank's number must be divisible by {VIRTUAL} 2; give {LAYOUT} auto instead of {FIRST}"),
-    (f"{FIRST} 9 {LAST} 1", 8, 4,
-     f"{FIRST} 9 and {LAST} 1: leave -2 of --num-layers 8 to 2 other pipeline rank(s), which must share them evenly; give "
-                                  f"{FIRST} 5, or {LAYOUT} auto instead of {FIRST} and {LAST}"),
-    (f"{LAYOUT} auto {FIRST} 3", 8, 4, f"{LAYOUT} auto: contradicts {FIRST} 3; keep one way to share out the layers"),
-    (f"{LAYOUT} Et|tL {EMBEDDING} {PER_VIRTUAL} 1", 2, 2, f"{LAYOUT} Et|tL: contradicts {EMBEDDING} and {PER_VIRTUAL} 1; keep one way"),
-    (f"{LAST} 2 {LOSS}", 8, 4, f"{LAST} 2: contradicts {LOSS}; keep one way"),
-    (f"{LAST} 2 {PER_VIRTUAL} 1", 8, 4, f"{LAST} 2: contradicts {PER_VIRTUAL} 1; keep one way to share out the layers ({VIRTUAL} goes with it)"),
-    (f"{LAYOUT} Et|t|tL", 3, 2, f"{LAYOUT} Et|t|tL: has 3 stages, not a multiple of {PP} 2; make it 4"),
-    (f"{LAYOUT} Et|tL", 3, 2, f"{LAYOUT} Et|tL: has 2 layers (t), and --num-layers is 3; make them equal"),
-    (f"{LAYOUT} Et|t|t|tL {VIRTUAL} 3", 4, 2, f"{LAYOUT} Et|t|t|tL: has 4 stages, 2 on each pipeline rank, which contradicts {VIRTUAL} 3; drop that"),
-    (f"{LAYOUT} Et||tL", 2, 3, f"{LAYOUT} Et||tL: stage 1 (from 0) is empty; every stage needs a unit"),
-    (f"{LAYOUT} auto", 2, 8, f"{PP} 8: more stages than the 4 units of --num-layers 2 (embedding, layers, head); give at most 4 stages"),
-    (f"{LAYOUT} auto {VIRTUAL} 2", 8, 8, f"{PP} 8 x {VIRTUAL} 2 = 16: more stages than the 10 units"),
-    (f"{VIRTUAL} 0", 8, 4, f"{VIRTUAL} 0: must be greater than 0"), (f"{FIRST} 0", 8, 4, f"{FIRST} 0: must be greater than 0"),
-    # schedules
-    ("--pipeline-schedule interleaved", 8, 4, f"--pipeline-schedule interleaved: needs several stages on each pipeline rank; give {VIRTUAL} 2, or "
-                                              "--pipeline-schedule 1f1b"),
-    (f"--pipeline-schedule 1f1b {VIRTUAL} 2", 8, 4,
-     f"--pipeline-schedule 1f1b: takes one stage on each pipeline rank, and {VIRTUAL} 2 makes 2; drop that"),
-    (f"--pipeline-schedule gpipe {PER_VIRTUAL} 1", 8, 4,
-     f"--pipeline-schedule gpipe: takes one stage on each pipeline rank, and {PER_VIRTUAL} 1 makes 2"),
-    (f"--pipeline-schedule zero-bubble {LAYOUT} Et|t|t|tL", 4, 2, "--pipeline-schedule zero-bubble: takes one stage on each pipeline rank, and "
-                                                                   f"{LAYOUT} Et|t|t|tL makes 2"),
-    (f"--pipeline-schedule zero-bubble-v {VIRTUAL} 1", 8, 4,
-     f"--pipeline-schedule zero-bubble-v: takes 2 stages on each pipeline rank, and {VIRTUAL} 1 makes 1"),
-    (f"--pipeline-schedule zero-bubble-v {LAYOUT} Ett|ttL", 4, 2,
-     f"zero-bubble-v: takes 2 stages on each pipeline rank, and {LAYOUT} Ett|ttL makes 1"),
-    (f"--pipeline-schedule zero-bubble-v {VIRTUAL} 3", 12, 4, f"zero-bubble-v: takes 2 stages on each pipeline rank, and {VIRTUAL} 3 makes 3"),
-])
+@pytest.mark.parametrize(
+    "extra, layers, ranks, expected",
+    [
+        (
+            "",
+            30,
+            4,
+            (
+                f"--num-layers 30: not divisible by {PP} 4; the nearest are 28 and 32, or give "
+                f"{LAYOUT} auto"
+            ),
+        ),
+        (
+            "",
+            3,
+            8,
+            (
+                f"--num-layers 3: not divisible by {PP} 8; the nearest is 8, or give fewer "
+                "pipeline ranks"
+            ),
+        ),
+        (
+            "",
+            6,
+            8,
+            f"--num-layers 6: not divisible by {PP} 8; the nearest is 8, or give {LAYOUT} auto",
+        ),
+        (
+            f"{VIRTUAL} 2",
+            12,
+            4,
+            (
+                f"--num-layers 12: not divisible by {PP} 4 x {VIRTUAL} 2 = 8; the nearest are 8 "
+                f"and 16, or give {LAYOUT} auto"
+            ),
+        ),
+        (
+            f"{LOSS}",
+            8,
+            4,
+            (
+                f"--num-layers 8 (9 with those of {LOSS}): not divisible by {PP} 4; the nearest "
+                f"are 7 and 11, or give {LAYOUT} auto instead of {LOSS}"
+            ),
+        ),
+        (
+            f"{PER_VIRTUAL} 3",
+            16,
+            4,
+            f"--num-layers 16: not divisible by {PP} 4 x {PER_VIRTUAL} 3 = 12; the nearest "
+            f"are 12 and 24, or give {LAYOUT} auto "
+            f"instead of {PER_VIRTUAL}",
+        ),
+        (
+            f"{PER_VIRTUAL} 2 {VIRTUAL} 4",
+            16,
+            4,
+            (
+                f"{PER_VIRTUAL} 2: makes 2 stages on each pipeline rank, which contradicts "
+                f"{VIRTUAL} 4; drop one"
+            ),
+        ),
+        (
+            f"{FIRST} 3",
+            8,
+            4,
+            (
+                f"{FIRST} 3: leave 5 of --num-layers 8 to 3 other pipeline rank(s), which must "
+                f"share them evenly; give {FIRST} 2, or"
+            ),
+        ),
+        (
+            f"{FIRST} 1 {LAST} 1",
+            8,
+            2,
+            (
+                f"{FIRST} 1 and {LAST} 1: make 2 layers of --num-layers 8; give {FIRST} 7, or "
+                f"{LAYOUT} auto instead of {FIRST} and {LAST}"
+            ),
+        ),
+        (
+            f"{FIRST} 3 {VIRTUAL} 2",
+            9,
+            4,
+            f"{FIRST} 3: leave 6 of --num-layers 9 to 3 other pipeline rank(s) x 2 virtual "
+            "stages, which must share them evenly, and "
+            f"each rank's number must be divisible by {VIRTUAL} 2; give {LAYOUT} auto "
+            f"instead of {FIRST}",
+        ),
+        (
+            f"{FIRST} 9 {LAST} 1",
+            8,
+            4,
+            f"{FIRST} 9 and {LAST} 1: leave -2 of --num-layers 8 to 2 other pipeline "
+            "rank(s), which must share them evenly; give "
+            f"{FIRST} 5, or {LAYOUT} auto instead of {FIRST} and {LAST}",
+        ),
+        (
+            f"{LAYOUT} auto {FIRST} 3",
+            8,
+            4,
+            f"{LAYOUT} auto: contradicts {FIRST} 3; keep one way to share out the layers",
+        ),
+        (
+            f"{LAYOUT} Et|tL {EMBEDDING} {PER_VIRTUAL} 1",
+            2,
+            2,
+            f"{LAYOUT} Et|tL: contradicts {EMBEDDING} and {PER_VIRTUAL} 1; keep one way",
+        ),
+        (f"{LAST} 2 {LOSS}", 8, 4, f"{LAST} 2: contradicts {LOSS}; keep one way"),
+        (
+            f"{LAST} 2 {PER_VIRTUAL} 1",
+            8,
+            4,
+            (
+                f"{LAST} 2: contradicts {PER_VIRTUAL} 1; keep one way to share out the layers "
+                f"({VIRTUAL} goes with it)"
+            ),
+        ),
+        (
+            f"{LAYOUT} Et|t|tL",
+            3,
+            2,
+            f"{LAYOUT} Et|t|tL: has 3 stages, not a multiple of {PP} 2; make it 4",
+        ),
+        (
+            f"{LAYOUT} Et|tL",
+            3,
+            2,
+            f"{LAYOUT} Et|tL: has 2 layers (t), and --num-layers is 3; make them equal",
+        ),
+        (
+            f"{LAYOUT} Et|t|t|tL {VIRTUAL} 3",
+            4,
+            2,
+            (
+                f"{LAYOUT} Et|t|t|tL: has 4 stages, 2 on each pipeline rank, which contradicts "
+                f"{VIRTUAL} 3; drop that"
+            ),
+        ),
+        (
+            f"{LAYOUT} Et||tL",
+            2,
+            3,
+            f"{LAYOUT} Et||tL: stage 1 (from 0) is empty; every stage needs a unit",
+        ),
+        (
+            f"{LAYOUT} auto",
+            2,
+            8,
+            (
+                f"{PP} 8: more stages than the 4 units of --num-layers 2 (embedding, layers, "
+                "head); give at most 4 stages"
+            ),
+        ),
+        (
+            f"{LAYOUT} auto {VIRTUAL} 2",
+            8,
+            8,
+            f"{PP} 8 x {VIRTUAL} 2 = 16: more stages than the 10 units",
+        ),
+        (f"{VIRTUAL} 0", 8, 4, f"{VIRTUAL} 0: must be greater than 0"),
+        (f"{FIRST} 0", 8, 4, f"{FIRST} 0: must be greater than 0"),
+        # schedules
+        (
+            "--pipeline-schedule interleaved",
+            8,
+            4,
+            "--pipeline-schedule interleaved: needs several stages on each pipeline rank; "
+            f"give {VIRTUAL} 2, or "
+            "--pipeline-schedule 1f1b",
+        ),
+        (
+            f"--pipeline-schedule 1f1b {VIRTUAL} 2",
+            8,
+            4,
+            (
+                "--pipeline-schedule 1f1b: takes one stage on each pipeline rank, and "
+                f"{VIRTUAL} 2 makes 2; drop that"
+            ),
+        ),
+        (
+            f"--pipeline-schedule gpipe {PER_VIRTUAL} 1",
+            8,
+            4,
+            (
+                "--pipeline-schedule gpipe: takes one stage on each pipeline rank, and "
+                f"{PER_VIRTUAL} 1 makes 2"
+            ),
+        ),
+        (
+            f"--pipeline-schedule zero-bubble {LAYOUT} Et|t|t|tL",
+            4,
+            2,
+            "--pipeline-schedule zero-bubble: takes one stage on each pipeline rank, and "
+            f"{LAYOUT} Et|t|t|tL makes 2",
+        ),
+        (
+            f"--pipeline-schedule zero-bubble-v {VIRTUAL} 1",
+            8,
+            4,
+            (
+                "--pipeline-schedule zero-bubble-v: takes 2 stages on each pipeline rank, and "
+                f"{VIRTUAL} 1 makes 1"
+            ),
+        ),
+        (
+            f"--pipeline-schedule zero-bubble-v {LAYOUT} Ett|ttL",
+            4,
+            2,
+            f"zero-bubble-v: takes 2 stages on each pipeline rank, and {LAYOUT} Ett|ttL makes 1",
+        ),
+        (
+            f"--pipeline-schedule zero-bubble-v {VIRTUAL} 3",
+            12,
+            4,
+            f"zero-bubble-v: takes 2 stages on each pipeline rank, and {VIRTUAL} 3 makes 3",
+        ),
+    ],
+)
 def test_one_fault(extra, layers, ranks, expected):
     found = faults(extra, layers, ranks)
     assert len(found) == 1 and expected in found[0], found
 
 
 def test_faults_of_the_pipeline_are_told_with_all_others():
-    found = faults("--pipeline-schedule 1f1b --num-virtual-stages-per-pipeline-rank 2 --tensor-model-parallel-size 3 --bf16 --fp16", 7, 4, world=10)
+    found = faults(
+        (
+            "--pipeline-schedule 1f1b --num-virtual-stages-per-pipeline-rank 2 "
+            "--tensor-model-parallel-size 3 --bf16 --fp16"
+        ),
+        7,
+        4,
+        world=10,
+    )
     assert [fault.split(":")[0].split(" x ")[0] for fault in found] == [
-        "--tensor-model-parallel-size 3", "--tensor-model-parallel-size 3", "--num-layers 7", "--pipeline-schedule 1f1b", "--bf16 --fp16"]
+        "--tensor-model-parallel-size 3",
+        "--tensor-model-parallel-size 3",
+        "--num-layers 7",
+        "--pipeline-schedule 1f1b",
+        "--bf16 --fp16",
+    ]
 
 
-@pytest.mark.parametrize("tp, pp, world, fix", [
-    (2, 4, 12, "start 16 (in a dry run, with --world-size), or give --pipeline-model-parallel-size 3"),
-    (3, 2, 8, "start 6 (in a dry run, with --world-size), or give --tensor-model-parallel-size 2"),
-    (1, 4, 6, "start 8 (in a dry run, with --world-size), or give --pipeline-model-parallel-size 3"),
-    (4, 4, 6, "start 16 (in a dry run, with --world-size), or give --tensor-model-parallel-size 3 and --pipeline-model-parallel-size 2"),
-])
+@pytest.mark.parametrize(
+    "tp, pp, world, fix",
+    [
+        (
+            2,
+            4,
+            12,
+            "start 16 (in a dry run, with --world-size), or give --pipeline-model-parallel-size 3",
+        ),
+        (
+            3,
+            2,
+            8,
+            "start 6 (in a dry run, with --world-size), or give --tensor-model-parallel-size 2",
+        ),
+        (
+            1,
+            4,
+            6,
+            "start 8 (in a dry run, with --world-size), or give --pipeline-model-parallel-size 3",
+        ),
+        (
+            4,
+            4,
+            6,
+            (
+                "start 16 (in a dry run, with --world-size), or give "
+                "--tensor-model-parallel-size 3 and --pipeline-model-parallel-size 2"
+            ),
+        ),
+    ],
+)
 def test_tensor_x_pipeline_parallel_size_divides_the_ranks(tp, pp, world, fix):
-    told = faults(f"--tensor-model-parallel-size {tp} --num-attention-heads 12 --kv-channels 8", 24, pp, world)
+    told = faults(
+        f"--tensor-model-parallel-size {tp} --num-attention-heads 12 --kv-channels 8", 24, pp, world
+    )
     found = [fault for fault in told if "rank(s) of" in fault]
-    assert found == [f"--tensor-model-parallel-size {tp} x {PP} {pp}: does not divide the {world} rank(s) of this job; {fix}"]
+    assert found == [
+        (
+            f"--tensor-model-parallel-size {tp} x {PP} {pp}: does not divide the {world} rank(s) "
+            f"of this job; {fix}"
+        )
+    ]
 
 
 @given(st.integers(1, 16), st.integers(2, 12), st.integers(1, 96))
 def test_proposed_sizes_are_accepted(tp, pp, world):
     def found(line: str, ranks: int) -> list[str]:
-        flags = f"{BASE} --num-layers 24 --num-attention-heads 12 --kv-channels 8 --ffn-hidden-size 720720 {line} --dry-run --world-size {ranks}"
+        flags = (
+            f"{BASE} --num-layers 24 --num-attention-heads 12 --kv-channels 8 "
+            f"--ffn-hidden-size 720720 {line} --dry-run --world-size {ranks}"
+        )
         config = parse_arguments(flags.split()).config
-        return [fault for fault in cross_field_faults(config, ranks, 101) if fault.startswith("--tensor-model")]
+        return [
+            fault
+            for fault in cross_field_faults(config, ranks, 101)
+            if fault.startswith("--tensor-model")
+        ]
 
     given_sizes = f"--tensor-model-parallel-size {tp} {PP} {pp}"
     for fault in found(given_sizes, world):
         if match := re.search(r"start (\d+) .*, or give (--.*)$", fault):
-            assert not any("does not divide" in other for other in found(given_sizes, int(match[1])))
+            assert not any(
+                "does not divide" in other for other in found(given_sizes, int(match[1]))
+            )
             assert found(f"{given_sizes} {match[2].replace(' and', '')}", world) == []
         else:
             (size,) = re.findall(r"fits is (\d+)$", fault)
             others = found(f"--tensor-model-parallel-size {size} {PP} {pp}", world)
             assert not any("must divide" in other for other in others)
-            assert not others or any("does not divide" in other for other in found(given_sizes, world))
+            assert not others or any(
+                "does not divide" in other for other in found(given_sizes, world)
+            )
 
 
 @settings(max_examples=300)
-@given(st.integers(1, 40), st.integers(2, 6), st.sampled_from([None, 1, 2, 3]), st.sampled_from([None, 1, 2, 3]), st.sampled_from([None, 1, 2, 4]),
-       st.sampled_from([None, 1, 3, 5]), st.booleans(), st.booleans())
-def test_a_split_covers_the_layers_or_its_fix_is_accepted(layers, ranks, virtual, per_virtual, first, last, embedding, loss):
-    flags = {VIRTUAL: virtual, PER_VIRTUAL: per_virtual, FIRST: first, LAST: last, EMBEDDING: embedding or None, LOSS: loss or None}
-    line = " ".join(f"{flag} {value}" if value is not True else flag for flag, value in flags.items() if value is not None)
+@given(
+    st.integers(1, 40),
+    st.integers(2, 6),
+    st.sampled_from([None, 1, 2, 3]),
+    st.sampled_from([None, 1, 2, 3]),
+    st.sampled_from([None, 1, 2, 4]),
+    st.sampled_from([None, 1, 3, 5]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_split_covers_the_layers_or_its_fix_is_accepted(
+    layers, ranks, virtual, per_virtual, first, last, embedding, loss
+):
+    flags = {
+        VIRTUAL: virtual,
+        PER_VIRTUAL: per_virtual,
+        FIRST: first,
+        LAST: last,
+        EMBEDDING: embedding or None,
+        LOSS: loss or None,
+    }
+    line = " ".join(
+        f"{flag} {value}" if value is not True else flag
+        for flag, value in flags.items()
+        if value is not None
+    )
     found = faults(line, layers, ranks)
     if not found:
         config = resolve(*configure(line, layers, ranks), 101).config
@@ -212,7 +536,10 @@ def test_a_split_covers_the_layers_or_its_fix_is_accepted(layers, ranks, virtual
         for stage, (rank, count) in enumerate(zip(ranked, counts, strict=True)):
             held[rank] += count
             assert count + (stage == 0) + (stage == len(counts) - 1) > 0
-        assert sum(counts) == layers and len(counts) == ranks * config.distributed.num_virtual_stages_per_pipeline_rank
+        assert (
+            sum(counts) == layers
+            and len(counts) == ranks * config.distributed.num_virtual_stages_per_pipeline_rank
+        )
         assert first in (None, held[0]) and last in (None, held[-1])
         return
     (fault,) = found
@@ -222,14 +549,26 @@ def test_a_split_covers_the_layers_or_its_fix_is_accepted(layers, ranks, virtual
     if match := re.search(rf"; give ({FIRST}|{LAST}) (\d+)", fault):
         assert faults(f"{line} {match[1]} {match[2]}", layers, ranks) == []
     if f"{LAYOUT} auto" in fault and "contradicts" not in fault:
-        assert faults(f"{LAYOUT} auto" + (f" {VIRTUAL} {virtual}" if virtual else ""), layers, ranks) == []
+        assert (
+            faults(f"{LAYOUT} auto" + (f" {VIRTUAL} {virtual}" if virtual else ""), layers, ranks)
+            == []
+        )
 
 
 def test_few_micro_batches_are_a_remark():
     def remarks(batch: int) -> list[str]:
-        return [note for note in resolve(*configure(f"--global-batch-size {batch}", 8, 4, world=8), 101).notes if "micro-batch" in note]
+        return [
+            note
+            for note in resolve(
+                *configure(f"--global-batch-size {batch}", 8, 4, world=8), 101
+            ).notes
+            if "micro-batch" in note
+        ]
 
     assert remarks(16) == []
-    assert remarks(12) == ["--global-batch-size 12: 3 micro-batch(es) for 4 pipeline ranks leave (P-1)/(m+P-1) = 50% of a step idle under 1f1b; with "
-                           "--global-batch-size 16 it is less than half"]
+    assert remarks(12) == [
+        "--global-batch-size 12: 3 micro-batch(es) for 4 pipeline ranks leave (P-1)/(m+P-1) "
+        "= 50% of a step idle under 1f1b; with "
+        "--global-batch-size 16 it is less than half"
+    ]
     assert "= 75% of a step" in remarks(4)[0]

@@ -1,4 +1,6 @@
-"""Rules between flags: each refuses what it should with the flag and the fix; derived values carry their reason."""
+"""Rules between flags: each refuses what it should with the flag and the fix; derived values carry
+their reason.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,11 @@ from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
 from megatron.config.validate import blend_prefixes, cross_field_faults, resolve
 
-VALID = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --lr 1e-3 --train-iters 10 "
-         "--mock-data --vocab-size 100")
+VALID = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 2 --lr 1e-3 --train-iters 10 "
+    "--mock-data --vocab-size 100"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +38,9 @@ def configure(extra: str = "", base: str = VALID) -> Config:
     return parse_arguments(f"{base} {extra}".split()).config
 
 
-def faults(extra: str = "", world: int = 1, vocabulary: int | None = 101, base: str = VALID) -> list[str]:
+def faults(
+    extra: str = "", world: int = 1, vocabulary: int | None = 101, base: str = VALID
+) -> list[str]:
     return cross_field_faults(configure(extra, base), world, vocabulary)
 
 
@@ -49,334 +56,812 @@ def test_a_complete_configuration_has_no_faults():
     assert faults() == []
 
 
-@pytest.mark.parametrize("extra, fault", [
-    # shapes
-    ("--num-attention-heads 5", "--hidden-size 64: not divisible by --num-attention-heads 5; change one, or give --kv-channels"),
-    ("--group-query-attention", "--group-query-attention: give --num-query-groups"),
-    ("--group-query-attention --num-query-groups 3", "--num-query-groups 3: must divide --num-attention-heads 4"),
-    ("--num-query-groups 2", "--num-query-groups 2: acts only with --group-query-attention"),
-    ("--max-position-embeddings 16", "--max-position-embeddings 16: smaller than --seq-length 32"),
-    ("--position-embedding-type rope --rotary-percent 0.2", "--rotary-percent 0.2: 3 of 16 channels would rotate"),
-    ("--position-embedding-type rope --rotary-percent 0", "--rotary-percent 0.0: must be above 0 and at most 1"),
-    ("--position-embedding-type rope --rope-scaling-factor 4", "--rope-scaling-factor 4.0: acts only with --use-rope-scaling"),
-    ("--position-embedding-type rope --use-rope-scaling --rope-high-freq-factor 1", "--rope-high-freq-factor 1.0: must be greater"),
-    ("--position-embedding-type rope --use-rope-scaling --rotary-seq-len-interpolation-factor 2", "--use-rope-scaling: does not combine"),
-    ("--position-embedding-type yarn --yarn-beta-fast 1", "--yarn-beta-fast 1.0: must be greater than --yarn-beta-slow 1.0"),
-    ("--position-embedding-type yarn --use-rope-scaling", "--use-rope-scaling: acts only with --position-embedding-type rope"),
-    ("--window-size 0", "--window-size 0: must be greater than 0"),
-    ("--hidden-dropout 1", "--hidden-dropout 1.0: must be at least 0 and below 1"),
-    ("--attention-backend sdpa", "--attention-backend sdpa: cannot apply --attention-dropout 0.1"),
-    ("--attention-backend sdpa --attention-dropout 0 --attn-logit-softcapping 50", "cannot apply --attn-logit-softcapping 50.0"),
-    # precision
-    ("--bf16 --fp64", "--bf16 --fp64: contradict each other"),
-    ("--fp16 --loss-scale 128 --hysteresis 3", "--hysteresis 3: acts only with dynamic loss scaling"),
-    ("--fp16 --initial-loss-scale 0.5", "--initial-loss-scale 0.5: below --min-loss-scale 1.0"),
-    # data and tokenizer
-    ("--data-path a", "--data-path: contradicts --mock-data"),
-    ("--train-data-path a", "--mock-data: contradicts --train-data-path"),
-    ("--split 0,0,0", "--split 0,0,0: expected up to three shares"),
-    ("--split 9,x,1", "--split 9,x,1: expected up to three shares"),
-    ("--tokenizer-type SentencePieceTokenizer --vocab-size 101", "--tokenizer-type SentencePieceTokenizer: give --tokenizer-model"),
-    ("--tokenizer-type HuggingFaceTokenizer --vocab-size 101 --tokenizer-model none.json", "--tokenizer-model none.json: no such file"),
-    ("--tokenizer-type GPT2BPETokenizer --vocab-size 101 --vocab-file vocab.json", "--tokenizer-type GPT2BPETokenizer: give --merge-file"),
-    ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.model", "--vocab-size 100: the tokenizer has 101 tokens"),
-    # batch
-    ("--global-batch-size 15", "not divisible by --micro-batch-size 2 x 1 data-parallel rank(s) = 2; the nearest is 16"),
-    ("--global-batch-size 16 --rampup-batch-size 4 4", "--rampup-batch-size 4 4: expected three numbers"),
-    ("--global-batch-size 16 --rampup-batch-size 4 3 100", "start and increment must be divisible by"),
-    ("--global-batch-size 16 --rampup-batch-size 4 8 100", "--global-batch-size 16 must be the start plus a number of increments"),
-    ("--global-batch-size 16 --rampup-batch-size 16 4 100", "must be the start plus a number of increments"),
-    ("--global-batch-size 16 --rampup-batch-size 4 0 100", "must be greater than 0"),
-    # length and schedule
-    ("--train-samples 100", "--train-iters 10: contradicts --train-samples 100"),
-    ("--train-iters 0", "--train-iters 0: nothing would be trained"),
-    ("--lr-decay-samples 100", "--lr-decay-samples 100: the run is measured in --train-iters; use --lr-decay-iters"),
-    ("--lr-warmup-samples 100", "--lr-warmup-samples 100: the run is measured in --train-iters; use --lr-warmup-iters"),
-    ("--lr-warmup-iters 10", "--lr-warmup-iters 10: must be smaller than --lr-decay-iters 10"),
-    ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "--lr-warmup-fraction 0.1: contradicts --lr-warmup-iters 2"),
-    ("--lr-decay-style WSD", "--lr-decay-style WSD: give --lr-wsd-decay-iters"),
-    ("--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-iters 2", "--lr-wsd-decay-iters 9: does not fit"),
-    ("--min-lr 1", "--min-lr 1.0: greater than --lr 0.001"),
-    ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler --load ckpt", "--override-opt-param-scheduler: contradicts"),
-    ("--start-weight-decay 0", "--start-weight-decay 0.0: acts only with --weight-decay-incr-style"),
-    ("--weight-decay-incr-style cosine --end-weight-decay 0.1", "--weight-decay-incr-style cosine: give --start-weight-decay"),
-    # optimizer
-    ("--adam-beta1 1", "--adam-beta1 1.0: must be at least 0 and below 1"),
-    ("--clip-grad -1", "--clip-grad -1.0: must be 0 or more"),
-    ("--main-grads-dtype bf16", "--main-grads-dtype bf16: acts only with --bf16; drop it or add that"),
-    ("--fp16 --main-grads-dtype bf16", "--main-grads-dtype bf16: acts only with --bf16"),
-    ("--fp64 --exp-avg-dtype bf16", "--exp-avg-dtype bf16: contradicts --fp64; drop one"),
-    ("--adam-implementation apex --exp-avg-sq-dtype bf16", "--exp-avg-sq-dtype bf16: not something that apex's FusedAdam does; drop --adam-impl"),
-    ("--adam-implementation triton --fp64", "--adam-implementation triton: contradicts --fp64; drop one"),
-    ("--adam-implementation apex --optimizer-cpu-offload", "--optimizer-cpu-offload: not something that apex's FusedAdam does"),
-    ("--optimizer sgd --optimizer-cpu-offload", "--optimizer-cpu-offload: acts only with --optimizer adam"),
-    ("--optimizer sgd --optimizer-nvme-offload disk", "--optimizer-nvme-offload disk: acts only with --optimizer adam"),
-    ("--optimizer-offload-fraction 0.5", "--optimizer-offload-fraction 0.5: acts only with --optimizer-cpu-offload"),
-    ("--zero-stage 3 --optimizer sgd --param-cpu-offload", "--param-cpu-offload: acts only with --optimizer adam"),
-    ("--zero-stage 2 --param-cpu-offload", "--param-cpu-offload: acts only with --zero-stage 3"),
-    ("--optimizer-cpu-offload --optimizer-offload-fraction 0", "--optimizer-offload-fraction 0.0: must be above 0 and at most 1"),
-    ("--optimizer-cpu-offload --optimizer-offload-fraction 1.5", "--optimizer-offload-fraction 1.5: must be above 0 and at most 1"),
-    # ZeRO
-    ("--zero-shard-size 2", "--zero-shard-size 2: acts only with --zero-stage 1, 2 or 3"),
-    ("--zero-stage 1 --zero-shard-size 0", "--zero-shard-size 0: must be greater than 0"),
-    ("--zero3-keep-gathered", "--zero3-keep-gathered: acts only with --zero-stage 3"),
-    ("--zero-stage 2 --zero3-keep-gathered", "--zero3-keep-gathered: acts only with --zero-stage 3"),
-    # recompute, checkpoint, logging, world
-    ("--recompute-method uniform", "--recompute-method uniform: acts only with --recompute-granularity full"),
-    ("--checkpoint-activations --recompute-num-layers 2", "--recompute-num-layers 2: groups of layers are not built yet"),
-    ("--verify-integrity", "--verify-integrity: acts only with --save DIR"),
-    ("--save ckpt --save-keep-last 0", "--save-keep-last 0: must be greater than 0"),
-    ("--local-checkpoint-dir a --local-save-interval 5", "--local-checkpoint-dir a: acts only with --save DIR"),
-    ("--save ckpt --local-checkpoint-dir a", "--local-checkpoint-dir a: acts only with --local-save-interval N"),
-    ("--save ckpt --local-save-interval 5", "--local-save-interval 5: acts only with --local-checkpoint-dir DIR"),
-    ("--save ckpt --local-redundancy partner", "--local-redundancy partner: acts only with --local-checkpoint-dir DIR"),
-    ("--save ckpt --async-save --async-save-host-memory 1 --local-checkpoint-dir a --local-save-interval 5",
-     "--async-save-host-memory 1.0: acts only with --async-save without --local-checkpoint-dir"),
-    ("--save ckpt --async-save --save-rate-limit 0", "--save-rate-limit 0.0: must be greater than 0"),
-    ("--save ckpt --async-save --save-rate-limit 1e-300", "--save-rate-limit 1e-300: must be greater than 0, and at least 0.001 MB/s"),
-    ("--save ckpt --async-save --async-save-host-memory -1", "--async-save-host-memory -1.0: must be greater than 0"),
-    ("--fp16 --initial-loss-scale 1e308", "--initial-loss-scale 1e+308: must be from 2**-126 to 2**127"),
-    ("--fp16 --loss-scale 1e-300", "--loss-scale 1e-300: must be from 2**-126 to 2**127"),
-    ("--distributed-timeout-minutes 1e300", "--distributed-timeout-minutes 1e+300: must be greater than 0 and at most 525600"),
-    ("--save ckpt --save-retain-interval 10", "--save-retain-interval 10: must be a multiple of --save-interval"),
-    ("--save ckpt --save-interval 4 --save-retain-interval 10", "--save-retain-interval 10: must be a multiple of --save-interval"),
-    ("--load absent", "--load absent: no such folder; for a first start give the same folder as --save"),
-    ("--load absent --save absent --exit-on-missing-checkpoint", "--load absent: no such folder"),
-    ("--save a.bin", "--save a.bin: is a file, not a folder"),
-    ("--eval-interval 0", "--eval-interval 0: must be greater than 0"),
-    ("--distributed-timeout-minutes 0", "--distributed-timeout-minutes 0.0: must be greater than 0"),
-    ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: must be greater than 0"),
-    ("--fp64 --grad-reduce-in-bf16", "--grad-reduce-in-bf16: contradicts --fp64"),
-    ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: does not divide the 1 rank(s) of this job; start 2 "
-     "(in a dry run, with --world-size), or give 1"),
-])
+@pytest.mark.parametrize(
+    "extra, fault",
+    [
+        # shapes
+        (
+            "--num-attention-heads 5",
+            (
+                "--hidden-size 64: not divisible by --num-attention-heads 5; change one, or "
+                "give --kv-channels"
+            ),
+        ),
+        ("--group-query-attention", "--group-query-attention: give --num-query-groups"),
+        (
+            "--group-query-attention --num-query-groups 3",
+            "--num-query-groups 3: must divide --num-attention-heads 4",
+        ),
+        ("--num-query-groups 2", "--num-query-groups 2: acts only with --group-query-attention"),
+        (
+            "--max-position-embeddings 16",
+            "--max-position-embeddings 16: smaller than --seq-length 32",
+        ),
+        (
+            "--position-embedding-type rope --rotary-percent 0.2",
+            "--rotary-percent 0.2: 3 of 16 channels would rotate",
+        ),
+        (
+            "--position-embedding-type rope --rotary-percent 0",
+            "--rotary-percent 0.0: must be above 0 and at most 1",
+        ),
+        (
+            "--position-embedding-type rope --rope-scaling-factor 4",
+            "--rope-scaling-factor 4.0: acts only with --use-rope-scaling",
+        ),
+        (
+            "--position-embedding-type rope --use-rope-scaling --rope-high-freq-factor 1",
+            "--rope-high-freq-factor 1.0: must be greater",
+        ),
+        (
+            (
+                "--position-embedding-type rope --use-rope-scaling "
+                "--rotary-seq-len-interpolation-factor 2"
+            ),
+            "--use-rope-scaling: does not combine",
+        ),
+        (
+            "--position-embedding-type yarn --yarn-beta-fast 1",
+            "--yarn-beta-fast 1.0: must be greater than --yarn-beta-slow 1.0",
+        ),
+        (
+            "--position-embedding-type yarn --use-rope-scaling",
+            "--use-rope-scaling: acts only with --position-embedding-type rope",
+        ),
+        ("--window-size 0", "--window-size 0: must be greater than 0"),
+        ("--hidden-dropout 1", "--hidden-dropout 1.0: must be at least 0 and below 1"),
+        (
+            "--attention-backend sdpa",
+            "--attention-backend sdpa: cannot apply --attention-dropout 0.1",
+        ),
+        (
+            "--attention-backend sdpa --attention-dropout 0 --attn-logit-softcapping 50",
+            "cannot apply --attn-logit-softcapping 50.0",
+        ),
+        # precision
+        ("--bf16 --fp64", "--bf16 --fp64: contradict each other"),
+        (
+            "--fp16 --loss-scale 128 --hysteresis 3",
+            "--hysteresis 3: acts only with dynamic loss scaling",
+        ),
+        ("--fp16 --initial-loss-scale 0.5", "--initial-loss-scale 0.5: below --min-loss-scale 1.0"),
+        # data and tokenizer
+        ("--data-path a", "--data-path: contradicts --mock-data"),
+        ("--train-data-path a", "--mock-data: contradicts --train-data-path"),
+        ("--split 0,0,0", "--split 0,0,0: expected up to three shares"),
+        ("--split 9,x,1", "--split 9,x,1: expected up to three shares"),
+        (
+            "--tokenizer-type SentencePieceTokenizer --vocab-size 101",
+            "--tokenizer-type SentencePieceTokenizer: give --tokenizer-model",
+        ),
+        (
+            "--tokenizer-type HuggingFaceTokenizer --vocab-size 101 --tokenizer-model none.json",
+            "--tokenizer-model none.json: no such file",
+        ),
+        (
+            "--tokenizer-type GPT2BPETokenizer --vocab-size 101 --vocab-file vocab.json",
+            "--tokenizer-type GPT2BPETokenizer: give --merge-file",
+        ),
+        (
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.model",
+            "--vocab-size 100: the tokenizer has 101 tokens",
+        ),
+        # batch
+        (
+            "--global-batch-size 15",
+            (
+                "not divisible by --micro-batch-size 2 x 1 data-parallel rank(s) = 2; the "
+                "nearest is 16"
+            ),
+        ),
+        (
+            "--global-batch-size 16 --rampup-batch-size 4 4",
+            "--rampup-batch-size 4 4: expected three numbers",
+        ),
+        (
+            "--global-batch-size 16 --rampup-batch-size 4 3 100",
+            "start and increment must be divisible by",
+        ),
+        (
+            "--global-batch-size 16 --rampup-batch-size 4 8 100",
+            "--global-batch-size 16 must be the start plus a number of increments",
+        ),
+        (
+            "--global-batch-size 16 --rampup-batch-size 16 4 100",
+            "must be the start plus a number of increments",
+        ),
+        ("--global-batch-size 16 --rampup-batch-size 4 0 100", "must be greater than 0"),
+        # length and schedule
+        ("--train-samples 100", "--train-iters 10: contradicts --train-samples 100"),
+        ("--train-iters 0", "--train-iters 0: nothing would be trained"),
+        (
+            "--lr-decay-samples 100",
+            "--lr-decay-samples 100: the run is measured in --train-iters; use --lr-decay-iters",
+        ),
+        (
+            "--lr-warmup-samples 100",
+            "--lr-warmup-samples 100: the run is measured in --train-iters; use --lr-warmup-iters",
+        ),
+        ("--lr-warmup-iters 10", "--lr-warmup-iters 10: must be smaller than --lr-decay-iters 10"),
+        (
+            "--lr-warmup-iters 2 --lr-warmup-fraction 0.1",
+            "--lr-warmup-fraction 0.1: contradicts --lr-warmup-iters 2",
+        ),
+        ("--lr-decay-style WSD", "--lr-decay-style WSD: give --lr-wsd-decay-iters"),
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-iters 2",
+            "--lr-wsd-decay-iters 9: does not fit",
+        ),
+        ("--min-lr 1", "--min-lr 1.0: greater than --lr 0.001"),
+        (
+            "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler --load ckpt",
+            "--override-opt-param-scheduler: contradicts",
+        ),
+        (
+            "--start-weight-decay 0",
+            "--start-weight-decay 0.0: acts only with --weight-decay-incr-style",
+        ),
+        (
+            "--weight-decay-incr-style cosine --end-weight-decay 0.1",
+            "--weight-decay-incr-style cosine: give --start-weight-decay",
+        ),
+        # optimizer
+        ("--adam-beta1 1", "--adam-beta1 1.0: must be at least 0 and below 1"),
+        ("--clip-grad -1", "--clip-grad -1.0: must be 0 or more"),
+        (
+            "--main-grads-dtype bf16",
+            "--main-grads-dtype bf16: acts only with --bf16; drop it or add that",
+        ),
+        ("--fp16 --main-grads-dtype bf16", "--main-grads-dtype bf16: acts only with --bf16"),
+        ("--fp64 --exp-avg-dtype bf16", "--exp-avg-dtype bf16: contradicts --fp64; drop one"),
+        (
+            "--adam-implementation apex --exp-avg-sq-dtype bf16",
+            "--exp-avg-sq-dtype bf16: not something that apex's FusedAdam does; drop --adam-impl",
+        ),
+        (
+            "--adam-implementation triton --fp64",
+            "--adam-implementation triton: contradicts --fp64; drop one",
+        ),
+        (
+            "--adam-implementation apex --optimizer-cpu-offload",
+            "--optimizer-cpu-offload: not something that apex's FusedAdam does",
+        ),
+        (
+            "--optimizer sgd --optimizer-cpu-offload",
+            "--optimizer-cpu-offload: acts only with --optimizer adam",
+        ),
+        (
+            "--optimizer sgd --optimizer-nvme-offload disk",
+            "--optimizer-nvme-offload disk: acts only with --optimizer adam",
+        ),
+        (
+            "--optimizer-offload-fraction 0.5",
+            "--optimizer-offload-fraction 0.5: acts only with --optimizer-cpu-offload",
+        ),
+        (
+            "--zero-stage 3 --optimizer sgd --param-cpu-offload",
+            "--param-cpu-offload: acts only with --optimizer adam",
+        ),
+        (
+            "--zero-stage 2 --param-cpu-offload",
+            "--param-cpu-offload: acts only with --zero-stage 3",
+        ),
+        (
+            "--optimizer-cpu-offload --optimizer-offload-fraction 0",
+            "--optimizer-offload-fraction 0.0: must be above 0 and at most 1",
+        ),
+        (
+            "--optimizer-cpu-offload --optimizer-offload-fraction 1.5",
+            "--optimizer-offload-fraction 1.5: must be above 0 and at most 1",
+        ),
+        # ZeRO
+        ("--zero-shard-size 2", "--zero-shard-size 2: acts only with --zero-stage 1, 2 or 3"),
+        ("--zero-stage 1 --zero-shard-size 0", "--zero-shard-size 0: must be greater than 0"),
+        ("--zero3-keep-gathered", "--zero3-keep-gathered: acts only with --zero-stage 3"),
+        (
+            "--zero-stage 2 --zero3-keep-gathered",
+            "--zero3-keep-gathered: acts only with --zero-stage 3",
+        ),
+        # recompute, checkpoint, logging, world
+        (
+            "--recompute-method uniform",
+            "--recompute-method uniform: acts only with --recompute-granularity full",
+        ),
+        (
+            "--checkpoint-activations --recompute-num-layers 2",
+            "--recompute-num-layers 2: groups of layers are not built yet",
+        ),
+        ("--verify-integrity", "--verify-integrity: acts only with --save DIR"),
+        ("--save ckpt --save-keep-last 0", "--save-keep-last 0: must be greater than 0"),
+        (
+            "--local-checkpoint-dir a --local-save-interval 5",
+            "--local-checkpoint-dir a: acts only with --save DIR",
+        ),
+        (
+            "--save ckpt --local-checkpoint-dir a",
+            "--local-checkpoint-dir a: acts only with --local-save-interval N",
+        ),
+        (
+            "--save ckpt --local-save-interval 5",
+            "--local-save-interval 5: acts only with --local-checkpoint-dir DIR",
+        ),
+        (
+            "--save ckpt --local-redundancy partner",
+            "--local-redundancy partner: acts only with --local-checkpoint-dir DIR",
+        ),
+        (
+            (
+                "--save ckpt --async-save --async-save-host-memory 1 --local-checkpoint-dir a "
+                "--local-save-interval 5"
+            ),
+            (
+                "--async-save-host-memory 1.0: acts only with --async-save without "
+                "--local-checkpoint-dir"
+            ),
+        ),
+        (
+            "--save ckpt --async-save --save-rate-limit 0",
+            "--save-rate-limit 0.0: must be greater than 0",
+        ),
+        (
+            "--save ckpt --async-save --save-rate-limit 1e-300",
+            "--save-rate-limit 1e-300: must be greater than 0, and at least 0.001 MB/s",
+        ),
+        (
+            "--save ckpt --async-save --async-save-host-memory -1",
+            "--async-save-host-memory -1.0: must be greater than 0",
+        ),
+        (
+            "--fp16 --initial-loss-scale 1e308",
+            "--initial-loss-scale 1e+308: must be from 2**-126 to 2**127",
+        ),
+        ("--fp16 --loss-scale 1e-300", "--loss-scale 1e-300: must be from 2**-126 to 2**127"),
+        (
+            "--distributed-timeout-minutes 1e300",
+            "--distributed-timeout-minutes 1e+300: must be greater than 0 and at most 525600",
+        ),
+        (
+            "--save ckpt --save-retain-interval 10",
+            "--save-retain-interval 10: must be a multiple of --save-interval",
+        ),
+        (
+            "--save ckpt --save-interval 4 --save-retain-interval 10",
+            "--save-retain-interval 10: must be a multiple of --save-interval",
+        ),
+        (
+            "--load absent",
+            "--load absent: no such folder; for a first start give the same folder as --save",
+        ),
+        (
+            "--load absent --save absent --exit-on-missing-checkpoint",
+            "--load absent: no such folder",
+        ),
+        ("--save a.bin", "--save a.bin: is a file, not a folder"),
+        ("--eval-interval 0", "--eval-interval 0: must be greater than 0"),
+        (
+            "--distributed-timeout-minutes 0",
+            "--distributed-timeout-minutes 0.0: must be greater than 0",
+        ),
+        (
+            "--tensor-model-parallel-size 0",
+            "--tensor-model-parallel-size 0: must be greater than 0",
+        ),
+        ("--fp64 --grad-reduce-in-bf16", "--grad-reduce-in-bf16: contradicts --fp64"),
+        (
+            "--tensor-model-parallel-size 2",
+            "--tensor-model-parallel-size 2: does not divide the 1 rank(s) of this job; start 2 "
+            "(in a dry run, with --world-size), or give 1",
+        ),
+    ],
+)
 def test_one_rule(extra, fault):
     found = faults(extra)
     assert len(found) == 1 and fault in found[0], found
 
 
-@pytest.mark.parametrize("extra, note", [
-    ("--rotary-base 500000", "--rotary-base 500000.0: acts only with --position-embedding-type rope"),
-    ("--loss-scale 128", "--loss-scale 128.0: acts only with --fp16"),
-    ("--check-data", "--check-data: acts only with data files"),
-    ("--tokenizer-type NullTokenizer --tokenizer-model tokenizer.model", "--tokenizer-model tokenizer.model: acts only with"),
-    ("--tokenizer-type NullTokenizer --vocab-file vocab.json", "--vocab-file vocab.json: acts only with --tokenizer-type GPT2BPETokenizer"),
-    ("--lr-wsd-decay-iters 3", "--lr-wsd-decay-iters 3: acts only with --lr-decay-style WSD"),
-    ("--lr-decay-style constant --min-lr 1e-4", "--min-lr 0.0001: acts only with a --lr-decay-style that decays"),
-    ("--lr-warmup-init 1e-5", "--lr-warmup-init 1e-05: acts only with a warm-up"),
-    ("--sgd-momentum 0.5", "--sgd-momentum 0.5: acts only with --optimizer sgd"),
-    ("--optimizer sgd --adam-beta2 0.95", "--adam-beta2 0.95: acts only with --optimizer adam"),
-    ("--optimizer sgd --exp-avg-dtype bf16", "--exp-avg-dtype bf16: acts only with --optimizer adam"),
-    ("--save-interval 5", "--save-interval 5: acts only with --save DIR"),
-    ("--no-save-optim", "--no-save-optim: acts only with --save DIR"),
-    ("--save-keep-last 2", "--save-keep-last 2: acts only with --save DIR"),
-    ("--save ckpt --save-rate-limit 5", "--save-rate-limit 5.0: acts only with --async-save"),
-    ("--no-load-optim", "--no-load-optim: acts only with --load DIR"),
-    ("--wandb-exp-name x", "--wandb-exp-name x: acts only with --wandb-project NAME"),
-    ("--tensorboard-log-interval 5", "--tensorboard-log-interval 5: acts only with --tensorboard-dir"),
-    ("--hysteresis 3 --min-loss-scale 2 --loss-scale-window 5", "--hysteresis 3: acts only with --fp16"),
-    ("--async-save", "--async-save: acts only with --save DIR"),
-    ("--override-opt-param-scheduler", "--override-opt-param-scheduler: acts only with --load DIR"),
-])
+@pytest.mark.parametrize(
+    "extra, note",
+    [
+        (
+            "--rotary-base 500000",
+            "--rotary-base 500000.0: acts only with --position-embedding-type rope",
+        ),
+        ("--loss-scale 128", "--loss-scale 128.0: acts only with --fp16"),
+        ("--check-data", "--check-data: acts only with data files"),
+        (
+            "--tokenizer-type NullTokenizer --tokenizer-model tokenizer.model",
+            "--tokenizer-model tokenizer.model: acts only with",
+        ),
+        (
+            "--tokenizer-type NullTokenizer --vocab-file vocab.json",
+            "--vocab-file vocab.json: acts only with --tokenizer-type GPT2BPETokenizer",
+        ),
+        ("--lr-wsd-decay-iters 3", "--lr-wsd-decay-iters 3: acts only with --lr-decay-style WSD"),
+        (
+            "--lr-decay-style constant --min-lr 1e-4",
+            "--min-lr 0.0001: acts only with a --lr-decay-style that decays",
+        ),
+        ("--lr-warmup-init 1e-5", "--lr-warmup-init 1e-05: acts only with a warm-up"),
+        ("--sgd-momentum 0.5", "--sgd-momentum 0.5: acts only with --optimizer sgd"),
+        ("--optimizer sgd --adam-beta2 0.95", "--adam-beta2 0.95: acts only with --optimizer adam"),
+        (
+            "--optimizer sgd --exp-avg-dtype bf16",
+            "--exp-avg-dtype bf16: acts only with --optimizer adam",
+        ),
+        ("--save-interval 5", "--save-interval 5: acts only with --save DIR"),
+        ("--no-save-optim", "--no-save-optim: acts only with --save DIR"),
+        ("--save-keep-last 2", "--save-keep-last 2: acts only with --save DIR"),
+        ("--save ckpt --save-rate-limit 5", "--save-rate-limit 5.0: acts only with --async-save"),
+        ("--no-load-optim", "--no-load-optim: acts only with --load DIR"),
+        ("--wandb-exp-name x", "--wandb-exp-name x: acts only with --wandb-project NAME"),
+        (
+            "--tensorboard-log-interval 5",
+            "--tensorboard-log-interval 5: acts only with --tensorboard-dir",
+        ),
+        (
+            "--hysteresis 3 --min-loss-scale 2 --loss-scale-window 5",
+            "--hysteresis 3: acts only with --fp16",
+        ),
+        ("--async-save", "--async-save: acts only with --save DIR"),
+        (
+            "--override-opt-param-scheduler",
+            "--override-opt-param-scheduler: acts only with --load DIR",
+        ),
+    ],
+)
 def test_a_flag_without_effect_that_does_no_harm_is_a_note(extra, note):
     """Launch scripts give them in every run."""
     assert faults(extra) == []
     notes = resolve(configure(extra), 1, 101).notes
-    assert any(line.startswith(note) and line.endswith("nothing changes here") for line in notes), notes
+    assert any(line.startswith(note) and line.endswith("nothing changes here") for line in notes), (
+        notes
+    )
 
 
 def test_sizes_that_would_take_minutes_to_plan_are_refused_at_once():
     found = faults("--num-layers 1000000000")
-    assert len(found) == 1 and found[0].startswith("--num-layers 1000000000: at most 10,000 are planned for")
+    assert len(found) == 1 and found[0].startswith(
+        "--num-layers 1000000000: at most 10,000 are planned for"
+    )
     found = faults("--global-batch-size 1000000000")
-    assert len(found) == 1 and found[0].startswith("--global-batch-size 1000000000: 500,000,000 micro-batches in each step of a rank")
-    pipeline = "--dry-run --world-size 2 --pipeline-model-parallel-size 2 --num-layers 8 --global-batch-size 200000"
+    assert len(found) == 1 and found[0].startswith(
+        "--global-batch-size 1000000000: 500,000,000 micro-batches in each step of a rank"
+    )
+    pipeline = (
+        "--dry-run --world-size 2 --pipeline-model-parallel-size 2 --num-layers 8 "
+        "--global-batch-size 200000"
+    )
     for schedule in ("gpipe", "interleaved --num-virtual-stages-per-pipeline-rank 2"):
         found = faults(f"{pipeline} --pipeline-schedule {schedule}", 2)
-        assert len(found) == 1 and "8 layers x 100,000 micro-batches of a step are more than the 500,000 passes" in found[0]
+        assert (
+            len(found) == 1
+            and "8 layers x 100,000 micro-batches of a step are more than the 500,000 passes"
+            in found[0]
+        )
     assert faults(pipeline, 2) == []  # 1f1b repeats itself after a few
-    found = faults("--global-batch-size 2000002 --micro-batch-size 2 --rampup-batch-size 2 2 100000000 --dry-run --world-size 50000", 1000001)
+    found = faults(
+        (
+            "--global-batch-size 2000002 --micro-batch-size 2 --rampup-batch-size 2 2 100000000 "
+            "--dry-run --world-size 50000"
+        ),
+        1000001,
+    )
     assert any("1,000,000 increments, at most 100,000 are planned for" in fault for fault in found)
 
 
-@pytest.mark.parametrize("flags, fault", [
-    ("--save /dev/null/x", "--save /dev/null/x: cannot be made: /dev/null is not a folder"),
-    ("--tensorboard-dir a.bin/tb", "--tensorboard-dir a.bin/tb: cannot be made: "),
-    ("--metrics-file a.bin/metrics.jsonl", "--metrics-file a.bin/metrics.jsonl: its folder is a file, not a folder"),
-    ("--wandb-project p --wandb-save-dir a.bin/x", "--wandb-save-dir a.bin/x: cannot be made: "),
-])
+@pytest.mark.parametrize(
+    "flags, fault",
+    [
+        ("--save /dev/null/x", "--save /dev/null/x: cannot be made: /dev/null is not a folder"),
+        ("--tensorboard-dir a.bin/tb", "--tensorboard-dir a.bin/tb: cannot be made: "),
+        (
+            "--metrics-file a.bin/metrics.jsonl",
+            "--metrics-file a.bin/metrics.jsonl: its folder is a file, not a folder",
+        ),
+        (
+            "--wandb-project p --wandb-save-dir a.bin/x",
+            "--wandb-save-dir a.bin/x: cannot be made: ",
+        ),
+    ],
+)
 def test_a_folder_that_cannot_be_made_is_refused(flags, fault):
     found = faults(flags)
     assert len(found) == 1 and fault in found[0], found
 
 
 def test_a_name_on_the_hub_is_answered_with_how_to_download_it():
-    (found,) = faults("--tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Llama-3.1-8B", vocabulary=None)
-    assert found.endswith("run `hf download meta-llama/Llama-3.1-8B tokenizer.json tokenizer_config.json --local-dir DIR`, and give "
-                          "--tokenizer-model DIR with --tokenizer-type HuggingFaceTokenizer")
+    (found,) = faults(
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Llama-3.1-8B",
+        vocabulary=None,
+    )
+    assert found.endswith(
+        "run `hf download meta-llama/Llama-3.1-8B tokenizer.json tokenizer_config.json "
+        "--local-dir DIR`, and give "
+        "--tokenizer-model DIR with --tokenizer-type HuggingFaceTokenizer"
+    )
     for path in ("data/tokenizer.model", "ckpt/llama", "a/b/c"):
-        (found,) = faults(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {path}", vocabulary=None)
-        assert found == f"--tokenizer-model {path}: no such file; tokenizers are read from local files only"
+        (found,) = faults(
+            f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {path}", vocabulary=None
+        )
+        assert (
+            found
+            == f"--tokenizer-model {path}: no such file; tokenizers are read from local files only"
+        )
 
 
-@pytest.mark.parametrize("flag", ["--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size", "--lr"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--num-layers",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--seq-length",
+        "--micro-batch-size",
+        "--lr",
+    ],
+)
 def test_required_flags(flag):
     assert faults(base=without(flag)) == [f"{flag} is required"]
 
 
 def test_required_alternatives():
     assert faults(base=without("--train-iters")) == ["--train-iters or --train-samples is required"]
-    assert faults("--vocab-size 100 --tokenizer-type NullTokenizer", base=without("--mock-data")) == [
-        "--data-path PREFIX is required (or --train-data-path, or --mock-data)"]
-    assert faults(base=without("--vocab-size")) == ["--tokenizer-type is required; with --mock-data, --vocab-size N is enough"]
-    assert faults("--tokenizer-type NullTokenizer", base=without("--vocab-size")) == ["--tokenizer-type NullTokenizer: give --vocab-size"]
+    assert faults(
+        "--vocab-size 100 --tokenizer-type NullTokenizer", base=without("--mock-data")
+    ) == ["--data-path PREFIX is required (or --train-data-path, or --mock-data)"]
+    assert faults(base=without("--vocab-size")) == [
+        "--tokenizer-type is required; with --mock-data, --vocab-size N is enough"
+    ]
+    assert faults("--tokenizer-type NullTokenizer", base=without("--vocab-size")) == [
+        "--tokenizer-type NullTokenizer: give --vocab-size"
+    ]
 
 
-@pytest.mark.parametrize("extra", [
-    "--num-attention-heads 3 --kv-channels 20",
-    "--group-query-attention --num-query-groups 2",
-    "--num-query-groups 4",
-    "--position-embedding-type rope --rotary-percent 0.5 --rotary-base 500000 --use-rope-scaling --rope-scaling-factor 4",
-    "--position-embedding-type yarn --rope-scaling-factor 16 --yarn-original-max-position-embeddings 4096",
-    "--attention-backend sdpa --attention-dropout 0",
-    "--fp16 --loss-scale 128", "--fp16 --initial-loss-scale 4096 --hysteresis 1",
-    "--global-batch-size 16 --rampup-batch-size 4 4 100",
-    "--lr-decay-style constant", "--lr-decay-style WSD --lr-wsd-decay-iters 3",
-    "--lr-decay-iters 100 --lr-warmup-iters 10 --lr-warmup-init 1e-6",
-    "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1",
-    "--optimizer sgd --sgd-momentum 0", "--clip-grad 0", "--bf16 --main-grads-dtype bf16 --grad-reduce-in-bf16",
-    "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", "--optimizer-cpu-offload --optimizer-offload-fraction 0.5",
-    "--optimizer-nvme-offload disk --optimizer-offload-fraction 0.5", "--fp64 --zero-stage 3",
-    "--checkpoint-activations", "--save new --load new --save-interval 5", "--load ckpt --finetune --no-load-optim",
-    "--save new --save-interval 5 --save-retain-interval 10 --save-keep-last 2",
-    "--save new --async-save --save-rate-limit 5 --local-checkpoint-dir a --local-save-interval 5",
-    "--wandb-project p --wandb-exp-name e --tensorboard-log-interval 10", "--split 1",
-])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "--num-attention-heads 3 --kv-channels 20",
+        "--group-query-attention --num-query-groups 2",
+        "--num-query-groups 4",
+        (
+            "--position-embedding-type rope --rotary-percent 0.5 --rotary-base 500000 "
+            "--use-rope-scaling --rope-scaling-factor 4"
+        ),
+        (
+            "--position-embedding-type yarn --rope-scaling-factor 16 "
+            "--yarn-original-max-position-embeddings 4096"
+        ),
+        "--attention-backend sdpa --attention-dropout 0",
+        "--fp16 --loss-scale 128",
+        "--fp16 --initial-loss-scale 4096 --hysteresis 1",
+        "--global-batch-size 16 --rampup-batch-size 4 4 100",
+        "--lr-decay-style constant",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 3",
+        "--lr-decay-iters 100 --lr-warmup-iters 10 --lr-warmup-init 1e-6",
+        "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1",
+        "--optimizer sgd --sgd-momentum 0",
+        "--clip-grad 0",
+        "--bf16 --main-grads-dtype bf16 --grad-reduce-in-bf16",
+        "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+        "--optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+        "--optimizer-nvme-offload disk --optimizer-offload-fraction 0.5",
+        "--fp64 --zero-stage 3",
+        "--checkpoint-activations",
+        "--save new --load new --save-interval 5",
+        "--load ckpt --finetune --no-load-optim",
+        "--save new --save-interval 5 --save-retain-interval 10 --save-keep-last 2",
+        (
+            "--save new --async-save --save-rate-limit 5 --local-checkpoint-dir a "
+            "--local-save-interval 5"
+        ),
+        "--wandb-project p --wandb-exp-name e --tensorboard-log-interval 10",
+        "--split 1",
+    ],
+)
 def test_valid_combinations(extra):
     assert faults(extra) == []
 
 
 def test_data_files():
     base = without("--mock-data") + " --tokenizer-type NullTokenizer"
-    assert faults("--data-path 0.3 a 0.7 b", base=base) == faults("--data-path a b --split 90,10", base=base) == []
+    assert (
+        faults("--data-path 0.3 a 0.7 b", base=base)
+        == faults("--data-path a b --split 90,10", base=base)
+        == []
+    )
     assert faults("--train-data-path a --valid-data-path b", base=base) == []
     found = faults("--data-path a c 2 d", base=base)
-    assert [fault.split(": no such file")[0] for fault in found] == ["--data-path c", "--data-path 2", "--data-path d"]
+    assert [fault.split(": no such file")[0] for fault in found] == [
+        "--data-path c",
+        "--data-path 2",
+        "--data-path d",
+    ]
     assert "c.idx and c.bin" in found[0]
-    assert faults("--valid-data-path b", base=base) == ["--valid-data-path: --train-data-path is missing"]
-    assert faults("--data-path a --train-data-path b", base=base) == ["--data-path: contradicts --train-data-path; keep one kind of data"]
-    (note,) = [note for note in resolve(configure("--train-data-path a --split 1", base), 1, 101).notes if note.startswith("--split")]
+    assert faults("--valid-data-path b", base=base) == [
+        "--valid-data-path: --train-data-path is missing"
+    ]
+    assert faults("--data-path a --train-data-path b", base=base) == [
+        "--data-path: contradicts --train-data-path; keep one kind of data"
+    ]
+    (note,) = [
+        note
+        for note in resolve(configure("--train-data-path a --split 1", base), 1, 101).notes
+        if note.startswith("--split")
+    ]
     assert note == "--split 1: acts only with --data-path; nothing changes here"
 
 
 def test_blend_prefixes():
-    assert blend_prefixes(("a",)) == ("a",) and blend_prefixes(("0.5", "a", "1e-3", "b")) == ("a", "b")
-    assert blend_prefixes(("a", "b")) == ("a", "b") and blend_prefixes(("7",)) == ("7",) and blend_prefixes(()) == ()
+    assert blend_prefixes(("a",)) == ("a",) and blend_prefixes(("0.5", "a", "1e-3", "b")) == (
+        "a",
+        "b",
+    )
+    assert (
+        blend_prefixes(("a", "b")) == ("a", "b")
+        and blend_prefixes(("7",)) == ("7",)
+        and blend_prefixes(()) == ()
+    )
 
 
 def test_launched_and_assumed_ranks_have_the_same_rules():
     assert faults(world=4, extra="--global-batch-size 16") == []
-    config = parse_arguments([*VALID.split(), "--dry-run", "--world-size", "4", "--global-batch-size", "12"]).config
+    config = parse_arguments(
+        [*VALID.split(), "--dry-run", "--world-size", "4", "--global-batch-size", "12"]
+    ).config
     assert cross_field_faults(config, 4, 101) == [
-        "--global-batch-size 12: not divisible by --micro-batch-size 2 x 4 data-parallel rank(s) = 8; the nearest is 16"]
+        (
+            "--global-batch-size 12: not divisible by --micro-batch-size 2 x 4 data-parallel "
+            "rank(s) = 8; the nearest is 16"
+        )
+    ]
 
 
-@pytest.mark.parametrize("extra, world, expected", [
-    ("--tensor-model-parallel-size 4", 6, ["--tensor-model-parallel-size 4: does not divide the 6 rank(s) of this job; start 8"]),
-    ("--tensor-model-parallel-size 8", 8, ["--tensor-model-parallel-size 8: must divide --num-attention-heads 4; the nearest that fits is 4"]),
-    ("--tensor-model-parallel-size 3 --ffn-hidden-size 255", 3, ["--tensor-model-parallel-size 3: must divide --num-attention-heads 4; the nearest "
-                                                                "that fits is 1"]),
-    ("--tensor-model-parallel-size 4 --ffn-hidden-size 30", 4, ["--ffn-hidden-size 30: not divisible by --tensor-model-parallel-size 4; the nearest "
-                                                               "is 32"]),
-    ("--num-attention-heads 16 --group-query-attention --num-query-groups 8 --tensor-model-parallel-size 16", 16, []),
-    ("--num-attention-heads 12 --hidden-size 96 --group-query-attention --num-query-groups 6 --tensor-model-parallel-size 4", 12,
-     ["--tensor-model-parallel-size 4: must divide --num-query-groups 6 or be a multiple of it; the nearest that fits is 3"]),
-    ("--tensor-model-parallel-size 4 --sequence-parallel --seq-length 30", 4,
-     ["--seq-length 30: not divisible by --tensor-model-parallel-size 4, as --sequence-parallel needs; the nearest is 32, or drop"]),
-    ("--tensor-model-parallel-size 4 --seq-length 30", 4, []),
-    ("--tensor-model-parallel-size 2 --global-batch-size 6", 8, ["--global-batch-size 6: not divisible by --micro-batch-size 2 x 4 data-parallel "
-                                                                "rank(s) = 8; the nearest is 8"]),
-    ("--tensor-model-parallel-size 2 --global-batch-size 16 --rampup-batch-size 4 4 100", 4, []),
-    ("--tensor-model-parallel-size 2 --global-batch-size 16 --rampup-batch-size 4 4 100", 8,
-     ["--rampup-batch-size 4 4 100: start and increment must be divisible by --micro-batch-size 2 x 4 data-parallel rank(s) = 8"]),
-])
+@pytest.mark.parametrize(
+    "extra, world, expected",
+    [
+        (
+            "--tensor-model-parallel-size 4",
+            6,
+            ["--tensor-model-parallel-size 4: does not divide the 6 rank(s) of this job; start 8"],
+        ),
+        (
+            "--tensor-model-parallel-size 8",
+            8,
+            [
+                (
+                    "--tensor-model-parallel-size 8: must divide --num-attention-heads 4; the "
+                    "nearest that fits is 4"
+                )
+            ],
+        ),
+        (
+            "--tensor-model-parallel-size 3 --ffn-hidden-size 255",
+            3,
+            [
+                "--tensor-model-parallel-size 3: must divide --num-attention-heads 4; the nearest "
+                "that fits is 1"
+            ],
+        ),
+        (
+            "--tensor-model-parallel-size 4 --ffn-hidden-size 30",
+            4,
+            [
+                "--ffn-hidden-size 30: not divisible by --tensor-model-parallel-size 4; the "
+                "nearest "
+                "is 32"
+            ],
+        ),
+        (
+            (
+                "--num-attention-heads 16 --group-query-attention --num-query-groups 8 "
+                "--tensor-model-parallel-size 16"
+            ),
+            16,
+            [],
+        ),
+        (
+            (
+                "--num-attention-heads 12 --hidden-size 96 --group-query-attention "
+                "--num-query-groups 6 --tensor-model-parallel-size 4"
+            ),
+            12,
+            [
+                (
+                    "--tensor-model-parallel-size 4: must divide --num-query-groups 6 or be a "
+                    "multiple of it; the nearest that fits is 3"
+                )
+            ],
+        ),
+        (
+            "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 30",
+            4,
+            [
+                (
+                    "--seq-length 30: not divisible by --tensor-model-parallel-size 4, as "
+                    "--sequence-parallel needs; the nearest is 32, or drop"
+                )
+            ],
+        ),
+        ("--tensor-model-parallel-size 4 --seq-length 30", 4, []),
+        (
+            "--tensor-model-parallel-size 2 --global-batch-size 6",
+            8,
+            [
+                "--global-batch-size 6: not divisible by --micro-batch-size 2 x 4 data-parallel "
+                "rank(s) = 8; the nearest is 8"
+            ],
+        ),
+        (
+            "--tensor-model-parallel-size 2 --global-batch-size 16 --rampup-batch-size 4 4 100",
+            4,
+            [],
+        ),
+        (
+            "--tensor-model-parallel-size 2 --global-batch-size 16 --rampup-batch-size 4 4 100",
+            8,
+            [
+                (
+                    "--rampup-batch-size 4 4 100: start and increment must be divisible by "
+                    "--micro-batch-size 2 x 4 data-parallel rank(s) = 8"
+                )
+            ],
+        ),
+    ],
+)
 def test_rules_of_layouts(extra, world, expected):
     found = faults(f"--dry-run --world-size {world} {extra}", world)
-    assert len(found) == len(expected) and all(fault.startswith(text) for fault, text in zip(found, expected, strict=True)), found
+    assert len(found) == len(expected) and all(
+        fault.startswith(text) for fault, text in zip(found, expected, strict=True)
+    ), found
 
 
 def test_all_faults_of_a_layout_at_once():
-    found = faults("--dry-run --world-size 10 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 31 --ffn-hidden-size 31 "
-                   "--num-attention-heads 6 --hidden-size 96 --global-batch-size 15", 10)
+    found = faults(
+        "--dry-run --world-size 10 --tensor-model-parallel-size 4 --sequence-parallel "
+        "--seq-length 31 --ffn-hidden-size 31 "
+        "--num-attention-heads 6 --hidden-size 96 --global-batch-size 15",
+        10,
+    )
     assert [fault.split(":")[0] for fault in found] == [
-        "--tensor-model-parallel-size 4", "--tensor-model-parallel-size 4", "--ffn-hidden-size 31", "--seq-length 31"]
-    assert all("give 2" in fault or "fits is 2" in fault for fault in found[:2])  # one size mends both
-    assert all("not divisible by --tensor-model-parallel-size 2" in fault and "the nearest is 32" in fault for fault in found[2:])
-    assert data_parallel_size(configure("--tensor-model-parallel-size 4"), 10) == 0  # and no batch rule guesses
+        "--tensor-model-parallel-size 4",
+        "--tensor-model-parallel-size 4",
+        "--ffn-hidden-size 31",
+        "--seq-length 31",
+    ]
+    # one size mends both
+    assert all("give 2" in fault or "fits is 2" in fault for fault in found[:2])
+    assert all(
+        "not divisible by --tensor-model-parallel-size 2" in fault and "the nearest is 32" in fault
+        for fault in found[2:]
+    )
+    # and no batch rule guesses
+    assert data_parallel_size(configure("--tensor-model-parallel-size 4"), 10) == 0
 
 
 @given(st.integers(1, 64), st.integers(1, 40), st.integers(1, 40), st.integers(1, 200))
 def test_the_proposed_tensor_parallel_size_is_accepted(tp, groups, queries, world):
-    flags = (f"--num-attention-heads {groups * queries} --kv-channels 16 --group-query-attention --num-query-groups {groups} --ffn-hidden-size "
-             f"{math.lcm(*range(1, 9))} --dry-run --world-size {world}")
-    found = [fault for fault in faults(f"{flags} --tensor-model-parallel-size {tp}", world) if fault.startswith("--tensor-model")]
+    flags = (
+        f"--num-attention-heads {groups * queries} --kv-channels 16 --group-query-attention "
+        f"--num-query-groups {groups} --ffn-hidden-size "
+        f"{math.lcm(*range(1, 9))} --dry-run --world-size {world}"
+    )
+    found = [
+        fault
+        for fault in faults(f"{flags} --tensor-model-parallel-size {tp}", world)
+        if fault.startswith("--tensor-model")
+    ]
     proposed = {re.search(r"(?:give|fits is) (\d+)$", fault)[1] for fault in found}
     assert len(proposed) == bool(found)
     for size in proposed:
-        assert not any(fault.startswith("--tensor-model") for fault in faults(f"{flags} --tensor-model-parallel-size {size}", world))
+        assert not any(
+            fault.startswith("--tensor-model")
+            for fault in faults(f"{flags} --tensor-model-parallel-size {size}", world)
+        )
 
 
 def test_flags_that_cannot_act_in_this_layout_are_remarks():
     """One line of flags runs in every layout."""
-    line = ("--no-tp-comm-overlap --no-overlap-grad-reduce --grad-reduce-in-bf16 --distributed-backend gloo --distributed-timeout-minutes 5 "
-            "--sequence-parallel --use-tp-pp-dp-mapping --save new")
+    line = (
+        "--no-tp-comm-overlap --no-overlap-grad-reduce --grad-reduce-in-bf16 "
+        "--distributed-backend gloo --distributed-timeout-minutes 5 "
+        "--sequence-parallel --use-tp-pp-dp-mapping --save new"
+    )
 
     def notes(extra: str, world: int) -> list[str]:
         resolved = resolve(configure(f"--dry-run --world-size {world} {line} {extra}"), world, 101)
         assert resolved.config.distributed.sequence_parallel == ("tensor" in extra)
-        return [note.split(":")[0].split()[0] for note in resolved.notes if "acts only with" in note or note.startswith("sequence-parallel = False")]
+        return [
+            note.split(":")[0].split()[0]
+            for note in resolved.notes
+            if "acts only with" in note or note.startswith("sequence-parallel = False")
+        ]
 
-    alone = ["sequence-parallel", "--no-tp-comm-overlap", "--no-overlap-grad-reduce", "--grad-reduce-in-bf16", "--use-tp-pp-dp-mapping",
-             "--distributed-backend", "--distributed-timeout-minutes"]
+    alone = [
+        "sequence-parallel",
+        "--no-tp-comm-overlap",
+        "--no-overlap-grad-reduce",
+        "--grad-reduce-in-bf16",
+        "--use-tp-pp-dp-mapping",
+        "--distributed-backend",
+        "--distributed-timeout-minutes",
+    ]
     assert notes("", 1) == alone
-    assert notes("--tensor-model-parallel-size 2", 2) == ["--no-overlap-grad-reduce", "--grad-reduce-in-bf16", "--use-tp-pp-dp-mapping"]
+    assert notes("--tensor-model-parallel-size 2", 2) == [
+        "--no-overlap-grad-reduce",
+        "--grad-reduce-in-bf16",
+        "--use-tp-pp-dp-mapping",
+    ]
     assert notes("", 2) == ["sequence-parallel", "--no-tp-comm-overlap", "--use-tp-pp-dp-mapping"]
     assert notes("--tensor-model-parallel-size 2", 4) == ["--use-tp-pp-dp-mapping"]
 
 
 def test_derived_values_of_a_layout():
     resolved = resolve(configure("--dry-run --world-size 8 --tensor-model-parallel-size 2"), 8, 101)
-    assert resolved.config.training.global_batch_size == 8 and data_parallel_size(resolved.config, 8) == 4
+    assert (
+        resolved.config.training.global_batch_size == 8
+        and data_parallel_size(resolved.config, 8) == 4
+    )
     assert "global-batch-size = 8: micro-batch-size x 4 data-parallel rank(s)" in resolved.notes
 
 
 def test_derived_values_and_their_reasons():
     resolved = resolve(configure("--swiglu --checkpoint-activations"), 1, 101)
     config = resolved.config
-    assert config.model.ffn_hidden_size == 128 and "ffn-hidden-size = 128: 8/3 x hidden-size" in " ".join(resolved.notes)
-    assert (config.model.kv_channels, config.model.num_query_groups, config.model.max_position_embeddings) == (16, 4, 32)
-    assert (config.training.global_batch_size, config.training.recompute_method, config.training.recompute_num_layers) == (2, "uniform", 1)
+    assert (
+        config.model.ffn_hidden_size == 128
+        and "ffn-hidden-size = 128: 8/3 x hidden-size" in " ".join(resolved.notes)
+    )
+    assert (
+        config.model.kv_channels,
+        config.model.num_query_groups,
+        config.model.max_position_embeddings,
+    ) == (16, 4, 32)
+    assert (
+        config.training.global_batch_size,
+        config.training.recompute_method,
+        config.training.recompute_num_layers,
+    ) == (2, "uniform", 1)
     assert (config.data.tokenizer_type, config.optimizer.lr_decay_iters) == ("NullTokenizer", 10)
     assert resolve(configure(), 1, 101).config.model.ffn_hidden_size == 256
     wide = resolve(configure("--hidden-size 4096 --swiglu"), 1, None).config
     assert wide.model.ffn_hidden_size == int(4 * 4096 * 2 / 3 / 64) * 64 == 10880
     changed = {note.split(" = ")[0].replace("-", "_") for note in resolved.notes if " = " in note}
     before, after = configure("--swiglu --checkpoint-activations").to_dict(), config.to_dict()
-    changed |= {"num_virtual_stages_per_pipeline_rank", "pipeline_schedule"}  # of one stage: nothing that anyone chose
-    assert changed == {field for group in after for field in after[group] if after[group][field] != before[group][field]}  # never silently
+    # of one stage: nothing that anyone chose
+    changed |= {"num_virtual_stages_per_pipeline_rank", "pipeline_schedule"}
+    # never silently
+    assert changed == {
+        field
+        for group in after
+        for field in after[group]
+        if after[group][field] != before[group][field]
+    }
 
 
 def test_samples_are_derived_like_iterations():
     config = resolve(configure("--train-samples 100", base=without("--train-iters")), 1, 101).config
-    assert (config.optimizer.lr_decay_samples, config.optimizer.lr_decay_iters, config.training.train_iters) == (100, None, None)
+    assert (
+        config.optimizer.lr_decay_samples,
+        config.optimizer.lr_decay_iters,
+        config.training.train_iters,
+    ) == (100, None, None)
 
 
 def test_evaluation_alone_needs_no_schedule():
-    config = resolve(configure("--skip-train --load ckpt", base=without("--lr", "--train-iters")), 1, 101).config
+    config = resolve(
+        configure("--skip-train --load ckpt", base=without("--lr", "--train-iters")), 1, 101
+    ).config
     assert (config.training.train_iters, config.optimizer.lr) == (0, 0.0)
 
 
-@pytest.mark.parametrize("extra", ["", "--swiglu --checkpoint-activations --position-embedding-type rope", "--skip-train --load ckpt"])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "",
+        "--swiglu --checkpoint-activations --position-embedding-type rope",
+        "--skip-train --load ckpt",
+    ],
+)
 def test_resolving_twice_changes_nothing(extra):
     once = resolve(configure(extra), 1, 101)
     again = resolve(Config.from_dict(json.loads(json.dumps(once.config.to_dict()))), 1, 101)
@@ -386,7 +871,9 @@ def test_resolving_twice_changes_nothing(extra):
 def test_all_faults_in_one_error():
     with pytest.raises(ArgumentErrors) as caught:
         resolve(configure("--bf16 --fp16 --zero3-keep-gathered --num-attention-heads 5"), 1, 101)
-    assert len(caught.value.faults) == 3 and str(caught.value).startswith("3 faults in the settings:\n  --")
+    assert len(caught.value.faults) == 3 and str(caught.value).startswith(
+        "3 faults in the settings:\n  --"
+    )
 
 
 def test_rules_survive_any_single_odd_value():
@@ -396,16 +883,27 @@ def test_rules_survive_any_single_odd_value():
         settings = getattr(config, group.name)
         for field in dataclasses.fields(settings):
             default = getattr(settings, field.name)
-            odd = [None, -1, 0, 10**9] if isinstance(default, int) and not isinstance(default, bool) else [None] if default is None else []
+            odd = (
+                [None, -1, 0, 10**9]
+                if isinstance(default, int) and not isinstance(default, bool)
+                else [None]
+                if default is None
+                else []
+            )
             for value in odd:
-                changed = dataclasses.replace(config, **{group.name: dataclasses.replace(settings, **{field.name: value})})
+                changed = dataclasses.replace(
+                    config, **{group.name: dataclasses.replace(settings, **{field.name: value})}
+                )
                 if value is not None or DEFAULTS[field.name] is None:
                     cross_field_faults(changed, 1, 101)
 
 
 def test_remarks_on_valid_settings():
     notes = " | ".join(resolve(configure("--window-size 32 --split 9,1"), 1, 101).notes)
-    assert "--window-size 32 covers the whole --seq-length 32" in notes and "--split 9,1: mock data has no documents to divide" in notes
+    assert (
+        "--window-size 32 covers the whole --seq-length 32" in notes
+        and "--split 9,1: mock data has no documents to divide" in notes
+    )
     assert "no --save: nothing of this run is kept" in notes
     quiet = resolve(configure("--window-size 31 --save new --activation gelu-tanh"), 1, 101).notes
     assert all(" = " in note for note in quiet)  # derived values alone
@@ -413,17 +911,31 @@ def test_remarks_on_valid_settings():
 
 def test_a_moment_that_bf16_cannot_let_decay_is_a_remark():
     def notes(extra: str) -> list[str]:
-        return [note for note in resolve(configure(f"--bf16 {extra}"), 1, 101).notes if "decays" in note]
+        return [
+            note for note in resolve(configure(f"--bf16 {extra}"), 1, 101).notes if "decays" in note
+        ]
 
-    assert notes("--exp-avg-dtype bf16") == notes("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95") == []
+    assert (
+        notes("--exp-avg-dtype bf16")
+        == notes("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95")
+        == []
+    )
     (note,) = notes("--exp-avg-sq-dtype bf16")
-    assert note.startswith("--exp-avg-sq-dtype bf16: with --adam-beta2 0.999 ") and note.endswith("give --adam-beta2 0.99 or less, or keep it in fp32")
+    assert note.startswith("--exp-avg-sq-dtype bf16: with --adam-beta2 0.999 ") and note.endswith(
+        "give --adam-beta2 0.99 or less, or keep it in fp32"
+    )
 
 
 def test_the_form_of_gelu_is_said():
     """Megatron-LM's default, fused, is the tanh form; ours is the exact one."""
     (note,) = [note for note in resolve(configure(), 1, 101).notes if "gelu" in note]
-    assert note == ("--activation gelu is the exact (erf) form; Megatron-LM's default, which it fuses with the bias, is the tanh form: "
-                    "--activation gelu-tanh")
+    assert note == (
+        "--activation gelu is the exact (erf) form; Megatron-LM's default, which it fuses "
+        "with the bias, is the tanh form: "
+        "--activation gelu-tanh"
+    )
     for activation in ("gelu-tanh", "swiglu"):
-        assert not any("gelu" in note for note in resolve(configure(f"--activation {activation}"), 1, 101).notes)
+        assert not any(
+            "gelu" in note
+            for note in resolve(configure(f"--activation {activation}"), 1, 101).notes
+        )

@@ -14,8 +14,11 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
 from megatron.config.validate import Resolved, cross_field_faults, resolve
 
-BASE = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 --train-iters 10 --mock-data "
-        "--vocab-size 100 --save new --dry-run")
+BASE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 1 --lr 1e-3 --train-iters 10 --mock-data "
+    "--vocab-size 100 --save new --dry-run"
+)
 
 
 def configure(extra: str, world: int) -> Config:
@@ -31,7 +34,11 @@ def resolved(extra: str, world: int) -> Resolved:
 
 
 def zero_notes(found: Resolved) -> list[str]:
-    return [note for note in found.notes if re.match("-*(zero|no-overlap-param|optimizer|main-grads|exp-avg)", note)]
+    return [
+        note
+        for note in found.notes
+        if re.match("-*(zero|no-overlap-param|optimizer|main-grads|exp-avg)", note)
+    ]
 
 
 ALONE = "one data-parallel rank has nothing to shard over"
@@ -39,27 +46,64 @@ NOBODY = "--zero-shard-size 1 shards over a single rank"
 HOST = "optimizer-cpu-offload = True: --param-cpu-offload keeps weights where they are stepped"
 
 
-@pytest.mark.parametrize("extra, world, notes", [
-    ("", 4, []),
-    ("--zero-stage 0", 1, []),
-    ("--zero-stage 1", 4, []),
-    ("--zero-stage 1", 1, [f"zero-stage = 0: {ALONE}"]),
-    ("--zero-stage 3 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4, [f"zero-stage = 0: {ALONE}"]),
-    ("--zero-stage 3 --tensor-model-parallel-size 2", 4, []),
-    ("--zero-stage 3 --zero3-keep-gathered --zero-shard-size 8", 1, [
-        f"zero-stage = 0: {ALONE}", f"zero-shard-size = None: {ALONE}", f"zero3-keep-gathered = False: {ALONE}"]),
-    ("--zero-stage 2 --zero-shard-size 1", 4, [f"zero-stage = 0: {NOBODY}", f"zero-shard-size = None: {NOBODY}"]),
-    ("--no-overlap-param-gather", 4, ["--no-overlap-param-gather: acts only with --zero-stage 1, 2 or 3 on several data-parallel ranks; nothing "
-                                      "changes here"]),
-    ("--zero-stage 2 --no-overlap-param-gather", 4, []),
-    ("--zero-stage 3 --zero-shard-size 4 --zero3-keep-gathered", 4, []),
-    ("--bf16 --main-grads-dtype bf16 --exp-avg-dtype bf16 --optimizer-cpu-offload", 1, []),
-    ("--zero-stage 3 --zero3-keep-gathered --param-cpu-offload", 1, [HOST]),
-    ("--zero-stage 3 --zero-shard-size 4 --param-cpu-offload", 1, [HOST, f"zero-shard-size = None: {ALONE}"]),
-    ("--zero-stage 3 --zero-shard-size 1 --param-cpu-offload --optimizer-cpu-offload", 4, []),
-    ("--zero-stage 3 --param-cpu-offload --optimizer-nvme-offload disk", 4, [
-        "optimizer-cpu-offload = True: --optimizer-nvme-offload moves on what it keeps in host memory"]),
-])
+@pytest.mark.parametrize(
+    "extra, world, notes",
+    [
+        ("", 4, []),
+        ("--zero-stage 0", 1, []),
+        ("--zero-stage 1", 4, []),
+        ("--zero-stage 1", 1, [f"zero-stage = 0: {ALONE}"]),
+        (
+            "--zero-stage 3 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+            4,
+            [f"zero-stage = 0: {ALONE}"],
+        ),
+        ("--zero-stage 3 --tensor-model-parallel-size 2", 4, []),
+        (
+            "--zero-stage 3 --zero3-keep-gathered --zero-shard-size 8",
+            1,
+            [
+                f"zero-stage = 0: {ALONE}",
+                f"zero-shard-size = None: {ALONE}",
+                f"zero3-keep-gathered = False: {ALONE}",
+            ],
+        ),
+        (
+            "--zero-stage 2 --zero-shard-size 1",
+            4,
+            [f"zero-stage = 0: {NOBODY}", f"zero-shard-size = None: {NOBODY}"],
+        ),
+        (
+            "--no-overlap-param-gather",
+            4,
+            [
+                "--no-overlap-param-gather: acts only with --zero-stage 1, 2 or 3 on several "
+                "data-parallel ranks; nothing "
+                "changes here"
+            ],
+        ),
+        ("--zero-stage 2 --no-overlap-param-gather", 4, []),
+        ("--zero-stage 3 --zero-shard-size 4 --zero3-keep-gathered", 4, []),
+        ("--bf16 --main-grads-dtype bf16 --exp-avg-dtype bf16 --optimizer-cpu-offload", 1, []),
+        ("--zero-stage 3 --zero3-keep-gathered --param-cpu-offload", 1, [HOST]),
+        (
+            "--zero-stage 3 --zero-shard-size 4 --param-cpu-offload",
+            1,
+            [HOST, f"zero-shard-size = None: {ALONE}"],
+        ),
+        ("--zero-stage 3 --zero-shard-size 1 --param-cpu-offload --optimizer-cpu-offload", 4, []),
+        (
+            "--zero-stage 3 --param-cpu-offload --optimizer-nvme-offload disk",
+            4,
+            [
+                (
+                    "optimizer-cpu-offload = True: --optimizer-nvme-offload moves on what it "
+                    "keeps in host memory"
+                )
+            ],
+        ),
+    ],
+)
 def test_the_same_flags_run_in_every_layout(extra, world, notes):
     found = resolved(extra, world)
     assert zero_notes(found) == notes
@@ -67,34 +111,92 @@ def test_the_same_flags_run_in_every_layout(extra, world, notes):
     assert again.config == found.config and not any(note.startswith("zero") for note in again.notes)
 
 
-@pytest.mark.parametrize("extra, world, fault", [
-    ("--zero-stage 1 --zero-shard-size 3", 8, "--zero-shard-size 3: must divide the 8 data-parallel rank(s); the nearest that fits is 2"),
-    ("--zero-stage 1 --zero-shard-size 8", 4, "--zero-shard-size 8: must divide the 4 data-parallel rank(s); the nearest that fits is 4"),
-    ("--zero-stage 3 --zero-shard-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 24,
-     "--zero-shard-size 4: must divide the 6 data-parallel rank(s); the nearest that fits is 3"),
-    ("--zero-stage 0 --zero-shard-size 4", 8, "--zero-shard-size 4: acts only with --zero-stage 1, 2 or 3; drop it or add that"),
-    ("--zero-shard-size 1", 8, "--zero-shard-size 1: acts only with --zero-stage 1, 2 or 3"),
-    ("--zero-stage 2 --zero-shard-size -4", 1, "--zero-shard-size -4: must be greater than 0"),
-    ("--zero-stage 2 --zero3-keep-gathered", 1, "--zero3-keep-gathered: acts only with --zero-stage 3"),
-    ("--zero-stage 1 --zero3-keep-gathered --zero-shard-size 1", 4, "--zero3-keep-gathered: acts only with --zero-stage 3"),
-])
+@pytest.mark.parametrize(
+    "extra, world, fault",
+    [
+        (
+            "--zero-stage 1 --zero-shard-size 3",
+            8,
+            (
+                "--zero-shard-size 3: must divide the 8 data-parallel rank(s); the nearest that "
+                "fits is 2"
+            ),
+        ),
+        (
+            "--zero-stage 1 --zero-shard-size 8",
+            4,
+            (
+                "--zero-shard-size 8: must divide the 4 data-parallel rank(s); the nearest that "
+                "fits is 4"
+            ),
+        ),
+        (
+            (
+                "--zero-stage 3 --zero-shard-size 4 --tensor-model-parallel-size 2 "
+                "--pipeline-model-parallel-size 2"
+            ),
+            24,
+            (
+                "--zero-shard-size 4: must divide the 6 data-parallel rank(s); the nearest that "
+                "fits is 3"
+            ),
+        ),
+        (
+            "--zero-stage 0 --zero-shard-size 4",
+            8,
+            "--zero-shard-size 4: acts only with --zero-stage 1, 2 or 3; drop it or add that",
+        ),
+        ("--zero-shard-size 1", 8, "--zero-shard-size 1: acts only with --zero-stage 1, 2 or 3"),
+        ("--zero-stage 2 --zero-shard-size -4", 1, "--zero-shard-size -4: must be greater than 0"),
+        (
+            "--zero-stage 2 --zero3-keep-gathered",
+            1,
+            "--zero3-keep-gathered: acts only with --zero-stage 3",
+        ),
+        (
+            "--zero-stage 1 --zero3-keep-gathered --zero-shard-size 1",
+            4,
+            "--zero3-keep-gathered: acts only with --zero-stage 3",
+        ),
+    ],
+)
 def test_one_fault(extra, world, fault):
     found = faults(extra, world)
     assert len(found) == 1 and found[0].startswith(fault), found
 
 
 def test_all_faults_at_once():
-    found = faults("--zero-stage 2 --zero-shard-size 3 --zero3-keep-gathered --main-grads-dtype bf16 --optimizer-offload-fraction 2 --fp64 "
-                   "--exp-avg-dtype bf16 --optimizer-cpu-offload --adam-implementation apex", 8)
-    assert sorted(fault.split(":")[0] for fault in found) == sorted([
-        "--optimizer-offload-fraction 2.0", "--main-grads-dtype bf16", "--zero3-keep-gathered", "--zero-shard-size 3", "--exp-avg-dtype bf16",
-        "--optimizer-cpu-offload", "--exp-avg-dtype bf16"])
+    found = faults(
+        "--zero-stage 2 --zero-shard-size 3 --zero3-keep-gathered --main-grads-dtype bf16 "
+        "--optimizer-offload-fraction 2 --fp64 "
+        "--exp-avg-dtype bf16 --optimizer-cpu-offload --adam-implementation apex",
+        8,
+    )
+    assert sorted(fault.split(":")[0] for fault in found) == sorted(
+        [
+            "--optimizer-offload-fraction 2.0",
+            "--main-grads-dtype bf16",
+            "--zero3-keep-gathered",
+            "--zero-shard-size 3",
+            "--exp-avg-dtype bf16",
+            "--optimizer-cpu-offload",
+            "--exp-avg-dtype bf16",
+        ]
+    )
 
 
-@given(st.integers(0, 3), st.integers(1, 40), st.sampled_from((1, 2, 4)), st.integers(1, 40), st.booleans())
+@given(
+    st.integers(0, 3),
+    st.integers(1, 40),
+    st.sampled_from((1, 2, 4)),
+    st.integers(1, 40),
+    st.booleans(),
+)
 def test_a_proposed_shard_size_is_accepted(stage, size, tp, replicas, keep):
     """Every size runs, is without effect, or has a fix with which the same stage runs."""
-    extra = f"--zero-stage {stage} --tensor-model-parallel-size {tp}" + (" --zero3-keep-gathered" if keep and stage == 3 else "")
+    extra = f"--zero-stage {stage} --tensor-model-parallel-size {tp}" + (
+        " --zero3-keep-gathered" if keep and stage == 3 else ""
+    )
     found = faults(f"{extra} --zero-shard-size {size}", tp * replicas)
     if stage == 0:
         assert len(found) == 1 and "acts only with" in found[0]
@@ -104,12 +206,20 @@ def test_a_proposed_shard_size_is_accepted(stage, size, tp, replicas, keep):
         size = int(re.search(r"nearest that fits is (\d+)$", found[0])[1])
     distributed = resolved(f"{extra} --zero-shard-size {size}", tp * replicas).config.distributed
     assert distributed.zero_stage == (0 if size == 1 or replicas == 1 else stage)
-    assert distributed.zero_shard_size is None if distributed.zero_stage == 0 else replicas % distributed.zero_shard_size == 0
+    assert (
+        distributed.zero_shard_size is None
+        if distributed.zero_stage == 0
+        else replicas % distributed.zero_shard_size == 0
+    )
     assert found == [] or replicas == 1 or distributed.zero_stage == stage
 
 
 def test_a_huge_dry_run_is_checked_at_once():
-    assert faults("--zero-stage 1 --zero-shard-size 7 --global-batch-size 1048576", 2**20)[0].endswith("the nearest that fits is 8")
+    assert faults("--zero-stage 1 --zero-shard-size 7 --global-batch-size 1048576", 2**20)[
+        0
+    ].endswith("the nearest that fits is 8")
     config = configure("--zero-stage 1", 8)
-    odd = dataclasses.replace(config, distributed=dataclasses.replace(config.distributed, zero_shard_size=10**9))
+    odd = dataclasses.replace(
+        config, distributed=dataclasses.replace(config.distributed, zero_shard_size=10**9)
+    )
     assert cross_field_faults(odd, 8, 101)[0].endswith("the nearest that fits is 8")

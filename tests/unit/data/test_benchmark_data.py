@@ -21,7 +21,16 @@ def benchmark(monkeypatch):
 
 
 def run_child(name: str, folder: Path, scratch: Path) -> dict:
-    command = [sys.executable, str(TOOLS / "benchmark_data.py"), "--child", name, "--folder", str(folder), "--scratch", str(scratch)]
+    command = [
+        sys.executable,
+        str(TOOLS / "benchmark_data.py"),
+        "--child",
+        name,
+        "--folder",
+        str(folder),
+        "--scratch",
+        str(scratch),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -37,24 +46,48 @@ def test_our_side_runs(benchmark, tmp_path):
 
 
 def runs_with(benchmark, ratio: float) -> list[dict]:
-    cases = ["preprocess, integers", "preprocess, SentencePiece", "start, first time", "start, caches there", "start, 4 times the corpus"]
+    cases = [
+        "preprocess, integers",
+        "preprocess, SentencePiece",
+        "start, first time",
+        "start, caches there",
+        "start, 4 times the corpus",
+    ]
     runs = [
         {"case": case, "pair": pair, "who": who, "seconds": seconds, "start": seconds, "tokens": 1}
         for pair in range(7)
         for case in cases
-        for who, seconds in (("ours", 1.0 + pair / 10), ("mcore", ratio * (1.0 + pair / 10)), ("hfds", ratio * (1.0 + pair / 10)))
+        for who, seconds in (
+            ("ours", 1.0 + pair / 10),
+            ("mcore", ratio * (1.0 + pair / 10)),
+            ("hfds", ratio * (1.0 + pair / 10)),
+        )
     ]
     shares = [("share of SentencePiece", 0.9), ("share of SentencePiece, whole run", 1.0)]
-    return runs + [{"case": case, "pair": pair, "who": "ours", "seconds": seconds} for case, seconds in shares for pair in range(7)]
+    return runs + [
+        {"case": case, "pair": pair, "who": "ours", "seconds": seconds}
+        for case, seconds in shares
+        for pair in range(7)
+    ]
 
 
 @pytest.mark.parametrize("ratio, passed", [(5.01, True), (1.5, False), (0.5, False)])
 def test_rows_are_judged_by_their_goals(benchmark, ratio, passed):
     runs = runs_with(benchmark, ratio)
     rows = benchmark.summary(runs)
-    assert {(row["case"], row["peer"]) for row in rows} == {(case, peer) for case, goals in benchmark.GOALS.items() for peer in goals}
+    assert {(row["case"], row["peer"]) for row in rows} == {
+        (case, peer) for case, goals in benchmark.GOALS.items() for peer in goals
+    }
     for row in rows:
-        assert row["median"] == pytest.approx(ratio) and row["passed"] == (passed or ratio >= row["goal"])
+        assert row["median"] == pytest.approx(ratio) and row["passed"] == (
+            passed or ratio >= row["goal"]
+        )
     text = benchmark.table(runs, rows)
-    assert text.count("LOST") == sum(not row["passed"] for row in rows) and "own share of our run with one worker: 90%" in text
-    assert not any(row["passed"] for row in benchmark.summary([run for run in runs if run["pair"] < 6]))  # too few pairs
+    assert (
+        text.count("LOST") == sum(not row["passed"] for row in rows)
+        and "own share of our run with one worker: 90%" in text
+    )
+    # too few pairs
+    assert not any(
+        row["passed"] for row in benchmark.summary([run for run in runs if run["pair"] < 6])
+    )

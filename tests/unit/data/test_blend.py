@@ -15,7 +15,11 @@ from megatron.data.indexed_dataset import DataError
 
 
 @settings(max_examples=100, deadline=None)
-@given(weights=st.lists(st.floats(0.01, 1e6), min_size=1, max_size=40).filter(lambda w: min(w) / sum(w) > 1e-4))
+@given(
+    weights=st.lists(st.floats(0.01, 1e6), min_size=1, max_size=40).filter(
+        lambda w: min(w) / sum(w) > 1e-4
+    )
+)
 def test_quotas_are_the_largest_remainder_rounding(weights):
     shares = quotas(weights, [str(d) for d in range(len(weights))])
     total = sum(map(Fraction, weights))
@@ -24,7 +28,10 @@ def test_quotas_are_the_largest_remainder_rounding(weights):
     assert all(abs(share - value) < 1 for share, value in zip(shares, exact))
     remainder = [value - int(value) for value in exact]
     raised = [share > value for share, value in zip(shares, exact)]
-    ups, downs = [r for r, up in zip(remainder, raised) if up], [r for r, up in zip(remainder, raised) if not up]
+    ups, downs = (
+        [r for r, up in zip(remainder, raised) if up],
+        [r for r, up in zip(remainder, raised) if not up],
+    )
     assert not ups or not downs or min(ups) >= max(downs) - Fraction(1, 10**6)
 
 
@@ -45,7 +52,9 @@ def test_every_prefix_holds_each_source_within_one_of_its_share(shares):
         assert np.abs(held * total - due).max() < total  # strictly within 1 of the share
 
 
-@pytest.mark.parametrize("weights", [[0.5] + [0.01] * 50, [0.3, 0.7], [1, 2, 3, 4], [0.999, 0.0005, 0.0005]])
+@pytest.mark.parametrize(
+    "weights", [[0.5] + [0.01] * 50, [0.3, 0.7], [1, 2, 3, 4], [0.999, 0.0005, 0.0005]]
+)
 def test_prefix_property_of_real_blends(weights):
     shares = quotas(weights, [str(d) for d in range(len(weights))])
     chosen = pattern(shares)
@@ -55,14 +64,22 @@ def test_prefix_property_of_real_blends(weights):
 
 
 @settings(max_examples=40, deadline=None)
-@given(shares=st.lists(st.integers(1, 60), min_size=1, max_size=5), first=st.integers(0, 500), count=st.integers(1, 900))
+@given(
+    shares=st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    first=st.integers(0, 500),
+    count=st.integers(1, 900),
+)
 def test_each_source_is_read_in_order_without_gaps(shares, first, count):
     start = list(range(10, 10 * len(shares) + 10, 10))
     blend = Blend(shares, first, start)
     source, index = blend.locate(np.arange(first, first + count))
     for d in range(len(shares)):
-        assert index[source == d].tolist() == list(range(start[d], start[d] + int((source == d).sum())))
-    assert blend.indices_at(first + count) == [start[d] + int((source == d).sum()) for d in range(len(shares))]
+        assert index[source == d].tolist() == list(
+            range(start[d], start[d] + int((source == d).sum()))
+        )
+    assert blend.indices_at(first + count) == [
+        start[d] + int((source == d).sum()) for d in range(len(shares))
+    ]
 
 
 def source(name: str, share: int) -> dict:
@@ -90,19 +107,33 @@ def test_ledger_goes_on_where_each_source_was():
     assert sum(map(len, read.values())) == 2600
     for indices in read.values():
         assert indices == list(range(len(indices)))
-    assert [segment["first_sample"] for segment in ledger["segments"]] == [0, 1500, 1700, 2000, 2300]
+    assert [segment["first_sample"] for segment in ledger["segments"]] == [
+        0,
+        1500,
+        1700,
+        2000,
+        2300,
+    ]
     notes = extend_ledger(ledger, 2600, [source("d", 1), source("a", PATTERN - 1)])[2]
-    assert "d is new (content" in notes[0] and f"a continues at its sample {len(read['a'])}" in notes[1]
+    assert (
+        "d is new (content" in notes[0]
+        and f"a continues at its sample {len(read['a'])}" in notes[1]
+    )
 
 
 def test_samples_of_an_earlier_segment_are_refused():
     ledger, _, _ = extend_ledger(None, 0, [source("a", PATTERN)])
     _, blend, _ = extend_ledger(ledger, 100, [source("b", PATTERN)])
     blend.locate(np.arange(100, 110))
-    with pytest.raises(ValueError, match="sample 99 was read before the blend changed at sample 100"):
+    with pytest.raises(
+        ValueError, match="sample 99 was read before the blend changed at sample 100"
+    ):
         blend.locate(np.arange(99, 110))
 
 
 def test_real_data_after_mock_data_begins_at_its_first_sample():
     ledger, blend, _ = extend_ledger({"segments": []}, 70, [source("a", PATTERN)])
-    assert blend.locate(np.array([70, 71]))[1].tolist() == [0, 1] and ledger["segments"][0]["first_sample"] == 70
+    assert (
+        blend.locate(np.array([70, 71]))[1].tolist() == [0, 1]
+        and ledger["segments"][0]["first_sample"] == 70
+    )

@@ -1,4 +1,6 @@
-"""The file format byte for byte, constant-time opening, and every kind of damage answered by one readable error."""
+"""The file format byte for byte, constant-time opening, and every kind of damage answered by one
+readable error.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed_dataset import HEADER, MAGIC, DataError, IndexedDataset, IndexedDatasetWriter, best_dtype, probes
+from megatron.data.indexed_dataset import (
+    HEADER,
+    MAGIC,
+    DataError,
+    IndexedDataset,
+    IndexedDatasetWriter,
+    best_dtype,
+    probes,
+)
 
 FACTS = {"max_id": 10, "eod_count": 0, "tokenizer": {"name": "none", "fingerprint": "0", "eod": 99}}
 
@@ -19,7 +29,11 @@ FACTS = {"max_id": 10, "eod_count": 0, "tokenizer": {"name": "none", "fingerprin
 def write(prefix: Path, documents: list[list[int]], dtype: str = "u2", **facts: object) -> str:
     writer = IndexedDatasetWriter(str(prefix), np.dtype(dtype))
     for tokens in documents:
-        writer.add(np.array(tokens, dtype), np.array([len(tokens)] if tokens else [], int), np.array([1 if tokens else 0]))
+        writer.add(
+            np.array(tokens, dtype),
+            np.array([len(tokens)] if tokens else [], int),
+            np.array([1 if tokens else 0]),
+        )
     writer.finish({**FACTS, **facts})
     return str(prefix)
 
@@ -27,11 +41,16 @@ def write(prefix: Path, documents: list[list[int]], dtype: str = "u2", **facts: 
 def test_documented_bytes(tmp_path):
     prefix = write(tmp_path / "x", [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]])
     index = Path(prefix + ".idx").read_bytes()
-    begin = "4d4d494449445800 0001000000000000 0008 0300000000000000 0400000000000000 03000000 02000000 05000000"
+    begin = (
+        "4d4d494449445800 0001000000000000 0008 0300000000000000 0400000000000000 03000000 "
+        "02000000 05000000"
+    )
     rest = [0, 6, 10, 0, 1, 2, 3]  # byte offsets, then the document index
     assert len(index) == 102
     assert index == bytes.fromhex(begin) + b"".join(value.to_bytes(8, "little") for value in rest)
-    assert Path(prefix + ".bin").read_bytes() == b"".join(value.to_bytes(2, "little") for value in range(1, 11))
+    assert Path(prefix + ".bin").read_bytes() == b"".join(
+        value.to_bytes(2, "little") for value in range(1, 11)
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx", "x.json"]
 
 
@@ -39,10 +58,16 @@ def test_documented_bytes(tmp_path):
 @pytest.mark.parametrize("dtype", ["u1", "i1", "i2", "i4", "i8", "u2"])
 def test_round_trip_with_unaligned_fields(tmp_path, count, dtype):
     rng = np.random.default_rng(count)
-    documents = [rng.integers(0, 100, rng.integers(0, 5)).tolist() for _ in range(count - 1)] + [[7]]
+    documents = [rng.integers(0, 100, rng.integers(0, 5)).tolist() for _ in range(count - 1)] + [
+        [7]
+    ]
     data = IndexedDataset(write(tmp_path / "x", documents, dtype))
     full = [document for document in documents if document]
-    assert data.num_sequences == len(full) and data.num_documents == count and data.dtype == np.dtype(dtype)
+    assert (
+        data.num_sequences == len(full)
+        and data.num_documents == count
+        and data.dtype == np.dtype(dtype)
+    )
     assert [data.sequence(k).tolist() for k in range(len(full))] == full
     assert data.tokens.tolist() == [token for document in full for token in document]
     assert np.diff(data.documents).tolist() == [1 if document else 0 for document in documents]
@@ -68,7 +93,12 @@ def test_writer_in_pieces_equals_one_piece(tmp_path, monkeypatch):
 
 
 def test_dtype_rule():
-    assert [best_dtype(size).name for size in (2, 65499, 65500, 200000)] == ["uint16", "uint16", "int32", "int32"]
+    assert [best_dtype(size).name for size in (2, 65499, 65500, 200000)] == [
+        "uint16",
+        "uint16",
+        "int32",
+        "int32",
+    ]
 
 
 def test_unfinished_output_never_appears(tmp_path):
@@ -107,14 +137,23 @@ def sparse(prefix: Path, sequences: int, length: int) -> str:
 def test_opening_a_trillion_tokens_is_instant_and_small(tmp_path, sequences, length):
     prefix = sparse(tmp_path / "huge", sequences, length)
     code = (
-        "import sys, time, resource, numpy; from megatron.data.indexed_dataset import IndexedDataset\n"
+        "import sys, time, resource, numpy; from megatron.data.indexed_dataset import "
+        "IndexedDataset\n"
         "from megatron.data.token_stream import TokenStream\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; begun = time.process_time()\n"
-        "data = IndexedDataset(sys.argv[1]); stream = TokenStream(data, 0, data.num_sequences, 4096, 1, 50000)\n"
-        "out = numpy.empty((8, 4097), numpy.int64); stream.read(numpy.arange(8), numpy.arange(8), out)\n"
-        "print(data.num_tokens, time.process_time() - begun, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)"
+        "data = IndexedDataset(sys.argv[1]); stream = TokenStream(data, 0, "
+        "data.num_sequences, 4096, 1, 50000)\n"
+        "out = numpy.empty((8, 4097), numpy.int64); stream.read(numpy.arange(8), "
+        "numpy.arange(8), out)\n"
+        "print(data.num_tokens, time.process_time() - begun, "
+        "(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)"
     )
-    run = subprocess.run([sys.executable, "-c", code, prefix], capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    run = subprocess.run(
+        [sys.executable, "-c", code, prefix],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[3],
+    )
     assert run.returncode == 0, run.stderr
     tokens, seconds, mebibytes = run.stdout.split()
     assert int(tokens) == 10**12
@@ -136,25 +175,58 @@ def cut(prefix: str, kind: str, size: int) -> None:
 DAMAGE = {
     "bin missing": (lambda p: Path(p + ".bin").unlink(), r"x\.bin: no such file"),
     "idx missing": (lambda p: Path(p + ".idx").unlink(), r"x\.idx: no such file"),
-    "bin cut": (lambda p: cut(p, "bin", 15), r"x\.bin, byte 15: the file has 15 bytes, its index describes 20: cut off"),
+    "bin cut": (
+        lambda p: cut(p, "bin", 15),
+        r"x\.bin, byte 15: the file has 15 bytes, its index describes 20: cut off",
+    ),
     "bin empty": (lambda p: cut(p, "bin", 0), r"x\.bin, byte 0: the file has 0 bytes"),
-    "bin too long": (lambda p: cut(p, "bin", 40), r"x\.bin, byte 20: the file has 40 bytes, .* longer"),
+    "bin too long": (
+        lambda p: cut(p, "bin", 40),
+        r"x\.bin, byte 20: the file has 40 bytes, .* longer",
+    ),
     "idx empty": (lambda p: cut(p, "idx", 0), r"x\.idx: only 0 bytes"),
-    "idx cut": (lambda p: cut(p, "idx", 101), r"x\.idx, byte 18: .* need 102 bytes, the file has 101"),
-    "foreign idx": (lambda p: change(p, "idx", 0, b"TNTIDX\0\0\0"), r"x\.idx, byte 0: begins with b'TNTIDX"),
+    "idx cut": (
+        lambda p: cut(p, "idx", 101),
+        r"x\.idx, byte 18: .* need 102 bytes, the file has 101",
+    ),
+    "foreign idx": (
+        lambda p: change(p, "idx", 0, b"TNTIDX\0\0\0"),
+        r"x\.idx, byte 0: begins with b'TNTIDX",
+    ),
     "version": (lambda p: change(p, "idx", 9, b"\2"), r"x\.idx, byte 9: version 2"),
-    "unknown dtype": (lambda p: change(p, "idx", 17, b"\x0b"), r"x\.idx, byte 17: dtype code 11 is unknown"),
-    "float dtype": (lambda p: change(p, "idx", 17, b"\6"), r"x\.idx, byte 17: dtype code 6 is float64"),
+    "unknown dtype": (
+        lambda p: change(p, "idx", 17, b"\x0b"),
+        r"x\.idx, byte 17: dtype code 11 is unknown",
+    ),
+    "float dtype": (
+        lambda p: change(p, "idx", 17, b"\6"),
+        r"x\.idx, byte 17: dtype code 6 is float64",
+    ),
     "wrong dtype": (
         lambda p: change(p, "idx", 17, b"\4"),
         r"x\.idx, byte 54: sequence 1 begins at byte 6 of \.bin, the one before it ends at 12",
     ),
     "counts": (lambda p: change(p, "idx", 18, b"\xff" * 8), r"x\.idx, byte 18"),
-    "negative length": (lambda p: change(p, "idx", 38, b"\xff" * 4), r"x\.idx, byte 38: sequence 1 has the length -1"),
-    "offset": (lambda p: change(p, "idx", 54, b"\x08"), r"x\.idx, byte 54: sequence 1 begins at byte 8"),
-    "first offset": (lambda p: change(p, "idx", 46, b"\x02"), r"x\.idx, byte 46: the first sequence begins at byte 2"),
-    "documents": (lambda p: change(p, "idx", 78, b"\x09"), r"x\.idx, byte 78: document entry 1 is 9 with 3 sequences"),
-    "sidecar of other files": (lambda p: write(Path(p + "2"), [[1]]) and Path(p + "2.json").rename(p + ".json"), r"x\.json: describes"),
+    "negative length": (
+        lambda p: change(p, "idx", 38, b"\xff" * 4),
+        r"x\.idx, byte 38: sequence 1 has the length -1",
+    ),
+    "offset": (
+        lambda p: change(p, "idx", 54, b"\x08"),
+        r"x\.idx, byte 54: sequence 1 begins at byte 8",
+    ),
+    "first offset": (
+        lambda p: change(p, "idx", 46, b"\x02"),
+        r"x\.idx, byte 46: the first sequence begins at byte 2",
+    ),
+    "documents": (
+        lambda p: change(p, "idx", 78, b"\x09"),
+        r"x\.idx, byte 78: document entry 1 is 9 with 3 sequences",
+    ),
+    "sidecar of other files": (
+        lambda p: write(Path(p + "2"), [[1]]) and Path(p + "2.json").rename(p + ".json"),
+        r"x\.json: describes",
+    ),
     "sidecar not JSON": (lambda p: Path(p + ".json").write_text("{"), r"x\.json: not a sidecar"),
 }
 
@@ -183,14 +255,20 @@ def test_no_tokens(tmp_path):
 def test_full_check_finds_what_spaced_entries_miss(tmp_path):
     documents = [[k % 50, 1] for k in range(5000)]
     prefix = write(tmp_path / "x", documents)
-    unseen = next(k for k in range(5000) if k not in set(probes(5000).tolist()) and k - 1 not in set(probes(5000).tolist()))
+    unseen = next(
+        k
+        for k in range(5000)
+        if k not in set(probes(5000).tolist()) and k - 1 not in set(probes(5000).tolist())
+    )
     change(prefix, "idx", HEADER.size + 4 * 5000 + 8 * unseen, (1).to_bytes(8, "little"))
     data = IndexedDataset(prefix)
     with pytest.raises(DataError, match=f"sequence {unseen} begins at byte 1 of"):
         data.check(50)
     write(tmp_path / "x", documents)
     change(prefix, "bin", 2 * 4321, (1000).to_bytes(2, "little"))
-    with pytest.raises(DataError, match=r"x\.bin, byte 8642: token id 1000 lies outside the vocabulary of 50"):
+    with pytest.raises(
+        DataError, match=r"x\.bin, byte 8642: token id 1000 lies outside the vocabulary of 50"
+    ):
         IndexedDataset(prefix).check(50)
     with pytest.raises(DataError, match="digest differs"):
         IndexedDataset(prefix).check(2000)
@@ -200,21 +278,30 @@ def test_fingerprint_follows_content_not_path(tmp_path):
     first, second = write(tmp_path / "x", [[1, 2, 3], [4]]), write(tmp_path / "y", [[1, 2, 3], [4]])
     Path(second + ".json").unlink()
     assert IndexedDataset(first).fingerprint == IndexedDataset(second).fingerprint
-    assert IndexedDataset(write(tmp_path / "z", [[1, 2, 3], [5]])).fingerprint != IndexedDataset(first).fingerprint
+    assert (
+        IndexedDataset(write(tmp_path / "z", [[1, 2, 3], [5]])).fingerprint
+        != IndexedDataset(first).fingerprint
+    )
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda sidecar: sidecar.update(max_id="7"), "max_id is not a token id"),
-    (lambda sidecar: sidecar.update(max_id=True), "max_id is not a token id"),
-    (lambda sidecar: sidecar.update(eod_count=None), "eod_count is not a count"),
-    (lambda sidecar: sidecar.update(files=[1]), "files.bin.bytes is not a count"),
-    (lambda sidecar: sidecar["files"]["bin"].update(xxh3_128=3), "files.bin.xxh3_128 is not text"),
-    (lambda sidecar: sidecar.update(tokenizer="gpt2"), "tokenizer.fingerprint is not text"),
-    (lambda sidecar: sidecar["tokenizer"].update(name=["a"]), "tokenizer.name is not text"),
-    (lambda sidecar: sidecar.update(text_bytes=1.5), "text_bytes is not a count"),
-    (lambda sidecar: sidecar.update(text_bytes=9, tokens=0), "text_bytes without tokens"),
-    (lambda sidecar: sidecar.update(tokens=1), "names 1 tokens, .bin holds 3"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda sidecar: sidecar.update(max_id="7"), "max_id is not a token id"),
+        (lambda sidecar: sidecar.update(max_id=True), "max_id is not a token id"),
+        (lambda sidecar: sidecar.update(eod_count=None), "eod_count is not a count"),
+        (lambda sidecar: sidecar.update(files=[1]), "files.bin.bytes is not a count"),
+        (
+            lambda sidecar: sidecar["files"]["bin"].update(xxh3_128=3),
+            "files.bin.xxh3_128 is not text",
+        ),
+        (lambda sidecar: sidecar.update(tokenizer="gpt2"), "tokenizer.fingerprint is not text"),
+        (lambda sidecar: sidecar["tokenizer"].update(name=["a"]), "tokenizer.name is not text"),
+        (lambda sidecar: sidecar.update(text_bytes=1.5), "text_bytes is not a count"),
+        (lambda sidecar: sidecar.update(text_bytes=9, tokens=0), "text_bytes without tokens"),
+        (lambda sidecar: sidecar.update(tokens=1), "names 1 tokens, .bin holds 3"),
+    ],
+)
 def test_a_sidecar_with_a_value_of_another_type(tmp_path, change, message):
     write(tmp_path / "x", [[1, 2, 3]])
     sidecar = json.loads((tmp_path / "x.json").read_text())

@@ -1,4 +1,6 @@
-"""What reaches the loop: batches, masks, splits, blends, the ledger, and faulty input answered by one error before training."""
+"""What reaches the loop: batches, masks, splits, blends, the ledger, and faulty input answered by
+one error before training.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +13,62 @@ import torch
 
 from megatron.config.groups import Config, DataConfig, EvaluationConfig, TrainingConfig
 from megatron.data.indexed_dataset import DataError, IndexedDatasetWriter
-from megatron.data.loader import Batch, MockReader, build_data, parse_paths, parse_split, split_range
+from megatron.data.loader import (
+    Batch,
+    MockReader,
+    build_data,
+    parse_paths,
+    parse_split,
+    split_range,
+)
 from megatron.data.tokenizer import build_tokenizer
 
 VOCAB = 500  # of the NullTokenizer: 501 ids, the last ends a document
 EOD = VOCAB
 
 
-def make(prefix: Path, documents: int, seed: int = 0, eod: bool = True, largest: int = VOCAB, sidecar: bool = True) -> str:
+def make(
+    prefix: Path,
+    documents: int,
+    seed: int = 0,
+    eod: bool = True,
+    largest: int = VOCAB,
+    sidecar: bool = True,
+) -> str:
     """Documents of 5 to 40 random ids below `largest`, each ended by EOD."""
     rng = np.random.default_rng(seed)
     writer = IndexedDatasetWriter(str(prefix), np.dtype("u2"))
-    texts = [np.append(rng.integers(0, largest, size), [EOD] * eod).astype("u2") for size in rng.integers(5, 41, documents)]
-    writer.add(np.concatenate(texts), np.array([len(text) for text in texts]), np.ones(documents, int))
+    texts = [
+        np.append(rng.integers(0, largest, size), [EOD] * eod).astype("u2")
+        for size in rng.integers(5, 41, documents)
+    ]
+    writer.add(
+        np.concatenate(texts), np.array([len(text) for text in texts]), np.ones(documents, int)
+    )
     tokenizer = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB))
-    made = {"name": "NullTokenizer", "fingerprint": tokenizer.fingerprint, "vocab_size": VOCAB + 1, "eod": EOD}
+    made = {
+        "name": "NullTokenizer",
+        "fingerprint": tokenizer.fingerprint,
+        "vocab_size": VOCAB + 1,
+        "eod": EOD,
+    }
     largest_id = max(int(text.max()) for text in texts)
-    writer.finish({"max_id": largest_id, "eod_count": documents * eod, "tokenizer": made, "text_bytes": 3 * sum(map(len, texts))})
+    writer.finish(
+        {
+            "max_id": largest_id,
+            "eod_count": documents * eod,
+            "tokenizer": made,
+            "text_bytes": 3 * sum(map(len, texts)),
+        }
+    )
     if not sidecar:
         Path(f"{prefix}.json").unlink()
     return str(prefix)
 
 
-def config(eval_iters: int = 2, seed: int = 1234, skip_train: bool = False, **data: object) -> Config:
+def config(
+    eval_iters: int = 2, seed: int = 1234, skip_train: bool = False, **data: object
+) -> Config:
     settings = {"seq_length": 16, "tokenizer_type": "NullTokenizer", "vocab_size": VOCAB, **data}
     return Config(
         data=DataConfig(**settings),
@@ -49,35 +84,69 @@ def build(settings: Config, ledger: dict | None = None, consumed: int = 0):
 def test_a_batch_is_a_pure_function(tmp_path):
     data = build(config(data_path=(make(tmp_path / "x", 300),), split="80,10,10"))
     batch = data.train.batch(7, 5)
-    assert batch.tokens.shape == batch.labels.shape == batch.position_ids.shape == batch.loss_mask.shape == (5, 16)
-    assert [value.dtype for value in (batch.tokens, batch.labels, batch.position_ids, batch.sample_ids)] == [torch.int64] * 4
+    assert (
+        batch.tokens.shape
+        == batch.labels.shape
+        == batch.position_ids.shape
+        == batch.loss_mask.shape
+        == (5, 16)
+    )
+    assert [
+        value.dtype for value in (batch.tokens, batch.labels, batch.position_ids, batch.sample_ids)
+    ] == [torch.int64] * 4
     assert batch.loss_mask.dtype == torch.float32 and batch.document_starts is None
-    assert batch.tokens.is_contiguous() and batch.labels.is_contiguous() and batch.position_ids.is_contiguous()
+    assert (
+        batch.tokens.is_contiguous()
+        and batch.labels.is_contiguous()
+        and batch.position_ids.is_contiguous()
+    )
     assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1]) and batch.loss_mask.all()
     assert batch.sample_ids.tolist() == [7, 8, 9, 10, 11]
     assert torch.equal(batch.position_ids, torch.arange(16).expand(5, 16))
     for row in range(5):
         again = data.train.batch(7 + row, 1)
-        assert torch.equal(again.tokens[0], batch.tokens[row]) and torch.equal(again.labels[0], batch.labels[row])
-    assert isinstance(batch.to("cpu"), Batch) and batch.to("meta").tokens.device.type == "meta" and batch.to("meta").document_starts is None
+        assert torch.equal(again.tokens[0], batch.tokens[row]) and torch.equal(
+            again.labels[0], batch.labels[row]
+        )
+    assert (
+        isinstance(batch.to("cpu"), Batch)
+        and batch.to("meta").tokens.device.type == "meta"
+        and batch.to("meta").document_starts is None
+    )
 
 
 def test_train_valid_and_test_never_share_a_token(tmp_path):
     prefix = make(tmp_path / "x", 400)
     data = build(config(data_path=(prefix,), split="70,20,10"))
     seen = {}
-    for name, source in (("train", data.train), ("valid", data.valid["validation"]), ("test", data.test["test"])):
+    for name, source in (
+        ("train", data.train),
+        ("valid", data.valid["validation"]),
+        ("test", data.test["test"]),
+    ):
         stream = source.reader.streams[0]
         seen[name] = (stream.begin, stream.begin + stream.num_tokens)
         assert source.epoch_samples == stream.samples
-    assert seen["train"][1] == seen["valid"][0] and seen["valid"][1] == seen["test"][0] and seen["train"][0] == 0
+    assert (
+        seen["train"][1] == seen["valid"][0]
+        and seen["valid"][1] == seen["test"][0]
+        and seen["train"][0] == 0
+    )
     assert seen["test"][1] == data.train.reader.streams[0].dataset.num_tokens
 
 
 def test_split_arithmetic():
-    assert [split_range(parse_split("969,30,1"), name, 1000) for name in ("train", "valid", "test")] == [(0, 969), (969, 999), (999, 1000)]
-    assert [split_range(parse_split("1/1/1"), name, 10) for name in ("train", "valid", "test")] == [(0, 3), (3, 7), (7, 10)]
-    assert [split_range(parse_split("0.9,0.1"), name, 30) for name in ("train", "valid", "test")] == [(0, 27), (27, 30), (30, 30)]
+    assert [
+        split_range(parse_split("969,30,1"), name, 1000) for name in ("train", "valid", "test")
+    ] == [(0, 969), (969, 999), (999, 1000)]
+    assert [split_range(parse_split("1/1/1"), name, 10) for name in ("train", "valid", "test")] == [
+        (0, 3),
+        (3, 7),
+        (7, 10),
+    ]
+    assert [
+        split_range(parse_split("0.9,0.1"), name, 30) for name in ("train", "valid", "test")
+    ] == [(0, 27), (27, 30), (30, 30)]
     for wrong in ("", "a,b", "1,2,3,4", "-1,2", "0,0,0"):
         with pytest.raises(DataError, match="--split"):
             parse_split(wrong)
@@ -88,7 +157,13 @@ def test_path_lists():
     assert parse_paths(("0.3", "a", "7", "b"), "--data-path") == [(0.3, "a"), (7.0, "b")]
     assert parse_paths(("1", "a", "0", "b"), "--data-path") == [(1.0, "a")]
     assert parse_paths(("42",), "--data-path") == [(None, "42")]
-    for wrong in (("1", "a", "b"), ("1", "a", "b", "2"), ("-1", "a", "2", "b"), ("0", "a"), ("nan", "a")):
+    for wrong in (
+        ("1", "a", "b"),
+        ("1", "a", "b", "2"),
+        ("-1", "a", "2", "b"),
+        ("0", "a"),
+        ("nan", "a"),
+    ):
         with pytest.raises(DataError, match="--data-path"):
             parse_paths(wrong, "--data-path")
 
@@ -96,7 +171,9 @@ def test_path_lists():
 def test_evaluation_samples_do_not_follow_the_seed(tmp_path):
     prefix = make(tmp_path / "x", 300)
     one, two = (build(config(data_path=(prefix,), split="80,10,10", seed=seed)) for seed in (1, 2))
-    assert torch.equal(one.valid["validation"].batch(0, 8).tokens, two.valid["validation"].batch(0, 8).tokens)
+    assert torch.equal(
+        one.valid["validation"].batch(0, 8).tokens, two.valid["validation"].batch(0, 8).tokens
+    )
     assert not torch.equal(one.train.batch(0, 8).tokens, two.train.batch(0, 8).tokens)
 
 
@@ -108,16 +185,26 @@ def test_sources_of_validation_are_separate_and_named(tmp_path):
         make(tmp_path / "q" / "web_text_document", 200, 3),
     )
     train = make(tmp_path / "t", 200, 4)
-    assert list(build(config(data_path=("0.3", a, "0.7", b), split="80,10,10")).valid) == ["web", "code"]
+    assert list(build(config(data_path=("0.3", a, "0.7", b), split="80,10,10")).valid) == [
+        "web",
+        "code",
+    ]
     data = build(config(train_data_path=(train,), valid_data_path=(a, b), test_data_path=(a,)))
     assert list(data.valid) == ["web", "code"] and list(data.test) == ["test"]
     tokens = [source.reader.streams[0].num_tokens for source in data.valid.values()]
-    assert [source.weight for source in data.valid.values()] == [each / sum(tokens) for each in tokens] and data.test["test"].weight == 1
+    assert [source.weight for source in data.valid.values()] == [
+        each / sum(tokens) for each in tokens
+    ] and data.test["test"].weight == 1
     weighted = build(config(train_data_path=(train,), valid_data_path=("1", a, "2", b)))
-    assert [(name, source.weight) for name, source in weighted.valid.items()] == [("web", 1 / 3), ("code", 2 / 3)]
+    assert [(name, source.weight) for name, source in weighted.valid.items()] == [
+        ("web", 1 / 3),
+        ("code", 2 / 3),
+    ]
     assert any("the loss of the blend is their mean by weight" in note for note in weighted.notes)
     assert list(build(config(train_data_path=(train,), valid_data_path=(a, c))).valid) == [a, c]
-    assert list(build(config(train_data_path=(train,), valid_data_path=(b,))).valid) == ["validation"]
+    assert list(build(config(train_data_path=(train,), valid_data_path=(b,))).valid) == [
+        "validation"
+    ]
     ids = set(data.valid["code"].batch(0, 30).tokens.ravel().tolist())
     assert ids <= set(data.valid["code"].reader.streams[0].dataset.tokens.tolist())
 
@@ -139,19 +226,38 @@ def test_blend_change_mid_run_goes_on_in_each_source(tmp_path):
     ledger = json.loads(json.dumps(first.ledger))
     later = build(config(train_data_path=("1", c, "3", b), eval_iters=0), ledger, consumed=101)
     alone = build(config(train_data_path=(b,), eval_iters=0)).train.batch(0, 150).tokens
-    read = [first.train.batch(k, 1).tokens[0] for k in range(101) if first.train.reader.blend.locate(np.array([k]))[0][0] == 1]
-    read += [later.train.batch(k, 1).tokens[0] for k in range(101, 200) if later.train.reader.blend.locate(np.array([k]))[0][0] == 1]
+    read = [
+        first.train.batch(k, 1).tokens[0]
+        for k in range(101)
+        if first.train.reader.blend.locate(np.array([k]))[0][0] == 1
+    ]
+    read += [
+        later.train.batch(k, 1).tokens[0]
+        for k in range(101, 200)
+        if later.train.reader.blend.locate(np.array([k]))[0][0] == 1
+    ]
     assert len(read) > 110 and torch.equal(torch.stack(read), alone[: len(read)])
     assert any("blend changed at sample 101" in note for note in later.notes)
-    moved = {path: Path(f"{b}.{path}").rename(tmp_path / f"moved.{path}") for path in ("bin", "idx", "json")}
-    same = build(config(train_data_path=("1", c, "3", str(moved["bin"])[:-4]), eval_iters=0), later.ledger, consumed=150)
-    assert same.ledger == later.ledger and torch.equal(same.train.batch(150, 20).tokens, later.train.batch(150, 20).tokens)
+    moved = {
+        path: Path(f"{b}.{path}").rename(tmp_path / f"moved.{path}")
+        for path in ("bin", "idx", "json")
+    }
+    same = build(
+        config(train_data_path=("1", c, "3", str(moved["bin"])[:-4]), eval_iters=0),
+        later.ledger,
+        consumed=150,
+    )
+    assert same.ledger == later.ledger and torch.equal(
+        same.train.batch(150, 20).tokens, later.train.batch(150, 20).tokens
+    )
 
 
 def test_eod_masks_and_resets(tmp_path):
     prefix = make(tmp_path / "x", 300)
     flags = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
-    batch = build(config(train_data_path=(prefix,), eval_iters=0, seq_length=64, **flags)).train.batch(0, 20)
+    batch = build(
+        config(train_data_path=(prefix,), eval_iters=0, seq_length=64, **flags)
+    ).train.batch(0, 20)
     assert batch.document_starts.dtype == torch.int32
     assert (batch.tokens == EOD).sum() > 20
     for row in range(20):
@@ -159,27 +265,51 @@ def test_eod_masks_and_resets(tmp_path):
         for at in range(64):  # the definition, position by position
             if at and batch.tokens[row, at - 1] == EOD:
                 start = at
-            assert batch.document_starts[row, at] == start and batch.position_ids[row, at] == at - start
+            assert (
+                batch.document_starts[row, at] == start
+                and batch.position_ids[row, at] == at - start
+            )
             assert batch.loss_mask[row, at] == float(batch.tokens[row, at] != EOD)
-    positions_only = build(config(train_data_path=(prefix,), eval_iters=0, seq_length=64, reset_position_ids=True)).train.batch(0, 20)
+    positions_only = build(
+        config(train_data_path=(prefix,), eval_iters=0, seq_length=64, reset_position_ids=True)
+    ).train.batch(0, 20)
     assert torch.equal(positions_only.position_ids, batch.position_ids)
     assert positions_only.document_starts is None and positions_only.loss_mask.all()
-    mask_only = build(config(train_data_path=(prefix,), eval_iters=0, seq_length=64, reset_attention_mask=True)).train.batch(0, 20)
-    assert torch.equal(mask_only.document_starts, batch.document_starts) and torch.equal(mask_only.position_ids[3], torch.arange(64))
+    mask_only = build(
+        config(train_data_path=(prefix,), eval_iters=0, seq_length=64, reset_attention_mask=True)
+    ).train.batch(0, 20)
+    assert torch.equal(mask_only.document_starts, batch.document_starts) and torch.equal(
+        mask_only.position_ids[3], torch.arange(64)
+    )
 
 
 @pytest.mark.parametrize("sidecar", [True, False])
 @pytest.mark.parametrize("flag", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
 def test_eod_flags_need_eod(tmp_path, flag, sidecar):
-    good, bad = make(tmp_path / "good", 50, sidecar=sidecar), make(tmp_path / "bad", 50, eod=False, sidecar=sidecar)
+    good, bad = (
+        make(tmp_path / "good", 50, sidecar=sidecar),
+        make(tmp_path / "bad", 50, eod=False, sidecar=sidecar),
+    )
     build(config(train_data_path=(good,), eval_iters=0, **{flag: True}))
-    with pytest.raises(DataError, match=rf"bad\.bin: holds no end-of-document id \(500\), so --{flag.replace('_', '-')} cannot act"):
+    with pytest.raises(
+        DataError,
+        match=(
+            rf"bad\.bin: holds no end-of-document id \(500\), so --{flag.replace('_', '-')} "
+            r"cannot act"
+        ),
+    ):
         build(config(train_data_path=(bad,), eval_iters=0, **{flag: True}))
 
 
 def test_ids_beyond_the_vocabulary(tmp_path):
-    known, unknown = make(tmp_path / "known", 100, largest=900), make(tmp_path / "unknown", 100, largest=900, sidecar=False)
-    with pytest.raises(DataError, match=r"known\.bin: its largest token id, \d+, lies outside the vocabulary of 501"):
+    known, unknown = (
+        make(tmp_path / "known", 100, largest=900),
+        make(tmp_path / "unknown", 100, largest=900, sidecar=False),
+    )
+    with pytest.raises(
+        DataError,
+        match=r"known\.bin: its largest token id, \d+, lies outside the vocabulary of 501",
+    ):
         build(config(train_data_path=(known,), eval_iters=0))
     data = build(config(train_data_path=(unknown,), eval_iters=0))
     assert any("unknown: has no sidecar" in note and "--check-data" in note for note in data.notes)
@@ -187,8 +317,16 @@ def test_ids_beyond_the_vocabulary(tmp_path):
         data.train.batch(0, 50)
     with pytest.raises(DataError, match=r"unknown\.bin, byte \d+: token id \d+ lies outside"):
         build(config(train_data_path=(unknown,), eval_iters=0, check_data=True))
-    sound = build(config(train_data_path=(make(tmp_path / "sound", 100, sidecar=False),), eval_iters=0, check_data=True))
-    assert any("scanned in full" in note for note in sound.notes) and not any("no sidecar" in note for note in sound.notes)
+    sound = build(
+        config(
+            train_data_path=(make(tmp_path / "sound", 100, sidecar=False),),
+            eval_iters=0,
+            check_data=True,
+        )
+    )
+    assert any("scanned in full" in note for note in sound.notes) and not any(
+        "no sidecar" in note for note in sound.notes
+    )
 
 
 def test_all_faults_are_reported_together(tmp_path):
@@ -196,10 +334,19 @@ def test_all_faults_are_reported_together(tmp_path):
     with open(short + ".bin", "r+b") as file:
         file.truncate(100)
     with pytest.raises(DataError) as error:
-        build(config(train_data_path=(good, short, str(tmp_path / "absent")), valid_data_path=(str(tmp_path / "other"),)))
+        build(
+            config(
+                train_data_path=(good, short, str(tmp_path / "absent")),
+                valid_data_path=(str(tmp_path / "other"),),
+            )
+        )
     lines = str(error.value).splitlines()
     assert len(lines) == 3
-    assert "short.bin, byte 100" in lines[0] and "absent.idx: no such file" in lines[1] and "other.idx: no such file" in lines[2]
+    assert (
+        "short.bin, byte 100" in lines[0]
+        and "absent.idx: no such file" in lines[1]
+        and "other.idx: no such file" in lines[2]
+    )
 
 
 def test_a_split_without_documents_is_an_error_and_without_share_is_not(tmp_path):
@@ -233,20 +380,29 @@ def test_another_tokenizer_is_noted_and_bytes_per_token_known(tmp_path):
 def test_mock_data_is_learnable_pure_and_uses_the_real_vocabulary():
     data = build(config(mock_data=True, seq_length=128, reset_attention_mask=True))
     batch = data.train.batch(0, 400)
-    assert torch.equal(batch.tokens[3:5], data.train.batch(3, 2).tokens) and torch.equal(batch.tokens[0, 1:], batch.labels[0, :-1])
+    assert torch.equal(batch.tokens[3:5], data.train.batch(3, 2).tokens) and torch.equal(
+        batch.tokens[0, 1:], batch.labels[0, :-1]
+    )
     assert batch.tokens.min() == 0 and batch.tokens.max() == EOD
     assert len(batch.tokens.unique()) == VOCAB + 1
     step = (batch.labels - batch.tokens) % VOCAB
-    assert ((step >= 1) & (step <= 3)).float().mean() > 0.85  # the next token follows from the last two
-    assert 0 < batch.document_starts.max() < 128 and (batch.tokens == EOD).float().mean() == pytest.approx(0.01, abs=0.001)
+    # the next token follows from the last two
+    assert ((step >= 1) & (step <= 3)).float().mean() > 0.85
+    assert 0 < batch.document_starts.max() < 128 and (
+        batch.tokens == EOD
+    ).float().mean() == pytest.approx(0.01, abs=0.001)
     assert torch.equal(batch.labels[0, -1], batch.tokens[1, 0])  # one stream, cut into samples
     assert not torch.equal(data.valid["validation"].batch(0, 1).tokens, batch.tokens[:1])
     assert set(data.test) == {"test"} and any("mock" in note for note in data.notes)
-    assert not torch.equal(build(config(mock_data=True, seq_length=128, seed=2)).train.batch(0, 1).tokens, batch.tokens[:1])
+    assert not torch.equal(
+        build(config(mock_data=True, seq_length=128, seed=2)).train.batch(0, 1).tokens,
+        batch.tokens[:1],
+    )
 
 
 @pytest.mark.parametrize("vocab_size, eod", [(2, 0), (2, 1), (50, 0), (50, 2), (50, 49)])
 def test_mock_data_for_any_end_of_document_id(vocab_size, eod):
     tokens = MockReader(200, vocab_size, eod, seed=1, split="train").windows(np.arange(200))
     assert set(np.unique(tokens)) == set(range(vocab_size))
-    assert (np.flatnonzero(tokens[:, :-1].ravel() == eod) % 100 == 99).all()  # only at the end of each 100 tokens
+    # only at the end of each 100 tokens
+    assert (np.flatnonzero(tokens[:, :-1].ravel() == eod) % 100 == 99).all()

@@ -1,5 +1,5 @@
-"""The preprocessing tool, run as a command: bytes, order over workers and compression, bounded memory, atomic output, errors by file and
-line.
+"""The preprocessing tool, run as a command: bytes, order over workers and compression, bounded
+memory, atomic output, errors by file and line.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def lines(path: Path, texts: list, key: str = "text") -> Path:
 
 def integers(documents: int, seed: int = 0, largest: int = 1000) -> list[str]:
     rng = np.random.default_rng(seed)
-    return [" ".join(map(str, rng.integers(0, largest, size))) for size in rng.integers(0, 60, documents)]
+    return [
+        " ".join(map(str, rng.integers(0, largest, size)))
+        for size in rng.integers(0, 60, documents)
+    ]
 
 
 def raw(prefix: Path) -> tuple[bytes, bytes]:
@@ -55,23 +58,46 @@ def raw(prefix: Path) -> tuple[bytes, bytes]:
 
 
 def test_the_documented_bytes_from_text(tmp_path):
-    run("--input", lines(tmp_path / "a.jsonl", ["1 2 3", "4 5", "6 7 8 9 10"]), "--output-prefix", tmp_path / "x")
+    run(
+        "--input",
+        lines(tmp_path / "a.jsonl", ["1 2 3", "4 5", "6 7 8 9 10"]),
+        "--output-prefix",
+        tmp_path / "x",
+    )
     index = raw(tmp_path / "x_text_document")[1]
     assert len(index) == 102 and index.hex().startswith(
-        "4d4d4944494458000001000000000000000803000000000000000400000000000000030000000200000005000000"
+        "4d4d49444944580000010000000000000008030000000000000004000000000000000300000002000000"
+        "05000000"
     )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"] + [f"x_text_document.{kind}" for kind in ("bin", "idx", "json")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"] + [
+        f"x_text_document.{kind}" for kind in ("bin", "idx", "json")
+    ]
 
 
 @pytest.mark.parametrize("append", [False, True])
 def test_documents_sentences_and_empty_texts(tmp_path, append):
     texts = ["1 2", "", ["3", "", "4 5"], ["", ""], [], "6"]
-    (sidecar,) = run("--input", lines(tmp_path / "a.jsonl", texts), "--output-prefix", tmp_path / "x", *["--append-eod"] * append)
+    (sidecar,) = run(
+        "--input",
+        lines(tmp_path / "a.jsonl", texts),
+        "--output-prefix",
+        tmp_path / "x",
+        *["--append-eod"] * append,
+    )
     data = IndexedDataset(str(tmp_path / "x_text_document"))
     end = [1000] * append
-    assert [data.sequence(k).tolist() for k in range(data.num_sequences)] == [[1, 2] + end, [3], [4, 5] + end, [6] + end]
+    assert [data.sequence(k).tolist() for k in range(data.num_sequences)] == [
+        [1, 2] + end,
+        [3],
+        [4, 5] + end,
+        [6] + end,
+    ]
     assert data.documents.tolist() == [0, 1, 1, 3, 3, 3, 4]
-    assert sidecar["empty_documents"] == 3 and sidecar["documents"] == 6 and sidecar["eod_count"] == 3 * append
+    assert (
+        sidecar["empty_documents"] == 3
+        and sidecar["documents"] == 6
+        and sidecar["eod_count"] == 3 * append
+    )
     assert sidecar["max_id"] == (1000 if append else 6)
 
 
@@ -80,12 +106,25 @@ def test_workers_compression_and_several_files_give_the_same_bytes(tmp_path, mon
 
     monkeypatch.setattr(tool, "SMALLEST_CHUNK", 500)
     texts = integers(900)
-    run("--input", lines(tmp_path / "all.jsonl", texts), "--output-prefix", tmp_path / "one", "--append-eod")
+    run(
+        "--input",
+        lines(tmp_path / "all.jsonl", texts),
+        "--output-prefix",
+        tmp_path / "one",
+        "--append-eod",
+    )
     expected = raw(tmp_path / "one_text_document")
-    halves = [lines(tmp_path / f"half{k}.jsonl", part).read_bytes() for k, part in enumerate((texts[:400], texts[400:]))]
-    (tmp_path / "part0.jsonl.gz").write_bytes(gzip.compress(halves[0][:5000]) + gzip.compress(halves[0][5000:]))  # two members
+    halves = [
+        lines(tmp_path / f"half{k}.jsonl", part).read_bytes()
+        for k, part in enumerate((texts[:400], texts[400:]))
+    ]
+    # two members
+    (tmp_path / "part0.jsonl.gz").write_bytes(
+        gzip.compress(halves[0][:5000]) + gzip.compress(halves[0][5000:])
+    )
     pack = zstandard.ZstdCompressor().compress
-    (tmp_path / "part1.jsonl.zst").write_bytes(pack(halves[1][:7000]) + pack(halves[1][7000:]))  # two frames
+    # two frames
+    (tmp_path / "part1.jsonl.zst").write_bytes(pack(halves[1][:7000]) + pack(halves[1][7000:]))
     for name, inputs, workers in (
         ("two", ["all.jsonl"], 2),
         ("files", ["half0.jsonl", "half1.jsonl"], 3),
@@ -93,17 +132,28 @@ def test_workers_compression_and_several_files_give_the_same_bytes(tmp_path, mon
         ("packed", ["part0.jsonl.gz", "part1.jsonl.zst"], 2),
         ("packed1", ["part*"], 1),
     ):
-        run("--input", *[tmp_path / path for path in inputs], "--output-prefix", tmp_path / name, "--append-eod", "--workers", workers)
+        run(
+            "--input",
+            *[tmp_path / path for path in inputs],
+            "--output-prefix",
+            tmp_path / name,
+            "--append-eod",
+            "--workers",
+            workers,
+        )
         assert raw(tmp_path / f"{name}_text_document") == expected, name
 
 
 def test_line_ends_blank_lines_and_unicode(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes('{"text": "1 2"}\r\n\n  \n{"text": "3\u20284"}\n{"text": "5"}'.encode())  # U+2028 ends no line; no newline at the end
+    # U+2028 ends no line; no newline at the end
+    path.write_bytes('{"text": "1 2"}\r\n\n  \n{"text": "3\u20284"}\n{"text": "5"}'.encode())
     import tokenizers
 
     model = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"1": 0, "2": 1, "3": 2, "4": 3, "5": 4, "<|endoftext|>": 5, "?": 6}, unk_token="?")
+        tokenizers.models.WordLevel(
+            {"1": 0, "2": 1, "3": 2, "4": 3, "5": 4, "<|endoftext|>": 5, "?": 6}, unk_token="?"
+        )
     )
     model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     model.save(str(tmp_path / "tokenizer.json"))
@@ -124,28 +174,66 @@ def test_line_ends_blank_lines_and_unicode(tmp_path):
 def test_several_keys_and_int32(tmp_path):
     records = [{"title": "7", "body": "70000 2"}, {"title": "", "body": "3"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
-    run("--input", tmp_path / "a.jsonl", "--json-keys", "title", "body", "--output-prefix", tmp_path / "x", vocab_size=80000)
+    run(
+        "--input",
+        tmp_path / "a.jsonl",
+        "--json-keys",
+        "title",
+        "body",
+        "--output-prefix",
+        tmp_path / "x",
+        vocab_size=80000,
+    )
     title, body = (IndexedDataset(str(tmp_path / f"x_{key}_document")) for key in ("title", "body"))
-    assert title.tokens.tolist() == [7] and body.tokens.tolist() == [70000, 2, 3] and body.dtype == np.int32 and title.num_documents == 2
+    assert (
+        title.tokens.tolist() == [7]
+        and body.tokens.tolist() == [70000, 2, 3]
+        and body.dtype == np.int32
+        and title.num_documents == 2
+    )
 
 
 def test_the_sidecar_tells_the_loader(tmp_path):
-    run("--input", lines(tmp_path / "a.jsonl", integers(300)), "--output-prefix", tmp_path / "x", "--append-eod")
+    run(
+        "--input",
+        lines(tmp_path / "a.jsonl", integers(300)),
+        "--output-prefix",
+        tmp_path / "x",
+        "--append-eod",
+    )
     prefix = str(tmp_path / "x_text_document")
-    data_config = DataConfig(train_data_path=(prefix,), seq_length=32, tokenizer_type="NullTokenizer", vocab_size=1000, check_data=True)
+    data_config = DataConfig(
+        train_data_path=(prefix,),
+        seq_length=32,
+        tokenizer_type="NullTokenizer",
+        vocab_size=1000,
+        check_data=True,
+    )
     tokenizer = build_tokenizer(data_config)
-    data = build_data(Config(data=data_config, evaluation=EvaluationConfig(eval_iters=0)), tokenizer, None, 0)
-    assert not any("another tokenizer" in note or "no sidecar" in note for note in data.notes) and data.train.bytes_per_token > 2
+    data = build_data(
+        Config(data=data_config, evaluation=EvaluationConfig(eval_iters=0)), tokenizer, None, 0
+    )
+    assert (
+        not any("another tokenizer" in note or "no sidecar" in note for note in data.notes)
+        and data.train.bytes_per_token > 2
+    )
     sidecar = json.loads(Path(prefix + ".json").read_text())
-    assert sidecar["text_bytes"] == sum(map(len, integers(300))) and sidecar["tokenizer"]["fingerprint"] == tokenizer.fingerprint
+    assert (
+        sidecar["text_bytes"] == sum(map(len, integers(300)))
+        and sidecar["tokenizer"]["fingerprint"] == tokenizer.fingerprint
+    )
 
 
 FAULTS = [
     ('{"text": "1"}\n{"text": \n{"text": "2"}\n', 2, "not JSON"),
-    ('{"text": "1"}\n' + '{"a":' * 20_000 + '\n', 2, "nested too deep for the parser"),
-    ('{"text": "1"}\n' + "[" * 20_000 + "]" * 20_000 + '\n', 2, "nested too deep for the parser"),
+    ('{"text": "1"}\n' + '{"a":' * 20_000 + "\n", 2, "nested too deep for the parser"),
+    ('{"text": "1"}\n' + "[" * 20_000 + "]" * 20_000 + "\n", 2, "nested too deep for the parser"),
     ('{"text": "1"}\n[1, 2]\n', 2, "no text under the key 'text'"),
-    ('{"text": "1"}\n\n{"txt": "2"}\n', 3, "no text under the key 'text': name the right one with --json-keys"),
+    (
+        '{"text": "1"}\n\n{"txt": "2"}\n',
+        3,
+        "no text under the key 'text': name the right one with --json-keys",
+    ),
     ('{"text": "1"}\n{"text": "x"}\n', 2, "NullTokenizer takes"),
     ('{"text": "1"}\n{"text": "4 1001"}\n', 2, "token id 1001 lies outside the vocabulary of 1001"),
 ]
@@ -154,22 +242,39 @@ FAULTS = [
 @pytest.mark.parametrize("content, line, message", FAULTS)
 @pytest.mark.parametrize("padding", [0, 500])
 @pytest.mark.parametrize("packed", [False, True])
-def test_faults_name_file_and_line_and_leave_nothing(tmp_path, monkeypatch, content, line, message, padding, packed):
+def test_faults_name_file_and_line_and_leave_nothing(
+    tmp_path, monkeypatch, content, line, message, padding, packed
+):
     monkeypatch.setattr(tool, "SMALLEST_CHUNK", 300)
     text = '{"text": "17"}\n' * padding + content
     path = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
     path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
     with pytest.raises(ValueError, match=f"{path}, line {padding + line}: {message}"):
-        run("--input", path, "--output-prefix", tmp_path / "out" / "x", "--workers", 2 if padding else 1)
+        run(
+            "--input",
+            path,
+            "--output-prefix",
+            tmp_path / "out" / "x",
+            "--workers",
+            2 if padding else 1,
+        )
     assert not list((tmp_path / "out").iterdir())
 
 
-SURROGATES = ['{"text": "1"}', '{"text": "2\\ud800 3"}', '{"text": ["4", "\\udfff"]}', '{"text": "5"}']
+SURROGATES = [
+    '{"text": "1"}',
+    '{"text": "2\\ud800 3"}',
+    '{"text": ["4", "\\udfff"]}',
+    '{"text": "5"}',
+]
 
 
 def test_lone_surrogates_name_file_and_line(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(SURROGATES))
-    with pytest.raises(UserError, match=r"a\.jsonl, line 2: a text holds half of a surrogate pair.*--invalid-text replace"):
+    with pytest.raises(
+        UserError,
+        match=r"a\.jsonl, line 2: a text holds half of a surrogate pair.*--invalid-text replace",
+    ):
         run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x")
     assert not list(tmp_path.glob("x*"))
 
@@ -178,51 +283,93 @@ def test_lone_surrogates_are_replaced_or_left_out_and_counted(tmp_path, capsys):
     import tokenizers
 
     bpe = tokenizers.ByteLevelBPETokenizer()
-    bpe.train_from_iterator(["a b"], vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
+    bpe.train_from_iterator(
+        ["a b"], vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False
+    )
     bpe.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.jsonl").write_text("\n".join(SURROGATES) + "\n")
-    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tmp_path / "tokenizer.json"]
+    flags = [
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        tmp_path / "tokenizer.json",
+    ]
     texts = {"replace": ["1", "2\ufffd 3", "4", "\ufffd", "5"], "skip": ["1", "5"]}
     for policy, kept in texts.items():
-        (sidecar,) = run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / policy, "--invalid-text", policy, *flags)
+        (sidecar,) = run(
+            "--input",
+            tmp_path / "a.jsonl",
+            "--output-prefix",
+            tmp_path / policy,
+            "--invalid-text",
+            policy,
+            *flags,
+        )
         made = IndexedDataset(str(tmp_path / f"{policy}_text_document"))
         assert [bpe.decode(made.sequence(k).tolist()) for k in range(made.num_sequences)] == kept
         assert sidecar["invalid_texts"] == 2 and sidecar["invalid_text"] == policy
         assert made.num_documents == (4 if policy == "replace" else 2)
-        assert f"2 lines with characters that UTF-8 cannot hold: {'replaced' if policy == 'replace' else 'left out'}" in capsys.readouterr().out
+        assert (
+            "2 lines with characters that UTF-8 cannot hold: "
+            f"{'replaced' if policy == 'replace' else 'left out'}"
+        ) in capsys.readouterr().out
 
 
 def test_a_line_left_out_is_left_out_under_every_key(tmp_path):
     rows = [{"a": "1", "b": "2"}, {"a": "3", "b": "\ud800"}, {"a": "5", "b": "6"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--json-keys", "a", "b", "--invalid-text", "skip")
+    run(
+        "--input",
+        tmp_path / "a.jsonl",
+        "--output-prefix",
+        tmp_path / "x",
+        "--json-keys",
+        "a",
+        "b",
+        "--invalid-text",
+        "skip",
+    )
     for key, kept in (("a", [1, 5]), ("b", [2, 6])):
         assert IndexedDataset(str(tmp_path / f"x_{key}_document")).tokens.tolist() == kept
 
 
 def test_bytes_that_are_not_utf8_follow_the_policy(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "1"}\n{"text": "\xff"}\n{"text": "3"}\n')
-    (sidecar,) = run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--invalid-text", "skip")
+    (sidecar,) = run(
+        "--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--invalid-text", "skip"
+    )
     assert sidecar["invalid_texts"] == 1 and sidecar["documents"] == 2
 
 
-@pytest.mark.parametrize("keys, message", [
-    (["text", "text"], "--json-keys text text: a key is given twice"),
-    (["a/b"], "--json-keys 'a/b': a key becomes part of a file's name"),
-    ([""], "must not be empty or hold a slash"),
-    (["k" * 300], "longer than the 255 bytes that file systems take"),
-    (["here"], "x_here_document.bin: is a folder or no regular file"),
-])
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        (["text", "text"], "--json-keys text text: a key is given twice"),
+        (["a/b"], "--json-keys 'a/b': a key becomes part of a file's name"),
+        ([""], "must not be empty or hold a slash"),
+        (["k" * 300], "longer than the 255 bytes that file systems take"),
+        (["here"], "x_here_document.bin: is a folder or no regular file"),
+    ],
+)
 def test_keys_that_cannot_name_files_are_refused_before_work(tmp_path, monkeypatch, keys, message):
     (tmp_path / "x_here_document.bin").mkdir()
     monkeypatch.setattr(tool, "tokenizer_of", lambda config: pytest.fail("work was begun"))
     with pytest.raises(UserError, match=message):
-        run("--input", lines(tmp_path / "a.jsonl", ["1"]), "--output-prefix", tmp_path / "x", "--json-keys", *keys)
+        run(
+            "--input",
+            lines(tmp_path / "a.jsonl", ["1"]),
+            "--output-prefix",
+            tmp_path / "x",
+            "--json-keys",
+            *keys,
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "x_here_document.bin"]
 
 
 def test_a_prefix_that_is_too_long_is_one_error(tmp_path):
-    with pytest.raises(UserError, match="--output-prefix x+, --json-keys text: a path of .* bytes") as caught:
+    with pytest.raises(
+        UserError, match="--output-prefix x+, --json-keys text: a path of .* bytes"
+    ) as caught:
         run("--input", lines(tmp_path / "a.jsonl", ["1"]), "--output-prefix", "x" * 5000)
     assert len(str(caught.value)) < 300
 
@@ -238,14 +385,24 @@ def test_a_key_that_fails_publishes_no_other(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tool.IndexedDatasetWriter, "complete", fail)
     with pytest.raises(OSError):
-        run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--json-keys", "a", "b")
+        run(
+            "--input",
+            tmp_path / "a.jsonl",
+            "--output-prefix",
+            tmp_path / "x",
+            "--json-keys",
+            "a",
+            "b",
+        )
     assert not list(tmp_path.glob("x*"))
 
 
 @pytest.mark.parametrize("content", ["", "\n", '{"text": ""}\n'])
 def test_input_without_a_token(tmp_path, content):
     (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(ValueError, match="a.jsonl: not one token under the key 'text': the input is empty"):
+    with pytest.raises(
+        ValueError, match="a.jsonl: not one token under the key 'text': the input is empty"
+    ):
         run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--append-eod")
     assert not list(tmp_path.glob("x*"))
 
@@ -272,9 +429,27 @@ def test_cut_and_foreign_compressed_files(tmp_path, kind):
 
 def test_command_line(tmp_path):
     lines(tmp_path / "a.jsonl", ["1 2", "", "3"])
-    command = [sys.executable, str(TOOL), "--input", "a.jsonl", "--output-prefix", "x", "--tokenizer-type", "NullTokenizer"]
-    done = subprocess.run(command + ["--vocab-size", "9", "--append-eod"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "3 documents (1 of them empty), 5 tokens" in done.stdout and "MB/s" in done.stdout
+    command = [
+        sys.executable,
+        str(TOOL),
+        "--input",
+        "a.jsonl",
+        "--output-prefix",
+        "x",
+        "--tokenizer-type",
+        "NullTokenizer",
+    ]
+    done = subprocess.run(
+        command + ["--vocab-size", "9", "--append-eod"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        done.returncode == 0
+        and "3 documents (1 of them empty), 5 tokens" in done.stdout
+        and "MB/s" in done.stdout
+    )
     for extra, message in (
         ([], "--vocab-size is missing"),
         (["--vocab-size", "2"], "a.jsonl, line 3: token id 3"),
@@ -287,7 +462,12 @@ def test_command_line(tmp_path):
             and message in failed.stderr
             and "Traceback" not in failed.stderr
         )
-    missing = subprocess.run([*command, "--vocab-size", "9", "--input", "b*.jsonl"], cwd=tmp_path, capture_output=True, text=True)
+    missing = subprocess.run(
+        [*command, "--vocab-size", "9", "--input", "b*.jsonl"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert "--input b*.jsonl: no such file" in missing.stderr
 
 
@@ -296,9 +476,24 @@ def test_killed_half_way_leaves_the_old_output_and_a_second_run_repairs(tmp_path
     run("--input", path, "--output-prefix", tmp_path / "x")
     before = raw(tmp_path / "x_text_document")
     os.mkfifo(tmp_path / "slow.jsonl.gz")  # a reader that waits for input holds the run open
-    flags = ["--output-prefix", str(tmp_path / "x"), "--tokenizer-type", "NullTokenizer", "--vocab-size", "1000", "--workers", "1"]
-    patched = f"import sys; sys.argv = ['preprocess_data.py', '--input', {str(path)!r}, {str(tmp_path / 'slow.jsonl.gz')!r}] + {flags!r}\n"
-    patched += f"import os, runpy; os.path.isfile = lambda path: True; runpy.run_path({str(TOOL)!r}, run_name='__main__')"
+    flags = [
+        "--output-prefix",
+        str(tmp_path / "x"),
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        "1000",
+        "--workers",
+        "1",
+    ]
+    patched = (
+        f"import sys; sys.argv = ['preprocess_data.py', '--input', {str(path)!r}, "
+        f"{str(tmp_path / 'slow.jsonl.gz')!r}] + {flags!r}\n"
+    )
+    patched += (
+        "import os, runpy; os.path.isfile = lambda path: True; "
+        f"runpy.run_path({str(TOOL)!r}, run_name='__main__')"
+    )
     process = subprocess.Popen([sys.executable, "-c", patched])
     deadline = time.monotonic() + 300
     while not (tmp_path / "x_text_document.bin.part").exists() and time.monotonic() < deadline:
@@ -309,30 +504,48 @@ def test_killed_half_way_leaves_the_old_output_and_a_second_run_repairs(tmp_path
     process.wait()
     assert raw(tmp_path / "x_text_document") == before
     run("--input", path, "--output-prefix", tmp_path / "x", "--append-eod")
-    assert not list(tmp_path.glob("*.part")) and IndexedDataset(str(tmp_path / "x_text_document")).contains(1000)
+    assert not list(tmp_path.glob("*.part")) and IndexedDataset(
+        str(tmp_path / "x_text_document")
+    ).contains(1000)
 
 
 def test_a_killed_worker_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(tool, "read_records", lambda *_: os._exit(9))  # as the kernel does when memory runs out
+    # as the kernel does when memory runs out
+    monkeypatch.setattr(tool, "read_records", lambda *_: os._exit(9))
     with pytest.raises(ValueError, match="a worker process was killed, .* give fewer --workers"):
-        run("--input", lines(tmp_path / "a.jsonl", integers(10)), "--output-prefix", tmp_path / "x", "--workers", 2)
+        run(
+            "--input",
+            lines(tmp_path / "a.jsonl", integers(10)),
+            "--output-prefix",
+            tmp_path / "x",
+            "--workers",
+            2,
+        )
     assert not list(tmp_path.glob("x*"))
 
 
 def test_the_tool_starts_without_torch(tmp_path):
     code = f"import runpy, sys; runpy.run_path({str(TOOL)!r}); print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "False\n"
+    )
 
 
 def test_memory_is_bounded(tmp_path):
-    """48 MB of text through chunks of 4 MiB: the peak stays far below what holding the tokens and texts would take."""
+    """48 MB of text through chunks of 4 MiB: the peak stays far below what holding the tokens and
+    texts would take.
+    """
     line = json.dumps({"text": " ".join(map(str, range(100, 1100)))}) + "\n"
     path = tmp_path / "a.jsonl"
     path.write_text(line * (48_000_000 // len(line)))
     code = (
-        f"import sys, resource; sys.argv = ['t', '--input', {str(path)!r}, '--output-prefix', {str(tmp_path / 'x')!r}, "
-        f"'--tokenizer-type', 'NullTokenizer', '--vocab-size', '2000', '--workers', sys.argv[1]]\nimport runpy, numpy, zstandard\n"
-        f"module = runpy.run_path({str(TOOL)!r}); begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; module['main']()\n"
+        f"import sys, resource; sys.argv = ['t', '--input', {str(path)!r}, "
+        f"'--output-prefix', {str(tmp_path / 'x')!r}, "
+        "'--tokenizer-type', 'NullTokenizer', '--vocab-size', '2000', '--workers', "
+        "sys.argv[1]]\nimport runpy, numpy, zstandard\n"
+        f"module = runpy.run_path({str(TOOL)!r}); begin = "
+        "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; module['main']()\n"
         "print('PEAK', (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin) / 1024)"
     )
     done = subprocess.run([sys.executable, "-c", code, "1"], capture_output=True, text=True)
@@ -340,14 +553,32 @@ def test_memory_is_bounded(tmp_path):
     assert float(done.stdout.split("PEAK")[1]) < 120
 
 
-@pytest.mark.parametrize("theirs, ours", [("Llama2Tokenizer", "SentencePieceTokenizer"), ("GPTSentencePieceTokenizer", "SentencePieceTokenizer"),
-                                          ("HFTokenizer", "HuggingFaceTokenizer"), ("NullTokenizer", "NullTokenizer")])
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [
+        ("Llama2Tokenizer", "SentencePieceTokenizer"),
+        ("GPTSentencePieceTokenizer", "SentencePieceTokenizer"),
+        ("HFTokenizer", "HuggingFaceTokenizer"),
+        ("NullTokenizer", "NullTokenizer"),
+    ],
+)
 def test_names_of_tokenizers_that_the_trainer_takes(theirs, ours):
-    given = ["--input", "x", "--output-prefix", "y", "--dataset-impl", "mmap", "--tokenizer-type", theirs]
+    given = [
+        "--input",
+        "x",
+        "--output-prefix",
+        "y",
+        "--dataset-impl",
+        "mmap",
+        "--tokenizer-type",
+        theirs,
+    ]
     assert tool.parser().parse_args(given).tokenizer_type == ours
 
 
 def test_a_tokenizer_that_is_another_ones_is_answered(capsys):
     with pytest.raises(SystemExit):
-        tool.parser().parse_args(["--input", "x", "--output-prefix", "y", "--tokenizer-type", "Llama3Tokenizer"])
+        tool.parser().parse_args(
+            ["--input", "x", "--output-prefix", "y", "--tokenizer-type", "Llama3Tokenizer"]
+        )
     assert "give --tokenizer-type HuggingFaceTokenizer" in capsys.readouterr().err

@@ -29,28 +29,48 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizers")
-    text = "\n".join(TEXTS * 20 + ["the quick brown fox jumps over the lazy dog and the crown"] * 50)
+    text = "\n".join(
+        TEXTS * 20 + ["the quick brown fox jumps over the lazy dog and the crown"] * 50
+    )
     (folder / "text").write_text(text)
     import sentencepiece
     import tokenizers
 
     sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text"), model_prefix=str(folder / "spm"), vocab_size=400, model_type="bpe", byte_fallback=True, minloglevel=2
+        input=str(folder / "text"),
+        model_prefix=str(folder / "spm"),
+        vocab_size=400,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
     )
     bpe = tokenizers.ByteLevelBPETokenizer()
-    bpe.train([str(folder / "text")], vocab_size=400, min_frequency=2, special_tokens=["<|endoftext|>"], show_progress=False)
+    bpe.train(
+        [str(folder / "text")],
+        vocab_size=400,
+        min_frequency=2,
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
+    )
     bpe.save(str(folder / "tokenizer.json"))
     bpe.save_model(str(folder))
     tokens = [bytes([k]) for k in range(256)] + [b"th", b"the", b" the", b"in"]
     lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens)]
     (folder / "r50k_base.tiktoken").write_text("\n".join(lines) + "\n")
-    entries = [{"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": ""} for rank, token in enumerate(tokens)]
+    entries = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": ""}
+        for rank, token in enumerate(tokens)
+    ]
     (folder / "mega.json").write_text(json.dumps(entries))
     return folder
 
 
 def build(kind: str, folder: Path, model: str | None = None, **more: object):
-    config = {"tokenizer_type": kind, "tokenizer_model": str(folder / model) if model else None, **more}
+    config = {
+        "tokenizer_type": kind,
+        "tokenizer_model": str(folder / model) if model else None,
+        **more,
+    }
     return build_tokenizer(DataConfig(**config))
 
 
@@ -62,13 +82,20 @@ def check(tokenizer, expected: list[list[int]]) -> None:
     ids, lengths = tokenizer.encode_many(TEXTS)
     assert (ids.tolist(), lengths.tolist()) == flat(expected)
     assert [tokenizer.encode(text) for text in TEXTS] == expected
-    assert max(ids) < tokenizer.vocab_size and 0 <= tokenizer.eod < tokenizer.vocab_size and tokenizer.eod not in ids
+    assert (
+        max(ids) < tokenizer.vocab_size
+        and 0 <= tokenizer.eod < tokenizer.vocab_size
+        and tokenizer.eod not in ids
+    )
 
 
 def test_sentencepiece(files):
     import sentencepiece
 
-    tokenizer, model = build("SentencePieceTokenizer", files, "spm.model"), sentencepiece.SentencePieceProcessor(str(files / "spm.model"))
+    tokenizer, model = (
+        build("SentencePieceTokenizer", files, "spm.model"),
+        sentencepiece.SentencePieceProcessor(str(files / "spm.model")),
+    )
     check(tokenizer, [model.EncodeAsIds(text) for text in TEXTS])
     assert tokenizer.eod == model.eos_id() == 2 and tokenizer.vocab_size == 400
     assert tokenizer.decode(tokenizer.encode(TEXTS[0])) == TEXTS[0]
@@ -77,10 +104,22 @@ def test_sentencepiece(files):
 def test_sentencepiece_without_eos(files):
     import sentencepiece
 
-    settings = {"input": str(files / "text"), "vocab_size": 380, "model_type": "bpe", "byte_fallback": True, "minloglevel": 2, "eos_id": -1}
-    sentencepiece.SentencePieceTrainer.train(model_prefix=str(files / "eod"), user_defined_symbols=["<eod>"], **settings)
+    settings = {
+        "input": str(files / "text"),
+        "vocab_size": 380,
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "minloglevel": 2,
+        "eos_id": -1,
+    }
+    sentencepiece.SentencePieceTrainer.train(
+        model_prefix=str(files / "eod"), user_defined_symbols=["<eod>"], **settings
+    )
     tokenizer = build("SentencePieceTokenizer", files, "eod.model")
-    assert sentencepiece.SentencePieceProcessor(str(files / "eod.model")).IdToPiece(tokenizer.eod) == "<eod>"
+    assert (
+        sentencepiece.SentencePieceProcessor(str(files / "eod.model")).IdToPiece(tokenizer.eod)
+        == "<eod>"
+    )
     sentencepiece.SentencePieceTrainer.train(model_prefix=str(files / "none"), **settings)
     with pytest.raises(ValueError, match="none.model: has none of the end-of-document tokens"):
         build("SentencePieceTokenizer", files, "none.model")
@@ -89,21 +128,30 @@ def test_sentencepiece_without_eos(files):
 def test_huggingface(files):
     import tokenizers
 
-    tokenizer, model = build("HuggingFaceTokenizer", files, "tokenizer.json"), tokenizers.Tokenizer.from_file(str(files / "tokenizer.json"))
+    tokenizer, model = (
+        build("HuggingFaceTokenizer", files, "tokenizer.json"),
+        tokenizers.Tokenizer.from_file(str(files / "tokenizer.json")),
+    )
     model.encode_special_tokens = True
     check(tokenizer, [model.encode(text, add_special_tokens=False).ids for text in TEXTS])
     assert tokenizer.eod == model.token_to_id("<|endoftext|>")
     assert [tokenizer.decode(tokenizer.encode(text)) for text in TEXTS] == TEXTS
-    assert build("HuggingFaceTokenizer", files, ".").fingerprint == tokenizer.fingerprint  # a folder
+    # a folder
+    assert build("HuggingFaceTokenizer", files, ".").fingerprint == tokenizer.fingerprint
     (files / "named").mkdir()
     (files / "named" / "tokenizer.json").write_bytes((files / "tokenizer.json").read_bytes())
-    (files / "named" / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "!"}}))
+    (files / "named" / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "!"}})
+    )
     assert build("HuggingFaceTokenizer", files, "named").eod == model.token_to_id("!")
 
 
 def test_gpt2_bpe_equals_its_tokenizer_json(files):
     paths = {"vocab_file": str(files / "vocab.json"), "merge_file": str(files / "merges.txt")}
-    tokenizer, same = build("GPT2BPETokenizer", files, **paths), build("HuggingFaceTokenizer", files, "tokenizer.json")
+    tokenizer, same = (
+        build("GPT2BPETokenizer", files, **paths),
+        build("HuggingFaceTokenizer", files, "tokenizer.json"),
+    )
     check(tokenizer, [same.encode(text) for text in TEXTS])
     assert tokenizer.eod == same.eod and tokenizer.fingerprint != same.fingerprint
     assert build_tokenizer(DataConfig(**paths)).fingerprint == tokenizer.fingerprint
@@ -111,7 +159,11 @@ def test_gpt2_bpe_equals_its_tokenizer_json(files):
 
 def test_tiktoken(files):
     tokenizer = build("TikTokenizer", files, "r50k_base.tiktoken")
-    assert tokenizer.encode("the in the") == [257, 32, 259, 258] and tokenizer.eod == 50256 and tokenizer.vocab_size == 50257
+    assert (
+        tokenizer.encode("the in the") == [257, 32, 259, 258]
+        and tokenizer.eod == 50256
+        and tokenizer.vocab_size == 50257
+    )
     assert [tokenizer.decode(tokenizer.encode(text)) for text in TEXTS] == TEXTS
     (files / "mine.tiktoken").write_bytes((files / "r50k_base.tiktoken").read_bytes())
     with pytest.raises(ValueError, match="mine.tiktoken: .*keep its published name"):
@@ -120,7 +172,11 @@ def test_tiktoken(files):
 
 def test_tiktoken_as_megatron_writes_it(files):
     tokenizer = build("TikTokenizer", files, "mega.json")
-    assert tokenizer.encode("the in the") == [1257, 1032, 1259, 1258] and tokenizer.eod == 2 and tokenizer.vocab_size == 1260
+    assert (
+        tokenizer.encode("the in the") == [1257, 1032, 1259, 1258]
+        and tokenizer.eod == 2
+        and tokenizer.vocab_size == 1260
+    )
     assert tokenizer.decode([2, 1257]) == "</s>the"
     cut = build("TikTokenizer", files, "mega.json", vocab_size=1258)
     assert cut.vocab_size == 1258 and cut.encode("the in") == [1257, 1032, 1105, 1110]
@@ -128,7 +184,9 @@ def test_tiktoken_as_megatron_writes_it(files):
 
 @pytest.mark.parametrize("name", ["r50k_base", "cl100k_base"])
 def test_tiktoken_cuts_text_as_the_library_does(name, tmp_path, monkeypatch):
-    """The vocabulary files are not here; with bytes and all pairs as vocabulary the cuts alone decide the ids."""
+    """The vocabulary files are not here; with bytes and all pairs as vocabulary the cuts alone
+    decide the ids.
+    """
     import tiktoken_ext.openai_public as public
 
     tokens = (
@@ -137,13 +195,20 @@ def test_tiktoken_cuts_text_as_the_library_does(name, tmp_path, monkeypatch):
         + [b"\n\n", b"\r\n", b" \n", b"\n "]
     )
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    (tmp_path / f"{name}.tiktoken").write_text("\n".join(f"{base64.b64encode(token).decode()} {rank}" for token, rank in ranks.items()))
+    (tmp_path / f"{name}.tiktoken").write_text(
+        "\n".join(f"{base64.b64encode(token).decode()} {rank}" for token, rank in ranks.items())
+    )
     tokenizer = build("TikTokenizer", tmp_path, f"{name}.tiktoken")
     monkeypatch.setattr(public, "load_tiktoken_bpe", lambda *_, **__: ranks)
     published = getattr(public, name)()
     import tiktoken
 
-    model = tiktoken.Encoding(name, pat_str=published["pat_str"], mergeable_ranks=ranks, special_tokens=published["special_tokens"])
+    model = tiktoken.Encoding(
+        name,
+        pat_str=published["pat_str"],
+        mergeable_ranks=ranks,
+        special_tokens=published["special_tokens"],
+    )
     assert tokenizer.eod == published["special_tokens"]["<|endoftext|>"]
     rng = np.random.default_rng(0)
     alphabet = list("ab'sLLdDmM 12345 \n\r\t!?,.éÄ漢 ")
@@ -153,11 +218,22 @@ def test_tiktoken_cuts_text_as_the_library_does(name, tmp_path, monkeypatch):
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.lists(st.lists(st.tuples(st.integers(0, 10**18 - 1), st.sampled_from([" ", "\n", "\t ", "  ", "\r\n"])), max_size=20), max_size=12),
+    st.lists(
+        st.lists(
+            st.tuples(
+                st.integers(0, 10**18 - 1), st.sampled_from([" ", "\n", "\t ", "  ", "\r\n"])
+            ),
+            max_size=20,
+        ),
+        max_size=12,
+    ),
     st.booleans(),
 )
 def test_integers_are_parsed_like_python_does(texts, lead):
-    strings = [("  " if lead else "") + "".join(f"{value}{space}" for value, space in text) for text in texts]
+    strings = [
+        ("  " if lead else "") + "".join(f"{value}{space}" for value, space in text)
+        for text in texts
+    ]
     values, lengths = parse_integers(strings)
     assert values.tolist() == [int(word) for string in strings for word in string.split()]
     assert lengths.tolist() == [len(string.split()) for string in strings]
@@ -166,11 +242,18 @@ def test_integers_are_parsed_like_python_does(texts, lead):
 def test_null_tokenizer():
     tokenizer = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer", vocab_size=100))
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
-    assert tokenizer.encode("1 007\n99") == [1, 7, 99] and tokenizer.decode([1, 7, 99]) == "1 7 99" and tokenizer.encode("") == []
+    assert (
+        tokenizer.encode("1 007\n99") == [1, 7, 99]
+        and tokenizer.decode([1, 7, 99]) == "1 7 99"
+        and tokenizer.encode("") == []
+    )
     for wrong in ("1 x", "-1", "1.5", "é", "\ud800"):
         with pytest.raises(ValueError, match="NullTokenizer takes"):
             tokenizer.encode(wrong)
-    assert build_tokenizer(DataConfig(mock_data=True, vocab_size=100)).fingerprint == tokenizer.fingerprint
+    assert (
+        build_tokenizer(DataConfig(mock_data=True, vocab_size=100)).fingerprint
+        == tokenizer.fingerprint
+    )
 
 
 @pytest.mark.parametrize(
@@ -184,18 +267,36 @@ def test_null_tokenizer():
             "--tokenizer-model gpt2: no such file; tokenizers are read from local",
         ),
         (
-            {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "meta-llama/Llama-3.1-8B"},
-            "run `hf download meta-llama/Llama-3.1-8B tokenizer.json tokenizer_config.json --local-dir DIR`, and give --tokenizer-model DIR",
+            {
+                "tokenizer_type": "HuggingFaceTokenizer",
+                "tokenizer_model": "meta-llama/Llama-3.1-8B",
+            },
+            (
+                "run `hf download meta-llama/Llama-3.1-8B tokenizer.json tokenizer_config.json "
+                "--local-dir DIR`, and give --tokenizer-model DIR"
+            ),
         ),
         (
             {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "tests"},
             "--tokenizer-model tests: the folder holds no tokenizer.json",
         ),
         ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": __file__}, "--merge-file is missing"),
-        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": __file__, "merge_file": __file__}, "not a GPT-2 BPE"),
-        ({"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": __file__}, "not a SentencePiece model"),
-        ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": __file__}, "not a tokenizer.json"),
-        ({"tokenizer_type": "TikTokenizer", "tokenizer_model": __file__}, "not a tiktoken vocabulary"),
+        (
+            {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": __file__, "merge_file": __file__},
+            "not a GPT-2 BPE",
+        ),
+        (
+            {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": __file__},
+            "not a SentencePiece model",
+        ),
+        (
+            {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": __file__},
+            "not a tokenizer.json",
+        ),
+        (
+            {"tokenizer_type": "TikTokenizer", "tokenizer_model": __file__},
+            "not a tiktoken vocabulary",
+        ),
     ],
 )
 def test_faults_are_named(config, message):
@@ -203,19 +304,24 @@ def test_faults_are_named(config, message):
         build_tokenizer(DataConfig(**config))
 
 
-@pytest.mark.parametrize("content, message", [
-    ("[]", "expected an object, found a list"),
-    ("null", "expected an object, found null"),
-    ('{"eos_token": 3}', "eos_token is not text"),
-    ('{"eos_token": {"content": ["x"]}}', "eos_token is not text"),
-    ('{"eos_token": "<nowhere>"}', "its eos_token '<nowhere>' is not in tokenizer.json"),
-    ("[" * 20_000, "nested deeper than 64 levels"),
-    ("{", "not JSON"),
-    (b"\xff", "not UTF-8"),
-])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("[]", "expected an object, found a list"),
+        ("null", "expected an object, found null"),
+        ('{"eos_token": 3}', "eos_token is not text"),
+        ('{"eos_token": {"content": ["x"]}}', "eos_token is not text"),
+        ('{"eos_token": "<nowhere>"}', "its eos_token '<nowhere>' is not in tokenizer.json"),
+        ("[" * 20_000, "nested deeper than 64 levels"),
+        ("{", "not JSON"),
+        (b"\xff", "not UTF-8"),
+    ],
+)
 def test_a_tokenizer_config_that_cannot_be_used(files, tmp_path, content, message):
     (tmp_path / "tokenizer.json").write_bytes((files / "tokenizer.json").read_bytes())
-    (tmp_path / "tokenizer_config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / "tokenizer_config.json").write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+    )
     with pytest.raises(UserError, match=f"tokenizer_config.json: .*{message}"):
         build("HuggingFaceTokenizer", tmp_path, "tokenizer.json")
 
@@ -227,25 +333,60 @@ def _entry(token: bytes, rank: object) -> dict:
 BYTES = [bytes([k]) for k in range(256)]
 
 
-@pytest.mark.parametrize("change, published, megatron", [
-    (lambda rows: rows.pop(70), "rank 70 is missing or given twice", "rank 1070 is missing or given twice"),
-    (lambda rows: rows.append(rows[3]), "line 257 is not a new token", "entry 256 is not a new token"),
-    (lambda rows: rows.append(_entry(b"aa", 255)), "rank 255 is missing or given twice", "rank 1255 is missing or given twice"),
-    (lambda rows: rows.append(_entry(b"aa", -1)), "line 257 is not", "rank 999 is missing or given twice"),
-    (lambda rows: rows.append(_entry(b"aa", True)), "line 257 is not", "entry 256 is not"),
-    (lambda rows: rows.append(_entry(b"aa", 300)), "rank 256 is missing", "rank 1256 is missing"),
-    (lambda rows: rows.append({"rank": 256, "token_bytes": "?"}), "ase64", "ase64"),
-    (lambda rows: rows.append([1]), "line 257 is not", "entry 256 is not"),
-    (lambda rows: rows.__setitem__(65, _entry(b"ab", 65)), "the single byte 65 has no token", "the single byte 65 has no token"),
-])
+@pytest.mark.parametrize(
+    "change, published, megatron",
+    [
+        (
+            lambda rows: rows.pop(70),
+            "rank 70 is missing or given twice",
+            "rank 1070 is missing or given twice",
+        ),
+        (
+            lambda rows: rows.append(rows[3]),
+            "line 257 is not a new token",
+            "entry 256 is not a new token",
+        ),
+        (
+            lambda rows: rows.append(_entry(b"aa", 255)),
+            "rank 255 is missing or given twice",
+            "rank 1255 is missing or given twice",
+        ),
+        (
+            lambda rows: rows.append(_entry(b"aa", -1)),
+            "line 257 is not",
+            "rank 999 is missing or given twice",
+        ),
+        (lambda rows: rows.append(_entry(b"aa", True)), "line 257 is not", "entry 256 is not"),
+        (
+            lambda rows: rows.append(_entry(b"aa", 300)),
+            "rank 256 is missing",
+            "rank 1256 is missing",
+        ),
+        (lambda rows: rows.append({"rank": 256, "token_bytes": "?"}), "ase64", "ase64"),
+        (lambda rows: rows.append([1]), "line 257 is not", "entry 256 is not"),
+        (
+            lambda rows: rows.__setitem__(65, _entry(b"ab", 65)),
+            "the single byte 65 has no token",
+            "the single byte 65 has no token",
+        ),
+    ],
+)
 def test_tiktoken_vocabularies_that_cannot_be_used(tmp_path, change, published, megatron):
     rows = [_entry(token, rank) for rank, token in enumerate(BYTES)]
     change(rows)
-    text = [f"{row['token_bytes']} {row['rank']}" if isinstance(row, dict) else str(row) for row in rows]
+    text = [
+        f"{row['token_bytes']} {row['rank']}" if isinstance(row, dict) else str(row) for row in rows
+    ]
     (tmp_path / "r50k_base.tiktoken").write_text("\n".join(text))
     (tmp_path / "mega.json").write_text(json.dumps(rows))
     for name, message in (("r50k_base.tiktoken", published), ("mega.json", megatron)):
-        with pytest.raises(UserError, match=f"--tokenizer-model .*{name}: not a tiktoken vocabulary that can be used .*{message}"):
+        with pytest.raises(
+            UserError,
+            match=(
+                f"--tokenizer-model .*{name}: not a tiktoken vocabulary that can be used "
+                f".*{message}"
+            ),
+        ):
             build("TikTokenizer", tmp_path, name)
 
 
@@ -255,11 +396,16 @@ def test_a_tiktoken_file_nested_deep_and_a_pipe(tmp_path):
         build("TikTokenizer", tmp_path, "mega.json")
     os.mkfifo(tmp_path / "pipe.json")
     for kind in ("TikTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer"):
-        with pytest.raises(UserError, match=r"--tokenizer-model .*pipe.json: cannot be read: is a named pipe \(FIFO\)"):
+        with pytest.raises(
+            UserError,
+            match=r"--tokenizer-model .*pipe.json: cannot be read: is a named pipe \(FIFO\)",
+        ):
             build(kind, tmp_path, "pipe.json")
 
 
 def test_vocab_size_is_checked(files):
-    with pytest.raises(ValueError, match="--vocab-size 399: SentencePieceTokenizer spm.model has 400 ids"):
+    with pytest.raises(
+        ValueError, match="--vocab-size 399: SentencePieceTokenizer spm.model has 400 ids"
+    ):
         build("SentencePieceTokenizer", files, "spm.model", vocab_size=399)
     build("SentencePieceTokenizer", files, "spm.model", vocab_size=400)

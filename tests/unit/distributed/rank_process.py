@@ -1,6 +1,8 @@
-"""One rank of a job, for test_processes.py: `python rank_process.py WHAT MINUTES [GATE COUNT]`, started by torchrun or with srun's variables.
+"""One rank of a job, for test_processes.py: `python rank_process.py WHAT MINUTES [GATE COUNT]`,
+started by torchrun or with srun's variables.
 
-It ends as pretrain_gpt.py does, and prints what it saw as one line of JSON. With GATE, a folder, it begins when COUNT processes have come there:
+It ends as pretrain_gpt.py does, and prints what it saw as one line of JSON. With GATE, a folder, it
+begins when COUNT processes have come there:
 starting Python takes longer on a busy machine than the timeouts of these tests.
 """
 
@@ -48,9 +50,19 @@ def main(config, _notes, *, not_done, dry_run: bool) -> int:
     groups = make_groups(Layout(dp=launch.world_size), None)
     total = torch.ones((), device=device) + launch.rank
     dist.all_reduce(total, group=groups.world.group)
-    made = [axis.group._get_backend(device).options for axis in (groups.world, groups.dense.shard_gather) if axis.group is not None]
-    shown = {"rank": launch.rank, "launcher": launch.launcher, "sum": total.item(), "threads": torch.get_num_threads(), "restarts": restarts,
-             "timeouts": [options._timeout.total_seconds() for options in made]}
+    made = [
+        axis.group._get_backend(device).options
+        for axis in (groups.world, groups.dense.shard_gather)
+        if axis.group is not None
+    ]
+    shown = {
+        "rank": launch.rank,
+        "launcher": launch.launcher,
+        "sum": total.item(),
+        "threads": torch.get_num_threads(),
+        "restarts": restarts,
+        "timeouts": [options._timeout.total_seconds() for options in made],
+    }
     if WHAT == "hang" and launch.rank > 0:
         begun = time.monotonic()
         try:
@@ -72,7 +84,30 @@ def main(config, _notes, *, not_done, dry_run: bool) -> int:
 
 megatron.training.pretrain.pretrain = main
 lr = 0.2 if WHAT == "flags" and os.environ.get("RANK") == "1" else 0.1
-sys.exit(pretrain_gpt.main([
-    "--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1", "--seq-length", "8", "--micro-batch-size", "1", "--train-iters", "1",
-    "--lr", str(lr), "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--distributed-timeout-minutes", str(MINUTES),
-]))  # fmt: skip
+sys.exit(
+    pretrain_gpt.main(
+        [
+            "--num-layers",
+            "1",
+            "--hidden-size",
+            "8",
+            "--num-attention-heads",
+            "1",
+            "--seq-length",
+            "8",
+            "--micro-batch-size",
+            "1",
+            "--train-iters",
+            "1",
+            "--lr",
+            str(lr),
+            "--mock-data",
+            "--tokenizer-type",
+            "NullTokenizer",
+            "--vocab-size",
+            "9",
+            "--distributed-timeout-minutes",
+            str(MINUTES),
+        ]
+    )
+)

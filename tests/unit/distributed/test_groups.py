@@ -7,10 +7,28 @@ import time
 
 import pytest
 
-from megatron.distributed.groups import ALONE, ORDER, TP_PP_DP_ORDER, Axis, Groups, Layout, build_groups, channel_count, one_process
+from megatron.distributed.groups import (
+    ALONE,
+    ORDER,
+    TP_PP_DP_ORDER,
+    Axis,
+    Groups,
+    Layout,
+    build_groups,
+    channel_count,
+    one_process,
+)
 
 AXES = ("world", "tp", "cp", "dp", "pp", "replicas", "shard", "shard_gather", "copies", "kv")
-LAYOUTS = [Layout(), Layout(tp=4), Layout(2, 2, 2, 2), Layout(2, 1, 3, 2), Layout(2, 3, 2, 2, TP_PP_DP_ORDER), Layout(8, 1, 1, 2), Layout(1, 2, 3, 1)]
+LAYOUTS = [
+    Layout(),
+    Layout(tp=4),
+    Layout(2, 2, 2, 2),
+    Layout(2, 1, 3, 2),
+    Layout(2, 3, 2, 2, TP_PP_DP_ORDER),
+    Layout(8, 1, 1, 2),
+    Layout(1, 2, 3, 1),
+]
 
 
 def axis_of(groups: Groups, name: str) -> Axis:
@@ -18,7 +36,13 @@ def axis_of(groups: Groups, name: str) -> Axis:
     return getattr(groups.dense if hasattr(groups.dense, name) else groups, name)
 
 
-def groups_of(layout: Layout, rank: int, kv_heads: int | None = None, tied: bool = False, shard: int | None = None):
+def groups_of(
+    layout: Layout,
+    rank: int,
+    kv_heads: int | None = None,
+    tied: bool = False,
+    shard: int | None = None,
+):
     """The groups of a rank, and the calls of new_group that made them."""
     calls: list[tuple[int, ...]] = []
 
@@ -32,37 +56,78 @@ def groups_of(layout: Layout, rank: int, kv_heads: int | None = None, tied: bool
 def test_the_example_of_sixteen_ranks():
     first, _ = groups_of(Layout(tp=2, cp=2, dp=2, pp=2), 0)
     assert {name: axis_of(first, name).ranks for name in AXES} == {
-        "world": tuple(range(16)), "tp": (0, 1), "cp": (0, 2), "dp": (0, 4), "pp": (0, 8),
-        "replicas": (0, 2, 4, 6), "shard": (0, 2, 4, 6), "shard_gather": (0, 2, 4, 6), "copies": (0,), "kv": (0,),
+        "world": tuple(range(16)),
+        "tp": (0, 1),
+        "cp": (0, 2),
+        "dp": (0, 4),
+        "pp": (0, 8),
+        "replicas": (0, 2, 4, 6),
+        "shard": (0, 2, 4, 6),
+        "shard_gather": (0, 2, 4, 6),
+        "copies": (0,),
+        "kv": (0,),
     }
     other, _ = groups_of(Layout(tp=2, cp=2, dp=2, pp=2), 13)
-    assert [axis_of(other, name).ranks for name in ("tp", "cp", "dp", "pp", "replicas")] == [(12, 13), (13, 15), (9, 13), (5, 13), (9, 11, 13, 15)]
-    assert [axis_of(other, name).rank for name in ("tp", "cp", "dp", "pp", "replicas")] == [1, 0, 1, 1, 2]
+    assert [axis_of(other, name).ranks for name in ("tp", "cp", "dp", "pp", "replicas")] == [
+        (12, 13),
+        (13, 15),
+        (9, 13),
+        (5, 13),
+        (9, 11, 13, 15),
+    ]
+    assert [axis_of(other, name).rank for name in ("tp", "cp", "dp", "pp", "replicas")] == [
+        1,
+        0,
+        1,
+        1,
+        2,
+    ]
     assert other.describe() == "tp2 cp2 pp2 dp2 | rank 13 = pp1 dp1 cp0 tp1"
 
 
 def test_the_other_mapping_puts_pipelines_inside_data_parallel_copies():
     first, _ = groups_of(Layout(tp=2, cp=2, dp=2, pp=2, order=TP_PP_DP_ORDER), 0)
-    assert [axis_of(first, name).ranks for name in ("tp", "cp", "pp", "dp", "replicas")] == [(0, 1), (0, 2), (0, 4), (0, 8), (0, 2, 8, 10)]
+    assert [axis_of(first, name).ranks for name in ("tp", "cp", "pp", "dp", "replicas")] == [
+        (0, 1),
+        (0, 2),
+        (0, 4),
+        (0, 8),
+        (0, 2, 8, 10),
+    ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_rank_is_in_one_group_of_each_axis_and_all_see_the_same(layout):
     everyone = [groups_of(layout, rank, kv_heads=2) for rank in range(layout.world)]
     calls = everyone[0][1]
-    assert all(other == calls for _, other in everyone), "torch needs the same calls in the same order on every rank"
+    assert all(other == calls for _, other in everyone), (
+        "torch needs the same calls in the same order on every rank"
+    )
     assert all(list(ranks) == sorted(ranks) and len(ranks) > 1 for ranks in calls)
     gathers = {axis.ranks for groups, _ in everyone if (axis := groups.dense.shard_gather).size > 1}
     channels = channel_count(layout.pp) * (layout.world // layout.pp)
-    assert len(calls) == len(set(calls)) + len(gathers) + channels, "one for each set of ranks, one more for shard_gather and each channel"
+    assert len(calls) == len(set(calls)) + len(gathers) + channels, (
+        "one for each set of ranks, one more for shard_gather and each channel"
+    )
     for name in AXES:
         seen = [axis_of(groups, name) for groups, _ in everyone]
-        assert sorted(rank for ranks in {axis.ranks for axis in seen} for rank in ranks) == list(range(layout.world))
+        assert sorted(rank for ranks in {axis.ranks for axis in seen} for rank in ranks) == list(
+            range(layout.world)
+        )
         for rank, axis in enumerate(seen):
-            assert axis.name == name and axis.ranks[axis.rank] == rank and axis.size == len(axis.ranks)
-            assert axis.group is None if axis.size == 1 else axis.group[1] == axis.ranks == calls[axis.group[0] - 1]
+            assert (
+                axis.name == name and axis.ranks[axis.rank] == rank and axis.size == len(axis.ranks)
+            )
+            assert (
+                axis.group is None
+                if axis.size == 1
+                else axis.group[1] == axis.ranks == calls[axis.group[0] - 1]
+            )
     for groups, _ in everyone:
-        assert groups.dense.shard_gather.size == 1 or groups.dense.shard_gather.group != groups.dense.shard.group
+        assert (
+            groups.dense.shard_gather.size == 1
+            or groups.dense.shard_gather.group != groups.dense.shard.group
+        )
 
 
 def test_a_shard_is_neighbours_and_copies_are_the_same_place_in_each():
@@ -70,8 +135,16 @@ def test_a_shard_is_neighbours_and_copies_are_the_same_place_in_each():
     for rank in range(layout.world):
         groups, calls = groups_of(layout, rank, shard=4)
         whole, place = groups.dense.replicas.ranks, groups.dense.replicas.rank
-        assert groups.dense.shard.ranks == groups.dense.shard_gather.ranks == whole[place // 4 * 4 :][:4] and groups.dense.shard.rank == place % 4
-        assert groups.dense.copies.ranks == whole[place % 4 :: 4] and groups.dense.copies.rank == place // 4
+        assert (
+            groups.dense.shard.ranks
+            == groups.dense.shard_gather.ranks
+            == whole[place // 4 * 4 :][:4]
+            and groups.dense.shard.rank == place % 4
+        )
+        assert (
+            groups.dense.copies.ranks == whole[place % 4 :: 4]
+            and groups.dense.copies.rank == place // 4
+        )
         assert calls == groups_of(layout, 0, shard=4)[1]
 
 
@@ -87,7 +160,9 @@ def test_groups_are_what_the_coordinates_say(layout):
         assert sorted(layout.partition(*axes)) == sorted(map(tuple, expected.values()))
 
 
-@pytest.mark.parametrize("tp, heads, share", [(8, 2, 4), (8, 1, 8), (8, 8, 1), (4, 6, 1), (4, None, 1), (1, 1, 1)])
+@pytest.mark.parametrize(
+    "tp, heads, share", [(8, 2, 4), (8, 1, 8), (8, 8, 1), (4, 6, 1), (4, None, 1), (1, 1, 1)]
+)
 def test_kv_joins_the_neighbours_that_hold_one_key_value_head(tp, heads, share):
     layout = Layout(tp=tp, dp=2)
     for rank in range(layout.world):
@@ -99,11 +174,15 @@ def test_kv_joins_the_neighbours_that_hold_one_key_value_head(tp, heads, share):
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8])
 def test_no_rank_sends_and_receives_on_one_channel_and_no_two_neighbours_share_one(size):
     line = [groups_of(Layout(tp=2, pp=size), 2 * rank)[0] for rank in range(size)]
-    uses: dict[tuple[int, int], set[tuple[str, int]]] = {}  # (rank, channel's communicator) -> what passes through it
+    # (rank, channel's communicator) -> what passes through it
+    uses: dict[tuple[int, int], set[tuple[str, int]]] = {}
     for source in range(size):
         for to in {(source + 1) % size, (source - 1) % size}:
             channel = line[source].channel(source, to)
-            assert channel.group == line[to].channel(source, to).group and channel.ranks == line[0].pp.ranks
+            assert (
+                channel.group == line[to].channel(source, to).group
+                and channel.ranks == line[0].pp.ranks
+            )
             uses.setdefault((source, channel.group[0]), set()).add(("to", to))
             uses.setdefault((to, channel.group[0]), set()).add(("from", source))
     assert all(len(use) == 1 for use in uses.values())
@@ -113,7 +192,9 @@ def test_the_ends_of_a_pipeline_share_a_tied_matrix():
     for rank in range(12):
         groups, calls = groups_of(Layout(tp=2, pp=3, dp=2), rank, tied=True)
         ends = (rank % 4, rank % 4 + 8)
-        assert groups.tied == (ALONE if 4 <= rank < 8 else Axis("tied", ends.index(rank), ends, groups.tied.group))
+        assert groups.tied == (
+            ALONE if 4 <= rank < 8 else Axis("tied", ends.index(rank), ends, groups.tied.group)
+        )
         assert calls == groups_of(Layout(tp=2, pp=3, dp=2), 0, tied=True)[1]
     pair, _ = groups_of(Layout(pp=2), 1, tied=True)
     assert pair.tied.ranks == (0, 1) and pair.tied.group == pair.pp.group
@@ -127,7 +208,18 @@ def test_four_thousand_ranks_take_seconds():
     calls = groups_of(layout, 0, 2)[1]
     for rank in random.Random(0).sample(range(4096), 40):
         groups, other = groups_of(layout, rank, 2)
-        assert other == calls and [axis_of(groups, name).size for name in AXES] == [4096, 8, 4, 16, 8, 64, 64, 64, 1, 4]
+        assert other == calls and [axis_of(groups, name).size for name in AXES] == [
+            4096,
+            8,
+            4,
+            16,
+            8,
+            64,
+            64,
+            64,
+            1,
+            4,
+        ]
         assert all(rank == (axis := axis_of(groups, name)).ranks[axis.rank] for name in AXES)
     assert time.process_time() - begun < 10
 

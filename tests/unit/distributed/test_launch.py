@@ -11,13 +11,36 @@ import torch
 from megatron.config.groups import DistributedConfig
 from megatron.distributed import setup
 from megatron.distributed.rendezvous import Launch, LaunchError
-from megatron.distributed.setup import choose_device, connect, disconnect, expand_counts, expand_hosts, read_launch, set_determinism, share_cores
+from megatron.distributed.setup import (
+    choose_device,
+    connect,
+    disconnect,
+    expand_counts,
+    expand_hosts,
+    read_launch,
+    set_determinism,
+    share_cores,
+)
 
-TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "29400"}
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "n0",
+    "MASTER_PORT": "29400",
+}
 SRUN = {
-    "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2),3",
-    "SLURM_STEP_NODELIST": "gpu[07-09]", "SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "99",
-}  # fmt: skip
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),3",
+    "SLURM_STEP_NODELIST": "gpu[07-09]",
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "99",
+}
 
 
 def without(environment: dict[str, str], *names: str) -> dict[str, str]:
@@ -25,26 +48,42 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
 
 
 def test_one_process():
-    assert read_launch({}) == read_launch({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "MASTER_ADDR": "x"}) == Launch()
+    assert (
+        read_launch({})
+        == read_launch(
+            {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "MASTER_ADDR": "x"}
+        )
+        == Launch()
+    )
     assert Launch().world_size == 1
     alone = read_launch({"RANK": "0", "WORLD_SIZE": "1"})
     assert (alone.rank, alone.world_size, alone.local_rank, alone.local_size) == (0, 1, 0, 1)
 
 
 def test_torchrun():
-    assert read_launch({**TORCHRUN, **SRUN}) == Launch(5, 8, 1, 4, "environment", "n0", 29400, "environment", False)
-    launch = read_launch({**TORCHRUN, "TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert read_launch({**TORCHRUN, **SRUN}) == Launch(
+        5, 8, 1, 4, "environment", "n0", 29400, "environment", False
+    )
+    launch = read_launch(
+        {**TORCHRUN, "TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    )
     assert launch == Launch(5, 8, 1, 4, "torchrun", "n0", 29400, "7", True)
 
 
 def test_srun():
     assert read_launch(SRUN) == Launch(5, 7, 1, 3, "srun", "gpu07", 23456, "srun/123456.0.0", False)
-    given = read_launch({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000", "SLURM_STEP_NODELIST": "gpu[x]"})
+    given = read_launch(
+        {**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000", "SLURM_STEP_NODELIST": "gpu[x]"}
+    )
     assert (given.address, given.port) == ("10.0.0.1", 4000)
 
 
 def test_steps_and_attempts_of_a_job_have_ports_of_their_own():
-    places = [read_launch({**SRUN, "SLURM_STEP_ID": str(step), "SLURM_RESTART_COUNT": str(restart)}) for step in range(3) for restart in range(3)]
+    places = [
+        read_launch({**SRUN, "SLURM_STEP_ID": str(step), "SLURM_RESTART_COUNT": str(restart)})
+        for step in range(3)
+        for restart in range(3)
+    ]
     assert len({launch.port for launch in places}) == len({launch.job for launch in places}) == 9
     assert all(20000 <= launch.port < 30000 for launch in places)
 
@@ -52,23 +91,44 @@ def test_steps_and_attempts_of_a_job_have_ports_of_their_own():
 @pytest.mark.parametrize(
     "environment, parts",
     [
-        ({"RANK": "1"}, ["has RANK=1, but not WORLD_SIZE, LOCAL_RANK", "unset RANK and WORLD_SIZE"]),
+        (
+            {"RANK": "1"},
+            ["has RANK=1, but not WORLD_SIZE, LOCAL_RANK", "unset RANK and WORLD_SIZE"],
+        ),
         ({"WORLD_SIZE": "2"}, ["has WORLD_SIZE=2, but not RANK, LOCAL_RANK"]),
         (without(TORCHRUN, "MASTER_PORT"), ["but not MASTER_PORT: start with torchrun or srun"]),
-        (without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE"), ["but not LOCAL_RANK, LOCAL_WORLD_SIZE"]),
+        (
+            without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+            ["but not LOCAL_RANK, LOCAL_WORLD_SIZE"],
+        ),
         ({**TORCHRUN, "RANK": "8"}, ["are 8, 8, 1, 4: a rank must be below the number of ranks"]),
         ({**TORCHRUN, "LOCAL_RANK": "4"}, ["are 5, 8, 4, 4: a local rank must be below"]),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, ["a host cannot have more ranks than the job"]),
         ({**TORCHRUN, "RANK": "-1"}, ["RANK=-1: expected a whole number"]),
         ({**TORCHRUN, "WORLD_SIZE": "two"}, ["WORLD_SIZE=two: expected a whole number"]),
-        ({**TORCHRUN, "MASTER_PORT": "70000"}, ["MASTER_PORT=70000: a port is a number from 1 to 65535"]),
+        (
+            {**TORCHRUN, "MASTER_PORT": "70000"},
+            ["MASTER_PORT=70000: a port is a number from 1 to 65535"],
+        ),
         ({**TORCHRUN, "MASTER_PORT": "0"}, ["MASTER_PORT=0: a port is a number from 1 to 65535"]),
-        (without(SRUN, "SLURM_LOCALID", "SLURM_STEP_NODELIST"), ["SLURM_LOCALID, SLURM_STEP_NODELIST not set"]),
-        ({**SRUN, "SLURM_PROCID": "7"}, ["SLURM_PROCID, SLURM_STEP_NUM_TASKS", "are 7, 7, 1, 3: a rank must be below"]),
-        ({**SRUN, "SLURM_NODEID": "3"}, ["SLURM_NODEID=3, but SLURM_STEP_TASKS_PER_NODE=2(x2),3 is of 3 nodes"]),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2x3"}, ["SLURM_STEP_TASKS_PER_NODE=2x3: expected counts such as 2(x3),1"]),
+        (
+            without(SRUN, "SLURM_LOCALID", "SLURM_STEP_NODELIST"),
+            ["SLURM_LOCALID, SLURM_STEP_NODELIST not set"],
+        ),
+        (
+            {**SRUN, "SLURM_PROCID": "7"},
+            ["SLURM_PROCID, SLURM_STEP_NUM_TASKS", "are 7, 7, 1, 3: a rank must be below"],
+        ),
+        (
+            {**SRUN, "SLURM_NODEID": "3"},
+            ["SLURM_NODEID=3, but SLURM_STEP_TASKS_PER_NODE=2(x2),3 is of 3 nodes"],
+        ),
+        (
+            {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2x3"},
+            ["SLURM_STEP_TASKS_PER_NODE=2x3: expected counts such as 2(x3),1"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_variables_are_named(environment, parts):
     with pytest.raises(LaunchError) as raised:
         read_launch(environment)
@@ -91,7 +151,9 @@ def test_host_lists(text, hosts):
     assert expand_hosts(text) == hosts.split()
 
 
-@pytest.mark.parametrize("text", ["", "gpu[1-", "gpu1-2]", "gpu[a-b]", "gpu[]", "gpu[1-2", "[[1]]", ",", "a,,b", "a b"])
+@pytest.mark.parametrize(
+    "text", ["", "gpu[1-", "gpu1-2]", "gpu[a-b]", "gpu[]", "gpu[1-2", "[[1]]", ",", "a,,b", "a b"]
+)
 def test_wrong_host_lists(text):
     with pytest.raises(LaunchError, match="set MASTER_ADDR to rank 0's host"):
         expand_hosts(text)
@@ -118,28 +180,40 @@ class TestDevice:
     @pytest.mark.parametrize("backend", ["auto", "nccl"])
     def test_a_gpu_for_each_rank(self, gpus, backend):
         current = gpus(4)
-        chosen = choose_device(Launch(6, 8, 2, 4, "torchrun"), DistributedConfig(distributed_backend=backend))
+        chosen = choose_device(
+            Launch(6, 8, 2, 4, "torchrun"), DistributedConfig(distributed_backend=backend)
+        )
         assert chosen == (torch.device("cuda:2"), "nccl") and current == [torch.device("cuda:2")]
 
     def test_gloo_shares_gpus(self, gpus):
         gpus(2)
-        assert choose_device(Launch(3, 4, 3, 4, "torchrun"), DistributedConfig(distributed_backend="gloo")) == (torch.device("cuda:1"), "gloo")
+        assert choose_device(
+            Launch(3, 4, 3, 4, "torchrun"), DistributedConfig(distributed_backend="gloo")
+        ) == (torch.device("cuda:1"), "gloo")
 
     def test_srun_shows_each_task_its_own_gpu(self, gpus):
         gpus(1)
-        assert choose_device(Launch(3, 4, 3, 4, "srun"), DistributedConfig()) == (torch.device("cuda:0"), "nccl")
+        assert choose_device(Launch(3, 4, 3, 4, "srun"), DistributedConfig()) == (
+            torch.device("cuda:0"),
+            "nccl",
+        )
 
     @pytest.mark.parametrize("launcher, count", [("torchrun", 1), ("torchrun", 3), ("srun", 3)])
     def test_more_ranks_than_gpus(self, gpus, launcher, count):
         gpus(count)
         with pytest.raises(LaunchError) as raised:
             choose_device(Launch(7, 8, 3, 4, launcher), DistributedConfig())
-        assert str(raised.value).startswith(f"rank 7: 4 ranks were started on this host, which shows {count} GPU")
+        assert str(raised.value).startswith(
+            f"rank 7: 4 ranks were started on this host, which shows {count} GPU"
+        )
         assert "--distributed-backend gloo" in str(raised.value)
 
     def test_nccl_without_a_gpu(self, gpus):
         gpus(0)
-        with pytest.raises(LaunchError, match="rank 0: --distributed-backend nccl needs a GPU, and torch finds none here"):
+        with pytest.raises(
+            LaunchError,
+            match="rank 0: --distributed-backend nccl needs a GPU, and torch finds none here",
+        ):
             choose_device(Launch(), DistributedConfig(distributed_backend="nccl"))
 
 
@@ -158,8 +232,14 @@ class TestDeterminism:
     def test_on_and_off(self):
         environment: dict[str, str] = {}
         set_determinism(self.GPU, True, environment)
-        assert environment == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} and torch.are_deterministic_algorithms_enabled()
-        assert not torch.is_deterministic_algorithms_warn_only_enabled() and not torch.utils.deterministic.fill_uninitialized_memory
+        assert (
+            environment == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+            and torch.are_deterministic_algorithms_enabled()
+        )
+        assert (
+            not torch.is_deterministic_algorithms_warn_only_enabled()
+            and not torch.utils.deterministic.fill_uninitialized_memory
+        )
         set_determinism(self.GPU, False, environment)
         assert not torch.are_deterministic_algorithms_enabled()
 
@@ -171,7 +251,10 @@ class TestDeterminism:
     def test_what_the_user_set(self):
         set_determinism(self.GPU, True, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"})
         set_determinism(self.GPU, False, {"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
-        with pytest.raises(LaunchError, match="CUBLAS_WORKSPACE_CONFIG=:0:0: .* unset it, or give --no-deterministic-mode"):
+        with pytest.raises(
+            LaunchError,
+            match="CUBLAS_WORKSPACE_CONFIG=:0:0: .* unset it, or give --no-deterministic-mode",
+        ):
             set_determinism(self.GPU, True, {"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
 
 
@@ -201,16 +284,26 @@ class TestThreads:
         share_cores(launch, environment)
         assert self.chosen == threads
 
-    @pytest.mark.parametrize("parent, threads", [(b"PATH=/bin\0LANG=C\0", [3]), (b"PATH=/bin\0OMP_NUM_THREADS=1\0", [])])
+    @pytest.mark.parametrize(
+        "parent, threads", [(b"PATH=/bin\0LANG=C\0", [3]), (b"PATH=/bin\0OMP_NUM_THREADS=1\0", [])]
+    )
     def test_torchruns_one_thread_is_not_the_users(self, monkeypatch, parent, threads):
-        monkeypatch.setattr(Path, "read_bytes", lambda path: parent if str(path) == f"/proc/{os.getppid()}/environ" else b"")
+        monkeypatch.setattr(
+            Path,
+            "read_bytes",
+            lambda path: parent if str(path) == f"/proc/{os.getppid()}/environ" else b"",
+        )
         share_cores(Launch(1, 4, 1, 4, "torchrun"), {"OMP_NUM_THREADS": "1"})
         assert self.chosen == threads
 
     def test_only_launched_processes_change_their_threads(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        for launch in (Launch(), Launch(1, 4, 1, 4, "torch.distributed"), Launch(1, 4, 1, 4, "environment")):
+        for launch in (
+            Launch(),
+            Launch(1, 4, 1, 4, "torch.distributed"),
+            Launch(1, 4, 1, 4, "environment"),
+        ):
             setup.choose_device(launch, DistributedConfig())
         assert self.chosen == [3]
 
@@ -230,5 +323,8 @@ def test_a_backend_that_cannot_connect_is_one_message(monkeypatch):
     with pytest.raises(LaunchError) as raised:
         connect(Launch(1, 2, 1, 2), "gloo", 0.01, {})
     message = str(raised.value)
-    assert message.startswith("rank 1: all 2 ranks arrived, but gloo could not connect them; look for an earlier error of another rank")
+    assert message.startswith(
+        "rank 1: all 2 ranks arrived, but gloo could not connect them; look for an earlier "
+        "error of another rank"
+    )
     assert "GLOO_SOCKET_IFNAME" in message and message.endswith("It said: Connection refused")

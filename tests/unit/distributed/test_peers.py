@@ -33,7 +33,10 @@ def test_rank_0_warns_once_of_a_silent_rank_and_says_when_it_is_back(three, caps
             third.report()
         first._warn(seen, warned)
         said = capsys.readouterr().err
-        assert ("rank 2 (process" in said and "is silent; its last report, 0 s ago: before the first iteration, computing" in said) == (expected == "silent")
+        assert (
+            "rank 2 (process" in said
+            and "is silent; its last report, 0 s ago: before the first iteration, computing" in said
+        ) == (expected == "silent")
         assert ("rank 2 reports again" in said) == (expected == "back") and "rank 1" not in said
 
 
@@ -41,23 +44,34 @@ def test_a_rank_that_ended_is_named_with_its_error(three):
     first, second, _ = three
     second.iteration = 4
     second.end("ZeroDivisionError: division by zero")
-    assert "rank 1 (process" in first.find(0.0) and first.find(0.0).endswith("ended 0 s ago: ZeroDivisionError: division by zero")
+    assert "rank 1 (process" in first.find(0.0) and first.find(0.0).endswith(
+        "ended 0 s ago: ZeroDivisionError: division by zero"
+    )
 
 
 def test_ranks_that_wait_are_not_blamed(three, monkeypatch):
-    """Nobody is silent, one has not come to the operation: that one is named, and not those that ended since they waited."""
+    """Nobody is silent, one has not come to the operation: that one is named, and not those that
+    ended since they waited.
+    """
     first, second, third = three
-    second.waits.append((lambda seconds: f"waited {seconds:.0f} s in an all-reduce", time.monotonic()))
+    second.waits.append(
+        (lambda seconds: f"waited {seconds:.0f} s in an all-reduce", time.monotonic())
+    )
     second.end("rank 1 waited 5 s in an all-reduce")
     third.iteration = 3
     real = time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: (third.report(), real(seconds)))
     found = first.find(60.0)
-    assert found.startswith("rank 2 (process") and found.endswith("lives and does not wait for others: in iteration 3, computing")
+    assert found.startswith("rank 2 (process") and found.endswith(
+        "lives and does not wait for others: in iteration 3, computing"
+    )
 
 
 def test_the_outermost_wait_is_told():
-    with pytest.raises(PeerError, match=r"^outer 0\.\d s ended or hangs\. Look .*\(lost\)$"), waiting(lambda seconds: f"outer {seconds:.1f} s"):
+    with (
+        pytest.raises(PeerError, match=r"^outer 0\.\d s ended or hangs\. Look .*\(lost\)$"),
+        waiting(lambda seconds: f"outer {seconds:.1f} s"),
+    ):
         assert PEERS.doing().endswith("outer 0.0 s")
         with waiting(lambda seconds: "inner"):
             raise RuntimeError("lost. Advice\nmore")

@@ -1,4 +1,6 @@
-"""The rendezvous, with a thread for each rank: everybody gets the store, or everybody gets the one error."""
+"""The rendezvous, with a thread for each rank: everybody gets the store, or everybody gets the one
+error.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,35 @@ def port() -> int:
 
 
 def launches(size: int, port: int, **fields) -> list[Launch]:
-    return [Launch(rank, size, rank, size, "environment", "127.0.0.1", port, "job", **fields) for rank in range(size)]
+    return [
+        Launch(rank, size, rank, size, "environment", "127.0.0.1", port, "job", **fields)
+        for rank in range(size)
+    ]
 
 
-def meet_all(ranks: list[Launch], *, delays: dict[int, float] | None = None, seconds: dict[int, float] | None = None,
-             flags: dict[int, dict] | None = None, gpus: dict[int, str] | None = None, wait: float = PLENTY) -> list:
-    """What `meet` returned or raised for each of `ranks`; the dictionaries are by place in that list."""
+def meet_all(
+    ranks: list[Launch],
+    *,
+    delays: dict[int, float] | None = None,
+    seconds: dict[int, float] | None = None,
+    flags: dict[int, dict] | None = None,
+    gpus: dict[int, str] | None = None,
+    wait: float = PLENTY,
+) -> list:
+    """What `meet` returned or raised for each of `ranks`; the dictionaries are by place in that
+    list.
+    """
     results: list = [None] * len(ranks)
 
     def one(index: int) -> None:
         time.sleep((delays or {}).get(index, 0))
         try:
-            results[index] = meet(ranks[index], (seconds or {}).get(index, wait), (flags or {}).get(index, FLAGS), (gpus or {}).get(index, ""))
+            results[index] = meet(
+                ranks[index],
+                (seconds or {}).get(index, wait),
+                (flags or {}).get(index, FLAGS),
+                (gpus or {}).get(index, ""),
+            )
         except Exception as error:
             results[index] = error
 
@@ -51,7 +70,9 @@ def meet_all(ranks: list[Launch], *, delays: dict[int, float] | None = None, sec
 
 
 def the_error(results: list) -> str:
-    """The one message that all ranks raised, from code of ours, so that pretrain_gpt.py shows it without a traceback."""
+    """The one message that all ranks raised, from code of ours, so that pretrain_gpt.py shows it
+    without a traceback.
+    """
     for error in results:
         assert isinstance(error, LaunchError), results
         *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
@@ -72,8 +93,11 @@ def test_missing_ranks_are_named_on_all_others(port):
     begun = time.monotonic()
     ranks = launches(9, port)
     error = the_error(meet_all([ranks[rank] for rank in (0, 1, 2, 6, 8)], wait=SECONDS))
-    assert error.startswith(f"ranks 3-5, 7 of 9 did not arrive at 127.0.0.1:{port} within 0.025 minutes (--distributed-timeout-minutes); "
-                            "ranks 0-2, 6, 8 did. ")
+    assert error.startswith(
+        f"ranks 3-5, 7 of 9 did not arrive at 127.0.0.1:{port} within 0.025 minutes "
+        "(--distributed-timeout-minutes); "
+        "ranks 0-2, 6, 8 did. "
+    )
     assert SECONDS < time.monotonic() - begun < PLENTY
 
 
@@ -85,18 +109,35 @@ def test_nobody_waits_longer_than_the_first(port):
 
 def test_different_flags_are_named_with_both_ranks_and_values(port):
     other = {"training": {"lr": 0.2, "seed": 1}, "versions": {"torch": "2.11.0"}}
-    error = the_error(meet_all(launches(4, port), flags={2: other, 3: {**other, "model": {"hidden_size": 8}}}))
-    assert error == ("the ranks were started differently: --lr: 0.1 on rank 0, 0.2 on rank 2; versions torch: 2.13.0 on rank 0, 2.11.0 on rank 2; "
-                     "model: nothing on rank 0, {'hidden_size': 8} on rank 3. Give every rank the same flags and software")
+    error = the_error(
+        meet_all(launches(4, port), flags={2: other, 3: {**other, "model": {"hidden_size": 8}}})
+    )
+    assert error == (
+        "the ranks were started differently: --lr: 0.1 on rank 0, 0.2 on rank 2; versions "
+        "torch: 2.13.0 on rank 0, 2.11.0 on rank 2; "
+        "model: nothing on rank 0, {'hidden_size': 8} on rank 3. Give every rank the same "
+        "flags and software"
+    )
 
 
 def test_the_first_of_many_differences_are_named(port):
-    error = the_error(meet_all(launches(2, port), flags={rank: {"model": {f"f_{i}": rank for i in range(8)}} for rank in (0, 1)}))
-    assert "--f-0: 0 on rank 0, 1 on rank 1; " in error and "--f-4: 0 on rank 0, 1 on rank 1; and 3 more." in error
+    error = the_error(
+        meet_all(
+            launches(2, port),
+            flags={rank: {"model": {f"f_{i}": rank for i in range(8)}} for rank in (0, 1)},
+        )
+    )
+    assert (
+        "--f-0: 0 on rank 0, 1 on rank 1; " in error
+        and "--f-4: 0 on rank 0, 1 on rank 1; and 3 more." in error
+    )
 
 
 def test_differences_are_named_as_flags():
-    ours, theirs = {"model": {"hidden_size": 1, "same": [1]}, "backend": "gloo"}, {"model": {"hidden_size": 2, "same": [1]}, "backend": "nccl"}
+    ours, theirs = (
+        {"model": {"hidden_size": 1, "same": [1]}, "backend": "gloo"},
+        {"model": {"hidden_size": 2, "same": [1]}, "backend": "nccl"},
+    )
     assert differences(ours, theirs) == {"--hidden-size": (1, 2), "backend": ("gloo", "nccl")}
     assert differences(ours, ours) == {}
 
@@ -104,29 +145,44 @@ def test_differences_are_named_as_flags():
 def test_ranks_that_were_told_other_numbers(port):
     ranks = launches(3, port)
     ranks[1] = dataclasses.replace(ranks[1], world_size=2)
-    assert the_error(meet_all(ranks)).startswith("the ranks disagree on their number: rank 0 has WORLD_SIZE 3, rank 1 has 2; give every rank the same")
+    assert the_error(meet_all(ranks)).startswith(
+        "the ranks disagree on their number: rank 0 has WORLD_SIZE 3, rank 1 has 2; give "
+        "every rank the same"
+    )
 
 
 def test_a_rank_that_was_started_twice(port):
     ranks = launches(3, port)
-    assert the_error(meet_all([ranks[0], ranks[1], ranks[1]])).startswith("rank 1 was started twice; give every process a RANK of its own")
+    assert the_error(meet_all([ranks[0], ranks[1], ranks[1]])).startswith(
+        "rank 1 was started twice; give every process a RANK of its own"
+    )
 
 
 def test_two_ranks_on_one_gpu(port):
     error = the_error(meet_all(launches(3, port), gpus={0: "GPU-a", 1: "GPU-b", 2: "GPU-a"}))
-    assert re.match(r"rank [02] and rank [02] were given the same GPU \(GPU-a\), and nccl needs one for each", error)
+    assert re.match(
+        r"rank [02] and rank [02] were given the same GPU \(GPU-a\), and nccl needs one for each",
+        error,
+    )
 
 
 def test_no_rank_zero(port):
     errors = [str(error) for error in meet_all(launches(3, port)[1:], wait=SECONDS)]
     for rank, error in enumerate(errors, 1):
-        assert error.startswith(f"rank {rank} cannot reach rank 0 at 127.0.0.1:{port} (nothing listens there) within 0.025 minutes")
+        assert error.startswith(
+            f"rank {rank} cannot reach rank 0 at 127.0.0.1:{port} (nothing listens there) "
+            "within 0.025 minutes"
+        )
         assert "MASTER_ADDR and MASTER_PORT" in error
 
 
 def test_an_unknown_master():
-    [error] = meet_all([Launch(1, 2, 0, 1, "environment", "no-such-host.invalid", 29500)], seconds={0: 0.3})
-    assert str(error).startswith("rank 1 cannot reach rank 0 at no-such-host.invalid:29500 (the name is unknown here)")
+    [error] = meet_all(
+        [Launch(1, 2, 0, 1, "environment", "no-such-host.invalid", 29500)], seconds={0: 0.3}
+    )
+    assert str(error).startswith(
+        "rank 1 cannot reach rank 0 at no-such-host.invalid:29500 (the name is unknown here)"
+    )
     assert "MASTER_ADDR that every node can resolve" in str(error)
 
 
@@ -134,8 +190,11 @@ def test_a_port_that_is_taken():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         [error] = meet_all(launches(2, port)[:1])
-    assert str(error) == (f"rank 0 cannot listen at port {port} of {socket.gethostname()}: it is taken by another program; "
-                          "set MASTER_PORT to a free one on every rank")
+    assert str(error) == (
+        f"rank 0 cannot listen at port {port} of {socket.gethostname()}: it is taken by "
+        "another program; "
+        "set MASTER_PORT to a free one on every rank"
+    )
 
 
 def test_a_server_that_says_nothing(monkeypatch):
@@ -144,7 +203,10 @@ def test_a_server_that_says_nothing(monkeypatch):
         port = server.getsockname()[1]
         begun = time.monotonic()
         [error] = meet_all(launches(2, port)[1:], seconds={0: 0.5})
-        assert str(error).startswith(f"rank 1: what listens at 127.0.0.1:{port} is no rendezvous store; another program seems to use that port")
+        assert str(error).startswith(
+            f"rank 1: what listens at 127.0.0.1:{port} is no rendezvous store; another "
+            "program seems to use that port"
+        )
         assert time.monotonic() - begun < PLENTY
 
 
@@ -168,11 +230,15 @@ def test_another_kind_of_server(capfd):
 
 
 class TestTorchrunsStore:
-    """The agent's store outlives the processes, so that a second attempt finds what the first one left there."""
+    """The agent's store outlives the processes, so that a second attempt finds what the first one
+    left there.
+    """
 
     @pytest.fixture
     def agent(self):
-        return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+        return TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+        )
 
     def test_an_attempt_after_another_one(self, agent):
         ranks = launches(3, agent.port, agent_store=True)
@@ -184,8 +250,12 @@ class TestTorchrunsStore:
 
     def test_lines_of_a_failed_attempt_do_not_count(self, agent):
         ranks = launches(3, agent.port, agent_store=True)
-        assert the_error(meet_all([ranks[0], ranks[2]], wait=SECONDS)).startswith("rank 1 of 3 did not arrive")
-        assert the_error(meet_all([ranks[0], ranks[1]], wait=SECONDS)).startswith("rank 2 of 3 did not arrive")
+        assert the_error(meet_all([ranks[0], ranks[2]], wait=SECONDS)).startswith(
+            "rank 1 of 3 did not arrive"
+        )
+        assert the_error(meet_all([ranks[0], ranks[1]], wait=SECONDS)).startswith(
+            "rank 2 of 3 did not arrive"
+        )
         assert not any(isinstance(result, Exception) for result in meet_all(ranks, delays={2: 0.5}))
 
     def test_no_rank_zero(self, agent):
@@ -196,13 +266,21 @@ class TestTorchrunsStore:
         ranks = launches(2, agent.port, agent_store=True)
         stores = meet_all([*ranks, *(dataclasses.replace(launch, job="other") for launch in ranks)])
         stores[0].set("key", "mine")
-        assert stores[1].get("key") == b"mine" and not stores[2].check(["key"]) and not stores[3].check(["key"])
+        assert (
+            stores[1].get("key") == b"mine"
+            and not stores[2].check(["key"])
+            and not stores[3].check(["key"])
+        )
 
     def test_a_store_that_goes_away(self, agent, monkeypatch):
         """The store's host dies while a rank waits there."""
+
         def broken(*_):
             raise RuntimeError("Connection reset by peer")
 
         monkeypatch.setattr(PrefixStore, "check", broken)
         [error] = meet_all(launches(2, agent.port, agent_store=True)[1:], wait=SECONDS)
-        assert str(error).startswith(f"rank 1: lost the connection to torchrun's store at 127.0.0.1:{agent.port} before all 2 ranks had arrived")
+        assert str(error).startswith(
+            f"rank 1: lost the connection to torchrun's store at 127.0.0.1:{agent.port} "
+            "before all 2 ranks had arrived"
+        )

@@ -18,7 +18,8 @@ import resource, sys, torch
 from megatron.distributed.setup import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
-for _ in range(20):  # the first few freed blocks may be split by small objects, each a few bytes too small for the next tensor
+# The first few freed blocks may be split by small objects: too small for the next tensor.
+for _ in range(20):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.full((9 << 20,), 1.0)  # 36 MiB, freed at once
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
@@ -26,7 +27,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(mode: str) -> int:
-    return int(subprocess.run([sys.executable, "-c", FAULTS, mode], capture_output=True, text=True, check=True).stdout)
+    return int(
+        subprocess.run(
+            [sys.executable, "-c", FAULTS, mode], capture_output=True, text=True, check=True
+        ).stdout
+    )
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
@@ -37,7 +42,9 @@ def test_freed_memory_is_used_again_without_page_faults():
 
 def test_the_device_is_the_gpu_when_there_is_one():
     device, backend = choose_device(Launch(), DistributedConfig())
-    assert (device.type, backend) == (("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo"))
+    assert (device.type, backend) == (
+        ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
+    )
 
 
 def test_a_c_library_without_mallopt_is_left_alone(monkeypatch):

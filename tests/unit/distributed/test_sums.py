@@ -1,4 +1,6 @@
-"""Collectives over an axis: values bit for bit in rank order, every size of a round, in place and not, and nothing touched that is not theirs."""
+"""Collectives over an axis: values bit for bit in rank order, every size of a round, in place and
+not, and nothing touched that is not theirs.
+"""
 
 from unittest import mock
 
@@ -21,7 +23,9 @@ def axis_of(size):
 def inputs(size, shape, dtype):
     """Every rank's input, known to all."""
     generator = torch.Generator().manual_seed(7)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(size)]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(size)
+    ]
 
 
 def in_rank_order(parts):
@@ -55,7 +59,15 @@ def check_sums_in_rounds(axis, size, dtype, wire):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("dtype, wire", [(torch.float64, None), (torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "dtype, wire",
+    [
+        (torch.float64, None),
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.float32, torch.bfloat16),
+    ],
+)
 @pytest.mark.parametrize("round_bytes", [1, 1 << 10, 8 << 20])
 def test_reduce_scatter_is_the_sum_in_rank_order(gloo_world, size, dtype, wire, round_bytes):
     gloo_world(size).run(check_sums, size, dtype, wire, round_bytes)
@@ -66,7 +78,9 @@ def check_gathers(size):
     all_x = inputs(size, (5, 2, 3), torch.float32)
     whole = torch.cat(all_x)
     assert torch.equal(c.all_gather(all_x[axis.rank], axis), whole)
-    assert torch.equal(c.all_gather(all_x[axis.rank].transpose(0, 1).contiguous().transpose(0, 1), axis), whole)
+    assert torch.equal(
+        c.all_gather(all_x[axis.rank].transpose(0, 1).contiguous().transpose(0, 1), axis), whole
+    )
     out = torch.full_like(whole, 9)
     own = out.chunk(size)[axis.rank].copy_(all_x[axis.rank])
     assert c.start_all_gather(own, axis, out).wait() is out and torch.equal(out, whole)
@@ -81,7 +95,10 @@ def check_gathers(size):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_gathers(gloo_world, size):
-    assert gloo_world(size).run(check_gathers, size) == [[b"x" * (1000 * rank) for rank in range(size)]] * size
+    assert (
+        gloo_world(size).run(check_gathers, size)
+        == [[b"x" * (1000 * rank) for rank in range(size)]] * size
+    )
 
 
 def test_an_axis_of_one_communicates_nothing():
@@ -95,7 +112,9 @@ def fail_on(size, failing):
     try:
         with together(axis, CPU):
             if axis.rank in failing:
-                raise UserError("no such file: x" if failing[axis.rank] is None else failing[axis.rank])
+                raise UserError(
+                    "no such file: x" if failing[axis.rank] is None else failing[axis.rank]
+                )
     except RankError as error:
         return str(error), error.rank
     return None
@@ -105,6 +124,10 @@ def test_together_ends_all_ranks_with_one_message(gloo_world):
     run = gloo_world(4).run
     assert run(fail_on, 4, {}) == [None] * 4
     assert run(fail_on, 4, {2: None}) == [("rank 2: no such file: x", rank) for rank in range(4)]
-    assert run(fail_on, 4, {1: None, 3: None}) == [("ranks 1, 3: no such file: x", rank) for rank in range(4)]
+    assert run(fail_on, 4, {1: None, 3: None}) == [
+        ("ranks 1, 3: no such file: x", rank) for rank in range(4)
+    ]
     assert run(fail_on, 4, {1: "a", 3: "b"}) == [("rank 1: a", rank) for rank in range(4)]
-    assert run(fail_on, 4, dict.fromkeys(range(4))) == [("no such file: x", rank) for rank in range(4)]
+    assert run(fail_on, 4, dict.fromkeys(range(4))) == [
+        ("no such file: x", rank) for rank in range(4)
+    ]

@@ -30,7 +30,9 @@ def linear(
     )
 
 
-def norm(kind: str, size: int, eps: float = 1e-5, backend: str = "torch", name: str = "norm") -> Norm:
+def norm(
+    kind: str, size: int, eps: float = 1e-5, backend: str = "torch", name: str = "norm"
+) -> Norm:
     """A norm of this width."""
     config = ModelConfig(normalization=kind, norm_epsilon=eps, norm_backend=backend)
     return Norm(norm_parameters(kind, size, name), config)

@@ -27,7 +27,9 @@ TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def randn(*shape, dtype=torch.float64, seed=0, grad=False):
-    x = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    x = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(
+        dtype
+    )
     return x.requires_grad_(grad)
 
 
@@ -75,7 +77,11 @@ class Largest(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        known = {
+            x.untyped_storage().data_ptr()
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, torch.Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known:
@@ -93,7 +99,8 @@ def test_weight_gradients_make_no_dense_temporary(dtype, monkeypatch):
         linear_weight_grad(dy, x, grad)
     assert largest.bytes <= 1 << 14 < grad.nbytes
     expected = dy.flatten(0, 1).double().T @ x.flatten(0, 1).double()
-    assert (grad - expected).norm() / expected.norm() < 1e-6  # bf16 factors too: their product is formed and added in fp32
+    # bf16 factors too: their product is formed and added in fp32
+    assert (grad - expected).norm() / expected.norm() < 1e-6
     layer = materialise(linear(256, 512, False), dtype)
     with stashing(layer) as left:
         layer(x.clone().requires_grad_()).backward(dy)
@@ -126,7 +133,11 @@ def test_norms(kind):
     x2, weight = x.detach().clone().requires_grad_(), ours.weight.detach().clone().requires_grad_()
     bias = None if ours.bias is None else ours.bias.detach().clone().requires_grad_()
     y = ours(x)
-    y2 = F.layer_norm(x2, (16,), weight, bias, 1e-5) if bias is not None else F.rms_norm(x2, (16,), weight, 1e-5)
+    y2 = (
+        F.layer_norm(x2, (16,), weight, bias, 1e-5)
+        if bias is not None
+        else F.rms_norm(x2, (16,), weight, 1e-5)
+    )
     torch.testing.assert_close(y, y2, **TIGHT)
     y.backward(dy)
     y2.backward(dy)
@@ -138,7 +149,9 @@ def test_norms(kind):
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_norms_in_bf16_keep_statistics_wide(kind):
-    """|error| of a bf16 result computed with wide statistics: a few roundings of 2^-9 relative to the row's scale."""
+    """|error| of a bf16 result computed with wide statistics: a few roundings of 2^-9 relative to
+    the row's scale.
+    """
     ours, exact = materialise(norm(kind, 256), torch.bfloat16), norm(kind, 256)
     materialise(exact)
     with torch.no_grad():
@@ -155,8 +168,11 @@ def test_activations(activation):
     assert torch.autograd.gradcheck(lambda z: activate(z, activation), (x,))
     gate, up = x.chunk(2, -1)
     expected = {
-        "gelu": lambda: F.gelu(x), "gelu-tanh": lambda: F.gelu(x, approximate="tanh"), "squared-relu": lambda: F.relu(x) ** 2,
-        "swiglu": lambda: F.silu(gate) * up, "geglu": lambda: F.gelu(gate) * up,
+        "gelu": lambda: F.gelu(x),
+        "gelu-tanh": lambda: F.gelu(x, approximate="tanh"),
+        "squared-relu": lambda: F.relu(x) ** 2,
+        "swiglu": lambda: F.silu(gate) * up,
+        "geglu": lambda: F.gelu(gate) * up,
     }[activation]()
     torch.testing.assert_close(activate(x, activation), expected, **TIGHT)
 
@@ -181,7 +197,9 @@ def brute_force(q, k, v, scale, visible, softcap=None):
                 scores = torch.stack([q[i, b, n] @ k[j, b, n // (N // G)] * scale for j in keys])
                 scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
                 lse[b, n, i] = torch.logsumexp(scores, 0)
-                out[i, b, n] = sum(w * v[j, b, n // (N // G)] for w, j in zip(torch.softmax(scores, 0), keys))
+                out[i, b, n] = sum(
+                    w * v[j, b, n // (N // G)] for w, j in zip(torch.softmax(scores, 0), keys)
+                )
     return out, lse
 
 
@@ -195,11 +213,15 @@ def test_attention_core(backend, window, documents):
     q, k, v = randn(S, B, N, D), randn(S, B, G, D, seed=1), randn(S, B, G, D, seed=2)
 
     def visible(b, i, j):
-        return j <= i and (window is None or i - j < window) and (not documents or j >= STARTS[b, i])
+        return (
+            j <= i and (window is None or i - j < window) and (not documents or j >= STARTS[b, i])
+        )
 
     expected, lse = brute_force(q, k, v, 0.3, visible)
     mask = AttentionMask(window=window, document_starts=STARTS if documents else None)
-    torch.testing.assert_close(attention_core(q, k, v, scale=0.3, backend=backend, mask=mask), expected, **TIGHT)
+    torch.testing.assert_close(
+        attention_core(q, k, v, scale=0.3, backend=backend, mask=mask), expected, **TIGHT
+    )
     if backend == "plain":
         _, got = attention_core(q, k, v, scale=0.3, backend=backend, mask=mask, return_lse=True)
         torch.testing.assert_close(got, lse, **TIGHT)
@@ -211,42 +233,80 @@ def test_attention_softcap_and_gradients():
     out, got = attention_core(q, k, v, scale=1.0, backend="plain", softcap=2.0, return_lse=True)
     torch.testing.assert_close(out, expected, **TIGHT)
     torch.testing.assert_close(got, lse, **TIGHT)
-    small = [randn(4, 1, 2, 3, grad=True), randn(4, 1, 1, 3, seed=1, grad=True), randn(4, 1, 1, 3, seed=2, grad=True)]
+    small = [
+        randn(4, 1, 2, 3, grad=True),
+        randn(4, 1, 1, 3, seed=1, grad=True),
+        randn(4, 1, 1, 3, seed=2, grad=True),
+    ]
     for backend in ("plain", "sdpa"):
         cap = 2.0 if backend == "plain" else None
-        assert torch.autograd.gradcheck(lambda *x: attention_core(*x, scale=1.0, backend=backend, softcap=cap, mask=AttentionMask(window=3)), small)
+        assert torch.autograd.gradcheck(
+            lambda *x: attention_core(
+                *x, scale=1.0, backend=backend, softcap=cap, mask=AttentionMask(window=3)
+            ),
+            small,
+        )
 
 
 def test_attention_positions_split_the_keys():
-    """Two halves of the keys, combined by their log-sum-exp, are the whole: what ring attention will do."""
+    """Two halves of the keys, combined by their log-sum-exp, are the whole: what ring attention
+    will do.
+    """
     q, k, v = randn(S, B, N, D), randn(S, B, G, D, seed=1), randn(S, B, G, D, seed=2)
     plain = {"scale": 0.5, "backend": "plain", "return_lse": True}
     whole, lse = attention_core(q, k, v, **plain)
     early, late = torch.arange(S).split(S // 2)  # the late queries see every early key
-    first, second = (attention_core(q[S // 2 :], k[at], v[at], mask=AttentionMask(q_positions=late, k_positions=at), **plain) for at in (early, late))
+    first, second = (
+        attention_core(
+            q[S // 2 :], k[at], v[at], mask=AttentionMask(q_positions=late, k_positions=at), **plain
+        )
+        for at in (early, late)
+    )
     total = torch.logaddexp(first[1], second[1])
     torch.testing.assert_close(total, lse[..., S // 2 :], **TIGHT)
-    parts = sum(out * torch.exp(part - total).permute(2, 0, 1).unsqueeze(-1) for out, part in (first, second))
+    parts = sum(
+        out * torch.exp(part - total).permute(2, 0, 1).unsqueeze(-1)
+        for out, part in (first, second)
+    )
     torch.testing.assert_close(parts, whole[S // 2 :], **TIGHT)
 
 
 def test_choose_attention():
     config = ModelConfig(attention_dropout=0.1)
-    assert choose_attention(config, training=True) == "plain" and choose_attention(config, training=False) == "sdpa"
-    assert choose_attention(dataclasses.replace(config, attention_dropout=0.0), training=True) == "sdpa"
+    assert (
+        choose_attention(config, training=True) == "plain"
+        and choose_attention(config, training=False) == "sdpa"
+    )
+    assert (
+        choose_attention(dataclasses.replace(config, attention_dropout=0.0), training=True)
+        == "sdpa"
+    )
     with pytest.raises(ValueError, match="--attention-dropout"):
         choose_attention(dataclasses.replace(config, attention_backend="sdpa"), training=True)
 
 
 def test_qkv_rows_are_grouped():
     """Per key/value head: its query heads, its key, its value."""
-    config = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=4, num_query_groups=2, kv_channels=4, attention_dropout=0.0)
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=4,
+        attention_dropout=0.0,
+    )
     attention = materialise(SelfAttention(config, 1, 0))
     x = randn(5, 2, 16)
     w, b = attention.qkv.weight.view(2, 4, 4, 16), attention.qkv.bias.view(2, 4, 4)
-    q = torch.cat([F.linear(x, w[g, i], b[g, i]) for g in range(2) for i in range(2)], -1).view(5, 2, 4, 4)
+    q = torch.cat([F.linear(x, w[g, i], b[g, i]) for g in range(2) for i in range(2)], -1).view(
+        5, 2, 4, 4
+    )
     k, v = (torch.stack([F.linear(x, w[g, i], b[g, i]) for g in range(2)], 2) for i in (2, 3))
-    expected = F.linear(attention_core(q, k, v, scale=0.5).reshape(5, 2, 16), attention.proj.weight, attention.proj.bias)
+    expected = F.linear(
+        attention_core(q, k, v, scale=0.5).reshape(5, 2, 16),
+        attention.proj.weight,
+        attention.proj.bias,
+    )
     torch.testing.assert_close(attention(x, None, CAUSAL, None), expected, **TIGHT)
 
 
@@ -263,8 +323,14 @@ def test_rotary_is_a_rotation_by_position():
         for b in range(2):
             for i in range(4):
                 angle = positions[s, b].double() * 10000 ** (-2 * i / 8)
-                z = torch.view_as_complex(torch.stack([x[s, b, :, i], x[s, b, :, i + 4]], -1)) * torch.polar(torch.ones_like(angle), angle)
-                torch.testing.assert_close(torch.stack([y[s, b, :, i], y[s, b, :, i + 4]]), torch.stack([z.real, z.imag]), **TIGHT)
+                z = torch.view_as_complex(
+                    torch.stack([x[s, b, :, i], x[s, b, :, i + 4]], -1)
+                ) * torch.polar(torch.ones_like(angle), angle)
+                torch.testing.assert_close(
+                    torch.stack([y[s, b, :, i], y[s, b, :, i + 4]]),
+                    torch.stack([z.real, z.imag]),
+                    **TIGHT,
+                )
 
 
 def test_rotary_gradient_and_percent():
@@ -278,18 +344,39 @@ def test_rotary_gradient_and_percent():
 
 def test_rotary_scalings():
     base, _ = inverse_frequencies(dataclasses.replace(ROPE, kv_channels=128, rotary_base=500000.0))
-    linear, _ = inverse_frequencies(dataclasses.replace(ROPE, kv_channels=128, rotary_base=500000.0, rotary_seq_len_interpolation_factor=4.0))
+    linear, _ = inverse_frequencies(
+        dataclasses.replace(
+            ROPE, kv_channels=128, rotary_base=500000.0, rotary_seq_len_interpolation_factor=4.0
+        )
+    )
     torch.testing.assert_close(linear, base / 4)
-    llama, _ = inverse_frequencies(dataclasses.replace(ROPE, kv_channels=128, rotary_base=500000.0, use_rope_scaling=True))
+    llama, _ = inverse_frequencies(
+        dataclasses.replace(ROPE, kv_channels=128, rotary_base=500000.0, use_rope_scaling=True)
+    )
     wavelength = 2 * torch.pi / base
     assert torch.equal(llama[wavelength < 8192 / 4], base[wavelength < 8192 / 4])
     torch.testing.assert_close(llama[wavelength > 8192], base[wavelength > 8192] / 8)
     between = (wavelength > 8192 / 4) & (wavelength < 8192)
-    assert between.any() and (llama[between] < base[between]).all() and (llama[between] > base[between] / 8).all()
-    yarn, scale = inverse_frequencies(dataclasses.replace(ROPE, kv_channels=128, position_embedding_type="yarn", rope_scaling_factor=4.0,
-                                                          rope_original_max_position_embeddings=4096))
+    assert (
+        between.any()
+        and (llama[between] < base[between]).all()
+        and (llama[between] > base[between] / 8).all()
+    )
+    yarn, scale = inverse_frequencies(
+        dataclasses.replace(
+            ROPE,
+            kv_channels=128,
+            position_embedding_type="yarn",
+            rope_scaling_factor=4.0,
+            rope_original_max_position_embeddings=4096,
+        )
+    )
     plain, _ = inverse_frequencies(dataclasses.replace(ROPE, kv_channels=128))
-    assert yarn[0] == plain[0] and torch.isclose(yarn[-1], plain[-1] / 4) and scale == pytest.approx(1.1386294361)
+    assert (
+        yarn[0] == plain[0]
+        and torch.isclose(yarn[-1], plain[-1] / 4)
+        and scale == pytest.approx(1.1386294361)
+    )
 
 
 # ---- dropout ----
@@ -303,13 +390,17 @@ def test_dropout_is_a_function_of_sample_and_position():
     part = dropout.hidden(x[2:5, 1:3], DropoutState(torch.tensor([1, 2]), torch.arange(2, 5)))
     assert torch.equal(part, whole[2:5, 1:3])
     assert torch.equal(dropout.hidden(x, None), x)
-    other = Dropout(0.25, 1234, "layers", 4, "mlp.output_dropout").hidden(x, DropoutState(torch.arange(4), torch.arange(6)))
+    other = Dropout(0.25, 1234, "layers", 4, "mlp.output_dropout").hidden(
+        x, DropoutState(torch.arange(4), torch.arange(6))
+    )
     assert not torch.equal(other, whole)
 
 
 def test_attention_dropout_address():
     dropout = Dropout(0.5, 1, "attention")
-    whole = keep_mask(dropout.key, torch.tensor([7, 8, 9]), torch.arange(2), torch.arange(8), 8, 0.5)
+    whole = keep_mask(
+        dropout.key, torch.tensor([7, 8, 9]), torch.arange(2), torch.arange(8), 8, 0.5
+    )
     part = keep_mask(dropout.key, torch.tensor([8]), torch.arange(2), torch.arange(3, 5), 8, 0.5)
     assert torch.equal(part, whole[1:2, :, 3:5])
 
@@ -320,11 +411,22 @@ def test_attention_dropout_address():
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 def test_cross_entropy(softcap, z_loss, monkeypatch):
-    monkeypatch.setitem(__import__("megatron.layers.loss", fromlist=["x"]).LOSS_CHUNK_BYTES, "cpu", 200)  # several chunks
+    # several chunks
+    monkeypatch.setitem(
+        __import__("megatron.layers.loss", fromlist=["x"]).LOSS_CHUNK_BYTES, "cpu", 200
+    )
     s, b, v, padded = 5, 3, 17, 24
-    logits, labels, weights = randn(s, b, padded) * 4, torch.randint(0, v, (s, b), generator=torch.Generator().manual_seed(0)), randn(s, b, seed=5)
+    logits, labels, weights = (
+        randn(s, b, padded) * 4,
+        torch.randint(0, v, (s, b), generator=torch.Generator().manual_seed(0)),
+        randn(s, b, seed=5),
+    )
     reference = logits.clone().requires_grad_()
-    z = reference[..., :v] if softcap is None else softcap * torch.tanh(reference[..., :v] / softcap)
+    z = (
+        reference[..., :v]
+        if softcap is None
+        else softcap * torch.tanh(reference[..., :v] / softcap)
+    )
     lse = torch.logsumexp(z, -1)
     expected = F.cross_entropy(z.flatten(0, 1), labels.flatten(), reduction="none").view(s, b)
     ((expected + z_loss * lse**2) * weights).sum().backward()
@@ -373,10 +475,15 @@ class OnGpu(torch.Tensor):
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("masked", [False, True])
 def test_grouped_heads_with_a_mask_never_take_all_scores_into_memory(monkeypatch, groups, masked):
-    """torch's memory-efficient kernel takes a mask and no groups, FLASH takes groups and no mask; anything else is its math path."""
+    """torch's memory-efficient kernel takes a mask and no groups, FLASH takes groups and no mask;
+    anything else is its math path.
+    """
     s, b, n, d = 6, 2, 4, 8
     draw = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(s, b, heads, d, dtype=torch.float64, generator=draw).requires_grad_() for heads in (n, groups, groups))
+    q, k, v = (
+        torch.randn(s, b, heads, d, dtype=torch.float64, generator=draw).requires_grad_()
+        for heads in (n, groups, groups)
+    )
     starts = torch.tensor([[0, 0, 0, 3, 3, 3], [0, 1, 1, 1, 1, 5]]) if masked else None
     mask = AttentionMask(document_starts=starts)
     expected, _ = attention_reference(q, k, v, scale=0.3, mask=mask)
@@ -388,11 +495,23 @@ def test_grouped_heads_with_a_mask_never_take_all_scores_into_memory(monkeypatch
         return fused(q, k, v, tensor, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", recorded)
-    monkeypatch.setattr(AttentionMask, "dense", lambda self, s, t, device, dense=AttentionMask.dense: dense(self, s, t, torch.device("cpu")))
+    monkeypatch.setattr(
+        AttentionMask,
+        "dense",
+        lambda self, s, t, device, dense=AttentionMask.dense: dense(
+            self, s, t, torch.device("cpu")
+        ),
+    )
     out = attention.attention_core(*(x.as_subclass(OnGpu) for x in (q, k, v)), scale=0.3, mask=mask)
-    assert calls == [(n, n, True, False, False) if masked else (groups, groups, False, True, groups != n)]
+    assert calls == [
+        (n, n, True, False, False) if masked else (groups, groups, False, True, groups != n)
+    ]
     torch.testing.assert_close(out.as_subclass(torch.Tensor), expected, rtol=1e-13, atol=1e-13)
-    for found, wanted in zip(torch.autograd.grad(out.as_subclass(torch.Tensor).square().sum(), (q, k, v)), gradients, strict=True):
+    for found, wanted in zip(
+        torch.autograd.grad(out.as_subclass(torch.Tensor).square().sum(), (q, k, v)),
+        gradients,
+        strict=True,
+    ):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     calls.clear()
     attention.attention_core(q, k, v, scale=0.3, mask=mask)  # on a CPU nothing is repeated

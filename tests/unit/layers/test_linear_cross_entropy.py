@@ -1,4 +1,6 @@
-"""The head's product and loss in chunks of tokens against the two apart: the same numbers in float64, whatever the layout, and never all logits."""
+"""The head's product and loss in chunks of tokens against the two apart: the same numbers in
+float64, whatever the layout, and never all logits.
+"""
 
 import weakref
 
@@ -18,21 +20,30 @@ S, B, H, PADDED = 8, 3, 12, 32  # 24 tokens
 
 
 def draw(*shape, seed=1, dtype=torch.float64):
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).to(dtype)
 
 
 def head(x, weight, *, fused, vocabulary, softcap, tp, frozen=False, micro_batches=1):
-    """(loss, lse, dx, main_grad) of micro-batches with a z-loss; the weight's first product overwrites what is there."""
+    """(loss, lse, dx, main_grad) of micro-batches with a z-loss; the weight's first product
+    overwrites what is there.
+    """
     labels = torch.randint(0, vocabulary, (S, B), generator=torch.Generator().manual_seed(5))
     labels[0, 0], labels[0, 1] = 0, vocabulary - 1
     weight = torch.nn.Parameter(weight.clone(), requires_grad=not frozen)
-    weight.main_grad, weight.fresh = torch.full(weight.shape, 7.0, dtype=torch.promote_types(weight.dtype, torch.float32)), True
+    weight.main_grad, weight.fresh = (
+        torch.full(weight.shape, 7.0, dtype=torch.promote_types(weight.dtype, torch.float32)),
+        True,
+    )
     for _ in range(micro_batches):
         x = x.detach().clone().requires_grad_()
         if fused:
             loss, lse = linear_cross_entropy(x, weight, labels, vocabulary, softcap, tp)
         else:
-            loss, lse = cross_entropy(column_linear(x, weight, None, tp), labels, vocabulary, softcap, tp)
+            loss, lse = cross_entropy(
+                column_linear(x, weight, None, tp), labels, vocabulary, softcap, tp
+            )
         ((loss + 0.1 * lse.square()) * draw(S, B, seed=2).to(loss.dtype)).sum().backward()
     return loss.detach(), lse.detach(), x.grad, weight.main_grad
 
@@ -47,14 +58,19 @@ def chunks_of(tokens, width, element_size=8):
 def test_equals_the_two_apart(tokens, vocabulary, softcap, monkeypatch):
     monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", chunks_of(tokens, PADDED))
     settings = {"vocabulary": vocabulary, "softcap": softcap, "tp": DENSE, "micro_batches": 2}
-    apart, together = (head(draw(S, B, H), draw(PADDED, H, seed=3), fused=fused, **settings) for fused in (False, True))
+    apart, together = (
+        head(draw(S, B, H), draw(PADDED, H, seed=3), fused=fused, **settings)
+        for fused in (False, True)
+    )
     for ours, theirs in zip(together, apart, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
     assert (together[3][vocabulary:] == 0).all()
 
 
 def check_layout(size, sequence, vocabulary, softcap):
-    tp = TensorParallel(build_groups(Layout(tp=size), dist.get_rank(), dist.new_group).tp, sequence=sequence)
+    tp = TensorParallel(
+        build_groups(Layout(tp=size), dist.get_rank(), dist.new_group).tp, sequence=sequence
+    )
     before, module.HEAD_CHUNK_BYTES = module.HEAD_CHUNK_BYTES, chunks_of(5, PADDED // size)
     try:
         x, weight = draw(S, B, H), draw(PADDED, H, seed=3)
@@ -64,7 +80,9 @@ def check_layout(size, sequence, vocabulary, softcap):
         got = head(mine(x) if sequence else x, mine(weight), fused=True, tp=tp, **settings)
     finally:
         module.HEAD_CHUNK_BYTES = before
-    for ours, theirs in zip(got, (loss, lse, mine(dx) if sequence else dx, mine(main_grad)), strict=True):
+    for ours, theirs in zip(
+        got, (loss, lse, mine(dx) if sequence else dx, mine(main_grad)), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     everyone = [torch.empty_like(got[0]) for _ in range(size)]
     dist.all_gather(everyone, got[0])
@@ -72,19 +90,34 @@ def check_layout(size, sequence, vocabulary, softcap):
 
 
 @pytest.mark.parametrize("size, sequence", [(2, False), (2, True), (4, True)])
-@pytest.mark.parametrize("vocabulary, softcap", [(32, None), (17, 2.0)])  # with 4 ranks one of padding alone
+# with 4 ranks one of padding alone
+@pytest.mark.parametrize("vocabulary, softcap", [(32, None), (17, 2.0)])
 def test_over_tensor_parallel_ranks(gloo_world, size, sequence, vocabulary, softcap):
     gloo_world(size).run(check_layout, size, sequence, vocabulary, softcap)
 
 
 def check_messages(fused):
     """What a rank sends, in both passes."""
-    tp, sent = TensorParallel(build_groups(Layout(tp=2), dist.get_rank(), dist.new_group).tp, sequence=True, overlap=False), []
+    tp, sent = (
+        TensorParallel(
+            build_groups(Layout(tp=2), dist.get_rank(), dist.new_group).tp,
+            sequence=True,
+            overlap=False,
+        ),
+        [],
+    )
     before, module.HEAD_CHUNK_BYTES = module.HEAD_CHUNK_BYTES, chunks_of(5, PADDED // 2)
     real = dist.isend
     dist.isend = lambda x, *args, **kwargs: sent.append(x.numel()) or real(x, *args, **kwargs)
     try:
-        head(draw(S // 2, B, H), draw(PADDED // 2, H), fused=fused, vocabulary=30, softcap=None, tp=tp)
+        head(
+            draw(S // 2, B, H),
+            draw(PADDED // 2, H),
+            fused=fused,
+            vocabulary=30,
+            softcap=None,
+            tp=tp,
+        )
     finally:
         module.HEAD_CHUNK_BYTES, dist.isend = before, real
     return sorted(sent)
@@ -95,7 +128,9 @@ def test_sends_no_more_than_the_two_apart(gloo_world):
 
 
 class LiveLogits(TorchDispatchMode):
-    """The most bytes, at any moment, of storages that a tensor as wide as the logits was made in, those of matrix products."""
+    """The most bytes, at any moment, of storages that a tensor as wide as the logits was made in,
+    those of matrix products.
+    """
 
     def __init__(self):
         super().__init__()
@@ -105,7 +140,9 @@ class LiveLogits(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if "mm" in func.name() and out.shape[-1] == PADDED:
             self.storages[weakref.ref(out.untyped_storage())] = out.untyped_storage().nbytes()
-        self.storages = {storage: size for storage, size in self.storages.items() if storage() is not None}
+        self.storages = {
+            storage: size for storage, size in self.storages.items() if storage() is not None
+        }
         self.most = max(self.most, sum(self.storages.values()))
         return out
 
@@ -123,15 +160,21 @@ def test_gradients_of_bf16_are_summed_in_fp32(monkeypatch):
     monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", chunks_of(1, PADDED, 2))
     x, weight = draw(S, B, H, dtype=torch.bfloat16), draw(PADDED, H, seed=3, dtype=torch.bfloat16)
     settings = {"vocabulary": 30, "softcap": None, "tp": DENSE}
-    got, again, exact = (head(x.to(kind), weight.to(kind), fused=True, **settings)[3] for kind in (torch.bfloat16, torch.bfloat16, torch.float64))
+    got, again, exact = (
+        head(x.to(kind), weight.to(kind), fused=True, **settings)[3]
+        for kind in (torch.bfloat16, torch.bfloat16, torch.float64)
+    )
     assert got.dtype == torch.float32 and torch.equal(got, again)
-    # A logit is rounded (2^-9 of at most 12 or so), and so is its gradient (2^-9): its relative error is about 2^-5 at most, and most are far less.
+    # A logit is rounded (2^-9 of at most 12 or so), and so is its gradient (2^-9): its relative
+    # error is about 2^-5 at most, and most are far less.
     assert (got.double() - exact).norm() < 2**-6 * exact.norm()
 
 
 def test_a_frozen_weight_is_left_alone(monkeypatch):
     monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", chunks_of(5, PADDED))
     settings = {"vocabulary": 30, "softcap": None, "tp": DENSE, "frozen": True}
-    apart, together = (head(draw(S, B, H), draw(PADDED, H), fused=fused, **settings) for fused in (False, True))
+    apart, together = (
+        head(draw(S, B, H), draw(PADDED, H), fused=fused, **settings) for fused in (False, True)
+    )
     torch.testing.assert_close(together[2], apart[2], rtol=1e-13, atol=1e-13)
     assert (together[3] == 7).all()

@@ -1,4 +1,6 @@
-"""A unit's backward in two parts against the whole one, bit for bit, and what is alive between the two."""
+"""A unit's backward in two parts against the whole one, bit for bit, and what is alive between the
+two.
+"""
 
 import contextlib
 import dataclasses
@@ -26,14 +28,36 @@ from megatron.parallel.pipeline import loss_gradient
 
 H, F, HEADS, D, S, B, VOCAB = 16, 24, 4, 4, 8, 2, 30
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-GPT = ModelConfig(num_layers=2, hidden_size=H, ffn_hidden_size=F, num_attention_heads=HEADS, kv_channels=D, num_query_groups=HEADS,
-                  max_position_embeddings=S)
+GPT = ModelConfig(
+    num_layers=2,
+    hidden_size=H,
+    ffn_hidden_size=F,
+    num_attention_heads=HEADS,
+    kv_channels=D,
+    num_query_groups=HEADS,
+    max_position_embeddings=S,
+)
 CONFIGS = {
     "gpt": GPT,  # learned positions, GELU, biases, dropout everywhere, tied
-    "gqa-swiglu": dataclasses.replace(GPT, **PLAIN, num_query_groups=2, activation="swiglu", normalization="RMSNorm", add_bias_linear=False,
-                                      position_embedding_type="rope", untie_embeddings_and_output_weights=True),
-    "mqa-qknorm": dataclasses.replace(GPT, num_query_groups=1, qk_layernorm=True, add_bias_linear=False, add_qkv_bias=True,
-                                      activation="squared-relu", position_embedding_type="rope"),
+    "gqa-swiglu": dataclasses.replace(
+        GPT,
+        **PLAIN,
+        num_query_groups=2,
+        activation="swiglu",
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        untie_embeddings_and_output_weights=True,
+    ),
+    "mqa-qknorm": dataclasses.replace(
+        GPT,
+        num_query_groups=1,
+        qk_layernorm=True,
+        add_bias_linear=False,
+        add_qkv_bias=True,
+        activation="squared-relu",
+        position_embedding_type="rope",
+    ),
 }
 RECOMPUTE = {"plain": False, "recompute": True}
 
@@ -55,7 +79,14 @@ def build(config, dtype=torch.float64, tp=DENSE):
 def micro_batch(model, number=0):
     ids = torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(number))
     samples = number * B + torch.arange(B)
-    return model.micro_batch(ids[:, :-1], ids[:, 1:], torch.ones(B, S), torch.arange(S).expand(B, S), samples, training=True)
+    return model.micro_batch(
+        ids[:, :-1],
+        ids[:, 1:],
+        torch.ones(B, S),
+        torch.arange(S).expand(B, S),
+        samples,
+        training=True,
+    )
 
 
 def gradients(model):
@@ -86,7 +117,9 @@ def split(model, passes, micro_batches):
 def check_equal(name, how, size=1, sequence=False, overlap=True, micro_batches=1):
     config, tp = CONFIGS[name], DENSE
     if size > 1:
-        groups = build_groups(Layout(tp=size), dist.get_rank(), dist.new_group, config.num_query_groups)
+        groups = build_groups(
+            Layout(tp=size), dist.get_rank(), dist.new_group, config.num_query_groups
+        )
         tp = TensorParallel(groups.tp, groups.kv, sequence=sequence, overlap=overlap)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         model = build(config, dtype, tp)
@@ -109,7 +142,9 @@ def test_two_parts_are_the_whole(name, how):
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp2", "tp2sp"])
-@pytest.mark.parametrize("name, how", [("gpt", "recompute"), ("gqa-swiglu", "plain"), ("mqa-qknorm", "plain")])
+@pytest.mark.parametrize(
+    "name, how", [("gpt", "recompute"), ("gqa-swiglu", "plain"), ("mqa-qknorm", "plain")]
+)
 def test_two_parts_are_the_whole_on_two_ranks(gloo_world, name, how, sequence, overlap):
     gloo_world(2).run(check_equal, name, how, 2, sequence, overlap)
 
@@ -130,17 +165,27 @@ def test_the_backward_may_run_in_another_thread(monkeypatch):
 def test_what_belongs_to_which_part():
     """B adds every gradient but those of the layers' matrices, W adds those alone."""
     model, passes = build(CONFIGS["gpt"]), LayerPasses()
-    late = {f"layers.{i}.{name}.weight" for i in (0, 1) for name in ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2")}
+    late = {
+        f"layers.{i}.{name}.weight"
+        for i in (0, 1)
+        for name in ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2")
+    }
 
     def changed(part):
         before = gradients(model)
         part()
-        return {name for name, gradient in gradients(model).items() if not torch.equal(gradient, before[name])}
+        return {
+            name
+            for name, gradient in gradients(model).items()
+            if not torch.equal(gradient, before[name])
+        }
 
     names, left = {name for name, _ in model.named_parameters()}, []
     dy, saved = start(model, passes, 0)
     assert changed(lambda: left.extend(backward_input(model, saved, dy, passes)[1])) == names - late
-    assert [layer for layer, _ in left] == [model.layers["1"], model.layers["0"]] and all(kept for _, kept in left)
+    assert [layer for layer, _ in left] == [model.layers["1"], model.layers["0"]] and all(
+        kept for _, kept in left
+    )
     assert changed(lambda: backward_weight(left, passes)) == late
     assert not any(hasattr(p, "stash") for p in model.parameters())
 
@@ -148,7 +193,9 @@ def test_what_belongs_to_which_part():
 def test_recomputing_is_done_once(monkeypatch):
     model, passes, calls = build(CONFIGS["gpt"]), LayerPasses(recompute=True), []
     run = LayerBlock.forward
-    monkeypatch.setattr(LayerBlock, "forward", lambda unit, *args: calls.append(unit) or run(unit, *args))
+    monkeypatch.setattr(
+        LayerBlock, "forward", lambda unit, *args: calls.append(unit) or run(unit, *args)
+    )
     (_, unit), *_ = (each for each in model.units() if isinstance(each[1], LayerBlock))
     x = torch.randn(S, B, H, dtype=torch.float64)
     y, saved = passes.forward(unit, x, micro_batch(model))
@@ -171,14 +218,21 @@ class Storages(TorchDispatchMode):
         given = of(*(x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)))
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor) and not of(x) <= given | self.made.keys():
-                self.made[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes()
+                self.made[x.untyped_storage()._cdata] = (
+                    StorageWeakRef(x.untyped_storage()),
+                    x.untyped_storage().nbytes(),
+                )
         return out
 
     def alive(self):
-        return {key: size for key, (reference, size) in self.made.items() if not reference.expired()}
+        return {
+            key: size for key, (reference, size) in self.made.items() if not reference.expired()
+        }
 
     def settle(self, done):
-        """Whether `done` of the living storages comes true: Gloo's thread drops a sent tensor a moment after the message is over."""
+        """Whether `done` of the living storages comes true: Gloo's thread drops a sent tensor a
+        moment after the message is over.
+        """
         end = time.monotonic() + 60
         while not (came := done(self.alive())) and time.monotonic() < end:
             time.sleep(0.001)
@@ -193,7 +247,8 @@ def of(*tensors):
 def no_collector():
     """Storages must go by their references alone."""
     with Storages():
-        torch.zeros(1)  # the first use of such a mode imports much, and leaves this function's frame in a cycle
+        # the first use of such a mode imports much, and leaves this function's frame in a cycle
+        torch.zeros(1)
     gc.collect()
     gc.disable()
     try:
@@ -204,7 +259,9 @@ def no_collector():
 
 @no_collector()
 def check_what_stays(name, tp, passes):
-    """After B of a layer the inputs of its linear layers and the gradients of their outputs are alive, nothing else of either pass."""
+    """After B of a layer the inputs of its linear layers and the gradients of their outputs are
+    alive, nothing else of either pass.
+    """
     config = CONFIGS[name]
     model = build(config, tp=tp)
     micro = micro_batch(model)
@@ -218,19 +275,30 @@ def check_what_stays(name, tp, passes):
             y, saved = passes.forward(unit, x, micro)
             output = of(y)
             del x, y
-            assert storages.settle(lambda alive, output=output: not output & alive.keys()), layer_name  # a unit's output lives with its reader
+            # a unit's output lives with its reader
+            assert storages.settle(lambda alive, output=output: not output & alive.keys()), (
+                layer_name
+            )
             entry = [saved]
             del saved
             dx, kept = passes.backward_input(unit, entry.pop(), dy)
             stash = of(*(t for left in kept for t in (left.x, left.dy)))
-            assert storages.settle(lambda alive, expected=stash | of(dx, dy): alive.keys() == expected), layer_name
-            assert sum(storages.alive()[key] for key in stash) == least_bytes(config, tp), layer_name
+            assert storages.settle(
+                lambda alive, expected=stash | of(dx, dy): alive.keys() == expected
+            ), layer_name
+            assert sum(storages.alive()[key] for key in stash) == least_bytes(config, tp), (
+                layer_name
+            )
             passes.backward_weight(unit, kept)
-            assert kept == [] and storages.settle(lambda alive, expected=of(dx, dy): alive.keys() == expected), layer_name
+            assert kept == [] and storages.settle(
+                lambda alive, expected=of(dx, dy): alive.keys() == expected
+            ), layer_name
 
 
 def least_bytes(config, tp):
-    """x and dy of four linear layers of a float64 model; what lies outside a pair of column- and row-parallel layers is this rank's part."""
+    """x and dy of four linear layers of a float64 model; what lies outside a pair of column- and
+    row-parallel layers is this rank's part.
+    """
     gated = 2 if config.activation == "swiglu" else 1
     outside = 2 * 2 * H / (tp.size if tp.sequence else 1)  # qkv and fc1's x, proj and fc2's dy
     queries, groups = HEADS // tp.size, max(1, config.num_query_groups // tp.size)
@@ -245,7 +313,9 @@ def test_inputs_and_output_gradients_alone_stay(name, how):
 
 
 def check_what_stays_on_a_rank(name, sequence):
-    groups = build_groups(Layout(tp=2), dist.get_rank(), dist.new_group, CONFIGS[name].num_query_groups)
+    groups = build_groups(
+        Layout(tp=2), dist.get_rank(), dist.new_group, CONFIGS[name].num_query_groups
+    )
     check_what_stays(name, TensorParallel(groups.tp, groups.kv, sequence=sequence), LayerPasses())
 
 

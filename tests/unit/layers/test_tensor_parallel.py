@@ -1,4 +1,6 @@
-"""Each shared layer against the whole one in float64: outputs, input gradients, and weight gradients put together."""
+"""Each shared layer against the whole one in float64: outputs, input gradients, and weight
+gradients put together.
+"""
 
 import pytest
 import torch
@@ -12,7 +14,10 @@ from megatron.layers.loss import cross_entropy
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 S, B, I, O = 8, 2, 12, 24
-MODES = pytest.mark.parametrize("size, sequence, overlap", [(2, False, True), (2, True, True), (4, True, True), (4, False, False), (4, True, False)])
+MODES = pytest.mark.parametrize(
+    "size, sequence, overlap",
+    [(2, False, True), (2, True, True), (4, True, True), (4, False, False), (4, True, False)],
+)
 
 
 def draw(*shape, seed=1):
@@ -24,7 +29,11 @@ def near(a, b):
 
 
 def mode(size, sequence, overlap):
-    return TensorParallel(build_groups(Layout(tp=size), dist.get_rank(), dist.new_group).tp, sequence=sequence, overlap=overlap)
+    return TensorParallel(
+        build_groups(Layout(tp=size), dist.get_rank(), dist.new_group).tp,
+        sequence=sequence,
+        overlap=overlap,
+    )
 
 
 def filled(layer, values):
@@ -46,18 +55,30 @@ def check_linear(kind, *which):
     tp = mode(*which)
     cut = lambda x, dim: x.chunk(tp.size, dim)[tp.axis.rank].contiguous()  # noqa: E731
     x, dy, weight, bias = draw(S, B, I), draw(S, B, O, seed=2), draw(O, I, seed=3), draw(O, seed=4)
-    whole = filled(linear(I, O, True, kind=ColumnLinear if kind == "column" else RowLinear), {"weight": weight, "bias": bias})
+    whole = filled(
+        linear(I, O, True, kind=ColumnLinear if kind == "column" else RowLinear),
+        {"weight": weight, "bias": bias},
+    )
     y, dx = run(whole, x, dy)
     along = (lambda z: cut(z, 0)) if tp.sequence else (lambda z: z)
     if kind == "column":
-        part = filled(linear(I, O, True, tp, ColumnLinear), {"weight": cut(weight, 0), "bias": cut(bias, 0)})
+        part = filled(
+            linear(I, O, True, tp, ColumnLinear), {"weight": cut(weight, 0), "bias": cut(bias, 0)}
+        )
         got_y, got_dx = run(part, along(x), cut(dy, -1))
         near(got_y, cut(y, -1)), near(got_dx, along(dx))
-        near(part.weight.main_grad, cut(whole.weight.main_grad, 0)), near(part.bias.main_grad, cut(whole.bias.main_grad, 0))
+        (
+            near(part.weight.main_grad, cut(whole.weight.main_grad, 0)),
+            near(part.bias.main_grad, cut(whole.bias.main_grad, 0)),
+        )
     else:
         part = filled(linear(I, O, True, tp, RowLinear), {"weight": cut(weight, 1), "bias": bias})
         got_y, got_dx = run(part, cut(x, -1), along(dy))
-        near(got_y, along(y)), near(got_dx, cut(dx, -1)), near(part.weight.main_grad, cut(whole.weight.main_grad, 1))
+        (
+            near(got_y, along(y)),
+            near(got_dx, cut(dx, -1)),
+            near(part.weight.main_grad, cut(whole.weight.main_grad, 1)),
+        )
         if tp.sequence:  # a part of the sum
             near(part.bias.main_grad, along(dy).sum((0, 1)))
             dist.all_reduce(part.bias.main_grad)
@@ -121,10 +142,14 @@ def test_cross_entropy(gloo_world, size, vocabulary, softcap):
 def check_one_collective(size):
     tp, calls = mode(size, False, True), []
     real = dist.isend
-    dist.isend = lambda x, *args, **kwargs: calls.append(x.numel() * x.element_size()) or real(x, *args, **kwargs)
+    dist.isend = lambda x, *args, **kwargs: (
+        calls.append(x.numel() * x.element_size()) or real(x, *args, **kwargs)
+    )
     try:
         logits = draw(S, B, 16).requires_grad_()
-        loss, _ = cross_entropy(logits * 1, torch.zeros(S, B, dtype=torch.long), 16 * size, None, tp)
+        loss, _ = cross_entropy(
+            logits * 1, torch.zeros(S, B, dtype=torch.long), 16 * size, None, tp
+        )
         forward = list(calls)
         loss.sum().backward()
     finally:
@@ -133,5 +158,7 @@ def check_one_collective(size):
 
 
 def test_the_loss_sends_three_numbers_a_token_once(gloo_world):
-    """One all-gather: a message of 3 x tokens x 8 bytes to each other rank; nothing in the backward pass."""
+    """One all-gather: a message of 3 x tokens x 8 bytes to each other rank; nothing in the backward
+    pass.
+    """
     assert gloo_world(4).run(check_one_collective, 4) == [([3 * S * B * 8] * 3, [])] * 4

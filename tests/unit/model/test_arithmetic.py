@@ -27,60 +27,154 @@ from megatron.model.gpt import GPTModel
 
 
 def resolved(seq_length: int = 2048, **model) -> ModelConfig:
-    config = Config(model=ModelConfig(**model), data=DataConfig(mock_data=True, vocab_size=1000, seq_length=seq_length),
-                    training=TrainingConfig(micro_batch_size=1, train_iters=1), optimizer=OptimizerConfig(lr=1e-3))
+    config = Config(
+        model=ModelConfig(**model),
+        data=DataConfig(mock_data=True, vocab_size=1000, seq_length=seq_length),
+        training=TrainingConfig(micro_batch_size=1, train_iters=1),
+        optimizer=OptimizerConfig(lr=1e-3),
+    )
     return resolve(config, 1, None).config.model
 
 
-LLAMA = {"normalization": "RMSNorm", "activation": "swiglu", "add_bias_linear": False, "position_embedding_type": "rope"}
+LLAMA = {
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+}
 UNTIED = {**LLAMA, "untie_embeddings_and_output_weights": True, "group_query_attention": True}
 GPT3 = {"num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96, "seq_length": 2048}
-LLAMA3 = {**UNTIED, "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32, "num_query_groups": 8}
+LLAMA3 = {
+    **UNTIED,
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+}
 
 
-@pytest.mark.parametrize("model, vocab, total", [
-    # GPT-2 small and GPT-3: 12 L h^2 + 13 L h + (V + s) h + 2 h
-    ({"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024}, 50257, 124_439_808),
-    (GPT3, 50257, 12 * 96 * 12288**2 + 13 * 96 * 12288 + (50257 + 2048) * 12288 + 2 * 12288),
-    # totals that the published checkpoints hold
-    (LLAMA3, 128256, 8_030_261_248),
-    ({**UNTIED, "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32, "num_query_groups": 8}, 32000,
-     7_241_732_096),  # Mistral 7B v0.1
-    ({**LLAMA, "num_layers": 24, "hidden_size": 896, "ffn_hidden_size": 4864, "num_attention_heads": 14, "group_query_attention": True,
-      "num_query_groups": 2, "add_qkv_bias": True}, 151936, 494_032_768),  # Qwen2.5 0.5B
-    ({**LLAMA, "num_layers": 28, "hidden_size": 1024, "ffn_hidden_size": 3072, "num_attention_heads": 16, "kv_channels": 128,
-      "group_query_attention": True, "num_query_groups": 8, "qk_layernorm": True}, 151936, 596_049_920),  # Qwen3 0.6B
-], ids=["gpt2", "gpt3", "llama3-8b", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b"])
+@pytest.mark.parametrize(
+    "model, vocab, total",
+    [
+        # GPT-2 small and GPT-3: 12 L h^2 + 13 L h + (V + s) h + 2 h
+        (
+            {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024},
+            50257,
+            124_439_808,
+        ),
+        (GPT3, 50257, 12 * 96 * 12288**2 + 13 * 96 * 12288 + (50257 + 2048) * 12288 + 2 * 12288),
+        # totals that the published checkpoints hold
+        (LLAMA3, 128256, 8_030_261_248),
+        (
+            {
+                **UNTIED,
+                "num_layers": 32,
+                "hidden_size": 4096,
+                "ffn_hidden_size": 14336,
+                "num_attention_heads": 32,
+                "num_query_groups": 8,
+            },
+            32000,
+            7_241_732_096,
+        ),  # Mistral 7B v0.1
+        (
+            {
+                **LLAMA,
+                "num_layers": 24,
+                "hidden_size": 896,
+                "ffn_hidden_size": 4864,
+                "num_attention_heads": 14,
+                "group_query_attention": True,
+                "num_query_groups": 2,
+                "add_qkv_bias": True,
+            },
+            151936,
+            494_032_768,
+        ),  # Qwen2.5 0.5B
+        (
+            {
+                **LLAMA,
+                "num_layers": 28,
+                "hidden_size": 1024,
+                "ffn_hidden_size": 3072,
+                "num_attention_heads": 16,
+                "kv_channels": 128,
+                # Qwen3 0.6B
+                "group_query_attention": True,
+                "num_query_groups": 8,
+                "qk_layernorm": True,
+            },
+            151936,
+            596_049_920,
+        ),
+    ],
+    ids=["gpt2", "gpt3", "llama3-8b", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b"],
+)
 def test_parameters_of_published_models(model, vocab, total):
     counts = parameter_count(resolved(**model), vocab)
-    assert counts["total"] == total == sum(count for kind, count in counts.items() if kind != "total")
+    assert (
+        counts["total"] == total == sum(count for kind, count in counts.items() if kind != "total")
+    )
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"add_bias_linear": False}, {"add_bias_linear": False, "add_qkv_bias": True}, {"normalization": "RMSNorm", "qk_layernorm": True},
-    {"qk_layernorm": True}, {"activation": "geglu"},
-    {"position_embedding_type": "rope", "group_query_attention": True, "num_query_groups": 2},
-    {"kv_channels": 24, "untie_embeddings_and_output_weights": True, "max_position_embeddings": 50},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"add_bias_linear": False},
+        {"add_bias_linear": False, "add_qkv_bias": True},
+        {"normalization": "RMSNorm", "qk_layernorm": True},
+        {"qk_layernorm": True},
+        {"activation": "geglu"},
+        {"position_embedding_type": "rope", "group_query_attention": True, "num_query_groups": 2},
+        {
+            "kv_channels": 24,
+            "untie_embeddings_and_output_weights": True,
+            "max_position_embeddings": 50,
+        },
+    ],
+)
 def test_parameters_of_the_model_that_is_built(changes):
     config = resolved(seq_length=32, num_layers=3, hidden_size=64, num_attention_heads=4, **changes)
     model = GPTModel(config, vocab_size=101, padded_vocab=128, dtype=torch.float32, seed=1)
-    assert parameter_count(config, 128)["total"] == sum(parameter.numel() for parameter in model.parameters())
+    assert parameter_count(config, 128)["total"] == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-@pytest.mark.parametrize("changes", [
-    {}, {"add_bias_linear": False}, {"add_bias_linear": False, "add_qkv_bias": True}, {"normalization": "RMSNorm", "qk_layernorm": True},
-    {"activation": "geglu", "untie_embeddings_and_output_weights": True}, {"qk_layernorm": True, "kv_channels": 24},
-    {"position_embedding_type": "rope", "group_query_attention": True, "num_query_groups": 2},  # fewer than the ranks: shared, held whole
-    {"group_query_attention": True, "num_query_groups": 1},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"add_bias_linear": False},
+        {"add_bias_linear": False, "add_qkv_bias": True},
+        {"normalization": "RMSNorm", "qk_layernorm": True},
+        {"activation": "geglu", "untie_embeddings_and_output_weights": True},
+        {"qk_layernorm": True, "kv_channels": 24},
+        # fewer than the ranks: shared, held whole
+        {"position_embedding_type": "rope", "group_query_attention": True, "num_query_groups": 2},
+        {"group_query_attention": True, "num_query_groups": 1},
+    ],
+)
 def test_parameters_of_each_rank(changes, tp):
     config = resolved(seq_length=32, num_layers=3, hidden_size=64, num_attention_heads=8, **changes)
     padded = padded_vocab_size(101, config, tp)
-    counts = [sum(parameter.numel() for parameter in GPTModel(
-        config, vocab_size=101, padded_vocab=padded, dtype=torch.float32, seed=1, tp=TensorParallel(Axis("tp", rank, tuple(range(tp))))).parameters())
-        for rank in range(tp)]
+    counts = [
+        sum(
+            parameter.numel()
+            for parameter in GPTModel(
+                config,
+                vocab_size=101,
+                padded_vocab=padded,
+                dtype=torch.float32,
+                seed=1,
+                tp=TensorParallel(Axis("tp", rank, tuple(range(tp)))),
+            ).parameters()
+        )
+        for rank in range(tp)
+    ]
     local = local_parameter_count(config, padded, tp)
     assert counts == [local["total"]] * tp
     if tp == 1:
@@ -88,25 +182,44 @@ def test_parameters_of_each_rank(changes, tp):
 
 
 def test_local_parameters_worked_out_by_hand():
-    # h 64, 8 heads of 8, 2 key/value heads, f 256, vocabulary 512, 4 ranks: each has 2 query heads and one whole key/value head
-    config = resolved(seq_length=32, num_layers=1, hidden_size=64, num_attention_heads=8, group_query_attention=True, num_query_groups=2)
+    # h 64, 8 heads of 8, 2 key/value heads, f 256, vocabulary 512, 4 ranks: each has 2 query heads
+    # and one whole key/value head
+    config = resolved(
+        seq_length=32,
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=8,
+        group_query_attention=True,
+        num_query_groups=2,
+    )
     assert local_parameter_count(config, 512, 4) == {
-        "embedding": 128 * 64, "position": 32 * 64, "attention": 65 * (16 + 2 * 8) + 16 * 64 + 64, "mlp": 65 * 64 + 64 * 64 + 64,
-        "norms": 3 * 2 * 64, "head": 0, "total": 128 * 64 + 32 * 64 + 65 * 32 + 17 * 64 + 65 * 64 + 65 * 64 + 384}
+        "embedding": 128 * 64,
+        "position": 32 * 64,
+        "attention": 65 * (16 + 2 * 8) + 16 * 64 + 64,
+        "mlp": 65 * 64 + 64 * 64 + 64,
+        "norms": 3 * 2 * 64,
+        "head": 0,
+        "total": 128 * 64 + 32 * 64 + 65 * 32 + 17 * 64 + 65 * 64 + 65 * 64 + 384,
+    }
 
 
 def test_padded_vocabulary():
     model = resolved(num_layers=1, hidden_size=64, num_attention_heads=4)
     assert [padded_vocab_size(50257, model, tp) for tp in (1, 2, 8)] == [50304, 50432, 51200]
     assert padded_vocab_size(128, model) == 128 and padded_vocab_size(1, model) == 128
-    assert padded_vocab_size(50257, dataclasses.replace(model, make_vocab_size_divisible_by=1)) == 50257
+    assert (
+        padded_vocab_size(50257, dataclasses.replace(model, make_vocab_size_divisible_by=1))
+        == 50257
+    )
 
 
 def test_flops_worked_out_by_hand():
-    # One layer, h 8, 2 heads of 4, f 32, V 16, batch 3, seq 5: 6 15 [8 (8 + 16) + 64 + 2 256 + 128] + 6 8 3 25
+    # One layer, h 8, 2 heads of 4, f 32, V 16, batch 3, seq 5: 6 15 [8 (8 + 16) + 64 + 2 256 + 128]
+    # + 6 8 3 25
     small = resolved(seq_length=5, num_layers=1, hidden_size=8, num_attention_heads=2)
     assert flops_per_iteration(small, 3, 5, 16) == 90 * (192 + 64 + 512 + 128) + 3600 == 84240
-    # GPT-3: 6 t (12 L h^2 + h V) + 6 L h s t; Narayanan et al. 2021 count 72 L t h^2 (1 + s / 6h + V / 12 L h) with full attention
+    # GPT-3: 6 t (12 L h^2 + h V) + 6 L h s t; Narayanan et al. 2021 count 72 L t h^2 (1 + s / 6h +
+    # V / 12 L h) with full attention
     gpt3, t = resolved(**GPT3), 1536 * 2048
     counted = flops_per_iteration(gpt3, 1536, 2048, 51200)
     assert counted == 6 * t * (12 * 96 * 12288**2 + 12288 * 51200) + 6 * 96 * 12288 * 2048 * t
@@ -114,37 +227,80 @@ def test_flops_worked_out_by_hand():
     assert counted == pytest.approx(paper - 6 * 96 * 12288 * 2048 * t, rel=1e-12)  # the causal half
     # Llama-3 8B, one sample of 8192: 6 t (7.50e9 - 4096 V: matrices) by its published shape
     matrices = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 128256
-    assert flops_per_iteration(resolved(**LLAMA3), 1, 8192, 128256) == 6 * 8192 * matrices + 6 * 32 * 4096 * 8192**2
+    assert (
+        flops_per_iteration(resolved(**LLAMA3), 1, 8192, 128256)
+        == 6 * 8192 * matrices + 6 * 32 * 4096 * 8192**2
+    )
 
 
-@pytest.mark.parametrize("name, dtype, peak", [
-    ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312), ("NVIDIA H100 80GB HBM3", torch.float16, 989),
-    ("NVIDIA H100 PCIe", torch.bfloat16, 756),
-    ("NVIDIA H100 NVL", torch.bfloat16, 835), ("NVIDIA H200", torch.bfloat16, 989), ("NVIDIA H200 NVL", torch.bfloat16, 835),
-    ("NVIDIA GH200 480GB", torch.bfloat16, 989), ("NVIDIA B200", torch.bfloat16, 2250), ("NVIDIA GB200", torch.bfloat16, 2500),
-    ("NVIDIA H200", torch.float32, 67), ("NVIDIA H20", "bfloat16", 148), ("NVIDIA H200", torch.float64, None),
-    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, None), ("CPU, 2 threads", torch.float32, None), ("Unknown", torch.bfloat16, None),
-])
+@pytest.mark.parametrize(
+    "name, dtype, peak",
+    [
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
+        ("NVIDIA H100 80GB HBM3", torch.float16, 989),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756),
+        ("NVIDIA H100 NVL", torch.bfloat16, 835),
+        ("NVIDIA H200", torch.bfloat16, 989),
+        ("NVIDIA H200 NVL", torch.bfloat16, 835),
+        ("NVIDIA GH200 480GB", torch.bfloat16, 989),
+        ("NVIDIA B200", torch.bfloat16, 2250),
+        ("NVIDIA GB200", torch.bfloat16, 2500),
+        ("NVIDIA H200", torch.float32, 67),
+        ("NVIDIA H20", "bfloat16", 148),
+        ("NVIDIA H200", torch.float64, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, None),
+        ("CPU, 2 threads", torch.float32, None),
+        ("Unknown", torch.bfloat16, None),
+    ],
+)
 def test_peaks(name, dtype, peak):
     assert peak_tflops(name, dtype) == peak
 
 
 def ramp(start: int, increment: int, samples: int, gbs: int) -> Config:
-    return Config(training=TrainingConfig(global_batch_size=gbs, rampup_batch_size=(start, increment, samples)))
+    return Config(
+        training=TrainingConfig(
+            global_batch_size=gbs, rampup_batch_size=(start, increment, samples)
+        )
+    )
 
 
 def test_batch_sizes_worked_out_by_hand():
     config = ramp(4, 4, 90, 16)  # three increments, one every 30 samples
-    assert [global_batch_size_at(n, config) for n in (0, 29, 30, 59, 60, 89, 90, 10**12)] == [4, 4, 8, 8, 12, 12, 16, 16]
+    assert [global_batch_size_at(n, config) for n in (0, 29, 30, 59, 60, 89, 90, 10**12)] == [
+        4,
+        4,
+        8,
+        8,
+        12,
+        12,
+        16,
+        16,
+    ]
     # 8 steps of 4 reach 32, 4 of 8 reach 64, 3 of 12 reach 100, then 16 each
     assert [samples_after(n, config) for n in (0, 1, 8, 12, 15, 16)] == [0, 4, 32, 64, 100, 116]
-    assert [iterations_for(n, config) for n in (0, 1, 4, 5, 100, 101, 116)] == [0, 1, 1, 2, 15, 16, 16]
+    assert [iterations_for(n, config) for n in (0, 1, 4, 5, 100, 101, 116)] == [
+        0,
+        1,
+        1,
+        2,
+        15,
+        16,
+        16,
+    ]
     plain = Config(training=TrainingConfig(global_batch_size=16))
     assert (global_batch_size_at(7, plain), samples_after(3, plain)) == (16, 48)
     assert (iterations_for(33, plain), iterations_for(33, plain, 32)) == (3, 1)
 
 
-@given(st.integers(1, 20), st.integers(1, 20), st.integers(1, 10), st.integers(1, 2000), st.integers(0, 300), st.integers(0, 4000))
+@given(
+    st.integers(1, 20),
+    st.integers(1, 20),
+    st.integers(1, 10),
+    st.integers(1, 2000),
+    st.integers(0, 300),
+    st.integers(0, 4000),
+)
 def test_closed_forms_equal_stepping(start, increment, increments, samples, iterations, target):
     config = ramp(start, increment, samples, start + increment * increments)
     consumed, steps, halfway = 0, 0, None
@@ -154,7 +310,10 @@ def test_closed_forms_equal_stepping(start, increment, increments, samples, iter
         if steps == iterations:
             assert samples_after(iterations, config) == consumed
         size = global_batch_size_at(consumed, config)
-        assert size == min(start + int(consumed * increments / samples + 1e-12) * increment, config.training.global_batch_size)
+        assert size == min(
+            start + int(consumed * increments / samples + 1e-12) * increment,
+            config.training.global_batch_size,
+        )
         consumed, steps = consumed + size, steps + 1
     assert iterations_for(target, config) == (steps if halfway is None else halfway)
     assert samples_after(steps, config) == consumed

@@ -19,13 +19,24 @@ def run(folder: Path, losses: list[float], first: int = 1, resumed: int = 0, **m
     tracker = Tracker(Config(checkpoint=CheckpointConfig(save=str(folder))), {}, resumed)
     for iteration, loss in enumerate(losses, first):
         # throughput and memory differ in every run
-        tracker.log(iteration, {"lm loss": loss, "throughput": id(folder) + loss, "data-time": id(tracker) * 1.0, "mem-allocated-bytes": id(tracker), **more})
+        tracker.log(
+            iteration,
+            {
+                "lm loss": loss,
+                "throughput": id(folder) + loss,
+                "data-time": id(tracker) * 1.0,
+                "mem-allocated-bytes": id(tracker),
+                **more,
+            },
+        )
     tracker.close()
     return folder
 
 
 def compare(*arguments: str | Path) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, TOOL, *map(str, arguments)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, TOOL, *map(str, arguments)], capture_output=True, text=True, timeout=300
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -33,7 +44,8 @@ def test_equal_runs_although_one_was_resumed(tmp_path):
     a = run(tmp_path / "a", [3.0, math.nan, 1.0])
     b = run(tmp_path / "b", [3.0, math.nan, 7.0])
     run(b, [1.0], first=3, resumed=2)
-    (b / "metrics.jsonl").open("a").write('{"iteration": 4, "save-checkpoint-seconds": 2.0}\n')  # of a save between two log intervals
+    # of a save between two log intervals
+    (b / "metrics.jsonl").open("a").write('{"iteration": 4, "save-checkpoint-seconds": 2.0}\n')
     code, text = compare(a, b / "metrics.jsonl")
     assert code == 0 and "SAME: 3 values exactly equal" in text
 
@@ -42,7 +54,11 @@ def test_one_unit_in_the_last_place_is_named(tmp_path):
     a = run(tmp_path / "a", [3.0, 2.0, 1.0, 1.0])
     b = run(tmp_path / "b", [3.0, 2.0, math.nextafter(1.0, 2.0), 2.0])
     code, text = compare(a, b)
-    assert code == 1 and "first difference: iteration 3: lm loss is 1.0 in A and 1.0000000000000002 in B" in text and "(2 in all)" in text
+    assert (
+        code == 1
+        and "first difference: iteration 3: lm loss is 1.0 in A and 1.0000000000000002 in B" in text
+        and "(2 in all)" in text
+    )
     assert "lm loss: largest relative difference 0.5, at iteration 4" in text
     assert compare(a, b, "--rtol", "0.4")[0] == 1
     code, text = compare(a, b, "--rtol", "0.6")
@@ -51,7 +67,9 @@ def test_one_unit_in_the_last_place_is_named(tmp_path):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_no_tolerance_covers_a_value_that_is_not_finite(tmp_path, value):
-    assert compare(run(tmp_path / "a", [1.0]), run(tmp_path / "b", [value]), "--rtol", "1e9")[0] == 1
+    assert (
+        compare(run(tmp_path / "a", [1.0]), run(tmp_path / "b", [value]), "--rtol", "1e9")[0] == 1
+    )
 
 
 def test_missing_iterations_and_names_differ(tmp_path):

@@ -7,59 +7,115 @@ from datetime import datetime
 
 import pytest
 
-from megatron.observe.console import BANNER_WIDTH, NOT_DONE, banner, duration, evaluation_lines, training_line
+from megatron.observe.console import (
+    BANNER_WIDTH,
+    NOT_DONE,
+    banner,
+    duration,
+    evaluation_lines,
+    training_line,
+)
 
 MEGATRON = (
-    " [2026-10-22 16:59:16.123456] iteration        1/  500000 | consumed samples:            8 | elapsed time per iteration (ms): 16442.7 |"
-    " throughput per GPU (TFLOP/s/GPU): 1.8 | learning rate: 3.900183E-07 | global batch size:     8 | lm loss: 1.219037E+01 | loss scale: 1.0 |"
+    " [2026-10-22 16:59:16.123456] iteration        1/  500000 | consumed samples:           "
+    " 8 | elapsed time per iteration (ms): 16442.7 |"
+    " throughput per GPU (TFLOP/s/GPU): 1.8 | learning rate: 3.900183E-07 | global batch "
+    "size:     8 | lm loss: 1.219037E+01 | loss scale: 1.0 |"
     " grad norm: 18.417 | number of skipped iterations:   0 | number of nan iterations:   0 |"
 )
 ROW = {
-    "consumed_samples": 8, "iteration-time": 16.4427, "throughput": 1.8, "learning-rate": 3.900183e-07, "batch-size": 8, "lm loss": 12.19037,
-    "loss-scale": 1.0, "grad-norm": 18.417, "tokens-per-second-per-gpu": 996.43, "mfu": 0.4126, "mem-max-allocated-bytes": 61.2 * 2**30,
+    "consumed_samples": 8,
+    "iteration-time": 16.4427,
+    "throughput": 1.8,
+    "learning-rate": 3.900183e-07,
+    "batch-size": 8,
+    "lm loss": 12.19037,
+    "loss-scale": 1.0,
+    "grad-norm": 18.417,
+    "tokens-per-second-per-gpu": 996.43,
+    "mfu": 0.4126,
+    "mem-max-allocated-bytes": 61.2 * 2**30,
 }
 NOW = datetime(2026, 10, 22, 16, 59, 16, 123456)
 
 
 def line(row: dict[str, float], **changes) -> str:
-    return training_line(1, 500000, row, **{"skipped": 0, "nan": 0, "eta_seconds": 93784.0, "now": NOW} | changes)
+    return training_line(
+        1, 500000, row, **{"skipped": 0, "nan": 0, "eta_seconds": 93784.0, "now": NOW} | changes
+    )
 
 
 def test_training_line_is_megatrons_followed_by_ours():
-    ours = " tokens per second per GPU: 996.4 | MFU: 41.3% | memory (GiB): 61.20 | ETA: 1d 02:03:04 |"
+    ours = (
+        " tokens per second per GPU: 996.4 | MFU: 41.3% | memory (GiB): 61.20 | ETA: 1d 02:03:04 |"
+    )
     assert line(ROW) == MEGATRON + ours
 
 
 def test_what_is_unknown():
-    bare = {name: value for name, value in ROW.items() if name not in ("mfu", "mem-max-allocated-bytes")}
-    assert line(bare) == MEGATRON + " tokens per second per GPU: 996.4 | MFU: n/a | ETA: 1d 02:03:04 |"
+    bare = {
+        name: value for name, value in ROW.items() if name not in ("mfu", "mem-max-allocated-bytes")
+    }
+    assert (
+        line(bare) == MEGATRON + " tokens per second per GPU: 996.4 | MFU: n/a | ETA: 1d 02:03:04 |"
+    )
 
 
 def test_nan_is_printed_as_nan():
-    text = line(ROW | {"lm loss": math.nan, "grad-norm": math.nan}, skipped=12, nan=3, eta_seconds=math.nan)
-    assert " lm loss: NaN | loss scale: 1.0 | grad norm: NaN | number of skipped iterations:  12 | number of nan iterations:   3 |" in text
+    text = line(
+        ROW | {"lm loss": math.nan, "grad-norm": math.nan}, skipped=12, nan=3, eta_seconds=math.nan
+    )
+    assert (
+        " lm loss: NaN | loss scale: 1.0 | grad norm: NaN | number of skipped iterations:  "
+        "12 | number of nan iterations:   3 |"
+    ) in text
     assert text.endswith(" ETA: NaN |") and "NAN" not in text and "nan |" not in text
 
 
 def test_optional_norms_stand_where_megatron_puts_them():
     text = line(ROW | {"num-zeros": 17.0, "params-norm": 123.4567})
-    assert " grad norm: 18.417 | num zeros: 17.0 | params norm: 123.457 | number of skipped iterations:   0 |" in text
+    assert (
+        " grad norm: 18.417 | num zeros: 17.0 | params norm: 123.457 | number of skipped "
+        "iterations:   0 |"
+    ) in text
 
 
 def test_evaluation_lines():
     dashes, text, below = evaluation_lines(100, math.log(256)).split("\n")
-    assert text == " validation loss at iteration 100 | lm loss value: 5.545177E+00 | lm loss PPL: 2.560000E+02 | "
+    assert text == (
+        " validation loss at iteration 100 | lm loss value: 5.545177E+00 | lm loss PPL: "
+        "2.560000E+02 | "
+    )
     assert dashes == below == "-" * (len(text) + 1)
-    assert evaluation_lines(7, 1.0, source="wiki").split("\n")[1].startswith(" validation loss at iteration 7 on wiki | lm loss value: 1.000000E+00 |")
-    assert evaluation_lines(7, 1.0, split="test").split("\n")[1].startswith(" test loss at iteration 7 | ")
+    assert (
+        evaluation_lines(7, 1.0, source="wiki")
+        .split("\n")[1]
+        .startswith(" validation loss at iteration 7 on wiki | lm loss value: 1.000000E+00 |")
+    )
+    assert (
+        evaluation_lines(7, 1.0, split="test")
+        .split("\n")[1]
+        .startswith(" test loss at iteration 7 | ")
+    )
 
 
-@pytest.mark.parametrize("loss, ppl", [(30.0, "4.851652E+08"), (math.inf, "4.851652E+08"), (math.nan, "NaN")])
+@pytest.mark.parametrize(
+    "loss, ppl", [(30.0, "4.851652E+08"), (math.inf, "4.851652E+08"), (math.nan, "NaN")]
+)
 def test_perplexity_is_capped_and_nan_stays(loss, ppl):
     assert f"| lm loss PPL: {ppl} | " in evaluation_lines(1, loss)
 
 
-@pytest.mark.parametrize("seconds, text", [(0, "00:00:00"), (59.6, "00:01:00"), (3661, "01:01:01"), (86400 * 12, "12d 00:00:00"), (math.inf, "NaN")])
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0, "00:00:00"),
+        (59.6, "00:01:00"),
+        (3661, "01:01:01"),
+        (86400 * 12, "12d 00:00:00"),
+        (math.inf, "NaN"),
+    ],
+)
 def test_duration(seconds, text):
     assert duration(seconds) == text
 
@@ -75,9 +131,20 @@ def test_banner_is_a_fixed_width_screen():
 
 
 def test_what_is_asked_for_and_not_done_stands_first():
-    sections = {"versions": ["torch"], NOT_DONE: ["--profile: no profile is written", "--nvtx-ranges: " + "word " * 40]}
+    sections = {
+        "versions": ["torch"],
+        NOT_DONE: ["--profile: no profile is written", "--nvtx-ranges: " + "word " * 40],
+    }
     rows = banner(sections).split("\n")
-    assert rows[0] == "!" * BANNER_WIDTH and rows[1] == " asked for, not done" and rows[2] == "   --profile: no profile is written"
-    assert rows[3].startswith("   --nvtx-ranges: word") and rows[4].startswith("     word") and rows[5] == "!" * BANNER_WIDTH
+    assert (
+        rows[0] == "!" * BANNER_WIDTH
+        and rows[1] == " asked for, not done"
+        and rows[2] == "   --profile: no profile is written"
+    )
+    assert (
+        rows[3].startswith("   --nvtx-ranges: word")
+        and rows[4].startswith("     word")
+        and rows[5] == "!" * BANNER_WIDTH
+    )
     assert rows[6] == " versions       torch" and len(rows) == 8
     assert banner({"versions": ["torch"], NOT_DONE: []}) == banner({"versions": ["torch"]})

@@ -24,9 +24,18 @@ from megatron.observe.metrics import (
 
 
 def test_rates():
-    row = rates(seconds=2.0, tokens=8192, flops=6e12, padded_flops=8e12, world_size=4, peak_tflops=10.0)
-    assert row == {"iteration-time": 2.0, "throughput": 1.0, "tokens-per-second-per-gpu": 1024.0, "mfu": pytest.approx(0.075)}
-    assert "mfu" not in rates(seconds=2.0, tokens=1, flops=1, padded_flops=1, world_size=1, peak_tflops=None)
+    row = rates(
+        seconds=2.0, tokens=8192, flops=6e12, padded_flops=8e12, world_size=4, peak_tflops=10.0
+    )
+    assert row == {
+        "iteration-time": 2.0,
+        "throughput": 1.0,
+        "tokens-per-second-per-gpu": 1024.0,
+        "mfu": pytest.approx(0.075),
+    }
+    assert "mfu" not in rates(
+        seconds=2.0, tokens=1, flops=1, padded_flops=1, world_size=1, peak_tflops=None
+    )
 
 
 def test_eta():
@@ -35,14 +44,28 @@ def test_eta():
 
 def test_evaluation_metrics():
     assert evaluation_metrics(math.log(16), bytes_per_token=4.0) == {
-        "lm loss validation": math.log(16), "lm loss validation ppl": pytest.approx(16), "bits-per-byte": pytest.approx(1.0)}
-    assert set(evaluation_metrics(1.0, split="test", bytes_per_token=4.0)) == {"lm loss test", "lm loss test ppl"}
-    assert set(evaluation_metrics(1.0, source="wiki", bytes_per_token=4.0)) == {"lm loss validation wiki", "lm loss validation ppl wiki", "bits-per-byte wiki"}
+        "lm loss validation": math.log(16),
+        "lm loss validation ppl": pytest.approx(16),
+        "bits-per-byte": pytest.approx(1.0),
+    }
+    assert set(evaluation_metrics(1.0, split="test", bytes_per_token=4.0)) == {
+        "lm loss test",
+        "lm loss test ppl",
+    }
+    assert set(evaluation_metrics(1.0, source="wiki", bytes_per_token=4.0)) == {
+        "lm loss validation wiki",
+        "lm loss validation ppl wiki",
+        "bits-per-byte wiki",
+    }
 
 
 def test_save_metrics():
     assert save_metrics(size=8_000_000_000, seconds=4.0, stall=0.5) == {
-        "save-checkpoint-seconds": 4.0, "save-checkpoint-stall-seconds": 0.5, "save-checkpoint-gb-per-second": 2.0, "save-checkpoint-bytes": 8_000_000_000}
+        "save-checkpoint-seconds": 4.0,
+        "save-checkpoint-stall-seconds": 0.5,
+        "save-checkpoint-gb-per-second": 2.0,
+        "save-checkpoint-bytes": 8_000_000_000,
+    }
 
 
 def test_timers_sum_and_start_again():
@@ -55,13 +78,20 @@ def test_timers_sum_and_start_again():
         raise KeyError("the time until an exception counts too")
     seconds = timers.take()
     assert seconds == {"data": 3.5, "optimizer": 5.0} and timers.take() == {}
-    assert timer_metrics(seconds, iterations=2, elapsed=14.0, timing_log_level=0) == {"data-wait-fraction": 0.25}
+    assert timer_metrics(seconds, iterations=2, elapsed=14.0, timing_log_level=0) == {
+        "data-wait-fraction": 0.25
+    }
     assert timer_metrics(seconds, iterations=2, elapsed=14.0, timing_log_level=1) == {
-        "data-wait-fraction": 0.25, "data-time": 1.75, "optimizer-time": 2.5}
+        "data-wait-fraction": 0.25,
+        "data-time": 1.75,
+        "optimizer-time": 2.5,
+    }
 
 
 def test_memory_of_a_cpu_process_follows_what_it_holds():
-    """In a process of its own: one that trained before keeps freed memory (megatron/distributed/setup.py) and takes new tensors from it."""
+    """In a process of its own: one that trained before keeps freed memory
+    (megatron/distributed/setup.py) and takes new tensors from it.
+    """
     code = """
 import json, torch
 from megatron.observe.metrics import memory_metrics
@@ -69,7 +99,9 @@ before = memory_metrics(torch.device("cpu"))
 held = torch.ones(16 * 2**20)  # 64 MiB, touched
 print(json.dumps([before, memory_metrics(torch.device("cpu")), held.nbytes]))
 """
-    before, after, size = json.loads(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout)
+    before, after, size = json.loads(
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout
+    )
     assert after["mem-allocated-bytes"] - before["mem-allocated-bytes"] > 0.9 * size
     assert after["mem-max-allocated-bytes"] >= after["mem-allocated-bytes"]
     assert set(after) <= set(METRICS) and "mem-reserved-bytes" not in after
@@ -87,6 +119,18 @@ def test_memory_of_a_gpu():
 def test_what_depends_on_the_machine():
     measured = {name for name in METRICS if is_measured(name)}
     assert measured == {
-        "timestamp", "resumed-from-iteration", "world-size", "iteration-time", "throughput", "tokens-per-second-per-gpu", "mfu", "data-wait-fraction",
-        "pipeline-bubble-fraction", *save_metrics(size=1, seconds=1.0, stall=1.0), "mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes"}
+        "timestamp",
+        "resumed-from-iteration",
+        "world-size",
+        "iteration-time",
+        "throughput",
+        "tokens-per-second-per-gpu",
+        "mfu",
+        "data-wait-fraction",
+        "pipeline-bubble-fraction",
+        *save_metrics(size=1, seconds=1.0, stall=1.0),
+        "mem-reserved-bytes",
+        "mem-allocated-bytes",
+        "mem-max-allocated-bytes",
+    }
     assert is_measured("forward-backward-time") and not is_measured("lm loss validation wiki")

@@ -25,7 +25,10 @@ SECRET = "0123456789abcdef0123456789abcdef01234567"
 
 
 def make(save: Path | None, **logging: Any) -> Config:
-    return Config(checkpoint=CheckpointConfig(save=None if save is None else str(save)), logging=LoggingConfig(**logging))
+    return Config(
+        checkpoint=CheckpointConfig(save=None if save is None else str(save)),
+        logging=LoggingConfig(**logging),
+    )
 
 
 def loss(iteration: int) -> float:
@@ -37,21 +40,31 @@ def train(config: Config, first: int, last: int, resumed: int = 0) -> Tracker:
     for iteration in range(first, last + 1):
         tracker.log(iteration, {"consumed_samples": 8 * iteration, "lm loss": loss(iteration)})
         if iteration % 3 == 0:
-            tracker.log(iteration, {"consumed_samples": 8 * iteration, "lm loss validation": 2 * loss(iteration)})
+            tracker.log(
+                iteration,
+                {"consumed_samples": 8 * iteration, "lm loss validation": 2 * loss(iteration)},
+            )
     return tracker
 
 
 def raw(path: Path) -> list[dict[str, Any]]:
     """The rows of a file without their time."""
-    rows = [json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON")) for line in path.read_text().splitlines()]
+    rows = [
+        json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+        for line in path.read_text().splitlines()
+    ]
     return [{name: value for name, value in row.items() if name != "timestamp"} for row in rows]
 
 
 def untimed(path: Path) -> list[dict[str, float]]:
-    return [{name: value for name, value in row.items() if name != "timestamp"} for row in read_metrics(path)]
+    return [
+        {name: value for name, value in row.items() if name != "timestamp"}
+        for row in read_metrics(path)
+    ]
 
 
 # ---- metrics.jsonl
+
 
 def test_rows_and_where_they_go(tmp_path):
     train(make(tmp_path / "run"), 1, 3).close()
@@ -62,9 +75,17 @@ def test_rows_and_where_they_go(tmp_path):
         {"iteration": 3, "consumed_samples": 24, "lm loss": 10 / 3},
         {"iteration": 3, "consumed_samples": 24, "lm loss": 10 / 3, "lm loss validation": 20 / 3},
     ]
-    assert raw(tmp_path / "run" / "metrics.jsonl") == raw(tmp_path / "other" / "m.jsonl") == expected
-    assert untimed(tmp_path / "run") == untimed(tmp_path / "other" / "m.jsonl") == [*expected[:2], expected[3]]
-    assert json.loads((tmp_path / "other" / "m.config.json").read_text()) == {"model": {"num_layers": 2}}
+    assert (
+        raw(tmp_path / "run" / "metrics.jsonl") == raw(tmp_path / "other" / "m.jsonl") == expected
+    )
+    assert (
+        untimed(tmp_path / "run")
+        == untimed(tmp_path / "other" / "m.jsonl")
+        == [*expected[:2], expected[3]]
+    )
+    assert json.loads((tmp_path / "other" / "m.config.json").read_text()) == {
+        "model": {"num_layers": 2}
+    }
     assert list(tmp_path.glob("**/*.tmp")) == []
 
 
@@ -84,16 +105,27 @@ def test_nothing_is_written_without_a_place(tmp_path, monkeypatch):
 
 
 def test_numbers_come_back_bit_for_bit(tmp_path):
-    values = {"lm loss": 0.1 + 0.2, "grad-norm": math.nan, "loss-scale": 2.0**32, "params-norm": -math.inf, "num-zeros": 5e-324}
+    values = {
+        "lm loss": 0.1 + 0.2,
+        "grad-norm": math.nan,
+        "loss-scale": 2.0**32,
+        "params-norm": -math.inf,
+        "num-zeros": 5e-324,
+    }
     tracker = Tracker(make(tmp_path), {}, 0)
     tracker.log(1, values)
     tracker.close()
     assert raw(tmp_path / "metrics.jsonl")[0]["grad-norm"] == "NaN"
-    row, = untimed(tmp_path)
-    assert all(struct.pack("d", row[name]) == struct.pack("d", value) for name, value in values.items())
+    (row,) = untimed(tmp_path)
+    assert all(
+        struct.pack("d", row[name]) == struct.pack("d", value) for name, value in values.items()
+    )
 
 
-@pytest.mark.parametrize("torn", ['{"iteration": 6, "lm lo', "{", '{"iteration": 6, "consumed_samples": 48, "lm loss": 99.0}'])
+@pytest.mark.parametrize(
+    "torn",
+    ['{"iteration": 6, "lm lo', "{", '{"iteration": 6, "consumed_samples": 48, "lm loss": 99.0}'],
+)
 def test_a_torn_last_line_breaks_neither_appending_nor_reading(tmp_path, torn):
     train(make(tmp_path), 1, 5).close()
     path = tmp_path / "metrics.jsonl"
@@ -102,7 +134,9 @@ def test_a_torn_last_line_breaks_neither_appending_nor_reading(tmp_path, torn):
     assert [row["iteration"] for row in untimed(path)][:5] == [1, 2, 3, 4, 5]
     train(make(tmp_path), 4, 6, resumed=3).close()
     assert path.read_text().startswith(before + torn + "\n")  # appended, never rewritten
-    assert [(row["iteration"], row["lm loss"]) for row in untimed(path)] == [(i, loss(i)) for i in range(1, 7)]
+    assert [(row["iteration"], row["lm loss"]) for row in untimed(path)] == [
+        (i, loss(i)) for i in range(1, 7)
+    ]
 
 
 def test_a_restart_is_marked_and_drops_what_was_never_reached_again(tmp_path):
@@ -110,10 +144,16 @@ def test_a_restart_is_marked_and_drops_what_was_never_reached_again(tmp_path):
     train(make(tmp_path), 5, 7, resumed=4).close()
     rows = untimed(tmp_path)
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
-    assert [row["iteration"] for row in rows if "resumed-from-iteration" in row] == [5] and rows[4]["resumed-from-iteration"] == 4
+    assert [row["iteration"] for row in rows if "resumed-from-iteration" in row] == [5] and rows[4][
+        "resumed-from-iteration"
+    ] == 4
     train(make(tmp_path), 1, 2).close()  # killed before its first checkpoint, started again
-    assert [(row["iteration"], row.get("resumed-from-iteration")) for row in untimed(tmp_path)] == [(1, 0), (2, None)]
-    for last in {row["iteration"]: row for row in raw(tmp_path / "metrics.jsonl")}.values():  # "the last row of an iteration" holds all of it
+    assert [(row["iteration"], row.get("resumed-from-iteration")) for row in untimed(tmp_path)] == [
+        (1, 0),
+        (2, None),
+    ]
+    # "the last row of an iteration" holds all of it
+    for last in {row["iteration"]: row for row in raw(tmp_path / "metrics.jsonl")}.values():
         assert "lm loss" in last and ("lm loss validation" in last) == (last["iteration"] % 3 == 0)
 
 
@@ -127,8 +167,16 @@ def test_unreadable_metrics_are_named(tmp_path):
 
 # ---- nothing stops training
 
+
 def test_rows_of_another_type_are_passed_over(tmp_path):
-    odd = ['{"iteration": [1]}', '{"iteration": true}', "[" * 20_000, "3", "null", '{"iteration": 2, "resumed-from-iteration": "x"}']
+    odd = [
+        '{"iteration": [1]}',
+        '{"iteration": true}',
+        "[" * 20_000,
+        "3",
+        "null",
+        '{"iteration": 2, "resumed-from-iteration": "x"}',
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*odd, '{"iteration": 1, "lm loss": 2.0}']))
     assert read_metrics(tmp_path) == [{"iteration": 1, "lm loss": 2.0}]
 
@@ -146,7 +194,12 @@ def test_a_failing_backend_is_switched_off_once_and_the_others_go_on(tmp_path):
     (tmp_path / "file").write_text("")
     config = make(tmp_path, tensorboard_dir=str(tmp_path / "file" / "below"))
     tracker = Tracker(config, {}, 0, warn=warnings.append)
-    assert len(warnings) == 1 and "TensorBoard is off" in warnings[0] and "NotADirectoryError" in warnings[0] and "--tensorboard-dir" in warnings[0]
+    assert (
+        len(warnings) == 1
+        and "TensorBoard is off" in warnings[0]
+        and "NotADirectoryError" in warnings[0]
+        and "--tensorboard-dir" in warnings[0]
+    )
     tracker.log(1, {"lm loss": 1.0})
     os.close(tracker._backends["metrics.jsonl"]._fd)  # as a lost disk would
     tracker.log(2, {"lm loss": 1.0})
@@ -165,12 +218,16 @@ def test_missing_wandb_package_is_one_warning(tmp_path, monkeypatch):
 
 # ---- TensorBoard
 
+
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
-    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    return {
+        name: [(event.step, event.value) for event in events.Scalars(name)]
+        for name in events.Tags()["scalars"]
+    }
 
 
 def test_tensorboard_holds_the_same_under_the_same_names(tmp_path):
@@ -182,9 +239,13 @@ def test_tensorboard_holds_the_same_under_the_same_names(tmp_path):
     by_samples = {"lm loss vs samples", "lm loss validation vs samples"}
     assert set(read) == (set().union(*rows) - {"iteration"}) | by_samples
     for tag, points in read.items():
-        name, step = tag.removesuffix(" vs samples"), "consumed_samples" if tag in by_samples else "iteration"
+        name, step = (
+            tag.removesuffix(" vs samples"),
+            "consumed_samples" if tag in by_samples else "iteration",
+        )
         expected = [(row[step], pytest.approx(row[name], rel=1e-6)) for row in rows if name in row]
-        assert points == expected, tag  # what the first attempt wrote beyond the checkpoint does not come twice
+        # what the first attempt wrote beyond the checkpoint does not come twice
+        assert points == expected, tag
 
 
 def test_what_comes_late_joins_the_last_row(tmp_path):
@@ -194,7 +255,11 @@ def test_what_comes_late_joins_the_last_row(tmp_path):
     tracker.close()
     rows = untimed(tmp_path)
     assert [row["iteration"] for row in rows] == [1, 2, 3] and all("lm loss" in row for row in rows)
-    assert ["save-checkpoint-seconds" in row for row in rows] == [False, False, True] and "lm loss validation" in rows[2]
+    assert ["save-checkpoint-seconds" in row for row in rows] == [
+        False,
+        False,
+        True,
+    ] and "lm loss validation" in rows[2]
 
 
 def test_tensorboard_interval_thins_training_rows_only(tmp_path):
@@ -203,13 +268,18 @@ def test_tensorboard_interval_thins_training_rows_only(tmp_path):
     tracker.close()
     read = scalars(tmp_path)
     assert read["save-checkpoint-seconds"] == [(9, 2.0)]
-    assert [step for step, _ in read["lm loss"]] == [4, 8] and [step for step, _ in read["lm loss validation"]] == [3, 6, 9]
+    assert [step for step, _ in read["lm loss"]] == [4, 8] and [
+        step for step, _ in read["lm loss validation"]
+    ] == [3, 6, 9]
 
 
 # ---- wandb
 
+
 def wandb_records(path: Path) -> Iterator[Any]:
-    """Records of a .wandb file: 7 bytes of header, then LevelDB's log framing (32 KiB blocks; crc32 u32, length u16, type u8, data)."""
+    """Records of a .wandb file: 7 bytes of header, then LevelDB's log framing (32 KiB blocks; crc32
+    u32, length u16, type u8, data).
+    """
     from wandb.proto import wandb_internal_pb2
 
     data = path.read_bytes()
@@ -221,7 +291,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
             position += room
             continue
         _, length, kind = struct.unpack_from("<IHB", data, position)
-        part = data[position + 7:position + 7 + length]
+        part = data[position + 7 : position + 7 + length]
         position += 7 + length
         record = part if kind in (1, 2) else record + part  # 1 full, 2 first, 3 middle, 4 last
         if kind in (1, 4):
@@ -231,15 +301,30 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
 
 def wandb_read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], set[str]]:
-    """All history rows of the offline runs below `folder` in order of their start, the stored configuration, the run ids."""
+    """All history rows of the offline runs below `folder` in order of their start, the stored
+    configuration, the run ids.
+    """
     rows, config, ids = [], {}, set()
-    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns):
+    for path in sorted(
+        folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns
+    ):
         ids.add(path.stem.removeprefix("run-"))
         for record in wandb_records(path):
             if record.WhichOneof("record_type") == "history":
-                rows.append({(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item})
+                rows.append(
+                    {
+                        (item.key or "/".join(item.nested_key)): json.loads(item.value_json)
+                        for item in record.history.item
+                    }
+                )
             elif record.WhichOneof("record_type") == "run":
-                config.update({item.key: json.loads(item.value_json) for item in record.run.config.update if item.key != "_wandb"})
+                config.update(
+                    {
+                        item.key: json.loads(item.value_json)
+                        for item in record.run.config.update
+                        if item.key != "_wandb"
+                    }
+                )
     return rows, config, ids
 
 
@@ -248,7 +333,11 @@ def by_iteration(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     for row in rows:
         if "iteration" in row:
             assert row.get("samples vs steps") == row.get("consumed_samples")
-            own = {name: value for name, value in row.items() if not name.startswith("_") and name != "samples vs steps"}
+            own = {
+                name: value
+                for name, value in row.items()
+                if not name.startswith("_") and name != "samples vs steps"
+            }
             merged.setdefault(row["iteration"], {}).update(own)
     return merged
 
@@ -260,12 +349,17 @@ def offline(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
 
 
-def in_a_process(save: Path, first: int, last: int, resumed: int, kill: bool) -> subprocess.CompletedProcess:
-    """Log iterations first..last from a process of its own, which then kills itself with SIGKILL or ends."""
+def in_a_process(
+    save: Path, first: int, last: int, resumed: int, kill: bool
+) -> subprocess.CompletedProcess:
+    """Log iterations first..last from a process of its own, which then kills itself with SIGKILL or
+    ends.
+    """
     code = (
         f"import os, sys, time; sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]\n"
         "from pathlib import Path; from test_tracking import make, train\n"
-        f"tracker = train(make(Path({str(save)!r}), wandb_project='p'), {first}, {last}, {resumed})\n"
+        f"tracker = train(make(Path({str(save)!r}), wandb_project='p'), {first}, {last}, "
+        f"{resumed})\n"
         + ("time.sleep(1.5); os.kill(os.getpid(), 9)" if kill else "tracker.close()")
     )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
@@ -274,39 +368,66 @@ def in_a_process(save: Path, first: int, last: int, resumed: int, kill: bool) ->
 def test_wandb_offline_goes_on_with_the_same_run_after_a_kill(tmp_path, offline):
     killed = in_a_process(tmp_path, 1, 7, 0, kill=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    again = in_a_process(tmp_path, 5, 8, 4, kill=False)  # the last checkpoint was at 4: iterations 5-7 are replayed
+    # the last checkpoint was at 4: iterations 5-7 are replayed
+    again = in_a_process(tmp_path, 5, 8, 4, kill=False)
     assert again.returncode == 0, again.stderr
     rows, config, ids = wandb_read(tmp_path)
     assert ids == {(tmp_path / "wandb_run_id.txt").read_text().strip()}
     assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
     assert config == {"model": {"num_layers": 2}}
     assert by_iteration(rows) == {row["iteration"]: row for row in untimed(tmp_path)}
-    assert [row["iteration"] for row in rows if "iteration" in row].count(6) == 4  # logged twice (training, validation), replayed twice
+    # logged twice (training, validation), replayed twice
+    assert [row["iteration"] for row in rows if "iteration" in row].count(6) == 4
     assert [row for row in rows if "resumed-from-iteration" in row][0]["iteration"] == 5
 
 
 def test_wandb_uses_iteration_as_its_axis(tmp_path, offline):
     train(make(None, wandb_project="p", wandb_save_dir=str(tmp_path)), 1, 3).close()
-    path, = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    axes = [record.metric for record in wandb_records(path) if record.WhichOneof("record_type") == "metric"]
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    axes = [
+        record.metric
+        for record in wandb_records(path)
+        if record.WhichOneof("record_type") == "metric"
+    ]
     assert any(metric.glob_name == "*" and metric.step_metric == "iteration" for metric in axes)
 
 
 def test_no_secret_is_stored_anywhere(tmp_path, offline):
-    stored = {"config": {"paths": [f"s3://{SECRET}@bucket"], "wandb_api_key": "another", "tokenizer_type": "NullTokenizer", "token": None}}
+    stored = {
+        "config": {
+            "paths": [f"s3://{SECRET}@bucket"],
+            "wandb_api_key": "another",
+            "tokenizer_type": "NullTokenizer",
+            "token": None,
+        }
+    }
     tracker = Tracker(make(tmp_path, wandb_project="p"), stored, 0)
     tracker.log(1, {"lm loss": 1.0})
     tracker.close()
     files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()]
     assert any(path.suffix == ".wandb" for path in files)
-    assert [path for path in files if SECRET.encode() in path.read_bytes() or b"another" in path.read_bytes()] == []
+    assert [
+        path
+        for path in files
+        if SECRET.encode() in path.read_bytes() or b"another" in path.read_bytes()
+    ] == []
     assert json.loads((tmp_path / "metrics.config.json").read_text()) == {
-        "config": {"paths": ["s3://***@bucket"], "wandb_api_key": "***", "tokenizer_type": "NullTokenizer", "token": None}}
+        "config": {
+            "paths": ["s3://***@bucket"],
+            "wandb_api_key": "***",
+            "tokenizer_type": "NullTokenizer",
+            "token": None,
+        }
+    }
 
 
 def test_redaction_knows_names():
-    assert redact({"a": {"access_token": "x", "API-KEY": "y", "keys": "z", "tokens": 3, "password": "p"}}, set()) == {
-        "a": {"access_token": "***", "API-KEY": "***", "keys": "z", "tokens": 3, "password": "***"}}
+    assert redact(
+        {"a": {"access_token": "x", "API-KEY": "y", "keys": "z", "tokens": 3, "password": "p"}},
+        set(),
+    ) == {
+        "a": {"access_token": "***", "API-KEY": "***", "keys": "z", "tokens": 3, "password": "***"}
+    }
 
 
 @pytest.mark.parametrize("key, reason", [(None, "no key"), (SECRET, "cannot be reached")])
@@ -314,18 +435,39 @@ def test_without_a_key_or_a_network_wandb_records_offline(tmp_path, key, reason)
     code = (
         f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]\n"
         "import megatron.observe.tracking as tracking; tracking._WANDB_INIT_SECONDS = 1\n"
-        f"from pathlib import Path; from test_tracking import make, train; train(make(Path({str(tmp_path)!r}), wandb_project='p'), 1, 5).close()"
+        "from pathlib import Path; from test_tracking import make, train; "
+        f"train(make(Path({str(tmp_path)!r}), wandb_project='p'), 1, 5).close()"
     )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    environment |= {"HOME": str(tmp_path / "home"), "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_SILENT": "true"}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("WANDB_")
+    }
+    environment |= {
+        "HOME": str(tmp_path / "home"),
+        "WANDB_BASE_URL": "http://127.0.0.1:9",
+        "WANDB_SILENT": "true",
+    }
     if key is not None:
         environment["WANDB_API_KEY"] = key
     (tmp_path / "home").mkdir()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("warning:") == 1 and reason in done.stdout and "records offline" in done.stdout
+    assert (
+        done.stdout.count("warning:") == 1
+        and reason in done.stdout
+        and "records offline" in done.stdout
+    )
     rows, _, _ = wandb_read(tmp_path)
-    assert by_iteration(rows) == {row["iteration"]: row for row in untimed(tmp_path)} and len(untimed(tmp_path)) == 5
+    assert (
+        by_iteration(rows) == {row["iteration"]: row for row in untimed(tmp_path)}
+        and len(untimed(tmp_path)) == 5
+    )
 
 
 def test_the_run_id_is_made_once(tmp_path):
@@ -333,7 +475,13 @@ def test_the_run_id_is_made_once(tmp_path):
     first = persistent_run_id(path)
     assert len(first) == 8 and persistent_run_id(path) == first
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from pathlib import Path; from megatron.observe.tracking import persistent_run_id as p\n"
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from pathlib import Path; from "
+        "megatron.observe.tracking import persistent_run_id as p\n"
+    )
     code += f"print(p(Path({str(tmp_path / 'race' / 'id')!r})))"
-    racers = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    racers = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
     assert len({racer.communicate(timeout=300)[0] for racer in racers}) == 1

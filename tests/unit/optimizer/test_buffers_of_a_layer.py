@@ -1,4 +1,6 @@
-"""A layer with a second flat buffer, whose gradients are added up over other ranks than the first."""
+"""A layer with a second flat buffer, whose gradients are added up over other ranks than the
+first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Frozen units: the gradients of the rest are those of a run that trains all, in every layout; what is frozen keeps its bits and takes no memory."""
+"""Frozen units: the gradients of the rest are those of a run that trains all, in every layout; what
+is frozen keeps its bits and takes no memory.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,53 @@ from megatron.config.stages import frozen_units
 from megatron.config.validate import cross_field_faults, resolve
 from megatron.plan.memory import rank_memories
 
-GPT = (*BASE, "--micro-batch-size", "1", "--num-layers", "4", "--train-iters", "4", "--fp64", "--clip-grad", "0", "--log-num-zeros-in-grad")
-UNTIED = (*GPT, *LLAMA.split(), "--untie-embeddings-and-output-weights", "--group-query-attention", "--num-query-groups", "2", "--qk-layernorm")
+GPT = (
+    *BASE,
+    "--micro-batch-size",
+    "1",
+    "--num-layers",
+    "4",
+    "--train-iters",
+    "4",
+    "--fp64",
+    "--clip-grad",
+    "0",
+    "--log-num-zeros-in-grad",
+)
+UNTIED = (
+    *GPT,
+    *LLAMA.split(),
+    "--untie-embeddings-and-output-weights",
+    "--group-query-attention",
+    "--num-query-groups",
+    "2",
+    "--qk-layernorm",
+)
 CASES = {  # ranks, which of FREEZE, flags
-    "dp2 zero0": (2, "untied", "--zero-stage 0"), "dp2 zero1 serial": (2, "tied", "--zero-stage 1 --no-overlap-grad-reduce"),
-    "dp2 zero2": (2, "tied", "--zero-stage 2"), "dp2 zero3": (2, "untied", "--zero-stage 3 --recompute-granularity full"),
-    "tp2": (2, "untied", "--tensor-model-parallel-size 2"), "tp2 sp": (2, "tied", "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "pp2 1f1b": (2, "tied", "--pipeline-model-parallel-size 2"), "pp2 1f1b, ends": (2, "trained ends", "--pipeline-model-parallel-size 2"),
-    "pp2 zero-bubble dp2 zero2": (4, "untied", "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --zero-stage 2"),
-    "pp2 zero-bubble-v dp2 zero3": (4, "tied", "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble-v --zero-stage 3"),
+    "dp2 zero0": (2, "untied", "--zero-stage 0"),
+    "dp2 zero1 serial": (2, "tied", "--zero-stage 1 --no-overlap-grad-reduce"),
+    "dp2 zero2": (2, "tied", "--zero-stage 2"),
+    "dp2 zero3": (2, "untied", "--zero-stage 3 --recompute-granularity full"),
+    "tp2": (2, "untied", "--tensor-model-parallel-size 2"),
+    "tp2 sp": (2, "tied", "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2 1f1b": (2, "tied", "--pipeline-model-parallel-size 2"),
+    "pp2 1f1b, ends": (2, "trained ends", "--pipeline-model-parallel-size 2"),
+    "pp2 zero-bubble dp2 zero2": (
+        4,
+        "untied",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --zero-stage 2",
+    ),
+    "pp2 zero-bubble-v dp2 zero3": (
+        4,
+        "tied",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble-v --zero-stage 3",
+    ),
 }
-FREEZE = {"tied": (GPT, "embedding,layers.0,layers.2-3"), "trained ends": (GPT, "layers.0-2"), "untied": (UNTIED, "head,layers.1-2")}
+FREEZE = {
+    "tied": (GPT, "embedding,layers.0,layers.2-3"),
+    "trained ends": (GPT, "layers.0-2"),
+    "untied": (UNTIED, "head,layers.1-2"),
+}
 
 
 def assembled(outcomes, what: str) -> dict[str, torch.Tensor]:
@@ -32,7 +70,9 @@ def assembled(outcomes, what: str) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for piece in (piece for outcome in outcomes for piece in getattr(outcome, what) if piece.owner):
         place = tuple(slice(low, low + size) for low, size in zip(piece.offset, piece.values.shape))
-        found.setdefault(piece.name, torch.full(piece.shape, float("nan"), dtype=piece.values.dtype))[place] = piece.values
+        found.setdefault(
+            piece.name, torch.full(piece.shape, float("nan"), dtype=piece.values.dtype)
+        )[place] = piece.values
     assert not any(tensor.isnan().any() for tensor in found.values())
     return found
 
@@ -49,17 +89,31 @@ def unit_of(name: str) -> str:
 def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, tensor in one.items():
-        scale = tensor.norm() if not name.endswith("k.bias") else one[name.replace("k.bias", "v.bias")].norm()  # a key bias's exact gradient is 0
+        # a key bias's exact gradient is 0
+        scale = (
+            tensor.norm()
+            if not name.endswith("k.bias")
+            else one[name.replace("k.bias", "v.bias")].norm()
+        )
         assert (tensor - other[name]).norm() <= 1e-10 * scale, name
 
 
 @pytest.fixture(scope="module")
 def references(gloo_world):
-    """Of each model, in one process: the gradients of the first step when all is trained, and the run with the frozen units."""
+    """Of each model, in one process: the gradients of the first step when all is trained, and the
+    run with the frozen units.
+    """
     found = {}
     for kind, (flags, words) in FREEZE.items():
-        everything, frozen = (gloo_world(1).run(run_case, more) for more in (flags, (*flags, "--freeze", words)))
-        found[kind] = assembled(everything, "gradients"), assembled(frozen, "gradients"), assembled(frozen, "weights"), frozen[0].steps
+        everything, frozen = (
+            gloo_world(1).run(run_case, more) for more in (flags, (*flags, "--freeze", words))
+        )
+        found[kind] = (
+            assembled(everything, "gradients"),
+            assembled(frozen, "gradients"),
+            assembled(frozen, "weights"),
+            frozen[0].steps,
+        )
     return found
 
 
@@ -68,8 +122,12 @@ def test_gradients_of_the_rest_are_those_of_a_run_that_trains_all(references, ki
     everything, some, _, _ = references[kind]
     flags, words = FREEZE[kind]
     frozen = frozen_units(parse_arguments([*flags, "--freeze", words]).config)
-    close({name: tensor for name, tensor in everything.items() if unit_of(name) not in frozen}, some)
-    assert {unit_of(name) for name in everything} - {unit_of(name) for name in some} == frozen - ({"head"} if kind == "tied" else set())
+    close(
+        {name: tensor for name, tensor in everything.items() if unit_of(name) not in frozen}, some
+    )
+    assert {unit_of(name) for name in everything} - {unit_of(name) for name in some} == frozen - (
+        {"head"} if kind == "tied" else set()
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -81,23 +139,45 @@ def test_every_layout_trains_the_same(gloo_world, references, case):
     close(gradients, assembled(outcomes, "gradients"))
     close(weights, assembled(outcomes, "weights"))
     for one, other in zip(steps, outcomes[0].steps, strict=True):
-        assert one.loss == pytest.approx(other.loss, rel=1e-12) and one.grad_norm == pytest.approx(other.grad_norm, rel=1e-10)
+        assert one.loss == pytest.approx(other.loss, rel=1e-12) and one.grad_norm == pytest.approx(
+            other.grad_norm, rel=1e-10
+        )
 
 
 # ---------------------------------------------------------------- memory, checkpoints, words
 
-WIDE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --vocab-size 255 --bf16
+WIDE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+--micro-batch-size 2 --vocab-size 255 --bf16
 --lr-warmup-iters 0""".split()
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_live_bytes_are_those_of_the_formula(gloo_world, stage):
-    """A frozen parameter takes 2 bytes in bf16, 2/N at stage 3, and nothing else at any time; the plan knows it, to the byte and at the peak."""
-    flags = (*BASE, *WIDE, "--train-iters", "2", "--eval-iters", "0", "--zero-stage", str(stage), "--freeze", "embedding,layers.0-1")
+    """A frozen parameter takes 2 bytes in bf16, 2/N at stage 3, and nothing else at any time; the
+    plan knows it, to the byte and at the peak.
+    """
+    flags = (
+        *BASE,
+        *WIDE,
+        "--train-iters",
+        "2",
+        "--eval-iters",
+        "0",
+        "--zero-stage",
+        str(stage),
+        "--freeze",
+        "embedding,layers.0-1",
+    )
     config = resolve(parse_arguments(list(flags)).config, 2, 256).config
     (planned,) = rank_memories(config, 256, 2, "cpu")
-    frozen, rest = (sum(block.size for block in planned.blocks if block.trained == trained) for trained in (False, True))
-    assert frozen > rest / 2 and {block.name for block in planned.blocks if block.trained} == {"layers.2", "layers.3"}
+    frozen, rest = (
+        sum(block.size for block in planned.blocks if block.trained == trained)
+        for trained in (False, True)
+    )
+    assert frozen > rest / 2 and {block.name for block in planned.blocks if block.trained} == {
+        "layers.2",
+        "layers.3",
+    }
     formula = {0: 2 * frozen + 18 * rest, 2: 2 * frozen + 10 * rest, 3: frozen + 8 * rest}[stage]
     assert planned.resident == formula
     for _, spans in gloo_world(2).run(measure, flags):
@@ -109,20 +189,41 @@ def test_live_bytes_are_those_of_the_formula(gloo_world, stage):
 
 
 def test_frozen_weights_keep_their_bits_and_checkpoints_hold_no_state_of_them(gloo_world, tmp_path):
-    """Saved and loaded by any layout; a run that trains all starts from them with --no-load-optim, one that freezes less is told what is missing."""
+    """Saved and loaded by any layout; a run that trains all starts from them with --no-load-optim,
+    one that freezes less is told what is missing.
+    """
     plain = (*BASE, *WIDE, "--train-iters", "4")
     flags = (*plain, "--save-interval", "2", "--freeze", "embedding,layers.0-1")
     world, (save, again) = gloo_world(2), (tmp_path / "save", tmp_path / "again")
     world.run(run_case, (*flags, "--zero-stage", "3", "--save", str(save)))
-    with Checkpoint(find_checkpoint(save, 2)) as middle, Checkpoint(find_checkpoint(save, 4)) as last:
+    with (
+        Checkpoint(find_checkpoint(save, 2)) as middle,
+        Checkpoint(find_checkpoint(save, 4)) as last,
+    ):
         for name in last.names:
             part = name.removeprefix("optimizer.exp_avg_sq.").removeprefix("optimizer.exp_avg.")
             frozen = unit_of(part) in ("embedding", "layers.0", "layers.1")
             assert not frozen or part == name, f"{name}: state of what is frozen"
             assert torch.equal(middle[name], last[name]) == frozen, name
             assert part != name or last[name].dtype == (torch.bfloat16 if frozen else torch.float32)
-    world.run(run_case, (*flags, "--zero-stage", "2", "--load", str(save), "--ckpt-step", "2", "--save", str(again)))
-    with Checkpoint(find_checkpoint(save, 4)) as one, Checkpoint(find_checkpoint(again, 4)) as other:
+    world.run(
+        run_case,
+        (
+            *flags,
+            "--zero-stage",
+            "2",
+            "--load",
+            str(save),
+            "--ckpt-step",
+            "2",
+            "--save",
+            str(again),
+        ),
+    )
+    with (
+        Checkpoint(find_checkpoint(save, 4)) as one,
+        Checkpoint(find_checkpoint(again, 4)) as other,
+    ):
         assert one.names and sorted(one.names) == sorted(other.names)
         assert all(torch.equal(one[name], other[name]) for name in one.names)
     trains_all = (*plain, "--load", str(save), "--ckpt-step", "2")
@@ -136,15 +237,31 @@ def fault_of(flags: tuple[str, ...]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("words, fault", [
-    ("embedding,layer.1", "'layer.1' is none of embedding, head, layers.N and layers.N-M, with commas between"),
-    ("layers.2-4", "layers.2-4: layers go from 0 to 3"), ("layers.2-1", "layers.2-1: layers go from 0 to 3"), ("embedding,", "'' is none of"),
-    ("head", "head has the embedding's matrix: freeze embedding, which freezes both, or give --untie-embeddings-and-output-weights"),
-    ("embedding,layers.0-3", "nothing would be trained; to evaluate only, give --skip-train"),
-])
+@pytest.mark.parametrize(
+    "words, fault",
+    [
+        (
+            "embedding,layer.1",
+            "'layer.1' is none of embedding, head, layers.N and layers.N-M, with commas between",
+        ),
+        ("layers.2-4", "layers.2-4: layers go from 0 to 3"),
+        ("layers.2-1", "layers.2-1: layers go from 0 to 3"),
+        ("embedding,", "'' is none of"),
+        (
+            "head",
+            (
+                "head has the embedding's matrix: freeze embedding, which freezes both, or give "
+                "--untie-embeddings-and-output-weights"
+            ),
+        ),
+        ("embedding,layers.0-3", "nothing would be trained; to evaluate only, give --skip-train"),
+    ],
+)
 def test_what_cannot_be_frozen(words, fault):
     config = parse_arguments([*GPT, "--freeze", words]).config
-    assert any(line.startswith("--freeze") and fault in line for line in cross_field_faults(config, 1, 50)), cross_field_faults(config, 1, 50)
+    assert any(
+        line.startswith("--freeze") and fault in line for line in cross_field_faults(config, 1, 50)
+    ), cross_field_faults(config, 1, 50)
 
 
 def test_units_by_name():
@@ -152,5 +269,13 @@ def test_units_by_name():
         return frozen_units(parse_arguments([*flags, "--freeze", words]).config)
 
     assert units(GPT, "embedding,layers.1") == {"embedding", "head", "layers.1"}
-    assert units(UNTIED, "embedding,layers.0-2,layers.1") == {"embedding", "layers.0", "layers.1", "layers.2"}
-    assert units(UNTIED, "head") == {"head"} and frozen_units(parse_arguments(list(GPT)).config) == frozenset()
+    assert units(UNTIED, "embedding,layers.0-2,layers.1") == {
+        "embedding",
+        "layers.0",
+        "layers.1",
+        "layers.2",
+    }
+    assert (
+        units(UNTIED, "head") == {"head"}
+        and frozen_units(parse_arguments(list(GPT)).config) == frozenset()
+    )

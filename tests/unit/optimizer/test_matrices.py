@@ -33,8 +33,8 @@ GROUPED = "--group-query-attention --num-query-groups 2 --swiglu --disable-bias-
 class Balanced:
     """A step of Sinkhorn's balancing: each row over its norm, then each column over its.
 
-    Every element of the direction depends on all rows and all columns, so a part that is missing, or
-    there twice, changes all of it.
+    Every element of the direction depends on all rows and all columns, so a part that is missing,
+    or there twice, changes all of it.
     """
 
     momentum = 0.9
@@ -58,7 +58,9 @@ def balanced():
 
 @contextlib.contextmanager
 def multiplied():
-    """Runs in which fc1 learns at half the rate with twice the decay, and norms have another epsilon."""
+    """Runs in which fc1 learns at half the rate with twice the decay, and norms have another
+    epsilon.
+    """
 
     def changed(spec: ParameterSpec, multipliers: Multipliers) -> ParameterSpec:
         tensors = (dataclasses.replace(tensor, multipliers=multipliers) for tensor in spec.tensors)

@@ -1,4 +1,6 @@
-"""The optimizer's state in files: the same bits as in memory, through a ring that bounds memory and never hands out what is not there yet."""
+"""The optimizer's state in files: the same bits as in memory, through a ring that bounds memory and
+never hands out what is not there yet.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,19 @@ class Held:
 
 
 def use_at_random(module: types.ModuleType, folder: Path, seed: int = 0) -> None:
-    """Passes over all parts, whole ones and others that are cut short, on a disk that takes its time; what is read must be what was written last."""
+    """Passes over all parts, whole ones and others that are cut short, on a disk that takes its
+    time; what is read must be what was written last.
+    """
     draw = random.Random(seed)
     blocks = [Held(size) for size in (3 * SMALL, 64, 2 * SMALL + 128, SMALL, 5 * SMALL - 64)]
     with mock.patch.object(module, "PART", SMALL), slow_disk(draw):
         files = module.StateFiles(folder, blocks, DTYPES)
         assert sum(map(len, files.parts.values())) == len(files.order) == 3 + 1 + 3 + 1 + 5
-        truth = {(id(part), kind): torch.zeros(part.size, dtype=dtype) for part in files.order for kind, dtype in DTYPES.items()}
+        truth = {
+            (id(part), kind): torch.zeros(part.size, dtype=dtype)
+            for part in files.order
+            for kind, dtype in DTYPES.items()
+        }
         for count in range(24):
             kinds = tuple(DTYPES) if draw.random() < 0.6 else (draw.choice(list(DTYPES)),)
             fill, change = draw.choice([(False, True), (False, True), (False, False), (True, True)])
@@ -60,8 +68,12 @@ def use_at_random(module: types.ModuleType, folder: Path, seed: int = 0) -> None
                 files.expect(kinds)
             for part in files.order[first : draw.choice([None, None, first + 2])]:
                 for kind, tensor in files.use(part, kinds, read=not fill).items():
-                    want = torch.zeros_like(truth[id(part), kind]) if fill else truth[id(part), kind]
-                    assert tensor.dtype == DTYPES[kind] and torch.equal(tensor, want), f"pass {count}"
+                    want = (
+                        torch.zeros_like(truth[id(part), kind]) if fill else truth[id(part), kind]
+                    )
+                    assert tensor.dtype == DTYPES[kind] and torch.equal(tensor, want), (
+                        f"pass {count}"
+                    )
                     if change:
                         tensor.copy_(torch.arange(part.size) % 251 + count)
                         truth[id(part), kind] = tensor.clone()
@@ -72,11 +84,13 @@ def use_at_random(module: types.ModuleType, folder: Path, seed: int = 0) -> None
 
 def slow_disk(draw: random.Random) -> mock._patch:
     """Half of all writes take a while, as do some reads."""
+
     def slowly(move, share):
         def moved(*args):
             if draw.random() < share:
                 time.sleep(0.002)
             return move(*args)
+
         return moved
 
     return mock.patch.multiple(os, pwritev=slowly(os.pwritev, 0.5), preadv=slowly(os.preadv, 0.2))
@@ -89,26 +103,53 @@ def test_what_is_read_is_what_was_written_last(tmp_path, lacking):
             if (args[0] if call is nvme.fcntl.fcntl and args else second) & flag == flag:
                 raise OSError(code, os.strerror(code))
             return call(first, second, *args)
+
         return called
 
-    lacks = {"nothing": mock.patch.object(nvme, "PART", SMALL),
-             "O_DIRECT": mock.patch.object(nvme.fcntl, "fcntl", without(nvme.fcntl.fcntl, os.O_DIRECT, errno.EINVAL)),
-             "O_TMPFILE": mock.patch.object(os, "open", without(os.open, os.O_TMPFILE, errno.EOPNOTSUPP))}
+    lacks = {
+        "nothing": mock.patch.object(nvme, "PART", SMALL),
+        "O_DIRECT": mock.patch.object(
+            nvme.fcntl, "fcntl", without(nvme.fcntl.fcntl, os.O_DIRECT, errno.EINVAL)
+        ),
+        "O_TMPFILE": mock.patch.object(
+            os, "open", without(os.open, os.O_TMPFILE, errno.EOPNOTSUPP)
+        ),
+    }
     with lacks[lacking]:
         use_at_random(nvme, tmp_path)
 
 
 MUTANTS = {
-    "a part is handed out before it has arrived": ("        self._wait(slot)\n        self.using = True", "        self.using = True"),
-    "a pass begins before the last one is written": ("            self._wait(slot)\n        self.plan",
-                                                     "            slot.work = []\n        self.plan"),
-    "a slot is read into before it is written out": ("((out, os.pwritev), (coming, os.preadv))", "((coming, os.preadv), (out, os.pwritev))"),
-    "the wrong part comes into a slot": ("[self.at + SLOTS : self.at + SLOTS + 1]", "[self.at + SLOTS - 1 : self.at + SLOTS]"),
+    "a part is handed out before it has arrived": (
+        "        self._wait(slot)\n        self.using = True",
+        "        self.using = True",
+    ),
+    "a pass begins before the last one is written": (
+        "            self._wait(slot)\n        self.plan",
+        "            slot.work = []\n        self.plan",
+    ),
+    "a slot is read into before it is written out": (
+        "((out, os.pwritev), (coming, os.preadv))",
+        "((coming, os.preadv), (out, os.pwritev))",
+    ),
+    "the wrong part comes into a slot": (
+        "[self.at + SLOTS : self.at + SLOTS + 1]",
+        "[self.at + SLOTS - 1 : self.at + SLOTS]",
+    ),
     "changes are dropped": ("part if changed else None, *coming", "None, *coming"),
     "what is to be filled in is not cleared": ("tensor.zero_() for", "tensor for"),
-    "blocks lie upon each other": ("slice(at, min(at + PART, length)), size + at", "slice(at, min(at + PART, length)), at"),
-    "a block's end is not written": ("[: in_pages(part.size) * item], part.position", "[: part.size // PAGE * PAGE * item], part.position"),
-    "a pass that was cut short is gone on with": ("self.at < len(self.plan) and self.plan[self.at] is part)", "self.at < len(self.plan))"),
+    "blocks lie upon each other": (
+        "slice(at, min(at + PART, length)), size + at",
+        "slice(at, min(at + PART, length)), at",
+    ),
+    "a block's end is not written": (
+        "[: in_pages(part.size) * item], part.position",
+        "[: part.size // PAGE * PAGE * item], part.position",
+    ),
+    "a pass that was cut short is gone on with": (
+        "self.at < len(self.plan) and self.plan[self.at] is part)",
+        "self.at < len(self.plan))",
+    ),
 }
 
 
@@ -133,7 +174,9 @@ def test_a_ring_that_is_wrong_is_noticed(tmp_path, name):
 
 
 def in_files(flags: tuple[str, ...], folder: str):
-    """A run with the optimizer's state in files: its outcome, what each rank kept in memory of it, and what its folder held in the end."""
+    """A run with the optimizer's state in files: its outcome, what each rank kept in memory of it,
+    and what its folder held in the end.
+    """
     kept, check = [], worker.published_weights_are_the_masters
 
     def look(run):
@@ -141,9 +184,17 @@ def in_files(flags: tuple[str, ...], folder: str):
         blocks = [block for block in run.optimizer.blocks if block.on_host]
         assert all(block.in_files and block.master is None for block in blocks)
         files = run.optimizer.files
-        kept.append((sum(len(memory) for slot in files.ring for memory in slot.memory.values()), len(files.order) - len(files.parts)))
+        kept.append(
+            (
+                sum(len(memory) for slot in files.ring for memory in slot.memory.values()),
+                len(files.order) - len(files.parts),
+            )
+        )
 
-    with mock.patch.object(nvme, "PART", SMALL), mock.patch.object(worker, "published_weights_are_the_masters", look):
+    with (
+        mock.patch.object(nvme, "PART", SMALL),
+        mock.patch.object(worker, "published_weights_are_the_masters", look),
+    ):
         outcome = run_case((*flags, "--optimizer-nvme-offload", folder))
     return outcome, *kept[0], os.listdir(folder)
 
@@ -156,7 +207,9 @@ def same_bits(one, other) -> None:
         assert row.get("params-norm", 0) == pytest.approx(same.get("params-norm", 0), rel=1e-13)
         assert repr(row | {"params-norm": 0}) == repr(same | {"params-norm": 0})
     ours, theirs = whole(one.weights), whole(other.weights)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
 
 
 def whole(pieces) -> dict[str, torch.Tensor]:
@@ -164,11 +217,21 @@ def whole(pieces) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for piece in pieces:
         place = tuple(slice(low, low + size) for low, size in zip(piece.offset, piece.values.shape))
-        found.setdefault(piece.name, torch.full(piece.shape, -9.0, dtype=piece.values.dtype))[place] = piece.values
+        found.setdefault(piece.name, torch.full(piece.shape, -9.0, dtype=piece.values.dtype))[
+            place
+        ] = piece.values
     return found
 
 
-@pytest.mark.parametrize("name, share", [("fp32", "1"), ("fp16-zero2", "0.6"), ("bf16-zero3-kept", "1"), ("bf16-zero2-pipeline", "0.6")])
+@pytest.mark.parametrize(
+    "name, share",
+    [
+        ("fp32", "1"),
+        ("fp16-zero2", "0.6"),
+        ("bf16-zero3-kept", "1"),
+        ("bf16-zero2-pipeline", "0.6"),
+    ],
+)
 def test_a_step_through_files_has_the_same_bits(gloo_world, tmp_path, name, share):
     flags = (*BASE, "--train-iters", "8", "--micro-batch-size", "2", *RUNS[name].split())
     world = gloo_world(4 if "pipeline" in name else 2)
@@ -182,7 +245,10 @@ def test_a_step_through_files_has_the_same_bits(gloo_world, tmp_path, name, shar
 
 
 def same_checkpoints(one: Path, other: Path, iteration: int) -> bool:
-    with Checkpoint(find_checkpoint(one, iteration)) as a, Checkpoint(find_checkpoint(other, iteration)) as b:
+    with (
+        Checkpoint(find_checkpoint(one, iteration)) as a,
+        Checkpoint(find_checkpoint(other, iteration)) as b,
+    ):
         assert sorted(a.names) == sorted(b.names) and len(a.names) % 3 == 0
         return all(torch.equal(a[name], b[name]) for name in a.names)
 
@@ -190,15 +256,26 @@ def same_checkpoints(one: Path, other: Path, iteration: int) -> bool:
 @pytest.mark.parametrize("more", ["--zero-stage 2 --bf16", "--zero-stage 0 --async-save"])
 def test_checkpoints_are_those_of_a_run_in_memory(gloo_world, tmp_path, more):
     """Saved from files and from memory, loaded into either, gone on with: always the same bits."""
-    flags, disk = (*FLAGS, "--train-iters", "6", "--save-interval", "3", *more.split()), str(tmp_path / "disk")
-    folders = memory, files, files_again, memory_again = [tmp_path / name for name in ("memory", "files", "files again", "memory again")]
+    flags, disk = (
+        (*FLAGS, "--train-iters", "6", "--save-interval", "3", *more.split()),
+        str(tmp_path / "disk"),
+    )
+    folders = memory, files, files_again, memory_again = [
+        tmp_path / name for name in ("memory", "files", "files again", "memory again")
+    ]
     os.mkdir(disk)
     world = gloo_world(2)
     world.run(run_case, (*flags, "--save", str(memory)))
     world.run(in_files, (*flags, "--save", str(files)), disk)
     assert same_checkpoints(memory, files, 3)
-    world.run(in_files, (*flags, "--load", str(memory), "--ckpt-step", "3", "--save", str(files_again)), disk)
-    world.run(run_case, (*flags, "--load", str(files), "--ckpt-step", "3", "--save", str(memory_again)))
+    world.run(
+        in_files,
+        (*flags, "--load", str(memory), "--ckpt-step", "3", "--save", str(files_again)),
+        disk,
+    )
+    world.run(
+        run_case, (*flags, "--load", str(files), "--ckpt-step", "3", "--save", str(memory_again))
+    )
     assert all(same_checkpoints(memory, folder, 6) for folder in folders[1:])
 
 
@@ -206,24 +283,50 @@ def test_checkpoints_are_those_of_a_run_in_memory(gloo_world, tmp_path, more):
 
 
 def test_memory_is_bounded_by_the_ring(tmp_path):
-    """Filled in, stepped, summed and read for a checkpoint, nothing of the optimizer's state is in memory but the ring and one tensor of a part."""
-    config = resolve(parse_arguments([*BASE, "--hidden-size", "64", "--num-layers", "4", "--micro-batch-size", "8",
-                                      "--optimizer-nvme-offload", str(tmp_path)]).config, 1, 50).config
+    """Filled in, stepped, summed and read for a checkpoint, nothing of the optimizer's state is in
+    memory but the ring and one tensor of a part.
+    """
+    config = resolve(
+        parse_arguments(
+            [
+                *BASE,
+                "--hidden-size",
+                "64",
+                "--num-layers",
+                "4",
+                "--micro-batch-size",
+                "8",
+                "--optimizer-nvme-offload",
+                str(tmp_path),
+            ]
+        ).config,
+        1,
+        50,
+    ).config
     model = GPTModel(config.model, vocab_size=50, padded_vocab=50, dtype=torch.float32, seed=1)
     blocks = build_blocks(model, torch.device("cpu"), host_fraction=1.0, in_files=True)
     with mock.patch.object(nvme, "PART", SMALL), LiveBytes() as live:
         optimizer = Optimizer(blocks, config)
         ring = nvme.SLOTS * SMALL * 12
         (planned,) = rank_memories(config, 50, 1, "cpu")
-        assert ring == sum(len(memory) for slot in optimizer.files.ring for memory in slot.memory.values()) == planned.static["host"]
-        assert sum(os.fstat(file).st_size for file, _ in optimizer.files.files.values()) == planned.static["disk"]
+        assert (
+            ring
+            == sum(len(memory) for slot in optimizer.files.ring for memory in slot.memory.values())
+            == planned.static["host"]
+        )
+        assert (
+            sum(os.fstat(file).st_size for file, _ in optimizer.files.files.values())
+            == planned.static["disk"]
+        )
         for block in blocks:
             block.open()
             block.grad.normal_()
         squares = optimizer.squares()
         before = live.mark().peak["total"]
         optimizer.initialise()
-        for step_on_host in optimizer.step(lr=1e-3, weight_decay=0.1, squares=squares, grad_factor=1.0).deferred.values():
+        for step_on_host in optimizer.step(
+            lr=1e-3, weight_decay=0.1, squares=squares, grad_factor=1.0
+        ).deferred.values():
             step_on_host()
         optimizer.squared_weight_norm()
         for _, tensor in [*optimizer.weight_boxes(), *optimizer.state_boxes()]:
@@ -233,52 +336,96 @@ def test_memory_is_bounded_by_the_ring(tmp_path):
 
 
 def start(folder: str, fault: str = "") -> str:
-    """What a rank is told when the files cannot be made; on the last rank alone there is the fault."""
+    """What a rank is told when the files cannot be made; on the last rank alone there is the
+    fault.
+    """
+
     def full(path):
         return os.statvfs_result((4096, 4096, 10**6, 10, 5, 0, 0, 0, 0, 255))
 
     def fails(code):
         def call(*args, **kwargs):
             raise OSError(code, os.strerror(code))
+
         return call
 
-    broken = {"": mock.patch.object(nvme, "PART", SMALL), "full": mock.patch.object(os, "statvfs", full),
-              "filled meanwhile": mock.patch.object(os, "posix_fallocate", fails(errno.ENOSPC)),
-              "read-only": mock.patch.object(os, "open", fails(errno.EROFS))}
+    broken = {
+        "": mock.patch.object(nvme, "PART", SMALL),
+        "full": mock.patch.object(os, "statvfs", full),
+        "filled meanwhile": mock.patch.object(os, "posix_fallocate", fails(errno.ENOSPC)),
+        "read-only": mock.patch.object(os, "open", fails(errno.EROFS)),
+    }
     with broken[fault if dist.get_rank() == 1 else ""], pytest.raises(ValueError) as caught:
         run_case((*FLAGS, "--optimizer-nvme-offload", folder))
     return str(caught.value)
 
 
-@pytest.mark.parametrize("fault, words", [
-    ("full", "No space left on device; this rank needs 442,368 bytes there and 20,480 are free; free space"),
-    ("filled meanwhile", "No space left on device; this rank needs 442,368 bytes there and "),
-    ("read-only", "Read-only file system; give a folder on a local disk of every node that this user may write to"),
-    ("", "No such file or directory; give a folder on a local disk of every node"),
-])
-def test_a_folder_that_will_not_do_ends_all_ranks_before_training(gloo_world, tmp_path, fault, words):
+@pytest.mark.parametrize(
+    "fault, words",
+    [
+        (
+            "full",
+            (
+                "No space left on device; this rank needs 442,368 bytes there and 20,480 are "
+                "free; free space"
+            ),
+        ),
+        ("filled meanwhile", "No space left on device; this rank needs 442,368 bytes there and "),
+        (
+            "read-only",
+            (
+                "Read-only file system; give a folder on a local disk of every node that this "
+                "user may write to"
+            ),
+        ),
+        ("", "No such file or directory; give a folder on a local disk of every node"),
+    ],
+)
+def test_a_folder_that_will_not_do_ends_all_ranks_before_training(
+    gloo_world, tmp_path, fault, words
+):
     folder = str(tmp_path) if fault else str(tmp_path / "missing")
     for told in gloo_world(2).run(start, folder, fault):
-        assert told.startswith("rank 1: " * bool(fault) + f"--optimizer-nvme-offload {folder}: cannot hold the optimizer's state: {words}")
+        assert told.startswith(
+            "rank 1: " * bool(fault)
+            + f"--optimizer-nvme-offload {folder}: cannot hold the optimizer's state: {words}"
+        )
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_a_disk_that_fails_in_a_step_leaves_the_last_checkpoint(tmp_path, one_thread, call):
     (disk, save), real = (tmp_path / "disk", tmp_path / "save"), getattr(os, call)
     disk.mkdir()
-    flags = (*FLAGS, "--train-iters", "4", "--save-interval", "2", "--optimizer-nvme-offload", str(disk))
+    flags = (
+        *FLAGS,
+        "--train-iters",
+        "4",
+        "--save-interval",
+        "2",
+        "--optimizer-nvme-offload",
+        str(disk),
+    )
 
     def failing(file, buffers, offset):
-        if (save / "iter_0000002").exists() and os.readlink(f"/proc/self/fd/{file}").startswith(str(disk)):
+        if (save / "iter_0000002").exists() and os.readlink(f"/proc/self/fd/{file}").startswith(
+            str(disk)
+        ):
             if call == "preadv":
                 return 0  # as at the end of a file that was cut off
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(file, buffers, offset)
 
     with mock.patch.object(nvme, "PART", SMALL):
-        with mock.patch.object(os, call, failing), pytest.raises(nvme.StorageError, match="written or read back: Input/output error") as caught:
+        with (
+            mock.patch.object(os, call, failing),
+            pytest.raises(
+                nvme.StorageError, match="written or read back: Input/output error"
+            ) as caught,
+        ):
             run_case((*flags, "--save", str(save)))
-        assert str(caught.value).startswith(f"--optimizer-nvme-offload {disk}: ") and "resume from the last one with --load" in str(caught.value)
+        assert str(caught.value).startswith(
+            f"--optimizer-nvme-offload {disk}: "
+        ) and "resume from the last one with --load" in str(caught.value)
         with Checkpoint(find_checkpoint(save)) as checkpoint:
             assert checkpoint.iteration == 2
             checkpoint.verify()
@@ -288,11 +435,17 @@ def test_a_disk_that_fails_in_a_step_leaves_the_last_checkpoint(tmp_path, one_th
 
 
 def test_what_was_lost_is_not_read_again(tmp_path):
-    """A failed write may be told of in a save, which a run survives; it must not go on with what the file held before."""
+    """A failed write may be told of in a save, which a run survives; it must not go on with what
+    the file held before.
+    """
     blocks = [Held(2 * SMALL)]
     with mock.patch.object(nvme, "PART", SMALL):
         files = nvme.StateFiles(tmp_path, blocks, DTYPES)
-        with mock.patch.object(os, "pwritev", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO)))):
+        with mock.patch.object(
+            os,
+            "pwritev",
+            lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))),
+        ):
             files.use(files.order[0], tuple(DTYPES))
             files.done(changed=True)
             with pytest.raises(nvme.StorageError):

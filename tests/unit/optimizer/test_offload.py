@@ -1,4 +1,6 @@
-"""Blocks that are stepped on the host train the same bits, at every stage; a checkpoint and a log line see them stepped."""
+"""Blocks that are stepped on the host train the same bits, at every stage; a checkpoint and a log
+line see them stepped.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,26 @@ from megatron.optimizer.blocks import on_host_of
 
 OFFLOAD = "--optimizer-cpu-offload"
 RUNS = {  # flags of two ranks
-    "fp32": "--zero-stage 0 --log-num-zeros-in-grad", "fp32-zero1": "--zero-stage 1", "bf16-zero2": "--zero-stage 2 --bf16 --log-num-zeros-in-grad",
-    "fp16-zero2": "--zero-stage 2 --fp16 --initial-loss-scale 1e12 --loss-scale-window 2",  # the first steps overflow
-    "bf16-zero3": "--zero-stage 3 --bf16 --eval-interval 3", "bf16-zero3-kept": "--zero-stage 3 --zero3-keep-gathered --bf16 --no-overlap-param-gather",
+    "fp32": "--zero-stage 0 --log-num-zeros-in-grad",
+    "fp32-zero1": "--zero-stage 1",
+    "bf16-zero2": "--zero-stage 2 --bf16 --log-num-zeros-in-grad",
+    # the first steps overflow
+    "fp16-zero2": "--zero-stage 2 --fp16 --initial-loss-scale 1e12 --loss-scale-window 2",
+    "bf16-zero3": "--zero-stage 3 --bf16 --eval-interval 3",
+    "bf16-zero3-kept": "--zero-stage 3 --zero3-keep-gathered --bf16 --no-overlap-param-gather",
     "fp32-zero3-recompute": "--zero-stage 3 --recompute-granularity full",
-    "bf16-zero2-pipeline": "--zero-stage 2 --bf16 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble-v --num-layers 4",
+    "bf16-zero2-pipeline": (
+        "--zero-stage 2 --bf16 --pipeline-model-parallel-size 2 --pipeline-schedule "
+        "zero-bubble-v --num-layers 4"
+    ),
 }
 
 
 def told(outcome) -> tuple[list[str], list[str]]:
     """All that a run logs, NaN included; and the weights."""
-    return [repr(step) for step in outcome.steps] + [repr(row) for row in outcome.metrics], [(piece.name, piece.offset) for piece in outcome.weights]
+    return [repr(step) for step in outcome.steps] + [repr(row) for row in outcome.metrics], [
+        (piece.name, piece.offset) for piece in outcome.weights
+    ]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -43,7 +54,8 @@ def test_the_share_of_the_host_is_the_last_blocks():
     assert on_host_of([4, 2, 2, 2, 6], 1.0) == [True] * 5
     assert on_host_of([4, 2, 2, 2, 6], 0.0) == [False] * 5
     assert on_host_of([4, 2, 2, 2, 6], 0.5) == [False, False, False, True, True]
-    assert on_host_of([4, 2, 2, 2, 6], 0.1) == [False, False, False, True, False]  # 2 of 16 are nearer to it than 6
+    # 2 of 16 are nearer to it than 6
+    assert on_host_of([4, 2, 2, 2, 6], 0.1) == [False, False, False, True, False]
 
 
 def memory(flags):
@@ -53,16 +65,35 @@ def memory(flags):
     def look(run):
         for block in run.optimizer.blocks:
             tensors = run.optimizer.kept[block].tensors.values()
-            apart = [x for x in tensors if x.untyped_storage().data_ptr() != block.weight.untyped_storage().data_ptr()]
-            found[block.on_host] = found.get(block.on_host, 0) + sum(x.numel() * x.element_size() for x in apart)
+            apart = [
+                x
+                for x in tensors
+                if x.untyped_storage().data_ptr() != block.weight.untyped_storage().data_ptr()
+            ]
+            found[block.on_host] = found.get(block.on_host, 0) + sum(
+                x.numel() * x.element_size() for x in apart
+            )
 
-    with mock.patch.object(worker, "published_weights_are_the_masters", look):  # is called with the run when it is over
+    # is called with the run when it is over
+    with mock.patch.object(worker, "published_weights_are_the_masters", look):
         run_case(flags)
     return found
 
 
 def test_weights_and_their_masters_part_when_these_move_to_the_host(gloo_world):
     """In fp32 masters are weights; on the host they are 12 bytes a parameter for 8."""
-    flags = (*BASE, "--micro-batch-size", "2", "--train-iters", "1", "--lr-warmup-iters", "0", "--zero-stage", "2")
-    (here,), (there,) = (gloo_world(2).run(memory, (*flags, *more))[:1] for more in ((), (OFFLOAD,)))
+    flags = (
+        *BASE,
+        "--micro-batch-size",
+        "2",
+        "--train-iters",
+        "1",
+        "--lr-warmup-iters",
+        "0",
+        "--zero-stage",
+        "2",
+    )
+    (here,), (there,) = (
+        gloo_world(2).run(memory, (*flags, *more))[:1] for more in ((), (OFFLOAD,))
+    )
     assert set(here) == {False} and set(there) == {True} and there[True] == here[False] * 12 // 8

@@ -7,7 +7,13 @@ import random
 import pytest
 import torch
 
-from megatron.config.groups import Config, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.config.groups import (
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrainingConfig,
+)
 from megatron.model.arithmetic import global_batch_size_at
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import ALIGNMENT, build_blocks
@@ -16,8 +22,16 @@ from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 
-MODEL = ModelConfig(num_layers=2, hidden_size=24, ffn_hidden_size=40, num_attention_heads=4, kv_channels=6, num_query_groups=2,
-                    max_position_embeddings=16, activation="swiglu")
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=24,
+    ffn_hidden_size=40,
+    num_attention_heads=4,
+    kv_channels=6,
+    num_query_groups=2,
+    max_position_embeddings=16,
+    activation="swiglu",
+)
 
 
 def build(dtype=torch.float32, model=MODEL, **optimizer):
@@ -38,7 +52,9 @@ def random_grads(opt, seed, scale=1.0):
         for entry in block.entries:
             for box in entry.boxes:
                 view = box.view(entry.view(block.grad))
-                view.copy_(torch.randn(view.shape, generator=generator, dtype=torch.float64) * scale)
+                view.copy_(
+                    torch.randn(view.shape, generator=generator, dtype=torch.float64) * scale
+                )
 
 
 def take_step(opt, **settings):
@@ -50,7 +66,9 @@ def test_blocks_hold_every_parameter_once():
     for tied in (True, False):
         model = dataclasses.replace(MODEL, untie_embeddings_and_output_weights=not tied)
         gpt, opt = build(model=model)
-        assert [b.name for b in opt.blocks] == ["embedding", "layers.0", "layers.1"] + ([] if tied else ["head"])
+        assert [b.name for b in opt.blocks] == ["embedding", "layers.0", "layers.1"] + (
+            [] if tied else ["head"]
+        )
         names = [entry.name for block in opt.blocks for entry in block.entries]
         assert sorted(names) == sorted(name for name, _ in gpt.named_parameters())
         for block in opt.blocks:
@@ -83,10 +101,14 @@ def test_boxes_tile_every_parameter():
 def test_initial_weights():
     gpt, opt = build(dtype=torch.float64)
     weights = dict(gpt.named_parameters())
-    assert (weights["embedding.word.weight"][50:] == 0).all() and (weights["embedding.word.weight"][:50] != 0).all()
+    assert (weights["embedding.word.weight"][50:] == 0).all() and (
+        weights["embedding.word.weight"][:50] != 0
+    ).all()
     assert abs(weights["layers.0.mlp.fc1.weight"].std() - 0.02) < 0.002
     assert abs(weights["layers.0.mlp.fc2.weight"].std() - 0.02 / 2) < 0.001  # two layers: sqrt(4)
-    assert (weights["layers.0.input_norm.weight"] == 1).all() and (weights["layers.0.mlp.fc1.bias"] == 0).all()
+    assert (weights["layers.0.input_norm.weight"] == 1).all() and (
+        weights["layers.0.mlp.fc1.bias"] == 0
+    ).all()
     wider = build(dtype=torch.float32)[1]
     for (_, a), (_, b) in zip(opt.weight_boxes(), wider.weight_boxes()):
         assert torch.equal(a, b.double())  # one set of initial weights for every precision
@@ -96,9 +118,16 @@ def test_initial_weights():
 @pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-13), (torch.float32, 2e-6)])
 def test_adamw_equals_torch(implementation, dtype, bound):
     gpt, opt = build(dtype, adam_implementation=implementation, weight_decay=0.1, clip_grad=1.0)
-    twins = {name: p.detach().clone().double().requires_grad_() for name, p in gpt.named_parameters()}
-    theirs = torch.optim.AdamW([{"params": [p for p in twins.values() if p.dim() > 1], "weight_decay": 0.1},
-                                {"params": [p for p in twins.values() if p.dim() == 1], "weight_decay": 0.0}], lr=1.0)
+    twins = {
+        name: p.detach().clone().double().requires_grad_() for name, p in gpt.named_parameters()
+    }
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [p for p in twins.values() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in twins.values() if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=1.0,
+    )
     for step in range(5):
         random_grads(opt, step)
         for name, parameter in gpt.named_parameters():
@@ -109,7 +138,9 @@ def test_adamw_equals_torch(implementation, dtype, bound):
             group["lr"] = lr
         theirs.step()
         outcome = take_step(opt, lr=lr, weight_decay=0.1, grad_factor=0.5)
-        assert outcome.grad_norm.item() == pytest.approx(expected.item(), rel=1e-6 if dtype == torch.float32 else 1e-13)
+        assert outcome.grad_norm.item() == pytest.approx(
+            expected.item(), rel=1e-6 if dtype == torch.float32 else 1e-13
+        )
         assert outcome.skipped == 0
     for name, parameter in gpt.named_parameters():
         assert (parameter.double() - twins[name]).norm() <= bound * twins[name].norm(), name
@@ -119,8 +150,14 @@ def test_adamw_equals_torch(implementation, dtype, bound):
 def test_sgd_equals_torch():
     gpt, opt = build(torch.float64, optimizer="sgd", sgd_momentum=0.8, clip_grad=0.0)
     twins = {name: p.detach().clone().requires_grad_() for name, p in gpt.named_parameters()}
-    theirs = torch.optim.SGD([{"params": [p for p in twins.values() if p.dim() > 1], "weight_decay": 0.1},
-                              {"params": [p for p in twins.values() if p.dim() == 1]}], lr=0.1, momentum=0.8)
+    theirs = torch.optim.SGD(
+        [
+            {"params": [p for p in twins.values() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in twins.values() if p.dim() == 1]},
+        ],
+        lr=0.1,
+        momentum=0.8,
+    )
     for step in range(4):
         random_grads(opt, step)
         for name, parameter in gpt.named_parameters():
@@ -140,7 +177,11 @@ def test_bf16_weights_follow_fp32_masters():
         take_step(opt, lr=1e-3, weight_decay=0.1, grad_factor=1.0)
         take_step(wide_opt, lr=1e-3, weight_decay=0.1, grad_factor=1.0)
     for ours, full in zip(opt.blocks, wide_opt.blocks):
-        assert ours.master.dtype == torch.float32 and torch.equal(ours.master, full.master) and torch.equal(ours.weight, full.weight.bfloat16())
+        assert (
+            ours.master.dtype == torch.float32
+            and torch.equal(ours.master, full.master)
+            and torch.equal(ours.weight, full.weight.bfloat16())
+        )
 
 
 @pytest.mark.parametrize("implementation", ["torch-fused", "torch"])
@@ -149,27 +190,50 @@ def test_a_non_finite_gradient_changes_nothing(implementation, poison):
     gpt, opt = build(torch.bfloat16, adam_implementation=implementation)
     random_grads(opt, 0)
     take_step(opt, lr=1e-3, weight_decay=0.1, grad_factor=1.0)
-    before = [x.clone() for x in (*(block.master for block in opt.blocks), *(opt.kept[block].tensors[name] for name in opt.state_names for block in opt.trained), opt.steps)]
+    before = [
+        x.clone()
+        for x in (
+            *(block.master for block in opt.blocks),
+            *(opt.kept[block].tensors[name] for name in opt.state_names for block in opt.trained),
+            opt.steps,
+        )
+    ]
     random_grads(opt, 1)
     opt.blocks[1].grad[70] = poison
     assert take_step(opt, lr=1e-3, weight_decay=0.1, grad_factor=1.0).skipped == 1
     random_grads(opt, 2)
     assert take_step(opt, lr=1e-3, weight_decay=0.1, grad_factor=float("nan")).skipped == 1
-    after = [*(block.master for block in opt.blocks), *(opt.kept[block].tensors[name] for name in opt.state_names for block in opt.trained), opt.steps]
+    after = [
+        *(block.master for block in opt.blocks),
+        *(opt.kept[block].tensors[name] for name in opt.state_names for block in opt.trained),
+        opt.steps,
+    ]
     assert all(torch.equal(a, b) for a, b in zip(before, after))
 
 
 @pytest.mark.parametrize("cut", [64, 640, 1984])
 def test_fused_adamw_does_not_see_where_a_buffer_is_cut(cut):
     """What ZeRO will rely on: updating two slices gives the bits of updating the whole."""
+
     def run(pieces):
-        state = [torch.empty(2048).uniform_(0.1, 1, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+        state = [
+            torch.empty(2048).uniform_(0.1, 1, generator=torch.Generator().manual_seed(i))
+            for i in range(4)
+        ]
         rule = build()[1].rule
         for i in range(3):
             for a, b in pieces:
                 p, g, m, v = (x[a:b] for x in state)
-                rule.apply(p, g, {"exp_avg": m, "exp_avg_sq": v}, torch.tensor(float(i)), lr=1e-2, weight_decay=0.1, coefficient=torch.tensor(0.7),
-                           found_inf=torch.tensor(0.0))
+                rule.apply(
+                    p,
+                    g,
+                    {"exp_avg": m, "exp_avg_sq": v},
+                    torch.tensor(float(i)),
+                    lr=1e-2,
+                    weight_decay=0.1,
+                    coefficient=torch.tensor(0.7),
+                    found_inf=torch.tensor(0.0),
+                )
             state[1].uniform_(-1, 1, generator=torch.Generator().manual_seed(9 + i))
         return state[0]
 
@@ -178,9 +242,14 @@ def test_fused_adamw_does_not_see_where_a_buffer_is_cut(cut):
 
 def test_norm_is_accumulated_in_float64():
     x = torch.full((3 * PIECE + 5,), 1e-3)
-    assert sum_of_squares([x, x]).item() == pytest.approx(2 * x.numel() * float(x[0]) ** 2, rel=1e-13)
+    assert sum_of_squares([x, x]).item() == pytest.approx(
+        2 * x.numel() * float(x[0]) ** 2, rel=1e-13
+    )
     assert clip_coefficient(torch.tensor(4.0, dtype=torch.float64), 1.0).item() == 1 / (4 + 1e-6)
-    assert clip_coefficient(torch.tensor(0.5, dtype=torch.float64), 1.0) == 1 and clip_coefficient(torch.tensor(9.0), 0.0) == 1
+    assert (
+        clip_coefficient(torch.tensor(0.5, dtype=torch.float64), 1.0) == 1
+        and clip_coefficient(torch.tensor(9.0), 0.0) == 1
+    )
 
 
 def test_num_zeros_leaves_padding_out():
@@ -195,23 +264,47 @@ def test_num_zeros_leaves_padding_out():
 
 
 def schedule(style="cosine", gbs=4, train_iters=100, **optimizer):
-    defaults = {"lr": 1.5e-4, "min_lr": 1e-5, "lr_decay_style": style, "lr_warmup_iters": 10, "lr_decay_iters": 100}
-    return ParamSchedule.of(Config(training=TrainingConfig(global_batch_size=gbs, train_iters=train_iters), optimizer=OptimizerConfig(**{**defaults, **optimizer})))
+    defaults = {
+        "lr": 1.5e-4,
+        "min_lr": 1e-5,
+        "lr_decay_style": style,
+        "lr_warmup_iters": 10,
+        "lr_decay_iters": 100,
+    }
+    return ParamSchedule.of(
+        Config(
+            training=TrainingConfig(global_batch_size=gbs, train_iters=train_iters),
+            optimizer=OptimizerConfig(**{**defaults, **optimizer}),
+        )
+    )
 
 
 def test_cosine_example():
     s = schedule()
     rates = {i: s.learning_rate(4 * i) for i in (1, 5, 10, 50, 100, 101)}
-    assert rates == pytest.approx({1: 1.5e-5, 5: 7.5e-5, 10: 1.5e-4, 50: 9.215537e-5, 100: 1e-5, 101: 1e-5}, rel=1e-6)
+    assert rates == pytest.approx(
+        {1: 1.5e-5, 5: 7.5e-5, 10: 1.5e-4, 50: 9.215537e-5, 100: 1e-5, 101: 1e-5}, rel=1e-6
+    )
 
 
 def test_other_shapes():
     assert schedule("constant").learning_rate(4000) == 1.5e-4
     assert schedule("linear").learning_rate(4 * 55) == pytest.approx(1e-5 + 1.4e-4 * 0.5)
-    assert schedule("inverse-square-root").learning_rate(160) == pytest.approx(1.5e-4 * math.sqrt(40 / 160))
-    assert schedule("cosine", lr_warmup_init=1e-6).learning_rate(4) == pytest.approx(1e-6 + (1.5e-4 - 1e-6) * 0.1)
-    assert schedule("cosine", lr_warmup_iters=0, lr_warmup_fraction=0.2).learning_rate(40) == pytest.approx(0.75e-4)
-    for style, share in (("linear", 0.5), ("cosine", 0.5), ("exponential", 2 * 0.5**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5)):
+    assert schedule("inverse-square-root").learning_rate(160) == pytest.approx(
+        1.5e-4 * math.sqrt(40 / 160)
+    )
+    assert schedule("cosine", lr_warmup_init=1e-6).learning_rate(4) == pytest.approx(
+        1e-6 + (1.5e-4 - 1e-6) * 0.1
+    )
+    assert schedule("cosine", lr_warmup_iters=0, lr_warmup_fraction=0.2).learning_rate(
+        40
+    ) == pytest.approx(0.75e-4)
+    for style, share in (
+        ("linear", 0.5),
+        ("cosine", 0.5),
+        ("exponential", 2 * 0.5**0.5 - 1),
+        ("minus_sqrt", 1 - 0.5**0.5),
+    ):
         s = schedule("WSD", lr_wsd_decay_style=style, lr_wsd_decay_iters=20)
         assert s.learning_rate(4 * 80) == 1.5e-4
         assert s.learning_rate(4 * 90) == pytest.approx(1e-5 + 1.4e-4 * share)
@@ -219,15 +312,26 @@ def test_other_shapes():
 
 
 def test_iterations_count_through_the_ramp_up():
-    """With --rampup-batch-size the decay of --lr-decay-iters still ends at that iteration, not where full batches would have."""
+    """With --rampup-batch-size the decay of --lr-decay-iters still ends at that iteration, not
+    where full batches would have.
+    """
     training = TrainingConfig(global_batch_size=8, train_iters=10, rampup_batch_size=(2, 2, 12))
-    config = Config(training=training, optimizer=OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style="cosine", lr_decay_iters=10, lr_warmup_iters=2))
+    config = Config(
+        training=training,
+        optimizer=OptimizerConfig(
+            lr=1.0, min_lr=0.1, lr_decay_style="cosine", lr_decay_iters=10, lr_warmup_iters=2
+        ),
+    )
     s = ParamSchedule.of(config)
     consumed = [0]
     for _ in range(10):
         consumed.append(consumed[-1] + global_batch_size_at(consumed[-1], config))
     assert consumed[:4] == [0, 2, 4, 8] and s.warmup == 4 and s.decay == consumed[10] == 14 + 8 * 6
-    assert s.learning_rate(consumed[2]) == 1.0 and s.learning_rate(consumed[9]) > 0.1 and s.learning_rate(consumed[10]) == pytest.approx(0.1)
+    assert (
+        s.learning_rate(consumed[2]) == 1.0
+        and s.learning_rate(consumed[9]) > 0.1
+        and s.learning_rate(consumed[10]) == pytest.approx(0.1)
+    )
 
 
 def test_weight_decay_growth():
@@ -242,7 +346,15 @@ def test_weight_decay_growth():
 
 
 def test_loss_scaler():
-    scaler = LossScaler(PrecisionConfig(fp16=True, initial_loss_scale=16.0, min_loss_scale=4.0, loss_scale_window=3, hysteresis=2))
+    scaler = LossScaler(
+        PrecisionConfig(
+            fp16=True,
+            initial_loss_scale=16.0,
+            min_loss_scale=4.0,
+            loss_scale_window=3,
+            hysteresis=2,
+        )
+    )
     seen = []
     for overflow in (True, True, True, False, False, False, True, True, True, True):
         scaler.update(overflow)
@@ -260,7 +372,11 @@ def test_loss_scaler():
 def test_overflows_count_since_the_scale_last_doubled_not_in_a_row(hysteresis):
     """Against the whole history each time, as the flag's help has it."""
     window, draw = 3, random.Random(hysteresis)
-    scaler = LossScaler(PrecisionConfig(fp16=True, initial_loss_scale=2.0**40, loss_scale_window=window, hysteresis=hysteresis))
+    scaler = LossScaler(
+        PrecisionConfig(
+            fp16=True, initial_loss_scale=2.0**40, loss_scale_window=window, hysteresis=hysteresis
+        )
+    )
     history: list[bool] = []
     apart = 0
     for _ in range(400):

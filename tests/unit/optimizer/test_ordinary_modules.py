@@ -1,4 +1,6 @@
-"""Ordinary torch.nn modules in a layer train as ours do, wherever they run; what cannot is refused by name."""
+"""Ordinary torch.nn modules in a layer train as ours do, wherever they run; what cannot is refused
+by name.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,34 @@ from megatron.parallel.pipeline import loss_gradient
 from pretrain_gpt import main
 
 H, HEADS, D, S, B, VOCAB = 16, 4, 4, 8, 2, 30
-CONFIG = ModelConfig(num_layers=2, hidden_size=H, ffn_hidden_size=24, num_attention_heads=HEADS, kv_channels=D, num_query_groups=HEADS,
-                     max_position_embeddings=S, hidden_dropout=0.0, attention_dropout=0.0)
-FLAGS = (*BASE, *NO_DROPOUT.split(), "--train-iters", "3", "--lr-warmup-iters", "1", "--micro-batch-size", "1")
-NAMES = ("adapter.norm.weight", "adapter.norm.bias", "adapter.down.weight", "adapter.down.bias", "adapter.up.weight")
+CONFIG = ModelConfig(
+    num_layers=2,
+    hidden_size=H,
+    ffn_hidden_size=24,
+    num_attention_heads=HEADS,
+    kv_channels=D,
+    num_query_groups=HEADS,
+    max_position_embeddings=S,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+FLAGS = (
+    *BASE,
+    *NO_DROPOUT.split(),
+    "--train-iters",
+    "3",
+    "--lr-warmup-iters",
+    "1",
+    "--micro-batch-size",
+    "1",
+)
+NAMES = (
+    "adapter.norm.weight",
+    "adapter.norm.bias",
+    "adapter.down.weight",
+    "adapter.down.bias",
+    "adapter.up.weight",
+)
 
 
 class Adapter(nn.Module):
@@ -40,7 +66,11 @@ class Adapter(nn.Module):
 
     def __init__(self, hidden: int):
         super().__init__()
-        self.norm, self.down, self.up = nn.LayerNorm(hidden), nn.Linear(hidden, 8), nn.Linear(8, hidden, bias=False)
+        self.norm, self.down, self.up = (
+            nn.LayerNorm(hidden),
+            nn.Linear(hidden, 8),
+            nn.Linear(8, hidden, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.up(F.gelu(self.down(self.norm(x))))
@@ -61,35 +91,52 @@ class Adapted(LayerBlock):
 
 def build(layer: type[LayerBlock] = Adapted, tp: TensorParallel = DENSE) -> GPTModel:
     with mock.patch.object(gpt, "LayerBlock", layer):
-        model = GPTModel(CONFIG, vocab_size=VOCAB, padded_vocab=VOCAB, dtype=torch.float64, seed=5, tp=tp)
+        model = GPTModel(
+            CONFIG, vocab_size=VOCAB, padded_vocab=VOCAB, dtype=torch.float64, seed=5, tp=tp
+        )
     filled(model)
     return model
 
 
 def micro_batch(model: GPTModel, number: int):
     ids = torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(number))
-    return model.micro_batch(ids[:, :-1], ids[:, 1:], torch.ones(B, S), torch.arange(S).expand(B, S), torch.arange(B), training=True)
+    return model.micro_batch(
+        ids[:, :-1],
+        ids[:, 1:],
+        torch.ones(B, S),
+        torch.arange(S).expand(B, S),
+        torch.arange(B),
+        training=True,
+    )
 
 
-# ---- against plain autograd ---------------------------------------------------------------------------------------------------------
+# ---- against plain autograd ----------------------------------------------------------------------
 
 
 def textbook(weights: dict[str, Tensor], ids: Tensor) -> Tensor:
     """The sum of the loss of an adapted GPT over ids [b, s + 1], from its definition."""
+
     def norm(x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, (H,), weights[f"{name}.weight"], weights[f"{name}.bias"], CONFIG.norm_epsilon)
+        return F.layer_norm(
+            x, (H,), weights[f"{name}.weight"], weights[f"{name}.bias"], CONFIG.norm_epsilon
+        )
 
     def linear(x: Tensor, name: str) -> Tensor:
         return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
     x = weights["embedding.word.weight"][ids[:, :-1]] + weights["layers.0.position.weight"]
     for layer in ("layers.0", "layers.1"):
-        heads = linear(norm(x, f"{layer}.input_norm"), f"{layer}.attention.qkv").view(B, S, HEADS, 3, D)
+        heads = linear(norm(x, f"{layer}.input_norm"), f"{layer}.attention.qkv").view(
+            B, S, HEADS, 3, D
+        )
         q, k, v = heads.permute(3, 0, 2, 1, 4)  # [b, n, s, d] each
         scores = (q @ k.mT / D**0.5).masked_fill(torch.ones(S, S).triu(1).bool(), -torch.inf)
         context = (scores.softmax(-1) @ v).transpose(1, 2).reshape(B, S, H)
         x = x + linear(context, f"{layer}.attention.proj")
-        hidden = F.gelu(linear(norm(x, f"{layer}.mlp_norm"), f"{layer}.mlp.fc1"), approximate="tanh" if CONFIG.activation == "gelu-tanh" else "none")
+        hidden = F.gelu(
+            linear(norm(x, f"{layer}.mlp_norm"), f"{layer}.mlp.fc1"),
+            approximate="tanh" if CONFIG.activation == "gelu-tanh" else "none",
+        )
         x = x + linear(hidden, f"{layer}.mlp.fc2")
         x = norm(x, f"{layer}.final_norm") if layer == "layers.1" else x
         hidden = F.gelu(linear(norm(x, f"{layer}.adapter.norm"), f"{layer}.adapter.down"))
@@ -118,10 +165,16 @@ def split(model: GPTModel, passes: LayerPasses, numbers: range) -> None:
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "recompute"])
 def test_gradients_are_those_of_plain_autograd(recompute, run_passes):
     model = build()
-    weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+    weights = {
+        name: parameter.detach().clone().requires_grad_()
+        for name, parameter in model.named_parameters()
+    }
     assert all((f"layers.{layer}.{name}" in weights) for layer in (0, 1) for name in NAMES)
     for number in range(3):
-        textbook(weights, torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(number))).backward()
+        textbook(
+            weights,
+            torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(number)),
+        ).backward()
     run_passes(model, LayerPasses(recompute), range(3))
     for name, parameter in model.named_parameters():
         expected = weights[name].grad
@@ -132,6 +185,7 @@ def test_gradients_are_those_of_plain_autograd(recompute, run_passes):
 @pytest.mark.parametrize("run_passes", [whole, split])
 def test_a_weight_of_ours_that_an_ordinary_operation_reads_too(run_passes):
     """What reaches it by both ways is added up, also where the ordinary part comes first."""
+
     class Penalised(LayerBlock):
         def forward(self, x: Tensor, micro) -> Tensor:
             y = super().forward(x, micro)
@@ -140,7 +194,9 @@ def test_a_weight_of_ours_that_an_ordinary_operation_reads_too(run_passes):
     model = build(Penalised)
     run_passes(model, LayerPasses(), range(2))
     weight = model.layers["0"].mlp.fc1.weight
-    direction = torch.randn(weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    direction = torch.randn(
+        weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    )
     start = weight.detach().clone()
 
     def slope(h: float) -> float:
@@ -148,14 +204,19 @@ def test_a_weight_of_ours_that_an_ordinary_operation_reads_too(run_passes):
         for step in (h, -h):
             with torch.no_grad():
                 weight.copy_(start + step * direction)
-                values.append(sum(forward(model, micro_batch(model, number))[0][0].item() for number in range(2)))
+                values.append(
+                    sum(
+                        forward(model, micro_batch(model, number))[0][0].item()
+                        for number in range(2)
+                    )
+                )
         return (values[0] - values[1]) / (2 * h)
 
     numeric = (4 * slope(1e-5) - slope(2e-5)) / 3  # as in tests/unit/model/test_model.py
     assert numeric == pytest.approx((weight.main_grad * direction).sum().item(), rel=1e-7, abs=1e-7)
 
 
-# ---- whole runs on every layout -----------------------------------------------------------------------------------------------------
+# ---- whole runs on every layout ------------------------------------------------------------------
 
 
 def run(flags: tuple[str, ...]) -> Outcome:
@@ -167,17 +228,37 @@ def run(flags: tuple[str, ...]) -> Outcome:
 def alone() -> dict[int, Outcome]:
     """The one-process run of 2 and of 4 layers; its first gradient is what plain autograd gives."""
     with one_thread():
-        outcomes = {layers: run((*FLAGS, "--fp64", "--num-layers", str(layers))) for layers in (2, 4)}
-    assert all(f"layers.{layers - 1}.{name}" in {piece.name for piece in outcome.gradients} for layers, outcome in outcomes.items() for name in NAMES)
+        outcomes = {
+            layers: run((*FLAGS, "--fp64", "--num-layers", str(layers))) for layers in (2, 4)
+        }
+    assert all(
+        f"layers.{layers - 1}.{name}" in {piece.name for piece in outcome.gradients}
+        for layers, outcome in outcomes.items()
+        for name in NAMES
+    )
     return outcomes
 
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 RUNS = [
-    ("dp2", ""), ("dp2 zero1", ""), ("dp2 zero2", FULL), ("dp2 zero3", ""), ("dp2 zero3 kept", FULL), ("dp4 zero3 shard2", ""),
-    ("tp2", ""), ("tp2 sp", FULL), ("tp2 sp dp2 zero3", ""), ("pp2 gpipe dp2 zero1", ""), ("pp2 1f1b", FULL), ("pp2 interleaved v2 dp2 zero2", ""),
-    ("pp2 zero-bubble", ""), ("pp2 zero-bubble dp2 zero2", FULL), ("pp2 zero-bubble tp2 sp dp2 zero3", ""), ("pp2 zero-bubble-v", ""),
-    ("pp2 zero-bubble-v dp2 zero3", FULL), ("dp2", "--optimizer-cpu-offload --optimizer-offload-fraction 1"),
+    ("dp2", ""),
+    ("dp2 zero1", ""),
+    ("dp2 zero2", FULL),
+    ("dp2 zero3", ""),
+    ("dp2 zero3 kept", FULL),
+    ("dp4 zero3 shard2", ""),
+    ("tp2", ""),
+    ("tp2 sp", FULL),
+    ("tp2 sp dp2 zero3", ""),
+    ("pp2 gpipe dp2 zero1", ""),
+    ("pp2 1f1b", FULL),
+    ("pp2 interleaved v2 dp2 zero2", ""),
+    ("pp2 zero-bubble", ""),
+    ("pp2 zero-bubble dp2 zero2", FULL),
+    ("pp2 zero-bubble tp2 sp dp2 zero3", ""),
+    ("pp2 zero-bubble-v", ""),
+    ("pp2 zero-bubble-v dp2 zero3", FULL),
+    ("dp2", "--optimizer-cpu-offload --optimizer-offload-fraction 1"),
     ("dp2 zero3", "--optimizer-cpu-offload --param-cpu-offload --optimizer-offload-fraction 1"),
 ]
 
@@ -185,7 +266,9 @@ RUNS = [
 @pytest.mark.parametrize(("layout", "flags"), RUNS, ids=str)
 def test_every_layout_trains_them_as_one_process(gloo_world, alone, layout, flags):
     words, layers = Row(layout, "gpt").words, 4 if "pp2" in layout else 2
-    outcomes = gloo_world(words.ranks).run(run, (*FLAGS, "--fp64", "--num-layers", str(layers), *words.flags, *flags.split()))
+    outcomes = gloo_world(words.ranks).run(
+        run, (*FLAGS, "--fp64", "--num-layers", str(layers), *words.flags, *flags.split())
+    )
     assert fp64(alone[layers], outcomes, zero=KEY_BIAS) == []
 
 
@@ -203,7 +286,7 @@ def test_gradients_in_bf16(gloo_world, layout):
     assert narrow(exact, one, outcomes, bound=bound, roundoff=2.0**-8) == []
 
 
-# ---- what is refused ----------------------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 class _Lost(torch.autograd.Function):
@@ -229,12 +312,22 @@ def test_a_parameter_that_gets_nothing_is_named():
             return _Lost.apply(super().forward(x, micro), self.scale.weight)
 
     for run_passes in (whole, split):
-        with pytest.raises(RuntimeError, match=r"^layers\.1\.scale\.weight: used in the forward pass, but the backward pass gave no gradient"):
-            run_passes(build(Losing), LayerPasses(), range(1))  # the bias is not used: it may well have none
+        with pytest.raises(
+            RuntimeError,
+            match=(
+                r"^layers\.1\.scale\.weight: used in the forward pass, but the backward "
+                r"pass gave no gradient"
+            ),
+        ):
+            # the bias is not used: it may well have none
+            run_passes(build(Losing), LayerPasses(), range(1))
 
 
 def test_a_layer_of_ours_that_loses_a_gradient_is_named():
-    with mock.patch("megatron.layers.linear.bias_grad"), pytest.raises(RuntimeError, match=r"^layers\.1\..*layers\.1\.attention\.qkv\.bias: used"):
+    with (
+        mock.patch("megatron.layers.linear.bias_grad"),
+        pytest.raises(RuntimeError, match=r"^layers\.1\..*layers\.1\.attention\.qkv\.bias: used"),
+    ):
         whole(build(LayerBlock), LayerPasses(), range(1))
 
 
@@ -255,10 +348,15 @@ def frozen() -> nn.Module:
 REFUSED = {
     r"layers\.0\.same\.weight: 2 layers share it": with_module(same=nn.Linear(H, H)),
     r"layers\.0\.still\.weight: requires_grad is False": with_module(still=frozen()),
-    r"layers\.0\.conv\.weight \[16, 16, 3\]: nothing says what its initial values are": with_module(conv=nn.Conv1d(H, H, 3)),
+    r"layers\.0\.conv\.weight \[16, 16, 3\]: nothing says what its initial values are": with_module(
+        conv=nn.Conv1d(H, H, 3)
+    ),
     r"layers\.0\.norm\.running_mean: a buffer": with_module(norm=nn.BatchNorm1d(H)),
     r"layers\.0\.drop: Dropout\(p=0\.1": with_module(drop=nn.Dropout(0.1)),
-    r"layers\.0\.other\.weight: its name in checkpoints is that of layers\.0\.mlp_norm\.weight too": with_module(other=norm("LayerNorm", H, name="layers.0.mlp_norm")),
+    (
+        r"layers\.0\.other\.weight: its name in checkpoints is that of "
+        r"layers\.0\.mlp_norm\.weight too"
+    ): with_module(other=norm("LayerNorm", H, name="layers.0.mlp_norm")),
 }
 
 
@@ -290,7 +388,10 @@ def test_under_tensor_parallelism_the_sum_must_be_declared(gloo_world):
     for told in gloo_world(2).run(told_of, Undeclared):
         for layer in (0, 1):
             for name in NAMES:
-                assert f"layers.{layer}.{name}: all tensor-parallel ranks hold it, and nothing says how its gradient is summed" in told
+                assert (
+                    f"layers.{layer}.{name}: all tensor-parallel ranks hold it, and nothing "
+                    "says how its gradient is summed"
+                ) in told
         assert "input_norm" not in told
 
 
@@ -305,7 +406,10 @@ def test_a_run_with_them_goes_on_bit_for_bit(tmp_path):
     def rows(folder: str, *more: str) -> dict:
         path = str(tmp_path / folder)
         assert main([path if flag == "RUN" else flag for flag in (*flags, *more)]) == 0
-        return {row["iteration"]: (row["lm loss"], row["grad-norm"], row["params-norm"]) for row in read_metrics(path)}
+        return {
+            row["iteration"]: (row["lm loss"], row["grad-norm"], row["params-norm"])
+            for row in read_metrics(path)
+        }
 
     with mock.patch.object(gpt, "LayerBlock", Adapted):
         expected = rows("whole")

@@ -1,4 +1,6 @@
-"""The update rule on flat segments: the same bits as one call on whole buffers, narrow gradients and moments, rounded weights, scratch."""
+"""The update rule on flat segments: the same bits as one call on whole buffers, narrow gradients
+and moments, rounded weights, scratch.
+"""
 
 import itertools
 import math
@@ -20,16 +22,28 @@ NAMES = {FP32: "fp32", BF16: "bf16"}
 
 
 def rule_of(implementation="torch-fused", exp_avg=FP32, exp_avg_sq=FP32, **settings):
-    return UpdateRule(OptimizerConfig(exp_avg_dtype=NAMES[exp_avg], exp_avg_sq_dtype=NAMES[exp_avg_sq], **settings), implementation)
+    return UpdateRule(
+        OptimizerConfig(
+            exp_avg_dtype=NAMES[exp_avg], exp_avg_sq_dtype=NAMES[exp_avg_sq], **settings
+        ),
+        implementation,
+    )
 
 
 def uniform(size, low, high, seed, dtype=FP32):
-    return torch.empty(size).uniform_(low, high, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return (
+        torch.empty(size)
+        .uniform_(low, high, generator=torch.Generator().manual_seed(seed))
+        .to(dtype)
+    )
 
 
 def start(size, exp_avg=FP32, exp_avg_sq=FP32):
     """Master weights and moments in the middle of a training."""
-    return uniform(size, -1, 1, 1), {"exp_avg": uniform(size, -1, 1, 2, exp_avg), "exp_avg_sq": uniform(size, 0.01, 1, 3, exp_avg_sq)}
+    return uniform(size, -1, 1, 1), {
+        "exp_avg": uniform(size, -1, 1, 2, exp_avg),
+        "exp_avg_sq": uniform(size, 0.01, 1, 3, exp_avg_sq),
+    }
 
 
 def gradient(size, step, dtype=FP32):
@@ -37,29 +51,67 @@ def gradient(size, step, dtype=FP32):
 
 
 def apply(rule, master, grad, states, step, out=None, found_inf=0.0, coefficient=COEFFICIENT):
-    rule.apply(master, grad, states, torch.tensor(float(step)), lr=LR, weight_decay=DECAY, coefficient=torch.tensor(coefficient, dtype=master.dtype),
-               found_inf=torch.tensor(found_inf), out=out)
+    rule.apply(
+        master,
+        grad,
+        states,
+        torch.tensor(float(step)),
+        lr=LR,
+        weight_decay=DECAY,
+        coefficient=torch.tensor(coefficient, dtype=master.dtype),
+        found_inf=torch.tensor(found_inf),
+        out=out,
+    )
 
 
-@pytest.mark.parametrize("size, piece", [(1000, 192), (64, 64), (5, 64), (0, 64), (PIECE + 12345, PIECE)])
+@pytest.mark.parametrize(
+    "size, piece", [(1000, 192), (64, 64), (5, 64), (0, 64), (PIECE + 12345, PIECE)]
+)
 def test_fp32_bits_are_those_of_one_call_on_the_whole_buffer(size, piece, monkeypatch):
     monkeypatch.setattr(update, "PIECE", piece)
     rule, (master, states) = rule_of(), start(size)
-    theirs, exp_avg, exp_avg_sq = master.clone(), states["exp_avg"].clone(), states["exp_avg_sq"].clone()
+    theirs, exp_avg, exp_avg_sq = (
+        master.clone(),
+        states["exp_avg"].clone(),
+        states["exp_avg_sq"].clone(),
+    )
     out = torch.empty(size, dtype=BF16)
     for step in range(3):
         apply(rule, master, gradient(size, step), states, step, out)
-        adamw([theirs], [gradient(size, step)], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(step))], fused=True, amsgrad=False,
-              beta1=rule.config.adam_beta1, beta2=rule.config.adam_beta2, lr=LR, weight_decay=DECAY, eps=rule.config.adam_eps, maximize=False,
-              grad_scale=1 / torch.tensor(COEFFICIENT), found_inf=torch.tensor(0.0))
-        assert torch.equal(master, theirs) and torch.equal(states["exp_avg"], exp_avg) and torch.equal(states["exp_avg_sq"], exp_avg_sq)
+        adamw(
+            [theirs],
+            [gradient(size, step)],
+            [exp_avg],
+            [exp_avg_sq],
+            [],
+            [torch.tensor(float(step))],
+            fused=True,
+            amsgrad=False,
+            beta1=rule.config.adam_beta1,
+            beta2=rule.config.adam_beta2,
+            lr=LR,
+            weight_decay=DECAY,
+            eps=rule.config.adam_eps,
+            maximize=False,
+            grad_scale=1 / torch.tensor(COEFFICIENT),
+            found_inf=torch.tensor(0.0),
+        )
+        assert (
+            torch.equal(master, theirs)
+            and torch.equal(states["exp_avg"], exp_avg)
+            and torch.equal(states["exp_avg_sq"], exp_avg_sq)
+        )
         assert torch.equal(out, theirs.to(BF16))
 
 
 @pytest.mark.parametrize("grad, exp_avg, exp_avg_sq", DTYPES)
 @pytest.mark.parametrize("implementation", ["torch-fused", "torch"])
-def test_bits_do_not_depend_on_cuts_at_the_alignment(implementation, grad, exp_avg, exp_avg_sq, monkeypatch):
-    """Shards of 64, 576 and 393 elements, in pieces of 128, have the bits of one buffer in one piece."""
+def test_bits_do_not_depend_on_cuts_at_the_alignment(
+    implementation, grad, exp_avg, exp_avg_sq, monkeypatch
+):
+    """Shards of 64, 576 and 393 elements, in pieces of 128, have the bits of one buffer in one
+    piece.
+    """
     rule, size = rule_of(implementation, exp_avg, exp_avg_sq), 1033
 
     def run(piece, cuts):
@@ -69,7 +121,14 @@ def test_bits_do_not_depend_on_cuts_at_the_alignment(implementation, grad, exp_a
         for step in range(3):
             gradients = gradient(size, step, grad)
             for part in (slice(a, b) for a, b in itertools.pairwise(cuts)):
-                apply(rule, master[part], gradients[part], {name: state[part] for name, state in states.items()}, step, out[part])
+                apply(
+                    rule,
+                    master[part],
+                    gradients[part],
+                    {name: state[part] for name, state in states.items()},
+                    step,
+                    out[part],
+                )
         return master, out, *states.values()
 
     assert all(map(torch.equal, run(PIECE, [0, size]), run(2 * ALIGNMENT, [0, 64, 640, size])))
@@ -77,23 +136,31 @@ def test_bits_do_not_depend_on_cuts_at_the_alignment(implementation, grad, exp_a
 
 @pytest.mark.parametrize("grad, exp_avg, exp_avg_sq", DTYPES)
 def test_narrow_moments_are_the_rounded_ones_of_fp32(grad, exp_avg, exp_avg_sq):
-    """Each step gives the bits of an all-fp32 step from the same stored values, its moments rounded to what stores them."""
+    """Each step gives the bits of an all-fp32 step from the same stored values, its moments rounded
+    to what stores them.
+    """
     rule, size = rule_of("torch-fused", exp_avg, exp_avg_sq), 640
     master, states = start(size, exp_avg, exp_avg_sq)
     for step in range(5):
-        wide, moments = master.clone(), {name: state.to(FP32, copy=True) for name, state in states.items()}
+        wide, moments = (
+            master.clone(),
+            {name: state.to(FP32, copy=True) for name, state in states.items()},
+        )
         apply(rule_of(), wide, gradient(size, step, grad).float(), moments, step)
         apply(rule, master, gradient(size, step, grad), states, step)
         assert torch.equal(master, wide)
-        assert all(torch.equal(states[name], moments[name].to(states[name].dtype)) for name in moments)
+        assert all(
+            torch.equal(states[name], moments[name].to(states[name].dtype)) for name in moments
+        )
 
 
 @pytest.mark.parametrize("grad, exp_avg, exp_avg_sq", DTYPES)
 @pytest.mark.parametrize("implementation", ["torch-fused", "torch"])
 def test_a_step_equals_the_formula_in_float64(implementation, grad, exp_avg, exp_avg_sq):
-    """Loshchilov and Hutter 2019, algorithm 2, from the values as stored. u = 2^-24 is the error of one fp32 operation, h = 2^-8 of a
-    rounding to bf16. The scaled gradient takes 2 operations (3 u with its coefficient), a moment 4 more on each of its terms, the weight's decay 3,
-    its update 10 and those of the moments: all of them on magnitudes, so that cancellation is counted.
+    """Loshchilov and Hutter 2019, algorithm 2, from the values as stored. u = 2^-24 is the error of
+    one fp32 operation, h = 2^-8 of a rounding to bf16. The scaled gradient takes 2 operations (3 u
+    with its coefficient), a moment 4 more on each of its terms, the weight's decay 3, its update 10
+    and those of the moments: all of them on magnitudes, so that cancellation is counted.
     """
     u, size = 2.0**-24, 640
     half = {FP32: 0.0, BF16: 2.0**-8}
@@ -102,22 +169,35 @@ def test_a_step_equals_the_formula_in_float64(implementation, grad, exp_avg, exp
     master, states = start(size, exp_avg, exp_avg_sq)
     for step in range(5):
         g = gradient(size, step, grad)
-        scaled, w, m, v = g.double() * COEFFICIENT, master.double(), states["exp_avg"].double(), states["exp_avg_sq"].double()
+        scaled, w, m, v = (
+            g.double() * COEFFICIENT,
+            master.double(),
+            states["exp_avg"].double(),
+            states["exp_avg_sq"].double(),
+        )
         magnitude = beta1 * m.abs() + (1 - beta1) * scaled.abs()
         m, v = beta1 * m + (1 - beta1) * scaled, beta2 * v + (1 - beta2) * scaled**2
         denominator = (v / (1 - beta2 ** (step + 1))).sqrt() + eps
         expected = w * (1 - LR * DECAY) - LR * m / (1 - beta1 ** (step + 1)) / denominator
         apply(rule, master, g, states, step)
-        assert (states["exp_avg"] - m).abs().le(half[exp_avg] * m.abs() + (1 + half[exp_avg]) * 7 * u * magnitude).all()
+        assert (
+            (states["exp_avg"] - m)
+            .abs()
+            .le(half[exp_avg] * m.abs() + (1 + half[exp_avg]) * 7 * u * magnitude)
+            .all()
+        )
         assert (states["exp_avg_sq"] - v).abs().le((half[exp_avg_sq] + 11 * u) * v).all()
         bound = u * (4 * w.abs() + 24 * LR * magnitude / (1 - beta1 ** (step + 1)) / denominator)
         assert (master - expected).abs().le(bound).all()
-        assert (master - w).abs().median() > 1000 * bound.median()  # the bound would see a wrong coefficient, decay or beta
+        # the bound would see a wrong coefficient, decay or beta
+        assert (master - w).abs().median() > 1000 * bound.median()
 
 
 @pytest.mark.parametrize("exp_avg, exp_avg_sq", [(FP32, FP32), (BF16, BF16)])
 @pytest.mark.parametrize("poison", [math.inf, math.nan])
-def test_found_inf_changes_nothing_and_still_writes_the_rounded_weights(poison, exp_avg, exp_avg_sq):
+def test_found_inf_changes_nothing_and_still_writes_the_rounded_weights(
+    poison, exp_avg, exp_avg_sq
+):
     rule, size = rule_of("torch-fused", exp_avg, exp_avg_sq), 200
     assert rule.skips_on_device and not rule_of("torch").skips_on_device
     master, states = start(size, exp_avg, exp_avg_sq)
@@ -125,7 +205,9 @@ def test_found_inf_changes_nothing_and_still_writes_the_rounded_weights(poison, 
     grad = gradient(size, 0)
     grad[70] = poison
     apply(rule, master, grad, states, 0, out, found_inf=1.0, coefficient=math.nan)
-    assert all(map(torch.equal, before, (master, *states.values()))) and torch.equal(out, master.to(BF16))
+    assert all(map(torch.equal, before, (master, *states.values()))) and torch.equal(
+        out, master.to(BF16)
+    )
 
 
 class NewStorage(TorchDispatchMode):
@@ -137,8 +219,10 @@ class NewStorage(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **kwargs or {})
-        if isinstance(result, torch.Tensor) and not any(result.untyped_storage()._cdata == x.untyped_storage()._cdata for x in self.kept + [
-                x for x in args if isinstance(x, torch.Tensor)]):
+        if isinstance(result, torch.Tensor) and not any(
+            result.untyped_storage()._cdata == x.untyped_storage()._cdata
+            for x in self.kept + [x for x in args if isinstance(x, torch.Tensor)]
+        ):
             self.made += result.untyped_storage().nbytes()
             self.kept.append(result)  # so that no later storage takes its address
         return result
@@ -149,9 +233,23 @@ def test_scratch_is_a_piece_for_each_narrow_buffer(narrow, buffers, monkeypatch)
     piece, size = 128, 64 * 128
     monkeypatch.setattr(update, "PIECE", piece)
     rule, (master, states) = rule_of("torch-fused", narrow, narrow), start(size, narrow, narrow)
-    grad, out, step, coefficient, found_inf = gradient(size, 0, narrow), torch.empty(size, dtype=BF16), *map(torch.tensor, (0.0, COEFFICIENT, 0.0))
+    grad, out, step, coefficient, found_inf = (
+        gradient(size, 0, narrow),
+        torch.empty(size, dtype=BF16),
+        *map(torch.tensor, (0.0, COEFFICIENT, 0.0)),
+    )
     with NewStorage() as mode:
-        rule.apply(master, grad, states, step, lr=LR, weight_decay=DECAY, coefficient=coefficient, found_inf=found_inf, out=out)
+        rule.apply(
+            master,
+            grad,
+            states,
+            step,
+            lr=LR,
+            weight_decay=DECAY,
+            coefficient=coefficient,
+            found_inf=found_inf,
+            out=out,
+        )
     assert buffers * piece * 4 <= mode.made <= buffers * piece * 4 + 64
     assert torch.equal(out, master.to(BF16))
 
@@ -160,18 +258,31 @@ def test_scratch_is_a_piece_for_each_narrow_buffer(narrow, buffers, monkeypatch)
 def test_sgd_takes_narrow_gradients_and_writes_rounded_weights(dtype, monkeypatch):
     monkeypatch.setattr(update, "PIECE", 128)
     size, rule = 1000, rule_of(optimizer="sgd", sgd_momentum=0.8)
-    master, momentum, out = uniform(size, -1, 1, 1), uniform(size, -1, 1, 2), torch.empty(size, dtype=BF16)
-    assert rule.state_names == ("momentum_buffer",) and rule.state_dtype("momentum_buffer", FP32) == FP32
+    master, momentum, out = (
+        uniform(size, -1, 1, 1),
+        uniform(size, -1, 1, 2),
+        torch.empty(size, dtype=BF16),
+    )
+    assert (
+        rule.state_names == ("momentum_buffer",)
+        and rule.state_dtype("momentum_buffer", FP32) == FP32
+    )
     for step in range(3):
         grad = gradient(size, step, dtype)
         change = 0.8 * momentum.double() + COEFFICIENT * grad.double() + DECAY * master.double()
         expected = master.double() - LR * change
         apply(rule, master, grad, {"momentum_buffer": momentum}, step, out)
-        torch.testing.assert_close(master.double(), expected, rtol=0, atol=4 * 2.0**-24)  # weights below 2, changes below 5 times 0.01
+        # weights below 2, changes below 5 times 0.01
+        torch.testing.assert_close(master.double(), expected, rtol=0, atol=4 * 2.0**-24)
         assert torch.equal(out, master.to(BF16))
 
 
 def test_states_are_stored_as_the_flags_say():
     rule = rule_of(exp_avg=BF16)
-    assert rule.state_dtype("exp_avg", FP32) == BF16 and rule.state_dtype("exp_avg_sq", FP32) == FP32
-    assert rule_of(exp_avg_sq=BF16).state_dtype("exp_avg_sq", FP32) == BF16 and rule_of().state_dtype("exp_avg_sq", torch.float64) == torch.float64
+    assert (
+        rule.state_dtype("exp_avg", FP32) == BF16 and rule.state_dtype("exp_avg_sq", FP32) == FP32
+    )
+    assert (
+        rule_of(exp_avg_sq=BF16).state_dtype("exp_avg_sq", FP32) == BF16
+        and rule_of().state_dtype("exp_avg_sq", torch.float64) == torch.float64
+    )

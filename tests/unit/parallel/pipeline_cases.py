@@ -20,35 +20,72 @@ from megatron.parallel.pipeline import Pipeline, loss_gradient
 from megatron.parallel.schedule import COMPUTATIONS, Kind, Schedule, build_schedule
 
 VOCAB, S, B, LAYERS = 30, 8, 2, 8
-CONFIG = ModelConfig(num_layers=LAYERS, hidden_size=16, ffn_hidden_size=24, num_attention_heads=4, kv_channels=4, num_query_groups=2,
-                     max_position_embeddings=S, activation="swiglu", untie_embeddings_and_output_weights=True)  # dropout 0.1
+CONFIG = ModelConfig(
+    num_layers=LAYERS,
+    hidden_size=16,
+    ffn_hidden_size=24,
+    num_attention_heads=4,
+    kv_channels=4,
+    num_query_groups=2,
+    # dropout 0.1
+    max_position_embeddings=S,
+    activation="swiglu",
+    untie_embeddings_and_output_weights=True,
+)
 
 
-def pipeline_of(placement: tuple[int, ...], groups: Groups, recompute: bool = False) -> tuple[Pipeline, list]:
+def pipeline_of(
+    placement: tuple[int, ...], groups: Groups, recompute: bool = False
+) -> tuple[Pipeline, list]:
     """This rank's stages with their initial weights, and their blocks."""
     count = len(placement)
     ends = [LAYERS * stage // count for stage in range(count + 1)]
     stages = [Stage(k == 0, range(ends[k], ends[k + 1]), k == count - 1) for k in range(count)]
-    model = GPTModel(CONFIG, vocab_size=VOCAB, padded_vocab=VOCAB, dtype=torch.float64, seed=5,
-                     stages=tuple(stage for stage, rank in zip(stages, placement) if rank == groups.pp.rank))
+    model = GPTModel(
+        CONFIG,
+        vocab_size=VOCAB,
+        padded_vocab=VOCAB,
+        dtype=torch.float64,
+        seed=5,
+        stages=tuple(stage for stage, rank in zip(stages, placement) if rank == groups.pp.rank),
+    )
     blocks = filled(model)
     shape = S, B, CONFIG.hidden_size
-    return Pipeline(model, KeptWeights(), LayerPasses(recompute), placement, shape, groups, torch.device("cpu")), blocks
+    return Pipeline(
+        model, KeptWeights(), LayerPasses(recompute), placement, shape, groups, torch.device("cpu")
+    ), blocks
 
 
 def batch(model: GPTModel, index: int, training: bool = True):
     ids = torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(index))
     mask = torch.rand(B, S, generator=torch.Generator().manual_seed(index)) < 0.8
-    return model.micro_batch(ids[:, :-1], ids[:, 1:], mask, torch.arange(S).expand(B, S), torch.arange(B) + B * index, training=training)
+    return model.micro_batch(
+        ids[:, :-1],
+        ids[:, 1:],
+        mask,
+        torch.arange(S).expand(B, S),
+        torch.arange(B) + B * index,
+        training=training,
+    )
 
 
 def outcome(schedule: Schedule, groups: Groups, recompute: bool = False) -> tuple[dict, dict]:
     """(losses by micro-batch, gradients by name) of one run on this rank."""
     pipeline, blocks = pipeline_of(schedule.placement, groups, recompute)
-    training = any(action.kind in COMPUTATIONS - {Kind.FORWARD} for actions in schedule.actions for action in actions)
+    training = any(
+        action.kind in COMPUTATIONS - {Kind.FORWARD}
+        for actions in schedule.actions
+        for action in actions
+    )
     with torch.set_grad_enabled(training):
-        sums = pipeline.run(schedule, lambda index: batch(pipeline.model, index, training), 0.5).losses
-    gradients = {entry.name: entry.view(block.grad).clone() for block in blocks for entry in block.entries} if training else {}
+        sums = pipeline.run(
+            schedule, lambda index: batch(pipeline.model, index, training), 0.5
+        ).losses
+    gradients = (
+        {entry.name: entry.view(block.grad).clone() for block in blocks for entry in block.entries}
+        if training
+        else {}
+    )
     return {index: each.clone() for index, each in sums.items()}, gradients
 
 
@@ -59,10 +96,14 @@ def alone(micro_batches: int, training: bool = True) -> tuple[dict, dict]:
     sums = {}
     with torch.set_grad_enabled(training):
         for index in range(micro_batches):
-            sums[index], saved = forward(pipeline.model, batch(pipeline.model, index, training), pipeline.passes)
+            sums[index], saved = forward(
+                pipeline.model, batch(pipeline.model, index, training), pipeline.passes
+            )
             if training:
                 backward(pipeline.model, saved, loss_gradient(sums[index], 0.5), pipeline.passes)
-    return sums, {entry.name: entry.view(block.grad) for block in blocks for entry in block.entries} if training else {}
+    return sums, {
+        entry.name: entry.view(block.grad) for block in blocks for entry in block.entries
+    } if training else {}
 
 
 def walk(draw: random.Random, ranks: int, stages: int) -> tuple[int, ...]:
@@ -76,7 +117,9 @@ def walk(draw: random.Random, ranks: int, stages: int) -> tuple[int, ...]:
 
 
 def drawn(seed: int, ranks: int) -> tuple[Schedule, bool]:
-    """A random valid schedule, and whether each stage adds its gradients in the order of the micro-batches."""
+    """A random valid schedule, and whether each stage adds its gradients in the order of the
+    micro-batches.
+    """
     draw = random.Random(seed)
     training, ascending = draw.random() < 0.8, draw.random() < 0.5
     placement = walk(draw, ranks, draw.randint(ranks, LAYERS))
@@ -90,4 +133,7 @@ def run_random(seeds: range) -> list[tuple[dict, dict]]:
 
 def run_named(cases: list[tuple[str, int, int, bool]]) -> list[tuple[dict, dict]]:
     groups = make_groups(Layout(pp=dist.get_world_size()), None)
-    return [outcome(build_schedule(name, groups.pp.size, virtual, count), groups, recompute) for name, virtual, count, recompute in cases]
+    return [
+        outcome(build_schedule(name, groups.pp.size, virtual, count), groups, recompute)
+        for name, virtual, count, recompute in cases
+    ]

@@ -1,4 +1,6 @@
-"""Valid schedules that nobody would write, and a machine that runs lists of actions literally: the oracle of the checker."""
+"""Valid schedules that nobody would write, and a machine that runs lists of actions literally: the
+oracle of the checker.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +18,52 @@ def random_placement(draw: random.Random, ranks: int, stages: int) -> tuple[int,
 
 
 def _before(action: Action, last: int, split: bool, ascending: bool) -> list[Action]:
-    """What must be done before an action; `split` says how this stage goes backward, and so does whether it is itself in two parts."""
+    """What must be done before an action; `split` says how this stage goes backward, and so does
+    whether it is itself in two parts.
+    """
     kind, stage, micro = action
     found = [Action(kind, stage, micro - 1)] if ascending and micro else []
     if kind is Kind.FORWARD:
         return found + ([Action(kind, stage - 1, micro)] if stage else [])
     if kind is Kind.BACKWARD_WEIGHT:
         return [*found, Action(Kind.BACKWARD_INPUT, stage, micro)]
-    return [*found, Action(Kind.BACKWARD_INPUT if split else Kind.BACKWARD, stage + 1, micro) if stage < last else Action(Kind.FORWARD, stage, micro)]
+    return [
+        *found,
+        Action(Kind.BACKWARD_INPUT if split else Kind.BACKWARD, stage + 1, micro)
+        if stage < last
+        else Action(Kind.FORWARD, stage, micro),
+    ]
 
 
-def random_schedule(draw: random.Random, placement: Sequence[int], micro_batches: int, ascending: bool = False, training: bool = True) -> Schedule:
-    """A random topological order of all computations, backward passes split on some stages; `ascending`: each stage's by micro-batch."""
+def random_schedule(
+    draw: random.Random,
+    placement: Sequence[int],
+    micro_batches: int,
+    ascending: bool = False,
+    training: bool = True,
+) -> Schedule:
+    """A random topological order of all computations, backward passes split on some stages;
+    `ascending`: each stage's by micro-batch.
+    """
     last = len(placement) - 1
     split = [draw.random() < 0.5 for _ in placement]
     left = []
     for stage in range(len(placement)):
         backward = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if split[stage] else (Kind.BACKWARD,)
-        left += [Action(kind, stage, micro) for kind in (Kind.FORWARD, *(backward if training else ())) for micro in range(micro_batches)]
+        left += [
+            Action(kind, stage, micro)
+            for kind in (Kind.FORWARD, *(backward if training else ()))
+            for micro in range(micro_batches)
+        ]
     orders: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
     done: set[Action] = set()
     haste = draw.choice([None, Kind.FORWARD, Kind.BACKWARD])
     while left:
-        ready = [a for a in left if done.issuperset(_before(a, last, a.stage < last and split[a.stage + 1], ascending))]
+        ready = [
+            a
+            for a in left
+            if done.issuperset(_before(a, last, a.stage < last and split[a.stage + 1], ascending))
+        ]
         favoured = [a for a in ready if a.kind is haste]
         action = draw.choice(favoured if favoured and draw.random() < 0.7 else ready)
         left.remove(action)
@@ -48,13 +73,16 @@ def random_schedule(draw: random.Random, placement: Sequence[int], micro_batches
 
 
 def runs(schedule: Schedule, draw: random.Random) -> bool:
-    """Run the lists on ranks that take turns at random, with real values in the messages; whether all is computed once, from the right values.
+    """Run the lists on ranks that take turns at random, with real values in the messages; whether
+    all is computed once, from the right values.
 
-    The n-th send from a rank to another fills the n-th receive, whatever they are called; both must be posted, as for all before them.
+    The n-th send from a rank to another fills the n-th receive, whatever they are called; both must
+    be posted, as for all before them.
     """
     placement, last = schedule.placement, len(schedule.placement) - 1
     at = [0] * len(schedule.actions)
-    store: list[dict] = [{} for _ in schedule.actions]  # by rank: what it has made, and the numbers of its receives
+    # by rank: what it has made, and the numbers of its receives
+    store: list[dict] = [{} for _ in schedule.actions]
     sent: dict[tuple[int, int], list] = {}
     posted: dict[tuple[int, int], int] = {}
     active = list(range(len(schedule.actions)))
@@ -77,8 +105,14 @@ def runs(schedule: Schedule, draw: random.Random) -> bool:
                 continue
         else:
             forward = kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
-            step = (1 if forward else -1) * (1 if kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD) else -1)
-            if not 0 <= stage + step <= last or placement[stage] != rank or placement[stage + step] == rank:
+            step = (1 if forward else -1) * (
+                1 if kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD) else -1
+            )
+            if (
+                not 0 <= stage + step <= last
+                or placement[stage] != rank
+                or placement[stage + step] == rank
+            ):
                 return False
             other = placement[stage + step]
             if kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
@@ -94,16 +128,31 @@ def runs(schedule: Schedule, draw: random.Random) -> bool:
         at[rank] += 1
         stuck = 0
     left = [key for mine in store for key in mine]
-    finished = sorted((stage, micro, kind.value) for what, kind, stage, micro in left if what == "finished")
+    finished = sorted(
+        (stage, micro, kind.value) for what, kind, stage, micro in left if what == "finished"
+    )
     training = any(kind != "F" for _, _, kind in finished)
-    complete = all("".join(sorted(kind for s, i, kind in finished if (s, i) == (stage, micro))) in (("BF", "FIW") if training else ("F",))
-                   for stage in range(last + 1) for micro in range(schedule.micro_batches))
-    unused = any(what in ("made", "number", "stash") or what == "kept" and training for what, *_ in left)
-    return not active and complete and not unused and {channel: len(values) for channel, values in sent.items()} == posted
+    complete = all(
+        "".join(sorted(kind for s, i, kind in finished if (s, i) == (stage, micro)))
+        in (("BF", "FIW") if training else ("F",))
+        for stage in range(last + 1)
+        for micro in range(schedule.micro_batches)
+    )
+    unused = any(
+        what in ("made", "number", "stash") or what == "kept" and training for what, *_ in left
+    )
+    return (
+        not active
+        and complete
+        and not unused
+        and {channel: len(values) for channel, values in sent.items()} == posted
+    )
 
 
 def _compute(kind, stage, micro, placement, last, mine, sent, posted, rank) -> str:
-    """One computation: "done", "waits", or "wrong". Values say what they were made from; a finished stage leaves nothing but its name."""
+    """One computation: "done", "waits", or "wrong". Values say what they were made from; a finished
+    stage leaves nothing but its name.
+    """
     forward = kind is Kind.FORWARD
     if placement[stage] != rank or ("finished", kind, stage, micro) in mine:
         return "wrong"

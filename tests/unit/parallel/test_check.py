@@ -1,4 +1,6 @@
-"""The checker: accepts every schedule of ours and any valid one, refuses what a machine that runs the lists literally cannot run, and says why."""
+"""The checker: accepts every schedule of ours and any valid one, refuses what a machine that runs
+the lists literally cannot run, and says why.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +11,45 @@ import pytest
 from random_schedules import random_placement, random_schedule, runs
 
 from megatron.parallel.check import ScheduleError, check
-from megatron.parallel.schedule import Action, Kind, Schedule, build_schedule, communicate, forward_only
+from megatron.parallel.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    build_schedule,
+    communicate,
+    forward_only,
+)
 
-F, B, W, SF, RF, SB = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD
+F, B, W, SF, RF, SB = (
+    Kind.FORWARD,
+    Kind.BACKWARD,
+    Kind.BACKWARD_WEIGHT,
+    Kind.SEND_FORWARD,
+    Kind.RECEIVE_FORWARD,
+    Kind.SEND_BACKWARD,
+)
 
 
 def changed(schedule: Schedule, rank: int, edit) -> Schedule:
     """The schedule with `edit` done to one rank's list."""
     actions = list(schedule.actions[rank])
     edit(actions)
-    return dataclasses.replace(schedule, actions=(*schedule.actions[:rank], tuple(actions), *schedule.actions[rank + 1:]))
+    return dataclasses.replace(
+        schedule, actions=(*schedule.actions[:rank], tuple(actions), *schedule.actions[rank + 1 :])
+    )
 
 
 def drawn(seed: int) -> tuple[random.Random, Schedule]:
     draw = random.Random(seed)
     ranks = draw.randint(1, 4)
     placement = random_placement(draw, ranks, draw.randint(ranks, 6))
-    return draw, random_schedule(draw, placement, draw.randint(1, 4), ascending=draw.random() < 0.5, training=draw.random() < 0.9)
+    return draw, random_schedule(
+        draw,
+        placement,
+        draw.randint(1, 4),
+        ascending=draw.random() < 0.5,
+        training=draw.random() < 0.9,
+    )
 
 
 def accepted(schedule: Schedule) -> bool:
@@ -44,7 +68,9 @@ def test_random_schedules_are_accepted_and_run():
 
 
 def test_random_lists_are_judged_as_the_machine_judges_them():
-    """Swap actions, post receives earlier, interchange micro-batches: some are still valid, and exactly those are accepted."""
+    """Swap actions, post receives earlier, interchange micro-batches: some are still valid, and
+    exactly those are accepted.
+    """
     verdicts = {True: 0, False: 0}
     for seed in range(1500):
         draw, schedule = drawn(seed)
@@ -69,16 +95,27 @@ def test_random_lists_are_judged_as_the_machine_judges_them():
 
 
 def test_random_orders_deadlock_exactly_when_the_machine_does():
-    """Each rank's computations in an order of its own: complete and matched, but ranks may wait for each other in a circle."""
+    """Each rank's computations in an order of its own: complete and matched, but ranks may wait for
+    each other in a circle.
+    """
     words = {True: 0, False: 0}
     for seed in range(600):
         draw, schedule = drawn(seed)
-        other = random_schedule(draw, schedule.placement, schedule.micro_batches, training=any(a.kind is not F for a in schedule.actions[0]))
+        other = random_schedule(
+            draw,
+            schedule.placement,
+            schedule.micro_batches,
+            training=any(a.kind is not F for a in schedule.actions[0]),
+        )
         mixed = []
         for ours, theirs in zip(schedule.actions, other.actions):
             kinds = {a for a in ours if a.kind in (F, B, Kind.BACKWARD_INPUT, W)}
             again = [a for a in theirs if a.kind in (F, B, Kind.BACKWARD_INPUT, W)]
-            mixed.append(again if set(again) == kinds and draw.random() < 0.5 else [a for a in ours if a in kinds])
+            mixed.append(
+                again
+                if set(again) == kinds and draw.random() < 0.5
+                else [a for a in ours if a in kinds]
+            )
         schedule = dataclasses.replace(schedule, actions=communicate(mixed, schedule.placement))
         expected = runs(schedule, draw)
         words[expected] += 1
@@ -90,16 +127,27 @@ def test_random_orders_deadlock_exactly_when_the_machine_does():
     assert min(words.values()) > 20, words
 
 
-@pytest.mark.parametrize("schedule", [
-    build_schedule("1f1b", 3, 1, 4), build_schedule("interleaved", 2, 2, 3), build_schedule("zero-bubble-v", 2, 2, 3), forward_only((0, 1, 0), 3),
-], ids=lambda schedule: schedule.name)  # fmt: skip
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        build_schedule("1f1b", 3, 1, 4),
+        build_schedule("interleaved", 2, 2, 3),
+        build_schedule("zero-bubble-v", 2, 2, 3),
+        forward_only((0, 1, 0), 3),
+    ],
+    ids=lambda schedule: schedule.name,
+)
 def test_without_or_with_a_second_or_another_action_it_is_refused(schedule: Schedule):
     for rank, actions in enumerate(schedule.actions):
         for index, (kind, stage, micro) in enumerate(actions):
             edits = [lambda a: a.pop(index), lambda a: a.insert(index, a[index])]  # noqa: B023
-            others = [Action(kind, stage, (micro + 1) % schedule.micro_batches), Action(kind, (stage + 1) % schedule.stages, micro),
-                      Action(kind, schedule.stages, micro), Action(kind, stage, -1)]
-            edits += [lambda a, other=other: a.__setitem__(index, other) for other in others]  # noqa: B023
+            others = [
+                Action(kind, stage, (micro + 1) % schedule.micro_batches),
+                Action(kind, (stage + 1) % schedule.stages, micro),
+                Action(kind, schedule.stages, micro),
+                Action(kind, stage, -1),
+            ]
+            edits += [lambda a, other=other: a.__setitem__(index, other) for other in others]
             for edit in edits:
                 broken = changed(schedule, rank, edit)
                 assert not accepted(broken), (rank, index)
@@ -127,60 +175,149 @@ def placed_at(schedule: Schedule, rank: int, index: int, action: Action) -> Sche
     return changed(schedule, rank, lambda actions: actions.insert(index, action))
 
 
-GPIPE, ONE, SPLIT = build_schedule("gpipe", 2, 1, 3), build_schedule("1f1b", 2, 1, 3), build_schedule("zero-bubble", 2, 1, 3)
+GPIPE, ONE, SPLIT = (
+    build_schedule("gpipe", 2, 1, 3),
+    build_schedule("1f1b", 2, 1, 3),
+    build_schedule("zero-bubble", 2, 1, 3),
+)
 
 
-@pytest.mark.parametrize("schedule, words", [
-    (exchange(GPIPE, 1, Action(RF, 1, 0), Action(RF, 1, 1)),
-     "rank 1, action 0 (receive of the input of stage 1, micro-batch 1) is number 0 from rank 0, "
-     "which there has the send of the output of stage 0, micro-batch 0, action 1"),
-    (without(ONE, 0, Action(SF, 0, 1)),
-     "rank 0, action 3 (forward of stage 0, micro-batch 1) is not sent: there is no send of the output of stage 0, micro-batch 1"),
-    (without(ONE, 1, Action(SB, 1, 2)), "rank 1, action 10 (backward of stage 1, micro-batch 2) is not sent"),
-    (without(ONE, 1, Action(RF, 1, 2)), "(forward of stage 1, micro-batch 2) has no receive of the input of stage 1, micro-batch 2"),
-    (exchange(ONE, 1, Action(F, 1, 1), Action(B, 1, 1)),
-     "(backward of stage 1, micro-batch 1) comes before the forward of stage 1, micro-batch 1, action"),
-    (exchange(ONE, 0, Action(F, 0, 0), Action(SF, 0, 0)),
-     "rank 0, action 0 (send of the output of stage 0, micro-batch 0) comes before the forward of stage 0"),
-    (exchange(ONE, 1, Action(F, 1, 0), Action(RF, 1, 0)),
-     "(forward of stage 1, micro-batch 0) comes before the receive of the input of stage 1, micro-batch 0"),
-    (exchange(SPLIT, 0, Action(Kind.BACKWARD_INPUT, 0, 2), Action(W, 0, 2)),
-     "(weight gradient of stage 0, micro-batch 2) comes before the input gradient of stage 0"),
-    (without(SPLIT, 1, Action(W, 1, 1)), "rank 1 has for stage 1, micro-batch 1: forward, input gradient; it must have"),
-    (placed_at(ONE, 1, 20, Action(W, 1, 1)), "rank 1 has for stage 1, micro-batch 1: forward, backward, weight gradient; it must have"),
-    (placed_at(GPIPE, 0, 0, Action(F, 1, 0)), "rank 0, action 0 (forward of stage 1, micro-batch 0) is on the wrong rank: stage 1 lies on rank 1"),
-    (placed_at(GPIPE, 0, 0, Action(F, 2, 0)), "does not exist: there are 2 stages and 3 micro-batches"),
-    (placed_at(GPIPE, 0, 2, Action(F, 0, 0)), "rank 0, action 2 (forward of stage 0, micro-batch 0) is a second time in the list, first at 0"),
-    (placed_at(GPIPE, 1, 20, Action(SF, 1, 0)), "(send of the output of stage 1, micro-batch 0) has no rank at its other end"),
-    (dataclasses.replace(GPIPE, placement=(0, 2)), "its placement (0, 2) names other ranks"),
-    (dataclasses.replace(GPIPE, micro_batches=4), "rank 0 has for stage 0, micro-batch 3: nothing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "schedule, words",
+    [
+        (
+            exchange(GPIPE, 1, Action(RF, 1, 0), Action(RF, 1, 1)),
+            "rank 1, action 0 (receive of the input of stage 1, micro-batch 1) is number 0 "
+            "from rank 0, "
+            "which there has the send of the output of stage 0, micro-batch 0, action 1",
+        ),
+        (
+            without(ONE, 0, Action(SF, 0, 1)),
+            (
+                "rank 0, action 3 (forward of stage 0, micro-batch 1) is not sent: there is no "
+                "send of the output of stage 0, micro-batch 1"
+            ),
+        ),
+        (
+            without(ONE, 1, Action(SB, 1, 2)),
+            "rank 1, action 10 (backward of stage 1, micro-batch 2) is not sent",
+        ),
+        (
+            without(ONE, 1, Action(RF, 1, 2)),
+            (
+                "(forward of stage 1, micro-batch 2) has no receive of the input of stage 1, "
+                "micro-batch 2"
+            ),
+        ),
+        (
+            exchange(ONE, 1, Action(F, 1, 1), Action(B, 1, 1)),
+            (
+                "(backward of stage 1, micro-batch 1) comes before the forward of stage 1, "
+                "micro-batch 1, action"
+            ),
+        ),
+        (
+            exchange(ONE, 0, Action(F, 0, 0), Action(SF, 0, 0)),
+            (
+                "rank 0, action 0 (send of the output of stage 0, micro-batch 0) comes before "
+                "the forward of stage 0"
+            ),
+        ),
+        (
+            exchange(ONE, 1, Action(F, 1, 0), Action(RF, 1, 0)),
+            (
+                "(forward of stage 1, micro-batch 0) comes before the receive of the input of "
+                "stage 1, micro-batch 0"
+            ),
+        ),
+        (
+            exchange(SPLIT, 0, Action(Kind.BACKWARD_INPUT, 0, 2), Action(W, 0, 2)),
+            (
+                "(weight gradient of stage 0, micro-batch 2) comes before the input gradient of "
+                "stage 0"
+            ),
+        ),
+        (
+            without(SPLIT, 1, Action(W, 1, 1)),
+            "rank 1 has for stage 1, micro-batch 1: forward, input gradient; it must have",
+        ),
+        (
+            placed_at(ONE, 1, 20, Action(W, 1, 1)),
+            (
+                "rank 1 has for stage 1, micro-batch 1: forward, backward, weight gradient; it "
+                "must have"
+            ),
+        ),
+        (
+            placed_at(GPIPE, 0, 0, Action(F, 1, 0)),
+            (
+                "rank 0, action 0 (forward of stage 1, micro-batch 0) is on the wrong rank: "
+                "stage 1 lies on rank 1"
+            ),
+        ),
+        (
+            placed_at(GPIPE, 0, 0, Action(F, 2, 0)),
+            "does not exist: there are 2 stages and 3 micro-batches",
+        ),
+        (
+            placed_at(GPIPE, 0, 2, Action(F, 0, 0)),
+            (
+                "rank 0, action 2 (forward of stage 0, micro-batch 0) is a second time in the "
+                "list, first at 0"
+            ),
+        ),
+        (
+            placed_at(GPIPE, 1, 20, Action(SF, 1, 0)),
+            "(send of the output of stage 1, micro-batch 0) has no rank at its other end",
+        ),
+        (dataclasses.replace(GPIPE, placement=(0, 2)), "its placement (0, 2) names other ranks"),
+        (
+            dataclasses.replace(GPIPE, micro_batches=4),
+            "rank 0 has for stage 0, micro-batch 3: nothing",
+        ),
+    ],
+)
 def test_what_is_wrong_is_named(schedule: Schedule, words: str):
     with pytest.raises(ScheduleError) as caught:
         check(schedule)
-    assert words in str(caught.value) and str(caught.value).startswith(f"schedule {schedule.name}: ")
+    assert words in str(caught.value) and str(caught.value).startswith(
+        f"schedule {schedule.name}: "
+    )
     assert not runs(schedule, random.Random(0)) or schedule.micro_batches == 4
 
 
 def test_a_circle_of_ranks_is_named():
-    """Rank 0 wants stage 2 of micro-batch 0 before it starts micro-batch 1, rank 1 wants micro-batch 1 first."""
-    orders = [[Action(F, 0, 0), Action(F, 2, 0), Action(F, 0, 1), Action(F, 2, 1)], [Action(F, 1, 1), Action(F, 1, 0)]]
+    """Rank 0 wants stage 2 of micro-batch 0 before it starts micro-batch 1, rank 1 wants
+    micro-batch 1 first.
+    """
+    orders = [
+        [Action(F, 0, 0), Action(F, 2, 0), Action(F, 0, 1), Action(F, 2, 1)],
+        [Action(F, 1, 1), Action(F, 1, 0)],
+    ]
     with pytest.raises(ScheduleError) as caught:
         check(Schedule("crossed", (0, 1, 0), 2, communicate(orders, (0, 1, 0))))
     assert str(caught.value) == (
-        "schedule crossed: deadlock: rank 0, action 4 (forward of stage 2, micro-batch 0) waits for rank 1; "
-        "rank 1, action 2 (forward of stage 1, micro-batch 1) waits for rank 0")
+        "schedule crossed: deadlock: rank 0, action 4 (forward of stage 2, micro-batch 0) "
+        "waits for rank 1; "
+        "rank 1, action 2 (forward of stage 1, micro-batch 1) waits for rank 0"
+    )
 
 
 def test_interleaving_with_a_last_group_smaller_than_the_ranks_would_wait_for_itself():
-    """Why groups are made even: 5 ranks, 2 virtual stages and 7 micro-batches in groups of 5 and 2."""
+    """Why groups are made even: 5 ranks, 2 virtual stages and 7 micro-batches in groups of 5 and
+    2.
+    """
     forward = [(turn * 5, i) for group in (range(5), range(5, 7)) for turn in (0, 1) for i in group]
     orders = []
     for rank in range(5):
         ahead = 2 * (4 - rank) + 5
         forwards = [Action(F, first + rank, i) for first, i in forward]
         backwards = [Action(B, 5 - first + rank, i) for first, i in forward]
-        orders.append(forwards[:ahead] + [a for pair in zip(forwards[ahead:], backwards) for a in pair] + backwards[len(forwards) - ahead:])
+        orders.append(
+            forwards[:ahead]
+            + [a for pair in zip(forwards[ahead:], backwards) for a in pair]
+            + backwards[len(forwards) - ahead :]
+        )
     placement = (0, 1, 2, 3, 4) * 2
     with pytest.raises(ScheduleError, match="deadlock"):
         check(Schedule("groups of 5 and 2", placement, 7, communicate(orders, placement)))

@@ -3,11 +3,21 @@
 import pytest
 
 from megatron.parallel.pipeline import UNRECEIVED
-from megatron.parallel.schedule import COMPUTATIONS, Kind, Message, Schedule, forward_only, needs, place
+from megatron.parallel.schedule import (
+    COMPUTATIONS,
+    Kind,
+    Message,
+    Schedule,
+    forward_only,
+    needs,
+    place,
+)
 
 
 def ends(schedule, limit):
-    """Whether all lists end when a rank stops behind a send while more than `limit` of its outputs are not received."""
+    """Whether all lists end when a rank stops behind a send while more than `limit` of its outputs
+    are not received.
+    """
     at = [0] * schedule.ranks
     sent, posted, arrived = {}, {}, set()
     while True:
@@ -21,7 +31,11 @@ def ends(schedule, limit):
                     at[rank] += 1
                     continue
                 forward = kind is Kind.SEND_FORWARD
-                channel = (rank, schedule.placement[stage + 1]) if forward else (schedule.placement[stage - 1], rank)
+                channel = (
+                    (rank, schedule.placement[stage + 1])
+                    if forward
+                    else (schedule.placement[stage - 1], rank)
+                )
                 queue = sent.setdefault(channel, [])
                 message = Message(Kind.FORWARD, stage + 1, micro)
                 if not forward:
@@ -36,7 +50,9 @@ def ends(schedule, limit):
             return all(index == len(actions) for index, actions in zip(at, schedule.actions))
 
 
-@pytest.mark.parametrize("name, virtual", [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble-v", 2)])
+@pytest.mark.parametrize(
+    "name, virtual", [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble-v", 2)]
+)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_evaluation_that_waits_for_old_sends_ends(name, virtual, ranks):
     for micro_batches in (1, 2, 3, 5, 13):
@@ -49,6 +65,8 @@ def test_the_machine_sees_a_circle():
     late = [action for action in schedule.actions[0] if action.kind is not Kind.RECEIVE_FORWARD]
     posts = [action for action in schedule.actions[0] if action.kind is Kind.RECEIVE_FORWARD]
     uses = [index for index, action in enumerate(late) if action.stage == 2]
-    crossed = Schedule("crossed", (0, 1, 0), 3, ((*late[: uses[0]], *posts, *late[uses[0] :]), schedule.actions[1]))
+    crossed = Schedule(
+        "crossed", (0, 1, 0), 3, ((*late[: uses[0]], *posts, *late[uses[0] :]), schedule.actions[1])
+    )
     assert ends(crossed, UNRECEIVED), "receives posted at the last moment are late, not wrong"
     assert not ends(Schedule("never", (0, 1, 0), 3, (tuple(late), schedule.actions[1])), UNRECEIVED)

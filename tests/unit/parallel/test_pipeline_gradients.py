@@ -1,4 +1,6 @@
-"""The executor on several processes: any valid list of actions gives the losses and gradients of one process."""
+"""The executor on several processes: any valid list of actions gives the losses and gradients of
+one process.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,18 @@ def compare(results: list, micro_batches: int, bitwise: bool, training: bool = T
     sums, gradients = cases.alone(micro_batches, training)
     found_sums = {index: each for rank_sums, _ in results for index, each in rank_sums.items()}
     found = {name: each for _, rank_gradients in results for name, each in rank_gradients.items()}
-    assert found.keys() == gradients.keys() and found_sums.keys() == sums.keys() and sum(len(each) for _, each in results) == len(gradients)
+    assert (
+        found.keys() == gradients.keys()
+        and found_sums.keys() == sums.keys()
+        and sum(len(each) for _, each in results) == len(gradients)
+    )
     for name, want in [*gradients.items(), *sums.items()]:
         got = found[name] if name in found else found_sums[name]
         if bitwise:
             assert torch.equal(got, want), name
-        else:  # another order of at most six summands: a few roundings of 1.1e-16 each of values up to the largest summand
+        else:
+            # another order of at most six summands: a few roundings of 1.1e-16 each of values up to
+            # the largest summand
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
 
 
@@ -34,9 +42,15 @@ def test_random_schedules_train_as_one_process(gloo_world, ranks):
         schedule, ascending = cases.drawn(seed, ranks)
         bounds = check(schedule)
         assert bounds.ascending or not ascending
-        training = any(action.kind.value in "BI" for actions in schedule.actions for action in actions)
-        kinds |= {action.kind.value for actions in schedule.actions for action in actions} | {training}
-        compare([rank[index] for rank in ranked], schedule.micro_batches, bounds.ascending, training)
+        training = any(
+            action.kind.value in "BI" for actions in schedule.actions for action in actions
+        )
+        kinds |= {action.kind.value for actions in schedule.actions for action in actions} | {
+            training
+        }
+        compare(
+            [rank[index] for rank in ranked], schedule.micro_batches, bounds.ascending, training
+        )
     assert kinds == {"F", "B", "I", "W", "SF", "RF", "SB", "RB", True, False}
 
 
@@ -45,10 +59,15 @@ NAMED = [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("zero-bubble", 1), ("ze
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_schedule_has_the_bits_of_one_process(gloo_world, ranks):
-    """Also with fewer micro-batches than ranks, with numbers that they do not divide, and with recomputation."""
+    """Also with fewer micro-batches than ranks, with numbers that they do not divide, and with
+    recomputation.
+    """
     virtual = 3 if ranks == 2 else 2
-    runs = [(name, virtual if name == "interleaved" else chunks, count, recompute) for name, chunks in NAMED
-            for count, recompute in [(1, False), (3, False), (5, True), (8, False)]]
+    runs = [
+        (name, virtual if name == "interleaved" else chunks, count, recompute)
+        for name, chunks in NAMED
+        for count, recompute in [(1, False), (3, False), (5, True), (8, False)]
+    ]
     ranked = gloo_world(ranks).run(cases.run_named, runs)
     for index, (_, _, count, _) in enumerate(runs):
         compare([rank[index] for rank in ranked], count, bitwise=True)

@@ -1,4 +1,6 @@
-"""What a stage holds while the executor runs, counted and in bytes, against the schedule's own bounds; and the table that users are shown."""
+"""What a stage holds while the executor runs, counted and in bytes, against the schedule's own
+bounds; and the table that users are shown.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ MOST = 64
 
 
 class Counted(LayerPasses):
-    """Watches the inputs of each stage's first layer, and what its backward pass leaves of it, until their memory is freed."""
+    """Watches the inputs of each stage's first layer, and what its backward pass leaves of it,
+    until their memory is freed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,8 +39,14 @@ class Counted(LayerPasses):
         self.firsts: set[Layer] = set()
 
     def look(self) -> None:
-        self.inputs, self.stash = ([ref for ref in refs if not ref.expired()] for refs in (self.inputs, self.stash))
-        self.peak |= {"saved": len(self.inputs), "stashed": len(self.stash), "in flight": len(self.inputs) + len(self.stash)}
+        self.inputs, self.stash = (
+            [ref for ref in refs if not ref.expired()] for refs in (self.inputs, self.stash)
+        )
+        self.peak |= {
+            "saved": len(self.inputs),
+            "stashed": len(self.stash),
+            "in flight": len(self.inputs) + len(self.stash),
+        }
 
     def forward(self, layer, x, micro):
         result = super().forward(layer, x, micro)
@@ -46,14 +56,16 @@ class Counted(LayerPasses):
         return result
 
     def backward(self, layer, saved, dy):
-        self.look()  # what the computation before has left; this one's input is still held by its caller
+        # what the computation before has left; this one's input is still held by its caller
+        self.look()
         return super().backward(layer, saved, dy)
 
     def backward_input(self, layer, saved, dy):
         self.look()
         dx, kept = super().backward_input(layer, saved, dy)
         if layer in self.firsts:
-            self.stash.append(StorageWeakRef(kept[-1].x.untyped_storage()))  # of the layer's first product: the output of a norm
+            # of the layer's first product: the output of a norm
+            self.stash.append(StorageWeakRef(kept[-1].x.untyped_storage()))
         return dx, kept
 
     def backward_weight(self, layer, kept):
@@ -67,14 +79,20 @@ def count_live(names: list[str], micro_batches: list[int]) -> list[dict[str, dic
     for name in names:
         counted = Counted()
         job = Job(name, groups, TINY, counted)
-        counted.firsts = {next(layer for _, layer in chunk if layer.splits_backward) for chunk in job.model.chunks}
+        counted.firsts = {
+            next(layer for _, layer in chunk if layer.splits_backward) for chunk in job.model.chunks
+        }
         for count in micro_batches:
             row = {}
             for kind in ("training", "evaluation"):
                 training = kind == "training"
                 counted.peak.clear()
                 with torch.set_grad_enabled(training):
-                    job.step(build_schedule(name, groups.pp.size, job.virtual, count) if training else forward_only(job.placement, count))
+                    job.step(
+                        build_schedule(name, groups.pp.size, job.virtual, count)
+                        if training
+                        else forward_only(job.placement, count)
+                    )
                 row[kind] = dict(counted.peak)
             counted.look()
             assert not counted.inputs and not counted.stash
@@ -97,9 +115,14 @@ def test_stage_inputs_alive_are_those_of_the_schedule(gloo_world):
         bounds = check(build_schedule(name, ranks, VIRTUAL.get(name, 1), count))
         for rank in range(ranks):
             peak = ranked[rank][index]["training"]
-            assert (peak["saved"], peak.get("stashed", 0)) == (bounds.saved[rank], bounds.stashed[rank]), (name, count, rank)
+            assert (peak["saved"], peak.get("stashed", 0)) == (
+                bounds.saved[rank],
+                bounds.stashed[rank],
+            ), (name, count, rank)
             assert peak["in flight"] == bounds.in_flight[rank], (name, count, rank)
-            assert ranked[rank][index]["evaluation"].get("saved", 0) <= 1 + (name == "zero-bubble-v"), (name, count, rank)
+            assert ranked[rank][index]["evaluation"].get("saved", 0) <= 1 + (
+                name == "zero-bubble-v"
+            ), (name, count, rank)
             if name == "1f1b":
                 assert peak["saved"] == min(count, ranks - rank)
             if name == "zero-bubble":
@@ -112,13 +135,18 @@ def test_live_bytes_stay_within_the_bound_and_only_gpipe_grows(gloo_world):
     for rank, rows in enumerate(gloo_world(ranks).run(measure_memory, NAMES, counts)):
         held = {(row["schedule"], row["micro_batches"]): row for row in rows}
         for row in rows:
-            assert row["held"] <= row["bound"] and row["left"] <= 8 * row["micro_batches"], row  # a loss is 8 bytes
+            # a loss is 8 bytes
+            assert row["held"] <= row["bound"] and row["left"] <= 8 * row["micro_batches"], row
         for name in NAMES:
             few, many = held[name, 4 * ranks], held[name, MOST]
             sums = 8 * (MOST - 4 * ranks)
             if name == "gpipe":
                 assert many["held"] > 0.99 * MOST / (4 * ranks) * few["held"]
             else:
-                assert abs(many["held"] - few["held"]) <= sums + 2 * few["message"], (rank, name)  # a message may be early in one of them
+                # a message may be early in one of them
+                assert abs(many["held"] - few["held"]) <= sums + 2 * few["message"], (rank, name)
                 assert many["held"] < 0.5 * held["gpipe", MOST]["held"]
-            assert many["evaluation"] <= few["evaluation"] + sums + 2 * few["message"] and many["evaluation"] < 0.02 * held["gpipe", MOST]["held"]
+            assert (
+                many["evaluation"] <= few["evaluation"] + sums + 2 * few["message"]
+                and many["evaluation"] < 0.02 * held["gpipe", MOST]["held"]
+            )

@@ -1,4 +1,6 @@
-"""The executor runs each computation when the simulator says; the benchmark of pipelines runs and says so."""
+"""The executor runs each computation when the simulator says; the benchmark of pipelines runs and
+says so.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[3] / "tools"), str(Path(__file__).resolve().parents[3] / "tools/benchmark_peers")]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parents[3] / "tools"),
+    str(Path(__file__).resolve().parents[3] / "tools/benchmark_peers"),
+]
 
 import benchmark_pipeline as tool
 import pipeline_rank
@@ -28,10 +33,11 @@ SHAPE = (1, 1, 1)
 
 
 class Clocked:
-    """Stands in for the passes of a model with one layer a stage: a pass advances this rank's clock, and its output is the time at which it ended.
+    """Stands in for the passes of a model with one layer a stage: a pass advances this rank's
+    clock, and its output is the time at which it ended.
 
-    So every message tells its receiver when it was sent, and times do not depend on how busy the machine is. `costs`: seconds by kind, then
-    by stage.
+    So every message tells its receiver when it was sent, and times do not depend on how busy the
+    machine is. `costs`: seconds by kind, then by stage.
     """
 
     def __init__(self, costs: dict[str, list[float]]):
@@ -40,14 +46,21 @@ class Clocked:
     def begin(self, scale: float, objectives: set[str]) -> None:
         pass
 
-    def run(self, kind: Kind, layer: Clock, x: torch.Tensor | None, held: None) -> tuple[torch.Tensor, None]:
+    def run(
+        self, kind: Kind, layer: Clock, x: torch.Tensor | None, held: None
+    ) -> tuple[torch.Tensor, None]:
         begin = self.clock if x is None else max(self.clock, x.item())
         self.clock = begin + sum(self.costs[part][layer.stage] for part in PARTS[kind])
         self.spans.append((begin, self.clock))
         return torch.full(SHAPE, self.clock, dtype=torch.float64), None
 
 
-PARTS = {Kind.FORWARD: "F", Kind.BACKWARD: "IW", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}
+PARTS = {
+    Kind.FORWARD: "F",
+    Kind.BACKWARD: "IW",
+    Kind.BACKWARD_INPUT: "I",
+    Kind.BACKWARD_WEIGHT: "W",
+}
 
 
 class Clock(Layer):
@@ -66,13 +79,21 @@ def clocked_step(name: str, costs: dict[str, list[float]]) -> list[dict]:
     placement = place(name, RANKS, tool.SCHEDULES[name])
     schedule = build_schedule(name, RANKS, tool.SCHEDULES[name], MICRO_BATCHES)
     own = [stage for stage, rank in enumerate(placement) if rank == groups.pp.rank]
-    model = SimpleNamespace(chunks=[[("clock", Clock(stage))] for stage in own], scalars=(), dtype=torch.float64)
+    model = SimpleNamespace(
+        chunks=[[("clock", Clock(stage))] for stage in own], scalars=(), dtype=torch.float64
+    )
     passes = Clocked(costs)
     pipeline = Pipeline(model, KeptWeights(), passes, placement, SHAPE, groups, torch.device("cpu"))
     pipeline.run(schedule, lambda index: None, 1.0)
     actions = [a for a in schedule.actions[groups.pp.rank] if a.kind in COMPUTATIONS]
     spans = zip(actions, passes.spans, strict=True)
-    return [{"spans": [[action.kind.value, action.stage, action.micro, *span] for action, span in spans]}]
+    return [
+        {
+            "spans": [
+                [action.kind.value, action.stage, action.micro, *span] for action, span in spans
+            ]
+        }
+    ]
 
 
 UNEVEN = {kind: [1.0 + stage % 3 + (kind == "W") for stage in range(2 * RANKS)] for kind in "FIW"}
@@ -83,7 +104,14 @@ def test_steps_take_the_simulated_time_and_zero_bubble_has_a_third_of_the_idle_t
     idle = {}
     for name in tool.SCHEDULES:
         for costs in (tool.even_costs(name, 1.0), UNEVEN):
-            row = tool.sleep_row("", name, MICRO_BATCHES, costs, 0.0, gloo_world(RANKS).run(clocked_step, name, costs))
+            row = tool.sleep_row(
+                "",
+                name,
+                MICRO_BATCHES,
+                costs,
+                0.0,
+                gloo_world(RANKS).run(clocked_step, name, costs),
+            )
             assert (row["achieved"], row["idle"]) == (row["simulated"], row["idle_simulated"]), name
             idle.setdefault(name, row["idle"])
     assert idle["1f1b"] == 3 * (RANKS - 1)
@@ -92,32 +120,73 @@ def test_steps_take_the_simulated_time_and_zero_bubble_has_a_third_of_the_idle_t
 
 def measure(calls: list[dict]) -> list:
     groups = make_groups(Layout(pp=dist.get_world_size()), None)
-    return [pipeline_rank.MEASUREMENTS[call["what"]](groups, **{name: value for name, value in call.items() if name != "what"}) for call in calls]
+    return [
+        pipeline_rank.MEASUREMENTS[call["what"]](
+            groups, **{name: value for name, value in call.items() if name != "what"}
+        )
+        for call in calls
+    ]
 
 
-def test_torch_pipelines_compute_the_same_and_the_table_has_all_rows(gloo_world, tmp_path, monkeypatch):
+def test_torch_pipelines_compute_the_same_and_the_table_has_all_rows(
+    gloo_world, tmp_path, monkeypatch
+):
     """One round of the smallest size; the ranks compare losses and gradients of both sides."""
-    monkeypatch.setattr(tool, "launch", lambda ranks, calls: list(zip(*gloo_world(ranks).run(measure, calls))))
+    monkeypatch.setattr(
+        tool, "launch", lambda ranks, calls: list(zip(*gloo_world(ranks).run(measure, calls)))
+    )
     if torch.__version__ < "2.13":
-        monkeypatch.delitem(tool.SCHEDULES, "zero-bubble-v")  # torch 2.11's begins with a message from a rank to itself, which Gloo cannot send
+        # torch 2.11's begins with a message from a rank to itself, which Gloo cannot send
+        monkeypatch.delitem(tool.SCHEDULES, "zero-bubble-v")
     out = tmp_path / "out.json"
-    tool.main(["--torch", "--size", "tiny", "--pairs", "1", "--quiet", "9", "--patience", "0", "--out", str(out)])
+    tool.main(
+        [
+            "--torch",
+            "--size",
+            "tiny",
+            "--pairs",
+            "1",
+            "--quiet",
+            "9",
+            "--patience",
+            "0",
+            "--out",
+            str(out),
+        ]
+    )
     rows = json.loads(out.read_text())["sections"]["torch"]["rows"]
     assert [row["schedule"] for row in rows] == list(tool.SCHEDULES)
     for row in rows:
-        assert row["ours"]["loss"] == pytest.approx(row["torch"]["loss"], rel=1e-5) and row["verdict"]["pairs"] == 1 and not row["verdict"]["passed"]
+        assert (
+            row["ours"]["loss"] == pytest.approx(row["torch"]["loss"], rel=1e-5)
+            and row["verdict"]["pairs"] == 1
+            and not row["verdict"]["passed"]
+        )
         assert row["verdict"]["median"] == pytest.approx(row["torch_seconds"] / row["ours_seconds"])
     assert tool.torch_tables({"rows": rows}).count("too few quiet pairs") == len(rows)
 
 
 def test_processes_are_started_and_answer():
-    call = {"what": "sleeps", "name": "1f1b", "micro_batches": 3, "shape": [1, 1, 8], "tries": 2, "costs": {kind: [0.0] for kind in "FIW"}}
+    call = {
+        "what": "sleeps",
+        "name": "1f1b",
+        "micro_batches": 3,
+        "shape": [1, 1, 8],
+        "tries": 2,
+        "costs": {kind: [0.0] for kind in "FIW"},
+    }
     ((attempts,),) = tool.launch(1, [call])
-    assert len(attempts) == 2 and [span[:3] for span in attempts[0]["spans"]] == [[kind, 0, micro] for micro in range(3) for kind in "FB"]
+    assert len(attempts) == 2 and [span[:3] for span in attempts[0]["spans"]] == [
+        [kind, 0, micro] for micro in range(3) for kind in "FB"
+    ]
 
 
 def test_the_bounds_of_a_large_pipeline_are_the_known_ones(monkeypatch):
     monkeypatch.setattr(tool, "launch", lambda ranks, calls: [[[], []]])
     large = {row["schedule"]: row for row in tool.measure_memory(None)["large"]}
     assert large["1f1b"]["efficiency"] == pytest.approx(0.9) == large["gpipe"]["efficiency"]
-    assert (large["gpipe"]["in_flight"], large["1f1b"]["in_flight"], large["zero-bubble"]["in_flight"]) == (171, 20, 20)
+    assert (
+        large["gpipe"]["in_flight"],
+        large["1f1b"]["in_flight"],
+        large["zero-bubble"]["in_flight"],
+    ) == (171, 20, 20)

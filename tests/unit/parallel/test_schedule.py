@@ -1,4 +1,6 @@
-"""Every schedule, over hundreds of sizes: right by the checker, within its memory bound, its gradients in the order of the micro-batches."""
+"""Every schedule, over hundreds of sizes: right by the checker, within its memory bound, its
+gradients in the order of the micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,19 @@ import pytest
 from random_schedules import random_placement
 
 from megatron.parallel.check import check
-from megatron.parallel.schedule import BUILDERS, COMPUTATIONS, Kind, build_schedule, forward_only, place
+from megatron.parallel.schedule import (
+    BUILDERS,
+    COMPUTATIONS,
+    Kind,
+    build_schedule,
+    forward_only,
+    place,
+)
 from megatron.parallel.simulate import Costs, simulate
 
-SIZES = [(ranks, m) for ranks in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 20)]
+SIZES = [
+    (ranks, m) for ranks in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 20)
+]
 
 
 def virtual_stages(name: str) -> tuple[int, ...]:
@@ -39,33 +50,53 @@ def test_all_sizes_are_right_and_bounded(name: str):
         for ranks, m in SIZES:
             schedule = build_schedule(name, ranks, virtual, m)
             bounds = check(schedule)
-            assert bounds.ascending and schedule.ranks == ranks and schedule.stages == ranks * virtual
+            assert (
+                bounds.ascending and schedule.ranks == ranks and schedule.stages == ranks * virtual
+            )
             assert max(bounds.received) <= 3, (ranks, virtual, m)
             bound = [most_in_flight(name, ranks, virtual, m, rank) for rank in range(ranks)]
-            assert all(held <= most for held, most in zip(bounds.in_flight, bound)), (ranks, virtual, m, bounds, bound)
+            assert all(held <= most for held, most in zip(bounds.in_flight, bound)), (
+                ranks,
+                virtual,
+                m,
+                bounds,
+                bound,
+            )
             if name != "zero-bubble-v":
                 assert list(bounds.in_flight) == bound, (ranks, virtual, m)
-            kinds = {action.kind for actions in schedule.actions for action in actions} & COMPUTATIONS
+            kinds = {
+                action.kind for actions in schedule.actions for action in actions
+            } & COMPUTATIONS
             split = {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
-            assert kinds == (split if name.startswith("zero-bubble") else {Kind.FORWARD, Kind.BACKWARD})
+            assert kinds == (
+                split if name.startswith("zero-bubble") else {Kind.FORWARD, Kind.BACKWARD}
+            )
 
 
 def test_random_sizes_are_right():
     draw = random.Random(5)
     for _ in range(150):
         name = draw.choice(list(BUILDERS))
-        ranks, virtual, m = draw.randint(1, 12), draw.choice(virtual_stages(name)), draw.randint(1, 30)
+        ranks, virtual, m = (
+            draw.randint(1, 12),
+            draw.choice(virtual_stages(name)),
+            draw.randint(1, 30),
+        )
         assert check(build_schedule(name, ranks, virtual, m)).ascending, (name, ranks, virtual, m)
 
 
 @pytest.mark.parametrize("ranks, virtual, m", [(2, 2, 3), (3, 3, 7), (4, 2, 4)])
 def test_interleaved_takes_turns(ranks, virtual, m):
-    """Stage s lies on rank s mod ranks; rank 0 runs a group through its first virtual stage, then through its second."""
+    """Stage s lies on rank s mod ranks; rank 0 runs a group through its first virtual stage, then
+    through its second.
+    """
     schedule = build_schedule("interleaved", ranks, virtual, m)
     assert schedule.placement == tuple(s % ranks for s in range(ranks * virtual))
     group = -(-m // max(m // ranks, 1))
     forwards = [(a.stage, a.micro) for a in schedule.actions[0] if a.kind is Kind.FORWARD]
-    assert forwards[:2 * group] == [(0, i) for i in range(group)] + [(ranks, i) for i in range(group)]
+    assert forwards[: 2 * group] == [(0, i) for i in range(group)] + [
+        (ranks, i) for i in range(group)
+    ]
 
 
 def test_the_v_schedule_ends_where_it_begins():
@@ -73,33 +104,54 @@ def test_the_v_schedule_ends_where_it_begins():
 
 
 def test_forward_only_keeps_every_rank_busy():
-    """Evaluation takes m turns for each stage of a rank and the way through the other ranks once; on a V down to the last rank and up again."""
-    for ranks, virtual, name in ((1, 1, "1f1b"), (4, 1, "1f1b"), (4, 2, "zero-bubble-v"), (4, 2, "interleaved"), (3, 3, "interleaved")):
+    """Evaluation takes m turns for each stage of a rank and the way through the other ranks once;
+    on a V down to the last rank and up again.
+    """
+    for ranks, virtual, name in (
+        (1, 1, "1f1b"),
+        (4, 1, "1f1b"),
+        (4, 2, "zero-bubble-v"),
+        (4, 2, "interleaved"),
+        (3, 3, "interleaved"),
+    ):
         for m in (1, 2, 5, 12):
             schedule = forward_only(place(name, ranks, virtual), m)
             check(schedule)
             if m % ranks == 0 or name != "interleaved":
                 way = (2 if name == "zero-bubble-v" else 1) * (ranks - 1)
-                assert simulate(schedule, Costs.even(schedule, forward=virtual)).end == m * virtual + way, (name, ranks, m)
+                assert (
+                    simulate(schedule, Costs.even(schedule, forward=virtual)).end
+                    == m * virtual + way
+                ), (name, ranks, m)
 
 
 def test_forward_only_on_any_placement():
     draw = random.Random(1)
     for _ in range(100):
         ranks = draw.randint(1, 5)
-        check(forward_only(random_placement(draw, ranks, draw.randint(ranks, 9)), draw.randint(1, 8)))
+        check(
+            forward_only(random_placement(draw, ranks, draw.randint(ranks, 9)), draw.randint(1, 8))
+        )
 
 
-@pytest.mark.parametrize("name, ranks, virtual, m", [
-    ("1f1b", 1024, 1, 64), ("interleaved", 1024, 2, 16), ("zero-bubble", 64, 1, 512), ("zero-bubble-v", 64, 2, 512),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, ranks, virtual, m",
+    [
+        ("1f1b", 1024, 1, 64),
+        ("interleaved", 1024, 2, 16),
+        ("zero-bubble", 64, 1, 512),
+        ("zero-bubble-v", 64, 2, 512),
+    ],
+)
 def test_large_schedules_are_cheap(name, ranks, virtual, m):
     begun = time.process_time()
     build_schedule.__wrapped__(name, ranks, virtual, m)
     assert time.process_time() - begun < 15  # one second on an idle core
 
 
-@pytest.mark.parametrize("name, ranks, virtual, m", [("1f1b", 2, 2, 4), ("zero-bubble-v", 2, 1, 4), ("gpipe", 2, 1, 0)])
+@pytest.mark.parametrize(
+    "name, ranks, virtual, m", [("1f1b", 2, 2, 4), ("zero-bubble-v", 2, 1, 4), ("gpipe", 2, 1, 0)]
+)
 def test_sizes_that_a_schedule_does_not_have(name, ranks, virtual, m):
     with pytest.raises(AssertionError):
         build_schedule(name, ranks, virtual, m)

@@ -17,7 +17,9 @@ from megatron.parallel.timeline import Span, Timeline
 F, B = Kind.FORWARD, Kind.BACKWARD
 
 
-def run(name: str, ranks: int, m: int, virtual: int = 1, **costs: float) -> tuple[Schedule, Timeline]:
+def run(
+    name: str, ranks: int, m: int, virtual: int = 1, **costs: float
+) -> tuple[Schedule, Timeline]:
     schedule = build_schedule(name, ranks, virtual, m)
     return schedule, simulate(schedule, Costs.even(schedule, **costs))
 
@@ -31,9 +33,14 @@ def test_bubble_of_1f1b_and_gpipe(name: str):
     for ranks in (1, 2, 3, 4, 8):
         for m in (1, 2, 3, 5, 8, 16, 33):
             schedule, line = run(name, ranks, m)
-            assert line.bubble == pytest.approx((ranks - 1) / (m + ranks - 1), abs=1e-12), (ranks, m)
+            assert line.bubble == pytest.approx((ranks - 1) / (m + ranks - 1), abs=1e-12), (
+                ranks,
+                m,
+            )
             assert idle(line) == [3 * (ranks - 1)] * ranks
-            assert peak_activations(schedule) == tuple(m if name == "gpipe" else min(m, ranks - rank) for rank in range(ranks))
+            assert peak_activations(schedule) == tuple(
+                m if name == "gpipe" else min(m, ranks - rank) for rank in range(ranks)
+            )
 
 
 def test_interleaving_divides_the_bubble():
@@ -42,7 +49,11 @@ def test_interleaving_divides_the_bubble():
         for virtual in (1, 2, 3, 4):
             for m in (ranks, ranks + 1, 2 * ranks - 1, 2 * ranks, 3 * ranks + 2):
                 _, line = run("interleaved", ranks, m, virtual)
-                assert idle(line) == pytest.approx([3 * (ranks - 1) / virtual] * ranks), (ranks, virtual, m)
+                assert idle(line) == pytest.approx([3 * (ranks - 1) / virtual] * ranks), (
+                    ranks,
+                    virtual,
+                    m,
+                )
 
 
 def test_zero_bubble_is_idle_a_third_of_1f1b():
@@ -56,7 +67,9 @@ def test_zero_bubble_is_idle_a_third_of_1f1b():
 
 
 def test_the_v_schedule_has_no_bubble_of_its_own():
-    """From 2 P - 1 micro-batches on a rank waits for the pipeline to fill or to drain, (P - 1) / 2 in all, and never in between."""
+    """From 2 P - 1 micro-batches on a rank waits for the pipeline to fill or to drain, (P - 1) / 2
+    in all, and never in between.
+    """
     for ranks in (1, 2, 3, 4, 8, 16):
         for m in (2 * ranks - 1, 2 * ranks, 2 * ranks + 1, 3 * ranks, 5 * ranks + 1):
             schedule, line = run("zero-bubble-v", ranks, m, 2)
@@ -81,36 +94,66 @@ def test_ninety_percent_on_twenty_ranks():
 
 
 def test_one_forward_one_backward_is_constant_in_the_micro_batches():
-    peaks = {name: [max(peak_activations(build_schedule(name, 4, 1, m))) for m in (4, 8, 16, 64)] for name in ("1f1b", "gpipe", "zero-bubble")}
+    peaks = {
+        name: [max(peak_activations(build_schedule(name, 4, 1, m))) for m in (4, 8, 16, 64)]
+        for name in ("1f1b", "gpipe", "zero-bubble")
+    }
     assert peaks == {"1f1b": [4] * 4, "gpipe": [4, 8, 16, 64], "zero-bubble": [4] * 4}
 
 
 def test_uneven_stages_wait_for_the_slowest():
-    """GPipe's closed form: each pass takes the way through all stages once, and m - 1 times the slowest."""
-    schedule, forward, backward = build_schedule("gpipe", 4, 1, 6), (1.0, 2.0, 5.0, 3.0), (2.0, 3.0, 9.0, 7.0)
+    """GPipe's closed form: each pass takes the way through all stages once, and m - 1 times the
+    slowest.
+    """
+    schedule, forward, backward = (
+        build_schedule("gpipe", 4, 1, 6),
+        (1.0, 2.0, 5.0, 3.0),
+        (2.0, 3.0, 9.0, 7.0),
+    )
     line = simulate(schedule, Costs(forward, backward, (0.0,) * 4))
     assert line.end == sum(forward) + 5 * max(forward) + sum(backward) + 5 * max(backward)
-    assert [line.busy(rank) for rank in range(4)] == [6 * (f + b) for f, b in zip(forward, backward)]
+    assert [line.busy(rank) for rank in range(4)] == [
+        6 * (f + b) for f, b in zip(forward, backward)
+    ]
 
 
 def test_messages_take_latency_once_and_their_link_each():
-    """One forward pass after the other through 3 ranks; then through links that are slower than the stages."""
+    """One forward pass after the other through 3 ranks; then through links that are slower than the
+    stages.
+    """
     placement, m = (0, 1, 2), 5
     orders = [[Action(F, stage, i) for i in range(m)] for stage in range(3)]
     schedule = Schedule("forward", placement, m, communicate(orders, placement))
-    assert simulate(schedule, Costs.even(schedule, latency=0.25, message=0.5)).end == 3 + 2 * 0.75 + (m - 1)
-    assert simulate(schedule, Costs.even(schedule, latency=0.25, message=4.0)).end == 3 + 2 * 4.25 + 4 * (m - 1)
+    assert simulate(
+        schedule, Costs.even(schedule, latency=0.25, message=0.5)
+    ).end == 3 + 2 * 0.75 + (m - 1)
+    assert simulate(
+        schedule, Costs.even(schedule, latency=0.25, message=4.0)
+    ).end == 3 + 2 * 4.25 + 4 * (m - 1)
 
 
 def test_a_message_starts_when_its_receive_is_posted():
-    """Rank 1 posts its second receive at 14, when its first two computations are over: what was sent at 2 arrives at 14 + 3."""
+    """Rank 1 posts its second receive at 14, when its first two computations are over: what was
+    sent at 2 arrives at 14 + 3.
+    """
     placement = (0, 1, 1, 0)
     SF, RF = Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD
-    down = [Action(kind, 0, i) for i in (0, 1) for kind in (F, SF)] + [Action(kind, 3, i) for kind in (RF, F) for i in (0, 1)]
-    up = [a for i in (0, 1) for a in (Action(RF, 1, i), Action(F, 1, i), Action(F, 2, i), Action(SF, 2, i))]
+    down = [Action(kind, 0, i) for i in (0, 1) for kind in (F, SF)] + [
+        Action(kind, 3, i) for kind in (RF, F) for i in (0, 1)
+    ]
+    up = [
+        a
+        for i in (0, 1)
+        for a in (Action(RF, 1, i), Action(F, 1, i), Action(F, 2, i), Action(SF, 2, i))
+    ]
     costs = Costs((1.0, 5.0, 5.0, 1.0), (0.0,) * 4, (0.0,) * 4, message=3.0)
     line = simulate(Schedule("late", placement, 2, (tuple(down), tuple(up))), costs)
-    assert [(span.begin, span.end) for span in line.rows[1]] == [(4, 9), (9, 14), (17, 22), (22, 27)]
+    assert [(span.begin, span.end) for span in line.rows[1]] == [
+        (4, 9),
+        (9, 14),
+        (17, 22),
+        (22, 27),
+    ]
     assert [(span.begin, span.end) for span in line.rows[0]] == [(0, 1), (1, 2), (17, 18), (30, 31)]
 
 
@@ -123,12 +166,18 @@ def test_stash_and_sizes_of_stages():
 
 
 def test_any_valid_schedule_runs_in_time():
-    """Spans of a rank do not overlap, nothing starts before what it uses, and no rank is lazy: each begins when rank and input are free."""
+    """Spans of a rank do not overlap, nothing starts before what it uses, and no rank is lazy: each
+    begins when rank and input are free.
+    """
     for seed in range(60):
         draw = random.Random(seed)
         ranks = draw.randint(1, 4)
-        schedule = random_schedule(draw, random_placement(draw, ranks, draw.randint(ranks, 6)), draw.randint(1, 4))
-        costs = Costs(*(tuple(draw.randint(1, 5) for _ in range(schedule.stages)) for _ in range(3)))
+        schedule = random_schedule(
+            draw, random_placement(draw, ranks, draw.randint(ranks, 6)), draw.randint(1, 4)
+        )
+        costs = Costs(
+            *(tuple(draw.randint(1, 5) for _ in range(schedule.stages)) for _ in range(3))
+        )
         line = simulate(schedule, costs)
         ends = {span[:3]: span.end for row in line.rows for span in row}
         for row in line.rows:
@@ -138,13 +187,22 @@ def test_any_valid_schedule_runs_in_time():
                 if kind is F and stage:
                     inputs.append(ends[F, stage - 1, micro])
                 if kind in (B, Kind.BACKWARD_INPUT) and stage + 1 < schedule.stages:
-                    inputs.append(ends[B if (B, stage + 1, micro) in ends else Kind.BACKWARD_INPUT, stage + 1, micro])
+                    inputs.append(
+                        ends[
+                            B if (B, stage + 1, micro) in ends else Kind.BACKWARD_INPUT,
+                            stage + 1,
+                            micro,
+                        ]
+                    )
                 assert begin == max(inputs) and end == begin + costs.of(kind, stage), seed
                 free = end
 
 
 def test_a_deadlock_ends_the_simulation():
-    orders = [[Action(F, 0, 0), Action(F, 2, 0), Action(F, 0, 1), Action(F, 2, 1)], [Action(F, 1, 1), Action(F, 1, 0)]]
+    orders = [
+        [Action(F, 0, 0), Action(F, 2, 0), Action(F, 0, 1), Action(F, 2, 1)],
+        [Action(F, 1, 1), Action(F, 1, 0)],
+    ]
     schedule = Schedule("crossed", (0, 1, 0), 2, communicate(orders, (0, 1, 0)))
     with pytest.raises(ScheduleError, match="deadlock"):
         simulate(schedule, Costs.even(schedule))
@@ -159,8 +217,13 @@ def test_a_thousand_ranks_take_seconds(name, ranks, m):
 
 
 def test_a_time_line_counts_its_idle_time():
-    """Two ranks from 1 to 9: rank 0 works 2 + 3 with a gap of 1 and ends 2 early, rank 1 begins 4 late and works 4."""
-    rows = ((Span(F, 0, 0, 1.0, 3.0), Span(B, 0, 0, 4.0, 7.0)), (Span(F, 1, 0, 5.0, 6.5), Span(B, 1, 0, 6.5, 9.0)))
+    """Two ranks from 1 to 9: rank 0 works 2 + 3 with a gap of 1 and ends 2 early, rank 1 begins 4
+    late and works 4.
+    """
+    rows = (
+        (Span(F, 0, 0, 1.0, 3.0), Span(B, 0, 0, 4.0, 7.0)),
+        (Span(F, 1, 0, 5.0, 6.5), Span(B, 1, 0, 6.5, 9.0)),
+    )
     line = Timeline("1f1b", (0, 1), 1, rows)
     assert (line.begin, line.end) == (1, 9)
     assert [line.busy(0), line.busy(1)] == [5, 4] and idle(line) == [3, 4]
@@ -176,18 +239,29 @@ def test_a_time_line_survives_json():
     assert json.loads(line.to_json())["rows"][1][0][:3] == ["F", 1, 0]
 
 
-@pytest.mark.parametrize("change, words", [
-    ({"rows": [[["F", 0, 0, 0.0, 1.0]], [["F", 1, 0, 2.0, 1.0]]]}, "rank 1: Span(kind=<Kind.FORWARD"),
-    ({"rows": [[["F", 0, 0, 0.0, 2.0], ["B", 0, 0, 1.0, 3.0]], []]}, "does not end before"),
-    ({"rows": [[["SF", 0, 0, 0.0, 2.0]], []]}, "rank 0 has Span"),
-    ({"rows": [[["F", 0, 1, 0.0, 2.0]], []]}, "rank 0 has Span"),
-    ({"rows": [[["X", 0, 0, 0.0, 2.0]], []]}, "'X' is not a valid Kind"),
-    ({"rows": [[["F", 0, 0, 0.0]], []]}, "not the JSON of a time line: TypeError"),
-    ({"placement": [0, 2]}, "names a rank that has no row"),
-    ({"rows": None}, "not the JSON of a time line"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (
+            {"rows": [[["F", 0, 0, 0.0, 1.0]], [["F", 1, 0, 2.0, 1.0]]]},
+            "rank 1: Span(kind=<Kind.FORWARD",
+        ),
+        ({"rows": [[["F", 0, 0, 0.0, 2.0], ["B", 0, 0, 1.0, 3.0]], []]}, "does not end before"),
+        ({"rows": [[["SF", 0, 0, 0.0, 2.0]], []]}, "rank 0 has Span"),
+        ({"rows": [[["F", 0, 1, 0.0, 2.0]], []]}, "rank 0 has Span"),
+        ({"rows": [[["X", 0, 0, 0.0, 2.0]], []]}, "'X' is not a valid Kind"),
+        ({"rows": [[["F", 0, 0, 0.0]], []]}, "not the JSON of a time line: TypeError"),
+        ({"placement": [0, 2]}, "names a rank that has no row"),
+        ({"rows": None}, "not the JSON of a time line"),
+    ],
+)
 def test_what_is_no_time_line_is_refused(change, words):
-    good = {"schedule": "1f1b", "placement": [0, 1], "micro_batches": 1, "rows": [[["F", 0, 0, 0.0, 1.0]], []]}
+    good = {
+        "schedule": "1f1b",
+        "placement": [0, 1],
+        "micro_batches": 1,
+        "rows": [[["F", 0, 0, 0.0, 1.0]], []],
+    }
     Timeline.from_json(json.dumps(good))
     with pytest.raises(ValueError) as caught:
         Timeline.from_json(json.dumps(good | change))

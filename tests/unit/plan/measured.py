@@ -1,4 +1,6 @@
-"""The plan against bytes that really live while a run trains: `python tests/unit/plan/measured.py` writes docs/results/plan_memory.json."""
+"""The plan against bytes that really live while a run trains: `python tests/unit/plan/measured.py`
+writes docs/results/plan_memory.json.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ import torch
 
 TESTS = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
-os.environ["TRITON_INTERPRET"] = "1"  # the kernels' operators take CPU tensors; Triton reads it when it is first imported
+# the kernels' operators take CPU tensors; Triton reads it when it is first imported
+os.environ["TRITON_INTERPRET"] = "1"
 
 from distributed.pool import Worlds  # noqa: E402
 from unit.zero.measure import measure  # noqa: E402
@@ -25,17 +28,32 @@ from megatron.config.workspace import HEAD_CHUNK_BYTES  # noqa: E402
 from megatron.plan.memory import rank_memories  # noqa: E402
 
 VOCAB = 1023
-HEAD_CHUNK = 1 << 18  # bytes of logits that are made at once where the flags say so: a fraction of all
-COMMON = f"""--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB} --make-vocab-size-divisible-by 64 --lr 1e-3 --train-iters 2
+# bytes of logits that are made at once where the flags say so: a fraction of all
+HEAD_CHUNK = 1 << 18
+COMMON = f"""--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB}
+--make-vocab-size-divisible-by 64 --lr 1e-3 --train-iters 2
 --log-interval 1 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0"""
-SMALL = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --micro-batch-size 4"  # 1M parameters
-LARGER = "--num-layers 6 --hidden-size 192 --num-attention-heads 4 --seq-length 192 --micro-batch-size 2"  # 3M
-LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights"
+# 1M parameters
+SMALL = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --micro-batch-size 4"
+)
+# 3M
+LARGER = (
+    "--num-layers 6 --hidden-size 192 --num-attention-heads 4 --seq-length 192 --micro-batch-size 2"
+)
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights"
+)
 FULL = "--recompute-granularity full"
 PP2 = "--pipeline-model-parallel-size 2"
-WIDE_HEAD = "--fused-linear-cross-entropy --untie-embeddings-and-output-weights --num-layers 2"  # whose worst moment is the head's
+# whose worst moment is the head's
+WIDE_HEAD = "--fused-linear-cross-entropy --untie-embeddings-and-output-weights --num-layers 2"
 TP2 = "--tensor-model-parallel-size 2"
-KERNELS = " ".join(f"--{operator}-backend triton" for operator in ("attention", "norm", "rotary", "activation", "dropout", "cross-entropy"))
+KERNELS = " ".join(
+    f"--{operator}-backend triton"
+    for operator in ("attention", "norm", "rotary", "activation", "dropout", "cross-entropy")
+)
 KERNELS += " --nan-policy skip"  # they compute nothing here
 
 # name: ranks, micro-batches, flags
@@ -58,48 +76,158 @@ CASES: dict[str, tuple[int, int, str]] = {
     "stage 3, dp2, llama, bf16": (2, 2, f"{LARGER} {LLAMA} --bf16 --zero-stage 3"),
     "stage 2, dp2, recompute": (2, 2, f"{SMALL} {FULL} --zero-stage 2"),
     "stage 3, dp2, recompute, narrow gradients and moments": (
-        2, 2, f"{SMALL} {FULL} --bf16 --zero-stage 3 --main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
+        2,
+        2,
+        (
+            f"{SMALL} {FULL} --bf16 --zero-stage 3 --main-grads-dtype bf16 --exp-avg-dtype bf16 "
+            "--exp-avg-sq-dtype bf16"
+        ),
+    ),
     "stage 2, dp2, no overlap": (2, 2, f"{SMALL} --zero-stage 2 --no-overlap-grad-reduce"),
     "stage 3, dp2, no overlap": (2, 2, f"{SMALL} --zero-stage 3 --no-overlap-param-gather"),
     "pp2": (2, 4, f"{SMALL} {PP2}"),
-    "pp2, llama, interleaved": (2, 4, f"{SMALL} {LLAMA} {PP2} --num-virtual-stages-per-pipeline-rank 2"),
+    "pp2, llama, interleaved": (
+        2,
+        4,
+        f"{SMALL} {LLAMA} {PP2} --num-virtual-stages-per-pipeline-rank 2",
+    ),
     "stage 2, pp2 dp2": (4, 4, f"{SMALL} {PP2} --zero-stage 2"),
     "stage 3, pp2 dp2": (4, 4, f"{SMALL} {PP2} --zero-stage 3"),
-    "stage 2, pp2 dp2, zero-bubble": (4, 4, f"{SMALL} {LLAMA} {PP2} --pipeline-schedule zero-bubble --zero-stage 2"),
-    "stage 2, pp2 dp2, zero-bubble-v": (4, 4, f"{SMALL} {PP2} --pipeline-schedule zero-bubble-v --zero-stage 2"),
+    "stage 2, pp2 dp2, zero-bubble": (
+        4,
+        4,
+        f"{SMALL} {LLAMA} {PP2} --pipeline-schedule zero-bubble --zero-stage 2",
+    ),
+    "stage 2, pp2 dp2, zero-bubble-v": (
+        4,
+        4,
+        f"{SMALL} {PP2} --pipeline-schedule zero-bubble-v --zero-stage 2",
+    ),
     "one rank, bf16, head in chunks": (1, 2, f"{SMALL} {WIDE_HEAD} --bf16"),
-    "tp2 sp, head in chunks, soft cap": (2, 2, f"{SMALL} {WIDE_HEAD} {TP2} --sequence-parallel --final-logit-softcapping 30 --micro-batch-size 8"),
+    "tp2 sp, head in chunks, soft cap": (
+        2,
+        2,
+        (
+            f"{SMALL} {WIDE_HEAD} {TP2} --sequence-parallel --final-logit-softcapping 30 "
+            "--micro-batch-size 8"
+        ),
+    ),
     "pp2, gpipe, head in chunks": (2, 4, f"{SMALL} {WIDE_HEAD} {PP2} --pipeline-schedule gpipe"),
     "tp2": (2, 2, f"{SMALL} {TP2}"),
     "tp2 sp, llama": (2, 2, f"{LARGER} {LLAMA} {TP2} --sequence-parallel"),
     "stage 2, tp2 sp dp2": (4, 2, f"{SMALL} {TP2} --sequence-parallel --zero-stage 2"),
-    "stage 3, tp2 sp dp2, bf16": (4, 2, f"{LARGER} {LLAMA} {TP2} --sequence-parallel --zero-stage 3 --bf16"),
+    "stage 3, tp2 sp dp2, bf16": (
+        4,
+        2,
+        f"{LARGER} {LLAMA} {TP2} --sequence-parallel --zero-stage 3 --bf16",
+    ),
     "held out: grouped, squared relu, norms of queries": (
-        1, 2, f"{LARGER} --group-query-attention --num-query-groups 2 --qk-layernorm --activation squared-relu --position-embedding-type rope"),
+        1,
+        2,
+        (
+            f"{LARGER} --group-query-attention --num-query-groups 2 --qk-layernorm --activation "
+            "squared-relu --position-embedding-type rope"
+        ),
+    ),
     "held out: documents, soft caps, plain attention, sgd": (
-        1, 1, f"{SMALL} --reset-attention-mask --attn-logit-softcapping 30 --final-logit-softcapping 30 --optimizer sgd"),
+        1,
+        1,
+        (
+            f"{SMALL} --reset-attention-mask --attn-logit-softcapping 30 "
+            "--final-logit-softcapping 30 --optimizer sgd"
+        ),
+    ),
     "held out: stage 3, pp2 dp2, zero-bubble-v, recompute, bf16": (
-        4, 3, f"{LARGER} {PP2} --num-layers 8 --pipeline-schedule zero-bubble-v --bf16 {FULL} --zero-stage 3"),
-    "held out: stage 2, pp2 dp2, gpipe": (4, 4, f"{SMALL} {PP2} {LLAMA} --pipeline-schedule gpipe --zero-stage 2"),
-    "stage 3, dp2, stepped on the host": (2, 2, f"{SMALL} --zero-stage 3 --bf16 --optimizer-cpu-offload"),
-    "one rank, stage 3, weights on the host": (1, 2, f"{SMALL} --zero-stage 3 --bf16 --param-cpu-offload"),
+        4,
+        3,
+        (
+            f"{LARGER} {PP2} --num-layers 8 --pipeline-schedule zero-bubble-v --bf16 {FULL} "
+            "--zero-stage 3"
+        ),
+    ),
+    "held out: stage 2, pp2 dp2, gpipe": (
+        4,
+        4,
+        f"{SMALL} {PP2} {LLAMA} --pipeline-schedule gpipe --zero-stage 2",
+    ),
+    "stage 3, dp2, stepped on the host": (
+        2,
+        2,
+        f"{SMALL} --zero-stage 3 --bf16 --optimizer-cpu-offload",
+    ),
+    "one rank, stage 3, weights on the host": (
+        1,
+        2,
+        f"{SMALL} --zero-stage 3 --bf16 --param-cpu-offload",
+    ),
     "stage 3, pp2 dp2, zero-bubble, weights on the host": (
-        4, 4, f"{SMALL} {LLAMA} {PP2} --pipeline-schedule zero-bubble --zero-stage 3 --bf16 --param-cpu-offload"),
-    "stage 3, dp2, fp32, kept gathered, weights on the host": (2, 2, f"{SMALL} --zero-stage 3 --zero3-keep-gathered --param-cpu-offload"),
-    "one rank, our kernels": (1, 2, f"{SMALL} {KERNELS} --hidden-dropout 0.1 --attention-dropout 0.1"),
+        4,
+        4,
+        (
+            f"{SMALL} {LLAMA} {PP2} --pipeline-schedule zero-bubble --zero-stage 3 --bf16 "
+            "--param-cpu-offload"
+        ),
+    ),
+    "stage 3, dp2, fp32, kept gathered, weights on the host": (
+        2,
+        2,
+        f"{SMALL} --zero-stage 3 --zero3-keep-gathered --param-cpu-offload",
+    ),
+    "one rank, our kernels": (
+        1,
+        2,
+        f"{SMALL} {KERNELS} --hidden-dropout 0.1 --attention-dropout 0.1",
+    ),
     "one rank, our kernels, no dropout, bf16": (1, 1, f"{SMALL} {KERNELS} --bf16"),
-    "one rank, our kernels, llama, bf16": (1, 2, f"{LARGER} {LLAMA} {KERNELS} --bf16 --hidden-dropout 0.1"),
+    "one rank, our kernels, llama, bf16": (
+        1,
+        2,
+        f"{LARGER} {LLAMA} {KERNELS} --bf16 --hidden-dropout 0.1",
+    ),
     "stage 2, tp2 sp dp2, our kernels, grouped, documents": (
-        4, 2, f"{LARGER} {KERNELS} {TP2} --sequence-parallel --zero-stage 2 --group-query-attention --num-query-groups 2 "
-        "--position-embedding-type rope --reset-attention-mask --activation squared-relu"),
+        4,
+        2,
+        f"{LARGER} {KERNELS} {TP2} --sequence-parallel --zero-stage 2 "
+        "--group-query-attention --num-query-groups 2 "
+        "--position-embedding-type rope --reset-attention-mask --activation squared-relu",
+    ),
     "one rank, our kernels, grouped, narrow MLP": (  # whose worst moment is attention's
-        1, 1, f"{LARGER} {KERNELS} --group-query-attention --num-query-groups 2 --ffn-hidden-size 64 {FULL} --fused-linear-cross-entropy"),
-    "one rank, our kernels, atomic": (1, 1, f"{LARGER} {KERNELS} --no-deterministic-mode --ffn-hidden-size 64 --micro-batch-size 4 {FULL} --fused-linear-cross-entropy"),
+        1,
+        1,
+        (
+            f"{LARGER} {KERNELS} --group-query-attention --num-query-groups 2 --ffn-hidden-size "
+            f"64 {FULL} --fused-linear-cross-entropy"
+        ),
+    ),
+    "one rank, our kernels, atomic": (
+        1,
+        1,
+        (
+            f"{LARGER} {KERNELS} --no-deterministic-mode --ffn-hidden-size 64 "
+            f"--micro-batch-size 4 {FULL} --fused-linear-cross-entropy"
+        ),
+    ),
     "held out: our kernels, norms of queries, recompute, grouped": (
-        1, 2, f"{LARGER} {KERNELS} {FULL} --qk-layernorm --group-query-attention --num-query-groups 2 --position-embedding-type rope --swiglu"),
-    "pp2, zero-bubble, dropout": (2, 4, f"{SMALL} {PP2} --pipeline-schedule zero-bubble --hidden-dropout 0.1"),
+        1,
+        2,
+        (
+            f"{LARGER} {KERNELS} {FULL} --qk-layernorm --group-query-attention "
+            "--num-query-groups 2 --position-embedding-type rope --swiglu"
+        ),
+    ),
+    "pp2, zero-bubble, dropout": (
+        2,
+        4,
+        f"{SMALL} {PP2} --pipeline-schedule zero-bubble --hidden-dropout 0.1",
+    ),
     "pp2, zero-bubble, our kernels, head in chunks": (
-        2, 4, f"{SMALL} {WIDE_HEAD} {LLAMA} {PP2} {KERNELS} --num-layers 4 --pipeline-schedule zero-bubble --hidden-dropout 0.1"),
+        2,
+        4,
+        (
+            f"{SMALL} {WIDE_HEAD} {LLAMA} {PP2} {KERNELS} --num-layers 4 --pipeline-schedule "
+            "zero-bubble --hidden-dropout 0.1"
+        ),
+    ),
     "stage 2, dp4, shared by 2": (4, 2, f"{SMALL} --zero-stage 2 --zero-shard-size 2"),
 }
 
@@ -109,12 +237,21 @@ def command(name: str) -> tuple[str, ...]:
     ranks, micro_batches, flags = CASES[name]
     config = parse_arguments([*COMMON.split(), *flags.split()]).config
     distributed = config.distributed
-    replicas = ranks // distributed.tensor_model_parallel_size // distributed.pipeline_model_parallel_size
-    return (*COMMON.split(), *flags.split(), "--global-batch-size", str(micro_batches * replicas * config.training.micro_batch_size))
+    replicas = (
+        ranks // distributed.tensor_model_parallel_size // distributed.pipeline_model_parallel_size
+    )
+    return (
+        *COMMON.split(),
+        *flags.split(),
+        "--global-batch-size",
+        str(micro_batches * replicas * config.training.micro_batch_size),
+    )
 
 
 def compare(name: str, worlds: Worlds) -> list[dict]:
-    """Of each pipeline rank: the bytes at the worst moment of a run's second step, as measured and as planned."""
+    """Of each pipeline rank: the bytes at the worst moment of a run's second step, as measured and
+    as planned.
+    """
     ranks, flags = CASES[name][0], command(name)
     config = resolve(parse_arguments(list(flags)).config, ranks, VOCAB + 1).config
     with mock.patch.dict(HEAD_CHUNK_BYTES, cpu=HEAD_CHUNK):
@@ -122,14 +259,32 @@ def compare(name: str, worlds: Worlds) -> list[dict]:
     rows = {}
     for pipeline_rank, spans in worlds(ranks).run(measure, flags, None, None, HEAD_CHUNK):
         span = spans["step"][-1]
-        found = {kind: size for kind, size in sorted(span.at_peak.items()) if kind not in ("total", "before") and size}
-        row = {"case": name, "pipeline_rank": pipeline_rank, "measured": sum(found.values()), "measured_kinds": found, "where": span.where}
-        rows[pipeline_rank] = max(row, rows.get(pipeline_rank, row), key=lambda row: row["measured"])
+        found = {
+            kind: size
+            for kind, size in sorted(span.at_peak.items())
+            if kind not in ("total", "before") and size
+        }
+        row = {
+            "case": name,
+            "pipeline_rank": pipeline_rank,
+            "measured": sum(found.values()),
+            "measured_kinds": found,
+            "where": span.where,
+        }
+        rows[pipeline_rank] = max(
+            row, rows.get(pipeline_rank, row), key=lambda row: row["measured"]
+        )
     for pipeline_rank, row in rows.items():
         rank = planned[pipeline_rank]
         total = rank.total + rank.static["host"]  # here the device's memory is the host's
-        row |= {"planned": total, "planned_kinds": {kind: size for kind, size in {**rank.static, **rank.peak.bytes}.items() if size},
-                "when": rank.peak.when, "ratio": round(total / row["measured"], 4)}
+        row |= {
+            "planned": total,
+            "planned_kinds": {
+                kind: size for kind, size in {**rank.static, **rank.peak.bytes}.items() if size
+            },
+            "when": rank.peak.when,
+            "ratio": round(total / row["measured"], 4),
+        }
     return [rows[rank] for rank in sorted(rows)]
 
 
@@ -141,12 +296,22 @@ def main(names: list[str]) -> None:
             rows.append(row)
             print(f"{row['ratio']:.4f}  {name}, pipeline rank {row['pipeline_rank']}", flush=True)
             if names or abs(row["ratio"] - 1) > 0.03:
-                print(f"        measured {row['measured']:,} {row['measured_kinds']} {row['where']}\n"
-                      f"        planned {row['planned']:,} {row['planned_kinds']} {row['when']}", flush=True)
+                print(
+                    f"        measured {row['measured']:,} {row['measured_kinds']} {row['where']}\n"
+                    f"        planned {row['planned']:,} {row['planned_kinds']} {row['when']}",
+                    flush=True,
+                )
     worlds.close()
     if not names:
-        report = {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "python": platform.python_version(), "rows": rows}
-        (TESTS.parent / "docs/results/plan_memory.json").write_text(json.dumps(report, indent=1) + "\n")
+        report = {
+            "date": datetime.date.today().isoformat(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "rows": rows,
+        }
+        (TESTS.parent / "docs/results/plan_memory.json").write_text(
+            json.dumps(report, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Which transfers hide, whether memory falls with each stage of ZeRO, and what a banner says of both."""
+"""Which transfers hide, whether memory falls with each stage of ZeRO, and what a banner says of
+both.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +16,44 @@ from megatron.plan.memory import rank_memories
 from megatron.plan.table import banner_lines, memory_report
 
 VOCAB = 50257
-COMMON = f"--mock-data --vocab-size {VOCAB - 1} --train-iters 1 --lr 1e-3 --bf16 --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1"
-GPT2 = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 64 --max-position-embeddings 1024"
-LLAMA_1B = """--num-layers 16 --hidden-size 2048 --num-attention-heads 32 --ffn-hidden-size 8192 --group-query-attention --num-query-groups 8
---seq-length 64 --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights"""
-SEVEN = """--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --swiglu --normalization RMSNorm --disable-bias-linear
+COMMON = (
+    f"--mock-data --vocab-size {VOCAB - 1} --train-iters 1 --lr 1e-3 --bf16 --hidden-dropout "
+    "0 --attention-dropout 0 --micro-batch-size 1"
+)
+GPT2 = (
+    "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 64 "
+    "--max-position-embeddings 1024"
+)
+LLAMA_1B = """--num-layers 16 --hidden-size 2048 --num-attention-heads 32 --ffn-hidden-size 8192
+--group-query-attention --num-query-groups 8
+--seq-length 64 --swiglu --normalization RMSNorm --position-embedding-type rope
+--disable-bias-linear --untie-embeddings-and-output-weights"""
+SEVEN = """--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --swiglu
+--normalization RMSNorm --disable-bias-linear
 --position-embedding-type rope --untie-embeddings-and-output-weights"""
 
 
 def configure(flags: str, world: int, *more: object) -> Config:
-    return resolve(parse_arguments([*COMMON.split(), *flags.split(), *map(str, more)]).config, world, VOCAB).config
+    return resolve(
+        parse_arguments([*COMMON.split(), *flags.split(), *map(str, more)]).config, world, VOCAB
+    ).config
 
 
-@pytest.mark.parametrize("flags, needed", [
-    # g F MFU / (4 BW): 989e12 x 0.4 / 50e9 = 7912 FLOPs a byte
-    ("--zero-stage 0", [2 * 7912]), ("--zero-stage 1", [7912, 7912]), ("--zero-stage 2", [7912, 7912]),
-    ("--zero-stage 2 --grad-reduce-in-bf16", [3956, 7912]), ("--zero-stage 2 --main-grads-dtype bf16", [3956, 7912]),
-    ("--zero-stage 3", [7912, 11868]), ("--zero-stage 3 --grad-reduce-in-bf16", [7912, 7912]),
-    ("--zero-stage 3 --zero3-keep-gathered", [7912, 7912]), ("--zero-stage 2 --recompute-granularity full", [5275, 7912]),
-])
+@pytest.mark.parametrize(
+    "flags, needed",
+    [
+        # g F MFU / (4 BW): 989e12 x 0.4 / 50e9 = 7912 FLOPs a byte
+        ("--zero-stage 0", [2 * 7912]),
+        ("--zero-stage 1", [7912, 7912]),
+        ("--zero-stage 2", [7912, 7912]),
+        ("--zero-stage 2 --grad-reduce-in-bf16", [3956, 7912]),
+        ("--zero-stage 2 --main-grads-dtype bf16", [3956, 7912]),
+        ("--zero-stage 3", [7912, 11868]),
+        ("--zero-stage 3 --grad-reduce-in-bf16", [7912, 7912]),
+        ("--zero-stage 3 --zero3-keep-gathered", [7912, 7912]),
+        ("--zero-stage 2 --recompute-granularity full", [5275, 7912]),
+    ],
+)
 def test_tokens_that_hide_a_transfer(flags, needed):
     found = transfers(configure(SEVEN, 8, *flags.split()), 8)
     assert [transfer.tokens_needed for transfer in found] == needed
@@ -44,32 +65,55 @@ def test_tokens_that_hide_a_transfer(flags, needed):
 def test_the_flags_that_are_named_help(stage, samples):
     flags = f"--zero-stage {stage} --micro-batch-size {samples} --global-batch-size {samples * 32}"
     for index, transfer in enumerate(transfers(configure(SEVEN, 8, *flags.split()), 8)):
-        assert transfer.hides == (transfer.tokens >= transfer.tokens_needed) == (" hides: " in transfer.line())
+        assert (
+            transfer.hides
+            == (transfer.tokens >= transfer.tokens_needed)
+            == (" hides: " in transfer.line())
+        )
         for flag in transfer.flags.split(" or "):
             if flag == "--zero3-keep-gathered":
                 continue  # once a step instead of every micro-batch
             batch = int(flag.split()[1]) * 32 if "micro" in flag else samples * 32
-            helped = transfers(configure(SEVEN, 8, *flags.split(), *flag.split(), "--global-batch-size", batch), 8)[index]
+            helped = transfers(
+                configure(SEVEN, 8, *flags.split(), *flag.split(), "--global-batch-size", batch), 8
+            )[index]
             assert helped.hides
 
 
-@pytest.mark.parametrize("flags, world, needed", [
-    ("", 1, [7912]), ("--zero-shard-size 1", 8, [7912]), ("", 8, [989, 7912, 11868]), ("--zero3-keep-gathered", 4, [1978, 7912, 7912]),
-])
+@pytest.mark.parametrize(
+    "flags, world, needed",
+    [
+        ("", 1, [7912]),
+        ("--zero-shard-size 1", 8, [7912]),
+        ("", 8, [989, 7912, 11868]),
+        ("--zero3-keep-gathered", 4, [1978, 7912, 7912]),
+    ],
+)
 def test_tokens_that_hide_weights_from_host_memory(flags, world, needed):
-    """p F MFU / (2 BW N) at 50 GB/s: each rank copies its own slice. Nobody to share with sends nothing; another bandwidth is another need."""
+    """p F MFU / (2 BW N) at 50 GB/s: each rank copies its own slice. Nobody to share with sends
+    nothing; another bandwidth is another need.
+    """
     config = configure(SEVEN, world, "--zero-stage", 3, "--param-cpu-offload", *flags.split())
     found = transfers(config, world)
-    assert [transfer.tokens_needed for transfer in found] == needed and "from host memory (50 GB/s)" in found[0].what
-    assert transfers(config, world, Machine(host_bandwidth=25.0))[0].tokens_needed == pytest.approx(2 * needed[0], abs=1)
+    assert [
+        transfer.tokens_needed for transfer in found
+    ] == needed and "from host memory (50 GB/s)" in found[0].what
+    assert transfers(config, world, Machine(host_bandwidth=25.0))[0].tokens_needed == pytest.approx(
+        2 * needed[0], abs=1
+    )
     report = memory_report(config, VOCAB, world, memory=80.0, machine=Machine())
     assert report[-len(needed)].startswith("copy of the weights")
-    assert any("weights are in host memory between their uses" in line for line in report) == (world == 1)
+    assert any("weights are in host memory between their uses" in line for line in report) == (
+        world == 1
+    )
     assert any(line.startswith("in the host's memory") for line in report)
 
 
 def test_nothing_is_sent_where_one_rank_holds_the_model():
-    assert transfers(configure(SEVEN, 1), 1) == [] and transfers(configure(SEVEN, 4, "--tensor-model-parallel-size", 4), 4) == []
+    assert (
+        transfers(configure(SEVEN, 1), 1) == []
+        and transfers(configure(SEVEN, 4, "--tensor-model-parallel-size", 4), 4) == []
+    )
 
 
 def micro_batches(ranks: int) -> tuple[object, ...]:
@@ -80,33 +124,62 @@ def micro_batches(ranks: int) -> tuple[object, ...]:
 @pytest.mark.parametrize("flags, ranks", [(GPT2, 2), (GPT2, 4), (LLAMA_1B, 2), (SEVEN, 8)])
 def test_memory_falls_with_each_stage(flags, ranks):
     order = order_of_peaks(configure(flags, ranks, *micro_batches(ranks)), VOCAB, ranks, "cpu")
-    assert order.broken == [] and sorted(order.totals, reverse=True) == order.totals and len(set(order.totals)) == 4
+    assert (
+        order.broken == []
+        and sorted(order.totals, reverse=True) == order.totals
+        and len(set(order.totals)) == 4
+    )
 
 
 def test_the_block_that_prevents_it_is_named():
     config = configure(GPT2, 4, *micro_batches(2), "--pipeline-model-parallel-size", 2)
     order = order_of_peaks(config, VOCAB, 4, "cpu")
-    assert any(re.fullmatch(r"stage 2 needs .* and stage 1 .* GiB on pipeline rank [01]: the (embedding|head), \d+% of the rank's parameters, "
-                            r"whose gradient is whole in the backward pass of .*", line) for line in order.broken), order
-    kept = order_of_peaks(configure(GPT2, 2, *micro_batches(2), "--zero3-keep-gathered", "--zero-stage", 3), VOCAB, 2, "cpu")
-    assert [line.split(": ")[1] for line in kept.broken] == ["--zero3-keep-gathered holds all weights whole"]
+    assert any(
+        re.fullmatch(
+            r"stage 2 needs .* and stage 1 .* GiB on pipeline rank [01]: the "
+            r"(embedding|head), \d+% of the rank's parameters, "
+            r"whose gradient is whole in the backward pass of .*",
+            line,
+        )
+        for line in order.broken
+    ), order
+    kept = order_of_peaks(
+        configure(GPT2, 2, *micro_batches(2), "--zero3-keep-gathered", "--zero-stage", 3),
+        VOCAB,
+        2,
+        "cpu",
+    )
+    assert [line.split(": ")[1] for line in kept.broken] == [
+        "--zero3-keep-gathered holds all weights whole"
+    ]
 
 
 def test_bytes_of_a_parameter_at_four_ranks():
     """9 | 6 | 4 at stages 1 | 2 | 3, and 6 for stage 2 under a pipeline."""
     for stage, expected in ((0, 18), (1, 9), (2, 6), (3, 4)):
         for pp in (1, 2):
-            config = configure(GPT2, 4 * pp, "--zero-stage", stage, "--pipeline-model-parallel-size", pp)
+            config = configure(
+                GPT2, 4 * pp, "--zero-stage", stage, "--pipeline-model-parallel-size", pp
+            )
             for rank in rank_memories(config, VOCAB, 4 * pp):
                 assert rank.resident / rank.parameters == pytest.approx(expected, rel=1e-4)
 
 
 def test_what_a_banner_says():
     config = configure(SEVEN, 64, "--zero-stage", 2)
-    silent, loud = (banner_lines(config, VOCAB, 64, "cuda", machine) for machine in (None, Machine()))
-    assert silent[0].startswith("estimate per rank (GiB): parameters 12.7, ") and not any("warning" in line for line in silent)
+    silent, loud = (
+        banner_lines(config, VOCAB, 64, "cuda", machine) for machine in (None, Machine())
+    )
+    assert silent[0].startswith("estimate per rank (GiB): parameters 12.7, ") and not any(
+        "warning" in line for line in silent
+    )
     assert loud[: len(silent)] == silent
-    assert loud[len(silent)] == ("warning: with 50 GB/s a rank and 40% of 989 TFLOP/s the reduce-scatter of the last micro-batch does not hide: "
-                                 "1,024 tokens a micro-batch of 7,912 needed; --micro-batch-size 8 helps")
+    assert loud[len(silent)] == (
+        "warning: with 50 GB/s a rank and 40% of 989 TFLOP/s the reduce-scatter of the last "
+        "micro-batch does not hide: "
+        "1,024 tokens a micro-batch of 7,912 needed; --micro-batch-size 8 helps"
+    )
     hidden = configure(SEVEN, 64, "--zero-stage", 2, "--micro-batch-size", 8)
-    assert banner_lines(hidden, VOCAB, 64, "cuda", Machine()) == banner_lines(hidden, VOCAB, 64, "cuda", None)
+    assert banner_lines(hidden, VOCAB, 64, "cuda", Machine()) == banner_lines(
+        hidden, VOCAB, 64, "cuda", None
+    )

@@ -11,7 +11,15 @@ import torch.distributed as dist
 from unit.by_hand import forward
 from unit.zero.measure import launches_of_nothing
 
-from megatron.config.groups import Config, DataConfig, DistributedConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.config.groups import (
+    Config,
+    DataConfig,
+    DistributedConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrainingConfig,
+)
 from megatron.config.validate import resolve
 from megatron.distributed.groups import Layout, build_groups
 from megatron.layers.attention import repeats_heads
@@ -28,29 +36,52 @@ FUSED = {"attention_dropout": 0.0}
 DRY = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 ROPE = {"position_embedding_type": "rope"}
-KERNELS = {f"{operator}_backend": "triton" for operator in ("attention", "norm", "rotary", "activation", "dropout", "cross_entropy")}
+KERNELS = {
+    f"{operator}_backend": "triton"
+    for operator in ("attention", "norm", "rotary", "activation", "dropout", "cross_entropy")
+}
 
 
-def configure(precision: PrecisionConfig = PrecisionConfig(), training: dict | None = None, tp: int = 1, sp: bool = False, world: int | None = None,
-              **model) -> Config:
+def configure(
+    precision: PrecisionConfig = PrecisionConfig(),
+    training: dict | None = None,
+    tp: int = 1,
+    sp: bool = False,
+    world: int | None = None,
+    **model,
+) -> Config:
     training = TrainingConfig(micro_batch_size=BATCH, train_iters=1, **(training or {}))
     data = DataConfig(mock_data=True, vocab_size=VOCAB - 1, seq_length=SEQ)
-    config = Config(model=ModelConfig(**{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, **model}), precision=precision,
-                    training=training, data=data, optimizer=OptimizerConfig(lr=1.0),
-                    distributed=DistributedConfig(tensor_model_parallel_size=tp, sequence_parallel=sp, world_size=world or tp))
+    config = Config(
+        model=ModelConfig(
+            **{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, **model}
+        ),
+        precision=precision,
+        training=training,
+        data=data,
+        optimizer=OptimizerConfig(lr=1.0),
+        distributed=DistributedConfig(
+            tensor_model_parallel_size=tp, sequence_parallel=sp, world_size=world or tp
+        ),
+    )
     return resolve(config, world or tp, VOCAB).config
 
 
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="these have CPU tensors, which take the interpreter")
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="these have CPU tensors, which take the interpreter"
+)
 # Per token: shifted labels and three numbers of the loss.
 LOSS = (8 + 3 * 4) * SEQ * BATCH
-# Per token: the log-sum-exp, label columns here, rows of the embedding and whether they are elsewhere.
+# Per token: the log-sum-exp, label columns here, rows of the embedding and whether they are
+# elsewhere.
 TP_LOSS = (4 + 8 + 8 + 1) * SEQ * BATCH
 
 
 def planned(config: Config, tp: int = 1) -> int:
     """Bytes that one micro-batch keeps of the whole model, logits left out, by the formulas."""
-    units = unit_bytes(Shape(config, padded_vocab_size(VOCAB, config.model, tp)), whole(config.model)[0])
+    units = unit_bytes(
+        Shape(config, padded_vocab_size(VOCAB, config.model, tp)), whole(config.model)[0]
+    )
     return sum(unit.saved for unit in units)
 
 
@@ -62,17 +93,43 @@ class Kept:
 
 
 def kept_bytes(config: Config, dtype: torch.dtype) -> int:
-    """Bytes of the storages alive between forward and backward, without parameters and the micro-batch itself."""
+    """Bytes of the storages alive between forward and backward, without parameters and the
+    micro-batch itself.
+    """
     size, tp = config.distributed.tensor_model_parallel_size, DENSE
     if size > 1:
-        groups = build_groups(Layout(tp=size), dist.get_rank(), dist.new_group, config.model.num_query_groups)
+        groups = build_groups(
+            Layout(tp=size), dist.get_rank(), dist.new_group, config.model.num_query_groups
+        )
         tp = TensorParallel(groups.tp, groups.kv, config.distributed.sequence_parallel)
-    model = GPTModel(config.model, vocab_size=VOCAB, padded_vocab=padded_vocab_size(VOCAB, config.model, size), dtype=dtype, seed=1, tp=tp)
+    model = GPTModel(
+        config.model,
+        vocab_size=VOCAB,
+        padded_vocab=padded_vocab_size(VOCAB, config.model, size),
+        dtype=dtype,
+        seed=1,
+        tp=tp,
+    )
     for block in build_blocks(model, torch.device("cpu")):
         block.open()
     tokens, ids = torch.zeros(BATCH, SEQ, dtype=torch.int64), torch.arange(BATCH)
-    micro = model.micro_batch(tokens, tokens, torch.ones(BATCH, SEQ), torch.arange(SEQ).expand(BATCH, SEQ), ids, training=True)
-    given = [*model.parameters(), micro.tokens, micro.labels, micro.loss_mask, micro.position_ids, *(micro.rotary or ()), micro.dropout.sample_ids]
+    micro = model.micro_batch(
+        tokens,
+        tokens,
+        torch.ones(BATCH, SEQ),
+        torch.arange(SEQ).expand(BATCH, SEQ),
+        ids,
+        training=True,
+    )
+    given = [
+        *model.parameters(),
+        micro.tokens,
+        micro.labels,
+        micro.loss_mask,
+        micro.position_ids,
+        *(micro.rotary or ()),
+        micro.dropout.sample_ids,
+    ]
     alive: weakref.WeakSet[Kept] = weakref.WeakSet()
 
     def pack(tensor: torch.Tensor) -> Kept:
@@ -80,30 +137,61 @@ def kept_bytes(config: Config, dtype: torch.dtype) -> int:
         alive.add(kept)
         return kept
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor), launches_of_nothing():
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor),
+        launches_of_nothing(),
+    ):
         _, saved = forward(model, micro)
     tensors = [kept.tensor for kept in alive] + [graph.x for graph in saved if graph.x is not None]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(size for pointer, size in storages.items() if pointer not in {tensor.untyped_storage().data_ptr() for tensor in given})
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+    }
+    return sum(
+        size
+        for pointer, size in storages.items()
+        if pointer not in {tensor.untyped_storage().data_ptr() for tensor in given}
+    )
 
 
-@pytest.mark.parametrize("model", [
-    {}, FUSED, DRY, {**DRY, **GROUPED}, {**DRY, **ROPE}, {**DRY, **ROPE, **GROUPED, "activation": "swiglu", "normalization": "RMSNorm"},
-    {**DRY, "qk_layernorm": True}, {**DRY, **ROPE, **GROUPED, "qk_layernorm": True}, {"attn_logit_softcapping": 5.0, **GROUPED},
-    {**DRY, "attention_backend": "plain"}, {**ROPE, "qk_layernorm": True}, {"activation": "squared-relu", **DRY}, {**DRY, "window_size": 8},
-    {**DRY, "num_query_groups": 1, "group_query_attention": True}, {**DRY, **GROUPED, "qk_layernorm": True, "attention_backend": "plain"},
-])
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        FUSED,
+        DRY,
+        {**DRY, **GROUPED},
+        {**DRY, **ROPE},
+        {**DRY, **ROPE, **GROUPED, "activation": "swiglu", "normalization": "RMSNorm"},
+        {**DRY, "qk_layernorm": True},
+        {**DRY, **ROPE, **GROUPED, "qk_layernorm": True},
+        {"attn_logit_softcapping": 5.0, **GROUPED},
+        {**DRY, "attention_backend": "plain"},
+        {**ROPE, "qk_layernorm": True},
+        {"activation": "squared-relu", **DRY},
+        {**DRY, "window_size": 8},
+        {**DRY, "num_query_groups": 1, "group_query_attention": True},
+        {**DRY, **GROUPED, "qk_layernorm": True, "attention_backend": "plain"},
+    ],
+)
 def test_activations_are_what_autograd_keeps(model):
     config = configure(**model)
     assert kept_bytes(config, torch.float32) - LOSS == planned(config)
 
 
-@pytest.mark.parametrize("model", [
-    GROUPED, {**GROUPED, **ROPE}, {**GROUPED, "qk_layernorm": True}, {"group_query_attention": True, "num_query_groups": 1},
-    {"group_query_attention": True, "num_query_groups": 1, **ROPE}, {**GROUPED, **ROPE, "qk_layernorm": True},
-])
+@pytest.mark.parametrize(
+    "model",
+    [
+        GROUPED,
+        {**GROUPED, **ROPE},
+        {**GROUPED, "qk_layernorm": True},
+        {"group_query_attention": True, "num_query_groups": 1},
+        {"group_query_attention": True, "num_query_groups": 1, **ROPE},
+        {**GROUPED, **ROPE, "qk_layernorm": True},
+    ],
+)
 def test_activations_with_keys_and_values_repeated_for_a_masked_attention(model, monkeypatch):
     """As on a GPU: the rule is told that this is one, in the layer and in the plan."""
+
     def on_a_gpu(device: str, *rest) -> bool:
         return repeats_heads("cuda", *rest)
 
@@ -113,11 +201,25 @@ def test_activations_with_keys_and_values_repeated_for_a_masked_attention(model,
 
 
 @interpreted
-@pytest.mark.parametrize("model", [
-    {}, DRY, {**DRY, **ROPE, **GROUPED, "activation": "swiglu", "normalization": "RMSNorm"}, {**ROPE, **GROUPED, "qk_layernorm": True},
-    {**DRY, **ROPE, **GROUPED}, {**DRY, **GROUPED}, {**ROPE, "num_attention_heads": 8, **GROUPED, "normalization": "RMSNorm"},
-    {"attn_logit_softcapping": 5.0, "window_size": 8, "activation": "squared-relu", "group_query_attention": True, "num_query_groups": 1},
-])
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        DRY,
+        {**DRY, **ROPE, **GROUPED, "activation": "swiglu", "normalization": "RMSNorm"},
+        {**ROPE, **GROUPED, "qk_layernorm": True},
+        {**DRY, **ROPE, **GROUPED},
+        {**DRY, **GROUPED},
+        {**ROPE, "num_attention_heads": 8, **GROUPED, "normalization": "RMSNorm"},
+        {
+            "attn_logit_softcapping": 5.0,
+            "window_size": 8,
+            "activation": "squared-relu",
+            "group_query_attention": True,
+            "num_query_groups": 1,
+        },
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_with_our_kernels(model, dtype):
     precision = PrecisionConfig(bf16=dtype == torch.bfloat16)
@@ -129,43 +231,79 @@ def test_activations_with_our_kernels(model, dtype):
 @interpreted
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_activations_with_one_of_our_kernels(kernel):
-    config = configure(**{**ROPE, **GROUPED, "attention_dropout": 0.1 * (kernel == "attention_backend"), kernel: "triton"})
+    config = configure(
+        **{
+            **ROPE,
+            **GROUPED,
+            "attention_dropout": 0.1 * (kernel == "attention_backend"),
+            kernel: "triton",
+        }
+    )
     assert kept_bytes(config, torch.float32) - LOSS == planned(config)
 
 
 @pytest.mark.parametrize("sp", [False, True], ids=["tp2", "tp2 sp"])
-@pytest.mark.parametrize("model", [
-    {}, DRY, {**DRY, **ROPE, **GROUPED, "activation": "swiglu", "normalization": "RMSNorm"}, {**DRY, **GROUPED, "qk_layernorm": True},
-    {"attn_logit_softcapping": 5.0, **ROPE, "group_query_attention": True, "num_query_groups": 1}, {**ROPE, "qk_layernorm": True},
-    {**DRY, **ROPE, "group_query_attention": True, "num_query_groups": 1}, {**DRY, "num_attention_heads": 2, "window_size": 8},
-    {**DRY, "num_attention_heads": 8, **GROUPED, "untie_embeddings_and_output_weights": True},
-    *([] if torch.cuda.is_available() else [{**ROPE, **GROUPED, **KERNELS}]),
-])
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        DRY,
+        {**DRY, **ROPE, **GROUPED, "activation": "swiglu", "normalization": "RMSNorm"},
+        {**DRY, **GROUPED, "qk_layernorm": True},
+        {
+            "attn_logit_softcapping": 5.0,
+            **ROPE,
+            "group_query_attention": True,
+            "num_query_groups": 1,
+        },
+        {**ROPE, "qk_layernorm": True},
+        {**DRY, **ROPE, "group_query_attention": True, "num_query_groups": 1},
+        {**DRY, "num_attention_heads": 2, "window_size": 8},
+        {**DRY, "num_attention_heads": 8, **GROUPED, "untie_embeddings_and_output_weights": True},
+        *([] if torch.cuda.is_available() else [{**ROPE, **GROUPED, **KERNELS}]),
+    ],
+)
 def test_activations_of_tensor_parallel_ranks(gloo_world, model, sp):
     config = configure(tp=2, sp=sp, **model)
-    assert gloo_world(2).run(kept_bytes, config, torch.float32) == [planned(config, 2) + TP_LOSS] * 2
+    assert (
+        gloo_world(2).run(kept_bytes, config, torch.float32) == [planned(config, 2) + TP_LOSS] * 2
+    )
 
 
 def test_activations_in_bf16_up_to_norm_statistics():
-    """A CPU keeps LayerNorm's statistics in bf16, a GPU in fp32: RMSNorm's are fp32 here everywhere."""
+    """A CPU keeps LayerNorm's statistics in bf16, a GPU in fp32: RMSNorm's are fp32 here
+    everywhere.
+    """
     config = configure(PrecisionConfig(bf16=True), normalization="RMSNorm", activation="swiglu")
     assert kept_bytes(config, torch.bfloat16) - LOSS == planned(config)
 
 
 @pytest.mark.parametrize("tp, world", [(1, 1), (1, 8), (4, 4), (4, 16)])
-@pytest.mark.parametrize("precision, per_parameter", [
-    (PrecisionConfig(bf16=True), 18), (PrecisionConfig(), 16), (PrecisionConfig(fp64=True), 32),
-])
+@pytest.mark.parametrize(
+    "precision, per_parameter",
+    [
+        (PrecisionConfig(bf16=True), 18),
+        (PrecisionConfig(), 16),
+        (PrecisionConfig(fp64=True), 32),
+    ],
+)
 def test_static_bytes(precision, per_parameter, tp, world):
     config = configure(precision, tp=tp, world=world)
     sizes = estimate(config, VOCAB, world)
-    stored = local_parameter_count(config.model, padded_vocab_size(VOCAB, config.model, tp), tp)["total"]
+    stored = local_parameter_count(config.model, padded_vocab_size(VOCAB, config.model, tp), tp)[
+        "total"
+    ]
     padding = 64 * world // tp * 3  # of three blocks; every tensor here is a multiple of 64
     held = rank_memories(config, VOCAB, world)[0].static
     assert 0 <= sum(held.values()) - per_parameter * stored < per_parameter * padding
-    assert all(sizes[name] == held[name] for name in ("parameters", "optimizer")) and sizes.get("gradients", 0) <= held["gradients"]
+    assert (
+        all(sizes[name] == held[name] for name in ("parameters", "optimizer"))
+        and sizes.get("gradients", 0) <= held["gradients"]
+    )
     assert sizes["total"] == sum(size for name, size in sizes.items() if name != "total")
-    sgd = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, optimizer="sgd"))
+    sgd = dataclasses.replace(
+        config, optimizer=dataclasses.replace(config.optimizer, optimizer="sgd")
+    )
     assert sizes["optimizer"] - estimate(sgd, VOCAB, world)["optimizer"] == held["gradients"]
 
 
@@ -173,10 +311,19 @@ def test_full_recompute_keeps_one_layer_and_the_inputs_of_the_others():
     full = {"recompute_granularity": "full"}
     nine, eight = (planned(configure(training=full, num_layers=layers)) for layers in (9, 8))
     assert nine - eight == SEQ * BATCH * 64 * 4
-    assert planned(configure(training=full, num_layers=9, tp=4), 4) - planned(configure(training=full, num_layers=8, tp=4), 4) == SEQ * BATCH * 64 * 4
-    nine, eight = (planned(configure(training=full, num_layers=layers, tp=4, sp=True), 4) for layers in (9, 8))
+    assert (
+        planned(configure(training=full, num_layers=9, tp=4), 4)
+        - planned(configure(training=full, num_layers=8, tp=4), 4)
+        == SEQ * BATCH * 64 * 4
+    )
+    nine, eight = (
+        planned(configure(training=full, num_layers=layers, tp=4, sp=True), 4) for layers in (9, 8)
+    )
     assert nine - eight == SEQ * BATCH * 64 * 4 // 4
-    assert beside(estimate(configure(training=full, num_layers=8), VOCAB, 1)) < beside(estimate(configure(), VOCAB, 1)) * 1.1
+    assert (
+        beside(estimate(configure(training=full, num_layers=8), VOCAB, 1))
+        < beside(estimate(configure(), VOCAB, 1)) * 1.1
+    )
 
 
 def beside(sizes: dict[str, int]) -> int:
@@ -185,8 +332,17 @@ def beside(sizes: dict[str, int]) -> int:
 
 
 def test_what_tensor_and_sequence_parallelism_divide():
-    one, tp, sp = (planned(configure(tp=size, sp=sequence, **DRY), size) for size, sequence in ((1, False), (4, False), (4, True)))
+    one, tp, sp = (
+        planned(configure(tp=size, sp=sequence, **DRY), size)
+        for size, sequence in ((1, False), (4, False), (4, True))
+    )
     assert sp * 4 == one and sp < tp < one
-    one, tp, sp = (rank_memories(configure(tp=size, sp=sequence, **DRY), VOCAB, size)[0] for size, sequence in ((1, False), (4, False), (4, True)))
-    assert tp.peak.most["logits"] == sp.peak.most["logits"] == SEQ * BATCH * 4 * 128 and one.peak.most["logits"] == SEQ * BATCH * 4 * 384
+    one, tp, sp = (
+        rank_memories(configure(tp=size, sp=sequence, **DRY), VOCAB, size)[0]
+        for size, sequence in ((1, False), (4, False), (4, True))
+    )
+    assert (
+        tp.peak.most["logits"] == sp.peak.most["logits"] == SEQ * BATCH * 4 * 128
+        and one.peak.most["logits"] == SEQ * BATCH * 4 * 384
+    )
     assert sp.static == tp.static

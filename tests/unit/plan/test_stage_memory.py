@@ -1,4 +1,6 @@
-"""The memory estimate of pipeline ranks: what each stage keeps against autograd, what is in flight against the schedules' bounds."""
+"""The memory estimate of pipeline ranks: what each stage keeps against autograd, what is in flight
+against the schedules' bounds.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools/benchmark_pe
 from pipeline_rank import VIRTUAL, memory
 from unit.by_hand import KeptWeights, backward_input, forward
 
-from megatron.config.groups import Config, DataConfig, DistributedConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.config.groups import (
+    Config,
+    DataConfig,
+    DistributedConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrainingConfig,
+)
 from megatron.config.validate import resolve
 from megatron.distributed.groups import Axis, Layout, build_groups
 from megatron.distributed.setup import make_groups
@@ -36,40 +46,93 @@ from megatron.parallel.schedule import Kind, Schedule, build_schedule
 from megatron.parallel.simulate import Costs
 from megatron.plan.activations import Shape, unit_bytes
 from megatron.plan.engine import CountedBlock
-from megatron.plan.memory import estimate, estimate_ranks, rank_memories, schedule_of, stage_parameters
+from megatron.plan.memory import (
+    estimate,
+    estimate_ranks,
+    rank_memories,
+    schedule_of,
+    stage_parameters,
+)
 from megatron.plan.stages import stage_costs, stage_lines
 
-LLAMA = {**DRY, **ROPE, **GROUPED, "activation": "swiglu", "normalization": "RMSNorm", "untie_embeddings_and_output_weights": True}
+LLAMA = {
+    **DRY,
+    **ROPE,
+    **GROUPED,
+    "activation": "swiglu",
+    "normalization": "RMSNorm",
+    "untie_embeddings_and_output_weights": True,
+}
 
 
-def configure(pp: int, layers: int, model: dict | None = None, micro_batches: int = 8, tp: int = 1, recompute: bool = False, **distributed) -> Config:
+def configure(
+    pp: int,
+    layers: int,
+    model: dict | None = None,
+    micro_batches: int = 8,
+    tp: int = 1,
+    recompute: bool = False,
+    **distributed,
+) -> Config:
     config = Config(
-        model=ModelConfig(**{"num_layers": layers, "hidden_size": 64, "num_attention_heads": 4, **(model or {})}), precision=PrecisionConfig(),
-        data=DataConfig(mock_data=True, vocab_size=VOCAB - 1, seq_length=SEQ), optimizer=OptimizerConfig(lr=1.0),
-        training=TrainingConfig(micro_batch_size=BATCH, train_iters=1, global_batch_size=BATCH * micro_batches,
-                                recompute_granularity="full" if recompute else None),
-        distributed=DistributedConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, world_size=pp * tp, **distributed))
+        model=ModelConfig(
+            **{"num_layers": layers, "hidden_size": 64, "num_attention_heads": 4, **(model or {})}
+        ),
+        precision=PrecisionConfig(),
+        data=DataConfig(mock_data=True, vocab_size=VOCAB - 1, seq_length=SEQ),
+        optimizer=OptimizerConfig(lr=1.0),
+        training=TrainingConfig(
+            micro_batch_size=BATCH,
+            train_iters=1,
+            global_batch_size=BATCH * micro_batches,
+            recompute_granularity="full" if recompute else None,
+        ),
+        distributed=DistributedConfig(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            world_size=pp * tp,
+            **distributed,
+        ),
+    )
     return resolve(config, pp * tp, VOCAB).config
 
 
 def storages(tensors: list[torch.Tensor], model: GPTModel) -> int:
     """Bytes of the storages of tensors that are no parameters."""
     given = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    held = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+    }
     return sum(size for pointer, size in held.items() if pointer not in given)
 
 
 def kept_of_stages(config: Config) -> list[tuple[int, int]]:
-    """(saved by the forward pass, left by the input gradient) of each stage, in bytes, without what belongs to the loss."""
+    """(saved by the forward pass, left by the input gradient) of each stage, in bytes, without what
+    belongs to the loss.
+    """
     padded = padded_vocab_size(VOCAB, config.model)
     passes = LayerPasses(recompute=config.training.recompute_granularity is not None)
     x, forwards, found = None, [], []
     for stage in pipeline_stages(config, padded):
-        model = GPTModel(config.model, vocab_size=VOCAB, padded_vocab=padded, dtype=torch.float32, seed=1, stages=(stage,))
+        model = GPTModel(
+            config.model,
+            vocab_size=VOCAB,
+            padded_vocab=padded,
+            dtype=torch.float32,
+            seed=1,
+            stages=(stage,),
+        )
         for block in build_blocks(model, torch.device("cpu")):
             block.open()
         tokens, ids = torch.zeros(BATCH, SEQ, dtype=torch.int64), torch.arange(BATCH)
-        micro = model.micro_batch(tokens, tokens, torch.ones(BATCH, SEQ), torch.arange(SEQ).expand(BATCH, SEQ), ids, training=True)
+        micro = model.micro_batch(
+            tokens,
+            tokens,
+            torch.ones(BATCH, SEQ),
+            torch.arange(SEQ).expand(BATCH, SEQ),
+            ids,
+            training=True,
+        )
         alive: weakref.WeakSet[Kept] = weakref.WeakSet()
 
         def pack(tensor: torch.Tensor, alive: weakref.WeakSet[Kept] = alive) -> Kept:
@@ -80,9 +143,20 @@ def kept_of_stages(config: Config) -> list[tuple[int, int]]:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
             y, saved = forward(model, micro, passes, x)
         inputs = [each.x for each in saved if each.x is not None]
-        given = (micro.tokens, micro.labels, micro.loss_mask, micro.position_ids, *(micro.rotary or ()), micro.dropout.sample_ids)
+        given = (
+            micro.tokens,
+            micro.labels,
+            micro.loss_mask,
+            micro.position_ids,
+            *(micro.rotary or ()),
+            micro.dropout.sample_ids,
+        )
         of_micro = {tensor.untyped_storage().data_ptr() for tensor in given}
-        tensors = [kept.tensor for kept in alive if kept.tensor.untyped_storage().data_ptr() not in of_micro] + inputs
+        tensors = [
+            kept.tensor
+            for kept in alive
+            if kept.tensor.untyped_storage().data_ptr() not in of_micro
+        ] + inputs
         forwards.append((model, saved, storages(tensors, model) - (LOSS if stage.head else 0)))
         x = y.detach()
     dy = loss_gradient(x, 1.0)
@@ -94,19 +168,43 @@ def kept_of_stages(config: Config) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
-@pytest.mark.parametrize("model, distributed", [
-    ({}, {}), (DRY, {"pipeline_model_parallel_layout": "E|tttt|L"}), (LLAMA, {"decoder_last_pipeline_num_layers": 2}),
-    ({**DRY, "qk_layernorm": True}, {"pipeline_model_parallel_layout": "E|tttt|L"}),
-    *([] if torch.cuda.is_available() else [({**KERNELS}, {}), ({**LLAMA, **KERNELS}, {"pipeline_model_parallel_layout": "E|tttt|L"})]),
-])
+@pytest.mark.parametrize(
+    "model, distributed",
+    [
+        ({}, {}),
+        (DRY, {"pipeline_model_parallel_layout": "E|tttt|L"}),
+        (LLAMA, {"decoder_last_pipeline_num_layers": 2}),
+        ({**DRY, "qk_layernorm": True}, {"pipeline_model_parallel_layout": "E|tttt|L"}),
+        *(
+            []
+            if torch.cuda.is_available()
+            else [
+                ({**KERNELS}, {}),
+                ({**LLAMA, **KERNELS}, {"pipeline_model_parallel_layout": "E|tttt|L"}),
+            ]
+        ),
+    ],
+)
 def test_what_a_stage_keeps_is_what_autograd_keeps(model, distributed, recompute):
-    config = configure(3 if "E" in distributed.get("pipeline_model_parallel_layout", "") else 2, 4, model, recompute=recompute, **distributed)
+    config = configure(
+        3 if "E" in distributed.get("pipeline_model_parallel_layout", "") else 2,
+        4,
+        model,
+        recompute=recompute,
+        **distributed,
+    )
     padded = padded_vocab_size(VOCAB, config.model)
-    expected = [unit_bytes(Shape(config, padded), stage) for stage in pipeline_stages(config, padded)]
+    expected = [
+        unit_bytes(Shape(config, padded), stage) for stage in pipeline_stages(config, padded)
+    ]
     with launches_of_nothing():
         found = kept_of_stages(config)
-    assert [saved for saved, _ in found] == [sum(unit.saved for unit in units) for units in expected]
-    assert [stashed for _, stashed in found] == [sum(unit.stashed for unit in units) for units in expected]
+    assert [saved for saved, _ in found] == [
+        sum(unit.saved for unit in units) for units in expected
+    ]
+    assert [stashed for _, stashed in found] == [
+        sum(unit.stashed for unit in units) for units in expected
+    ]
 
 
 class CountingPasses:
@@ -119,7 +217,9 @@ class CountingPasses:
     def begin(self, scale: float, objectives: set[str]) -> None:
         pass
 
-    def run(self, kind: Kind, layer: Layer, x: torch.Tensor | None, held: object) -> tuple[torch.Tensor, None]:
+    def run(
+        self, kind: Kind, layer: Layer, x: torch.Tensor | None, held: object
+    ) -> tuple[torch.Tensor, None]:
         if isinstance(layer, LayerBlock):
             self.now += (kind is Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
             self.most = max(self.most, self.now)
@@ -135,12 +235,26 @@ def test_what_is_in_flight(ranks, m):
 
     def most(schedule: Schedule, rank: int) -> int:
         last = schedule.stages - 1
-        stages = tuple(Stage(stage == 0, range(stage, stage + 1), stage == last) for stage, where in enumerate(schedule.placement) if where == rank)
+        stages = tuple(
+            Stage(stage == 0, range(stage, stage + 1), stage == last)
+            for stage, where in enumerate(schedule.placement)
+            if where == rank
+        )
         config = configure(1, schedule.stages, DRY).model
-        model = GPTModel(config, vocab_size=VOCAB, padded_vocab=VOCAB, dtype=torch.float32, seed=1, stages=stages)
+        model = GPTModel(
+            config, vocab_size=VOCAB, padded_vocab=VOCAB, dtype=torch.float32, seed=1, stages=stages
+        )
         groups = build_groups(Layout(pp=ranks), rank, lambda ranks: SilentGroup(gloo=True))
         passes = CountingPasses()
-        Pipeline(model, KeptWeights(), passes, schedule.placement, (1, 1, 1), groups, torch.device("meta")).run(schedule, lambda micro: None)
+        Pipeline(
+            model,
+            KeptWeights(),
+            passes,
+            schedule.placement,
+            (1, 1, 1),
+            groups,
+            torch.device("meta"),
+        ).run(schedule, lambda micro: None)
         return passes.most
 
     assert peaks("gpipe") == [m] * ranks
@@ -148,14 +262,23 @@ def test_what_is_in_flight(ranks, m):
     assert peaks("zero-bubble") == [min(m, ranks)] * ranks
     assert max(peaks("zero-bubble-v", 2)) == min(2 * m, 2 * ranks)  # stages are half as large
     if m % ranks == 0:  # Narayanan et al. 2021
-        assert peaks("interleaved", 2) == [min(2 * m, 2 * (ranks - rank - 1) + ranks + 1) for rank in range(ranks)]
+        assert peaks("interleaved", 2) == [
+            min(2 * m, 2 * (ranks - rank - 1) + ranks + 1) for rank in range(ranks)
+        ]
 
 
-@pytest.mark.parametrize("pp, layers, model, distributed", [
-    (2, 4, {}, {}), (2, 4, LLAMA, {}), (4, 4, {}, {"pipeline_schedule": "zero-bubble"}), (2, 4, {}, {"pipeline_schedule": "zero-bubble-v"}),
-    (2, 4, {}, {"num_virtual_stages_per_pipeline_rank": 2}), (3, 5, {}, {"pipeline_model_parallel_layout": "auto"}),
-    (3, 4, {"position_embedding_type": "none"}, {"pipeline_model_parallel_layout": "E|tttt|L"}),
-])
+@pytest.mark.parametrize(
+    "pp, layers, model, distributed",
+    [
+        (2, 4, {}, {}),
+        (2, 4, LLAMA, {}),
+        (4, 4, {}, {"pipeline_schedule": "zero-bubble"}),
+        (2, 4, {}, {"pipeline_schedule": "zero-bubble-v"}),
+        (2, 4, {}, {"num_virtual_stages_per_pipeline_rank": 2}),
+        (3, 5, {}, {"pipeline_model_parallel_layout": "auto"}),
+        (3, 4, {"position_embedding_type": "none"}, {"pipeline_model_parallel_layout": "E|tttt|L"}),
+    ],
+)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_static_bytes_are_those_of_the_stages_that_are_built(pp, layers, model, distributed, tp):
     config = configure(pp, layers, model, tp=tp, **distributed)
@@ -163,16 +286,30 @@ def test_static_bytes_are_those_of_the_stages_that_are_built(pp, layers, model, 
     stages, placement = pipeline_stages(config, padded), schedule_of(config, pp * tp).placement
     estimates = estimate_ranks(config, VOCAB, pp * tp)
     for rank in range(pp):
-        local = GPTModel(config.model, vocab_size=VOCAB, padded_vocab=padded, dtype=torch.float32, seed=1,
-                         tp=TensorParallel(Axis("tp", 0, tuple(range(tp)))),
-                         stages=tuple(stage for stage, where in zip(stages, placement, strict=True) if where == rank))
+        local = GPTModel(
+            config.model,
+            vocab_size=VOCAB,
+            padded_vocab=padded,
+            dtype=torch.float32,
+            seed=1,
+            tp=TensorParallel(Axis("tp", 0, tuple(range(tp)))),
+            stages=tuple(
+                stage for stage, where in zip(stages, placement, strict=True) if where == rank
+            ),
+        )
         blocks = build_blocks(local, torch.device("cpu"))
         count = sum(math.prod(entry.shape) for block in blocks for entry in block.entries)
         sizes = estimates[rank]
         planned = rank_memories(config, VOCAB, pp * tp)[rank]
         assert count == planned.parameters
         stored = sum(block.size for block in blocks)
-        assert planned.static == {"parameters": 4 * stored, "gradients": 4 * stored, "optimizer": 8 * stored, "host": 0, "disk": 0}
+        assert planned.static == {
+            "parameters": 4 * stored,
+            "gradients": 4 * stored,
+            "optimizer": 8 * stored,
+            "host": 0,
+            "disk": 0,
+        }
         assert sizes["total"] == sum(size for name, size in sizes.items() if name != "total")
     assert estimate(config, VOCAB, pp * tp) == max(estimates, key=lambda sizes: sizes["total"])
 
@@ -182,71 +319,148 @@ def test_the_estimate_follows_schedule_and_recompute():
         config = configure(4, 8, micro_batches=micro_batches, pipeline_schedule=schedule, **options)
         return [rank.peak.most["activations"] for rank in rank_memories(config, VOCAB, 4)]
 
-    assert activations(8) == activations(64) and activations(64, "gpipe")[0] > 15 * activations(64)[0]
+    assert (
+        activations(8) == activations(64) and activations(64, "gpipe")[0] > 15 * activations(64)[0]
+    )
     message = SEQ * BATCH * 64 * 4  # of which two are on their way to a stage in the middle
-    assert activations(8, "gpipe")[1] - 2 * message == 8 * activations(1)[1] == 8 * (activations(8)[1] - 2 * message) // 3
+    assert (
+        activations(8, "gpipe")[1] - 2 * message
+        == 8 * activations(1)[1]
+        == 8 * (activations(8)[1] - 2 * message) // 3
+    )
     one, two = (activations(m, recompute=True)[1] for m in (1, 2))
-    # Another micro-batch costs the inputs of a stage's two layers, its output, ids and positions, and the two messages.
+    # Another micro-batch costs the inputs of a stage's two layers, its output, ids and positions,
+    # and the two messages.
     assert two - one == (3 + 2) * message + 28 * SEQ * BATCH
-    saved, again = activations(8, "zero-bubble")[0], activations(8, "zero-bubble", recompute=True)[0]
-    assert activations(8, recompute=True)[0] < again < saved  # recomputed once: linear layers keep theirs for the weight gradient
+    saved, again = (
+        activations(8, "zero-bubble")[0],
+        activations(8, "zero-bubble", recompute=True)[0],
+    )
+    # recomputed once: linear layers keep theirs for the weight gradient
+    assert activations(8, recompute=True)[0] < again < saved
     split = configure(4, 8, pipeline_schedule="zero-bubble")
     assert schedule_of(split, 4).micro_batches == 8
-    accumulated = dataclasses.replace(split, distributed=dataclasses.replace(split.distributed, world_size=8))
+    accumulated = dataclasses.replace(
+        split, distributed=dataclasses.replace(split.distributed, world_size=8)
+    )
     assert schedule_of(accumulated, 8).micro_batches == 4  # two data-parallel ranks
 
 
-SHAPE = {"layers": 8, "hidden": 64, "heads": 4, "ffn": 160, "seq": SEQ, "batch": BATCH, "vocab": 384}
+SHAPE = {
+    "layers": 8,
+    "hidden": 64,
+    "heads": 4,
+    "ffn": 160,
+    "seq": SEQ,
+    "batch": BATCH,
+    "vocab": 384,
+}
 NAMES = ["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"]
 
 
 def measure(micro_batches: int) -> list[dict]:
-    return memory(make_groups(Layout(pp=dist.get_world_size()), None), NAMES, [micro_batches], SHAPE)
+    return memory(
+        make_groups(Layout(pp=dist.get_world_size()), None), NAMES, [micro_batches], SHAPE
+    )
 
 
 def test_the_estimate_is_what_lives_while_the_executor_runs(gloo_world, monkeypatch):
     """Beside the gradients, which all live there from the start."""
     monkeypatch.setattr(CountedBlock, "open", Block.open)
-    model = {**LLAMA, "group_query_attention": False, "num_query_groups": None, "ffn_hidden_size": 160, "add_bias_linear": False}
+    model = {
+        **LLAMA,
+        "group_query_attention": False,
+        "num_query_groups": None,
+        "ffn_hidden_size": 160,
+        "add_bias_linear": False,
+    }
     measured = gloo_world(2).run(measure, 6)
     for index, name in enumerate(NAMES):
-        config = configure(2, 8, model, 6, pipeline_schedule=name, num_virtual_stages_per_pipeline_rank=VIRTUAL.get(name, 1))
+        config = configure(
+            2,
+            8,
+            model,
+            6,
+            pipeline_schedule=name,
+            num_virtual_stages_per_pipeline_rank=VIRTUAL.get(name, 1),
+        )
         for rank, planned in enumerate(rank_memories(config, VOCAB, 2, "cpu")):
             row = measured[rank][index]
             assert row["schedule"] == name
-            assert row["peak"] == pytest.approx(sum(planned.peak.bytes.values()), rel=0.03), (name, rank)
+            assert row["peak"] == pytest.approx(sum(planned.peak.bytes.values()), rel=0.03), (
+                name,
+                rank,
+            )
 
 
 def test_the_table_of_stages():
-    config = configure(2, 4, LLAMA, num_virtual_stages_per_pipeline_rank=2, pipeline_schedule="interleaved")
+    config = configure(
+        2, 4, LLAMA, num_virtual_stages_per_pipeline_rank=2, pipeline_schedule="interleaved"
+    )
     lines = stage_lines(config, VOCAB, 2)
-    assert lines[0].startswith("interleaved: 2 pipeline ranks x 2 stage(s), 8 micro-batches; ") and lines[0].endswith("% idle, by FLOPs alone")
-    assert [line.split(":")[0] for line in lines[1:5]] == ["stage 0 on rank 0", "stage 1 on rank 1", "stage 2 on rank 0", "stage 3 on rank 1"]
-    assert ["embedding, layer 0", "layer 1", "layer 2", "layer 3, head"] == [line.split(": ")[1].split("; ")[0] for line in lines[1:5]]
+    assert lines[0].startswith(
+        "interleaved: 2 pipeline ranks x 2 stage(s), 8 micro-batches; "
+    ) and lines[0].endswith("% idle, by FLOPs alone")
+    assert [line.split(":")[0] for line in lines[1:5]] == [
+        "stage 0 on rank 0",
+        "stage 1 on rank 1",
+        "stage 2 on rank 0",
+        "stage 3 on rank 1",
+    ]
+    assert ["embedding, layer 0", "layer 1", "layer 2", "layer 3, head"] == [
+        line.split(": ")[1].split("; ")[0] for line in lines[1:5]
+    ]
     stored = stage_parameters(config, pipeline_stages(config, 384), (0, 1, 0, 1), 384)
-    assert [f"{count:,} parameters" in line for count, line in zip(stored, lines[1:5], strict=True)] == [True] * 4
-    assert [line.split("; ")[-1] for line in lines[1:5]] == ["4 in flight", "3 in flight", "2 in flight", "1 in flight"]
+    assert [
+        f"{count:,} parameters" in line for count, line in zip(stored, lines[1:5], strict=True)
+    ] == [True] * 4
+    assert [line.split("; ")[-1] for line in lines[1:5]] == [
+        "4 in flight",
+        "3 in flight",
+        "2 in flight",
+        "1 in flight",
+    ]
     shares = [float(line.split("% of the FLOPs")[0].split()[-1]) for line in lines[1:5]]
-    assert sum(shares) == pytest.approx(100, abs=0.3) and shares[0] == shares[1] == shares[2] < shares[3]
+    assert (
+        sum(shares) == pytest.approx(100, abs=0.3)
+        and shares[0] == shares[1] == shares[2] < shares[3]
+    )
     assert stage_lines(configure(1, 4), VOCAB, 1) == []
     assert lines[5].startswith("GiB by pipeline rank: ") and len(lines) == 6
 
 
 def test_the_bubble_that_a_dry_run_tells():
-    def idle(layers: int, micro_batches: int, layout: str | None = None, recompute: bool = False) -> float:
-        model = {**DRY, "ffn_hidden_size": 4096, "untie_embeddings_and_output_weights": True}  # a head that costs next to nothing
-        config = configure(4, layers, model, micro_batches, recompute=recompute, pipeline_model_parallel_layout=layout)
+    def idle(
+        layers: int, micro_batches: int, layout: str | None = None, recompute: bool = False
+    ) -> float:
+        # a head that costs next to nothing
+        model = {**DRY, "ffn_hidden_size": 4096, "untie_embeddings_and_output_weights": True}
+        config = configure(
+            4,
+            layers,
+            model,
+            micro_batches,
+            recompute=recompute,
+            pipeline_model_parallel_layout=layout,
+        )
         return float(stage_lines(config, 8, 4)[0].split("micro-batches; ")[1].split("%")[0]) / 100
 
-    assert idle(8, 9) == pytest.approx(3 / 12, abs=0.01) == idle(8, 9, recompute=True)  # (P - 1) / (m + P - 1)
+    # (P - 1) / (m + P - 1)
+    assert idle(8, 9) == pytest.approx(3 / 12, abs=0.01) == idle(8, 9, recompute=True)
     assert idle(8, 9, "Et|tt|tt|tttL") > idle(8, 9) + 0.1  # all wait for the largest stage
 
 
 def test_costs_of_passes_worked_out_by_hand():
-    # h 64, q = k = 64, f 256, s 64, V 128: a layer 2 (4 64^2 + 2 64 256) = 98304 and its attention core 2 64 64 = 8192; a head 2 64 128 = 16384
+    # h 64, q = k = 64, f 256, s 64, V 128: a layer 2 (4 64^2 + 2 64 256) = 98304 and its attention
+    # core 2 64 64 = 8192; a head 2 64 128 = 16384
     config = configure(2, 3, DRY, pipeline_model_parallel_layout="Et|ttL")
     costs = stage_costs(config, pipeline_stages(config, 128), 128)
-    assert costs == Costs((106496, 2 * 106496 + 16384), (98304 + 2 * 8192, 2 * (98304 + 2 * 8192) + 2 * 16384), (98304, 2 * 98304))
+    assert costs == Costs(
+        (106496, 2 * 106496 + 16384),
+        (98304 + 2 * 8192, 2 * (98304 + 2 * 8192) + 2 * 16384),
+        (98304, 2 * 98304),
+    )
     again = configure(2, 3, DRY, pipeline_model_parallel_layout="Et|ttL", recompute=True)
     assert stage_costs(again, pipeline_stages(again, 128), 128).backward_input == tuple(
-        own + layers * 106496 for own, layers in zip(costs.backward_input, (1, 2), strict=True))
+        own + layers * 106496 for own, layers in zip(costs.backward_input, (1, 2), strict=True)
+    )

@@ -1,4 +1,6 @@
-"""Whether a run fits: the words at their borders, what is proposed, and the exit code of a dry run."""
+"""Whether a run fits: the words at their borders, what is proposed, and the exit code of a dry
+run.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,15 @@ from megatron.plan.memory import estimate
 from megatron.plan.verdict import judge, memory_verdict
 from megatron.training.pretrain import end_of_dry_run
 
-LLAMA_405B = """--num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248 --num-attention-heads 128 --group-query-attention
-    --num-query-groups 8 --seq-length 8192 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+LLAMA_405B = """--num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248
+--num-attention-heads 128 --group-query-attention
+    --num-query-groups 8 --seq-length 8192 --position-embedding-type rope --normalization RMSNorm
+    --swiglu --disable-bias-linear
     --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --bf16"""
-SMALL = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --bf16 --attention-dropout 0"
+SMALL = (
+    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --bf16 "
+    "--attention-dropout 0"
+)
 REST = "--micro-batch-size 1 --lr 1e-4 --train-iters 10 --mock-data --vocab-size 50256 --dry-run"
 
 
@@ -22,7 +29,10 @@ def words(model: str, extra: str = "") -> list[str]:
     return f"{model} {REST} {extra}".split()
 
 
-@pytest.mark.parametrize("needed, word", [(10, "fits"), (74, "fits"), (74.01, "tight"), (80, "tight"), (80.01, "does not fit")])
+@pytest.mark.parametrize(
+    "needed, word",
+    [(10, "fits"), (74, "fits"), (74.01, "tight"), (80, "tight"), (80.01, "does not fit")],
+)
 def test_the_borders(needed, word):
     """Usable is the nominal memory less 6 GiB."""
     assert judge(needed, 80) == word
@@ -33,15 +43,28 @@ def test_what_is_proposed_fits():
     needed = estimate(config, 50257, 8)["total"] / 2**30
     assert memory_verdict(config, 50257, 8, needed + 6.001).word == "fits"
     assert memory_verdict(config, 50257, 8, needed + 0.001).word == "tight"
-    least = resolve(parse_arguments(words(SMALL, "--world-size 8 --zero-stage 3 --recompute-granularity full")).config, 8, 50257).config
+    least = resolve(
+        parse_arguments(
+            words(SMALL, "--world-size 8 --zero-stage 3 --recompute-granularity full")
+        ).config,
+        8,
+        50257,
+    ).config
     memory = estimate(least, 50257, 8)["total"] / 2**30 + 6.001
     verdict = memory_verdict(config, 50257, 8, memory)
-    assert verdict.word == ("tight" if needed <= memory else "does not fit") and f"the plan needs {needed:.3g} GiB on each device of" in verdict.line
+    assert (
+        verdict.word == ("tight" if needed <= memory else "does not fit")
+        and f"the plan needs {needed:.3g} GiB on each device of" in verdict.line
+    )
     flags, _, gib = verdict.line.rpartition("; ")[2].removesuffix(" GiB").partition(" needs ")
-    proposed = resolve(parse_arguments(words(SMALL, f"--world-size 8 {flags}")).config, 8, 50257).config
+    proposed = resolve(
+        parse_arguments(words(SMALL, f"--world-size 8 {flags}")).config, 8, 50257
+    ).config
     found = estimate(proposed, 50257, 8)["total"] / 2**30
     assert found == pytest.approx(float(gib), rel=0.005) and found <= memory - 6 < needed
-    assert memory_verdict(config, 50257, 8, 1).line.endswith("; more ranks, or a smaller --micro-batch-size, need less")
+    assert memory_verdict(config, 50257, 8, 1).line.endswith(
+        "; more ranks, or a smaller --micro-batch-size, need less"
+    )
 
 
 def test_a_run_that_does_not_fit_is_not_in_order(capsys):
@@ -49,13 +72,18 @@ def test_a_run_that_does_not_fit_is_not_in_order(capsys):
     out = capsys.readouterr().out
     assert "everything is in order" not in out
     assert out.splitlines()[1].startswith(" verdict        does not fit: the plan needs ")
-    assert out.splitlines()[-1].startswith("dry run: the settings are in order, but the run does not fit into memory")
+    assert out.splitlines()[-1].startswith(
+        "dry run: the settings are in order, but the run does not fit into memory"
+    )
 
 
 def test_device_memory_is_what_counts(capsys):
     assert pretrain_gpt.main(words(SMALL, "--world-size 8")) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[1].startswith(" verdict        fits: ") and out.splitlines()[-1] == "dry run: everything is in order; nothing was trained"
+    assert (
+        out.splitlines()[1].startswith(" verdict        fits: ")
+        and out.splitlines()[-1] == "dry run: everything is in order; nothing was trained"
+    )
     assert pretrain_gpt.main(words(SMALL, "--world-size 8 --device-memory 4")) == 2
     assert "each device of 4 GiB, of which 0 are usable" in capsys.readouterr().out
 

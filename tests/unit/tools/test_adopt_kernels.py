@@ -1,4 +1,6 @@
-"""From a measurement to a choice, on made-up results: what wins, what does not, what is left alone, and that dispatch reads it."""
+"""From a measurement to a choice, on made-up results: what wins, what does not, what is left alone,
+and that dispatch reads it.
+"""
 
 import json
 import random
@@ -17,20 +19,53 @@ from megatron.kernels.dispatch import choose, read_measured
 TURNS = 20
 
 
-def row(operator: str, case: str, role: str, milliseconds: float | None, seed: int = 0, fault: str | None = None) -> dict:
+def row(
+    operator: str,
+    case: str,
+    role: str,
+    milliseconds: float | None,
+    seed: int = 0,
+    fault: str | None = None,
+) -> dict:
     """A row as the benchmark writes it, 3% of noise on its times."""
     draw = random.Random(f"{case}{role}{seed}")
-    times = [] if milliseconds is None else [milliseconds * draw.uniform(0.97, 1.03) for _ in range(TURNS)]
+    times = (
+        []
+        if milliseconds is None
+        else [milliseconds * draw.uniform(0.97, 1.03) for _ in range(TURNS)]
+    )
     name = {"kernel": "ours", "rival": "torch", "": "liger"}[role]
-    return {"part": "memory", "case": case, "implementation": name, "operator": operator, "role": role, "milliseconds": milliseconds, "fault": fault, "all": times}
+    return {
+        "part": "memory",
+        "case": case,
+        "implementation": name,
+        "operator": operator,
+        "role": role,
+        "milliseconds": milliseconds,
+        "fault": fault,
+        "all": times,
+    }
 
 
 def pair(operator: str, case: str, ours: float, theirs: float) -> list[dict]:
-    return [row(operator, case, "kernel", ours), row(operator, case, "rival", theirs), row(operator, case, "", 0.001)]
+    return [
+        row(operator, case, "kernel", ours),
+        row(operator, case, "rival", theirs),
+        row(operator, case, "", 0.001),
+    ]
 
 
 def results(*rows: dict, **changes: object) -> dict:
-    return {"device": "Made-up H200", "architecture": 90, "torch": "2.13.0", "triton": "3.6.0", "date": "2000-01-01", "tiny": False, "rows": list(rows), **changes}
+    return {
+        "device": "Made-up H200",
+        "architecture": 90,
+        "torch": "2.13.0",
+        "triton": "3.6.0",
+        "date": "2000-01-01",
+        "tiny": False,
+        "rows": list(rows),
+        **changes,
+    }
 
 
 @pytest.fixture
@@ -49,16 +84,35 @@ def adopt(tmp_path):
 
 
 def test_what_wins_is_taken_by_auto(adopt, monkeypatch):
-    code, rows = adopt(results(*pair("norm", "forward", 1.0, 1.3), *pair("norm", "backward", 2.0, 2.8), *pair("rotary", "both", 2.0, 1.5)))
-    assert code == 0 and rows["norm"]["wins"] and not rows["rotary"]["wins"] and rows["norm"]["cases"] == 2
-    assert rows["norm"]["ratio"] == pytest.approx(4.1 / 3, rel=0.02) and rows["norm"]["low"] <= rows["norm"]["ratio"] <= rows["norm"]["high"]
+    code, rows = adopt(
+        results(
+            *pair("norm", "forward", 1.0, 1.3),
+            *pair("norm", "backward", 2.0, 2.8),
+            *pair("rotary", "both", 2.0, 1.5),
+        )
+    )
+    assert (
+        code == 0
+        and rows["norm"]["wins"]
+        and not rows["rotary"]["wins"]
+        and rows["norm"]["cases"] == 2
+    )
+    assert (
+        rows["norm"]["ratio"] == pytest.approx(4.1 / 3, rel=0.02)
+        and rows["norm"]["low"] <= rows["norm"]["ratio"] <= rows["norm"]["high"]
+    )
     monkeypatch.setattr(dispatch, "MEASURED", read_measured(adopt.file))
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(dispatch.lang, "capability", lambda device: 90)
     monkeypatch.setattr(dispatch.lang, "unfit", lambda device, dtype: None)
     taken = choose("norm", "auto", gpu, torch.bfloat16)
-    assert taken.implementation == "triton" and taken.because == f"measured {rows['norm']['ratio']:.2f} times torch on Made-up H200"
-    assert choose("rotary", "auto", gpu, torch.bfloat16).because.startswith("triton: measured 0.75 times torch")
+    assert (
+        taken.implementation == "triton"
+        and taken.because == f"measured {rows['norm']['ratio']:.2f} times torch on Made-up H200"
+    )
+    assert choose("rotary", "auto", gpu, torch.bfloat16).because.startswith(
+        "triton: measured 0.75 times torch"
+    )
     monkeypatch.setattr(dispatch.lang, "capability", lambda device: 80)
     assert choose("norm", "auto", gpu, torch.bfloat16).implementation == "torch"
 
@@ -75,26 +129,58 @@ def test_one_case_that_is_clearly_lost_is_enough(adopt):
     assert rows["norm"]["wins"]
 
 
-@pytest.mark.parametrize("broken", [
-    [row("norm", "backward", "kernel", None, fault="not run: out of time"), row("norm", "backward", "rival", 1.0)],
-    [row("norm", "backward", "kernel", 1.0)],
-    [row("norm", "forward, result", "kernel", None, fault="AssertionError: its result is off by 0.1 of the norm")],
-])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        [
+            row("norm", "backward", "kernel", None, fault="not run: out of time"),
+            row("norm", "backward", "rival", 1.0),
+        ],
+        [row("norm", "backward", "kernel", 1.0)],
+        [
+            row(
+                "norm",
+                "forward, result",
+                "kernel",
+                None,
+                fault="AssertionError: its result is off by 0.1 of the norm",
+            )
+        ],
+    ],
+)
 def test_what_was_not_measured_whole_stays_as_it_was(adopt, capsys, broken):
     _, before = adopt(results(*pair("norm", "forward", 1.0, 1.3), *pair("adam", "step", 1.0, 1.1)))
-    code, after = adopt(results(*pair("norm", "forward", 1.0, 0.5), *broken, *pair("adam", "step", 1.0, 0.9), date="2000-02-02"))
-    assert code == 0 and after["norm"] == before["norm"] and not after["adam"]["wins"] and after["adam"]["date"] == "2000-02-02"
+    code, after = adopt(
+        results(
+            *pair("norm", "forward", 1.0, 0.5),
+            *broken,
+            *pair("adam", "step", 1.0, 0.9),
+            date="2000-02-02",
+        )
+    )
+    assert (
+        code == 0
+        and after["norm"] == before["norm"]
+        and not after["adam"]["wins"]
+        and after["adam"]["date"] == "2000-02-02"
+    )
     assert "norm: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"tiny": True}, "measured with --tiny or on a CPU"), ({"architecture": None}, "measured with --tiny or on a CPU"),
-    ({"rows": [{}]}, "no 'operator' in it: not a result of tools/benchmark_kernels.py"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"tiny": True}, "measured with --tiny or on a CPU"),
+        ({"architecture": None}, "measured with --tiny or on a CPU"),
+        ({"rows": [{}]}, "no 'operator' in it: not a result of tools/benchmark_kernels.py"),
+    ],
+)
 def test_what_shows_nothing_is_refused(adopt, capsys, changes, message):
     code, rows = adopt(results(*pair("norm", "forward", 1.0, 1.3)) | changes)
     assert code == 2 and rows == {} and message in capsys.readouterr().err
 
 
 def test_what_is_shipped_reads():
-    assert all(name in dispatch.OPERATORS[operator] for operator, name, _ in read_measured(tool.MEASURED))
+    assert all(
+        name in dispatch.OPERATORS[operator] for operator, name, _ in read_measured(tool.MEASURED)
+    )

@@ -1,4 +1,6 @@
-"""The measurement of checkpoints: turns are timed and sized, memory of process trees is seen, goals are judged, and tables go where they belong."""
+"""The measurement of checkpoints: turns are timed and sized, memory of process trees is seen, goals
+are judged, and tables go where they belong.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_memory_of_a_process_and_its_children():
         os.write(done[1], b"1")
         os.wait()
     """
-    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     process.stdout.readline()
     pids = tool.tree(process.pid)
     found = tool.memory(pids) / MIB
@@ -49,17 +53,46 @@ def test_memory_of_a_process_and_its_children():
 def test_a_measurement(tmp_path):
     out, table = tmp_path / "out.json", tmp_path / "page.md"
     table.write_text(f"before\n{tool.BEGIN}\nold\n{tool.END}\nafter\n")
-    tool.main(["--peers", str(tmp_path), "--processes", "2", "--places", "tmpfs", "--systems", *SOME, "--hidden", "16", "--rounds", "1", "--patience", "0",
-               "--quiet", "99", "--out", str(out), "--table", str(table)])
+    tool.main(
+        [
+            "--peers",
+            str(tmp_path),
+            "--processes",
+            "2",
+            "--places",
+            "tmpfs",
+            "--systems",
+            *SOME,
+            "--hidden",
+            "16",
+            "--rounds",
+            "1",
+            "--patience",
+            "0",
+            "--quiet",
+            "99",
+            "--out",
+            str(out),
+            "--table",
+            str(table),
+        ]
+    )
     [(name, measured)] = json.loads(out.read_text())["settings"].items()
     assert name == "tmpfs, 2 processes"
     for kind in ("first", "memory", "runs"):
         assert [run["system"] for run in measured[kind]] == SOME
     for run in measured["runs"]:
         assert 0 < run["stall"] <= run["total"] < 60 and run["state"] == RANK_BYTES
-        assert len(run["bytes"]) == 2 and all(run["state"] <= size < run["state"] + 65536 for size in run["bytes"])
+        assert len(run["bytes"]) == 2 and all(
+            run["state"] <= size < run["state"] + 65536 for size in run["bytes"]
+        )
     text = table.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text and "| tmpfs, 2 processes | ours, async |" in text
+    assert (
+        text.startswith("before\n")
+        and text.endswith("after\n")
+        and "old" not in text
+        and "| tmpfs, 2 processes | ours, async |" in text
+    )
 
 
 SOME = ["raw pwrite", "ours", "ours, async"]
@@ -67,17 +100,46 @@ SOME = ["raw pwrite", "ours", "ours, async"]
 
 def document(ours: float, stall: float, others: float = 0.0) -> dict:
     """Seven rounds in which raw writes take 1 s, torch.save and DCP 2 s, a copy 0.5 s."""
-    times = {tool.RAW: (1.0, 1.0), tool.OURS: (ours, ours), tool.ASYNC: (3.0, stall), tool.COPY: (0.5, 0.5), "torch.save": (2.0, 2.0), "DCP": (2.0, 2.0)}
-    runs = [{"system": system, "round": index, "total": total, "stall": held, "others_cores": others} for index in range(7)
-            for system, (total, held) in times.items()]
+    times = {
+        tool.RAW: (1.0, 1.0),
+        tool.OURS: (ours, ours),
+        tool.ASYNC: (3.0, stall),
+        tool.COPY: (0.5, 0.5),
+        "torch.save": (2.0, 2.0),
+        "DCP": (2.0, 2.0),
+    }
+    runs = [
+        {"system": system, "round": index, "total": total, "stall": held, "others_cores": others}
+        for index in range(7)
+        for system, (total, held) in times.items()
+    ]
     return {"tmpfs, 1 process": {"place": "tmpfs", "quiet": 0.2, "runs": runs}}
 
 
-@pytest.mark.parametrize(("ours", "stall", "others", "passed"), [
-    (1.2, 0.7, 0.0, {"time by raw pwrite's", "torch.save's time by ours", "DCP's time by ours", "stall by memcpy of the shard"}),
-    (1.3, 0.7, 0.0, {"torch.save's time by ours", "DCP's time by ours", "stall by memcpy of the shard"}),
-    (1.6, 0.8, 0.0, set()), (1.2, 0.7, 0.5, set()),
-])
+@pytest.mark.parametrize(
+    ("ours", "stall", "others", "passed"),
+    [
+        (
+            1.2,
+            0.7,
+            0.0,
+            {
+                "time by raw pwrite's",
+                "torch.save's time by ours",
+                "DCP's time by ours",
+                "stall by memcpy of the shard",
+            },
+        ),
+        (
+            1.3,
+            0.7,
+            0.0,
+            {"torch.save's time by ours", "DCP's time by ours", "stall by memcpy of the shard"},
+        ),
+        (1.6, 0.8, 0.0, set()),
+        (1.2, 0.7, 0.5, set()),
+    ],
+)
 def test_goals(ours, stall, others, passed):
     rows = tool.verdicts(document(ours, stall, others))
     assert len(rows) == 4 and {row["what"] for row in rows if row.get("passed")} == passed
@@ -92,12 +154,33 @@ def test_a_page_without_marks_is_refused(tmp_path):
 
 
 def test_who_writes_what(tmp_path):
-    """Two forked processes really save; the picture is XML and the table has a line for each way."""
+    """Two forked processes really save; the picture is XML and the table has a line for each
+    way.
+    """
     out, picture = tmp_path / "out.json", tmp_path / "picture.svg"
-    parallel_write.main(["--hidden", "32", "--zero-stages", "0", "--rounds", "1", "--disk", str(tmp_path), "--out", str(out), "--picture", str(picture)])
+    parallel_write.main(
+        [
+            "--hidden",
+            "32",
+            "--zero-stages",
+            "0",
+            "--rounds",
+            "1",
+            "--disk",
+            str(tmp_path),
+            "--out",
+            str(out),
+            "--picture",
+            str(picture),
+        ]
+    )
     runs = json.loads(out.read_text())["runs"]
     sizes = {run["mode"]: run["bytes"] for run in runs}
     assert [sum(map(bool, sizes[mode])) for mode in ("owner", "balanced")] == [2, 16]
-    assert parallel_write.imbalance(sizes["owner"]) > 7.5 and abs(sum(sizes["owner"]) / sum(sizes["balanced"]) - 1) < 0.2  # 14 headers more
+    # 14 headers more
+    assert (
+        parallel_write.imbalance(sizes["owner"]) > 7.5
+        and abs(sum(sizes["owner"]) / sum(sizes["balanced"]) - 1) < 0.2
+    )
     ElementTree.parse(picture)
     assert "| 0 | owner | 2 of 16 |" in parallel_write.table(runs)

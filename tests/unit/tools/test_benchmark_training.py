@@ -1,5 +1,7 @@
-"""The training benchmark: our command line is one that the program takes, its console lines are read right, noisy pairs do not count, and
-a peer that starts from our weights and tokens computes our losses."""
+"""The training benchmark: our command line is one that the program takes, its console lines are
+read right, noisy pairs do not count, and a peer that starts from our weights and tokens computes
+our losses.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,38 @@ from common import StepClock, Work, parse_work, rank_samples, report, tensor_of
 
 from megatron.config.arguments import parse_arguments
 
-TINY = Work(layers=2, hidden=32, heads=4, ffn=48, seq=16, vocab=64, micro_batch=2, steps=6, warmup=2, lr_warmup=2, threads=1)
+TINY = Work(
+    layers=2,
+    hidden=32,
+    heads=4,
+    ffn=48,
+    seq=16,
+    vocab=64,
+    micro_batch=2,
+    steps=6,
+    warmup=2,
+    lr_warmup=2,
+    threads=1,
+)
 
 
 def line(iteration: int, second: int) -> str:
-    return (f" [2026-01-01 00:00:{second:02d}.500000] iteration {iteration:8d}/      30 | consumed samples:  1 | "
-            f"lm loss: {9 - iteration / 10:.6E} | loss scale: 1.0 |\n")
+    return (
+        f" [2026-01-01 00:00:{second:02d}.500000] iteration {iteration:8d}/      30 | "
+        "consumed samples:  1 | "
+        f"lm loss: {9 - iteration / 10:.6E} | loss scale: 1.0 |\n"
+    )
 
 
 def test_throughput_is_taken_after_the_warm_up():
     work = Work(steps=30, warmup=10)
-    lines = [("banner\n", 1.0), (line(10, 5), 4.0), (line(20, 10), 8.0), (line(30, 15), 14.0), (" training is complete\n", 20.0)]
+    lines = [
+        ("banner\n", 1.0),
+        (line(10, 5), 4.0),
+        (line(20, 10), 8.0),
+        (line(30, 15), 14.0),
+        (" training is complete\n", 20.0),
+    ]
     answer = tool.our_answer(lines, work)
     assert answer["tokens_per_second"] == pytest.approx(20 * 1024 / 10)
     assert answer["tokens_per_cpu_second"] == pytest.approx(20 * 1024 / 10)
@@ -44,17 +67,40 @@ def test_our_command_line_asks_for_the_same_work(name):
     work = tool.SETTINGS[name]
     config = parse_arguments(tool.our_flags(work)).config
     model, training, distributed = config.model, config.training, config.distributed
-    assert (model.num_layers, model.hidden_size, model.ffn_hidden_size) == (work.layers, work.hidden, work.ffn)
-    assert (model.num_attention_heads, model.position_embedding_type, model.add_bias_linear) == (work.heads, "rope", False)
+    assert (model.num_layers, model.hidden_size, model.ffn_hidden_size) == (
+        work.layers,
+        work.hidden,
+        work.ffn,
+    )
+    assert (model.num_attention_heads, model.position_embedding_type, model.add_bias_linear) == (
+        work.heads,
+        "rope",
+        False,
+    )
     assert (model.normalization, model.activation) == ("RMSNorm", "swiglu")
-    assert model.untie_embeddings_and_output_weights and (model.hidden_dropout, model.attention_dropout) == (work.dropout, 0)
-    assert config.data.vocab_size + 1 == work.vocab and config.data.seq_length == work.seq and training.train_iters == work.steps
-    assert training.micro_batch_size == work.micro_batch and config.precision.bf16 == (work.precision == "bf16")
+    assert model.untie_embeddings_and_output_weights and (
+        model.hidden_dropout,
+        model.attention_dropout,
+    ) == (work.dropout, 0)
+    assert (
+        config.data.vocab_size + 1 == work.vocab
+        and config.data.seq_length == work.seq
+        and training.train_iters == work.steps
+    )
+    assert training.micro_batch_size == work.micro_batch and config.precision.bf16 == (
+        work.precision == "bf16"
+    )
     assert training.global_batch_size * work.seq == work.step_tokens
-    assert distributed.tensor_model_parallel_size == work.tensor_parallel and distributed.sequence_parallel == bool(work.sequence_parallel)
+    assert (
+        distributed.tensor_model_parallel_size == work.tensor_parallel
+        and distributed.sequence_parallel == bool(work.sequence_parallel)
+    )
     assert distributed.pipeline_model_parallel_size == work.pipeline_parallel
     if work.pipeline_parallel > 1:
-        assert (distributed.pipeline_schedule, distributed.decoder_first_pipeline_num_layers) == (work.schedule, work.first_stage_layers)
+        assert (distributed.pipeline_schedule, distributed.decoder_first_pipeline_num_layers) == (
+            work.schedule,
+            work.first_stage_layers,
+        )
     assert any(peer.takes(work) for peer in tool.PEERS.values())
 
 
@@ -62,11 +108,23 @@ def test_several_processes_are_launched_by_torchrun_and_only_peers_that_can_take
     alone, pair = tool.SETTINGS["fp32"], tool.SETTINGS["fp32, tp2"]
     assert tool.command_of("ours", alone, Path("p"), Path("s"))[1].endswith("pretrain_gpt.py")
     command = tool.command_of("megatron-core", pair, Path("p"), Path("s"))
-    assert command[0] == "p/megatron-core/bin/python" and command[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert command[0] == "p/megatron-core/bin/python" and command[1:6] == [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     assert [name for name, peer in tool.PEERS.items() if peer.takes(pair)] == ["megatron-core"]
-    assert len([name for name, peer in tool.PEERS.items() if peer.takes(tool.SETTINGS["fp32, dp2"])]) == 3
+    assert (
+        len([name for name, peer in tool.PEERS.items() if peer.takes(tool.SETTINGS["fp32, dp2"])])
+        == 3
+    )
     stages = tool.SETTINGS["fp32, pp2, 8 micro-batches"]
-    assert [name for name, peer in tool.PEERS.items() if peer.takes(stages)] == ["DeepSpeed pipeline", "megatron-core"]
+    assert [name for name, peer in tool.PEERS.items() if peer.takes(stages)] == [
+        "DeepSpeed pipeline",
+        "megatron-core",
+    ]
 
 
 def test_a_peer_reads_back_the_work_and_the_start_it_is_given(monkeypatch, tmp_path):
@@ -77,46 +135,85 @@ def test_a_peer_reads_back_the_work_and_the_start_it_is_given(monkeypatch, tmp_p
     assert read == work
     tokens = tensor_of(start, "tokens")
     assert tokens.shape == (work.steps * 4, work.seq + 1) and int(tokens.max()) < work.vocab
-    seen = [batch for step in range(work.steps) for rank in range(2) for batch in rank_samples(tokens, step, work, rank)]
-    assert torch.equal(torch.cat(seen), tokens)  # micro-batch 2 of 2 ranks: each sample is read once, in order
+    seen = [
+        batch
+        for step in range(work.steps)
+        for rank in range(2)
+        for batch in rank_samples(tokens, step, work, rank)
+    ]
+    # micro-batch 2 of 2 ranks: each sample is read once, in order
+    assert torch.equal(torch.cat(seen), tokens)
 
 
 def test_the_learning_rate_warms_up_and_ends_at_zero():
     rates = [Work(steps=10, lr_warmup=5, lr=1.0).learning_rate(step) for step in range(10)]
-    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0]) and rates[-1] == 0 and rates[5] == pytest.approx(0.5 * (1 + math.cos(math.pi / 5)))
+    assert (
+        rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+        and rates[-1] == 0
+        and rates[5] == pytest.approx(0.5 * (1 + math.cos(math.pi / 5)))
+    )
 
 
 def test_the_plain_loop_computes_our_losses(tmp_path):
     tool.write_start(tmp_path / "start", TINY, tool.our_flags(TINY))
-    ours, peer = (tool.run(who, TINY, tmp_path, tmp_path / "start") for who in ("ours", "plain loop"))
-    assert peer["parameters"] == 2 * 64 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32 and len(peer["losses"]) == 6
-    pairs = [sum(peer["losses"][i : i + 2]) / 2 for i in (0, 2, 4)]  # our console line is the mean of two steps
-    bound = 5e-6  # the console's 7 digits, 5e-7, and a dozen roundings of a loss near 4 in fp32, 2.4e-7 each
+    ours, peer = (
+        tool.run(who, TINY, tmp_path, tmp_path / "start") for who in ("ours", "plain loop")
+    )
+    assert (
+        peer["parameters"] == 2 * 64 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32
+        and len(peer["losses"]) == 6
+    )
+    # our console line is the mean of two steps
+    pairs = [sum(peer["losses"][i : i + 2]) / 2 for i in (0, 2, 4)]
+    # the console's 7 digits, 5e-7, and a dozen roundings of a loss near 4 in fp32, 2.4e-7 each
+    bound = 5e-6
     assert ours["losses"] == pytest.approx(pairs, abs=bound)
-    assert tool.last_loss({"who": "ours", **ours}, TINY) == pytest.approx(tool.last_loss({"who": "plain loop", **peer}, TINY), abs=bound)
+    assert tool.last_loss({"who": "ours", **ours}, TINY) == pytest.approx(
+        tool.last_loss({"who": "plain loop", **peer}, TINY), abs=bound
+    )
 
 
-@pytest.mark.parametrize(("work", "losses"), [
-    (replace(TINY, pipeline_parallel=2), ([0.0, 0.0], [5.0, 3.0])),  # the first stage has no losses
-    (replace(TINY, data_parallel=2), ([4.0, 2.0], [6.0, 4.0])),
-    (replace(TINY, tensor_parallel=2), ([5.0, 3.0], [5.0, 3.0])),
-])
+@pytest.mark.parametrize(
+    ("work", "losses"),
+    [
+        (
+            replace(TINY, pipeline_parallel=2),
+            ([0.0, 0.0], [5.0, 3.0]),
+        ),  # the first stage has no losses
+        (replace(TINY, data_parallel=2), ([4.0, 2.0], [6.0, 4.0])),
+        (replace(TINY, tensor_parallel=2), ([5.0, 3.0], [5.0, 3.0])),
+    ],
+)
 def test_rank_0_answers_with_the_mean_loss_of_every_layout(monkeypatch, capsys, work, losses):
     work, clock, end = replace(work, steps=2, warmup=1), StepClock(), []
     clock.stamps = [(0.0, 0.0), (2.0, 1.0)]
-    monkeypatch.setattr(common.dist, "all_reduce", lambda total: total.add_(torch.tensor([3.0, *losses[1]])))  # what rank 1 adds
+    # what rank 1 adds
+    monkeypatch.setattr(
+        common.dist, "all_reduce", lambda total: total.add_(torch.tensor([3.0, *losses[1]]))
+    )
     monkeypatch.setattr(common.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(common.dist, "destroy_process_group", lambda: end.append(True))
     report(work, clock, losses[0], 7, {})
     answer = json.loads(capsys.readouterr().out.strip().removeprefix("RESULT "))
     assert answer["losses"] == [5.0, 3.0] and end
-    assert answer["tokens_per_second"] == work.step_tokens / 2 and answer["tokens_per_cpu_second"] == work.step_tokens / 4
+    assert (
+        answer["tokens_per_second"] == work.step_tokens / 2
+        and answer["tokens_per_cpu_second"] == work.step_tokens / 4
+    )
 
 
 def test_cpu_seconds_include_those_of_children():
     busy = "import time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True)\ninput()"
-    parent = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {busy!r}]).returncode)"
-    process = subprocess.Popen([sys.executable, "-S", "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    parent = (
+        "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', "
+        f"{busy!r}]).returncode)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", parent],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout.readline() == "done\n"
     assert tool.cpu_seconds(process.pid) >= 0.3 - 2 / os.sysconf("SC_CLK_TCK")
     process.communicate("\n", timeout=300)
@@ -124,14 +221,30 @@ def test_cpu_seconds_include_those_of_children():
 
 def test_pairs_count_only_when_both_runs_had_the_machine():
     def entry(index: int, who: str, speed: float, others: float) -> dict:
-        return {"setting": "fp32", "round": index, "who": who, "tokens_per_second": speed, "others_cores": others}
+        return {
+            "setting": "fp32",
+            "round": index,
+            "who": who,
+            "tokens_per_second": speed,
+            "others_cores": others,
+        }
 
-    runs = [entry(0, "ours", 10, 0.0), entry(0, "litgpt", 8, 0.1), entry(1, "ours", 11, 0.9), entry(1, "litgpt", 8, 0.0),
-            entry(2, "litgpt", 9, 0.9), entry(2, "ours", 12, 0.0), entry(3, "ours", 9, 0.1)]
+    runs = [
+        entry(0, "ours", 10, 0.0),
+        entry(0, "litgpt", 8, 0.1),
+        entry(1, "ours", 11, 0.9),
+        entry(1, "litgpt", 8, 0.0),
+        entry(2, "litgpt", 9, 0.9),
+        entry(2, "ours", 12, 0.0),
+        entry(3, "ours", 9, 0.1),
+    ]
     assert tool.Rule(7, 0.2, "tokens_per_second").counted(runs, "fp32", "litgpt") == [(10, 8)]
     every = tool.Rule(7, math.inf, "tokens_per_second")
     assert every.counted(runs, "fp32", "litgpt") == [(10, 8), (11, 8), (12, 9)]
     runs = [entry | {"losses": [7.5]} for entry in runs]
     (row,) = tool.summary(runs, {"fp32": Work(steps=30)}, every)
-    assert row["our_loss"] == row["their_loss"] == 7.5 and "| 7.50000 | 7.50000 |" in tool.table([row])
-    assert row["peer"] == "litgpt" and row["median"] == pytest.approx(12 / 9) and not row["passed"]  # three pairs are too few
+    assert row["our_loss"] == row["their_loss"] == 7.5 and "| 7.50000 | 7.50000 |" in tool.table(
+        [row]
+    )
+    # three pairs are too few
+    assert row["peer"] == "litgpt" and row["median"] == pytest.approx(12 / 9) and not row["passed"]

@@ -1,4 +1,6 @@
-"""The measurement of ZeRO stages: live bytes are those of live storages, turns answer what was asked, verdicts name the best peer."""
+"""The measurement of ZeRO stages: live bytes are those of live storages, turns answer what was
+asked, verdicts name the best peer.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def test_live_bytes_are_those_of_live_storages():
     with LiveBytes() as live:
         before = live.now
         made = mib(5)
-        view = made[: MIB]
+        view = made[:MIB]
         assert live.now == before + 5 * MIB
         del made
         assert live.now == before + 5 * MIB  # the view holds it
@@ -59,7 +61,8 @@ def test_live_bytes_sees_what_a_backward_pass_makes():
         saved = live.now - before
         assert MIB <= saved < MIB + 1024  # the result of exp
         loss.backward()
-        assert 2 * MIB <= live.peak - before < 2 * MIB + 1024  # the saved result and its gradient, then that and the next one
+        # the saved result and its gradient, then that and the next one
+        assert 2 * MIB <= live.peak - before < 2 * MIB + 1024
         del loss
         assert live.now - before == MIB  # the gradient
 
@@ -83,7 +86,9 @@ def test_a_turn_takes_the_steps_it_is_told_to_and_answers(monkeypatch, capsys):
         kept = []  # noqa: F841
         turns.note(10.0 - step)
     assert steps == [0, 1, 2, 3] and finished == [2, 4]
-    timed, watched = (json.loads(line.removeprefix("TURN ")) for line in capsys.readouterr().out.splitlines())
+    timed, watched = (
+        json.loads(line.removeprefix("TURN ")) for line in capsys.readouterr().out.splitlines()
+    )
     assert timed["losses"] == [10, 9] and watched["losses"] == [8, 7] and "bytes" not in timed
     resident = watched["bytes"]["resident"]
     above = {name: (size - resident) / MIB for name, size in watched["bytes"].items()}
@@ -91,8 +96,10 @@ def test_a_turn_takes_the_steps_it_is_told_to_and_answers(monkeypatch, capsys):
 
 
 def test_our_own_run_takes_turns():
-    flags = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --global-batch-size 2 --train-iters 9
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 63 --lr 1e-3 --log-interval 1 --eval-iters 0"""
+    flags = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16
+    --micro-batch-size 1 --global-batch-size 2 --train-iters 9
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 63 --lr 1e-3 --log-interval 1
+    --eval-iters 0"""
     group = Group("ours", [sys.executable, str(tool.SCRIPTS / "zero_ours.py"), *flags.split()], 1)
     try:
         group.turn("time 1")
@@ -101,54 +108,98 @@ def test_our_own_run_takes_turns():
         group.end()
     assert len(timed["losses"]) == 2 and timed["seconds"] > 0 and "bytes" not in timed
     sizes = watched["bytes"]
-    assert sizes["resident"] < sizes["between"] < sizes["forward"] <= sizes["passes"] <= sizes["peak"] and sizes["resident"] < sizes["update"]
+    assert (
+        sizes["resident"] < sizes["between"] < sizes["forward"] <= sizes["passes"] <= sizes["peak"]
+        and sizes["resident"] < sizes["update"]
+    )
 
 
 @pytest.mark.parametrize("system", [system for system in tool.SYSTEMS if system.startswith("ours")])
 def test_our_command_line_asks_for_the_same_work(system):
     for work in tool.works([2, 4], [1, 4]):
-        config = resolve(parse_arguments(tool.flags_of(system, work)).config, work.processes, work.vocab).config
-        assert config.distributed.zero_stage == int(system[5]) and config.distributed.zero3_keep_gathered == system.endswith("keep")
-        assert config.precision.bf16 and config.training.global_batch_size == work.accumulation * work.data_parallel
+        config = resolve(
+            parse_arguments(tool.flags_of(system, work)).config, work.processes, work.vocab
+        ).config
+        assert config.distributed.zero_stage == int(
+            system[5]
+        ) and config.distributed.zero3_keep_gathered == system.endswith("keep")
+        assert (
+            config.precision.bf16
+            and config.training.global_batch_size == work.accumulation * work.data_parallel
+        )
         assert parameter_count(config.model, work.vocab)["total"] == tool.parameters()
 
 
 def memory_run(system: str, **bytes_of: int) -> dict:
     figures = {"resident": 100, "peak": 200, "update": 150, "wire": 50, "forward": 120} | bytes_of
-    return {"system": system, "losses": [1.0], **{name: 10 * MIB * value for name, value in figures.items()}}
+    return {
+        "system": system,
+        "losses": [1.0],
+        **{name: 10 * MIB * value for name, value in figures.items()},
+    }
 
 
 def test_ours_is_judged_by_the_best_peer_of_its_row():
-    settings = {"N=2, m=1": {"runs": [memory_run("ours-0", resident=120), memory_run("ddp-0", wire=60), memory_run("deepspeed-0", resident=80, wire=40),
-            memory_run("ours-2"), memory_run("ddp-1", peak=1)]}}
+    settings = {
+        "N=2, m=1": {
+            "runs": [
+                memory_run("ours-0", resident=120),
+                memory_run("ddp-0", wire=60),
+                memory_run("deepspeed-0", resident=80, wire=40),
+                memory_run("ours-2"),
+                memory_run("ddp-1", peak=1),
+            ]
+        }
+    }
     judged = {each["measure"]: each for each in tool.verdicts(settings)}
     assert {each["row"] for each in judged.values()} == {"0"}  # nobody else stands in ours-2's row
-    assert judged["resident"]["peer"] == "ddp-0" and not judged["resident"]["passed"]  # DeepSpeed accumulates in bf16 there
+    # DeepSpeed accumulates in bf16 there
+    assert judged["resident"]["peer"] == "ddp-0" and not judged["resident"]["passed"]
     assert judged["wire"]["peer"] == "deepspeed-0" and not judged["wire"]["passed"]
     assert judged["peak"]["passed"] and "between" not in judged
     assert "| N=2, m=1 | 0 | resident |" in tool.memory_tables(settings)
 
 
 def timed(system: str, index: int, seconds: float, others: float = 0.0) -> dict:
-    return {"system": system, "round": index, "seconds": seconds, "cpu": 2 * seconds, "others_cores": others}
+    return {
+        "system": system,
+        "round": index,
+        "seconds": seconds,
+        "cpu": 2 * seconds,
+        "others_cores": others,
+    }
 
 
 def test_pairs_count_when_the_machine_was_quiet_in_both_runs():
     runs = [timed("ours-2", index, 1.0, others=float(index == 0)) for index in range(8)]
-    runs += [timed("deepspeed-2", index, 1.1) for index in range(8)] + [timed("ours-1", index, 0.99) for index in range(8)]
+    runs += [timed("deepspeed-2", index, 1.1) for index in range(8)] + [
+        timed("ours-1", index, 0.99) for index in range(8)
+    ]
     rows = {row["peer"]: row for row in tool.time_rows({"N=2, m=1": {"quiet": 0.2, "runs": runs}})}
     assert rows["deepspeed-2"]["seconds"]["pairs"] == 7 and rows["deepspeed-2"]["cpu"]["pairs"] == 8
-    assert rows["deepspeed-2"]["seconds"]["median"] == pytest.approx(1.1) and rows["deepspeed-2"]["seconds"]["passed"]
-    assert rows["ours-1"]["seconds"]["median"] == pytest.approx(1 / 0.99) and rows["ours-1"]["seconds"]["passed"]
-    slow = [timed("ours-2", index, 1.1) for index in range(8)] + [timed("ours-1", index, 1.0) for index in range(8)]
+    assert (
+        rows["deepspeed-2"]["seconds"]["median"] == pytest.approx(1.1)
+        and rows["deepspeed-2"]["seconds"]["passed"]
+    )
+    assert (
+        rows["ours-1"]["seconds"]["median"] == pytest.approx(1 / 0.99)
+        and rows["ours-1"]["seconds"]["passed"]
+    )
+    slow = [timed("ours-2", index, 1.1) for index in range(8)] + [
+        timed("ours-1", index, 1.0) for index in range(8)
+    ]
     assert not tool.time_rows({"N=2, m=1": {"quiet": 0.2, "runs": slow}})[0]["seconds"]["passed"]
-    assert not tool.time_rows({"N=2, m=4": {"quiet": 0.2, "runs": slow}})  # each micro-batch is reduced there
+    # each micro-batch is reduced there
+    assert not tool.time_rows({"N=2, m=4": {"quiet": 0.2, "runs": slow}})
 
 
 def test_the_loopback_counter_sees_what_is_sent():
     import socket
 
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as sender,
+    ):
         receiver, _ = server.accept()
         with receiver:
             before = sent_bytes()

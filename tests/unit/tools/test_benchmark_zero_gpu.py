@@ -1,4 +1,6 @@
-"""The measurement of ZeRO on one GPU, tried on a CPU in small shapes: real steps, bytes that are the plan's, failures that end no other case."""
+"""The measurement of ZeRO on one GPU, tried on a CPU in small shapes: real steps, bytes that are
+the plan's, failures that end no other case.
+"""
 
 from __future__ import annotations
 
@@ -27,45 +29,78 @@ def test_the_models_have_the_sizes_of_their_names():
         count = parameter_count(config.model, config.data.vocab_size + 1)["total"]
         size = float(case.model[:-1]) * {"M": 1e6, "B": 1e9}[case.model[-1]]
         assert count == pytest.approx(size, rel=0.04), case
-        assert config.training.global_batch_size == case.micro_batch * case.accumulation * case.ranks
-        assert config.distributed.zero_stage == case.stage and config.optimizer.optimizer_cpu_offload == case.offload
+        assert (
+            config.training.global_batch_size == case.micro_batch * case.accumulation * case.ranks
+        )
+        assert (
+            config.distributed.zero_stage == case.stage
+            and config.optimizer.optimizer_cpu_offload == case.offload
+        )
         assert config.optimizer.param_cpu_offload == case.params
-    assert {case.accumulation * case.micro_batch * 2048 for case in ALL if case.part == "offload"} == {8192, 16384, 32768}
+    assert {
+        case.accumulation * case.micro_batch * 2048 for case in ALL if case.part == "offload"
+    } == {8192, 16384, 32768}
     assert len(set(ALL)) == len(ALL)
 
 
-@pytest.mark.parametrize("case", [
-    *(tool.Case("stages", "1.3B", stage, 2, 4) for stage in range(4)), tool.Case("users", "340M", 1, 2, 1, ranks=4),
-    tool.Case("offload", "1.3B", 2, 2, 2, offload=True), tool.Case("params", "1.3B", 3, 2, 2, ranks=2, offload=True, params=True),
-], ids=lambda case: f"{case.model}-stage{case.stage}")
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(tool.Case("stages", "1.3B", stage, 2, 4) for stage in range(4)),
+        tool.Case("users", "340M", 1, 2, 1, ranks=4),
+        tool.Case("offload", "1.3B", 2, 2, 2, offload=True),
+        tool.Case("params", "1.3B", 3, 2, 2, ranks=2, offload=True, params=True),
+    ],
+    ids=lambda case: f"{case.model}-stage{case.stage}",
+)
 def test_a_case_takes_real_steps_and_holds_what_is_planned(case, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = tool.measure(case, tiny=True)
-    assert result["skipped"] == 0 and 4 < result["loss"] < 5.2 and len(result["times"]) == tool.STEPS  # log(128) = 4.85
+    # log(128) = 4.85
+    assert (
+        result["skipped"] == 0 and 4 < result["loss"] < 5.2 and len(result["times"]) == tool.STEPS
+    )
     slack = 4096  # scalars, and the micro-batch
-    assert 0 <= result["between"] - result["planned_between"] <= slack and 0 <= result["between_kinds"]["other"] <= slack
+    assert (
+        0 <= result["between"] - result["planned_between"] <= slack
+        and 0 <= result["between_kinds"]["other"] <= slack
+    )
     if not case.offload:
-        assert all(result["between_kinds"][kind] == result["planned_kinds"][kind] for kind in ("parameters", "optimizer"))
+        assert all(
+            result["between_kinds"][kind] == result["planned_kinds"][kind]
+            for kind in ("parameters", "optimizer")
+        )
     # The plan of a CPU has the rounds that Gloo receives; nothing is received here.
-    assert result["planned_peak"] - result["planned_kinds"]["scratch"] <= 1.03 * result["peak"] <= 1.03 * result["planned_peak"]
+    assert (
+        result["planned_peak"] - result["planned_kinds"]["scratch"]
+        <= 1.03 * result["peak"]
+        <= 1.03 * result["planned_peak"]
+    )
     assert json.loads(json.dumps(result)) == result
 
 
-def test_cases_run_in_processes_of_their_own_and_failures_are_recorded(monkeypatch, tmp_path, capsys):
+def test_cases_run_in_processes_of_their_own_and_failures_are_recorded(
+    monkeypatch, tmp_path, capsys
+):
     good, bad = tool.Case("stages", "1.3B", 2, 2, 1), tool.Case("stages", "1.3B", 3, 2, 1)
     real = tool.run_case
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", "false")
         failed = real(bad, True)
     monkeypatch.setattr(tool, "cases", lambda parts: [bad, good])
-    monkeypatch.setattr(tool, "run_case", lambda case, tiny: failed if case == bad else real(case, tiny))
+    monkeypatch.setattr(
+        tool, "run_case", lambda case, tiny: failed if case == bad else real(case, tiny)
+    )
     assert tool.main(["--out", str(tmp_path), "--tiny"]) == 0
     rows = json.loads((tmp_path / "zero_gpu.json").read_text())["rows"]
     assert rows[0]["failed"].startswith("exit code 1") and rows[1]["peak"] > rows[1]["between"] > 0
     table = (tmp_path / "zero_gpu.md").read_text()
     assert table in capsys.readouterr().out and "| 1.3B, 8 ranks, 1 x 2 | 2 |" in table
     assert tool.main(["--out", str(tmp_path), "--tiny", "--minutes", "0"]) == 1
-    assert all("not run" in row["failed"] for row in json.loads((tmp_path / "zero_gpu.json").read_text())["rows"])
+    assert all(
+        "not run" in row["failed"]
+        for row in json.loads((tmp_path / "zero_gpu.json").read_text())["rows"]
+    )
 
 
 def test_out_of_memory_is_a_result(monkeypatch, capsys):
@@ -74,20 +109,42 @@ def test_out_of_memory_is_a_result(monkeypatch, capsys):
 
     monkeypatch.setattr(tool, "measure", measure)
     assert tool.main(["--case", json.dumps(asdict(ALL[0]))]) == 0
-    assert json.loads(capsys.readouterr().out.removeprefix("RESULT "))["failed"].startswith("out of memory")
+    assert json.loads(capsys.readouterr().out.removeprefix("RESULT "))["failed"].startswith(
+        "out of memory"
+    )
 
 
 def row(case: tool.Case, milliseconds: float, peak: int) -> dict:
-    return asdict(case) | {"milliseconds": milliseconds, "peak": peak, "planned_peak": peak, "between": 0, "planned_between": 0, "skipped": 0,
-                           "between_kinds": {"other": 0}, "error_percent": 4.0, "tokens": 8192}
+    return asdict(case) | {
+        "milliseconds": milliseconds,
+        "peak": peak,
+        "planned_peak": peak,
+        "between": 0,
+        "planned_between": 0,
+        "skipped": 0,
+        "between_kinds": {"other": 0},
+        "error_percent": 4.0,
+        "tokens": 8192,
+    }
 
 
 def test_tables_set_ours_beside_theirs_and_tell_what_offload_costs():
-    users = [row(case, 1.0, (case.stage + 1) * 2**30) for case in ALL if case.part == "users" and (case.model, case.stage) != ("1.8B", 3)]
-    offload = [row(case, 100.0 + 300 * case.offload, 2**30) for case in ALL if case.part == "offload"]
-    table = tool.tables([*users, *offload, asdict(ALL[0]) | {"failed": "out of memory: 80 GiB\nmore"}])
+    users = [
+        row(case, 1.0, (case.stage + 1) * 2**30)
+        for case in ALL
+        if case.part == "users" and (case.model, case.stage) != ("1.8B", 3)
+    ]
+    offload = [
+        row(case, 100.0 + 300 * case.offload, 2**30) for case in ALL if case.part == "offload"
+    ]
+    table = tool.tables(
+        [*users, *offload, asdict(ALL[0]) | {"failed": "out of memory: 80 GiB\nmore"}]
+    )
     assert "| ours, measured: GPT of 340M | 1024 | 2048 | 3072 | 4096 |" in table
     assert "| ours, measured: GPT of 1.8B | 1024 | 2048 | 3072 | - |" in table
-    assert "theirs, published: BERT-large, 4 x V100 16 GB, 64 samples a GPU | 15853 | 13509 | 13499 | 14237 |" in table
+    assert (
+        "theirs, published: BERT-large, 4 x V100 16 GB, 64 samples a GPU | 15853 | 13509 | "
+        "13499 | 14237 |"
+    ) in table
     assert "| 8192 | 100.0 | 400.0 | 25% |" in table
     assert "+4.0% **over the goal**" in table and "| out of memory: 80 GiB | - |" in table

@@ -31,14 +31,19 @@ for _ in range(8):
     step()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-ANSWER = "import os; input(); print('TURN ' + os.environ['MALLOC_TRIM_THRESHOLD_'].join('[]'), flush=True)"
+ANSWER = (
+    "import os; input(); print('TURN ' + os.environ['MALLOC_TRIM_THRESHOLD_'].join('[]'), "
+    "flush=True)"
+)
 
 
 def page_faults(ours: bool, environment: dict[str, str]) -> int:
     """Of eight allocations of 32 MiB, once the heap has settled."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, "-c", FAULTS.format(ours=ours)]
-    return int(subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout)
+    return int(
+        subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
+    )
 
 
 def test_the_settings_of_peers_keep_memory_as_our_mallopt_does():
@@ -62,7 +67,9 @@ def test_every_program_is_started_with_them(monkeypatch):
             benchmark_training.run(who, work, Path("peers"), Path("start"))
         except InterruptedError:
             pass
-    assert len(given) == 2 and all(env.items() >= benchmark_training.KEPT_MEMORY.items() for env in given)
+    assert len(given) == 2 and all(
+        env.items() >= benchmark_training.KEPT_MEMORY.items() for env in given
+    )
 
 
 def test_turns_are_taken_with_them():
@@ -76,9 +83,25 @@ def test_turns_are_taken_with_them():
 def test_deepspeed_is_timed_with_its_own_defaults_too():
     assert {f"deepspeed-{stage}-default" for stage in range(4)} <= benchmark_zero.SYSTEMS.keys()
     source = ast.parse((ROOT / "tools/benchmark_peers/zero_peer.py").read_text())
-    knobs = {node.value for node in ast.walk(source) if isinstance(node, ast.Constant) and str(node.value).endswith("bucket_size")}
-    run = subprocess.run([sys.executable, "-c", "import json, zero_peer as peer; print(json.dumps([peer.zero_settings(2, 99), peer.zero_settings(2, None)]))"],
-                         cwd=ROOT / "tools/benchmark_peers", capture_output=True, text=True, check=True)
+    knobs = {
+        node.value
+        for node in ast.walk(source)
+        if isinstance(node, ast.Constant) and str(node.value).endswith("bucket_size")
+    }
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            (
+                "import json, zero_peer as peer; print(json.dumps([peer.zero_settings(2, 99), "
+                "peer.zero_settings(2, None)]))"
+            ),
+        ],
+        cwd=ROOT / "tools/benchmark_peers",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     small, default = json.loads(run.stdout)
     assert knobs <= small.keys() and default == {"stage": 2}
 
@@ -105,4 +128,6 @@ def test_raw_writes_of_two_threads_hold_every_byte(tmp_path):
         assert peer.own_bytes(folder, 3) == 60 and peer.own_bytes(folder, 0) == 0
         assert files[1].read_bytes() == bytes(peer.raw_bytes(tensors["b"]))
     """
-    subprocess.run([sys.executable, "-c", program, tmp_path], cwd=ROOT / "tools/benchmark_peers", check=True)
+    subprocess.run(
+        [sys.executable, "-c", program, tmp_path], cwd=ROOT / "tools/benchmark_peers", check=True
+    )

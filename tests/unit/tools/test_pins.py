@@ -15,7 +15,9 @@ PINS = (ROOT / "requirements/pinned.txt").read_text()
 
 
 def test_every_package_but_torch_has_digests():
-    listed = re.findall(r"^([^ #\n]+)==([^ \n]+)((?: \\\n +--hash=sha256:[0-9a-f]{64})*)$", PINS, re.M)
+    listed = re.findall(
+        r"^([^ #\n]+)==([^ \n]+)((?: \\\n +--hash=sha256:[0-9a-f]{64})*)$", PINS, re.M
+    )
     assert len(listed) == PINS.count("==") > 80
     assert [name for name, _, digests in listed if not digests] == ["torch"]
 
@@ -35,11 +37,20 @@ def test_a_file_that_is_not_the_listed_one_is_refused(tmp_path: Path):
 
 
 def install(folder: Path, target: str) -> subprocess.CompletedProcess:
-    """What scripts/environment.sh installs of `folder`/pinned.txt, from `folder`/wheels, into `folder`/`target`."""
+    """What scripts/environment.sh installs of `folder`/pinned.txt, from `folder`/wheels, into
+    `folder`/`target`.
+    """
     script = 'source scripts/environment.sh && pins=$0/pinned.txt venv=$0 && install_pins "$python"'
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PIP_NO_INDEX": "1",
-                   "PIP_FIND_LINKS": str(folder / "wheels"), "PIP_TARGET": str(folder / target)}
-    return subprocess.run(["bash", "-c", script, folder], cwd=ROOT, env=environment, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(folder / "wheels"),
+        "PIP_TARGET": str(folder / target),
+    }
+    return subprocess.run(
+        ["bash", "-c", script, folder], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
 
 
 def write_wheel(path: Path, code: str) -> None:
@@ -47,6 +58,10 @@ def write_wheel(path: Path, code: str) -> None:
     about = "pinned_thing-1.0.dist-info"
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("pinned_thing.py", code)
-        file.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: pinned-thing\nVersion: 1.0\n")
-        file.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(
+            f"{about}/METADATA", "Metadata-Version: 2.1\nName: pinned-thing\nVersion: 1.0\n"
+        )
+        file.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         file.writestr(f"{about}/RECORD", "")

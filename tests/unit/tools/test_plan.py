@@ -1,4 +1,6 @@
-"""tools/plan.py: its table is the banner's arithmetic, and bad input gets the one error that pretrain_gpt.py gives."""
+"""tools/plan.py: its table is the banner's arithmetic, and bad input gets the one error that
+pretrain_gpt.py gives.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ import plan  # noqa: E402
 import pretrain_gpt  # noqa: E402
 from megatron.plan.checkpoint import best_interval, time_lost  # noqa: E402
 
-FLAGS = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 4 --global-batch-size 512
---train-iters 10 --lr 1e-4 --mock-data --vocab-size 50256 --bf16 --hidden-dropout 0 --attention-dropout 0 --zero-stage 2""".split()
+FLAGS = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024
+--micro-batch-size 4 --global-batch-size 512
+--train-iters 10 --lr 1e-4 --mock-data --vocab-size 50256 --bf16 --hidden-dropout 0
+--attention-dropout 0 --zero-stage 2""".split()
 
 
 def lines(capsys, *flags: object, code: int = 0) -> list[str]:
@@ -33,18 +37,33 @@ def test_the_table_has_a_row_for_each_pipeline_rank(capsys):
     assert [line.split()[0] for line in found[head + 1 : head + 5]] == ["0", "1", "2", "3"]
     cells = found[head + 2].split()
     parameters, gradients, optimizer = map(float, cells[1:4])
-    assert gradients == pytest.approx(parameters / 2, rel=0.01) and optimizer == pytest.approx(1.5 * parameters, rel=0.01)  # 2 + 4/4 + 12/4
+    # 2 + 4/4 + 12/4
+    assert gradients == pytest.approx(parameters / 2, rel=0.01) and optimizer == pytest.approx(
+        1.5 * parameters, rel=0.01
+    )
     assert any(line.startswith("resident 6 bytes a parameter") for line in found)
     assert any(line.startswith("peak by ZeRO stage: ") for line in found)
     assert found[-3] == "with 50 GB/s a rank and 40% of 989 TFLOP/s:"
-    assert found[-2].startswith("reduce-scatter of every micro-batch does not hide: 4,096 tokens a micro-batch of 7,912 needed")
+    assert found[-2].startswith(
+        "reduce-scatter of every micro-batch does not hide: 4,096 tokens a micro-batch of "
+        "7,912 needed"
+    )
 
 
 def test_its_own_flags(capsys):
-    small, large = (lines(capsys, *FLAGS, "--world-size", 8, "--device-memory", size) for size in (4, 80))
-    assert "80 GiB: fits with stage 0" in large and any(line.startswith("4 GiB: fits with no stage") for line in small)
-    fast = lines(capsys, *FLAGS, "--world-size", 8, "--bandwidth=400", "--mfu", 0.5, "--peak-tflops", 300)
-    assert "with 400 GB/s a rank and 50% of 300 TFLOP/s:" in fast and sum(" hides: " in line for line in fast) == 2
+    small, large = (
+        lines(capsys, *FLAGS, "--world-size", 8, "--device-memory", size) for size in (4, 80)
+    )
+    assert "80 GiB: fits with stage 0" in large and any(
+        line.startswith("4 GiB: fits with no stage") for line in small
+    )
+    fast = lines(
+        capsys, *FLAGS, "--world-size", 8, "--bandwidth=400", "--mfu", 0.5, "--peak-tflops", 300
+    )
+    assert (
+        "with 400 GB/s a rank and 50% of 300 TFLOP/s:" in fast
+        and sum(" hides: " in line for line in fast) == 2
+    )
 
 
 def test_it_says_what_the_dry_run_says(capsys):
@@ -52,26 +71,64 @@ def test_it_says_what_the_dry_run_says(capsys):
     assert pretrain_gpt.main([*FLAGS, "--world-size", "8", "--dry-run"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     total = told.split("total ")[1].split()[0]
-    assert next(line for line in found if line.startswith("resident")).split("peak ")[1].startswith(f"{total} GiB")
+    assert (
+        next(line for line in found if line.startswith("resident"))
+        .split("peak ")[1]
+        .startswith(f"{total} GiB")
+    )
 
 
 def test_how_long_a_checkpoint_takes_and_how_often(capsys):
-    """354.9M parameters (tied, 50257 + padding) x 12 bytes on 16 ranks; Young's example by hand: sqrt(2 x 40 s x 3 h) = 930 s, 8.6% lost."""
-    assert plan.main(["checkpoint", *FLAGS, "--world-size", "16", "--write", "0.1", "--copy=2", "--mtbf", "3"]) == 0
+    """354.9M parameters (tied, 50257 + padding) x 12 bytes on 16 ranks; Young's example by hand:
+    sqrt(2 x 40 s x 3 h) = 930 s, 8.6% lost.
+    """
+    assert (
+        plan.main(
+            [
+                "checkpoint",
+                *FLAGS,
+                "--world-size",
+                "16",
+                "--write",
+                "0.1",
+                "--copy=2",
+                "--mtbf",
+                "3",
+            ]
+        )
+        == 0
+    )
     size, times, _, plain, background = capsys.readouterr().out.splitlines()
     assert size == "checkpoint of 4.258 GB: GB that each rank writes, by pipeline stage: 0.2662"
-    assert times == "at 0.1 GB/s a rank 2.66 s; with --async-save training waits 0.133 s for a copy at 2 GB/s"
-    assert plain.startswith("  every 240 s: 2.22% of the time") and background.startswith("  every 53.6 s with --async-save: 0.52% of the time")
-    assert best_interval(40, 3 * 3600) == pytest.approx(929.5, rel=1e-3) and time_lost(929.5, 40, 3 * 3600, 0) == pytest.approx(0.0861, rel=1e-3)
-    assert plan.main(["checkpoint", *FLAGS, "--world-size", "16", "--pipeline-model-parallel-size", "4"]) == 0
-    assert capsys.readouterr().out.startswith("checkpoint of 4.258 GB: ")  # the last stage's copy of the embedding is not written
-    losses = [time_lost(interval, 40, 3 * 3600, 5) for interval in (850, best_interval(40, 3 * 3600), 1010)]
+    assert times == (
+        "at 0.1 GB/s a rank 2.66 s; with --async-save training waits 0.133 s for a copy at 2 GB/s"
+    )
+    assert plain.startswith("  every 240 s: 2.22% of the time") and background.startswith(
+        "  every 53.6 s with --async-save: 0.52% of the time"
+    )
+    assert best_interval(40, 3 * 3600) == pytest.approx(929.5, rel=1e-3) and time_lost(
+        929.5, 40, 3 * 3600, 0
+    ) == pytest.approx(0.0861, rel=1e-3)
+    assert (
+        plan.main(
+            ["checkpoint", *FLAGS, "--world-size", "16", "--pipeline-model-parallel-size", "4"]
+        )
+        == 0
+    )
+    # the last stage's copy of the embedding is not written
+    assert capsys.readouterr().out.startswith("checkpoint of 4.258 GB: ")
+    losses = [
+        time_lost(interval, 40, 3 * 3600, 5)
+        for interval in (850, best_interval(40, 3 * 3600), 1010)
+    ]
     assert min(losses) == losses[1]
-    assert best_interval(1, 100, 60) == 60  # one save at a time: the next begins when this one is over
+    # one save at a time: the next begins when this one is over
+    assert best_interval(1, 100, 60) == 60
 
 
 def test_files_are_as_large_as_planned(capsys, tmp_path):
-    flags = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3
+    flags = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16
+    --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3
     --mock-data --vocab-size 8192 --eval-iters 0""".split()
     assert pretrain_gpt.main([*flags, "--save", str(tmp_path)]) == 0
     capsys.readouterr()
@@ -81,19 +138,28 @@ def test_files_are_as_large_as_planned(capsys, tmp_path):
     assert written == pytest.approx(planned, rel=0.02)
 
 
-@pytest.mark.parametrize("flags", [
-    ["--world-size", "6", "--tensor-model-parallel-size", "4"], ["--world-size", "8", "--no-such-flag"], ["--world-size", "8", "--num-layers", "x"],
-])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--world-size", "6", "--tensor-model-parallel-size", "4"],
+        ["--world-size", "8", "--no-such-flag"],
+        ["--world-size", "8", "--num-layers", "x"],
+    ],
+)
 def test_bad_flags_get_the_error_of_a_dry_run(capsys, flags):
     told = lines(capsys, *FLAGS, *flags, code=2)
     assert pretrain_gpt.main([*FLAGS, *flags, "--dry-run"]) == 2
     assert told == capsys.readouterr().err.splitlines() != []
 
 
-@pytest.mark.parametrize("flags, message", [
-    ([], "--world-size is missing"), (["--world-size", 8, "--mfu"], "--mfu : expected a number above 0"),
-    (["--world-size", 8, "--bandwidth", -1], "--bandwidth -1: expected a number above 0"),
-])
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ([], "--world-size is missing"),
+        (["--world-size", 8, "--mfu"], "--mfu : expected a number above 0"),
+        (["--world-size", 8, "--bandwidth", -1], "--bandwidth -1: expected a number above 0"),
+    ],
+)
 def test_faults_of_its_own_flags(capsys, flags, message):
     told = lines(capsys, *FLAGS, *flags, code=2)
     assert told[0] == "1 fault in the settings:" and message in told[1]
@@ -101,13 +167,24 @@ def test_faults_of_its_own_flags(capsys, flags, message):
 
 def test_no_file_is_read(capsys):
     """A tokenizer's file may be missing as long as the size of its vocabulary is given."""
-    tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "nowhere.model", "--data-path", "nowhere"]
+    tokenizer = [
+        "--tokenizer-type",
+        "SentencePieceTokenizer",
+        "--tokenizer-model",
+        "nowhere.model",
+        "--data-path",
+        "nowhere",
+    ]
     flags = [flag for flag in FLAGS if flag != "--mock-data"]
     given = [flag if flag != "50256" else "50257" for flag in flags]
-    assert lines(capsys, *given, *tokenizer, "--world-size", 8) == lines(capsys, *FLAGS, "--world-size", 8)
+    assert lines(capsys, *given, *tokenizer, "--world-size", 8) == lines(
+        capsys, *FLAGS, "--world-size", 8
+    )
     at = given.index("--vocab-size")
     told = lines(capsys, *given[:at], *given[at + 2 :], *tokenizer, "--world-size", 8, code=2)
-    assert told[1:] == ["  --tokenizer-model nowhere.model: no such file; tokenizers are read from local files only"]
+    assert told[1:] == [
+        "  --tokenizer-model nowhere.model: no such file; tokenizers are read from local files only"
+    ]
 
 
 def test_help(capsys):

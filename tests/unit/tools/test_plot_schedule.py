@@ -1,4 +1,6 @@
-"""Pictures and figures of schedules: what is drawn is the time line, simulated above measured on one scale."""
+"""Pictures and figures of schedules: what is drawn is the time line, simulated above measured on
+one scale.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def words(path: Path) -> list[str]:
     return [element.text for element in ElementTree.parse(path).iter(f"{SVG}text")]
 
 
-def measured(tmp_path: Path, name: str = "1f1b", ranks: int = 2, m: int = 4, **costs: float) -> tuple[Timeline, str]:
+def measured(
+    tmp_path: Path, name: str = "1f1b", ranks: int = 2, m: int = 4, **costs: float
+) -> tuple[Timeline, str]:
     schedule = build_schedule(name, ranks, 2 if name == "zero-bubble-v" else 1, m)
     line = simulate(schedule, Costs.even(schedule, **costs))
     file = tmp_path / "timeline.json"
@@ -42,12 +46,32 @@ def measured(tmp_path: Path, name: str = "1f1b", ranks: int = 2, m: int = 4, **c
     return line, str(file)
 
 
-@pytest.mark.parametrize("name, stages, kinds", [
-    ("gpipe", 1, 2), ("1f1b", 1, 2), ("interleaved", 3, 2), ("zero-bubble", 1, 3), ("zero-bubble-v", 2, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, stages, kinds",
+    [
+        ("gpipe", 1, 2),
+        ("1f1b", 1, 2),
+        ("interleaved", 3, 2),
+        ("zero-bubble", 1, 3),
+        ("zero-bubble-v", 2, 3),
+    ],
+)
 def test_every_computation_is_a_box(tmp_path, capsys, name, stages, kinds):
     out = tmp_path / "a.svg"
-    command = ["--schedule", name, "--ranks", "3", "--micro-batches", "5", "--virtual", "3", "--costs", "1,1.5,0.5", "--out", str(out)]
+    command = [
+        "--schedule",
+        name,
+        "--ranks",
+        "3",
+        "--micro-batches",
+        "5",
+        "--virtual",
+        "3",
+        "--costs",
+        "1,1.5,0.5",
+        "--out",
+        str(out),
+    ]
     assert plot_schedule.main(command) == 0
     drawn = boxes(out)
     assert len(drawn) == 3 * 5 * stages * kinds and len({y for _, _, y, _ in drawn}) == 3
@@ -64,14 +88,24 @@ def test_every_computation_is_a_box(tmp_path, capsys, name, stages, kinds):
 def test_boxes_lie_where_the_time_line_says(tmp_path):
     """1F1B on 2 ranks, one micro-batch: F at 0 and 1, B of 2 at 2 and 4; the whole is 6."""
     out = tmp_path / "a.svg"
-    assert plot_schedule.main(["--schedule", "1f1b", "--ranks", "2", "--micro-batches", "1", "--out", str(out)]) == 0
+    assert (
+        plot_schedule.main(
+            ["--schedule", "1f1b", "--ranks", "2", "--micro-batches", "1", "--out", str(out)]
+        )
+        == 0
+    )
     unit = (plot_schedule.WIDTH - plot_schedule.LEFT - plot_schedule.RIGHT) / 6
-    places = sorted((y, round((x - plot_schedule.LEFT) / unit, 2), round(width / unit, 2)) for _, x, y, width in boxes(out))
+    places = sorted(
+        (y, round((x - plot_schedule.LEFT) / unit, 2), round(width / unit, 2))
+        for _, x, y, width in boxes(out)
+    )
     assert [place[1:] for place in places] == [(0, 1), (4, 2), (1, 1), (2, 2)]
 
 
 def test_measured_stands_below_simulated_on_one_scale(tmp_path, capsys):
-    """Measured with messages that take time: the simulation of its own costs, without messages, ends earlier."""
+    """Measured with messages that take time: the simulation of its own costs, without messages,
+    ends earlier.
+    """
     line, file = measured(tmp_path, latency=0.5)
     out = tmp_path / "a.svg"
     assert plot_schedule.main(["--measured", file, "--out", str(out)]) == 0
@@ -83,14 +117,25 @@ def test_measured_stands_below_simulated_on_one_scale(tmp_path, capsys):
     titles = [word for word in words(out) if "1f1b, 2 ranks, 4 micro-batches" in word]
     assert [title.split(":")[0] for title in titles] == ["simulated", "measured"]
     printed = capsys.readouterr().out.splitlines()
-    assert printed[2].startswith("| simulated: ") and f"| {100 * line.bubble:.1f}% |" in printed[3] and "| s |" in printed[0]
+    assert (
+        printed[2].startswith("| simulated: ")
+        and f"| {100 * line.bubble:.1f}% |" in printed[3]
+        and "| s |" in printed[0]
+    )
     assert "20.0%" in printed[2]  # (P - 1) / (m + P - 1)
 
 
 def test_a_clock_that_does_not_start_at_zero_changes_nothing(tmp_path):
     line, file = measured(tmp_path, name="zero-bubble-v")
-    late = Timeline(line.schedule, line.placement, line.micro_batches,
-                    tuple(tuple(Span(*span[:3], span.begin + 1000, span.end + 1000) for span in row) for row in line.rows))
+    late = Timeline(
+        line.schedule,
+        line.placement,
+        line.micro_batches,
+        tuple(
+            tuple(Span(*span[:3], span.begin + 1000, span.end + 1000) for span in row)
+            for row in line.rows
+        ),
+    )
     pictures = []
     for timeline in (line, late):
         Path(file).write_text(timeline.to_json())
@@ -100,14 +145,30 @@ def test_a_clock_that_does_not_start_at_zero_changes_nothing(tmp_path):
 
 
 def test_measured_costs_are_medians_of_each_stage():
-    rows = ((Span(Kind.FORWARD, 0, 0, 0, 1), Span(Kind.FORWARD, 0, 1, 1, 3), Span(Kind.FORWARD, 0, 2, 3, 13), Span(Kind.BACKWARD, 0, 0, 20, 24)),
-            (Span(Kind.FORWARD, 1, 0, 5, 10), Span(Kind.BACKWARD_INPUT, 1, 0, 10, 13), Span(Kind.BACKWARD_WEIGHT, 1, 0, 13, 14)))
-    assert plot_schedule.measured_costs(Timeline("x", (0, 1), 3, rows), 0.5, 0.25) == Costs((2, 5), (4, 3), (0, 1), 0.5, 0.25)
+    rows = (
+        (
+            Span(Kind.FORWARD, 0, 0, 0, 1),
+            Span(Kind.FORWARD, 0, 1, 1, 3),
+            Span(Kind.FORWARD, 0, 2, 3, 13),
+            Span(Kind.BACKWARD, 0, 0, 20, 24),
+        ),
+        (
+            Span(Kind.FORWARD, 1, 0, 5, 10),
+            Span(Kind.BACKWARD_INPUT, 1, 0, 10, 13),
+            Span(Kind.BACKWARD_WEIGHT, 1, 0, 13, 14),
+        ),
+    )
+    assert plot_schedule.measured_costs(Timeline("x", (0, 1), 3, rows), 0.5, 0.25) == Costs(
+        (2, 5), (4, 3), (0, 1), 0.5, 0.25
+    )
 
 
 def test_the_table_has_the_closed_forms(capsys):
     assert plot_schedule.main(["--table", "--ranks", "8", "--micro-batches", "16"]) == 0
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in capsys.readouterr().out.splitlines()
+    ]
     assert rows[0] == ["", "time", "bubble", "idle a rank", "of it inside", "peak activations"]
     figures = {row[0]: row[1:] for row in rows[2:]}
     assert figures == {
@@ -121,16 +182,33 @@ def test_the_table_has_the_closed_forms(capsys):
 
 def test_large_pictures_leave_the_numbers_out(tmp_path):
     out = tmp_path / "a.svg"
-    assert plot_schedule.main(["--schedule", "1f1b", "--ranks", "16", "--micro-batches", "64", "--out", str(out)]) == 0
+    assert (
+        plot_schedule.main(
+            ["--schedule", "1f1b", "--ranks", "16", "--micro-batches", "64", "--out", str(out)]
+        )
+        == 0
+    )
     assert len(boxes(out)) == 2 * 16 * 64 and "63" not in words(out)
     assert out.stat().st_size < 60_000
 
 
 def test_png_is_written_with_cairosvg_and_refused_without(tmp_path, capsys, monkeypatch):
-    command = ["--schedule", "1f1b", "--ranks", "2", "--micro-batches", "2", "--out", str(tmp_path / "a.png")]
+    command = [
+        "--schedule",
+        "1f1b",
+        "--ranks",
+        "2",
+        "--micro-batches",
+        "2",
+        "--out",
+        str(tmp_path / "a.png"),
+    ]
     monkeypatch.setitem(sys.modules, "cairosvg", None)
     assert plot_schedule.main(command) == 2
-    assert "PNG needs cairosvg (pip install cairosvg)" in capsys.readouterr().err and not (tmp_path / "a.png").exists()
+    assert (
+        "PNG needs cairosvg (pip install cairosvg)" in capsys.readouterr().err
+        and not (tmp_path / "a.png").exists()
+    )
 
     class Cairosvg:
         @staticmethod
@@ -143,15 +221,24 @@ def test_png_is_written_with_cairosvg_and_refused_without(tmp_path, capsys, monk
     assert (tmp_path / "a.png").read_bytes() == b"picture"
 
 
-@pytest.mark.parametrize("flags, message", [
-    ([], "needs --schedule, --ranks, --micro-batches, or --measured FILE"),
-    (["--schedule", "1f1b", "--ranks", "2"], "needs --micro-batches"),
-    (["--table", "--ranks", "2"], "--table needs --ranks and --micro-batches"),
-    (["--measured", "no.json"], "No such file"),
-    (["--measured", "TIMELINE", "--ranks", "3"], "--ranks 3: TIMELINE has 2; leave the flag out"),
-    (["--measured", "TIMELINE", "--schedule", "gpipe"], "--schedule gpipe: TIMELINE has 1f1b"),
-    (["--schedule", "1f1b", "--ranks", "2", "--micro-batches", "2", "--out", "a.pdf"], "--out a.pdf: must end in .svg or .png"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ([], "needs --schedule, --ranks, --micro-batches, or --measured FILE"),
+        (["--schedule", "1f1b", "--ranks", "2"], "needs --micro-batches"),
+        (["--table", "--ranks", "2"], "--table needs --ranks and --micro-batches"),
+        (["--measured", "no.json"], "No such file"),
+        (
+            ["--measured", "TIMELINE", "--ranks", "3"],
+            "--ranks 3: TIMELINE has 2; leave the flag out",
+        ),
+        (["--measured", "TIMELINE", "--schedule", "gpipe"], "--schedule gpipe: TIMELINE has 1f1b"),
+        (
+            ["--schedule", "1f1b", "--ranks", "2", "--micro-batches", "2", "--out", "a.pdf"],
+            "--out a.pdf: must end in .svg or .png",
+        ),
+    ],
+)
 def test_what_cannot_be_drawn_is_said(tmp_path, capsys, flags, message):
     _, file = measured(tmp_path)
     assert plot_schedule.main([file if flag == "TIMELINE" else flag for flag in flags]) == 2
@@ -161,36 +248,64 @@ def test_what_cannot_be_drawn_is_said(tmp_path, capsys, flags, message):
 def test_time_lines_that_are_not_ours_are_refused(tmp_path, capsys):
     line, file = measured(tmp_path)
     Path(file).write_text("{}")
-    assert plot_schedule.main(["--measured", file]) == 2 and "not the JSON of a time line" in capsys.readouterr().err
-    for other in (Timeline("random", *list(vars(line).values())[1:]), Timeline("1f1b", (1, 0), 4, line.rows[::-1])):
+    assert (
+        plot_schedule.main(["--measured", file]) == 2
+        and "not the JSON of a time line" in capsys.readouterr().err
+    )
+    for other in (
+        Timeline("random", *list(vars(line).values())[1:]),
+        Timeline("1f1b", (1, 0), 4, line.rows[::-1]),
+    ):
         Path(file).write_text(other.to_json())
         assert plot_schedule.main(["--measured", file]) == 2
         error = capsys.readouterr().err
-        assert "schedule random is not one of" in error or "stages lie on ranks (1, 0), in 1f1b on (0, 1)" in error
+        assert (
+            "schedule random is not one of" in error
+            or "stages lie on ranks (1, 0), in 1f1b on (0, 1)" in error
+        )
 
 
-@pytest.mark.parametrize("flags", [["--costs", "1,2"], ["--costs", "0,0,0"], ["--costs", "a,1,1"], ["--costs", "1,1,nan"], ["--ranks", "0"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--costs", "1,2"],
+        ["--costs", "0,0,0"],
+        ["--costs", "a,1,1"],
+        ["--costs", "1,1,nan"],
+        ["--ranks", "0"],
+    ],
+)
 def test_wrong_values_of_flags(capsys, flags):
     with pytest.raises(SystemExit):
         plot_schedule.main(flags)
     assert flags[1] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("picture", sorted((ROOT / "docs/images").glob("schedule-*.svg")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "picture", sorted((ROOT / "docs/images").glob("schedule-*.svg")), ids=lambda path: path.name
+)
 def test_the_pictures_of_the_documentation_are_what_the_tool_draws(picture, tmp_path):
     """Their commands stand in docs/schedules.md."""
     page = (ROOT / "docs/schedules.md").read_text()
-    command = re.search(rf"python tools/plot_schedule.py (.*) --out docs/images/{picture.name}", page)
+    command = re.search(
+        rf"python tools/plot_schedule.py (.*) --out docs/images/{picture.name}", page
+    )
     assert command, f"docs/schedules.md has no command for {picture.name}"
     assert plot_schedule.main([*command[1].split(), "--out", str(tmp_path / picture.name)]) == 0
     assert (tmp_path / picture.name).read_text() == picture.read_text()
     assert picture.stat().st_size < 60_000
 
 
-@pytest.mark.parametrize("costs", [[], ["--costs", "1,1.2,0.8"], ["--latency", "0.1"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "costs", [[], ["--costs", "1,1.2,0.8"], ["--latency", "0.1"]], ids=" ".join
+)
 def test_the_tables_of_the_documentation_are_what_the_tool_prints(capsys, costs):
     page = (ROOT / "docs/schedules.md").read_text()
-    start = page.index(f"`{' '.join(costs)}`" if costs else "`python tools/plot_schedule.py --table --ranks 8 --micro-batches 16`")
+    start = page.index(
+        f"`{' '.join(costs)}`"
+        if costs
+        else "`python tools/plot_schedule.py --table --ranks 8 --micro-batches 16`"
+    )
     assert plot_schedule.main(["--table", "--ranks", "8", "--micro-batches", "16", *costs]) == 0
     shown = re.search(r"(?:^\|.*\n)+", page[start:], re.MULTILINE)[0].splitlines()
     printed = capsys.readouterr().out.splitlines()

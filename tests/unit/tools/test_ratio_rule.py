@@ -37,7 +37,8 @@ def test_six_pairs_are_not_enough():
 def test_an_upper_limit_turns_every_comparison_round():
     assert verdict([0.9, 0.95, 0.97, 0.98, 0.99, 1.0, 1.01], goal=1.0, upper_limit=True).passed
     assert not verdict([1.01] * 7, goal=1.0, upper_limit=True).passed
-    assert not verdict([0.9, 0.9, 0.9, 0.9, 1.4, 1.5, 1.6], goal=1.0, upper_limit=True).passed  # upper bound above 1.05
+    # upper bound above 1.05
+    assert not verdict([0.9, 0.9, 0.9, 0.9, 1.4, 1.5, 1.6], goal=1.0, upper_limit=True).passed
 
 
 def test_the_interval_does_not_depend_on_the_order_and_narrows_with_pairs():
@@ -54,7 +55,8 @@ def test_the_interval_covers_the_true_median_as_often_as_it_says():
     for _ in range(60):
         low, high = bootstrap([draw.gauss(1.0, 0.1) for _ in range(15)])
         covered += low <= 1.0 <= high
-    assert covered >= 51  # 95% in the limit; the percentile bootstrap of 15 values falls a little short of it
+    # 95% in the limit; the percentile bootstrap of 15 values falls a little short of it
+    assert covered >= 51
 
 
 @pytest.mark.parametrize("ratios", [[], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")]])

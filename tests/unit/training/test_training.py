@@ -1,4 +1,6 @@
-"""Whole runs through the command line, in this process: resume, evaluation, exits, precision, batches, bad steps."""
+"""Whole runs through the command line, in this process: resume, evaluation, exits, precision,
+batches, bad steps.
+"""
 
 import dataclasses
 import math
@@ -20,21 +22,37 @@ from megatron.training import checkpointing, loop, pretrain
 from pretrain_gpt import main
 from tools import compare_runs
 
-TINY = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --global-batch-size 4 --train-iters 12
---mock-data --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 2 --log-interval 1
+TINY = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+--micro-batch-size 2 --global-batch-size 4 --train-iters 12
+--mock-data --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --lr-decay-style cosine
+--lr-warmup-iters 2 --log-interval 1
 --eval-interval 4 --eval-iters 2""".split()
-RESULTS = ("lm loss", "grad-norm", "learning-rate", "loss-scale", "consumed_samples", "batch-size", "lm loss validation")
+RESULTS = (
+    "lm loss",
+    "grad-norm",
+    "learning-rate",
+    "loss-scale",
+    "consumed_samples",
+    "batch-size",
+    "lm loss validation",
+)
 
 
 def run(folder, *flags, code=0, base=TINY):
     """Run pretrain_gpt.py with --save and --load in `folder`; rows of metrics by iteration."""
     assert main([*map(str, (*base, "--save", folder, "--load", folder, *flags))]) == code
-    return {row["iteration"]: {name: row.get(name) for name in RESULTS} for row in read_metrics(folder / "metrics.jsonl")}
+    return {
+        row["iteration"]: {name: row.get(name) for name in RESULTS}
+        for row in read_metrics(folder / "metrics.jsonl")
+    }
 
 
 def bits(rows):
     """Rows as text that is equal exactly when all floats are, NaN included."""
-    return {iteration: {name: repr(value) for name, value in row.items()} for iteration, row in rows.items()}
+    return {
+        iteration: {name: repr(value) for name, value in row.items()}
+        for iteration, row in rows.items()
+    }
 
 
 def tensors(folder, step=None):
@@ -53,9 +71,13 @@ VARIANTS = {
     "fp32": [],
     "bf16": ["--bf16"],
     "fp16-overflows": ["--fp16", "--initial-loss-scale", 2**24, "--loss-scale-window", 3],
-    "no-dropout-llama": "--hidden-dropout 0 --attention-dropout 0 --swiglu --normalization RMSNorm --position-embedding-type rope "
-                        "--untie-embeddings-and-output-weights --disable-bias-linear --qk-layernorm --z-loss-coeff 1e-3".split(),
-    "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split(),
+    "no-dropout-llama": "--hidden-dropout 0 --attention-dropout 0 --swiglu --normalization RMSNorm "
+    "--position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --disable-bias-linear --qk-layernorm "
+    "--z-loss-coeff 1e-3".split(),
+    "recompute": (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    ).split(),
     "documents": "--reset-attention-mask --reset-position-ids --eod-mask-loss".split(),
     "ramp-up": "--rampup-batch-size 2 2 16".split(),
     "sgd": "--optimizer sgd".split(),
@@ -64,7 +86,9 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_resume_is_bit_exact(tmp_path, name):
-    """Stop at 5, go on in a second run: every metric, weight and moment equals the uninterrupted run's."""
+    """Stop at 5, go on in a second run: every metric, weight and moment equals the uninterrupted
+    run's.
+    """
     whole = run(tmp_path / "whole", *VARIANTS[name])
     run(tmp_path / "parts", *VARIANTS[name], "--exit-interval", 5)
     parts = run(tmp_path / "parts", *VARIANTS[name])
@@ -75,10 +99,26 @@ def test_resume_is_bit_exact(tmp_path, name):
         assert len({row["loss-scale"] for row in whole.values()}) > 3
 
 
-@pytest.mark.parametrize("flags", [[], ["--bf16", "--attention-dropout", 0, *VARIANTS["no-dropout-llama"][4:]]], ids=["fp32", "bf16-llama"])
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--bf16", "--attention-dropout", 0, *VARIANTS["no-dropout-llama"][4:]]],
+    ids=["fp32", "bf16-llama"],
+)
 def test_two_threads_give_the_same_bits_every_time(tmp_path, flags):
     """Tensors large enough that torch divides its work between threads."""
-    large = ["--hidden-size", 128, "--seq-length", 128, "--micro-batch-size", 4, "--vocab-size", 999, "--train-iters", 6, *flags]
+    large = [
+        "--hidden-size",
+        128,
+        "--seq-length",
+        128,
+        "--micro-batch-size",
+        4,
+        "--vocab-size",
+        999,
+        "--train-iters",
+        6,
+        *flags,
+    ]
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -97,36 +137,60 @@ def test_recompute_changes_nothing(tmp_path):
 
 def test_the_seed_matters(tmp_path):
     """Negative control of the equalities above."""
-    assert run(tmp_path / "a", "--train-iters", 3) != run(tmp_path / "b", "--train-iters", 3, "--seed", 7)
+    assert run(tmp_path / "a", "--train-iters", 3) != run(
+        tmp_path / "b", "--train-iters", 3, "--seed", 7
+    )
 
 
-@pytest.mark.parametrize("flags", [[], VARIANTS["documents"], ["--z-loss-coeff", "0.01"]], ids=["plain", "documents", "z-loss"])
+@pytest.mark.parametrize(
+    "flags",
+    [[], VARIANTS["documents"], ["--z-loss-coeff", "0.01"]],
+    ids=["plain", "documents", "z-loss"],
+)
 def test_micro_batches_do_not_change_the_run(tmp_path, flags):
-    """Dropout, data and normalisation are functions of the sample, so 4 x 1, 2 x 2 and 1 x 4 are the same run in float64."""
-    a, b, c = (run(tmp_path / str(size), "--fp64", *flags, "--micro-batch-size", size) for size in (1, 2, 4))
+    """Dropout, data and normalisation are functions of the sample, so 4 x 1, 2 x 2 and 1 x 4 are
+    the same run in float64.
+    """
+    a, b, c = (
+        run(tmp_path / str(size), "--fp64", *flags, "--micro-batch-size", size)
+        for size in (1, 2, 4)
+    )
     for other in (b, c):
         for iteration, row in a.items():
             for key, value in row.items():
-                assert other[iteration][key] == (value if value is None else pytest.approx(value, rel=1e-10)), (iteration, key)
+                assert other[iteration][key] == (
+                    value if value is None else pytest.approx(value, rel=1e-10)
+                ), (iteration, key)
     x, y = tensors(tmp_path / "1"), tensors(tmp_path / "4")
     for name in x:
         if not name.endswith("k.bias"):  # its gradient is pure rounding noise, which Adam amplifies
             assert (x[name] - y[name]).norm() <= 1e-10 * x[name].norm(), name
 
 
-PRECISIONS = {"": 2**-24, "--fp16 --initial-loss-scale 1024": 2**-11, "--bf16": 2**-8}  # unit roundoffs
+# unit roundoffs
+PRECISIONS = {"": 2**-24, "--fp16 --initial-loss-scale 1024": 2**-11, "--bf16": 2**-8}
 
 
 def test_precisions_train_alike(tmp_path):
-    """Losses, gradient norms and weights of three SGD steps from equal weights, which are large enough to matter.
+    """Losses, gradient norms and weights of three SGD steps from equal weights, which are large
+    enough to matter.
 
-    A run of L layers rounds each activation about n = 12 L + 4 times on its way, each time by at most u (parity/layouts.py): errors of 2 u sqrt(2 n)
-    in gradients. A gradient that is off by e moves the weights by lr e |g| in each step that its momentum lasts.
+    A run of L layers rounds each activation about n = 12 L + 4 times on its way, each time by at
+    most u (parity/layouts.py): errors of 2 u sqrt(2 n) in gradients. A gradient that is off by e
+    moves the weights by lr e |g| in each step that its momentum lasts.
     """
     lr, momentum, steps = 0.01, 0.9, 3
-    flags = f"--optimizer sgd --lr {lr} --sgd-momentum {momentum} --lr-warmup-iters 0 --lr-decay-style constant --weight-decay 0 --clip-grad 0"
-    flags += f" --train-iters {steps} --init-method-std 0.2 --hidden-dropout 0 --attention-dropout 0"
-    runs = {flag: run(tmp_path / f"x{flag}", *flags.split(), *flag.split()) for flag in ("--fp64", *PRECISIONS)}
+    flags = (
+        f"--optimizer sgd --lr {lr} --sgd-momentum {momentum} --lr-warmup-iters 0 "
+        "--lr-decay-style constant --weight-decay 0 --clip-grad 0"
+    )
+    flags += (
+        f" --train-iters {steps} --init-method-std 0.2 --hidden-dropout 0 --attention-dropout 0"
+    )
+    runs = {
+        flag: run(tmp_path / f"x{flag}", *flags.split(), *flag.split())
+        for flag in ("--fp64", *PRECISIONS)
+    }
     weights = {flag: tensors(tmp_path / f"x{flag}") for flag in runs}
     exact = runs["--fp64"]
     norms = [exact[step]["grad-norm"] for step in range(1, steps + 1)]
@@ -141,17 +205,34 @@ def test_precisions_train_alike(tmp_path):
         for name, expected in weights["--fp64"].items():
             error = (weights[flag][name].double() - expected).norm()
             far = moved / lr if name.startswith("optimizer.") else moved
-            assert error <= bound * far + steps * 2**-24 * expected.norm(), (flag, name)  # masters are fp32
+            # masters are fp32
+            assert error <= bound * far + steps * 2**-24 * expected.norm(), (flag, name)
 
 
 def test_evaluation_uses_the_same_batches(tmp_path):
     row = run(tmp_path / "a")[12]
-    assert main([*TINY, "--load", str(tmp_path / "a"), "--skip-train", "--metrics-file", str(tmp_path / "eval.jsonl")]) == 0
-    assert read_metrics(tmp_path / "eval.jsonl")[-1]["lm loss validation"] == row["lm loss validation"]
+    assert (
+        main(
+            [
+                *TINY,
+                "--load",
+                str(tmp_path / "a"),
+                "--skip-train",
+                "--metrics-file",
+                str(tmp_path / "eval.jsonl"),
+            ]
+        )
+        == 0
+    )
+    assert (
+        read_metrics(tmp_path / "eval.jsonl")[-1]["lm loss validation"] == row["lm loss validation"]
+    )
 
 
 def test_train_samples_and_ramp_up(tmp_path):
-    """Batches of 2 for 16 samples, then of 4 to the fortieth; the rate counts samples; a small batch's gradient is that of its own mean loss."""
+    """Batches of 2 for 16 samples, then of 4 to the fortieth; the rate counts samples; a small
+    batch's gradient is that of its own mean loss.
+    """
     at = TINY.index("--train-iters")
     in_samples = [*TINY[:at], *TINY[at + 2 :], "--train-samples", 40]
     in_samples[in_samples.index("--lr-warmup-iters")] = "--lr-warmup-samples"
@@ -160,7 +241,9 @@ def test_train_samples_and_ramp_up(tmp_path):
     consumed = [sum(sizes[: step + 1]) for step in range(len(sizes))]
     assert [row["batch-size"] for row in rows] == sizes
     assert [row["consumed_samples"] for row in rows] == consumed
-    rates = [1e-2 * 0.5 * (1 + math.cos(math.pi * (samples - 2) / (40 - 2))) for samples in consumed]
+    rates = [
+        1e-2 * 0.5 * (1 + math.cos(math.pi * (samples - 2) / (40 - 2))) for samples in consumed
+    ]
     assert [row["learning-rate"] for row in rows] == pytest.approx(rates, rel=1e-12, abs=1e-18)
     small = [*run(tmp_path / "b", "--global-batch-size", 2, base=in_samples).values()]
     for name in ("lm loss", "grad-norm"):
@@ -173,9 +256,14 @@ def test_exit_duration(tmp_path):
     assert list(rows) == [1] and find_checkpoint(tmp_path).name == "iter_0000001"
 
 
-@pytest.mark.parametrize("number, code, flags", [(signal.SIGTERM, 143, []), (signal.SIGUSR1, 85, []), (signal.SIGTERM, 143, ["--async-save"])])
+@pytest.mark.parametrize(
+    "number, code, flags",
+    [(signal.SIGTERM, 143, []), (signal.SIGUSR1, 85, []), (signal.SIGTERM, 143, ["--async-save"])],
+)
 def test_a_signal_saves_and_exits(tmp_path, monkeypatch, number, code, flags):
-    monkeypatch.setattr(loop, "forward_backward", signalling(loop.forward_backward, number, after=3))
+    monkeypatch.setattr(
+        loop, "forward_backward", signalling(loop.forward_backward, number, after=3)
+    )
     run(tmp_path / "a", "--train-iters", 12, *flags, code=code)
     assert find_checkpoint(tmp_path / "a").name == "iter_0000003"
     monkeypatch.undo()
@@ -184,7 +272,9 @@ def test_a_signal_saves_and_exits(tmp_path, monkeypatch, number, code, flags):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_save_in_the_background_changes_nothing(tmp_path, precision):
-    """The run and every checkpoint of it are those of saves that wait; training does not wait for each of them."""
+    """The run and every checkpoint of it are those of saves that wait; training does not wait for
+    each of them.
+    """
     flags = VARIANTS[precision] + ["--save-interval", 2]
     assert run(tmp_path / "a", *flags) == run(tmp_path / "b", *flags, "--async-save")
     for iteration in range(2, 13, 2):
@@ -231,7 +321,12 @@ def test_nan_stops_and_names_the_samples(tmp_path, monkeypatch, capsys):
     poison(monkeypatch, 11)
     run(tmp_path, "--train-iters", 6, code=1)
     text = capsys.readouterr().err
-    assert "iteration 3:" in text and "micro-batch 1: loss, samples 10..11" in text and "--nan-policy skip" in text and "micro-batch 0" not in text
+    assert (
+        "iteration 3:" in text
+        and "micro-batch 1: loss, samples 10..11" in text
+        and "--nan-policy skip" in text
+        and "micro-batch 0" not in text
+    )
 
 
 def test_nan_is_skipped_on_request(tmp_path, monkeypatch, capsys):
@@ -240,7 +335,10 @@ def test_nan_is_skipped_on_request(tmp_path, monkeypatch, capsys):
     assert "iteration 3" in capsys.readouterr().out
     assert not math.isfinite(rows[3]["lm loss"] or math.nan) and math.isfinite(rows[4]["lm loss"])
     monkeypatch.undo()
-    assert rows[4]["learning-rate"] == run(tmp_path / "clean", "--train-iters", 6)[3]["learning-rate"]  # the skipped step did not advance it
+    # the skipped step did not advance it
+    assert (
+        rows[4]["learning-rate"] == run(tmp_path / "clean", "--train-iters", 6)[3]["learning-rate"]
+    )
 
 
 def test_a_step_without_a_token_is_skipped(tmp_path, monkeypatch, capsys):
@@ -257,7 +355,9 @@ def test_a_step_without_a_token_is_skipped(tmp_path, monkeypatch, capsys):
 
 
 def test_finetune_takes_weights_alone(tmp_path, monkeypatch):
-    """Its first step is AdamW's first from the checkpoint's weights: no moment is left, and schedule, data and counts begin anew."""
+    """Its first step is AdamW's first from the checkpoint's weights: no moment is left, and
+    schedule, data and counts begin anew.
+    """
     run(tmp_path / "a", "--train-iters", 4, "--fp64")
     read, batch = [], Source.batch
 
@@ -266,8 +366,28 @@ def test_finetune_takes_weights_alone(tmp_path, monkeypatch):
         return batch(self, first, count)
 
     monkeypatch.setattr(Source, "batch", noted)
-    flags = ["--load", tmp_path / "a", "--finetune", "--save", tmp_path / "b", "--train-iters", 3, "--exit-interval", 1, "--fp64"]
-    flags += ["--seq-length", 8, "--max-position-embeddings", 16, "--clip-grad", 0, "--weight-decay", 0.1]
+    flags = [
+        "--load",
+        tmp_path / "a",
+        "--finetune",
+        "--save",
+        tmp_path / "b",
+        "--train-iters",
+        3,
+        "--exit-interval",
+        1,
+        "--fp64",
+    ]
+    flags += [
+        "--seq-length",
+        8,
+        "--max-position-embeddings",
+        16,
+        "--clip-grad",
+        0,
+        "--weight-decay",
+        0.1,
+    ]
     assert main([*map(str, (*TINY, *flags))]) == 0
     (row,) = read_metrics(tmp_path / "b" / "metrics.jsonl")
     lr = 1e-2 * 4 / 8  # the first of two iterations of warm-up
@@ -281,7 +401,12 @@ def test_finetune_takes_weights_alone(tmp_path, monkeypatch):
             continue
         gradient = after[f"optimizer.exp_avg.{name}"] / (1 - 0.9)
         squares += gradient.square().sum()
-        torch.testing.assert_close(after[f"optimizer.exp_avg_sq.{name}"], (1 - 0.999) * gradient.square(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            after[f"optimizer.exp_avg_sq.{name}"],
+            (1 - 0.999) * gradient.square(),
+            rtol=1e-12,
+            atol=0,
+        )
         decayed = old * (1 - lr * 0.1) if old.dim() > 1 else old
         expected = decayed - lr * gradient / (gradient.abs() + 1e-8)
         torch.testing.assert_close(after[name], expected, rtol=1e-10, atol=1e-12)
@@ -292,7 +417,10 @@ def test_another_model_is_refused(tmp_path, capsys):
     run(tmp_path, "--train-iters", 3)
     run(tmp_path, "--train-iters", 3, "--hidden-size", 64, "--seed", 9, code=2)
     message = capsys.readouterr().err
-    assert "--hidden-size: checkpoint 32, command line 64" in message and "--seed: checkpoint 1234, command line 9" in message
+    assert (
+        "--hidden-size: checkpoint 32, command line 64" in message
+        and "--seed: checkpoint 1234, command line 9" in message
+    )
 
 
 def test_another_schedule_needs_a_choice(tmp_path, capsys):
@@ -301,19 +429,41 @@ def test_another_schedule_needs_a_choice(tmp_path, capsys):
     assert "--override-opt-param-scheduler" in capsys.readouterr().err
     rows = run(tmp_path, "--train-iters", 8, "--lr", 1e-3, "--override-opt-param-scheduler")
     assert [rows[i]["learning-rate"] for i in (4, 5)] == pytest.approx(
-        [1e-2 * 0.5 * (1 + math.cos(math.pi * (4 - 2) / (12 - 2))), 1e-3 * 0.5 * (1 + math.cos(math.pi * (5 - 2) / (8 - 2)))], rel=1e-12)
+        [
+            1e-2 * 0.5 * (1 + math.cos(math.pi * (4 - 2) / (12 - 2))),
+            1e-3 * 0.5 * (1 + math.cos(math.pi * (5 - 2) / (8 - 2))),
+        ],
+        rel=1e-12,
+    )
 
 
 def test_missing_checkpoint_is_refused(tmp_path, capsys):
-    for folder, words in ((tmp_path / "nothing", "no such folder"), (tmp_path, "no checkpoint there")):
+    for folder, words in (
+        (tmp_path / "nothing", "no such folder"),
+        (tmp_path, "no checkpoint there"),
+    ):
         assert main([*TINY, "--load", str(folder)]) == 2
         message = capsys.readouterr().err
         assert f"--load {folder}" in message and words in message
-    assert main([*TINY, "--load", str(tmp_path), "--save", str(tmp_path), "--exit-on-missing-checkpoint"]) == 2
+    assert (
+        main(
+            [
+                *TINY,
+                "--load",
+                str(tmp_path),
+                "--save",
+                str(tmp_path),
+                "--exit-on-missing-checkpoint",
+            ]
+        )
+        == 2
+    )
 
 
 def test_a_failed_save_does_not_stop_training(tmp_path, capsys, monkeypatch):
-    """A full disk at iteration 4: the run goes on, saves later, and says so; when the last save fails the exit code is 1."""
+    """A full disk at iteration 4: the run goes on, saves later, and says so; when the last save
+    fails the exit code is 1.
+    """
     save_checkpoint = saver.save_checkpoint
 
     def full_at(*iterations):
@@ -327,7 +477,11 @@ def test_a_failed_save_does_not_stop_training(tmp_path, capsys, monkeypatch):
     full_at(4)
     assert len(run(tmp_path / "a", "--save-interval", 4)) == 12
     shown = capsys.readouterr().out
-    assert "iteration 4 was NOT saved" in shown and "No space left" in shown and find_checkpoint(tmp_path / "a").name == "iter_0000012"
+    assert (
+        "iteration 4 was NOT saved" in shown
+        and "No space left" in shown
+        and find_checkpoint(tmp_path / "a").name == "iter_0000012"
+    )
     full_at(12)
     run(tmp_path / "b", "--save-interval", 4, code=1)
     assert find_checkpoint(tmp_path / "b").name == "iter_0000008"
@@ -350,11 +504,18 @@ def test_an_unwritable_folder_is_found_before_training(tmp_path, capsys):
 
 def test_only_mistakes_of_the_user_lose_their_traceback(tmp_path, capsys, monkeypatch):
     (tmp_path / "tokenizer.model").write_text("hello")
-    flags = [*TINY, "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tmp_path / "tokenizer.model")]
+    flags = [
+        *TINY,
+        "--tokenizer-type",
+        "SentencePieceTokenizer",
+        "--tokenizer-model",
+        str(tmp_path / "tokenizer.model"),
+    ]
     flags = [word for word in flags if word not in ("--vocab-size", "49")]
     assert main(flags) == 2
     assert "not a SentencePiece model" in capsys.readouterr().err
-    inside = types.FunctionType((lambda *_: int("x")).__code__, vars(pretrain))  # a frame of megatron's
+    # a frame of megatron's
+    inside = types.FunctionType((lambda *_: int("x")).__code__, vars(pretrain))
     monkeypatch.setattr(pretrain, "choose_device", inside)
     with pytest.raises(ValueError, match="invalid literal") as caught:
         main(TINY)
@@ -366,30 +527,67 @@ def test_rank_0_lists_the_faults_of_flags(capsys, monkeypatch):
     assert main(["--lr", "1"]) == 2
     listed = capsys.readouterr().err.splitlines()
     assert len(listed) > 3
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     assert main(["--lr", "1"]) == 2
     assert capsys.readouterr().err.splitlines() == [f"rank 1: {listed[1].strip()}"]
 
 
 def test_dry_run_trains_nothing(tmp_path, capsys):
-    assert main([*TINY, "--train-iters", "3", "--save", str(tmp_path / "x"), "--dry-run", "--world-size", "2"]) == 0
+    assert (
+        main(
+            [
+                *TINY,
+                "--train-iters",
+                "3",
+                "--save",
+                str(tmp_path / "x"),
+                "--dry-run",
+                "--world-size",
+                "2",
+            ]
+        )
+        == 0
+    )
     assert "nothing was trained" in capsys.readouterr().out and not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("flags", [[], ["--fp16", "--initial-loss-scale", 2**24, "--loss-scale-window", 3]], ids=["fp32", "fp16-skips-steps"])
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--fp16", "--initial-loss-scale", 2**24, "--loss-scale-window", 3]],
+    ids=["fp32", "fp16-skips-steps"],
+)
 def test_a_run_that_ends_between_two_log_lines_loses_no_loss(tmp_path, capsys, flags):
-    """Cut at 3 and at 8 of 12, with a line every 5 and at the end: rows and lines are those of the run that was not cut."""
+    """Cut at 3 and at 8 of 12, with a line every 5 and at the end: rows and lines are those of the
+    run that was not cut.
+    """
+
     def log_lines() -> list[str]:
-        lines = [line for line in capsys.readouterr().out.splitlines() if " iteration " in line and "| lm loss:" in line]
-        return [re.search(r"lm loss: \S+", line)[0] + re.search(r"number of skipped.*nan iterations:\s+\d+", line)[0] for line in lines]
+        lines = [
+            line
+            for line in capsys.readouterr().out.splitlines()
+            if " iteration " in line and "| lm loss:" in line
+        ]
+        return [
+            re.search(r"lm loss: \S+", line)[0]
+            + re.search(r"number of skipped.*nan iterations:\s+\d+", line)[0]
+            for line in lines
+        ]
 
     every = ["--log-interval", 5, "--eval-interval", 12, *flags]
     whole = run(tmp_path / "whole", *every)
     expected = log_lines()
     for end in (["--exit-interval", 3], ["--exit-interval", 8], []):
         parts = run(tmp_path / "parts", *every, *end)
-    logged = {iteration: row for iteration, row in parts.items() if row["lm loss"] is not None}  # 3 and 8 have the times of their saves
+    # 3 and 8 have the times of their saves
+    logged = {iteration: row for iteration, row in parts.items() if row["lm loss"] is not None}
     assert list(whole) == [5, 10, 12] and bits(logged) == bits(whole) and log_lines() == expected
     assert compare_runs.main([str(tmp_path / "whole"), str(tmp_path / "parts")]) == 0
     assert bool(flags) == any("skipped iterations:   0" not in line for line in expected)
@@ -399,10 +597,18 @@ def test_a_checkpoint_from_before_the_sums_were_kept_is_loaded(tmp_path, monkeyp
     """The next line is then the mean of the steps since."""
     every = run(tmp_path / "every")
     state = checkpointing.run_state
-    monkeypatch.setattr(checkpointing, "run_state", lambda of: {name: value for name, value in state(of).items() if not name.startswith("open_")})
+    monkeypatch.setattr(
+        checkpointing,
+        "run_state",
+        lambda of: {
+            name: value for name, value in state(of).items() if not name.startswith("open_")
+        },
+    )
     run(tmp_path / "parts", "--log-interval", 5, "--exit-interval", 3)
     rows = run(tmp_path / "parts", "--log-interval", 5)
-    assert rows[5]["lm loss"] == pytest.approx((every[4]["lm loss"] + every[5]["lm loss"]) / 2, rel=1e-15)
+    assert rows[5]["lm loss"] == pytest.approx(
+        (every[4]["lm loss"] + every[5]["lm loss"]) / 2, rel=1e-15
+    )
 
 
 def test_the_loss_of_a_blend_is_the_mean_of_its_sources_by_weight(tmp_path, monkeypatch, capsys):
@@ -412,8 +618,13 @@ def test_the_loss_of_a_blend_is_the_mean_of_its_sources_by_weight(tmp_path, monk
         data = build(*args)
         (source,) = data.valid.values()
         other = dataclasses.replace(source, reader=data.train.reader)
-        return dataclasses.replace(data, valid={"web": dataclasses.replace(source, weight=0.25, bytes_per_token=4.0),
-                                                "code": dataclasses.replace(other, weight=0.75, bytes_per_token=2.0)})
+        return dataclasses.replace(
+            data,
+            valid={
+                "web": dataclasses.replace(source, weight=0.25, bytes_per_token=4.0),
+                "code": dataclasses.replace(other, weight=0.75, bytes_per_token=2.0),
+            },
+        )
 
     monkeypatch.setattr(pretrain, "build_data", two)
     run(tmp_path, "--train-iters", 4)
@@ -421,6 +632,14 @@ def test_the_loss_of_a_blend_is_the_mean_of_its_sources_by_weight(tmp_path, monk
     web, code = row["lm loss validation web"], row["lm loss validation code"]
     assert web != code and row["lm loss validation"] == 0.25 * web + 0.75 * code
     assert row["lm loss validation ppl"] == math.exp(row["lm loss validation"])
-    assert row["bits-per-byte"] == pytest.approx(row["lm loss validation"] / math.log(2) / 2.5, rel=1e-15)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "validation loss at iteration 4" in line]
-    assert [" on web |" in lines[0], " on code |" in lines[1], "iteration 4 |" in lines[2]] == [True] * 3 and len(lines) == 3
+    assert row["bits-per-byte"] == pytest.approx(
+        row["lm loss validation"] / math.log(2) / 2.5, rel=1e-15
+    )
+    lines = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "validation loss at iteration 4" in line
+    ]
+    assert [" on web |" in lines[0], " on code |" in lines[1], "iteration 4 |" in lines[2]] == [
+        True
+    ] * 3 and len(lines) == 3

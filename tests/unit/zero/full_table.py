@@ -1,8 +1,11 @@
-"""Live bytes of every ZeRO stage: python tests/unit/zero/full_table.py --out docs/results/zero_memory.json [--only WORD ...]
+"""Live bytes of every ZeRO stage: python tests/unit/zero/full_table.py --out
+docs/results/zero_memory.json [--only WORD ...]
 
-Stages 0 to 3 on 2, 4 and 8 data-parallel ranks, 1 and 2 pipeline ranks, 1 and 4 micro-batches, of models of 1M and 60M parameters, and GPT-2 125M
-on two ranks: real runs on CPU processes of this machine, up to 16 of them, with 12 GiB between them. Half an hour on two idle cores. Exit code 1
-when a row holds more than it should, or when a peak does not fall from stage to stage where it must.
+Stages 0 to 3 on 2, 4 and 8 data-parallel ranks, 1 and 2 pipeline ranks, 1 and 4 micro-batches, of
+models of 1M and 60M parameters, and GPT-2 125M on two ranks: real runs on CPU processes of this
+machine, up to 16 of them, with 12 GiB between them. Half an hour on two idle cores. Exit code 1
+when a row holds more than it should, or when a peak does not fall from stage to stage where it
+must.
 """
 
 from __future__ import annotations
@@ -26,19 +29,41 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
 SIZES = {
     "1M": SMALL,
     "60M": {"layers": 10, "hidden": 640, "heads": 10, "seq": 32, "vocab": 16384},
-    "GPT-2 125M": {"layers": 12, "hidden": 768, "heads": 12, "seq": 64, "positions": 1024, "vocab": 50304},
+    "GPT-2 125M": {
+        "layers": 12,
+        "hidden": 768,
+        "heads": 12,
+        "seq": 64,
+        "positions": 1024,
+        "vocab": 50304,
+    },
 }
 
 
 def table() -> list[tuple[str, Row]]:
     """(name of the model, row)."""
+
     def row(name: str, *shape, **more) -> tuple[str, Row]:
         return name, Row(*shape, **more, size=tuple(SIZES[name].items()))
 
-    rows = [row(name, stage, dp, pp, micro) for name, dp, pp, micro, stage in product(("1M", "60M"), (2, 4, 8), (1, 2), (1, 4), range(4))]
-    rows += [row("60M", stage, 2, 1, 4, precision) for precision, stage in product(("fp32", "fp16", "narrow"), range(4))]
-    rows += [row("60M", 2, 2, 1, 4, model="llama"), row("60M", 3, 2, 1, 4, model="llama"), row("60M", 3, 4, 1, 4, shard=2)]
-    return rows + [row(name, stage, 2, 1, 4, flags=RECOMPUTE) for name, stage in product(SIZES, range(4))]
+    rows = [
+        row(name, stage, dp, pp, micro)
+        for name, dp, pp, micro, stage in product(
+            ("1M", "60M"), (2, 4, 8), (1, 2), (1, 4), range(4)
+        )
+    ]
+    rows += [
+        row("60M", stage, 2, 1, 4, precision)
+        for precision, stage in product(("fp32", "fp16", "narrow"), range(4))
+    ]
+    rows += [
+        row("60M", 2, 2, 1, 4, model="llama"),
+        row("60M", 3, 2, 1, 4, model="llama"),
+        row("60M", 3, 4, 1, 4, shard=2),
+    ]
+    return rows + [
+        row(name, stage, 2, 1, 4, flags=RECOMPUTE) for name, stage in product(SIZES, range(4))
+    ]
 
 
 def measured(row: Row, ranked: list) -> dict:
@@ -47,28 +72,51 @@ def measured(row: Row, ranked: list) -> dict:
     for pipe in range(row.pp):
         spans = [spans for at, spans in ranked if at == pipe]
         elements = sum(row.blocks(pipe).values())
-        peak = max((span for each in spans for span in each["step"]), key=lambda span: span.peak["total"] - span.peak["before"])
-        between = max(span.now["total"] - span.now["before"] for each in spans for span in each["between"])
-        most = {kind: max(span.peak[kind] for each in spans for span in each["step"]) for kind in ("slots", "scratch", "activations", "parameters")}
+        peak = max(
+            (span for each in spans for span in each["step"]),
+            key=lambda span: span.peak["total"] - span.peak["before"],
+        )
+        between = max(
+            span.now["total"] - span.now["before"] for each in spans for span in each["between"]
+        )
+        most = {
+            kind: max(span.peak[kind] for each in spans for span in each["step"])
+            for kind in ("slots", "scratch", "activations", "parameters")
+        }
         found[f"pipeline rank {pipe}"] = {
-            "parameters": elements, "resident by the formula": sum(row.resident(pipe).values()) / elements, "resident": between / elements,
-            "peak": (peak.peak["total"] - peak.peak["before"]) / elements, "at the peak": dict(peak.at_peak), "where": peak.where,
-            "most bytes": most, "bounds": {"slots": row.slots(pipe), "scratch": row.scratch(pipe, PIECES)},
+            "parameters": elements,
+            "resident by the formula": sum(row.resident(pipe).values()) / elements,
+            "resident": between / elements,
+            "peak": (peak.peak["total"] - peak.peak["before"]) / elements,
+            "at the peak": dict(peak.at_peak),
+            "where": peak.where,
+            "most bytes": most,
+            "bounds": {"slots": row.slots(pipe), "scratch": row.scratch(pipe, PIECES)},
         }
     return found
 
 
 def order_of_peaks(results: dict[str, dict]) -> list[str]:
-    """Rows whose peak is not below that of the stage before, where zero.md's conditions hold; full recomputation and several micro-batches."""
+    """Rows whose peak is not below that of the stage before, where zero.md's conditions hold; full
+    recomputation and several micro-batches.
+    """
     off = []
     for name, row in table():
-        pair = [results.get(f"{name} {replace(row, stage=stage)}") for stage in (row.stage - 1, row.stage)]
+        pair = [
+            results.get(f"{name} {replace(row, stage=stage)}")
+            for stage in (row.stage - 1, row.stage)
+        ]
         if row.flags != RECOMPUTE or row.stage == 0 or None in pair:
             continue
         peaks = [each["pipeline rank 0"]["peak"] for each in pair]
-        due = {1: True, 2: row.falls(0), 3: row.largest_two(0) < sum(row.blocks(0).values())}[row.stage]
+        due = {1: True, 2: row.falls(0), 3: row.largest_two(0) < sum(row.blocks(0).values())}[
+            row.stage
+        ]
         if due and peaks[1] >= peaks[0]:
-            off.append(f"{name} {row}: peak {peaks[1]:.3f} bytes a parameter, {peaks[0]:.3f} at the stage before")
+            off.append(
+                f"{name} {row}: peak {peaks[1]:.3f} bytes a parameter, {peaks[0]:.3f} at the "
+                "stage before"
+            )
     return off
 
 
@@ -77,11 +125,19 @@ def main() -> int:
     from distributed.pool import World
     from unit.zero.measure import measure
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", help="write the results to this JSON file")
-    parser.add_argument("--only", nargs="*", default=[], help="only rows with all these words in their names")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="only rows with all these words in their names"
+    )
     arguments = parser.parse_args()
-    rows = [(name, row) for name, row in table() if all(word in f"{name} {row}" for word in arguments.only)]
+    rows = [
+        (name, row)
+        for name, row in table()
+        if all(word in f"{name} {row}" for word in arguments.only)
+    ]
     results: dict[str, dict] = {}
     off, begun, world = [], time.monotonic(), World(1)
     for name, row in sorted(rows, key=lambda each: each[1].world):
@@ -94,14 +150,25 @@ def main() -> int:
         results[f"{name} {row}"] = measured(row, ranked)
         off += found
         first = results[f"{name} {row}"]["pipeline rank 0"]
-        print(f"{name} {row}: resident {first['resident']:.3f}, peak {first['peak']:.3f} bytes a parameter; "
-              f"{'; '.join(found[:3]) or 'as it should be'} ({time.monotonic() - started:.1f} s)", flush=True)
+        print(
+            f"{name} {row}: resident {first['resident']:.3f}, peak {first['peak']:.3f} bytes "
+            "a parameter; "
+            f"{'; '.join(found[:3]) or 'as it should be'} ({time.monotonic() - started:.1f} s)",
+            flush=True,
+        )
     world.close()
     off += order_of_peaks(results)
     minutes = round((time.monotonic() - begun) / 60, 1)
     print(f"{len(rows)} rows in {minutes} minutes, {len(off)} faults", *off, sep="\n")
     if arguments.out:
-        report = {"date": f"{date.today()}", "torch": torch.__version__, "minutes": minutes, "sizes": SIZES, "off": off, "rows": results}
+        report = {
+            "date": f"{date.today()}",
+            "torch": torch.__version__,
+            "minutes": minutes,
+            "sizes": SIZES,
+            "off": off,
+            "rows": results,
+        }
         Path(arguments.out).write_text(json.dumps(report, indent=1) + "\n")
     return 1 if off else 0
 

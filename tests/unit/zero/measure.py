@@ -1,4 +1,6 @@
-"""What one rank measures: a whole real run through pretrain.py with the tracker open, and the same with a leak brought about."""
+"""What one rank measures: a whole real run through pretrain.py with the tracker open, and the same
+with a leak brought about.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ from megatron.training import loop, pretrain
 
 @contextlib.contextmanager
 def pieces_of(size: int | None, head: int | None = None) -> Iterator[None]:
-    """Temporaries are formed, sent and widened in pieces of so many bytes: in a small model the real ones would hold everything at once;
-    logits in pieces of `head` where the flags say so."""
+    """Temporaries are formed, sent and widened in pieces of so many bytes: in a small model the
+    real ones would hold everything at once; logits in pieces of `head` where the flags say so.
+    """
     with contextlib.ExitStack() as stack:
         if head is not None:
             stack.enter_context(mock.patch.dict(linear_cross_entropy.HEAD_CHUNK_BYTES, cpu=head))
@@ -38,17 +41,31 @@ def pieces_of(size: int | None, head: int | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def launches_of_nothing() -> Iterator[None]:
-    """Our operators allocate as they do, their kernels compute nothing: the interpreter takes minutes, and bytes do not depend on values."""
+    """Our operators allocate as they do, their kernels compute nothing: the interpreter takes
+    minutes, and bytes do not depend on values.
+    """
     from triton.runtime.interpreter import GridExecutor
 
     with mock.patch.object(GridExecutor, "__call__", lambda self, *args, **kwargs: None):
         yield
 
 
-def measure(flags: tuple[str, ...], pieces: int | None = None, leak: str | None = None, head: int | None = None) -> tuple[int, dict[str, list[Span]]]:
-    """(pipeline rank, spans by name): `between` two steps (nothing but its end counts), the passes of a `step`, its `update`, `evaluation`, in the
-    order of the run."""
-    spans: dict[str, list[Span]] = {"start": [], "between": [], "step": [], "update": [], "evaluation": []}
+def measure(
+    flags: tuple[str, ...],
+    pieces: int | None = None,
+    leak: str | None = None,
+    head: int | None = None,
+) -> tuple[int, dict[str, list[Span]]]:
+    """(pipeline rank, spans by name): `between` two steps (nothing but its end counts), the passes
+    of a `step`, its `update`, `evaluation`, in the order of the run.
+    """
+    spans: dict[str, list[Span]] = {
+        "start": [],
+        "between": [],
+        "step": [],
+        "update": [],
+        "evaluation": [],
+    }
     kept: list[loop.Run] = []
     hosted: list[Tensor] = []
     live = LiveBytes()
@@ -60,8 +77,18 @@ def measure(flags: tuple[str, ...], pieces: int | None = None, leak: str | None 
     def train(run: loop.Run):
         kept.append(run)
         stack.enter_context(live)
-        states = [kept for block in run.optimizer.trained for kind, kept in run.optimizer.kept[block].tensors.items() if kind != "master"]
-        stepped = [tensor for block in run.optimizer.trained if block.on_host for tensor in run.optimizer.kept[block].tensors.values()]
+        states = [
+            kept
+            for block in run.optimizer.trained
+            for kind, kept in run.optimizer.kept[block].tensors.items()
+            if kind != "master"
+        ]
+        stepped = [
+            tensor
+            for block in run.optimizer.trained
+            if block.on_host
+            for tensor in run.optimizer.kept[block].tensors.values()
+        ]
         live.own(run.zero.blocks, states, slots=run.zero.stage >= 2, host=[*stepped, *hosted])
         spans["start"].append(live.mark())
         if leak is not None and leak != WHILE_BUILDING:  # not before: the plan runs the same code
@@ -88,11 +115,17 @@ def measure(flags: tuple[str, ...], pieces: int | None = None, leak: str | None 
         return loss
 
     real_host_memory = blocks.host_memory
-    real_train, real_forward_backward, real_update, real_evaluate = loop.train, loop.forward_backward, loop.update, loop.evaluate
+    real_train, real_forward_backward, real_update, real_evaluate = (
+        loop.train,
+        loop.forward_backward,
+        loop.update,
+        loop.evaluate,
+    )
     parsed = parse_arguments(list(flags))
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))  # the world goes on
+        # the world goes on
+        stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))
         stack.enter_context(mock.patch.object(pretrain, "train", train))
         stack.enter_context(mock.patch.object(blocks, "host_memory", host_memory))
         stack.enter_context(mock.patch.object(loop, "forward_backward", forward_backward))
@@ -164,7 +197,11 @@ def slice_on_the_device() -> Iterator[None]:
 
     def allocating(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         made.append(size)
-        return torch.zeros(size, dtype=dtype, device=device) if len(made) == 3 else allocate(size, dtype, device)
+        return (
+            torch.zeros(size, dtype=dtype, device=device)
+            if len(made) == 3
+            else allocate(size, dtype, device)
+        )
 
     with mock.patch.object(blocks, "host_memory", allocating):
         yield
@@ -173,4 +210,8 @@ def slice_on_the_device() -> Iterator[None]:
 
 WHILE_BUILDING = "slice on the device"
 LEAKS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
-    "block": leaked_block, "slot": leaked_slot, "kept slice": kept_slice, WHILE_BUILDING: slice_on_the_device}
+    "block": leaked_block,
+    "slot": leaked_slot,
+    "kept slice": kept_slice,
+    WHILE_BUILDING: slice_on_the_device,
+}

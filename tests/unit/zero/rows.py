@@ -1,4 +1,6 @@
-"""Runs whose memory is measured, and what each may hold: by hand from the flags, with nothing of the planner."""
+"""Runs whose memory is measured, and what each may hold: by hand from the flags, with nothing of
+the planner.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,21 @@ from unit.zero.tracker import Span
 KIB = 1024
 GRID = 64  # elements on which every tensor begins
 SMALL = {"layers": 6, "hidden": 112, "heads": 4, "seq": 32, "vocab": 1024}  # 1.0M parameters
-COMMON = """--mock-data --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64 --hidden-dropout 0 --attention-dropout 0 --lr 1e-3
---micro-batch-size 1 --train-iters 2 --log-interval 1 --eval-interval 1 --eval-iters 1 --nan-policy skip"""
+COMMON = """--mock-data --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64
+--hidden-dropout 0 --attention-dropout 0 --lr 1e-3
+--micro-batch-size 1 --train-iters 2 --log-interval 1 --eval-interval 1 --eval-iters 1
+--nan-policy skip"""
 MODELS = {
     "gpt": "",  # tied, learned positions, LayerNorm, biases
-    "llama": "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights",
+    "llama": (
+        "--swiglu --normalization RMSNorm --position-embedding-type rope "
+        "--disable-bias-linear --untie-embeddings-and-output-weights"
+    ),
 }
 PRECISIONS = {  # flags; bytes of a weight in computation, and of an accumulated gradient
-    "bf16": ("--bf16", 2, 4), "fp16": ("--fp16 --initial-loss-scale 1024", 2, 4), "fp32": ("", 4, 4),
+    "bf16": ("--bf16", 2, 4),
+    "fp16": ("--fp16 --initial-loss-scale 1024", 2, 4),
+    "fp32": ("", 4, 4),
     "narrow": ("--bf16 --main-grads-dtype bf16", 2, 2),
 }
 WIDE = 4  # bytes of a master weight and of each moment
@@ -28,7 +37,9 @@ def on_grid(elements: int, parts: int = 1) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """One run: stage, data-parallel ranks, pipeline ranks, micro-batches on each rank; `shard` ranks share (0: all), `flags` are added."""
+    """One run: stage, data-parallel ranks, pipeline ranks, micro-batches on each rank; `shard`
+    ranks share (0: all), `flags` are added.
+    """
 
     stage: int
     dp: int
@@ -42,9 +53,22 @@ class Row:
 
     def __str__(self) -> str:
         size = dict(self.size)
-        words = [f"stage{self.stage}", f"dp{self.dp}", f"pp{self.pp}", f"m{self.micro}", self.precision, self.model]
+        words = [
+            f"stage{self.stage}",
+            f"dp{self.dp}",
+            f"pp{self.pp}",
+            f"m{self.micro}",
+            self.precision,
+            self.model,
+        ]
         words += [f"{size['layers']}x{size['hidden']}-v{size['vocab']}"] if size != SMALL else []
-        return "-".join([*words, *([f"shard{self.shard}"] if self.shard else []), *self.flags.replace("--", "").split()])
+        return "-".join(
+            [
+                *words,
+                *([f"shard{self.shard}"] if self.shard else []),
+                *self.flags.replace("--", "").split(),
+            ]
+        )
 
     @property
     def world(self) -> int:
@@ -58,15 +82,20 @@ class Row:
     def command(self) -> tuple[str, ...]:
         """The command line."""
         size = dict(self.size)
-        flags = f"""{COMMON} {MODELS[self.model]} {PRECISIONS[self.precision][0]} --num-layers {size["layers"]} --hidden-size {size["hidden"]}
-        --num-attention-heads {size["heads"]} --seq-length {size["seq"]} --max-position-embeddings {size.get("positions", size["seq"])}
-        --vocab-size {size["vocab"] - 1} --zero-stage {self.stage} --pipeline-model-parallel-size {self.pp}
+        flags = f"""{COMMON} {MODELS[self.model]} {PRECISIONS[self.precision][0]}
+        --num-layers {size["layers"]} --hidden-size {size["hidden"]}
+        --num-attention-heads {size["heads"]} --seq-length {size["seq"]}
+        --max-position-embeddings {size.get("positions", size["seq"])}
+        --vocab-size {size["vocab"] - 1} --zero-stage {self.stage}
+        --pipeline-model-parallel-size {self.pp}
         --global-batch-size {self.dp * self.micro} {self.flags}"""
         return (*flags.split(), *(("--zero-shard-size", str(self.shard)) if self.shard else ()))
 
     @property
     def offloaded(self) -> bool:
-        """Whether the host holds weights and optimizer. A block is stepped, and its gradient freed, when the next pass comes near it."""
+        """Whether the host holds weights and optimizer. A block is stepped, and its gradient freed,
+        when the next pass comes near it.
+        """
         return "--param-cpu-offload" in self.flags
 
     @property
@@ -74,7 +103,9 @@ class Row:
         return "zero-bubble-v" in self.flags
 
     def stages_of(self, pipe: int) -> list[int]:
-        """Stages of a pipeline rank; the V schedule has two on each, down the ranks and up again."""
+        """Stages of a pipeline rank; the V schedule has two on each, down the ranks and up
+        again.
+        """
         return [pipe, 2 * self.pp - 1 - pipe] if self.has_v else [pipe]
 
     def blocks(self, pipe: int) -> dict[str, int]:
@@ -87,22 +118,44 @@ class Row:
                 found["embedding"] = [size["vocab"] * h]
             for layer in range(stage * layers // count, (stage + 1) * layers // count):
                 if gpt:
-                    tensors = [3 * h * h, 3 * h, h * h, h, 4 * h * h, 4 * h, 4 * h * h, h, h, h, h, h]
-                    tensors += [size.get("positions", size["seq"]) * h] * (layer == 0) + [h, h] * (layer == layers - 1)
+                    tensors = [
+                        3 * h * h,
+                        3 * h,
+                        h * h,
+                        h,
+                        4 * h * h,
+                        4 * h,
+                        4 * h * h,
+                        h,
+                        h,
+                        h,
+                        h,
+                        h,
+                    ]
+                    tensors += [size.get("positions", size["seq"]) * h] * (layer == 0) + [h, h] * (
+                        layer == layers - 1
+                    )
                 else:
                     f = 8 * h // 3 // GRID * GRID
-                    tensors = [3 * h * h, h * h, 2 * f * h, f * h, h, h] + [h] * (layer == layers - 1)
+                    tensors = [3 * h * h, h * h, 2 * f * h, f * h, h, h] + [h] * (
+                        layer == layers - 1
+                    )
                 found[f"layer {layer}"] = tensors
             if stage == count - 1 and not (gpt and "embedding" in found):
                 found["head"] = [size["vocab"] * h]
-        return {name: on_grid(sum(map(on_grid, tensors)), self.dp) for name, tensors in found.items()}
+        return {
+            name: on_grid(sum(map(on_grid, tensors)), self.dp) for name, tensors in found.items()
+        }
 
     def resident(self, pipe: int) -> dict[str, float]:
-        """Bytes by kind when the passes of a step are over. Between two steps there are no gradients."""
+        """Bytes by kind when the passes of a step are over. Between two steps there are no
+        gradients.
+        """
         elements, n, stage = sum(self.blocks(pipe).values()), self.sharers, self.stage
         _, weight, gradient = PRECISIONS[self.precision]
         updated = elements / n if stage >= 1 else elements
-        state = updated * WIDE * (2 if weight == WIDE and stage < 3 else 3)  # fp32 weights are their own masters
+        # fp32 weights are their own masters
+        state = updated * WIDE * (2 if weight == WIDE and stage < 3 else 3)
         return {
             "parameters": 0 if stage == 3 else weight * elements,
             "gradients": gradient * (elements / n if stage >= 2 else elements),
@@ -111,14 +164,18 @@ class Row:
         }
 
     def largest_two(self, pipe: int) -> int:
-        """Elements of the two largest blocks that may live together: never both embedding and head."""
+        """Elements of the two largest blocks that may live together: never both embedding and
+        head.
+        """
         blocks = self.blocks(pipe)
         layers = sorted(size for name, size in blocks.items() if name.startswith("layer"))
         matrix = [size for name, size in blocks.items() if not name.startswith("layer")][:1]
         return sum(sorted(layers + matrix)[-2:])
 
     def slots(self, pipe: int) -> int:
-        """The most bytes of gradient buffers that come and go: two, and beside two layers' that of a matrix whose two ends lie here."""
+        """The most bytes of gradient buffers that come and go: two, and beside two layers' that of
+        a matrix whose two ends lie here.
+        """
         if self.stage < 2:
             return 0
         blocks, gradient = self.blocks(pipe), PRECISIONS[self.precision][2]
@@ -130,24 +187,41 @@ class Row:
     def gathered(self, pipe: int) -> int:
         """The most bytes of whole weights at stage 3."""
         weight = PRECISIONS[self.precision][1]
-        return weight * (sum(self.blocks(pipe).values()) if "keep-gathered" in self.flags else self.largest_two(pipe))
+        return weight * (
+            sum(self.blocks(pipe).values())
+            if "keep-gathered" in self.flags
+            else self.largest_two(pipe)
+        )
 
     def scratch(self, pipe: int, pieces: int) -> int:
-        """The most bytes of what is received, cast or formed on the way. Rounds of a reduction hold `pieces` bytes or half a layer's gradient; each
-        of the two factors of a weight gradient is cast in pieces. Under a split backward pass, gradients that wait for those of the weights."""
+        """The most bytes of what is received, cast or formed on the way. Rounds of a reduction hold
+        `pieces` bytes or half a layer's gradient; each of the two factors of a weight gradient is
+        cast in pieces. Under a split backward pass, gradients that wait for those of the
+        weights.
+        """
         size = dict(self.size)
         factor = min(pieces, WIDE * size["seq"] * max(size["vocab"], 4 * size["hidden"]))
         gradient = PRECISIONS[self.precision][2]
-        layers = {name: elements for name, elements in self.blocks(pipe).items() if name.startswith("layer")}
+        layers = {
+            name: elements
+            for name, elements in self.blocks(pipe).items()
+            if name.startswith("layer")
+        }
         early = 0
         if "zero-bubble" in self.flags and self.stage >= 2:
             h = size["hidden"]
-            matrices = 12 * h * h if self.model == "gpt" else 4 * h * h + 3 * (8 * h // 3 // GRID * GRID) * h
+            matrices = (
+                12 * h * h
+                if self.model == "gpt"
+                else 4 * h * h + 3 * (8 * h // 3 // GRID * GRID) * h
+            )
             early = gradient * self.micro * sum(elements - matrices for elements in layers.values())
         return max(gradient * max(layers.values()) // 2, pieces) + 2 * factor + early + KIB
 
     def falls(self, pipe: int) -> bool:
-        """Whether the peak of a step must fall from stage 1 to 2: the slots are smaller than the gradients that are shared out."""
+        """Whether the peak of a step must fall from stage 1 to 2: the slots are smaller than the
+        gradients that are shared out.
+        """
         elements, gradient = sum(self.blocks(pipe).values()), PRECISIONS[self.precision][2]
         return replace(self, stage=2).slots(pipe) < gradient * elements * (1 - 1 / self.sharers)
 
@@ -158,7 +232,10 @@ def faults(row: Row, pipe: int, spans: dict[str, list[Span]], pieces: int) -> li
 
     def expect(what: str, held: float, least: float, most: float) -> None:
         if not least <= held <= most:
-            found.append(f"{row}, pipeline rank {pipe}, {what}: {held:,.0f} bytes, not in [{least:,.0f}, {most:,.0f}]")
+            found.append(
+                f"{row}, pipeline rank {pipe}, {what}: {held:,.0f} bytes, not in "
+                f"[{least:,.0f}, {most:,.0f}]"
+            )
 
     for when in ("between", "step"):
         for number, span in enumerate(spans[when]):
@@ -167,7 +244,12 @@ def faults(row: Row, pipe: int, spans: dict[str, list[Span]], pieces: int) -> li
             for kind, size in wanted.items():
                 expect(f"{kind} after {when} {number}", span.now[kind], size, size)
             total, slack = sum(wanted.values()), 64 * KIB + sum(wanted.values()) / 1000
-            expect(f"all after {when} {number}", span.now["total"] - span.now["before"], total, total + slack)
+            expect(
+                f"all after {when} {number}",
+                span.now["total"] - span.now["before"],
+                total,
+                total + slack,
+            )
     for number, span in enumerate(spans["update"]):
         for kind, size in due.items():
             expect(f"{kind} in update {number}", span.peak[kind], size, size)
@@ -175,13 +257,29 @@ def faults(row: Row, pipe: int, spans: dict[str, list[Span]], pieces: int) -> li
         training = what == "step"
         for number, span in enumerate(spans[what], 1):
             at = f"in {what} {number}"
-            expect(f"slots {at}", span.peak["slots"], row.slots(pipe) / 2 if training else 0, row.slots(pipe) if training else 0)
-            expect(f"scratch {at}", span.peak["scratch"], 0, row.scratch(pipe, pieces) if training else KIB)
+            expect(
+                f"slots {at}",
+                span.peak["slots"],
+                row.slots(pipe) / 2 if training else 0,
+                row.slots(pipe) if training else 0,
+            )
+            expect(
+                f"scratch {at}",
+                span.peak["scratch"],
+                0,
+                row.scratch(pipe, pieces) if training else KIB,
+            )
             gathered = row.gathered(pipe) if row.stage == 3 else due["parameters"]
-            expect(f"parameters {at}", span.peak["parameters"], gathered / (2 if training or row.stage < 3 else 8), gathered)
+            expect(
+                f"parameters {at}",
+                span.peak["parameters"],
+                gathered / (2 if training or row.stage < 3 else 8),
+                gathered,
+            )
             most = due["gradients"] if training or row.offloaded else 0
             expect(f"gradients {at}", span.peak["gradients"], most if training else 0, most)
             for kind in ("optimizer", "host"):
                 expect(f"{kind} {at}", span.peak[kind], due[kind], due[kind])
-    assert len(spans["step"]) == 2 and len(spans["evaluation"]) == 3  # the last one is of the test set
+    # the last one is of the test set
+    assert len(spans["step"]) == 2 and len(spans["evaluation"]) == 3
     return found

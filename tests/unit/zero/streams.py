@@ -1,11 +1,14 @@
-"""A GPU pretended on a CPU, which knows what may run at the same time there: streams, events and NCCL's communicators with the order that they
-guarantee and no other, while the operators compute on CPU tensors and the messages go over Gloo.
+"""A GPU pretended on a CPU, which knows what may run at the same time there: streams, events and
+NCCL's communicators with the order that they guarantee and no other, while the operators compute on
+CPU tensors and the messages go over Gloo.
 
-Every operator, collective and message reads and writes bytes at a time on a stream. Two that touch the same bytes, one of them writing, must be
-in order: on one stream, or the later one after a wait that came after the earlier one (vector clocks; Lamport 1978, Mattern 1989). Memory that is
-freed goes to the next allocation on the stream that it was allocated on, as torch's caching allocator has it: whatever other streams do with it
-must be over for that stream by then. A collective keeps its tensors until somebody waits for it, as torch's NCCL backend does. What works on
-pinned host memory alone is the host's own work, after what it has waited for and before whatever it starts later.
+Every operator, collective and message reads and writes bytes at a time on a stream. Two that touch
+the same bytes, one of them writing, must be in order: on one stream, or the later one after a wait
+that came after the earlier one (vector clocks; Lamport 1978, Mattern 1989). Memory that is freed
+goes to the next allocation on the stream that it was allocated on, as torch's caching allocator has
+it: whatever other streams do with it must be over for that stream by then. A collective keeps its
+tensors until somebody waits for it, as torch's NCCL backend does. What works on pinned host memory
+alone is the host's own work, after what it has waited for and before whatever it starts later.
 """
 
 from __future__ import annotations
@@ -35,7 +38,14 @@ from megatron.distributed import collectives, p2p
 from megatron.training import pretrain, step
 
 MEGATRON = str(Path(__file__).resolve().parents[3] / "megatron") + "/"
-UNWRITTEN = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided, torch.ops.aten.set_}  # memory alone
+# memory alone
+UNWRITTEN = {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.set_,
+}
 Times = dict["Stream", int]  # of each stream, how much is known to be over
 
 
@@ -67,7 +77,12 @@ class Event:
 
     def elapsed_time(self, end: Event) -> float:
         if not (self.query() and end.query()):
-            self.gpu.faults[f"{_line()} asks for the time between events that may not have happened: CUDA answers with an error"] = None
+            self.gpu.faults[
+                (
+                    f"{_line()} asks for the time between events that may not have happened: "
+                    "CUDA answers with an error"
+                )
+            ] = None
         return 1.0
 
     def synchronize(self) -> None:
@@ -103,12 +118,17 @@ class Stream:
 
 @dataclass(eq=False)
 class Memory:
-    """A storage: the stream that it was allocated on, and the last accesses to ranges of its bytes."""
+    """A storage: the stream that it was allocated on, and the last accesses to ranges of its
+    bytes.
+    """
 
     home: Stream
     where: str
     live: bool = True
-    accesses: dict[tuple[int, int, bool], dict[Stream, tuple[int, str]]] = field(default_factory=dict)  # (first, end, written): when, where
+    # (first, end, written): when, where
+    accesses: dict[tuple[int, int, bool], dict[Stream, tuple[int, str]]] = field(
+        default_factory=dict
+    )
 
 
 class Work:
@@ -126,7 +146,9 @@ class Work:
 
 
 class NCCL:
-    """torch.distributed as the modules of megatron/distributed see it: what they start runs on the communicator's stream."""
+    """torch.distributed as the modules of megatron/distributed see it: what they start runs on the
+    communicator's stream.
+    """
 
     def __init__(self, gpu: PretendedGPU):
         self.gpu = gpu
@@ -137,7 +159,9 @@ class NCCL:
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
 
-    def _start(self, group: Any, reads: Iterable[Tensor], writes: Iterable[Tensor], begin: Any) -> Work:
+    def _start(
+        self, group: Any, reads: Iterable[Tensor], writes: Iterable[Tensor], begin: Any
+    ) -> Work:
         gpu, reads, writes = self.gpu, list(reads), list(writes)
         stream = self.streams.setdefault(group, Stream(gpu, f"NCCL {len(self.streams)}"))
         _learn(stream.seen, gpu.current.seen)
@@ -147,12 +171,23 @@ class NCCL:
         return Work(gpu, stream.record_event(), (reads, writes), arrive)
 
     def all_reduce(self, x: Tensor, group: Any = None, async_op: bool = False) -> Work:
-        work = self._start(group, [x], [x], lambda: dist.all_reduce(x, group=group, async_op=True).wait)
+        work = self._start(
+            group, [x], [x], lambda: dist.all_reduce(x, group=group, async_op=True).wait
+        )
         return work if async_op else work.wait()
 
     def _all_gather(self, out: Tensor, x: Tensor, group: Any, async_op: bool) -> Work:
         assert async_op
-        return self._start(group, [x], [out], lambda: getattr(dist, collectives.ALL_GATHER)(out, x.clone(), group=group, async_op=True).wait)
+        return self._start(
+            group,
+            [x],
+            [out],
+            lambda: (
+                getattr(dist, collectives.ALL_GATHER)(
+                    out, x.clone(), group=group, async_op=True
+                ).wait
+            ),
+        )
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, group: Any, async_op: bool) -> Work:
         assert async_op
@@ -164,25 +199,39 @@ class NCCL:
             def arrive():
                 work.wait()
                 out.copy_(whole.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+
             return arrive
 
         return self._start(group, [x], [out], begin)
 
     def isend(self, x: Tensor, dst: int, group: Any, tag: int = 0) -> Work:
-        return self._start(group, [x], [], lambda: dist.isend(x, dst=dst, group=group, tag=tag).wait)
+        return self._start(
+            group, [x], [], lambda: dist.isend(x, dst=dst, group=group, tag=tag).wait
+        )
 
     def irecv(self, x: Tensor, src: int, group: Any, tag: int = 0) -> Work:
-        return self._start(group, [], [x], lambda: dist.irecv(x, src=src, group=group, tag=tag).wait)
+        return self._start(
+            group, [], [x], lambda: dist.irecv(x, src=src, group=group, tag=tag).wait
+        )
 
-    def P2POp(self, operation: Any, x: Tensor, peer: int, group: Any) -> tuple[bool, Tensor, int, Any]:
+    def P2POp(
+        self, operation: Any, x: Tensor, peer: int, group: Any
+    ) -> tuple[bool, Tensor, int, Any]:
         return operation == self.isend, x, peer, group
 
     def batch_isend_irecv(self, operations: list[tuple[bool, Tensor, int, Any]]) -> list[Work]:
         def begin():
-            works = [dist.isend(x, dst=peer, group=group) if sends else dist.irecv(x, src=peer, group=group) for sends, x, peer, group in operations]
+            works = [
+                dist.isend(x, dst=peer, group=group)
+                if sends
+                else dist.irecv(x, src=peer, group=group)
+                for sends, x, peer, group in operations
+            ]
             return lambda: [work.wait() for work in works]
 
-        tensors = {sends: [x for out, x, _, _ in operations if out == sends] for sends in (True, False)}
+        tensors = {
+            sends: [x for out, x, _, _ in operations if out == sends] for sends in (True, False)
+        }
         return [self._start(operations[0][3], tensors[True], tensors[False], begin)]
 
 
@@ -196,7 +245,9 @@ class PretendedGPU(TorchDispatchMode):
         self.names = itertools.count(1)
         self.current, self.cpu = Stream(self, "the default stream"), Stream(self, "the host")
         self.hosted: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self.memories: weakref.WeakKeyDictionary[torch.UntypedStorage, Memory] = weakref.WeakKeyDictionary()
+        self.memories: weakref.WeakKeyDictionary[torch.UntypedStorage, Memory] = (
+            weakref.WeakKeyDictionary()
+        )
         self.freed: defaultdict[Stream, list[Memory]] = defaultdict(list)
         self.faults: dict[str, None] = {}
         self.operations, self.hidden, self.pinning = 0, 0, False
@@ -207,7 +258,8 @@ class PretendedGPU(TorchDispatchMode):
         def put(target: Any, name: str, value: Any) -> None:
             self.patches.enter_context(mock.patch.object(target, name, value))
 
-        put(Tensor, "device", property(lambda x: torch.device("meta") if x.is_meta else Device()))  # the plan's tensors have no memory
+        # the plan's tensors have no memory
+        put(Tensor, "device", property(lambda x: torch.device("meta") if x.is_meta else Device()))
         put(Tensor, "is_cuda", property(lambda x: not self.hidden and not x.is_meta))
         put(torch.cuda, "Stream", lambda device=None: Stream(self, f"stream {next(self.names)}"))
         put(torch.cuda, "Event", lambda **kwargs: Event(self, **kwargs))
@@ -216,7 +268,11 @@ class PretendedGPU(TorchDispatchMode):
         for name in ("memory_reserved", "memory_allocated", "max_memory_allocated"):
             put(torch.cuda, name, lambda device=None: 0)
         put(torch.cuda, "get_device_name", lambda device=None: "pretended GPU")
-        put(torch.cuda, "get_device_properties", lambda device=None: mock.Mock(total_memory=80 << 30))
+        put(
+            torch.cuda,
+            "get_device_properties",
+            lambda device=None: mock.Mock(total_memory=80 << 30),
+        )
         for name in ("empty", "zeros"):
             put(torch, name, self._marking(getattr(torch, name)))
         put(torch, "frombuffer", self._marking(torch.frombuffer, always=True))
@@ -245,7 +301,10 @@ class PretendedGPU(TorchDispatchMode):
             self.current = before
 
     def _marking(self, real: Any, always: bool = False) -> Any:
-        """A factory without pinned memory, of which the CPU has none; what would be pinned, or lies in memory of the host's, is."""
+        """A factory without pinned memory, of which the CPU has none; what would be pinned, or lies
+        in memory of the host's, is.
+        """
+
         def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
             self.pinning = pin_memory or always
             x = real(*args, **kwargs)
@@ -258,6 +317,7 @@ class PretendedGPU(TorchDispatchMode):
 
     def _reading(self, hand_over: Any) -> Any:
         """The writer process reads the staging memory from here on."""
+
         def handed_over(staging: saver.Staging) -> None:
             hand_over(staging)
             self.work(self.cpu, [staging.memory[: staging.at]], [], "the writer process")
@@ -290,7 +350,9 @@ class PretendedGPU(TorchDispatchMode):
 
     # ---- what happens
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = function(*args, **(kwargs or {}))
         if self.hidden or function.namespace == "c10d" or isinstance(out, Tensor) and out.is_meta:
             return out
@@ -313,13 +375,25 @@ class PretendedGPU(TorchDispatchMode):
             if on_host:
                 self.hosted.add(tensor.untyped_storage())
             self._allocate(tensor.untyped_storage())
-        self.work(self.cpu if on_host else self.current, reads, [*writes, *([] if function.overloadpacket in UNWRITTEN else made)], function.name())
-        if function is torch.ops.aten._local_scalar_dense.default or not on_host and not _runs_on(function, args, kwargs) and any(
-                tensor.untyped_storage() in self.hosted for tensor in writes):
-            self.current.synchronize()  # the host has the number, or the copy that was not said to be asynchronous
+        self.work(
+            self.cpu if on_host else self.current,
+            reads,
+            [*writes, *([] if function.overloadpacket in UNWRITTEN else made)],
+            function.name(),
+        )
+        if (
+            function is torch.ops.aten._local_scalar_dense.default
+            or not on_host
+            and not _runs_on(function, args, kwargs)
+            and any(tensor.untyped_storage() in self.hosted for tensor in writes)
+        ):
+            # the host has the number, or the copy that was not said to be asynchronous
+            self.current.synchronize()
         return out
 
-    def work(self, stream: Stream, reads: Iterable[Tensor], writes: Iterable[Tensor], what: str) -> None:
+    def work(
+        self, stream: Stream, reads: Iterable[Tensor], writes: Iterable[Tensor], what: str
+    ) -> None:
         """One piece of work on a stream."""
         self.operations += 1
         time = stream.begin()
@@ -339,7 +413,10 @@ class PretendedGPU(TorchDispatchMode):
             for (_, _, written), times in memory.accesses.items():
                 for other, (time, where) in times.items():
                     if stream.seen.get(other, 0) < time:
-                        self._fault(f"memory made at {memory.where} is used again while {where} may still {'write' if written else 'read'} it")
+                        self._fault(
+                            f"memory made at {memory.where} is used again while {where} may "
+                            f"still {'write' if written else 'read'} it"
+                        )
         self.memories[storage] = memory = Memory(stream, _line())
         weakref.finalize(storage, self._free, memory).atexit = False
 
@@ -353,14 +430,28 @@ class PretendedGPU(TorchDispatchMode):
         if memory is None:  # from before there was a GPU
             memory = self.memories[tensor.untyped_storage()] = Memory(stream, "the start")
         first = tensor.storage_offset() * tensor.element_size()
-        end = first + (sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.element_size()
+        end = (
+            first
+            + (
+                sum(
+                    (size - 1) * step
+                    for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+                )
+                + 1
+            )
+            * tensor.element_size()
+        )
         for (low, high, wrote), times in list(memory.accesses.items()):
             if (wrote or written) and low < end and first < high:
                 for other, (then, there) in times.items():
                     if other is not stream and stream.seen.get(other, 0) < then:
-                        self._fault(f"{where} {'writes' if written else 'reads'} what {there} may still {'write' if wrote else 'read'}")
+                        self._fault(
+                            f"{where} {'writes' if written else 'reads'} what {there} may "
+                            f"still {'write' if wrote else 'read'}"
+                        )
                 if written and first <= low and high <= end:
-                    del memory.accesses[low, high, wrote]  # whatever comes later is compared with this one
+                    # whatever comes later is compared with this one
+                    del memory.accesses[low, high, wrote]
         memory.accesses.setdefault((first, end, written), {})[stream] = time, where
 
     def _fault(self, text: str) -> None:
@@ -369,20 +460,29 @@ class PretendedGPU(TorchDispatchMode):
 
 def _runs_on(function: Any, args: Any, kwargs: Any) -> bool:
     """Whether a copy does not hold up the host."""
-    return function.overloadpacket is torch.ops.aten.copy_ and bool((kwargs or {}).get("non_blocking", args[2] if len(args) > 2 else False))
+    return function.overloadpacket is torch.ops.aten.copy_ and bool(
+        (kwargs or {}).get("non_blocking", args[2] if len(args) > 2 else False)
+    )
 
 
 def _place() -> FrameType | None:
     """Where our code runs, but for the modules that send."""
     frame = sys._getframe(2)
-    while frame is not None and not (frame.f_code.co_filename.startswith(MEGATRON) and "/distributed/" not in frame.f_code.co_filename):
+    while frame is not None and not (
+        frame.f_code.co_filename.startswith(MEGATRON)
+        and "/distributed/" not in frame.f_code.co_filename
+    ):
         frame = frame.f_back
     return frame
 
 
 def _line() -> str:
     frame = _place()
-    return "?" if frame is None else f"{frame.f_code.co_filename.removeprefix(MEGATRON)}:{frame.f_lineno}"
+    return (
+        "?"
+        if frame is None
+        else f"{frame.f_code.co_filename.removeprefix(MEGATRON)}:{frame.f_lineno}"
+    )
 
 
 def losses_of(flags: tuple[str, ...], gpu: PretendedGPU | None = None) -> list[float]:
@@ -396,7 +496,8 @@ def losses_of(flags: tuple[str, ...], gpu: PretendedGPU | None = None) -> list[f
     real_read = step.Pending.read
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))  # the world goes on
+        # the world goes on
+        stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))
         stack.enter_context(mock.patch.object(step.Pending, "read", read))
         stack.enter_context(gpu or contextlib.nullcontext())
         assert pretrain.pretrain(parsed.config, parsed.notes) == 0
@@ -404,7 +505,9 @@ def losses_of(flags: tuple[str, ...], gpu: PretendedGPU | None = None) -> list[f
 
 
 def races(flags: tuple[str, ...], deaf: str | None = None) -> tuple[list[str], list[float]]:
-    """(races of this rank in such a run on a pretended GPU, losses). In functions of ours called `deaf` nobody waits for anything."""
+    """(races of this rank in such a run on a pretended GPU, losses). In functions of ours called
+    `deaf` nobody waits for anything.
+    """
     gpu = PretendedGPU(deaf)
     losses = losses_of(flags, gpu)
     assert gpu.operations > 1000, "hardly anything was looked at"

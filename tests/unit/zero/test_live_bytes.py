@@ -1,4 +1,6 @@
-"""Live bytes of real runs under every ZeRO stage: after the passes of a step those of the formula, within them its slots, gathered blocks and scratch."""
+"""Live bytes of real runs under every ZeRO stage: after the passes of a step those of the formula,
+within them its slots, gathered blocks and scratch.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,38 @@ HOST = "--param-cpu-offload"
 LARGE_VOCABULARY = tuple({**SMALL, "vocab": 4096, "layers": 4}.items())
 FOUR = tuple({**SMALL, "layers": 4}.items())  # a layer for each stage of a V
 
-# Every pair of stage, ranks, pipeline and micro-batches, and of stage and precision; then what may upset it.
+# Every pair of stage, ranks, pipeline and micro-batches, and of stage and precision; then what may
+# upset it.
 ROWS = [
     *(Row(stage, 2, 1, 4) for stage in range(4)),
-    Row(0, 4, 1, 1, "fp16"), Row(0, 2, 2, 4, "fp32"), Row(1, 4, 1, 1, "fp16"), Row(1, 2, 2, 4, "fp32"), Row(2, 4, 1, 1, "fp32"), Row(2, 4, 2, 4),
-    Row(3, 4, 1, 1, "fp32"), Row(3, 2, 2, 4, "fp16"), Row(2, 8, 1, 1, "fp16"), Row(3, 8, 1, 1), Row(1, 4, 1, 4, "narrow"), Row(2, 2, 1, 4, "narrow"),
-    Row(2, 2, 1, 4, model="llama"), Row(2, 2, 1, 4, size=LARGE_VOCABULARY), Row(3, 2, 1, 4, model="llama", size=LARGE_VOCABULARY),
-    Row(2, 2, 2, 4, flags=V, size=FOUR), Row(3, 2, 2, 4, flags=V, size=FOUR), Row(2, 2, 2, 4, flags=SPLIT), Row(3, 2, 2, 4, flags=SPLIT),
-    Row(3, 2, 2, 4, flags=f"{V} --zero3-keep-gathered", size=FOUR), Row(3, 2, 1, 4, flags="--zero3-keep-gathered"),
-    Row(2, 4, 1, 1, shard=2), Row(3, 4, 1, 4, shard=2),
-    Row(3, 2, 1, 4, flags="--no-overlap-grad-reduce --no-overlap-param-gather"), Row(2, 2, 1, 4, flags="--grad-reduce-in-bf16"),
-    Row(3, 1, 1, 4, flags=HOST), Row(3, 2, 2, 4, "fp32", flags=f"{V} {HOST}", size=FOUR), Row(3, 2, 1, 4, flags=f"{HOST} --zero3-keep-gathered"),
+    Row(0, 4, 1, 1, "fp16"),
+    Row(0, 2, 2, 4, "fp32"),
+    Row(1, 4, 1, 1, "fp16"),
+    Row(1, 2, 2, 4, "fp32"),
+    Row(2, 4, 1, 1, "fp32"),
+    Row(2, 4, 2, 4),
+    Row(3, 4, 1, 1, "fp32"),
+    Row(3, 2, 2, 4, "fp16"),
+    Row(2, 8, 1, 1, "fp16"),
+    Row(3, 8, 1, 1),
+    Row(1, 4, 1, 4, "narrow"),
+    Row(2, 2, 1, 4, "narrow"),
+    Row(2, 2, 1, 4, model="llama"),
+    Row(2, 2, 1, 4, size=LARGE_VOCABULARY),
+    Row(3, 2, 1, 4, model="llama", size=LARGE_VOCABULARY),
+    Row(2, 2, 2, 4, flags=V, size=FOUR),
+    Row(3, 2, 2, 4, flags=V, size=FOUR),
+    Row(2, 2, 2, 4, flags=SPLIT),
+    Row(3, 2, 2, 4, flags=SPLIT),
+    Row(3, 2, 2, 4, flags=f"{V} --zero3-keep-gathered", size=FOUR),
+    Row(3, 2, 1, 4, flags="--zero3-keep-gathered"),
+    Row(2, 4, 1, 1, shard=2),
+    Row(3, 4, 1, 4, shard=2),
+    Row(3, 2, 1, 4, flags="--no-overlap-grad-reduce --no-overlap-param-gather"),
+    Row(2, 2, 1, 4, flags="--grad-reduce-in-bf16"),
+    Row(3, 1, 1, 4, flags=HOST),
+    Row(3, 2, 2, 4, "fp32", flags=f"{V} {HOST}", size=FOUR),
+    Row(3, 2, 1, 4, flags=f"{HOST} --zero3-keep-gathered"),
 ]
 
 
@@ -40,7 +63,8 @@ def faults_of(row: Row, ranked) -> list[str]:
     return [fault for pipe, spans in ranked for fault in faults(row, pipe, spans, PIECES)]
 
 
-# Every run shows one row in two; every pair of stage and number of ranks, of pipeline, precision and flag is in a campaign.
+# Every run shows one row in two; every pair of stage and number of ranks, of pipeline, precision
+# and flag is in a campaign.
 MARKED = one_in(2, [(row,) for row in ROWS], [str(row) for row in ROWS])
 
 
@@ -50,40 +74,73 @@ def test_a_run_holds_what_the_formula_says(gloo_world, row):
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("row, bytes_each", [
-    (Row(0, 4), 18), (Row(1, 4), 9), (Row(2, 4), 6), (Row(3, 4), 4), (Row(2, 4, 2, 4), 6), (Row(3, 2, 2, 4, flags=V, size=FOUR), 8),
-    *((Row(stage, 4, precision="fp32"), each) for stage, each in enumerate((16, 10, 7, 4))),
-    *((Row(stage, 4, precision="narrow"), each) for stage, each in enumerate((16, 7, 5.5, 3.5))), (Row(3, 4, shard=2), 8),
-], ids=str)
+@pytest.mark.parametrize(
+    "row, bytes_each",
+    [
+        (Row(0, 4), 18),
+        (Row(1, 4), 9),
+        (Row(2, 4), 6),
+        (Row(3, 4), 4),
+        (Row(2, 4, 2, 4), 6),
+        (Row(3, 2, 2, 4, flags=V, size=FOUR), 8),
+        *((Row(stage, 4, precision="fp32"), each) for stage, each in enumerate((16, 10, 7, 4))),
+        *(
+            (Row(stage, 4, precision="narrow"), each)
+            for stage, each in enumerate((16, 7, 5.5, 3.5))
+        ),
+        (Row(3, 4, shard=2), 8),
+    ],
+    ids=str,
+)
 def test_the_formula_by_hand_is_that_of_the_table(row, bytes_each):
-    """18 | 6 + 12/N | 2 + 16/N | 16/N bytes a parameter, 16 | 8 + 8/N | 4 + 12/N | 16/N in fp32, and two less where gradients are bf16."""
+    """18 | 6 + 12/N | 2 + 16/N | 16/N bytes a parameter, 16 | 8 + 8/N | 4 + 12/N | 16/N in fp32,
+    and two less where gradients are bf16.
+    """
     for pipe in range(row.pp):
         assert sum(row.resident(pipe).values()) == bytes_each * sum(row.blocks(pipe).values())
 
 
 def test_the_peak_of_a_step_falls_from_stage_to_stage(gloo_world):
-    """With several micro-batches and full recomputation: activations hide nothing, and the condition holds."""
+    """With several micro-batches and full recomputation: activations hide nothing, and the
+    condition holds.
+    """
     rows = [Row(stage, 2, 1, 4, flags=RECOMPUTE) for stage in range(4)]
     assert rows[0].falls(0) and rows[0].largest_two(0) < sum(rows[0].blocks(0).values())
     peaks = []
     for row in rows:
         ranked = held(gloo_world, row)
         assert not (found := faults_of(row, ranked)), "\n".join(found)
-        peaks.append([max(span.peak["total"] - span.peak["before"] for span in spans["step"]) for _, spans in ranked])
+        peaks.append(
+            [
+                max(span.peak["total"] - span.peak["before"] for span in spans["step"])
+                for _, spans in ranked
+            ]
+        )
     for peak in zip(*peaks):
         assert peak[0] > peak[1] > peak[2] > peak[3], peak
 
 
-@pytest.mark.parametrize("leak, fault, flags", [
-    ("block", "parameters", ""), ("slot", "slots", ""),
-    ("kept slice", "all after between 1", HOST), ("slice on the device", "parameters after between 1", HOST),
-])
+@pytest.mark.parametrize(
+    "leak, fault, flags",
+    [
+        ("block", "parameters", ""),
+        ("slot", "slots", ""),
+        ("kept slice", "all after between 1", HOST),
+        ("slice on the device", "parameters after between 1", HOST),
+    ],
+)
 def test_one_leak_is_seen(gloo_world, leak, fault, flags):
-    """A layer that is not released once, one gradient buffer that somebody keeps, one slice of weights that is not in host memory alone."""
+    """A layer that is not released once, one gradient buffer that somebody keeps, one slice of
+    weights that is not in host memory alone.
+    """
     row = Row(3, 2, 1, 4, flags=flags)
     found = faults_of(row, held(gloo_world, row, leak))
     assert any(fault in each for each in found), "\n".join(found)
 
 
 def test_the_condition_does_not_hold_where_a_block_is_too_large():
-    assert not Row(2, 2, size=LARGE_VOCABULARY).falls(0) and Row(2, 8).falls(0) and replace(Row(1, 2), model="llama").falls(0)
+    assert (
+        not Row(2, 2, size=LARGE_VOCABULARY).falls(0)
+        and Row(2, 8).falls(0)
+        and replace(Row(1, 2), model="llama").falls(0)
+    )

@@ -1,4 +1,6 @@
-"""What runs beside what on a GPU: no two things touch the same memory without an order between them, and the losses are a CPU's."""
+"""What runs beside what on a GPU: no two things touch the same memory without an order between
+them, and the losses are a CPU's.
+"""
 
 from __future__ import annotations
 
@@ -17,32 +19,65 @@ def row(stage: int, dp: int = 2, pp: int = 1, flags: str = "", **more) -> Row:
     return Row(stage, dp, pp, 4 if pp > 1 else 2, "fp32", flags=flags, **more)
 
 
-RUNS = [(each.world * (2 if TP in each.flags else 1), each) for each in (
-    *(row(stage) for stage in range(4)), row(3, flags="--zero3-keep-gathered"), row(1, flags=SERIAL), row(3, flags=SERIAL), row(0, flags=NARROW),
-    row(2, flags=NARROW), row(3, 4, shard=2), row(0, 1, 2), row(2, 2, 2, SPLIT), row(3, 2, 2, V, size=FOUR), row(1, 1, flags=f"{TP} --sequence-parallel"),
-    row(2, 1, flags=TP), row(1, flags=HOST), row(3, flags=PARAM_HOST), row(3, 1, flags=PARAM_HOST),
-)]
+RUNS = [
+    (each.world * (2 if TP in each.flags else 1), each)
+    for each in (
+        *(row(stage) for stage in range(4)),
+        row(3, flags="--zero3-keep-gathered"),
+        row(1, flags=SERIAL),
+        row(3, flags=SERIAL),
+        row(0, flags=NARROW),
+        row(2, flags=NARROW),
+        row(3, 4, shard=2),
+        row(0, 1, 2),
+        row(2, 2, 2, SPLIT),
+        row(3, 2, 2, V, size=FOUR),
+        row(1, 1, flags=f"{TP} --sequence-parallel"),
+        row(2, 1, flags=TP),
+        row(1, flags=HOST),
+        row(3, flags=PARAM_HOST),
+        row(3, 1, flags=PARAM_HOST),
+    )
+]
 
 
 @pytest.mark.parametrize("world, row", RUNS, ids=str)
 def test_nothing_races(gloo_world, world, row):
     found = gloo_world(world).run(races, row.command)
-    assert not any(faults for faults, _ in found), "\n".join(fault for faults, _ in found for fault in faults)
+    assert not any(faults for faults, _ in found), "\n".join(
+        fault for faults, _ in found for fault in faults
+    )
     plain = gloo_world(world).run(losses_of, row.command)
     for (_, losses), expected in zip(found, plain, strict=True):
-        assert losses == pytest.approx(expected, rel=1e-3 if NARROW in row.flags else 1e-5)  # NCCL adds narrow gradients in their own precision
+        # NCCL adds narrow gradients in their own precision
+        assert losses == pytest.approx(expected, rel=1e-3 if NARROW in row.flags else 1e-5)
 
 
 def test_nothing_races_with_a_save_in_the_background(gloo_world, tmp_path):
-    found = gloo_world(2).run(races, row(1, flags=f"--async-save --save-interval 1 --save {tmp_path}").command)
-    assert not any(faults for faults, _ in found), "\n".join(fault for faults, _ in found for fault in faults)
+    found = gloo_world(2).run(
+        races, row(1, flags=f"--async-save --save-interval 1 --save {tmp_path}").command
+    )
+    assert not any(faults for faults, _ in found), "\n".join(
+        fault for faults, _ in found for fault in faults
+    )
 
 
-@pytest.mark.parametrize("function, row", [
-    *(("_beside", row(stage)) for stage in range(4)), *(("_arrive", row(stage)) for stage in (1, 3)), *(("_finish", row(stage)) for stage in (0, 2)),
-    ("_let_go", row(2)), ("end_step", row(0)), ("end_step", row(2)), ("_take", row(0, 1, 2)), ("_settle", row(0, 1, 2)),
-    ("step", row(1, flags=HOST)), ("step", row(3, 1, flags=PARAM_HOST)),
-], ids=str)
+@pytest.mark.parametrize(
+    "function, row",
+    [
+        *(("_beside", row(stage)) for stage in range(4)),
+        *(("_arrive", row(stage)) for stage in (1, 3)),
+        *(("_finish", row(stage)) for stage in (0, 2)),
+        ("_let_go", row(2)),
+        ("end_step", row(0)),
+        ("end_step", row(2)),
+        ("_take", row(0, 1, 2)),
+        ("_settle", row(0, 1, 2)),
+        ("step", row(1, flags=HOST)),
+        ("step", row(3, 1, flags=PARAM_HOST)),
+    ],
+    ids=str,
+)
 def test_a_wait_that_is_left_out_is_found(gloo_world, function, row):
     assert all(faults for faults, _ in gloo_world(row.world).run(races, row.command, function))
 

@@ -1,4 +1,6 @@
-"""The tracker itself: what counts, once, for as long as it lives; against the C library's own count of what is allocated."""
+"""The tracker itself: what counts, once, for as long as it lives; against the C library's own count
+of what is allocated.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ def test_storages_count_once_and_as_long_as_they_live():
         base = grown(live)
         x = kibibytes(8)
         assert grown(live, base) == 8
-        views = [x[: 2 * KIB], x.view(2, -1), x.detach(), torch.nn.Parameter(x.view(torch.float32), requires_grad=False)]
+        views = [
+            x[: 2 * KIB],
+            x.view(2, -1),
+            x.detach(),
+            torch.nn.Parameter(x.view(torch.float32), requires_grad=False),
+        ]
         assert grown(live, base) == 8
         del x
         assert grown(live, base) == 8
@@ -78,7 +85,11 @@ def test_what_the_graph_alone_holds_counts_until_the_backward_pass():
 
 
 def test_what_lived_before_is_found():
-    held, module, cycle = kibibytes(512), torch.nn.Linear(256, 256, bias=False), {"a": [kibibytes(256)]}
+    held, module, cycle = (
+        kibibytes(512),
+        torch.nn.Linear(256, 256, bias=False),
+        {"a": [kibibytes(256)]},
+    )
     cycle["b"] = cycle
     with LiveBytes() as live:
         before = live.mark().now["before"]
@@ -94,8 +105,21 @@ def test_what_lived_before_is_found():
 class Mallinfo(ctypes.Structure):
     """struct mallinfo2 of malloc.h."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in (
-        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
 
 
 def allocated() -> int:
@@ -110,7 +134,9 @@ def allocated() -> int:
 
 
 def test_it_agrees_with_the_c_library():
-    """Through forward, backward and an optimizer's first step, within 2%: what operators hide inside them is gone when they return."""
+    """Through forward, backward and an optimizer's first step, within 2%: what operators hide
+    inside them is gone when they return.
+    """
     layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
     optimizer, x = torch.optim.AdamW(layers.parameters(), fused=True), torch.ones(512, 512)
     optimizer.step()  # imports
@@ -131,18 +157,28 @@ def test_it_agrees_with_the_c_library():
         optimizer.step()
         compare()
     weights, activations = 4 * (512 + 1) * 512 * 4, 512 * 512 * 4
-    assert held == sorted(held) and held[0] >= 3 * activations and abs(held[2] - 3 * weights) <= 64 * KIB
+    assert (
+        held == sorted(held)
+        and held[0] >= 3 * activations
+        and abs(held[2] - 3 * weights) <= 64 * KIB
+    )
 
 
 def hidden_bytes(name: str, size: int) -> tuple[int, int]:
-    """(bytes that the tracker saw appear during a collective of `size` bytes a rank, bytes by which resident memory rose in it)."""
+    """(bytes that the tracker saw appear during a collective of `size` bytes a rank, bytes by which
+    resident memory rose in it).
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     small, large = torch.zeros(size // 4), torch.zeros(world * size // 4)
     large.add_(1), small.add_(1)  # resident
     status = Path("/proc/self/status")
 
     def memory(row: str) -> int:
-        return next(int(line.split()[1]) * KIB for line in status.read_text().splitlines() if line.startswith(row))
+        return next(
+            int(line.split()[1]) * KIB
+            for line in status.read_text().splitlines()
+            if line.startswith(row)
+        )
 
     def messages() -> None:
         works = [dist.irecv(large[: small.numel()], src=1 - rank), dist.isend(small, dst=1 - rank)]
@@ -151,8 +187,10 @@ def hidden_bytes(name: str, size: int) -> tuple[int, int]:
 
     parts = list(large.chunk(world))
     calls = {
-        "isend": messages, "all_reduce": lambda: dist.all_reduce(large),
-        "all_gather": lambda: dist.all_gather(parts, small), ALL_GATHER: lambda: getattr(dist, ALL_GATHER)(large, small),
+        "isend": messages,
+        "all_reduce": lambda: dist.all_reduce(large),
+        "all_gather": lambda: dist.all_gather(parts, small),
+        ALL_GATHER: lambda: getattr(dist, ALL_GATHER)(large, small),
         REDUCE_SCATTER: lambda: getattr(dist, REDUCE_SCATTER)(small, large),
     }
     with LiveBytes() as live:
@@ -166,7 +204,9 @@ def hidden_bytes(name: str, size: int) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def fresh_world():
-    """Processes that have freed nothing yet: what the C library kept would be used again, and resident memory not rise."""
+    """Processes that have freed nothing yet: what the C library kept would be used again, and
+    resident memory not rise.
+    """
     world = World(2)
     yield world
     world.close()
@@ -174,14 +214,18 @@ def fresh_world():
 
 @pytest.mark.parametrize("name", ["isend", "all_reduce", "all_gather", ALL_GATHER, REDUCE_SCATTER])
 def test_buffers_that_collectives_hide_are_counted(fresh_world, name):
-    """Gloo's own all-gathers and reduce-scatters take as much again as their whole tensor: seen in the resident memory of both ranks."""
+    """Gloo's own all-gathers and reduce-scatters take as much again as their whole tensor: seen in
+    the resident memory of both ranks.
+    """
     size = 32 << 20
     for ours, real in fresh_world.run(hidden_bytes, name, size):
         assert abs(ours - real) <= size / 4, (ours / size, real / size)
 
 
 def waits() -> list[int]:
-    """KiB seen at each sample while a message arrives in a buffer that only the pending work holds."""
+    """KiB seen at each sample while a message arrives in a buffer that only the pending work
+    holds.
+    """
     rank, found = dist.get_rank(), []
     with LiveBytes() as live:
         base = grown(live)
@@ -201,12 +245,33 @@ def waits() -> list[int]:
 
 def test_messages_and_waits_are_sampled(gloo_world):
     for found in gloo_world(2).run(waits):
-        assert max(found) == 20 and found[-1] == 16  # the resize between two operators is seen at the wait
+        # the resize between two operators is seen at the wait
+        assert max(found) == 20 and found[-1] == 16
 
 
 def test_all_functions_of_torch_distributed_that_the_project_calls_are_sampled():
-    source = "".join(path.read_text() for path in (Path(__file__).resolve().parents[3] / "megatron/distributed").glob("*.py"))
+    source = "".join(
+        path.read_text()
+        for path in (Path(__file__).resolve().parents[3] / "megatron/distributed").glob("*.py")
+    )
     called = {name for name in dir(dist) if f"dist.{name}(" in source}
-    assert source.count("getattr(dist, ") == source.count("getattr(dist, ALL_GATHER)(") + source.count("getattr(dist, REDUCE_SCATTER)(") > 0
-    assert called - CALLS.keys() <= {"init_process_group", "destroy_process_group", "new_group", "get_backend", "get_rank", "get_world_size",
-                                     "is_initialized", "is_nccl_available", "batch_isend_irecv", "P2POp", "TCPStore", "PrefixStore"}, called
+    assert (
+        source.count("getattr(dist, ")
+        == source.count("getattr(dist, ALL_GATHER)(")
+        + source.count("getattr(dist, REDUCE_SCATTER)(")
+        > 0
+    )
+    assert called - CALLS.keys() <= {
+        "init_process_group",
+        "destroy_process_group",
+        "new_group",
+        "get_backend",
+        "get_rank",
+        "get_world_size",
+        "is_initialized",
+        "is_nccl_available",
+        "batch_isend_irecv",
+        "P2POp",
+        "TCPStore",
+        "PrefixStore",
+    }, called

@@ -1,4 +1,6 @@
-"""What each ZeRO stage sends: kinds, counts and bytes of its collectives as the schedule's action list gives them, never above the table."""
+"""What each ZeRO stage sends: kinds, counts and bytes of its collectives as the schedule's action
+list gives them, never above the table.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,22 @@ def schedule_of(row: Row) -> str:
 
 
 def reads(row: Row, pipe: int) -> list[str]:
-    """The blocks whose weights a pipeline rank's computations read in a step, in order: forward and backward passes do, weight gradients and the
-    embedding's backward pass do not."""
-    layers, stages, blocks, found = dict(row.size)["layers"], row.pp * (1 + row.has_v), row.blocks(pipe), []
+    """The blocks whose weights a pipeline rank's computations read in a step, in order: forward and
+    backward passes do, weight gradients and the embedding's backward pass do not.
+    """
+    layers, stages, blocks, found = (
+        dict(row.size)["layers"],
+        row.pp * (1 + row.has_v),
+        row.blocks(pipe),
+        [],
+    )
     for action in build_schedule(schedule_of(row), row.pp, 1 + row.has_v, row.micro).actions[pipe]:
-        units = [f"layer {layer}" for layer in range(action.stage * layers // stages, (action.stage + 1) * layers // stages)]
+        units = [
+            f"layer {layer}"
+            for layer in range(
+                action.stage * layers // stages, (action.stage + 1) * layers // stages
+            )
+        ]
         units += ["head" if "head" in blocks else "embedding"] * (action.stage == stages - 1)
         if action.kind is Kind.FORWARD:
             found += ["embedding"] * (action.stage == 0) + units
@@ -43,8 +56,9 @@ def reads(row: Row, pipe: int) -> list[str]:
 
 
 def gathers(row: Row, pipe: int) -> Counter[str]:
-    """How often stage 3 gathers each block in a step: what is read now and the block read next are there, never two of the vocabulary's size; a
-    block stays while it is one of the next two."""
+    """How often stage 3 gathers each block in a step: what is read now and the block read next are
+    there, never two of the vocabulary's size; a block stays while it is one of the next two.
+    """
     order, held, found = reads(row, pipe), set(), Counter()
     if "keep-gathered" in row.flags:
         return Counter(set(order))
@@ -63,17 +77,24 @@ def gathers(row: Row, pipe: int) -> Counter[str]:
 
 
 def messages_due(row: Row, pipe: int) -> Counter[tuple[str, float]]:
-    """(kind, bytes) -> messages that a rank sends to those with whom it shares, over a run of STEPS steps. A reduction is one round here."""
+    """(kind, bytes) -> messages that a rank sends to those with whom it shares, over a run of STEPS
+    steps. A reduction is one round here.
+    """
     n, (_, weight, gradient), due = row.sharers, PRECISIONS[row.precision], Counter()
     wire = 2 if "bf16" in row.flags else gradient
     often = gathers(row, pipe)
     for name, size in row.blocks(pipe).items():
         held_for_the_step = name == "embedding" and row.has_v and "head" not in row.blocks(pipe)
-        due["reduce-scatter", size // n * wire] += (n - 1) * STEPS * (row.micro if row.stage >= 2 and not held_for_the_step else 1)
+        due["reduce-scatter", size // n * wire] += (
+            (n - 1) * STEPS * (row.micro if row.stage >= 2 and not held_for_the_step else 1)
+        )
         if row.stage == 0:
             due["all-gather", size // n * wire] += (n - 1) * STEPS
         else:
-            due["all-gather", size // n * weight] += (n - 1) * (STEPS * often[name] if row.stage == 3 else STEPS + 1)  # and the first weights
+            # and the first weights
+            due["all-gather", size // n * weight] += (n - 1) * (
+                STEPS * often[name] if row.stage == 3 else STEPS + 1
+            )
     return +due
 
 
@@ -81,7 +102,12 @@ def most(row: Row, pipe: int) -> float:
     """The table's bytes that a rank sends in a step."""
     _, p, g = PRECISIONS[row.precision]
     g = 2 if "bf16" in row.flags else g
-    each = [2 * g, g + p, row.micro * g + p, row.micro * g + p if "keep-gathered" in row.flags else row.micro * (g + 2 * p)][row.stage]
+    each = [
+        2 * g,
+        g + p,
+        row.micro * g + p,
+        row.micro * g + p if "keep-gathered" in row.flags else row.micro * (g + 2 * p),
+    ][row.stage]
     return (row.sharers - 1) / row.sharers * each * sum(row.blocks(pipe).values())
 
 
@@ -90,11 +116,17 @@ def of_zero(calls: list[Call]) -> list[Call]:
 
 
 ROWS = [
-    *(Row(stage, 2, 1, 4, flags=NO_EVALUATION) for stage in range(4)), *(Row(stage, 4, 1, 1, "fp32", flags=NO_EVALUATION) for stage in range(4)),
-    Row(3, 2, 1, 4, model="llama", flags=NO_EVALUATION), Row(3, 2, 1, 4, flags=f"--zero3-keep-gathered {NO_EVALUATION}"),
-    Row(0, 2, 1, 1, flags=f"--grad-reduce-in-bf16 {NO_EVALUATION}"), Row(2, 2, 1, 4, flags=f"--grad-reduce-in-bf16 {NO_EVALUATION}"),
-    Row(2, 2, 2, 4, flags=NO_EVALUATION), Row(3, 2, 2, 4, model="llama", flags=NO_EVALUATION), Row(3, 2, 2, 4, flags=SPLIT),
-    Row(2, 2, 2, 4, flags=V, size=FOUR), Row(3, 2, 2, 4, flags=V, size=FOUR),
+    *(Row(stage, 2, 1, 4, flags=NO_EVALUATION) for stage in range(4)),
+    *(Row(stage, 4, 1, 1, "fp32", flags=NO_EVALUATION) for stage in range(4)),
+    Row(3, 2, 1, 4, model="llama", flags=NO_EVALUATION),
+    Row(3, 2, 1, 4, flags=f"--zero3-keep-gathered {NO_EVALUATION}"),
+    Row(0, 2, 1, 1, flags=f"--grad-reduce-in-bf16 {NO_EVALUATION}"),
+    Row(2, 2, 1, 4, flags=f"--grad-reduce-in-bf16 {NO_EVALUATION}"),
+    Row(2, 2, 2, 4, flags=NO_EVALUATION),
+    Row(3, 2, 2, 4, model="llama", flags=NO_EVALUATION),
+    Row(3, 2, 2, 4, flags=SPLIT),
+    Row(2, 2, 2, 4, flags=V, size=FOUR),
+    Row(3, 2, 2, 4, flags=V, size=FOUR),
 ]
 
 
@@ -103,39 +135,65 @@ def test_messages_are_those_of_the_action_list(gloo_world, row):
     for rank, calls in enumerate(gloo_world(row.world).run(count, row.command)):
         pipe, sent = rank // row.dp, of_zero(calls)
         assert Counter((call.kind, call.bytes) for call in sent) == messages_due(row, pipe)
-        weights_at_start = (row.sharers - 1) / row.sharers * PRECISIONS[row.precision][1] * sum(row.blocks(pipe).values()) * (row.stage in (1, 2))
+        weights_at_start = (
+            (row.sharers - 1)
+            / row.sharers
+            * PRECISIONS[row.precision][1]
+            * sum(row.blocks(pipe).values())
+            * (row.stage in (1, 2))
+        )
         assert (sum(call.bytes for call in sent) - weights_at_start) / STEPS <= most(row, pipe)
         shard = tuple(range(pipe * row.dp, (pipe + 1) * row.dp))
         assert {call.ranks for call in sent} == {shard}
-        assert all(call.bytes < 400 for call in calls if call.kind == "all-reduce" and set(shard) <= set(call.ranks))  # scalars
+        # scalars
+        assert all(
+            call.bytes < 400
+            for call in calls
+            if call.kind == "all-reduce" and set(shard) <= set(call.ranks)
+        )
 
 
 def test_copies_are_summed_once_a_step_and_apart(gloo_world):
-    """Hybrid sharding: each block's slice once a step over those that hold the same one, whatever the number of micro-batches."""
+    """Hybrid sharding: each block's slice once a step over those that hold the same one, whatever
+    the number of micro-batches.
+    """
     for stage in (2, 3):
         row = Row(stage, 4, 1, 2, shard=2, flags=NO_EVALUATION)
         for rank, calls in enumerate(gloo_world(4).run(count, row.command)):
-            assert Counter((call.kind, call.bytes) for call in of_zero(calls)) == messages_due(row, 0)
+            assert Counter((call.kind, call.bytes) for call in of_zero(calls)) == messages_due(
+                row, 0
+            )
             assert {call.ranks for call in of_zero(calls)} == {(rank // 2 * 2, rank // 2 * 2 + 1)}
-            copies = Counter((call.kind, call.ranks, call.bytes) for call in calls if call.caller == "sum_copies")
+            copies = Counter(
+                (call.kind, call.ranks, call.bytes) for call in calls if call.caller == "sum_copies"
+            )
             due = Counter(size // 2 * 4 for size in row.blocks(0).values())
-            assert copies == {("all-reduce", (rank % 2, rank % 2 + 2), size): STEPS * number for size, number in due.items()}
+            assert copies == {
+                ("all-reduce", (rank % 2, rank % 2 + 2), size): STEPS * number
+                for size, number in due.items()
+            }
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_tied_matrix_is_summed_over_the_pipeline_once_a_step_and_apart(gloo_world, stage):
-    """Each rank its slice, of real rows: those of the padded vocabulary have no gradient, but lie in it."""
+    """Each rank its slice, of real rows: those of the padded vocabulary have no gradient, but lie
+    in it.
+    """
     row = Row(stage, 2, 2, 4, flags=NO_EVALUATION)
     for rank, calls in enumerate(gloo_world(4).run(count, row.command)):
         tied = [call for call in calls if call.caller == "sum_partial_gradients"]
-        assert len(tied) == STEPS and {(call.kind, call.ranks) for call in tied} == {("all-reduce", (rank % 2, rank % 2 + 2))}
+        assert len(tied) == STEPS and {(call.kind, call.ranks) for call in tied} == {
+            ("all-reduce", (rank % 2, rank % 2 + 2))
+        }
         size = row.blocks(0)["embedding"]
         assert {call.bytes for call in tied} == {size / 2 * 4}  # 2 (R-1)/R = 1 of the fp32 slice
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_tensor_parallel_ranks_see_in_part_is_summed_once_a_step_and_apart(gloo_world, stage):
-    """Under sequence parallelism, packed, over all slices of the pair once: norms, row-parallel biases and positions, with none of their padding."""
+    """Under sequence parallelism, packed, over all slices of the pair once: norms, row-parallel
+    biases and positions, with none of their padding.
+    """
     flags = f"--tensor-model-parallel-size 2 --sequence-parallel {NO_EVALUATION}"
     row = Row(stage, 2, 1, 2, flags=flags)
     size = dict(row.size)
@@ -144,22 +202,37 @@ def test_what_tensor_parallel_ranks_see_in_part_is_summed_once_a_step_and_apart(
         tp = [call for call in calls if call.caller == "sum_partial_gradients"]
         assert len(tp) in (0, STEPS)  # a slice may have none of them
         pair = rank // 2 * 2, rank // 2 * 2 + 1
-        assert all((call.kind, call.ranks, call.bytes) == ("all-reduce", pair, tp[0].bytes) for call in tp)
+        assert all(
+            (call.kind, call.ranks, call.bytes) == ("all-reduce", pair, tp[0].bytes) for call in tp
+        )
         parts[rank % 2] += tp[0].bytes if tp else 0
-    whole = 4 * (size["layers"] * 6 + 2 + size["seq"]) * size["hidden"]  # a layer: two norms of two vectors, two biases
-    assert set(parts.values()) == {whole * (2 if stage == 0 else 1)}  # at stage 0 both have all of it
+    # a layer: two norms of two vectors, two biases
+    whole = 4 * (size["layers"] * 6 + 2 + size["seq"]) * size["hidden"]
+    # at stage 0 both have all of it
+    assert set(parts.values()) == {whole * (2 if stage == 0 else 1)}
 
 
 LARGE = {"layers": 2, "hidden": 256, "heads": 4, "seq": 32, "vocab": 512}
 
 
 def test_the_loopback_interface_saw_these_bytes():
-    """Stages 2 and 3 within 5%, on a pair of processes with an interface of their own where possible."""
+    """Stages 2 and 3 within 5%, on a pair of processes with an interface of their own where
+    possible.
+    """
     row = Row(2, 2, 1, 4, "fp32", size=tuple(LARGE.items()), flags=NO_EVALUATION)
     cases = [list(replace(row, stage=stage).command) for stage in (2, 3)]
-    done = subprocess.run([sys.executable, str(TESTS / "parity/ledger.py"), json.dumps(cases)], preexec_fn=own_loopback, text=True,
-                          capture_output=True, env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"})
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "parity/ledger.py"), json.dumps(cases)],
+        preexec_fn=own_loopback,
+        text=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"},
+    )
     assert done.returncode == 0, done.stderr
-    for (counted, seen), stage in zip((json.loads(line) for line in done.stdout.splitlines()), (2, 3), strict=True):
-        assert counted >= 2 * STEPS * sum(PRECISIONS["fp32"][2] * size / 2 * row.micro for size in row.blocks(0).values()), stage
+    for (counted, seen), stage in zip(
+        (json.loads(line) for line in done.stdout.splitlines()), (2, 3), strict=True
+    ):
+        assert counted >= 2 * STEPS * sum(
+            PRECISIONS["fp32"][2] * size / 2 * row.micro for size in row.blocks(0).values()
+        ), stage
         assert 0.95 <= seen / counted <= 1.05, (stage, counted, seen)

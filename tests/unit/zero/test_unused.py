@@ -1,4 +1,6 @@
-"""Parameters that no pass uses, tensors without an element, and ranks whose slice is empty, at every ZeRO stage."""
+"""Parameters that no pass uses, tensors without an element, and ranks whose slice is empty, at
+every ZeRO stage.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ from megatron.model.block import LayerBlock
 from megatron.optimizer.blocks import Block
 
 LR, DECAY, STEPS = 1e-2, 0.1, 4
-FLAGS = (*BASE, *NO_DROPOUT.split(), *f"""--fp64 --train-iters {STEPS} --lr {LR} --lr-warmup-iters 0 --lr-decay-style constant
-    --weight-decay {DECAY} --micro-batch-size 2""".split())
+FLAGS = (
+    *BASE,
+    *NO_DROPOUT.split(),
+    *f"""--fp64 --train-iters {STEPS} --lr {LR} --lr-warmup-iters 0 --lr-decay-style constant
+    --weight-decay {DECAY} --micro-batch-size 2""".split(),
+)
 STAGES = ["0", "1", "2", "3"]
 HIDDEN = 32
 
@@ -40,7 +46,9 @@ def spare_linear(layer: LayerBlock, name: str) -> None:
 
 
 def run_with(flags: tuple[str, ...], add: str) -> tuple[Outcome, list[tuple[int, int]]]:
-    """A run whose layers have what `add` gives them, and of each block (elements that are real, the slice's elements that are real)."""
+    """A run whose layers have what `add` gives them, and of each block (elements that are real, the
+    slice's elements that are real).
+    """
     seen: dict[str, tuple[int, int]] = {}
     real_init, real_block = LayerBlock.__init__, Block.__init__
 
@@ -73,8 +81,12 @@ def plain(gloo_world):
     return [outcome for outcome, _ in gloo_world(2).run(run_with, FLAGS, "")]
 
 
-def assert_the_same_run(outcomes: list[Outcome], plain: list[Outcome], *, but: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Losses, gradient norms, and all tensors of the plain run to 1e-12; the tensors beyond them, whose names hold one of `but`."""
+def assert_the_same_run(
+    outcomes: list[Outcome], plain: list[Outcome], *, but: tuple[str, ...]
+) -> dict[str, torch.Tensor]:
+    """Losses, gradient norms, and all tensors of the plain run to 1e-12; the tensors beyond them,
+    whose names hold one of `but`.
+    """
     for a, b in zip(outcomes[0].steps, plain[0].steps, strict=True):
         assert (a.loss, a.grad_norm) == pytest.approx((b.loss, b.grad_norm), rel=1e-12)
     found, expected = whole(outcomes, "weights"), whole(plain, "weights")
@@ -89,12 +101,18 @@ def assert_the_same_run(outcomes: list[Outcome], plain: list[Outcome], *, but: t
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("add", ["spare_modules", "spare_linear"])
 def test_what_no_pass_uses_has_no_gradient_and_only_decays(gloo_world, plain, add, stage):
-    """Both layers' spare matrices lose lr x decay of themselves in each step, vectors nothing; the rest of the run is as without them.
+    """Both layers' spare matrices lose lr x decay of themselves in each step, vectors nothing; the
+    rest of the run is as without them.
 
-    Nobody clears the gradient of a linear layer's weight for its first product: without one it is zero all the same.
+    Nobody clears the gradient of a linear layer's weight for its first product: without one it is
+    zero all the same.
     """
-    first = gloo_world(2).run(run_with, (*FLAGS, "--zero-stage", stage, "--train-iters", "1", "--lr", "1e-300"), add)
-    outcomes = [outcome for outcome, _ in gloo_world(2).run(run_with, (*FLAGS, "--zero-stage", stage), add)]
+    first = gloo_world(2).run(
+        run_with, (*FLAGS, "--zero-stage", stage, "--train-iters", "1", "--lr", "1e-300"), add
+    )
+    outcomes = [
+        outcome for outcome, _ in gloo_world(2).run(run_with, (*FLAGS, "--zero-stage", stage), add)
+    ]
     more = assert_the_same_run(outcomes, plain, but=("spare",))
     assert len(more) == {"spare_modules": 4, "spare_linear": 2}[add]
     begun = whole([outcome for outcome, _ in first], "weights")
@@ -107,8 +125,16 @@ def test_what_no_pass_uses_has_no_gradient_and_only_decays(gloo_world, plain, ad
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_tensors_without_an_element_change_nothing(gloo_world, plain, stage):
-    outcomes = [outcome for outcome, _ in gloo_world(2).run(run_with, (*FLAGS, "--zero-stage", stage), "empty_modules")]
-    assert all(x.numel() == 0 for x in assert_the_same_run(outcomes, plain, but=("nothing", "empty")).values())
+    outcomes = [
+        outcome
+        for outcome, _ in gloo_world(2).run(
+            run_with, (*FLAGS, "--zero-stage", stage), "empty_modules"
+        )
+    ]
+    assert all(
+        x.numel() == 0
+        for x in assert_the_same_run(outcomes, plain, but=("nothing", "empty")).values()
+    )
 
 
 @pytest.mark.parametrize("stage", STAGES[1:])

@@ -1,11 +1,14 @@
-"""Live bytes: the sizes of all tensor storages, added up after every operator, every collective or message, and every wait for one.
+"""Live bytes: the sizes of all tensor storages, added up after every operator, every collective or
+message, and every wait for one.
 
-A sum is taken anew each time, so storages that are resized to nothing, by which ZeRO-3 lets go of a gathered block, count as nothing. Nothing
-here is shared with megatron/plan: it is what the planner is held against.
+A sum is taken anew each time, so storages that are resized to nothing, by which ZeRO-3 lets go of a
+gathered block, count as nothing. Nothing here is shared with megatron/plan: it is what the planner
+is held against.
 
-Each storage has a kind: `parameters`, `gradients`, `optimizer`, `slots` are buffers that the run's blocks own, and `host` those of them that a GPU
-would not hold; of the others `scratch` is what the optimizer's and ZeRO's own code and the forming of weight gradients made, `before` what lived
-when the tracker began, `activations` the rest.
+Each storage has a kind: `parameters`, `gradients`, `optimizer`, `slots` are buffers that the run's
+blocks own, and `host` those of them that a GPU would not hold; of the others `scratch` is what the
+optimizer's and ZeRO's own code and the forming of weight gradients made, `before` what lived when
+the tracker began, `activations` the rest.
 """
 
 from __future__ import annotations
@@ -32,12 +35,34 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.distributed.collectives import ALL_GATHER, REDUCE_SCATTER
 
-KINDS = ("parameters", "gradients", "optimizer", "host", "slots", "scratch", "activations", "before")
+KINDS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "host",
+    "slots",
+    "scratch",
+    "activations",
+    "before",
+)
 MEGATRON = str(Path(__file__).resolve().parents[3] / "megatron") + "/"
 WEIGHT_GRADIENTS = {"linear_weight_grad", "embedding_weight_grad", "bias_grad"}
-# Functions of torch.distributed, and the bytes of buffers that Gloo's own hide in them: measured by test_tracker.py.
+# Functions of torch.distributed, and the bytes of buffers that Gloo's own hide in them: measured by
+# test_tracker.py.
 CALLS: dict[str, Callable[..., int]] = {
-    **dict.fromkeys(("isend", "irecv", "send", "recv", "all_reduce", "broadcast", "reduce", "all_to_all_single"), lambda *_, **__: 0),
+    **dict.fromkeys(
+        (
+            "isend",
+            "irecv",
+            "send",
+            "recv",
+            "all_reduce",
+            "broadcast",
+            "reduce",
+            "all_to_all_single",
+        ),
+        lambda *_, **__: 0,
+    ),
     "all_gather": lambda outs, *_, **__: sum(out.nbytes for out in outs),
     ALL_GATHER: lambda out, *_, **__: out.nbytes,
     REDUCE_SCATTER: lambda _, x, *__, **___: x.nbytes,
@@ -55,7 +80,9 @@ class Storage:
 
 @dataclass
 class Span:
-    """Live bytes over some time, by kind and in `total`: at its end, and each kind's most. `at_peak`: all of them when the total was largest."""
+    """Live bytes over some time, by kind and in `total`: at its end, and each kind's most.
+    `at_peak`: all of them when the total was largest.
+    """
 
     now: Counter[str]
     peak: Counter[str]
@@ -74,24 +101,37 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _origin() -> tuple[str, str]:
-    """(kind by the code that is running, its line): of what is made for a weight gradient, or by the optimizer or ZeRO, `scratch`."""
+    """(kind by the code that is running, its line): of what is made for a weight gradient, or by
+    the optimizer or ZeRO, `scratch`.
+    """
     for frame in _frames():
         file = frame.f_code.co_filename
-        if not file.startswith(MEGATRON) or file.endswith(("distributed/collectives.py", "distributed/p2p.py")):
+        if not file.startswith(MEGATRON) or file.endswith(
+            ("distributed/collectives.py", "distributed/p2p.py")
+        ):
             continue
         name = file.removeprefix(MEGATRON)
-        scratch = name.startswith("optimizer/") or name.startswith("layers/") and frame.f_code.co_name in WEIGHT_GRADIENTS
+        scratch = (
+            name.startswith("optimizer/")
+            or name.startswith("layers/")
+            and frame.f_code.co_name in WEIGHT_GRADIENTS
+        )
         return "scratch" if scratch else "activations", f"{name}:{frame.f_lineno}"
     return "activations", ""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts while it is open; what lives when it is made is `before`. Each `mark` ends a span and begins the next."""
+    """Counts while it is open; what lives when it is made is `before`. Each `mark` ends a span and
+    begins the next.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live: dict[str, dict[int, Storage]] = {kind: {} for kind in KINDS}  # by identity of torch's storage, which lives as long as the memory
-        self.refs: dict[str, dict[int, weakref.ref[torch.UntypedStorage]]] = {kind: {} for kind in KINDS}
+        # by identity of torch's storage, which lives as long as the memory
+        self.live: dict[str, dict[int, Storage]] = {kind: {} for kind in KINDS}
+        self.refs: dict[str, dict[int, weakref.ref[torch.UntypedStorage]]] = {
+            kind: {} for kind in KINDS
+        }
         self.kinds: dict[int, str] = {}
         self.blocks: list[Any] = []
         self.slots = False
@@ -106,7 +146,9 @@ class LiveBytes(TorchDispatchMode):
             call = self._sampling(getattr(dist, name), hidden)
             for module in (dist, distributed_c10d):  # P2POp compares with the second
                 self.stack.enter_context(mock.patch.object(module, name, call))
-        self.stack.enter_context(mock.patch.object(dist.Work, "wait", self._sampling(dist.Work.wait, lambda *_, **__: 0)))
+        self.stack.enter_context(
+            mock.patch.object(dist.Work, "wait", self._sampling(dist.Work.wait, lambda *_, **__: 0))
+        )
         super().__enter__()
         self.sample()
         return self
@@ -117,7 +159,8 @@ class LiveBytes(TorchDispatchMode):
         self.blocks = []  # a module that was imported meanwhile may hold our functions, so us
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "megatron":  # of an operator of ours: what its launcher allocates, too
+        # of an operator of ours: what its launcher allocates, too
+        if function.namespace == "megatron":
             with self._inside():
                 out = OPDEFS[function.name()]._init_fn(*args, **(kwargs or {}))
         else:
@@ -154,7 +197,10 @@ class LiveBytes(TorchDispatchMode):
 
     def _see(self, tensor: Tensor, kind: str, where: str) -> int | None:
         """Know a tensor's storage from now on; its key."""
-        if tensor.layout != torch.strided or (memory := tensor.untyped_storage()).device.type == "meta":
+        if (
+            tensor.layout != torch.strided
+            or (memory := tensor.untyped_storage()).device.type == "meta"
+        ):
             return None
         key = id(memory)
         if key not in self.kinds:
@@ -172,13 +218,25 @@ class LiveBytes(TorchDispatchMode):
         storage.kind = self.kinds[key] = kind
         self.live[kind][key], self.refs[kind][key] = storage, storage.ref
 
-    def own(self, blocks: Iterable[Any], states: Iterable[Tensor], *, slots: bool, host: Iterable[Tensor] = ()) -> None:
-        """From now on these blocks' buffers and the optimizer's states have their kinds. `slots`: whole gradients come and go in a step; `host`: those
-        of them that are in host memory."""
+    def own(
+        self,
+        blocks: Iterable[Any],
+        states: Iterable[Tensor],
+        *,
+        slots: bool,
+        host: Iterable[Tensor] = (),
+    ) -> None:
+        """From now on these blocks' buffers and the optimizer's states have their kinds. `slots`:
+        whole gradients come and go in a step; `host`: those of them that are in host memory.
+        """
         self.blocks, self.slots = list(blocks), slots
         buffers = [(state, "optimizer") for state in states]
         for block in self.blocks:  # the last one counts: a master may be a view of the weight
-            buffers += [(block.master, "optimizer"), (block.rounded, "parameters"), (block.weight, "parameters")]
+            buffers += [
+                (block.master, "optimizer"),
+                (block.rounded, "parameters"),
+                (block.weight, "parameters"),
+            ]
         for buffer, kind in (*buffers, *((each, "host") for each in host)):
             if buffer is not None:
                 self._rename(self._see(buffer, kind, ""), kind)
@@ -186,20 +244,41 @@ class LiveBytes(TorchDispatchMode):
     def sample(self, hidden: int = 0) -> Counter[str]:
         """Add up what is alive; `hidden` more bytes were for a moment."""
         for block in self.blocks:
-            for buffer, kind in ((block.grad, "slots" if self.slots else "gradients"), (block.summed, "gradients")):
+            for buffer, kind in (
+                (block.grad, "slots" if self.slots else "gradients"),
+                (block.summed, "gradients"),
+            ):
                 if buffer is not None and self.kinds[key := self._see(buffer, kind, "")] != kind:
                     self._rename(key, kind)
-        now = Counter({kind: sum([memory.nbytes() for ref in list(refs.values()) if (memory := ref()) is not None])
-                       for kind, refs in self.refs.items() if refs})
+        now = Counter(
+            {
+                kind: sum(
+                    [
+                        memory.nbytes()
+                        for ref in list(refs.values())
+                        if (memory := ref()) is not None
+                    ]
+                )
+                for kind, refs in self.refs.items()
+                if refs
+            }
+        )
         now["total"] = now.total()
         if now["scratch"] or now["slots"] or hidden:
-            opened = [(storage, _size(storage.ref)) for kind in ("scratch", "slots") for storage in list(self.live[kind].values())]
+            opened = [
+                (storage, _size(storage.ref))
+                for kind in ("scratch", "slots")
+                for storage in list(self.live[kind].values())
+            ]
             if not self.open or self.open[-1] != (opened, hidden):
                 self.open.append((opened, hidden))
         for kind in ("parameters", "gradients", "optimizer", "host", "activations", "before"):
             self.peak[kind] = max(self.peak[kind], now[kind])
         if now["total"] + hidden > self.peak["total"]:
-            self.peak["total"], self.at_peak = now["total"] + hidden, (now, len(self.open) - 1, _origin()[1])
+            self.peak["total"], self.at_peak = (
+                now["total"] + hidden,
+                (now, len(self.open) - 1, _origin()[1]),
+            )
         return now
 
     def _begin_span(self) -> None:
@@ -216,14 +295,23 @@ class LiveBytes(TorchDispatchMode):
         at_peak, index, where = self.at_peak
         if at_peak["scratch"] or at_peak["slots"]:
             then = opened[index]
-            at_peak.update(scratch=then["scratch"] - at_peak["scratch"], slots=then["slots"] - at_peak["slots"], gradients=then["gradients"])
+            at_peak.update(
+                scratch=then["scratch"] - at_peak["scratch"],
+                slots=then["slots"] - at_peak["slots"],
+                gradients=then["gradients"],
+            )
         span = Span(now, self.peak, at_peak, where)
         self._begin_span()
         return span
 
     def largest(self, kind: str, count: int = 20) -> list[tuple[int, str]]:
-        """(bytes, line that made it) of the largest storages of a kind that are alive: to find what should not be."""
-        return sorted(((_size(storage.ref), storage.where) for storage in list(self.live[kind].values())), reverse=True)[:count]
+        """(bytes, line that made it) of the largest storages of a kind that are alive: to find what
+        should not be.
+        """
+        return sorted(
+            ((_size(storage.ref), storage.where) for storage in list(self.live[kind].values())),
+            reverse=True,
+        )[:count]
 
 
 def _size(ref: weakref.ref[torch.UntypedStorage]) -> int:
