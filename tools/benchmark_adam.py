@@ -207,8 +207,7 @@ def table(rows: list[dict[str, Any]], ends: dict[str, dict[str, Any]]) -> str:
         times = f"{1e3 * row['ours_seconds']:.1f} | {1e3 * row['side_seconds']:.1f}"
         lines.append(
             f"| {row['threads']} | {row['side']} | {clock} | {times} | {row['median']:.3f} "
-            f"({row['low']:.3f}-{row['high']:.3f}) | {goal} "
-            f"| {row['pairs']} | {word} | "
+            f"({row['low']:.3f}-{row['high']:.3f}) | {goal} | {row['pairs']} | {word} | "
             f"{moved[row['side']]['moved'] / moved[OURS]['moved']:.6f} |"
         )
     return "\n".join(lines)

@@ -464,8 +464,7 @@ def table(runs: list[dict], rows: list[dict]) -> str:
         span = f"{row['median']:.2f} ({row['low']:.2f}-{row['high']:.2f})"
         lines.append(
             f"| {row['case']} | {row['peer']} | {row['ours_s']:.4f} | {row['peer_s']:.4f} | "
-            f"{span} | {row['goal']} | "
-            f"{'pass' if row['passed'] else 'LOST'} |"
+            f"{span} | {row['goal']} | {'pass' if row['passed'] else 'LOST'} |"
         )
     alone, whole = (
         seconds(runs, "share of SentencePiece", "ours"),

@@ -265,8 +265,7 @@ def sleep_tables(found: dict[str, Any]) -> str:
         )
         lines.append(
             f"| {row['costs']} | {row['schedule']} | {simulated:.1f} | {achieved:.1f} | "
-            f"{achieved / simulated:.3f} "
-            f"| {idle_simulated:.1f} | {idle:.1f} |"
+            f"{achieved / simulated:.3f} | {idle_simulated:.1f} | {idle:.1f} |"
         )
     even = {row["schedule"]: row for row in found["rows"] if row["costs"] == "equal"}
     simulated, measured = (

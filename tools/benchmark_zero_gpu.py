@@ -527,8 +527,7 @@ def _users_table(found: dict[tuple, dict[str, Any]]) -> list[str]:
         for name, key in (("measured", "peak"), ("planned", "planned_peak")):
             lines.append(
                 f"| ours, {name}: GPT of {model} | "
-                f"{' | '.join('-' if row is None else f'{row[key] / MIB:.0f}' for row in ours)} "
-                "|"
+                f"{' | '.join('-' if row is None else f'{row[key] / MIB:.0f}' for row in ours)} |"
             )
     return lines if any(key[0] == "users" for key in found) else []
 

@@ -529,8 +529,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(
             (
                 f"--{direction} FOLDER takes "
-                f"--{takes[0]}{''.join(f' [--{name}]' for name in takes[1:])} and "
-                "nothing else"
+                f"--{takes[0]}{''.join(f' [--{name}]' for name in takes[1:])} and nothing else"
             ).replace("_", "-")
         )
     return flags

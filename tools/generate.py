@@ -171,8 +171,7 @@ def write_text(flags: argparse.Namespace) -> int:
     if tokenizer.fingerprint != checkpoint.state["tokenizer"]:
         raise CheckpointError(
             f"{path}: was trained with another tokenizer than "
-            f"{flags.tokenizer_model or data.tokenizer_model}; name its file with "
-            "--tokenizer-model"
+            f"{flags.tokenizer_model or data.tokenizer_model}; name its file with --tokenizer-model"
         )
     device, _ = choose_device(read_launch(), DistributedConfig())
     model = load_model(checkpoint, device)

@@ -159,8 +159,7 @@ class Attempt:
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{self.root}: the folder {self.folder.name} that rank 0 made there cannot "
-                "be seen from this rank: "
-                "is --save on a file system that all nodes share?"
+                "be seen from this rank: is --save on a file system that all nodes share?"
             ) from error
 
 

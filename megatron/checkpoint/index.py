@@ -239,8 +239,7 @@ class Index:
         if seen != self._head:
             raise CheckpointError(
                 f"{self.path}: the checkpoint that rank 0 found there is not seen from here: "
-                "is --load on a file system that all "
-                "nodes share?"
+                "is --load on a file system that all nodes share?"
             )
         for number, (record, (data_start, chunk)) in enumerate(
             zip(self.manifest["shards"], content["shards"], strict=True)

@@ -279,8 +279,7 @@ NOTES = (
     ),
     note(
         "--no-align-grad-reduce --disable-align-grad-reduce --no-align-param-gather "
-        "--delay-param-gather "
-        "--no-delay-grad-reduce",
+        "--delay-param-gather --no-delay-grad-reduce",
         (
             "when collectives of data parallelism run follows from the schedule: see "
             "--overlap-grad-reduce"
@@ -341,8 +340,7 @@ NOTES = (
         "--num-workers --data-cache-path --no-mmap-bin-files --mmap-warmup "
         "--no-create-attention-mask-in-dataloader "
         "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap "
-        "--num-dataset-builder-threads "
-        "--per-dataset-sequences-path --mid-level-dataset-surplus "
+        "--num-dataset-builder-threads --per-dataset-sequences-path --mid-level-dataset-surplus "
         "--object-storage-cache-path --enable-msc --disable-msc "
         "--no-data-sharding --s3-cache-path --renormalize-blend-weights",
         "data order is computed: there is no index to build, cache or prefetch",
@@ -411,8 +409,7 @@ NOTES = (
     note("--multiple-validation-sets", "every validation source always has its own loss"),
     note(
         "--moe-* --disable-moe-* --create-moe-param-group --expert-interval --topk "
-        "--overlap-moe-expert-parallel-comm "
-        "--overlap-dispatch-backward-with-experts-wgrad "
+        "--overlap-moe-expert-parallel-comm --overlap-dispatch-backward-with-experts-wgrad "
         "--ep-overlap-early-attn-memory-release --use-tutel "
         "--high-priority-a2a-comm-stream --use-grouped-gemm-for-shared-expert "
         "--enable-expert-tensor-parallelism",
@@ -429,8 +426,7 @@ NOTES = (
         "--inference-* --disable-chunked-prefill --no-inference-* --use-legacy-static-engine "
         "--max-tokens-to-oom "
         "--decode-only-cuda-graphs --enable-chunked-prefill --num-speculative-tokens "
-        "--flash-decode "
-        "--mamba-inference-* --mlp-chunks-for-prefill --nccl-all-reduce-for-prefill "
+        "--flash-decode --mamba-inference-* --mlp-chunks-for-prefill --nccl-all-reduce-for-prefill "
         "--use-same-sampling-seed-across-dp-ranks --ds-inference",
         "concerns inference, which does not take part in pretraining",
     ),
@@ -438,8 +434,7 @@ NOTES = (
         "--muon-* --lion-* --qk-clip-* --mtp-* --mup-* --dsa-* --no-dsa-* --disable-dsa-* "
         "--mhc-* --linear-* --mamba-* "
         "--disable-mamba-mem-eff-path --gdp-* --fim-* --relative-attention-* "
-        "--yarn-correction-range-round-to-int "
-        "--offload-modules --delay-offload-until-cuda-graph "
+        "--yarn-correction-range-round-to-int --offload-modules --delay-offload-until-cuda-graph "
         "--delta-offload-bytes-across-pp-ranks --activation-offload-fraction "
         "--cpu-offloading-retain-pinned-cpu-buffers "
         "--fine-grained-offloading-max-inflight-offloads --gtp-* --batch-invariant-backend "
@@ -464,8 +459,7 @@ NOT_DONE = (
         "--record-memory-history --memory-snapshot-path "
         "--record-shapes --nvtx-ranges --profile-backward",
         "no profile is written; --timing-log-level 1 logs where the time goes, and "
-        "--pipeline-timeline FILE what each "
-        "pipeline rank does when",
+        "--pipeline-timeline FILE what each pipeline rank does when",
     ),
     not_done(
         "--log-timers-to-tensorboard",
@@ -520,8 +514,7 @@ NOT_DONE = (
         "--distribute-saved-activations --distribute-checkpointed-activations "
         "--partition-activations --checkpoint-in-cpu "
         "--contigious-checkpointing --split-transformers --memory-centric-tiled-linear "
-        "--tile-factor "
-        "--mlp-chunks-for-training",
+        "--tile-factor --mlp-chunks-for-training",
         "it saves no memory here; --sequence-parallel and --recompute-granularity full do",
         quiet="1",
     ),
@@ -535,8 +528,7 @@ NOT_DONE = (
     ),
     not_done(
         "--nccl-communicator-config-path --use-sharp --sharp-enabled-group --use-nccl-ub "
-        "--high-priority-stream-groups "
-        "--symmetric-ar-type",
+        "--high-priority-stream-groups --symmetric-ar-type",
         "NCCL is used with its defaults; its environment variables and NCCL_CONF_FILE change them",
     ),
     not_done(
@@ -611,8 +603,7 @@ ONLY = (
         "--rerun-mode",
         "disabled",
         "no step is computed twice to compare results; NaN and Inf are checked always "
-        "(--nan-policy), and "
-        "tools/compare_runs.py compares two runs",
+        "(--nan-policy), and tools/compare_runs.py compares two runs",
     ),
     only(
         (
@@ -667,8 +658,7 @@ REFUSED = (
     refused(
         "--load-main-params-from-ckpt --ckpt-convert-* --kill-switch-file --replication "
         "--save-params-interval --save-activations-interval --save-wgrads-interval "
-        "--save-dgrads-interval "
-        "--save-tokens-per-expert-interval",
+        "--save-dgrads-interval --save-tokens-per-expert-interval",
         "not supported; drop it",
     ),
     refused("--non-persistent-*", "use --local-checkpoint-dir DIR --local-save-interval N"),
@@ -762,8 +752,7 @@ REFUSED = (
         "--train-desc-path --train-doc-idx-path --train-sample-idx-path "
         "--train-shuffle-idx-path --repeated-dataloader "
         "--train-data-exact-num-epochs --return-data-index --use-dataset-only "
-        "--phase-transition-iterations "
-        "--aml-data-download-path",
+        "--phase-transition-iterations --aml-data-download-path",
         "not supported; drop it",
     ),
     refused(

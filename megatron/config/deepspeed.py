@@ -41,8 +41,7 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "zero_optimization.zero_hpz_partition_size": (
         lambda value: value != 1,
         "no second copy of the weights is kept inside a node; to gather inside a node give "
-        "--zero-shard-size, which shards all "
-        "of the stage there, and take this out",
+        "--zero-shard-size, which shards all of the stage there, and take this out",
     ),
     "zero_optimization.zero_quantized_weights": (
         bool,

@@ -182,8 +182,7 @@ def _attention(run: RunView) -> Iterator[str]:
     if limited and run.attention_dropout > 0:
         yield (
             f"--attention-backend {run.attention_backend}: cannot apply "
-            f"{run.show('attention_dropout')}; give --attention-dropout 0, or drop the "
-            "backend"
+            f"{run.show('attention_dropout')}; give --attention-dropout 0, or drop the backend"
         )
     if limited and run.attn_logit_softcapping is not None:
         yield (
@@ -290,8 +289,7 @@ def absent_tokenizer(path: str) -> str:
         "no such file or folder; tokenizers are read from local files only. If it is a "
         "repository on the Hugging Face Hub, run "
         f"`hf download {path} tokenizer.json tokenizer_config.json --local-dir DIR`, and "
-        "give --tokenizer-model DIR "
-        f"with --tokenizer-type HuggingFaceTokenizer"
+        f"give --tokenizer-model DIR with --tokenizer-type HuggingFaceTokenizer"
     )
 
 
@@ -509,8 +507,7 @@ def _remarks(run: RunView) -> Iterator[str]:
     if run.activation == "gelu":
         yield (
             "--activation gelu is the exact (erf) form; Megatron-LM's default, which it "
-            "fuses with the bias, is the tanh form: "
-            "--activation gelu-tanh"
+            "fuses with the bias, is the tanh form: --activation gelu-tanh"
         )
     yield from bubble(run)
     for moment, beta in (("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2")):

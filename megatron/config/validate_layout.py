@@ -105,8 +105,7 @@ def tensor_parallel(run: RunView) -> Iterator[str]:
     if run.sequence_parallel and run.has("seq_length") and run.seq_length % size:
         yield (
             f"{run.show('seq_length')}: {divisor}, as --sequence-parallel needs; the nearest "
-            f"is {nearest(run.seq_length, size)}, "
-            "or drop --sequence-parallel"
+            f"is {nearest(run.seq_length, size)}, or drop --sequence-parallel"
         )
 
 
@@ -306,8 +305,7 @@ def _uneven(run: RunView) -> Iterator[str]:
     )
     yield (
         f"{shown}: leave {rest} of --num-layers {run.num_layers} to {others} other pipeline "
-        f"rank(s){wanted}, which must share them "
-        f"evenly{alone}; {instead}"
+        f"rank(s){wanted}, which must share them evenly{alone}; {instead}"
     )
 
 
@@ -342,8 +340,7 @@ def pipeline_schedule(run: RunView) -> Iterator[str]:
     elif takes == 1 and virtual > 1:
         yield (
             f"{shown}: takes one stage on each pipeline rank, and {run.show(source)} makes "
-            f"{virtual}; drop that, "
-            "or give --pipeline-schedule interleaved"
+            f"{virtual}; drop that, or give --pipeline-schedule interleaved"
         )
 
 

@@ -93,8 +93,7 @@ class Blend:
         if len(sample) and sample.min() < self.first_sample:
             raise UserError(
                 f"sample {sample.min()} was read before the blend changed at sample "
-                f"{self.first_sample}: "
-                f"replay it from an earlier checkpoint"
+                f"{self.first_sample}: replay it from an earlier checkpoint"
             )
         turn, slot = np.divmod(sample - self.first_sample, len(self._pattern))
         source = self._pattern[slot]

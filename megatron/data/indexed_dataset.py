@@ -176,8 +176,7 @@ class IndexedDataset:
         if size != expected or entries < 1:
             raise DataError(
                 f"{path}, byte 18: {sequences} sequences and {entries} document entries need "
-                f"{expected} bytes, "
-                f"the file has {size}: cut off or damaged; {REMAKE}"
+                f"{expected} bytes, the file has {size}: cut off or damaged; {REMAKE}"
             )
         return np.dtype(DTYPES[code]), sequences, entries
 
@@ -332,8 +331,7 @@ class IndexedDataset:
         k = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
         raise DataError(
             f"{self.bin_path}, byte {(position + k) * self.dtype.itemsize}: token id "
-            f"{int(ids[k])} lies outside "
-            f"the vocabulary of {vocab_size}: "
+            f"{int(ids[k])} lies outside the vocabulary of {vocab_size}: "
             "give the tokenizer the data was made with (or its --vocab-size), or preprocess "
             "the text again with this one"
         )

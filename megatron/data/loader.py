@@ -232,8 +232,7 @@ class _Opener:
                 spelled = ", ".join("--" + name.replace("_", "-") for name in flags)
                 raise DataError(
                     f"{dataset.bin_path}: holds no end-of-document id ({tokenizer.eod}), so "
-                    f"{spelled} cannot act: "
-                    f"preprocess with --append-eod, or drop the flag"
+                    f"{spelled} cannot act: preprocess with --append-eod, or drop the flag"
                 )
 
     def refuse(self) -> None:
@@ -408,8 +407,7 @@ def build_data(
         for stream, name, share in zip(train, names, shares):
             notes.append(
                 f"train: {name}: {stream.num_tokens:,} tokens, {stream.samples:,} samples an "
-                "epoch, "
-                f"share {share}/{PATTERN} = {share / PATTERN:.6f}"
+                f"epoch, share {share}/{PATTERN} = {share / PATTERN:.6f}"
             )
         notes += changes
     for split, (streams, _) in held_out.items():

@@ -83,8 +83,7 @@ class TokenStream:
                 f"{dataset.prefix}: its part for this split, sequences [{first}, {stop}) of "
                 f"{dataset.num_sequences}, "
                 f"holds {self.num_tokens} tokens, one sample needs seq-length + 1 = "
-                f"{seq_length + 1}: "
-                f"change --split, shorten --seq-length or add data"
+                f"{seq_length + 1}: change --split, shorten --seq-length or add data"
             )
         self.samples = self.num_tokens // seq_length  # n: samples of one epoch
         order = (dataset.fingerprint, self.begin, self.num_tokens, seq_length, seed)

@@ -278,8 +278,7 @@ def waiting(text: Callable[[float], str]) -> Iterator[None]:
         PEERS.stay()
         raise PeerError(
             f"{said} ended or hangs{': ' + finding if finding else ''}. Look at its output "
-            "first; where it is only slow, raise "
-            f"--distributed-timeout-minutes. ({cause})",
+            f"first; where it is only slow, raise --distributed-timeout-minutes. ({cause})",
             cause,
         ) from error
     finally:

@@ -349,8 +349,7 @@ def _listen(launch: Launch) -> socket.socket:
         )
         raise LaunchError(
             f"rank 0 cannot listen at port {launch.port} of {socket.gethostname()}: {why}; "
-            "set MASTER_PORT to a free one on every "
-            "rank"
+            "set MASTER_PORT to a free one on every rank"
         ) from None
 
 
@@ -387,6 +386,5 @@ def _reach(launch: Launch, deadline: float, seconds: float) -> str:
         )
     raise LaunchError(
         f"rank {launch.rank} cannot reach rank 0 at {launch.address}:{launch.port} ({why}) "
-        f"within {seconds / 60:g} minutes "
-        f"(--distributed-timeout-minutes); {fix}"
+        f"within {seconds / 60:g} minutes (--distributed-timeout-minutes); {fix}"
     )

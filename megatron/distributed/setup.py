@@ -120,8 +120,7 @@ def _srun_launch(environment: Mapping[str, str]) -> Launch:
     if missing:
         raise LaunchError(
             f"srun's variables are incomplete: {', '.join(missing)} not set; start with "
-            "srun, without an --export that drops "
-            "variables, or with torchrun"
+            "srun, without an --export that drops variables, or with torchrun"
         )
     tasks, node = (
         expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"]),
@@ -131,8 +130,7 @@ def _srun_launch(environment: Mapping[str, str]) -> Launch:
         raise LaunchError(
             f"SLURM_NODEID={node}, but "
             f"SLURM_STEP_TASKS_PER_NODE={environment['SLURM_STEP_TASKS_PER_NODE']} is of "
-            f"{len(tasks)} nodes; "
-            "start with srun, which sets both"
+            f"{len(tasks)} nodes; start with srun, which sets both"
         )
     job, step, restart = (
         _number(environment, name, 0)
@@ -244,8 +242,7 @@ def choose_device(launch: Launch, config: DistributedConfig) -> tuple[torch.devi
     if backend == "nccl" and not gpus:
         raise LaunchError(
             f"rank {launch.rank}: --distributed-backend nccl needs a GPU, and torch finds "
-            "none here; start where there is one, or give "
-            "--distributed-backend gloo"
+            "none here; start where there is one, or give --distributed-backend gloo"
         )
     # --gpus-per-task shows each task its own
     if (
@@ -351,8 +348,7 @@ def connect(
             f"rank {launch.rank}: all {launch.world_size} ranks arrived, but {backend} could "
             "not connect them; look for an earlier error "
             f"of another rank; if there is none, set {interface} to the network interface "
-            "that joins the hosts. It said: "
-            f"{str(error).splitlines()[0]}"
+            f"that joins the hosts. It said: {str(error).splitlines()[0]}"
         ) from None
     PEERS.start(
         store, launch.rank, launch.world_size, "torchrun" if launch.agent_store else "rank 0"

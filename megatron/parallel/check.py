@@ -198,8 +198,7 @@ def _complete(schedule: Schedule, where: dict[Action, Place]) -> None:
                     f"schedule {schedule.name}: rank {schedule.placement[stage]} has for "
                     f"stage {stage}, micro-batch {micro}: "
                     f"{', '.join(WORDS[kind] for kind in found) or 'nothing'}; it must have "
-                    "a forward and, to train, a backward "
-                    "or an input gradient and a weight gradient"
+                    "a forward and, to train, a backward or an input gradient and a weight gradient"
                 )
 
 

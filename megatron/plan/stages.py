@@ -36,8 +36,7 @@ def stage_lines(
         share = sum(flops[i] for i in stage.units) / sum(flops)
         lines.append(
             f"stage {k} on rank {schedule.placement[k]}: {units_of(stage)}; "
-            f"{stored[k]:,} parameters; {share:.1%} of the FLOPs; "
-            f"{peaks[k]} in flight"
+            f"{stored[k]:,} parameters; {share:.1%} of the FLOPs; {peaks[k]} in flight"
         )
     totals = [
         f"{sizes['total'] / 2**30:.3g}"

@@ -46,8 +46,7 @@ def memory_verdict(
     word = judge(needed / 2**30, memory)
     line = (
         f"{word}: the plan needs {_gib(needed)} GiB on each device of {memory:g} GiB, of which "
-        f"{max(0.0, memory - RESERVE):g} "
-        f"are usable ({RESERVE:g} go to what it does not count)"
+        f"{max(0.0, memory - RESERVE):g} are usable ({RESERVE:g} go to what it does not count)"
     )
     if word != "fits":
         line += "; " + (

@@ -142,8 +142,7 @@ def describe(
         "layout": [describe_layout(layout_of(config, world_size))],
         "model": [
             f"{model.num_layers} layers, hidden {model.hidden_size}, ffn "
-            f"{model.ffn_hidden_size} ({model.activation}), {model.num_attention_heads} "
-            "heads of "
+            f"{model.ffn_hidden_size} ({model.activation}), {model.num_attention_heads} heads of "
             f"{model.kv_channels}, {model.num_query_groups} key/value heads, "
             f"{model.normalization}, positions {model.position_embedding_type}",
             f"{parameters['total']:,} parameters ({', '.join(counts)})",
@@ -160,8 +159,7 @@ def describe(
         "batch": [
             f"micro-batch {training.micro_batch_size} x "
             f"{gbs // (training.micro_batch_size * dp)} micro-batches x dp {dp} = global "
-            f"batch {gbs}; "
-            f"sequence {seq}; {gbs * seq:,} tokens an iteration",
+            f"batch {gbs}; sequence {seq}; {gbs * seq:,} tokens an iteration",
             length_line(config),
             (
                 f"{flops[0] / 1e12:.4g} TFLOP an iteration ({flops[1] / 1e12:.4g} with the "

@@ -393,8 +393,7 @@ def _manifest_of(options: CheckpointConfig) -> dict[str, Any]:
             [
                 (
                     "--use-checkpoint-args: no "
-                    f"checkpoint{'' if step is None else f' of iteration {step}'} in --load "
-                    f"{root}"
+                    f"checkpoint{'' if step is None else f' of iteration {step}'} in --load {root}"
                 )
             ]
         )

@@ -170,8 +170,7 @@ def _for_all(run: Run) -> Callable[[float], str]:
     """What is said when a sum at the end of the step fails."""
     return lambda seconds: (
         f"rank {run.groups.rank} had done its part of the step and waited {seconds:.1f} s "
-        "for all others to do theirs. "
-        "The rank whose output lacks this message"
+        "for all others to do theirs. The rank whose output lacks this message"
     )
 
 

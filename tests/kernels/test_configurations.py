@@ -112,8 +112,7 @@ def test_a_gpu_without_the_shared_memory_is_refused():
     assert row.unfit(80) is None and row.unfit(90) is None
     assert row.unfit(86) == (
         "attention forward (d 64, kind full) needs 120 KiB of shared memory for a block of "
-        "threads, "
-        "a GPU of compute capability 8.6 has 99"
+        "threads, a GPU of compute capability 8.6 has 99"
     )
     assert [shared_memory(arch) for arch in (80, 86, 89, 90, 100, 103, 120, 121)] == [
         166912,

@@ -111,8 +111,7 @@ NAMED = (
     Case(
         "ramp-up",
         f"{FILES} {LLAMA} --rampup-batch-size 2 2 6 --global-batch-size 6 --lr-decay-style WSD "
-        f"--lr-wsd-decay-iters 2 "
-        "--eod-mask-loss",
+        f"--lr-wsd-decay-iters 2 --eod-mask-loss",
     ),
     Case(
         "ramp-up-resume",
@@ -131,8 +130,7 @@ NAMED = (
     Case(
         "wsd-in-samples",
         f"{MOCK} {LLAMA} --train-samples 24 --lr-decay-style WSD --lr-wsd-decay-samples 14 "
-        f"--min-lr 2e-3 "
-        "--lr-wsd-decay-style minus_sqrt",
+        f"--min-lr 2e-3 --lr-wsd-decay-style minus_sqrt",
     ),
     # Ends, and what comes after them.
     Case(
@@ -149,8 +147,7 @@ NAMED = (
     Case(
         "resume-new-blend",
         f"{LLAMA} --train-iters 7 --train-data-path 2 {{data}}/books 1 {{data}}/code "
-        f"--valid-data-path {{data}}/web "
-        "{data}/code",
+        f"--valid-data-path {{data}}/web {{data}}/code",
         first="--exit-interval 3",
         then=("--train-data-path 1 {data}/web 1 {data}/books --accept-changed data",),
     ),
@@ -182,14 +179,12 @@ NAMED = (
     Case(
         "no-valid-token",
         f"{LLAMA} --train-data-path {{data}}/gaps --seq-length 8 --eod-mask-loss "
-        f"--global-batch-size 1 "
-        "--micro-batch-size 1 --train-iters 12 --log-interval 2",
+        f"--global-batch-size 1 --micro-batch-size 1 --train-iters 12 --log-interval 2",
     ),
     Case(
         "three-sources",
         f"{LLAMA} --train-data-path {{data}}/notes {{data}}/books {{data}}/code --train-iters 8 "
-        f"--valid-data-path {{data}}/web "
-        "--test-data-path {data}/code {data}/notes",
+        f"--valid-data-path {{data}}/web --test-data-path {{data}}/code {{data}}/notes",
     ),
     Case(
         "resume-new-batch-and-seed",

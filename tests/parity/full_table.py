@@ -66,8 +66,7 @@ def main() -> int:
         if faults or number % 50 == 0:
             print(
                 (
-                    f"{number}/{len(rows)} {row}: "
-                    f"{'; '.join(faults[:3]) if faults else 'equal'} "
+                    f"{number}/{len(rows)} {row}: {'; '.join(faults[:3]) if faults else 'equal'} "
                     f"({time.monotonic() - started:.1f} s)"
                 ),
                 flush=True,

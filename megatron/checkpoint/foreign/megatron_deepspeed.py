@@ -130,8 +130,7 @@ def tensor_parallel_size(folder: Path, states: list[dict[str, Any]]) -> int:
     if tp * pp != len(states):
         raise CheckpointError(
             f"{folder}: has partitions of {len(states)} model-parallel ranks, the run had "
-            f"{tp * pp} (tp {tp}, pp {pp}): "
-            "bring the files of all of them into the folder"
+            f"{tp * pp} (tp {tp}, pp {pp}): bring the files of all of them into the folder"
         )
     return tp
 

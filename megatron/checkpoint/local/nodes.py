@@ -83,8 +83,7 @@ def find_nodes(root: str | Path, ranks: Ranks) -> Nodes:
     if sorted(rank for row in members for rank in row) != list(range(ranks.world.size)):
         raise CheckpointError(
             f"--local-checkpoint-dir {root}: ranks do not agree on who sees the same folder "
-            f"({members}): give a folder of the node "
-            "itself, such as one in /dev/shm"
+            f"({members}): give a folder of the node itself, such as one in /dev/shm"
         )
     return Nodes(root, ranks, members, tuple(hosts[row[0]] for row in members))
 
@@ -119,8 +118,7 @@ def own_folder(root: Path) -> None:
     if wrong:
         raise CheckpointError(
             f"--local-checkpoint-dir {root}: {wrong}: give the name of a new folder in it or "
-            "beside it, "
-            "which is made with mode 0700"
+            "beside it, which is made with mode 0700"
         )
 
 

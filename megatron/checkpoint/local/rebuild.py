@@ -103,8 +103,7 @@ def newest_local(
             )
             say(
                 f"warning: the local checkpoint of iteration {key[0]} is not taken: of its "
-                f"{total} shards {len(lost)} ({shown}) are whole on no "
-                f"node{why}"
+                f"{total} shards {len(lost)} ({shown}) are whole on no node{why}"
             )
     return None
 

@@ -317,15 +317,13 @@ def require_redundancy(nodes: Nodes, redundancy: str, say: Callable[[str], None]
         what = "a partner is another one" if redundancy == "partner" else "a set is of several"
         raise CheckpointError(
             f"{flag}: all ranks see the same {nodes.root}, which counts as one node, and "
-            f"{what}: start on two or more nodes, or "
-            "give --local-redundancy none"
+            f"{what}: start on two or more nodes, or give --local-redundancy none"
         )
     if len(set(sizes)) > 1:
         shown = ", ".join(f"{host} {size}" for host, size in zip(nodes.hosts, sizes))
         raise CheckpointError(
             f"{flag}: needs the same number of ranks on every node, found {shown}: start as "
-            "many on each, or "
-            "give --local-redundancy none"
+            "many on each, or give --local-redundancy none"
         )
     if len(set(nodes.hosts)) < len(sizes):
         lost = "both copies" if redundancy == "partner" else "two nodes of a set"
@@ -342,8 +340,7 @@ def require_redundancy(nodes: Nodes, redundancy: str, say: Callable[[str], None]
         )
         say(
             f" {flag}: {len(sizes)} nodes in {len(sets)} set(s) of "
-            f"{' and '.join(map(str, sorted(sizes_of, reverse=True)))}; beside its own "
-            "shards a "
+            f"{' and '.join(map(str, sorted(sizes_of, reverse=True)))}; beside its own shards a "
             f"node keeps {share} of the largest's bytes, and of each set one node may be lost"
         )
 
@@ -391,8 +388,7 @@ def require_room(
                 f"--local-checkpoint-dir {nodes.root} on node {nodes.index} "
                 f"({nodes.hosts[nodes.index]}): {most} checkpoints ({KEPT} kept, one being "
                 f"written{draining}) of {one / GIB:.3g} GiB each need {most * one / GIB:.3g} "
-                f"GiB, and {(free + held) / GIB:.3g} GiB are free.{left} "
-                "Give a larger "
+                f"GiB, and {(free + held) / GIB:.3g} GiB are free.{left} Give a larger "
                 f"folder{', or --local-redundancy none' if redundancy != 'none' else ''}"
             )
 

@@ -27,8 +27,7 @@ from megatron.config.groups import Config
 
 VALID = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-    "--micro-batch-size 2 --lr 1e-3 --train-iters 10 "
-    "--mock-data --vocab-size 100"
+    "--micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data --vocab-size 100"
 ).split()
 
 

@@ -232,8 +232,7 @@ def test_schedules_and_virtual_stages_that_follow(extra, schedule, virtual):
             16,
             4,
             f"--num-layers 16: not divisible by {PP} 4 x {PER_VIRTUAL} 3 = 12; the nearest "
-            f"are 12 and 24, or give {LAYOUT} auto "
-            f"instead of {PER_VIRTUAL}",
+            f"are 12 and 24, or give {LAYOUT} auto instead of {PER_VIRTUAL}",
         ),
         (
             f"{PER_VIRTUAL} 2 {VIRTUAL} 4",
@@ -351,8 +350,7 @@ def test_schedules_and_virtual_stages_that_follow(extra, schedule, virtual):
             8,
             4,
             "--pipeline-schedule interleaved: needs several stages on each pipeline rank; "
-            f"give {VIRTUAL} 2, or "
-            "--pipeline-schedule 1f1b",
+            f"give {VIRTUAL} 2, or --pipeline-schedule 1f1b",
         ),
         (
             f"--pipeline-schedule 1f1b {VIRTUAL} 2",
@@ -568,7 +566,6 @@ def test_few_micro_batches_are_a_remark():
     assert remarks(16) == []
     assert remarks(12) == [
         "--global-batch-size 12: 3 micro-batch(es) for 4 pipeline ranks leave (P-1)/(m+P-1) "
-        "= 50% of a step idle under 1f1b; with "
-        "--global-batch-size 16 it is less than half"
+        "= 50% of a step idle under 1f1b; with --global-batch-size 16 it is less than half"
     ]
     assert "= 75% of a step" in remarks(4)[0]

@@ -21,8 +21,7 @@ from megatron.config.validate import blend_prefixes, cross_field_faults, resolve
 
 VALID = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-    "--micro-batch-size 2 --lr 1e-3 --train-iters 10 "
-    "--mock-data --vocab-size 100"
+    "--micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data --vocab-size 100"
 )
 
 
@@ -647,8 +646,7 @@ def test_launched_and_assumed_ranks_have_the_same_rules():
             4,
             [
                 "--ffn-hidden-size 30: not divisible by --tensor-model-parallel-size 4; the "
-                "nearest "
-                "is 32"
+                "nearest is 32"
             ],
         ),
         (
@@ -931,8 +929,7 @@ def test_the_form_of_gelu_is_said():
     (note,) = [note for note in resolve(configure(), 1, 101).notes if "gelu" in note]
     assert note == (
         "--activation gelu is the exact (erf) form; Megatron-LM's default, which it fuses "
-        "with the bias, is the tanh form: "
-        "--activation gelu-tanh"
+        "with the bias, is the tanh form: --activation gelu-tanh"
     )
     for activation in ("gelu-tanh", "swiglu"):
         assert not any(

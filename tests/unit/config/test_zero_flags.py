@@ -78,8 +78,7 @@ HOST = "optimizer-cpu-offload = True: --param-cpu-offload keeps weights where th
             4,
             [
                 "--no-overlap-param-gather: acts only with --zero-stage 1, 2 or 3 on several "
-                "data-parallel ranks; nothing "
-                "changes here"
+                "data-parallel ranks; nothing changes here"
             ],
         ),
         ("--zero-stage 2 --no-overlap-param-gather", 4, []),

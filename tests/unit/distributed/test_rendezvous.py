@@ -95,8 +95,7 @@ def test_missing_ranks_are_named_on_all_others(port):
     error = the_error(meet_all([ranks[rank] for rank in (0, 1, 2, 6, 8)], wait=SECONDS))
     assert error.startswith(
         f"ranks 3-5, 7 of 9 did not arrive at 127.0.0.1:{port} within 0.025 minutes "
-        "(--distributed-timeout-minutes); "
-        "ranks 0-2, 6, 8 did. "
+        "(--distributed-timeout-minutes); ranks 0-2, 6, 8 did. "
     )
     assert SECONDS < time.monotonic() - begun < PLENTY
 
@@ -192,8 +191,7 @@ def test_a_port_that_is_taken():
         [error] = meet_all(launches(2, port)[:1])
     assert str(error) == (
         f"rank 0 cannot listen at port {port} of {socket.gethostname()}: it is taken by "
-        "another program; "
-        "set MASTER_PORT to a free one on every rank"
+        "another program; set MASTER_PORT to a free one on every rank"
     )
 
 

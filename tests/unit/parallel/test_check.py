@@ -298,8 +298,7 @@ def test_a_circle_of_ranks_is_named():
         check(Schedule("crossed", (0, 1, 0), 2, communicate(orders, (0, 1, 0))))
     assert str(caught.value) == (
         "schedule crossed: deadlock: rank 0, action 4 (forward of stage 2, micro-batch 0) "
-        "waits for rank 1; "
-        "rank 1, action 2 (forward of stage 1, micro-batch 1) waits for rank 0"
+        "waits for rank 1; rank 1, action 2 (forward of stage 1, micro-batch 1) waits for rank 0"
     )
 
 

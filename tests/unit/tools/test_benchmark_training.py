@@ -42,8 +42,7 @@ TINY = Work(
 def line(iteration: int, second: int) -> str:
     return (
         f" [2026-01-01 00:00:{second:02d}.500000] iteration {iteration:8d}/      30 | "
-        "consumed samples:  1 | "
-        f"lm loss: {9 - iteration / 10:.6E} | loss scale: 1.0 |\n"
+        f"consumed samples:  1 | lm loss: {9 - iteration / 10:.6E} | loss scale: 1.0 |\n"
     )
 
 

@@ -17,8 +17,7 @@ from megatron.training.length import epoch_lines, length_line, run_length
 
 BASE = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 10 "
-    "--micro-batch-size 2 --lr 1e-3 --tokenizer-type NullTokenizer "
-    "--vocab-size 100 --eval-iters 0"
+    "--micro-batch-size 2 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 100 --eval-iters 0"
 )
 
 
