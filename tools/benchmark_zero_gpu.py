@@ -287,7 +287,7 @@ def build(flags: list[str], ranks: int, device: torch.device) -> Run:
         tracker=None,
         exits=ExitConditions(config.training),
         progress=Progress(),
-        saver=None,
+        checkpoints=None,
         lease=None,
         peak_tflops=None,
     )

@@ -46,9 +46,10 @@ import torch.distributed as dist
 from benchmark_checkpoint import put_section
 from benchmark_training import machine
 
+from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.ranks import Ranks
-from megatron.checkpoint.saver import Saver, staging_bytes
 from megatron.checkpoint.share import own_part
+from megatron.checkpoint.staged import staging_bytes
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
 from megatron.config.validate import resolve
@@ -121,7 +122,7 @@ def serve(rank: int, ranks: int, store: str, plans: dict[str, Pairs], pipe: Conn
     while True:
         mode, folder, link = pipe.recv()
         pairs = [(box, torch.ones(tensor.shape, dtype=tensor.dtype)) for box, tensor in plans[mode]]
-        saver = Saver(
+        saver = CheckpointManager(
             folder,
             together,
             None if link is None else staging_bytes(pairs, None),

@@ -13,14 +13,15 @@ from megatron.checkpoint.commit import not_writable
 from megatron.checkpoint.lease import Lease, take_lease
 from megatron.checkpoint.local.rebuild import LocalCheckpoint
 from megatron.checkpoint.local.tiers import Tiers, settle_run
+from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.progress import Saved
 from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.replicas import Replicas
 from megatron.checkpoint.retention import Policy
-from megatron.checkpoint.saver import Saver, staging_bytes
 from megatron.checkpoint.share import own_part
+from megatron.checkpoint.staged import staging_bytes
 from megatron.checkpoint.writer import shard_bytes, try_folder
 from megatron.config.groups import Config
 from megatron.distributed.together import together
@@ -116,9 +117,9 @@ def load(checkpoint: Checkpoint, run: Run) -> None:
     run.scaler.load(checkpoint.state["scaler"])
 
 
-def make_saver(
+def make_manager(
     config: Config, optimizer: Optimizer, ranks: Ranks, tracker: Tracker | None, tiers: Tiers | None
-) -> Saver | None:
+) -> CheckpointManager | None:
     """What writes the run's checkpoints and tells the tracker of them; None without --save. Raises
     UserError when the local tier lacks room.
     """
@@ -136,7 +137,7 @@ def make_saver(
                 iteration, save_metrics(size=saved.bytes, seconds=saved.seconds, stall=saved.stall)
             )
 
-    return Saver(
+    return CheckpointManager(
         options.save,
         ranks,
         memory,
@@ -159,9 +160,9 @@ def save(run: Run) -> None:
     """Write a checkpoint of the run as it stands, or begin to, when --save is given. A failed save
     is said, and stops nothing.
     """
-    if run.saver is not None:
+    if run.checkpoints is not None:
         run.zero.settle()  # a checkpoint is of weights after the step
-        run.saver.save(
+        run.checkpoints.save(
             run.progress.iteration,
             _own_pairs(run.config, run.optimizer),
             run_state(run),
@@ -172,15 +173,15 @@ def save(run: Run) -> None:
 def save_local(run: Run) -> None:
     """Write a checkpoint to the local tier alone."""
     run.zero.settle()
-    check = partial(Replicas(run.optimizer).check, run.saver.ranks)
-    run.saver.tiers.save(
+    check = partial(Replicas(run.optimizer).check, run.checkpoints.ranks)
+    run.checkpoints.tiers.save(
         run.progress.iteration, _own_pairs(run.config, run.optimizer), run_state(run), check
     )
 
 
 def drain(run: Run) -> bool:
     """Wait for a save under way; whether the last one went well."""
-    return run.saver is None or run.saver.drain()
+    return run.checkpoints is None or run.checkpoints.drain()
 
 
 def lease_save_folder(config: Config, ranks: Ranks, job: str) -> Lease | None:

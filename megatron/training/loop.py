@@ -83,8 +83,8 @@ def settle(run: Run, pending: Pending | None, interval: Interval) -> None:
     report, progress = pending.read(), run.progress
     count = len(run.exits.agreed)
     run.exits.agreed = report.requests[:count]
-    if run.saver is not None:
-        run.saver.advance(report.requests[count:])
+    if run.checkpoints is not None:
+        run.checkpoints.advance(report.requests[count:])
     interval.last = report
     interval.iterations += 1
     overflow = report.skipped and sum(report.tokens) > 0

@@ -64,7 +64,7 @@ from megatron.training.checkpointing import (
     lease_save_folder,
     load,
     locate_checkpoint,
-    make_saver,
+    make_manager,
     prepare_save_folder,
 )
 from megatron.training.exit import ExitConditions
@@ -266,8 +266,8 @@ def pretrain(
         stack.enter_context(one_voice())
         run, checkpoint = build(config, notes, world_size, device, stack, not_done)
         stack.callback(run.exits.close)
-        if run.saver is not None:
-            stack.callback(run.saver.close)
+        if run.checkpoints is not None:
+            stack.callback(run.checkpoints.close)
         if run.tracker is not None:
             stack.callback(run.tracker.close)
         try:
@@ -452,7 +452,7 @@ def build(
         tracker=tracker,
         exits=exits,
         progress=prepared.progress,
-        saver=make_saver(config, optimizer, ranks, tracker, tiers),
+        checkpoints=make_manager(config, optimizer, ranks, tracker, tiers),
         lease=lease,
         peak_tflops=config.logging.peak_tflops or peak_tflops(device_name(device), model.dtype),
     ), prepared.checkpoint

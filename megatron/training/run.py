@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.saver import Saver
+from megatron.checkpoint.manager import CheckpointManager
 from megatron.config.groups import Config
 from megatron.data.loader import Data
 from megatron.distributed.groups import Groups
@@ -62,7 +62,7 @@ class Run:
     tracker: Tracker | None  # on rank 0
     exits: ExitConditions
     progress: Progress
-    saver: Saver | None  # with --save
+    checkpoints: CheckpointManager | None  # with --save
     lease: Lease | None  # of --save, on rank 0
     peak_tflops: float | None
     timers: Timers = field(default_factory=Timers)

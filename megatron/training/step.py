@@ -46,7 +46,7 @@ class Report:
     tokens: list[float]
     scalars: dict[str, float]  # what layers returned beside their output: sums over tokens
     # ranks that asked for an end (ExitConditions.requests), then those that are ready for more of a
-    # save (Saver.ready)
+    # save (CheckpointManager.ready)
     requests: list[float]
 
     @property
@@ -141,7 +141,7 @@ def update(run: Run, gradients: Gradients, *, learning_rate: float, weight_decay
     ranks must agree on travels in one sum.
     """
     requests = torch.tensor(
-        [*run.exits.requests(), *(run.saver.ready() if run.saver is not None else ())],
+        [*run.exits.requests(), *(run.checkpoints.ready() if run.checkpoints is not None else ())],
         dtype=torch.float64,
     ).to(run.device, non_blocking=True)
     squares = run.optimizer.squares().reshape(1)
@@ -152,8 +152,8 @@ def update(run: Run, gradients: Gradients, *, learning_rate: float, weight_decay
     nominal = gradients.batch_size * run.config.data.seq_length
     # a non-finite loss makes the factor, so the step, non-finite
     factor = nominal / (tokens.sum() * gradients.loss_scale) + 0 * losses.sum()
-    if run.saver is not None:
-        run.saver.before_update()
+    if run.checkpoints is not None:
+        run.checkpoints.before_update()
     outcome = run.optimizer.step(
         lr=learning_rate, weight_decay=weight_decay, squares=squares[0], grad_factor=factor
     )

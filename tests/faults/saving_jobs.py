@@ -24,10 +24,17 @@ from megatron.checkpoint import manifest, writer  # noqa: E402
 from megatron.checkpoint.local import parity, saves  # noqa: E402
 from megatron.checkpoint.local.rebuild import LocalCheckpoint  # noqa: E402
 from megatron.checkpoint.local.tiers import Tiers, settle_run  # noqa: E402
+from megatron.checkpoint.manager import CheckpointManager  # noqa: E402
 from megatron.checkpoint.ranks import ONE, Ranks  # noqa: E402
 from megatron.checkpoint.reader import Checkpoint  # noqa: E402
-from megatron.checkpoint.saver import Saver, Staging, staging_bytes  # noqa: E402
 from megatron.checkpoint.share import own_part  # noqa: E402
+from megatron.checkpoint.staged import (  # noqa: E402
+    StagedSave,
+    StagedStrategy,
+    Staging,
+    staging_bytes,
+)
+from megatron.checkpoint.synchronous import SaveRequest  # noqa: E402
 from megatron.layers.spec import Box, Holder  # noqa: E402
 
 SHAPES = {
@@ -113,7 +120,7 @@ def in_background(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
     """
     rng = random.Random(first)  # the same on all ranks
     memory = staging_bytes(contents(first, ranks)[0], None)
-    saver = Saver(
+    saver = CheckpointManager(
         root,
         ranks,
         memory,
@@ -130,14 +137,14 @@ def in_background(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
 
 
 def hear(tell: Tell, line: str) -> None:
-    """What a Saver says, as a Tell."""
+    """What a CheckpointManager says, as a Tell."""
     if "NOT saved" in line:
         tell(f"failed {line}")
     elif match := re.match(r" saved local checkpoint of iteration (\d+)", line):
         tell(match[1])
 
 
-def step(saver: Saver) -> None:
+def step(saver: CheckpointManager) -> None:
     """What training does of a save in each step."""
     time.sleep(0.001)
     sums = torch.tensor(saver.ready())
@@ -170,7 +177,7 @@ def in_tiers(root: Path, first: int, ranks: Ranks, tell: Tell, redundancy: str =
             tell(f"wrong {fault}")
     tell(f"found {found}")
     tiers.run = settle_run(str(root), str(root), ranks, local=True)
-    saver = Saver(
+    saver = CheckpointManager(
         root,
         ranks,
         1,
@@ -213,13 +220,14 @@ def without_a_piece(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
 
 def early(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
     """A mutant: a save counts when it has begun."""
-    begin = Saver._begin
+    start = StagedStrategy.start
 
-    def begun(saver: Saver, iteration: int, *rest: object) -> None:
-        begin(saver, iteration, *rest)
-        tell(str(iteration))
+    def started(strategy: StagedStrategy, request: SaveRequest) -> StagedSave | None:
+        save = start(strategy, request)
+        tell(str(request.iteration))
+        return save
 
-    with mock.patch.object(Saver, "_begin", begun):
+    with mock.patch.object(StagedStrategy, "start", started):
         in_background(root, first, ranks, tell)
 
 

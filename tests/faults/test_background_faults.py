@@ -29,10 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "checkpoin
 from checkpoint_cases import mounted
 
 from megatron.checkpoint import background
+from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.manifest import iteration_folder, list_iterations
 from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.saver import Saver, staging_bytes
+from megatron.checkpoint.staged import staging_bytes
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.distributed.groups import Axis
 
@@ -133,9 +134,11 @@ def before_call(number: int, what: str) -> str:
 
 @contextmanager
 def saver_at(root: Path, ranks: Ranks = ONE):
-    """A Saver and the list of what it says."""
+    """A CheckpointManager and the list of what it says."""
     said: list[str] = []
-    saver = Saver(root, ranks, staging_bytes(contents(1, ranks)[0], None), say=said.append)
+    saver = CheckpointManager(
+        root, ranks, staging_bytes(contents(1, ranks)[0], None), say=said.append
+    )
     try:
         yield saver, said
     finally:
@@ -397,7 +400,7 @@ def train_with_little_room(root: Path, filler: Path) -> tuple[list[str], list[in
             dist.barrier()
             saver.save(iteration, *contents(iteration, ranks))
             steps = 0
-            while saver.under_way is not None:
+            while saver.pending is not None:
                 step(saver)
                 steps += 1
             assert steps > 0

@@ -18,10 +18,10 @@ pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs st
 ONE_SAVE = """
 import sys
 sys.path[:0] = [{folder!r}]
-from saving_jobs import ONE, Saver, contents, staging_bytes
+from saving_jobs import ONE, CheckpointManager, contents, staging_bytes
 from test_background_faults import writers_begin_with
 with writers_begin_with({prologue!r}):
-    saver = Saver(sys.argv[1], ONE, staging_bytes(contents(1)[0], None))
+    saver = CheckpointManager(sys.argv[1], ONE, staging_bytes(contents(1)[0], None))
     saver.save(1, *contents(1))
     assert saver.drain()
     saver.close()

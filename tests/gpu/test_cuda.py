@@ -6,10 +6,11 @@ import pytest
 import torch
 from megatron.kernels import philox
 
+from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.replicas import odd_factors, position_sum
-from megatron.checkpoint.saver import Saver, staging_bytes
+from megatron.checkpoint.staged import staging_bytes
 from megatron.distributed.setup import set_determinism
 from megatron.layers import linear_cross_entropy
 from megatron.layers.attention import attention_core
@@ -208,7 +209,7 @@ def test_a_background_save_is_of_the_values_at_its_call(tmp_path):
     ]
     want = {name: tensor.cpu() for name, tensor in data.items()}
     for limit in (None, 1e-9):  # in one wave, and chunk by chunk
-        background = Saver(
+        background = CheckpointManager(
             tmp_path / str(limit),
             Ranks(device=torch.device("cuda", torch.cuda.current_device())),
             staging_bytes(pairs, limit),

@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -185,8 +186,9 @@ def ours(
 ) -> Save:
     torch.set_num_threads(threads or torch.get_num_threads())  # it writes as many shards at once
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from megatron.checkpoint.manager import CheckpointManager
     from megatron.checkpoint.ranks import Ranks
-    from megatron.checkpoint.saver import Saver, staging_bytes
+    from megatron.checkpoint.staged import staging_bytes
     from megatron.distributed.groups import Axis
     from megatron.layers.spec import Box
 
@@ -202,12 +204,13 @@ def ours(
     together = Ranks(Axis("world", rank, tuple(range(ranks)), dist.group.WORLD))
 
     @cache
-    def the_saver() -> Saver:  # with its host memory
-        return Saver("", together, staging_bytes(pairs, None) if background else None)
+    def the_saver() -> CheckpointManager:  # with its host memory
+        return CheckpointManager("", together, staging_bytes(pairs, None) if background else None)
 
     def save(folder: Path) -> float:
         saver = the_saver()
-        saver.root = folder
+        # the memory is that of the first save, the folder a new one
+        saver.strategy.destination = replace(saver.strategy.destination, root=folder)
         saver.save(1, pairs, {"iteration": 1})
         free = time.perf_counter()
         if not saver.drain():

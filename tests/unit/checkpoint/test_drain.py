@@ -19,10 +19,11 @@ from megatron.checkpoint.local import drain, tiers
 from megatron.checkpoint.local.drain import BURST, copy_shard, limited
 from megatron.checkpoint.local.nodes import RunId
 from megatron.checkpoint.local.tiers import Tiers
+from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import ONE
 from megatron.checkpoint.reader import find_checkpoint
-from megatron.checkpoint.saver import Saver, staging_bytes
+from megatron.checkpoint.staged import staging_bytes
 
 
 class Clock:
@@ -144,15 +145,15 @@ def saver(tmp_path):
     """saver(rate, local): one that saves in the background under tmp_path/shared; closed in the
     end.
     """
-    made: list[Saver] = []
+    made: list[CheckpointManager] = []
 
-    def make(rate: float | None = None, local: bool = True) -> tuple[Saver, list[str]]:
+    def make(rate: float | None = None, local: bool = True) -> tuple[CheckpointManager, list[str]]:
         said: list[str] = []
         tier = Tiers(tmp_path / "local", ONE, "none", said.append) if local else None
         if local:
             tier.run = RunId("c" * 32, "here")
         made.append(
-            Saver(
+            CheckpointManager(
                 tmp_path / "shared",
                 ONE,
                 staging_bytes(pairs(tensors()), None),
@@ -168,13 +169,13 @@ def saver(tmp_path):
         each.close()
 
 
-def held_up(each: Saver, iteration: int, meanwhile) -> bool:
+def held_up(each: CheckpointManager, iteration: int, meanwhile) -> bool:
     """Save; the writer process begins when `meanwhile` is over. Whether the save went well."""
-    each.background.start()
-    os.kill(each.background.process.pid, signal.SIGSTOP)
+    each.strategy.background.start()
+    os.kill(each.strategy.background.process.pid, signal.SIGSTOP)
     each.save(iteration, pairs(tensors(iteration)), {})
     meanwhile()
-    os.kill(each.background.process.pid, signal.SIGCONT)
+    os.kill(each.strategy.background.process.pid, signal.SIGCONT)
     return each.drain()
 
 
@@ -235,7 +236,7 @@ def test_without_room_on_the_node_the_save_goes_to_the_shared_folder_at_once(
     monkeypatch.setattr(tiers, "save_local", full)
     each.save(1, pairs(tensors()), {})
     assert (
-        each.under_way is None
+        each.pending is None
         and said[0] == "warning: iteration 1 was NOT saved locally. no room"
         and each.drain()
     )
@@ -246,7 +247,7 @@ def test_without_room_on_the_node_the_save_goes_to_the_shared_folder_at_once(
 def test_the_writer_keeps_to_the_rate(saver, local):
     """4 MB/s of 4 MB, less the burst; from the node and from memory. The control has no rate."""
     each, _ = saver(4.0, local)
-    each.background.start()
+    each.strategy.background.start()
 
     def seconds(iteration: int) -> float:
         began = time.monotonic()

@@ -14,6 +14,7 @@ from faults.dying import die_before
 from reshard_cases import flags, saving, start
 
 from megatron.checkpoint import commit, manifest
+from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.manifest import (
     CheckpointError,
     decode_manifest,
@@ -23,7 +24,7 @@ from megatron.checkpoint.manifest import (
 from megatron.checkpoint.ranks import ONE
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.retention import Policy, retire
-from megatron.checkpoint.saver import Saver, staging_bytes
+from megatron.checkpoint.staged import staging_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CALLS = ("open", "pwritev", "fsync", "rename", "mkdir", "unlink", "rmdir")
@@ -36,7 +37,7 @@ def contents(iteration: int, run: int) -> tuple[list, dict]:
     }
 
 
-class Run(Saver):
+class Run(CheckpointManager):
     """A run under `root` that saves in the background or at once; what it says is `said`."""
 
     def __init__(self, root: Path, number: int, background: bool = False) -> None:

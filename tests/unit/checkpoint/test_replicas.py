@@ -246,8 +246,8 @@ def save_with_a_flip(arguments: tuple[str, ...]) -> str:
         if wrong:
             flip(run.optimizer, "exp_avg", MATRIX)
         checkpointing.save(run)
-        if run.saver.under_way is not None:
-            run.saver.before_update()  # from here on tensors may change
+        if run.checkpoints.pending is not None:
+            run.checkpoints.before_update()  # from here on tensors may change
         if wrong:
             flip(run.optimizer, "exp_avg", MATRIX)
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.checkpoint import saver
+from megatron.checkpoint import staged
 from megatron.config.arguments import parse_arguments
 from megatron.distributed import collectives, p2p
 from megatron.training import pretrain, step
@@ -283,7 +283,7 @@ class PretendedGPU(TorchDispatchMode):
         nccl = NCCL(self)
         for module in (collectives, p2p):
             put(module, "dist", nccl)
-        put(saver.Staging, "hand_over", self._reading(saver.Staging.hand_over))
+        put(staged.Staging, "hand_over", self._reading(staged.Staging.hand_over))
         put(pretrain, "choose_device", lambda launch, config: (Device(), "gloo"))
         put(pretrain, "set_determinism", lambda device, wanted: None)
         return super().__enter__()
@@ -318,9 +318,9 @@ class PretendedGPU(TorchDispatchMode):
     def _reading(self, hand_over: Any) -> Any:
         """The writer process reads the staging memory from here on."""
 
-        def handed_over(staging: saver.Staging) -> None:
+        def handed_over(staging: staged.Staging) -> None:
             hand_over(staging)
-            self.work(self.cpu, [staging.memory[: staging.at]], [], "the writer process")
+            self.work(self.cpu, [staging.memory[: staging.end]], [], "the writer process")
 
         return handed_over
 

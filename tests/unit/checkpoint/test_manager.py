@@ -17,9 +17,10 @@ import torch.distributed as dist
 from checkpoint_cases import loads, mounted, pairs
 
 from megatron.checkpoint import manifest
+from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import find_checkpoint
-from megatron.checkpoint.saver import Saver, Staging, staging_bytes
+from megatron.checkpoint.staged import Staging, staging_bytes
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.distributed.groups import Axis
 from megatron.layers.spec import Box
@@ -43,12 +44,14 @@ def tensors(iteration: int = 1) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def made():
-    """Savers that end with the test."""
-    found: list[Saver] = []
+    """Checkpoint managers that end with the test."""
+    found: list[CheckpointManager] = []
 
-    def make(root, memory: int | None, ranks: Ranks = ONE, **options) -> tuple[Saver, list[str]]:
+    def make(
+        root, memory: int | None, ranks: Ranks = ONE, **options
+    ) -> tuple[CheckpointManager, list[str]]:
         said: list[str] = []
-        found.append(Saver(root, ranks, memory, say=said.append, **options))
+        found.append(CheckpointManager(root, ranks, memory, say=said.append, **options))
         return found[-1], said
 
     yield make
@@ -89,11 +92,11 @@ def keeps_the_moment(root, made) -> bool:
     """Whether a save is of the values at its call, however late it is written."""
     data = tensors()
     background, _ = made(root, enough(data))
-    os.kill(background.background.process.pid, signal.SIGSTOP)
+    os.kill(background.strategy.background.process.pid, signal.SIGSTOP)
     background.save(1, pairs(data), STATE)
     for tensor in data.values():
         tensor.zero_()
-    os.kill(background.background.process.pid, signal.SIGCONT)
+    os.kill(background.strategy.background.process.pid, signal.SIGCONT)
     assert background.drain()
     try:
         loads(find_checkpoint(root), tensors())
@@ -120,7 +123,7 @@ def test_a_save_is_of_the_values_at_its_call(tmp_path, made, monkeypatch):
     assert not keeps_the_moment(tmp_path / "late", made)
 
 
-def step(each: Saver) -> None:
+def step(each: CheckpointManager) -> None:
     """What the end of a training step does for a save, on one rank."""
     each.advance(each.ready())
 
@@ -128,18 +131,18 @@ def step(each: Saver) -> None:
 def test_training_goes_on_while_it_is_written_and_then_it_stands(tmp_path, made):
     background, said = made(tmp_path, enough(tensors()))
     background.save(1, pairs(tensors()), STATE)
-    process = background.background.process.pid
+    process = background.strategy.background.process.pid
     step(background)  # hands the copy over
     os.kill(process, signal.SIGSTOP)
     for _ in range(3):
         step(background)
-    assert background.under_way is not None and not said
+    assert background.pending is not None and not said
     os.kill(process, signal.SIGCONT)
     # a job's end reaches all its processes; the trainer decides
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         os.kill(process, number)
     end = time.monotonic() + 30
-    while background.under_way is not None and time.monotonic() < end:
+    while background.pending is not None and time.monotonic() < end:
         step(background)
     assert len(said) == 1 and "training waited 0.0 s" in said[0]
     loads(find_checkpoint(tmp_path, say=pytest.fail), tensors())
@@ -166,11 +169,11 @@ def test_the_process_dies_with_the_trainer(tmp_path):
     program = f"""
 import sys, os, signal, time
 sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
-from test_saver import *
-each = Saver({str(tmp_path)!r}, ONE, enough(tensors()))
-os.kill(each.background.process.pid, signal.SIGSTOP)
+from test_manager import *
+each = CheckpointManager({str(tmp_path)!r}, ONE, enough(tensors()))
+os.kill(each.strategy.background.process.pid, signal.SIGSTOP)
 each.save(1, pairs(tensors()), STATE)
-print(each.background.process.pid, flush=True)
+print(each.strategy.background.process.pid, flush=True)
 time.sleep(60)
 """
     with subprocess.Popen(
@@ -231,7 +234,7 @@ def kill_a_writer(root, victim: int, when: str) -> list[str]:
         ]
 
     said: list[str] = []
-    each = Saver(root, ranks, staging_bytes(part(0), None), say=said.append)
+    each = CheckpointManager(root, ranks, staging_bytes(part(0), None), say=said.append)
 
     def end_of_step() -> None:
         sums = torch.tensor(each.ready(), dtype=torch.float64)
@@ -242,19 +245,19 @@ def kill_a_writer(root, victim: int, when: str) -> list[str]:
         for iteration in (1, 2, 3):
             if iteration == 2 and ranks.world.rank == victim:
                 os.kill(
-                    each.background.process.pid,
+                    each.strategy.background.process.pid,
                     signal.SIGKILL if when == "before" else signal.SIGSTOP,
                 )
                 os.waitid(
                     os.P_PID,
-                    each.background.process.pid,
+                    each.strategy.background.process.pid,
                     os.WNOWAIT | (os.WEXITED if when == "before" else os.WSTOPPED),
                 )
             each.save(iteration, part(iteration), STATE)
             for _ in range(3):
                 end_of_step()
             if iteration == 2 and ranks.world.rank == victim and when == "during":
-                os.kill(each.background.process.pid, signal.SIGKILL)
+                os.kill(each.strategy.background.process.pid, signal.SIGKILL)
             each.drain()
         return said
     finally:

@@ -1,0 +1,78 @@
+"""A save that training waits for: the strategy without --async-save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from megatron.checkpoint.ranks import Ranks
+from megatron.checkpoint.retention import Policy, retire
+from megatron.checkpoint.writer import save_checkpoint
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.replicas import Replicas
+    from megatron.layers.spec import Box
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a run's checkpoints go, and how. `rate`: the most MB/s of a rank in the background;
+    `before`: iterations that were there before this run, on the first rank; `say` is told what a
+    user should know.
+    """
+
+    root: Path
+    ranks: Ranks
+    retention: Policy
+    verify: bool
+    rate: float | None
+    before: list[int]
+    say: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What one save is of. `pairs` are the (box, tensor) pairs that this rank writes, `state` is
+    what is saved beside tensors; `local`: the shards lie whole in the local tier; `began`: when,
+    as time.perf_counter says it.
+    """
+
+    iteration: int
+    pairs: list[tuple[Box, Tensor]]
+    state: dict[str, Any]
+    replicas: Replicas | None
+    local: bool
+    began: float
+
+
+class SynchronousStrategy:
+    """Writes and commits before it returns."""
+
+    phases = 0  # numbers that a save adds to the sums of a training step
+    compares_later = False  # whether replicas are compared while a save is under way
+
+    def __init__(self, destination: Destination):
+        self.destination = destination
+
+    def start(self, request: SaveRequest) -> None:
+        """Raises UserError on every rank where anything prevents the save on one."""
+        to = self.destination
+        save_checkpoint(
+            to.root,
+            request.iteration,
+            request.pairs,
+            request.state,
+            to.say,
+            to.ranks,
+            verify=to.verify,
+            before=to.before,
+        )
+        if to.ranks.first:
+            retire(to.root, to.retention, request.iteration, to.say)
+
+    def close(self) -> None:
+        """Nothing runs beside the training."""
