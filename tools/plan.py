@@ -33,7 +33,8 @@ from megatron.config.validate import resolve
 from megatron.data.tokenizer import build_tokenizer
 from megatron.plan.advice import BANDWIDTH, HOST_BANDWIDTH, MFU, PEAK_TFLOPS, Machine
 from megatron.plan.checkpoint import checkpoint_report
-from megatron.plan.table import memory_report
+from megatron.plan.memory import MemoryPlan  # noqa: E402
+from megatron.plan.table import memory_report  # noqa: E402
 from megatron.plan.verdict import DEVICE_MEMORY
 
 OWN = {
@@ -119,9 +120,7 @@ def plan(what: str, argv: list[str]) -> list[str]:
         own["--host-bandwidth"],
     )
     return memory_report(
-        config,
-        vocab_size,
-        world_size,
+        MemoryPlan(config, vocab_size, world_size),
         memory=config.distributed.device_memory or DEVICE_MEMORY,
         machine=machine,
     )

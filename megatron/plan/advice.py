@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config
-from megatron.plan.memory import RankMemory, rank_memories, with_stage
+from megatron.plan.memory import MemoryPlan, RankMemory
 from megatron.plan.state import precisions, shard_size
 
 # H100, a share of its peak that training reaches, GB/s of its 400 Gb/s network adapter
@@ -146,14 +146,11 @@ class Order:
     broken: list[str]
 
 
-def order_of_peaks(config: Config, vocab_size: int, world_size: int, device: str = "cuda") -> Order:
+def order_of_peaks(plan: MemoryPlan) -> Order:
     """Whether each stage of ZeRO needs less than the one before on every pipeline rank, and which
     block prevents it where it does not.
     """
-    stages = [
-        rank_memories(with_stage(config, stage), vocab_size, world_size, device)
-        for stage in range(4)
-    ]
+    stages = [plan.with_stage(stage).ranks for stage in range(4)]
     broken = []
     for stage in (1, 2, 3):
         for rank, (before, after) in enumerate(zip(stages[stage - 1], stages[stage], strict=True)):
@@ -162,7 +159,7 @@ def order_of_peaks(config: Config, vocab_size: int, world_size: int, device: str
                 broken.append(
                     f"stage {stage} needs {gib(after.total)} and stage {stage - 1} "
                     f"{gib(before.total)} GiB{where}: "
-                    f"{_culprit(after, stage, config.distributed.zero3_keep_gathered)}"
+                    f"{_culprit(after, stage, plan.config.distributed.zero3_keep_gathered)}"
                 )
                 break
     return Order([max(rank.total for rank in ranks) for ranks in stages], broken)

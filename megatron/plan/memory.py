@@ -7,7 +7,7 @@ GPU), buffers of the communication library.
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -47,6 +47,60 @@ class RankMemory:
         """Bytes at the worst moment of a step."""
         return self.resident - self.static["gradients"] + sum(self.peak.bytes.values())
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes at the worst moment of a step by kind, and in `total`; kinds that are none are left
+        out. `host` and `disk` (what the offload flags move) are not in `total`.
+        """
+        sizes = {**self.static, **self.peak.bytes}
+        return {kind: size for kind, size in sizes.items() if size} | {"total": self.total}
+
+
+class MemoryPlan:
+    """What a run needs on each of its pipeline ranks, worked out when it is asked for, and once.
+
+    `device`: `cuda` with NCCL, or `cpu` with Gloo.
+    """
+
+    def __init__(self, config: Config, vocab_size: int, world_size: int, device: str = "cuda"):
+        self.config, self.vocab_size, self.world_size = config, vocab_size, world_size
+        self.device = device
+        self._changed: dict[tuple[int, str | None], MemoryPlan] = {}
+
+    @cached_property
+    def ranks(self) -> list[RankMemory]:
+        """As `rank_memories` returns them."""
+        return rank_memories(self.config, self.vocab_size, self.world_size, self.device)
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The pipeline rank that needs the most."""
+        return max(self.ranks, key=lambda rank: rank.total)
+
+    def changed(self, stage: int, recompute: str | None) -> MemoryPlan:
+        """The plan of the same run at another stage of ZeRO, with another
+        --recompute-granularity.
+        """
+        training, distributed = self.config.training, self.config.distributed
+        if (stage, recompute) == (distributed.zero_stage, training.recompute_granularity):
+            return self
+        if (stage, recompute) not in self._changed:
+            config = dataclasses.replace(
+                self.config,
+                distributed=dataclasses.replace(distributed, zero_stage=stage),
+                training=dataclasses.replace(training, recompute_granularity=recompute),
+            )
+            plan = MemoryPlan(config, self.vocab_size, self.world_size, self.device)
+            self._changed[stage, recompute] = plan
+        return self._changed[stage, recompute]
+
+    def with_stage(self, stage: int) -> MemoryPlan:
+        """The plan of the same run at another stage of ZeRO."""
+        return self.changed(stage, self.config.training.recompute_granularity)
+
+    def with_recompute(self, granularity: str | None) -> MemoryPlan:
+        """The plan of the same run with another --recompute-granularity."""
+        return self.changed(self.config.distributed.zero_stage, granularity)
+
 
 def estimate(
     config: Config, vocab_size: int, world_size: int, device: str = "cuda"
@@ -54,22 +108,14 @@ def estimate(
     """Bytes at the worst moment of a step on the pipeline rank that needs the most, by kind and in
     `total`; kinds that are none are left out.
     """
-    return max(
-        estimate_ranks(config, vocab_size, world_size, device), key=lambda sizes: sizes["total"]
-    )
+    return MemoryPlan(config, vocab_size, world_size, device).fullest.sizes()
 
 
 def estimate_ranks(
     config: Config, vocab_size: int, world_size: int, device: str = "cuda"
 ) -> list[dict[str, int]]:
-    """What `estimate` says, for each pipeline rank. `host` and `disk` (what the offload flags move)
-    are not in `total`.
-    """
-    result = []
-    for rank in rank_memories(config, vocab_size, world_size, device):
-        sizes = {kind: size for kind, size in {**rank.static, **rank.peak.bytes}.items() if size}
-        result.append({**sizes, "total": rank.total})
-    return result
+    """What `estimate` says, for each pipeline rank."""
+    return [rank.sizes() for rank in rank_memories(config, vocab_size, world_size, device)]
 
 
 def rank_memories(
@@ -160,17 +206,3 @@ def stage_parameters(
         copied=placement[0] != placement[-1],
     )
     return [sum(units[i] for i in stage.units) for stage in stages]
-
-
-def with_stage(config: Config, stage: int) -> Config:
-    """The same run at another stage of ZeRO."""
-    return dataclasses.replace(
-        config, distributed=dataclasses.replace(config.distributed, zero_stage=stage)
-    )
-
-
-def with_recompute(config: Config, granularity: str | None) -> Config:
-    """The same run with or without recomputation."""
-    return dataclasses.replace(
-        config, training=dataclasses.replace(config.training, recompute_granularity=granularity)
-    )

@@ -9,21 +9,20 @@ from megatron.model.arithmetic import head_widths, padded_vocab_size, unit_flops
 from megatron.model.stages import Stage, pipeline_stages
 from megatron.parallel.schedule import Kind, Schedule
 from megatron.parallel.simulate import Costs, simulate
-from megatron.plan.memory import estimate_ranks, schedule_of, stage_parameters
+from megatron.plan.memory import MemoryPlan, schedule_of, stage_parameters
 
 
-def stage_lines(
-    config: Config, vocab_size: int, world_size: int, device: str = "cuda"
-) -> list[str]:
+def stage_lines(plan: MemoryPlan) -> list[str]:
     """A line about the schedule, one about each stage (parameters are those of one of its ranks),
     one about memory; none without a pipeline.
     """
+    config = plan.config
     if config.distributed.pipeline_model_parallel_size == 1:
         return []
     padded = padded_vocab_size(
-        vocab_size, config.model, config.distributed.tensor_model_parallel_size
+        plan.vocab_size, config.model, config.distributed.tensor_model_parallel_size
     )
-    stages, schedule = pipeline_stages(config, padded), schedule_of(config, world_size)
+    stages, schedule = pipeline_stages(config, padded), schedule_of(config, plan.world_size)
     stored = stage_parameters(config, stages, schedule.placement, padded)
     flops, peaks = unit_flops(config.model, config.data.seq_length, padded), in_flight(schedule)
     bubble = simulate(schedule, stage_costs(config, stages, padded)).bubble
@@ -38,10 +37,7 @@ def stage_lines(
             f"stage {k} on rank {schedule.placement[k]}: {units_of(stage)}; "
             f"{stored[k]:,} parameters; {share:.1%} of the FLOPs; {peaks[k]} in flight"
         )
-    totals = [
-        f"{sizes['total'] / 2**30:.3g}"
-        for sizes in estimate_ranks(config, vocab_size, world_size, device)
-    ]
+    totals = [f"{rank.total / 2**30:.3g}" for rank in plan.ranks]
     return [*lines, f"GiB by pipeline rank: {', '.join(totals)}"]
 
 

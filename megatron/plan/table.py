@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from megatron.config.derive import data_parallel_size
-from megatron.config.groups import Config
 from megatron.plan.advice import Machine, gib, order_of_peaks, transfers
-from megatron.plan.memory import estimate, rank_memories, with_recompute
+from megatron.plan.memory import MemoryPlan
 from megatron.plan.state import shard_size
 from megatron.plan.verdict import judge, memory_verdict
 
@@ -26,19 +25,14 @@ COLUMNS = (
 )
 
 
-def memory_table(
-    config: Config, vocab_size: int, world_size: int, device: str = "cuda"
-) -> list[str]:
+def memory_table(plan: MemoryPlan) -> list[str]:
     """A row for each pipeline rank, in GiB: what it holds after the passes of a step, the most of
     what comes and goes in a step, the worst moment.
     """
-    kept, again = (
-        rank_memories(with_recompute(config, granularity), vocab_size, world_size, device)
-        for granularity in (None, "full")
-    )
+    kept, again = plan.with_recompute(None).ranks, plan.with_recompute("full").ranks
     rows = [("rank", *COLUMNS, "worst moment")]
     for number, (rank, other) in enumerate(zip(kept, again, strict=True)):
-        chosen = other if config.training.recompute_granularity else rank
+        chosen = other if plan.config.training.recompute_granularity else rank
         static, most = chosen.static, chosen.peak.most
         sizes = [
             *(static[kind] for kind in ("parameters", "gradients", "optimizer")),
@@ -65,27 +59,14 @@ def memory_table(
     ]
 
 
-def memory_report(
-    config: Config,
-    vocab_size: int,
-    world_size: int,
-    *,
-    memory: float,
-    machine: Machine,
-    device: str = "cuda",
-) -> list[str]:
+def memory_report(plan: MemoryPlan, *, memory: float, machine: Machine) -> list[str]:
     """All that tools/plan.py memory prints; `memory` is a device's GiB."""
-    distributed, training, replicas = (
-        config.distributed,
-        config.training,
-        data_parallel_size(config, world_size),
-    )
-    chosen = rank_memories(config, vocab_size, world_size, device)
-    largest = max(chosen, key=lambda rank: rank.total)
-    recompute = training.recompute_granularity == "full"
+    distributed, largest = plan.config.distributed, plan.fullest
+    replicas = data_parallel_size(plan.config, plan.world_size)
+    recompute = plan.config.training.recompute_granularity == "full"
     shard = distributed.zero_shard_size or replicas
     lines = [
-        memory_verdict(config, vocab_size, world_size, memory, device).line,
+        memory_verdict(plan, memory).line,
         f"ZeRO stage {distributed.zero_stage}"
         + (
             f", a block shared by {shard} of {replicas} data-parallel ranks"
@@ -94,10 +75,10 @@ def memory_report(
         ),
         "GiB by pipeline rank: parameters, gradients, optimizer after the passes of a step; of the "
         "others the most at any moment; the peak of all together",
-        *memory_table(config, vocab_size, world_size, device),
+        *memory_table(plan),
         "(recomputed): with full recompute; bytes/param and worst moment: "
         f"with{'' if recompute else 'out'} it, as the flags say",
-        f"resident {max(rank.resident / rank.parameters for rank in chosen):.4g} bytes a "
+        f"resident {max(rank.resident / rank.parameters for rank in plan.ranks):.4g} bytes a "
         f"parameter, peak {gib(largest.total)} GiB, "
         f"{largest.total / largest.parameters:.4g} bytes a parameter",
     ]
@@ -105,26 +86,25 @@ def memory_report(
         lines.append(f"in the host's memory {gib(largest.static['host'])} GiB for each rank")
     if largest.static["disk"]:
         lines.append(f"in files on the node's disk {gib(largest.static['disk'])} GiB for each rank")
-    lines += zero_lines(config, vocab_size, world_size, memory, device)
-    sent = [transfer.line() for transfer in transfers(config, world_size, machine)]
+    lines += zero_lines(plan, memory)
+    sent = [transfer.line() for transfer in transfers(plan.config, plan.world_size, machine)]
     return [*lines, *([f"with {machine}:"] if sent else []), *sent]
 
 
-def zero_lines(
-    config: Config, vocab_size: int, world_size: int, memory: float, device: str
-) -> list[str]:
+def zero_lines(plan: MemoryPlan, memory: float) -> list[str]:
     """Which stage of ZeRO fits into so many GiB, and whether each needs less than the last."""
-    if data_parallel_size(config, world_size) == 1:
+    distributed = plan.config.distributed
+    if data_parallel_size(plan.config, plan.world_size) == 1:
         # else it is 0
         where = (
             ", and weights are in host memory between their uses"
-            if config.distributed.zero_stage == 3
+            if distributed.zero_stage == 3
             else ""
         )
         return [f"one data-parallel rank: ZeRO has nothing to share out{where}"]
-    if config.distributed.zero_shard_size == 1:
+    if distributed.zero_shard_size == 1:
         return []
-    order = order_of_peaks(config, vocab_size, world_size, device)
+    order = order_of_peaks(plan)
     fits = [
         stage for stage, total in enumerate(order.totals) if judge(total / 2**30, memory) == "fits"
     ]
@@ -139,24 +119,22 @@ def zero_lines(
     return [f"peak by ZeRO stage: {peaks} GiB", *order.broken, f"{memory:g} GiB: {verdict}"]
 
 
-def banner_lines(
-    config: Config, vocab_size: int, world_size: int, device: str, machine: Machine | None
-) -> list[str]:
+def banner_lines(plan: MemoryPlan, machine: Machine | None) -> list[str]:
     """What a run's banner says: the plan of the largest rank, the block that keeps a stage of ZeRO
     from needing less than the one before, and with a `machine` (none on a CPU) what does not hide.
     """
-    sizes = estimate(config, vocab_size, world_size, device)
-    which = " (the largest)" if config.distributed.pipeline_model_parallel_size > 1 else ""
+    sizes = plan.fullest.sizes()
+    which = " (the largest)" if plan.config.distributed.pipeline_model_parallel_size > 1 else ""
     lines = [
         f"estimate per rank{which} (GiB): "
         f"{', '.join(f'{name} {gib(size)}' for name, size in sizes.items())}"
     ]
-    if shard_size(config, world_size) > 1:
-        lines += order_of_peaks(config, vocab_size, world_size, device).broken
+    if shard_size(plan.config, plan.world_size) > 1:
+        lines += order_of_peaks(plan).broken
     if machine is not None:
         lines += [
             f"warning: with {machine} the {transfer.line()}"
-            for transfer in transfers(config, world_size, machine)
+            for transfer in transfers(plan.config, plan.world_size, machine)
             if not transfer.hides
         ]
     return lines

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.groups import Config
-from megatron.plan.memory import estimate, with_recompute, with_stage
+from megatron.plan.memory import MemoryPlan
 from megatron.plan.state import shard_size
 
 DEVICE_MEMORY = 80.0  # GiB of the device that is planned for where none is known
@@ -38,11 +37,9 @@ def judge(needed: float, memory: float) -> str:
     return "tight" if needed <= memory else "does not fit"
 
 
-def memory_verdict(
-    config: Config, vocab_size: int, world_size: int, memory: float, device: str = "cuda"
-) -> Verdict:
+def memory_verdict(plan: MemoryPlan, memory: float) -> Verdict:
     """What the worst moment of a step takes on the fullest rank, against `memory` GiB."""
-    needed = estimate(config, vocab_size, world_size, device)["total"]
+    needed = plan.fullest.total
     word = judge(needed / 2**30, memory)
     line = (
         f"{word}: the plan needs {_gib(needed)} GiB on each device of {memory:g} GiB, of which "
@@ -50,26 +47,22 @@ def memory_verdict(
     )
     if word != "fits":
         line += "; " + (
-            _remedy(config, vocab_size, world_size, memory, device)
-            or "more ranks, or a smaller --micro-batch-size, need less"
+            _remedy(plan, memory) or "more ranks, or a smaller --micro-batch-size, need less"
         )
     return Verdict(word, line)
 
 
-def _remedy(config: Config, vocab_size: int, world_size: int, memory: float, device: str) -> str:
+def _remedy(plan: MemoryPlan, memory: float) -> str:
     """The first change of ZeRO's stage and recompute with which the run fits, as flags."""
-    sharing = shard_size(config, world_size) > 1 or config.distributed.zero_stage == 0
-    stages = range(
-        config.distributed.zero_stage, 4 if sharing else config.distributed.zero_stage + 1
-    )
-    kept = config.training.recompute_granularity
+    chosen, kept = plan.config.distributed.zero_stage, plan.config.training.recompute_granularity
+    sharing = shard_size(plan.config, plan.world_size) > 1 or chosen == 0
+    stages = range(chosen, 4 if sharing else chosen + 1)
     for granularity in dict.fromkeys((kept, "full")):
         for stage in stages:
-            other = with_recompute(with_stage(config, stage), granularity)
-            needed = estimate(other, vocab_size, world_size, device)["total"]
+            needed = plan.changed(stage, granularity).fullest.total
             if judge(needed / 2**30, memory) == "fits":
                 flags = [
-                    *([f"--zero-stage {stage}"] if stage != config.distributed.zero_stage else []),
+                    *([f"--zero-stage {stage}"] if stage != chosen else []),
                     *([f"--recompute-granularity {granularity}"] if granularity != kept else []),
                 ]
                 return f"{' '.join(flags)} needs {_gib(needed)} GiB"

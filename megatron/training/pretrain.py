@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from megatron import __version__
-from megatron.checkpoint.local.tiers import Tiers
-from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint
-from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config
 from megatron.config.stages import placement_of
 from megatron.config.validate import resolve
-from megatron.data.loader import Data, build_data
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.distributed.groups import ALONE, Axis, describe_layout, group_options, layout_of
+from megatron.distributed.groups import ALONE, Groups, group_options, layout_of
 from megatron.distributed.peers import PEERS
 from megatron.distributed.setup import (
     choose_device,
@@ -37,177 +29,37 @@ from megatron.distributed.setup import (
 from megatron.distributed.speech import one_voice
 from megatron.distributed.together import together
 from megatron.model.arithmetic import (
-    flops_per_iteration,
-    padded_vocab_size,
-    parameter_count,
     peak_tflops,
 )
 from megatron.model.build import build_model, hidden_shape
-from megatron.model.kernels import choose_kernels, compute_dtype, remarks
 from megatron.observe.console import NOT_DONE, banner
 from megatron.observe.tracking import Tracker
 from megatron.optimizer.blocks import build_run_blocks
-from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import Zero
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import Pipeline
-from megatron.plan.advice import Machine
-from megatron.plan.stages import stage_lines
-from megatron.plan.table import banner_lines
-from megatron.plan.verdict import DEVICE_MEMORY, Verdict, memory_verdict
+from megatron.plan.verdict import Verdict
+from megatron.training.banner import describe
 from megatron.training.checkpointing import (
     drain,
     fetch,
     join_tiers,
     lease_save_folder,
     load,
-    locate_checkpoint,
     make_manager,
     prepare_save_folder,
 )
 from megatron.training.exit import ExitConditions
-from megatron.training.length import epoch_lines, length_line
 from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
-from megatron.training.neighbours import megatron_core_lines
+from megatron.training.prepare import Prepared, prepare
 from megatron.training.resume import (
-    accept_changes,
-    changed_data,
-    changed_fields,
-    check_complete,
     continuity,
     device_name,
-    resumed_schedule,
-    said_changes,
-    schedule_changes,
     take_checkpoint_args,
 )
-from megatron.training.run import Progress, Run
-
-
-def describe(
-    config: Config,
-    notes: list[str],
-    tokenizer: Tokenizer,
-    data: Data,
-    device: torch.device,
-    padded_vocab: int,
-    world_size: int,
-    checkpoint: Checkpoint | None,
-    verdict: Verdict | None,
-    planned_for: str | None = None,
-    changed: Sequence[str] = (),
-) -> dict[str, list[str]]:
-    """The banner's sections: all that a reader of a log needs to know about a run. Memory is that
-    of `planned_for` (cuda, cpu) or of the device.
-    """
-    model, training, seq = config.model, config.training, config.data.seq_length
-    dtype, gbs, dp = (
-        compute_dtype(config.precision),
-        config.training.global_batch_size,
-        data_parallel_size(config, world_size),
-    )
-    parameters = parameter_count(model, tokenizer.vocab_size)
-    counts = [f"{name} {count:,}" for name, count in parameters.items() if name != "total"]
-    peak = config.logging.peak_tflops or peak_tflops(device_name(device), dtype)
-    flops = [
-        flops_per_iteration(model, gbs, seq, vocab)
-        for vocab in (tokenizer.vocab_size, padded_vocab)
-    ]
-    # nodes, whose links the plan knows
-    across = device.type == "cuda" and world_size > torch.cuda.device_count()
-    machine = Machine(peak) if across and peak else None
-    _, kernels = choose_kernels(config, torch.device(planned_for or device))
-    slow = (
-        kernels["attention"].implementation == "plain"
-        and model.attention_dropout > 0
-        and model.attention_backend == "auto"
-    )
-    return {
-        "verdict": [verdict.line] if verdict else [],
-        "versions": [
-            (
-                f"megatron {__version__}, torch {torch.__version__}, Python "
-                f"{platform.python_version()}"
-            ),
-            *megatron_core_lines(),
-        ],
-        "device": [
-            (
-                f"{device_name(device)}; MFU against "
-                f"{f'{peak:g} TFLOP/s' if peak else 'no known peak (--peak-tflops)'}"
-            )
-        ],
-        "layout": [describe_layout(layout_of(config, world_size))],
-        "model": [
-            f"{model.num_layers} layers, hidden {model.hidden_size}, ffn "
-            f"{model.ffn_hidden_size} ({model.activation}), {model.num_attention_heads} heads of "
-            f"{model.kv_channels}, {model.num_query_groups} key/value heads, "
-            f"{model.normalization}, positions {model.position_embedding_type}",
-            f"{parameters['total']:,} parameters ({', '.join(counts)})",
-            f"vocabulary {tokenizer.vocab_size} ({tokenizer.name}), padded to {padded_vocab}",
-            *([f"frozen: {config.optimizer.freeze}"] if config.optimizer.freeze else []),
-        ],
-        "precision": [
-            (
-                f"{str(dtype).removeprefix('torch.')} weights, "
-                f"{'float64' if dtype == torch.float64 else 'float32'} master weights, gradients "
-                "and moments"
-            )
-        ],
-        "batch": [
-            f"micro-batch {training.micro_batch_size} x "
-            f"{gbs // (training.micro_batch_size * dp)} micro-batches x dp {dp} = global "
-            f"batch {gbs}; sequence {seq}; {gbs * seq:,} tokens an iteration",
-            length_line(config),
-            (
-                f"{flops[0] / 1e12:.4g} TFLOP an iteration ({flops[1] / 1e12:.4g} with the "
-                "padded vocabulary, Megatron's count)"
-            ),
-        ],
-        "pipeline": stage_lines(
-            config, tokenizer.vocab_size, world_size, planned_for or device.type
-        ),
-        "kernels": [
-            "; ".join(
-                [
-                    *(
-                        f"{operator} {choice.implementation}"
-                        for operator, choice in kernels.items()
-                    ),
-                    *(["sgd torch-fused"] if config.optimizer.optimizer == "sgd" else []),
-                    f"recompute {training.recompute_granularity or 'none'}",
-                    f"deterministic mode {'on' if model.deterministic_mode else 'off'}",
-                ]
-            ),
-            *(["--attention-dropout 0 allows a faster attention"] if slow else []),
-            *remarks(kernels),
-        ],
-        "memory": banner_lines(
-            config, tokenizer.vocab_size, world_size, planned_for or device.type, machine
-        ),
-        "data": [*data.notes, *epoch_lines(config, data)],
-        "paths": [
-            f"save {config.checkpoint.save or '-'}; load {checkpoint.path if checkpoint else '-'}",
-        ],
-        "changed": list(changed),
-        "notes": notes,
-    }
-
-
-def verdict_of(
-    config: Config, vocab_size: int, world_size: int, device: torch.device, planned_for: str | None
-) -> Verdict | None:
-    """Whether the run fits into a GPU's memory: --device-memory, or what the GPU has, or that of a
-    usual one. None on a CPU.
-    """
-    if (planned_for or device.type) != "cuda":
-        return None
-    memory = config.distributed.device_memory
-    if memory is None and device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory / 2**30
-    return memory_verdict(config, vocab_size, world_size, memory or DEVICE_MEMORY)
+from megatron.training.run import Run
 
 
 def end_of_dry_run(verdict: Verdict | None) -> tuple[str, int]:
@@ -245,11 +97,11 @@ def pretrain(
     # faults of flags come before those of files and of other ranks
     resolved = resolve(config, world_size, None).config
     if dry_run:
-        prepared = prepare(
-            config, notes, world_size, torch.device("cpu"), ALONE, planned_for="cuda"
-        )
-        text, code = end_of_dry_run(prepared.verdict)
-        print(banner({NOT_DONE: list(not_done), **prepared.sections}) + "\n" + text, flush=True)
+        here = torch.device("cpu")
+        prepared = prepare(config, notes, world_size, here, ALONE)
+        sections, verdict = describe(prepared, world_size, here, planned_for="cuda")
+        text, code = end_of_dry_run(verdict)
+        print(banner({NOT_DONE: list(not_done), **sections}) + "\n" + text, flush=True)
         return code
     device, backend = choose_device(launch, config.distributed)
     set_determinism(device, resolved.model.deterministic_mode)
@@ -281,111 +133,6 @@ def pretrain(
     return code
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """All that is known about a run before its model is built."""
-
-    config: Config
-    tokenizer: Tokenizer
-    padded_vocab: int
-    checkpoint: Checkpoint | None
-    progress: Progress
-    schedule: ParamSchedule
-    data: Data
-    sections: dict[str, list[str]]  # of the banner, on the rank that prints it
-    verdict: Verdict | None  # on that rank; None where no GPU is planned for
-
-
-def prepare(
-    config: Config,
-    notes: list[str],
-    world_size: int,
-    device: torch.device,
-    world: Axis,
-    planned_for: str | None = None,
-    tiers: Tiers | None = None,
-) -> Prepared:
-    """Read everything that a run depends on, and refuse what does not fit, on every rank of `world`
-    or on none. Raises UserError.
-    """
-    with together(world, device):
-        tokenizer = build_tokenizer(resolve(config, world_size, None).config.data)
-        resolved = resolve(config, world_size, tokenizer.vocab_size)
-        config, notes = resolved.config, [*notes, *resolved.notes]
-        schedule = ParamSchedule.of(config)
-    checkpoint = locate_checkpoint(config, Ranks(world, device), tiers)
-    with together(world, device):
-        progress, changed = Progress(), []
-        if checkpoint is not None:
-            state = checkpoint.state
-            check_complete(
-                checkpoint, weights_alone=config.checkpoint.finetune or "schedule" not in state
-            )
-            changes = changed_fields(state, config, tokenizer.vocab_size, tokenizer.fingerprint)
-            if not all(change.accept for change in changes):
-                accept_changes(checkpoint, changes, config)
-            if not config.checkpoint.finetune:
-                if "schedule" not in checkpoint.state:
-                    raise CheckpointError(
-                        f"{checkpoint.path}: holds only weights (converted from another "
-                        "format) and no run to resume; give --finetune"
-                    )
-                progress = Progress(
-                    **{name: state[name] for name in Progress.__dataclass_fields__ if name in state}
-                )
-        scanned = (
-            config
-            if world.rank == 0
-            else dataclasses.replace(
-                config, data=dataclasses.replace(config.data, check_data=False)
-            )
-        )
-        data = build_data(
-            scanned,
-            tokenizer,
-            checkpoint.state["ledger"] if progress.iteration > 0 else None,
-            progress.consumed_samples,
-        )
-        if checkpoint is not None:
-            changed = said_changes(state, config)
-            notes += accept_changes(
-                checkpoint, [*changes, *changed_data(state, config, data.ledger)], config
-            )
-            if not config.checkpoint.finetune:
-                taken = (
-                    "the checkpoint's is taken"
-                    if config.optimizer.use_checkpoint_opt_param_scheduler
-                    else "the command line's is taken"
-                )
-                changed += [
-                    f"schedule: {line}; {taken}"
-                    for line in schedule_changes(schedule, state["schedule"])
-                ]
-                schedule = resumed_schedule(schedule, state["schedule"], config)
-        padded_vocab = padded_vocab_size(
-            tokenizer.vocab_size, config.model, config.distributed.tensor_model_parallel_size
-        )
-        sections, verdict = {}, None
-        if world.rank == 0:
-            verdict = verdict_of(config, tokenizer.vocab_size, world_size, device, planned_for)
-            sections = describe(
-                config,
-                notes,
-                tokenizer,
-                data,
-                device,
-                padded_vocab,
-                world_size,
-                checkpoint,
-                verdict,
-                planned_for,
-                changed,
-            )
-    return Prepared(
-        config, tokenizer, padded_vocab, checkpoint, progress, schedule, data, sections, verdict
-    )
-
-
 def build(
     config: Config,
     notes: list[str],
@@ -406,32 +153,21 @@ def build(
     tiers = join_tiers(config, ranks)
     prepared = prepare(config, notes, world_size, device, groups.world, tiers=tiers)
     config, tokenizer = prepared.config, prepared.tokenizer
-    sections = {NOT_DONE: list(not_done), **prepared.sections}
+    with together(groups.world, device):
+        sections = describe(prepared, world_size, device)[0] if groups.rank == 0 else {}
     lease = lease_save_folder(config, ranks, slurm_job())
     if lease is not None:
         closing.callback(lease.release)
     prepare_save_folder(config, ranks, tiers, goes_on=prepared.checkpoint is not None)
     device_names = ", ".join(sorted(set(ranks.agree(lambda: device_name(device)))))
-    model = build_model(config, tokenizer.vocab_size, groups, device)
-    blocks = build_run_blocks(config, model, device, groups)
-    for parameter in model.parameters() if model.config.weight_grad_backend == "apex" else ():
-        parameter.by_apex = True  # read where its gradient is formed
-    zero = Zero(model, blocks, groups, config.distributed)
-    passes = LayerPasses(recompute=config.training.recompute_granularity == "full")
-    with together(groups.world, device):
-        optimizer = Optimizer(blocks, config, groups, zero.publish)
+    pipeline, optimizer = _build_engine(config, tokenizer.vocab_size, groups, device)
     exits = ExitConditions(config.training)
     tracker = None
     if groups.rank == 0:
-        sections["layout"] = [groups.describe()]
-        tracker = Tracker(
-            config,
-            {"config": config.to_dict(), "banner": sections},
-            prepared.progress.iteration,
-            resumed_samples=prepared.progress.consumed_samples,
-        )
-        sections["paths"] += tracker.notes
+        sections = {NOT_DONE: list(not_done), **sections, "layout": [groups.describe()]}
+        tracker = _start_tracking(prepared, sections)
         print(banner(sections), flush=True)
+    peak = config.logging.peak_tflops or peak_tflops(device_name(device), pipeline.model.dtype)
     return Run(
         config=config,
         groups=groups,
@@ -440,11 +176,9 @@ def build(
         vocab_size=tokenizer.vocab_size,
         padded_vocab=prepared.padded_vocab,
         tokenizer_fingerprint=tokenizer.fingerprint,
-        model=model,
-        zero=zero,
-        pipeline=Pipeline(
-            model, zero, passes, placement_of(config), hidden_shape(config), groups, device
-        ),
+        model=pipeline.model,
+        zero=pipeline.weights,
+        pipeline=pipeline,
         optimizer=optimizer,
         schedule=prepared.schedule,
         scaler=LossScaler(config.precision),
@@ -454,8 +188,37 @@ def build(
         progress=prepared.progress,
         checkpoints=make_manager(config, optimizer, ranks, tracker, tiers),
         lease=lease,
-        peak_tflops=config.logging.peak_tflops or peak_tflops(device_name(device), model.dtype),
+        peak_tflops=peak,
     ), prepared.checkpoint
+
+
+def _build_engine(
+    config: Config, vocab_size: int, groups: Groups, device: torch.device
+) -> tuple[Pipeline, Optimizer]:
+    """This rank's stages, sharded, with what drives them and what updates them."""
+    model = build_model(config, vocab_size, groups, device)
+    blocks = build_run_blocks(config, model, device, groups)
+    if model.config.weight_grad_backend == "apex":
+        for parameter in model.parameters():
+            parameter.by_apex = True  # read where its gradient is formed
+    zero = Zero(model, blocks, groups, config.distributed)
+    passes = LayerPasses(recompute=config.training.recompute_granularity == "full")
+    with together(groups.world, device):
+        optimizer = Optimizer(blocks, config, groups, zero.publish)
+    placement, shape = placement_of(config), hidden_shape(config)
+    return Pipeline(model, zero, passes, placement, shape, groups, device), optimizer
+
+
+def _start_tracking(prepared: Prepared, sections: dict[str, list[str]]) -> Tracker:
+    """wandb, TensorBoard and metrics.jsonl; what they say of themselves joins the banner."""
+    tracker = Tracker(
+        prepared.config,
+        {"config": prepared.config.to_dict(), "banner": sections},
+        prepared.progress.iteration,
+        resumed_samples=prepared.progress.consumed_samples,
+    )
+    sections["paths"] += tracker.notes
+    return tracker
 
 
 def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:

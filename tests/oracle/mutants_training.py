@@ -17,12 +17,12 @@ from megatron.data import blend, loader, token_stream
 from megatron.data.loader import MockReader, Source
 from megatron.layers.spec import ParameterSpec
 from megatron.observe import metrics
-from megatron.optimizer import lr_schedule, optimizer, update
+from megatron.optimizer import blocks, lr_schedule, optimizer, update
 from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.update import UpdateRule
-from megatron.training import evaluate, loop, pretrain, step
+from megatron.training import evaluate, loop, prepare, pretrain, step
 from megatron.training.run import Run
 
 # ---- data
@@ -349,7 +349,7 @@ def _(original):
     return sgd
 
 
-@mutant("optimizer", "frozen units trained", "frozen", pretrain, "frozen_units")
+@mutant("optimizer", "frozen units trained", "frozen", blocks, "frozen_units")
 def _(original):
     return lambda config: frozenset()
 
@@ -938,7 +938,7 @@ def _(original):
     "resume",
     "the checkpoint's schedule instead of the overriding one",
     "resume-sgd-new-schedule",
-    pretrain,
+    prepare,
     "resumed_schedule",
 )
 def _(original):

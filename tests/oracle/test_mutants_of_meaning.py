@@ -94,3 +94,10 @@ def test_the_kept_results_are_of_these_mutants_and_all_were_found():
     for name, found in results.items():
         assert found["by"].split("::")[0] == by_name(name).where, name
         assert found["size"] is None or found["size"] > FAR, name
+
+
+@pytest.mark.parametrize("mutant", all_mutants(), ids=lambda mutant: mutant.name)
+def test_every_mutant_can_be_put_in(mutant):
+    """What it replaces is there: few mutants run every time."""
+    with mutant.patch():
+        pass

@@ -12,7 +12,7 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
 from megatron.config.validate import resolve
 from megatron.plan.advice import Machine, order_of_peaks, transfers
-from megatron.plan.memory import rank_memories
+from megatron.plan.memory import MemoryPlan, rank_memories
 from megatron.plan.table import banner_lines, memory_report
 
 VOCAB = 50257
@@ -101,7 +101,7 @@ def test_tokens_that_hide_weights_from_host_memory(flags, world, needed):
     assert transfers(config, world, Machine(host_bandwidth=25.0))[0].tokens_needed == pytest.approx(
         2 * needed[0], abs=1
     )
-    report = memory_report(config, VOCAB, world, memory=80.0, machine=Machine())
+    report = memory_report(MemoryPlan(config, VOCAB, world), memory=80.0, machine=Machine())
     assert report[-len(needed)].startswith("copy of the weights")
     assert any("weights are in host memory between their uses" in line for line in report) == (
         world == 1
@@ -123,7 +123,9 @@ def micro_batches(ranks: int) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("flags, ranks", [(GPT2, 2), (GPT2, 4), (LLAMA_1B, 2), (SEVEN, 8)])
 def test_memory_falls_with_each_stage(flags, ranks):
-    order = order_of_peaks(configure(flags, ranks, *micro_batches(ranks)), VOCAB, ranks, "cpu")
+    order = order_of_peaks(
+        MemoryPlan(configure(flags, ranks, *micro_batches(ranks)), VOCAB, ranks, "cpu")
+    )
     assert (
         order.broken == []
         and sorted(order.totals, reverse=True) == order.totals
@@ -133,7 +135,7 @@ def test_memory_falls_with_each_stage(flags, ranks):
 
 def test_the_block_that_prevents_it_is_named():
     config = configure(GPT2, 4, *micro_batches(2), "--pipeline-model-parallel-size", 2)
-    order = order_of_peaks(config, VOCAB, 4, "cpu")
+    order = order_of_peaks(MemoryPlan(config, VOCAB, 4, "cpu"))
     assert any(
         re.fullmatch(
             r"stage 2 needs .* and stage 1 .* GiB on pipeline rank [01]: the "
@@ -143,12 +145,8 @@ def test_the_block_that_prevents_it_is_named():
         )
         for line in order.broken
     ), order
-    kept = order_of_peaks(
-        configure(GPT2, 2, *micro_batches(2), "--zero3-keep-gathered", "--zero-stage", 3),
-        VOCAB,
-        2,
-        "cpu",
-    )
+    config = configure(GPT2, 2, *micro_batches(2), "--zero3-keep-gathered", "--zero-stage", 3)
+    kept = order_of_peaks(MemoryPlan(config, VOCAB, 2, "cpu"))
     assert [line.split(": ")[1] for line in kept.broken] == [
         "--zero3-keep-gathered holds all weights whole"
     ]
@@ -168,7 +166,7 @@ def test_bytes_of_a_parameter_at_four_ranks():
 def test_what_a_banner_says():
     config = configure(SEVEN, 64, "--zero-stage", 2)
     silent, loud = (
-        banner_lines(config, VOCAB, 64, "cuda", machine) for machine in (None, Machine())
+        banner_lines(MemoryPlan(config, VOCAB, 64), machine) for machine in (None, Machine())
     )
     assert silent[0].startswith("estimate per rank (GiB): parameters 12.7, ") and not any(
         "warning" in line for line in silent
@@ -180,6 +178,6 @@ def test_what_a_banner_says():
         "1,024 tokens a micro-batch of 7,912 needed; --micro-batch-size 8 helps"
     )
     hidden = configure(SEVEN, 64, "--zero-stage", 2, "--micro-batch-size", 8)
-    assert banner_lines(hidden, VOCAB, 64, "cuda", Machine()) == banner_lines(
-        hidden, VOCAB, 64, "cuda", None
+    assert banner_lines(MemoryPlan(hidden, VOCAB, 64), Machine()) == banner_lines(
+        MemoryPlan(hidden, VOCAB, 64), None
     )

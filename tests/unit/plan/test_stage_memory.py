@@ -47,6 +47,7 @@ from megatron.parallel.simulate import Costs
 from megatron.plan.activations import Shape, unit_bytes
 from megatron.plan.engine import CountedBlock
 from megatron.plan.memory import (
+    MemoryPlan,
     estimate,
     estimate_ranks,
     rank_memories,
@@ -397,7 +398,7 @@ def test_the_table_of_stages():
     config = configure(
         2, 4, LLAMA, num_virtual_stages_per_pipeline_rank=2, pipeline_schedule="interleaved"
     )
-    lines = stage_lines(config, VOCAB, 2)
+    lines = stage_lines(MemoryPlan(config, VOCAB, 2))
     assert lines[0].startswith(
         "interleaved: 2 pipeline ranks x 2 stage(s), 8 micro-batches; "
     ) and lines[0].endswith("% idle, by FLOPs alone")
@@ -425,7 +426,7 @@ def test_the_table_of_stages():
         sum(shares) == pytest.approx(100, abs=0.3)
         and shares[0] == shares[1] == shares[2] < shares[3]
     )
-    assert stage_lines(configure(1, 4), VOCAB, 1) == []
+    assert stage_lines(MemoryPlan(configure(1, 4), VOCAB, 1)) == []
     assert lines[5].startswith("GiB by pipeline rank: ") and len(lines) == 6
 
 
@@ -443,7 +444,12 @@ def test_the_bubble_that_a_dry_run_tells():
             recompute=recompute,
             pipeline_model_parallel_layout=layout,
         )
-        return float(stage_lines(config, 8, 4)[0].split("micro-batches; ")[1].split("%")[0]) / 100
+        return (
+            float(
+                stage_lines(MemoryPlan(config, 8, 4))[0].split("micro-batches; ")[1].split("%")[0]
+            )
+            / 100
+        )
 
     # (P - 1) / (m + P - 1)
     assert idle(8, 9) == pytest.approx(3 / 12, abs=0.01) == idle(8, 9, recompute=True)

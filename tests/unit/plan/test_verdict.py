@@ -9,7 +9,7 @@ import pytest
 import pretrain_gpt
 from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
-from megatron.plan.memory import estimate
+from megatron.plan.memory import MemoryPlan, estimate
 from megatron.plan.verdict import judge, memory_verdict
 from megatron.training.pretrain import end_of_dry_run
 
@@ -41,8 +41,8 @@ def test_the_borders(needed, word):
 def test_what_is_proposed_fits():
     config = resolve(parse_arguments(words(SMALL, "--world-size 8")).config, 8, 50257).config
     needed = estimate(config, 50257, 8)["total"] / 2**30
-    assert memory_verdict(config, 50257, 8, needed + 6.001).word == "fits"
-    assert memory_verdict(config, 50257, 8, needed + 0.001).word == "tight"
+    assert memory_verdict(MemoryPlan(config, 50257, 8), needed + 6.001).word == "fits"
+    assert memory_verdict(MemoryPlan(config, 50257, 8), needed + 0.001).word == "tight"
     least = resolve(
         parse_arguments(
             words(SMALL, "--world-size 8 --zero-stage 3 --recompute-granularity full")
@@ -51,7 +51,7 @@ def test_what_is_proposed_fits():
         50257,
     ).config
     memory = estimate(least, 50257, 8)["total"] / 2**30 + 6.001
-    verdict = memory_verdict(config, 50257, 8, memory)
+    verdict = memory_verdict(MemoryPlan(config, 50257, 8), memory)
     assert (
         verdict.word == ("tight" if needed <= memory else "does not fit")
         and f"the plan needs {needed:.3g} GiB on each device of" in verdict.line
@@ -62,7 +62,7 @@ def test_what_is_proposed_fits():
     ).config
     found = estimate(proposed, 50257, 8)["total"] / 2**30
     assert found == pytest.approx(float(gib), rel=0.005) and found <= memory - 6 < needed
-    assert memory_verdict(config, 50257, 8, 1).line.endswith(
+    assert memory_verdict(MemoryPlan(config, 50257, 8), 1).line.endswith(
         "; more ranks, or a smaller --micro-batch-size, need less"
     )
 
@@ -90,6 +90,8 @@ def test_device_memory_is_what_counts(capsys):
 
 def test_a_tight_run_is_said_to_be_tight():
     config = resolve(parse_arguments(words(SMALL, "--world-size 8")).config, 8, 50257).config
-    verdict = memory_verdict(config, 50257, 8, estimate(config, 50257, 8)["total"] / 2**30 + 1)
+    verdict = memory_verdict(
+        MemoryPlan(config, 50257, 8), estimate(config, 50257, 8)["total"] / 2**30 + 1
+    )
     text, code = end_of_dry_run(verdict)
     assert code == 0 and "memory is tight" in text and "everything is in order" not in text

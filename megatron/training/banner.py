@@ -1,0 +1,139 @@
+"""What a run says of itself before its first step: the sections of its banner."""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron import __version__
+from megatron.config.derive import data_parallel_size
+from megatron.config.groups import Config
+from megatron.distributed.groups import describe_layout, layout_of
+from megatron.model.arithmetic import flops_per_iteration, parameter_count, peak_tflops
+from megatron.model.kernels import choose_kernels, compute_dtype, remarks
+from megatron.plan.advice import Machine
+from megatron.plan.memory import MemoryPlan
+from megatron.plan.stages import stage_lines
+from megatron.plan.table import banner_lines
+from megatron.plan.verdict import DEVICE_MEMORY, Verdict, memory_verdict
+from megatron.training.length import epoch_lines, length_line
+from megatron.training.neighbours import megatron_core_lines
+from megatron.training.resume import device_name
+
+if TYPE_CHECKING:
+    from megatron.training.prepare import Prepared
+
+
+def describe(
+    prepared: Prepared, world_size: int, device: torch.device, planned_for: str | None = None
+) -> tuple[dict[str, list[str]], Verdict | None]:
+    """The banner's sections: all that a reader of a log needs to know about a run; and whether it
+    fits into a GPU's memory (None where no GPU is planned for). Memory is that of `planned_for`
+    (cuda, cpu) or of the device.
+    """
+    config = prepared.config
+    target = torch.device(planned_for or device)
+    plan = MemoryPlan(config, prepared.tokenizer.vocab_size, world_size, target.type)
+    verdict = _verdict(plan, device) if target.type == "cuda" else None
+    peak = config.logging.peak_tflops or peak_tflops(
+        device_name(device), compute_dtype(config.precision)
+    )
+    # nodes, whose links the plan knows
+    across = device.type == "cuda" and world_size > torch.cuda.device_count()
+    machine = Machine(peak) if across and peak else None
+    save, loaded = config.checkpoint.save or "-", prepared.checkpoint
+    return {
+        "verdict": [verdict.line] if verdict else [],
+        "versions": _version_lines(),
+        "device": [_device_line(device, peak)],
+        "layout": [describe_layout(layout_of(config, world_size))],
+        "model": _model_lines(prepared),
+        "precision": [_precision_line(config)],
+        "batch": _batch_lines(prepared, world_size),
+        "pipeline": stage_lines(plan),
+        "kernels": _kernel_lines(config, target),
+        "memory": banner_lines(plan, machine),
+        "data": [*prepared.data.notes, *epoch_lines(config, prepared.data)],
+        "paths": [f"save {save}; load {loaded.path if loaded else '-'}"],
+        "changed": prepared.changed,
+        "notes": prepared.notes,
+    }, verdict
+
+
+def _verdict(plan: MemoryPlan, device: torch.device) -> Verdict:
+    """Of --device-memory, or what the GPU has, or that of a usual one."""
+    memory = plan.config.distributed.device_memory
+    if memory is None and device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory / 2**30
+    return memory_verdict(plan, memory or DEVICE_MEMORY)
+
+
+def _version_lines() -> list[str]:
+    python = platform.python_version()
+    ours = f"megatron {__version__}, torch {torch.__version__}, Python {python}"
+    return [ours, *megatron_core_lines()]
+
+
+def _device_line(device: torch.device, peak: float | None) -> str:
+    against = f"{peak:g} TFLOP/s" if peak else "no known peak (--peak-tflops)"
+    return f"{device_name(device)}; MFU against {against}"
+
+
+def _model_lines(prepared: Prepared) -> list[str]:
+    model, tokenizer = prepared.config.model, prepared.tokenizer
+    frozen = prepared.config.optimizer.freeze
+    parameters = parameter_count(model, tokenizer.vocab_size)
+    counts = [f"{name} {count:,}" for name, count in parameters.items() if name != "total"]
+    return [
+        f"{model.num_layers} layers, hidden {model.hidden_size}, ffn "
+        f"{model.ffn_hidden_size} ({model.activation}), {model.num_attention_heads} heads of "
+        f"{model.kv_channels}, {model.num_query_groups} key/value heads, "
+        f"{model.normalization}, positions {model.position_embedding_type}",
+        f"{parameters['total']:,} parameters ({', '.join(counts)})",
+        f"vocabulary {tokenizer.vocab_size} ({tokenizer.name}), padded to {prepared.padded_vocab}",
+        *([f"frozen: {frozen}"] if frozen else []),
+    ]
+
+
+def _precision_line(config: Config) -> str:
+    dtype = compute_dtype(config.precision)
+    kept = "float64" if dtype == torch.float64 else "float32"
+    name = str(dtype).removeprefix("torch.")
+    return f"{name} weights, {kept} master weights, gradients and moments"
+
+
+def _batch_lines(prepared: Prepared, world_size: int) -> list[str]:
+    config, seq = prepared.config, prepared.config.data.seq_length
+    size, micro = config.training.global_batch_size, config.training.micro_batch_size
+    dp = data_parallel_size(config, world_size)
+    flops, padded_flops = (
+        flops_per_iteration(config.model, size, seq, vocab)
+        for vocab in (prepared.tokenizer.vocab_size, prepared.padded_vocab)
+    )
+    return [
+        f"micro-batch {micro} x {size // (micro * dp)} micro-batches x dp {dp} = global batch "
+        f"{size}; sequence {seq}; {size * seq:,} tokens an iteration",
+        length_line(config),
+        f"{flops / 1e12:.4g} TFLOP an iteration ({padded_flops / 1e12:.4g} with the padded "
+        "vocabulary, Megatron's count)",
+    ]
+
+
+def _kernel_lines(config: Config, device: torch.device) -> list[str]:
+    model = config.model
+    _, kernels = choose_kernels(config, device)
+    chosen = [f"{operator} {choice.implementation}" for operator, choice in kernels.items()]
+    if config.optimizer.optimizer == "sgd":
+        chosen.append("sgd torch-fused")
+    chosen.append(f"recompute {config.training.recompute_granularity or 'none'}")
+    chosen.append(f"deterministic mode {'on' if model.deterministic_mode else 'off'}")
+    lines = ["; ".join(chosen)]
+    if (
+        kernels["attention"].implementation == "plain"
+        and model.attention_dropout > 0
+        and model.attention_backend == "auto"
+    ):
+        lines.append("--attention-dropout 0 allows a faster attention")
+    return [*lines, *remarks(kernels)]

@@ -1,0 +1,140 @@
+"""Everything that a run depends on, read and checked before its model is built."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from megatron.checkpoint.local.tiers import Tiers
+from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.ranks import Ranks
+from megatron.checkpoint.reader import Checkpoint
+from megatron.config.groups import Config
+from megatron.config.validate import resolve
+from megatron.data.loader import Data, build_data
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.distributed.groups import Axis
+from megatron.distributed.together import together
+from megatron.model.arithmetic import padded_vocab_size
+from megatron.optimizer.lr_schedule import ParamSchedule
+from megatron.training.checkpointing import locate_checkpoint
+from megatron.training.resume import (
+    Change,
+    accept_changes,
+    changed_data,
+    changed_fields,
+    check_complete,
+    resumed_schedule,
+    said_changes,
+    schedule_changes,
+)
+from megatron.training.run import Progress
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that is known about a run before its model is built."""
+
+    config: Config
+    tokenizer: Tokenizer
+    padded_vocab: int
+    checkpoint: Checkpoint | None
+    progress: Progress
+    schedule: ParamSchedule
+    data: Data
+    notes: list[str]
+    changed: list[str]  # since the checkpoint was written
+
+
+def prepare(
+    config: Config,
+    notes: list[str],
+    world_size: int,
+    device: torch.device,
+    world: Axis,
+    tiers: Tiers | None = None,
+) -> Prepared:
+    """Read everything that a run depends on, and refuse what does not fit, on every rank of `world`
+    or on none. Raises UserError.
+    """
+    with together(world, device):
+        tokenizer = build_tokenizer(resolve(config, world_size, None).config.data)
+        resolved = resolve(config, world_size, tokenizer.vocab_size)
+        config, notes = resolved.config, [*notes, *resolved.notes]
+        schedule = ParamSchedule.of(config)
+    checkpoint = locate_checkpoint(config, Ranks(world, device), tiers)
+    with together(world, device):
+        progress, changes = Progress(), []
+        if checkpoint is not None:
+            changes = _changes(checkpoint, config, tokenizer)
+            progress = _resumed_progress(checkpoint, config)
+        data = _data(config, tokenizer, checkpoint, progress, scan=world.rank == 0)
+        changed: list[str] = []
+        if checkpoint is not None:
+            changed = said_changes(checkpoint.state, config)
+            changes += changed_data(checkpoint.state, config, data.ledger)
+            notes += accept_changes(checkpoint, changes, config)
+            if not config.checkpoint.finetune:
+                changed += _schedule_lines(checkpoint, schedule, config)
+                schedule = resumed_schedule(schedule, checkpoint.state["schedule"], config)
+        padded_vocab = padded_vocab_size(
+            tokenizer.vocab_size, config.model, config.distributed.tensor_model_parallel_size
+        )
+    return Prepared(
+        config, tokenizer, padded_vocab, checkpoint, progress, schedule, data, notes, changed
+    )
+
+
+def _changes(checkpoint: Checkpoint, config: Config, tokenizer: Tokenizer) -> list[Change]:
+    """What differs from the run that wrote the checkpoint, but for its data, which have not been
+    read yet. What no flag accepts is refused at once.
+    """
+    weights_alone = config.checkpoint.finetune or "schedule" not in checkpoint.state
+    check_complete(checkpoint, weights_alone=weights_alone)
+    changes = changed_fields(checkpoint.state, config, tokenizer.vocab_size, tokenizer.fingerprint)
+    if not all(change.accept for change in changes):
+        accept_changes(checkpoint, changes, config)
+    return changes
+
+
+def _resumed_progress(checkpoint: Checkpoint, config: Config) -> Progress:
+    """How far the run is that the checkpoint is of; at the start with --finetune."""
+    state = checkpoint.state
+    if config.checkpoint.finetune:
+        return Progress()
+    if "schedule" not in state:
+        raise CheckpointError(
+            f"{checkpoint.path}: holds only weights (converted from another format) and no run "
+            "to resume; give --finetune"
+        )
+    names = [field.name for field in dataclasses.fields(Progress) if field.name in state]
+    return Progress(**{name: state[name] for name in names})
+
+
+def _data(
+    config: Config,
+    tokenizer: Tokenizer,
+    checkpoint: Checkpoint | None,
+    progress: Progress,
+    *,
+    scan: bool,
+) -> Data:
+    """The data, of which one rank alone scans the files."""
+    if not scan:
+        unscanned = dataclasses.replace(config.data, check_data=False)
+        config = dataclasses.replace(config, data=unscanned)
+    ledger = checkpoint.state["ledger"] if progress.iteration > 0 else None
+    return build_data(config, tokenizer, ledger, progress.consumed_samples)
+
+
+def _schedule_lines(checkpoint: Checkpoint, schedule: ParamSchedule, config: Config) -> list[str]:
+    """What differs of the schedule of rates, and which is taken."""
+    whose = (
+        "command line" if not config.optimizer.use_checkpoint_opt_param_scheduler else "checkpoint"
+    )
+    return [
+        f"schedule: {line}; the {whose}'s is taken"
+        for line in schedule_changes(schedule, checkpoint.state["schedule"])
+    ]
