@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron.config.groups import Config
 from megatron.data.loader import Source
@@ -161,20 +162,40 @@ def log(
     run: Run, interval: Interval, learning_rate: float, recording: Recording | None
 ) -> Interval:
     """Print and track one console line; the next interval."""
-    config, progress, report = run.config, run.progress, interval.last
+    progress = run.progress
     now = time.perf_counter()
     seconds = (now - interval.started - interval.outside) / interval.iterations
-    seq, batch = config.data.seq_length, report.batch_size
-    metrics = {
+    metrics = _metrics(run, interval, seconds) | {"learning-rate": learning_rate}
+    if recording is not None:
+        metrics |= pipeline_metrics(run, recording, interval.last.batch_size)
+    metrics |= _weight_metrics(run)
+    end = last_iteration(run.config, progress)
+    line = training_line(
+        progress.iteration,
+        end,
+        metrics,
+        skipped=progress.open_skipped,
+        nan=progress.open_nan,
+        eta_seconds=eta_seconds(progress.iteration, end, seconds),
+    )
+    print(line, flush=True)
+    if run.tracker is not None:
+        run.tracker.log(progress.iteration, metrics)
+    progress.open_loss, progress.open_steps, progress.open_skipped, progress.open_nan = 0.0, 0, 0, 0
+    return Interval(time.perf_counter())
+
+
+def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
+    """The row of an interval of so many seconds an iteration (names and units: metrics.py)."""
+    config, progress, report = run.config, run.progress, interval.last
+    seq, batch, tokens = config.data.seq_length, report.batch_size, sum(report.tokens)
+    loss = progress.open_loss / progress.open_steps if progress.open_steps else report.loss
+    scalars = {name: value / tokens for name, value in report.scalars.items()} if tokens else {}
+    return {
         "consumed_samples": progress.consumed_samples,
         "consumed-tokens": progress.consumed_samples * seq,
-        "lm loss": progress.open_loss / progress.open_steps if progress.open_steps else report.loss,
-        **{
-            name: value / sum(report.tokens)
-            for name, value in report.scalars.items()
-            if sum(report.tokens)
-        },
-        "learning-rate": learning_rate,
+        "lm loss": loss,
+        **scalars,
         "batch-size": batch,
         "loss-scale": report.loss_scale,
         "grad-norm": report.grad_norm,
@@ -196,33 +217,19 @@ def log(
             timing_log_level=config.logging.timing_log_level,
         ),
     }
-    if recording is not None:
-        metrics |= pipeline_metrics(run, recording, batch)
-    if config.logging.log_num_zeros_in_grad:
-        metrics["num-zeros"] = int(
-            all_reduce(run.optimizer.zero_gradients(), run.groups.world).item()
-        )
-    if config.logging.log_params_norm:
+
+
+def _weight_metrics(run: Run) -> dict[str, float]:
+    """What --log-num-zeros-in-grad and --log-params-norm ask for; all ranks take part."""
+    metrics: dict[str, float] = {}
+    if run.config.logging.log_num_zeros_in_grad:
+        zeros = all_reduce(run.optimizer.zero_gradients(), run.groups.world)
+        metrics["num-zeros"] = int(zeros.item())
+    if run.config.logging.log_params_norm:
         run.zero.settle()
-        metrics["params-norm"] = math.sqrt(
-            all_reduce(run.optimizer.squared_weight_norm(), run.groups.world).item()
-        )
-    end = last_iteration(config, progress)
-    print(
-        training_line(
-            progress.iteration,
-            end,
-            metrics,
-            skipped=progress.open_skipped,
-            nan=progress.open_nan,
-            eta_seconds=eta_seconds(progress.iteration, end, seconds),
-        ),
-        flush=True,
-    )
-    if run.tracker is not None:
-        run.tracker.log(progress.iteration, metrics)
-    progress.open_loss, progress.open_steps, progress.open_skipped, progress.open_nan = 0.0, 0, 0, 0
-    return Interval(time.perf_counter())
+        total = all_reduce(run.optimizer.squared_weight_norm(), run.groups.world)
+        metrics["params-norm"] = math.sqrt(total.item())
+    return metrics
 
 
 def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
@@ -285,11 +292,37 @@ def _progress_line(what: str, quiet_seconds: float = 5.0) -> Callable[[int, int]
     return report
 
 
+class Due(NamedTuple):
+    """What the loop does after an iteration; `end`: it was the last one."""
+
+    log: bool
+    evaluate: bool
+    save: bool
+    save_local: bool
+    end: bool
+
+
+def due_after(run: Run) -> Due:
+    """What is due after the iteration that run.progress has counted last."""
+    config, iteration, end = run.config, run.progress.iteration, finished(run.config, run.progress)
+
+    def every(interval: int | None) -> bool:
+        return bool(interval) and iteration % interval == 0
+
+    return Due(
+        log=every(config.logging.log_interval) or end,
+        evaluate=(every(config.evaluation.eval_interval) or end) and bool(run.data.valid),
+        save=every(config.checkpoint.save_interval),
+        save_local=every(config.checkpoint.local_save_interval),
+        end=end,
+    )
+
+
 def train(run: Run) -> Exit:
     """Train until the run ends or an exit condition holds; a checkpoint is written before returning
     (with --save), or the exit code is 1.
     """
-    config, progress, every = run.config, run.progress, run.config.evaluation.eval_interval
+    config, progress = run.config, run.progress
     interval, pending = Interval(time.perf_counter()), None
     while not finished(config, progress):
         PEERS.iteration = progress.iteration + 1
@@ -319,48 +352,31 @@ def train(run: Run) -> Exit:
         progress.iteration += 1
         progress.consumed_samples += batch_size
 
-        iteration, last = progress.iteration, finished(config, progress)
-        must_log = iteration % config.logging.log_interval == 0 or last
-        must_evaluate = (bool(every) and iteration % every == 0 or last) and bool(run.data.valid)
-        must_save = (
-            config.checkpoint.save_interval is not None
-            and iteration % config.checkpoint.save_interval == 0
-        )
-        must_save_local = (
-            config.checkpoint.local_save_interval is not None
-            and iteration % config.checkpoint.local_save_interval == 0
-        )
-        if (
-            must_log
-            or must_evaluate
-            or must_save
-            or must_save_local
-            or pending.is_here
-            or run.exits.check(iteration)
-        ):
+        iteration, due = progress.iteration, due_after(run)
+        if any(due) or pending.is_here or run.exits.check(iteration):
             settle(run, pending, interval)
             pending = None
         # on a GPU a signal is seen one iteration late, by all ranks in the same one
         exit_now = run.exits.check(iteration)
         if run.lease is not None:
             run.lease.check()
-        if must_log:
+        if due.log:
             interval = log(run, interval, learning_rate, recording)
         paused = time.perf_counter()
-        if must_evaluate:
+        if due.evaluate:
             progress.evaluation_due = (
                 run.exits.agree(run.groups.world, run.device)
                 or evaluate_all(run, "validation") is None
             )
             exit_now = exit_now or run.exits.check(iteration)
-        if must_save or exit_now or last:
+        if due.save or exit_now or due.end:
             with run.timers("save-checkpoint"):
                 save(run)
-        elif must_save_local:
+        elif due.save_local:
             with run.timers("save-checkpoint"):
                 save_local(run)
         interval.outside += time.perf_counter() - paused
-        if exit_now and (progress.evaluation_due or not last):
+        if exit_now and (progress.evaluation_due or not due.end):
             return (
                 exit_now if drain(run) else Exit(f"{exit_now.reason}, but the last save failed", 1)
             )

@@ -97,12 +97,7 @@ def pretrain(
     # faults of flags come before those of files and of other ranks
     resolved = resolve(config, world_size, None).config
     if dry_run:
-        here = torch.device("cpu")
-        prepared = prepare(config, notes, world_size, here, ALONE)
-        sections, verdict = describe(prepared, world_size, here, planned_for="cuda")
-        text, code = end_of_dry_run(verdict)
-        print(banner({NOT_DONE: list(not_done), **sections}) + "\n" + text, flush=True)
-        return code
+        return _dry_run(config, notes, world_size, not_done)
     device, backend = choose_device(launch, config.distributed)
     set_determinism(device, resolved.model.deterministic_mode)
     if device.type == "cuda" and resolved.optimizer.optimizer_cpu_offload:
@@ -127,9 +122,19 @@ def pretrain(
             run.zero.settle()
         except Exception as error:
             error.add_note(f"[{run.groups.describe()}, iteration {run.progress.iteration}]")
-            PEERS.end(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            first_line = str(error).splitlines()[0] if str(error) else ""
+            PEERS.end(f"{type(error).__name__}: {first_line}")
             raise
     disconnect()
+    return code
+
+
+def _dry_run(config: Config, notes: list[str], world_size: int, not_done: Sequence[str]) -> int:
+    here = torch.device("cpu")
+    prepared = prepare(config, notes, world_size, here, ALONE)
+    sections, verdict = describe(prepared, world_size, here, planned_for="cuda")
+    text, code = end_of_dry_run(verdict)
+    print(banner({NOT_DONE: list(not_done), **sections}) + "\n" + text, flush=True)
     return code
 
 
