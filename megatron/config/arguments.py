@@ -539,6 +539,20 @@ def _with_values(config: Config, values: dict[tuple[str, str], Any]) -> Config:
     return config
 
 
+def _rule_faults(config: Config, unsure: set[str]) -> list[str]:
+    """Faults of the rules between fields, but those about the flags `unsure`."""
+    distributed = config.distributed
+    tensor = max(1, distributed.tensor_model_parallel_size)
+    pipeline = max(1, distributed.pipeline_model_parallel_size)
+    # the launcher's ranks are not known here
+    world = distributed.world_size or tensor * pipeline
+    return [
+        fault
+        for fault in cross_field_faults(config, world, None)
+        if not any(re.search(rf"{flag}(?![\w-])", fault) for flag in unsure)
+    ]
+
+
 def parse_arguments(argv: list[str]) -> Parsed:
     """Settings of a command line. Raises one `ArgumentErrors` with every fault; `--help` prints and
     exits.
@@ -573,17 +587,7 @@ def parse_arguments(argv: list[str]) -> Parsed:
             "sets the size of a real run"
         )
     if reading.faults:
-        distributed = config.distributed
-        smallest = max(1, distributed.tensor_model_parallel_size) * max(
-            1, distributed.pipeline_model_parallel_size
-        )
-        # the launcher's ranks are not known here
-        told = [
-            fault
-            for fault in cross_field_faults(config, distributed.world_size or smallest, None)
-            if not any(re.search(rf"{flag}(?![\w-])", fault) for flag in reading.unsure)
-        ]
-        raise ArgumentErrors([*reading.faults, *told])
+        raise ArgumentErrors([*reading.faults, *_rule_faults(config, reading.unsure)])
     return Parsed(
         config,
         reading.notes,

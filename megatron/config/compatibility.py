@@ -44,6 +44,10 @@ class CompatibilityRow:
     # the text of a refusal, from the flag's words and the settings
     told: Callable[[list[str], Config], str] | None = None
 
+    def holds(self, config: Config) -> bool:
+        """Whether the settings are such as `when` asks for."""
+        return self.when is None or self.when(config)
+
     def rewrite(self, words: list[str]) -> list[tuple[str, list[str]]]:
         """The occurrences of our own flags that an equals row stands for."""
         result: list[tuple[str, list[str]]] = []
@@ -1020,27 +1024,34 @@ class Answers:
     faults: list[str]
 
 
+def _fault(flag: str, words: list[str], row: CompatibilityRow, config: Config) -> str:
+    """Why a row refuses its flag with these words and settings; empty when it does not."""
+    shown = " ".join([flag, *words])
+    if row.verdict == "only" and not words:
+        return f"{flag}: no value follows it (is a shell variable unset?)"
+    if row.verdict == "only" and not set(words) <= set(row.values):
+        return f"{shown}: {row.text} (accepted: {', '.join(row.values)})"
+    if row.verdict == "refused":
+        return f"{shown}: {row.told(words, config) if row.told else row.text}"
+    if row.verdict == "note" and not row.holds(config):
+        return f"{shown}: {row.otherwise}"
+    return ""
+
+
 def answer(occurrences: list[tuple[str, list[str], CompatibilityRow]], config: Config) -> Answers:
     """Answer each (flag as written, its words, its row)."""
     notes: dict[tuple[CompatibilityRow, str], list[str]] = {}
     missing: dict[tuple[CompatibilityRow, str], list[str]] = {}
     faults = []
     for flag, words, row in occurrences:
-        shown = " ".join([flag, *words])
-        holds = row.when is None or row.when(config)
-        if row.verdict == "only" and not words:
-            faults.append(f"{flag}: no value follows it (is a shell variable unset?)")
-        elif row.verdict == "only" and not set(words) <= set(row.values):
-            faults.append(f"{shown}: {row.text} (accepted: {', '.join(row.values)})")
-        elif row.verdict == "refused":
-            faults.append(f"{shown}: {row.told(words, config) if row.told else row.text}")
-        elif row.verdict == "note" and not holds:
-            faults.append(f"{shown}: {row.otherwise}")
+        asks_nothing = bool(words) and set(words) <= set(row.values)
+        if fault := _fault(flag, words, row, config):
+            faults.append(fault)
         elif row.verdict == "note":
             notes.setdefault((row, row.text), []).append(flag)
-        elif row.verdict == "not done" and row.when is not None and holds:
+        elif row.verdict == "not done" and row.when is not None and row.holds(config):
             notes.setdefault((row, row.otherwise), []).append(flag)
-        elif row.verdict == "not done" and not (words and set(words) <= set(row.values)):
+        elif row.verdict == "not done" and not asks_nothing:
             missing.setdefault((row, row.text), []).append(flag)
     return Answers(_lines(notes), _lines(missing), faults)
 

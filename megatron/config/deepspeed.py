@@ -187,55 +187,62 @@ def _kind_fault(key: str, value: Any) -> str:
 
 def _answer(key: str, value: Any, content: dict, config: Config) -> tuple[str, str]:
     """The note or the fault (the other is empty) that answers one key."""
-    section = content.get(key.partition(".")[0])
     if value == "auto":
         return "follows the flags", ""
-    if (
-        isinstance(section, dict)
-        and section.get("enabled") is False
-        and not key.endswith(".enabled")
-    ):
+    section = content.get(key.partition(".")[0])
+    switched_off = isinstance(section, dict) and section.get("enabled") is False
+    if switched_off and not key.endswith(".enabled"):
         return "its section is not enabled", ""
     if value is not None and (fault := _kind_fault(key, value)):
         return "", fault
     if key == "optimizer.params.betas":
-        ours = [config.optimizer.adam_beta1, config.optimizer.adam_beta2]
-        if not isinstance(value, list) or not all(type(beta) in (int, float) for beta in value):
-            return "", "expected a list of two numbers"
-        return _compare(value, ours, "--adam-beta1 and --adam-beta2")
+        return _betas(value, config)
     if key in WIRE_KEYS and value is not None and value is not False:
-        named = "fp32" if value is True and key == "fp32_allreduce" else value
-        if not isinstance(named, str) or named.lower() not in WIRE:
-            return (
-                "",
-                "gradients are sent in fp32, or in bf16 with --grad-reduce-in-bf16; take it out",
-            )
-        in_bf16 = WIRE[named.lower()]
-        if config.optimizer.main_grads_dtype == "bf16":
-            return _compare("bf16" if in_bf16 else "fp32", "bf16", "--main-grads-dtype")
-        return _compare(in_bf16, config.distributed.grad_reduce_in_bf16, "--grad-reduce-in-bf16")
+        return _wire(key, value, config)
     if key in REFUSED and REFUSED[key][0](value):
         return "", REFUSED[key][1]
     if key in OFFLOAD:
-        return _offload(
-            key, value, content["zero_optimization"]["offload_optimizer"].get("device"), config
-        )
-    # null: not said
-    if key in SAME and not (key == "data_types.grad_accum_dtype" and value is None):
+        device = content["zero_optimization"]["offload_optimizer"].get("device")
+        return _offload(key, value, device, config)
+    unsaid = key == "data_types.grad_accum_dtype" and value is None
+    if key in SAME and not unsaid:
         group, field = SAME[key]
-        return _compare(
-            _in_our_terms(key, value),
-            getattr(getattr(config, group), field),
-            "--" + field.replace("_", "-"),
-        )
+        ours = getattr(getattr(config, group), field)
+        return _compare(_in_our_terms(key, value), ours, "--" + field.replace("_", "-"))
     if key == "gradient_accumulation_steps":
         return _accumulation(value, config)
+    return _without_a_flag(key, value)
+
+
+def _without_a_flag(key: str, value: Any) -> tuple[str, str]:
+    """The answer for a key that none of our flags equals."""
     names = [name for name in NOTED if key == name or key.startswith(name + ".")]
     if names:
         return NOTED[max(names, key=len)], ""
     if value is False or value is None or value == {}:
         return "off here too", ""
     return "", "not supported; take it out"
+
+
+def _betas(value: Any, config: Config) -> tuple[str, str]:
+    if not isinstance(value, list) or not all(type(beta) in (int, float) for beta in value):
+        return "", "expected a list of two numbers"
+    ours = [config.optimizer.adam_beta1, config.optimizer.adam_beta2]
+    return _compare(value, ours, "--adam-beta1 and --adam-beta2")
+
+
+def _wire(key: str, value: Any, config: Config) -> tuple[str, str]:
+    """What gradients are sent in; --main-grads-dtype bf16 says that too."""
+    named = "fp32" if value is True and key == "fp32_allreduce" else value
+    if not isinstance(named, str) or named.lower() not in WIRE:
+        return (
+            "",
+            "gradients are sent in fp32, or in bf16 with --grad-reduce-in-bf16; take it out",
+        )
+    in_bf16 = WIRE[named.lower()]
+    if config.optimizer.main_grads_dtype == "bf16":
+        return _compare("bf16" if in_bf16 else "fp32", "bf16", "--main-grads-dtype")
+    return _compare(in_bf16, config.distributed.grad_reduce_in_bf16, "--grad-reduce-in-bf16")
 
 
 def _in_our_terms(key: str, value: Any) -> Any:

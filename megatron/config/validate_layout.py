@@ -266,38 +266,41 @@ def _even(run: RunView) -> Iterator[str]:
     )
 
 
+def _nearest_first(run: RunView, numbers: dict[str, int]) -> int | None:
+    """The layers to give by the first of the flags, nearest to what it gives now, so that the
+    others can stay as they are; None when no number is right.
+    """
+    first, *further = numbers.values()
+    virtual, others = run.num_virtual_stages_per_pipeline_rank, run.pp - len(numbers)
+    unit = max(1, others) * virtual
+    total = run.num_layers - sum(further)  # for the first of the flags and the ranks without one
+    least = unit if others else 0
+    if total <= least or any(number % virtual for number in (*further, total)):
+        return None
+    if others == 0:
+        return total
+    most = (total - 1) // unit * unit
+    return total - min(max(nearest(total - first, unit), least), most)
+
+
 def _uneven(run: RunView) -> Iterator[str]:
     """Numbers for the first or last rank: what they leave must fit the others, and each rank's
     layers its virtual stages.
     """
-    given, virtual = _given(run, *_UNEVEN), run.num_virtual_stages_per_pipeline_rank
-    numbers = {field: getattr(run, field) for field in given}
-    shown = " and ".join(map(run.show, given))
-    others = run.pp - len(given)
-    rest, unit = run.num_layers - sum(numbers.values()), max(1, others) * virtual
-    if (rest == 0 if others == 0 else rest > 0 and rest % unit == 0) and all(
-        number % virtual == 0 for number in numbers.values()
-    ):
+    numbers = {field: getattr(run, field) for field in _given(run, *_UNEVEN)}
+    virtual, others = run.num_virtual_stages_per_pipeline_rank, run.pp - len(numbers)
+    given = sum(numbers.values())
+    rest = run.num_layers - given
+    shared_out = rest > 0 and rest % (others * virtual) == 0 if others else rest == 0
+    if shared_out and all(number % virtual == 0 for number in numbers.values()):
         return
-    instead = f"give {_instead(run, *_UNEVEN)}"
-    # for the first of the flags and the ranks without one
-    total = run.num_layers - (numbers[given[1]] if len(given) > 1 else 0)
-    if (
-        all(numbers[field] % virtual == 0 for field in given[1:])
-        and total % virtual == 0
-        and total > (unit if others else 0)
-    ):
-        taken = total
-        if others:
-            fewest, most = unit, (total - 1) // unit * unit
-            taken = total - min(max(nearest(total - numbers[given[0]], unit), fewest), most)
-        instead = f"give {_flag(given[0])} {taken}, or {_instead(run, *_UNEVEN)}"
+    shown = " and ".join(map(run.show, numbers))
+    taken = _nearest_first(run, numbers)
+    first = "" if taken is None else f"{_flag(next(iter(numbers)))} {taken}, or "
+    instead = f"give {first}{_instead(run, *_UNEVEN)}"
     if others == 0:
-        yield (
-            f"{shown}: make {sum(numbers.values())} layers of --num-layers {run.num_layers}"
-            + (f", each to be divided by {run.show(_VIRTUAL)}" if virtual > 1 else "")
-            + f"; {instead}"
-        )
+        divided = f", each to be divided by {run.show(_VIRTUAL)}" if virtual > 1 else ""
+        yield f"{shown}: make {given} layers of --num-layers {run.num_layers}{divided}; {instead}"
         return
     wanted = f" x {virtual} virtual stages" if virtual > 1 else ""
     alone = (

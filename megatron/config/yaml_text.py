@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.config.input_files import InputError, check_tree
 
+TAG = "tag:yaml.org,2002:"  # of the values that YAML knows by itself
 INTEGER = re.compile(r"[-+]?(0|[1-9]\d*)")
 DECIMAL = re.compile(r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 LEADING_ZERO = re.compile(r"[-+]?0[\d_]+")
@@ -40,45 +41,45 @@ def parse_yaml(text: str) -> Any:
     return value
 
 
-def _loader(yaml: Any) -> type:
-    """A loader class with the constructors below; PyYAML is imported only where YAML is read."""
+def _refusal(node: Any, what: str) -> Exception:
+    """PyYAML's error for a node of the text; it says the line."""
+    from yaml.constructor import ConstructorError
 
-    tag = "tag:yaml.org,2002:"
+    return ConstructorError(None, None, what, node.start_mark)
 
-    def refuse(node: Any, what: str) -> Exception:
-        return yaml.constructor.ConstructorError(None, None, what, node.start_mark)
 
-    def number(loader: Any, node: Any) -> Any:
-        text = loader.construct_scalar(node)
-        if INTEGER.fullmatch(text):
-            return int(text)
-        if DECIMAL.fullmatch(text):
-            return float(text)
-        raise refuse(
+def _number(loader: Any, node: Any) -> int | float:
+    text = loader.construct_scalar(node)
+    if INTEGER.fullmatch(text):
+        return int(text)
+    if DECIMAL.fullmatch(text):
+        return float(text)
+    raise _refusal(
+        node,
+        f"{text} is a number that versions of YAML read differently; write it in decimal digits",
+    )
+
+
+def _string(loader: Any, node: Any) -> str:
+    text = loader.construct_scalar(node)
+    if node.style is None and LEADING_ZERO.fullmatch(text):
+        raise _refusal(
             node,
-            (
-                f"{text} is a number that versions of YAML read differently; write it in "
-                "decimal digits"
-            ),
+            f"{text} is a number that versions of YAML read differently; write it "
+            "without leading zeros",
         )
+    return text
 
-    def string(loader: Any, node: Any) -> str:
-        text = loader.construct_scalar(node)
-        if node.style is None and LEADING_ZERO.fullmatch(text):
-            raise refuse(
-                node,
-                (
-                    f"{text} is a number that versions of YAML read differently; write it "
-                    "without leading zeros"
-                ),
-            )
-        return text
 
-    def unknown(loader: Any, node: Any) -> Any:
-        kind = node.tag.removeprefix(tag)
-        raise refuse(
-            node, f"a value of the kind {kind} is not read here; put text in quotation marks"
-        )
+def _unknown(loader: Any, node: Any) -> Any:
+    kind = node.tag.removeprefix(TAG)
+    raise _refusal(
+        node, f"a value of the kind {kind} is not read here; put text in quotation marks"
+    )
+
+
+def _loader(yaml: Any) -> type:
+    """A loader class with the constructors above; PyYAML is imported only where YAML is read."""
 
     class Loader(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
@@ -94,20 +95,16 @@ def _loader(yaml: Any) -> type:
             for key_node, value_node in node.value:
                 key = self.construct_object(key_node, deep=True)
                 if not isinstance(key, str):
-                    raise refuse(key_node, "a key is not text")
+                    raise _refusal(key_node, "a key is not text")
                 if key in result:
-                    raise refuse(key_node, f"the key {key[:60]!r} occurs twice; keep one")
+                    raise _refusal(key_node, f"the key {key[:60]!r} occurs twice; keep one")
                 result[key] = self.construct_object(value_node, deep=deep)
             return result
 
     kept = {
-        tag + name: yaml.SafeLoader.yaml_constructors[tag + name]
+        TAG + name: yaml.SafeLoader.yaml_constructors[TAG + name]
         for name in ("null", "bool", "seq", "map")
     }
-    Loader.yaml_constructors = kept | {
-        tag + "int": number,
-        tag + "float": number,
-        tag + "str": string,
-        None: unknown,
-    }
+    ours = {TAG + "int": _number, TAG + "float": _number, TAG + "str": _string, None: _unknown}
+    Loader.yaml_constructors = kept | ours
     return Loader

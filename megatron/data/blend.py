@@ -108,6 +108,27 @@ class Blend:
         return (self.first_index + turn * self._shares + counts).tolist()
 
 
+def _blend_of(segment: dict[str, Any]) -> Blend:
+    """The blend that a segment of the ledger describes."""
+    sources = segment["sources"]
+    shares = [source["share"] for source in sources]
+    return Blend(shares, segment["first_sample"], [source["first_index"] for source in sources])
+
+
+def _indices_at(segments: list[dict[str, Any]], consumed: int) -> dict[str, int]:
+    """The index that each source of the segments goes on with at sample `consumed`, by its id."""
+    indices: dict[str, int] = {}
+    ends = [*(segment["first_sample"] for segment in segments[1:]), consumed]
+    for segment, end in zip(segments, ends):
+        ids = [source["id"] for source in segment["sources"]]
+        indices.update(zip(ids, _blend_of(segment).indices_at(end)))
+    return indices
+
+
+def _ids_and_shares(sources: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    return [(source["id"], source["share"]) for source in sources]
+
+
 def extend_ledger(
     ledger: dict[str, Any] | None, consumed: int, sources: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], Blend, list[str]]:
@@ -119,41 +140,17 @@ def extend_ledger(
     segment and lines that say what changed.
     """
     segments = [dict(segment) for segment in ledger["segments"]] if ledger else []
-    now = [(source["id"], source["share"]) for source in sources]
-    shares = [source["share"] for source in sources]
-    if segments and [(source["id"], source["share"]) for source in segments[-1]["sources"]] == now:
-        last = segments[-1]
-        return (
-            {"segments": segments},
-            Blend(
-                shares, last["first_sample"], [source["first_index"] for source in last["sources"]]
-            ),
-            [],
-        )
-    known: dict[str, int] = {}
-    for number, segment in enumerate(segments):
-        end = segments[number + 1]["first_sample"] if number + 1 < len(segments) else consumed
-        blend = Blend(
-            [source["share"] for source in segment["sources"]],
-            segment["first_sample"],
-            [source["first_index"] for source in segment["sources"]],
-        )
-        known.update(zip((source["id"] for source in segment["sources"]), blend.indices_at(end)))
-    first_sample = 0 if ledger is None else consumed
+    if segments and _ids_and_shares(segments[-1]["sources"]) == _ids_and_shares(sources):
+        return {"segments": segments}, _blend_of(segments[-1]), []
+    known = _indices_at(segments, consumed)
     entered = [{**source, "first_index": known.get(source["id"], 0)} for source in sources]
-    notes = [
-        f"blend changed at sample {consumed}: {source['name']} "
-        + (
+    notes = []
+    for source in entered if segments else ():
+        where = (
             f"continues at its sample {source['first_index']}"
             if source["id"] in known
             else "is new (content, range, seq-length or seed), starts at 0"
         )
-        for source in entered
-        if segments
-    ]
-    segments.append({"first_sample": first_sample, "sources": entered})
-    return (
-        {"segments": segments},
-        Blend(shares, first_sample, [source["first_index"] for source in entered]),
-        notes,
-    )
+        notes.append(f"blend changed at sample {consumed}: {source['name']} {where}")
+    segments.append({"first_sample": 0 if ledger is None else consumed, "sources": entered})
+    return {"segments": segments}, _blend_of(segments[-1]), notes

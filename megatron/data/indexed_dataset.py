@@ -17,7 +17,7 @@ import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import xxhash
@@ -80,6 +80,22 @@ def probes(count: int) -> np.ndarray:
     )
 
 
+def _tables(sequences: int) -> tuple[int, int, int]:
+    """Bytes of .idx at which its lengths, its offsets and its document index begin."""
+    return HEADER.size, HEADER.size + 4 * sequences, HEADER.size + 12 * sequences
+
+
+def _refuse_missing(path: Path, prefix: str) -> None:
+    if os.path.lexists(path):
+        return
+    fix = (
+        f"the flag takes the prefix without its ending: {prefix[:-4]}"
+        if prefix.endswith((".bin", ".idx"))
+        else "check the prefix, or make it with tools/preprocess_data.py"
+    )
+    raise DataError(f"{path}: no such file; {fix}")
+
+
 def _map(path: Path) -> mmap.mmap | bytes:
     try:
         with open_regular(path) as file:
@@ -118,32 +134,16 @@ class IndexedDataset:
             Path(f"{prefix}.{end}") for end in ("bin", "idx", "json")
         )
         for path in (self.idx_path, self.bin_path):
-            if not os.path.lexists(path):
-                cut = (
-                    f"; the flag takes the prefix without its ending: {prefix[:-4]}"
-                    if prefix.endswith((".bin", ".idx"))
-                    else ""
-                )
-                raise DataError(
-                    f"{path}: no such "
-                    f"file{cut or '; check the prefix, or make it with tools/preprocess_data.py'}"
-                )
+            _refuse_missing(path, prefix)
         index, content = _map(self.idx_path), _map(self.bin_path)
         self.dtype, sequences, entries = self._header(index)
-        start = HEADER.size
-        self.lengths = np.frombuffer(index, "<i4", sequences, start)
-        self.offsets = np.frombuffer(index, "<i8", sequences, start + 4 * sequences)
-        self.documents = np.frombuffer(index, "<i8", entries, start + 12 * sequences)
-        index.madvise(mmap.MADV_RANDOM)  # spaced reads: no read-ahead
         self.num_sequences, self.num_documents = sequences, entries - 1
-        at, documents_at = probes(sequences), probes(entries)
-        places = [
-            start + 4 * at,
-            start + 4 * sequences + 8 * at,
-            start + 12 * sequences + 8 * np.maximum(documents_at - 1, 0),
-        ]
-        _prefetch(self.idx_path, np.concatenate(places), 16)
-        self._check_entries(at, documents_at)
+        lengths_at, offsets_at, documents_at = _tables(sequences)
+        self.lengths = np.frombuffer(index, "<i4", sequences, lengths_at)
+        self.offsets = np.frombuffer(index, "<i8", sequences, offsets_at)
+        self.documents = np.frombuffer(index, "<i8", entries, documents_at)
+        index.madvise(mmap.MADV_RANDOM)  # spaced reads: no read-ahead
+        self._check_spaced_entries()
         self._check_total()
         self.tokens = np.frombuffer(content, self.dtype)
         self.num_tokens = len(self.tokens)
@@ -180,43 +180,57 @@ class IndexedDataset:
             )
         return np.dtype(DTYPES[code]), sequences, entries
 
-    def _check_entries(self, at: np.ndarray, documents_at: np.ndarray) -> None:
-        """Check the index entries `at` (each against its successor, which must begin where it ends)
-        and the document entries.
+    def _check_spaced_entries(self) -> None:
+        """Check at most 1,024 entries of each table, which are asked of the disk together."""
+        lengths_at, offsets_at, documents_at = _tables(self.num_sequences)
+        sequences, entries = probes(self.num_sequences), probes(self.num_documents + 1)
+        places = [
+            lengths_at + 4 * sequences,
+            offsets_at + 8 * sequences,
+            documents_at + 8 * np.maximum(entries - 1, 0),
+        ]
+        _prefetch(self.idx_path, np.concatenate(places), 16)
+        self._check_sequences(sequences)
+        self._check_documents(entries)
+
+    def _check_sequences(self, at: np.ndarray) -> None:
+        """Check lengths and offsets of the sequences `at`, ascending: the first of all begins at 0,
+        each other one where the one before it ends.
         """
-        base, count = HEADER.size, self.num_sequences
+        lengths_at, offsets_at, _ = _tables(self.num_sequences)
         lengths, offsets = self.lengths[at].astype(np.int64), self.offsets[at]
         if len(at) and at[0] == 0 and offsets[0] != 0:
             raise DataError(
-                f"{self.idx_path}, byte {base + 4 * count}: the first sequence begins at "
+                f"{self.idx_path}, byte {offsets_at}: the first sequence begins at "
                 f"byte {offsets[0]} of .bin, not 0; {REMAKE}"
             )
         for k in np.flatnonzero(lengths < 0)[:1]:
             raise DataError(
-                f"{self.idx_path}, byte {base + 4 * at[k]}: sequence {at[k]} has the length "
+                f"{self.idx_path}, byte {lengths_at + 4 * at[k]}: sequence {at[k]} has the length "
                 f"{lengths[k]}; {REMAKE}"
             )
-        inner = at + 1 < count
-        ends = offsets + lengths * self.dtype.itemsize
-        following = self.offsets[at[inner] + 1]
-        for k in np.flatnonzero(following != ends[inner])[:1]:
-            entry = at[inner][k] + 1
+        has_next = at + 1 < self.num_sequences
+        following = at[has_next] + 1
+        begins = self.offsets[following]
+        ends = (offsets + lengths * self.dtype.itemsize)[has_next]
+        for k in np.flatnonzero(begins != ends)[:1]:
             raise DataError(
-                f"{self.idx_path}, byte {base + 4 * count + 8 * entry}: sequence {entry} "
-                f"begins at byte {following[k]} of .bin, "
-                f"the one before it ends at {ends[inner][k]}: sequences must lie back to "
-                f"back; {REMAKE}"
+                f"{self.idx_path}, byte {offsets_at + 8 * following[k]}: sequence {following[k]} "
+                f"begins at byte {begins[k]} of .bin, the one before it ends at {ends[k]}: "
+                f"sequences must lie back to back; {REMAKE}"
             )
-        values, previous = (
-            self.documents[documents_at],
-            self.documents[np.maximum(documents_at - 1, 0)],
-        )
-        bad = (values < previous) | (values > count) | ((documents_at == 0) & (values != 0))
-        bad |= (documents_at == self.num_documents) & (values != count)
+
+    def _check_documents(self, at: np.ndarray) -> None:
+        """Check the document entries `at`: they ascend from 0 to the number of sequences."""
+        count = self.num_sequences
+        values, previous = self.documents[at], self.documents[np.maximum(at - 1, 0)]
+        bad = (values < previous) | (values > count)
+        bad |= (at == 0) & (values != 0)
+        bad |= (at == self.num_documents) & (values != count)
         for k in np.flatnonzero(bad)[:1]:
-            byte = base + 12 * count + 8 * documents_at[k]
+            byte = _tables(count)[2] + 8 * at[k]
             raise DataError(
-                f"{self.idx_path}, byte {byte}: document entry {documents_at[k]} is "
+                f"{self.idx_path}, byte {byte}: document entry {at[k]} is "
                 f"{values[k]} with {count} sequences; {REMAKE}"
             )
 
@@ -303,10 +317,8 @@ class IndexedDataset:
         """
         for begin in range(0, max(self.num_sequences, self.num_documents + 1), CHUNK):
             stop = begin + CHUNK
-            self._check_entries(
-                np.arange(begin, min(stop, self.num_sequences)),
-                np.arange(begin, min(stop, self.num_documents + 1)),
-            )
+            self._check_sequences(np.arange(begin, min(stop, self.num_sequences)))
+            self._check_documents(np.arange(begin, min(stop, self.num_documents + 1)))
         digest = xxhash.xxh3_128()
         for begin in range(0, self.num_tokens, CHUNK):
             piece = self.tokens[begin : begin + CHUNK]
@@ -344,6 +356,11 @@ def file_digest(path: Path) -> str:
         while piece := file.read(1 << 22):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def _sync(file: IO[Any]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 class IndexedDatasetWriter:
@@ -392,19 +409,32 @@ class IndexedDatasetWriter:
         """Complete the index and write the sidecar (given facts + counts, sizes, digests), durably
         and still unpublished; returns it.
         """
-        offset = 0
-        for begin in range(0, self.num_sequences, CHUNK):
-            count = min(CHUNK, self.num_sequences - begin)
-            self._idx.seek(HEADER.size + 4 * begin)
-            ends = np.cumsum(
-                np.frombuffer(self._idx.read(4 * count), "<i4").astype(np.int64)
-                * self.dtype.itemsize
-            )
-            self._idx.seek(HEADER.size + 4 * self.num_sequences + 8 * begin)
-            self._idx.write((offset + np.concatenate([[0], ends[:-1]])).astype("<i8").data)
-            offset += int(ends[-1])
-        self._idx.seek(HEADER.size + 12 * self.num_sequences)
-        self._idx.write(bytes(8))
+        self._complete_index()
+        for file in (self._bin, self._idx):
+            _sync(file)
+        complete = {
+            "format": 1,
+            "dtype": self.dtype.name,
+            "sequences": self.num_sequences,
+            "documents": self.num_documents,
+            "tokens": self.num_tokens,
+            "empty_documents": self.empty_documents,
+            "files": {
+                "bin": self._size_and_digest("bin", self._digest.hexdigest()),
+                "idx": self._size_and_digest("idx", file_digest(self._parts["idx"])),
+            },
+            **sidecar,
+        }
+        with open(self._parts["json"], "w") as file:
+            json.dump(complete, file, indent=1)
+            _sync(file)
+        return complete
+
+    def _complete_index(self) -> None:
+        """Write what follows the lengths in the index (offsets, documents), then the header."""
+        self._write_offsets()
+        self._idx.seek(_tables(self.num_sequences)[2])
+        self._idx.write(bytes(8))  # the document index begins with a 0
         self._documents.seek(0)
         while piece := self._documents.read(1 << 22):
             self._idx.write(piece)
@@ -412,30 +442,22 @@ class IndexedDatasetWriter:
         self._idx.write(
             HEADER.pack(MAGIC, 1, CODES[self.dtype], self.num_sequences, self.num_documents + 1)
         )
-        for file in (self._bin, self._idx):
-            file.flush()
-            os.fsync(file.fileno())
-        counts = {
-            name: getattr(self, f"num_{name}") for name in ("sequences", "documents", "tokens")
-        }
-        digests = {"bin": self._digest.hexdigest(), "idx": file_digest(self._parts["idx"])}
-        files = {
-            kind: {"bytes": self._parts[kind].stat().st_size, "xxh3_128": digests[kind]}
-            for kind in digests
-        }
-        complete = {
-            "format": 1,
-            "dtype": self.dtype.name,
-            **counts,
-            "empty_documents": self.empty_documents,
-            "files": files,
-            **sidecar,
-        }
-        with open(self._parts["json"], "w") as file:
-            json.dump(complete, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        return complete
+
+    def _write_offsets(self) -> None:
+        """Write where in .bin each sequence begins: the sum of the lengths before it, in bytes."""
+        lengths_at, offsets_at, _ = _tables(self.num_sequences)
+        offset = 0
+        for begin in range(0, self.num_sequences, CHUNK):
+            count = min(CHUNK, self.num_sequences - begin)
+            self._idx.seek(lengths_at + 4 * begin)
+            lengths = np.frombuffer(self._idx.read(4 * count), "<i4").astype(np.int64)
+            ends = np.cumsum(lengths * self.dtype.itemsize)
+            self._idx.seek(offsets_at + 8 * begin)
+            self._idx.write((offset + np.concatenate([[0], ends[:-1]])).astype("<i8").data)
+            offset += int(ends[-1])
+
+    def _size_and_digest(self, kind: str, digest: str) -> dict[str, Any]:
+        return {"bytes": self._parts[kind].stat().st_size, "xxh3_128": digest}
 
     def publish(self) -> None:
         """Move all three files into place."""

@@ -319,50 +319,56 @@ def _split_paths(data: DataConfig, split: str) -> tuple[list[tuple[float | None,
     return (parse_paths(own, f"--{split}-data-path"), None) if own else ([], None)
 
 
+def _stream(opener: _Opener, prefix: str, split: str, cut_by: str | None) -> TokenStream | None:
+    """The part of one prefix that belongs to a split, by a --split or (None) all of it; None after
+    a fault, which goes to the opener.
+    """
+    dataset, config = opener.open(prefix), opener.config
+    if dataset is None:
+        return None
+    count = dataset.num_sequences
+    first, stop = split_range(parse_split(cut_by), split, count) if cut_by else (0, count)
+    if first == stop:
+        opener.faults.append(
+            f"{prefix}: --split {cut_by} leaves no document of its {count} "
+            f"for {split}: give {split} a larger share, "
+            f"or 0 to do without it, or name separate files with --{split}-data-path"
+        )
+        return None
+    seed = config.training.seed if split == "train" else EVALUATION_SEED
+    vocab_size = opener.tokenizer.vocab_size
+    try:
+        return TokenStream(dataset, first, stop, config.data.seq_length, seed, vocab_size)
+    except DataError as error:
+        opener.faults.append(str(error))
+        return None
+
+
+def _given_twice(streams: list[TokenStream]) -> list[str]:
+    """The fault of streams that are the same data, if there are any."""
+    last = {stream.identity: stream.dataset.prefix for stream in streams}
+    if len(last) == len(streams):
+        return []
+    prefixes = [stream.dataset.prefix for stream in streams]
+    names = sorted(prefix for prefix in prefixes if prefix not in last.values())
+    return [
+        f"{', '.join(names) or next(iter(last.values()))}: this data is given twice: "
+        "name it once, with the sum of the weights"
+    ]
+
+
 def _streams(opener: _Opener, split: str) -> tuple[list[TokenStream], list[float | None]]:
     """The token streams of one split and their weights; faults go to the opener."""
-    config, streams, weights = opener.config, [], []
-    paths, text = _split_paths(config.data, split)
-    shares = parse_split(text) if text else None
-    if shares and shares[SPLITS.index(split)] == 0:
+    streams, weights = [], []
+    paths, cut_by = _split_paths(opener.config.data, split)
+    if cut_by and parse_split(cut_by)[SPLITS.index(split)] == 0:
         return [], []
-    seed = config.training.seed if split == "train" else EVALUATION_SEED
     for weight, prefix in paths:
-        dataset = opener.open(prefix)
-        if dataset is None:
-            continue
-        first, stop = (
-            split_range(shares, split, dataset.num_sequences)
-            if shares
-            else (0, dataset.num_sequences)
-        )
-        if first == stop:
-            opener.faults.append(
-                f"{prefix}: --split {text} leaves no document of its {dataset.num_sequences} "
-                f"for {split}: give {split} a larger share, "
-                f"or 0 to do without it, or name separate files with --{split}-data-path"
-            )
-            continue
-        try:
-            streams.append(
-                TokenStream(
-                    dataset, first, stop, config.data.seq_length, seed, opener.tokenizer.vocab_size
-                )
-            )
+        stream = _stream(opener, prefix, split, cut_by)
+        if stream is not None:
+            streams.append(stream)
             weights.append(weight)
-        except DataError as error:
-            opener.faults.append(str(error))
-    twice = {stream.identity: stream.dataset.prefix for stream in streams}
-    if len(twice) < len(streams):
-        names = sorted(
-            stream.dataset.prefix
-            for stream in streams
-            if stream.dataset.prefix not in twice.values()
-        )
-        opener.faults.append(
-            f"{', '.join(names) or next(iter(twice.values()))}: this data is given twice: "
-            "name it once, with the sum of the weights"
-        )
+    opener.faults += _given_twice(streams)
     return streams, weights
 
 
@@ -389,48 +395,65 @@ def build_data(
         split: _streams(opener, split) if evaluate else ([], []) for split in ("valid", "test")
     }
     opener.refuse()
-    notes, blend = opener.notes, None
+    notes, source = opener.notes, None
     if train:
-        names = [stream.dataset.prefix for stream in train]
-        shares = quotas(
-            [
-                stream.num_tokens if weight is None else weight
-                for stream, weight in zip(train, weights)
-            ],
-            names,
-        )
-        entries = [
-            {"id": stream.identity, "content": stream.content, "name": name, "share": share}
-            for stream, name, share in zip(train, names, shares)
-        ]
+        entries = _ledger_entries(train, weights)
         ledger, blend, changes = extend_ledger(ledger, consumed, entries)
-        for stream, name, share in zip(train, names, shares):
-            notes.append(
-                f"train: {name}: {stream.num_tokens:,} tokens, {stream.samples:,} samples an "
-                f"epoch, share {share}/{PATTERN} = {share / PATTERN:.6f}"
-            )
-        notes += changes
+        source = _source(config, tokenizer, "train", train, blend)
+        notes += [*map(_train_note, train, entries), *changes]
     for split, (streams, _) in held_out.items():
-        if len(streams) > 1:
-            notes.append(
-                f"{split}: each source is evaluated by itself; the loss of the blend is "
-                "their mean by weight (without weights: by tokens)"
-            )
-        notes += [
-            (
-                f"{split}: {stream.dataset.prefix}: {stream.num_tokens:,} tokens, "
-                f"{stream.samples:,} samples"
-            )
-            for stream in streams
-        ]
+        notes += _held_out_notes(split, streams)
     return Data(
-        train=_source(config, tokenizer, "train", train, blend) if train else None,
+        train=source,
         valid=_named(config, tokenizer, "validation", *held_out["valid"]),
         test=_named(config, tokenizer, "test", *held_out["test"]),
         ledger=ledger or {"segments": []},
         notes=notes,
         eod=tokenizer.eod,
     )
+
+
+def _sizes(streams: list[TokenStream], weights: list[float | None]) -> list[float]:
+    """What each stream counts in its blend: its weight, or its tokens where none is given."""
+    return [
+        stream.num_tokens if weight is None else weight
+        for stream, weight in zip(streams, weights, strict=True)
+    ]
+
+
+def _ledger_entries(
+    streams: list[TokenStream], weights: list[float | None]
+) -> list[dict[str, Any]]:
+    """The training streams as `extend_ledger` takes them."""
+    names = [stream.dataset.prefix for stream in streams]
+    shares = quotas(_sizes(streams, weights), names)
+    return [
+        {"id": stream.identity, "content": stream.content, "name": name, "share": share}
+        for stream, name, share in zip(streams, names, shares)
+    ]
+
+
+def _train_note(stream: TokenStream, entry: dict[str, Any]) -> str:
+    share = entry["share"]
+    return (
+        f"train: {entry['name']}: {stream.num_tokens:,} tokens, {stream.samples:,} samples an "
+        f"epoch, share {share}/{PATTERN} = {share / PATTERN:.6f}"
+    )
+
+
+def _held_out_notes(split: str, streams: list[TokenStream]) -> list[str]:
+    notes = []
+    if len(streams) > 1:
+        notes.append(
+            f"{split}: each source is evaluated by itself; the loss of the blend is "
+            "their mean by weight (without weights: by tokens)"
+        )
+    for stream in streams:
+        notes.append(
+            f"{split}: {stream.dataset.prefix}: {stream.num_tokens:,} tokens, "
+            f"{stream.samples:,} samples"
+        )
+    return notes
 
 
 def _source(
@@ -480,10 +503,7 @@ def _named(
     prefixes = [stream.dataset.prefix for stream in streams]
     short = [prefix.rsplit("/", 1)[-1].removesuffix("_text_document") for prefix in prefixes]
     names = [title] if len(streams) == 1 else short if len(set(short)) == len(short) else prefixes
-    sizes = [
-        stream.num_tokens if weight is None else weight
-        for stream, weight in zip(streams, weights, strict=True)
-    ]
+    sizes = _sizes(streams, weights)
     return {
         name: _source(config, tokenizer, name, [stream], Blend([1]), size / sum(sizes))
         for name, stream, size in zip(names, streams, sizes, strict=True)

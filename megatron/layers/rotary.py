@@ -19,34 +19,49 @@ from megatron.kernels.rotary import rotary_
 Rotary = tuple[Tensor, Tensor]
 
 
+def _kept_by_parts(config: ModelConfig, frequency: Tensor) -> Tensor:
+    """Llama 3: the share of each pair's frequency [r / 2] that is not divided by the factor."""
+    original = config.rope_original_max_position_embeddings
+    rotations = original * frequency / (2 * math.pi)  # full turns over the original length
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    return ((rotations - low) / (high - low)).clamp(0, 1)
+
+
+def _kept_by_yarn(config: ModelConfig, rotating: int) -> Tensor:
+    """YaRN: the share of each pair's frequency [r / 2] that is not divided by the factor."""
+    original = config.rope_original_max_position_embeddings
+
+    def pair_with(rotations: float) -> float:
+        return (
+            rotating
+            * math.log(original / (rotations * 2 * math.pi))
+            / (2 * math.log(config.rotary_base))
+        )
+
+    low = max(math.floor(pair_with(config.yarn_beta_fast)), 0)
+    high = min(math.ceil(pair_with(config.yarn_beta_slow)), rotating - 1)
+    pair = torch.arange(0, rotating, 2, dtype=torch.float64) / 2
+    return 1 - ((pair - low) / max(high - low, 0.001)).clamp(0, 1)
+
+
+def _interpolated(frequency: Tensor, keep: Tensor, factor: float) -> Tensor:
+    return keep * frequency + (1 - keep) * frequency / factor
+
+
 def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     """Radians per position of each pair [r / 2] in float64, and the factor on cos and sin (YaRN's
     temperature, else 1).
     """
     rotating = int(config.kv_channels * config.rotary_percent) // 2 * 2
-    pair = torch.arange(0, rotating, 2, dtype=torch.float64)
-    frequency = config.rotary_base ** -(pair / rotating)
+    channel = torch.arange(0, rotating, 2, dtype=torch.float64)
+    frequency = config.rotary_base ** -(channel / rotating)
     if config.rotary_seq_len_interpolation_factor:
         frequency = frequency / config.rotary_seq_len_interpolation_factor
-    factor, original = config.rope_scaling_factor, config.rope_original_max_position_embeddings
+    factor = config.rope_scaling_factor
     if config.use_rope_scaling:
-        rotations = original * frequency / (2 * math.pi)  # full turns over the original length
-        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-        keep = ((rotations - low) / (high - low)).clamp(0, 1)
-        frequency = keep * frequency + (1 - keep) * frequency / factor
+        frequency = _interpolated(frequency, _kept_by_parts(config, frequency), factor)
     if config.position_embedding_type == "yarn":
-
-        def pair_with(rotations: float) -> float:
-            return (
-                rotating
-                * math.log(original / (rotations * 2 * math.pi))
-                / (2 * math.log(config.rotary_base))
-            )
-
-        low = max(math.floor(pair_with(config.yarn_beta_fast)), 0)
-        high = min(math.ceil(pair_with(config.yarn_beta_slow)), rotating - 1)
-        keep = 1 - ((pair / 2 - low) / max(high - low, 0.001)).clamp(0, 1)
-        frequency = keep * frequency + (1 - keep) * frequency / factor
+        frequency = _interpolated(frequency, _kept_by_yarn(config, rotating), factor)
         return frequency, 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
     return frequency, 1.0
 

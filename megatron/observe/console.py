@@ -48,29 +48,33 @@ def training_line(
     mem-max-allocated-bytes may be missing. `skipped` and `nan` count iterations of the log
     interval.
     """
-    line = f" [{(now or datetime.now()).strftime('%Y-%m-%d %H:%M:%S.%f')}]"
-    line += f" iteration {iteration:8d}/{train_iters:8d} |"
-    line += f" consumed samples: {metrics['consumed_samples']:12d} |"
-    line += (
-        f" elapsed time per iteration (ms): {_number(metrics['iteration-time'] * 1000, '.1f')} |"
-    )
-    line += f" throughput per GPU (TFLOP/s/GPU): {_number(metrics['throughput'], '.1f')} |"
-    line += f" learning rate: {_number(metrics['learning-rate'], '.6E')} |"
-    line += f" global batch size: {metrics['batch-size']:5d} |"
-    line += f" lm loss: {_number(metrics['lm loss'], '.6E')} |"
-    line += f" loss scale: {_number(metrics['loss-scale'], '.1f')} |"
-    line += f" grad norm: {_number(metrics['grad-norm'], '.3f')} |"
+    time = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S.%f")
+    mfu = _number(metrics["mfu"] * 100, ".1f") + "%" if "mfu" in metrics else "n/a"
+    fields = [
+        f"iteration {iteration:8d}/{train_iters:8d}",
+        f"consumed samples: {metrics['consumed_samples']:12d}",
+        f"elapsed time per iteration (ms): {_number(metrics['iteration-time'] * 1000, '.1f')}",
+        f"throughput per GPU (TFLOP/s/GPU): {_number(metrics['throughput'], '.1f')}",
+        f"learning rate: {_number(metrics['learning-rate'], '.6E')}",
+        f"global batch size: {metrics['batch-size']:5d}",
+        f"lm loss: {_number(metrics['lm loss'], '.6E')}",
+        f"loss scale: {_number(metrics['loss-scale'], '.1f')}",
+        f"grad norm: {_number(metrics['grad-norm'], '.3f')}",
+    ]
     if "num-zeros" in metrics:
-        line += f" num zeros: {_number(metrics['num-zeros'], '.1f')} |"
+        fields.append(f"num zeros: {_number(metrics['num-zeros'], '.1f')}")
     if "params-norm" in metrics:
-        line += f" params norm: {_number(metrics['params-norm'], '.3f')} |"
-    line += f" number of skipped iterations: {skipped:3d} |"
-    line += f" number of nan iterations: {nan:3d} |"
-    line += f" tokens per second per GPU: {_number(metrics['tokens-per-second-per-gpu'], '.1f')} |"
-    line += f" MFU: {_number(metrics['mfu'] * 100, '.1f') + '%' if 'mfu' in metrics else 'n/a'} |"
+        fields.append(f"params norm: {_number(metrics['params-norm'], '.3f')}")
+    fields += [
+        f"number of skipped iterations: {skipped:3d}",
+        f"number of nan iterations: {nan:3d}",
+        f"tokens per second per GPU: {_number(metrics['tokens-per-second-per-gpu'], '.1f')}",
+        f"MFU: {mfu}",
+    ]
     if "mem-max-allocated-bytes" in metrics:
-        line += f" memory (GiB): {metrics['mem-max-allocated-bytes'] / 2**30:.2f} |"
-    return line + f" ETA: {duration(eta_seconds)} |"
+        fields.append(f"memory (GiB): {metrics['mem-max-allocated-bytes'] / 2**30:.2f}")
+    fields.append(f"ETA: {duration(eta_seconds)}")
+    return f" [{time}] " + " | ".join(fields) + " |"
 
 
 def evaluation_lines(

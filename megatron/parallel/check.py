@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.parallel.schedule import Action, Kind, Message, Schedule, makes, needs
+from megatron.parallel.schedule import Action, Kind, Message, Schedule, makes, needs, send_of
 
 WORDS = {
     Kind.FORWARD: "forward",
@@ -22,7 +22,10 @@ WORDS = {
 }
 # of the gradients
 PARTS = {Kind.BACKWARD: "IW", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}
+SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 Place = tuple[int, int]  # rank, index in its list
+# sends or receives in order, by sender and receiver
+Ends = dict[tuple[int, int], list[tuple[Message, Place]]]
 
 
 class ScheduleError(ValueError):
@@ -65,20 +68,47 @@ def check(schedule: Schedule) -> Bounds:
     return _bounds(schedule)
 
 
+class _Rendezvous:
+    """The sends and receives that are posted so far. A message has arrived when its send and its
+    receive are both posted, and those of all earlier messages between the two ranks.
+    """
+
+    def __init__(self, placement: tuple[int, ...]):
+        self._placement = placement
+        # of a sent message, among those from its sender to its receiver
+        self._number: dict[Message, int] = {}
+        # by sender and receiver
+        self._sent: dict[tuple[int, int], int] = {}
+        self._posted: dict[tuple[int, int], int] = {}
+
+    def send(self, channel: tuple[int, int], message: Message) -> None:
+        """Post the send of a message from one rank to another."""
+        number = self._sent.get(channel, 0)
+        self._number[message] = number
+        self._sent[channel] = number + 1
+
+    def receive(self, channel: tuple[int, int]) -> None:
+        """Post the receive of the next message from one rank to another."""
+        self._posted[channel] = self._posted.get(channel, 0) + 1
+
+    def arrived(self, message: Message, rank: int) -> bool:
+        """Whether a rank has received a message."""
+        number = self._number.get(message)
+        if number is None:
+            return False
+        return number < self._posted.get((source_of(message, self._placement), rank), 0)
+
+
 def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """(rank, action) of all ranks in an order in which they can happen, each rank's in the order of
     its list.
 
-    Sends are rendezvous: a message has arrived when its send and its receive are both posted, and
-    those of all earlier messages between the two ranks. A computation waits for the message that it
-    needs, and for nothing else. Raises ScheduleError when all that are left wait: deadlock.
+    Sends are rendezvous (above). A computation waits for the message that it needs, and for nothing
+    else. Raises ScheduleError when all that are left wait: deadlock.
     """
     placement, lists = schedule.placement, schedule.actions
     at = [0] * len(lists)
-    # of a sent message, among those from its sender to its receiver
-    number: dict[Message, int] = {}
-    sent: dict[Place, int] = {}
-    posted: dict[Place, int] = {}
+    messages = _Rendezvous(placement)
     able, listed = deque(range(len(lists))), [True] * len(lists)
     while able:
         rank = able.popleft()
@@ -88,19 +118,16 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
             channel, message = channel_of(action, placement)
             if channel is None:
                 needed = needs(action, placement)
-                if needed is not None and (
-                    needed not in number
-                    or number[needed] >= posted.get((source_of(needed, placement), rank), 0)
-                ):
+                if needed is not None and not messages.arrived(needed, rank):
                     break
-            elif action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
-                number[message] = sent.get(channel, 0)
-                sent[channel] = number[message] + 1
-                if not listed[channel[1]]:
-                    able.append(channel[1])
-                    listed[channel[1]] = True
+            elif action.kind in SENDS:
+                messages.send(channel, message)
+                receiver = channel[1]
+                if not listed[receiver]:
+                    able.append(receiver)
+                    listed[receiver] = True
             else:
-                posted[channel] = posted.get(channel, 0) + 1
+                messages.receive(channel)
             at[rank] += 1
             yield rank, action
     if any(index < len(actions) for index, actions in zip(at, lists)):
@@ -202,40 +229,49 @@ def _complete(schedule: Schedule, where: dict[Action, Place]) -> None:
                 )
 
 
+def _input_of_backward(
+    action: Action, schedule: Schedule, where: dict[Action, Place]
+) -> list[Action]:
+    """What brings the gradient of a stage's output to its rank; nothing for the last stage, which
+    computes the loss.
+    """
+    _, stage, micro = action
+    placement, after = schedule.placement, stage + 1
+    if after == schedule.stages:
+        return []
+    if placement[after] != placement[stage]:
+        return [Action(Kind.RECEIVE_BACKWARD, stage, micro)]
+    made_by = (Action(Kind.BACKWARD, after, micro), Action(Kind.BACKWARD_INPUT, after, micro))
+    return [computation for computation in made_by if computation in where]
+
+
+def _before(action: Action, schedule: Schedule, where: dict[Action, Place]) -> list[Action]:
+    """What must come before an action in the list of its rank."""
+    kind, stage, micro = action
+    placement = schedule.placement
+    if kind is Kind.FORWARD and stage > 0:
+        if placement[stage - 1] == placement[stage]:
+            return [Action(Kind.FORWARD, stage - 1, micro)]
+        return [Action(Kind.RECEIVE_FORWARD, stage, micro)]
+    if kind is Kind.BACKWARD_WEIGHT:
+        return [Action(Kind.BACKWARD_INPUT, stage, micro)]
+    if kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
+        forward = Action(Kind.FORWARD, stage, micro)
+        return [forward, *_input_of_backward(action, schedule, where)]
+    if kind is Kind.SEND_FORWARD:
+        return [Action(Kind.FORWARD, stage, micro)]
+    if kind is Kind.SEND_BACKWARD:
+        whole = Action(Kind.BACKWARD, stage, micro)
+        return [whole if whole in where else Action(Kind.BACKWARD_INPUT, stage, micro)]
+    return []
+
+
 def _ordered(schedule: Schedule, where: dict[Action, Place]) -> None:
     """On each rank what a computation uses of that rank comes before it, and so does the receive of
     what comes from others.
     """
-    placement = schedule.placement
     for action, place in where.items():
-        kind, stage, micro = action
-        before: list[Action] = []
-        if kind is Kind.FORWARD and stage > 0:
-            before = [
-                Action(Kind.FORWARD, stage - 1, micro)
-                if placement[stage - 1] == place[0]
-                else Action(Kind.RECEIVE_FORWARD, stage, micro)
-            ]
-        elif kind is Kind.BACKWARD_WEIGHT:
-            before = [Action(Kind.BACKWARD_INPUT, stage, micro)]
-        elif kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
-            before = [Action(Kind.FORWARD, stage, micro)]
-            if stage + 1 < schedule.stages:
-                after = [
-                    Action(Kind.BACKWARD, stage + 1, micro),
-                    Action(Kind.BACKWARD_INPUT, stage + 1, micro),
-                ]
-                before += (
-                    [a for a in after if a in where]
-                    if placement[stage + 1] == place[0]
-                    else [Action(Kind.RECEIVE_BACKWARD, stage, micro)]
-                )
-        elif kind is Kind.SEND_FORWARD:
-            before = [Action(Kind.FORWARD, stage, micro)]
-        elif kind is Kind.SEND_BACKWARD:
-            whole = Action(Kind.BACKWARD, stage, micro)
-            before = [whole if whole in where else Action(Kind.BACKWARD_INPUT, stage, micro)]
-        for earlier in before:
+        for earlier in _before(action, schedule, where):
             if earlier not in where:
                 raise _error(schedule, place, f"has no {describe(earlier)}")
             if where[earlier] > place:
@@ -250,60 +286,64 @@ def _matched(schedule: Schedule, where: dict[Action, Place]) -> None:
     """What one rank sends to another is what that one receives, in the same order, and nothing else
     travels.
     """
+    sends, receives = _ends(schedule, where)
+    for channel in sends | receives:
+        _same_order(schedule, channel, sends.get(channel, []), receives.get(channel, []))
+
+
+def _ends(schedule: Schedule, where: dict[Action, Place]) -> tuple[Ends, Ends]:
+    """All sends and all receives; each has another rank at its other end, and all that must be sent
+    is.
+    """
     placement = schedule.placement
-    sends: dict[Place, list[tuple[Message, Place]]] = {}
-    receives: dict[Place, list[tuple[Message, Place]]] = {}
+    sends: Ends = {}
+    receives: Ends = {}
     for action, place in where.items():
         channel, message = channel_of(action, placement)
         if channel is None:
-            message = makes(action, placement)
-            send = Kind.SEND_FORWARD if action.kind is Kind.FORWARD else Kind.SEND_BACKWARD
-            if message is not None and Action(send, action.stage, action.micro) not in where:
+            if makes(action, placement) is not None and send_of(action) not in where:
                 raise _error(
-                    schedule,
-                    place,
-                    (
-                        "is not sent: there is no "
-                        f"{describe(Action(send, action.stage, action.micro))}"
-                    ),
+                    schedule, place, f"is not sent: there is no {describe(send_of(action))}"
                 )
             continue
         if channel[0] == channel[1] or -1 in channel:
             raise _error(schedule, place, "has no rank at its other end")
-        sending = action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
-        (sends if sending else receives).setdefault(channel, []).append((message, place))
-    for channel in sends | receives:
-        ours, theirs = sends.get(channel, []), receives.get(channel, [])
-        for number in range(max(len(ours), len(theirs))):
-            if number >= len(theirs):
-                raise _error(
-                    schedule,
-                    ours[number][1],
-                    (
-                        f"is not received: rank {channel[1]} receives {len(theirs)} messages of "
-                        f"rank {channel[0]}"
-                    ),
-                )
-            if number >= len(ours):
-                raise _error(
-                    schedule,
-                    theirs[number][1],
-                    (
-                        f"is not sent: rank {channel[0]} sends {len(ours)} messages to rank "
-                        f"{channel[1]}"
-                    ),
-                )
-            if ours[number][0] != theirs[number][0]:
-                rank, index = ours[number][1]
-                other = describe(schedule.actions[rank][index])
-                raise _error(
-                    schedule,
-                    theirs[number][1],
-                    (
-                        f"is number {number} from rank {rank}, which there has the {other}, "
-                        f"action {index}"
-                    ),
-                )
+        ends = sends if action.kind in SENDS else receives
+        ends.setdefault(channel, []).append((message, place))
+    return sends, receives
+
+
+def _same_order(
+    schedule: Schedule,
+    channel: tuple[int, int],
+    sends: list[tuple[Message, Place]],
+    receives: list[tuple[Message, Place]],
+) -> None:
+    """The sends of one rank to another and the receives there are of the same messages, in the same
+    order.
+    """
+    sender, receiver = channel
+    for number, ((sent, there), (received, here)) in enumerate(zip(sends, receives)):
+        if sent != received:
+            rank, index = there
+            other = describe(schedule.actions[rank][index])
+            raise _error(
+                schedule,
+                here,
+                f"is number {number} from rank {rank}, which there has the {other}, action {index}",
+            )
+    if len(sends) > len(receives):
+        raise _error(
+            schedule,
+            sends[len(receives)][1],
+            f"is not received: rank {receiver} receives {len(receives)} messages of rank {sender}",
+        )
+    if len(receives) > len(sends):
+        raise _error(
+            schedule,
+            receives[len(sends)][1],
+            f"is not sent: rank {sender} sends {len(sends)} messages to rank {receiver}",
+        )
 
 
 def _deadlock(schedule: Schedule, at: list[int]) -> str:

@@ -144,6 +144,44 @@ def receipts(schedule: Schedule, rank: int) -> dict[Message, tuple[int, int]]:
     return found
 
 
+def send_of(computation: Action) -> Action:
+    """The send of what a computation leaves to be sent."""
+    kind = Kind.SEND_FORWARD if computation.kind is Kind.FORWARD else Kind.SEND_BACKWARD
+    return Action(kind, computation.stage, computation.micro)
+
+
+def _messages_made(
+    orders: Sequence[Sequence[Action]], placement: Sequence[int]
+) -> dict[tuple[int, int], list[Message]]:
+    """Messages by (sender, receiver), in the order in which they are made."""
+    made: dict[tuple[int, int], list[Message]] = {}
+    for rank, order in enumerate(orders):
+        for action in order:
+            if (message := makes(action, placement)) is not None:
+                made.setdefault((rank, placement[message.stage]), []).append(message)
+    return made
+
+
+def _receives(
+    orders: Sequence[Sequence[Action]], placement: Sequence[int]
+) -> list[dict[int, list[Action]]]:
+    """For each rank the receives to post before a computation, by the index of that one."""
+    used = [
+        {needs(action, placement): index for index, action in enumerate(order)} for order in orders
+    ]
+    posts: list[dict[int, list[Action]]] = [{} for _ in orders]
+    for (_, receiver), messages in _messages_made(orders, placement).items():
+        latest = len(orders[receiver])
+        timed = []
+        for message in reversed(messages):
+            latest = min(latest, max(used[receiver][message] - 1, 0))
+            kind = Kind.RECEIVE_FORWARD if message.kind is Kind.FORWARD else Kind.RECEIVE_BACKWARD
+            timed.append((latest, Action(kind, message.stage, message.micro)))
+        for index, action in reversed(timed):
+            posts[receiver].setdefault(index, []).append(action)
+    return posts
+
+
 def communicate(
     orders: Sequence[Sequence[Action]], placement: Sequence[int]
 ) -> tuple[tuple[Action, ...], ...]:
@@ -153,33 +191,14 @@ def communicate(
     for it, so that it travels beside that one; earlier where the sender sends it before what is
     needed sooner: messages from one rank to another are received in the order in which they leave.
     """
-    produced: dict[tuple[int, int], list[Message]] = {}
-    for rank, order in enumerate(orders):
-        for action in order:
-            if (message := makes(action, placement)) is not None:
-                produced.setdefault((rank, placement[message.stage]), []).append(message)
-    consumed = [
-        {needs(action, placement): index for index, action in enumerate(order)} for order in orders
-    ]
-    posts: list[dict[int, list[Action]]] = [{} for _ in orders]
-    for (_, receiver), messages in produced.items():
-        latest = len(orders[receiver])
-        timed = []
-        for message in reversed(messages):
-            latest = min(latest, max(consumed[receiver][message] - 1, 0))
-            kind = Kind.RECEIVE_FORWARD if message.kind is Kind.FORWARD else Kind.RECEIVE_BACKWARD
-            timed.append((latest, Action(kind, message.stage, message.micro)))
-        for index, action in reversed(timed):
-            posts[receiver].setdefault(index, []).append(action)
     lists = []
-    for order, posted in zip(orders, posts):
+    for order, posted in zip(orders, _receives(orders, placement)):
         actions: list[Action] = []
         for index, action in enumerate(order):
             actions += posted.get(index, ())
             actions.append(action)
             if makes(action, placement) is not None:
-                kind = Kind.SEND_FORWARD if action.kind is Kind.FORWARD else Kind.SEND_BACKWARD
-                actions.append(Action(kind, action.stage, action.micro))
+                actions.append(send_of(action))
         lists.append(tuple(actions))
     return tuple(lists)
 
@@ -216,6 +235,17 @@ def _one_forward_one_backward(ranks: int, virtual: int, micro_batches: int) -> l
     ]
 
 
+def _even_groups(micro_batches: int, count: int) -> list[range]:
+    """Micro-batches in `count` groups, as even as can be, the larger ones first."""
+    size, larger = divmod(micro_batches, count)
+    groups, start = [], 0
+    for group in range(count):
+        stop = start + size + (group < larger)
+        groups.append(range(start, stop))
+        start = stop
+    return groups
+
+
 def _interleaved(ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
     """Rank r runs its virtual stages in turn, for one group of micro-batches after the other
     (Narayanan et al. 2021).
@@ -224,26 +254,15 @@ def _interleaved(ranks: int, virtual: int, micro_batches: int) -> list[list[Acti
     for itself); the larger ones come first, since they say how far forward passes run ahead. Rank r
     holds at most 2 (ranks - r - 1) + (virtual - 1) x group + 1 pairs of stage and micro-batch.
     """
-    groups = max(micro_batches // ranks, 1)
-    sizes = [micro_batches // groups + (group < micro_batches % groups) for group in range(groups)]
-    starts = [sum(sizes[:group]) for group in range(groups)]
-    forward = [
-        (turn * ranks, start + i)
-        for start, size in zip(starts, sizes)
-        for turn in range(virtual)
-        for i in range(size)
-    ]
-    backward = [
-        (turn * ranks, start + i)
-        for start, size in zip(starts, sizes)
-        for turn in reversed(range(virtual))
-        for i in range(size)
-    ]
+    groups = _even_groups(micro_batches, max(micro_batches // ranks, 1))
+    turns = [turn * ranks for turn in range(virtual)]  # by the first stage of each
+    forward = [(first, micro) for group in groups for first in turns for micro in group]
+    backward = [(first, micro) for group in groups for first in reversed(turns) for micro in group]
     orders = []
     for rank in range(ranks):
         forwards = [Action(Kind.FORWARD, first + rank, micro) for first, micro in forward]
         backwards = [Action(Kind.BACKWARD, first + rank, micro) for first, micro in backward]
-        ahead = min(2 * (ranks - rank - 1) + (virtual - 1) * sizes[0], len(forwards))
+        ahead = min(2 * (ranks - rank - 1) + (virtual - 1) * len(groups[0]), len(forwards))
         pairs = zip(forwards[ahead:], backwards)
         orders.append(
             [

@@ -4,9 +4,10 @@ message.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 
-from megatron.parallel.check import channel_of, walk
+from megatron.parallel.check import SENDS, channel_of, walk
 from megatron.parallel.schedule import Kind, Message, Schedule, needs
 from megatron.parallel.timeline import Span, Timeline
 
@@ -59,9 +60,9 @@ class _Link:
     one before it has left.
     """
 
-    sent: list[float]
-    posted: list[float]
-    arrived: list[float]
+    sent: list[float] = field(default_factory=list)
+    posted: list[float] = field(default_factory=list)
+    arrived: list[float] = field(default_factory=list)
     free: float = 0.0
 
     def arrival(self, number: int, costs: Costs) -> float:
@@ -80,7 +81,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     placement = schedule.placement
     rows: list[list[Span]] = [[] for _ in schedule.actions]
     clock = [0.0] * schedule.ranks
-    links: dict[tuple[int, int], _Link] = {}
+    links: defaultdict[tuple[int, int], _Link] = defaultdict(_Link)
     sent: dict[Message, tuple[_Link, int]] = {}
     for rank, action in walk(schedule):
         kind, stage, micro = action
@@ -94,10 +95,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             clock[rank] = begin + costs.of(kind, stage)
             rows[rank].append(Span(kind, stage, micro, begin, clock[rank]))
             continue
-        link = links.get(channel)
-        if link is None:
-            link = links[channel] = _Link([], [], [])
-        if kind is Kind.SEND_FORWARD or kind is Kind.SEND_BACKWARD:
+        link = links[channel]
+        if kind in SENDS:
             sent[message] = link, len(link.sent)
             link.sent.append(clock[rank])
         else:
