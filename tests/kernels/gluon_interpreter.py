@@ -35,6 +35,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from fragments import places
 from torch import Tensor
 
 MOST_STEPS = 200_000
@@ -582,7 +583,7 @@ def _functions(kernel: Any, found: dict[str, Any]) -> dict[str, Any]:
 
 class Interpreted:
     """Stands in for a Gluon kernel: `Interpreted(kernel, seed)[grid](...)` runs it. `changes` maps
-    lines of its source to what replaces them.
+    pieces of its code (by their tokens) to what replaces them.
     """
 
     def __init__(self, kernel: Any, seed: int = 0, changes: Mapping[str, str] | None = None):
@@ -590,9 +591,9 @@ class Interpreted:
         for name, function in _functions(kernel, {}).items():
             source = textwrap.dedent(inspect.getsource(function))
             for old, new in (changes or {}).items():
-                if old in source:
+                for start, end in reversed(places(source, old)):
                     left.discard(old)
-                    source = source.replace(old, new)
+                    source = source[:start] + new.strip() + source[end:]
             tree, file = ast.parse(source), f"<gluon {name}>"
             tree.body[0].decorator_list = []
             linecache.cache[file] = (len(source), None, source.splitlines(True), file)

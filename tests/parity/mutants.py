@@ -22,7 +22,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))  # not ROOT: ranks import a copy of the tree
 
-from parity.fragments import replaced  # noqa: E402
+from fragments import replaced  # noqa: E402
 
 
 @dataclass(frozen=True)

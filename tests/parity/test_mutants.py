@@ -5,7 +5,7 @@ notice such faults.
 import ast
 
 import pytest
-from parity.fragments import replaced
+from fragments import replaced
 from parity.mutants import MUTANTS, ROOT, Mutant, broken_copy, caught_by, mutated
 from selection import one_in
 

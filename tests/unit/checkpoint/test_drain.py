@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -256,6 +257,6 @@ def test_the_writer_keeps_to_the_rate(saver, local):
         return time.monotonic() - began
 
     limited_to = seconds(1)
-    each.rate = None
+    each.strategy.destination = replace(each.strategy.destination, rate=None)
     assert limited_to >= 4e6 / 4e6 - BURST
     assert min(seconds(iteration) for iteration in range(2, 7)) < limited_to

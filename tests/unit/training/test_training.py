@@ -18,7 +18,7 @@ from megatron.config.errors import UserError
 from megatron.data.loader import Source
 from megatron.model.block import HeadBlock
 from megatron.observe.tracking import read_metrics
-from megatron.training import checkpointing, loop, pretrain
+from megatron.training import checkpointing, loop, prepare, pretrain
 from pretrain_gpt import main
 from tools import compare_runs
 
@@ -612,7 +612,7 @@ def test_a_checkpoint_from_before_the_sums_were_kept_is_loaded(tmp_path, monkeyp
 
 
 def test_the_loss_of_a_blend_is_the_mean_of_its_sources_by_weight(tmp_path, monkeypatch, capsys):
-    build = pretrain.build_data
+    build = prepare.build_data
 
     def two(*args):
         data = build(*args)
@@ -626,7 +626,7 @@ def test_the_loss_of_a_blend_is_the_mean_of_its_sources_by_weight(tmp_path, monk
             },
         )
 
-    monkeypatch.setattr(pretrain, "build_data", two)
+    monkeypatch.setattr(prepare, "build_data", two)
     run(tmp_path, "--train-iters", 4)
     row = read_metrics(tmp_path)[-1]
     web, code = row["lm loss validation web"], row["lm loss validation code"]
