@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from megatron.config.groups import Config
+from megatron.config.groups import Config, ModelConfig
 from megatron.config.stages import placement_of
 from megatron.distributed.groups import Groups
+from megatron.layers.spec import ParameterSpec
 from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
@@ -51,3 +54,28 @@ def hidden_shape(config: Config) -> tuple[int, int, int]:
         config.training.micro_batch_size,
         config.model.hidden_size,
     )
+
+
+@functools.cache
+def declared(model: ModelConfig, vocab_size: int) -> dict[str, ParameterSpec]:
+    """What a whole model's parameters declare, by name, those of modules that were added to it too.
+    Nothing is allocated.
+    """
+    described = GPTModel(
+        model,
+        vocab_size=vocab_size,
+        padded_vocab=padded_vocab_size(vocab_size, model),
+        dtype=torch.float32,
+        seed=0,
+    )
+    return {name: spec for name, _, spec in described.declared()}
+
+
+@functools.cache
+def model_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """The logical tensors of a model and their shapes."""
+    return {
+        tensor.name: tensor.shape
+        for spec in declared(model, vocab_size).values()
+        for tensor in spec.tensors
+    }

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megatron.checkpoint.foreign.models import model_shapes
 from megatron.checkpoint.index import newest_first, read_manifest
 from megatron.checkpoint.manifest import CheckpointError, iteration_folder, list_iterations
 from megatron.checkpoint.reader import Checkpoint
@@ -20,6 +19,7 @@ from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import CheckpointConfig, Config, ModelConfig
 from megatron.config.input_files import InputError
 from megatron.distributed.groups import describe_layout
+from megatron.model.build import model_shapes
 from megatron.model.kernels import choose_kernels
 from megatron.optimizer.lr_schedule import ParamSchedule
 

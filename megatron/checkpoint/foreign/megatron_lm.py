@@ -17,10 +17,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron.checkpoint.boxes import intersect
-from megatron.checkpoint.foreign.models import Pair, Part, Whole, declared
+from megatron.checkpoint.foreign.models import Pair, Part, Whole
 from megatron.checkpoint.foreign.pickles import Record
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
+from megatron.model.build import declared
 
 OUTER = {
     "embedding.word_embeddings.weight": "embedding.word.weight",

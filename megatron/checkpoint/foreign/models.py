@@ -5,7 +5,6 @@ shares, and checked against the model.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import mmap
 import warnings
@@ -19,9 +18,8 @@ from megatron.checkpoint.manifest import CheckpointError
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.config.input_files import InputError, open_regular
-from megatron.layers.spec import Box, ParameterSpec
-from megatron.model.arithmetic import padded_vocab_size
-from megatron.model.gpt import GPTModel
+from megatron.layers.spec import Box
+from megatron.model.build import model_shapes
 
 Pair = tuple[Box, Tensor]  # part of a logical tensor, and the tensor that holds it
 # offset, extent, and the elements of a box of one of their tensors
@@ -126,31 +124,6 @@ def own_share(pairs: list[Pair], rank: int, ranks: int) -> list[Pair]:
             )
         )
     return share
-
-
-@functools.cache
-def declared(model: ModelConfig, vocab_size: int) -> dict[str, ParameterSpec]:
-    """What a whole model's parameters declare, by name, those of modules that were added to it too.
-    Nothing is allocated.
-    """
-    described = GPTModel(
-        model,
-        vocab_size=vocab_size,
-        padded_vocab=padded_vocab_size(vocab_size, model),
-        dtype=torch.float32,
-        seed=0,
-    )
-    return {name: spec for name, _, spec in described.declared()}
-
-
-@functools.cache
-def model_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """The logical tensors of a model and their shapes."""
-    return {
-        tensor.name: tensor.shape
-        for spec in declared(model, vocab_size).values()
-        for tensor in spec.tensors
-    }
 
 
 def check_shapes(pairs: list[Pair], model: ModelConfig, vocab_size: int) -> None:

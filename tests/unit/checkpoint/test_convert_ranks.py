@@ -23,10 +23,11 @@ from test_huggingface import difference
 
 from megatron.checkpoint import fetch, manifest
 from megatron.checkpoint.foreign import huggingface_files
-from megatron.checkpoint.foreign.models import model_shapes, own_rows, own_share
+from megatron.checkpoint.foreign.models import own_rows, own_share
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.config.groups import Config, ModelConfig
 from megatron.layers.spec import Box
+from megatron.model.build import model_shapes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
@@ -201,8 +202,6 @@ def large_run(root: Path) -> int:
         num_query_groups=16,
         max_position_embeddings=16,
     )
-    from megatron.checkpoint.foreign.models import model_shapes
-
     tensors = {name: torch.rand(shape) for name, shape in model_shapes(model, 30_000).items()}
     save_in_shards(
         root,
