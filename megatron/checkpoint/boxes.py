@@ -62,20 +62,32 @@ def _overlap(boxes: list[Box], dims: int) -> bool:
     disjoint intervals of the other one, and a new box is compared with its neighbours there: n log
     n. In more it is compared with all of them.
     """
-    if dims > 2:
-        line: list[Box] = []
-        for box in boxes:
-            line = [other for other in line if other[0][0] + other[1][0] > box[0][0]]
-            if any(intersect(*box, *other) for other in line):
-                return True
-            line.append(box)
-        return False
+    return _any_boxes_meet(boxes) if dims > 2 else _any_intervals_meet(boxes, dims)
+
+
+def _any_boxes_meet(boxes: list[Box]) -> bool:
+    """The sweep in any number of dimensions."""
+    line: list[Box] = []
+    for box in boxes:
+        line = [other for other in line if other[0][0] + other[1][0] > box[0][0]]
+        if any(intersect(*box, *other) for other in line):
+            return True
+        line.append(box)
+    return False
+
+
+def _any_intervals_meet(boxes: list[Box], dims: int) -> bool:
+    """The sweep in one or two dimensions."""
     begins: list[int] = []  # of the intervals on the line, and
     ends: list[int] = []
     # (end in dimension 0, begin in dimension 1) of the same boxes, a heap
     leaving: list[tuple[int, int]] = []
     for offset, extent in boxes:
-        row, begin, end = offset[0], *((offset[1], offset[1] + extent[1]) if dims == 2 else (0, 1))
+        row = offset[0]
+        if dims == 2:
+            begin, end = offset[1], offset[1] + extent[1]
+        else:
+            begin, end = 0, 1  # all boxes of a vector take the whole line
         while leaving and leaving[0][0] <= row:
             at = bisect_left(begins, heapq.heappop(leaving)[1])
             del begins[at], ends[at]

@@ -188,7 +188,9 @@ def commit(
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "shards": shards,
         "state": state,
-    } | ({"left": left} if left else {})
+    }
+    if left:
+        content["left"] = left
     with new_file(temporary / m.MANIFEST) as file:
         write_all(file, [memoryview(m.encode_manifest(content))])
     sync_folder(temporary)
@@ -197,21 +199,8 @@ def commit(
     except CheckpointError as error:
         raise CheckpointError(not_saved(root, iteration, _file_error(error) or error)) from error
     target = root / m.iteration_folder(iteration)
-    try:
-        os.rename(temporary, target)  # fails when the target exists and is not empty
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        fault = _fault_of(target, shards, state)
-        if fault is None:
-            return target
-        aside = root / f"{target.name}.damaged-{attempt}"
-        os.rename(target, aside)
-        os.rename(temporary, target)
-        say(
-            f"{fault}. It was moved to {aside.name}, and a new checkpoint of iteration "
-            f"{iteration} is in its place"
-        )
+    if not _take_place(temporary, target, content, say):
+        return target
     sync_folder(root)
     _write_tracker(root, iteration, attempt)
     if left:
@@ -222,6 +211,32 @@ def commit(
             "away if they are not wanted"
         )
     return target
+
+
+def _take_place(
+    temporary: Path, target: Path, content: dict[str, Any], say: Callable[[str], None]
+) -> bool:
+    """Rename `temporary`, whose manifest is `content`, to `target`. A damaged checkpoint there is
+    moved aside, and `say` is told; False when the one there is whole and equal.
+
+    Raises CheckpointError when it is whole and differs.
+    """
+    try:
+        os.rename(temporary, target)  # fails when the target exists and is not empty
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        fault = _fault_of(target, content["shards"], content["state"])
+        if fault is None:
+            return False
+        aside = target.with_name(f"{target.name}.damaged-{content['attempt']}")
+        os.rename(target, aside)
+        os.rename(temporary, target)
+        say(
+            f"{fault}. It was moved to {aside.name}, and a new checkpoint of iteration "
+            f"{content['iteration']} is in its place"
+        )
+    return True
 
 
 def _attempts(root: Path, iterations: Iterable[int]) -> dict[str, str]:

@@ -117,33 +117,40 @@ def decode_header(
     try:
         header = parse_json(raw[8:])
         metadata = header.pop("__metadata__", {})
-        entries = {}
-        for key, value in header.items():
-            dtype, shape, (start, stop) = (
-                value["dtype"],
-                tuple(value["shape"]),
-                value["data_offsets"],
-            )
-            if any(type(n) is not int or n < 0 for n in (*shape, start, stop)):
-                raise ValueError(f"{key}: a size is not a natural number")
-            if stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
-                raise ValueError(f"{key}: {stop - start} bytes for shape {shape}")
-            entries[key] = Entry(dtype, shape, start, stop)
-        position = 0
-        for key, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
-            if entry.start != position:
-                raise ValueError(
-                    f"{key}: begins at byte {entry.start}, the tensor before it ends at {position}"
-                )
-            position = entry.stop
-        if position != data_bytes:
-            raise ValueError(f"the tensors end at byte {position}, the file's data at {data_bytes}")
+        entries = {key: _entry(key, value) for key, value in header.items()}
+        _require_filled(entries, data_bytes)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         unknown = (
             f"unknown dtype or missing field {error}" if isinstance(error, KeyError) else str(error)
         )
         raise CheckpointError(f"{path}: the safetensors header is malformed: {unknown}") from error
     return entries, metadata
+
+
+def _entry(key: str, value: Any) -> Entry:
+    """A tensor's entry from its JSON; raises ValueError, KeyError or TypeError unless it is
+    sound.
+    """
+    dtype, shape = value["dtype"], tuple(value["shape"])
+    start, stop = value["data_offsets"]
+    if any(type(n) is not int or n < 0 for n in (*shape, start, stop)):
+        raise ValueError(f"{key}: a size is not a natural number")
+    if stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise ValueError(f"{key}: {stop - start} bytes for shape {shape}")
+    return Entry(dtype, shape, start, stop)
+
+
+def _require_filled(entries: dict[str, Entry], data_bytes: int) -> None:
+    """Raise ValueError unless the tensors lie back to back in all of the data."""
+    position = 0
+    for key, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != position:
+            raise ValueError(
+                f"{key}: begins at byte {entry.start}, the tensor before it ends at {position}"
+            )
+        position = entry.stop
+    if position != data_bytes:
+        raise ValueError(f"the tensors end at byte {position}, the file's data at {data_bytes}")
 
 
 # ---- one shard's digest table --------------------------------------------------------------------
@@ -233,43 +240,51 @@ def decode_manifest(raw: bytes, path: Path) -> dict[str, Any]:
         )
     try:
         content = parse_json(body)
-        if (
-            content["format"] != FORMAT
-            or type(content["version"]) is not int
-            or content["version"] != VERSION
-        ):
-            known = f"this program reads {FORMAT!r} version {VERSION}"
-            raise ValueError(
-                f"format {content['format']!r} version {content['version']!r}; {known}"
-            )
-        if (
-            type(content["iteration"]) is not int
-            or not isinstance(content["state"], dict)
-            or not content["shards"]
-        ):
-            raise ValueError("iteration, state or shards are not what they should be")
-        if not isinstance(content["attempt"], str) or not isinstance(content["created"], str):
-            raise ValueError("attempt or created is not text")
-        left = content.get("left", {})
-        if not isinstance(left, dict) or any(
-            int(later) <= content["iteration"] or not isinstance(attempt, str)
-            for later, attempt in left.items()
-        ):
-            raise ValueError("left is not of later iterations and their attempts")
+        _require_format(content)
+        _require_fields(content)
         check_run_state(content["state"])
         for index, shard in enumerate(content["shards"]):
-            # Names are derived, never followed: a manifest cannot point outside its folder.
-            if shard["file"] != shard_file(index):
-                raise ValueError(
-                    f"shard {index} is named {shard['file']!r}, not {shard_file(index)!r}"
-                )
-            if type(shard["bytes"]) is not int or not re.fullmatch(
-                "[0-9a-f]{32}", shard["table_digest"]
-            ):
-                raise ValueError(f"shard {index}: size or digest malformed")
+            _require_shard(index, shard)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a manifest of this format: {error}") from error
     return content
+
+
+def _require_format(content: dict[str, Any]) -> None:
+    """Raise ValueError for another format or version than this program's."""
+    found, version = content["format"], content["version"]
+    if found != FORMAT or type(version) is not int or version != VERSION:
+        known = f"this program reads {FORMAT!r} version {VERSION}"
+        raise ValueError(f"format {found!r} version {version!r}; {known}")
+
+
+def _require_fields(content: dict[str, Any]) -> None:
+    """Raise ValueError or KeyError unless the fields beside those of single shards have their
+    types.
+    """
+    if (
+        type(content["iteration"]) is not int
+        or not isinstance(content["state"], dict)
+        or not content["shards"]
+    ):
+        raise ValueError("iteration, state or shards are not what they should be")
+    if not isinstance(content["attempt"], str) or not isinstance(content["created"], str):
+        raise ValueError("attempt or created is not text")
+    left = content.get("left", {})
+    if not isinstance(left, dict) or any(
+        int(later) <= content["iteration"] or not isinstance(attempt, str)
+        for later, attempt in left.items()
+    ):
+        raise ValueError("left is not of later iterations and their attempts")
+
+
+def _require_shard(index: int, shard: dict[str, Any]) -> None:
+    """Raise ValueError, KeyError or TypeError unless a shard's entry is sound."""
+    # Names are derived, never followed: a manifest cannot point outside its folder.
+    if shard["file"] != shard_file(index):
+        raise ValueError(f"shard {index} is named {shard['file']!r}, not {shard_file(index)!r}")
+    if type(shard["bytes"]) is not int or not re.fullmatch("[0-9a-f]{32}", shard["table_digest"]):
+        raise ValueError(f"shard {index}: size or digest malformed")
 
 
 def table_digest(raw: bytes) -> str:

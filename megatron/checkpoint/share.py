@@ -33,18 +33,33 @@ def own_part(
     for box, tensor, _ in held:
         totals[box.replicated] += _bytes(box, tensor)
     found, passed = [], Counter()
-    for box, tensor, (rank, size) in held:
-        before, total = passed[box.replicated], totals[box.replicated]
-        passed[box.replicated] += _bytes(box, tensor)
-        if size == 1:
+    for box, tensor, place in held:
+        kind, size = box.replicated, _bytes(box, tensor)
+        begin = passed[kind]  # of this box in the bytes of its kind
+        passed[kind] += size
+        if place.size == 1:
             found.append((box, tensor))
             continue
+        rows = box.extent[0]
         # a row belongs to the range that its first byte lies in
-        low, high = (total * place // size for place in (rank, rank + 1))
-        row = _bytes(box, tensor) // box.extent[0]
-        first, stop = (min(max(-((before - at) // row), 0), box.extent[0]) for at in (low, high))
+        first, stop = (
+            _rows_that_begin_before(cut - begin, size // rows, rows)
+            for cut in _cuts(totals[kind], place)
+        )
         found += cut_rows(box, tensor, first, stop)
     return found
+
+
+def _cuts(total: int, place: Holder) -> tuple[int, int]:
+    """Begin and end of a holder's range of `total` bytes."""
+    return total * place.rank // place.size, total * (place.rank + 1) // place.size
+
+
+def _rows_that_begin_before(byte: int, row: int, rows: int) -> int:
+    """How many of `rows` rows of `row` bytes each begin before `byte`, counted from the first one's
+    begin; `byte` may lie outside of them.
+    """
+    return min(max(-(-byte // row), 0), rows)
 
 
 def in_parts(pairs: Sequence[tuple[Box, Tensor]], count: int) -> list[list[tuple[Box, Tensor]]]:

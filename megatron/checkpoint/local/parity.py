@@ -15,6 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -226,59 +227,88 @@ class _Files:
             os.close(file)
 
 
+class _Window:
+    """A window of every stream of a turn, its messages on their way. `own`: the bytes of the stream
+    that this rank makes, XORed so far; None when it makes none.
+    """
+
+    def __init__(self) -> None:
+        self.own: Tensor | None = None
+        self.coming: list[Receiving] = []
+        self.sent: list[Sending] = []
+
+    def finish(self) -> Iterator[memoryview]:
+        """Await the messages; this rank's piece when it makes one."""
+        for message in self.coming:
+            self.own.bitwise_xor_(message.wait().cpu())
+        for message in self.sent:
+            message.wait()
+        if self.own is not None:
+            yield memoryview(self.own.numpy())
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """Starts what this rank receives and sends for windows; `owner` as for `exchange`."""
+
+    ranks: Ranks
+    owner: Callable[[int], int]
+    files: _Files
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where messages travel."""
+        world = self.ranks.world
+        return torch.device("cpu") if world.size == 1 or is_gloo(world) else self.ranks.device
+
+    def start(
+        self, turn: list[Stream], windows: Sequence[tuple[int, list[Part]] | None]
+    ) -> _Window:
+        """The next window of each stream of a turn, None of one that has ended."""
+        started = _Window()
+        for stream, window in zip(turn, windows, strict=True):
+            if window is None:
+                continue
+            if stream.to == self.ranks.world.rank:
+                self._receive(started, *window)
+            else:
+                self._send(started, stream.to, *window)
+        return started
+
+    def _receive(self, started: _Window, size: int, parts: list[Part]) -> None:
+        started.own = torch.zeros(size, dtype=torch.uint8)
+        world = self.ranks.world
+        for number, at in parts:
+            owner = self.owner(number)
+            if owner == world.rank:
+                started.own.bitwise_xor_(self.files.read(number, at, size))
+            else:
+                message = Receiving((size,), torch.uint8, self.device, owner, world, 0)
+                started.coming.append(message)
+
+    def _send(self, started: _Window, to: int, size: int, parts: list[Part]) -> None:
+        world = self.ranks.world
+        for number, at in parts:
+            if self.owner(number) == world.rank:
+                piece = self.files.read(number, at, size).to(self.device)
+                started.sent.append(Sending(piece, to, world, 0))
+
+
 def _windows(
     turn: list[Stream], ranks: Ranks, owner: Callable[[int], int], files: _Files
 ) -> Iterator[memoryview]:
     """This rank's stream of a turn, piece by piece, while it sends what the others' need. Messages
     are started in one order on all ranks.
     """
-    me, device = (
-        ranks.world.rank,
-        torch.device("cpu") if ranks.world.size == 1 or is_gloo(ranks.world) else ranks.device,
-    )
-
-    def start(
-        windows: Iterable[tuple[int, list[Part]] | None],
-    ) -> tuple[Tensor | None, list[Receiving], list[Sending]]:
-        own, coming, sent = None, [], []
-        for stream, (size, parts) in (
-            (stream, window)
-            for stream, window in zip(turn, windows, strict=True)
-            if window is not None
-        ):
-            if stream.to == me:
-                own = torch.zeros(size, dtype=torch.uint8)
-            for number, at in parts:
-                if owner(number) != me:
-                    if stream.to == me:
-                        coming.append(
-                            Receiving((size,), torch.uint8, device, owner(number), ranks.world, 0)
-                        )
-                elif stream.to == me:
-                    own.bitwise_xor_(files.read(number, at, size))
-                else:
-                    sent.append(
-                        Sending(files.read(number, at, size).to(device), stream.to, ranks.world, 0)
-                    )
-        return own, coming, sent
-
+    messages = _Messages(ranks, owner, files)
+    flying: list[_Window] = []
     try:
-        flying: list[tuple[Tensor | None, list[Receiving], list[Sending]]] = []
-        for windows in itertools.chain(
-            itertools.zip_longest(*(stream.windows() for stream in turn)),
-            itertools.repeat(None, FLYING - 1),
-        ):
-            if windows is not None:
-                flying.append(start(windows))
-            if not flying or (windows is not None and len(flying) < FLYING):
-                continue
-            own, coming, sent = flying.pop(0)
-            for message in coming:
-                own.bitwise_xor_(message.wait().cpu())
-            for message in sent:
-                message.wait()
-            if own is not None:
-                yield memoryview(own.numpy())
+        for windows in itertools.zip_longest(*(stream.windows() for stream in turn)):
+            flying.append(messages.start(turn, windows))
+            if len(flying) == FLYING:
+                yield from flying.pop(0).finish()
+        while flying:
+            yield from flying.pop(0).finish()
     finally:
         files.close()
     if files.fault is not None:

@@ -4,11 +4,12 @@ partner or set, and reading on any layout.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from megatron.checkpoint.boxes import intersect
 from megatron.checkpoint.index import BATCH, load_bytes
 from megatron.checkpoint.local.nodes import Nodes, RunId
 from megatron.checkpoint.local.parcels import Parcel, carry, in_rounds, share_bytes
-from megatron.checkpoint.local.parity import Column, columns_in
+from megatron.checkpoint.local.parity import Column, Stream, columns_in
 from megatron.checkpoint.local.saves import GIB, NodeAttempt
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint
@@ -58,6 +59,48 @@ class Found:
         """Files that no node has."""
         return sorted(set(range(len(self.all_records))) - set.union(set(), *self.held))
 
+    @property
+    def lacking(self) -> list[int]:
+        """Shards that some node does not have."""
+        everywhere = frozenset.intersection(*self.held)
+        return [number for number in range(len(self.records)) if number not in everywhere]
+
+    def holders(self, number: int) -> list[int]:
+        """The nodes that have a file."""
+        return [node for node, held in enumerate(self.held) if number in held]
+
+
+@dataclass
+class _Candidate:
+    """What the nodes say that they have of one save."""
+
+    iteration: int
+    source: int  # a rank that has the manifest
+    shards: int  # how many there are in all
+    columns: list[Column]  # none without parities
+    held: list[set[int]]  # the files of each node
+
+    @property
+    def lost(self) -> list[int]:
+        """Shards that are on no node and cannot be made of what is."""
+        present = set.union(*self.held)
+        missing = set(range(self.shards)) - present
+        if self.columns:
+            missing &= set().union(*(column.lost(present) for column in self.columns))
+        return sorted(missing)
+
+    def warning(self) -> str:
+        """Why it is not taken."""
+        lost = self.lost
+        shown = ", ".join(map(str, lost[:NAMED])) + (" ..." if len(lost) > NAMED else "")
+        why = ""
+        if self.columns:
+            why = "; with --local-redundancy xor one node of a set may be lost, not two"
+        return (
+            f"warning: the local checkpoint of iteration {self.iteration} is not taken: of its "
+            f"{self.shards} shards {len(lost)} ({shown}) are whole on no node{why}"
+        )
+
 
 def newest_local(
     nodes: Nodes,
@@ -73,49 +116,32 @@ def newest_local(
     is told why newer ones are passed over.
     """
     listed = nodes.ranks.agree(lambda: _listed(nodes, run, oldest, before) if nodes.first else [])
-    candidates: dict[tuple[int, str], list[set[int]]] = {}
-    sources: dict[tuple[int, str], int] = {}
-    contents: dict[tuple[int, str], list] = {}
-    for rank, rows in enumerate(listed):
-        for iteration, digest, whole, *content in rows:
-            held = candidates.setdefault((iteration, digest), [set() for _ in nodes.members])
-            held[next(i for i, ranks in enumerate(nodes.members) if rank in ranks)] = set(whole)
-            sources.setdefault((iteration, digest), rank)
-            contents[iteration, digest] = content
-    for key in sorted(candidates, reverse=True):
-        held, (total, sizes, sets) = candidates[key], contents[key]
-        columns = columns_in([{"bytes": size} for size in sizes], sets)
-        if not _lost(total, columns, set.union(*held)):
-            _drop_damaged(nodes, run, key[0], held)
-        lost = sorted(_lost(total, columns, set.union(*held)))
-        if not lost:
-            return Found(
-                key[0],
-                _shared_manifest(nodes, run, key[0], sources[key]),
-                tuple(map(frozenset, held)),
-            )
+    for candidate in _candidates(nodes, listed):
+        held = candidate.held
+        if not candidate.lost:
+            _drop_damaged(nodes, run, candidate.iteration, held)
+        if not candidate.lost:
+            manifest = _shared_manifest(nodes, run, candidate.iteration, candidate.source)
+            return Found(candidate.iteration, manifest, tuple(map(frozenset, held)))
         if nodes.ranks.first:
-            shown = ", ".join(map(str, lost[:NAMED])) + (" ..." if len(lost) > NAMED else "")
-            why = (
-                "; with --local-redundancy xor one node of a set may be lost, not two"
-                if sets
-                else ""
-            )
-            say(
-                f"warning: the local checkpoint of iteration {key[0]} is not taken: of its "
-                f"{total} shards {len(lost)} ({shown}) are whole on no node{why}"
-            )
+            say(candidate.warning())
     return None
 
 
-def _lost(total: int, columns: list[Column], present: set[int]) -> set[int]:
-    """Of `total` shards those that are neither among the files `present` nor can be made of
-    them.
+def _candidates(nodes: Nodes, listed: list[list]) -> list[_Candidate]:
+    """The saves of which any node has something, newest first; `listed`: what `_listed` has given
+    on every rank.
     """
-    missing = set(range(total)) - present
-    return (
-        missing & set().union(*(column.lost(present) for column in columns)) if columns else missing
-    )
+    found: dict[tuple[int, str], _Candidate] = {}
+    for node, (first, *_) in enumerate(nodes.members):
+        for iteration, digest, whole, shards, sizes, sets in listed[first]:
+            key = iteration, digest
+            if key not in found:
+                columns = columns_in([{"bytes": size} for size in sizes], sets)
+                nothing = [set() for _ in nodes.members]
+                found[key] = _Candidate(iteration, first, shards, columns, nothing)
+            found[key].held[node] = set(whole)
+    return [found[key] for key in sorted(found, reverse=True)]
 
 
 def _listed(
@@ -232,33 +258,15 @@ def restore_copies(
 
     When that fails (no room) the first rank's `say` is told, and nothing has changed.
     """
-    records, load = found.records, _load(found)
-    parcels, gains = [], [set() for _ in nodes.members]
-    for number, record in enumerate(records):
-        holders = [node for node, held in enumerate(found.held) if number in held]
-        if len(holders) > 1 or len(nodes.members) == 1:
-            continue
-        to = min(
-            (node for node in range(len(load)) if node not in holders),
-            key=lambda node: (load[node], node),
-        )
-        load[to] += record["bytes"]
-        gains[to].add(number)
-        parcels.append(
-            Parcel(number, record["bytes"], nodes.rank(holders[0], number), nodes.rank(to, number))
-        )
+    parcels, gains = _plan_copies(nodes, found)
     if not parcels:
         return found
-    folder = nodes.root / run.folder / m.iteration_folder(found.iteration)
+
+    def fill(attempt: NodeAttempt, folder: Path) -> None:
+        attempt.take(in_rounds(parcels, nodes.members), folder, found.records)
+
     try:
-        with NodeAttempt(nodes, run, found.iteration, "rebuilt") as attempt:
-            attempt.agree(
-                lambda: (
-                    _link(folder, attempt.folder, found.held[nodes.index]) if nodes.first else None
-                )
-            )
-            attempt.take(in_rounds(parcels, nodes.members), folder, records)
-            attempt.publish(found.manifest, lambda node: bool(gains[node]))
+        whole = _add_files(nodes, run, found, gains, fill)
     except UserError as error:
         if nodes.ranks.first:
             say(
@@ -267,26 +275,72 @@ def restore_copies(
             )
         return found
     if nodes.ranks.first:
-        to = ", ".join(
-            f"node {node} ({nodes.hosts[node]}): {len(numbers)}"
-            for node, numbers in enumerate(gains)
-            if numbers
-        )
-        say(
-            f"shards of the local checkpoint of iteration {found.iteration} rebuilt from "
-            f"their partners: {to}"
-        )
-    return Found(
-        found.iteration,
-        found.manifest,
-        tuple(held | gained for held, gained in zip(found.held, map(frozenset, gains))),
+        say(_rebuilt(nodes, found, gains, "partners"))
+    return whole
+
+
+class _Gains:
+    """What each node is to get: its `files`, and the bytes that it has with them, `load`."""
+
+    def __init__(self, nodes: Nodes, found: Found) -> None:
+        self.records = found.all_records
+        self.files: list[set[int]] = [set() for _ in nodes.members]
+        self.load = [sum(self.records[number]["bytes"] for number in held) for held in found.held]
+
+    def give(self, numbers: Iterable[int], node: int) -> None:
+        self.files[node].update(numbers)
+        self.load[node] += sum(self.records[number]["bytes"] for number in numbers)
+
+
+def _plan_copies(nodes: Nodes, found: Found) -> tuple[list[Parcel], _Gains]:
+    """A parcel to the emptiest other node for every shard that one node alone has."""
+    parcels, gains = [], _Gains(nodes, found)
+    for number, record in enumerate(found.records):
+        holders = found.holders(number)
+        if len(holders) > 1 or len(nodes.members) == 1:
+            continue
+        others = [node for node in range(len(nodes.members)) if node not in holders]
+        to = min(others, key=gains.load.__getitem__)
+        gains.give([number], to)
+        source = _source(nodes, found, number)
+        parcels.append(Parcel(number, record["bytes"], source, nodes.rank(to, number)))
+    return parcels, gains
+
+
+def _add_files(
+    nodes: Nodes,
+    run: RunId,
+    found: Found,
+    gains: _Gains,
+    fill: Callable[[NodeAttempt, Path], object],
+) -> Found:
+    """Replace the folder of every node that gains by one with links to what it has, and the files
+    that `fill(attempt, folder)` brings out of the nodes' old ones. What is found then.
+
+    Raises UserError on every rank when that fails; nothing has changed then.
+    """
+    folder = nodes.root / run.folder / m.iteration_folder(found.iteration)
+    own = found.held[nodes.index]
+    with NodeAttempt(nodes, run, found.iteration, "rebuilt") as attempt:
+        attempt.agree(lambda: _link(folder, attempt.folder, own) if nodes.first else None)
+        fill(attempt, folder)
+        attempt.publish(found.manifest, lambda node: bool(gains.files[node]))
+    held = tuple(old | new for old, new in zip(found.held, gains.files))
+    return Found(found.iteration, found.manifest, held)
+
+
+def _rebuilt(nodes: Nodes, found: Found, gains: _Gains, source: str) -> str:
+    """What is said of the shards that nodes have got."""
+    shards = range(len(found.records))
+    to = ", ".join(
+        f"node {node} ({nodes.hosts[node]}): {len(numbers & set(shards))}"
+        for node, numbers in enumerate(gains.files)
+        if numbers
     )
-
-
-def _load(found: Found) -> list[int]:
-    """Bytes of each node."""
-    records = found.all_records
-    return [sum(records[number]["bytes"] for number in held) for held in found.held]
+    return (
+        f"shards of the local checkpoint of iteration {found.iteration} rebuilt from "
+        f"their {source}: {to}"
+    )
 
 
 def rebuild_lost(
@@ -301,71 +355,52 @@ def rebuild_lost(
     missing = found.missing
     if not missing:
         return found
-    records, shards, streams, load, gains = (
-        found.all_records,
-        range(len(found.records)),
-        [],
-        _load(found),
-        [set() for _ in nodes.members],
-    )
-    for column in columns_in(found.records, found.content["sets"]):
-        for place, number in enumerate(column.shards):
-            lost = [each for each in (number, column.first + place) if each in missing]
-            if not lost:
-                continue
-            beside = {*column.shards, *range(column.first, column.first + len(column.shards))} - {
-                number,
-                column.first + place,
-            }
-            to = min(
-                range(len(load)),
-                key=lambda node: (len(beside & found.held[node]), load[node], node),
-            )
-            load[to] += sum(records[each]["bytes"] for each in lost)
-            gains[to].update(lost)
-            streams += [
-                (column.shard if each == number else column.parity)(place, nodes.rank(to, each))
-                for each in lost
-            ]
-    folder = nodes.root / run.folder / m.iteration_folder(found.iteration)
+    streams, gains = _plan_rebuilding(nodes, found)
+    shards = len(found.records)
 
-    def owner(number: int) -> int:
-        return nodes.rank(
-            next(node for node, held in enumerate(found.held) if number in held), number
-        )
+    def fill(attempt: NodeAttempt, folder: Path) -> None:
+        owner = partial(_source, nodes, found)
+        attempt.make(streams, shards, owner, folder, found.all_records)
 
     try:
-        with NodeAttempt(nodes, run, found.iteration, "rebuilt") as attempt:
-            attempt.agree(
-                lambda: (
-                    _link(folder, attempt.folder, found.held[nodes.index]) if nodes.first else None
-                )
-            )
-            attempt.make(streams, len(shards), owner, folder, records)
-            attempt.publish(found.manifest, lambda node: bool(gains[node]))
+        whole = _add_files(nodes, run, found, gains, fill)
     except UserError as error:
-        whole = missing[0] not in shards  # parities alone are lost
+        parities_alone = missing[0] >= shards
         if nodes.ranks.first:
             say(
                 f"warning: the local checkpoint of iteration {found.iteration} "
-                f"{'lacks a parity' if whole else 'is not taken'}: {error}"
+                f"{'lacks a parity' if parities_alone else 'is not taken'}: {error}"
             )
-        return found if whole else None
+        return found if parities_alone else None
     if nodes.ranks.first:
-        to = ", ".join(
-            f"node {node} ({nodes.hosts[node]}): {len(numbers & set(shards))}"
-            for node, numbers in enumerate(gains)
-            if numbers
-        )
-        say(
-            f"shards of the local checkpoint of iteration {found.iteration} rebuilt from "
-            f"their sets: {to}"
-        )
-    return Found(
-        found.iteration,
-        found.manifest,
-        tuple(held | gained for held, gained in zip(found.held, map(frozenset, gains))),
-    )
+        say(_rebuilt(nodes, found, gains, "sets"))
+    return whole
+
+
+def _plan_rebuilding(nodes: Nodes, found: Found) -> tuple[list[Stream], _Gains]:
+    """A stream for every file that no node has. A shard and the parity of the same place go to one
+    node: of those with the fewest files of the column the emptiest.
+    """
+    missing, streams, gains = set(found.missing), [], _Gains(nodes, found)
+    for column in columns_in(found.records, found.content["sets"]):
+        parities = range(column.first, column.first + len(column.shards))
+        for place, (shard, parity) in enumerate(zip(column.shards, parities)):
+            lost = [number for number in (shard, parity) if number in missing]
+            if not lost:
+                continue
+            beside = {*column.shards, *parities} - {shard, parity}
+            shared = [len(beside & held) for held in found.held]
+            to = min(range(len(shared)), key=lambda node: (shared[node], gains.load[node]))
+            gains.give(lost, to)
+            for number in lost:
+                make = column.shard if number == shard else column.parity
+                streams.append(make(place, nodes.rank(to, number)))
+    return streams, gains
+
+
+def _source(nodes: Nodes, found: Found, number: int) -> int:
+    """The rank that reads a file for others: one of the first node that has it."""
+    return nodes.rank(found.holders(number)[0], number)
 
 
 def _link(source: Path, target: Path, numbers: Iterable[int]) -> None:
@@ -412,41 +447,43 @@ class LocalCheckpoint(Checkpoint):
         """Bring the shards that hold anything of `boxes` to this rank's node; returns how many
         bytes of shards travelled, over all nodes.
         """
-        nodes, held = self.nodes, self.found.held
-        needed = set()
-        for box in boxes:
-            for piece in self.tensors[box.name].pieces if box.name in self.tensors else ():
-                if intersect(
-                    tuple(box.offset) or (0,),
-                    tuple(box.extent) or (1,),
-                    piece.offset or (0,),
-                    piece.extent or (1,),
-                ):
-                    needed.add(piece.shard.number)
-        told = nodes.ranks.agree(lambda: sorted(needed - held[nodes.index]))
-        parcels, room = [], [0] * len(nodes.members)
-        for node, ranks in enumerate(nodes.members):
-            for number in sorted({number for rank in ranks for number in told[rank]}):
-                holders = [other for other, numbers in enumerate(held) if number in numbers]
-                size = self.shards[number].size
-                parcels.append(
-                    Parcel(
-                        number,
-                        size,
-                        nodes.rank(holders[(node + number) % len(holders)], number),
-                        nodes.rank(node, number),
-                    )
-                )
-                room[node] += size
-        self._attempt.agree(lambda: self._require(room[nodes.index]))
+        nodes = self.nodes
+        lacking = self._shards_of(boxes) - self.found.held[nodes.index]
+        arriving = self._parcels(nodes.ranks.agree(lambda: sorted(lacking)))
+        sizes = [sum(parcel.size for parcel in parcels) for parcels in arriving]
+        self._attempt.agree(lambda: self._require(sizes[nodes.index]))
         fault = carry(
-            in_rounds(parcels, nodes.members),
+            in_rounds(itertools.chain(*arriving), nodes.members),
             nodes.ranks,
             lambda number: self.shards[number].path,
             self._fill,
         )
         self._attempt.agree(lambda: _reraise(fault))
-        return sum(room)
+        return sum(sizes)
+
+    def _shards_of(self, boxes: Iterable[Box]) -> set[int]:
+        """The shards that hold anything of `boxes`."""
+        needed = set()
+        for box in boxes:
+            if box.name not in self.tensors:
+                continue
+            offset, extent = tuple(box.offset) or (0,), tuple(box.extent) or (1,)
+            for piece in self.tensors[box.name].pieces:
+                if intersect(offset, extent, piece.offset or (0,), piece.extent or (1,)):
+                    needed.add(piece.shard.number)
+        return needed
+
+    def _parcels(self, lacking: list[list[int]]) -> list[list[Parcel]]:
+        """What each node gets from others, which take turns: the shards that its ranks lack."""
+        nodes, parcels = self.nodes, []
+        for node, ranks in enumerate(nodes.members):
+            parcels.append([])
+            for number in sorted({number for rank in ranks for number in lacking[rank]}):
+                holders = self.found.holders(number)
+                source = nodes.rank(holders[(node + number) % len(holders)], number)
+                to = nodes.rank(node, number)
+                parcels[node].append(Parcel(number, self.shards[number].size, source, to))
+        return parcels
 
     def _require(self, size: int) -> None:
         disk = os.statvfs(self.nodes.root)
@@ -482,34 +519,26 @@ def _reraise(fault: Exception | None) -> None:
 def _heads(nodes: Nodes, run: RunId, found: Found) -> dict[int, tuple[bytes, bytes]]:
     """(table, header with its padding) of every shard that some node lacks, on every rank."""
     folder = nodes.root / run.folder / m.iteration_folder(found.iteration)
-    lacking = [
-        number
-        for number in range(len(found.records))
-        if any(number not in held for held in found.held)
-    ]
-    source = {
-        number: nodes.rank(
-            next(node for node, held in enumerate(found.held) if number in held), number
-        )
-        for number in lacking
-    }
+    lacking = found.lacking
     own: dict[int, tuple[bytes, bytes]] = {}
 
-    def read() -> dict[str, list[int]]:
-        for at, number in enumerate(lacking):
-            if source[number] == nodes.ranks.world.rank:
-                raw = load_bytes(folder / m.table_file(number), m.MANIFEST_LIMIT)
-                table = m.DigestTable.decode(raw, folder / m.table_file(number))
-                own[at] = raw, load_bytes(folder / m.shard_file(number), table.data_start)
-        return {str(at): [len(table), len(header)] for at, (table, header) in own.items()}
+    def read() -> list[tuple[int, int, int]]:
+        for number in lacking:
+            if _source(nodes, found, number) == nodes.ranks.world.rank:
+                own[number] = _head(folder, number)
+        return [(number, len(table), len(header)) for number, (table, header) in own.items()]
 
-    lengths = {int(at): sizes for told in nodes.ranks.agree(read) for at, sizes in told.items()}
-    whole = share_bytes(
-        {at: table + header for at, (table, header) in own.items()},
-        [sum(lengths[at]) for at in range(len(lacking))],
-        nodes.ranks,
-    )
-    return {
-        number: (raw[: lengths[at][0]], raw[lengths[at][0] :])
-        for at, (number, raw) in enumerate(zip(lacking, whole))
-    }
+    sizes = {number: sizes for told in nodes.ranks.agree(read) for number, *sizes in told}
+    parts: dict[int, bytes] = {}
+    for at, number in enumerate(lacking):
+        if number in own:
+            parts[2 * at], parts[2 * at + 1] = own[number]
+    whole = share_bytes(parts, [size for number in lacking for size in sizes[number]], nodes.ranks)
+    return dict(zip(lacking, zip(whole[::2], whole[1::2])))
+
+
+def _head(folder: Path, number: int) -> tuple[bytes, bytes]:
+    """A shard's table, and its header with the padding."""
+    raw = load_bytes(folder / m.table_file(number), m.MANIFEST_LIMIT)
+    table = m.DigestTable.decode(raw, folder / m.table_file(number))
+    return raw, load_bytes(folder / m.shard_file(number), table.data_start)

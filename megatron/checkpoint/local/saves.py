@@ -72,33 +72,19 @@ def save_local(
     """
     pairs = [(box, tensor) for box, tensor in tensors if math.prod(box.extent)]
     with NodeAttempt(nodes, run, iteration, state=state, own=int(bool(pairs))) as attempt:
-        index = attempt.index
         told = attempt.agree(
-            lambda: (
-                None
-                if index is None
-                else write_shard(attempt.folder, index, attempt.shards, iteration, pairs)
-                | nodes.ranks.who,
-                datetime.now(UTC).isoformat(timespec="seconds"),
-            )
+            lambda: (attempt.write_own(pairs), datetime.now(UTC).isoformat(timespec="seconds"))
         )
-        records, created = [record for record, _ in told if record is not None], told[0][1]
-        parities: dict[str, Any] = {}
-        if redundancy == "partner":
-            parcels = partner_parcels(
-                nodes, [None if record is None else record["bytes"] for record, _ in told]
-            )
-            attempt.take(parcels, attempt.folder, records)
-        elif redundancy == "xor":
-            parities = attempt.add_parities([record for record, _ in told])
+        entries = [entry for entry, _ in told]
+        parities = attempt.add_redundancy(redundancy, entries)
         content = {
             "format": m.FORMAT,
             "version": m.VERSION,
             "iteration": iteration,
             "attempt": attempt.name,
-            "created": created,
+            "created": told[0][1],
             "run": asdict(run),
-            "shards": records,
+            "shards": [entry for entry in entries if entry is not None],
             **parities,
             "state": state,
         }
@@ -168,6 +154,25 @@ class NodeAttempt(Attempt):
             clean(self.root, self.name)
             self.folder.mkdir(mode=0o700)
             self.lock = hold(self.folder)
+
+    def write_own(self, pairs: list[tuple[Box, Tensor]]) -> dict[str, Any] | None:
+        """Write this rank's shard; its entry in the manifest, None where it has none."""
+        if self.index is None:
+            return None
+        written = write_shard(self.folder, self.index, self.shards, self.iteration, pairs)
+        return written | self.ranks.who
+
+    def add_redundancy(self, redundancy: str, told: list[dict[str, Any] | None]) -> dict[str, Any]:
+        """Copies or parities of all ranks' shards, `told` being their entries by rank; what the
+        manifest says of parities.
+        """
+        if redundancy == "xor":
+            return self.add_parities(told)
+        if redundancy == "partner":
+            sizes = [None if entry is None else entry["bytes"] for entry in told]
+            records = [entry for entry in told if entry is not None]
+            self.take(partner_parcels(self.nodes, sizes), self.folder, records)
+        return {}
 
     def take(self, parcels: list[Parcel], source: Path, records: list[dict[str, Any]]) -> None:
         """Carry shards from `source` on one node into this folder on another; all are verified as
@@ -354,45 +359,54 @@ def require_room(
 
     `own_bytes`: of this rank's shard. What this run has there already counts as room.
     """
-    by_rank = nodes.ranks.agree(lambda: own_bytes)
-    own = [sum(by_rank[rank] for rank in ranks) for ranks in nodes.members]
-    one = own[nodes.index] + (own[nodes.index - 1] if redundancy == "partner" else 0)
-    if redundancy == "xor":
-        mine = [
-            ranks
-            for ranks in columns_of(nodes.members)
-            if set(ranks) & set(nodes.members[nodes.index])
-        ]
-        one += sum(
-            max(by_rank[rank] for rank in ranks) // (len(ranks) - 1) + m.ALIGN for ranks in mine
-        )
-    most = KEPT + 1 + drains
+    one = _node_bytes(nodes, nodes.ranks.agree(lambda: own_bytes), redundancy)
+    count = KEPT + 1 + drains
 
     def check() -> None:
         if not nodes.first:
             return
         disk = os.statvfs(nodes.root)
-        free, held = disk.f_bavail * disk.f_frsize, _size(nodes.root / run.folder)
-        others = sum(_size(path) for path in nodes.root.glob("run-*") if path.name != run.folder)
-        if most * one > free + held:
-            left = (
-                (
-                    f" Other runs have left {others / GIB:.3g} GiB there (run-*): remove what is "
-                    "no longer needed."
-                )
-                if others
-                else ""
-            )
+        room = disk.f_bavail * disk.f_frsize + _size(nodes.root / run.folder)
+        if count * one > room:
             draining = ", one on its way to --save" if drains else ""
             raise CheckpointError(
                 f"--local-checkpoint-dir {nodes.root} on node {nodes.index} "
-                f"({nodes.hosts[nodes.index]}): {most} checkpoints ({KEPT} kept, one being "
-                f"written{draining}) of {one / GIB:.3g} GiB each need {most * one / GIB:.3g} "
-                f"GiB, and {(free + held) / GIB:.3g} GiB are free.{left} Give a larger "
-                f"folder{', or --local-redundancy none' if redundancy != 'none' else ''}"
+                f"({nodes.hosts[nodes.index]}): {count} checkpoints ({KEPT} kept, one being "
+                f"written{draining}) of {one / GIB:.3g} GiB each need {count * one / GIB:.3g} "
+                f"GiB, and {room / GIB:.3g} GiB are free.{_left_by_others(nodes, run)} Give a "
+                f"larger folder{', or --local-redundancy none' if redundancy != 'none' else ''}"
             )
 
     nodes.ranks.agree(check)
+
+
+def _node_bytes(nodes: Nodes, by_rank: list[int], redundancy: str) -> int:
+    """Bytes of one checkpoint on this rank's node, copies and parities included; `by_rank`: of
+    every rank's shard.
+    """
+    own = [sum(by_rank[rank] for rank in ranks) for ranks in nodes.members]
+    found = own[nodes.index]
+    if redundancy == "partner":
+        found += own[nodes.index - 1]
+    elif redundancy == "xor":
+        here = set(nodes.members[nodes.index])
+        for ranks in columns_of(nodes.members):
+            if here & set(ranks):
+                largest = max(by_rank[rank] for rank in ranks)
+                found += largest // (len(ranks) - 1) + m.ALIGN
+    return found
+
+
+def _left_by_others(nodes: Nodes, run: RunId) -> str:
+    """A sentence about what other runs have in the node's folder; empty when that is nothing."""
+    folders = (path for path in nodes.root.glob("run-*") if path.name != run.folder)
+    others = sum(_size(path) for path in folders)
+    if not others:
+        return ""
+    return (
+        f" Other runs have left {others / GIB:.3g} GiB there (run-*): remove what is no longer "
+        "needed."
+    )
 
 
 def _size(folder: Path) -> int:

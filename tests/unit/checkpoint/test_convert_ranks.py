@@ -5,13 +5,14 @@ and no half of a result.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import io
 import json
+import multiprocessing
 import re
 import sys
 import threading
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -212,11 +213,17 @@ def large_run(root: Path) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def peak_of(*words: object) -> int:
+def peak_of(*words: object, piece: int = huggingface_files.PIECE) -> int:
     """Anonymous memory that the tool takes at its peak above what was held before (mapped pages of
-    files are the kernel's to forget).
+    files are the kernel's to forget), in a process of its own: what earlier tests have freed would
+    hide what is taken, and what they have left in pieces would add to it.
     """
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as process:
+        return process.submit(peak_here, piece, *words).result()
 
+
+def peak_here(piece: int, *words: object) -> int:
     def held() -> int:
         return next(
             int(line.split()[1]) << 10
@@ -224,13 +231,13 @@ def peak_of(*words: object) -> int:
             if line.startswith("RssAnon")
         )
 
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests have freed would hide what is taken now
     seen, ended = [before := held()], threading.Event()
     sampler = threading.Thread(
         target=lambda: [seen.append(held()) for _ in iter(lambda: ended.wait(0.001), True)]
     )
     sampler.start()
-    code, told = convert(*words)
+    with mock.patch.object(huggingface_files, "PIECE", piece):
+        code, told = convert(*words)
     ended.set()
     sampler.join()
     assert code == 0 and len(seen) > 20, told
@@ -238,7 +245,7 @@ def peak_of(*words: object) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_whole_model_in_memory(tmp_path, monkeypatch):
+def test_no_whole_model_in_memory(tmp_path):
     size = large_run(tmp_path / "run")
     assert size > 160 << 20
     reader = (fetch.AHEAD + 2) * (fetch.BATCH + 2 * manifest.CHUNK)
@@ -247,9 +254,9 @@ def test_no_whole_model_in_memory(tmp_path, monkeypatch):
     assert bound < size / 2
     assert peak_of("--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf") < bound
     assert peak_of("--from-huggingface", tmp_path / "hf", "--save", tmp_path / "back") < bound
-    monkeypatch.setattr(huggingface_files, "PIECE", 1 << 40)
     # the measure sees whole tensors
-    assert peak_of("--load", tmp_path / "run", "--to-huggingface", tmp_path / "again") > bound
+    words = "--load", tmp_path / "run", "--to-huggingface", tmp_path / "again"
+    assert peak_of(*words, piece=1 << 40) > bound
     with (
         Checkpoint(find_checkpoint(tmp_path / "run")) as run,
         Checkpoint(find_checkpoint(tmp_path / "back")) as back,
