@@ -46,7 +46,13 @@ from megatron.kernels.attention_launch import (
     shipped,
     table_key,
 )
-from megatron.kernels.attention_masks import AttentionMask, keys_of_queries, schedule, visible
+from megatron.kernels.attention_masks import (
+    AttentionMask,
+    keys_of_queries,
+    positions,
+    schedule,
+    visible,
+)
 from megatron.kernels.attention_tiles import load_tile, store_tile
 from megatron.kernels.configurations import find
 from megatron.kernels.lang import jit, tl
@@ -88,10 +94,9 @@ def attention_reference(
     """The definition: (out [s, b, n, d], lse [b, n, s] in fp32 or fp64), of any dtype and
     differentiable. Dropout is that of `keep_mask`.
     """
-    s, b, n, _ = q.shape
-    t, _, g, _ = k.shape
+    s, n, t, group = len(q), q.shape[2], len(k), q.shape[2] // k.shape[2]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    k, v = k.repeat_interleave(n // g, 1), v.repeat_interleave(n // g, 1)
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     x = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
     if softcap is not None:
         x = softcap * torch.tanh(x / softcap)
@@ -105,11 +110,7 @@ def attention_reference(
     if blind is not None:
         lse, p = lse.masked_fill(blind, float("-inf")), p.masked_fill(blind[..., None], 0.0)
     if drop > 0:
-        at = (
-            torch.arange(s, device=q.device)
-            if mask.q_positions is None
-            else mask.q_positions.long()
-        )
+        at = positions(mask.q_positions, s, q.device).long()
         heads = torch.arange(first_head, first_head + n, device=q.device)
         p = p * keep_mask(key, sample_ids, heads, at, t, drop) * (1 / (1 - drop))
     return (p.to(v.dtype) @ v).permute(2, 0, 1, 3), lse

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import torch
 from megatron.kernels import lang
@@ -28,6 +29,7 @@ from megatron.kernels.attention_launch import (
     RUNTIME,
     VARIANTS,
     Options,
+    Tiles,
     aligned,
     by_key_head,
     columns,
@@ -549,13 +551,55 @@ def backward(
     """
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
     q, k, v = by_key_head(qkv)
-    (s, b, g, m, d), t = q.shape, len(k)
-    n, rows = g * m, -(-s // TILE) * TILE
-    base, delta = (torch.empty(b, n, rows, dtype=torch.float32, device=q.device) for _ in range(2))
+    (s, b, g, m, _), t = q.shape, len(k)
     out, dout = out.unflatten(2, (g, m)), dout.unflatten(2, (g, m))
     q, k, v, out, dout = (aligned(x.flatten(1, 2)) for x in (q, k, v, out, dout))
     dq, dk, dv = (x.view(len(x), b * g, *x.shape[3:]) for x in by_key_head(gradients))
-    prepare = find("attention prepare", lang.capability(q.device))
+    base, delta = _prepare(out, dout, lse, dlse)
+    rows = {"padded": base.shape[-1], "base": base, "delta": delta}
+    shared = mask_tensors(mask, sample_ids) | numbers(s, t, g * m, g, options) | rows
+    call = _Call(q, k, v, dout, mask, options, shared, batch=b)
+    if options.deterministic:
+        _launch_dkv(call, dk, dv, None)
+        _launch_dq(call, dq)
+    else:
+        sum_of_dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        _launch_dkv(call, dk, dv, sum_of_dq)
+        torch.mul(sum_of_dq, options.scale, out=dq)
+    return gradients
+
+
+class _Call(NamedTuple):
+    """What the launches of one backward pass read: q and dout [s, b g, m, d], k and v [t, b g, d].
+    `shared`: arguments that all kernels take.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    mask: AttentionMask
+    options: Options
+    shared: dict[str, Any]
+    batch: int
+
+    def tiles(self, kernel: str) -> Tiles:
+        """What a kernel is launched with."""
+        arch = lang.capability(self.q.device)
+        how = self.options, self.mask.causal, self.q.dtype, arch
+        return configuration(kernel, self.q.shape[-1], *how)
+
+
+def _prepare(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(base, delta) [b, n, s] in fp32, the last dimension padded to whole tiles, of out and dout
+    [s, b g, m, d].
+    """
+    (b, n, s), (m, d) = lse.shape, out.shape[2:]
+    rows = -(-s // TILE) * TILE
+    base, delta = (
+        torch.empty(b, n, rows, dtype=torch.float32, device=out.device) for _ in range(2)
+    )
+    prepare = find("attention prepare", lang.capability(out.device))
     prepare_kernel[(rows // prepare.numbers["M"], b * n)](
         out,
         dout,
@@ -573,61 +617,57 @@ def backward(
         M=prepare.numbers["M"],
         **prepare.launch(),
     )
-    shared = (
-        mask_tensors(mask, sample_ids)
-        | numbers(s, t, n, g, options)
-        | {"padded": rows, "base": base, "delta": delta}
-    )
-    how = options, mask.causal, q.dtype, lang.capability(q.device)
-    add = not options.deterministic
-    tiles = configuration("dkv_dq" if add else "dkv", d, *how)
-    programs = -(-t // tiles.N) * b
-    members = heads_of_a_program(programs * g, m, lang.multiprocessors(q.device))
-    parts = (
-        [
-            torch.empty(t, b * n // members, d, dtype=torch.float32, device=q.device)
-            for _ in range(2)
-        ]
-        if members < m
-        else [dk, dv]
-    )
-    sum_of_dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if add else None
-    dkv_kernel[(programs * (n // members),)](
-        operand(q, tiles.M),
-        operand(k, tiles.N),
-        operand(v, tiles.N),
-        operand(dout, tiles.M),
+    return base, delta
+
+
+def _launch_dkv(call: _Call, dk: Tensor, dv: Tensor, sum_of_dq: Tensor | None) -> None:
+    """dk and dv [t, b g, d]; dq without its scale is added to `sum_of_dq`, where that is given."""
+    (s, _, m, d), (t, groups, _) = call.q.shape, call.k.shape
+    tiles = call.tiles("dkv" if sum_of_dq is None else "dkv_dq")
+    programs = -(-t // tiles.N) * call.batch
+    heads = groups // call.batch  # of keys
+    members = heads_of_a_program(programs * heads, m, lang.multiprocessors(call.q.device))
+    parts = [dk, dv]
+    if members < m:
+        shape = t, groups * m // members, d
+        parts = [torch.empty(shape, dtype=torch.float32, device=dk.device) for _ in parts]
+    dkv_kernel[(programs * (heads * m // members),)](
+        operand(call.q, tiles.M),
+        operand(call.k, tiles.N),
+        operand(call.v, tiles.N),
+        operand(call.dout, tiles.M),
         *(operand(x, tiles.N) for x in parts),
-        operand(sum_of_dq, tiles.M) if add else None,
-        table=mask.by_key,
-        **shared,
+        None if sum_of_dq is None else operand(sum_of_dq, tiles.M),
+        table=call.mask.by_key,
+        **call.shared,
         members=members,
-        section=section(s, d, q.dtype),
-        **constants(d, tiles, options, **of_mask(mask)),
-        ATOMIC=add,
+        section=section(s, d, call.q.dtype),
+        **constants(d, tiles, call.options, **of_mask(call.mask)),
+        ATOMIC=sum_of_dq is not None,
         **tiles.launch(),
     )
     if members < m:
         for x, whole in zip(parts, (dk, dv), strict=True):
-            *others, last = x.view(t, b * g, -1, d).unbind(2)
+            *others, last = x.view(t, groups, -1, d).unbind(2)
             torch.add(reduce(Tensor.add_, others), last, out=whole)
-    if add:
-        torch.mul(sum_of_dq, options.scale, out=dq)
-        return gradients
-    tiles = configuration("dq", d, *how)
-    dq_kernel[(-(-s // tiles.M) * b * n,)](
-        operand(q, tiles.M),
-        operand(k, tiles.N),
-        operand(v, tiles.N),
-        operand(dout, tiles.M),
+
+
+def _launch_dq(call: _Call, dq: Tensor) -> None:
+    """dq [s, b g, m, d], each tile by one program."""
+    (s, groups, m, d), t = call.q.shape, len(call.k)
+    tiles = call.tiles("dq")
+    dq_kernel[(-(-s // tiles.M) * groups * m,)](
+        operand(call.q, tiles.M),
+        operand(call.k, tiles.N),
+        operand(call.v, tiles.N),
+        operand(call.dout, tiles.M),
         operand(dq, tiles.M),
-        table=mask.by_query,
-        **shared,
-        section=section(t, d, q.dtype, m),
-        **constants(d, tiles, options, **of_mask(mask)),
+        table=call.mask.by_query,
+        **call.shared,
+        section=section(t, d, call.q.dtype, m),
+        **constants(d, tiles, call.options, **of_mask(call.mask)),
         **tiles.launch(),
     )
-    return gradients
 
 
 def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:

@@ -740,6 +740,14 @@ def _fixed(layout: TileLayout, causal: bool, window: int | None, documents: bool
     }
 
 
+def _check(q: Tensor, mask: AttentionMask, options: Options, layout: TileLayout | None) -> None:
+    assert (
+        mask.document_starts is None or layout is None or TILE % (layout.consumers * ROWS) == 0
+    ), "a row of the mask's table serves whole tiles"
+    assert q.shape[4] <= 128 and mask.q_positions is None
+    assert cannot(None, softcap=options.softcap, drop=options.drop) is None
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -751,14 +759,7 @@ def forward(
     """(out [s, b, n, d], lse [b, n, s]) of q [s, b, g, m, d], k and v [t, b, g, d], by one
     launch.
     """
-    assert (
-        mask.document_starts is None or layout is None or TILE % (layout.consumers * ROWS) == 0
-    ), "a row of the mask's table serves whole tiles"
-    assert (
-        q.shape[4] <= 128
-        and mask.q_positions is None
-        and cannot(None, softcap=options.softcap, drop=options.drop) is None
-    )
+    _check(q, mask, options, layout)
     (s, b, g, m, d), t = q.shape, len(k)
     n, layout = g * m, layout or configuration(d)
     q, k, v = aligned(q.flatten(1, 2)), *(aligned(x.flatten(1, 2).unsqueeze(2)) for x in (k, v))

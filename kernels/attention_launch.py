@@ -267,6 +267,22 @@ def shipped(kernel: str, d: int, variant: str, arch: int) -> Tiles | None:
     )
 
 
+# of arguments that are neither tensors of elements nor 32-bit integers
+TYPES = {
+    **dict.fromkeys(("lse", "base", "delta"), "*fp32"),
+    **dict.fromkeys(("scale", "inverse_keep"), "fp32"),
+    **dict.fromkeys(("k0", "k1", "threshold"), "u32"),
+}
+
+
+def _operand_type(name: str, kind: str, rows: int, d: int, arch: int) -> str | tuple[str, ...]:
+    """A descriptor of blocks of `rows`, or before Hopper a pointer, sizes and strides."""
+    heads = 2 if name in ("q", "out", "dout", "dq") else 1
+    if arch >= lang.HOPPER:
+        return f"tensordesc<{kind}[{'1, ' * heads}{rows}, {columns(d)}]>"
+    return (f"*{kind}", *["i32"] * (3 + heads))
+
+
 def compiled(
     kernel: Any,
     name: str,
@@ -286,16 +302,7 @@ def compiled(
     options = Options(scale=1.0, deterministic=deterministic, **given)
     flags = {"causal": True, "window": None, "documents": False, "positions": False} | mask
     fixed = constants(d, tiles, options, **flags) | more
-    types = {
-        "lse": "*fp32",
-        "base": "*fp32",
-        "delta": "*fp32",
-        "scale": "fp32",
-        "inverse_keep": "fp32",
-        "k0": "u32",
-        "k1": "u32",
-        "threshold": "u32",
-    }
+    types: dict[str, Any] = dict(TYPES)
     given_tensors = {
         "table": fixed["TABLE"] > 0,
         "starts": flags["documents"],
@@ -310,15 +317,8 @@ def compiled(
     }
     fixed |= {key: None for key, present in given_tensors.items() if not present}
     for key, rows in descriptors.items():
-        kind, heads = (
-            "fp32" if key == "dq" and not deterministic else "bf16",
-            2 if key in ("q", "out", "dout", "dq") else 1,
-        )
-        types[key] = (
-            f"tensordesc<{kind}[{'1, ' * heads}{rows}, {columns(d)}]>"
-            if arch >= lang.HOPPER
-            else (f"*{kind}", *["i32"] * (3 + heads))
-        )
+        kind = "fp32" if key == "dq" and not deterministic else "bf16"
+        types[key] = _operand_type(key, kind, rows, d, arch)
     if "dq" in kernel.arg_names and "dq" not in descriptors:
         fixed["dq"] = None
     signature = {key: types.get(key, "i32") for key in kernel.arg_names if key not in fixed}

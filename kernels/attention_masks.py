@@ -115,39 +115,35 @@ def _extremes(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return low.amin(-1), high.amax(-1)
 
 
-def _tables(mask: AttentionMask, s: int, t: int, tile: int, step: int) -> tuple[Tensor, Tensor]:
+def _blocks_seen(
+    mask: AttentionMask, s: int, t: int, queries: int, keys: int
+) -> tuple[Tensor, Tensor]:
+    """(some, whole) [b or 1, query blocks, key blocks]: whether a block of `queries` sees any (all)
+    of a block of `keys`.
+    """
     device = (mask.document_starts if mask.q_positions is None else mask.q_positions).device
     q_at, k_at = positions(mask.q_positions, s, device), positions(mask.k_positions, t, device)
-    starts = (
-        torch.zeros(1, s, device=device, dtype=torch.int32)
-        if mask.document_starts is None
-        else mask.document_starts
-    )
+    starts = mask.document_starts
+    if starts is None:
+        starts = torch.zeros(1, s, device=device, dtype=torch.int32)
+    q_low, q_high = (x[None, :, None] for x in _extremes(q_at, queries))
+    k_low, k_high = (x[None, None, :] for x in _extremes(k_at, keys))
+    start_low, start_high = (x[:, :, None] for x in _extremes(starts, queries))
+    some = (k_low <= q_high) & (k_high >= start_low)
+    whole = (k_high <= q_low) & (k_low >= start_high)
+    if mask.window is not None:
+        some &= q_low - k_high < mask.window
+        whole &= q_high - k_low < mask.window
+    # the last blocks may be cut
+    whole &= torch.arange(k_low.numel(), device=device) < t // keys
+    whole &= (torch.arange(q_low.numel(), device=device) < s // queries)[:, None]
+    return some, whole
 
-    def table(queries: int, keys: int) -> tuple[Tensor, Tensor]:
-        """(some, whole) [b or 1, query blocks, key blocks]: whether a block of queries sees any
-        (all) of a block of keys.
-        """
-        q_low, q_high = (x[None, :, None] for x in _extremes(q_at, queries))
-        k_low, k_high = (x[None, None, :] for x in _extremes(k_at, keys))
-        start_low, start_high = (x[:, :, None] for x in _extremes(starts, queries))
-        some, whole = (
-            (k_low <= q_high) & (k_high >= start_low),
-            (k_high <= q_low) & (k_low >= start_high),
-        )
-        if mask.window is not None:
-            some, whole = (
-                some & (q_low - k_high < mask.window),
-                whole & (q_high - k_low < mask.window),
-            )
-        complete = (torch.arange(k_low.numel(), device=device) < t // keys) & (
-            torch.arange(q_low.numel(), device=device) < s // queries
-        )[:, None]
-        return some, whole & complete
 
-    some, whole = table(tile, step)
+def _tables(mask: AttentionMask, s: int, t: int, tile: int, step: int) -> tuple[Tensor, Tensor]:
+    some, whole = _blocks_seen(mask, s, t, tile, step)
     by_query = _bounds(some, whole, step, t)
-    some, whole = table(step, tile)
+    some, whole = _blocks_seen(mask, s, t, step, tile)
     return by_query, _bounds(some.transpose(1, 2), whole.transpose(1, 2), step, s)
 
 

@@ -209,6 +209,20 @@ def _scales(
     return tuple(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
 
 
+def _find_scales(
+    x: Tensor, scale: Tensor, scale_t: Tensor, scaling: str, largest: float, warps: int
+) -> None:
+    """Fill the scales of rows and columns, or of the whole."""
+    m, n = x.shape
+    down, across = triton.cdiv(m, BLOCK), triton.cdiv(n, BLOCK)
+    of_rows = torch.empty(across, m, dtype=torch.float32, device=x.device)
+    of_columns = torch.empty(down, n, dtype=torch.float32, device=x.device)
+    maxima_kernel[(down * across,)](x, of_rows, of_columns, m, n, M=BLOCK, N=BLOCK, num_warps=warps)
+    for found, into in ((of_rows, scale), (of_columns, scale_t)):
+        amax = found.amax(0) if scaling == "row" else found.amax()
+        torch.mul(amax.clamp_min(TINY).view(into.shape), 1 / largest, out=into)
+
+
 @torch.library.custom_op("megatron::quantise_fp8", mutates_args=())
 def quantise_fp8(
     x: Tensor, dtype: torch.dtype, scaling: str, transposed: bool
@@ -223,16 +237,10 @@ def quantise_fp8(
     assert arch >= HOPPER, (
         f"the 8-bit floats of compute capability {arch / 10} are not compiled for: Hopper and newer"
     )
-    down, across, warps = (
-        triton.cdiv(m, BLOCK),
-        triton.cdiv(n, BLOCK),
-        find("fp8 tiles", arch).numbers["num_warps"],
-    )
+    down, across = triton.cdiv(m, BLOCK), triton.cdiv(n, BLOCK)
     x, largest = x.contiguous(), LARGEST[dtype]
-    q, q_t = (
-        torch.empty(m, n, dtype=dtype, device=x.device),
-        torch.empty((n, m) if transposed else (0, 0), dtype=dtype, device=x.device),
-    )
+    q = torch.empty(m, n, dtype=dtype, device=x.device)
+    q_t = torch.empty((n, m) if transposed else (0, 0), dtype=dtype, device=x.device)
     scale, scale_t = _scales(down, across, m, n, scaling, x.device)
     if scaling == "row" and not transposed:
         columns, warps = row_configuration(n, arch)
@@ -240,17 +248,9 @@ def quantise_fp8(
             x, q, scale, n, LARGEST=largest, COLUMNS=columns, LOOPS=columns < n, num_warps=warps
         )
     else:
+        warps = find("fp8 tiles", arch).numbers["num_warps"]
         if scaling != "block":
-            of_rows, of_columns = (
-                torch.empty(shape, dtype=torch.float32, device=x.device)
-                for shape in ((across, m), (down, n))
-            )
-            maxima_kernel[(down * across,)](
-                x, of_rows, of_columns, m, n, M=BLOCK, N=BLOCK, num_warps=warps
-            )
-            for found, into in ((of_rows, scale), (of_columns, scale_t)):
-                amax = found.amax(0) if scaling == "row" else found.amax()
-                torch.mul(amax.clamp_min(TINY).view(into.shape), 1 / largest, out=into)
+            _find_scales(x, scale, scale_t, scaling, largest, warps)
         tile_kernel[(down * across,)](
             x,
             q,

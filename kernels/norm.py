@@ -515,18 +515,9 @@ def norm_backward(
         )
     else:
         projections = torch.empty_like(statistics)
+        fixed = {name: flags[name] for name in ("CENTRE", "BLOCK", "num_warps")}
         projection_kernel[(rows,)](
-            dy,
-            x,
-            weight,
-            statistics,
-            projections,
-            rows,
-            *view,
-            width,
-            CENTRE=kinds == 2,
-            BLOCK=form.block,
-            num_warps=form.num_warps,
+            dy, x, weight, statistics, projections, rows, *view, width, **fixed
         )
         wide_backward_kernel[(triton.cdiv(width, form.block), programs)](
             dy,
