@@ -80,6 +80,22 @@ class _Works:
         return self.result
 
 
+def _start_native(
+    operation: str,
+    of: str,
+    out: Tensor,
+    x: Tensor,
+    axis: Axis,
+    buffer: Tensor | None = None,
+) -> _Works:
+    """A collective of the backend's own into `out`, by way of `buffer` where one is given."""
+    work = getattr(dist, operation)(
+        out if buffer is None else buffer, x, group=axis.group, async_op=True
+    )
+    finish = (lambda: None) if buffer is None else lambda: out.copy_(buffer)
+    return _Works([work], out, finish, of=(of, axis))
+
+
 def is_gloo(axis: Axis) -> bool:
     """Whether the axis communicates over Gloo, which moves CPU memory."""
     return not isinstance(axis.group, SilentGroup) and dist.get_backend(axis.group) == "gloo"
@@ -121,11 +137,7 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Handle
         return axis.group.start("all-gather", out)
     x = x.contiguous()
     if not is_gloo(axis):
-        return _Works(
-            [getattr(dist, ALL_GATHER)(out, x, group=axis.group, async_op=True)],
-            out,
-            of=("an all-gather", axis),
-        )
+        return _start_native(ALL_GATHER, "an all-gather", out, x, axis)
     parts = out.chunk(axis.size)
     works = []
     with _others("an all-gather", axis):  # a connection that was lost is found here
@@ -269,14 +281,9 @@ def start_reduce_scatter(
     if is_gloo(axis):
         return _Shaped(_GlooReduceScatter(x, axis, out, wire, room), own.shape)
     if wire == x.dtype:
-        return _Works(
-            [getattr(dist, REDUCE_SCATTER)(out, x.contiguous(), group=axis.group, async_op=True)],
-            out,
-            of=("a reduce-scatter", axis),
-        )
+        return _start_native(REDUCE_SCATTER, "a reduce-scatter", out, x.contiguous(), axis)
     narrow = torch.empty_like(own, dtype=wire)  # NCCL adds in the precision of the wire
-    work = getattr(dist, REDUCE_SCATTER)(narrow, x.to(wire), group=axis.group, async_op=True)
-    return _Works([work], out, lambda: out.copy_(narrow), of=("a reduce-scatter", axis))
+    return _start_native(REDUCE_SCATTER, "a reduce-scatter", out, x.to(wire), axis, narrow)
 
 
 def _exchange(sends: Tensor, to: int, receives: Tensor, come: int, axis: Axis) -> list[Any]:

@@ -7,7 +7,7 @@ pp2: tp [0 1], cp [0 2], dp [0 4], pp [0 8].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -186,54 +186,58 @@ def build_groups(
     """
     shard = shard or layout.dp * layout.cp
     assert 0 <= rank < layout.world and layout.dp * layout.cp % shard == 0
-    made: dict[tuple[int, ...], Any] = {}
-
-    def axis(name: str, partition: Iterable[tuple[int, ...]], *, own: bool = False) -> Axis:
-        found = ALONE
-        for ranks in partition:
-            group = None
-            if len(ranks) > 1:
-                group = (
-                    new_group(ranks)
-                    if own
-                    else made[ranks]
-                    if ranks in made
-                    else made.setdefault(ranks, new_group(ranks))
-                )
-            if rank in ranks:
-                found = Axis(name, ranks.index(rank), ranks, group)
-        return found
-
+    axis = _Communicators(rank, new_group).axis
     share = kv_sharers(layout.tp, kv_heads or layout.tp)
-    ends = (
-        ((line[0], line[-1]) for line in layout.partition("pp")) if tied and layout.pp > 1 else ()
-    )
-    shards = [
-        ranks[i : i + shard]
-        for ranks in layout.partition("dp", "cp")
-        for i in range(0, len(ranks), shard)
-    ]
-    copies = (ranks[i::shard] for ranks in layout.partition("dp", "cp") for i in range(shard))
-    kv = (tp[i : i + share] for tp in layout.partition("tp") for i in range(0, layout.tp, share))
+    lines = layout.partition("pp")
+    ends = [(line[0], line[-1]) for line in lines] if tied and layout.pp > 1 else []
+    kv = [tp[i : i + share] for tp in layout.partition("tp") for i in range(0, layout.tp, share)]
     return Groups(
         layout=layout,
         rank=rank,
         world=axis("world", layout.partition(*ORDER)),
         **{name: axis(name, layout.partition(name)) for name in ("tp", "cp", "dp", "pp")},
-        buffers={
-            "dense": BufferGroups(
-                replicas=axis("replicas", layout.partition("dp", "cp")),
-                shard=axis("shard", shards),
-                shard_gather=axis("shard_gather", shards, own=True),
-                copies=axis("copies", copies),
-            )
-        },
+        buffers={"dense": _buffer_groups(axis, layout.partition("dp", "cp"), shard)},
         kv=axis("kv", kv),
         tied=axis("tied", ends),
-        channels=tuple(
-            axis("channel", layout.partition("pp"), own=True)
-            for _ in range(channel_count(layout.pp))
-        ),
+        channels=tuple(axis("channel", lines, own=True) for _ in range(channel_count(layout.pp))),
+    )
+
+
+class _Communicators:
+    """Makes process groups, one for each tuple of ranks."""
+
+    def __init__(self, rank: int, new_group: Callable[[tuple[int, ...]], Any]) -> None:
+        self.rank, self.new_group = rank, new_group
+        self.made: dict[tuple[int, ...], Any] = {}
+
+    def axis(self, name: str, partition: Iterable[tuple[int, ...]], *, own: bool = False) -> Axis:
+        """The part of the partition that holds this rank. `own`: with groups of its own."""
+        found = ALONE
+        for ranks in partition:
+            group = self._group(ranks, own) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                found = Axis(name, ranks.index(self.rank), ranks, group)
+        return found
+
+    def _group(self, ranks: tuple[int, ...], own: bool) -> Any:
+        if own:
+            return self.new_group(ranks)
+        if ranks not in self.made:
+            self.made[ranks] = self.new_group(ranks)
+        return self.made[ranks]
+
+
+def _buffer_groups(
+    axis: Callable[..., Axis], replicas: Sequence[tuple[int, ...]], shard: int
+) -> BufferGroups:
+    """Of parameters that all of `replicas` hold, shared out over `shard` neighbours."""
+    shards = [ranks[i : i + shard] for ranks in replicas for i in range(0, len(ranks), shard)]
+    copies = [ranks[i::shard] for ranks in replicas for i in range(shard)]
+    return BufferGroups(
+        replicas=axis("replicas", replicas),
+        shard=axis("shard", shards),
+        shard_gather=axis("shard_gather", shards, own=True),
+        copies=axis("copies", copies),
     )
 
 

@@ -155,50 +155,52 @@ def attention_parameters(
     proj [h, n d], with their biases where there are any, and the norms of queries and keys [d].
     With fewer key/value heads than ranks, several ranks hold (and draw) the same one.
     """
-    h, d, heads, groups = (
-        config.hidden_size,
-        config.kv_channels,
-        config.num_attention_heads,
-        config.num_query_groups,
-    )
-
-    def fused(kind: str, *rest: int) -> ParameterSpec:
-        init, of = (normal(config), "matrix") if rest else (ZEROS, "vector")
-        query = TensorSpec(f"{name}.q.{kind}", (heads * d, *rest), init, of, bool(rest), Shard(0))
-        shared = [
-            TensorSpec(
-                f"{name}.{part}.{kind}",
-                (groups * d, *rest),
-                init,
-                of,
-                bool(rest),
-                Shard(0, groups),
-                "kv",
-                ("kv",),
-            )
-            for part in "kv"
-        ]
-        return ParameterSpec((query, *shared), interleave=groups, product=bool(rest))
-
+    h, d = config.hidden_size, config.kv_channels
+    residual = normal(config, residual_output=True)
     proj = TensorSpec(
         f"{name}.proj.weight",
-        (h, heads * d),
-        normal(config, residual_output=True),
+        (h, config.num_attention_heads * d),
+        residual,
         "matrix",
         shard=Shard(1),
     )
-    made = {"qkv.weight": fused("weight", h), "proj.weight": ParameterSpec((proj,), product=True)}
+    made = {
+        "qkv.weight": _fused_qkv(config, name, "weight", h),
+        "proj.weight": ParameterSpec((proj,), product=True),
+    }
     if config.add_bias_linear or config.add_qkv_bias:
-        made["qkv.bias"] = fused("bias")
+        made["qkv.bias"] = _fused_qkv(config, name, "bias")
     if config.add_bias_linear:
-        made["proj.bias"] = ParameterSpec(
-            (vector(f"{name}.proj.bias", h, copies="tp", grad_sum=parts_under(sequence)),)
-        )
+        bias = vector(f"{name}.proj.bias", h, copies="tp", grad_sum=parts_under(sequence))
+        made["proj.bias"] = ParameterSpec((bias,))
     # every rank sees its own heads alone
     for norm in ("q_norm", "k_norm") if config.qk_layernorm else ():
         parameters = norm_parameters(config.normalization, d, f"{name}.{norm}", grad_sum=("tp",))
         made |= {f"{norm}.{kind}": spec for kind, spec in parameters.items()}
     return made
+
+
+def _fused_qkv(config: ModelConfig, name: str, kind: str, *rest: int) -> ParameterSpec:
+    """The weights or biases of queries, keys and values; `rest`: the dimensions after the rows."""
+    groups, d = config.num_query_groups, config.kv_channels
+    init, of = (normal(config), "matrix") if rest else (ZEROS, "vector")
+    decay = bool(rest)
+    queries = (config.num_attention_heads * d, *rest)
+    query = TensorSpec(f"{name}.q.{kind}", queries, init, of, decay, Shard(0))
+    key, value = (
+        TensorSpec(
+            f"{name}.{part}.{kind}",
+            (groups * d, *rest),
+            init,
+            of,
+            decay,
+            Shard(0, groups),
+            "kv",
+            ("kv",),
+        )
+        for part in "kv"
+    )
+    return ParameterSpec((query, key, value), interleave=groups, product=bool(rest))
 
 
 class SelfAttention(nn.Module):
@@ -231,22 +233,15 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         qkv = self.qkv(x)
         s, b, _ = qkv.shape  # the whole sequence, whatever part x is
-        heads, backend = (
-            (self.groups, self.queries_per_group + 2, self.head_dim),
-            self.backend[state is not None],
-        )
+        backend = self.backend[state is not None]
+        heads = self.groups, self.queries_per_group + 2, self.head_dim
         if self.config.rotary_backend == "triton" and self.q_norm is None and rotary is not None:
             qkv, rotary = rotate_fused(qkv, rotary, heads), None
         qkv = qkv.view(s, b, *heads)
         if backend in OURS and self.q_norm is None and rotary is None:
             parts = (qkv,)
         else:
-            q, k, v = qkv.split((self.queries_per_group, 1, 1), dim=3)
-            q, k = q.reshape(s, b, -1, self.head_dim), k.squeeze(3)
-            if self.q_norm is not None:
-                q, k = self.q_norm(q), self.k_norm(k)
-            q, k = (apply_rotary(x, rotary, self.config.rotary_backend) for x in (q, k))
-            parts = q, k, v.squeeze(3)
+            parts = self._separate(qkv, rotary)
         out = attention_core(
             *parts,
             scale=self.head_dim**-0.5,
@@ -259,6 +254,17 @@ class SelfAttention(nn.Module):
             deterministic=self.config.deterministic_mode,
         )
         return self.proj(out.reshape(s, b, -1))
+
+    def _separate(self, qkv: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [s, b, n, d], keys and values [s, b, g, d] of the projection [s, b, g, n/g + 2,
+        d], normalised and rotated.
+        """
+        q, k, v = qkv.split((self.queries_per_group, 1, 1), dim=3)
+        q, k = q.flatten(2, 3), k.squeeze(3)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = (apply_rotary(x, rotary, self.config.rotary_backend) for x in (q, k))
+        return q, k, v.squeeze(3)
 
 
 @dataclass(frozen=True)
@@ -330,26 +336,9 @@ class AttentionBytes:
         (q, k), heads, groups = self.widths, model.num_attention_heads, model.num_query_groups
         norms, rotates = model.qk_layernorm, self.rotates
         statistics = (heads + groups) * saved_statistics(model.normalization, wide) if norms else 0
-        # A copy of the queries, which stand between their groups' keys and values: our kernels read
-        # them there where nothing else does.
-        gathered = q if 1 < groups < heads and not self.takes_projection else 0
+        gathered = self._gathered
         if self.is_plain:
-            dropped = model.attention_dropout > 0
-            # softmax, tanh, mask
-            scores = (
-                wide
-                + (wide if model.attn_logit_softcapping is not None else 0)
-                + (1 if dropped else 0)
-            )
-            if dropped or compute != wide:
-                scores += compute  # the probabilities that multiply the values
-            if norms:
-                # inputs of the norms; queries, repeated keys and values; the output
-                width = q + 2 * k + gathered + 4 * q
-            else:
-                # one head each: the values stay in the projection
-                width = q + 2 * k + 3 * q if groups == heads and not rotates else 4 * q
-            return compute * width + scores * heads * self.seq + statistics
+            return self._saved_per_token_plain() + statistics
         statistics += wide * heads  # log-sum-exp
         if self.is_repeated:
             width = 4 * q  # queries, repeated keys and values, the output
@@ -366,6 +355,34 @@ class AttentionBytes:
         width += gathered if norms or not rotates else 0
         width += q + k if norms or rotates else 0
         return compute * width + statistics
+
+    @property
+    def _gathered(self) -> int:
+        """Elements a token of a copy of the queries, which stand between their groups' keys and
+        values: our kernels read them there where nothing else does.
+        """
+        between = 1 < self.model.num_query_groups < self.model.num_attention_heads
+        return self.widths[0] if between and not self.takes_projection else 0
+
+    def _saved_per_token_plain(self) -> int:
+        """Where all scores are in memory."""
+        model, (q, k) = self.model, self.widths
+        heads, dropped = model.num_attention_heads, model.attention_dropout > 0
+        scores = self.wide  # softmax
+        if model.attn_logit_softcapping is not None:
+            scores += self.wide  # tanh
+        if dropped:
+            scores += 1  # mask
+        if dropped or self.compute != self.wide:
+            scores += self.compute  # the probabilities that multiply the values
+        if model.qk_layernorm:
+            # inputs of the norms; queries, repeated keys and values; the output
+            width = q + 2 * k + self._gathered + 4 * q
+        elif model.num_query_groups == heads and not self.rotates:
+            width = q + 2 * k + 3 * q  # one head each: the values stay in the projection
+        else:
+            width = 4 * q
+        return self.compute * width + scores * heads * self.seq
 
     def _mask(self) -> int:
         """None when the fused attention is causal and no more, one for each sample with document

@@ -73,14 +73,7 @@ def linear_weight_grad(
         main_grad.addmm_(dy.t(), x, beta=0 if overwrite else 1)
         return
     if dy.is_cuda:
-        step = max(1, SCRATCH_BYTES // (x.shape[1] * main_grad.element_size()))
-        for row in range(0, main_grad.shape[0], step):
-            product = torch.mm(dy[:, row : row + step].t(), x, out_dtype=main_grad.dtype)
-            rows = main_grad[row : row + step]
-            if overwrite:
-                rows.copy_(product)
-            else:
-                rows.add_(product)
+        _add_by_rows(dy, x, main_grad, overwrite)
         return
     # no bf16 x bf16 -> fp32 product here
     step = max(1, SCRATCH_BYTES // (main_grad.element_size() * max(x.shape[1], dy.shape[1])))
@@ -92,6 +85,18 @@ def linear_weight_grad(
                 x[piece].to(main_grad.dtype),
                 beta=0 if overwrite and token == 0 else 1,
             )
+
+
+def _add_by_rows(dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool) -> None:
+    """`linear_weight_grad` with products that read bf16 or fp16 and write fp32."""
+    step = max(1, SCRATCH_BYTES // (x.shape[1] * main_grad.element_size()))
+    for row in range(0, main_grad.shape[0], step):
+        product = torch.mm(dy[:, row : row + step].t(), x, out_dtype=main_grad.dtype)
+        rows = main_grad[row : row + step]
+        if overwrite:
+            rows.copy_(product)
+        else:
+            rows.add_(product)
 
 
 def weight_grad_scratch(

@@ -46,8 +46,9 @@ def elements(parameters: Iterable[ParameterSpec], tp: int = 1) -> int:
 
 
 def parameter_count(model: ModelConfig, vocab_size: int, tp: int = 1) -> dict[str, int]:
-    """Parameters by kind and in `total`, of one of `tp` ranks; `vocab_size` is the real vocabulary,
-    or the padded one to count stored rows.
+    """Parameters by kind and in `total` that each of `tp` ranks holds; `vocab_size` is the real
+    vocabulary, or the padded one to count stored rows, over all ranks. Norms, positions, biases of
+    row-parallel layers and a key/value head that several ranks share are held whole.
     """
     layers = model.num_layers
     first, matrix = layer_parameters(model, 0), head_matrix(model, vocab_size, vocab_size)
@@ -73,14 +74,6 @@ def local_shape(model: ModelConfig, tp: int) -> ModelConfig:
         num_query_groups=max(1, model.num_query_groups // tp),
         ffn_hidden_size=model.ffn_hidden_size // tp,
     )
-
-
-def local_parameter_count(model: ModelConfig, padded_vocab: int, tp: int) -> dict[str, int]:
-    """Parameters that each of `tp` ranks holds, by kind and in `total`. Norms, positions, biases of
-    row-parallel layers and a key/value head that several ranks share are held whole; `padded_vocab`
-    counts the rows over all ranks.
-    """
-    return parameter_count(model, padded_vocab, tp)
 
 
 def unit_parameters(

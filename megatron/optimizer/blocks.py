@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from megatron.config.groups import Config
 from megatron.config.stages import frozen_units
-from megatron.distributed.groups import BufferGroups, Groups, one_process
-from megatron.layers.spec import Box, Multipliers, holders
+from megatron.distributed.groups import Axis, BufferGroups, Groups, one_process
+from megatron.layers.spec import Box, Multipliers, ParameterSpec, holders
 from megatron.model.additions import check_additions
 from megatron.model.gpt import GPTModel
 
@@ -132,27 +132,16 @@ class Block:
         # where master weights and moments are: in the host's memory, or in its files (nvme.py)
         self.on_host, self.in_files = on_host, in_files
         self.offloaded = offloaded
-        self.plan, self.parameters, self.stage, self.grad_dtype, self.trained = (
-            plan,
-            parameters,
-            stage,
-            grad_dtype,
-            grad_dtype is not None,
-        )
+        self.plan, self.parameters, self.stage = plan, parameters, stage
+        self.grad_dtype, self.trained = grad_dtype, grad_dtype is not None
         self.name, self.entries, self.size = plan.name, plan.entries, plan.size
         self.groups, self.shard = groups, groups.shard
-        part = self.size // self.shard.size
-        mine = self.shard.rank * part
-        self.own = (mine, mine + part) if stage > 0 else (0, self.size)
-        share = part // groups.copies.size
+        mine = _equal_part((0, self.size), self.shard)
+        self.own = mine if stage > 0 else (0, self.size)
         # what this rank counts, where all count once
-        self.share = mine + groups.copies.rank * share, mine + (groups.copies.rank + 1) * share
+        self.share = _equal_part(mine, groups.copies)
         self.weight = torch.zeros(self.size, dtype=dtype, device=device)
-        for entry, parameter in zip(self.entries, parameters, strict=True):
-            stored = nn.Parameter(entry.view(self.weight), requires_grad=self.trained)
-            # what it declares stays
-            vars(stored).update(vars(parameter), main_grad=None, label=entry.name)
-            torch.utils.swap_tensors(parameter, stored)
+        self._take_parameters()
         wide = accumulation_dtype(dtype) if self.trained else dtype
         # autograd counts no writes to it
         self.unseen = torch.empty(0, dtype=dtype, device=device).set_(
@@ -163,6 +152,14 @@ class Block:
         self.grad: Tensor | None = None
         self.summed: Tensor | None = None  # stages 2 and 3: the slice, once a reduction has come
         self._build_masters(dtype, wide, device)
+
+    def _take_parameters(self) -> None:
+        """Make the parameters views into the weight."""
+        for entry, parameter in zip(self.entries, self.parameters, strict=True):
+            stored = nn.Parameter(entry.view(self.weight), requires_grad=self.trained)
+            # what it declares stays
+            vars(stored).update(vars(parameter), main_grad=None, label=entry.name)
+            torch.utils.swap_tensors(parameter, stored)
 
     def _build_masters(self, dtype: torch.dtype, wide: torch.dtype, device: torch.device) -> None:
         """The master weights, unless files have them, and what a step rounds them to: nothing where
@@ -354,6 +351,13 @@ class Block:
         return self.own if piece is None else (self.own[0] + piece.start, self.own[0] + piece.stop)
 
 
+def _equal_part(whole: tuple[int, int], axis: Axis) -> tuple[int, int]:
+    """This rank's part of the elements [first, last)."""
+    first, last = whole
+    size = (last - first) // axis.size
+    return first + axis.rank * size, first + (axis.rank + 1) * size
+
+
 def _rectangles(box: Box, row: int, width: int, start: int, stop: int) -> Iterator[tuple[int, Box]]:
     """Elements [start, stop) of a run of a box, rows of `width` from the box's `row` on, as (where
     each begins, box).
@@ -394,52 +398,70 @@ def plan_blocks(
     `parts(group)` equal slices.
     """
     plans, placed = [], set()
-    declared = {parameter: (name, spec) for name, parameter, spec in model.declared()}
+    declared = {
+        parameter: _Declared(name, parameter, spec) for name, parameter, spec in model.declared()
+    }
     for unit_name, unit in model.units():
         # a tied head adds none
         own = [parameter for parameter in unit.parameters() if parameter not in placed]
-        late = {parameter for parameter in own if declared[parameter][1].product}
-        # its gradient precedes the embedding's
-        late |= {
-            parameter
-            for parameter in own
-            if model.head is not None and parameter is model.head.weight
-        }
-        alike = {
-            multipliers: index
-            for index, multipliers in enumerate(
-                dict.fromkeys(declared[parameter][1].multipliers for parameter in own)
-            )
-        }
-        own.sort(
-            key=lambda parameter: (
-                not declared[parameter][1].decay,
-                parameter not in late,
-                alike[declared[parameter][1].multipliers],
-            )
-        )
         placed.update(own)
-        for group in dict.fromkeys(declared[parameter][1].group for parameter in own):
-            members = [parameter for parameter in own if declared[parameter][1].group == group]
-            entries, ranges, end, late_end = [], [], 0, 0
-            for parameter in members:
-                name, spec = declared[parameter]
-                entries.append(BufferEntry(name, end, parameter.shape, spec.boxes(model.tp)))
-                end += padded(parameter.numel())
-                late_end = end if parameter in late else late_end
-                if ranges and ranges[-1][1] == spec.multipliers:
-                    ranges.pop()
-                ranges.append((end, spec.multipliers))
-            size = padded(end, parts(group))
-            ranges[-1] = size, ranges[-1][1]  # padding is zero, and stays it
-            name = unit_name if group == "dense" else f"{unit_name} ({group})"
-            plans.append(
-                (
-                    Plan(name, unit_name, group, tuple(entries), late_end, tuple(ranges), size),
-                    members,
-                )
-            )
+        ordered = _in_buffer_order(model, [declared[parameter] for parameter in own])
+        for group in dict.fromkeys(each.spec.group for each in ordered):
+            members = [each for each in ordered if each.spec.group == group]
+            plan = _lay_out(model, unit_name, group, members, parts(group))
+            plans.append((plan, [each.parameter for each in members]))
     return plans
+
+
+class _Declared(NamedTuple):
+    """A parameter, and what the model declares of it."""
+
+    name: str
+    parameter: nn.Parameter
+    spec: ParameterSpec
+
+    def is_late(self, model: GPTModel) -> bool:
+        """Whether a split backward pass leaves its gradient for later."""
+        # of a tied head it precedes the embedding's
+        heads = model.head is not None and self.parameter is model.head.weight
+        return self.spec.product or heads
+
+
+def _in_buffer_order(model: GPTModel, own: list[_Declared]) -> list[_Declared]:
+    """Decayed parameters first, of them the late ones, and those together that an update rule
+    treats alike.
+    """
+    kinds = list(dict.fromkeys(each.spec.multipliers for each in own))
+    return sorted(
+        own,
+        key=lambda each: (
+            not each.spec.decay,
+            not each.is_late(model),
+            kinds.index(each.spec.multipliers),
+        ),
+    )
+
+
+def _lay_out(model: GPTModel, unit: str, group: str, members: list[_Declared], parts: int) -> Plan:
+    """The buffer of a unit's parameters that one group holds, in `parts` equal slices."""
+    entries, ranges, end, late_end = [], [], 0, 0
+    for name, parameter, spec in members:
+        entries.append(BufferEntry(name, end, parameter.shape, spec.boxes(model.tp)))
+        end += padded(parameter.numel())
+        ranges.append((end, spec.multipliers))
+    for entry, each in zip(entries, members):
+        if each.is_late(model):
+            late_end = entry.start + padded(entry.numel)
+    size = padded(end, parts)
+    ranges[-1] = size, ranges[-1][1]  # padding is zero, and stays it
+    name = unit if group == "dense" else f"{unit} ({group})"
+    return Plan(name, unit, group, tuple(entries), late_end, _joined(ranges), size)
+
+
+def _joined(ranges: list[tuple[int, Multipliers]]) -> tuple[tuple[int, Multipliers], ...]:
+    """Neighbours that are multiplied alike as one range, which ends where the last of them does."""
+    following = [multipliers for _, multipliers in ranges[1:]] + [None]
+    return tuple(each for each, next_one in zip(ranges, following) if each[1] != next_one)
 
 
 def build_blocks(

@@ -64,6 +64,18 @@ def other_segments(block: Block) -> list[Segment]:
     return found
 
 
+def _own_parts(
+    block: Block, momentum: Tensor, master: Tensor, grad: Tensor
+) -> dict[str, list[tuple[Box, Tensor, Tensor, Tensor]]]:
+    """What this rank updates of each matrix: parts, and their momentum, weights and gradients."""
+    own: dict[str, list[tuple[Box, Tensor, Tensor, Tensor]]] = defaultdict(list)
+    for (part, kept), (_, weight), (_, gradient) in zip(
+        block.boxes(momentum), block.boxes(master), block.boxes(grad), strict=True
+    ):
+        own[part.name].append((part, part.view(kept), part.view(weight), part.view(gradient)))
+    return own
+
+
 @torch.no_grad()
 def step_matrices(
     rule: MatrixRule,
@@ -79,13 +91,8 @@ def step_matrices(
     what this rank updates, `grad` its gradient, to be multiplied by `coefficient`. The collective
     call of all ranks that hold parts of the block.
     """
-    momentum, master = tensors[MOMENTUM], tensors["master"]
-    # what this rank updates of each matrix
-    own: dict[str, list[tuple[Box, Tensor, Tensor, Tensor]]] = defaultdict(list)
-    for (part, kept), (_, weight), (_, gradient) in zip(
-        block.boxes(momentum), block.boxes(master), block.boxes(grad), strict=True
-    ):
-        own[part.name].append((part, part.view(kept), part.view(weight), part.view(gradient)))
+    master = tensors["master"]
+    own = _own_parts(block, tensors[MOMENTUM], master, grad)
     for entry in block.entries:
         if not of_matrices(entry):
             continue

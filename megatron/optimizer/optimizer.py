@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config.groups import Config
+from megatron.config.groups import Config, OptimizerConfig
 from megatron.distributed.groups import Groups, one_process
 from megatron.layers.spec import Box, Holder, holders
 from megatron.model.init import fill_initial
@@ -48,6 +48,15 @@ def publish_nowhere(block: Block) -> None:
     """In one process nobody else holds the weights."""
 
 
+def rules_of(config: OptimizerConfig) -> tuple[UpdateRule, UpdateRule]:
+    """The update rule of the flags, and the same for state in the host's memory."""
+    adam = config.optimizer == "adam"
+    rule = UpdateRule(config, config.adam_implementation if adam else "torch-fused")
+    if rule.implementation in ("apex", "triton"):
+        return rule, replace(rule, implementation="torch-fused")
+    return rule, rule
+
+
 class Optimizer:
     """Owns what a step needs beside blocks: moments, the step count."""
 
@@ -69,25 +78,13 @@ class Optimizer:
                 "without --optimizer-cpu-offload"
             )
         self.matrix_rule = matrix_rule
-        self.chosen, _ = choose_kernels(config, blocks[0].weight.device)
-        self.blocks, self.config, self.groups, self.publish = (
-            blocks,
-            self.chosen.optimizer,
-            groups,
-            publish,
-        )
+        device = blocks[0].weight.device
+        self.chosen, _ = choose_kernels(config, device)
+        self.blocks, self.groups, self.publish = blocks, groups, publish
+        self.config = self.chosen.optimizer
         self.trained = [block for block in blocks if block.trained]
-        device, dtype = blocks[0].weight.device, blocks[0].weight.dtype
-        self.wide = accumulation_dtype(dtype)
-        implementation = (
-            self.config.adam_implementation if self.config.optimizer == "adam" else "torch-fused"
-        )
-        self.rule = UpdateRule(self.config, implementation)
-        self.host_rule = (
-            replace(self.rule, implementation="torch-fused")
-            if implementation in ("apex", "triton")
-            else self.rule
-        )
+        self.wide = accumulation_dtype(blocks[0].weight.dtype)
+        self.rule, self.host_rule = rules_of(self.config)
         self.host = HostSteps(blocks)
         self.waiting: set[Block] = set()  # for their step on the host
         # of these, whose gradients are of no use to anybody else any more
@@ -95,25 +92,25 @@ class Optimizer:
         # until the next step: they are counted when it is logged
         self.keeps_gradients = config.logging.log_num_zeros_in_grad
         dtypes = {name: self.rule.state_dtype(name, self.wide) for name in self.rule.state_names}
-        in_files = [block for block in blocks if block.in_files]
-        self.files = (
-            StateFiles(
-                config.optimizer.optimizer_nvme_offload, in_files, {MASTER: self.wide, **dtypes}
-            )
-            if in_files
-            else None
-        )
+        self.files = self._open_files(config.optimizer.optimizer_nvme_offload, dtypes)
         self.state_names = tuple(dtypes)
-        self.kept: dict[Block, BlockState] = {}
-        for block in blocks:
-            if block.in_files:
-                self.kept[block] = InFiles(block, self.files)
-                continue
-            tensors = {MASTER: block.master}
-            for name, dtype in dtypes.items() if block.trained else ():
-                tensors[name] = torch.zeros_like(block.master, dtype=dtype)
-            self.kept[block] = InMemory(block, tensors)
+        self.kept = {block: self._state_of(block, dtypes) for block in blocks}
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
+
+    def _open_files(self, folder: str | None, dtypes: dict[str, torch.dtype]) -> StateFiles | None:
+        in_files = [block for block in self.blocks if block.in_files]
+        if not in_files:
+            return None
+        return StateFiles(folder, in_files, {MASTER: self.wide, **dtypes})
+
+    def _state_of(self, block: Block, dtypes: dict[str, torch.dtype]) -> BlockState:
+        """Master weights and moments, zeros of `dtypes`, where the block has them."""
+        if block.in_files:
+            return InFiles(block, self.files)
+        tensors = {MASTER: block.master}
+        for name, dtype in dtypes.items() if block.trained else ():
+            tensors[name] = torch.zeros_like(block.master, dtype=dtype)
+        return InMemory(block, tensors)
 
     def initialise(self) -> None:
         """Fill the master weights from the seed and publish them."""
@@ -216,18 +213,9 @@ class Optimizer:
             assert not self.waiting, "a step on the host that no forward pass has asked for"
             self.waiting = {block for block in self.blocks if block.on_host}
             if self.waiting:
-                self.host.begin()
-                if self.files is not None:
-                    self.files.expect(tuple(self.files.dtypes))
-                on_host = {"coefficient": coefficient.cpu(), "found_inf": found_inf.cpu()}
-                count = self.steps.to("cpu", copy=True)
+                deferred = self._defer(lr, weight_decay, coefficient, found_inf)
             for block in self.trained:
-                if block.on_host:
-                    update = partial(
-                        self._update, self.host_rule, block, count, lr, weight_decay, **on_host
-                    )
-                    deferred[block] = partial(self._step_on_host, block, update)
-                else:
+                if not block.on_host:
                     self._update(
                         self.rule,
                         block,
@@ -246,6 +234,24 @@ class Optimizer:
                     self.publish(block)
         self.steps += 1 - found_inf
         return StepOutcome(norm, found_inf, deferred)
+
+    def _defer(
+        self, lr: float, weight_decay: float, coefficient: Tensor, found_inf: Tensor
+    ) -> dict[Block, Callable[[], None]]:
+        """The steps of blocks on the host, to be carried out before their weights are read."""
+        self.host.begin()
+        if self.files is not None:
+            self.files.expect(tuple(self.files.dtypes))
+        scalars = {"coefficient": coefficient.cpu(), "found_inf": found_inf.cpu()}
+        count = self.steps.to("cpu", copy=True)
+        deferred = {}
+        for block in self.trained:
+            if block.on_host:
+                update = partial(
+                    self._update, self.host_rule, block, count, lr, weight_decay, **scalars
+                )
+                deferred[block] = partial(self._step_on_host, block, update)
+        return deferred
 
     def _update(
         self,

@@ -5,6 +5,7 @@ Triton) and SGD with momentum.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -79,31 +80,11 @@ class UpdateRule:
         eps = self.config.adam_eps * eps_multiplier
         # one pass over everything, narrow or not; never run on a GPU yet
         if self.implementation == "triton":
-            adamw_(
-                master,
-                grad,
-                states["exp_avg"],
-                states["exp_avg_sq"],
-                out,
-                step,
-                coefficient,
-                found_inf,
-                lr,
-                self.config.adam_beta1,
-                self.config.adam_beta2,
-                eps,
-                weight_decay,
-            )
+            scalars = step, coefficient, found_inf, lr
+            self._by_kernel(master, grad, states, out, *scalars, eps, weight_decay)
             return
         size = PIECE_CUDA if master.is_cuda else PIECE
-        adam = {"torch-fused": self._fused, "torch": self._loop, "apex": self._apex}[
-            self.implementation
-        ]
-        update, folds = (
-            (self._sgd, False)
-            if self.config.optimizer == "sgd"
-            else (adam, self._folds(coefficient))
-        )
+        update, folds = self._chosen(coefficient)
         settings = {
             "count": step + 1,
             "divisor": 1 / coefficient if folds else None,
@@ -113,30 +94,31 @@ class UpdateRule:
             "eps": eps,
         }
         stored = [grad, *(states[name] for name in self.state_names)]
-        narrow = [buffer.dtype != master.dtype for buffer in stored]
-        # one allocation: the C library would trim several, step by step
-        rooms = iter(master.new_empty(sum(narrow), min(size, master.numel())))
-        scratch = [next(rooms) if each else None for each in narrow]
         rounded = [None] * math.ceil(master.numel() / size) if out is None else out.split(size)
-        for weight, result, *pieces in zip(
-            master.split(size), rounded, *(buffer.split(size) for buffer in stored)
+        for wide, weight, result in zip(
+            _widened(stored, master, size), master.split(size), rounded, strict=True
         ):
-            wide = [
-                piece if room is None else room[: piece.numel()].copy_(piece)
-                for piece, room in zip(pieces, scratch)
-            ]
             if not folds:
                 wide[0].mul_(coefficient)
             update(weight, *wide, **settings)
-            for piece, value in zip(pieces[1:], wide[1:]):
-                if value is not piece:
-                    piece.copy_(value)
             if result is not None:
                 result.copy_(weight)
 
-    def _folds(self, coefficient: Tensor) -> bool:
-        # the kernel reads an fp32 word
-        return self.implementation == "torch-fused" and coefficient.dtype == torch.float32
+    def _chosen(self, coefficient: Tensor) -> tuple[Callable[..., None], bool]:
+        """What updates a piece, and whether it multiplies the gradient by the coefficient."""
+        if self.config.optimizer == "sgd":
+            return self._sgd, False
+        if self.implementation == "torch-fused":
+            return self._fused, coefficient.dtype == torch.float32  # the kernel reads an fp32 word
+        return (self._apex if self.implementation == "apex" else self._loop), False
+
+    def _by_kernel(
+        self, master, grad, states, out, step, coefficient, found_inf, lr, eps, weight_decay
+    ) -> None:
+        moments = states["exp_avg"], states["exp_avg_sq"]
+        betas = self.config.adam_beta1, self.config.adam_beta2
+        scalars = step, coefficient, found_inf, lr
+        adamw_(master, grad, *moments, out, *scalars, *betas, eps, weight_decay)
 
     def _fused(
         self, weight, grad, exp_avg, exp_avg_sq, *, count, divisor, found_inf, lr, weight_decay, eps
@@ -216,3 +198,22 @@ class UpdateRule:
             maximize=False,
             found_inf=found_inf,
         )
+
+
+def _widened(stored: list[Tensor], master: Tensor, size: int) -> Iterator[list[Tensor]]:
+    """Pieces of `size` elements of a gradient and states in the precision of `master`. What has
+    been done to those of states is stored, rounded, before the next ones come.
+    """
+    narrow = [buffer.dtype != master.dtype for buffer in stored]
+    # one allocation: the C library would trim several, step by step
+    rooms = iter(master.new_empty(sum(narrow), min(size, master.numel())))
+    scratch = [next(rooms) if each else None for each in narrow]
+    for pieces in zip(*(buffer.split(size) for buffer in stored), strict=True):
+        wide = [
+            piece if room is None else room[: piece.numel()].copy_(piece)
+            for piece, room in zip(pieces, scratch)
+        ]
+        yield wide
+        for piece, value in zip(pieces[1:], wide[1:]):
+            if value is not piece:
+                piece.copy_(value)

@@ -43,6 +43,25 @@ Buffers = tuple[Block, ...]  # of one layer
 COMPLETING = Kind.BACKWARD, Kind.BACKWARD_WEIGHT
 
 
+def _buffers_of_layers(model: GPTModel, blocks: list[Block]) -> dict[Layer, Buffers]:
+    """The buffers in which each layer has parameters."""
+    owner = {parameter: block for block in blocks for parameter in block.parameters}
+    return {
+        layer: tuple(dict.fromkeys(owner[parameter] for parameter in layer.parameters()))
+        for _, layer in model.units()
+    }
+
+
+def _of_layers(buffers_of: dict[Layer, Buffers]) -> set[Block]:
+    """The buffers of transformer layers, not those of the vocabulary."""
+    return {
+        block
+        for layer, buffers in buffers_of.items()
+        if not layer.of_vocabulary
+        for block in buffers
+    }
+
+
 class Zero:
     """What the executor calls before and after each pass. Where one rank alone holds a block,
     nothing is sent.
@@ -53,27 +72,14 @@ class Zero:
     ):
         self.model, self.blocks, self.groups = model, blocks, groups
         self.stage, self.keep = blocks[0].stage, config.zero3_keep_gathered
-        self.overlap_reduce, self.overlap_gather = (
-            config.overlap_grad_reduce,
-            config.overlap_param_gather,
-        )
+        self.overlap_reduce = config.overlap_grad_reduce
+        self.overlap_gather = config.overlap_param_gather
         self.wire = torch.bfloat16 if config.grad_reduce_in_bf16 else None
-        owner = {parameter: block for block in blocks for parameter in block.parameters}
-        self.buffers_of: dict[Layer, Buffers] = {
-            layer: tuple(dict.fromkeys(owner[parameter] for parameter in layer.parameters()))
-            for _, layer in model.units()
-        }
+        self.buffers_of = _buffers_of_layers(model, blocks)
         self.last = {chunk[-1][1] for chunk in model.chunks}
-        self.layers = {
-            block
-            for layer, buffers in self.buffers_of.items()
-            if not layer.of_vocabulary
-            for block in buffers
-        }
+        self.layers = _of_layers(self.buffers_of)
         self.trained = [block for block in blocks if block.trained]
-        item = max(((self.wire or block.grad_dtype).itemsize for block in self.trained), default=0)
-        # half a layer's gradient, for larger blocks too
-        self.room = max((block.size for block in self.layers), default=0) * item // 2
+        self.room = self._reduction_room()
         device = blocks[0].weight.device
         self.gather_stream, self.reduce_stream = (
             torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)
@@ -96,6 +102,11 @@ class Zero:
         # stage 0: sums on their way back to all ranks
         self.returning: list[tuple[Block, Handle]] = []
         self.watched: Tensor | None = None
+
+    def _reduction_room(self) -> int:
+        """Bytes that a reduction may take: half a layer's gradient, for larger blocks too."""
+        item = max(((self.wire or block.grad_dtype).itemsize for block in self.trained), default=0)
+        return max((block.size for block in self.layers), default=0) * item // 2
 
     # ---- passes
 

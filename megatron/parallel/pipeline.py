@@ -233,23 +233,10 @@ class _Step:
         self.sums: dict[int, Tensor] = {}
 
     def compute(self, action: Action, recording: Recording | None) -> None:
+        """Carry out a pass of a stage, and hand on what it gives."""
         kind, stage, micro = action
         last = stage + 1 == len(self.placement)
-        x = None
-        if kind is Kind.FORWARD:
-            if micro not in self.micro_batches:
-                self.micro_batches[micro] = self.make(micro)
-            if stage > 0:
-                x = self._take(Message(Kind.FORWARD, stage, micro), action)
-            held = deque([self.micro_batches[micro]] * len(self.pipeline.layers[stage]))
-        else:
-            held = self.held.pop((stage, micro))
-            if kind is not Kind.BACKWARD_WEIGHT:
-                x = (
-                    loss_gradient(self.sums[micro], self.scale)
-                    if last
-                    else self._take(Message(Kind.BACKWARD, stage, micro), action)
-                )
+        x, held = self._inputs(action)
         begin = None if recording is None else recording.now()
         y, left = self.pipeline.compute(action, x, held)
         if kind is Kind.BACKWARD_INPUT or kind is Kind.FORWARD and torch.is_grad_enabled():
@@ -262,6 +249,21 @@ class _Step:
             self._give(Message(Kind.BACKWARD, stage - 1, micro), y)
         if recording is not None:
             recording.add(action, begin)
+
+    def _inputs(self, action: Action) -> tuple[Tensor | None, deque[Any]]:
+        """What a pass reads: hidden states or their gradient, and what each layer needs beside."""
+        kind, stage, micro = action
+        if kind is Kind.FORWARD:
+            if micro not in self.micro_batches:
+                self.micro_batches[micro] = self.make(micro)
+            x = self._take(Message(kind, stage, micro), action) if stage > 0 else None
+            return x, deque([self.micro_batches[micro]] * len(self.pipeline.layers[stage]))
+        held = self.held.pop((stage, micro))
+        if kind is Kind.BACKWARD_WEIGHT:
+            return None, held
+        if stage + 1 == len(self.placement):
+            return loss_gradient(self.sums[micro], self.scale), held
+        return self._take(Message(Kind.BACKWARD, stage, micro), action), held
 
     def _give(self, message: Message, x: Tensor) -> None:
         """Hand a result to the next computation: here, or to the send that follows."""

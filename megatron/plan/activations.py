@@ -56,33 +56,35 @@ class Shape:
         self.config, self.model, self.device = config, local_shape(chosen.model, tp), device
         self.compute, self.wide = element_sizes(config.precision)
         self.samples, self.seq = config.training.micro_batch_size, config.data.seq_length
-        self.sequence_parallel = config.distributed.sequence_parallel
         self.tokens = self.samples * self.seq
         # outside the pairs of matrices
+        self.sequence_parallel = config.distributed.sequence_parallel
         self.own = self.tokens // tp if self.sequence_parallel else self.tokens
         self.hidden = self.own * self.model.hidden_size * self.compute
         self.whole = self.tokens * self.model.hidden_size * self.compute
         self.vocab = padded_vocab // tp
         self.recomputed = config.training.recompute_granularity == "full"
         self.narrow_grads = config.optimizer.main_grads_dtype == "bf16"
+        sizes = self.seq, self.samples, self.compute, self.wide
         self.attention = AttentionBytes(
-            self.model,
-            self.seq,
-            self.samples,
-            self.compute,
-            self.wide,
-            device,
-            config.data.reset_attention_mask,
-        )
-        # of a norm of the hidden states
-        self.statistics = self.own * saved_statistics(self.model.normalization, self.wide)
-        self.mask = self.own * saved_mask(
-            self.model.hidden_dropout, self.model.dropout_backend, self.model.hidden_size
+            self.model, *sizes, device, config.data.reset_attention_mask
         )
         # fc1's output, fc2's input
         self.inner, self.activated = (
             self.tokens * self.compute * width for width in saved_widths(self.model)
         )
+
+    @property
+    def statistics(self) -> int:
+        """Bytes of a norm of the hidden states."""
+        return self.own * saved_statistics(self.model.normalization, self.wide)
+
+    @property
+    def mask(self) -> int:
+        """Bytes of the mask of a dropout of the hidden states."""
+        model = self.model
+        kept = saved_mask(model.hidden_dropout, model.dropout_backend, model.hidden_size)
+        return self.own * kept
 
     def layer(self) -> int:
         """Bytes that a layer keeps, its input included: before attention and MLP the residual
@@ -125,7 +127,6 @@ class Shape:
 def layer_bytes(shape: Shape, index: int) -> UnitBytes:
     """One transformer layer."""
     model, tokens, hidden, attention = shape.model, shape.tokens, shape.hidden, shape.attention
-    f, h = model.ffn_hidden_size, model.hidden_size
     whole = shape.layer() + shape.ends(index)
     gathered = shape.whole if shape.sequence_parallel else 0
     mlp = shape.inner + shape.activated
@@ -137,13 +138,7 @@ def layer_bytes(shape: Shape, index: int) -> UnitBytes:
         gathered + shape.activated,
         attention.gradients() - mlp - hidden,
     )
-    columns = saved_widths(model)[0]
-    # While the gradient of fc2's weight is formed, and of fc1's, when fc2's input is gone.
-    pieces = (
-        (gathered + shape.activated, shape.weight_scratch(f, h)),
-        (2 * gathered + hidden - shape.activated, shape.weight_scratch(h, columns)),
-    )
-    forming, scratch = max(pieces, key=sum)
+    forming, scratch = _forming(shape, gathered)
     q, k = attention.widths
     # inputs and output gradients of the linear layers
     stashed = 4 * hidden + tokens * shape.compute * (q + 2 * k + q) + mlp
@@ -151,14 +146,11 @@ def layer_bytes(shape: Shape, index: int) -> UnitBytes:
     split = backward + shape.activated + (hidden if model.hidden_dropout > 0 else 0)
     if shape.recomputed:
         again = whole - hidden
+        backward = again + max(forward, backward)
+        split = again + max(forward, split)
+        forming = again + forming
         # nothing is kept
-        once = max(hidden + attention.saved(), 3 * hidden + mlp) + shape.dropout()
-        forward, backward, split, forming = (
-            once,
-            again + max(forward, backward),
-            again + max(forward, split),
-            again + forming,
-        )
+        forward = max(hidden + attention.saved(), 3 * hidden + mlp) + shape.dropout()
     return UnitBytes(
         hidden if shape.recomputed else whole,
         0,
@@ -170,6 +162,18 @@ def layer_bytes(shape: Shape, index: int) -> UnitBytes:
         2 * gathered,
         scratch,
     )
+
+
+def _forming(shape: Shape, gathered: int) -> tuple[int, int]:
+    """Bytes while weight gradients are formed, and those in which they are; `gathered`: of hidden
+    states of the whole sequence under sequence parallelism.
+    """
+    model, columns = shape.model, saved_widths(shape.model)[0]
+    f, h = model.ffn_hidden_size, model.hidden_size
+    # of fc2's weight; and of fc1's, when fc2's input is gone
+    fc2 = gathered + shape.activated, shape.weight_scratch(f, h)
+    fc1 = 2 * gathered + shape.hidden - shape.activated, shape.weight_scratch(h, columns)
+    return max(fc2, fc1, key=sum)
 
 
 def embedding_bytes(shape: Shape) -> UnitBytes:

@@ -5,7 +5,9 @@ memory falls with each stage of ZeRO.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config
@@ -73,67 +75,59 @@ def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> 
     is on the wire are not counted.
     """
     distributed, training, size = config.distributed, config.training, precisions(config)
-    stage, seq, replicas = (
-        distributed.zero_stage,
-        config.data.seq_length,
-        data_parallel_size(config, world_size),
-    )
+    stage, replicas = distributed.zero_stage, data_parallel_size(config, world_size)
     shard = shard_size(config, world_size)
-    tokens, backward = training.micro_batch_size * seq, 6 if training.recompute_granularity else 4
+    backward = 6 if training.recompute_granularity else 4
     accumulates = training.global_batch_size > training.micro_batch_size * replicas
     gathers = stage == 3 and not distributed.zero3_keep_gathered
-
-    def transfer(
-        what: str, sent: float, flops: int, narrower: int = 0, host: bool = False
-    ) -> Transfer:
-        """`narrower`: the bytes with --grad-reduce-in-bf16."""
-        needed = math.ceil(sent * machine.flops_per_byte(host=host) / flops)
-        flags = [f"--micro-batch-size {-(-needed // seq)}"]
-        if 0 < narrower < sent and tokens >= narrower * machine.flops_per_byte() / flops:
-            flags.insert(0, "--grad-reduce-in-bf16")
-        elif gathers and accumulates:
-            flags.insert(0, "--zero3-keep-gathered")
-        return Transfer(what, needed, tokens, " or ".join(flags))
-
-    often = "of every micro-batch" if stage >= 2 and accumulates else "of the last micro-batch"
-    copies, where = [], f"host memory ({machine.host_bandwidth:g} GB/s)"
+    transfer = partial(_transfer, config, machine, gathers and accumulates)
+    often = f"of {'every' if stage >= 2 and accumulates else 'the last'} micro-batch"
+    found = []
     if stage == 3 and config.optimizer.param_cpu_offload:
-        copies = [
-            transfer(
-                f"copy of the weights from {where} in a forward pass",
-                size.compute / shard,
-                2,
-                host=True,
-            )
-        ]
+        found.append(_copy_from_host(transfer, size.compute / shard, machine))
     if replicas == 1 or (stage and shard == 1):
-        return copies
+        return found
     if gathers:
-        return [
-            *copies,
-            transfer("gather of the weights in a forward pass", size.compute, 2),
-            transfer(
-                f"gather and reduce-scatter {often} in its backward pass",
-                size.compute + size.wire,
-                backward,
-                size.compute + 2,
-            ),
-        ]
-    ways = 2 if stage == 0 else 1  # there and back
-    return [
-        *copies,
-        transfer(
-            f"{'reduction' if stage == 0 else 'reduce-scatter'} {often}",
-            ways * size.wire,
-            backward,
-            ways * 2,
-        ),
-        *(
-            [transfer("gather of the new weights in the next forward pass", size.compute, 2)]
-            if stage
-            else []
-        ),
-    ]
+        found.append(transfer("gather of the weights in a forward pass", size.compute, 2))
+        both = f"gather and reduce-scatter {often} in its backward pass"
+        found.append(transfer(both, size.compute + size.wire, backward, size.compute + 2))
+        return found
+    if stage == 0:  # there and back
+        found.append(transfer(f"reduction {often}", 2 * size.wire, backward, 4))
+        return found
+    found.append(transfer(f"reduce-scatter {often}", size.wire, backward, 2))
+    found.append(transfer("gather of the new weights in the next forward pass", size.compute, 2))
+    return found
+
+
+def _copy_from_host(transfer: Callable[..., Transfer], sent: float, machine: Machine) -> Transfer:
+    """Of the weights that --param-cpu-offload keeps there, `sent` bytes a parameter."""
+    where = f"host memory ({machine.host_bandwidth:g} GB/s)"
+    return transfer(f"copy of the weights from {where} in a forward pass", sent, 2, host=True)
+
+
+def _transfer(
+    config: Config,
+    machine: Machine,
+    keeping_helps: bool,
+    what: str,
+    sent: float,
+    flops: int,
+    narrower: int = 0,
+    host: bool = False,
+) -> Transfer:
+    """`sent` bytes beside `flops` FLOPs for each parameter. `narrower`: the bytes with
+    --grad-reduce-in-bf16; `keeping_helps`: so would --zero3-keep-gathered.
+    """
+    seq = config.data.seq_length
+    tokens = config.training.micro_batch_size * seq
+    needed = math.ceil(sent * machine.flops_per_byte(host=host) / flops)
+    flags = [f"--micro-batch-size {-(-needed // seq)}"]
+    if 0 < narrower < sent and tokens >= narrower * machine.flops_per_byte() / flops:
+        flags.insert(0, "--grad-reduce-in-bf16")
+    elif keeping_helps:
+        flags.insert(0, "--zero3-keep-gathered")
+    return Transfer(what, needed, tokens, " or ".join(flags))
 
 
 @dataclass(frozen=True)

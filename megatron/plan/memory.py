@@ -14,7 +14,7 @@ import torch
 from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config
 from megatron.config.schedules import planned_micro_batches
-from megatron.distributed.groups import build_groups, group_options, layout_of
+from megatron.distributed.groups import Groups, Layout, build_groups, group_options, layout_of
 from megatron.model.arithmetic import padded_vocab_size, unit_parameters
 from megatron.model.build import build_model, hidden_shape
 from megatron.model.stages import Stage, pipeline_stages
@@ -118,6 +118,12 @@ def estimate_ranks(
     return [rank.sizes() for rank in rank_memories(config, vocab_size, world_size, device)]
 
 
+def _groups_of(config: Config, layout: Layout, rank: int, group: CountedGroup) -> Groups:
+    """Those of a pipeline rank, the first in all other dimensions; `group` stands for each."""
+    place = layout.rank({"tp": 0, "cp": 0, "dp": 0, "pp": rank})
+    return build_groups(layout, place, lambda ranks: group, **group_options(config))
+
+
 def rank_memories(
     config: Config, vocab_size: int, world_size: int, device: str = "cuda"
 ) -> list[RankMemory]:
@@ -131,19 +137,16 @@ def rank_memories(
     shape, shard = Shape(config, padded, device), shard_size(config, world_size)
     layout = layout_of(config, world_size)
     inside = with_state_on_the_device(config)
-    result = []
-    for rank in range(schedule.ranks):
+
+    def of_rank(rank: int) -> RankMemory:
         ledger = Ledger()
         group = CountedGroup(device != "cuda", ledger)
-        place = layout.rank({"tp": 0, "cp": 0, "dp": 0, "pp": rank})
-        groups = build_groups(
-            layout, place, lambda ranks, group=group: group, **group_options(config)
-        )
+        groups = _groups_of(config, layout, rank, group)
         model = build_model(config, vocab_size, groups, torch.device(device))
         blocks = build_run_blocks(inside, model, META, groups, make=partial(CountedBlock, ledger))
         units = [
             unit_bytes(shape, stage)
-            for stage, where in zip(stages, schedule.placement, strict=True)
+            for stage, where in zip(stages, schedule.placement)
             if where == rank
         ]
         inputs = input_bytes(shape) + (loss_bytes(shape) if model.head is not None else 0)
@@ -158,8 +161,9 @@ def rank_memories(
             inputs,
         )
         count = sum(parameter.numel() for parameter in model.parameters())
-        result.append(RankMemory(blocks, count, static_bytes(config, blocks, shard), peak))
-    return result
+        return RankMemory(blocks, count, static_bytes(config, blocks, shard), peak)
+
+    return [of_rank(rank) for rank in range(schedule.ranks)]
 
 
 def with_state_on_the_device(config: Config) -> Config:

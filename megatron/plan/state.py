@@ -4,7 +4,7 @@ its blocks, to the byte.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron.config.derive import data_parallel_size
@@ -69,35 +69,47 @@ def static_bytes(config: Config, blocks: Sequence[Block], shard: int) -> dict[st
     beside them, on the device; or with --param-cpu-offload on the host, in fp32 the master weights
     themselves. Of a frozen block there are the weights, at stage 3 a slice of them.
     """
-    stage, size, optimizer = config.distributed.zero_stage, precisions(config), config.optimizer
+    size, optimizer = precisions(config), config.optimizer
     fraction = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
-    offloaded = stage == 3 and optimizer.param_cpu_offload
-    found, in_files = dict.fromkeys(("parameters", "gradients", "optimizer", "host", "disk"), 0), []
-    for block, on_host in zip(
-        blocks, on_host_of([block.size * block.trained for block in blocks], fraction), strict=True
-    ):
-        whole, part = block.size, block.size // shard
-        if not block.trained:
-            found["host" if offloaded else "parameters"] += size.compute * (
-                whole if stage < 3 else part
-            )
-            continue
-        updated, filed = (
-            whole if stage == 0 else part,
-            on_host and optimizer.optimizer_nvme_offload is not None,
-        )
-        if stage < 3:
-            found["parameters"] += size.compute * whole
-        # else stage 3 gathers its master weights
-        elif on_host and not (offloaded and size.compute == size.wide and not filed):
-            found["host" if offloaded else "parameters"] += size.compute * part
-        found["gradients"] += size.gradient * (whole if stage < 2 else part)
-        if filed:
-            in_files.append(updated)
-            continue
-        found["host" if on_host else "optimizer"] += (
-            (size.compute != size.wide or stage == 3 or on_host) * size.wide + size.moments
-        ) * updated
+    found = dict.fromkeys(("parameters", "gradients", "optimizer", "host", "disk"), 0)
+    in_files = []
+    sizes = [block.size * block.trained for block in blocks]
+    for block, on_host in zip(blocks, on_host_of(sizes, fraction), strict=True):
+        part = block.size // shard
+        for kind, count in _block_bytes(config, block, part, on_host):
+            found[kind] += count
+        if on_host and optimizer.optimizer_nvme_offload is not None:
+            in_files.append(_updated(config, block, part))
     found["host"] += SLOTS * part_room(in_files) * (size.wide + size.moments)
     found["disk"] = sum(map(in_pages, in_files)) * (size.wide + size.moments)
     return found
+
+
+def _updated(config: Config, block: Block, part: int) -> int:
+    """Elements of a block that a rank updates; `part`: those of its slice."""
+    return block.size if config.distributed.zero_stage == 0 else part
+
+
+def _block_bytes(
+    config: Config, block: Block, part: int, on_host: bool
+) -> Iterator[tuple[str, int]]:
+    """(kind, bytes) of a block in memory, without what is in files; `part`: elements of a rank's
+    slice.
+    """
+    stage, size, optimizer = config.distributed.zero_stage, precisions(config), config.optimizer
+    offloaded = stage == 3 and optimizer.param_cpu_offload
+    kept_weights = "host" if offloaded else "parameters"
+    if not block.trained:
+        yield kept_weights, size.compute * (block.size if stage < 3 else part)
+        return
+    filed = on_host and optimizer.optimizer_nvme_offload is not None
+    if stage < 3:
+        yield "parameters", size.compute * block.size
+    # else stage 3 gathers its master weights
+    elif on_host and not (offloaded and size.compute == size.wide and not filed):
+        yield kept_weights, size.compute * part
+    yield "gradients", size.gradient * (block.size if stage < 2 else part)
+    if not filed:
+        separate = size.compute != size.wide or stage == 3 or on_host
+        each = size.wide * separate + size.moments
+        yield ("host" if on_host else "optimizer"), each * _updated(config, block, part)

@@ -355,10 +355,10 @@ MUTANTS = (
         PIPELINE,
         "held = self.held.pop((stage, micro))",
         "held = self.held.pop((stage, micro))\n"
-        "            if kind is Kind.BACKWARD_WEIGHT:\n"
-        "                lists = [each for each in (*self.held.values(), held) if "
+        "        if kind is Kind.BACKWARD_WEIGHT:\n"
+        "            lists = [each for each in (*self.held.values(), held) if "
         "isinstance(each[-1], list)]\n"
-        "                held = deque([*kept] for kept in lists[0])",
+        "            held = deque([*kept] for kept in lists[0])",
         ("fp64-m5-pp2-zero-bubble",),
     ),
     Mutant(
@@ -416,8 +416,8 @@ MUTANTS = (
     Mutant(
         "a tied matrix summed over data-parallel ranks",
         "megatron/distributed/groups.py",
-        """for line in layout.partition("pp")) if tied""",
-        """for line in layout.partition("dp")) if tied""",
+        "for line in lines] if tied",
+        """for line in layout.partition("dp")] if tied""",
         ("fp64-documents-pp2-1f1b-dp2",),
     ),
     Mutant(
@@ -459,8 +459,9 @@ MUTANTS = (
     Mutant(
         "the slice of another rank updated",
         BLOCKS,
-        "mine = self.shard.rank * part",
-        "mine = (self.shard.size - 1 - self.shard.rank) * part",
+        "mine = _equal_part((0, self.size), self.shard)",
+        "other = replace(self.shard, rank=self.shard.size - 1 - self.shard.rank)\n"
+        "        mine = _equal_part((0, self.size), other)",
         ("fp64-dropout-dp2-zero3",),
     ),
     Mutant(
@@ -558,8 +559,8 @@ MUTANTS = (
     Mutant(
         "every copy of a slice counted in the norm",
         BLOCKS,
-        "self.share = mine + groups.copies.rank * share, mine + (groups.copies.rank + 1) * share",
-        "self.share = mine, mine + part",
+        "self.share = _equal_part(mine, groups.copies)",
+        "self.share = mine",
         ("fp64-gqa2-qknorm-dp4-shard2-zero1",),
     ),
     Mutant(

@@ -17,7 +17,6 @@ from megatron.model.arithmetic import (
     flops_per_iteration,
     global_batch_size_at,
     iterations_for,
-    local_parameter_count,
     padded_vocab_size,
     parameter_count,
     peak_tflops,
@@ -175,7 +174,7 @@ def test_parameters_of_each_rank(changes, tp):
         )
         for rank in range(tp)
     ]
-    local = local_parameter_count(config, padded, tp)
+    local = parameter_count(config, padded, tp)
     assert counts == [local["total"]] * tp
     if tp == 1:
         assert local == parameter_count(config, padded)
@@ -192,7 +191,7 @@ def test_local_parameters_worked_out_by_hand():
         group_query_attention=True,
         num_query_groups=2,
     )
-    assert local_parameter_count(config, 512, 4) == {
+    assert parameter_count(config, 512, 4) == {
         "embedding": 128 * 64,
         "position": 32 * 64,
         "attention": 65 * (16 + 2 * 8) + 16 * 64 + 64,

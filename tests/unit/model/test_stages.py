@@ -20,7 +20,6 @@ from megatron.config.groups import (
 from megatron.config.validate import resolve
 from megatron.model.arithmetic import (
     flops_per_iteration,
-    local_parameter_count,
     parameter_count,
     unit_flops,
     unit_parameters,
@@ -181,7 +180,7 @@ def test_costs_of_units_add_up_to_those_of_the_model(changes, tp):
     assert sum(unit_parameters(config.model, 1024)) == parameter_count(config.model, 1024)["total"]
     assert (
         sum(unit_parameters(config.model, 1024, tp))
-        == local_parameter_count(config.model, 1024, tp)["total"]
+        == parameter_count(config.model, 1024, tp)["total"]
     )
     copy = 0 if config.model.untie_embeddings_and_output_weights else 1024 // tp * 64
     assert (

@@ -24,7 +24,7 @@ from megatron.config.validate import resolve
 from megatron.distributed.groups import Layout, build_groups
 from megatron.layers.attention import repeats_heads
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
-from megatron.model.arithmetic import local_parameter_count, padded_vocab_size
+from megatron.model.arithmetic import padded_vocab_size, parameter_count
 from megatron.model.gpt import GPTModel
 from megatron.model.stages import whole
 from megatron.optimizer.blocks import build_blocks
@@ -290,9 +290,7 @@ def test_activations_in_bf16_up_to_norm_statistics():
 def test_static_bytes(precision, per_parameter, tp, world):
     config = configure(precision, tp=tp, world=world)
     sizes = estimate(config, VOCAB, world)
-    stored = local_parameter_count(config.model, padded_vocab_size(VOCAB, config.model, tp), tp)[
-        "total"
-    ]
+    stored = parameter_count(config.model, padded_vocab_size(VOCAB, config.model, tp), tp)["total"]
     padding = 64 * world // tp * 3  # of three blocks; every tensor here is a multiple of 64
     held = rank_memories(config, VOCAB, world)[0].static
     assert 0 <= sum(held.values()) - per_parameter * stored < per_parameter * padding

@@ -24,7 +24,7 @@ from megatron.config.groups import (
 )
 from megatron.config.validate import resolve
 from megatron.distributed.groups import build_groups, group_options, layout_of
-from megatron.model.arithmetic import local_parameter_count, padded_vocab_size
+from megatron.model.arithmetic import padded_vocab_size, parameter_count
 from megatron.model.build import build_model
 from megatron.model.gpt import GPTModel
 from megatron.optimizer import blocks as optimizer_blocks
@@ -166,9 +166,7 @@ def test_padding_is_next_to_nothing(name):
     world, tp, pp = LAYOUTS[name][-1]
     config, vocab = configure(name, world, tp, pp), MODELS[name][5]
     ranks = rank_memories(config, vocab, world)
-    stored = local_parameter_count(config.model, padded_vocab_size(vocab, config.model, tp), tp)[
-        "total"
-    ]
+    stored = parameter_count(config.model, padded_vocab_size(vocab, config.model, tp), tp)["total"]
     assert sum(rank.parameters for rank in ranks) == stored + (
         0
         if config.model.untie_embeddings_and_output_weights
