@@ -143,6 +143,15 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def log_lines():
+    """The lines that this process logs in the test, as they come."""
+    from logged import logged
+
+    with logged() as lines:
+        yield lines
+
+
 @pytest.fixture(scope="session")
 def gloo_world():
     """`gloo_world(n).run(function, *args)`: on n processes that live as long as the session

@@ -39,26 +39,6 @@ import torch
 if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.checkpoint.foreign.dcp_folder import DcpFolder  # noqa: E402
-from megatron.checkpoint.foreign.huggingface import from_huggingface, to_huggingface  # noqa: E402
-from megatron.checkpoint.foreign.huggingface_files import (
-    open_folder,
-    read_json,
-    take_parts,
-    take_rules,
-    write_folder,
-)  # noqa: E402
-from megatron.checkpoint.foreign.megatron_deepspeed import (
-    is_megatron,
-    map_ranks,
-    megatron_arguments,
-    tensor_parallel_size,
-)  # noqa: E402
-from megatron.checkpoint.foreign.megatron_lm import map_tensors, model_fields, our_parameter
-from megatron.checkpoint.foreign.models import MappedFile, Pair, check_shapes, own_share
-from megatron.checkpoint.foreign.mp_ranks import MpRanks  # noqa: E402
-from megatron.checkpoint.foreign.pickles import ARGUMENT_CLASSES, read_torch_file  # noqa: E402
-from megatron.checkpoint.foreign.zero_folder import ZeroFolder, find_folder  # noqa: E402
 from megatron.checkpoint.manifest import list_iterations  # noqa: E402
 from megatron.checkpoint.ranks import Ranks  # noqa: E402
 from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint, find_checkpoint  # noqa: E402
@@ -73,8 +53,29 @@ from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.groups import Config, DataConfig, ModelConfig, PrecisionConfig  # noqa: E402
 from megatron.data.tokenizer import build_tokenizer  # noqa: E402
 from megatron.distributed.groups import Axis  # noqa: E402
+from megatron.distributed.logs import job_log  # noqa: E402
 from megatron.distributed.setup import connect, disconnect, read_launch, share_cores  # noqa: E402
 from megatron.distributed.together import together  # noqa: E402
+from megatron.interop.dcp_folder import DcpFolder  # noqa: E402
+from megatron.interop.huggingface import from_huggingface, to_huggingface  # noqa: E402
+from megatron.interop.huggingface_files import (
+    open_folder,
+    read_json,
+    take_parts,
+    take_rules,
+    write_folder,
+)  # noqa: E402
+from megatron.interop.megatron_deepspeed import (
+    is_megatron,
+    map_ranks,
+    megatron_arguments,
+    tensor_parallel_size,
+)  # noqa: E402
+from megatron.interop.megatron_lm import map_tensors, model_fields, our_parameter
+from megatron.interop.models import MappedFile, Pair, check_shapes, own_share
+from megatron.interop.mp_ranks import MpRanks  # noqa: E402
+from megatron.interop.pickles import ARGUMENT_CLASSES, read_torch_file  # noqa: E402
+from megatron.interop.zero_folder import ZeroFolder, find_folder  # noqa: E402
 
 PRECISIONS = {
     "bf16": torch.bfloat16,
@@ -544,7 +545,8 @@ def main(argv: list[str] | None = None) -> int:
         if launch.local_size > 1:
             share_cores(launch)
         connect(launch, "gloo", TIMEOUT, {name: str(value) for name, value in vars(flags).items()})
-        lines = convert(flags, Ranks(Axis("world", rank, tuple(range(launch.world_size)))))
+        with job_log():
+            lines = convert(flags, Ranks(Axis("world", rank, tuple(range(launch.world_size)))))
         disconnect()
     except (UserError, OSError) as error:
         if getattr(error, "rank", 0) == 0:  # what every rank knows is said once

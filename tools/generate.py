@@ -27,6 +27,7 @@ from megatron.checkpoint.run_state import config_of
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.groups import DistributedConfig
 from megatron.data.tokenizer import build_tokenizer
+from megatron.distributed.logs import job_log
 from megatron.distributed.setup import choose_device, read_launch
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
@@ -156,7 +157,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def write_text(flags: argparse.Namespace) -> int:
     """Load, generate, print. Raises UserError for a checkpoint or tokenizer that cannot be used."""
-    path = find_checkpoint(flags.load, flags.ckpt_step)
+    with job_log():
+        path = find_checkpoint(flags.load, flags.ckpt_step)
     if path is None:
         raise CheckpointError(
             f"--load {flags.load}: no "

@@ -35,6 +35,7 @@ from megatron.checkpoint.manifest import (
     list_iterations,
 )  # noqa: E402
 from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint, find_checkpoint  # noqa: E402
+from megatron.distributed.logs import job_log  # noqa: E402
 from megatron.layers.spec import Box  # noqa: E402
 
 PIECE = 16 << 20  # bytes of each tensor that --diff --tensors compares at a time
@@ -44,7 +45,8 @@ def locate(folder: str, step: int | None) -> Path:
     """The folder itself when it is a checkpoint, else the newest (or iteration `step`) in it."""
     if os.path.lexists(Path(folder) / MANIFEST):
         return Path(folder)
-    path = find_checkpoint(folder, step)
+    with job_log():
+        path = find_checkpoint(folder, step)
     if path is None:
         raise FileNotFoundError(f"{folder}: no checkpoint there")
     return path

@@ -127,7 +127,6 @@ def serve(rank: int, ranks: int, store: str, plans: dict[str, Pairs], pipe: Conn
             together,
             None if link is None else staging_bytes(pairs, None),
             rate=link,
-            say=lambda line: None,
         )
         dist.barrier()
         begin = time.perf_counter()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import mmap
 import os
 import select
@@ -30,16 +31,17 @@ from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.progress import WriteProgress
 from megatron.checkpoint.retention import Policy, retire
 
+logger = logging.getLogger(__name__)
+
 ROOT = Path(__file__).resolve().parents[2]
 PDEATHSIG = 1  # prctl: a signal for when the parent dies
 NICE = 10  # training comes first
 
 
 class Background:
-    """The trainer's end. `memory` is what both see; `say` is told what the process has to say."""
+    """The trainer's end. `memory` is what both see. What the process logs is logged here."""
 
-    def __init__(self, size: int, say: Callable[[str], None]):
-        self.say = say
+    def __init__(self, size: int):
         self.descriptor = os.memfd_create("checkpoint", os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, size)
         self.memory = mmap.mmap(self.descriptor, size)
@@ -63,9 +65,9 @@ class Background:
             line, end, rest = self.text.partition(b"\n")
             if end:
                 self.text, answer = rest, json.loads(line)
-                if "say" not in answer:
+                if "log" not in answer:
                     return answer
-                self.say(answer["say"])
+                logger.log(*answer["log"])
             elif not wait and not select.select([pipe], [], [], 0)[0]:
                 return None
             else:
@@ -127,6 +129,7 @@ def serve(descriptor: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
+    logging.basicConfig(level=logging.INFO, handlers=[_ToTrainer()])
     _tell({"result": "here"})
     with mmap.mmap(descriptor, 0) as memory, memoryview(memory) as view:
         commands = sys.stdin.buffer
@@ -143,8 +146,11 @@ def _tell(answer: dict[str, Any]) -> None:
         os._exit(0)
 
 
-def _say(text: str) -> None:
-    _tell({"say": text})
+class _ToTrainer(logging.Handler):
+    """What this process logs is the trainer's to log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _tell({"log": [record.levelno, record.getMessage()]})
 
 
 def _outcome(part: Callable[[], Any], command: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +174,7 @@ def _write(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> d
         yield rest
         yield from waves
 
-    progress = WriteProgress(command["iteration"], command["bytes"], _say)
+    progress = WriteProgress(command["iteration"], command["bytes"])
     return write_shard_file(
         Path(command["folder"]),
         command["index"],
@@ -189,7 +195,7 @@ def _copy(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> di
         record,
         command["rate"],
         verify=command["verify"],
-        progress=WriteProgress(command["iteration"], record["bytes"], _say),
+        progress=WriteProgress(command["iteration"], record["bytes"]),
     )
 
 
@@ -215,10 +221,9 @@ def _commit(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> 
         command["attempt"],
         command["shards"],
         command["state"],
-        _say,
         command["before"],
     )
-    retire(root, Policy(**command["retention"]), iteration, _say)
+    retire(root, Policy(**command["retention"]), iteration)
 
 
 WORK = {"write": _write, "copy": _copy, "commit": _commit}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -33,6 +34,8 @@ from megatron.checkpoint.manifest import CheckpointError
 
 if TYPE_CHECKING:
     from megatron.checkpoint.ranks import Ranks
+
+logger = logging.getLogger(__name__)
 
 
 class Attempt:
@@ -170,7 +173,6 @@ def commit(
     attempt: str,
     shards: list[dict[str, Any]],
     state: dict[str, Any],
-    say: Callable[[str], None],
     before: Iterable[int] = (),
 ) -> Path:
     """Add the manifest to `temporary`, whose shards are durable, and make it the checkpoint of
@@ -199,13 +201,13 @@ def commit(
     except CheckpointError as error:
         raise CheckpointError(not_saved(root, iteration, _file_error(error) or error)) from error
     target = root / m.iteration_folder(iteration)
-    if not _take_place(temporary, target, content, say):
+    if not _take_place(temporary, target, content):
         return target
     sync_folder(root)
     _write_tracker(root, iteration, attempt)
     if left:
-        say(
-            f"warning: {root} holds later iterations from before this run, which resumed "
+        logger.warning(
+            f"{root} holds later iterations from before this run, which resumed "
             f"from an earlier one: {', '.join(left)}. From now on --load "
             f"takes iteration {iteration}, and none of them without --ckpt-step; move them "
             "away if they are not wanted"
@@ -213,11 +215,9 @@ def commit(
     return target
 
 
-def _take_place(
-    temporary: Path, target: Path, content: dict[str, Any], say: Callable[[str], None]
-) -> bool:
+def _take_place(temporary: Path, target: Path, content: dict[str, Any]) -> bool:
     """Rename `temporary`, whose manifest is `content`, to `target`. A damaged checkpoint there is
-    moved aside, and `say` is told; False when the one there is whole and equal.
+    moved aside, with a warning; False when the one there is whole and equal.
 
     Raises CheckpointError when it is whole and differs.
     """
@@ -232,7 +232,7 @@ def _take_place(
         aside = target.with_name(f"{target.name}.damaged-{content['attempt']}")
         os.rename(target, aside)
         os.rename(temporary, target)
-        say(
+        logger.warning(
             f"{fault}. It was moved to {aside.name}, and a new checkpoint of iteration "
             f"{content['iteration']} is in its place"
         )

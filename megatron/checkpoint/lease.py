@@ -8,21 +8,22 @@ machine: age is told by the file system's own clock. Nothing here imports torch.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 from megatron.checkpoint.files import make_root, new_file, write_all
 from megatron.checkpoint.manifest import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 NAME = "in_use.json"
 RENEWED = 10.0  # seconds between two renewals
@@ -155,9 +156,7 @@ class Lease:
                 self.path.unlink()
 
 
-def take_lease(
-    root: str | Path, job: str, say: Callable[[str], None] = partial(print, flush=True)
-) -> Lease:
+def take_lease(root: str | Path, job: str) -> Lease:
     """Make this process the one that writes to `root`. `job`: Slurm's number of its job, or empty.
 
     A lease of a dead owner is taken over: of a process that has ended on this machine, or of an
@@ -175,7 +174,7 @@ def take_lease(
     before, owner = _stamp(path), read_owner(path)
     why = _dead(owner, me, root, before)
     if why is None:
-        say(
+        logger.info(
             f" --save {root}: waiting up to {STALE:g} s to see whether "
             f"{owner or 'the run that wrote ' + NAME} lives"
         )
@@ -183,7 +182,7 @@ def take_lease(
     if not _replace(path, before, me):
         raise _in_use(root, read_owner(path))
     if owner is None or not _same_process(owner, me):
-        say(
+        logger.info(
             f" --save {root}: taken over from "
             f"{owner or 'a run that cannot be read from ' + NAME}: {why}"
         )

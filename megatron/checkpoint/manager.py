@@ -6,10 +6,10 @@ background while it goes on.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from megatron.checkpoint.replicas import Replicas
     from megatron.layers.spec import Box
 
+logger = logging.getLogger(__name__)
+
 
 class CheckpointManager:
     """`save` a run's checkpoints under `root`: synchronously, or with `memory`, bytes of host
@@ -35,7 +37,7 @@ class CheckpointManager:
     begins with one there; one in the background is copied from there.
 
     `ready` and `advance` carry a background save on from step to step; `drain` waits for its end. A
-    failed save is said, and stops nothing. A save that went well is told to `report`, with its
+    failed save is logged, and stops nothing. A save that went well is told to `report`, with its
     iteration; `retention` says which older ones go then.
     """
 
@@ -50,11 +52,10 @@ class CheckpointManager:
         tiers: Tiers | None = None,
         rate: float | None = None,
         report: Callable[[int, Saved], None] = lambda iteration, saved: None,
-        say: Callable[[str], None] = partial(print, flush=True),
     ):
-        self.ranks, self.tiers, self.report, self.say = ranks, tiers, report, say
+        self.ranks, self.tiers, self.report = ranks, tiers, report
         before = m.list_iterations(Path(root)) if ranks.first else []
-        to = Destination(Path(root), ranks, retention, verify, rate, before, say)
+        to = Destination(Path(root), ranks, retention, verify, rate, before)
         self.strategy: SynchronousStrategy | StagedStrategy
         self.strategy = (
             SynchronousStrategy(to) if memory is None else StagedStrategy(to, memory, tiers)
@@ -77,7 +78,7 @@ class CheckpointManager:
         began = time.perf_counter()
         if self.pending is not None:
             self.drain()
-            self.say(
+            logger.info(
                 f" the save before was not over: waited {time.perf_counter() - began:.1f} s "
                 "for it; a longer --save-interval avoids that"
             )
@@ -149,9 +150,8 @@ class CheckpointManager:
 
     def _failed(self, iteration: int, error: Exception) -> None:
         self.went_well = False
-        self.say(
-            f"warning: iteration {iteration} was NOT saved; older checkpoints are untouched. "
-            f"{error}"
+        logger.warning(
+            f"iteration {iteration} was NOT saved; older checkpoints are untouched. {error}"
         )
 
     def _committed(self, request: SaveRequest) -> None:
@@ -163,5 +163,5 @@ class CheckpointManager:
         size = sum(shard["bytes"] for shard in manifest["shards"])
         seconds = time.perf_counter() - request.began
         saved = Saved(str(folder), size, seconds, self.stall)
-        self.say(str(saved))
+        logger.info(str(saved))
         self.report(request.iteration, saved)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
 
 GB = 1e9
 
 
 class WriteProgress:
-    """Called with the bytes of a shard as they are written; says how far it is, at most every
+    """Called with the bytes of a shard as they are written; logs how far it is, at most every
     `quiet` seconds.
     """
 
@@ -18,18 +21,12 @@ class WriteProgress:
         self,
         iteration: int,
         total: int,
-        say: Callable[[str], None],
         *,
         quiet: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.iteration, self.total, self.say, self.quiet, self.clock = (
-            iteration,
-            total,
-            say,
-            quiet,
-            clock,
-        )
+        self.iteration, self.total = iteration, total
+        self.quiet, self.clock = quiet, clock
         self.done, self.start = 0, clock()
         self.last = self.start
 
@@ -38,7 +35,7 @@ class WriteProgress:
         now = self.clock()
         if now - self.last >= self.quiet and self.done < self.total:
             self.last = now
-            self.say(progress_line(self.iteration, self.done, self.total, now - self.start))
+            logger.info(progress_line(self.iteration, self.done, self.total, now - self.start))
 
 
 def progress_line(iteration: int, done: int, total: int, seconds: float) -> str:

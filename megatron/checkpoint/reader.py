@@ -7,8 +7,9 @@ read. Nothing is executed and nothing is believed without a digest.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,6 +28,8 @@ from megatron.config.input_files import InputError, open_regular
 if TYPE_CHECKING:
     from megatron.layers.spec import Box
 
+logger = logging.getLogger(__name__)
+
 # by their safetensors names
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -37,36 +40,33 @@ TORCH_DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
-def find_checkpoint(
-    root: str | Path, step: int | None = None, say: Callable[[str], None] = print
-) -> Path | None:
+def find_checkpoint(root: str | Path, step: int | None = None) -> Path | None:
     """The folder of the newest checkpoint under `root` (`newest_first`; or of iteration `step`),
     verified as far as opening goes; None when there is none.
 
-    The tracker file is only a hint: one that disagrees is ignored, and `say` is told. Raises
+    The tracker file is only a hint: one that disagrees is ignored, with a warning. Raises
     CheckpointError when the wanted checkpoint is damaged, naming the newest whole one before it,
     and when `step` is given and missing.
     """
-    found = open_checkpoint(root, step, say)
+    found = open_checkpoint(root, step)
     return None if found is None else found.path
 
 
 def open_checkpoint(
     root: str | Path,
     step: int | None = None,
-    say: Callable[[str], None] = print,
     ranks: Ranks = ONE,
     older: bool = False,
 ) -> Checkpoint | None:
     """What find_checkpoint finds, opened. All `ranks` call this together: the first finds and
     verifies it, the others get the index from it.
 
-    `older`: instead of a damaged one the newest whole one before it, and the first rank's `say` is
-    told; then every byte is read and verified first, each rank its part. Raises as find_checkpoint,
-    on several ranks the same UserError on each.
+    `older`: instead of a damaged one the newest whole one before it, with a warning; then every
+    byte is read and verified first, each rank its part. Raises as find_checkpoint, on several ranks
+    the same UserError on each.
     """
     root = Path(root)
-    iterations = ranks.agree(lambda: _candidates(root, step, say) if ranks.first else None)[0]
+    iterations = ranks.agree(lambda: _candidates(root, step) if ranks.first else None)[0]
     for iteration in iterations:
         path, others = (
             root / m.iteration_folder(iteration),
@@ -77,20 +77,20 @@ def open_checkpoint(
             fault = _verify_together(checkpoint, ranks)
         if fault is None:
             if ranks.first and step is None and iteration == iterations[0]:
-                _compare_tracker(root, path, say)
+                _compare_tracker(root, path)
             return checkpoint
         if not older or not others:
             fix = ranks.agree(lambda: _instead(root, others) if ranks.first else "")[0]
             ranks.refuse(CheckpointError(f"{fault}. {path.name} cannot be loaded; {fix}."))
         if ranks.first:
-            say(
-                f"warning: {fault}. {path.name} CANNOT BE LOADED; an older checkpoint is "
+            logger.warning(
+                f"{fault}. {path.name} CANNOT BE LOADED; an older checkpoint is "
                 "taken instead (--allow-older-checkpoint)"
             )
     return None
 
 
-def _candidates(root: Path, step: int | None, say: Callable[[str], None]) -> list[int]:
+def _candidates(root: Path, step: int | None) -> list[int]:
     """The iterations that may be loaded, the wanted one first."""
     iterations = m.list_iterations(root)
     if (root / m.MANIFEST).is_file():
@@ -101,8 +101,8 @@ def _candidates(root: Path, step: int | None, say: Callable[[str], None]) -> lis
     if step is None:
         iterations, left = newest_first(root)
         if left:
-            say(
-                f"warning: {root}: NOT taken are iterations {', '.join(map(str, left))}: a "
+            logger.warning(
+                f"{root}: NOT taken are iterations {', '.join(map(str, left))}: a "
                 "run resumed from an earlier one and has saved since; give "
                 f"--ckpt-step {left[0]} if you want them"
             )
@@ -165,7 +165,7 @@ def _instead(root: Path, iterations: list[int]) -> str:
     return "no older whole checkpoint is there"
 
 
-def _compare_tracker(root: Path, newest: Path, say: Callable[[str], None]) -> None:
+def _compare_tracker(root: Path, newest: Path) -> None:
     try:
         with open_regular(root / m.TRACKER) as file:
             tracker = file.read(64).decode(errors="replace").strip()
@@ -178,7 +178,9 @@ def _compare_tracker(root: Path, newest: Path, say: Callable[[str], None]) -> No
         or m.iteration_folder(int(tracker)) != newest.name
     ):
         says = "is missing" if tracker is None else f"says {tracker!r}"
-        say(f"{root / m.TRACKER} {says}; ignored: the newest whole checkpoint is {newest.name}")
+        logger.warning(
+            f"{root / m.TRACKER} {says}; ignored: the newest whole checkpoint is {newest.name}"
+        )
 
 
 class Checkpoint(Index):

@@ -7,9 +7,9 @@ checkpoint's name, and what a kill leaves of it the next save removes (files.cle
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from megatron.checkpoint import manifest as m
 from megatron.checkpoint.files import sync_folder
 from megatron.checkpoint.index import Index, newest_first
 from megatron.checkpoint.manifest import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Policy:
         return 1 if self.last is None and self.interval is not None else self.last
 
 
-def retire(root: Path, policy: Policy, newest: int, say: Callable[[str], None]) -> list[int]:
+def retire(root: Path, policy: Policy, newest: int) -> list[int]:
     """Delete the checkpoints under `root` that `policy` does not keep, now that iteration `newest`
     is committed; returns theirs, newest first.
 
@@ -42,7 +44,7 @@ def retire(root: Path, policy: Policy, newest: int, say: Callable[[str], None]) 
     stays and is no reason for a whole one to go. Later iterations than `newest` stay too: another
     pass over the same iterations left them. Once passed, those that a run left by going back are
     older than all others. Nothing goes unless `newest` can be opened. An error of the file system
-    ends the deletion, is told to `say`, and fails no save.
+    ends the deletion, is logged, and fails no save.
     """
     if policy.newest is None:
         return []
@@ -53,8 +55,8 @@ def retire(root: Path, policy: Policy, newest: int, say: Callable[[str], None]) 
             os.rename(root / m.iteration_folder(iteration), _trash(root, iteration, attempt))
             gone.append(iteration)
     except (CheckpointError, OSError) as error:
-        say(
-            f"warning: {root}: older checkpoints that --save-keep-last or "
+        logger.warning(
+            f"{root}: older checkpoints that --save-keep-last or "
             f"--save-retain-interval do not keep were not deleted: {error}"
         )
     if gone:

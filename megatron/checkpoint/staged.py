@@ -134,7 +134,7 @@ class StagedStrategy:
 
     def __init__(self, destination: Destination, memory: int, tiers: Tiers | None):
         self.destination, self.tiers = destination, tiers
-        self.background = Background(memory if tiers is None else mmap.PAGESIZE, destination.say)
+        self.background = Background(memory if tiers is None else mmap.PAGESIZE)
         destination.ranks.agree(self.background.start)
         self.staging = None
         if tiers is None:

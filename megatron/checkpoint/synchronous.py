@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Destination:
     """Where a run's checkpoints go, and how. `rate`: the most MB/s of a rank in the background;
-    `before`: iterations that were there before this run, on the first rank; `say` is told what a
-    user should know.
+    `before`: iterations that were there before this run, on the first rank.
     """
 
     root: Path
@@ -31,7 +29,6 @@ class Destination:
     verify: bool
     rate: float | None
     before: list[int]
-    say: Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -66,13 +63,12 @@ class SynchronousStrategy:
             request.iteration,
             request.pairs,
             request.state,
-            to.say,
             to.ranks,
             verify=to.verify,
             before=to.before,
         )
         if to.ranks.first:
-            retire(to.root, to.retention, request.iteration, to.say)
+            retire(to.root, to.retention, request.iteration)
 
     def close(self) -> None:
         """Nothing runs beside the training."""

@@ -40,7 +40,6 @@ def save_checkpoint(
     iteration: int,
     tensors: Iterable[tuple[Box, Tensor]],
     state: dict[str, Any],
-    say: Callable[[str], None] = print,
     ranks: Ranks = ONE,
     *,
     verify: bool = False,
@@ -56,7 +55,7 @@ def save_checkpoint(
     `before`: as `commit`'s, on the first rank. An iteration that exists already is never
     overwritten: when it is whole and bit-equal to this one it is kept and returned, when it is
     whole and differs CheckpointError is raised, when it is damaged or foreign it is moved aside,
-    and the first rank's `say` is told. Raises CheckpointError when anything prevents the save on
+    which is logged. Raises CheckpointError when anything prevents the save on
     any rank, on several the same UserError on each; older checkpoints are untouched by that.
     """
     root, pairs = Path(root), [(box, tensor) for box, tensor in tensors if math.prod(box.extent)]
@@ -64,14 +63,12 @@ def save_checkpoint(
     with Attempt(
         root, iteration, ranks, partial(not_saved, root, iteration), state, len(parts)
     ) as attempt:
-        progress = WriteProgress(iteration, shard_bytes(pairs), say)
+        progress = WriteProgress(iteration, shard_bytes(pairs))
         told = attempt.agree(lambda: (write_shards(attempt, parts, verify, progress), ranks.who))
         written = [record | who for records, who in told for record in records]
         attempt.agree(
             lambda: (
-                commit(
-                    root, attempt.folder, iteration, attempt.name, written, state, say, before
-                ).name
+                commit(root, attempt.folder, iteration, attempt.name, written, state, before).name
                 if ranks.first
                 else None
             )

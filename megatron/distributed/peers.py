@@ -6,9 +6,9 @@ seconds, from a thread; a wait for other ranks that fails is told with what they
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import PrefixStore, Store
+
+logger = logging.getLogger(__name__)
 
 BEAT = 2.0  # seconds between two reports of a rank
 LOOK = 2.5 * BEAT  # seconds in which a rank that lives reports
@@ -142,7 +144,7 @@ class Peers:
             if rank not in seen or seen[rank][0] != report.count:
                 seen[rank] = report.count, now
                 if rank in warned:
-                    print(f"warning: rank {rank} reports again", file=sys.stderr, flush=True)
+                    logger.warning(f"rank {rank} reports again")
                     warned.remove(rank)
             elif (
                 now - seen[rank][1] > SILENT
@@ -151,11 +153,7 @@ class Peers:
                 and len(warned) < NAMED
             ):
                 warned.add(rank)
-                print(
-                    f"warning: {report.silent(rank)}. The others wait for it",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                logger.warning(f"{report.silent(rank)}. The others wait for it")
 
     def _read(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
         """The last reports of these ranks; none while any has not reported yet."""

@@ -5,6 +5,7 @@ tracker that fails never stops training.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -17,6 +18,8 @@ from typing import Any, Protocol
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
+
+logger = logging.getLogger(__name__)
 
 RESUMED = "resumed-from-iteration"
 # TensorBoard's tags over consumed samples, as Megatron-LM names them: of these, and of validation
@@ -45,8 +48,8 @@ class Tracker:
     `run_config` is stored as it is but for secrets (config, versions, layout, paths: any nested
     dictionary that JSON can hold). `resumed_iteration` and `resumed_samples` are those of the
     loaded checkpoint, 0 without one. `notes` says in lines for the banner where things go. Any
-    exception of a backend prints one warning through `warn` and switches that backend off; nothing
-    is raised.
+    exception of a backend is logged as one warning and switches that backend off; nothing is
+    raised.
     """
 
     def __init__(
@@ -54,10 +57,8 @@ class Tracker:
         config: Config,
         run_config: dict[str, Any],
         resumed_iteration: int,
-        warn: Callable[[str], None] = print,
         resumed_samples: int = 0,
     ) -> None:
-        self._warn = warn
         self._iteration = 0
         self._interval = config.logging.tensorboard_log_interval
         self._backends: dict[str, _Backend] = {}
@@ -70,7 +71,7 @@ class Tracker:
                 "TensorBoard", partial(_TensorBoard, config, resumed_iteration, resumed_samples)
             )
         if config.logging.wandb_project is not None:
-            self._open("wandb", partial(_Wandb, config, run_config, resumed_iteration, warn))
+            self._open("wandb", partial(_Wandb, config, run_config, resumed_iteration))
 
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
         """One row: `metrics` after iteration `iteration`. More than one row an iteration is fine
@@ -107,8 +108,8 @@ class Tracker:
             action()
         except Exception as error:  # whatever a tracker does, the run goes on
             self._backends.pop(name, None)
-            self._warn(
-                f"warning: {name} is off for the rest of this run; training continues. "
+            logger.warning(
+                f"{name} is off for the rest of this run; training continues. "
                 f"Cause: {type(error).__name__}: {error}. Fix: {_FIX[name]}."
             )
 
@@ -228,13 +229,7 @@ class _Wandb:
     grow, replayed iterations do not.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        run_config: dict[str, Any],
-        resumed_iteration: int,
-        warn: Callable[[str], None],
-    ) -> None:
+    def __init__(self, config: Config, run_config: dict[str, Any], resumed_iteration: int) -> None:
         import wandb
 
         save = config.checkpoint.save
@@ -269,8 +264,8 @@ class _Wandb:
         mode = wandb.setup().settings.mode
         # never ask at a terminal: the job would wait
         if mode == "online" and not wandb.login(prompt=False, verify=False):
-            warn(
-                "warning: wandb has no key and records offline; set WANDB_API_KEY or run "
+            logger.warning(
+                "wandb has no key and records offline; set WANDB_API_KEY or run "
                 "`wandb login` before the next start, `wandb sync` uploads."
             )
             mode = "offline"
@@ -279,8 +274,8 @@ class _Wandb:
         except Exception as error:
             if mode != "online":
                 raise
-            warn(
-                "warning: wandb cannot be reached and records offline "
+            logger.warning(
+                "wandb cannot be reached and records offline "
                 f"({type(error).__name__}: {error}); `wandb sync` uploads later."
             )
             wandb.teardown()  # else its service still holds the run id

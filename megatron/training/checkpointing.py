@@ -4,6 +4,7 @@ one.
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from megatron.observe.tracking import Tracker
 from megatron.optimizer.optimizer import Optimizer
 from megatron.training.resume import run_state
 from megatron.training.run import Run
+
+logger = logging.getLogger(__name__)
 
 
 def join_tiers(config: Config, ranks: Ranks) -> Tiers | None:
@@ -87,7 +90,7 @@ def fetch(checkpoint: Checkpoint, run: Run) -> None:
         ]
         size = checkpoint.fetch(box for box, _ in pairs)
         if size:
-            print(f" {size / 1e9:.3g} GB of local shards were fetched from other nodes", flush=True)
+            logger.info(f" {size / 1e9:.3g} GB of local shards were fetched from other nodes")
 
 
 def load(checkpoint: Checkpoint, run: Run) -> None:

@@ -4,6 +4,7 @@ first.
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from megatron.config.groups import TrainingConfig
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.groups import Axis
 from megatron.training.early import SIGNAL_CODES, Early
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class ExitConditions:
     def _receive(self, number: int, _frame: object) -> None:
         self.received = signal.Signals(number)
         signal.signal(number, self._previous[number])
-        print(f"received {self.received.name}: saving and exiting after this step", flush=True)
+        logger.info(f"received {self.received.name}: saving and exiting after this step")
 
     def requests(self) -> list[float]:
         """What asks this rank for the end, 1 or 0 each: the signals of SIGNAL_CODES in order, then

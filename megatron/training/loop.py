@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -35,6 +36,8 @@ from megatron.training.step import (
     non_finite_micro_batches,
     update,
 )
+
+logger = logging.getLogger(__name__)
 
 COMPLETE = "training is complete"
 
@@ -100,23 +103,19 @@ def settle(run: Run, pending: Pending | None, interval: Interval) -> None:
     progress.open_skipped += 1
     iteration = progress.iteration
     if sum(report.tokens) == 0:
-        print(
-            (
-                f"warning: iteration {iteration}: no valid token in samples {_samples(report)}; "
-                "the step is skipped"
-            ),
-            flush=True,
+        logger.warning(
+            f"iteration {iteration}: no valid token in samples {_samples(report)}; "
+            "the step is skipped"
         )
     elif real and run.config.training.nan_policy == "stop":
         raise NonFiniteError(_blame(run, report))
     elif real:
         progress.open_nan += 1
         where = [i for i, loss in enumerate(report.losses) if not math.isfinite(loss)]
-        print(
-            f"warning: iteration {iteration}: NaN or Inf "
-            f"{'loss in micro-batches ' + str(where) if where else 'gradient'}, samples "
-            f"{_samples(report)}; the step is skipped (--nan-policy skip)",
-            flush=True,
+        what = f"loss in micro-batches {where}" if where else "gradient"
+        logger.warning(
+            f"iteration {iteration}: NaN or Inf {what}, samples {_samples(report)}; "
+            "the step is skipped (--nan-policy skip)"
         )
 
 
@@ -161,7 +160,7 @@ def pipeline_metrics(run: Run, recording: Recording, batch_size: int) -> dict[st
 def log(
     run: Run, interval: Interval, learning_rate: float, recording: Recording | None
 ) -> Interval:
-    """Print and track one console line; the next interval."""
+    """Log and track one line; the next interval."""
     progress = run.progress
     now = time.perf_counter()
     seconds = (now - interval.started - interval.outside) / interval.iterations
@@ -178,7 +177,7 @@ def log(
         nan=progress.open_nan,
         eta_seconds=eta_seconds(progress.iteration, end, seconds),
     )
-    print(line, flush=True)
+    logger.info(line)
     if run.tracker is not None:
         run.tracker.log(progress.iteration, metrics)
     progress.open_loss, progress.open_steps, progress.open_skipped, progress.open_nan = 0.0, 0, 0, 0
@@ -233,12 +232,12 @@ def _weight_metrics(run: Run) -> dict[str, float]:
 
 
 def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
-    """Evaluate every source of a split, print and track; None when a signal cut it short."""
+    """Evaluate every source of a split, log and track; None when a signal cut it short."""
     sources = run.data.valid if split == "validation" else run.data.test
     losses = {}
 
     def tell(loss: float, bytes_per_token: float | None, label: str | None) -> None:
-        print(evaluation_lines(run.progress.iteration, loss, split=split, source=label), flush=True)
+        logger.info(evaluation_lines(run.progress.iteration, loss, split=split, source=label))
         if run.tracker is not None:
             measured = evaluation_metrics(
                 loss, split=split, source=label, bytes_per_token=bytes_per_token
@@ -281,13 +280,8 @@ def _progress_line(what: str, quiet_seconds: float = 5.0) -> Callable[[int, int]
         now = time.monotonic()
         if now - last >= quiet_seconds and done < total:
             last = now
-            print(
-                (
-                    f" {what}: {done}/{total} samples, ETA "
-                    f"{(now - start) / done * (total - done):.0f} s"
-                ),
-                flush=True,
-            )
+            left = (now - start) / done * (total - done)
+            logger.info(f" {what}: {done}/{total} samples, ETA {left:.0f} s")
 
     return report
 
@@ -318,6 +312,58 @@ def due_after(run: Run) -> Due:
     )
 
 
+def train_step(
+    run: Run, pending: Pending | None, interval: Interval
+) -> tuple[Pending, float, Recording | None]:
+    """One step: its report on its way, its learning rate, and the times of its passes where there
+    is a pipeline. `pending`: the report of the step before, which is taken in on the way.
+    """
+    config, progress = run.config, run.progress
+    batch_size = global_batch_size_at(progress.consumed_samples, config)
+    if run.scaler.dynamic:  # this backward's scale depends on the last step's verdict
+        settle(run, pending, interval)
+        pending = None
+    loss_scale = run.scaler.scale
+    recording = Recording(run.device) if run.groups.pp.size > 1 else None
+    gradients = forward_backward(
+        run,
+        first_sample=progress.consumed_samples,
+        batch_size=batch_size,
+        loss_scale=loss_scale,
+        recording=recording,
+    )
+    settle(run, pending, interval)
+    clock = progress.scheduled_samples + batch_size
+    learning_rate = run.schedule.learning_rate(clock)
+    with run.timers("optimizer"):
+        pending = update(
+            run,
+            gradients,
+            learning_rate=learning_rate,
+            weight_decay=run.schedule.weight_decay(clock),
+        )
+    progress.iteration += 1
+    progress.consumed_samples += batch_size
+    return pending, learning_rate, recording
+
+
+def _evaluate_and_save(run: Run, due: Due, exit_now: Exit | None) -> Exit | None:
+    """What is due beside training; why the run ends now, if it does."""
+    progress = run.progress
+    if due.evaluate:
+        progress.evaluation_due = (
+            run.exits.agree(run.groups.world, run.device) or evaluate_all(run, "validation") is None
+        )
+        exit_now = exit_now or run.exits.check(progress.iteration)
+    if due.save or exit_now or due.end:
+        with run.timers("save-checkpoint"):
+            save(run)
+    elif due.save_local:
+        with run.timers("save-checkpoint"):
+            save_local(run)
+    return exit_now
+
+
 def train(run: Run) -> Exit:
     """Train until the run ends or an exit condition holds; a checkpoint is written before returning
     (with --save), or the exit code is 1.
@@ -326,32 +372,7 @@ def train(run: Run) -> Exit:
     interval, pending = Interval(time.perf_counter()), None
     while not finished(config, progress):
         PEERS.iteration = progress.iteration + 1
-        batch_size = global_batch_size_at(progress.consumed_samples, config)
-        if run.scaler.dynamic:  # this backward's scale depends on the last step's verdict
-            settle(run, pending, interval)
-            pending = None
-        loss_scale = run.scaler.scale
-        recording = Recording(run.device) if run.groups.pp.size > 1 else None
-        gradients = forward_backward(
-            run,
-            first_sample=progress.consumed_samples,
-            batch_size=batch_size,
-            loss_scale=loss_scale,
-            recording=recording,
-        )
-        settle(run, pending, interval)
-        clock = progress.scheduled_samples + batch_size
-        learning_rate = run.schedule.learning_rate(clock)
-        with run.timers("optimizer"):
-            pending = update(
-                run,
-                gradients,
-                learning_rate=learning_rate,
-                weight_decay=run.schedule.weight_decay(clock),
-            )
-        progress.iteration += 1
-        progress.consumed_samples += batch_size
-
+        pending, learning_rate, recording = train_step(run, pending, interval)
         iteration, due = progress.iteration, due_after(run)
         if any(due) or pending.is_here or run.exits.check(iteration):
             settle(run, pending, interval)
@@ -363,18 +384,7 @@ def train(run: Run) -> Exit:
         if due.log:
             interval = log(run, interval, learning_rate, recording)
         paused = time.perf_counter()
-        if due.evaluate:
-            progress.evaluation_due = (
-                run.exits.agree(run.groups.world, run.device)
-                or evaluate_all(run, "validation") is None
-            )
-            exit_now = exit_now or run.exits.check(iteration)
-        if due.save or exit_now or due.end:
-            with run.timers("save-checkpoint"):
-                save(run)
-        elif due.save_local:
-            with run.timers("save-checkpoint"):
-                save_local(run)
+        exit_now = _evaluate_and_save(run, due, exit_now)
         interval.outside += time.perf_counter() - paused
         if exit_now and (progress.evaluation_due or not due.end):
             return (

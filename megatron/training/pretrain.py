@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Sequence
 
 import torch
 
 from megatron import __version__
+from megatron.checkpoint.lease import Lease
+from megatron.checkpoint.local.tiers import Tiers
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.groups import Config
 from megatron.config.stages import placement_of
 from megatron.config.validate import resolve
 from megatron.distributed.groups import ALONE, Groups, group_options, layout_of
+from megatron.distributed.logs import job_log
 from megatron.distributed.peers import PEERS
 from megatron.distributed.setup import (
     choose_device,
@@ -26,7 +30,6 @@ from megatron.distributed.setup import (
     share_cores,
     slurm_job,
 )
-from megatron.distributed.speech import one_voice
 from megatron.distributed.together import together
 from megatron.model.arithmetic import (
     peak_tflops,
@@ -60,6 +63,8 @@ from megatron.training.resume import (
     take_checkpoint_args,
 )
 from megatron.training.run import Run
+
+logger = logging.getLogger(__name__)
 
 
 def end_of_dry_run(verdict: Verdict | None) -> tuple[str, int]:
@@ -110,7 +115,7 @@ def pretrain(
         {**config.to_dict(), "versions": versions},
     )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(one_voice())
+        stack.enter_context(job_log())
         run, checkpoint = build(config, notes, world_size, device, stack, not_done)
         stack.callback(run.exits.close)
         if run.checkpoints is not None:
@@ -121,18 +126,24 @@ def pretrain(
             code = _carry_out(run, checkpoint)
             run.zero.settle()
         except Exception as error:
-            error.add_note(f"[{run.groups.describe()}, iteration {run.progress.iteration}]")
-            first_line = str(error).splitlines()[0] if str(error) else ""
-            PEERS.end(f"{type(error).__name__}: {first_line}")
+            _tell_peers(run, error)
             raise
     disconnect()
     return code
 
 
+def _tell_peers(run: Run, error: Exception) -> None:
+    """Note where a run has failed, and let the other ranks know why this one ends."""
+    error.add_note(f"[{run.groups.describe()}, iteration {run.progress.iteration}]")
+    first_line = str(error).splitlines()[0] if str(error) else ""
+    PEERS.end(f"{type(error).__name__}: {first_line}")
+
+
 def _dry_run(config: Config, notes: list[str], world_size: int, not_done: Sequence[str]) -> int:
     here = torch.device("cpu")
-    prepared = prepare(config, notes, world_size, here, ALONE)
-    sections, verdict = describe(prepared, world_size, here, planned_for="cuda")
+    with job_log():
+        prepared = prepare(config, notes, world_size, here, ALONE)
+        sections, verdict = describe(prepared, world_size, here, planned_for="cuda")
     text, code = end_of_dry_run(verdict)
     print(banner({NOT_DONE: list(not_done), **sections}) + "\n" + text, flush=True)
     return code
@@ -146,33 +157,26 @@ def build(
     closing: contextlib.ExitStack,
     not_done: Sequence[str] = (),
 ) -> tuple[Run, Checkpoint | None]:
-    """Everything one run is made of on this rank, weights and state still unset; rank 0 prints the
+    """Everything one run is made of on this rank, weights and state still unset; rank 0 logs the
     banner. Raises UserError.
 
     `closing` gives up the lease of --save, also when building fails.
     """
-    layout = layout_of(config, world_size)
-    resolved = resolve(config, world_size, None).config
-    groups = make_groups(layout, **group_options(resolved))
+    groups = _make_groups(config, world_size)
     ranks = Ranks(groups.world, device, groups.pp.rank)
     tiers = join_tiers(config, ranks)
     prepared = prepare(config, notes, world_size, device, groups.world, tiers=tiers)
     config, tokenizer = prepared.config, prepared.tokenizer
-    with together(groups.world, device):
-        sections = describe(prepared, world_size, device)[0] if groups.rank == 0 else {}
-    lease = lease_save_folder(config, ranks, slurm_job())
-    if lease is not None:
-        closing.callback(lease.release)
-    prepare_save_folder(config, ranks, tiers, goes_on=prepared.checkpoint is not None)
-    device_names = ", ".join(sorted(set(ranks.agree(lambda: device_name(device)))))
+    sections = _sections(prepared, groups, device)
+    lease = _take_save_folder(prepared, ranks, tiers, closing)
+    device_names = _device_names(device, ranks)
     pipeline, optimizer = _build_engine(config, tokenizer.vocab_size, groups, device)
     exits = ExitConditions(config.training)
     tracker = None
     if groups.rank == 0:
-        sections = {NOT_DONE: list(not_done), **sections, "layout": [groups.describe()]}
-        tracker = _start_tracking(prepared, sections)
-        print(banner(sections), flush=True)
-    peak = config.logging.peak_tflops or peak_tflops(device_name(device), pipeline.model.dtype)
+        tracker = _introduce(
+            prepared, {NOT_DONE: list(not_done), **sections, "layout": [groups.describe()]}
+        )
     return Run(
         config=config,
         groups=groups,
@@ -193,8 +197,39 @@ def build(
         progress=prepared.progress,
         checkpoints=make_manager(config, optimizer, ranks, tracker, tiers),
         lease=lease,
-        peak_tflops=peak,
+        peak_tflops=_peak_tflops(config, device, pipeline.model.dtype),
     ), prepared.checkpoint
+
+
+def _take_save_folder(
+    prepared: Prepared, ranks: Ranks, tiers: Tiers | None, closing: contextlib.ExitStack
+) -> Lease | None:
+    """Make this run the one that writes to --save; `closing` gives that up."""
+    lease = lease_save_folder(prepared.config, ranks, slurm_job())
+    if lease is not None:
+        closing.callback(lease.release)
+    prepare_save_folder(prepared.config, ranks, tiers, goes_on=prepared.checkpoint is not None)
+    return lease
+
+
+def _sections(prepared: Prepared, groups: Groups, device: torch.device) -> dict[str, list[str]]:
+    """Of the banner, on rank 0; what prevents them there is raised on all."""
+    with together(groups.world, device):
+        return describe(prepared, groups.world.size, device)[0] if groups.rank == 0 else {}
+
+
+def _device_names(device: torch.device, ranks: Ranks) -> str:
+    """Of all ranks, each name once."""
+    return ", ".join(sorted(set(ranks.agree(lambda: device_name(device)))))
+
+
+def _peak_tflops(config: Config, device: torch.device, dtype: torch.dtype) -> float | None:
+    return config.logging.peak_tflops or peak_tflops(device_name(device), dtype)
+
+
+def _make_groups(config: Config, world_size: int) -> Groups:
+    resolved = resolve(config, world_size, None).config
+    return make_groups(layout_of(config, world_size), **group_options(resolved))
 
 
 def _build_engine(
@@ -214,8 +249,8 @@ def _build_engine(
     return Pipeline(model, zero, passes, placement, shape, groups, device), optimizer
 
 
-def _start_tracking(prepared: Prepared, sections: dict[str, list[str]]) -> Tracker:
-    """wandb, TensorBoard and metrics.jsonl; what they say of themselves joins the banner."""
+def _introduce(prepared: Prepared, sections: dict[str, list[str]]) -> Tracker:
+    """Open wandb, TensorBoard and metrics.jsonl, and log the banner, which says where they go."""
     tracker = Tracker(
         prepared.config,
         {"config": prepared.config.to_dict(), "banner": sections},
@@ -223,6 +258,7 @@ def _start_tracking(prepared: Prepared, sections: dict[str, list[str]]) -> Track
         resumed_samples=prepared.progress.consumed_samples,
     )
     sections["paths"] += tracker.notes
+    logger.info(banner(sections))
     return tracker
 
 
@@ -233,12 +269,9 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
         fetch(checkpoint, run)
         with together(run.groups.world, run.device):
             load(checkpoint, run)
-        print(
-            (
-                f" loaded checkpoint {checkpoint.path} at iteration "
-                f"{run.progress.iteration}{continuity(checkpoint, run)}"
-            ),
-            flush=True,
+        logger.info(
+            f" loaded checkpoint {checkpoint.path} at iteration "
+            f"{run.progress.iteration}{continuity(checkpoint, run)}"
         )
         checkpoint.close()
     if run.config.evaluation.skip_train or run.progress.evaluation_due:
@@ -253,7 +286,7 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
                 print(error, file=sys.stderr, flush=True)
             return 1
         code = ended.code
-        print(f" {ended.reason}: exiting at iteration {run.progress.iteration}", flush=True)
+        logger.info(f" {ended.reason}: exiting at iteration {run.progress.iteration}")
         if ended.reason != COMPLETE:
             return code
     if run.data.test:

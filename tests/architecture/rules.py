@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": BASE | {"layers", "model", "parallel", "optimizer"},
     "data": set(),
     "observe": set(),
+    "interop": BASE | {"layers", "model", "checkpoint"},
     "plan": BASE | {"layers", "model", "parallel", "optimizer"},  # runs the engine without tensors
     "training": BASE
     | {"layers", "model", "parallel", "optimizer", "checkpoint", "data", "observe", "plan", ""},
@@ -30,6 +31,16 @@ MAY_IMPORT: dict[str, set[str]] = {
 RECORDED = {"tests/unit/config/launch_scripts.py"}  # text of others, kept as it was published
 PROGRAM_FOLDERS = ("megatron", "kernels", "tools", "scripts")
 LONGEST_FILE = 850  # lines of at most 100 columns; the aim is 500
+LARGEST_FUNCTION = 350  # syntax nodes; kernels that Triton compiles may have more
+LARGE_FUNCTIONS = {  # and these: launches with many arguments, a definition, a list of attributes
+    "kernels/attention.py": {"attention_reference"},
+    "kernels/attention_backward.py": {"backward", "_launch_dkv"},
+    "kernels/attention_gluon.py": {"forward"},
+    "kernels/attention_launch.py": {"compiled"},
+    "kernels/fp8.py": {"quantise_fp8"},
+    "kernels/norm.py": {"norm_backward"},
+    "megatron/optimizer/zero.py": {"__init__"},
+}
 # data, one entry a line: any length
 TABLES = {"megatron/config/compatibility.py", "megatron/config/groups.py"}
 # optional libraries by a name that they are given; kernels
@@ -58,6 +69,8 @@ def breaches(root: Path) -> list[str]:
         for line, module in _imports(tree, name):
             found += [f"{name}:{line}: {problem}" for problem in _import_problems(name, module)]
         found += [f"{name}:{line}: {problem}" for line, problem in _statements(tree, name)]
+        if name.startswith(("megatron/", "kernels/")):
+            found += [f"{name}:{line}: {problem}" for line, problem in _large(tree, name)]
         for node in ast.walk(tree) if name.startswith(("megatron/", "kernels/")) else ():
             if isinstance(node, ast.ClassDef):
                 first = classes.setdefault(node.name, f"{name}:{node.lineno}")
@@ -184,6 +197,22 @@ def _statements(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:
         )
         if library and (asks or reads) and not name.startswith("megatron/distributed/"):
             yield node.lineno, "reads an environment variable: make it a flag"
+
+
+def _large(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:
+    """Functions that are too large to be read at once."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        size = sum(1 for _ in ast.walk(node))
+        decorators = [each for decorator in node.decorator_list for each in ast.walk(decorator)]
+        compiled = any(_dotted(each).endswith("jit") for each in decorators)
+        listed = node.name in LARGE_FUNCTIONS.get(name, ())
+        if size > LARGEST_FUNCTION and not compiled and not listed:
+            yield (
+                node.lineno,
+                f"{node.name} has {size} syntax nodes; the most is {LARGEST_FUNCTION}: split it",
+            )
 
 
 def _strings(tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -109,6 +109,7 @@ def tree(tmp_path: Path) -> Path:
         ("tools/bad.py", "import torch\ntorch.load('x')", "calls torch.load"),
         ("megatron/checkpoint/bad.py", "from pickle import loads", "imports pickle"),
         ("megatron/distributed/bad.py", "def f():\n    global state", "global statement"),
+        ("megatron/data/bad.py", "def f():\n" + "    a = 1 + 2\n" * 60, "f has 422 syntax nodes"),
         (
             "megatron/training/bad.py",
             "import os\nos.environ['DEBUG']",

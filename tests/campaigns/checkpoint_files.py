@@ -21,18 +21,18 @@ from campaigns.settings_files import clear, not_a_file
 from torch import Tensor
 
 from megatron.checkpoint import manifest
-from megatron.checkpoint.foreign.models import MappedFile
-from megatron.checkpoint.foreign.pickles import (
-    ARGUMENT_CLASSES,
-    Record,
-    read_pickle,
-    read_torch_file,
-)
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import PrecisionConfig
 from megatron.data.blend import extend_ledger
+from megatron.interop.models import MappedFile
+from megatron.interop.pickles import (
+    ARGUMENT_CLASSES,
+    Record,
+    read_pickle,
+    read_torch_file,
+)
 from megatron.layers.spec import Box
 from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.optimizer.scaler import LossScaler
@@ -106,7 +106,7 @@ def run_state(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 def use(root: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Everything that a resume does with a checkpoint before it trains."""
-    with open_checkpoint(root, say=lambda line: None) as checkpoint:
+    with open_checkpoint(root) as checkpoint:
         tensors = {name: checkpoint.read_tensor(name) for name in checkpoint.names}
         check_complete(checkpoint, weights_alone=False)
         state, config = checkpoint.state, parse_arguments(FLAGS).config

@@ -70,7 +70,7 @@ def check(path: Path, acknowledged: int) -> str | None:
 def verdict(root: Path, acknowledged: int) -> tuple[int, str | None]:
     """(iteration recovered, what is wrong)."""
     try:
-        found = find_checkpoint(root, say=lambda line: None)
+        found = find_checkpoint(root)
         if found is None:
             return (
                 0,

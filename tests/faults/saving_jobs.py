@@ -4,6 +4,7 @@ and in some bad ones, and tell what is complete.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import re
@@ -118,6 +119,7 @@ def in_background(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
     """Asynchronous saves: the tensors change as soon as a save has begun, and some steps are taken
     before the next one.
     """
+    Heard(tell)
     rng = random.Random(first)  # the same on all ranks
     memory = staging_bytes(contents(first, ranks)[0], None)
     saver = CheckpointManager(
@@ -125,7 +127,6 @@ def in_background(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
         ranks,
         memory,
         report=lambda iteration, saved: tell(str(iteration)),
-        say=partial(hear, tell),
     )
     for iteration in range(first, first + 1000):
         pairs, state = contents(iteration, ranks)
@@ -136,12 +137,22 @@ def in_background(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
             step(saver)
 
 
-def hear(tell: Tell, line: str) -> None:
-    """What a CheckpointManager says, as a Tell."""
-    if "NOT saved" in line:
-        tell(f"failed {line}")
-    elif match := re.match(r" saved local checkpoint of iteration (\d+)", line):
-        tell(match[1])
+class Heard(logging.Handler):
+    """Tells of the saves that are logged."""
+
+    def __init__(self, tell: Tell) -> None:
+        super().__init__()
+        self.tell = tell
+        logger = logging.getLogger("megatron")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = record.getMessage()
+        if "NOT saved" in line:
+            self.tell(f"failed {line}")
+        elif match := re.match(r" saved local checkpoint of iteration (\d+)", line):
+            self.tell(match[1])
 
 
 def step(saver: CheckpointManager) -> None:
@@ -158,12 +169,12 @@ def in_tiers(root: Path, first: int, ranks: Ranks, tell: Tell, redundancy: str =
     local tier, and each fourth time in both, in the background. Each rank is a node of its own;
     with two or more each keeps another one's shards too, or a parity of all others'.
     """
+    Heard(tell)
     root.mkdir(exist_ok=True)
     tiers = Tiers(
         node_folder(root, ranks.world.rank),
         ranks,
         redundancy if ranks.world.size > 1 else "none",
-        partial(hear, tell),
     )
     checkpoint = tiers.newest(str(root), str(root), False)
     found = 0
@@ -184,7 +195,6 @@ def in_tiers(root: Path, first: int, ranks: Ranks, tell: Tell, redundancy: str =
         tiers=tiers,
         rate=200.0,
         report=lambda iteration, saved: tell(str(iteration)),
-        say=partial(hear, tell),
     )
     rng = random.Random(found)
     for iteration in range(found + 1, found + 1000):

@@ -27,6 +27,7 @@ from test_kill_writer import only, recoveries
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "checkpoint"))
 
 from checkpoint_cases import mounted
+from logged import logged
 
 from megatron.checkpoint import background
 from megatron.checkpoint.manager import CheckpointManager
@@ -134,13 +135,11 @@ def before_call(number: int, what: str) -> str:
 
 @contextmanager
 def saver_at(root: Path, ranks: Ranks = ONE):
-    """A CheckpointManager and the list of what it says."""
-    said: list[str] = []
-    saver = CheckpointManager(
-        root, ranks, staging_bytes(contents(1, ranks)[0], None), say=said.append
-    )
+    """A CheckpointManager and the list of what it logs."""
+    saver = CheckpointManager(root, ranks, staging_bytes(contents(1, ranks)[0], None))
     try:
-        yield saver, said
+        with logged() as lines:
+            yield saver, lines
     finally:
         saver.close()
 
@@ -157,12 +156,12 @@ def test_the_writer_dies_before_any_of_its_calls(tmp_path, monkeypatch):
         root = tmp_path / str(number)
         with ExitStack() as stack:
             with writers_begin_with(before_call(number, "os.kill(os.getpid(), signal.SIGKILL)")):
-                saver, said = stack.enter_context(saver_at(root))
+                saver, lines = stack.enter_context(saver_at(root))
                 saver.save(1, *contents(1))
                 outcomes.append(saver.drain())
             if outcomes[-1]:
                 break
-            [line] = said
+            [line] = lines
             assert (
                 "iteration 1 was NOT saved" in line
                 and "the process that writes checkpoints was killed by signal 9" in line

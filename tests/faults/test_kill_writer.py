@@ -106,7 +106,7 @@ def test_kill_while_a_damaged_checkpoint_is_replaced(tmp_path):
             save_checkpoint(root, iteration, *contents(iteration))
         (root / "iter_0000002" / "shard-00000.digests").write_bytes(b"damaged")
         status = die_before(number, CALLS, lambda: save_checkpoint(root, 2, *contents(2)))
-        assert check(find_checkpoint(root, step=1, say=lambda line: None), 1) is None
+        assert check(find_checkpoint(root, step=1), 1) is None
         if status != 0:
             save_checkpoint(root, 2, *contents(2))
         assert verdict(root, 2) == (2, None)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs st
 
 ONE_SAVE = """
 import sys
-sys.path[:0] = [{folder!r}]
+sys.path[:0] = [{folder!r}, {tests!r}]
 from saving_jobs import ONE, CheckpointManager, contents, staging_bytes
 from test_background_faults import writers_begin_with
 with writers_begin_with({prologue!r}):
@@ -34,7 +34,11 @@ def faults_of_order(root: Path, prologue: str = "") -> list[str]:
     """
     log, program = (
         root.with_suffix(".strace"),
-        ONE_SAVE.format(folder=str(Path(__file__).parent), prologue=prologue),
+        ONE_SAVE.format(
+            folder=str(Path(__file__).parent),
+            tests=str(Path(__file__).parents[1]),
+            prologue=prologue,
+        ),
     )
     command = [
         "strace",

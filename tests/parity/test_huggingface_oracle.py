@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from unit.by_hand import backward, forward
 
-from megatron.checkpoint.foreign.huggingface import to_huggingface
 from megatron.config.groups import ModelConfig
+from megatron.interop.huggingface import to_huggingface
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
 from megatron.optimizer.blocks import build_blocks

@@ -5,6 +5,7 @@ partner or set, and reading on any layout.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,8 @@ from megatron.config.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.layers.spec import Box
+
+logger = logging.getLogger(__name__)
 
 NAMED = 8  # most shards that a message lists
 
@@ -97,7 +100,7 @@ class _Candidate:
         if self.columns:
             why = "; with --local-redundancy xor one node of a set may be lost, not two"
         return (
-            f"warning: the local checkpoint of iteration {self.iteration} is not taken: of its "
+            f"the local checkpoint of iteration {self.iteration} is not taken: of its "
             f"{self.shards} shards {len(lost)} ({shown}) are whole on no node{why}"
         )
 
@@ -106,14 +109,13 @@ def newest_local(
     nodes: Nodes,
     run: RunId,
     oldest: int,
-    say: Callable[[str], None] = print,
     before: float = math.inf,
 ) -> Found | None:
     """The newest local checkpoint of `run`, of iteration `oldest` or later and `before` another, of
     which the nodes have every shard or can make it; all bytes are verified.
 
-    All ranks call this together; each reads its part of what its node has. The first rank's `say`
-    is told why newer ones are passed over.
+    All ranks call this together; each reads its part of what its node has. Why newer ones
+    are passed over is logged.
     """
     listed = nodes.ranks.agree(lambda: _listed(nodes, run, oldest, before) if nodes.first else [])
     for candidate in _candidates(nodes, listed):
@@ -123,8 +125,7 @@ def newest_local(
         if not candidate.lost:
             manifest = _shared_manifest(nodes, run, candidate.iteration, candidate.source)
             return Found(candidate.iteration, manifest, tuple(map(frozenset, held)))
-        if nodes.ranks.first:
-            say(candidate.warning())
+        logger.warning(candidate.warning())
     return None
 
 
@@ -250,13 +251,11 @@ def _shared_manifest(nodes: Nodes, run: RunId, iteration: int, source: int) -> b
 # ---- a lost node ---------------------------------------------------------------------------------
 
 
-def restore_copies(
-    nodes: Nodes, run: RunId, found: Found, say: Callable[[str], None] = print
-) -> Found:
+def restore_copies(nodes: Nodes, run: RunId, found: Found) -> Found:
     """Give every shard that one node alone has to a second one, the emptiest: a new node gets what
     the lost one had. What is found then.
 
-    When that fails (no room) the first rank's `say` is told, and nothing has changed.
+    When that fails (no room) a warning is logged, and nothing has changed.
     """
     parcels, gains = _plan_copies(nodes, found)
     if not parcels:
@@ -268,14 +267,12 @@ def restore_copies(
     try:
         whole = _add_files(nodes, run, found, gains, fill)
     except UserError as error:
-        if nodes.ranks.first:
-            say(
-                f"warning: shards of the local checkpoint of iteration {found.iteration} "
-                f"have one copy only: {error}"
-            )
+        logger.warning(
+            f"shards of the local checkpoint of iteration {found.iteration} "
+            f"have one copy only: {error}"
+        )
         return found
-    if nodes.ranks.first:
-        say(_rebuilt(nodes, found, gains, "partners"))
+    logger.info(_rebuilt(nodes, found, gains, "partners"))
     return whole
 
 
@@ -343,14 +340,11 @@ def _rebuilt(nodes: Nodes, found: Found, gains: _Gains, source: str) -> str:
     )
 
 
-def rebuild_lost(
-    nodes: Nodes, run: RunId, found: Found, say: Callable[[str], None] = print
-) -> Found | None:
+def rebuild_lost(nodes: Nodes, run: RunId, found: Found) -> Found | None:
     """Make what no node has out of the sets' parities, on the emptiest node that has nothing of the
     same column, where there is one.
 
-    None when that fails and a shard is lost; the first rank's `say` is told, and nothing has
-    changed.
+    None when that fails and a shard is lost; a warning is logged, and nothing has changed.
     """
     missing = found.missing
     if not missing:
@@ -366,14 +360,12 @@ def rebuild_lost(
         whole = _add_files(nodes, run, found, gains, fill)
     except UserError as error:
         parities_alone = missing[0] >= shards
-        if nodes.ranks.first:
-            say(
-                f"warning: the local checkpoint of iteration {found.iteration} "
-                f"{'lacks a parity' if parities_alone else 'is not taken'}: {error}"
-            )
+        logger.warning(
+            f"the local checkpoint of iteration {found.iteration} "
+            f"{'lacks a parity' if parities_alone else 'is not taken'}: {error}"
+        )
         return found if parities_alone else None
-    if nodes.ranks.first:
-        say(_rebuilt(nodes, found, gains, "sets"))
+    logger.info(_rebuilt(nodes, found, gains, "sets"))
     return whole
 
 

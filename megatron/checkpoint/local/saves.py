@@ -10,6 +10,7 @@ together have all of it is found out at a restart.
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import os
 import shutil
@@ -49,6 +50,8 @@ from megatron.checkpoint.writer import write_shard
 
 if TYPE_CHECKING:
     from megatron.layers.spec import Box
+
+logger = logging.getLogger(__name__)
 
 KEPT = 2  # newest iterations that stay
 GIB = 1 << 30
@@ -315,7 +318,7 @@ def _not_done(root: Path, iteration: int, done: str, error: Exception) -> str:
 # ---- before training -----------------------------------------------------------------------------
 
 
-def require_redundancy(nodes: Nodes, redundancy: str, say: Callable[[str], None] = print) -> None:
+def require_redundancy(nodes: Nodes, redundancy: str) -> None:
     """Raise CheckpointError unless every rank has one of the same place on another node."""
     sizes, flag = [len(ranks) for ranks in nodes.members], f"--local-redundancy {redundancy}"
     if len(sizes) == 1:
@@ -332,8 +335,8 @@ def require_redundancy(nodes: Nodes, redundancy: str, say: Callable[[str], None]
         )
     if len(set(nodes.hosts)) < len(sizes):
         lost = "both copies" if redundancy == "partner" else "two nodes of a set"
-        say(
-            f"warning: {flag}: {len(sizes)} folders {nodes.root} on {len(set(nodes.hosts))} "
+        logger.warning(
+            f"{flag}: {len(sizes)} folders {nodes.root} on {len(set(nodes.hosts))} "
             f"host(s): when a host is lost, so may be {lost}"
         )
     if redundancy == "xor":
@@ -343,7 +346,7 @@ def require_redundancy(nodes: Nodes, redundancy: str, say: Callable[[str], None]
             if max(sizes_of := set(sets)) == 2
             else " or ".join(f"1/{size - 1}" for size in sorted(sizes_of, reverse=True))
         )
-        say(
+        logger.info(
             f" {flag}: {len(sizes)} nodes in {len(sets)} set(s) of "
             f"{' and '.join(map(str, sorted(sizes_of, reverse=True)))}; beside its own shards a "
             f"node keeps {share} of the largest's bytes, and of each set one node may be lost"

@@ -4,11 +4,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,25 +42,17 @@ if TYPE_CHECKING:
 
     from megatron.layers.spec import Box
 
+logger = logging.getLogger(__name__)
+
 
 class Tiers:
     """The local tier of a run. `redundancy`: --local-redundancy."""
 
-    def __init__(
-        self,
-        root: str | Path,
-        ranks: Ranks,
-        redundancy: str,
-        say: Callable[[str], None] = partial(print, flush=True),
-    ):
-        self.nodes, self.redundancy, self.say = find_nodes(root, ranks), redundancy, say
+    def __init__(self, root: str | Path, ranks: Ranks, redundancy: str):
+        self.nodes, self.redundancy = find_nodes(root, ranks), redundancy
         self.run: RunId | None = None
         if redundancy != "none":
-            require_redundancy(self.nodes, redundancy, self._first_says)
-
-    def _first_says(self, text: str) -> None:
-        if self.nodes.ranks.first:
-            self.say(text)
+            require_redundancy(self.nodes, redundancy)
 
     def newest(self, load: str, save: str | None, older: bool) -> Checkpoint | None:
         """The newest checkpoint of `load`, or of the local ones where `load` is the folder that the
@@ -73,25 +65,25 @@ class Tiers:
         told = ranks.agree(lambda: _look(load, save) if ranks.first else None)[0]
         run, shared = None if told[0] is None else RunId(**told[0]), told[1]
         if told[2]:
-            self._first_says(
-                f"warning: {load} was copied or moved, which makes it another run's: local "
+            logger.warning(
+                f"{load} was copied or moved, which makes it another run's: local "
                 "checkpoints are not looked for"
             )
         if run is None:
-            return open_checkpoint(load, None, self.say, ranks, older)
+            return open_checkpoint(load, None, ranks, older)
         newest = max(shared, default=0)
         found = self._newest_whole(run, 0 if older else newest)
         if found is None or found.iteration < newest:
             try:
-                checkpoint = open_checkpoint(load, None, self.say, ranks, older)
+                checkpoint = open_checkpoint(load, None, ranks, older)
             except UserError as error:  # the same on all ranks
                 if found is None or not older:
                     raise
-                self._first_says(f"warning: {error}")
+                logger.warning(str(error))
                 checkpoint = None
             if found is None or (checkpoint is not None and checkpoint.iteration > found.iteration):
                 return checkpoint
-        self._first_says(
+        logger.info(
             (
                 f" taking the local checkpoint of iteration {found.iteration} "
                 f"({self.nodes.root}): --load {load} has "
@@ -105,17 +97,17 @@ class Tiers:
         """The newest local checkpoint of iteration `oldest` or later; what a set's parities can
         make is there then.
         """
-        found = newest_local(self.nodes, run, oldest, self.say)
+        found = newest_local(self.nodes, run, oldest)
         while found is not None:
-            whole = rebuild_lost(self.nodes, run, found, self.say)
+            whole = rebuild_lost(self.nodes, run, found)
             if whole is not None:
                 return whole
-            found = newest_local(self.nodes, run, oldest, self.say, before=found.iteration)
+            found = newest_local(self.nodes, run, oldest, before=found.iteration)
         return None
 
     def _open(self, run: RunId, found: Found) -> LocalCheckpoint:
         if self.redundancy == "partner":
-            found = restore_copies(self.nodes, run, found, self.say)
+            found = restore_copies(self.nodes, run, found)
         return LocalCheckpoint(self.nodes, run, found)
 
     def require_room(self, own_bytes: int, drains: bool) -> None:
@@ -131,7 +123,7 @@ class Tiers:
         state: dict[str, Any],
         check: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Save locally; whether that went well. A failed save is said, and stops nothing. `check`
+        """Save locally; whether that went well. A failed save is logged, and stops nothing. `check`
         may refuse with a UserError on all ranks.
         """
         began = time.perf_counter()
@@ -139,12 +131,12 @@ class Tiers:
             check()
             save_local(self.nodes, self.run, iteration, pairs, state, self.redundancy)
         except (UserError, OSError) as error:
-            self.say(f"warning: iteration {iteration} was NOT saved locally. {error}")
+            logger.warning(f"iteration {iteration} was NOT saved locally. {error}")
             return False
         size = shard_bytes(pairs)
         seconds = time.perf_counter() - began
         rate = size / GB / seconds
-        self.say(
+        logger.info(
             f" saved local checkpoint of iteration {iteration}: {size / GB:.2f} GB of this "
             f"rank in {seconds:.1f} s, {rate:.2f} GB/s"
         )

@@ -73,7 +73,7 @@ def save_in_shards(
     records = [
         writer.write_shard(folder, i, len(shards), iteration, part) for i, part in enumerate(shards)
     ]
-    return commit(root, folder, iteration, attempt, records, state, print)
+    return commit(root, folder, iteration, attempt, records, state)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from checkpoint_cases import cut, example, same_bits
+from logged import logged
 from reshard_cases import start
 
 from megatron.checkpoint import manifest
@@ -117,16 +118,14 @@ def restart(
 
     Seed 0: that of the iteration's number.
     """
-    said: list[str] = []
-    with small(mutant):
+    with small(mutant), logged() as lines:
         joined = join(root, each)
-        tier = Tiers(Path(root, str(dist.get_rank() // each)), all_ranks(), "none", said.append)
+        tier = Tiers(Path(root, str(dist.get_rank() // each)), all_ranks(), "none")
         found = tier._newest_whole(run, oldest)
         if found is None:
-            return None, [], said, 0
-        found = (
-            found if "sets" in found.content else restore_copies(joined, run, found, said.append)
-        )
+            return None, [], lines, 0
+        if "sets" not in found.content:
+            found = restore_copies(joined, run, found)
         checkpoint, faults, fetched, wanted = (
             LocalCheckpoint(joined, run, found),
             [],
@@ -144,7 +143,7 @@ def restart(
         dist.barrier()
         checkpoint.close()
         dist.barrier()
-    return found.iteration, faults, said, fetched
+    return found.iteration, faults, lines, fetched
 
 
 def read_unfetched(root: Path, each: int) -> str:
@@ -178,14 +177,12 @@ def save_without_room(
 
 def checked(root: Path, each: int, check: str, *arguments: object) -> tuple[str, list[str]]:
     """What `require_redundancy` or `require_room` says."""
-    said: list[str] = []
-    try:
-        getattr(saves, check)(
-            join(root, each), *arguments, *([said.append] if check == "require_redundancy" else [])
-        )
-    except ValueError as error:
-        return str(error), said
-    return "", said
+    with logged() as lines:
+        try:
+            getattr(saves, check)(join(root, each), *arguments)
+        except ValueError as error:
+            return str(error), lines
+    return "", lines
 
 
 def join_on(folders: list[Path]) -> str:

@@ -14,6 +14,7 @@ import shutil
 import pytest
 import torch
 from checkpoint_cases import example, loads, pairs, same_bits, save_in_shards, whole
+from logged import silently
 from xxhash import xxh3_128_hexdigest
 
 from megatron.checkpoint import manifest
@@ -44,7 +45,7 @@ def two(tmp_path):
 
 
 def load_all(root) -> None:
-    with Checkpoint(find_checkpoint(root, say=lambda line: None)) as checkpoint:
+    with Checkpoint(find_checkpoint(root)) as checkpoint:
         for name in checkpoint.names:
             checkpoint.read_tensor(name)
 
@@ -166,11 +167,13 @@ def harm(two, root, how: str) -> str:
 @pytest.mark.parametrize(
     "how", ["missing", "truncated", "torn manifest", "foreign", "header", "padding", "data"]
 )
-def test_an_older_whole_checkpoint_is_taken_when_allowed_and_that_is_said(tmp_path, two, how):
+def test_an_older_whole_checkpoint_is_taken_when_allowed_and_that_is_logged(
+    tmp_path, two, how, log_lines
+):
     """Damaged data too, which opening does not see; and when the older one is damaged as well, one
     error.
     """
-    name, said = harm(two, tmp_path, how), []
+    name = harm(two, tmp_path, how)
     if how != "data":
         with pytest.raises(
             CheckpointError,
@@ -180,11 +183,11 @@ def test_an_older_whole_checkpoint_is_taken_when_allowed_and_that_is_said(tmp_pa
             ),
         ):
             open_checkpoint(tmp_path)
-    with open_checkpoint(tmp_path, say=said.append, older=True) as checkpoint:
+    with open_checkpoint(tmp_path, older=True) as checkpoint:
         assert checkpoint.iteration == 1 and all(
             same_bits(checkpoint[key], tensor) for key, tensor in example(1).items()
         )
-    (line,) = said
+    (line,) = log_lines
     assert re.fullmatch(
         (
             rf"warning: .*{name}.*iter_0000002 CANNOT BE LOADED; an older checkpoint is taken "
@@ -192,11 +195,11 @@ def test_an_older_whole_checkpoint_is_taken_when_allowed_and_that_is_said(tmp_pa
         ),
         line,
     )
-    with open_checkpoint(tmp_path, step=1, say=pytest.fail, older=True) as checkpoint:
+    with silently(open_checkpoint, tmp_path, step=1, older=True) as checkpoint:
         assert checkpoint.iteration == 1
     (tmp_path / "iter_0000001" / "MANIFEST.json").unlink()
     with pytest.raises(CheckpointError, match="iter_0000001.*no older whole checkpoint is there"):
-        open_checkpoint(tmp_path, say=said.append, older=True)
+        open_checkpoint(tmp_path, older=True)
 
 
 def test_damaged_data_is_refused_with_the_older_whole_checkpoint_and_its_flag(tmp_path, two):
@@ -222,9 +225,8 @@ def test_a_disk_that_cannot_read_is_damage_too(tmp_path, two, monkeypatch):
 
 
 def test_whole_checkpoints_are_not_passed_over(tmp_path, two):
-    said: list[str] = []
-    with open_checkpoint(tmp_path, say=said.append, older=True) as checkpoint:
-        assert checkpoint.iteration == 2 and said == []
+    with silently(open_checkpoint, tmp_path, older=True) as checkpoint:
+        assert checkpoint.iteration == 2
 
 
 def test_the_first_damage_in_the_order_of_the_files_is_told(two):
@@ -355,17 +357,19 @@ def test_malformed_headers(tmp_path, change, text):
     assert list(entries) == ["a@0", "b@0"]
 
 
-def test_a_wrong_tracker_is_ignored_and_said(tmp_path, two):
+def test_a_wrong_tracker_is_ignored_with_a_warning(tmp_path, two, log_lines):
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     for content in (b"1\n", b"", b"release\n", b"\xff\xfe" * 500):
         tracker.write_bytes(content)
-        said: list[str] = []
-        assert find_checkpoint(tmp_path, say=said.append) == two
-        assert len(said) == 1 and "ignored: the newest whole checkpoint is iter_0000002" in said[0]
+        log_lines.clear()
+        assert find_checkpoint(tmp_path) == two
+        (line,) = log_lines
+        assert line.startswith("warning: ")
+        assert "ignored: the newest whole checkpoint is iter_0000002" in line
     tracker.unlink()
-    assert find_checkpoint(tmp_path, say=said.append) == two and "is missing" in said[-1]
+    assert find_checkpoint(tmp_path) == two and "is missing" in log_lines[-1]
     tracker.write_text("2\n")
-    assert find_checkpoint(tmp_path, say=pytest.fail) == two
+    assert silently(find_checkpoint, tmp_path) == two
 
 
 def test_choosing_an_iteration(tmp_path, two):
@@ -381,7 +385,7 @@ def test_choosing_an_iteration(tmp_path, two):
         find_checkpoint(tmp_path / "latest_checkpointed_iteration.txt")
     for name in ("iter_0000009.bak", ".tmp-iter-9-0123456789abcdef", "iter_9", "iter_00000009"):
         (tmp_path / name).mkdir()
-    assert find_checkpoint(tmp_path, say=pytest.fail) == two
+    assert silently(find_checkpoint, tmp_path) == two
 
 
 def test_a_renamed_folder_is_refused(tmp_path, two):
@@ -430,7 +434,7 @@ def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path, two, name):
     (two / name).unlink()
     os.mkfifo(two / name)
     if "latest" in name:
-        assert find_checkpoint(tmp_path, say=lambda line: None) == two
+        assert find_checkpoint(tmp_path) == two
         return
     with pytest.raises(
         CheckpointError,

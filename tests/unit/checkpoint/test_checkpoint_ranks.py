@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_cases import cut, example, loads, mounted, same_bits
+from logged import logged, silently
 
 from megatron.checkpoint import manifest, writer
 from megatron.checkpoint.ranks import Ranks
@@ -137,14 +138,14 @@ def save(
     root, iteration: int, seed: int, cut_seed: int, state: dict = STATE
 ) -> tuple[str, list[str]]:
     """(the error or the folder's name, what was said) on this rank."""
-    said: list[str] = []
-    try:
-        hand = dealt(seed, cut_seed)[dist.get_rank()]
-        outcome = save_checkpoint(root, iteration, hand, state, said.append, all_ranks()).name
-    except ValueError as error:
-        outcome = str(error)
+    with logged() as lines:
+        try:
+            hand = dealt(seed, cut_seed)[dist.get_rank()]
+            outcome = save_checkpoint(root, iteration, hand, state, all_ranks()).name
+        except ValueError as error:
+            outcome = str(error)
     dist.barrier()  # the first rank has tidied up
-    return outcome, said
+    return outcome, lines
 
 
 def owning_ranks(cut_seed: int) -> int:
@@ -167,7 +168,7 @@ def test_any_cut_over_ranks_comes_back_in_any_other(gloo_world, tmp_path, size):
     for cut_seed in range(6):
         root = tmp_path / str(cut_seed)
         assert gloo_world(size).run(save, root, 1, 7, cut_seed) == [("iter_0000001", [])] * size
-        loads(find_checkpoint(root, say=pytest.fail), example(7))
+        loads(silently(find_checkpoint, root), example(7))
         owners = gloo_world(size).run(owning_ranks, cut_seed)[0]
         shards = [
             f"shard-{i:05d}{kind}" for i in range(owners) for kind in (".digests", ".safetensors")
@@ -264,7 +265,7 @@ def assert_one_error(outcomes, text: str, root) -> None:
     """
     assert len({error for error, _ in outcomes}) == 1 and not any(said for _, said in outcomes)
     assert text in outcomes[0][0], outcomes[0][0]
-    loads(find_checkpoint(root, say=pytest.fail), example(1))
+    loads(silently(find_checkpoint, root), example(1))
     assert listing(root) == WHOLE
 
 
@@ -396,7 +397,7 @@ def test_any_failing_system_call_of_any_rank(gloo_world, tmp_path, call, rank):
         gloo_world(2).run(save, root, 1, 1, BOTH)
         outcomes = gloo_world(2).run(save_failing_on, root, [rank], "system", call, at)
         if outcomes[0][0] == "iter_0000002":
-            loads(find_checkpoint(root, say=lambda line: None), example(2))
+            loads(find_checkpoint(root), example(2))
             if (root / manifest.TRACKER).read_text() == "2\n":
                 break  # no such call any more
         elif rank == 0 and call in ("open", "fsync") and (root / "iter_0000002").exists():

@@ -23,10 +23,10 @@ from reshard_cases import flags, start
 from test_huggingface import difference
 
 from megatron.checkpoint import fetch, manifest
-from megatron.checkpoint.foreign import huggingface_files
-from megatron.checkpoint.foreign.models import own_rows, own_share
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.config.groups import Config, ModelConfig
+from megatron.interop import huggingface_files
+from megatron.interop.models import own_rows, own_share
 from megatron.layers.spec import Box
 from megatron.model.build import model_shapes
 

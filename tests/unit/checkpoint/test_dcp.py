@@ -15,8 +15,8 @@ from checkpoint_cases import cut, example, same_bits, save_in_shards
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megatron.checkpoint import reader as reader_module
-from megatron.checkpoint.foreign.dcp import CheckpointReader
 from megatron.checkpoint.reader import Checkpoint
+from megatron.interop.dcp import CheckpointReader
 from megatron.layers.spec import Box
 
 

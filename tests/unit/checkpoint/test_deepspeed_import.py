@@ -21,8 +21,8 @@ from test_huggingface import CASES, build, exported
 from test_megatron_import import LAYERS, NAMES, PADDED, VOCAB, Poison, megatron_names
 from zero_cases import in_groups, write_rank
 
-from megatron.checkpoint.foreign.zero_folder import box_parts
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.interop.zero_folder import box_parts
 
 
 def write_huggingface(

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoint_cases import example, loads, pairs, save_in_shards
+from logged import silently
 
 from megatron.checkpoint import manifest
 from megatron.checkpoint.background import Background
@@ -148,9 +149,8 @@ def saver(tmp_path):
     """
     made: list[CheckpointManager] = []
 
-    def make(rate: float | None = None, local: bool = True) -> tuple[CheckpointManager, list[str]]:
-        said: list[str] = []
-        tier = Tiers(tmp_path / "local", ONE, "none", said.append) if local else None
+    def make(rate: float | None = None, local: bool = True) -> CheckpointManager:
+        tier = Tiers(tmp_path / "local", ONE, "none") if local else None
         if local:
             tier.run = RunId("c" * 32, "here")
         made.append(
@@ -160,10 +160,9 @@ def saver(tmp_path):
                 staging_bytes(pairs(tensors()), None),
                 tiers=tier,
                 rate=rate,
-                say=said.append,
             )
         )
-        return made[-1], said
+        return made[-1]
 
     yield make
     for each in made:
@@ -185,7 +184,7 @@ def test_what_is_removed_locally_is_copied_to_its_end(saver, tmp_path, monkeypat
     """Two local saves later the one on its way is gone from the node; the mutant would look for it
     by its name.
     """
-    each, said = saver()
+    each = saver()
     if by_name:
         send = Background.send
         monkeypatch.setattr(
@@ -201,15 +200,15 @@ def test_what_is_removed_locally_is_copied_to_its_end(saver, tmp_path, monkeypat
         each, 1, lambda: [each.tiers.save(i, pairs(tensors(i)), {}) for i in (2, 3)]
     ) == (not by_name)
     if not by_name:
-        loads(find_checkpoint(tmp_path / "shared", say=pytest.fail), tensors(1))
+        loads(silently(find_checkpoint, tmp_path / "shared"), tensors(1))
     assert sorted(path.name for path in tmp_path.glob("local/*/*")) == [
         "iter_0000002",
         "iter_0000003",
     ]
 
 
-def test_damage_on_the_node_does_not_reach_the_shared_folder(saver, tmp_path):
-    each, said = saver()
+def test_damage_on_the_node_does_not_reach_the_shared_folder(saver, tmp_path, log_lines):
+    each = saver()
 
     def damage() -> None:
         path = next(tmp_path.glob("local/*/*/*.safetensors"))
@@ -219,17 +218,17 @@ def test_damage_on_the_node_does_not_reach_the_shared_folder(saver, tmp_path):
 
     assert not held_up(each, 1, damage)
     assert (
-        "iteration 1 was NOT saved" in said[-1]
-        and "local copy of shard-00000.safetensors is damaged" in said[-1]
+        "iteration 1 was NOT saved" in log_lines[-1]
+        and "local copy of shard-00000.safetensors is damaged" in log_lines[-1]
     )
     assert list(tmp_path.glob("shared/*")) == [] and held_up(each, 2, lambda: None)
-    loads(find_checkpoint(tmp_path / "shared", say=pytest.fail), tensors(2))
+    loads(silently(find_checkpoint, tmp_path / "shared"), tensors(2))
 
 
 def test_without_room_on_the_node_the_save_goes_to_the_shared_folder_at_once(
-    saver, tmp_path, monkeypatch
+    saver, tmp_path, monkeypatch, log_lines
 ):
-    each, said = saver()
+    each = saver()
 
     def full(*args: object) -> None:
         raise CheckpointError("no room")
@@ -238,16 +237,16 @@ def test_without_room_on_the_node_the_save_goes_to_the_shared_folder_at_once(
     each.save(1, pairs(tensors()), {})
     assert (
         each.pending is None
-        and said[0] == "warning: iteration 1 was NOT saved locally. no room"
+        and log_lines[0] == "warning: iteration 1 was NOT saved locally. no room"
         and each.drain()
     )
-    loads(find_checkpoint(tmp_path / "shared", say=pytest.fail), tensors())
+    loads(silently(find_checkpoint, tmp_path / "shared"), tensors())
 
 
 @pytest.mark.parametrize("local", [True, False])
 def test_the_writer_keeps_to_the_rate(saver, local):
     """4 MB/s of 4 MB, less the burst; from the node and from memory. The control has no rate."""
-    each, _ = saver(4.0, local)
+    each = saver(4.0, local)
     each.strategy.background.start()
 
     def seconds(iteration: int) -> float:

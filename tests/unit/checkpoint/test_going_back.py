@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoint_cases import pairs
 from faults.dying import die_before
+from logged import logged, silently
 from reshard_cases import flags, saving, start
 
 from megatron.checkpoint import commit, manifest
@@ -38,27 +39,25 @@ def contents(iteration: int, run: int) -> tuple[list, dict]:
 
 
 class Run(CheckpointManager):
-    """A run under `root` that saves in the background or at once; what it says is `said`."""
+    """A run under `root` that saves in the background or at once; what it logs is `lines`."""
 
     def __init__(self, root: Path, number: int, background: bool = False) -> None:
-        self.number, self.said = number, []
-        super().__init__(
-            root,
-            ONE,
-            staging_bytes(contents(0, 0)[0], None) if background else None,
-            say=self.said.append,
-        )
+        self.number, self.lines = number, []
+        memory = staging_bytes(contents(0, 0)[0], None) if background else None
+        super().__init__(root, ONE, memory)
 
     def save(self, *iterations: int) -> None:
         for iteration in iterations:
-            super().save(iteration, *contents(iteration, self.number))
-            assert self.drain(), self.said
+            with logged() as lines:
+                super().save(iteration, *contents(iteration, self.number))
+                assert self.drain(), lines
+            self.lines += lines
 
 
 def newest(root: Path) -> tuple[int, list[str]]:
-    """(iteration that a plain --load takes, what is said)."""
-    said: list[str] = []
-    return int(find_checkpoint(root, say=said.append).name.removeprefix("iter_")), said
+    """(iteration that a plain --load takes, what is logged)."""
+    with logged() as lines:
+        return int(find_checkpoint(root).name.removeprefix("iter_")), lines
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -69,7 +68,7 @@ def test_what_was_saved_last_is_taken(tmp_path, background):
     assert newest(tmp_path) == (30, []), "it has saved nothing yet"
     run.save(15)
     run.close()
-    (warning,) = [line for line in run.said if "warning" in line]
+    (warning,) = [line for line in run.lines if "warning" in line]
     assert (
         "holds later iterations from before this run, which resumed from an earlier one: 30, 20."
         in warning
@@ -90,7 +89,7 @@ def test_what_was_saved_last_is_taken(tmp_path, background):
     assert (
         newest(tmp_path)[0] == 35
         and "30, 20" in newest(tmp_path)[1][0]
-        and "warning" not in run.said[-1]
+        and "warning" not in run.lines[-1]
     )
     Run(tmp_path, 3).save(12)  # and back again
     assert newest(tmp_path)[0] == 12 and "35, 30, 25, 20, 15" in newest(tmp_path)[1][0]
@@ -139,13 +138,16 @@ def test_what_was_left_is_the_oldest_once_it_has_been_passed(tmp_path):
     Run(tmp_path, 1).save(10, 20, 30)
     run = Run(tmp_path, 2)
     run.save(15)
-    assert retire(tmp_path, Policy(last=2), 15, pytest.fail) == [] and list_iterations(
-        tmp_path
-    ) == [30, 20, 15, 10]
+    assert silently(retire, tmp_path, Policy(last=2), 15) == [] and list_iterations(tmp_path) == [
+        30,
+        20,
+        15,
+        10,
+    ]
     run.save(25)
-    assert retire(tmp_path, Policy(last=2), 25, pytest.fail) == [10, 20]
+    assert silently(retire, tmp_path, Policy(last=2), 25) == [10, 20]
     run.save(35)
-    assert retire(tmp_path, Policy(last=2), 35, pytest.fail) == [15, 30] and newest(tmp_path) == (
+    assert silently(retire, tmp_path, Policy(last=2), 35) == [15, 30] and newest(tmp_path) == (
         35,
         [],
     )
@@ -159,7 +161,7 @@ def test_a_damaged_one_is_not_replaced_by_what_was_left(tmp_path):
         CheckpointError,
         match=r"iter_0000020 cannot be loaded; load the older whole one with --ckpt-step 10\.",
     ):
-        find_checkpoint(tmp_path, say=lambda line: None)
+        find_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(

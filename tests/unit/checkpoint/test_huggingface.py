@@ -9,9 +9,9 @@ import dataclasses
 import pytest
 import torch
 
-from megatron.checkpoint.foreign.huggingface import family, from_huggingface, to_huggingface
-from megatron.checkpoint.foreign.huggingface_files import take_rules
 from megatron.config.groups import ModelConfig
+from megatron.interop.huggingface import family, from_huggingface, to_huggingface
+from megatron.interop.huggingface_files import take_rules
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import build_blocks

@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from logged import logged, silently
 
 from megatron.checkpoint import lease as module
 from megatron.checkpoint.lease import NAME, Owner, read_owner, take_lease
@@ -49,15 +50,15 @@ def write(root: Path, owner: Owner, age: float = 0.0) -> Path:
 
 
 def take(root: Path, job: str = "") -> list[str]:
-    """What is said when a lease is taken; it is given up again."""
-    said: list[str] = []
-    take_lease(root, job, said.append).release()
+    """What is logged when a lease is taken; it is given up again."""
+    with logged() as lines:
+        take_lease(root, job).release()
     assert not list(root.glob("*")) and not list(root.glob(".*"))
-    return said
+    return lines
 
 
 def test_a_folder_is_taken_and_given_up(tmp_path):
-    lease = take_lease(tmp_path / "a/b", "7", pytest.fail)
+    lease = silently(take_lease, tmp_path / "a/b", "7")
     path = tmp_path / "a/b" / NAME
     assert (
         read_owner(path) == lease.owner
@@ -116,7 +117,7 @@ def test_an_owner_elsewhere_that_renews_is_alive(tmp_path, monkeypatch):
         CheckpointError,
         match=r"process \d+ on far \(Slurm job 7\), since .* give this one another --save folder",
     ):
-        take_lease(tmp_path, "8", lambda line: None)
+        take_lease(tmp_path, "8")
     renewing.join()
     assert path.exists() and len(list(tmp_path.iterdir())) == 1
 
@@ -124,7 +125,7 @@ def test_an_owner_elsewhere_that_renews_is_alive(tmp_path, monkeypatch):
 def test_of_two_that_follow_one_dead_owner_one_runs(tmp_path, monkeypatch):
     path = write(tmp_path, elsewhere(), age=3600)
     stamp = module._stamp(path)
-    first = take_lease(tmp_path, "", lambda line: None)
+    first = take_lease(tmp_path, "")
     # the second has judged the dead one
     monkeypatch.setattr(module, "_stamp", lambda path: stamp if path.name == NAME else (0, 0))
     monkeypatch.setattr(module, "read_owner", lambda path: None)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_cases import loads, mounted, pairs
+from logged import logged, silently
 
 from megatron.checkpoint import manifest
 from megatron.checkpoint.manager import CheckpointManager
@@ -47,12 +48,9 @@ def made():
     """Checkpoint managers that end with the test."""
     found: list[CheckpointManager] = []
 
-    def make(
-        root, memory: int | None, ranks: Ranks = ONE, **options
-    ) -> tuple[CheckpointManager, list[str]]:
-        said: list[str] = []
-        found.append(CheckpointManager(root, ranks, memory, say=said.append, **options))
-        return found[-1], said
+    def make(root, memory: int | None, ranks: Ranks = ONE, **options) -> CheckpointManager:
+        found.append(CheckpointManager(root, ranks, memory, **options))
+        return found[-1]
 
     yield make
     for each in found:
@@ -67,7 +65,7 @@ def enough(data: dict[str, torch.Tensor]) -> int:
 
 
 @pytest.mark.parametrize("gib", [None, 0.004, 1e-9])
-def test_the_files_are_those_of_a_save_that_waits(tmp_path, made, gib):
+def test_the_files_are_those_of_a_save_that_waits(tmp_path, made, gib, log_lines):
     """In one wave, in two, and chunk by chunk; and the memory is what was allowed, beside the
     header.
     """
@@ -76,22 +74,22 @@ def test_the_files_are_those_of_a_save_that_waits(tmp_path, made, gib):
     assert memory < 3 * manifest.ALIGN + (
         enough(data) if gib is None else max(gib * 2**30, manifest.CHUNK)
     )
-    background, said = made(tmp_path / "background", memory)
+    background = made(tmp_path / "background", memory)
     for iteration in (1, 2):  # the second time the process and the memory are there already
         save_checkpoint(tmp_path / "now", iteration, pairs(data), STATE)
         background.save(iteration, pairs(data), STATE)
-        assert background.drain() and f"saved checkpoint {tmp_path / 'background'}" in said[-1]
+        assert background.drain() and f"saved checkpoint {tmp_path / 'background'}" in log_lines[-1]
         for file in ("shard-00000.safetensors", "shard-00000.digests"):
             assert (tmp_path / f"background/iter_000000{iteration}" / file).read_bytes() == (
                 tmp_path / f"now/iter_000000{iteration}" / file
             ).read_bytes()
-    loads(find_checkpoint(tmp_path / "background", say=pytest.fail), data)
+    loads(silently(find_checkpoint, tmp_path / "background"), data)
 
 
 def keeps_the_moment(root, made) -> bool:
     """Whether a save is of the values at its call, however late it is written."""
     data = tensors()
-    background, _ = made(root, enough(data))
+    background = made(root, enough(data))
     os.kill(background.strategy.background.process.pid, signal.SIGSTOP)
     background.save(1, pairs(data), STATE)
     for tensor in data.values():
@@ -128,15 +126,15 @@ def step(each: CheckpointManager) -> None:
     each.advance(each.ready())
 
 
-def test_training_goes_on_while_it_is_written_and_then_it_stands(tmp_path, made):
-    background, said = made(tmp_path, enough(tensors()))
+def test_training_goes_on_while_it_is_written_and_then_it_stands(tmp_path, made, log_lines):
+    background = made(tmp_path, enough(tensors()))
     background.save(1, pairs(tensors()), STATE)
     process = background.strategy.background.process.pid
     step(background)  # hands the copy over
     os.kill(process, signal.SIGSTOP)
     for _ in range(3):
         step(background)
-    assert background.pending is not None and not said
+    assert background.pending is not None and not log_lines
     os.kill(process, signal.SIGCONT)
     # a job's end reaches all its processes; the trainer decides
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -144,22 +142,22 @@ def test_training_goes_on_while_it_is_written_and_then_it_stands(tmp_path, made)
     end = time.monotonic() + 30
     while background.pending is not None and time.monotonic() < end:
         step(background)
-    assert len(said) == 1 and "training waited 0.0 s" in said[0]
-    loads(find_checkpoint(tmp_path, say=pytest.fail), tensors())
+    assert len(log_lines) == 1 and "training waited 0.0 s" in log_lines[0]
+    loads(silently(find_checkpoint, tmp_path), tensors())
 
 
-def test_the_next_save_waits_for_the_one_before_and_says_so(tmp_path, made):
-    background, said = made(tmp_path, enough(tensors()))
+def test_the_next_save_waits_for_the_one_before_and_says_so(tmp_path, made, log_lines):
+    background = made(tmp_path, enough(tensors()))
     for iteration in (1, 2):
         background.save(iteration, pairs(tensors(iteration)), STATE)
     assert background.drain()
-    assert [text.split(":")[0].split("/")[0] for text in said] == [
+    assert [text.split(":")[0].split("/")[0] for text in log_lines] == [
         " saved checkpoint ",
         " the save before was not over",
         " saved checkpoint ",
     ]
     for iteration in (1, 2):
-        loads(find_checkpoint(tmp_path, iteration, say=pytest.fail), tensors(iteration))
+        loads(silently(find_checkpoint, tmp_path, iteration), tensors(iteration))
 
 
 def test_the_process_dies_with_the_trainer(tmp_path):
@@ -168,7 +166,7 @@ def test_the_process_dies_with_the_trainer(tmp_path):
     """
     program = f"""
 import sys, os, signal, time
-sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}, {str(Path(__file__).parent)!r}]
 from test_manager import *
 each = CheckpointManager({str(tmp_path)!r}, ONE, enough(tensors()))
 os.kill(each.strategy.background.process.pid, signal.SIGSTOP)
@@ -195,19 +193,19 @@ time.sleep(60)
     ]
 
 
-def test_a_full_disk_fails_the_save_and_nothing_is_left(tmp_path, made):
+def test_a_full_disk_fails_the_save_and_nothing_is_left(tmp_path, made, log_lines):
     with mounted(tmp_path, "size=12m"):
-        background, said = made(tmp_path, enough(tensors()))
+        background = made(tmp_path, enough(tensors()))
         background.save(1, pairs(tensors()), STATE)
         assert background.drain()
         background.save(2, pairs(tensors(2)), STATE)
         assert not background.drain()
         assert (
-            "iteration 2 was NOT saved" in said[-1]
-            and "No space left on device" in said[-1]
-            and "(newest: iteration 1)" in said[-1]
+            "iteration 2 was NOT saved" in log_lines[-1]
+            and "No space left on device" in log_lines[-1]
+            and "(newest: iteration 1)" in log_lines[-1]
         )
-        loads(find_checkpoint(tmp_path, say=pytest.fail), tensors())
+        loads(silently(find_checkpoint, tmp_path), tensors())
         assert sorted(p.name for p in tmp_path.iterdir()) == [
             "iter_0000001",
             "latest_checkpointed_iteration.txt",
@@ -219,7 +217,7 @@ def test_a_full_disk_fails_the_save_and_nothing_is_left(tmp_path, made):
 
 def kill_a_writer(root, victim: int, when: str) -> list[str]:
     """Three saves by all ranks; in the second one the writer process of one of them is killed. What
-    this rank has said.
+    this rank has logged.
     """
     ranks = Ranks(Axis("world", dist.get_rank(), tuple(range(dist.get_world_size()))))
     rows = 1000
@@ -233,33 +231,32 @@ def kill_a_writer(root, victim: int, when: str) -> list[str]:
             )
         ]
 
-    said: list[str] = []
-    each = CheckpointManager(root, ranks, staging_bytes(part(0), None), say=said.append)
+    each = CheckpointManager(root, ranks, staging_bytes(part(0), None))
 
     def end_of_step() -> None:
         sums = torch.tensor(each.ready(), dtype=torch.float64)
         dist.all_reduce(sums)
         each.advance(sums.tolist())
 
+    def save(iteration: int) -> None:
+        hit = iteration == 2 and ranks.world.rank == victim
+        if hit:
+            process = each.strategy.background.process.pid
+            os.kill(process, signal.SIGKILL if when == "before" else signal.SIGSTOP)
+            state = os.WEXITED if when == "before" else os.WSTOPPED
+            os.waitid(os.P_PID, process, os.WNOWAIT | state)
+        each.save(iteration, part(iteration), STATE)
+        for _ in range(3):
+            end_of_step()
+        if hit and when == "during":
+            os.kill(each.strategy.background.process.pid, signal.SIGKILL)
+        each.drain()
+
     try:
-        for iteration in (1, 2, 3):
-            if iteration == 2 and ranks.world.rank == victim:
-                os.kill(
-                    each.strategy.background.process.pid,
-                    signal.SIGKILL if when == "before" else signal.SIGSTOP,
-                )
-                os.waitid(
-                    os.P_PID,
-                    each.strategy.background.process.pid,
-                    os.WNOWAIT | (os.WEXITED if when == "before" else os.WSTOPPED),
-                )
-            each.save(iteration, part(iteration), STATE)
-            for _ in range(3):
-                end_of_step()
-            if iteration == 2 and ranks.world.rank == victim and when == "during":
-                os.kill(each.strategy.background.process.pid, signal.SIGKILL)
-            each.drain()
-        return said
+        with logged() as lines:
+            for iteration in (1, 2, 3):
+                save(iteration)
+        return lines
     finally:
         each.close()
         dist.barrier()

@@ -32,8 +32,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megatron.checkpoint.foreign.dcp_folder import DcpFolder
-from megatron.checkpoint.foreign.pickles import (
+from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.interop.dcp_folder import DcpFolder
+from megatron.interop.pickles import (
     ARGUMENT_CLASSES,
     DCP_CLASSES,
     TORCH_CLASSES,
@@ -41,8 +43,6 @@ from megatron.checkpoint.foreign.pickles import (
     read_pickle,
     read_torch_file,
 )
-from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 
 VOCAB, PADDED, LAYERS = 67, 72, 3
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from test_checkpoint_damage import RUN_STATE
 
-from megatron.checkpoint.foreign.pickles import ARGUMENT_CLASSES, read_pickle
 from megatron.checkpoint.manifest import CheckpointError
+from megatron.interop.pickles import ARGUMENT_CLASSES, read_pickle
 from megatron.training.resume import check_complete
 
 

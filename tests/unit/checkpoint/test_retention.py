@@ -14,6 +14,7 @@ import pytest
 import torch
 from checkpoint_cases import pairs
 from faults.dying import die_before
+from logged import silently
 from reshard_cases import BASE, FEATURES, start
 
 from megatron.checkpoint import retention
@@ -63,13 +64,12 @@ def damage(root: Path, iteration: int) -> None:
     ],
 )
 def test_what_stays(root, policy, kept):
-    said: list[str] = []
-    gone = retire(root, policy, 10, said.append)
+    gone = silently(retire, root, policy, 10)
     assert list_iterations(root) == sorted(kept, reverse=True) and sorted([*gone, *kept]) == list(
         range(1, 11)
     )
-    assert not [path for path in root.iterdir() if path.name.startswith(".")] and not said
-    assert retire(root, policy, 10, said.append) == []
+    assert not [path for path in root.iterdir() if path.name.startswith(".")]
+    assert silently(retire, root, policy, 10) == []
 
 
 def test_the_damaged_and_the_foreign_stay_and_do_not_count(root, tmp_path):
@@ -81,46 +81,41 @@ def test_the_damaged_and_the_foreign_stay_and_do_not_count(root, tmp_path):
     os.rename(root / iteration_folder(5), tmp_path / iteration_folder(5))
     (root / iteration_folder(5)).symlink_to(tmp_path / iteration_folder(5))
     (root / "iter_0000004.damaged-0123456789abcdef").mkdir()
-    assert retire(root, Policy(last=2), 10, pytest.fail) == [4, 3, 2, 1]
+    assert silently(retire, root, Policy(last=2), 10) == [4, 3, 2, 1]
     assert list_iterations(root) == [10, 9, 8, 7, 6, 5]
     assert (tmp_path / iteration_folder(5) / "MANIFEST.json").exists() and (
         root / "iter_0000004.damaged-0123456789abcdef"
     ).exists()
 
 
-def test_nothing_goes_before_the_newest_is_known_to_be_whole(root):
+def test_nothing_goes_before_the_newest_is_known_to_be_whole(root, log_lines):
     damage(root, 10)
-    said: list[str] = []
-    assert (
-        retire(root, Policy(last=1), 10, said.append) == []
-        and retire(root, Policy(last=1), 11, said.append) == []
-    )
-    assert (
-        "iter_0000010/shard-00000.digests" in said[0]
-        and "were not deleted" in said[0]
-        and len(said) == 2
-    )
+    assert retire(root, Policy(last=1), 10) == []
+    assert retire(root, Policy(last=1), 11) == []
+    first, _ = log_lines
+    assert "iter_0000010/shard-00000.digests" in first and "were not deleted" in first
     assert len(list_iterations(root)) == 10
 
 
 def test_later_iterations_of_another_pass_stay_and_what_was_just_saved_too(root):
     """After --ckpt-step 4 a run has saved iteration 5 anew."""
-    assert retire(root, Policy(last=2), 5, pytest.fail) == [3, 2, 1]
+    assert silently(retire, root, Policy(last=2), 5) == [3, 2, 1]
     assert list_iterations(root) == [10, 9, 8, 7, 6, 5, 4]
 
 
 @pytest.mark.parametrize("call", ["rename", "fsync"])
-def test_a_failing_deletion_fails_no_save(root, monkeypatch, call):
+def test_a_failing_deletion_fails_no_save(root, monkeypatch, call, log_lines):
     def failing(*args, **kwargs):
         raise OSError(5, "Input/output error")
 
-    said: list[str] = []
     with monkeypatch.context() as patch:
         patch.setattr(os, call, failing)
-        retire(root, Policy(last=1), 10, said.append)
+        retire(root, Policy(last=1), 10)
     assert find_checkpoint(root).name == iteration_folder(10)
     assert (call == "rename") == (
-        len(said) == 1 and "Input/output error" in said[0] and len(list_iterations(root)) == 10
+        len(log_lines) == 1
+        and "Input/output error" in log_lines[0]
+        and len(list_iterations(root)) == 10
     )
     save(root, 11)
     assert not [path for path in root.iterdir() if path.name.startswith(".")]
@@ -137,7 +132,7 @@ def test_names_are_durable_before_anything_is_deleted(root, monkeypatch):
                 real(*args, **kwargs),
             )[1],
         )
-    retire(root, Policy(last=8), 10, pytest.fail)
+    silently(retire, root, Policy(last=8), 10)
     assert calls[:3] == ["rename", "rename", "fsync"] and set(calls[3:]) == {"unlink", "rmdir"}
 
 
@@ -188,7 +183,7 @@ def test_a_run_keeps_what_its_flags_say_and_tells_of_its_saves(gloo_world, tmp_p
 
 def save_then_retire(root: Path, iteration: int) -> None:
     save(root, iteration)
-    retire(root, Policy(last=1), iteration, print)
+    retire(root, Policy(last=1), iteration)
 
 
 def retire_first(root: Path, iteration: int) -> None:
@@ -262,5 +257,5 @@ def test_a_policy_that_counts_the_damaged_is_caught(root, monkeypatch):
     """
     monkeypatch.setattr(retention, "_is_whole", lambda folder: True)
     damage(root, 9)
-    retire(root, Policy(last=2), 10, pytest.fail)
+    silently(retire, root, Policy(last=2), 10)
     assert list_iterations(root) == [10, 9]

@@ -19,8 +19,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.foreign.models import MappedFile
-from megatron.checkpoint.foreign.pickles import DEEPSPEED_CLASSES, Record, read_torch_file
+from megatron.interop.models import MappedFile
+from megatron.interop.pickles import DEEPSPEED_CLASSES, Record, read_torch_file
 
 # of the optimizer: names and whole fp32 tensors in the order in which they are flattened
 Groups = list[dict[str, Tensor]]

@@ -22,7 +22,7 @@ def three(monkeypatch) -> list[Peers]:
     return ranks
 
 
-def test_rank_0_warns_once_of_a_silent_rank_and_says_when_it_is_back(three, capsys):
+def test_rank_0_warns_once_of_a_silent_rank_and_says_when_it_is_back(three, log_lines):
     first, second, third = three
     seen, warned = {}, set()
     for seconds, expected in ((0, ""), (0, ""), (31, "silent"), (31, ""), (0, "back")):
@@ -32,7 +32,8 @@ def test_rank_0_warns_once_of_a_silent_rank_and_says_when_it_is_back(three, caps
         if expected == "back":
             third.report()
         first._warn(seen, warned)
-        said = capsys.readouterr().err
+        said = "\n".join(log_lines)
+        log_lines.clear()
         assert (
             "rank 2 (process" in said
             and "is silent; its last report, 0 s ago: before the first iteration, computing" in said

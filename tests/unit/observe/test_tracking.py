@@ -189,31 +189,30 @@ def test_metrics_that_are_no_file_are_one_error(tmp_path, kind):
         read_metrics(tmp_path if kind == "pipe" else "x" * 5000)
 
 
-def test_a_failing_backend_is_switched_off_once_and_the_others_go_on(tmp_path):
-    warnings: list[str] = []
+def test_a_failing_backend_is_switched_off_once_and_the_others_go_on(tmp_path, log_lines):
     (tmp_path / "file").write_text("")
     config = make(tmp_path, tensorboard_dir=str(tmp_path / "file" / "below"))
-    tracker = Tracker(config, {}, 0, warn=warnings.append)
+    tracker = Tracker(config, {}, 0)
     assert (
-        len(warnings) == 1
-        and "TensorBoard is off" in warnings[0]
-        and "NotADirectoryError" in warnings[0]
-        and "--tensorboard-dir" in warnings[0]
+        len(log_lines) == 1
+        and "TensorBoard is off" in log_lines[0]
+        and "NotADirectoryError" in log_lines[0]
+        and "--tensorboard-dir" in log_lines[0]
     )
     tracker.log(1, {"lm loss": 1.0})
     os.close(tracker._backends["metrics.jsonl"]._fd)  # as a lost disk would
     tracker.log(2, {"lm loss": 1.0})
     tracker.log(3, {"lm loss": 1.0})
     tracker.close()
-    assert len(warnings) == 2 and "metrics.jsonl is off" in warnings[1] and "OSError" in warnings[1]
+    assert len(log_lines) == 2
+    assert "metrics.jsonl is off" in log_lines[1] and "OSError" in log_lines[1]
     assert [row["iteration"] for row in untimed(tmp_path)] == [1]
 
 
-def test_missing_wandb_package_is_one_warning(tmp_path, monkeypatch):
+def test_missing_wandb_package_is_one_warning(tmp_path, monkeypatch, log_lines):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    warnings: list[str] = []
-    Tracker(make(tmp_path, wandb_project="p"), {}, 0, warn=warnings.append).close()
-    assert len(warnings) == 1 and "pip install 'wandb>=" in warnings[0]
+    Tracker(make(tmp_path, wandb_project="p"), {}, 0).close()
+    assert len(log_lines) == 1 and "pip install 'wandb>=" in log_lines[0]
 
 
 # ---- TensorBoard
@@ -435,8 +434,9 @@ def test_without_a_key_or_a_network_wandb_records_offline(tmp_path, key, reason)
     code = (
         f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]\n"
         "import megatron.observe.tracking as tracking; tracking._WANDB_INIT_SECONDS = 1\n"
-        "from pathlib import Path; from test_tracking import make, train; "
-        f"train(make(Path({str(tmp_path)!r}), wandb_project='p'), 1, 5).close()"
+        "from pathlib import Path; from test_tracking import make, train\n"
+        "from megatron.distributed.logs import job_log\n"
+        f"with job_log(): train(make(Path({str(tmp_path)!r}), wandb_project='p'), 1, 5).close()"
     )
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("WANDB_")

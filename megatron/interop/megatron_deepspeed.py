@@ -15,15 +15,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.foreign.huggingface import Rule
-from megatron.checkpoint.foreign.huggingface_files import take_parts
-from megatron.checkpoint.foreign.megatron_lm import map_tensors
-from megatron.checkpoint.foreign.models import Pair, Part, Whole
-from megatron.checkpoint.foreign.mp_ranks import join_ranks
-from megatron.checkpoint.foreign.pickles import Record
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.config.derive import GATED
 from megatron.config.groups import ModelConfig
+from megatron.interop.huggingface import Rule
+from megatron.interop.huggingface_files import take_parts
+from megatron.interop.megatron_lm import map_tensors
+from megatron.interop.models import Pair, Part, Whole
+from megatron.interop.mp_ranks import join_ranks
+from megatron.interop.pickles import Record
 
 Held = dict[str, tuple[tuple[int, ...], list[Part]]]  # a rank's tensors: name -> shape, parts
 INNER = {
@@ -35,18 +35,11 @@ INNER = {
     "mlp.dense_4h_to_h": "mlp.linear_fc2",
 }
 OUTER = {
-    **{
-        name: name
-        for name in (
-            "embedding.word_embeddings.weight",
-            "embedding.position_embeddings.weight",
-            "output_layer.weight",
-        )
-    },
-    **{
-        f"encoder.final_layernorm.{kind}": f"decoder.final_layernorm.{kind}"
-        for kind in ("weight", "bias")
-    },
+    "embedding.word_embeddings.weight": "embedding.word_embeddings.weight",
+    "embedding.position_embeddings.weight": "embedding.position_embeddings.weight",
+    "output_layer.weight": "output_layer.weight",
+    "encoder.final_layernorm.weight": "decoder.final_layernorm.weight",
+    "encoder.final_layernorm.bias": "decoder.final_layernorm.bias",
 }
 PIPE_OUTER = {
     "word_embeddings.weight": "embedding.word_embeddings.weight",
@@ -93,25 +86,18 @@ def megatron_arguments(args: Any) -> Record:
     """Their arguments in the words of Megatron-LM's."""
     state = dict(args.state) if isinstance(args, Record) and isinstance(args.state, dict) else {}
     heads, groups = state.get("num_attention_heads"), state.pop("num_key_value_heads", None)
-    rotary, placed = (
-        state.get("use_rotary_position_embeddings"),
-        state.pop("add_position_embedding", True),
-    )
-    state.setdefault(
-        "position_embedding_type", "rope" if rotary else "learned_absolute" if placed else "none"
-    )
-    state |= {
-        "group_query_attention": groups not in (None, heads),
-        "num_query_groups": groups or heads,
-    }
+    placed = state.pop("add_position_embedding", True)
+    positions = "learned_absolute" if placed else "none"
+    if state.get("use_rotary_position_embeddings"):
+        positions = "rope"
+    state.setdefault("position_embedding_type", positions)
+    state["group_query_attention"] = groups not in (None, heads)
+    state["num_query_groups"] = groups or heads
     if state.get("rope_theta"):
         state["rotary_base"] = state["rope_theta"]
     norm = state.get("normalization")
-    state["normalization"] = {
-        "layernorm": "LayerNorm",
-        "rmsnorm": "RMSNorm",
-        None: "LayerNorm",
-    }.get(norm, norm)
+    norms = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", None: "LayerNorm"}
+    state["normalization"] = norms.get(norm, norm)
     if state.get("num_experts") in ([1], [0]):
         state["num_experts"] = None
     renamed = Record("argparse.Namespace", ())
@@ -146,14 +132,9 @@ def map_ranks(
     """The logical tensors in those of all ranks, and how many rows the word embedding has; None
     keeps all of them. Raises UserError.
     """
-    core = _core_names({name for rank in ranks for name in rank})
-    fused, rest = [], []
-    for stage in range(0, len(ranks), tp):
-        for name in ranks[stage]:
-            if stage and name.startswith("tied_modules."):  # the first stage's copy
-                continue
-            whole = _join(folder, name, core[name], ranks[stage : stage + tp], model, stacked)
-            (fused if stacked and FUSED.fullmatch(whole[0]) else rest).append(whole)
+    wholes = _join_stages(folder, ranks, tp, model, stacked)
+    fused = [whole for whole in wholes if stacked and FUSED.fullmatch(whole[0])]
+    rest = [whole for whole in wholes if not (stacked and FUSED.fullmatch(whole[0]))]
     rows = next(
         (shape[0] for name, shape, _ in rest if name == "embedding.word_embeddings.weight"), 0
     )
@@ -167,13 +148,32 @@ def map_ranks(
             f"{folder}: --qkv-order stacked cannot hold grouped queries (no version wrote "
             "that): give --qkv-order grouped"
         )
-    rules = [
-        Rule(name, tuple(f"layers.{match[1]}.attention.{part}.{match[2]}" for part in "qkv"))
-        for name, _, _ in fused
-        if (match := FUSED.fullmatch(name))
-    ]
-    pairs = take_parts(rules, {name: (shape, parts) for name, shape, parts in fused})
+    pairs = take_parts(
+        [_stacked_rule(name) for name, _, _ in fused],
+        {name: (shape, parts) for name, shape, parts in fused},
+    )
     return [*pairs, *map_tensors(model, vocab_size or rows, rest)], rows
+
+
+def _join_stages(
+    folder: Path, ranks: list[Held], tp: int, model: ModelConfig, stacked: bool
+) -> list[Whole]:
+    """All tensors of all pipeline stages, each joined over its tensor-parallel ranks."""
+    core = _core_names({name for rank in ranks for name in rank})
+    wholes = []
+    for stage in range(0, len(ranks), tp):
+        for name in ranks[stage]:
+            if stage and name.startswith("tied_modules."):  # the first stage's copy
+                continue
+            own = ranks[stage : stage + tp]
+            wholes.append(_join(folder, name, core[name], own, model, stacked))
+    return wholes
+
+
+def _stacked_rule(name: str) -> Rule:
+    """Of a query_key_value that has all rows of q, then of k, then of v."""
+    layer, kind = FUSED.fullmatch(name).groups()
+    return Rule(name, tuple(f"layers.{layer}.attention.{part}.{kind}" for part in "qkv"))
 
 
 def _join(

@@ -37,6 +37,7 @@ _GPT2_ACTIVATIONS = {
 _GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
 _GPT2_NAMES = {"gelu-tanh": "gelu_new", "gelu": "gelu", "squared-relu": "relu2"}
 _GATED_NAMES = {"swiglu": "silu", "geglu": "gelu"}
+_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 # in older files; computed, not learned
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -45,58 +46,17 @@ def family(model: ModelConfig) -> str:
     """The Hugging Face model type that expresses a resolved `model`; raises UserError naming every
     flag that stands in the way.
     """
-    gpt2 = model.position_embedding_type == "learned_absolute"
-    width = model.kv_channels * model.num_attention_heads
-    scalings = (
-        model.use_rope_scaling,
-        model.position_embedding_type == "yarn",
-        model.rotary_seq_len_interpolation_factor is not None,
-    )
     faults = {
         "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
         "--final-logit-softcapping": model.final_logit_softcapping is not None,
         "--position-embedding-type none": model.position_embedding_type == "none",
     }
-    if gpt2:
+    if model.position_embedding_type == "learned_absolute":
         kind = "gpt2"
-        faults |= {
-            "--normalization RMSNorm with learned positions": model.normalization != "LayerNorm",
-            "--disable-bias-linear with learned positions": not model.add_bias_linear,
-            "--group-query-attention with learned positions": model.num_query_groups
-            != model.num_attention_heads,
-            f"--activation {model.activation} with learned positions": model.activation
-            not in _GPT2_NAMES,
-            "--qk-layernorm with learned positions": model.qk_layernorm,
-            "--window-size with learned positions": model.window_size is not None,
-            (
-                "--kv-channels other than hidden-size / num-attention-heads with learned positions"
-            ): width != model.hidden_size,
-        }
+        faults |= _gpt2_faults(model)
     else:
-        qkv_bias_only = model.add_qkv_bias and not model.add_bias_linear
-        kind = (
-            "qwen3"
-            if model.qk_layernorm
-            else "qwen2"
-            if qkv_bias_only
-            else "mistral"
-            if model.window_size is not None
-            else "llama"
-        )
-        faults |= {
-            "--normalization LayerNorm with rotary positions": model.normalization != "RMSNorm",
-            f"--activation {model.activation} with rotary positions": model.activation
-            not in _GATED_NAMES,
-            "--rotary-percent": model.rotary_percent != 1.0,
-            (
-                "biases in all linear layers with --qk-layernorm or "
-                "--window-size (use --disable-bias-linear)"
-            ): model.add_bias_linear and kind != "llama",
-            "--add-qkv-bias with --qk-layernorm": kind == "qwen3" and qkv_bias_only,
-            "--num-attention-heads that do not divide --hidden-size": kind == "llama"
-            and model.hidden_size % model.num_attention_heads > 0,
-            "more than one way of rotary scaling at once": sum(scalings) > 1,
-        }
+        kind = _rotary_family(model)
+        faults |= _rotary_faults(model, kind)
     refused = [flag for flag, holds in faults.items() if holds]
     if refused:
         raise UserError(
@@ -106,44 +66,107 @@ def family(model: ModelConfig) -> str:
     return kind
 
 
+def _gpt2_faults(model: ModelConfig) -> dict[str, bool]:
+    """What GPT-2 cannot express, by flag."""
+    width = model.kv_channels * model.num_attention_heads
+    grouped = model.num_query_groups != model.num_attention_heads
+    faults = {
+        "--normalization RMSNorm": model.normalization != "LayerNorm",
+        "--disable-bias-linear": not model.add_bias_linear,
+        "--group-query-attention": grouped,
+        f"--activation {model.activation}": model.activation not in _GPT2_NAMES,
+        "--qk-layernorm": model.qk_layernorm,
+        "--window-size": model.window_size is not None,
+        "--kv-channels other than hidden-size / num-attention-heads": width != model.hidden_size,
+    }
+    return {f"{flag} with learned positions": holds for flag, holds in faults.items()}
+
+
+def _rotary_family(model: ModelConfig) -> str:
+    """The family among those with rotary positions that a model is nearest to."""
+    if model.qk_layernorm:
+        return "qwen3"
+    if model.add_qkv_bias and not model.add_bias_linear:
+        return "qwen2"
+    if model.window_size is not None:
+        return "mistral"
+    return "llama"
+
+
+def _rotary_faults(model: ModelConfig, kind: str) -> dict[str, bool]:
+    """What the Llama families cannot express, by flag."""
+    activation = f"--activation {model.activation} with rotary positions"
+    biases = (
+        "biases in all linear layers with --qk-layernorm or --window-size "
+        "(use --disable-bias-linear)"
+    )
+    qkv_bias_only = model.add_qkv_bias and not model.add_bias_linear
+    uneven_heads = model.hidden_size % model.num_attention_heads > 0
+    scalings = (
+        model.use_rope_scaling,
+        model.position_embedding_type == "yarn",
+        model.rotary_seq_len_interpolation_factor is not None,
+    )
+    return {
+        "--normalization LayerNorm with rotary positions": model.normalization != "RMSNorm",
+        activation: model.activation not in _GATED_NAMES,
+        "--rotary-percent": model.rotary_percent != 1.0,
+        biases: model.add_bias_linear and kind != "llama",
+        "--add-qkv-bias with --qk-layernorm": kind == "qwen3" and qkv_bias_only,
+        "--num-attention-heads that do not divide --hidden-size": kind == "llama" and uneven_heads,
+        "more than one way of rotary scaling at once": sum(scalings) > 1,
+    }
+
+
 def rules(kind: str, layers: int, *, tied: bool, linear_bias: bool, qkv_bias: bool) -> list[Rule]:
     """Every tensor of a model of family `kind`, in the order of the forward pass."""
-    table: list[Rule] = []
-
-    def both(theirs: str, *ours: str, bias: bool = True, transposed: bool = False) -> None:
-        table.append(Rule(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed))
-        if bias:
-            table.append(Rule(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours)))
-
     if kind == "gpt2":
-        both("transformer.wte", "embedding.word", bias=False)
-        both("transformer.wpe", "embedding.position", bias=False)
-        for i in range(layers):
-            t, o = f"transformer.h.{i}", f"layers.{i}"
-            both(f"{t}.ln_1", f"{o}.input_norm")
-            both(f"{t}.attn.c_attn", *(f"{o}.attention.{part}" for part in "qkv"), transposed=True)
-            both(f"{t}.attn.c_proj", f"{o}.attention.proj", transposed=True)
-            both(f"{t}.ln_2", f"{o}.mlp_norm")
-            both(f"{t}.mlp.c_fc", f"{o}.mlp.up", transposed=True)
-            both(f"{t}.mlp.c_proj", f"{o}.mlp.down", transposed=True)
-        both("transformer.ln_f", "final_norm")
+        table = _gpt2_rules(layers)
     else:
-        both("model.embed_tokens", "embedding.word", bias=False)
-        for i in range(layers):
-            t, o = f"model.layers.{i}", f"layers.{i}"
-            both(f"{t}.input_layernorm", f"{o}.input_norm", bias=False)
-            for part in "qkv":
-                both(f"{t}.self_attn.{part}_proj", f"{o}.attention.{part}", bias=qkv_bias)
-            for part in ("q_norm", "k_norm") if kind == "qwen3" else ():
-                both(f"{t}.self_attn.{part}", f"{o}.attention.{part}", bias=False)
-            both(f"{t}.self_attn.o_proj", f"{o}.attention.proj", bias=linear_bias)
-            both(f"{t}.post_attention_layernorm", f"{o}.mlp_norm", bias=False)
-            for part in ("gate", "up", "down"):
-                both(f"{t}.mlp.{part}_proj", f"{o}.mlp.{part}", bias=linear_bias)
-        both("model.norm", "final_norm", bias=False)
+        table = _llama_rules(layers, linear_bias, qkv_bias, qk_norms=kind == "qwen3")
     if not tied:
-        both("lm_head", "head", bias=False)
+        table += _rules("lm_head", "head", bias=False)
     return table
+
+
+def _rules(theirs: str, *ours: str, bias: bool = True, transposed: bool = False) -> list[Rule]:
+    """Of the weight and, with `bias`, the bias of one of their modules."""
+    weight = Rule(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed)
+    if not bias:
+        return [weight]
+    return [weight, Rule(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours))]
+
+
+def _gpt2_rules(layers: int) -> list[Rule]:
+    table = _rules("transformer.wte", "embedding.word", bias=False)
+    table += _rules("transformer.wpe", "embedding.position", bias=False)
+    for i in range(layers):
+        theirs, ours = f"transformer.h.{i}", f"layers.{i}"
+        attention = [f"{ours}.attention.{part}" for part in "qkv"]
+        table += _rules(f"{theirs}.ln_1", f"{ours}.input_norm")
+        table += _rules(f"{theirs}.attn.c_attn", *attention, transposed=True)
+        table += _rules(f"{theirs}.attn.c_proj", f"{ours}.attention.proj", transposed=True)
+        table += _rules(f"{theirs}.ln_2", f"{ours}.mlp_norm")
+        table += _rules(f"{theirs}.mlp.c_fc", f"{ours}.mlp.up", transposed=True)
+        table += _rules(f"{theirs}.mlp.c_proj", f"{ours}.mlp.down", transposed=True)
+    return table + _rules("transformer.ln_f", "final_norm")
+
+
+def _llama_rules(layers: int, linear_bias: bool, qkv_bias: bool, qk_norms: bool) -> list[Rule]:
+    table = _rules("model.embed_tokens", "embedding.word", bias=False)
+    for i in range(layers):
+        theirs, ours = f"model.layers.{i}", f"layers.{i}"
+        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        table += _rules(f"{theirs}.input_layernorm", f"{ours}.input_norm", bias=False)
+        for part in "qkv":
+            table += _rules(f"{attention}.{part}_proj", f"{ours}.attention.{part}", bias=qkv_bias)
+        for part in ("q_norm", "k_norm") if qk_norms else ():
+            table += _rules(f"{attention}.{part}", f"{ours}.attention.{part}", bias=False)
+        table += _rules(f"{attention}.o_proj", f"{ours}.attention.proj", bias=linear_bias)
+        table += _rules(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", bias=False)
+        for part in ("gate", "up", "down"):
+            table += _rules(f"{mlp}.{part}_proj", f"{ours}.mlp.{part}", bias=linear_bias)
+    return table + _rules("model.norm", "final_norm", bias=False)
 
 
 # ---- ours -> theirs ------------------------------------------------------------------------------
@@ -176,25 +199,28 @@ def _their_config(kind: str, model: ModelConfig, vocab_size: int, tied: bool) ->
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    if kind == "gpt2":
-        return common | {
-            "architectures": ["GPT2LMHeadModel"],
-            "n_positions": model.max_position_embeddings,
-            "n_embd": model.hidden_size,
-            "n_layer": model.num_layers,
-            "n_head": model.num_attention_heads,
-            "n_inner": model.ffn_hidden_size,
-            "activation_function": _GPT2_NAMES[model.activation],
-            "layer_norm_epsilon": model.norm_epsilon,
-            "resid_pdrop": model.hidden_dropout,
-            "embd_pdrop": model.hidden_dropout,
-            "attn_pdrop": model.attention_dropout,
-        }
-    config = common | {
-        "architectures": [
-            {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
-            + "ForCausalLM"
-        ],
+    return common | (_gpt2_config(model) if kind == "gpt2" else _llama_config(kind, model))
+
+
+def _gpt2_config(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "n_positions": model.max_position_embeddings,
+        "n_embd": model.hidden_size,
+        "n_layer": model.num_layers,
+        "n_head": model.num_attention_heads,
+        "n_inner": model.ffn_hidden_size,
+        "activation_function": _GPT2_NAMES[model.activation],
+        "layer_norm_epsilon": model.norm_epsilon,
+        "resid_pdrop": model.hidden_dropout,
+        "embd_pdrop": model.hidden_dropout,
+        "attn_pdrop": model.attention_dropout,
+    }
+
+
+def _llama_config(kind: str, model: ModelConfig) -> dict[str, Any]:
+    config = {
+        "architectures": [f"{_CLASSES[kind]}ForCausalLM"],
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_hidden_size,
         "num_hidden_layers": model.num_layers,
@@ -208,18 +234,22 @@ def _their_config(kind: str, model: ModelConfig, vocab_size: int, tied: bool) ->
         **_their_rotary(model),
     }
     if kind == "llama":
-        config |= {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
-    elif kind == "mistral":
-        config |= {"sliding_window": model.window_size}
-    else:
-        slides = model.window_size is not None
-        config |= {
-            "use_sliding_window": slides,
-            "sliding_window": model.window_size,
-            "max_window_layers": 0 if slides else model.num_layers,
-            "layer_types": ["sliding_attention" if slides else "full_attention"] * model.num_layers,
+        return config | {
+            "attention_bias": model.add_bias_linear,
+            "mlp_bias": model.add_bias_linear,
         }
-        config |= {"attention_bias": False} if kind == "qwen3" else {}
+    config["sliding_window"] = model.window_size
+    if kind == "mistral":
+        return config
+    slides = model.window_size is not None
+    attention = "sliding_attention" if slides else "full_attention"
+    config |= {
+        "use_sliding_window": slides,
+        "max_window_layers": 0 if slides else model.num_layers,
+        "layer_types": [attention] * model.num_layers,
+    }
+    if kind == "qwen3":
+        config["attention_bias"] = False
     return config
 
 
@@ -227,32 +257,35 @@ def _their_rotary(model: ModelConfig) -> dict[str, Any]:
     """rope_parameters as transformers 5 reads them, and rope_theta and rope_scaling, which 4
     reads.
     """
-    scaling: dict[str, Any] = {"rope_type": "default"}
-    if model.rotary_seq_len_interpolation_factor is not None:
-        scaling = {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
-    elif model.use_rope_scaling or model.position_embedding_type == "yarn":
-        scaling = {
-            "factor": model.rope_scaling_factor,
-            "original_max_position_embeddings": model.rope_original_max_position_embeddings,
-        }
-        if model.use_rope_scaling:
-            bounds = {
-                "low_freq_factor": model.rope_low_freq_factor,
-                "high_freq_factor": model.rope_high_freq_factor,
-            }
-            scaling |= {"rope_type": "llama3", **bounds}
-        else:
-            scaling |= {
-                "rope_type": "yarn",
-                "beta_fast": model.yarn_beta_fast,
-                "beta_slow": model.yarn_beta_slow,
-            }
+    scaling = _their_scaling(model)
     old = {} if scaling["rope_type"] == "default" else {"rope_scaling": scaling}
     return {
         "rope_parameters": scaling | {"rope_theta": model.rotary_base},
         "rope_theta": model.rotary_base,
         **old,
     }
+
+
+def _their_scaling(model: ModelConfig) -> dict[str, Any]:
+    if model.rotary_seq_len_interpolation_factor is not None:
+        return {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
+    stretch = {
+        "factor": model.rope_scaling_factor,
+        "original_max_position_embeddings": model.rope_original_max_position_embeddings,
+    }
+    if model.use_rope_scaling:
+        return stretch | {
+            "rope_type": "llama3",
+            "low_freq_factor": model.rope_low_freq_factor,
+            "high_freq_factor": model.rope_high_freq_factor,
+        }
+    if model.position_embedding_type == "yarn":
+        return stretch | {
+            "rope_type": "yarn",
+            "beta_fast": model.yarn_beta_fast,
+            "beta_slow": model.yarn_beta_slow,
+        }
+    return {"rope_type": "default"}
 
 
 # ---- theirs -> ours ------------------------------------------------------------------------------
@@ -285,40 +318,41 @@ def from_huggingface(
     # A head of its own has its own tensor; older configs leave the field to the family's default.
     tied = config.get("tie_word_embeddings", kind == "gpt2")
     fields["untie_embeddings_and_output_weights"] = not tied
-    present = {
-        name
-        if name.startswith(("transformer.", "model.", "lm_head."))
-        else f"{_prefix(kind)}{name}": name
-        for name in names
-    }
     bias = fields["add_bias_linear"]
-    table = rules(
-        kind,
-        fields["num_layers"],
-        tied=tied,
-        linear_bias=bias,
-        qkv_bias=bias or fields["add_qkv_bias"],
-    )
-    missing = [rule.theirs for rule in table if rule.theirs not in present]
-    extra = sorted(
-        set(present) - {rule.theirs for rule in table} - ({"lm_head.weight"} if tied else set())
-    )
-    extra = [name for name in extra if not name.endswith(_BUFFERS)]
-    faults += (
-        [f"tensors missing: {', '.join(missing[:5])} ({len(missing)} in all)"] if missing else []
-    )
-    faults += (
-        [f"tensors without a counterpart here: {', '.join(extra[:5])} ({len(extra)} in all)"]
-        if extra
-        else []
-    )
+    qkv_bias = bias or fields["add_qkv_bias"]
+    table = rules(kind, fields["num_layers"], tied=tied, linear_bias=bias, qkv_bias=qkv_bias)
+    present = {_whole_name(name, kind): name for name in names}
+    faults += _name_faults(table, set(present), tied)
     if faults:
         raise UserError(
             "this Hugging Face model cannot be taken over:\n"
             + "\n".join(f"  {fault}" for fault in faults)
         )
-
     return fields, [rule._replace(theirs=present[rule.theirs]) for rule in table]
+
+
+def _whole_name(name: str, kind: str) -> str:
+    """A tensor's name in the model with its head; files of the model without one lack the
+    prefix.
+    """
+    if name.startswith(("transformer.", "model.", "lm_head.")):
+        return name
+    return f"{_prefix(kind)}{name}"
+
+
+def _name_faults(table: list[Rule], present: set[str], tied: bool) -> list[str]:
+    """What is missing among the tensors that are there, and what has no counterpart."""
+    wanted = {rule.theirs for rule in table}
+    spare = {"lm_head.weight"} if tied else set()
+    missing = [rule.theirs for rule in table if rule.theirs not in present]
+    extra = [name for name in sorted(present - wanted - spare) if not name.endswith(_BUFFERS)]
+    faults = []
+    if missing:
+        faults.append(f"tensors missing: {', '.join(missing[:5])} ({len(missing)} in all)")
+    if extra:
+        listed = ", ".join(extra[:5])
+        faults.append(f"tensors without a counterpart here: {listed} ({len(extra)} in all)")
+    return faults
 
 
 def _prefix(kind: str) -> str:
@@ -367,15 +401,9 @@ def _our_gpt2(config: dict[str, Any], faults: list[str]) -> dict[str, Any]:
 
 
 def _our_llama(config: dict[str, Any], faults: list[str]) -> dict[str, Any]:
-    kind, hidden, heads, layers = (
-        config["model_type"],
-        config["hidden_size"],
-        config["num_attention_heads"],
-        config["num_hidden_layers"],
-    )
-    groups = config.get("num_key_value_heads") or (
-        8 if kind == "mistral" and "num_key_value_heads" not in config else heads
-    )
+    kind, layers = config["model_type"], config["num_hidden_layers"]
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    groups = config.get("num_key_value_heads", 8 if kind == "mistral" else None) or heads
     activation = config.get("hidden_act", "silu")
     if activation not in _GATED_ACTIVATIONS:
         faults.append(f"hidden_act {activation!r} (known: {', '.join(_GATED_ACTIVATIONS)})")

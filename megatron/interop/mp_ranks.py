@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.boxes import intersect
-from megatron.checkpoint.foreign.models import MappedFile, Part, Whole, whole_part
-from megatron.checkpoint.foreign.pickles import ARGUMENT_CLASSES, Record, read_torch_file
 from megatron.checkpoint.manifest import CheckpointError
+from megatron.interop.models import MappedFile, Part, Whole, whole_part
+from megatron.interop.pickles import ARGUMENT_CLASSES, Record, read_torch_file
 
 FILE = "model_optim_rng.pt"
 ROWS = re.compile(

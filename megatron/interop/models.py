@@ -87,43 +87,45 @@ def own_share(pairs: list[Pair], rank: int, ranks: int) -> list[Pair]:
     """This rank's part of whole tensors: rows (groups of rows where a box has several), columns
     where the tensor lies transposed.
     """
-    cuts = [
-        1 if tensor.ndim == 2 and tensor.stride(0) < tensor.stride(1) else 0 for _, tensor in pairs
-    ]
-    counts = [
-        box.extent[1] if cut else box.groups if box.groups > 1 else box.extent[0]
-        for (box, _), cut in zip(pairs, cuts, strict=True)
-    ]
+    counts = [_cuts(box, tensor) for box, tensor in pairs]
     sizes = [
         (count, math.prod(box.extent) // max(count, 1) * tensor.element_size())
         for (box, tensor), count in zip(pairs, counts, strict=True)
     ]
-    share = []
-    for (box, tensor), cut, count, (first, last) in zip(
-        pairs, cuts, counts, own_rows(sizes, rank, ranks), strict=True
-    ):
-        if first == last:
-            continue
-        unit = box.extent[cut] // count
-        offset, extent = list(box.offset), list(box.extent)
-        offset[cut], extent[cut] = offset[cut] + first * unit, (last - first) * unit
-        groups, start = box.groups, box.start
-        if cut:
-            tensor = tensor[:, first:last]
-        elif groups > 1:
-            stride = tensor.shape[0] // groups
-            tensor, groups = tensor[first * stride : last * stride], last - first
-        else:
-            tensor, start = tensor[start + first : start + last], 0
-        share.append(
-            (
-                dataclasses.replace(
-                    box, offset=tuple(offset), extent=tuple(extent), groups=groups, start=start
-                ),
-                tensor,
-            )
-        )
-    return share
+    return [
+        _cut(box, tensor, first, last)
+        for (box, tensor), (first, last) in zip(pairs, own_rows(sizes, rank, ranks), strict=True)
+        if first < last
+    ]
+
+
+def _lies_transposed(tensor: Tensor) -> bool:
+    return tensor.ndim == 2 and tensor.stride(0) < tensor.stride(1)
+
+
+def _cuts(box: Box, tensor: Tensor) -> int:
+    """Into how many equal parts a tensor can be cut: columns, groups of rows, or rows."""
+    if _lies_transposed(tensor):
+        return box.extent[1]
+    return box.groups if box.groups > 1 else box.extent[0]
+
+
+def _cut(box: Box, tensor: Tensor, first: int, last: int) -> Pair:
+    """Parts [first, last) of those that `_cuts` counts."""
+    dim = int(_lies_transposed(tensor))
+    unit = box.extent[dim] // _cuts(box, tensor)
+    offset, extent = list(box.offset), list(box.extent)
+    offset[dim] += first * unit
+    extent[dim] = (last - first) * unit
+    part = dataclasses.replace(box, offset=tuple(offset), extent=tuple(extent))
+    if dim:
+        return part, tensor[:, first:last]
+    if box.groups > 1:
+        stride = tensor.shape[0] // box.groups
+        groups = dataclasses.replace(part, groups=last - first)
+        return groups, tensor[first * stride : last * stride]
+    rows = tensor[box.start + first : box.start + last]
+    return dataclasses.replace(part, start=0), rows
 
 
 def check_shapes(pairs: list[Pair], model: ModelConfig, vocab_size: int) -> None:
@@ -137,14 +139,11 @@ def check_shapes(pairs: list[Pair], model: ModelConfig, vocab_size: int) -> None
         if given[name] != wanted[name]
     ]
     missing, extra = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
-    faults += (
-        [f"tensors missing: {', '.join(missing[:5])} ({len(missing)} in all)"] if missing else []
-    )
-    faults += (
-        [f"tensors that the model does not have: {', '.join(extra[:5])} ({len(extra)} in all)"]
-        if extra
-        else []
-    )
+    if missing:
+        faults.append(f"tensors missing: {', '.join(missing[:5])} ({len(missing)} in all)")
+    if extra:
+        listed = ", ".join(extra[:5])
+        faults.append(f"tensors that the model does not have: {listed} ({len(extra)} in all)")
     if faults:
         raise UserError(
             "the tensors are not those of a model with these flags:\n"

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoint.foreign.models import MappedFile
-from megatron.checkpoint.foreign.pickles import DCP_CLASSES, Record, read_pickle, read_torch_file
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.config.errors import UserError
+from megatron.interop.models import MappedFile
+from megatron.interop.pickles import DCP_CLASSES, Record, read_pickle, read_torch_file
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.foreign.models import MappedFile, Part, whole_part
-from megatron.checkpoint.foreign.pickles import DEEPSPEED_CLASSES, Record, read_torch_file
 from megatron.checkpoint.manifest import CheckpointError
+from megatron.interop.models import MappedFile, Part, whole_part
+from megatron.interop.pickles import DEEPSPEED_CLASSES, Record, read_torch_file
 
 Shape = tuple[int, ...]
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -58,45 +58,52 @@ class ZeroFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        found: dict[int, dict[int, Path]] = {}
-        for path in sorted(folder.glob("*_optim_states.pt")):
-            match = OPTIMIZER_FILE.fullmatch(path.name)
-            if match is None:
-                raise CheckpointError(
-                    f"{path}: not a partition of ZeRO (experts have no counterpart here)"
-                )
-            beside = found.setdefault(int(match[2]), {}).setdefault(int(match[1]), path)
-            if beside != path:
-                raise CheckpointError(
-                    f"{path}: {beside.name} is of the same rank: files of two saves lie in "
-                    "one folder; remove those of the other"
-                )
-        if sorted(found) != list(range(len(found))):
-            ranks = ", ".join(map(str, sorted(found)))
-            raise CheckpointError(
-                f"{folder}: partitions of model-parallel ranks {ranks} alone: bring all "
-                "files of the save into the folder"
-            )
         self.ranks: list[dict[str, tuple[Shape, list[Part]]]] = []
         self.states: list[dict[str, Any]] = []
-        for rank, paths in sorted(found.items()):
+        for rank, paths in sorted(_find_partitions(folder).items()):
             stage, partitions = _open_partitions(paths)
-            path = (
-                folder
-                / f"{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_{rank:02d}_model_states.pt"
-            )
+            prefix = "zero_pp_rank_0_" if stage == 3 else ""
+            path = folder / f"{prefix}mp_rank_{rank:02d}_model_states.pt"
             state = _read(path)
-            merge = _merge_equal_parts if stage == 3 else _merge_ranges
-            tensors = {
-                name: (shape, box_parts(shape, pieces))
-                for name, shape, pieces in merge(_shapes(state, path), partitions)
-            }
-            shared = state.get("shared_params") or {}
-            tensors |= {
-                name: tensors[holder] for name, holder in shared.items() if holder in tensors
-            }
-            self.ranks.append(tensors)
+            self.ranks.append(_tensors(state, path, stage, partitions))
             self.states.append(state)
+
+
+def _find_partitions(folder: Path) -> dict[int, dict[int, Path]]:
+    """Model-parallel rank -> data-parallel rank -> its file. Raises CheckpointError."""
+    found: dict[int, dict[int, Path]] = {}
+    for path in sorted(folder.glob("*_optim_states.pt")):
+        match = OPTIMIZER_FILE.fullmatch(path.name)
+        if match is None:
+            raise CheckpointError(
+                f"{path}: not a partition of ZeRO (experts have no counterpart here)"
+            )
+        beside = found.setdefault(int(match[2]), {}).setdefault(int(match[1]), path)
+        if beside != path:
+            raise CheckpointError(
+                f"{path}: {beside.name} is of the same rank: files of two saves lie in "
+                "one folder; remove those of the other"
+            )
+    if sorted(found) != list(range(len(found))):
+        ranks = ", ".join(map(str, sorted(found)))
+        raise CheckpointError(
+            f"{folder}: partitions of model-parallel ranks {ranks} alone: bring all "
+            "files of the save into the folder"
+        )
+    return found
+
+
+def _tensors(
+    state: dict[str, Any], path: Path, stage: int, partitions: list[tuple[Path, dict[str, Any]]]
+) -> dict[str, tuple[Shape, list[Part]]]:
+    """The parameters of one model-parallel rank, shared ones under each of their names."""
+    merge = _merge_equal_parts if stage == 3 else _merge_ranges
+    tensors = {
+        name: (shape, box_parts(shape, pieces))
+        for name, shape, pieces in merge(_shapes(state, path), partitions)
+    }
+    shared = state.get("shared_params") or {}
+    return tensors | {name: tensors[other] for name, other in shared.items() if other in tensors}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -108,50 +115,54 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _open_partitions(paths: dict[int, Path]) -> tuple[int, list[tuple[Path, dict[str, Any]]]]:
     """(stage, each data-parallel rank's file and its state) of one model-parallel rank."""
-    opened, first = [], None
-    for rank, path in sorted(paths.items()):
+    opened: list[tuple[Path, dict[str, Any]]] = []
+    first: tuple[Path, tuple[int, int]] | None = None
+    for _, path in sorted(paths.items()):
         state = _read(path).get("optimizer_state_dict")
         if not isinstance(state, dict) or "partition_count" not in state:
             raise CheckpointError(f"{path}: holds no partition of ZeRO")
-        stage, counts = state.get("zero_stage", 1), state["partition_count"]
-        stage = stage.args[0] if isinstance(stage, Record) and stage.args else stage
-        counts = counts if isinstance(counts, list) else [counts]
-        if not all(type(each) is int for each in counts):
-            raise CheckpointError(f"{path}: partition_count is no number")
-        counts = set(counts)
-        if type(stage) is not int or stage not in (1, 2, 3) or len(counts) != 1:
-            what = (
-                f"stage {stage if type(stage) is int else 'unknown'} of "
-                f"{' and '.join(sorted(map(str, counts)))} partitions"
-            )
-            raise CheckpointError(
-                f"{path}: {what}: stages 1 to 3 are read, with one number of partitions for "
-                "all groups"
-            )
-        kind = f"stage {stage} of {counts.pop()} partitions"
+        kind = _stage_and_count(path, state)
         first = first or (path, kind)
         if kind != first[1]:
             raise CheckpointError(
-                f"{path}: {kind}, but {first[0].name} is {first[1]}: files of two saves lie "
-                "in one folder; copy one save elsewhere"
+                f"{path}: {_described(kind)}, but {first[0].name} is "
+                f"{_described(first[1])}: files of two saves lie in one folder; copy one "
+                "save elsewhere"
             )
-        opened.append((stage, path, state))
-    count = int(kind.split()[3])
+        opened.append((path, state))
+    stage, count = kind
     if sorted(paths) != list(range(count)):
         missing = [rank for rank in range(count) if rank not in paths]
-        what = (
-            (
-                f"{len(missing)} are missing (of data-parallel ranks "
-                f"{', '.join(map(str, missing[:10]))})"
-            )
-            if missing
-            else "there are more"
-        )
+        what = "there are more"
+        if missing:
+            shown = ", ".join(map(str, missing[:10]))
+            what = f"{len(missing)} are missing (of data-parallel ranks {shown})"
         raise CheckpointError(
             f"{first[0]}: is one of {count} partitions, and {what}: bring the files of one "
             "save, of all nodes, into the folder"
         )
-    return stage, [(path, state) for _, path, state in opened]
+    return stage, opened
+
+
+def _stage_and_count(path: Path, state: dict[str, Any]) -> tuple[int, int]:
+    """ZeRO's stage, and in how many partitions every group is. Raises CheckpointError."""
+    stage, counts = state.get("zero_stage", 1), state["partition_count"]
+    stage = stage.args[0] if isinstance(stage, Record) and stage.args else stage
+    counts = counts if isinstance(counts, list) else [counts]
+    if not all(type(each) is int for each in counts):
+        raise CheckpointError(f"{path}: partition_count is no number")
+    counts = set(counts)
+    if type(stage) is not int or stage not in (1, 2, 3) or len(counts) != 1:
+        known = stage if type(stage) is int else "unknown"
+        raise CheckpointError(
+            f"{path}: stage {known} of {' and '.join(sorted(map(str, counts)))} partitions: "
+            "stages 1 to 3 are read, with one number of partitions for all groups"
+        )
+    return stage, counts.pop()
+
+
+def _described(kind: tuple[int, int]) -> str:
+    return f"stage {kind[0]} of {kind[1]} partitions"
 
 
 def _shapes(state: dict[str, Any], path: Path) -> list[dict[str, Shape]]:
@@ -205,27 +216,32 @@ def _merge_ranges(
         )
     for index, (shapes, gaps) in enumerate(zip(groups, paddings, strict=True)):
         pieces, at = [flats[index] for flats in ranks], 0
-        ends = list(itertools.accumulate(len(piece) for piece in pieces))
-        wanted, unit = sum(map(math.prod, shapes.values())) + sum(gaps), 2 * len(ranks)
-        # each group is padded to a multiple of this
-        if len(gaps) != len(shapes) or -(-wanted // unit) != -(-ends[-1] // unit):
-            raise CheckpointError(
-                f"{path}: the partitions of group {index} hold {ends[-1]} elements, its "
-                f"parameters {wanted}: not of the same save"
-            )
+        ends = list(itertools.accumulate(map(len, pieces)))
+        _require_length(path, index, shapes, gaps, ends[-1], len(ranks))
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
             yield name, shape, list(_cut(pieces, ends, at, math.prod(shape)))
             at += math.prod(shape) + gap
+
+
+def _require_length(
+    path: Path, index: int, shapes: dict[str, Shape], gaps: list[int], held: int, ranks: int
+) -> None:
+    """Raise CheckpointError unless group `index`, with its gaps, has `held` elements."""
+    wanted = sum(map(math.prod, shapes.values())) + sum(gaps)
+    unit = 2 * ranks  # each group is padded to a multiple of this
+    if len(gaps) != len(shapes) or -(-wanted // unit) != -(-held // unit):
+        raise CheckpointError(
+            f"{path}: the partitions of group {index} hold {held} elements, its "
+            f"parameters {wanted}: not of the same save"
+        )
 
 
 def _merge_equal_parts(
     groups: list[dict[str, Shape]], partitions: list[tuple[Path, dict[str, Any]]]
 ) -> Merged:
     """Stage 3."""
-    ranks, count = (
-        [_flats(path, state, "fp32_flat_groups") for path, state in partitions],
-        len(partitions),
-    )
+    ranks = [_flats(path, state, "fp32_flat_groups") for path, state in partitions]
+    count = len(partitions)
     every = [list(itertools.accumulate(map(len, flats))) for flats in ranks]
     shapes = {name: shape for group in groups for name, shape in group.items()}
     wanted = sum(-(-math.prod(shape) // count) for shape in shapes.values())
@@ -273,21 +289,15 @@ def box_parts(shape: Shape, pieces: Iterable[tuple[int, Tensor]]) -> list[Part]:
     """
     if len(shape) != 2:
         values = [piece for _, piece in pieces]
-        return [
-            whole_part(
-                (values[0] if len(values) == 1 else torch.cat([*values, torch.empty(0)])).view(
-                    shape
-                )
-            )
-        ]
+        joined = values[0] if len(values) == 1 else torch.cat([*values, torch.empty(0)])
+        return [whole_part(joined.view(shape))]
     parts, width = [], shape[1]
     for start, piece in pieces:
         stop = start + len(piece)
         # where its whole rows begin and end
         inner = -(-start // width) * width, stop // width * width
-        for low, high in itertools.pairwise(
-            sorted({start, stop, *(edge for edge in inner if start < edge < stop)})
-        ):
+        edges = {start, stop, *(edge for edge in inner if start < edge < stop)}
+        for low, high in itertools.pairwise(sorted(edges)):
             offset, size = divmod(low, width), high - low
             extent = (1, size) if size % width else (size // width, width)
             values = piece[low - start : high - start].view(extent)

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.foreign.models import MappedFile
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.config.errors import UserError
+from megatron.interop.models import MappedFile
 
 STORAGES = {
     "torch.DoubleStorage": torch.float64,
@@ -426,38 +426,54 @@ def read_torch_file(
         raise CheckpointError(
             f"{file.path}: has {file.size} bytes, {start + length} are expected: truncated"
         )
+    entries, raw = _open_archive(file, start, length)
+
+    def storage(reference: Any) -> Tensor:
+        return _storage(reference, entries, file, start)
+
+    return read_pickle(raw, known, file.path, storage)
+
+
+def _open_archive(
+    file: MappedFile, start: int, length: int
+) -> tuple[dict[str, zipfile.ZipInfo], bytes]:
+    """An archive's entries, by their names without the folder, and its pickle. Raises
+    CheckpointError.
+    """
     try:
         with zipfile.ZipFile(_Part(file, start, length)) as archive:
             entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            if (
-                any(info.compress_type != zipfile.ZIP_STORED for info in entries.values())
-                or "data.pkl" not in entries
-            ):
+            packed = any(info.compress_type != zipfile.ZIP_STORED for info in entries.values())
+            if packed or "data.pkl" not in entries:
                 raise UserError("not as torch.save writes it")
             if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
                 raise UserError("written on a machine with another byte order")
-            raw = archive.read(entries["data.pkl"])
+            return entries, archive.read(entries["data.pkl"])
     except (zipfile.BadZipFile, ValueError, OSError, struct.error, RuntimeError, EOFError) as error:
         raise CheckpointError(
             f"{file.path}: is not a file of torch.save (since 1.6): {error}"
         ) from error
 
-    def storage(reference: Any) -> Tensor:
-        kind, storage_class, key, _, count = _expect(reference, tuple)
-        if (
-            kind != "storage"
-            or _expect(storage_class, Record).kind not in STORAGES
-            or type(key) is not str
-            or type(count) is not int
-        ):
-            raise UserError("a reference to something that is no storage")
-        info, dtype = entries[f"data/{key}"], STORAGES[storage_class.kind]
-        if info.file_size != count * dtype.itemsize:
-            raise UserError(
-                f"storage {key} has {info.file_size} bytes, {count * dtype.itemsize} are expected"
-            )
-        header = start + info.header_offset
-        name, extra = struct.unpack("<HH", file.bytes[header + 26 : header + 30])
-        return file.tensor(dtype, (count,), header + 30 + name + extra)
 
-    return read_pickle(raw, known, file.path, storage)
+def _storage(
+    reference: Any, entries: dict[str, zipfile.ZipInfo], file: MappedFile, start: int
+) -> Tensor:
+    """The flat tensor that a pickle refers to; `start`: where the archive begins in the file.
+    Raises UserError.
+    """
+    kind, storage_class, key, _, count = _expect(reference, tuple)
+    if (
+        kind != "storage"
+        or _expect(storage_class, Record).kind not in STORAGES
+        or type(key) is not str
+        or type(count) is not int
+    ):
+        raise UserError("a reference to something that is no storage")
+    info, dtype = entries[f"data/{key}"], STORAGES[storage_class.kind]
+    if info.file_size != count * dtype.itemsize:
+        raise UserError(
+            f"storage {key} has {info.file_size} bytes, {count * dtype.itemsize} are expected"
+        )
+    header = start + info.header_offset
+    name, extra = struct.unpack("<HH", file.bytes[header + 26 : header + 30])
+    return file.tensor(dtype, (count,), header + 30 + name + extra)

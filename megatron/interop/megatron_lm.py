@@ -17,10 +17,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron.checkpoint.boxes import intersect
-from megatron.checkpoint.foreign.models import Pair, Part, Whole
-from megatron.checkpoint.foreign.pickles import Record
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
+from megatron.interop.models import Pair, Part, Whole
+from megatron.interop.pickles import Record
+from megatron.layers.spec import Box, ParameterSpec
 from megatron.model.build import declared
 
 OUTER = {
@@ -93,15 +94,18 @@ def map_tensors(model: ModelConfig, vocab_size: int, tensors: Iterable[Whole]) -
                 wrong.append(f"{name}: {error}")
                 break
     if unknown or wrong:
-        shown = [f"  {name}" for name in unknown[:40]] + [f"  and {len(unknown) - 40} more"] * (
-            len(unknown) > 40
-        )
-        raise UserError(
-            "\n".join(
-                [*(["tensors without a counterpart here:"] if unknown else []), *shown, *wrong]
-            )
-        )
+        raise UserError("\n".join([*_without_counterpart(unknown), *wrong]))
     return pairs
+
+
+def _without_counterpart(names: list[str]) -> list[str]:
+    """Lines that list tensors which are not ours; none for none."""
+    if not names:
+        return []
+    lines = ["tensors without a counterpart here:", *(f"  {name}" for name in names[:40])]
+    if len(names) > 40:
+        lines.append(f"  and {len(names) - 40} more")
+    return lines
 
 
 def _layers(ours: str, shape: tuple[int, ...], parts: list[Part]) -> Iterator[tuple[int, Part]]:
@@ -130,45 +134,71 @@ def _boxes(
     offset, extent, elements = part
     if half >= 0:
         shape, offset = (2 * shape[0], *shape[1:]), (half * shape[0] + offset[0], *offset[1:])
+    spec = _require_shape(model, vocab_size, parameter, shape)
+    value = elements()
+    for box in spec.boxes():
+        stride = shape[0] // box.groups
+        for first, last, whole in _runs(offset[0], offset[0] + extent[0], stride):
+            cut = _whole_groups if whole and box.groups > 1 else _in_one_group
+            found = cut(box, first, last, stride)
+            if found is not None:
+                rows, low, high = found
+                where = dataclasses.replace(
+                    rows,
+                    offset=(rows.offset[0], *offset[1:]),
+                    extent=(rows.extent[0], *extent[1:]),
+                )
+                yield where, value[low - offset[0] : high - offset[0]]
+
+
+def _require_shape(
+    model: ModelConfig, vocab_size: int, parameter: str, shape: tuple[int, ...]
+) -> ParameterSpec:
+    """What the model declares of a parameter; raises UserError unless it can have this shape."""
     spec = declared(model, vocab_size).get(parameter)
     if spec is None:
         raise UserError("a model with these flags has no such tensor")
     needed = spec.local_shape(1)
     padded = spec.tensors[0].stored is not None  # to any number of rows
-    if shape[1:] != needed[1:] or (shape[0] < vocab_size if padded else shape[0] != needed[0]):
+    fits = shape[0] >= vocab_size if padded else shape[0] == needed[0]
+    if not fits or shape[1:] != needed[1:]:
         raise UserError(
             f"shape {list(shape)}, but the model's flags need {list(needed)} for "
             f"{', '.join(tensor.name for tensor in spec.tensors)}"
         )
-    value = elements()
-    for box in spec.boxes():
-        rows, stride = box.extent[0] // box.groups, shape[0] // box.groups
-        for first, last, whole in _runs(offset[0], offset[0] + extent[0], stride):
-            group = first // stride
-            if whole and box.groups > 1:
-                low, high, start, groups = (
-                    group * rows,
-                    last // stride * rows,
-                    box.start,
-                    last // stride - group,
-                )
-            else:
-                common = intersect(
-                    (group * stride + box.start,), (rows,), (first,), (last - first,)
-                )
-                if common is None:
-                    continue
-                ((first,), (last,)), start, groups = common, 0, 1
-                low = group * rows + first - group * stride - box.start
-                high = low + last - first
-            where = dataclasses.replace(
-                box,
-                offset=(low, *offset[1:]),
-                extent=(high - low, *extent[1:]),
-                groups=groups,
-                start=start,
-            )
-            yield where, value[first - offset[0] : last - offset[0]]
+    return spec
+
+
+def _whole_groups(box: Box, first: int, last: int, stride: int) -> tuple[Box, int, int]:
+    """Rows [first, last) of a fused parameter, whole groups of `stride` rows: the rows of `box`
+    that are in them, and [first, last) themselves, of which the box is a strided view.
+    """
+    rows = box.extent[0] // box.groups
+    group, groups = first // stride, (last - first) // stride
+    return _take_rows(box, group * rows, groups * rows, groups, box.start), first, last
+
+
+def _in_one_group(box: Box, first: int, last: int, stride: int) -> tuple[Box, int, int] | None:
+    """Rows [first, last) of one group: the rows of `box` that are among them, and which of the
+    parameter they are; None when there are none.
+    """
+    rows, group = box.extent[0] // box.groups, first // stride
+    begin = group * stride + box.start  # of the group's rows of this box
+    common = intersect((begin,), (rows,), (first,), (last - first,))
+    if common is None:
+        return None
+    (low,), (high,) = common
+    return _take_rows(box, group * rows + low - begin, high - low, groups=1, start=0), low, high
+
+
+def _take_rows(box: Box, first: int, count: int, groups: int, start: int) -> Box:
+    return dataclasses.replace(
+        box,
+        offset=(first, *box.offset[1:]),
+        extent=(count, *box.extent[1:]),
+        groups=groups,
+        start=start,
+    )
 
 
 def _runs(first: int, last: int, stride: int) -> Iterator[tuple[int, int, bool]]:
@@ -228,41 +258,15 @@ def model_fields(args: Record) -> dict[str, Any]:
     UserError naming what has no counterpart.
     """
     given = dict(args.state) if isinstance(args, Record) and isinstance(args.state, dict) else {}
-    faults = [
-        f"--{name.replace('_', '-')} {reprlib.repr(given[name])}"
-        for name, absent in REFUSED.items()
-        if given.get(name) not in absent
-    ]
-    lacking = [
-        name
-        for name in ("num_layers", "hidden_size", "num_attention_heads")
-        if type(given.get(name)) is not int
-    ]
-    if faults or lacking:
-        raise UserError(
-            "the arguments in the checkpoint cannot be taken over: "
-            + "; ".join([*faults, *(f"no {name}" for name in lacking)])
-        )
+    _require_known(given)
     fields = {name: given[name] for name in SAME if given.get(name) is not None}
-    heads = fields["num_attention_heads"]
-    fields.setdefault("kv_channels", fields["hidden_size"] // heads)
-    fields["num_query_groups"] = (
-        given["num_query_groups"] if given.get("group_query_attention") else heads
-    )
+    heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
+    grouped = given.get("group_query_attention")
+    fields.setdefault("kv_channels", hidden // heads)
+    fields.setdefault("ffn_hidden_size", 4 * hidden)
+    fields["num_query_groups"] = given["num_query_groups"] if grouped else heads
     fields["norm_epsilon"] = given.get("norm_epsilon") or given.get("layernorm_epsilon") or 1e-5
-    gated = given.get("swiglu")
-    # Megatron's fused kernel is the tanh form
-    fused = given.get("bias_gelu_fusion") and fields.get("add_bias_linear", True)
-    fields["activation"] = (
-        "swiglu"
-        if gated
-        else "squared-relu"
-        if given.get("squared_relu")
-        else "gelu-tanh"
-        if given.get("openai_gelu") or fused
-        else "gelu"
-    )
-    fields.setdefault("ffn_hidden_size", 4 * fields["hidden_size"])
+    fields["activation"] = _activation(given)
     kinds = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
     for name, value in fields.items():
         if kinds[name].startswith("float"):
@@ -273,3 +277,29 @@ def model_fields(args: Record) -> dict[str, Any]:
                 f"--{name.replace('_', '-')} is a {value.kind}"
             )
     return fields
+
+
+def _require_known(given: dict[str, Any]) -> None:
+    """Raises UserError naming every argument that our models do not have, or that is missing."""
+    faults = [
+        f"--{name.replace('_', '-')} {reprlib.repr(given[name])}"
+        for name, absent in REFUSED.items()
+        if given.get(name) not in absent
+    ]
+    needed = "num_layers", "hidden_size", "num_attention_heads"
+    faults += [f"no {name}" for name in needed if type(given.get(name)) is not int]
+    if faults:
+        raise UserError(
+            "the arguments in the checkpoint cannot be taken over: " + "; ".join(faults)
+        )
+
+
+def _activation(given: dict[str, Any]) -> str:
+    if given.get("swiglu"):
+        return "swiglu"
+    if given.get("squared_relu"):
+        return "squared-relu"
+    # Megatron's fused kernel is the tanh form.
+    biases = given.get("add_bias_linear")
+    fused = given.get("bias_gelu_fusion") and (biases is None or biases)
+    return "gelu-tanh" if given.get("openai_gelu") or fused else "gelu"

@@ -7,6 +7,7 @@ state gives equal bytes for every number of ranks. A folder that appears under i
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -24,14 +25,14 @@ from torch import Tensor
 
 from megatron.checkpoint.boxes import intersect
 from megatron.checkpoint.files import sync_folder
-from megatron.checkpoint.foreign.huggingface import Rule
-from megatron.checkpoint.foreign.models import MappedFile, Pair, Part, own_rows, whole_part
 from megatron.checkpoint.manifest import HEADER_LIMIT, CheckpointError, encode_header
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import DTYPE_NAMES, TORCH_DTYPES, Checkpoint
 from megatron.config.errors import UserError
 from megatron.config.input_files import InputError, parse_json
 from megatron.config.input_files import read_json as read_file
+from megatron.interop.huggingface import Rule
+from megatron.interop.models import MappedFile, Pair, Part, own_rows, whole_part
 from megatron.layers.spec import Box
 
 FILE = 4 << 30  # most bytes of tensors in one file, unless a single tensor is larger
@@ -49,38 +50,76 @@ class Place:
     file: int
     start: int
 
+    @property
+    def numel(self) -> int:
+        return self.rows * math.prod(self.rest)
+
+    @property
+    def their_shape(self) -> tuple[int, ...]:
+        return (*self.rest, self.rows) if self.rule.transposed else (self.rows, *self.rest)
+
+
+@dataclass(frozen=True)
+class ExportLayout:
+    """Every tensor's place in the files of an export, and the files' headers by name."""
+
+    places: list[Place]
+    headers: dict[str, bytes]
+    dtype: torch.dtype
+
+    @property
+    def total(self) -> int:
+        """Bytes of all tensors."""
+        return sum(place.numel for place in self.places) * self.dtype.itemsize
+
+    def sizes(self) -> list[int]:
+        """Bytes of each file."""
+        sizes = [len(header) for header in self.headers.values()]
+        for place in self.places:
+            sizes[place.file] = place.start + place.numel * self.dtype.itemsize
+        return sizes
+
+    def index(self) -> dict[str, Any]:
+        """What model.safetensors.index.json holds."""
+        names = list(self.headers)
+        weight_map = {place.rule.theirs: names[place.file] for place in self.places}
+        return {"metadata": {"total_size": self.total}, "weight_map": weight_map}
+
 
 def lay_out(
     rules: list[Rule], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
-) -> tuple[list[Place], dict[str, bytes], dict[str, str]]:
-    """Every tensor's place; the files' headers by name; the file of each tensor."""
-    files: list[list[tuple[Rule, int, tuple[int, ...]]]] = []
+) -> ExportLayout:
+    """The layout of an export of the tensors that `rules` name, our `shapes` by name."""
+    files = _in_files(rules, shapes, dtype.itemsize)
+    places, headers = [], {}
+    for number, tensors in enumerate(files):
+        entries = [(place.rule.theirs, DTYPE_NAMES[dtype], place.their_shape) for place in tensors]
+        name = "model.safetensors"
+        if len(files) > 1:
+            name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        headers[name] = encode_header(entries, {"format": "pt"})
+        at = len(headers[name])
+        for place in tensors:
+            places.append(dataclasses.replace(place, start=at))
+            at += place.numel * dtype.itemsize
+    return ExportLayout(places, headers, dtype)
+
+
+def _in_files(
+    rules: list[Rule], shapes: dict[str, tuple[int, ...]], itemsize: int
+) -> list[list[Place]]:
+    """The tensors of each file; where a tensor begins is not known yet."""
+    files: list[list[Place]] = []
     room = 0
     for rule in rules:
         rows, rest = sum(shapes[name][0] for name in rule.ours), shapes[rule.ours[0]][1:]
-        size = rows * math.prod(rest) * dtype.itemsize
+        size = rows * math.prod(rest) * itemsize
         if not files or size > room:
             files.append([])
             room = max(size, FILE)
-        files[-1].append((rule, rows, rest))
+        files[-1].append(Place(rule, rows, rest, len(files) - 1, start=0))
         room -= size
-    names = (
-        ["model.safetensors"]
-        if len(files) == 1
-        else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    )
-    places, headers = [], {}
-    for number, (name, tensors) in enumerate(zip(names, files, strict=True)):
-        entries = [
-            (rule.theirs, DTYPE_NAMES[dtype], (*rest, rows) if rule.transposed else (rows, *rest))
-            for rule, rows, rest in tensors
-        ]
-        headers[name] = encode_header(entries, {"format": "pt"})
-        at = len(headers[name])
-        for rule, rows, rest in tensors:
-            places.append(Place(rule, rows, rest, number, at))
-            at += rows * math.prod(rest) * dtype.itemsize
-    return places, headers, {place.rule.theirs: names[place.file] for place in places}
+    return files
 
 
 def write_folder(
@@ -96,75 +135,66 @@ def write_folder(
 
     Raises CheckpointError, on several ranks the same UserError on each; nothing is left then.
     """
-    places, headers, weight_map = lay_out(
-        rules, {name: stored.shape for name, stored in checkpoint.tensors.items()}, dtype
-    )
-    total = sum(place.rows * math.prod(place.rest) for place in places) * dtype.itemsize
-    temporary: Path | None = None
-    notes: list[str] = []
+    shapes = {name: stored.shape for name, stored in checkpoint.tensors.items()}
+    layout = lay_out(rules, shapes, dtype)
+    # drawn by each rank, the first one's is used
+    temporary = target.parent / f".{target.name}-{os.urandom(8).hex()}"
 
-    def make() -> str | None:
-        nonlocal temporary
-        if not ranks.first:
-            return None
-        target.parent.mkdir(parents=True, exist_ok=True)
-        leftovers = target.parent.glob(f".{target.name}-{'?' * 16}")
-        notes.extend(
-            f"note: {left} is left of an export that was interrupted: delete it"
-            for left in leftovers
-        )
-        temporary = target.parent / f".{target.name}-{os.urandom(8).hex()}"
-        temporary.mkdir()
-        free = shutil.disk_usage(temporary).free
-        if free < total:
-            raise CheckpointError(
-                f"{target}: the export takes {total / 2**30:.2f} GiB, its disk has "
-                f"{free / 2**30:.2f} GiB left"
-            )
-        for (name, header), size in zip(
-            headers.items(), _sizes(places, headers, dtype), strict=True
-        ):
-            with open(temporary / name, "xb") as file:
-                file.write(header)
-                file.truncate(size)
-        return str(temporary)
+    def make() -> tuple[str, list[str]] | None:
+        return (str(temporary), _make_folder(temporary, target, layout)) if ranks.first else None
 
     def finish() -> list[str] | None:
         if not ranks.first:
             return None
-        if len(headers) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (temporary / "model.safetensors.index.json").write_text(
-                json.dumps(index, indent=2) + "\n"
-            )
-        notes.extend(extras(temporary))
-        for path in temporary.iterdir():
-            _sync(path)
-        sync_folder(temporary)
-        os.rename(temporary, target)
-        sync_folder(target.parent)
-        return notes
+        added = extras(temporary)
+        _publish(temporary, target, layout)
+        return added
+
+    def on_all_ranks(part: Callable[[], Any]) -> Any:
+        return ranks.agree(lambda: _in_words(target, part))[0]
 
     try:
-        folder = Path(ranks.agree(lambda: _in_words(target, make))[0])
-        ranks.agree(
-            lambda: _in_words(
-                target,
-                lambda: _write_share(folder, list(headers), places, checkpoint, dtype, ranks),
-            )
-        )
-        return ranks.agree(lambda: _in_words(target, finish))[0]
+        folder, notes = on_all_ranks(make)
+        on_all_ranks(lambda: _write_share(Path(folder), layout, checkpoint, ranks))
+        return notes + on_all_ranks(finish)
     except BaseException:
-        if temporary is not None:
+        if ranks.first:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _sizes(places: list[Place], headers: dict[str, bytes], dtype: torch.dtype) -> list[int]:
-    sizes = [len(header) for header in headers.values()]
-    for place in places:
-        sizes[place.file] = place.start + place.rows * math.prod(place.rest) * dtype.itemsize
-    return sizes
+def _make_folder(temporary: Path, target: Path, layout: ExportLayout) -> list[str]:
+    """Make the folder with files of the final sizes; notes about what other exports have left.
+    Raises CheckpointError when the disk has too little room.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    leftovers = list(target.parent.glob(f".{target.name}-{'?' * 16}"))
+    temporary.mkdir()
+    free = shutil.disk_usage(temporary).free
+    if free < layout.total:
+        raise CheckpointError(
+            f"{target}: the export takes {layout.total / 2**30:.2f} GiB, its disk has "
+            f"{free / 2**30:.2f} GiB left"
+        )
+    for (name, header), size in zip(layout.headers.items(), layout.sizes(), strict=True):
+        with open(temporary / name, "xb") as file:
+            file.write(header)
+            file.truncate(size)
+    return [
+        f"note: {left} is left of an export that was interrupted: delete it" for left in leftovers
+    ]
+
+
+def _publish(temporary: Path, target: Path, layout: ExportLayout) -> None:
+    """Give the finished folder its name, durably."""
+    if len(layout.headers) > 1:
+        index = json.dumps(layout.index(), indent=2) + "\n"
+        (temporary / "model.safetensors.index.json").write_text(index)
+    for path in temporary.iterdir():
+        _sync(path)
+    sync_folder(temporary)
+    os.rename(temporary, target)
+    sync_folder(target.parent)
 
 
 def _in_words(target: Path, part: Callable[[], Any]) -> Any:
@@ -184,37 +214,26 @@ def _sync(path: Path) -> None:
         os.close(file)
 
 
-def _write_share(
-    folder: Path,
-    names: list[str],
-    places: list[Place],
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    ranks: Ranks,
-) -> None:
+def _write_share(folder: Path, layout: ExportLayout, checkpoint: Checkpoint, ranks: Ranks) -> None:
     """This rank's rows of all tensors, durably."""
-    shares = list(
-        own_rows(
-            [(place.rows, math.prod(place.rest)) for place in places],
-            ranks.world.rank,
-            ranks.world.size,
+    sizes = [(place.rows, math.prod(place.rest)) for place in layout.places]
+    shares = [
+        (place, first, last)
+        for place, (first, last) in zip(
+            layout.places, own_rows(sizes, ranks.world.rank, ranks.world.size), strict=True
         )
-    )
-    report = ProgressLine(
-        "exported",
-        sum((last - first) * math.prod(p.rest) for p, (first, last) in zip(places, shares))
-        * dtype.itemsize,
-        ranks.first,
-    )
+        if first < last
+    ]
+    elements = sum((last - first) * math.prod(place.rest) for place, first, last in shares)
+    report = ProgressLine("exported", elements * layout.dtype.itemsize, ranks.first)
+    names = list(layout.headers)
     files = {
         number: os.open(folder / names[number], os.O_WRONLY | os.O_CLOEXEC)
-        for number in sorted(
-            {place.file for place, (first, last) in zip(places, shares) if first < last}
-        )
+        for number in sorted({place.file for place, _, _ in shares})
     }
     try:
-        for place, (first, last) in zip(places, shares, strict=True):
-            for row, piece in _pieces(place, first, last, checkpoint, dtype):
+        for place, first, last in shares:
+            for row, piece in _pieces(place, first, last, checkpoint, layout.dtype):
                 _write_piece(files[place.file], place, row, piece)
                 report.add(piece.nbytes)
         for file in files.values():
@@ -324,11 +343,8 @@ def _open_file(path: Path) -> dict[str, Tensor]:
             raise UserError(f"a header of {length} bytes in a file of {file.size}")
         for key, value in parse_json(file.bytes[8 : 8 + length]).items():
             if key != "__metadata__" and value["dtype"] in TORCH_DTYPES:
-                dtype, shape, (start, stop) = (
-                    TORCH_DTYPES[value["dtype"]],
-                    tuple(map(int, value["shape"])),
-                    value["data_offsets"],
-                )
+                dtype, shape = TORCH_DTYPES[value["dtype"]], tuple(map(int, value["shape"]))
+                start, stop = value["data_offsets"]
                 if min(shape, default=0) < 0 or stop - start != math.prod(shape) * dtype.itemsize:
                     raise UserError(f"{key}: {stop - start} bytes for shape {list(shape)}")
                 tensors[key] = file.tensor(dtype, shape, 8 + length + start)
@@ -358,29 +374,26 @@ def take_parts(
     """The logical tensors as they lie in parts (shape, parts) of Hugging Face's. Raises UserError
     for one that cannot be cut as its rule says.
     """
-    pairs = []
-    for rule in rules:
-        shape, parts = tensors[rule.theirs]
-        turn = -1 if rule.transposed else 1
-        shape = shape[::turn]
-        rows, rest = divmod(shape[0], len(rule.ours))
-        if rest:
-            raise UserError(f"{rule.theirs} {list(shape)} does not hold {' and '.join(rule.ours)}")
-        for offset, extent, elements in parts:
-            value = elements().t() if rule.transposed else elements()
-            offset, extent = offset[::turn], extent[::turn]
-            for i, name in enumerate(rule.ours):
-                common = intersect((i * rows,), (rows,), offset[:1], extent[:1])
-                if common is not None:
-                    (low,), (high,) = common
-                    box = Box(
-                        name,
-                        (rows, *shape[1:]),
-                        (low - i * rows, *offset[1:]),
-                        (high - low, *extent[1:]),
-                    )
-                    pairs.append((box, value[low - offset[0] : high - offset[0]]))
-    return pairs
+    return [pair for rule in rules for pair in _cut_rows(rule, *tensors[rule.theirs])]
+
+
+def _cut_rows(rule: Rule, shape: tuple[int, ...], parts: list[Part]) -> Iterator[Pair]:
+    """The logical tensors of one rule."""
+    turn = -1 if rule.transposed else 1
+    shape = shape[::turn]
+    rows, rest = divmod(shape[0], len(rule.ours))
+    if rest:
+        raise UserError(f"{rule.theirs} {list(shape)} does not hold {' and '.join(rule.ours)}")
+    for offset, extent, elements in parts:
+        value = elements().t() if rule.transposed else elements()
+        (first, *columns), (count, *widths) = offset[::turn], extent[::turn]
+        for i, name in enumerate(rule.ours):
+            common = intersect((i * rows,), (rows,), (first,), (count,))
+            if common is None:
+                continue
+            (low,), (high,) = common
+            box = Box(name, (rows, *shape[1:]), (low - i * rows, *columns), (high - low, *widths))
+            yield box, value[low - first : high - first]
 
 
 def read_json(path: Path) -> dict[str, Any]:

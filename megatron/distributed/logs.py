@@ -1,0 +1,137 @@
+"""The log of a job of several ranks: Python's logging, each warning once and with its rank.
+
+Rank 0 writes everything to stdout. A rank above 0 writes warnings alone, to stderr and behind
+`rank 3:`, and only those that no other rank has logged: it holds each back for a few seconds, and
+rank 0 enters the texts of its own in the job's store. Python's warnings are logged like others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+LOGGED = "megatron", "py.warnings"  # the loggers that are written
+PATIENCE = 5.0  # seconds that rank 0 has to log the same
+
+
+class LineFormatter(logging.Formatter):
+    """Information as it is, warnings and errors behind their level."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The lines of a record."""
+        text = super().format(record)
+        if record.name == "py.warnings":
+            text = text.partition("\n")[0]  # without the line of code
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        return level + text
+
+
+class FirstRank(logging.Handler):
+    """Rank 0's, or that of a process alone, without a store: everything to stdout."""
+
+    def __init__(self, store: Store | None) -> None:
+        super().__init__()
+        self.store = store
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, and enter a warning in the store."""
+        text = self.format(record)
+        print(text, flush=True)
+        if self.store is not None and record.levelno >= logging.WARNING:
+            with contextlib.suppress(RuntimeError):  # a store that has gone: the job is ending
+                self.store.set(_key(text), "logged")
+
+
+class OtherRank(logging.Handler):
+    """That of a rank above 0."""
+
+    def __init__(self, rank: int, store: Store) -> None:
+        super().__init__(logging.WARNING)
+        self.rank, self.store = rank, store
+        self.held: list[tuple[float, str]] = []  # when each is due
+        self.changed = threading.Condition()
+        self.thread: threading.Thread | None = None
+        self.over = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hold a warning back."""
+        with self.changed:
+            self.held.append((time.monotonic() + PATIENCE, self.format(record)))
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._write_due, daemon=True)
+                self.thread.start()
+            self.changed.notify()
+
+    def _write_due(self) -> None:
+        while True:
+            with self.changed:
+                while not self.held and not self.over:
+                    self.changed.wait()
+                if not self.held:
+                    return
+                due, text = self.held[0]
+                if not self.over and due > time.monotonic():
+                    self.changed.wait(due - time.monotonic())
+                    continue
+                self.held.pop(0)
+            if self._is_news(text):
+                print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
+
+    def _is_news(self, text: str) -> bool:
+        """Whether neither rank 0 nor another rank has logged it."""
+        try:
+            return (
+                not self.store.check([_key(text)])
+                and self.store.add(f"{_key(text)}/others", 1) == 1
+            )
+        except RuntimeError:  # a store that has gone: better twice than never
+            return True
+
+    def close(self) -> None:
+        """Write what is held back, at once."""
+        with self.changed:
+            self.over = True
+            self.changed.notify()
+        if self.thread is not None:
+            self.thread.join(timeout=PATIENCE)
+        super().close()
+
+
+def _key(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def job_log() -> Iterator[None]:
+    """While open, this process writes what it logs as its rank in the job does."""
+    handler: FirstRank | OtherRank = FirstRank(None)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        # with a connection of its own
+        store = PrefixStore("log", dist.distributed_c10d._get_default_store().clone())
+        rank = dist.get_rank()
+        handler = FirstRank(store) if rank == 0 else OtherRank(rank, store)
+    handler.setFormatter(LineFormatter())
+    loggers = [logging.getLogger(name) for name in LOGGED]
+    before = [(logger, logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False  # a library that sets up logging would write it again
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        for logger, level, propagate in before:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagate
+        handler.close()

@@ -1,0 +1,93 @@
+"""Warnings of ranks above 0 are logged with their rank; what rank 0 logs, nobody repeats."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import time
+import warnings
+from unittest import mock
+
+import torch.distributed as dist
+
+from megatron.distributed import logs
+
+logger = logging.getLogger("megatron.tests")
+
+
+def heard(late: bool) -> tuple[str, str]:
+    """What this rank writes to stdout and stderr: a line of every rank, a warning of all, one of
+    rank 2, one of ranks 1 and 2, and Python's.
+    """
+    rank, out, err = dist.get_rank(), io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.object(logs, "PATIENCE", 1.0),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("always")
+        with logs.job_log():
+            logger.info("an ordinary line, 100%")
+            if rank == 0 and late:
+                time.sleep(0.4)  # the others come first
+            logger.warning(f"known to all{late}")
+            warnings.warn(f"of the library{late}", stacklevel=1)
+            if rank == 2:
+                logger.warning(f"the disk of this node is nearly full{late}")
+                warnings.warn(f"of this rank{late}", stacklevel=1)
+            if rank > 0:
+                logger.warning(f"not on the first node{late}")
+            time.sleep(0 if not late else 1.5)
+            dist.barrier()
+        logger.info("after the job")
+    return out.getvalue(), err.getvalue()
+
+
+def check(told: list[tuple[str, str]], late: bool) -> None:
+    out, err = told[0]
+    first, second, third = out.splitlines()
+    assert [first, second] == ["an ordinary line, 100%", f"warning: known to all{late}"]
+    assert third.startswith("warning: ") and third.endswith(f": UserWarning: of the library{late}")
+    assert err == ""
+    assert [out for out, _ in told[1:]] == ["", ""]
+    lines = [line for _, err in told[1:] for line in err.splitlines()]
+    assert sum("not on the first node" in line for line in lines) == 1
+    others = [line for line in lines if "not on the first node" not in line]
+    assert others[0] == f"rank 2: warning: the disk of this node is nearly full{late}"
+    assert others[1].startswith("rank 2: warning: ")
+    assert others[1].endswith(f": UserWarning: of this rank{late}")
+    assert len(others) == 2
+
+
+def test_others_are_heard_and_nothing_is_logged_twice(gloo_world):
+    # rank 0 logs first, or after the others; texts differ, for the world's store outlives a run
+    for late in (False, True):
+        check(gloo_world(3).run(heard, late), late)
+
+
+def test_one_process(capsys):
+    with logs.job_log():
+        logger.info("as it is")
+        logger.warning("with its level")
+        try:
+            raise ValueError("a fault")
+        except ValueError:
+            logger.exception("with its cause")
+        logger.debug("not written")
+    out = capsys.readouterr().out.splitlines()
+    assert out[:3] == ["as it is", "warning: with its level", "error: with its cause"]
+    assert out[-1] == "ValueError: a fault"
+
+
+def test_a_library_that_sets_up_logging_repeats_nothing(capsys):
+    other = logging.StreamHandler()
+    logging.getLogger().addHandler(other)
+    try:
+        with logs.job_log():
+            logger.warning("once")
+    finally:
+        logging.getLogger().removeHandler(other)
+    told = capsys.readouterr()
+    assert told.out == "warning: once\n" and told.err == ""
