@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.files import (
@@ -39,11 +39,12 @@ logger = logging.getLogger(__name__)
 
 
 class Attempt:
-    """The temporary `folder` of one save: made and in the end removed by the first rank, held by
-    all while they live.
+    """The temporary `folder` of one save: inside `with` it is there, made and in the end removed by
+    the first rank, and held by all while they live.
 
     `state` is what is saved beside tensors; a rank writes `own` of `shards`, from number `index` on
-    (None where it writes none): all are told in the beginning.
+    (None where it writes none). All ranks make an attempt together, which tells them of each
+    other's; CheckpointError is raised on all of them when their states differ.
     """
 
     def __init__(
@@ -55,43 +56,29 @@ class Attempt:
         state: dict[str, Any] | None = None,
         own: int = 0,
     ) -> None:
-        self.root, self.ranks, self.explain, self.lock, self.makes = (
-            root,
-            ranks,
-            explain,
-            -1,
-            ranks.first,
-        )
-        self.state, self.own = state or {}, own
-        self._choose(iteration, secrets.token_hex(8))
-
-    def _choose(self, iteration: int, name: str) -> None:
-        self.iteration, self.name, self.folder = (
-            iteration,
-            name,
-            self.root / f".tmp-iter-{iteration}-{name}",
-        )
-
-    def __enter__(self) -> Attempt:
-        """Raises CheckpointError on all ranks when their states differ."""
-        try:
-            told = self._agree(
-                lambda: (
-                    self._begin(),
-                    self.own,
-                    m.state_digests({"iteration": self.iteration, **self.state}),
-                )
+        self.root, self.iteration, self.ranks, self.explain = root, iteration, ranks, explain
+        self.lock, self.makes = -1, ranks.first
+        told = self._agree(
+            lambda: (
+                secrets.token_hex(8),
+                own,
+                m.state_digests({"iteration": iteration, **(state or {})}),
             )
-            self._choose(self.iteration, told[0][0])
-            self._compare([digests for _, _, digests in told])
-        except BaseException as error:
-            self.__exit__(error)
-            raise
-        counts = [own for _, own, _ in told]
-        self.index, self.shards = (
-            (sum(counts[: self.ranks.world.rank]) if self.own else None),
-            sum(counts),
         )
+        self._compare([digests for _, _, digests in told])
+        self.name = told[0][0]  # the first rank's is the one for all
+        self.folder = root / f".tmp-iter-{iteration}-{self.name}"
+        counts = [count for _, count, _ in told]
+        self.index = sum(counts[: ranks.world.rank]) if own else None
+        self.shards = sum(counts)
+
+    def __enter__(self) -> Self:
+        """Raises CheckpointError on all ranks when the folder cannot be made."""
+        try:
+            self._agree(self._make)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def _compare(self, told: list[dict[str, str]]) -> None:
@@ -147,14 +134,12 @@ class Attempt:
             os.close(self.lock)
             self.lock = -1
 
-    def _begin(self) -> str:
-        """The first rank's name is the one for all; by then its folder is there."""
+    def _make(self) -> None:
         if self.ranks.first:
             make_root(self.root)
             clean(self.root, self.name)
             self.folder.mkdir(mode=FOLDER_MODE)
             self.lock = hold(self.folder)
-        return self.name
 
     def _join(self) -> None:
         try:

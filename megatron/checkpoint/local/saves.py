@@ -134,19 +134,6 @@ class NodeAttempt(Attempt):
         )
         self.makes = nodes.first
 
-    def __enter__(self) -> NodeAttempt:
-        super().__enter__()
-        try:
-            self._agree(self._make)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def _begin(self) -> str:
-        """Its name alone: each node's folder is made when all know it."""
-        return self.name
-
     def _join(self) -> None:
         """The node's first rank holds the folder for all."""
 
