@@ -44,9 +44,12 @@ class ShardSource(Protocol):
 class Range(Protocol):
     """Bytes [start, stop) of a shard's data that are wanted."""
 
-    shard: Any
-    start: int
-    stop: int
+    @property
+    def shard(self) -> Any: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
 
 
 Wanted = TypeVar("Wanted", bound=Range)
@@ -123,7 +126,7 @@ class Fetcher:
         Raises CheckpointError at the first chunk, in the order of the ranges, that cannot be read
         or does not match its digest.
         """
-        runs, ahead = self._runs(ranges), deque()
+        runs, ahead = self._runs(ranges), deque[Any]()
         try:
             while True:
                 while len(ahead) <= AHEAD and (run := next(runs, None)) is not None:

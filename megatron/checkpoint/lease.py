@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint.files import make_root, new_file, write_all
 from megatron.checkpoint.manifest import CheckpointError
@@ -106,12 +107,11 @@ def read_owner(path: Path) -> Owner | None:
             isinstance(found, dict)
             and {name: type(value) for name, value in found.items()} == kinds
         ):
-            return Owner(
-                **{
-                    name: value if kinds[name] is int else re.sub(r"[^\x20-\x7e]", "?", value)
-                    for name, value in found.items()
-                }
-            )
+            shown: dict[str, Any] = {
+                name: value if kinds[name] is int else re.sub(r"[^\x20-\x7e]", "?", value)
+                for name, value in found.items()
+            }
+            return Owner(**shown)
     except (OSError, ValueError, RecursionError):
         pass
     return None

@@ -347,7 +347,8 @@ def row_blocks(view: Tensor, dims: int, start: int, stop: int) -> Iterator[tuple
         return
     rows = view.shape[len(groups)]
     for group in range(start // rows, -(-stop // rows)):
-        index, rest = [], group
+        index: list[int] = []
+        rest = group
         for size in reversed(groups):
             rest, at = divmod(rest, size)
             index.insert(0, at)

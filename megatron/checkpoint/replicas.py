@@ -81,7 +81,7 @@ class Replicas:
                 factors[data.device] = odd_factors(data.device)
             digest.total = position_sum(data, factors[data.device], digest.total)
         threads = ThreadPoolExecutor(1, "replicas")
-        self.thread = threads.submit(lambda: [digest.add(data) for digest, data in host])
+        self.thread = threads.submit(_add_all, host)
         threads.shutdown(wait=False)
 
     def wait(self) -> None:
@@ -226,11 +226,17 @@ class _Digest:
     """
 
     def __init__(self) -> None:
-        self.hasher, self.total = chunk_hasher(), None
+        self.hasher = chunk_hasher()
+        self.total: Tensor | None = None
 
     def add(self, data: Tensor) -> None:
         for piece in data.split(PIECE // data.element_size()):
             self.hasher.update(memoryview(piece.cpu().view(torch.uint8).numpy()))
+
+
+def _add_all(host: list[tuple[_Digest, Tensor]]) -> None:
+    for digest, data in host:
+        digest.add(data)
 
 
 def _texts(digests: list[_Digest]) -> list[str]:

@@ -179,7 +179,9 @@ def _fits(option: Option, value: Any) -> bool:
 def _is_one(option: Option, value: Any) -> bool:
     if option.kind is float:
         return number(value)
-    return type(value) is option.kind and (option.kind is not int or abs(value) < 2**63)
+    if option.kind is int:
+        return type(value) is int and abs(value) < 2**63
+    return type(value) is option.kind
 
 
 CHECKS: dict[str, Callable[[Any], bool]] = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -32,7 +33,8 @@ def own_part(
     totals: Counter[str | None] = Counter()
     for box, tensor, _ in held:
         totals[box.replicated] += _bytes(box, tensor)
-    found, passed = [], Counter()
+    passed: Counter[str | None] = Counter()
+    found = []
     for box, tensor, place in held:
         kind, size = box.replicated, _bytes(box, tensor)
         begin = passed[kind]  # of this box in the bytes of its kind
@@ -62,11 +64,14 @@ def _rows_that_begin_before(byte: int, row: int, rows: int) -> int:
     return min(max(-(-byte // row), 0), rows)
 
 
+def _held_by(part: int, count: int, box: Box) -> Holder:
+    return Holder(part, count)
+
+
 def in_parts(pairs: Sequence[tuple[Box, Tensor]], count: int) -> list[list[tuple[Box, Tensor]]]:
     """The pairs cut by rows into at most `count` lists of about equal bytes, none of them empty."""
     parts = (
-        own_part(pairs, lambda box, part=part: Holder(part, count), balanced=True)
-        for part in range(count)
+        own_part(pairs, partial(_held_by, part, count), balanced=True) for part in range(count)
     )
     return [part for part in parts if part]
 

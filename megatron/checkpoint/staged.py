@@ -8,7 +8,6 @@ small ones when the shards are written and when the checkpoint is committed.
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import time
@@ -39,8 +38,10 @@ def staging_bytes(pairs: Sequence[tuple[Box, Tensor]], limit: float | None) -> i
     `limit` GiB where that is less.
     """
     header = len(shard_header(list(pairs), 0, 1, 0)) + m.ALIGN  # with longer numbers
-    chunks = math.inf if limit is None else max(1, int(limit * GIB) // m.CHUNK)
-    return header + min(-(-shard_bytes(pairs) // m.CHUNK), chunks) * m.CHUNK
+    chunks = -(-shard_bytes(pairs) // m.CHUNK)
+    if limit is not None:
+        chunks = min(chunks, max(1, int(limit * GIB) // m.CHUNK))
+    return header + chunks * m.CHUNK
 
 
 class Staging:
@@ -150,7 +151,8 @@ class StagedStrategy:
         every rank where anything prevents the save on one.
         """
         if self.staging is None and not request.local:
-            return SynchronousStrategy(self.destination).start(request)
+            SynchronousStrategy(self.destination).start(request)
+            return None
         root, ranks = self.destination.root, self.destination.ranks
         attempt = Attempt(
             root,

@@ -110,7 +110,8 @@ def write_shards(
     """Write this rank's shards, each by a thread; the error of one ends all. Options and results as
     `write_shard_file`'s.
     """
-    lock, faults = Lock(), []
+    lock = Lock()
+    faults: list[BaseException] = []
 
     def tell(count: int) -> None:
         with lock:

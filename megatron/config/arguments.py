@@ -223,9 +223,10 @@ def suggestions(flag: str) -> list[str]:
 
 def _field_help(group: type) -> dict[str, str]:
     """The string literal under each field of a dataclass, from its source."""
-    body = ast.parse(inspect.getsource(group)).body[0].body  # type: ignore[attr-defined]
+    parsed: Any = ast.parse(inspect.getsource(group)).body[0]
+    body: list[Any] = parsed.body
     return {
-        field.target.id: " ".join(text.value.value.split())
+        field.target.id: " ".join(text.value.value.split())  # type: ignore
         for field, text in zip(body, body[1:], strict=False)
         if isinstance(field, ast.AnnAssign)
         and isinstance(text, ast.Expr)
@@ -273,7 +274,7 @@ def options() -> tuple[Option, ...]:
     """Every field of `Config` as an option, in the order of groups.py."""
     result = []
     for group in dataclasses.fields(Config):
-        cls = getattr(groups, group.type)
+        cls = getattr(groups, str(group.type))
         hints, texts = typing.get_type_hints(cls), _field_help(cls)
         result += [
             _option(group.name, field, hints[field.name], texts[field.name])
@@ -308,11 +309,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_argument_group("command")
     for name, text in COMMANDS.items():
-        commands.add_argument(
-            name,
-            help=text,
-            **({"metavar": "FILE"} if key(name) in TAKES_FILE else {"action": "store_true"}),
-        )
+        takes_file = key(name) in TAKES_FILE
+        kind: dict[str, Any] = {"metavar": "FILE"} if takes_file else {"action": "store_true"}
+        commands.add_argument(name, help=text, **kind)
     for field in dataclasses.fields(Config):
         group = parser.add_argument_group(field.name)
         for option in (option for option in options() if option.group == field.name):

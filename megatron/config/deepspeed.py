@@ -168,6 +168,7 @@ def _flatten(
 
 def _kind_fault(key: str, value: Any) -> str:
     """What is wrong with the type or size of a value that is compared; empty when nothing is."""
+    kind: type
     if key in TEXT:
         kind = str
     elif key in SAME and isinstance(DEFAULTS[SAME[key][1]], bool):

@@ -19,7 +19,7 @@ DEFAULTS = {
 METADATA = {  # what every field declares of itself
     field.name: field.metadata or flag(None).metadata
     for group in dataclasses.fields(Config)
-    for field in dataclasses.fields(type(group.default))
+    for field in dataclasses.fields(type(group.default))  # type: ignore[arg-type]
 }
 GATED = ("swiglu", "geglu")
 

@@ -772,7 +772,7 @@ class DistributedConfig:
     """Ranks over which each layer's matrices are divided (TP)."""
     pipeline_model_parallel_size: int = flag(1, bound=POSITIVE, deepspeed=("pipeline.stages",))
     """Ranks over which the layers are divided (PP)."""
-    pipeline_schedule: Literal[*SCHEDULES] | None = flag(
+    pipeline_schedule: Literal[*SCHEDULES] | None = flag(  # type: ignore[valid-type]
         None,
         megatron="absent there: 1f1b, or interleaved with virtual stages",
         change=ROUNDING,
@@ -931,7 +931,9 @@ class Config:
         """The inverse of to_dict, also after JSON (its lists become tuples). Raises TypeError for
         an unknown field.
         """
-        kinds = {group.name: type(group.default) for group in dataclasses.fields(cls)}
+        kinds: dict[str, Any] = {
+            group.name: type(group.default) for group in dataclasses.fields(cls)
+        }
         return cls(
             **{
                 name: kind(

@@ -142,7 +142,7 @@ class IndexedDataset:
         self.lengths = np.frombuffer(index, "<i4", sequences, lengths_at)
         self.offsets = np.frombuffer(index, "<i8", sequences, offsets_at)
         self.documents = np.frombuffer(index, "<i8", entries, documents_at)
-        index.madvise(mmap.MADV_RANDOM)  # spaced reads: no read-ahead
+        index.madvise(mmap.MADV_RANDOM)  # type: ignore[union-attr]  # spaced reads: no read-ahead
         self._check_spaced_entries()
         self._check_total()
         self.tokens = np.frombuffer(content, self.dtype)
@@ -425,9 +425,9 @@ class IndexedDatasetWriter:
             },
             **sidecar,
         }
-        with open(self._parts["json"], "w") as file:
-            json.dump(complete, file, indent=1)
-            _sync(file)
+        with open(self._parts["json"], "w") as described:
+            json.dump(complete, described, indent=1)
+            _sync(described)
         return complete
 
     def _complete_index(self) -> None:

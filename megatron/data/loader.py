@@ -517,10 +517,9 @@ def _mock_data(config: Config, tokenizer: Any, evaluate: bool) -> Data:
 
     if tokenizer.vocab_size < 2:
         raise DataError(f"--mock-data needs a vocabulary of at least 2, got {tokenizer.vocab_size}")
-    held_out = [
+    validation, test = (
         {name: source(name, EVALUATION_SEED)} if evaluate else {} for name in ("validation", "test")
-    ]
-    notes = [f"mock data: computed tokens over the vocabulary of {tokenizer.vocab_size}"]
-    return Data(
-        source("train", config.training.seed), *held_out, {"segments": []}, notes, tokenizer.eod
     )
+    notes = [f"mock data: computed tokens over the vocabulary of {tokenizer.vocab_size}"]
+    train = source("train", config.training.seed)
+    return Data(train, validation, test, {"segments": []}, notes, tokenizer.eod)

@@ -26,7 +26,7 @@ def mix(value: np.ndarray | np.uint64) -> np.ndarray:
         value = value + np.uint64(0x9E3779B97F4A7C15)
         value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
+    return value ^ (value >> np.uint64(31))  # type: ignore[return-value]
 
 
 def key_of(*parts: object) -> np.uint64:
@@ -43,9 +43,9 @@ def permute(index: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
     index [m] int64 in [0, n), key [m] uint64 (elements with equal keys share one bijection) -> [m]
     int64.
     """
-    a = int(np.ceil(np.sqrt(n)))
-    a += a * a < n  # the root was rounded
-    a, b = np.uint64(a), np.uint64(-(-n // a))
+    side = int(np.ceil(np.sqrt(n)))
+    side += side * side < n  # the root was rounded
+    a, b = np.uint64(side), np.uint64(-(-n // side))
     keys = [mix(key + np.uint64(r)) for r in range(ROUNDS)]
     result = index.astype(np.uint64)
     pending = np.arange(len(result))

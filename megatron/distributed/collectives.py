@@ -65,7 +65,7 @@ class _Works:
         self,
         works: list[Any],
         result: Tensor,
-        finish: Callable[[], None] = lambda: None,
+        finish: Callable[[], object] = lambda: None,
         of: tuple[str, Axis] | None = None,
     ):
         self.works, self.result, self.finish, self.of = works, result, finish, of

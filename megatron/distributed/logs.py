@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
@@ -44,7 +45,10 @@ class FirstRank(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, and enter a warning in the store."""
         text = self.format(record)
-        print(text, flush=True)
+        try:
+            print(text, flush=True)
+        except (OSError, RuntimeError):  # a full disk; a signal in the middle of another line
+            self.handleError(record)
         if self.store is not None and record.levelno >= logging.WARNING:
             with contextlib.suppress(RuntimeError):  # a store that has gone: the job is ending
                 self.store.set(_key(text), "logged")
@@ -115,7 +119,8 @@ def job_log() -> Iterator[None]:
     handler: FirstRank | OtherRank = FirstRank(None)
     if dist.is_initialized() and dist.get_world_size() > 1:
         # with a connection of its own
-        store = PrefixStore("log", dist.distributed_c10d._get_default_store().clone())
+        default: Any = dist.distributed_c10d._get_default_store()
+        store = PrefixStore("log", default.clone())
         rank = dist.get_rank()
         handler = FirstRank(store) if rank == 0 else OtherRank(rank, store)
     handler.setFormatter(LineFormatter())

@@ -41,7 +41,7 @@ class PeerError(RuntimeError):
 class Heartbeat(NamedTuple):
     """What a rank has put into the store."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # tuples have a method of this name
     seconds: float  # Unix time
     place: str
     what: str
@@ -84,7 +84,8 @@ class Peers:
         self.rank, self.world, self.holder, self.over = rank, world, holder, threading.Event()
         # A connection of its own, which nothing holds up; many of them would be more than a process
         # may have open.
-        self.store = PrefixStore("reports", store.clone() if world <= CLONED else store)
+        own = store.clone() if world <= CLONED else store  # type: ignore[attr-defined]
+        self.store = PrefixStore("reports", own)
         self.count, self.silent = 0, set()
         self.report()
         threading.Thread(target=self._run, args=(self.over,), daemon=True).start()

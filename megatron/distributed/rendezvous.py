@@ -117,8 +117,8 @@ class _Meeting:
         self.fingerprint = json.dumps(fingerprint, sort_keys=True, default=str)
         digest = hashlib.sha256(self.fingerprint.encode()).hexdigest()[:16]
         self.me = Arrival(launch.rank, secrets.token_hex(8), launch.world_size, digest, gpu)
-        self.keys = PrefixStore(launch.job, open_store(launch, self.deadline, seconds))
-        self.keys.append("arrivals", self.me.line())
+        self.keys: Any = PrefixStore(launch.job, open_store(launch, self.deadline, seconds))
+        self.keys.append("arrivals", self.me.line())  # type: ignore[attr-defined]
         self.meeting = self.me.ticket if launch.rank == 0 else self._wait_for_call()
         verdict = self._lead() if launch.rank == 0 else self._wait_for_verdict()
         if verdict != FINE:

@@ -285,7 +285,7 @@ def set_determinism(
         )
     torch.use_deterministic_algorithms(wanted)
     # every buffer is written before it is read
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def share_cores(launch: Launch, environment: Mapping[str, str] = os.environ) -> None:

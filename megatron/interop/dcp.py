@@ -47,7 +47,7 @@ class CheckpointReader(StorageReader):
         CheckpointError.
         """
         with Checkpoint(self.folder) as checkpoint:
-            tensors = {
+            tensors: dict[str, Any] = {
                 name: TensorStorageMetadata(
                     TensorProperties(dtype=TORCH_DTYPES[stored.dtype]),
                     torch.Size(stored.shape),

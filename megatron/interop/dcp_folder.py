@@ -42,7 +42,8 @@ class DcpFolder:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._files = folder, {}
+        self.folder = folder
+        self._files: dict[str, MappedFile] = {}
         path = folder / ".metadata"
         metadata = read_pickle(bytes(MappedFile(path).bytes), DCP_CLASSES, path)
         try:

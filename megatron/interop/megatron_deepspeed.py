@@ -96,7 +96,7 @@ def megatron_arguments(args: Any) -> Record:
     if state.get("rope_theta"):
         state["rotary_base"] = state["rope_theta"]
     norm = state.get("normalization")
-    norms = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", None: "LayerNorm"}
+    norms: dict[Any, Any] = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", None: "LayerNorm"}
     state["normalization"] = norms.get(norm, norm)
     if state.get("num_experts") in ([1], [0]):
         state["num_experts"] = None

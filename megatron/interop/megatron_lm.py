@@ -14,7 +14,10 @@ import dataclasses
 import re
 import reprlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
+
+import torch
 
 from megatron.checkpoint.boxes import intersect
 from megatron.config.errors import UserError
@@ -73,7 +76,8 @@ def map_tensors(model: ModelConfig, vocab_size: int, tensors: Iterable[Whole]) -
     """The logical tensors in theirs (name, shape, parts). Raises UserError listing all names that
     have no counterpart here.
     """
-    unknown, wrong, pairs = [], [], []
+    unknown, wrong = [], []
+    pairs: list[Pair] = []
     for name, shape, parts in tensors:
         if BESIDE.match(name):
             continue
@@ -118,7 +122,7 @@ def _layers(ours: str, shape: tuple[int, ...], parts: list[Part]) -> Iterator[tu
         for index in range(extent[0]):
             yield (
                 offset[0] + index,
-                (offset[1:], extent[1:], lambda value=value, index=index: value[index]),
+                (offset[1:], extent[1:], partial(torch.select, value, 0, index)),
             )
 
 

@@ -126,7 +126,8 @@ def join_ranks(name: str, shape: tuple[int, ...], ranks: list[list[Part]], folds
     if not ROWS.fullmatch(name) and not COLUMNS.fullmatch(name):
         return name, shape, ranks[0]  # the same on all
     cut = 1 if COLUMNS.fullmatch(name) else 0
-    own, joined = shape[cut] // folds, []
+    own = shape[cut] // folds
+    joined: list[Part] = []
     for rank, parts in enumerate(ranks):
         for offset, extent, elements in parts:
             for fold in range(folds):
@@ -136,14 +137,14 @@ def join_ranks(name: str, shape: tuple[int, ...], ranks: list[list[Part]], folds
                 (low,), (high,) = common
                 place = (fold * (len(ranks) - 1) + rank) * own + low
                 take = partial(_narrowed, elements, cut, low - offset[cut], high - low)
-                joined.append(
-                    (
-                        (*offset[:cut], place, *offset[cut + 1 :]),
-                        (*extent[:cut], high - low, *extent[cut + 1 :]),
-                        take,
-                    )
-                )
-    return name, (*shape[:cut], len(ranks) * shape[cut], *shape[cut + 1 :]), joined
+                where = _with_size(offset, cut, place), _with_size(extent, cut, high - low)
+                joined.append((*where, take))
+    return name, _with_size(shape, cut, len(ranks) * shape[cut]), joined
+
+
+def _with_size(sizes: tuple[int, ...], dimension: int, size: int) -> tuple[int, ...]:
+    """The same with another number at one dimension."""
+    return (*sizes[:dimension], size, *sizes[dimension + 1 :])
 
 
 def _narrowed(elements: Callable[[], Tensor], dimension: int, start: int, length: int) -> Tensor:

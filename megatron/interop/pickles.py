@@ -150,7 +150,8 @@ class Record:
     """
 
     def __init__(self, kind: str, args: tuple[Any, ...] | None) -> None:
-        self.kind, self.args, self.state = kind, args, None  # args None: the class itself
+        self.kind, self.args = kind, args  # args None: the class itself
+        self.state: Any = None
 
     def __getitem__(self, name: str) -> Any:
         """A field of its state. Raises KeyError."""

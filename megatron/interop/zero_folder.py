@@ -291,7 +291,8 @@ def box_parts(shape: Shape, pieces: Iterable[tuple[int, Tensor]]) -> list[Part]:
         values = [piece for _, piece in pieces]
         joined = values[0] if len(values) == 1 else torch.cat([*values, torch.empty(0)])
         return [whole_part(joined.view(shape))]
-    parts, width = [], shape[1]
+    parts: list[Part] = []
+    width = shape[1]
     for start, piece in pieces:
         stop = start + len(piece)
         # where its whole rows begin and end
@@ -300,8 +301,8 @@ def box_parts(shape: Shape, pieces: Iterable[tuple[int, Tensor]]) -> list[Part]:
         for low, high in itertools.pairwise(sorted(edges)):
             offset, size = divmod(low, width), high - low
             extent = (1, size) if size % width else (size // width, width)
-            values = piece[low - start : high - start].view(extent)
-            parts.append((offset, extent, partial(_same, values)))
+            elements = piece[low - start : high - start].view(extent)
+            parts.append((offset, extent, partial(_same, elements)))
     return parts
 
 

@@ -238,6 +238,7 @@ class SelfAttention(nn.Module):
         if self.config.rotary_backend == "triton" and self.q_norm is None and rotary is not None:
             qkv, rotary = rotate_fused(qkv, rotary, heads), None
         qkv = qkv.view(s, b, *heads)
+        parts: tuple[Tensor, ...]
         if backend in OURS and self.q_norm is None and rotary is None:
             parts = (qkv,)
         else:
@@ -253,7 +254,7 @@ class SelfAttention(nn.Module):
             first_head=self.first_head,
             deterministic=self.config.deterministic_mode,
         )
-        return self.proj(out.reshape(s, b, -1))
+        return self.proj(out.reshape(s, b, -1))  # type: ignore[union-attr]
 
     def _separate(self, qkv: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [s, b, n, d], keys and values [s, b, g, d] of the projection [s, b, g, n/g + 2,

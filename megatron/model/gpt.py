@@ -7,6 +7,8 @@ hidden, v vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -79,9 +81,10 @@ class GPTModel(nn.Module):
 
     def _chunk(self, stage: Stage) -> list[tuple[str, Layer]]:
         """The named layers of a stage."""
+        layers: Any = self.layers
         return [
             *([("embedding", self.embedding)] if stage.embedding else []),
-            *((f"layers.{i}", self.layers[str(i)]) for i in stage.layers),
+            *((f"layers.{i}", layers[str(i)]) for i in stage.layers),
             *([("head", self.head)] if stage.head else []),
         ]
 

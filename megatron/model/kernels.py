@@ -5,6 +5,7 @@ precision meet the dispatch table.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ def choose_kernels(config: Config, device: torch.device) -> tuple[Config, dict[s
         for operator, choice in choices.items()
         if operator != "attention" or choice.implementation in OURS
     }
-    groups = {
+    groups: dict[str, Any] = {
         name: dataclasses.replace(
             group, **{field: value for field, value in fields.items() if hasattr(group, field)}
         )
@@ -75,7 +76,8 @@ def remarks(choices: dict[str, Choice]) -> list[str]:
 
 def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str, str]]:
     """Operator -> implementation -> what it cannot do of what the flags ask for."""
-    model, unable = config.model, {"attention": {}}
+    model = config.model
+    unable: dict[str, dict[str, str]] = {"attention": {}}
     if needs := ", ".join(beyond_sdpa(model, training=True)):
         unable["attention"]["sdpa"] = f"cannot compute {needs}"
     given = {"softcap": model.attn_logit_softcapping, "drop": model.attention_dropout}

@@ -242,13 +242,13 @@ class _Wandb:
         folder = Path(config.logging.wandb_save_dir or save or ".")
         folder.mkdir(parents=True, exist_ok=True)
 
-        limits = {
+        limits: dict[str, Any] = {
             "init_timeout": _WANDB_INIT_SECONDS,
             "finish_timeout": _WANDB_FINISH_SECONDS,
             "x_transaction_log_flush_interval": _WANDB_FLUSH_SECONDS,
         }
 
-        def start(mode: str) -> Any:
+        def start(mode: Any) -> Any:
             return wandb.init(
                 project=config.logging.wandb_project,
                 entity=config.logging.wandb_entity,

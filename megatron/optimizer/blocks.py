@@ -106,10 +106,13 @@ class Plan:
         )
 
 
+Piece = slice  # of what a rank updates; Block has a method of the type's name
+
+
 class Segment(NamedTuple):
     """A range of what a rank updates, and what an update rule multiplies there."""
 
-    part: slice
+    part: Piece
     multipliers: Multipliers
 
 
@@ -144,9 +147,8 @@ class Block:
         self._take_parameters()
         wide = accumulation_dtype(dtype) if self.trained else dtype
         # autograd counts no writes to it
-        self.unseen = torch.empty(0, dtype=dtype, device=device).set_(
-            self.weight.untyped_storage(), 0, (self.size,)
-        )
+        empty = torch.empty(0, dtype=dtype, device=device)
+        self.unseen = empty.set_(self.weight.untyped_storage(), 0, (self.size,), (1,))
         if stage == 3:
             self.release()
         self.grad: Tensor | None = None
@@ -281,7 +283,7 @@ class Block:
 
     # ---- what this rank updates
 
-    def boxes(self, buffer: Tensor, piece: slice | None = None) -> Iterator[tuple[Box, Tensor]]:
+    def boxes(self, buffer: Tensor, piece: Piece | None = None) -> Iterator[tuple[Box, Tensor]]:
         """The parts of logical tensors in a buffer as long as `own`, or in one of only a piece of
         that, each with the view that holds it: whole parameters where they are not cut, else runs
         of whole rows and parts of rows.
@@ -311,7 +313,7 @@ class Block:
                 yield buffer[low - self.own[0] : high - self.own[0]]
 
     def counted(
-        self, buffer: Tensor, groups: Groups, piece: slice | None = None
+        self, buffer: Tensor, groups: Groups, piece: Piece | None = None
     ) -> Iterator[Tensor]:
         """The flat pieces of a buffer as in `boxes` that this rank counts, such that over all ranks
         each element of the model comes once: of those that hold the same parameters each counts a
@@ -330,7 +332,7 @@ class Block:
             if low < high:
                 yield buffer[low - lowest : high - lowest]
 
-    def segments(self, piece: slice | None = None) -> list[Segment]:
+    def segments(self, piece: Piece | None = None) -> list[Segment]:
         """The ranges of a buffer as in `boxes` that are updated alike."""
         first, last = self._range(piece)
         start, found = first, []
@@ -344,7 +346,7 @@ class Block:
         """What an update rule multiplies at a parameter."""
         return next(multipliers for stop, multipliers in self.plan.ranges if entry.start < stop)
 
-    def _range(self, piece: slice | None) -> tuple[int, int]:
+    def _range(self, piece: Piece | None) -> tuple[int, int]:
         """The block's elements [first, last) in a piece of what this rank updates; all of that for
         None.
         """
@@ -364,6 +366,7 @@ def _rectangles(box: Box, row: int, width: int, start: int, stop: int) -> Iterat
     """
     while start < stop:
         first, column = divmod(start, width)
+        extent: tuple[int, ...]
         if column > 0 or stop - start < width:
             extent = 1, min(width - column, stop - start)
         else:

@@ -37,6 +37,7 @@ class ParamSchedule:
         batch-size ramp-up.
         """
         opt, training = config.optimizer, config.training
+        warmup: float
         if training.train_iters is not None:
             run, decay = (
                 samples_after(iters, config)

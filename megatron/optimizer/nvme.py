@@ -72,7 +72,8 @@ class StateFiles:
     """
 
     def __init__(self, folder: str | Path, blocks: Sequence[Block], dtypes: dict[str, torch.dtype]):
-        self.folder, self.dtypes, self.fault = Path(folder), dtypes, None
+        self.folder, self.dtypes = Path(folder), dtypes
+        self.fault: StorageError | None = None
         lengths, size = {block: block.own[1] - block.own[0] for block in blocks}, 0
         self.parts: dict[Block, list[StatePart]] = {}
         for block, length in lengths.items():

@@ -127,7 +127,7 @@ class Optimizer:
         """
         fill(
             [
-                pair
+                pair  # type: ignore[misc]  # what is in memory has tensors
                 for block in self.blocks
                 if not block.in_files
                 for pair in self.kept[block].boxes(MASTER)
@@ -154,7 +154,7 @@ class Optimizer:
         """
         fill(
             [
-                (_of_state(box, name), view)
+                (_of_state(box, name), view)  # type: ignore[misc]
                 for name in self.state_names
                 for block in self.trained
                 if not block.in_files
@@ -244,7 +244,7 @@ class Optimizer:
             self.files.expect(tuple(self.files.dtypes))
         scalars = {"coefficient": coefficient.cpu(), "found_inf": found_inf.cpu()}
         count = self.steps.to("cpu", copy=True)
-        deferred = {}
+        deferred: dict[Block, Callable[[], None]] = {}
         for block in self.trained:
             if block.on_host:
                 update = partial(

@@ -55,7 +55,8 @@ class InFiles:
     """State in files of the host, used piece by piece."""
 
     def __init__(self, block: Block, files: StateFiles):
-        self.block, self.files, self.tensors = block, files, {}
+        self.block, self.files = block, files
+        self.tensors: dict[str, Tensor] = {}
 
     def pieces(self, kinds: Sequence[str], use: Use) -> Iterator[Piece]:
         for part in self.files.parts[self.block]:

@@ -393,7 +393,8 @@ def _peaks(actions: tuple[Action, ...], schedule: Schedule) -> tuple[int, int, i
             or received > peaks[3]
         ):
             peaks = [max(pair) for pair in zip(peaks, (saved + stashed, saved, stashed, received))]
-    return tuple(peaks)
+    most, most_saved, most_stashed, most_received = peaks
+    return most, most_saved, most_stashed, most_received
 
 
 def _ascending(actions: tuple[Action, ...]) -> bool:

@@ -83,7 +83,8 @@ class LayerPasses:
             return self.backward(layer, held, x), None
         if kind is Kind.BACKWARD_INPUT:
             return self.backward_input(layer, held, x)
-        return self.backward_weight(layer, held), None
+        self.backward_weight(layer, held)
+        return None, None
 
     def forward(
         self, layer: Layer, x: Tensor | None, micro: MicroBatch
@@ -129,7 +130,8 @@ class LayerPasses:
         """
         if x is not None:
             x = x.detach().requires_grad_(torch.is_grad_enabled())
-        y, scalars = layer(x, micro), {}
+        y = layer(x, micro)
+        scalars: dict[str, Tensor] = {}
         if isinstance(y, WithScalars):
             y, scalars = y
         if not again:

@@ -62,7 +62,8 @@ class Recording:
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.marks = device, []
+        self.device = device
+        self.marks: list[tuple[Action, Any, Any]] = []
         self.start = self.now()
 
     def now(self) -> Any:
@@ -88,7 +89,8 @@ class Recording:
             )
 
         return tuple(
-            Span(*action, seconds(begin), seconds(end)) for action, begin, end in self.marks
+            Span(action.kind, action.stage, action.micro, seconds(begin), seconds(end))
+            for action, begin, end in self.marks
         )
 
 
@@ -158,7 +160,7 @@ class Pipeline:
         pass. `held` is what the computation before has left, in the order of the layers; it is
         consumed.
         """
-        left = deque()
+        left: deque[Any] = deque()
         for layer, kind in self.calls[action.kind, action.stage]:
             self.weights.acquire(layer, kind, action.micro)
             x, kept = self.passes.run(kind, layer, x, held.pop())

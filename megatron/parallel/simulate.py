@@ -36,10 +36,10 @@ class Costs:
         whatever the number of its stages.
         """
         share = schedule.ranks / schedule.stages
-        parts = (
+        forwards, inputs, weights = (
             (cost * share,) * schedule.stages for cost in (forward, backward_input, backward_weight)
         )
-        return Costs(*parts, message, latency)
+        return Costs(forwards, inputs, weights, message, latency)
 
     def of(self, kind: Kind, stage: int) -> float:
         """What a computation takes."""

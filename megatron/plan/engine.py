@@ -138,7 +138,8 @@ class CountedBlock(Block):
     """A block whose gradients and gathered weights a ledger counts."""
 
     def __init__(self, ledger: Ledger, *args: Any):
-        self.ledger, self._summed = ledger, None
+        self.ledger = ledger
+        self._summed: Tensor | None = None
         super().__init__(*args)
 
     def allocate(self) -> None:
@@ -273,8 +274,11 @@ def run_step(
         if stage > 0:
             senders.add(chunk[0][1])
     passes = PlannedPasses(ledger, of_layer, names, senders, shape, model.dtype)
-    pipeline = Pipeline(model, zero, passes, schedule.placement, shape, groups, META)
-    pipeline.run(schedule, lambda micro: Held(ledger, "activations", inputs), scale=1.0)
+    # what stands in for layers' passes and for micro-batches has their methods alone
+    stand_in: Any = passes
+    pipeline = Pipeline(model, zero, stand_in, schedule.placement, shape, groups, META)
+    make: Any = lambda micro: Held(ledger, "activations", inputs)  # noqa: E731
+    pipeline.run(schedule, make, scale=1.0)
     ledger.moment = "end of the step"
     zero.end_step()
     ledger.look()

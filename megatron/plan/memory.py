@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -84,10 +85,12 @@ class MemoryPlan:
         if (stage, recompute) == (distributed.zero_stage, training.recompute_granularity):
             return self
         if (stage, recompute) not in self._changed:
+            sharding: Any = {"zero_stage": stage}
+            recomputing: Any = {"recompute_granularity": recompute}
             config = dataclasses.replace(
                 self.config,
-                distributed=dataclasses.replace(distributed, zero_stage=stage),
-                training=dataclasses.replace(training, recompute_granularity=recompute),
+                distributed=dataclasses.replace(distributed, **sharding),
+                training=dataclasses.replace(training, **recomputing),
             )
             plan = MemoryPlan(config, self.vocab_size, self.world_size, self.device)
             self._changed[stage, recompute] = plan

@@ -30,7 +30,7 @@ def memory_table(plan: MemoryPlan) -> list[str]:
     what comes and goes in a step, the worst moment.
     """
     kept, again = plan.with_recompute(None).ranks, plan.with_recompute("full").ranks
-    rows = [("rank", *COLUMNS, "worst moment")]
+    rows: list[tuple[str, ...]] = [("rank", *COLUMNS, "worst moment")]
     for number, (rank, other) in enumerate(zip(kept, again, strict=True)):
         chosen = other if plan.config.training.recompute_granularity else rank
         static, most = chosen.static, chosen.peak.most

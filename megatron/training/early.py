@@ -33,7 +33,9 @@ class Early:
                 flush=True,
             )
         sys.stdout.flush()
-        os._exit(SIGNAL_CODES[number])  # threads of torch's rendezvous would abort an ordinary end
+        os._exit(
+            SIGNAL_CODES[signal.Signals(number)]
+        )  # threads of torch's rendezvous would abort an ordinary end
 
 
 @contextmanager

@@ -45,7 +45,7 @@ class ExitConditions:
 
     def _receive(self, number: int, _frame: object) -> None:
         self.received = signal.Signals(number)
-        signal.signal(number, self._previous[number])
+        signal.signal(number, self._previous[self.received])
         logger.info(f"received {self.received.name}: saving and exiting after this step")
 
     def requests(self) -> list[float]:

@@ -186,7 +186,7 @@ def build(
         padded_vocab=prepared.padded_vocab,
         tokenizer_fingerprint=tokenizer.fingerprint,
         model=pipeline.model,
-        zero=pipeline.weights,
+        zero=pipeline.weights,  # type: ignore[arg-type]
         pipeline=pipeline,
         optimizer=optimizer,
         schedule=prepared.schedule,

@@ -196,5 +196,13 @@ def test_all_is_formatted():
     ]
 
 
+def test_types():
+    """mypy finds nothing (settings: pyproject.toml)."""
+    pytest.importorskip("mypy")
+    command = [sys.executable, "-m", "mypy"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_long_files_that_are_started_first_exist():
     assert not [name for name in LONG_FILES if not (ROOT / name).is_file()]

@@ -94,7 +94,8 @@ def _send(parcel: Parcel, path: Path, ranks: Ranks, device: torch.device) -> Non
     """What cannot be read is sent as zeros: the receiver counts on the bytes, and refuses them by
     their digests.
     """
-    fault, flying = None, []
+    fault: Exception | None = None
+    flying: list[Sending] = []
     try:
         file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed below
     except OSError as error:
@@ -122,7 +123,8 @@ def _send(parcel: Parcel, path: Path, ranks: Ranks, device: torch.device) -> Non
 
 def _arriving(parcel: Parcel, ranks: Ranks, device: torch.device) -> Iterator[memoryview]:
     """The bytes in pieces, each with memory of its own."""
-    sizes, flying = [size for _, size in _pieces(parcel)], []
+    sizes = [size for _, size in _pieces(parcel)]
+    flying: list[Receiving] = []
     while sizes or flying:
         while sizes and len(flying) < FLYING:
             flying.append(

@@ -210,7 +210,9 @@ class _Files:
     """
 
     def __init__(self, path: Callable[[int], Path]) -> None:
-        self.path, self.open, self.fault = path, {}, None
+        self.path = path
+        self.open: dict[int, int] = {}
+        self.fault: OSError | None = None
 
     def read(self, number: int, at: int, size: int) -> Tensor:
         piece = torch.zeros(size, dtype=torch.uint8)
@@ -241,8 +243,8 @@ class _Window:
         """Await the messages; this rank's piece when it makes one."""
         for message in self.coming:
             self.own.bitwise_xor_(message.wait().cpu())
-        for message in self.sent:
-            message.wait()
+        for sending in self.sent:
+            sending.wait()
         if self.own is not None:
             yield memoryview(self.own.numpy())
 

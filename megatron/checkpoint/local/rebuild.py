@@ -139,7 +139,7 @@ def _candidates(nodes: Nodes, listed: list[list]) -> list[_Candidate]:
             key = iteration, digest
             if key not in found:
                 columns = columns_in([{"bytes": size} for size in sizes], sets)
-                nothing = [set() for _ in nodes.members]
+                nothing: list[set[int]] = [set() for _ in nodes.members]
                 found[key] = _Candidate(iteration, first, shards, columns, nothing)
             found[key].held[node] = set(whole)
     return [found[key] for key in sorted(found, reverse=True)]
@@ -467,7 +467,8 @@ class LocalCheckpoint(Checkpoint):
 
     def _parcels(self, lacking: list[list[int]]) -> list[list[Parcel]]:
         """What each node gets from others, which take turns: the shards that its ranks lack."""
-        nodes, parcels = self.nodes, []
+        nodes = self.nodes
+        parcels: list[list[Parcel]] = []
         for node, ranks in enumerate(nodes.members):
             parcels.append([])
             for number in sorted({number for rank in ranks for number in lacking[rank]}):

@@ -181,7 +181,9 @@ def settle_run(load: str | None, save: str, ranks: Ranks, *, local: bool) -> Run
         goes_on = _same(load, save)
         try:
             if not local:
-                return None if goes_on else forget_run(save)
+                if not goes_on:
+                    forget_run(save)
+                return None
             return asdict((read_run(save) if goes_on else None) or new_run(save))
         except OSError as error:
             raise CheckpointError(

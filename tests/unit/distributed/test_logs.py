@@ -91,3 +91,14 @@ def test_a_library_that_sets_up_logging_repeats_nothing(capsys):
         logging.getLogger().removeHandler(other)
     told = capsys.readouterr()
     assert told.out == "warning: once\n" and told.err == ""
+
+
+class Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_log_that_cannot_be_written_ends_no_run(capsys):
+    with logs.job_log(), contextlib.redirect_stdout(Full()):
+        logger.info("lost")
+    assert "No space left on device" in capsys.readouterr().err
