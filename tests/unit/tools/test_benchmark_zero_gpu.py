@@ -54,8 +54,11 @@ def test_the_models_have_the_sizes_of_their_names():
     ids=lambda case: f"{case.model}-stage{case.stage}",
 )
 def test_a_case_takes_real_steps_and_holds_what_is_planned(case, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = tool.measure(case, tiny=True)
+    # In a process of its own, as the tool does it: a case puts functions into torch.distributed,
+    # and the counter adds up all tensors of its process after every operator.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    result = tool.run_case(case, tiny=True)
+    assert "failed" not in result, result["failed"]
     # log(128) = 4.85
     assert (
         result["skipped"] == 0 and 4 < result["loss"] < 5.2 and len(result["times"]) == tool.STEPS
@@ -76,7 +79,6 @@ def test_a_case_takes_real_steps_and_holds_what_is_planned(case, monkeypatch):
         <= 1.03 * result["peak"]
         <= 1.03 * result["planned_peak"]
     )
-    assert json.loads(json.dumps(result)) == result
 
 
 def test_cases_run_in_processes_of_their_own_and_failures_are_recorded(
