@@ -10,6 +10,7 @@ import time
 import pytest
 from random_schedules import random_placement
 
+from megatron.config.schedules import SCHEDULES
 from megatron.parallel.check import check
 from megatron.parallel.schedule import (
     BUILDERS,
@@ -27,7 +28,8 @@ SIZES = [
 
 
 def virtual_stages(name: str) -> tuple[int, ...]:
-    return {"interleaved": (1, 2, 3, 4), "zero-bubble-v": (2,)}.get(name, (1,))
+    virtual = SCHEDULES[name].virtual
+    return (1, 2, 3, 4) if virtual is None else (virtual,)
 
 
 def most_in_flight(name: str, ranks: int, virtual: int, m: int, rank: int) -> int:
@@ -40,6 +42,8 @@ def most_in_flight(name: str, ranks: int, virtual: int, m: int, rank: int) -> in
         return min(m, ranks)
     if name == "zero-bubble-v":
         return min(2 * m, 2 * ranks)
+    if name != "interleaved":
+        return virtual * m  # nothing is promised
     groups = max(m // ranks, 1)
     return min(virtual * m, 2 * (ranks - rank - 1) + (virtual - 1) * -(-m // groups) + 1)
 
