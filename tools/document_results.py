@@ -458,6 +458,22 @@ def nvme() -> str:
     )
 
 
+@figure("speed")
+def speed() -> str:
+    rows = [
+        (
+            name,
+            case["ranks"],
+            *(f"{1e3 * statistics.median(case['seconds'][side]):.1f}" for side in ("base", "this")),
+            ratio(case["verdict"]),
+            f"{case['goal']:.2f}",
+            verdict(case["verdict"]),
+        )
+        for name, case in result("speed")["cases"].items()
+    ]
+    return table("case | processes | before, ms | after, ms | ratio (95%) | goal | ", rows)
+
+
 # ---- data and checkpoints ------------------------------------------------------------------------
 
 

@@ -90,7 +90,8 @@ def compare(name: str, tree: Path, pairs: int) -> dict[str, Any]:
         flush=True,
     )
     return {"flags": " ".join(flags.split()), "ranks": ranks, "seconds": seconds} | {
-        "verdict": dataclasses.asdict(judged)
+        "goal": goal,
+        "verdict": dataclasses.asdict(judged),
     }
 
 
