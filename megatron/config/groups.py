@@ -32,6 +32,7 @@ from megatron.config.metadata import (
     GPT2_BPE,
     GROUPED,
     KERNEL,
+    LENGTH,
     LLAMA_ROPE,
     LOAD,
     LOAD_AS_ASKED,
@@ -44,7 +45,6 @@ from megatron.config.metadata import (
     NOTHING,
     OBJECTIVE,
     OFFLOADED_ADAM,
-    ORDER,
     PIPELINE,
     POSITIVE,
     RATE,
@@ -63,6 +63,8 @@ from megatron.config.metadata import (
     STEPS,
     STEPS_ALONE,
     TENSOR_PARALLEL,
+    TOKENIZER,
+    TOKENIZER_FILE,
     TRACKERS,
     UP_TO_A_YEAR,
     WANDB,
@@ -380,7 +382,7 @@ class DataConfig:
     """Test prefixes, with or without weights."""
     mock_data: bool = False
     """Train on computed tokens instead of files."""
-    seq_length: int | None = flag(None, bound=POSITIVE, change=ORDER)
+    seq_length: int | None = flag(None, bound=POSITIVE, change=LENGTH)
     """Tokens in a sample."""
     reset_position_ids: bool = flag(False, change=OBJECTIVE)
     """Count positions from zero after each end-of-document token."""
@@ -402,15 +404,16 @@ class DataConfig:
     ) = flag(
         None,
         megatron="Llama2Tokenizer and GPTSentencePieceTokenizer are read as SentencePieceTokenizer",
+        change=TOKENIZER,
     )
     """Kind of tokenizer."""
-    tokenizer_model: str | None = flag(None, needs=(MODEL_FILE,))
+    tokenizer_model: str | None = flag(None, needs=(MODEL_FILE,), change=TOKENIZER_FILE)
     """File of the SentencePiece model, tokenizer.json or tiktoken vocabulary."""
-    vocab_file: str | None = flag(None, needs=(GPT2_BPE,))
+    vocab_file: str | None = flag(None, needs=(GPT2_BPE,), change=TOKENIZER_FILE)
     """GPT-2 BPE vocabulary (JSON)."""
-    merge_file: str | None = flag(None, needs=(GPT2_BPE,))
+    merge_file: str | None = flag(None, needs=(GPT2_BPE,), change=TOKENIZER_FILE)
     """GPT-2 BPE merges."""
-    vocab_size: int | None = flag(None, bound=POSITIVE)
+    vocab_size: int | None = flag(None, bound=POSITIVE, change=TOKENIZER)
     """Vocabulary of the NullTokenizer (one more is added for the end of document); elsewhere
     checked against the tokenizer.
     """

@@ -154,7 +154,9 @@ class ChangeRule:
     `refused`: it would be another model. `accept`: refused without this value of --accept-changed,
     because `what` would change. `said`: the steps to come would be others on purpose, which is a
     line of the banner. `bits`: the run does not go on bit for bit. `kernel`: so, but which
-    implementation was taken counts, not the flag.
+    implementation was taken counts, not the flag. `taken`: --use-checkpoint-args takes the
+    checkpoint's value where the flag is not given; `file`: it names a file, which may lie elsewhere
+    now and is compared by its content.
     """
 
     refused: bool = False
@@ -163,10 +165,15 @@ class ChangeRule:
     said: bool = False
     bits: bool = False
     kernel: bool = False
+    taken: bool = False
+    file: bool = False
 
 
 NOTHING = ChangeRule()
-MODEL = ChangeRule(refused=True, bits=True)
+MODEL = ChangeRule(refused=True, bits=True, taken=True)
+TOKENIZER = ChangeRule(taken=True)
+TOKENIZER_FILE = ChangeRule(taken=True, file=True)
+LENGTH = ChangeRule(accept="data", what="the data order", taken=True)
 STEPS = ChangeRule(said=True, bits=True)
 STEPS_ALONE = ChangeRule(said=True)
 ROUNDING = ChangeRule(bits=True)

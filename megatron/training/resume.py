@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 # what a change of a field means: declared by it
 _CHANGES = {field: said["change"] for field, said in METADATA.items()}
-# may lie elsewhere now: their content is compared
-_FILES = ("tokenizer_model", "vocab_file", "merge_file")
-_TOKENIZER_FIELDS = ("tokenizer_type", "vocab_size", "seq_length", *_FILES)
 
 
 def run_state(run: Run) -> dict[str, Any]:
@@ -335,32 +332,21 @@ def take_checkpoint_args(config: Config) -> Config:
     except InputError as error:
         raise ArgumentErrors([f"--use-checkpoint-args: {error}"]) from error
     faults, default = [], Config()
-    for group, names in (
-        (
-            "model",
-            [
-                field.name
-                for field in dataclasses.fields(ModelConfig)
-                if _CHANGES[field.name].refused
-            ],
-        ),
-        ("data", _TOKENIZER_FIELDS),
-    ):
-        taken = {}
-        for name in names:
-            here, there, plain = (
-                getattr(getattr(each, group), name) for each in (config, theirs, default)
-            )
-            if here == plain:
-                taken[name] = _loaded(group, name, there)
-            elif here != there and name not in _FILES:
-                faults.append(
-                    f"{_flag(name)} {here}: the checkpoint has {there} "
-                    "(--use-checkpoint-args); drop one of the two flags"
-                )
-        config = dataclasses.replace(
-            config, **{group: dataclasses.replace(getattr(config, group), **taken)}
+    for name in (field for field, change in _CHANGES.items() if change.taken):
+        group = GROUP_OF[name]
+        here, there, plain = (
+            getattr(getattr(each, group), name) for each in (config, theirs, default)
         )
+        if here == plain:
+            taken = {name: _loaded(group, name, there)}
+            config = dataclasses.replace(
+                config, **{group: dataclasses.replace(getattr(config, group), **taken)}
+            )
+        elif here != there and not _CHANGES[name].file:
+            faults.append(
+                f"{_flag(name)} {here}: the checkpoint has {there} "
+                "(--use-checkpoint-args); drop one of the two flags"
+            )
     if faults:
         raise ArgumentErrors(faults)
     return config
