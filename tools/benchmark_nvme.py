@@ -76,7 +76,7 @@ class Step:
         for block in blocks:
             block.open()
             block.grad.normal_(std=1e-3, generator=draw)
-        self.squares = self.optimizer.squares()
+        self.squares = self.optimizer.grad_sq_sum()
         self.parts = [
             (kind, part)
             for part in self.optimizer.files.order
@@ -90,7 +90,7 @@ class Step:
 
     def __call__(self) -> None:
         for step_on_host in self.optimizer.step(
-            lr=1e-4, weight_decay=0.1, squares=self.squares, grad_factor=1.0
+            lr=1e-4, weight_decay=0.1, grad_sq_sum=self.squares, grad_factor=1.0
         ).deferred.values():
             step_on_host()
         self.optimizer.files.expect((), read=False)  # all is written

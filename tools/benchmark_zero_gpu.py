@@ -74,7 +74,7 @@ from megatron.parallel.pipeline import Pipeline
 from megatron.plan.memory import rank_memories
 from megatron.training.exit import ExitConditions
 from megatron.training.run import Progress, Run
-from megatron.training.step import Pending, forward_backward, update
+from megatron.training.step import StepHandle, forward_backward, update
 
 COMMON = (
     "--mock-data --tokenizer-type NullTokenizer --bf16 --lr 1e-4 --train-iters 100 --eval-iters 0"
@@ -280,7 +280,7 @@ def build(flags: list[str], ranks: int, device: torch.device) -> Run:
         pipeline=Pipeline(
             model, zero, passes, placement_of(config), hidden_shape(config), groups, device
         ),
-        optimizer=Optimizer(blocks, config, groups, zero.publish),
+        optimizer=Optimizer(blocks, config, groups, zero.all_gather_weights),
         schedule=ParamSchedule.of(config),
         scaler=LossScaler(config.precision),
         data=Data(RandomTokens(samples, seq, vocab), {}, {}, {}, [], 0),
@@ -325,7 +325,7 @@ def static_kinds(run: Run) -> dict[str, int]:
     }
 
 
-def take_steps(run: Run, count: int) -> tuple[list[float], list[Pending]]:
+def take_steps(run: Run, count: int) -> tuple[list[float], list[StepHandle]]:
     """Real steps: the milliseconds of each, and what it left to be read."""
     cuda, marks, pendings = run.device.type == "cuda", [], []
 
@@ -364,7 +364,7 @@ def measure(case: Case, tiny: bool) -> dict[str, Any]:
         run.optimizer.initialise()
         _, pendings = take_steps(run, WARMUP if cuda else 1)
         # a step on the host is put off to the next pass, and its gradients with it
-        run.zero.settle()
+        run.zero.wait_for_weights()
         gc.collect()
         between, kinds = (
             (torch.cuda.memory_allocated() if live is None else live.now) - before,

@@ -54,8 +54,8 @@ from megatron.config.groups import Config, DataConfig, ModelConfig, PrecisionCon
 from megatron.data.tokenizer import build_tokenizer  # noqa: E402
 from megatron.distributed.groups import Axis  # noqa: E402
 from megatron.distributed.logs import job_log  # noqa: E402
+from megatron.distributed.rank_errors import raise_on_all_ranks  # noqa: E402
 from megatron.distributed.setup import connect, disconnect, read_launch, share_cores  # noqa: E402
-from megatron.distributed.together import together  # noqa: E402
 from megatron.interop.dcp_folder import DcpFolder  # noqa: E402
 from megatron.interop.huggingface import from_huggingface, to_huggingface  # noqa: E402
 from megatron.interop.huggingface_files import (
@@ -111,8 +111,8 @@ def export(
             raise UserError(f"--load {load}: no checkpoint there")
         return str(path)
 
-    path = ranks.agree(find)[0]
-    with together(ranks.world, ranks.device):
+    path = ranks.gather_or_raise(find)[0]
+    with raise_on_all_ranks(ranks.world, ranks.device):
         checkpoint = Checkpoint(path)
         config = config_of(checkpoint.state)
         described, rules = to_huggingface(config.model, checkpoint.state["vocab_size"])
@@ -401,7 +401,7 @@ def take_over(source: Path, foreign: Foreign, save: str, ranks: Ranks) -> list[s
     vocab_size = next(
         box.shape[0] for box, _ in foreign.pairs if box.name == "embedding.word.weight"
     )
-    with together(ranks.world, ranks.device):
+    with raise_on_all_ranks(ranks.world, ranks.device):
         if ranks.first and list_iterations(Path(save)):
             raise UserError(f"--save {save}: holds checkpoints already; give a new folder")
         model = ModelConfig(**foreign.fields)
@@ -443,7 +443,7 @@ def convert(flags: argparse.Namespace, ranks: Ranks) -> list[str]:
         return export(
             flags.load, flags.ckpt_step, flags.to_huggingface, PRECISIONS.get(flags.dtype), ranks
         )
-    with together(ranks.world, ranks.device):
+    with raise_on_all_ranks(ranks.world, ranks.device):
         if flags.from_huggingface:
             source, foreign = flags.from_huggingface, open_huggingface(flags.from_huggingface)
         elif flags.from_megatron:

@@ -131,7 +131,7 @@ def serve(rank: int, ranks: int, store: str, plans: dict[str, Pairs], pipe: Conn
         dist.barrier()
         begin = time.perf_counter()
         saver.save(1, pairs, {"iteration": 1})
-        assert saver.drain(), "the save failed"
+        assert saver.finalize(), "the save failed"
         end = time.perf_counter()
         saver.close()
         del pairs, saver

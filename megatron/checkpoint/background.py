@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.commit import commit, not_saved
 from megatron.checkpoint.files import write_shard_file
-from megatron.checkpoint.local.drain import copy_shard, limited
+from megatron.checkpoint.local.flush import copy_shard, limited
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.progress import WriteProgress
 from megatron.checkpoint.retention import Policy, retire

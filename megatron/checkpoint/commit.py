@@ -94,9 +94,9 @@ class Attempt:
                     "same run. Resume from an older checkpoint."
                 )
 
-    def agree(self, part: Callable[[], Any]) -> list[Any]:
-        """As Ranks.agree, with errors of the file system, of memory and of the device in words.
-        Before its first part a rank joins the attempt.
+    def gather_or_raise(self, part: Callable[[], Any]) -> list[Any]:
+        """As Ranks.gather_or_raise, with errors of the file system, of memory and of the device in
+        words. Before its first part a rank joins the attempt.
         """
 
         def joined() -> Any:
@@ -113,7 +113,7 @@ class Attempt:
             except (OSError, MemoryError, RuntimeError) as error:
                 raise CheckpointError(self.explain(error)) from error
 
-        return self.ranks.agree(explained)
+        return self.ranks.gather_or_raise(explained)
 
     @contextmanager
     def kept(self) -> Iterator[None]:

@@ -24,8 +24,8 @@ from megatron.checkpoint.synchronous import Destination, SaveRequest, Synchronou
 from megatron.config.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.local.tiers import Tiers
-    from megatron.checkpoint.replicas import Replicas
+    from megatron.checkpoint.desync import DesyncCheck
+    from megatron.checkpoint.local.checkpoints import LocalCheckpoints
     from megatron.layers.spec import Box
 
 logger = logging.getLogger(__name__)
@@ -33,12 +33,13 @@ logger = logging.getLogger(__name__)
 
 class CheckpointManager:
     """`save` a run's checkpoints under `root`: synchronously, or with `memory`, bytes of host
-    memory for this rank's shard, in the background, at most at `rate` MB/s. With `tiers` every save
-    begins with one there; one in the background is copied from there.
+    memory for this rank's shard, in the background, at most at `rate` MB/s. With
+    `local_checkpoints` every save begins with one there; one in the background is copied from
+    there.
 
-    `ready` and `advance` carry a background save on from step to step; `drain` waits for its end. A
-    failed save is logged, and stops nothing. A save that went well is told to `report`, with its
-    iteration; `retention` says which older ones go then.
+    `ready` and `advance` carry a background save on from step to step; `finalize` waits for its
+    end. A failed save is logged, and stops nothing. A save that went well is told to `report`,
+    with its iteration; `retention` says which older ones go then.
     """
 
     def __init__(
@@ -49,16 +50,18 @@ class CheckpointManager:
         *,
         retention: Policy = Policy(),
         verify: bool = False,
-        tiers: Tiers | None = None,
+        local_checkpoints: LocalCheckpoints | None = None,
         rate: float | None = None,
         report: Callable[[int, Saved], None] = lambda iteration, saved: None,
     ):
-        self.ranks, self.tiers, self.report = ranks, tiers, report
+        self.ranks, self.local_checkpoints, self.report = ranks, local_checkpoints, report
         before = m.list_iterations(Path(root)) if ranks.first else []
         to = Destination(Path(root), ranks, retention, verify, rate, before)
         self.strategy: SynchronousStrategy | StagedStrategy
         self.strategy = (
-            SynchronousStrategy(to) if memory is None else StagedStrategy(to, memory, tiers)
+            SynchronousStrategy(to)
+            if memory is None
+            else StagedStrategy(to, memory, local_checkpoints)
         )
         self.pending: StagedSave | None = None
         self.went_well = True  # the last save
@@ -69,7 +72,7 @@ class CheckpointManager:
         iteration: int,
         pairs: Iterable[tuple[Box, Tensor]],
         state: dict[str, Any],
-        replicas: Replicas | None = None,
+        replicas: DesyncCheck | None = None,
     ) -> None:
         """Save, or begin to: a save that is still under way is waited for before. All ranks call it
         together. `replicas` are compared before anything is written, in the background before the
@@ -77,7 +80,7 @@ class CheckpointManager:
         """
         began = time.perf_counter()
         if self.pending is not None:
-            self.drain()
+            self.finalize()
             logger.info(
                 f" the save before was not over: waited {time.perf_counter() - began:.1f} s "
                 "for it; a longer --save-interval avoids that"
@@ -86,7 +89,9 @@ class CheckpointManager:
             if replicas is not None and not self.strategy.compares_later:
                 replicas.check(self.ranks)
             pairs = [(box, tensor) for box, tensor in pairs if math.prod(box.extent)]
-            local = self.tiers is not None and self.tiers.save(iteration, pairs, state)
+            local = self.local_checkpoints is not None and self.local_checkpoints.save(
+                iteration, pairs, state
+            )
             request = SaveRequest(iteration, pairs, state, replicas, local, began)
             self.pending = self.strategy.start(request)
         except (UserError, OSError) as error:
@@ -117,7 +122,7 @@ class CheckpointManager:
         if self.pending is not None and sums[self.pending.phase] == self.ranks.world.size:
             self._next_phase(self.pending)
 
-    def drain(self) -> bool:
+    def finalize(self) -> bool:
         """Wait for the save under way; whether the last one went well. All ranks call it
         together.
         """

@@ -12,7 +12,7 @@ import torch
 from megatron.config.errors import UserError
 from megatron.distributed.collectives import broadcast_bytes, gather_bytes
 from megatron.distributed.groups import ALONE, Axis
-from megatron.distributed.together import raise_together, together
+from megatron.distributed.rank_errors import raise_on_all_ranks, raise_rank_error
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Ranks:
         """For the entry of this rank's shard in the manifest."""
         return {"rank": self.world.rank, "pp": self.stage}
 
-    def agree(self, part: Callable[[], Any]) -> list[Any]:
+    def gather_or_raise(self, part: Callable[[], Any]) -> list[Any]:
         """Carry out this rank's part and wait for the others'; every rank gets what all have
         returned (JSON), in rank order.
 
@@ -49,12 +49,12 @@ class Ranks:
         except UserError as error:
             fault, line = error, "-" + (str(error) or "?")
         lines = [told.decode() for told in gather_bytes(line.encode(), self.world, self.device)]
-        raise_together([told[1:] if told[0] == "-" else "" for told in lines], self.world, fault)
+        raise_rank_error([told[1:] if told[0] == "-" else "" for told in lines], self.world, fault)
         return [json.loads(told[1:]) for told in lines]
 
     def refuse(self, error: UserError) -> None:
         """Raise it, on every rank the same."""
-        with together(self.world, self.device):
+        with raise_on_all_ranks(self.world, self.device):
             raise error
 
     def share(self, data: bytes) -> bytes:

@@ -66,7 +66,7 @@ def open_checkpoint(
     the same UserError on each.
     """
     root = Path(root)
-    iterations = ranks.agree(lambda: _candidates(root, step) if ranks.first else None)[0]
+    iterations = ranks.gather_or_raise(lambda: _candidates(root, step) if ranks.first else None)[0]
     for iteration in iterations:
         path, others = (
             root / m.iteration_folder(iteration),
@@ -80,7 +80,7 @@ def open_checkpoint(
                 _compare_tracker(root, path)
             return checkpoint
         if not older or not others:
-            fix = ranks.agree(lambda: _instead(root, others) if ranks.first else "")[0]
+            fix = ranks.gather_or_raise(lambda: _instead(root, others) if ranks.first else "")[0]
             ranks.refuse(CheckpointError(f"{fault}. {path.name} cannot be loaded; {fix}."))
         if ranks.first:
             logger.warning(
@@ -133,11 +133,11 @@ def _open_together(path: Path, ranks: Ranks) -> tuple[Checkpoint | None, str | N
         nonlocal checkpoint
         checkpoint = checkpoint or Checkpoint(path, known)
 
-    fault = ranks.agree(first)[0]
+    fault = ranks.gather_or_raise(first)[0]
     if fault is not None:
         return None, fault
     known = ranks.share(checkpoint.encode() if checkpoint and ranks.world.size > 1 else b"")
-    ranks.agree(others)
+    ranks.gather_or_raise(others)
     return checkpoint, None
 
 
@@ -151,7 +151,7 @@ def _verify_together(checkpoint: Checkpoint, ranks: Ranks) -> str | None:
             return str(error)
         return None
 
-    return next(filter(None, ranks.agree(part)), None)
+    return next(filter(None, ranks.gather_or_raise(part)), None)
 
 
 def _instead(root: Path, iterations: list[int]) -> str:

@@ -27,7 +27,7 @@ from megatron.checkpoint.synchronous import Destination, SaveRequest, Synchronou
 from megatron.checkpoint.writer import in_file_order, shard_bytes, shard_header
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.local.tiers import Tiers
+    from megatron.checkpoint.local.checkpoints import LocalCheckpoints
     from megatron.layers.spec import Box
 
 GIB = 1 << 30
@@ -127,18 +127,20 @@ class Staging:
 class StagedStrategy:
     """Starts saves that a process beside this rank carries out.
 
-    `memory`: bytes of host memory for this rank's shard. With `tiers` none is taken: a shard is
-    copied from there, and a save whose shards are not whole there is synchronous.
+    `memory`: bytes of host memory for this rank's shard. With `local_checkpoints` none is taken: a
+    shard is copied from there, and a save whose shards are not whole there is synchronous.
     """
 
     phases = 2
 
-    def __init__(self, destination: Destination, memory: int, tiers: Tiers | None):
-        self.destination, self.tiers = destination, tiers
-        self.background = Background(memory if tiers is None else mmap.PAGESIZE)
-        destination.ranks.agree(self.background.start)
+    def __init__(
+        self, destination: Destination, memory: int, local_checkpoints: LocalCheckpoints | None
+    ):
+        self.destination, self.local_checkpoints = destination, local_checkpoints
+        self.background = Background(memory if local_checkpoints is None else mmap.PAGESIZE)
+        destination.ranks.gather_or_raise(self.background.start)
         self.staging = None
-        if tiers is None:
+        if local_checkpoints is None:
             self.staging = Staging(self.background, destination.ranks.device)
 
     @property
@@ -172,7 +174,7 @@ class StagedStrategy:
                 else:
                     self._stage(attempt, in_file_order(request.pairs))
 
-            attempt.agree(hand_over)
+            attempt.gather_or_raise(hand_over)
             return StagedSave(self, request, attempt, opened.pop_all())
 
     def close(self) -> None:
@@ -180,7 +182,7 @@ class StagedStrategy:
         self.background.close()
 
     def _copy(self, attempt: Attempt, opened: ExitStack) -> None:
-        path, record = self.tiers.shard(attempt.iteration, attempt.index)
+        path, record = self.local_checkpoints.shard(attempt.iteration, attempt.index)
         # open, for it may be removed in the local tier before it has been copied
         shard = opened.enter_context(open(path, "rb"))
         source = f"/proc/{os.getpid()}/fd/{shard.fileno()}"
@@ -273,7 +275,7 @@ class StagedSave:
         committed. Raises UserError on every rank where one's part has failed.
         """
         ranks = self.strategy.destination.ranks
-        results = self.attempt.agree(partial(_result_of, self.outcome, ranks.who))
+        results = self.attempt.gather_or_raise(partial(_result_of, self.outcome, ranks.who))
         if self.phase == 1:
             return True
         if self.replicas is not None:

@@ -13,7 +13,7 @@ from megatron.checkpoint.retention import Policy, retire
 from megatron.checkpoint.writer import save_checkpoint
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.replicas import Replicas
+    from megatron.checkpoint.desync import DesyncCheck
     from megatron.layers.spec import Box
 
 
@@ -41,7 +41,7 @@ class SaveRequest:
     iteration: int
     pairs: list[tuple[Box, Tensor]]
     state: dict[str, Any]
-    replicas: Replicas | None
+    replicas: DesyncCheck | None
     local: bool
     began: float
 

@@ -64,9 +64,11 @@ def save_checkpoint(
         root, iteration, ranks, partial(not_saved, root, iteration), state, len(parts)
     ) as attempt:
         progress = WriteProgress(iteration, shard_bytes(pairs))
-        told = attempt.agree(lambda: (write_shards(attempt, parts, verify, progress), ranks.who))
+        told = attempt.gather_or_raise(
+            lambda: (write_shards(attempt, parts, verify, progress), ranks.who)
+        )
         written = [record | who for records, who in told for record in records]
-        attempt.agree(
+        attempt.gather_or_raise(
             lambda: (
                 commit(root, attempt.folder, iteration, attempt.name, written, state, before).name
                 if ranks.first
@@ -90,7 +92,7 @@ def try_folder(root: str | Path, ranks: Ranks = ONE) -> None:
             write_all(file, [memoryview(b"x")])
 
     with Attempt(root, 0, ranks, partial(not_writable, root)) as attempt:
-        attempt.agree(write)
+        attempt.gather_or_raise(write)
 
 
 def shard_parts(pairs: list[tuple[Box, Tensor]]) -> list[list[tuple[Box, Tensor]]]:

@@ -153,14 +153,16 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Handle
 
 class _GlooReduceScatter:
     """Rounds of irecv and isend of views of x; the own slice is read in place. At most two rounds
-    are in flight, of `room` bytes in all.
+    are in flight, of `workspace` bytes in all.
     """
 
-    def __init__(self, x: Tensor, axis: Axis, out: Tensor, wire: torch.dtype, room: int):
-        self.axis, self.out, self.wire = axis, out.view(-1), wire
+    def __init__(
+        self, x: Tensor, axis: Axis, out: Tensor, reduce_dtype: torch.dtype, workspace: int
+    ):
+        self.axis, self.out, self.reduce_dtype = axis, out.view(-1), reduce_dtype
         self.slices = [part.reshape(-1) for part in x.contiguous().chunk(axis.size)]
         elements = self.slices[0].numel()
-        step = _round_elements(elements, axis.size, x.dtype, wire, room)
+        step = _round_elements(elements, axis.size, x.dtype, reduce_dtype, workspace)
         self.rounds = [(start, min(start + step, elements)) for start in range(0, elements, step)]
         self.flying: list[tuple[tuple[int, int], dict[int, Tensor], list[Any]]] = []
         with _others("a reduce-scatter", axis):
@@ -174,9 +176,9 @@ class _GlooReduceScatter:
         works, received, sent = [], {}, []
         for step in range(1, axis.size):
             to, come = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-            received[come] = torch.empty(stop - start, dtype=self.wire)
+            received[come] = torch.empty(stop - start, dtype=self.reduce_dtype)
             works.append(dist.irecv(received[come], src=axis.ranks[come], group=axis.group))
-            sent.append(self.slices[to][start:stop].to(self.wire))
+            sent.append(self.slices[to][start:stop].to(self.reduce_dtype))
             works.append(dist.isend(sent[-1], dst=axis.ranks[to], group=axis.group))
         self.flying.append(((start, stop), received, [works, sent]))
 
@@ -189,7 +191,7 @@ class _GlooReduceScatter:
             (start, stop), received, (works, sent) = self.flying.pop(0)
             for work in works:
                 work.wait()
-            received[self.axis.rank] = self.slices[self.axis.rank][start:stop].to(self.wire)
+            received[self.axis.rank] = self.slices[self.axis.rank][start:stop].to(self.reduce_dtype)
             _add_in_rank_order(received, self.axis, self.out[start:stop])
             del received, works, sent  # the next round's take their place
             self._post()
@@ -215,31 +217,35 @@ def _add_in_rank_order(parts: dict[int, Tensor], axis: Axis, out: Tensor) -> Non
 
 
 def _round_elements(
-    elements: int, ranks: int, dtype: torch.dtype, wire: torch.dtype, room: int
+    elements: int, ranks: int, dtype: torch.dtype, reduce_dtype: torch.dtype, workspace: int
 ) -> int:
     """Elements of each round of a Gloo reduce-scatter whose own slice has so many: two rounds take
-    `room` bytes, or ROUND_BYTES.
+    `workspace` bytes, or ROUND_BYTES.
     """
-    wide = torch.promote_types(wire, torch.float32)
+    wide = torch.promote_types(reduce_dtype, torch.float32)
     # of what an element of the own slice takes: received; cast, to be sent and added; summed
-    each = wire.itemsize * (ranks - 1)
-    each += wire.itemsize * ranks * (wire != dtype) + wide.itemsize * (wire != wide)
-    limit = max(ROUND_BYTES, room)
+    each = reduce_dtype.itemsize * (ranks - 1)
+    each += reduce_dtype.itemsize * ranks * (reduce_dtype != dtype) + wide.itemsize * (
+        reduce_dtype != wide
+    )
+    limit = max(ROUND_BYTES, workspace)
     return elements if elements * each <= limit else max(1, limit // 2 // each)
 
 
 def _bytes_in_flight(
-    elements: int, axis: Axis, dtype: torch.dtype, wire: torch.dtype, room: int
+    elements: int, axis: Axis, dtype: torch.dtype, reduce_dtype: torch.dtype, workspace: int
 ) -> int:
     """What a reduce-scatter takes beside its input and output while it is under way; `elements` of
     the own slice.
     """
-    casts = wire != dtype
+    casts = reduce_dtype != dtype
     if not axis.group.gloo:
-        return elements * wire.itemsize * (axis.size + 1) * casts
-    of_two_rounds = min(elements, 2 * _round_elements(elements, axis.size, dtype, wire, room))
+        return elements * reduce_dtype.itemsize * (axis.size + 1) * casts
+    of_two_rounds = min(
+        elements, 2 * _round_elements(elements, axis.size, dtype, reduce_dtype, workspace)
+    )
     # received, and cast to be sent
-    return of_two_rounds * wire.itemsize * (axis.size - 1) * (2 if casts else 1)
+    return of_two_rounds * reduce_dtype.itemsize * (axis.size - 1) * (2 if casts else 1)
 
 
 class _Shaped:
@@ -254,36 +260,43 @@ def start_reduce_scatter(
     x: Tensor,
     axis: Axis,
     out: Tensor | None = None,
-    wire: torch.dtype | None = None,
-    room: int | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    workspace: int | None = None,
 ) -> Handle:
     """The sum over the axis of x [size * n, ...], of which each rank keeps its n rows. `out` may be
     this rank's part of a contiguous x.
 
-    `wire` is the precision in which it is sent (x's own by default): every rank's part is rounded
-    to it, the sum is not. `room`: bytes that it may take beside x and out on Gloo, ROUND_BYTES or
-    more (by default half of what is reduced).
+    `reduce_dtype` is the precision in which it is sent (x's own by default): every rank's part
+    is rounded to it, the sum is not. `workspace`: bytes that it may take beside x and out on Gloo,
+    ROUND_BYTES or more (by default half of what is reduced).
     """
     if axis.size == 1:
         return _Works([], x if out is None else out)
-    wire = wire or x.dtype
+    reduce_dtype = reduce_dtype or x.dtype
     if is_gloo(axis) and x.is_cuda:
         return _staged(
-            x, axis, out, lambda host, axis: start_reduce_scatter(host, axis, wire=wire, room=room)
+            x,
+            axis,
+            out,
+            lambda host, axis: start_reduce_scatter(
+                host, axis, reduce_dtype=reduce_dtype, workspace=workspace
+            ),
         )
     own = x.chunk(axis.size)[axis.rank]
     out = torch.empty_like(own, memory_format=torch.contiguous_format) if out is None else out
-    room = x.numel() * wire.itemsize // 2 if room is None else room
+    workspace = x.numel() * reduce_dtype.itemsize // 2 if workspace is None else workspace
     if isinstance(axis.group, SilentGroup):
         return axis.group.start(
-            "reduce-scatter", out, _bytes_in_flight(own.numel(), axis, x.dtype, wire, room)
+            "reduce-scatter",
+            out,
+            _bytes_in_flight(own.numel(), axis, x.dtype, reduce_dtype, workspace),
         )
     if is_gloo(axis):
-        return _Shaped(_GlooReduceScatter(x, axis, out, wire, room), own.shape)
-    if wire == x.dtype:
+        return _Shaped(_GlooReduceScatter(x, axis, out, reduce_dtype, workspace), own.shape)
+    if reduce_dtype == x.dtype:
         return _start_native(REDUCE_SCATTER, "a reduce-scatter", out, x.contiguous(), axis)
-    narrow = torch.empty_like(own, dtype=wire)  # NCCL adds in the precision of the wire
-    return _start_native(REDUCE_SCATTER, "a reduce-scatter", out, x.to(wire), axis, narrow)
+    narrow = torch.empty_like(own, dtype=reduce_dtype)  # NCCL adds in the precision of the wire
+    return _start_native(REDUCE_SCATTER, "a reduce-scatter", out, x.to(reduce_dtype), axis, narrow)
 
 
 def _exchange(sends: Tensor, to: int, receives: Tensor, come: int, axis: Axis) -> list[Any]:
@@ -372,11 +385,11 @@ def gather_bytes(data: bytes, axis: Axis, device: torch.device) -> list[bytes]:
     return [row[8:size] for row, size in zip(rows, sizes)]
 
 
-def _all_gather_few(data: bytes, room: int, axis: Axis, device: torch.device) -> list[bytes]:
-    """Every rank's bytes, filled up to `room`, by the library's own all-gather: of few bytes over
+def _all_gather_few(data: bytes, size: int, axis: Axis, device: torch.device) -> list[bytes]:
+    """Every rank's bytes, filled up to `size`, by the library's own all-gather: of few bytes over
     Gloo it takes 0.1 ms, where sends and receives take 4.
     """
-    own = torch.frombuffer(bytearray(data.ljust(room, b"\0")), dtype=torch.uint8).to(device)
+    own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device)
     rows = [torch.empty_like(own) for _ in axis.ranks]
     with _others("an exchange of messages", axis):
         dist.all_gather(rows, own, group=axis.group)

@@ -96,7 +96,7 @@ class BufferGroups:
     shard: Axis
     # the same ranks on a communicator of its own: two collectives on one would wait for each other
     shard_gather: Axis
-    copies: Axis  # those of replicas that hold the same slice; alone when all of replicas share
+    replicate: Axis  # those of replicas that hold the same slice; alone when all of replicas share
 
 
 @dataclass(frozen=True)
@@ -232,12 +232,12 @@ def _buffer_groups(
 ) -> BufferGroups:
     """Of parameters that all of `replicas` hold, shared out over `shard` neighbours."""
     shards = [ranks[i : i + shard] for ranks in replicas for i in range(0, len(ranks), shard)]
-    copies = [ranks[i::shard] for ranks in replicas for i in range(shard)]
+    replicate = [ranks[i::shard] for ranks in replicas for i in range(shard)]
     return BufferGroups(
         replicas=axis("replicas", replicas),
         shard=axis("shard", shards),
         shard_gather=axis("shard_gather", shards, own=True),
-        copies=axis("copies", copies),
+        replicate=axis("replicate", replicate),
     )
 
 

@@ -151,7 +151,7 @@ def write_folder(
         return added
 
     def on_all_ranks(part: Callable[[], Any]) -> Any:
-        return ranks.agree(lambda: _in_words(target, part))[0]
+        return ranks.gather_or_raise(lambda: _in_words(target, part))[0]
 
     try:
         folder, notes = on_all_ranks(make)

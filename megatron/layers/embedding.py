@@ -38,7 +38,7 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         (ids,) = ctx.saved_tensors
-        assert not getattr(ctx.weight, "fresh", False), (
+        assert not getattr(ctx.weight, "overwrite_main_grad", False), (
             "of a tied matrix the head's product comes first"
         )
         embedding_weight_grad(dy, ids, ctx.weight.main_grad)
@@ -64,7 +64,7 @@ class _VocabularyParallelEmbedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         local, elsewhere = ctx.saved_tensors
-        assert not getattr(ctx.weight, "fresh", False), (
+        assert not getattr(ctx.weight, "overwrite_main_grad", False), (
             "of a tied matrix the head's product comes first"
         )
         dy = all_gather(dy, ctx.tp.axis) if ctx.tp.sequence else dy

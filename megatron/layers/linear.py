@@ -11,9 +11,9 @@ Tensor parallelism (Shoeybi et al. 2019): a column-parallel layer holds some of 
 row-parallel layer some of the inputs. Sequence parallelism (Korthikanti et al. 2022) splits each
 all-reduce into a reduce-scatter and an all-gather along the sequence.
 
-Split backward (Qi et al. 2023): inside `stashing` a backward pass computes input and bias gradients
-(B) and leaves the weight gradients to `add_weight_grads` (W). What it leaves holds this rank's part
-of the sequence, never a gathered copy. Collectives of s b h elements each:
+Split backward (Qi et al. 2023): inside `deferring_weight_grads` a backward pass computes input and
+bias gradients (B) and leaves the weight gradients to `add_weight_grads` (W). What it leaves holds
+this rank's part of the sequence, never a gathered copy. Collectives of s b h elements each:
 
     layer        B                       W
     column       all-reduce of dx        -
@@ -133,8 +133,9 @@ def _products_of(dtype: torch.dtype) -> Iterator[None]:
 
 
 def add_weight_grad(dy: Tensor, x: Tensor, weight: nn.Parameter) -> None:
-    """Add a weight's gradient in its main_grad, or put it there if that is fresh."""
-    overwrite, weight.fresh = getattr(weight, "fresh", False), False
+    """Add a weight's gradient in its main_grad, or put it there if that is to be overwritten."""
+    overwrite = getattr(weight, "overwrite_main_grad", False)
+    weight.overwrite_main_grad = False
     linear_weight_grad(dy, x, weight.main_grad, overwrite, getattr(weight, "by_apex", False))
 
 
@@ -185,24 +186,24 @@ def add_weight_grads(left: list[WeightGrad]) -> None:
 
 
 @contextlib.contextmanager
-def stashing(module: nn.Module) -> Iterator[list[WeightGrad]]:
+def deferring_weight_grads(module: nn.Module) -> Iterator[list[WeightGrad]]:
     """While open, backward passes through the module's linear layers put their weight gradients
     onto this list instead of computing them.
     """
     left: list[WeightGrad] = []
     weights = [layer.weight for layer in module.modules() if isinstance(layer, Linear)]
     for weight in weights:
-        weight.stash = left
+        weight.deferred_grads = left
     try:
         yield left
     finally:
         for weight in weights:
-            del weight.stash
+            del weight.deferred_grads
 
 
-def _stash(weight: nn.Parameter) -> list[WeightGrad] | None:
+def _deferred_grads(weight: nn.Parameter) -> list[WeightGrad] | None:
     """Where its gradient is left for later; None: to be added at once."""
-    return getattr(weight, "stash", None)
+    return getattr(weight, "deferred_grads", None)
 
 
 class _Linear(torch.autograd.Function):
@@ -214,14 +215,14 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        (x,), stash = ctx.saved_tensors, _stash(ctx.weight)
+        (x,), deferred = ctx.saved_tensors, _deferred_grads(ctx.weight)
         dx = linear_input_grad(dy, ctx.weight)
         if not ctx.needs_input_grad[1]:  # frozen, and so is the bias
             return dx, None, None
-        if stash is None:
+        if deferred is None:
             add_weight_grad(dy, x, ctx.weight)
         else:
-            stash.append(WeightGrad(ctx.weight, dy, x.detach()))
+            deferred.append(WeightGrad(ctx.weight, dy, x.detach()))
         if ctx.bias is not None:
             bias_grad(dy, ctx.bias.main_grad)
         return dx, None, None
@@ -252,17 +253,22 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        (x,), tp, weight, stash = ctx.saved_tensors, ctx.tp, ctx.weight, _stash(ctx.weight)
+        (x,), tp, weight, deferred = (
+            ctx.saved_tensors,
+            ctx.tp,
+            ctx.weight,
+            _deferred_grads(ctx.weight),
+        )
         x_axis = tp.axis if tp.sequence else ALONE
         gathering, frozen = None, not ctx.needs_input_grad[1]
         if frozen:
             pass
-        elif stash is None:
+        elif deferred is None:
             gathering = start_all_gather(x, x_axis)
             if not tp.overlap:
                 gathering.wait()
         else:
-            stash.append(WeightGrad(weight, dy, x.detach(), x_axis=x_axis, overlap=tp.overlap))
+            deferred.append(WeightGrad(weight, dy, x.detach(), x_axis=x_axis, overlap=tp.overlap))
         if tp.sequence:
             summing = start_reduce_scatter(linear_input_grad(dy, weight), tp.axis)
         else:
@@ -299,10 +305,15 @@ class _RowLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        (x,), tp, weight, stash = ctx.saved_tensors, ctx.tp, ctx.weight, _stash(ctx.weight)
+        (x,), tp, weight, deferred = (
+            ctx.saved_tensors,
+            ctx.tp,
+            ctx.weight,
+            _deferred_grads(ctx.weight),
+        )
         frozen = not ctx.needs_input_grad[1]
-        if stash is not None and not frozen:
-            stash.append(
+        if deferred is not None and not frozen:
+            deferred.append(
                 WeightGrad(
                     weight,
                     dy,
@@ -323,7 +334,7 @@ class _RowLinear(torch.autograd.Function):
         else:
             dy = all_gather(dy, tp.axis) if tp.sequence else dy
             dx = linear_input_grad(dy, weight)
-        if stash is None and not frozen:
+        if deferred is None and not frozen:
             add_weight_grad(dy, x, weight)
         return dx, None, None, None
 

@@ -142,13 +142,13 @@ class Block:
         mine = _equal_part((0, self.size), self.shard)
         self.own = mine if stage > 0 else (0, self.size)
         # what this rank counts, where all count once
-        self.share = _equal_part(mine, groups.copies)
+        self.share = _equal_part(mine, groups.replicate)
         self.weight = torch.zeros(self.size, dtype=dtype, device=device)
         self._take_parameters()
         wide = accumulation_dtype(dtype) if self.trained else dtype
         # autograd counts no writes to it
         empty = torch.empty(0, dtype=dtype, device=device)
-        self.unseen = empty.set_(self.weight.untyped_storage(), 0, (self.size,), (1,))
+        self.untracked = empty.set_(self.weight.untyped_storage(), 0, (self.size,), (1,))
         if stage == 3:
             self.release()
         self.grad: Tensor | None = None
@@ -240,16 +240,16 @@ class Block:
         for entry, parameter in zip(self.entries, self.parameters):
             parameter.main_grad = entry.view(self.grad)
             if entry.start < self.plan.late:
-                parameter.fresh = True
+                parameter.overwrite_main_grad = True
 
     def complete(self) -> None:
         """All passes are over: the gradient of a linear layer's weight that has had no product is
         zero.
         """
         for parameter in self.parameters:
-            if getattr(parameter, "fresh", False):
+            if getattr(parameter, "overwrite_main_grad", False):
                 parameter.main_grad.zero_()
-                parameter.fresh = False
+                parameter.overwrite_main_grad = False
 
     def drop(self) -> None:
         """The gradient has been used."""

@@ -44,7 +44,7 @@ class StepOutcome:
     deferred: dict[Block, Callable[[], None]]
 
 
-def publish_nowhere(block: Block) -> None:
+def gather_nothing(block: Block) -> None:
     """In one process nobody else holds the weights."""
 
 
@@ -65,12 +65,12 @@ class Optimizer:
         blocks: list[Block],
         config: Config,
         groups: Groups = one_process(),
-        publish: Callable[[Block], None] = publish_nowhere,
+        all_gather_weights: Callable[[Block], None] = gather_nothing,
         matrix_rule: MatrixRule | None = None,
     ):
-        """`publish` is told of each block whose weights have changed. `matrix_rule` updates the
-        matrices of layers, the rule of the flags all else. Raises ValueError where state on the
-        host needs it.
+        """`all_gather_weights` is called with each block whose weights have changed. `matrix_rule`
+        updates the matrices of layers, the rule of the flags all else. Raises ValueError where
+        state on the host needs it.
         """
         if matrix_rule is not None and any(block.on_host for block in blocks):
             raise ValueError(
@@ -80,7 +80,7 @@ class Optimizer:
         self.matrix_rule = matrix_rule
         device = blocks[0].weight.device
         self.chosen, _ = choose_kernels(config, device)
-        self.blocks, self.groups, self.publish = blocks, groups, publish
+        self.blocks, self.groups, self.all_gather_weights = blocks, groups, all_gather_weights
         self.config = self.chosen.optimizer
         self.trained = [block for block in blocks if block.trained]
         self.wide = accumulation_dtype(blocks[0].weight.dtype)
@@ -113,7 +113,7 @@ class Optimizer:
         return InMemory(block, tensors)
 
     def initialise(self) -> None:
-        """Fill the master weights from the seed and publish them."""
+        """Fill the master weights from the seed and all-gather them."""
 
         def fill(pairs: list[tuple[Box, Tensor]]) -> None:
             for box, master in pairs:
@@ -123,7 +123,7 @@ class Optimizer:
 
     def fill_weights(self, fill: Callable[[list[tuple[Box, Tensor]]], None]) -> None:
         """Give the master weights new values, as many boxes of `weight_boxes` at a time as are in
-        memory together, and publish them.
+        memory together, and all-gather them.
         """
         fill(
             [
@@ -137,16 +137,16 @@ class Optimizer:
             for piece, held in self.kept[block].pieces((MASTER,), "fill") if block.in_files else ():
                 fill(list(block.boxes(held[MASTER], piece)))
                 block.rounded[piece].copy_(held[MASTER])
-        self.publish_weights()
+        self.all_gather_updated()
 
-    def publish_weights(self) -> None:
+    def all_gather_updated(self) -> None:
         """Round the master weights that are in memory into the weights the model computes with, on
         every rank that does.
         """
         for block in self.blocks:
             if block.rounded is not None and not block.in_files:
                 block.rounded.copy_(block.master)
-            self.publish(block)
+            self.all_gather_weights(block)
 
     def fill_states(self, fill: Callable[[list[tuple[Box, Tensor]]], None]) -> None:
         """Give the optimizer's tensors new values, as many boxes of `state_boxes` at a time as are
@@ -183,7 +183,7 @@ class Optimizer:
             else:
                 block.drop()
 
-    def squares(self) -> Tensor:
+    def grad_sq_sum(self) -> Tensor:
         """This rank's share of the gradient's sum of squares (float64)."""
         pieces = (
             piece
@@ -194,17 +194,17 @@ class Optimizer:
 
     @torch.no_grad()
     def step(
-        self, *, lr: float, weight_decay: float, squares: Tensor, grad_factor: Tensor | float
+        self, *, lr: float, weight_decay: float, grad_sq_sum: Tensor, grad_factor: Tensor | float
     ) -> StepOutcome:
-        """Update the weights from the gradients, whose sum of squares over all ranks is `squares`,
-        and publish them block by block.
+        """Update the weights from the gradients, whose sum of squares over all ranks is
+        `grad_sq_sum`, and all-gather them block by block.
 
         `grad_factor` (float64 scalar or number) turns the accumulated gradient into that of the
         mean loss per valid token: nominal tokens / (valid tokens x loss scale). A non-finite
         gradient or factor leaves weights, moments and step count as they are. The steps of blocks
         on the host are not carried out: the outcome holds them.
         """
-        norm = squares.sqrt() * grad_factor
+        norm = grad_sq_sum.sqrt() * grad_factor
         found_inf = (~torch.isfinite(norm)).to(torch.float32)
         coefficient = (clip_coefficient(norm, self.config.clip_grad) * grad_factor).to(self.wide)
         deferred: dict[Block, Callable[[], None]] = {}
@@ -231,7 +231,7 @@ class Optimizer:
                         self._update_matrices(block, lr, weight_decay, coefficient)
                     if not self.keeps_gradients:
                         block.drop()
-                    self.publish(block)
+                    self.all_gather_weights(block)
         self.steps += 1 - found_inf
         return StepOutcome(norm, found_inf, deferred)
 
@@ -326,7 +326,7 @@ class Optimizer:
         need not be the same.
         """
         groups = self.groups.buffers[box.group]
-        copies = groups.copies if self.blocks[0].stage > 0 else groups.replicas
+        copies = groups.replicate if self.blocks[0].stage > 0 else groups.replicas
         same = holders(box, self.groups)
         if box.replicated == "tied":
             return Holder(copies.rank, copies.size) if same.rank == 0 else None

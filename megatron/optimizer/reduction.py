@@ -19,8 +19,8 @@ from megatron.optimizer.blocks import Block
 def sum_copies(blocks: list[Block]) -> None:
     """Hybrid sharding: sum each slice over the ranks that hold the same one."""
     for block in blocks:
-        if block.groups.copies.size > 1:
-            all_reduce(block.grad_shard, block.groups.copies)
+        if block.groups.replicate.size > 1:
+            all_reduce(block.grad_shard, block.groups.replicate)
 
 
 def sum_partial_gradients(blocks: list[Block], groups: Groups) -> None:

@@ -74,12 +74,12 @@ class Zero:
         self.stage, self.keep = blocks[0].stage, config.zero3_keep_gathered
         self.overlap_reduce = config.overlap_grad_reduce
         self.overlap_gather = config.overlap_param_gather
-        self.wire = torch.bfloat16 if config.grad_reduce_in_bf16 else None
+        self.reduce_dtype = torch.bfloat16 if config.grad_reduce_in_bf16 else None
         self.buffers_of = _buffers_of_layers(model, blocks)
         self.last = {chunk[-1][1] for chunk in model.chunks}
         self.layers = _of_layers(self.buffers_of)
         self.trained = [block for block in blocks if block.trained]
-        self.room = self._reduction_room()
+        self.workspace = self._reduction_workspace()
         device = blocks[0].weight.device
         self.gather_stream, self.reduce_stream = (
             torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)
@@ -103,9 +103,11 @@ class Zero:
         self.returning: list[tuple[Block, Handle]] = []
         self.watched: Tensor | None = None
 
-    def _reduction_room(self) -> int:
+    def _reduction_workspace(self) -> int:
         """Bytes that a reduction may take: half a layer's gradient, for larger blocks too."""
-        item = max(((self.wire or block.grad_dtype).itemsize for block in self.trained), default=0)
+        item = max(
+            ((self.reduce_dtype or block.grad_dtype).itemsize for block in self.trained), default=0
+        )
         return max((block.size for block in self.layers), default=0) * item // 2
 
     # ---- passes
@@ -204,7 +206,7 @@ class Zero:
 
     # ---- weights
 
-    def publish(self, block: Block) -> None:
+    def all_gather_weights(self, block: Block) -> None:
         """The weights that this rank updates have changed. Stages 1 and 2 send them round, and wait
         where the next pass needs them.
         """
@@ -219,11 +221,11 @@ class Zero:
 
     def defer(self, block: Block, step: Callable[[], None]) -> None:
         """`step` will change the weights that this rank updates. It is called when the next pass
-        comes near the block, or by `settle`.
+        comes near the block, or by `wait_for_weights`.
         """
         self.deferred[block] = step
 
-    def settle(self) -> None:
+    def wait_for_weights(self) -> None:
         """Wait for all weights that are on their way or to be changed."""
         for block in self.blocks:
             self._carry_out(block)
@@ -233,7 +235,7 @@ class Zero:
         """The deferred step of a block, if there is one."""
         if block in self.deferred:
             self.deferred.pop(block)()
-            self.publish(block)
+            self.all_gather_weights(block)
 
     def _arrive(self, block: Block) -> None:
         if block in self.gathering:
@@ -288,11 +290,11 @@ class Zero:
         if block.is_released:
             block.allocate()
             with self._beside(self.gather_stream):
-                own = block.part(block.unseen)
+                own = block.part(block.untracked)
                 # of an offloaded block from the host, never run on a GPU
                 own.copy_(block.kept, non_blocking=True)
                 self.gathering[block] = start_all_gather(
-                    own, block.groups.shard_gather, out=block.unseen
+                    own, block.groups.shard_gather, out=block.untracked
                 )
 
     def _needed(self, buffers: Buffers) -> bool:
@@ -362,7 +364,7 @@ class Zero:
         self.reducing = (
             block,
             grad,
-            start_reduce_scatter(grad, block.shard, out, self.wire, self.room),
+            start_reduce_scatter(grad, block.shard, out, self.reduce_dtype, self.workspace),
         )
 
     def _finish(self) -> None:
@@ -371,8 +373,8 @@ class Zero:
         (block, grad, pending), self.reducing = self.reducing, None
         slice_ = pending.wait()
         if self.stage == 0 and block.shard.size > 1:
-            sent = slice_ if self.wire is None else slice_.to(self.wire)
-            out = block.grad if self.wire is None else None
+            sent = slice_ if self.reduce_dtype is None else slice_.to(self.reduce_dtype)
+            out = block.grad if self.reduce_dtype is None else None
             self.returning.append(
                 (block, start_all_gather(sent, block.groups.shard_gather, out=out))
             )

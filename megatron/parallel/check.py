@@ -42,7 +42,7 @@ class Bounds:
     in_flight: tuple[int, ...]
     # of these, from the forward pass to the backward pass or the input gradient
     saved: tuple[int, ...]
-    stashed: tuple[int, ...]  # of these, from the input gradient to the weight gradient
+    deferred: tuple[int, ...]  # of these, from the input gradient to the weight gradient
     # messages whose receive is posted and whose computation has not begun
     received: tuple[int, ...]
     # each stage adds up its gradients in the order of the micro-batches: sums bitwise equal to
@@ -364,14 +364,14 @@ def _deadlock(schedule: Schedule, at: list[int]) -> str:
 
 def _bounds(schedule: Schedule) -> Bounds:
     peaks = [_peaks(actions, schedule) for actions in schedule.actions]
-    in_flight, saved, stashed, received = zip(*peaks)
-    return Bounds(in_flight, saved, stashed, received, all(map(_ascending, schedule.actions)))
+    in_flight, saved, deferred, received = zip(*peaks)
+    return Bounds(in_flight, saved, deferred, received, all(map(_ascending, schedule.actions)))
 
 
 def _peaks(actions: tuple[Action, ...], schedule: Schedule) -> tuple[int, int, int, int]:
-    """`in_flight`, `saved`, `stashed`, `received` of a rank."""
+    """`in_flight`, `saved`, `deferred`, `received` of a rank."""
     training = any(action.kind in PARTS for action in actions)
-    saved = stashed = received = 0
+    saved = deferred = received = 0
     peaks = [0, 0, 0, 0]
     for action in actions:
         kind = action.kind
@@ -383,18 +383,20 @@ def _peaks(actions: tuple[Action, ...], schedule: Schedule) -> tuple[int, int, i
             saved += training
         elif kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
             saved -= 1
-            stashed += kind is Kind.BACKWARD_INPUT
+            deferred += kind is Kind.BACKWARD_INPUT
         elif kind is Kind.BACKWARD_WEIGHT:
-            stashed -= 1
+            deferred -= 1
         if (
-            saved + stashed > peaks[0]
+            saved + deferred > peaks[0]
             or saved > peaks[1]
-            or stashed > peaks[2]
+            or deferred > peaks[2]
             or received > peaks[3]
         ):
-            peaks = [max(pair) for pair in zip(peaks, (saved + stashed, saved, stashed, received))]
-    most, most_saved, most_stashed, most_received = peaks
-    return most, most_saved, most_stashed, most_received
+            peaks = [
+                max(pair) for pair in zip(peaks, (saved + deferred, saved, deferred, received))
+            ]
+    most, most_saved, most_deferred, most_received = peaks
+    return most, most_saved, most_deferred, most_received
 
 
 def _ascending(actions: tuple[Action, ...]) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.layers.linear import WeightGrad, add_weight_grads, stashing
+from megatron.layers.linear import WeightGrad, add_weight_grads, deferring_weight_grads
 from megatron.model.block import Layer, MicroBatch, WithScalars
 from megatron.parallel.schedule import Kind
 
@@ -113,7 +113,7 @@ class LayerPasses:
         which dy may be one.
         """
         graph = self._graph(layer, saved)
-        with stashing(layer) as left:
+        with deferring_weight_grads(layer) as left:
             dx = self._differentiate(layer, graph, dy, left)
         return dx, left
 
@@ -181,9 +181,9 @@ def fold_grads(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         if parameter.grad is None or parameter.main_grad is None:
             continue
-        if getattr(parameter, "fresh", False):
+        if getattr(parameter, "overwrite_main_grad", False):
             parameter.main_grad.copy_(parameter.grad)
-            parameter.fresh = False
+            parameter.overwrite_main_grad = False
         else:
             parameter.main_grad.add_(parameter.grad)
         parameter.grad = None

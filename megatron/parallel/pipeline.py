@@ -26,7 +26,14 @@ from megatron.model.block import Layer, MicroBatch
 from megatron.model.gpt import GPTModel
 from megatron.parallel.check import WORDS, channel_of, source_of
 from megatron.parallel.layer_passes import Call, LayerPasses
-from megatron.parallel.schedule import COMPUTATIONS, Action, Kind, Message, Schedule, receipts
+from megatron.parallel.schedule import (
+    COMPUTATIONS,
+    Action,
+    Kind,
+    Message,
+    Schedule,
+    acknowledgements,
+)
 from megatron.parallel.timeline import Span, Timeline
 
 UNRECEIVED = 2  # outputs that a rank in evaluation runs ahead of a neighbour
@@ -98,7 +105,7 @@ class _Known(NamedTuple):
     """What a schedule means for one rank."""
 
     schedule: Schedule
-    receipts: dict[Message, tuple[int, int]]
+    acknowledgements: dict[Message, tuple[int, int]]
     calls: list[Call]
     last_uses: frozenset[Action]  # of each micro-batch
 
@@ -146,7 +153,7 @@ class Pipeline:
             calls = [call for kind, stage, _ in actions for call in self.calls[kind, stage]]
             last_use = {action.micro: action for action in actions}
             self.known[id(schedule)] = _Known(
-                schedule, receipts(schedule, self.rank), calls, frozenset(last_use.values())
+                schedule, acknowledgements(schedule, self.rank), calls, frozenset(last_use.values())
             )
         return self.known[id(schedule)]
 
@@ -224,7 +231,10 @@ class _Step:
     ):
         self.pipeline, self.make, self.scale = pipeline, micro_batch, scale
         self.placement, self.rank = pipeline.placement, pipeline.rank
-        self.actions, self.receipts = known.schedule.actions[self.rank], known.receipts
+        self.actions, self.acknowledgements = (
+            known.schedule.actions[self.rank],
+            known.acknowledgements,
+        )
         self.micro_batches: dict[int, MicroBatch] = {}
         self.inbox: dict[Message, Receiving | Tensor] = {}
         self.outbox: dict[Message, Tensor] = {}
@@ -281,7 +291,7 @@ class _Step:
             f"send {_what(message)} to the {WORDS[action.kind]} pass of stage {action.stage}",
         ):
             x = coming.wait()
-        to, count = self.receipts[message]
+        to, count = self.acknowledgements[message]
         while self.arrived.get(to, 0) < count:
             self._settle(to)  # has arrived: does not wait
         return x

@@ -110,7 +110,7 @@ def makes(action: Action, placement: Sequence[int]) -> Message | None:
     return None
 
 
-def receipts(schedule: Schedule, rank: int) -> dict[Message, tuple[int, int]]:
+def acknowledgements(schedule: Schedule, rank: int) -> dict[Message, tuple[int, int]]:
     """For each message that a rank receives: (its sender, how many of this rank's messages to that
     sender it proves to have arrived).
 

@@ -105,20 +105,20 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def peak_activations(
-    schedule: Schedule, held: tuple[float, ...] | None = None, stash: float = 1.0
+    schedule: Schedule, held: tuple[float, ...] | None = None, deferred: float = 1.0
 ) -> tuple[float, ...]:
     """The most that each rank holds at a time, by the order of its list alone.
 
     A forward pass of stage s adds held[s]: bytes, or by default that stage's share of a rank's
     layers, so that one micro-batch on a whole rank is 1. The backward pass gives it back; where it
-    is split the input gradient keeps the part `stash` of it until the weight gradient.
+    is split the input gradient keeps the part `deferred` of it until the weight gradient.
     """
     held = held or (schedule.ranks / schedule.stages,) * schedule.stages
     kept = {
         Kind.FORWARD: 1.0,
         Kind.BACKWARD: -1.0,
-        Kind.BACKWARD_INPUT: stash - 1,
-        Kind.BACKWARD_WEIGHT: -stash,
+        Kind.BACKWARD_INPUT: deferred - 1,
+        Kind.BACKWARD_WEIGHT: -deferred,
     }
     peaks = []
     for actions in schedule.actions:

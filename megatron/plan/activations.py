@@ -35,14 +35,14 @@ class UnitBytes:
 
     saved: int  # from the forward pass to the backward pass, its input included, logits not
     logits: int
-    stashed: int  # from the input gradient to the weight gradient, where they are apart
+    deferred: int  # from the input gradient to the weight gradient, where they are apart
     # at the forward pass's worst moment, beside `saved`, `logits` and what other units keep
     forward: int
     # at the backward pass's worst moment, beside the same and the gradient of its output
     backward: int
     split: int  # at that of a backward pass that leaves the weight gradients for later
     forming: int  # the same at the moment when weight gradients are formed
-    weight: int  # during a weight gradient's pass alone, beside `stashed`
+    weight: int  # during a weight gradient's pass alone, beside `deferred`
     scratch: int  # in which weight gradients are formed
     head: bool = False
 
@@ -141,7 +141,7 @@ def layer_bytes(shape: Shape, index: int) -> UnitBytes:
     forming, scratch = _forming(shape, gathered)
     q, k = attention.widths
     # inputs and output gradients of the linear layers
-    stashed = 4 * hidden + tokens * shape.compute * (q + 2 * k + q) + mlp
+    deferred = 4 * hidden + tokens * shape.compute * (q + 2 * k + q) + mlp
     # fc2's input stays, and dropout's gradient beside that of its output
     split = backward + shape.activated + (hidden if model.hidden_dropout > 0 else 0)
     if shape.recomputed:
@@ -154,7 +154,7 @@ def layer_bytes(shape: Shape, index: int) -> UnitBytes:
     return UnitBytes(
         hidden if shape.recomputed else whole,
         0,
-        stashed,
+        deferred,
         forward,
         backward,
         split,

@@ -226,7 +226,7 @@ class PlannedPasses:
         left = None
         if kind is Kind.BACKWARD_INPUT:
             self.ledger.look(unit.split)
-            left = Kept(None, Held(self.ledger, "activations", unit.stashed))
+            left = Kept(None, Held(self.ledger, "activations", unit.deferred))
         else:
             self.ledger.look(unit.backward)
             self.ledger.look(unit.forming, unit.scratch)

@@ -11,21 +11,21 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron.checkpoint.commit import not_writable
+from megatron.checkpoint.desync import DesyncCheck
 from megatron.checkpoint.lease import Lease, take_lease
+from megatron.checkpoint.local.checkpoints import LocalCheckpoints, adopt_run_id
 from megatron.checkpoint.local.rebuild import LocalCheckpoint
-from megatron.checkpoint.local.tiers import Tiers, settle_run
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.progress import Saved
 from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.replicas import Replicas
 from megatron.checkpoint.retention import Policy
 from megatron.checkpoint.share import own_part
 from megatron.checkpoint.staged import staging_bytes
 from megatron.checkpoint.writer import shard_bytes, try_folder
 from megatron.config.groups import Config
-from megatron.distributed.together import together
+from megatron.distributed.rank_errors import raise_on_all_ranks
 from megatron.layers.spec import Box
 from megatron.observe.metrics import save_metrics
 from megatron.observe.tracking import Tracker
@@ -36,7 +36,7 @@ from megatron.training.run import Run
 logger = logging.getLogger(__name__)
 
 
-def join_tiers(config: Config, ranks: Ranks) -> Tiers | None:
+def join_local_checkpoints(config: Config, ranks: Ranks) -> LocalCheckpoints | None:
     """The local tier; None without --local-checkpoint-dir. Raises UserError on every rank when it
     cannot be used.
     """
@@ -44,12 +44,12 @@ def join_tiers(config: Config, ranks: Ranks) -> Tiers | None:
     return (
         None
         if options.local_checkpoint_dir is None
-        else Tiers(options.local_checkpoint_dir, ranks, options.local_redundancy)
+        else LocalCheckpoints(options.local_checkpoint_dir, ranks, options.local_redundancy)
     )
 
 
 def locate_checkpoint(
-    config: Config, ranks: Ranks = ONE, tiers: Tiers | None = None
+    config: Config, ranks: Ranks = ONE, local_checkpoints: LocalCheckpoints | None = None
 ) -> Checkpoint | None:
     """The checkpoint that --load names, or a newer one of the local tier; None for a first start.
     Rank 0 finds it and the others open that one, whatever appears meanwhile.
@@ -60,13 +60,15 @@ def locate_checkpoint(
     options = config.checkpoint
     if options.load is None:
         return None
-    if tiers is not None and options.ckpt_step is None and not options.finetune:
-        checkpoint = tiers.newest(options.load, options.save, options.allow_older_checkpoint)
+    if local_checkpoints is not None and options.ckpt_step is None and not options.finetune:
+        checkpoint = local_checkpoints.newest(
+            options.load, options.save, options.allow_older_checkpoint
+        )
     else:
         checkpoint = open_checkpoint(
             options.load, options.ckpt_step, ranks=ranks, older=options.allow_older_checkpoint
         )
-    with together(ranks.world, ranks.device):
+    with raise_on_all_ranks(ranks.world, ranks.device):
         first_start = (
             options.load == options.save
             and options.ckpt_step is None
@@ -121,7 +123,11 @@ def load(checkpoint: Checkpoint, run: Run) -> None:
 
 
 def make_manager(
-    config: Config, optimizer: Optimizer, ranks: Ranks, tracker: Tracker | None, tiers: Tiers | None
+    config: Config,
+    optimizer: Optimizer,
+    ranks: Ranks,
+    tracker: Tracker | None,
+    local_checkpoints: LocalCheckpoints | None,
 ) -> CheckpointManager | None:
     """What writes the run's checkpoints and tells the tracker of them; None without --save. Raises
     UserError when the local tier lacks room.
@@ -131,8 +137,8 @@ def make_manager(
         return None
     pairs = _own_pairs(config, optimizer)
     memory = staging_bytes(pairs, options.async_save_host_memory) if options.async_save else None
-    if tiers is not None and not config.evaluation.skip_train:
-        tiers.require_room(shard_bytes(pairs), options.async_save)
+    if local_checkpoints is not None and not config.evaluation.skip_train:
+        local_checkpoints.require_room(shard_bytes(pairs), options.async_save)
 
     def report(iteration: int, saved: Saved) -> None:
         if tracker is not None:
@@ -146,7 +152,7 @@ def make_manager(
         memory,
         retention=Policy(options.save_retain_interval, options.save_keep_last),
         verify=options.verify_integrity,
-        tiers=tiers,
+        local_checkpoints=local_checkpoints,
         rate=options.save_rate_limit,
         report=report,
     )
@@ -164,27 +170,27 @@ def save(run: Run) -> None:
     is said, and stops nothing.
     """
     if run.checkpoints is not None:
-        run.zero.settle()  # a checkpoint is of weights after the step
+        run.zero.wait_for_weights()  # a checkpoint is of weights after the step
         run.checkpoints.save(
             run.progress.iteration,
             _own_pairs(run.config, run.optimizer),
             run_state(run),
-            Replicas(run.optimizer),
+            DesyncCheck(run.optimizer),
         )
 
 
 def save_local(run: Run) -> None:
     """Write a checkpoint to the local tier alone."""
-    run.zero.settle()
-    check = partial(Replicas(run.optimizer).check, run.checkpoints.ranks)
-    run.checkpoints.tiers.save(
+    run.zero.wait_for_weights()
+    check = partial(DesyncCheck(run.optimizer).check, run.checkpoints.ranks)
+    run.checkpoints.local_checkpoints.save(
         run.progress.iteration, _own_pairs(run.config, run.optimizer), run_state(run), check
     )
 
 
-def drain(run: Run) -> bool:
+def finalize(run: Run) -> bool:
     """Wait for a save under way; whether the last one went well."""
-    return run.checkpoints is None or run.checkpoints.drain()
+    return run.checkpoints is None or run.checkpoints.finalize()
 
 
 def lease_save_folder(config: Config, ranks: Ranks, job: str) -> Lease | None:
@@ -201,12 +207,16 @@ def lease_save_folder(config: Config, ranks: Ranks, job: str) -> Lease | None:
             raise CheckpointError(not_writable(Path(root), error)) from error
 
     if root is not None:
-        ranks.agree(lambda: take() if ranks.first else None)
+        ranks.gather_or_raise(lambda: take() if ranks.first else None)
     return lease
 
 
 def prepare_save_folder(
-    config: Config, ranks: Ranks = ONE, tiers: Tiers | None = None, *, goes_on: bool = False
+    config: Config,
+    ranks: Ranks = ONE,
+    local_checkpoints: LocalCheckpoints | None = None,
+    *,
+    goes_on: bool = False,
 ) -> None:
     """Make --save, and write into it from every rank: what is wrong with it is found before
     training, not at the first checkpoint. Unless the run `goes_on` with what it has loaded from
@@ -219,11 +229,11 @@ def prepare_save_folder(
         return
     try_folder(options.save, ranks)
     if not config.evaluation.skip_train:
-        run = settle_run(
+        run = adopt_run_id(
             options.load if goes_on and not options.finetune else None,
             options.save,
             ranks,
-            local=tiers is not None,
+            local=local_checkpoints is not None,
         )
-        if tiers is not None:
-            tiers.run = run
+        if local_checkpoints is not None:
+            local_checkpoints.run = run

@@ -24,14 +24,14 @@ from megatron.observe.metrics import (
     timer_metrics,
 )
 from megatron.parallel.pipeline import Recording
-from megatron.training.checkpointing import drain, save, save_local
+from megatron.training.checkpointing import finalize, save, save_local
 from megatron.training.evaluate import evaluate
 from megatron.training.exit import Exit
 from megatron.training.passes import schedule_of
 from megatron.training.run import Progress, Run
 from megatron.training.step import (
-    Pending,
     Report,
+    StepHandle,
     forward_backward,
     non_finite_micro_batches,
     update,
@@ -76,7 +76,7 @@ def last_iteration(config: Config, progress: Progress) -> int:
     )
 
 
-def settle(run: Run, pending: Pending | None, interval: Interval) -> None:
+def finish_step(run: Run, pending: StepHandle | None, interval: Interval) -> None:
     """Read the last step's verdict, which the next step's learning rate and loss scale depend on,
     and act on it.
 
@@ -225,7 +225,7 @@ def _weight_metrics(run: Run) -> dict[str, float]:
         zeros = all_reduce(run.optimizer.zero_gradients(), run.groups.world)
         metrics["num-zeros"] = int(zeros.item())
     if run.config.logging.log_params_norm:
-        run.zero.settle()
+        run.zero.wait_for_weights()
         total = all_reduce(run.optimizer.squared_weight_norm(), run.groups.world)
         metrics["params-norm"] = math.sqrt(total.item())
     return metrics
@@ -313,15 +313,15 @@ def due_after(run: Run) -> Due:
 
 
 def train_step(
-    run: Run, pending: Pending | None, interval: Interval
-) -> tuple[Pending, float, Recording | None]:
+    run: Run, pending: StepHandle | None, interval: Interval
+) -> tuple[StepHandle, float, Recording | None]:
     """One step: its report on its way, its learning rate, and the times of its passes where there
     is a pipeline. `pending`: the report of the step before, which is taken in on the way.
     """
     config, progress = run.config, run.progress
     batch_size = global_batch_size_at(progress.consumed_samples, config)
     if run.scaler.dynamic:  # this backward's scale depends on the last step's verdict
-        settle(run, pending, interval)
+        finish_step(run, pending, interval)
         pending = None
     loss_scale = run.scaler.scale
     recording = Recording(run.device) if run.groups.pp.size > 1 else None
@@ -332,7 +332,7 @@ def train_step(
         loss_scale=loss_scale,
         recording=recording,
     )
-    settle(run, pending, interval)
+    finish_step(run, pending, interval)
     clock = progress.scheduled_samples + batch_size
     learning_rate = run.schedule.learning_rate(clock)
     with run.timers("optimizer"):
@@ -375,7 +375,7 @@ def train(run: Run) -> Exit:
         pending, learning_rate, recording = train_step(run, pending, interval)
         iteration, due = progress.iteration, due_after(run)
         if any(due) or pending.is_here or run.exits.check(iteration):
-            settle(run, pending, interval)
+            finish_step(run, pending, interval)
             pending = None
         # on a GPU a signal is seen one iteration late, by all ranks in the same one
         exit_now = run.exits.check(iteration)
@@ -388,6 +388,8 @@ def train(run: Run) -> Exit:
         interval.outside += time.perf_counter() - paused
         if exit_now and (progress.evaluation_due or not due.end):
             return (
-                exit_now if drain(run) else Exit(f"{exit_now.reason}, but the last save failed", 1)
+                exit_now
+                if finalize(run)
+                else Exit(f"{exit_now.reason}, but the last save failed", 1)
             )
-    return Exit(COMPLETE, 0 if drain(run) else 1)
+    return Exit(COMPLETE, 0 if finalize(run) else 1)

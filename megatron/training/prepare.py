@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.checkpoint.local.tiers import Tiers
+from megatron.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint
@@ -16,7 +16,7 @@ from megatron.config.validate import resolve
 from megatron.data.loader import Data, build_data
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.distributed.groups import Axis
-from megatron.distributed.together import together
+from megatron.distributed.rank_errors import raise_on_all_ranks
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.training.checkpointing import locate_checkpoint
@@ -54,18 +54,18 @@ def prepare(
     world_size: int,
     device: torch.device,
     world: Axis,
-    tiers: Tiers | None = None,
+    local_checkpoints: LocalCheckpoints | None = None,
 ) -> Prepared:
     """Read everything that a run depends on, and refuse what does not fit, on every rank of `world`
     or on none. Raises UserError.
     """
-    with together(world, device):
+    with raise_on_all_ranks(world, device):
         tokenizer = build_tokenizer(resolve(config, world_size, None).config.data)
         resolved = resolve(config, world_size, tokenizer.vocab_size)
         config, notes = resolved.config, [*notes, *resolved.notes]
         schedule = ParamSchedule.of(config)
-    checkpoint = locate_checkpoint(config, Ranks(world, device), tiers)
-    with together(world, device):
+    checkpoint = locate_checkpoint(config, Ranks(world, device), local_checkpoints)
+    with raise_on_all_ranks(world, device):
         progress, changes = Progress(), []
         if checkpoint is not None:
             changes = _changes(checkpoint, config, tokenizer)

@@ -11,7 +11,7 @@ import torch
 
 from megatron import __version__
 from megatron.checkpoint.lease import Lease
-from megatron.checkpoint.local.tiers import Tiers
+from megatron.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.groups import Config
@@ -20,6 +20,7 @@ from megatron.config.validate import resolve
 from megatron.distributed.groups import ALONE, Groups, group_options, layout_of
 from megatron.distributed.logs import job_log
 from megatron.distributed.peers import PEERS
+from megatron.distributed.rank_errors import raise_on_all_ranks
 from megatron.distributed.setup import (
     choose_device,
     connect,
@@ -30,7 +31,6 @@ from megatron.distributed.setup import (
     share_cores,
     slurm_job,
 )
-from megatron.distributed.together import together
 from megatron.model.arithmetic import (
     peak_tflops,
 )
@@ -46,9 +46,9 @@ from megatron.parallel.pipeline import Pipeline
 from megatron.plan.verdict import Verdict
 from megatron.training.banner import describe
 from megatron.training.checkpointing import (
-    drain,
     fetch,
-    join_tiers,
+    finalize,
+    join_local_checkpoints,
     lease_save_folder,
     load,
     make_manager,
@@ -124,7 +124,7 @@ def pretrain(
             stack.callback(run.tracker.close)
         try:
             code = _carry_out(run, checkpoint)
-            run.zero.settle()
+            run.zero.wait_for_weights()
         except Exception as error:
             _tell_peers(run, error)
             raise
@@ -164,11 +164,13 @@ def build(
     """
     groups = _make_groups(config, world_size)
     ranks = Ranks(groups.world, device, groups.pp.rank)
-    tiers = join_tiers(config, ranks)
-    prepared = prepare(config, notes, world_size, device, groups.world, tiers=tiers)
+    local_checkpoints = join_local_checkpoints(config, ranks)
+    prepared = prepare(
+        config, notes, world_size, device, groups.world, local_checkpoints=local_checkpoints
+    )
     config, tokenizer = prepared.config, prepared.tokenizer
     sections = _sections(prepared, groups, device)
-    lease = _take_save_folder(prepared, ranks, tiers, closing)
+    lease = _take_save_folder(prepared, ranks, local_checkpoints, closing)
     device_names = _device_names(device, ranks)
     pipeline, optimizer = _build_engine(config, tokenizer.vocab_size, groups, device)
     exits = ExitConditions(config.training)
@@ -195,32 +197,37 @@ def build(
         tracker=tracker,
         exits=exits,
         progress=prepared.progress,
-        checkpoints=make_manager(config, optimizer, ranks, tracker, tiers),
+        checkpoints=make_manager(config, optimizer, ranks, tracker, local_checkpoints),
         lease=lease,
         peak_tflops=_peak_tflops(config, device, pipeline.model.dtype),
     ), prepared.checkpoint
 
 
 def _take_save_folder(
-    prepared: Prepared, ranks: Ranks, tiers: Tiers | None, closing: contextlib.ExitStack
+    prepared: Prepared,
+    ranks: Ranks,
+    local_checkpoints: LocalCheckpoints | None,
+    closing: contextlib.ExitStack,
 ) -> Lease | None:
     """Make this run the one that writes to --save; `closing` gives that up."""
     lease = lease_save_folder(prepared.config, ranks, slurm_job())
     if lease is not None:
         closing.callback(lease.release)
-    prepare_save_folder(prepared.config, ranks, tiers, goes_on=prepared.checkpoint is not None)
+    prepare_save_folder(
+        prepared.config, ranks, local_checkpoints, goes_on=prepared.checkpoint is not None
+    )
     return lease
 
 
 def _sections(prepared: Prepared, groups: Groups, device: torch.device) -> dict[str, list[str]]:
     """Of the banner, on rank 0; what prevents them there is raised on all."""
-    with together(groups.world, device):
+    with raise_on_all_ranks(groups.world, device):
         return describe(prepared, groups.world.size, device)[0] if groups.rank == 0 else {}
 
 
 def _device_names(device: torch.device, ranks: Ranks) -> str:
     """Of all ranks, each name once."""
-    return ", ".join(sorted(set(ranks.agree(lambda: device_name(device)))))
+    return ", ".join(sorted(set(ranks.gather_or_raise(lambda: device_name(device)))))
 
 
 def _peak_tflops(config: Config, device: torch.device, dtype: torch.dtype) -> float | None:
@@ -243,8 +250,8 @@ def _build_engine(
             parameter.by_apex = True  # read where its gradient is formed
     zero = Zero(model, blocks, groups, config.distributed)
     passes = LayerPasses(recompute=config.training.recompute_granularity == "full")
-    with together(groups.world, device):
-        optimizer = Optimizer(blocks, config, groups, zero.publish)
+    with raise_on_all_ranks(groups.world, device):
+        optimizer = Optimizer(blocks, config, groups, zero.all_gather_weights)
     placement, shape = placement_of(config), hidden_shape(config)
     return Pipeline(model, zero, passes, placement, shape, groups, device), optimizer
 
@@ -267,7 +274,7 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
         run.optimizer.initialise()
     else:
         fetch(checkpoint, run)
-        with together(run.groups.world, run.device):
+        with raise_on_all_ranks(run.groups.world, run.device):
             load(checkpoint, run)
         logger.info(
             f" loaded checkpoint {checkpoint.path} at iteration "
@@ -281,7 +288,7 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
         try:
             ended = train(run)
         except NonFiniteError as error:
-            drain(run)
+            finalize(run)
             if run.groups.rank == 0:
                 print(error, file=sys.stderr, flush=True)
             return 1

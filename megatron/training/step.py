@@ -55,7 +55,7 @@ class Report:
         return sum(self.losses) / sum(self.tokens) if sum(self.tokens) else float("nan")
 
 
-class Pending:
+class StepHandle:
     """A step whose scalars are on their way to the host."""
 
     def __init__(
@@ -136,7 +136,9 @@ def forward_backward(
     return Gradients(first_sample, batch_size, loss_scale, sums)
 
 
-def update(run: Run, gradients: Gradients, *, learning_rate: float, weight_decay: float) -> Pending:
+def update(
+    run: Run, gradients: Gradients, *, learning_rate: float, weight_decay: float
+) -> StepHandle:
     """Step the optimizer; the gradient becomes that of the mean loss per valid token. All that
     ranks must agree on travels in one sum.
     """
@@ -144,24 +146,24 @@ def update(run: Run, gradients: Gradients, *, learning_rate: float, weight_decay
         [*run.exits.requests(), *(run.checkpoints.ready() if run.checkpoints is not None else ())],
         dtype=torch.float64,
     ).to(run.device, non_blocking=True)
-    squares = run.optimizer.squares().reshape(1)
+    grad_sq_sum = run.optimizer.grad_sq_sum().reshape(1)
     with waiting(_for_all(run)):
-        parts = [squares, *gradients.sums, requests]
+        parts = [grad_sq_sum, *gradients.sums, requests]
         totals = all_reduce(torch.cat(parts), run.groups.world)
-    squares, losses, tokens, scalars, requests = totals.split([len(part) for part in parts])
+    grad_sq_sum, losses, tokens, scalars, requests = totals.split([len(part) for part in parts])
     nominal = gradients.batch_size * run.config.data.seq_length
     # a non-finite loss makes the factor, so the step, non-finite
     factor = nominal / (tokens.sum() * gradients.loss_scale) + 0 * losses.sum()
     if run.checkpoints is not None:
         run.checkpoints.before_update()
     outcome = run.optimizer.step(
-        lr=learning_rate, weight_decay=weight_decay, squares=squares[0], grad_factor=factor
+        lr=learning_rate, weight_decay=weight_decay, grad_sq_sum=grad_sq_sum[0], grad_factor=factor
     )
     for block, step_on_host in outcome.deferred.items():
         # carried out while the next forward pass computes the block before
         run.zero.defer(block, step_on_host)
     names = [spec.name for spec in run.model.scalars]
-    return Pending(
+    return StepHandle(
         gradients, outcome, learning_rate, names, MicroBatchSums(losses, tokens, scalars), requests
     )
 
@@ -196,12 +198,12 @@ def non_finite_micro_batches(run: Run, report: Report) -> list[NonFinite]:
     )
     for index in range(len(report.losses)):
         run.optimizer.zero_grad()
-        with run.zero.watching() as squares:
+        with run.zero.watching() as grad_sq_sum:
             sums = run_micro_batches(
                 run, run.data.train, report.first_sample + index * run.chunk, run.chunk, scale=scale
             )
         found[index, run.groups.dp.rank] = torch.stack(
-            [~torch.isfinite(sums.losses[0]), ~torch.isfinite(squares)]
+            [~torch.isfinite(sums.losses[0]), ~torch.isfinite(grad_sq_sum)]
         ).double()
     all_reduce(found, run.groups.world)
     return [

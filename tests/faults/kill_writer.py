@@ -102,7 +102,7 @@ def run_rank(job: Job, root: Path, first: int, rank: int, size: int, pipe: int) 
             world_size=size,
             timeout=timedelta(seconds=TIMEOUT),
         )
-        ranks.agree(lambda: None)  # connections are made at their first use
+        ranks.gather_or_raise(lambda: None)  # connections are made at their first use
     os.write(pipe, b"begin\n")
     job(root, first, ranks, lambda line: os.write(pipe, f"{line}\n".encode()))
 

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.checkpoint import manifest, writer  # noqa: E402
 from megatron.checkpoint.local import parity, saves  # noqa: E402
+from megatron.checkpoint.local.checkpoints import LocalCheckpoints, adopt_run_id  # noqa: E402
 from megatron.checkpoint.local.rebuild import LocalCheckpoint  # noqa: E402
-from megatron.checkpoint.local.tiers import Tiers, settle_run  # noqa: E402
 from megatron.checkpoint.manager import CheckpointManager  # noqa: E402
 from megatron.checkpoint.ranks import ONE, Ranks  # noqa: E402
 from megatron.checkpoint.reader import Checkpoint  # noqa: E402
@@ -79,8 +79,8 @@ def in_place(root: Path, iteration: int, pairs: list, state: dict, ranks: Ranks 
     if ranks.first:
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
-    ranks.agree(lambda: None)
-    records = ranks.agree(
+    ranks.gather_or_raise(lambda: None)
+    records = ranks.gather_or_raise(
         lambda: writer.write_shard(target, ranks.world.rank, ranks.world.size, iteration, pairs)
     )
     content = {
@@ -93,7 +93,7 @@ def in_place(root: Path, iteration: int, pairs: list, state: dict, ranks: Ranks 
     content |= {"shards": records, "state": state}
     if ranks.first:
         (target / manifest.MANIFEST).write_bytes(manifest.encode_manifest(content))
-    ranks.agree(lambda: None)
+    ranks.gather_or_raise(lambda: None)
 
 
 def overwrite(root: Path, iteration: int, pairs: list, state: dict, ranks: Ranks = ONE) -> None:
@@ -171,35 +171,35 @@ def in_tiers(root: Path, first: int, ranks: Ranks, tell: Tell, redundancy: str =
     """
     Heard(tell)
     root.mkdir(exist_ok=True)
-    tiers = Tiers(
+    local_checkpoints = LocalCheckpoints(
         node_folder(root, ranks.world.rank),
         ranks,
         redundancy if ranks.world.size > 1 else "none",
     )
-    checkpoint = tiers.newest(str(root), str(root), False)
+    checkpoint = local_checkpoints.newest(str(root), str(root), False)
     found = 0
     if checkpoint is not None:
         if isinstance(checkpoint, LocalCheckpoint):
             checkpoint.fetch([box for box, _ in contents(1)[0]])
         found, fault = checkpoint.iteration, differs(checkpoint)
-        ranks.agree(lambda: None)
+        ranks.gather_or_raise(lambda: None)
         checkpoint.close()
         if fault is not None:
             tell(f"wrong {fault}")
     tell(f"found {found}")
-    tiers.run = settle_run(str(root), str(root), ranks, local=True)
+    local_checkpoints.run = adopt_run_id(str(root), str(root), ranks, local=True)
     saver = CheckpointManager(
         root,
         ranks,
         1,
-        tiers=tiers,
+        local_checkpoints=local_checkpoints,
         rate=200.0,
         report=lambda iteration, saved: tell(str(iteration)),
     )
     rng = random.Random(found)
     for iteration in range(found + 1, found + 1000):
         pairs, state = contents(iteration, ranks)
-        (saver if iteration % 4 == 0 else tiers).save(iteration, pairs, state)
+        (saver if iteration % 4 == 0 else local_checkpoints).save(iteration, pairs, state)
         for _, tensor in pairs:
             tensor.fill_(-1.0)
         for _ in range(rng.randrange(20)):
@@ -213,7 +213,7 @@ def node_folder(root: Path, node: int) -> Path:
 
 def uncopied_to_partner(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
     """A mutant: a node's shards lie on that node alone."""
-    with mock.patch.object(saves, "partner_parcels", lambda *args: []):
+    with mock.patch.object(saves, "partner_transfers", lambda *args: []):
         in_tiers(root, first, ranks, tell)
 
 

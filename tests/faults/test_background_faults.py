@@ -158,7 +158,7 @@ def test_the_writer_dies_before_any_of_its_calls(tmp_path, monkeypatch):
             with writers_begin_with(before_call(number, "os.kill(os.getpid(), signal.SIGKILL)")):
                 saver, lines = stack.enter_context(saver_at(root))
                 saver.save(1, *contents(1))
-                outcomes.append(saver.drain())
+                outcomes.append(saver.finalize())
             if outcomes[-1]:
                 break
             [line] = lines
@@ -168,7 +168,7 @@ def test_the_writer_dies_before_any_of_its_calls(tmp_path, monkeypatch):
             )
             if number % 3 == 0:
                 saver.save(2, *contents(2))
-                assert saver.drain() and verdict(root, 2) == (2, None) and traces(root) == []
+                assert saver.finalize() and verdict(root, 2) == (2, None) and traces(root) == []
     assert 12 < number < 99
 
 
@@ -177,7 +177,7 @@ def lone_trainer(root: Path, first: int, ranks: Ranks, tell) -> None:
     save_checkpoint(root, 1, *contents(1))
     with saver_at(root) as (saver, _):
         saver.save(2, *contents(2))
-        saver.drain()
+        saver.finalize()
 
 
 def test_the_trainer_dies_at_calls_of_its_writer(tmp_path, monkeypatch):
@@ -336,7 +336,7 @@ def other_values(save, sign: float):
                     tell(f"{sign} {iteration}")
                     continue
                 saver.save(iteration, pairs, state)
-                if saver.drain():
+                if saver.finalize():
                     tell(f"{sign} {iteration}")
 
     return job
@@ -460,7 +460,7 @@ def background_power_losses(tmp_path, monkeypatch) -> list[str]:
         with writers_begin_with(record), saver_at(root) as (saver, _):
             for iteration in (1, 2):
                 saver.save(iteration, *contents(iteration))
-                assert saver.drain()
+                assert saver.finalize()
                 os.write(scope["log"], pickle.dumps((0, "acknowledge", iteration, ())))
     events = []
     with open(path, "rb") as file:

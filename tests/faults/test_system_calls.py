@@ -23,7 +23,7 @@ from test_background_faults import writers_begin_with
 with writers_begin_with({prologue!r}):
     saver = CheckpointManager(sys.argv[1], ONE, staging_bytes(contents(1)[0], None))
     saver.save(1, *contents(1))
-    assert saver.drain()
+    assert saver.finalize()
     saver.close()
 """
 

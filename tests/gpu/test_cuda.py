@@ -6,10 +6,10 @@ import pytest
 import torch
 from megatron.kernels import philox
 
+from megatron.checkpoint.desync import odd_factors, position_sum
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
-from megatron.checkpoint.replicas import odd_factors, position_sum
 from megatron.checkpoint.staged import staging_bytes
 from megatron.distributed.setup import set_determinism
 from megatron.layers import linear_cross_entropy
@@ -220,7 +220,7 @@ def test_a_background_save_is_of_the_values_at_its_call(tmp_path):
         background.before_update()
         for tensor in data.values():
             tensor.zero_()
-        assert background.drain()
+        assert background.finalize()
         background.close()
         with Checkpoint(find_checkpoint(tmp_path / str(limit))) as checkpoint:
             assert all(

@@ -227,7 +227,7 @@ def test_a_whole_optimizer(device):
             if step == 3:
                 optimizer.blocks[1].grad[5] = torch.nan
             outcome = optimizer.step(
-                lr=1e-2, weight_decay=0.1, squares=optimizer.squares(), grad_factor=0.5
+                lr=1e-2, weight_decay=0.1, grad_sq_sum=optimizer.grad_sq_sum(), grad_factor=0.5
             )
             assert outcome.skipped == (step == 3)
             norms.append(outcome.grad_norm)

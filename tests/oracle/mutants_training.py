@@ -400,16 +400,16 @@ def _(original):
     return lambda norm, limit: original(norm.square(), limit)
 
 
-@mutant("clipping", "a norm without the vectors", "gpt-files", Optimizer, "squares")
+@mutant("clipping", "a norm without the vectors", "gpt-files", Optimizer, "grad_sq_sum")
 def _(original):
-    def squares(self):
+    def grad_sq_sum(self):
         decayed = (block.grad_shard[: block.plan.decayed] for block in self.trained)
         return sum(part.double().square().sum() for part in decayed)
 
-    return squares
+    return grad_sq_sum
 
 
-@mutant("clipping", "the largest block's norm for the whole", "llama", Optimizer, "squares")
+@mutant("clipping", "the largest block's norm for the whole", "llama", Optimizer, "grad_sq_sum")
 def _(original):
     return lambda self: torch.stack(
         [block.grad_shard.double().square().sum() for block in self.trained]
@@ -418,12 +418,12 @@ def _(original):
 
 @mutant("clipping", "clipped before the division by valid tokens", "documents", Optimizer, "step")
 def _(original):
-    def changed(self, *, squares, grad_factor, **kwargs):
+    def changed(self, *, grad_sq_sum, grad_factor, **kwargs):
         real = optimizer.clip_coefficient
         with mock.patch.object(
             optimizer, "clip_coefficient", lambda norm, limit: real(norm / grad_factor, limit)
         ):
-            return original(self, squares=squares, grad_factor=grad_factor, **kwargs)
+            return original(self, grad_sq_sum=grad_sq_sum, grad_factor=grad_factor, **kwargs)
 
     return changed
 
@@ -560,14 +560,14 @@ def _(original):
     )
 
 
-@mutant("schedule", "a skipped step advances the schedule", "fp16-overflows", loop, "settle")
+@mutant("schedule", "a skipped step advances the schedule", "fp16-overflows", loop, "finish_step")
 def _(original):
-    def settle(run, pending, interval):
+    def finish_step(run, pending, interval):
         before = run.progress.skipped_samples
         original(run, pending, interval)
         run.progress.scheduled_samples += run.progress.skipped_samples - before
 
-    return settle
+    return finish_step
 
 
 # ---- loss scaling
@@ -659,14 +659,14 @@ def _(original):
     return changed
 
 
-@mutant("scaler", "samples of a skipped step read again", "fp16-overflows", loop, "settle")
+@mutant("scaler", "samples of a skipped step read again", "fp16-overflows", loop, "finish_step")
 def _(original):
-    def settle(run, pending, interval):
+    def finish_step(run, pending, interval):
         before = run.progress.skipped_samples
         original(run, pending, interval)
         run.progress.consumed_samples -= run.progress.skipped_samples - before
 
-    return settle
+    return finish_step
 
 
 # ---- logging and evaluation

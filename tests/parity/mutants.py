@@ -152,15 +152,15 @@ MUTANTS = (
     Mutant(
         "a weight's first product added to what the last step left",
         f"{LAYERS}/linear.py",
-        """overwrite, weight.fresh = getattr(weight, "fresh", False), False""",
-        "overwrite, weight.fresh = False, False",
+        """overwrite = getattr(weight, "overwrite_main_grad", False)""",
+        "overwrite = False",
         ("fp64-gpt-tp2",),
     ),
     Mutant(
         "every product overwrites",
         f"{LAYERS}/linear.py",
-        """overwrite, weight.fresh = getattr(weight, "fresh", False), False""",
-        "overwrite, weight.fresh = True, False",
+        """overwrite = getattr(weight, "overwrite_main_grad", False)""",
+        "overwrite = True",
         ("fp64-gpt-tp2",),
     ),
     Mutant(
@@ -299,10 +299,10 @@ MUTANTS = (
     Mutant(
         "an overflow noticed by one rank alone",
         STEP,
-        "squares=squares[0]",
+        "grad_sq_sum=grad_sq_sum[0]",
         (
-            "squares=squares[0].nan_to_num(1.0, 1.0, 1.0) if run.optimizer.squares().isfinite() "
-            "else run.optimizer.squares()"
+            "grad_sq_sum=grad_sq_sum[0].nan_to_num(1.0, 1.0, 1.0) "
+            "if run.optimizer.grad_sq_sum().isfinite() else run.optimizer.grad_sq_sum()"
         ),
         ("fp16-gpt-tp2-sp",),
     ),
@@ -430,8 +430,8 @@ MUTANTS = (
     Mutant(
         "a norm of each stage",
         STEP,
-        "squares=squares[0]",
-        "squares=run.optimizer.squares()",
+        "grad_sq_sum=grad_sq_sum[0]",
+        "grad_sq_sum=run.optimizer.grad_sq_sum()",
         ("fp64-m5-pp2-1f1b",),
     ),
     Mutant(
@@ -552,14 +552,14 @@ MUTANTS = (
     Mutant(
         "no sum over the copies of a slice",
         REDUCTION,
-        "if block.groups.copies.size > 1:",
+        "if block.groups.replicate.size > 1:",
         "if False:",
         ("fp64-gqa2-qknorm-dp4-shard2-zero2",),
     ),
     Mutant(
         "every copy of a slice counted in the norm",
         BLOCKS,
-        "self.share = _equal_part(mine, groups.copies)",
+        "self.share = _equal_part(mine, groups.replicate)",
         "self.share = mine",
         ("fp64-gqa2-qknorm-dp4-shard2-zero1",),
     ),
@@ -597,7 +597,7 @@ MUTANTS = (
     Mutant(
         "a narrow reduction that is none",
         ZERO,
-        "out, self.wire,",
+        "out, self.reduce_dtype,",
         "out, None,",
         ("wire-gpt-dp2-zero2",),
     ),

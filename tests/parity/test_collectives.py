@@ -110,8 +110,8 @@ def outside_layers(gloo_world, *flags):
     sent, messages = Counter(), Counter()
     for call in calls:
         if call.phase == "elsewhere" and call.caller not in (
-            "together",
-            "Ranks.agree",
+            "raise_on_all_ranks",
+            "Ranks.gather_or_raise",
             "update",
             "_weight_metrics",
         ):
@@ -230,7 +230,12 @@ def test_messages_between_stages(gloo_world, layout, precision, activation, grad
             call
             for call in calls
             if call.caller
-            not in ("together", "Ranks.agree", "_weight_metrics", "Pipeline.timeline")
+            not in (
+                "raise_on_all_ranks",
+                "Ranks.gather_or_raise",
+                "_weight_metrics",
+                "Pipeline.timeline",
+            )
             and len({other // tp for other in (*call.ranks, rank)}) > 1
         ]
         assert Counter((call.caller, call.to, call.bytes) for call in across) == Counter(

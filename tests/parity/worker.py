@@ -24,6 +24,7 @@ from megatron.layers.linear import WeightGrad, add_weight_grads
 from megatron.model.block import LayerBlock
 from megatron.observe.metrics import is_measured
 from megatron.observe.tracking import Tracker
+from megatron.optimizer.blocks import Block
 from megatron.training import loop, pretrain
 
 
@@ -78,7 +79,7 @@ def run_case(flags: tuple[str, ...], patches: tuple[str, ...] = (), device: str 
         pendings.append(real_update(*args, **kwargs))
         if len(pendings) == 1:
             if kept[0].optimizer.waiting:
-                kept[0].zero.settle()
+                kept[0].zero.wait_for_weights()
             gradients.extend(first_gradients(kept[0]))
         return pendings[-1]
 
@@ -206,8 +207,8 @@ class _Explode(torch.autograd.Function):
             weight, dy.new_zeros(1, 1, weight.shape[0]), dy.new_ones(1, 1, weight.shape[1])
         )
         left.dy[..., 0] = float("inf")
-        if hasattr(weight, "stash"):
-            weight.stash.append(left)
+        if hasattr(weight, "deferred_grads"):
+            weight.deferred_grads.append(left)
         else:
             add_weight_grads([left])
         return dy, None
@@ -259,10 +260,30 @@ def few_tokens() -> contextlib.AbstractContextManager:
     return mock.patch.dict(linear_cross_entropy.HEAD_CHUNK_BYTES, cpu=2000)
 
 
+@contextlib.contextmanager
+def unwritten() -> Iterator[None]:
+    """Memory that nothing has written yet holds NaN: torch's own, and weights that are gathered."""
+    original, fills = Block.allocate, torch.utils.deterministic.fill_uninitialized_memory
+
+    def allocate(self: Block) -> None:
+        original(self)
+        self.untracked.fill_(float("nan"))
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        with mock.patch.object(Block, "allocate", allocate):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
 PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "uneven": uneven,
     "overflow": overflow,
     "few_tokens": few_tokens,
+    "unwritten": unwritten,
 }
 
 

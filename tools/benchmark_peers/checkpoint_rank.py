@@ -213,7 +213,7 @@ def ours(
         saver.strategy.destination = replace(saver.strategy.destination, root=folder)
         saver.save(1, pairs, {"iteration": 1})
         free = time.perf_counter()
-        if not saver.drain():
+        if not saver.finalize():
             raise RuntimeError("the save failed")
         return free
 

@@ -52,8 +52,8 @@ from megatron.parallel.pipeline import (
     Recording,
     StepSums,
     Weights,
+    acknowledgements,
     loss_gradient,
-    receipts,
 )  # noqa: E402
 from megatron.parallel.schedule import (
     COMPUTATIONS,
@@ -231,13 +231,13 @@ def memory(
     for name in names:
         with LiveBytes() as live:
             job = Job(name, groups, shape)
-            held, stash, message = _costs(job, live)
+            held, deferred, message = _costs(job, live)
             for count in micro_batches:
                 schedule = build_schedule(name, groups.pp.size, job.virtual, count)
                 row = {
                     "schedule": name,
                     "micro_batches": count,
-                    "bound": _bound(schedule, groups.pp.rank, held, stash, message),
+                    "bound": _bound(schedule, groups.pp.rank, held, deferred, message),
                 }
                 watched = Watched(job.pipeline, live)
                 base = live.peak = live.now
@@ -258,7 +258,7 @@ def _costs(job: Job, live: LiveBytes) -> tuple[list[int], list[int], int]:
     """Bytes that each own stage holds of one micro-batch from forward to backward, and from input
     gradient to weight gradient; bytes of a message.
     """
-    held, stash = [], []
+    held, deferred = [], []
     shape = job.pipeline.shape
     message = job.model.dtype.itemsize * shape[0] * shape[1] * shape[2]
     for stage in job.pipeline.layers:
@@ -266,18 +266,20 @@ def _costs(job: Job, live: LiveBytes) -> tuple[list[int], list[int], int]:
         # of a loss: two numbers
         dy = 2 * job.model.dtype.itemsize if stage + 1 == len(job.placement) else message
         held.append(forward - base - dy)
-        stash.append(left - base)  # of which dy may be a part
-    return held, stash, message
+        deferred.append(left - base)  # of which dy may be a part
+    return held, deferred, message
 
 
-def _bound(schedule: Schedule, rank: int, held: list[int], stash: list[int], message: int) -> int:
+def _bound(
+    schedule: Schedule, rank: int, held: list[int], deferred: list[int], message: int
+) -> int:
     """The most bytes that the list of a rank can hold at the end of a computation: what its
     micro-batches hold; messages, from the posted receive to the computation, and from the
     computation until a receipt proves the arrival; input and output of the computation itself; the
     losses.
     """
     own = [stage for stage, where in enumerate(schedule.placement) if where == rank]
-    proven, now, most, travelling = receipts(schedule, rank), 0, 0, 0
+    proven, now, most, travelling = acknowledgements(schedule, rank), 0, 0, 0
     known: dict[int, int] = {}
     sent: dict[int, int] = {}
     for action in schedule.actions[rank]:
@@ -297,8 +299,8 @@ def _bound(schedule: Schedule, rank: int, held: list[int], stash: list[int], mes
         now += {
             Kind.FORWARD: held[chunk],
             Kind.BACKWARD: -held[chunk],
-            Kind.BACKWARD_INPUT: stash[chunk] - held[chunk],
-            Kind.BACKWARD_WEIGHT: -stash[chunk],
+            Kind.BACKWARD_INPUT: deferred[chunk] - held[chunk],
+            Kind.BACKWARD_WEIGHT: -deferred[chunk],
         }[kind]
         unproven = sum(count - known.get(peer, 0) for peer, count in sent.items())
         most = max(most, now + (travelling + unproven + 2) * message)

@@ -2,7 +2,7 @@
 both sides, so that only the runtimes differ.
 
 A stage is one autograd graph, as torch runs it; the head is part of the loss function. Weight
-gradients of a split backward pass wait in our layers' stash for torch's `dw_builder`.
+gradients of a split backward pass wait in our layers' deferred_grads for torch's `dw_builder`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class TorchPipeline:
                 len(placement),
                 torch.device("cpu"),
                 group=job.groups.pp.group,
-                dw_builder=self._stashing(chunk) if job.name in SPLIT else None,
+                dw_builder=self._deferring(chunk) if job.name in SPLIT else None,
             )
             for chunk, stage in enumerate(own)
         ]
@@ -86,7 +86,7 @@ class TorchPipeline:
     def _loss(self, x: Tensor, ids: Tensor) -> Tensor:
         return self.job.model.head(x, self.job.micro_batch(ids))[0]
 
-    def _stashing(self, chunk: int) -> Callable[[], Callable[[], None]]:
+    def _deferring(self, chunk: int) -> Callable[[], Callable[[], None]]:
         """What torch calls after an input gradient: hands over what the stage's linear layers have
         left.
         """
@@ -94,7 +94,7 @@ class TorchPipeline:
         for name, unit in self.job.model.chunks[chunk]:
             for layer in unit.modules() if name.startswith("layers") else ():
                 if isinstance(layer, Linear):
-                    layer.weight.stash = left
+                    layer.weight.deferred_grads = left
 
         def build() -> Callable[[], None]:
             mine = left.copy()

@@ -32,15 +32,15 @@ class Watched:
     def __init__(self) -> None:
         self.turns = Turns(self.finish)
         self.run = None
-        self.forward_backward, self.update, self.settle = (
+        self.forward_backward, self.update, self.finish_step = (
             loop.forward_backward,
             loop.update,
-            loop.settle,
+            loop.finish_step,
         )
         self.micro_batch, self.backward = GPTModel.micro_batch, LayerPasses.backward
 
     def finish(self) -> None:
-        self.run.zero.settle()
+        self.run.zero.wait_for_weights()
 
     def on_step(self, run, **settings):
         self.run, self.index = run, 0
@@ -62,8 +62,8 @@ class Watched:
         self.turns.begin_update()
         return self.update(*arguments, **settings)
 
-    def on_settle(self, run, pending, interval):
-        self.settle(run, pending, interval)
+    def on_finish_step(self, run, pending, interval):
+        self.finish_step(run, pending, interval)
         if pending is not None:
             self.turns.note(interval.last.loss)
 
@@ -75,7 +75,7 @@ def main() -> int:
             loop,
             forward_backward=watched.on_step,
             update=watched.on_update,
-            settle=watched.on_settle,
+            finish_step=watched.on_finish_step,
         ),
         mock.patch.object(GPTModel, "micro_batch", lambda *a, **k: watched.on_micro_batch(*a, **k)),
         mock.patch.object(LayerPasses, "backward", lambda *a: watched.on_backward(*a)),

@@ -57,7 +57,7 @@ def find_nodes(root: str | Path, ranks: Ranks) -> Nodes:
     when the folder cannot be used on any rank.
     """
     root = Path(root)
-    token = ranks.agree(lambda: secrets.token_hex(8))[0]
+    token = ranks.gather_or_raise(lambda: secrets.token_hex(8))[0]
 
     def mark(rank: int) -> Path:
         return root / f".rank-{token}-{rank}"
@@ -74,8 +74,8 @@ def find_nodes(root: str | Path, ranks: Ranks) -> Nodes:
         return [rank for rank in range(ranks.world.size) if mark(rank).name in names]
 
     try:
-        hosts = ranks.agree(leave)
-        seen = ranks.agree(look)
+        hosts = ranks.gather_or_raise(leave)
+        seen = ranks.gather_or_raise(look)
     finally:
         with suppress(OSError):
             mark(ranks.world.rank).unlink(missing_ok=True)

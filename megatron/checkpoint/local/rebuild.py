@@ -18,9 +18,9 @@ from megatron.checkpoint import manifest as m
 from megatron.checkpoint.boxes import intersect
 from megatron.checkpoint.index import BATCH, load_bytes
 from megatron.checkpoint.local.nodes import Nodes, RunId
-from megatron.checkpoint.local.parcels import Parcel, carry, in_rounds, share_bytes
 from megatron.checkpoint.local.parity import Column, Stream, columns_in
 from megatron.checkpoint.local.saves import GIB, NodeAttempt
+from megatron.checkpoint.local.transfers import ShardTransfer, in_rounds, send_shards, share_bytes
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.errors import UserError
@@ -117,7 +117,9 @@ def newest_local(
     All ranks call this together; each reads its part of what its node has. Why newer ones
     are passed over is logged.
     """
-    listed = nodes.ranks.agree(lambda: _listed(nodes, run, oldest, before) if nodes.first else [])
+    listed = nodes.ranks.gather_or_raise(
+        lambda: _listed(nodes, run, oldest, before) if nodes.first else []
+    )
     for candidate in _candidates(nodes, listed):
         held = candidate.held
         if not candidate.lost:
@@ -204,7 +206,7 @@ def _drop_damaged(nodes: Nodes, run: RunId, iteration: int, held: list[set[int]]
     """
     folder, own = nodes.root / run.folder / m.iteration_folder(iteration), sorted(held[nodes.index])
     mine = own[nodes.place :: len(nodes.members[nodes.index])]
-    damaged = nodes.ranks.agree(
+    damaged = nodes.ranks.gather_or_raise(
         lambda: [number for number in mine if not _is_whole(folder, number)]
     )
     for node, ranks in enumerate(nodes.members):
@@ -244,7 +246,7 @@ def _shared_manifest(nodes: Nodes, run: RunId, iteration: int, source: int) -> b
             own, _ = _manifest(nodes.root / run.folder / m.iteration_folder(iteration))
         return len(own)
 
-    size = nodes.ranks.agree(read)[source]
+    size = nodes.ranks.gather_or_raise(read)[source]
     return share_bytes({0: own} if own else {}, [size], nodes.ranks)[0]
 
 
@@ -257,12 +259,12 @@ def restore_copies(nodes: Nodes, run: RunId, found: Found) -> Found:
 
     When that fails (no room) a warning is logged, and nothing has changed.
     """
-    parcels, gains = _plan_copies(nodes, found)
-    if not parcels:
+    transfers, gains = _plan_copies(nodes, found)
+    if not transfers:
         return found
 
     def fill(attempt: NodeAttempt, folder: Path) -> None:
-        attempt.take(in_rounds(parcels, nodes.members), folder, found.records)
+        attempt.take(in_rounds(transfers, nodes.members), folder, found.records)
 
     try:
         whole = _add_files(nodes, run, found, gains, fill)
@@ -289,9 +291,9 @@ class _Gains:
         self.load[node] += sum(self.records[number]["bytes"] for number in numbers)
 
 
-def _plan_copies(nodes: Nodes, found: Found) -> tuple[list[Parcel], _Gains]:
-    """A parcel to the emptiest other node for every shard that one node alone has."""
-    parcels, gains = [], _Gains(nodes, found)
+def _plan_copies(nodes: Nodes, found: Found) -> tuple[list[ShardTransfer], _Gains]:
+    """A transfer to the emptiest other node for every shard that one node alone has."""
+    transfers, gains = [], _Gains(nodes, found)
     for number, record in enumerate(found.records):
         holders = found.holders(number)
         if len(holders) > 1 or len(nodes.members) == 1:
@@ -300,8 +302,8 @@ def _plan_copies(nodes: Nodes, found: Found) -> tuple[list[Parcel], _Gains]:
         to = min(others, key=gains.load.__getitem__)
         gains.give([number], to)
         source = _source(nodes, found, number)
-        parcels.append(Parcel(number, record["bytes"], source, nodes.rank(to, number)))
-    return parcels, gains
+        transfers.append(ShardTransfer(number, record["bytes"], source, nodes.rank(to, number)))
+    return transfers, gains
 
 
 def _add_files(
@@ -319,7 +321,7 @@ def _add_files(
     folder = nodes.root / run.folder / m.iteration_folder(found.iteration)
     own = found.held[nodes.index]
     with NodeAttempt(nodes, run, found.iteration, "rebuilt") as attempt:
-        attempt.agree(lambda: _link(folder, attempt.folder, own) if nodes.first else None)
+        attempt.gather_or_raise(lambda: _link(folder, attempt.folder, own) if nodes.first else None)
         fill(attempt, folder)
         attempt.publish(found.manifest, lambda node: bool(gains.files[node]))
     held = tuple(old | new for old, new in zip(found.held, gains.files))
@@ -417,8 +419,10 @@ class LocalCheckpoint(Checkpoint):
         heads = _heads(nodes, run, found)
         self._attempt.__enter__()
         try:
-            self._attempt.agree(lambda: self._lay_out(heads) if nodes.first else None)
-            self._attempt.agree(lambda: super(LocalCheckpoint, self).__init__(self._attempt.folder))
+            self._attempt.gather_or_raise(lambda: self._lay_out(heads) if nodes.first else None)
+            self._attempt.gather_or_raise(
+                lambda: super(LocalCheckpoint, self).__init__(self._attempt.folder)
+            )
             self.path = self._attempt.root / m.iteration_folder(found.iteration)  # for people
         except BaseException:
             self._attempt.__exit__()
@@ -441,16 +445,16 @@ class LocalCheckpoint(Checkpoint):
         """
         nodes = self.nodes
         lacking = self._shards_of(boxes) - self.found.held[nodes.index]
-        arriving = self._parcels(nodes.ranks.agree(lambda: sorted(lacking)))
-        sizes = [sum(parcel.size for parcel in parcels) for parcels in arriving]
-        self._attempt.agree(lambda: self._require(sizes[nodes.index]))
-        fault = carry(
+        arriving = self._transfers(nodes.ranks.gather_or_raise(lambda: sorted(lacking)))
+        sizes = [sum(transfer.size for transfer in transfers) for transfers in arriving]
+        self._attempt.gather_or_raise(lambda: self._require(sizes[nodes.index]))
+        fault = send_shards(
             in_rounds(itertools.chain(*arriving), nodes.members),
             nodes.ranks,
             lambda number: self.shards[number].path,
             self._fill,
         )
-        self._attempt.agree(lambda: _reraise(fault))
+        self._attempt.gather_or_raise(lambda: _reraise(fault))
         return sum(sizes)
 
     def _shards_of(self, boxes: Iterable[Box]) -> set[int]:
@@ -465,18 +469,18 @@ class LocalCheckpoint(Checkpoint):
                     needed.add(piece.shard.number)
         return needed
 
-    def _parcels(self, lacking: list[list[int]]) -> list[list[Parcel]]:
+    def _transfers(self, lacking: list[list[int]]) -> list[list[ShardTransfer]]:
         """What each node gets from others, which take turns: the shards that its ranks lack."""
         nodes = self.nodes
-        parcels: list[list[Parcel]] = []
+        transfers: list[list[ShardTransfer]] = []
         for node, ranks in enumerate(nodes.members):
-            parcels.append([])
+            transfers.append([])
             for number in sorted({number for rank in ranks for number in lacking[rank]}):
                 holders = self.found.holders(number)
                 source = nodes.rank(holders[(node + number) % len(holders)], number)
                 to = nodes.rank(node, number)
-                parcels[node].append(Parcel(number, self.shards[number].size, source, to))
-        return parcels
+                transfers[node].append(ShardTransfer(number, self.shards[number].size, source, to))
+        return transfers
 
     def _require(self, size: int) -> None:
         disk = os.statvfs(self.nodes.root)
@@ -521,7 +525,7 @@ def _heads(nodes: Nodes, run: RunId, found: Found) -> dict[int, tuple[bytes, byt
                 own[number] = _head(folder, number)
         return [(number, len(table), len(header)) for number, (table, header) in own.items()]
 
-    sizes = {number: sizes for told in nodes.ranks.agree(read) for number, *sizes in told}
+    sizes = {number: sizes for told in nodes.ranks.gather_or_raise(read) for number, *sizes in told}
     parts: dict[int, bytes] = {}
     for at, number in enumerate(lacking):
         if number in own:

@@ -1,5 +1,5 @@
 """Checkpoints in a folder of each node, such as /dev/shm: written often, and found again after the
-job (docs/checkpoint.md, "Tiers").
+job (docs/checkpoint.md, "Local checkpoints").
 
 `<root>/run-<id>/iter_0000010/` holds on every node the manifest of all shards, and the shards of
 the node's own ranks; with a partner those of the node before it too, in a set a parity for each of
@@ -36,7 +36,6 @@ from megatron.checkpoint.files import (
     write_shard_file,
 )
 from megatron.checkpoint.local.nodes import Nodes, RunId, own_folder
-from megatron.checkpoint.local.parcels import Parcel, carry, in_rounds
 from megatron.checkpoint.local.parity import (
     Stream,
     columns_in,
@@ -45,6 +44,7 @@ from megatron.checkpoint.local.parity import (
     parity_header,
     sets_of,
 )
+from megatron.checkpoint.local.transfers import ShardTransfer, in_rounds, send_shards
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.writer import write_shard
 
@@ -75,7 +75,7 @@ def save_local(
     """
     pairs = [(box, tensor) for box, tensor in tensors if math.prod(box.extent)]
     with NodeAttempt(nodes, run, iteration, state=state, own=int(bool(pairs))) as attempt:
-        told = attempt.agree(
+        told = attempt.gather_or_raise(
             lambda: (attempt.write_own(pairs), datetime.now(UTC).isoformat(timespec="seconds"))
         )
         entries = [entry for entry, _ in told]
@@ -92,11 +92,11 @@ def save_local(
             "state": state,
         }
         attempt.publish(m.encode_manifest(content))
-        attempt.agree(attempt.thin)
+        attempt.gather_or_raise(attempt.thin)
         return attempt.root / m.iteration_folder(iteration)
 
 
-def partner_parcels(nodes: Nodes, sizes: list[int | None]) -> list[Parcel]:
+def partner_transfers(nodes: Nodes, sizes: list[int | None]) -> list[ShardTransfer]:
     """Every rank's shard, of `sizes` bytes by rank (None: it has none), goes to the rank of the
     same place on the next node.
     """
@@ -107,7 +107,7 @@ def partner_parcels(nodes: Nodes, sizes: list[int | None]) -> list[Parcel]:
     after = [*nodes.members[1:], nodes.members[0]]
     return in_rounds(
         [
-            Parcel(numbers[rank], sizes[rank], rank, to)
+            ShardTransfer(numbers[rank], sizes[rank], rank, to)
             for here, there in zip(nodes.members, after)
             for rank, to in zip(here, there)
             if rank in numbers
@@ -161,10 +161,12 @@ class NodeAttempt(Attempt):
         if redundancy == "partner":
             sizes = [None if entry is None else entry["bytes"] for entry in told]
             records = [entry for entry in told if entry is not None]
-            self.take(partner_parcels(self.nodes, sizes), self.folder, records)
+            self.take(partner_transfers(self.nodes, sizes), self.folder, records)
         return {}
 
-    def take(self, parcels: list[Parcel], source: Path, records: list[dict[str, Any]]) -> None:
+    def take(
+        self, transfers: list[ShardTransfer], source: Path, records: list[dict[str, Any]]
+    ) -> None:
         """Carry shards from `source` on one node into this folder on another; all are verified as
         they arrive.
         """
@@ -181,8 +183,10 @@ class NodeAttempt(Attempt):
             if fault is not None:
                 raise fault
 
-        fault = carry(parcels, self.ranks, lambda number: source / m.shard_file(number), write)
-        self.agree(check)
+        fault = send_shards(
+            transfers, self.ranks, lambda number: source / m.shard_file(number), write
+        )
+        self.gather_or_raise(check)
 
     def add_parities(self, told: list[dict[str, Any] | None]) -> dict[str, Any]:
         """A parity of its column for every rank, `told` being the entries of all ranks' shards;
@@ -241,7 +245,7 @@ class NodeAttempt(Attempt):
         fault = exchange(
             streams, self.ranks, owner, lambda number: source / m.shard_file(number), write
         )
-        return {number: entry for told in self.agree(check) for number, entry in told}
+        return {number: entry for told in self.gather_or_raise(check) for number, entry in told}
 
     def publish(self, manifest: bytes, on: Callable[[int], bool] = lambda node: True) -> None:
         """Add the manifest and give the folder its name, in the place of one that is there, on the
@@ -261,7 +265,7 @@ class NodeAttempt(Attempt):
             sync_folder(self.root)
             return m.table_digest(manifest)
 
-        digests = {digest for digest in self.agree(replace) if digest is not None}
+        digests = {digest for digest in self.gather_or_raise(replace) if digest is not None}
         assert len(digests) == 1, "the nodes have different manifests"
         shutil.rmtree(self._trash(self.iteration), ignore_errors=True)
 
@@ -341,16 +345,16 @@ def require_redundancy(nodes: Nodes, redundancy: str) -> None:
 
 
 def require_room(
-    nodes: Nodes, run: RunId, own_bytes: int, redundancy: str, drains: bool = False
+    nodes: Nodes, run: RunId, own_bytes: int, redundancy: str, flushes: bool = False
 ) -> None:
     """Raise CheckpointError on every rank unless each node's folder has room for KEPT checkpoints
-    and the one that is being written; and, with `drains`, for one that is no longer kept and still
+    and the one that is being written; and, with `flushes`, for one that is no longer kept and still
     on its way to --save.
 
     `own_bytes`: of this rank's shard. What this run has there already counts as room.
     """
-    one = _node_bytes(nodes, nodes.ranks.agree(lambda: own_bytes), redundancy)
-    count = KEPT + 1 + drains
+    one = _node_bytes(nodes, nodes.ranks.gather_or_raise(lambda: own_bytes), redundancy)
+    count = KEPT + 1 + flushes
 
     def check() -> None:
         if not nodes.first:
@@ -358,16 +362,16 @@ def require_room(
         disk = os.statvfs(nodes.root)
         room = disk.f_bavail * disk.f_frsize + _size(nodes.root / run.folder)
         if count * one > room:
-            draining = ", one on its way to --save" if drains else ""
+            flushing = ", one on its way to --save" if flushes else ""
             raise CheckpointError(
                 f"--local-checkpoint-dir {nodes.root} on node {nodes.index} "
                 f"({nodes.hosts[nodes.index]}): {count} checkpoints ({KEPT} kept, one being "
-                f"written{draining}) of {one / GIB:.3g} GiB each need {count * one / GIB:.3g} "
+                f"written{flushing}) of {one / GIB:.3g} GiB each need {count * one / GIB:.3g} "
                 f"GiB, and {room / GIB:.3g} GiB are free.{_left_by_others(nodes, run)} Give a "
                 f"larger folder{', or --local-redundancy none' if redundancy != 'none' else ''}"
             )
 
-    nodes.ranks.agree(check)
+    nodes.ranks.gather_or_raise(check)
 
 
 def _node_bytes(nodes: Nodes, by_rank: list[int], redundancy: str) -> int:

@@ -21,11 +21,11 @@ from reshard_cases import start
 
 from megatron.checkpoint import manifest
 from megatron.checkpoint.files import write_shard_file
-from megatron.checkpoint.local import nodes, parcels, parity, rebuild, saves, tiers
+from megatron.checkpoint.local import checkpoints, nodes, parity, rebuild, saves, transfers
+from megatron.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron.checkpoint.local.nodes import Nodes, RunId, find_nodes
 from megatron.checkpoint.local.rebuild import LocalCheckpoint, newest_local, restore_copies
 from megatron.checkpoint.local.saves import save_local
-from megatron.checkpoint.local.tiers import Tiers
 from megatron.checkpoint.ranks import Ranks
 from megatron.distributed.groups import Axis
 from megatron.layers.spec import Box
@@ -76,7 +76,7 @@ def small(mutant: str | None = None, chunk: int = 256) -> Iterator[None]:
     """Chunks and messages so small that every shard has several, and a mutant."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(manifest, "CHUNK", chunk))
-        stack.enter_context(mock.patch.object(parcels, "PIECE", 1000))
+        stack.enter_context(mock.patch.object(transfers, "PIECE", 1000))
         stack.enter_context(mock.patch.object(parity, "WINDOW", 300))
         if mutant is not None:
             stack.enter_context(MUTANTS[mutant]())
@@ -120,7 +120,7 @@ def restart(
     """
     with small(mutant), logged() as lines:
         joined = join(root, each)
-        tier = Tiers(Path(root, str(dist.get_rank() // each)), all_ranks(), "none")
+        tier = LocalCheckpoints(Path(root, str(dist.get_rank() // each)), all_ranks(), "none")
         found = tier._newest_whole(run, oldest)
         if found is None:
             return None, [], lines, 0
@@ -261,16 +261,16 @@ def die_while_saving(root: Path, each: int, iteration: int, seed: int, who: int,
 
 def _copies_at_home() -> contextlib.AbstractContextManager:
     """The partner is the node itself."""
-    real = saves.partner_parcels
+    real = saves.partner_transfers
 
     def near(joined: nodes.Nodes, sizes: list) -> list:
         return [
-            parcel
-            for parcel in real(joined, sizes)
-            if any({parcel.source, parcel.to} <= set(ranks) for ranks in joined.members)
+            transfer
+            for transfer in real(joined, sizes)
+            if any({transfer.source, transfer.to} <= set(ranks) for ranks in joined.members)
         ]
 
-    return mock.patch.object(saves, "partner_parcels", near)
+    return mock.patch.object(saves, "partner_transfers", near)
 
 
 class _Anyone:
@@ -305,7 +305,7 @@ def _unverified(folder: Path, number: int, header: bytes, data: Iterator[memoryv
 @contextlib.contextmanager
 def _damaged_on_the_way() -> Iterator[None]:
     """One bit of what this rank sends changes."""
-    real, preadv = parcels._send, os.preadv
+    real, preadv = transfers._send, os.preadv
 
     def flipped(file: int, buffers: list, at: int) -> int:
         got = preadv(file, buffers, at)
@@ -316,7 +316,7 @@ def _damaged_on_the_way() -> Iterator[None]:
         with mock.patch.object(os, "preadv", flipped):
             real(*args)
 
-    with mock.patch.object(parcels, "_send", send):
+    with mock.patch.object(transfers, "_send", send):
         yield
 
 
@@ -347,7 +347,7 @@ def _damaged_pieces() -> contextlib.AbstractContextManager:
 
 
 MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
-    "no copies": lambda: mock.patch.object(saves, "partner_parcels", lambda nodes, sizes: []),
+    "no copies": lambda: mock.patch.object(saves, "partner_transfers", lambda nodes, sizes: []),
     "copies at home": _copies_at_home,
     "nothing is read to the end": lambda: mock.patch.object(
         rebuild, "_is_whole", lambda folder, number: True
@@ -370,7 +370,9 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
         rebuild, "sorted", lambda values, reverse=False: sorted(values), create=True
     ),
     "a new start is the old run": lambda: mock.patch.object(
-        tiers, "new_run", lambda save: tiers.read_run(save) or nodes.new_run(save)
+        checkpoints,
+        "new_run",
+        lambda save: checkpoints.read_run(save) or nodes.new_run(save),
     ),
     "a copy is the same run": lambda: mock.patch.object(
         nodes.os.path, "realpath", lambda path: "everywhere"
@@ -402,7 +404,7 @@ def on_nodes(each: int, mutant: str | None, function: Callable, *args: object) -
         return find_nodes(Path(root, str(ranks.world.rank // each)), ranks)
 
     with (
-        mock.patch.object(tiers, "find_nodes", apart),
+        mock.patch.object(checkpoints, "find_nodes", apart),
         MUTANTS[mutant]() if mutant else contextlib.nullcontext(),
     ):
         return function(*args)

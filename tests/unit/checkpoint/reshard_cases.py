@@ -23,7 +23,7 @@ from megatron.layers.spec import Holder, holders
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.training import pretrain
-from megatron.training.checkpointing import drain, save
+from megatron.training.checkpointing import finalize, save
 from megatron.training.exit import Exit
 from megatron.training.loop import COMPLETE
 from megatron.training.run import Run
@@ -177,7 +177,7 @@ def load_and_compare(
             )
             faults.extend(_computed_with(run, checkpoint))
         save(run)
-        drain(run)
+        finalize(run)
         return Exit(COMPLETE, 0)
 
     text = start(arguments, mutant, compare)
@@ -193,7 +193,7 @@ def _computed_with(run: Run, checkpoint: Checkpoint) -> list[str]:
     for block in run.optimizer.blocks:
         if block.is_released:
             run.zero._gather(block)
-    run.zero.settle()
+    run.zero.wait_for_weights()
     for block in run.optimizer.blocks:
         for entry in block.entries:
             weight = entry.view(block.weight).clone()
@@ -311,6 +311,6 @@ MUTANTS: dict[str, Callable] = {
     ),
     "moments are rounded to half precision": _rounded_moments,
     "weights are not published": lambda: mock.patch.object(
-        Optimizer, "publish_weights", lambda self: None
+        Optimizer, "all_gather_updated", lambda self: None
     ),
 }

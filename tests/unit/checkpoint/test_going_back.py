@@ -50,7 +50,7 @@ class Run(CheckpointManager):
         for iteration in iterations:
             with logged() as lines:
                 super().save(iteration, *contents(iteration, self.number))
-                assert self.drain(), lines
+                assert self.finalize(), lines
             self.lines += lines
 
 

@@ -25,7 +25,7 @@ from local_cases import (
     save_without_room,
 )
 
-from megatron.checkpoint.local.parcels import Parcel, in_rounds
+from megatron.checkpoint.local.transfers import ShardTransfer, in_rounds
 
 ONE, TWO = "iter_0000001", "iter_0000002"
 
@@ -198,26 +198,28 @@ def test_no_node_sends_and_receives_in_one_round(count):
     """
     nodes = [(2 * node, 2 * node + 1) for node in range(count)]
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    parcels = [
-        Parcel(2 * number + place, 9, nodes[a][place], nodes[b][place])
+    transfers = [
+        ShardTransfer(2 * number + place, 9, nodes[a][place], nodes[b][place])
         for number, (a, b) in enumerate(pairs)
         for place in (0, 1)
     ]
 
-    def rounds(ordered: list[Parcel]) -> int:
+    def rounds(ordered: list[ShardTransfer]) -> int:
         """How many: a new one begins when a node that sends would receive, or the other way round,
         or a second node comes to one.
         """
         found, sends, receives = 1, {}, {}
-        for a, b in ((parcel.source // 2, parcel.to // 2) for parcel in ordered):
+        for a, b in ((transfer.source // 2, transfer.to // 2) for transfer in ordered):
             if a in receives or b in sends or sends.get(a, b) != b or receives.get(b, a) != a:
                 found, sends, receives = found + 1, {}, {}
             sends[a], receives[b] = b, a
         return found
 
-    ordered = in_rounds(parcels, nodes)
-    assert sorted(parcel.number for parcel in ordered) == [parcel.number for parcel in parcels]
-    assert rounds(ordered) <= 3 * (count - 1) and (count < 5 or rounds(parcels) > 3 * (count - 1))
+    ordered = in_rounds(transfers, nodes)
+    assert sorted(transfer.number for transfer in ordered) == [
+        transfer.number for transfer in transfers
+    ]
+    assert rounds(ordered) <= 3 * (count - 1) and (count < 5 or rounds(transfers) > 3 * (count - 1))
 
 
 # ---- damage --------------------------------------------------------------------------------------

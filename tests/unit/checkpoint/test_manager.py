@@ -78,7 +78,9 @@ def test_the_files_are_those_of_a_save_that_waits(tmp_path, made, gib, log_lines
     for iteration in (1, 2):  # the second time the process and the memory are there already
         save_checkpoint(tmp_path / "now", iteration, pairs(data), STATE)
         background.save(iteration, pairs(data), STATE)
-        assert background.drain() and f"saved checkpoint {tmp_path / 'background'}" in log_lines[-1]
+        assert (
+            background.finalize() and f"saved checkpoint {tmp_path / 'background'}" in log_lines[-1]
+        )
         for file in ("shard-00000.safetensors", "shard-00000.digests"):
             assert (tmp_path / f"background/iter_000000{iteration}" / file).read_bytes() == (
                 tmp_path / f"now/iter_000000{iteration}" / file
@@ -95,7 +97,7 @@ def keeps_the_moment(root, made) -> bool:
     for tensor in data.values():
         tensor.zero_()
     os.kill(background.strategy.background.process.pid, signal.SIGCONT)
-    assert background.drain()
+    assert background.finalize()
     try:
         loads(find_checkpoint(root), tensors())
     except AssertionError:
@@ -150,7 +152,7 @@ def test_the_next_save_waits_for_the_one_before_and_says_so(tmp_path, made, log_
     background = made(tmp_path, enough(tensors()))
     for iteration in (1, 2):
         background.save(iteration, pairs(tensors(iteration)), STATE)
-    assert background.drain()
+    assert background.finalize()
     assert [text.split(":")[0].split("/")[0] for text in log_lines] == [
         " saved checkpoint ",
         " the save before was not over",
@@ -197,9 +199,9 @@ def test_a_full_disk_fails_the_save_and_nothing_is_left(tmp_path, made, log_line
     with mounted(tmp_path, "size=12m"):
         background = made(tmp_path, enough(tensors()))
         background.save(1, pairs(tensors()), STATE)
-        assert background.drain()
+        assert background.finalize()
         background.save(2, pairs(tensors(2)), STATE)
-        assert not background.drain()
+        assert not background.finalize()
         assert (
             "iteration 2 was NOT saved" in log_lines[-1]
             and "No space left on device" in log_lines[-1]
@@ -250,7 +252,7 @@ def kill_a_writer(root, victim: int, when: str) -> list[str]:
             end_of_step()
         if hit and when == "during":
             os.kill(each.strategy.background.process.pid, signal.SIGKILL)
-        each.drain()
+        each.finalize()
 
     try:
         with logged() as lines:

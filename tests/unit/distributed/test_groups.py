@@ -19,7 +19,7 @@ from megatron.distributed.groups import (
     one_process,
 )
 
-AXES = ("world", "tp", "cp", "dp", "pp", "replicas", "shard", "shard_gather", "copies", "kv")
+AXES = ("world", "tp", "cp", "dp", "pp", "replicas", "shard", "shard_gather", "replicate", "kv")
 LAYOUTS = [
     Layout(),
     Layout(tp=4),
@@ -64,7 +64,7 @@ def test_the_example_of_sixteen_ranks():
         "replicas": (0, 2, 4, 6),
         "shard": (0, 2, 4, 6),
         "shard_gather": (0, 2, 4, 6),
-        "copies": (0,),
+        "replicate": (0,),
         "kv": (0,),
     }
     other, _ = groups_of(Layout(tp=2, cp=2, dp=2, pp=2), 13)
@@ -142,8 +142,8 @@ def test_a_shard_is_neighbours_and_copies_are_the_same_place_in_each():
             and groups.dense.shard.rank == place % 4
         )
         assert (
-            groups.dense.copies.ranks == whole[place % 4 :: 4]
-            and groups.dense.copies.rank == place // 4
+            groups.dense.replicate.ranks == whole[place % 4 :: 4]
+            and groups.dense.replicate.rank == place // 4
         )
         assert calls == groups_of(layout, 0, shard=4)[1]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.config.errors import UserError
 from megatron.distributed import collectives as c
 from megatron.distributed.groups import Layout, build_groups
-from megatron.distributed.together import RankError, together
+from megatron.distributed.rank_errors import RankError, raise_on_all_ranks
 
 CPU = torch.device("cpu")
 
@@ -45,10 +45,10 @@ def check_sums_in_rounds(axis, size, dtype, wire):
     all_x = inputs(size, (size * 1001, 3), dtype)
     x = all_x[rank].clone()
     expected = in_rank_order([part.to(wire or dtype) for part in all_x]).to(dtype).chunk(size)[rank]
-    assert torch.equal(c.start_reduce_scatter(x, axis, wire=wire).wait(), expected)
+    assert torch.equal(c.start_reduce_scatter(x, axis, reduce_dtype=wire).wait(), expected)
     assert torch.equal(x, all_x[rank])
     own = x.chunk(size)[rank]
-    c.start_reduce_scatter(x, axis, out=own, wire=wire).wait()
+    c.start_reduce_scatter(x, axis, out=own, reduce_dtype=wire).wait()
     assert torch.equal(own, expected)
     others = [i for i in range(size) if i != rank]
     assert all(torch.equal(x.chunk(size)[i], all_x[rank].chunk(size)[i]) for i in others)
@@ -110,7 +110,7 @@ def test_an_axis_of_one_communicates_nothing():
 def fail_on(size, failing):
     axis = axis_of(size)
     try:
-        with together(axis, CPU):
+        with raise_on_all_ranks(axis, CPU):
             if axis.rank in failing:
                 raise UserError(
                     "no such file: x" if failing[axis.rank] is None else failing[axis.rank]

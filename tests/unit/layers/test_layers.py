@@ -18,7 +18,7 @@ from megatron.layers import linear as linear_module
 from megatron.layers.attention import CAUSAL, SelfAttention, attention_core, choose_attention
 from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.embedding import embedding_weight_grad
-from megatron.layers.linear import add_weight_grads, linear_weight_grad, stashing
+from megatron.layers.linear import add_weight_grads, deferring_weight_grads, linear_weight_grad
 from megatron.layers.loss import cross_entropy
 from megatron.layers.mlp import MLP, activate
 from megatron.layers.rotary import apply_rotary, inverse_frequencies, rotary_table
@@ -102,7 +102,7 @@ def test_weight_gradients_make_no_dense_temporary(dtype, monkeypatch):
     # bf16 factors too: their product is formed and added in fp32
     assert (grad - expected).norm() / expected.norm() < 1e-6
     layer = materialise(linear(256, 512, False), dtype)
-    with stashing(layer) as left:
+    with deferring_weight_grads(layer) as left:
         layer(x.clone().requires_grad_()).backward(dy)
     with Largest() as largest:  # left for later too
         add_weight_grads(left)

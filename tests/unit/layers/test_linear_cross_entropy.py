@@ -32,7 +32,7 @@ def head(x, weight, *, fused, vocabulary, softcap, tp, frozen=False, micro_batch
     labels = torch.randint(0, vocabulary, (S, B), generator=torch.Generator().manual_seed(5))
     labels[0, 0], labels[0, 1] = 0, vocabulary - 1
     weight = torch.nn.Parameter(weight.clone(), requires_grad=not frozen)
-    weight.main_grad, weight.fresh = (
+    weight.main_grad, weight.overwrite_main_grad = (
         torch.full(weight.shape, 7.0, dtype=torch.promote_types(weight.dtype, torch.float32)),
         True,
     )

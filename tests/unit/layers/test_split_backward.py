@@ -19,8 +19,8 @@ from megatron.layers.linear import (
     ColumnLinear,
     RowLinear,
     add_weight_grads,
+    deferring_weight_grads,
     linear_weight_grad,
-    stashing,
 )
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
@@ -76,7 +76,7 @@ def check_parts(*which):
         expected, layers = pair(tp, dtype), pair(tp, dtype)
         dx = backward(expected, tp, dtype)
         before = gradients(layers)
-        with stashing(layers) as left:
+        with deferring_weight_grads(layers) as left:
             assert torch.equal(backward(layers, tp, dtype), dx)
         # biases have theirs
         assert [torch.equal(a, b) for a, b in zip(gradients(layers), before)] == [
@@ -129,7 +129,7 @@ def count_collectives(*which):
             }
         )
 
-    with stashing(layers) as left:
+    with deferring_weight_grads(layers) as left:
         counted(lambda: backward(layers, tp))
     counted(lambda: add_weight_grads(left))
     return counts
@@ -153,7 +153,7 @@ def test_collectives_of_each_part(gloo_world, size, sequence, overlap):
 def order_of_work(overlap):
     tp, events = mode(2, True, overlap), []
     layers = pair(tp)
-    with stashing(layers) as left:
+    with deferring_weight_grads(layers) as left:
         backward(layers, tp), backward(layers, tp)
     start, product = linear_module.start_all_gather, linear_module.linear_weight_grad
     with (
@@ -186,7 +186,7 @@ def test_a_failed_backward_leaves_no_list_behind(monkeypatch):
     with (
         monkeypatch.context() as patch,
         pytest.raises(RuntimeError, match="broken"),
-        stashing(layers),
+        deferring_weight_grads(layers),
     ):
         patch.setattr(linear_module, "bias_grad", mock.Mock(side_effect=RuntimeError("broken")))
         backward(layers, DENSE)
@@ -199,7 +199,7 @@ def test_linear_layers_outside_are_not_touched():
     """The head's matrix, which no linear layer of the unit holds, has its gradient at once."""
     inside, outside = pair(DENSE), pair(DENSE)
     before = gradients(outside)
-    with stashing(inside) as left:
+    with deferring_weight_grads(inside) as left:
         backward(outside, DENSE)
     assert left == [] and not any(torch.equal(a, b) for a, b in zip(gradients(outside), before))
 
@@ -209,7 +209,7 @@ def test_the_gradient_buffer_is_looked_up_when_it_is_written():
     layer = linear(H, F, False).to_empty(device="cpu").double()
     layer.weight.data.fill_(1)
     x, dy = torch.randn(S, B, H, dtype=torch.float64), torch.randn(S, B, F, dtype=torch.float64)
-    with stashing(layer) as left:
+    with deferring_weight_grads(layer) as left:
         layer(x.requires_grad_()).backward(dy)
     layer.weight.main_grad = torch.zeros(F, H, dtype=torch.float64)
     add_weight_grads(left)

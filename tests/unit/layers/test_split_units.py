@@ -72,7 +72,7 @@ def build(config, dtype=torch.float64, tp=DENSE):
         block.open()
         block.grad.normal_(generator=torch.Generator().manual_seed(6))
         for parameter in block.parameters:
-            parameter.fresh = False
+            parameter.overwrite_main_grad = False
     return model
 
 
@@ -187,7 +187,7 @@ def test_what_belongs_to_which_part():
         kept for _, kept in left
     )
     assert changed(lambda: backward_weight(left, passes)) == late
-    assert not any(hasattr(p, "stash") for p in model.parameters())
+    assert not any(hasattr(p, "deferred_grads") for p in model.parameters())
 
 
 def test_recomputing_is_done_once(monkeypatch):
@@ -282,11 +282,11 @@ def check_what_stays(name, tp, passes):
             entry = [saved]
             del saved
             dx, kept = passes.backward_input(unit, entry.pop(), dy)
-            stash = of(*(t for left in kept for t in (left.x, left.dy)))
+            deferred = of(*(t for left in kept for t in (left.x, left.dy)))
             assert storages.settle(
-                lambda alive, expected=stash | of(dx, dy): alive.keys() == expected
+                lambda alive, expected=deferred | of(dx, dy): alive.keys() == expected
             ), layer_name
-            assert sum(storages.alive()[key] for key in stash) == least_bytes(config, tp), (
+            assert sum(storages.alive()[key] for key in deferred) == least_bytes(config, tp), (
                 layer_name
             )
             passes.backward_weight(unit, kept)

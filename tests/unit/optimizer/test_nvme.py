@@ -331,11 +331,11 @@ def bytes_with_state_in_files(folder: Path) -> tuple[int, int, int]:
         for block in blocks:
             block.open()
             block.grad.normal_()
-        squares = optimizer.squares()
+        grad_sq_sum = optimizer.grad_sq_sum()
         before = live.mark().peak["total"]
         optimizer.initialise()
         for step_on_host in optimizer.step(
-            lr=1e-3, weight_decay=0.1, squares=squares, grad_factor=1.0
+            lr=1e-3, weight_decay=0.1, grad_sq_sum=grad_sq_sum, grad_factor=1.0
         ).deferred.values():
             step_on_host()
         optimizer.squared_weight_norm()

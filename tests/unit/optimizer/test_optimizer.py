@@ -59,7 +59,7 @@ def random_grads(opt, seed, scale=1.0):
 
 def take_step(opt, **settings):
     """A step of one process, whose sum of squares is that of its own gradients."""
-    return opt.step(squares=opt.squares(), **settings)
+    return opt.step(grad_sq_sum=opt.grad_sq_sum(), **settings)
 
 
 def test_blocks_hold_every_parameter_once():

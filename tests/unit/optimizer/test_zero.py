@@ -117,6 +117,28 @@ def test_the_same_bits_at_every_stage(train, ranks, model, flags, patches):
         assert_same_bits(train(f"dp{ranks} {stage}", flags, patches), plain, norms=False)
 
 
+FP16 = "--fp16 --initial-loss-scale 1e12 --loss-scale-window 2"
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        ("dp1", f"{MODELS['slices of padding alone']} {FP16}"),
+        ("dp1", f"--zero-stage 3 --param-cpu-offload {FP16}"),
+        ("dp2 zero1", f"--bf16 {MODELS['slices of padding alone']}"),
+        ("dp2 zero2", f"--optimizer-cpu-offload {FP16}"),
+        ("dp4 zero3 shard2", "--bf16 --exp-avg-dtype bf16"),
+        ("pp2 zero-bubble-v dp2 zero3", "--num-layers 4"),
+        ("tp2 sp dp2 zero2", f"{LLAMA} --bf16"),
+    ],
+    ids=str,
+)
+def test_no_memory_is_read_before_it_is_written(train, layout, flags):
+    flags = f"{flags} --micro-batch-size 2"
+    plain, filled = (train(layout, flags, patches) for patches in ((), ("unwritten",)))
+    assert_same_bits(filled, plain, norms=True)
+
+
 def test_the_models_are_what_they_are_said_to_be():
     def blocks(name: str, ranks: int, vocabulary: int = 50) -> list[Plan]:
         flags = (*SMALL, *MODELS[name].split(), "--micro-batch-size", "1")

@@ -117,7 +117,7 @@ def test_stage_inputs_alive_are_those_of_the_schedule(gloo_world):
             peak = ranked[rank][index]["training"]
             assert (peak["saved"], peak.get("stashed", 0)) == (
                 bounds.saved[rank],
-                bounds.stashed[rank],
+                bounds.deferred[rank],
             ), (name, count, rank)
             assert peak["in flight"] == bounds.in_flight[rank], (name, count, rank)
             assert ranked[rank][index]["evaluation"].get("saved", 0) <= 1 + (

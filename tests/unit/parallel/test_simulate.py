@@ -157,12 +157,12 @@ def test_a_message_starts_when_its_receive_is_posted():
     assert [(span.begin, span.end) for span in line.rows[0]] == [(0, 1), (1, 2), (17, 18), (30, 31)]
 
 
-def test_stash_and_sizes_of_stages():
+def test_deferred_weight_gradients_and_sizes_of_stages():
     """ZB-H1 on 2 ranks, 3 micro-batches: rank 1 computes F I F I W F I W W."""
     schedule = build_schedule("zero-bubble", 2, 1, 3)
     assert peak_activations(schedule) == (2, 2)
-    assert peak_activations(schedule, held=(10.0, 4.0), stash=0.5) == (20.0, 6.0)
-    assert peak_activations(schedule, held=(10.0, 4.0), stash=0.0) == (20.0, 4.0)
+    assert peak_activations(schedule, held=(10.0, 4.0), deferred=0.5) == (20.0, 6.0)
+    assert peak_activations(schedule, held=(10.0, 4.0), deferred=0.0) == (20.0, 4.0)
 
 
 def test_any_valid_schedule_runs_in_time():

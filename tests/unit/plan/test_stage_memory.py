@@ -203,8 +203,8 @@ def test_what_a_stage_keeps_is_what_autograd_keeps(model, distributed, recompute
     assert [saved for saved, _ in found] == [
         sum(unit.saved for unit in units) for units in expected
     ]
-    assert [stashed for _, stashed in found] == [
-        sum(unit.stashed for unit in units) for units in expected
+    assert [deferred for _, deferred in found] == [
+        sum(unit.deferred for unit in units) for units in expected
     ]
 
 

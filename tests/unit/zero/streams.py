@@ -139,7 +139,7 @@ class Work:
 
     def wait(self) -> None:
         if self.arrive is not None:
-            with self.gpu.unseen():
+            with self.gpu.untracked():
                 self.arrive()
         self.arrive = self.kept = None
         self.gpu.current.wait_event(self.event)
@@ -166,7 +166,7 @@ class NCCL:
         stream = self.streams.setdefault(group, Stream(gpu, f"NCCL {len(self.streams)}"))
         _learn(stream.seen, gpu.current.seen)
         gpu.work(stream, reads, writes, "collective")
-        with gpu.unseen():
+        with gpu.untracked():
             arrive = begin()
         return Work(gpu, stream.record_event(), (reads, writes), arrive)
 
@@ -325,7 +325,7 @@ class PretendedGPU(TorchDispatchMode):
         return handed_over
 
     @contextlib.contextmanager
-    def unseen(self) -> Iterator[None]:
+    def untracked(self) -> Iterator[None]:
         """What Gloo does in the place of NCCL is no work of the GPU's."""
         self.hidden += 1
         try:
@@ -489,16 +489,16 @@ def losses_of(flags: tuple[str, ...], gpu: PretendedGPU | None = None) -> list[f
     """Each step's loss in a run through pretrain.py on this rank."""
     parsed, reports = parse_arguments(list(flags)), []
 
-    def read(pending: step.Pending) -> step.Report:
+    def read(pending: step.StepHandle) -> step.Report:
         reports.append(real_read(pending))
         return reports[-1]
 
-    real_read = step.Pending.read
+    real_read = step.StepHandle.read
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         # the world goes on
         stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))
-        stack.enter_context(mock.patch.object(step.Pending, "read", read))
+        stack.enter_context(mock.patch.object(step.StepHandle, "read", read))
         stack.enter_context(gpu or contextlib.nullcontext())
         assert pretrain.pretrain(parsed.config, parsed.notes) == 0
     return [report.loss for report in reports]

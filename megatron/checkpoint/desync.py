@@ -59,12 +59,12 @@ class Difference:
     others: list[list[int]]
 
 
-class Replicas:
+class DesyncCheck:
     """Digests of all that this rank holds and others hold too, as it is now: nothing of it may be
     written before `wait` returns.
 
-    No weight may be on its way (`Zero.settle`). Not compared: weights gathered at ZeRO stage 3,
-    which live for a pass, and state in files.
+    No weight may be on its way (`Zero.wait_for_weights`). Not compared: weights gathered at ZeRO
+    stage 3, which live for a pass, and state in files.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -108,13 +108,13 @@ class Replicas:
                 [among, "", first, total.hexdigest()] for (among, first), total in totals.items()
             ]
 
-        found = differences(ranks.agree(of_each_comparison))
+        found = differences(ranks.gather_or_raise(of_each_comparison))
         if found:
             failed = {each.among for each in found}
             involved = any(
                 ranks.world.rank in group for each in found for group in (each.most, *each.others)
             )
-            told = ranks.agree(
+            told = ranks.gather_or_raise(
                 lambda: [line for line in texts if line[0] in failed] if involved else []
             )
             raise CheckpointError(explain(differences(told)))
@@ -203,7 +203,7 @@ def _parts(
     def cut(start: int, stop: int) -> Tensor:
         return buffer[max(start - first, 0) : max(stop - first, 0)]
 
-    copies = block.groups.replicas if whole else block.groups.copies
+    copies = block.groups.replicas if whole else block.groups.replicate
     for entry in block.entries:
         held = [("among data-parallel ranks", copies, entry.name, entry.start, entry.stop)]
         for box in entry.boxes:

@@ -23,7 +23,7 @@ FLYING = 2  # messages on their way at a time
 
 
 @dataclass(frozen=True)
-class Parcel:
+class ShardTransfer:
     """Shard `number`, `size` bytes, from a rank that has its file to one that gets it."""
 
     number: int
@@ -32,34 +32,39 @@ class Parcel:
     to: int
 
 
-def in_rounds(parcels: Iterable[Parcel], nodes: Sequence[Sequence[int]]) -> list[Parcel]:
-    """The order for `carry`, `nodes` being the ranks of each node: in every round a node sends to
-    one node alone, receives from one alone, or rests.
+def in_rounds(
+    transfers: Iterable[ShardTransfer], nodes: Sequence[Sequence[int]]
+) -> list[ShardTransfer]:
+    """The order for `send_shards`, `nodes` being the ranks of each node: in every round a node
+    sends to one node alone, receives from one alone, or rests.
 
     First from every node to the next one, then to the one after that, and so on; of the rings that
     these make every second node sends first.
     """
     home = {rank: node for node, ranks in enumerate(nodes) for rank in ranks}
 
-    def turn(parcel: Parcel) -> tuple[int, int, int]:
-        node, steps = home[parcel.source], (home[parcel.to] - home[parcel.source]) % len(nodes)
+    def turn(transfer: ShardTransfer) -> tuple[int, int, int]:
+        node, steps = (
+            home[transfer.source],
+            (home[transfer.to] - home[transfer.source]) % len(nodes),
+        )
         rings = math.gcd(steps, len(nodes))
         length = len(nodes) // rings
         # on its ring: node = place * steps + node % rings
         place = node // rings * pow(steps // rings, -1, length) % length
-        return steps, 2 if length % 2 and place == length - 1 else place % 2, parcel.number
+        return steps, 2 if length % 2 and place == length - 1 else place % 2, transfer.number
 
-    return sorted(parcels, key=turn)
+    return sorted(transfers, key=turn)
 
 
-def carry(
-    parcels: Iterable[Parcel],
+def send_shards(
+    transfers: Iterable[ShardTransfer],
     ranks: Ranks,
     path: Callable[[int], Path],
     write: Callable[[int, Iterator[memoryview]], None],
 ) -> Exception | None:
-    """Carry parcels, one after the other as each rank sees it; all ranks call this with the same
-    ones in the same order, so none waits in a circle.
+    """Carry out transfers, one after the other as each rank sees it; all ranks call this with the
+    same ones in the same order, so none waits in a circle.
 
     `path(number)` is the file to send, `write(number, pieces)` takes what arrives. What goes wrong
     here with a file is returned when all has been carried. Over NCCL pieces pass through the device
@@ -70,14 +75,14 @@ def carry(
         ranks.world.rank,
         torch.device("cpu") if ranks.world.size == 1 or is_gloo(ranks.world) else ranks.device,
     )
-    for parcel in parcels:
+    for transfer in transfers:
         try:
-            if parcel.source == me:
-                _send(parcel, path(parcel.number), ranks, device)
-            elif parcel.to == me:
-                pieces = _arriving(parcel, ranks, device)
+            if transfer.source == me:
+                _send(transfer, path(transfer.number), ranks, device)
+            elif transfer.to == me:
+                pieces = _arriving(transfer, ranks, device)
                 try:
-                    write(parcel.number, pieces)
+                    write(transfer.number, pieces)
                 finally:
                     for _ in pieces:  # what was promised is taken, even when it cannot be written
                         pass
@@ -86,11 +91,11 @@ def carry(
     return fault
 
 
-def _pieces(parcel: Parcel) -> Iterator[tuple[int, int]]:
-    return ((start, min(PIECE, parcel.size - start)) for start in range(0, parcel.size, PIECE))
+def _pieces(transfer: ShardTransfer) -> Iterator[tuple[int, int]]:
+    return ((start, min(PIECE, transfer.size - start)) for start in range(0, transfer.size, PIECE))
 
 
-def _send(parcel: Parcel, path: Path, ranks: Ranks, device: torch.device) -> None:
+def _send(transfer: ShardTransfer, path: Path, ranks: Ranks, device: torch.device) -> None:
     """What cannot be read is sent as zeros: the receiver counts on the bytes, and refuses them by
     their digests.
     """
@@ -100,7 +105,7 @@ def _send(parcel: Parcel, path: Path, ranks: Ranks, device: torch.device) -> Non
         file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed below
     except OSError as error:
         file, fault = None, error
-    for start, size in _pieces(parcel):
+    for start, size in _pieces(transfer):
         piece = torch.zeros(size, dtype=torch.uint8)
         try:
             if (
@@ -110,7 +115,7 @@ def _send(parcel: Parcel, path: Path, ranks: Ranks, device: torch.device) -> Non
                 raise CheckpointError(f"{path}: ends before byte {start + size}")
         except (OSError, CheckpointError) as error:
             fault = fault or error
-        flying.append(Sending(piece.to(device), parcel.to, ranks.world, 0))
+        flying.append(Sending(piece.to(device), transfer.to, ranks.world, 0))
         if len(flying) == FLYING:
             flying.pop(0).wait()
     for message in flying:
@@ -121,14 +126,14 @@ def _send(parcel: Parcel, path: Path, ranks: Ranks, device: torch.device) -> Non
         raise fault
 
 
-def _arriving(parcel: Parcel, ranks: Ranks, device: torch.device) -> Iterator[memoryview]:
+def _arriving(transfer: ShardTransfer, ranks: Ranks, device: torch.device) -> Iterator[memoryview]:
     """The bytes in pieces, each with memory of its own."""
-    sizes = [size for _, size in _pieces(parcel)]
+    sizes = [size for _, size in _pieces(transfer)]
     flying: list[Receiving] = []
     while sizes or flying:
         while sizes and len(flying) < FLYING:
             flying.append(
-                Receiving((sizes.pop(0),), torch.uint8, device, parcel.source, ranks.world, 0)
+                Receiving((sizes.pop(0),), torch.uint8, device, transfer.source, ranks.world, 0)
             )
         yield memoryview(flying.pop(0).wait().cpu().numpy())
 

@@ -13,17 +13,17 @@ import pytest
 import torch
 from reshard_cases import BASE, FEATURES, LAYOUTS, PP, SCHEDULE, TP, ZERO, differing, saved, start
 
-from megatron.checkpoint import replicas
-from megatron.checkpoint.manifest import list_iterations
-from megatron.checkpoint.ranks import Ranks
-from megatron.checkpoint.replicas import (
+from megatron.checkpoint import desync
+from megatron.checkpoint.desync import (
     WORDS,
-    Replicas,
+    DesyncCheck,
     differences,
     explain,
     odd_factors,
     position_sum,
 )
+from megatron.checkpoint.manifest import list_iterations
+from megatron.checkpoint.ranks import Ranks
 from megatron.distributed.groups import ALONE
 from megatron.optimizer import zero
 from megatron.optimizer.optimizer import Optimizer
@@ -75,7 +75,7 @@ def probe(
             if rank == run.groups.rank:
                 flip(run.optimizer, *what)
             try:
-                Replicas(run.optimizer).check(Ranks(run.groups.world, run.device))
+                DesyncCheck(run.optimizer).check(Ranks(run.groups.world, run.device))
                 errors.append(None)
             except ValueError as error:
                 errors.append(str(error))
@@ -84,7 +84,7 @@ def probe(
 
     def instead(run: Run):
         exit_ = train(run)
-        run.zero.settle()
+        run.zero.wait_for_weights()
         check(run, [(-1,), *flips, (-1,)])
         return exit_
 
@@ -283,7 +283,7 @@ MUTANTS: dict[str, Callable] = {
     "partial gradients of norms are not added": lambda: mock.patch.object(
         zero, "sum_partial_gradients", lambda blocks, groups: None
     ),
-    "blind": lambda: mock.patch.object(replicas, "shared_parts", lambda optimizer: iter(())),
+    "blind": lambda: mock.patch.object(desync, "shared_parts", lambda optimizer: iter(())),
 }
 
 

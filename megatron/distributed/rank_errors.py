@@ -27,7 +27,7 @@ class RankError(UserError):
 
 
 @contextmanager
-def together(axis: Axis, device: torch.device) -> Iterator[None]:
+def raise_on_all_ranks(axis: Axis, device: torch.device) -> Iterator[None]:
     """Leave the block on every rank of the axis, or raise RankError on every one when a UserError
     was raised inside on any.
 
@@ -48,10 +48,10 @@ def together(axis: Axis, device: torch.device) -> Iterator[None]:
             b"" if fault is None else str(fault).encode() or b"?", axis, device
         )
     ]
-    raise_together(texts, axis, fault)
+    raise_rank_error(texts, axis, fault)
 
 
-def raise_together(texts: list[str], axis: Axis, fault: UserError | None) -> None:
+def raise_rank_error(texts: list[str], axis: Axis, fault: UserError | None) -> None:
     """Raise RankError, the same on every rank, when `texts` has what went wrong on any (by rank;
     empty where nothing did); `fault` is this rank's.
     """

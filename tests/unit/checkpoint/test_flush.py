@@ -17,10 +17,10 @@ from logged import silently
 from megatron.checkpoint import manifest
 from megatron.checkpoint.background import Background
 from megatron.checkpoint.index import Index
-from megatron.checkpoint.local import drain, tiers
-from megatron.checkpoint.local.drain import BURST, copy_shard, limited
+from megatron.checkpoint.local import checkpoints, flush
+from megatron.checkpoint.local.checkpoints import LocalCheckpoints
+from megatron.checkpoint.local.flush import BURST, copy_shard, limited
 from megatron.checkpoint.local.nodes import RunId
-from megatron.checkpoint.local.tiers import Tiers
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import ONE
@@ -120,7 +120,7 @@ def test_a_copy_that_is_not_compared_is_caught(source, tmp_path, monkeypatch):
     raw[-1] ^= 4
     path.write_bytes(raw)
     (tmp_path / "copy").mkdir()
-    record = drain.copy_shard(
+    record = flush.copy_shard(
         path, tmp_path / "copy", 0, {"file": Any(), "bytes": Any(), "table_digest": Any()}, None
     )
     assert record["table_digest"] != Index(source).manifest["shards"][0]["table_digest"]
@@ -150,7 +150,7 @@ def saver(tmp_path):
     made: list[CheckpointManager] = []
 
     def make(rate: float | None = None, local: bool = True) -> CheckpointManager:
-        tier = Tiers(tmp_path / "local", ONE, "none") if local else None
+        tier = LocalCheckpoints(tmp_path / "local", ONE, "none") if local else None
         if local:
             tier.run = RunId("c" * 32, "here")
         made.append(
@@ -158,7 +158,7 @@ def saver(tmp_path):
                 tmp_path / "shared",
                 ONE,
                 staging_bytes(pairs(tensors()), None),
-                tiers=tier,
+                local_checkpoints=tier,
                 rate=rate,
             )
         )
@@ -176,7 +176,7 @@ def held_up(each: CheckpointManager, iteration: int, meanwhile) -> bool:
     each.save(iteration, pairs(tensors(iteration)), {})
     meanwhile()
     os.kill(each.strategy.background.process.pid, signal.SIGCONT)
-    return each.drain()
+    return each.finalize()
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -197,7 +197,7 @@ def test_what_is_removed_locally_is_copied_to_its_end(saver, tmp_path, monkeypat
             ),
         )
     assert held_up(
-        each, 1, lambda: [each.tiers.save(i, pairs(tensors(i)), {}) for i in (2, 3)]
+        each, 1, lambda: [each.local_checkpoints.save(i, pairs(tensors(i)), {}) for i in (2, 3)]
     ) == (not by_name)
     if not by_name:
         loads(silently(find_checkpoint, tmp_path / "shared"), tensors(1))
@@ -233,12 +233,12 @@ def test_without_room_on_the_node_the_save_goes_to_the_shared_folder_at_once(
     def full(*args: object) -> None:
         raise CheckpointError("no room")
 
-    monkeypatch.setattr(tiers, "save_local", full)
+    monkeypatch.setattr(checkpoints, "save_local", full)
     each.save(1, pairs(tensors()), {})
     assert (
         each.pending is None
         and log_lines[0] == "warning: iteration 1 was NOT saved locally. no room"
-        and each.drain()
+        and each.finalize()
     )
     loads(silently(find_checkpoint, tmp_path / "shared"), tensors())
 
@@ -252,7 +252,7 @@ def test_the_writer_keeps_to_the_rate(saver, local):
     def seconds(iteration: int) -> float:
         began = time.monotonic()
         each.save(iteration, pairs(tensors(iteration)), {})
-        assert each.drain()
+        assert each.finalize()
         return time.monotonic() - began
 
     limited_to = seconds(1)

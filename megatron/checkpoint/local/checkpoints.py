@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Tiers:
+class LocalCheckpoints:
     """The local tier of a run. `redundancy`: --local-redundancy."""
 
     def __init__(self, root: str | Path, ranks: Ranks, redundancy: str):
@@ -62,7 +62,7 @@ class Tiers:
         `older` allows it, else never. Raises as open_checkpoint.
         """
         ranks = self.nodes.ranks
-        told = ranks.agree(lambda: _look(load, save) if ranks.first else None)[0]
+        told = ranks.gather_or_raise(lambda: _look(load, save) if ranks.first else None)[0]
         run, shared = None if told[0] is None else RunId(**told[0]), told[1]
         if told[2]:
             logger.warning(
@@ -110,11 +110,11 @@ class Tiers:
             found = restore_copies(self.nodes, run, found)
         return LocalCheckpoint(self.nodes, run, found)
 
-    def require_room(self, own_bytes: int, drains: bool) -> None:
+    def require_room(self, own_bytes: int, flushes: bool) -> None:
         """Raise CheckpointError on every rank when a node has no room for the run's checkpoints,
         `own_bytes` of this rank.
         """
-        require_room(self.nodes, self.run, own_bytes, self.redundancy, drains)
+        require_room(self.nodes, self.run, own_bytes, self.redundancy, flushes)
 
     def save(
         self,
@@ -169,7 +169,7 @@ def _same(load: str | None, save: str | None) -> bool:
     )
 
 
-def settle_run(load: str | None, save: str, ranks: Ranks, *, local: bool) -> RunId | None:
+def adopt_run_id(load: str | None, save: str, ranks: Ranks, *, local: bool) -> RunId | None:
     """Which run saves to `save` from now on, `load` being what its state was loaded from. One that
     goes on there is the one it was; any other is a new one, which shall not take the local
     checkpoints of the one before for its own. None when it saves none locally (`local`).
@@ -191,5 +191,5 @@ def settle_run(load: str | None, save: str, ranks: Ranks, *, local: bool) -> Run
                 "give another folder"
             ) from error
 
-    told = ranks.agree(first)[0]
+    told = ranks.gather_or_raise(first)[0]
     return None if told is None else RunId(**told)
