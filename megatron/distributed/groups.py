@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from megatron.config.derive import data_parallel_size
@@ -79,7 +79,7 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
     group: Any = None
 
-    @property
+    @cached_property
     def size(self) -> int:
         return len(self.ranks)
 

@@ -93,6 +93,8 @@ class Dropout:
 
     def add(self, x: Tensor, residual: Tensor, state: DropoutState | None) -> Tensor:
         """residual + hidden(x)."""
-        if self.backend == "triton" and self.acts(state):
+        if not self.acts(state):
+            return residual + x
+        if self.backend == "triton":
             return _TritonDropout.apply(x, residual, state, self.key, self.probability)
         return residual + self.hidden(x, state)

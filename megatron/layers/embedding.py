@@ -75,7 +75,9 @@ class _VocabularyParallelEmbedding(torch.autograd.Function):
 
 
 class Embedding(nn.Module):
-    """Rows of a table [v, h] by ids [s, b] -> [s, b, h]."""
+    """Rows of a table [v, h] by ids [s, b] -> [s, b, h] (under SP this rank's s / size). With `tp`
+    each tensor-parallel rank holds v / size rows.
+    """
 
     def __init__(self, weight: ParameterSpec, tp: TensorParallel = DENSE):
         super().__init__()
@@ -83,17 +85,6 @@ class Embedding(nn.Module):
         self.weight = weight.parameter(tp)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return _Embedding.apply(ids, self.weight)
-
-
-class VocabularyEmbedding(Embedding):
-    """A table of which each tensor-parallel rank holds v / size rows: ids [s, b] -> [s, b, h]
-    (under SP this rank's s / size).
-    """
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return (
-            super().forward(ids)
-            if self.tp.size == 1
-            else _VocabularyParallelEmbedding.apply(ids, self.weight, self.tp)
-        )
+        if self.tp.size == 1:
+            return _Embedding.apply(ids, self.weight)
+        return _VocabularyParallelEmbedding.apply(ids, self.weight, self.tp)

@@ -3,7 +3,7 @@ tensor-parallel ranks.
 
 Weight gradients never appear as `.grad`: each parameter carries `main_grad`, a view of its block's
 gradient buffer (fp32, or fp64 in a float64 run), and the functions below add into it. A weight
-whose attribute `fresh` is set holds nothing to add to: its first product overwrites what is there,
+whose attribute `overwrite_main_grad` is set holds nothing to add to: its first product overwrites what is there,
 which saves clearing and reading it. s sequence, b batch, i in, o out; under sequence parallelism s
 is this rank's part wherever a value lies outside a pair of column- and row-parallel layers.
 
@@ -53,11 +53,6 @@ from megatron.layers.spec import ParameterSpec
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 
-def linear_input_grad(dy: Tensor, weight: Tensor) -> Tensor:
-    """dL/dx [s, b, i] from dL/dy [s, b, o] and the weight [o, i]."""
-    return dy.matmul(weight)
-
-
 def linear_weight_grad(
     dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool = False, by_apex: bool = False
 ) -> None:
@@ -97,6 +92,10 @@ def _add_by_rows(dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool) -> N
             rows.copy_(product)
         else:
             rows.add_(product)
+
+
+# the attribute of a weight whose gradients are left for later: the list that they are put onto
+DEFERRED = "deferred_grads"
 
 
 def weight_grad_scratch(
@@ -193,17 +192,12 @@ def deferring_weight_grads(module: nn.Module) -> Iterator[list[WeightGrad]]:
     left: list[WeightGrad] = []
     weights = [layer.weight for layer in module.modules() if isinstance(layer, Linear)]
     for weight in weights:
-        weight.deferred_grads = left
+        setattr(weight, DEFERRED, left)
     try:
         yield left
     finally:
         for weight in weights:
-            del weight.deferred_grads
-
-
-def _deferred_grads(weight: nn.Parameter) -> list[WeightGrad] | None:
-    """Where its gradient is left for later; None: to be added at once."""
-    return getattr(weight, "deferred_grads", None)
+            delattr(weight, DEFERRED)
 
 
 class _Linear(torch.autograd.Function):
@@ -215,10 +209,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        (x,), deferred = ctx.saved_tensors, _deferred_grads(ctx.weight)
-        dx = linear_input_grad(dy, ctx.weight)
+        (x,) = ctx.saved_tensors
+        dx = dy.matmul(ctx.weight)
         if not ctx.needs_input_grad[1]:  # frozen, and so is the bias
             return dx, None, None
+        deferred = getattr(ctx.weight, DEFERRED, None)
         if deferred is None:
             add_weight_grad(dy, x, ctx.weight)
         else:
@@ -253,12 +248,8 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        (x,), tp, weight, deferred = (
-            ctx.saved_tensors,
-            ctx.tp,
-            ctx.weight,
-            _deferred_grads(ctx.weight),
-        )
+        (x,), tp, weight = ctx.saved_tensors, ctx.tp, ctx.weight
+        deferred = getattr(weight, DEFERRED, None)
         x_axis = tp.axis if tp.sequence else ALONE
         gathering, frozen = None, not ctx.needs_input_grad[1]
         if frozen:
@@ -270,9 +261,9 @@ class _ColumnLinear(torch.autograd.Function):
         else:
             deferred.append(WeightGrad(weight, dy, x.detach(), x_axis=x_axis, overlap=tp.overlap))
         if tp.sequence:
-            summing = start_reduce_scatter(linear_input_grad(dy, weight), tp.axis)
+            summing = start_reduce_scatter(dy.matmul(weight), tp.axis)
         else:
-            summing = start_all_reduce(linear_input_grad(dy, weight), tp.axis)
+            summing = start_all_reduce(dy.matmul(weight), tp.axis)
         if not tp.overlap:
             summing.wait()
         if gathering is not None:
@@ -305,12 +296,8 @@ class _RowLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        (x,), tp, weight, deferred = (
-            ctx.saved_tensors,
-            ctx.tp,
-            ctx.weight,
-            _deferred_grads(ctx.weight),
-        )
+        (x,), tp, weight = ctx.saved_tensors, ctx.tp, ctx.weight
+        deferred = getattr(weight, DEFERRED, None)
         frozen = not ctx.needs_input_grad[1]
         if deferred is not None and not frozen:
             deferred.append(
@@ -333,7 +320,7 @@ class _RowLinear(torch.autograd.Function):
             dy = whole
         else:
             dy = all_gather(dy, tp.axis) if tp.sequence else dy
-            dx = linear_input_grad(dy, weight)
+            dx = dy.matmul(weight)
         if deferred is None and not frozen:
             add_weight_grad(dy, x, weight)
         return dx, None, None, None
@@ -358,14 +345,9 @@ def column_linear(
     x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel
 ) -> Tensor:
     """x [s, b, i] (under SP this rank's s / size) -> [s, b, o / size]."""
-    return linear(x, weight, bias) if tp.size == 1 else _ColumnLinear.apply(x, weight, bias, tp)
-
-
-def row_linear(
-    x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel
-) -> Tensor:
-    """x [s, b, i / size] -> [s, b, o] (under SP this rank's s / size)."""
-    return linear(x, weight, bias) if tp.size == 1 else _RowLinear.apply(x, weight, bias, tp)
+    if tp.size == 1:
+        return _Linear.apply(x, weight, bias)
+    return _ColumnLinear.apply(x, weight, bias, tp)
 
 
 class Linear(nn.Module):
@@ -384,14 +366,20 @@ class Linear(nn.Module):
 
 
 class ColumnLinear(Linear):
-    """Each rank holds some of the outputs."""
+    """Each rank holds some of the outputs: x [s, b, i] (under SP this rank's s / size) ->
+    [s, b, o / size].
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return column_linear(x, self.weight, self.bias, self.tp)
 
 
 class RowLinear(Linear):
-    """Each rank holds some of the inputs."""
+    """Each rank holds some of the inputs: x [s, b, i / size] -> [s, b, o] (under SP this rank's
+    s / size).
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        return row_linear(x, self.weight, self.bias, self.tp)
+        if self.tp.size == 1:
+            return _Linear.apply(x, self.weight, self.bias)
+        return _RowLinear.apply(x, self.weight, self.bias, self.tp)

@@ -5,6 +5,7 @@ split along the sequence (SP).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron.distributed.groups import ALONE, Axis
 
@@ -20,7 +21,7 @@ class TensorParallel:
     sequence: bool = False
     overlap: bool = True  # collectives run beside the matrix products that do not depend on them
 
-    @property
+    @cached_property
     def size(self) -> int:
         return self.axis.size
 

@@ -18,7 +18,7 @@ from megatron.config.groups import ModelConfig
 from megatron.kernels.attention_masks import AttentionMask
 from megatron.layers.attention import SelfAttention, attention_parameters
 from megatron.layers.dropout import Dropout, DropoutState
-from megatron.layers.embedding import Embedding, VocabularyEmbedding
+from megatron.layers.embedding import Embedding
 from megatron.layers.linear import column_linear, linear
 from megatron.layers.linear_cross_entropy import linear_cross_entropy
 from megatron.layers.loss import cross_entropy
@@ -187,7 +187,7 @@ class EmbeddingBlock(Layer):
         self, config: ModelConfig, vocab_size: int, padded_vocab: int, tp: TensorParallel = DENSE
     ):
         super().__init__()
-        self.word = VocabularyEmbedding(word_matrix(config, vocab_size, padded_vocab), tp)
+        self.word = Embedding(word_matrix(config, vocab_size, padded_vocab), tp)
 
     def forward(self, _: None, micro: MicroBatch) -> Tensor:
         return self.word(micro.tokens)
@@ -211,7 +211,7 @@ class LayerBlock(Layer):
             return Dropout(config.hidden_dropout, seed, *names, backend=config.dropout_backend)
 
         self.position = (
-            Embedding(parameters["position.weight"], tp)
+            Embedding(parameters["position.weight"])  # every rank has all of it
             if "position.weight" in parameters
             else None
         )

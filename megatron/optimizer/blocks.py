@@ -312,12 +312,10 @@ class Block:
             if low < high:
                 yield buffer[low - self.own[0] : high - self.own[0]]
 
-    def counted(
-        self, buffer: Tensor, groups: Groups, piece: Piece | None = None
-    ) -> Iterator[Tensor]:
-        """The flat pieces of a buffer as in `boxes` that this rank counts, such that over all ranks
-        each element of the model comes once: of those that hold the same parameters each counts a
-        slice; what tensor-parallel ranks share, the first counts.
+    def counted(self, groups: Groups, piece: Piece | None = None) -> list[slice]:
+        """The parts of a buffer as in `boxes` that this rank counts, such that over all ranks each
+        element of the model comes once: of those that hold the same parameters each counts a slice;
+        what tensor-parallel ranks share, the first counts.
         """
         lowest, highest = self._range(piece)
         start, ranges = 0, []
@@ -327,10 +325,12 @@ class Block:
                     for first, stop, _ in entry.runs(box):
                         ranges.append((start, first))
                         start = stop
+        found = []
         for first, stop in (*ranges, (start, self.size)):
             low, high = max(first, self.share[0], lowest), min(stop, self.share[1], highest)
             if low < high:
-                yield buffer[low - lowest : high - lowest]
+                found.append(slice(low - lowest, high - lowest))
+        return found
 
     def segments(self, piece: Piece | None = None) -> list[Segment]:
         """The ranges of a buffer as in `boxes` that are updated alike."""

@@ -83,6 +83,7 @@ class Optimizer:
         self.blocks, self.groups, self.all_gather_weights = blocks, groups, all_gather_weights
         self.config = self.chosen.optimizer
         self.trained = [block for block in blocks if block.trained]
+        self.counted = {block: block.counted(groups) for block in self.trained}
         self.wide = accumulation_dtype(blocks[0].weight.dtype)
         self.rule, self.host_rule = rules_of(self.config)
         self.host = HostSteps(blocks)
@@ -185,11 +186,7 @@ class Optimizer:
 
     def grad_sq_sum(self) -> Tensor:
         """This rank's share of the gradient's sum of squares (float64)."""
-        pieces = (
-            piece
-            for block in self.trained
-            for piece in block.counted(block.grad_shard, self.groups)
-        )
+        pieces = (block.grad_shard[part] for block in self.trained for part in self.counted[block])
         return sum_of_squares(pieces, self.steps.device, self.config.grad_norm_backend)
 
     @torch.no_grad()
@@ -340,10 +337,10 @@ class Optimizer:
     def squared_weight_norm(self) -> Tensor:
         """This rank's share of the sum of squares of the master weights (padding is zero)."""
         pieces = (
-            counted
+            held[MASTER][part]
             for block in self.blocks
             for piece, held in self.kept[block].pieces((MASTER,), "read")
-            for counted in block.counted(held[MASTER], self.groups, piece)
+            for part in block.counted(self.groups, piece)
         )
         return sum_of_squares(pieces, self.steps.device)
 

@@ -28,12 +28,14 @@ def sum_partial_gradients(blocks: list[Block], groups: Groups) -> None:
     over the two stages that hold it.
     """
     for name, axis in (("tp", groups.tp), ("kv", groups.kv), ("tied", groups.tied)):
+        if axis.size == 1:
+            continue
         views = [
             view
             for block in blocks
             for entry in block.entries
             for box in entry.boxes
-            if axis.size > 1 and name in (box.spec.grad_sum or ())
+            if name in (box.spec.grad_sum or ())
             for view in block.runs(entry, box, block.grad_shard)
         ]
         pack: list[Tensor] = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class UpdateRule:
     config: OptimizerConfig
     implementation: str  # torch-fused, torch, apex, triton
 
-    @property
+    @cached_property
     def state_names(self) -> tuple[str, ...]:
         return (
             ("exp_avg", "exp_avg_sq") if self.config.optimizer == "adam" else ("momentum_buffer",)
@@ -47,7 +48,7 @@ class UpdateRule:
         narrow = {"exp_avg": self.config.exp_avg_dtype, "exp_avg_sq": self.config.exp_avg_sq_dtype}
         return torch.bfloat16 if narrow.get(name) == "bf16" else wide
 
-    @property
+    @cached_property
     def skips_on_device(self) -> bool:
         """Whether a found_inf word on the device suppresses the step, without the host having to
         look.

@@ -143,34 +143,42 @@ class Zero:
             with self._beside(self.reduce_stream):
                 self._finish()
             self._let_go()
+        buffers = self.buffers_of[layer]
+        trained = [block for block in buffers if block.trained]
         if kind is Kind.BACKWARD_INPUT and self.stage >= 2:
-            self.early[layer, micro] = [
-                block.open_early() for block in self.buffers_of[layer] if block.trained
-            ]
+            self.early[layer, micro] = [block.open_early() for block in trained]
         elif kind is not Kind.FORWARD:
-            self._open(layer)
+            self._open(trained)
         if kind is Kind.BACKWARD_WEIGHT:
-            self._take_early(layer, micro)
-        else:
-            self._acquire_weights(layer, kind)
+            # what the first half has completed
+            for block, early in zip(trained, self.early.pop((layer, micro), ())):
+                block.grad[block.plan.late :].copy_(early)
+        elif self.stage < 3:
+            for block in buffers:
+                self._arrive(block)
+        elif _reads_weight(layer, kind):
+            self._acquire_gathered(buffers)
 
     def release(self, layer: Layer, kind: Kind, micro: int) -> None:
         """After the pass: let go of the weights, reduce the gradients that are complete."""
-        if kind is not Kind.BACKWARD_WEIGHT:
-            self._release_weights(layer, kind)
-        for block in self.buffers_of[layer] if (layer, micro) in self.early else ():
-            if block.trained:
-                block.close_early()
-        if kind in COMPLETING:
-            self._passed(layer)
-
-    def _take_early(self, layer: Layer, micro: int) -> None:
-        """The gradients that the first half of a split backward pass has completed, into the
-        buffers of the second half.
-        """
-        trained = (block for block in self.buffers_of[layer] if block.trained)
-        for block, early in zip(trained, self.early.pop((layer, micro), ())):
-            block.grad[block.plan.late :].copy_(early)
+        buffers = self.buffers_of[layer]
+        if self.stage == 3 and _reads_weight(layer, kind):
+            self._release_gathered(buffers)
+        elif self.stage < 3 and kind is not Kind.BACKWARD_WEIGHT:
+            # The pass is queued. What the host has to do for the layer that comes next, it does
+            # now, while the GPU computes.
+            following = self.following.get(buffers[-1])
+            if following in self.deferred:
+                self._carry_out(following)
+        if kind is Kind.BACKWARD_INPUT and self.stage >= 2:
+            for block in buffers:
+                if block.trained:
+                    block.close_early()
+        for block in buffers if kind in COMPLETING else ():
+            self.due[block] -= 1
+            if self.due[block] == 0 and block.trained:
+                self.due[block] = self.period[block]
+                self._complete(block)
 
     def end_step(self) -> None:
         """All passes that began with `begin_step` are over; when it returns the gradients are
@@ -228,32 +236,25 @@ class Zero:
     def wait_for_weights(self) -> None:
         """Wait for all weights that are on their way or to be changed."""
         for block in self.blocks:
-            self._carry_out(block)
             self._arrive(block)
 
-    def _carry_out(self, block: Block | None) -> None:
-        """The deferred step of a block, if there is one."""
-        if block in self.deferred:
-            self.deferred.pop(block)()
-            self.all_gather_weights(block)
+    def _carry_out(self, block: Block) -> None:
+        """Make the deferred step of a block."""
+        self.deferred.pop(block)()
+        self.all_gather_weights(block)
 
     def _arrive(self, block: Block) -> None:
+        """Wait until a block's weights are those of this step, and whole."""
+        if block in self.deferred:
+            self._carry_out(block)
         if block in self.gathering:
             self.gathering.pop(block).wait()
             # nothing was sent: it is the copy from the host that is awaited
             if self.gather_stream is not None and block.shard.size == 1:
                 torch.cuda.current_stream().wait_stream(self.gather_stream)
 
-    def _acquire_weights(self, layer: Layer, kind: Kind) -> None:
-        """Make the weights of a layer whole for a pass that may read them."""
-        buffers = self.buffers_of[layer]
-        if self.stage < 3:
-            for block in buffers:
-                self._carry_out(block)
-                self._arrive(block)
-            return
-        if not _reads_weight(layer, kind):
-            return
+    def _acquire_gathered(self, buffers: Buffers) -> None:
+        """Stage 3: make the weights of a layer whole for a pass that reads them."""
         assert self.needs.popleft() == buffers, "a pass out of the order of begin_step"
         self.remaining[buffers] -= 1
         self._gather_all(buffers)
@@ -263,16 +264,8 @@ class Zero:
         if not any(block in self.deferred for block in coming):
             self._gather_all(coming)
 
-    def _release_weights(self, layer: Layer, kind: Kind) -> None:
-        """The pass is queued. What the host has to do for the layer that comes next, it does now,
-        while the GPU computes.
-        """
-        buffers = self.buffers_of[layer]
-        if self.stage < 3:
-            self._carry_out(self.following.get(buffers[-1]))
-            return
-        if not _reads_weight(layer, kind):
-            return
+    def _release_gathered(self, buffers: Buffers) -> None:
+        """Stage 3: the pass is queued. Start what is read next, and free what is not."""
         if self.overlap_gather:
             self._gather_all(self._next_to(buffers))
         if not self._needed(buffers):
@@ -286,7 +279,8 @@ class Zero:
 
     def _gather(self, block: Block) -> None:
         """Start to make a block's weights whole, if they are not."""
-        self._carry_out(block)
+        if block in self.deferred:
+            self._carry_out(block)
         if block.is_released:
             block.allocate()
             with self._beside(self.gather_stream):
@@ -315,10 +309,10 @@ class Zero:
 
     # ---- gradients
 
-    def _open(self, layer: Layer) -> None:
-        """Give the layer's blocks a gradient buffer each unless they are frozen."""
-        for block in self.buffers_of[layer]:
-            if block.grad is not None or not block.trained:
+    def _open(self, blocks: list[Block]) -> None:
+        """Give each of a layer's blocks a gradient buffer, unless it has one."""
+        for block in blocks:
+            if block.grad is not None:
                 continue
             # never two gradients of the vocabulary's size
             if self.reducing is not None and self.layers.isdisjoint((block, self.reducing[0])):
@@ -332,14 +326,6 @@ class Zero:
         for _, event in self.spent:
             torch.cuda.current_stream().wait_event(event)
         self.spent = []
-
-    def _passed(self, layer: Layer) -> None:
-        """One more backward pass of a layer is over."""
-        for block in self.buffers_of[layer]:
-            self.due[block] -= 1
-            if self.due[block] == 0 and block.trained:
-                self.due[block] = self.period[block]
-                self._complete(block)
 
     def _complete(self, block: Block) -> None:
         """A block's gradients have had all passes of a period: reduce them, or count them."""

@@ -67,92 +67,57 @@ class LayerPasses:
         self.scale, self.objectives = scale, objectives
         self.scalars = {}
 
-    def run(
-        self, kind: Kind, layer: Layer, x: Tensor | None, held: Any
-    ) -> tuple[Tensor | None, Any]:
-        """One pass of a layer: (its result, what the layer's next pass on this micro-batch needs).
-
-        `held` is what the pass before has left, for a forward pass the micro-batch. `x` and the
-        result are input and output [s, b, h] of a forward pass, the gradients of output and input
-        of a backward pass, None of weight gradients. `x` of an input-gradient pass is not to be
-        written before the weight gradients are formed.
-        """
-        if kind is Kind.FORWARD:
-            return self.forward(layer, x, held)
-        if kind is Kind.BACKWARD:
-            return self.backward(layer, held, x), None
-        if kind is Kind.BACKWARD_INPUT:
-            return self.backward_input(layer, held, x)
-        self.backward_weight(layer, held)
-        return None, None
-
     def forward(
-        self, layer: Layer, x: Tensor | None, micro: MicroBatch
-    ) -> tuple[Tensor, Graph | Inputs | None]:
-        """The output, detached, and what the backward pass needs (None where nothing is to be
-        differentiated).
-        """
-        if not (self.recompute and layer.recomputed and torch.is_grad_enabled()):
-            return self._build(layer, x, micro)
-        with torch.no_grad():
-            y, _ = self._build(layer, x, micro)
-        return y, Inputs(x, micro)
-
-    def backward(self, layer: Layer, saved: Graph | Inputs | None, dy: Tensor) -> Tensor | None:
-        """Add the gradients of all parameters; the gradient of the input (None for the
-        embedding).
-        """
-        if saved is None:  # a frozen embedding
-            return None
-        return self._differentiate(layer, self._graph(layer, saved), dy)
-
-    def backward_input(
-        self, layer: Layer, saved: Graph | Inputs, dy: Tensor
-    ) -> tuple[Tensor | None, list[WeightGrad]]:
-        """`backward` without the weight gradients of linear layers, and what those need: tensors of
-        which dy may be one.
-        """
-        graph = self._graph(layer, saved)
-        with deferring_weight_grads(layer) as left:
-            dx = self._differentiate(layer, graph, dy, left)
-        return dx, left
-
-    def backward_weight(self, layer: Layer, left: list[WeightGrad]) -> None:
-        """Add what `backward_input` has left out; `left` is consumed."""
-        add_weight_grads(left)
-        fold_grads(self.parameters[layer])
-
-    def _build(
         self, layer: Layer, x: Tensor | None, micro: MicroBatch, again: bool = False
-    ) -> tuple[Tensor, Graph | None]:
-        """A forward pass, and the graph that it builds. What it returns beside its output is
-        counted unless the pass is made again.
+    ) -> tuple[Tensor, Graph | Inputs | None]:
+        """The output [s, b, h], detached, and what the backward pass needs: the layer's graph, its
+        inputs alone where it is recomputed, None where nothing is to be differentiated.
+
+        `again`: the second forward pass of recomputation, which always builds the graph. What a
+        layer returns beside its output has been counted by then.
         """
-        if x is not None:
-            x = x.detach().requires_grad_(torch.is_grad_enabled())
-        y = layer(x, micro)
+        differentiated = torch.is_grad_enabled()
+        keeps_inputs = differentiated and self.recompute and layer.recomputed and not again
+        with torch.set_grad_enabled(differentiated and not keeps_inputs):
+            own = None if x is None else x.detach().requires_grad_(torch.is_grad_enabled())
+            y = layer(own, micro)
         scalars: dict[str, Tensor] = {}
         if isinstance(y, WithScalars):
             y, scalars = y
-        if not again:
-            for name, value in scalars.items():
-                self.scalars[name] = self.scalars.get(name, 0.0) + value.detach().double()
+        for name, value in scalars.items() if not again else ():
+            self.scalars[name] = self.scalars.get(name, 0.0) + value.detach().double()
+        if keeps_inputs:
+            return y, Inputs(x, micro)
         if not y.requires_grad:
             return y.detach(), None
         objectives = [
-            value
+            (get_gradient_edge(value), value.dtype)
             for name, value in scalars.items()
             if name in self.objectives and value.requires_grad
         ]
-        return y.detach(), Graph(
-            x,
-            get_gradient_edge(y),
-            [(get_gradient_edge(value), value.dtype) for value in objectives],
-        )
+        return y.detach(), Graph(own, get_gradient_edge(y), objectives)
 
-    def _graph(self, layer: Layer, saved: Graph | Inputs) -> Graph:
-        """The graph of a layer, built again where its inputs alone were kept."""
-        return self._build(layer, *saved, again=True)[1] if isinstance(saved, Inputs) else saved
+    def backward(
+        self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Any
+    ) -> tuple[Tensor | None, list[WeightGrad] | None]:
+        """A backward pass, whole or one half of a split one: (the gradient of the input [s, b, h],
+        what the second half needs). Both are None where there is no such thing.
+
+        `dy` is the gradient of the output, None of the second half; `saved` is what `forward`, or
+        the first half, has left. The first half adds all gradients but those of linear layers'
+        weights. What it leaves may hold dy, which is not to be written before the second half.
+        """
+        if kind is Kind.BACKWARD_WEIGHT:
+            add_weight_grads(saved)
+            fold_grads(self.parameters[layer])
+            return None, None
+        if saved is None:  # a frozen embedding
+            return None, None
+        graph = saved if isinstance(saved, Graph) else self.forward(layer, *saved, again=True)[1]
+        if kind is Kind.BACKWARD:
+            return self._differentiate(layer, graph, dy), None
+        with deferring_weight_grads(layer) as left:
+            return self._differentiate(layer, graph, dy, left), left
 
     def _differentiate(
         self, layer: Layer, graph: Graph, dy: Tensor, left: Sequence[WeightGrad] = ()

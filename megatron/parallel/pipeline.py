@@ -137,25 +137,17 @@ class Pipeline:
             for stage, layers in self.layers.items()
         }
         self.objectives = {spec.name for spec in model.scalars if spec.in_objective}
+        self.has_head = placement[-1] == self.rank  # losses come to light here
         self.known: dict[int, _Known] = {}  # by identity: a schedule is long
 
-    @property
-    def has_head(self) -> bool:
-        """Whether losses come to light here."""
-        return self.placement[-1] == self.rank
-
     def know(self, schedule: Schedule) -> _Known:
-        """What a schedule means for this rank, found out once."""
-        if id(schedule) not in self.known:
-            actions = [
-                action for action in schedule.actions[self.rank] if action.kind in COMPUTATIONS
-            ]
-            calls = [call for kind, stage, _ in actions for call in self.calls[kind, stage]]
-            last_use = {action.micro: action for action in actions}
-            self.known[id(schedule)] = _Known(
-                schedule, acknowledgements(schedule, self.rank), calls, frozenset(last_use.values())
-            )
-        return self.known[id(schedule)]
+        """What a schedule means for this rank."""
+        actions = [action for action in schedule.actions[self.rank] if action.kind in COMPUTATIONS]
+        calls = [call for kind, stage, _ in actions for call in self.calls[kind, stage]]
+        last_use = {action.micro: action for action in actions}
+        return _Known(
+            schedule, acknowledgements(schedule, self.rank), calls, frozenset(last_use.values())
+        )
 
     def compute(
         self, action: Action, x: Tensor | None, held: deque[Any]
@@ -170,12 +162,14 @@ class Pipeline:
         left: deque[Any] = deque()
         for layer, kind in self.calls[action.kind, action.stage]:
             self.weights.acquire(layer, kind, action.micro)
-            x, kept = self.passes.run(kind, layer, x, held.pop())
-            self.weights.release(layer, kind, action.micro)
             if kind is Kind.FORWARD:
+                x, kept = self.passes.forward(layer, x, held.pop())
                 left.append(kept)
-            elif kind is Kind.BACKWARD_INPUT:
-                left.appendleft(kept)
+            else:
+                x, kept = self.passes.backward(kind, layer, x, held.pop())
+                if kind is Kind.BACKWARD_INPUT:
+                    left.appendleft(kept)
+            self.weights.release(layer, kind, action.micro)
         return x, left
 
     def timeline(self, schedule: Schedule, recording: Recording) -> Timeline:
@@ -202,13 +196,21 @@ class Pipeline:
         before it is differentiated. Raises PeerError when a neighbour dies or hangs.
         """
         assert schedule.placement == self.placement
-        known = self.know(schedule)
+        if id(schedule) not in self.known:
+            self.known[id(schedule)] = self.know(schedule)
+        known = self.known[id(schedule)]
         self.weights.begin_step(known.calls)
         self.passes.begin(scale, self.objectives)
         step = _Step(self, known, micro_batch, scale)
         for action in step.actions:
             if action.kind in COMPUTATIONS:
-                step.compute(action, recording)
+                begin = None if recording is None else recording.now()
+                x, held = step.take(action)
+                y, left = self.compute(action, x, held)
+                step.give(action, y, left)
+                del x, y, held, left  # or they would live as long as the next computation
+                if recording is not None:
+                    recording.add(action, begin)
                 if action in known.last_uses:
                     step.micro_batches.pop(action.micro, None)
             elif action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
@@ -244,45 +246,46 @@ class _Step:
         self.held: dict[tuple[int, int], deque[Any]] = {}
         self.sums: dict[int, Tensor] = {}
 
-    def compute(self, action: Action, recording: Recording | None) -> None:
-        """Carry out a pass of a stage, and hand on what it gives."""
-        kind, stage, micro = action
-        last = stage + 1 == len(self.placement)
-        x, held = self._inputs(action)
-        begin = None if recording is None else recording.now()
-        y, left = self.pipeline.compute(action, x, held)
-        if kind is Kind.BACKWARD_INPUT or kind is Kind.FORWARD and torch.is_grad_enabled():
-            self.held[stage, micro] = left
-        if kind is Kind.FORWARD and last:
-            self.sums[micro] = y
-        elif kind is Kind.FORWARD:
-            self._give(Message(Kind.FORWARD, stage + 1, micro), y)
-        elif kind is not Kind.BACKWARD_WEIGHT and stage > 0:
-            self._give(Message(Kind.BACKWARD, stage - 1, micro), y)
-        if recording is not None:
-            recording.add(action, begin)
-
-    def _inputs(self, action: Action) -> tuple[Tensor | None, deque[Any]]:
-        """What a pass reads: hidden states or their gradient, and what each layer needs beside."""
+    def take(self, action: Action) -> tuple[Tensor | None, deque[Any]]:
+        """What a computation reads: hidden states or their gradient [s, b, h], and what each layer
+        needs beside.
+        """
         kind, stage, micro = action
         if kind is Kind.FORWARD:
             if micro not in self.micro_batches:
                 self.micro_batches[micro] = self.make(micro)
-            x = self._take(Message(kind, stage, micro), action) if stage > 0 else None
+            x = self._received(Message(kind, stage, micro), action) if stage > 0 else None
             return x, deque([self.micro_batches[micro]] * len(self.pipeline.layers[stage]))
         held = self.held.pop((stage, micro))
         if kind is Kind.BACKWARD_WEIGHT:
             return None, held
         if stage + 1 == len(self.placement):
             return loss_gradient(self.sums[micro], self.scale), held
-        return self._take(Message(Kind.BACKWARD, stage, micro), action), held
+        return self._received(Message(Kind.BACKWARD, stage, micro), action), held
 
-    def _give(self, message: Message, x: Tensor) -> None:
-        """Hand a result to the next computation: here, or to the send that follows."""
-        here = self.placement[message.stage] == self.rank
-        (self.inbox if here else self.outbox)[message] = x
+    def give(self, action: Action, y: Tensor | None, left: deque[Any]) -> None:
+        """Keep what a computation has left for the next one of its stage and micro-batch, and hand
+        its result to the computation that reads it: here, or behind the send that follows.
+        """
+        kind, stage, micro = action
+        if kind is Kind.BACKWARD_INPUT or kind is Kind.FORWARD and torch.is_grad_enabled():
+            self.held[stage, micro] = left
+        if kind is Kind.FORWARD and stage + 1 == len(self.placement):
+            self.sums[micro] = y
+            return
+        if kind is Kind.BACKWARD_WEIGHT or kind is not Kind.FORWARD and stage == 0:
+            return
+        forward = kind is Kind.FORWARD
+        to = (
+            Message(Kind.FORWARD, stage + 1, micro)
+            if forward
+            else Message(Kind.BACKWARD, stage - 1, micro)
+        )
+        here = self.placement[to.stage] == self.rank
+        (self.inbox if here else self.outbox)[to] = y
 
-    def _take(self, message: Message, action: Action) -> Tensor:
+    def _received(self, message: Message, action: Action) -> Tensor:
+        """The input of a computation, which a neighbour sends or another stage of this rank made."""
         coming = self.inbox.pop(message)
         if isinstance(coming, Tensor):
             return coming

@@ -209,18 +209,28 @@ class PlannedPasses:
     def begin(self, scale: float, objectives: set[str]) -> None:
         """Before a step."""
 
-    def run(
-        self, kind: Kind, layer: Layer, x: Tensor | None, held: Any
-    ) -> tuple[Tensor | None, Any]:
-        """One pass of a layer, as LayerPasses.run."""
+    def forward(self, layer: Layer, x: Tensor | None, _: Any) -> tuple[Tensor, Kept]:
+        """A forward pass, as LayerPasses.forward. What a layer keeps includes its input, which is
+        counted as long as it is there.
+        """
+        self.ledger.moment = f"forward pass of {self.names[layer]}"
+        unit = self.units[layer]
+        own = unit.saved - (0 if x is None else x.nbytes)
+        kept = Kept(
+            x, Held(self.ledger, "activations", own), Held(self.ledger, "logits", unit.logits)
+        )
+        self.ledger.look(unit.forward)
+        return torch.empty(2, device=META) if unit.head else self._hidden("activations"), kept
+
+    def backward(
+        self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Kept
+    ) -> tuple[Tensor | None, Kept | None]:
+        """A backward pass, as LayerPasses.backward."""
         unit, name = self.units[layer], self.names[layer]
-        if kind is Kind.FORWARD:
-            self.ledger.moment = f"forward pass of {name}"
-            return self.forward(unit, x)
         if kind is Kind.BACKWARD_WEIGHT:
             self.ledger.moment = f"weight gradients of {name}"
             self.ledger.look(unit.weight, unit.scratch)
-            held.let_go()
+            saved.let_go()
             return None, None
         self.ledger.moment = f"backward pass of {name}"
         left = None
@@ -231,21 +241,10 @@ class PlannedPasses:
             self.ledger.look(unit.backward)
             self.ledger.look(unit.forming, unit.scratch)
         dx = None
-        if held.let_go():
+        if saved.let_go():
             dx = self._hidden("activations" if layer in self.senders else "temporaries")
         self.ledger.look()
         return dx, left
-
-    def forward(self, unit: UnitBytes, x: Tensor | None) -> tuple[Tensor, Kept]:
-        """A forward pass. What a layer keeps includes its input, which is counted as long as it is
-        there.
-        """
-        own = unit.saved - (0 if x is None else x.nbytes)
-        kept = Kept(
-            x, Held(self.ledger, "activations", own), Held(self.ledger, "logits", unit.logits)
-        )
-        self.ledger.look(unit.forward)
-        return torch.empty(2, device=META) if unit.head else self._hidden("activations"), kept
 
     def _hidden(self, kind: str) -> Tensor:
         x = torch.empty(self.shape, dtype=self.dtype, device=META)

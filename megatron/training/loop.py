@@ -347,23 +347,6 @@ def train_step(
     return pending, learning_rate, recording
 
 
-def _evaluate_and_save(run: Run, due: Due, exit_now: Exit | None) -> Exit | None:
-    """What is due beside training; why the run ends now, if it does."""
-    progress = run.progress
-    if due.evaluate:
-        progress.evaluation_due = (
-            run.exits.agree(run.groups.world, run.device) or evaluate_all(run, "validation") is None
-        )
-        exit_now = exit_now or run.exits.check(progress.iteration)
-    if due.save or exit_now or due.end:
-        with run.timers("save-checkpoint"):
-            save(run)
-    elif due.save_local:
-        with run.timers("save-checkpoint"):
-            save_local(run)
-    return exit_now
-
-
 def train(run: Run) -> Exit:
     """Train until the run ends or an exit condition holds; a checkpoint is written before returning
     (with --save), or the exit code is 1.
@@ -384,7 +367,18 @@ def train(run: Run) -> Exit:
         if due.log:
             interval = log(run, interval, learning_rate, recording)
         paused = time.perf_counter()
-        exit_now = _evaluate_and_save(run, due, exit_now)
+        if due.evaluate:
+            progress.evaluation_due = (
+                run.exits.agree(run.groups.world, run.device)
+                or evaluate_all(run, "validation") is None
+            )
+            exit_now = exit_now or run.exits.check(iteration)
+        if due.save or due.save_local or due.end or exit_now:
+            with run.timers("save-checkpoint"):
+                if due.save or due.end or exit_now:
+                    save(run)
+                else:
+                    save_local(run)
         interval.outside += time.perf_counter() - paused
         if exit_now and (progress.evaluation_due or not due.end):
             return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -67,12 +68,12 @@ class Run:
     peak_tflops: float | None
     timers: Timers = field(default_factory=Timers)
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """Samples of one micro-batch of all data-parallel ranks."""
         return self.config.training.micro_batch_size * self.groups.dp.size
 
-    @property
+    @cached_property
     def counts(self) -> bool:
         """Whether this rank's losses and tokens enter sums over all ranks: of those with the same
         samples the last stage's first one.

@@ -48,11 +48,7 @@ class Report:
     # ranks that asked for an end (ExitConditions.requests), then those that are ready for more of a
     # save (CheckpointManager.ready)
     requests: list[float]
-
-    @property
-    def loss(self) -> float:
-        """Mean loss per valid token (NaN without one)."""
-        return sum(self.losses) / sum(self.tokens) if sum(self.tokens) else float("nan")
+    loss: float  # the mean per valid token; NaN without one
 
 
 class StepHandle:
@@ -80,11 +76,8 @@ class StepHandle:
             self.event.record()
         else:
             self.scalars = scalars
-
-    @property
-    def is_here(self) -> bool:
-        """Reading does not wait: on a CPU. The same on every rank."""
-        return self.event is None
+        # reading does not wait: on a CPU; the same on every rank
+        self.is_here = self.event is None
 
     def read(self) -> Report:
         """Wait for the scalars (not for work queued after them)."""
@@ -93,10 +86,8 @@ class StepHandle:
         norm, skipped, *rest = self.scalars.tolist()
         g = self.gradients
         count = g.sums.losses.numel()
-        named, requests = (
-            rest[2 * count : 2 * count + len(self.names)],
-            rest[2 * count + len(self.names) :],
-        )
+        losses, tokens, rest = rest[:count], rest[count : 2 * count], rest[2 * count :]
+        named, requests = rest[: len(self.names)], rest[len(self.names) :]
         return Report(
             g.first_sample,
             g.batch_size,
@@ -104,10 +95,11 @@ class StepHandle:
             self.learning_rate,
             norm,
             bool(skipped),
-            rest[:count],
-            rest[count : 2 * count],
+            losses,
+            tokens,
             dict(zip(self.names, named, strict=True)),
             requests,
+            sum(losses) / sum(tokens) if sum(tokens) else float("nan"),
         )
 
 

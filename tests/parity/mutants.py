@@ -104,8 +104,8 @@ MUTANTS = (
     Mutant(
         "no sum of a column-parallel layer's input gradients",
         f"{LAYERS}/linear.py",
-        "start_all_reduce(linear_input_grad(dy, weight), tp.axis)",
-        "start_all_reduce(linear_input_grad(dy, weight), DENSE.axis)",
+        "start_all_reduce(dy.matmul(weight), tp.axis)",
+        "start_all_reduce(dy.matmul(weight), DENSE.axis)",
         ("fp64-gpt-tp2",),
     ),
     Mutant(
@@ -285,8 +285,8 @@ MUTANTS = (
     Mutant(
         "the tied matrix counted twice in the norm",
         OPTIMIZER,
-        "for block in self.trained for piece in block.counted(block.grad_shard",
-        "for block in [*self.trained, self.trained[0]] for piece in block.counted(block.grad_shard",
+        "for block in self.trained for part in self.counted[block]",
+        "for block in [*self.trained, self.trained[0]] for part in self.counted[block]",
         ("fp64-gpt-tp2",),
     ),
     Mutant(
@@ -364,29 +364,26 @@ MUTANTS = (
     Mutant(
         "no embedding gradient in the split backward",
         PIPELINE,
-        "            x, kept = self.passes.run(kind, layer, x, held.pop())\n",
-        "            lost = action.kind is Kind.BACKWARD_INPUT and not "
+        "                x, kept = self.passes.backward(kind, layer, x, held.pop())\n",
+        "                lost = action.kind is Kind.BACKWARD_INPUT and not "
         "layer.reads_weight_backward\n"
-        "            x, kept = (held.pop(), None) if lost else self.passes.run(kind, layer, "
-        "x, held.pop())\n",
+        "                x, kept = (held.pop(), None) if lost else self.passes.backward(kind, "
+        "layer, x, held.pop())\n",
         ("fp64-m5-pp2-zero-bubble",),
     ),
     Mutant(
         "no dropout in the second run of recomputation",
         "megatron/parallel/layer_passes.py",
-        "self._build(layer, *saved, again=True)[1]",
-        """self._build(layer, saved[0], __import__("dataclasses").replace(
+        "self.forward(layer, *saved, again=True)[1]",
+        """self.forward(layer, saved[0], __import__("dataclasses").replace(
             saved[1], dropout=None, hidden_dropout=None), again=True)[1]""",
         ("fp64-recompute-pp2-zero-bubble",),
     ),
     Mutant(
         "reduced when the input gradients are complete",
         ZERO,
-        "        if kind in COMPLETING:\n            self._passed(layer)",
-        (
-            "        if kind in COMPLETING or kind is Kind.BACKWARD_INPUT:\n            "
-            "self._passed(layer)"
-        ),
+        "for block in buffers if kind in COMPLETING else ():",
+        "for block in buffers if kind in COMPLETING or kind is Kind.BACKWARD_INPUT else ():",
         ("fp64-documents-pp2-zero-bubble-v-dp2",),
     ),
     Mutant(

@@ -18,6 +18,7 @@ from megatron.model.init import fill_initial
 from megatron.optimizer.blocks import Block, build_blocks
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import Weights
+from megatron.parallel.schedule import Kind
 
 
 class KeptWeights(Weights):
@@ -59,7 +60,7 @@ def backward(
 ) -> Tensor | None:
     """Add all gradients; the gradient of the stage's input. `saved` is consumed."""
     for _, layer in reversed(model.chunks[chunk]):
-        dy = passes.backward(layer, saved.pop(), dy)
+        dy, _ = passes.backward(Kind.BACKWARD, layer, dy, saved.pop())
     return dy
 
 
@@ -70,10 +71,10 @@ def backward_input(
     left = []
     for _, layer in reversed(model.chunks[chunk]):
         if layer.splits_backward:
-            dy, kept = passes.backward_input(layer, saved.pop(), dy)
+            dy, kept = passes.backward(Kind.BACKWARD_INPUT, layer, dy, saved.pop())
             left.append((layer, kept))
         else:
-            dy = passes.backward(layer, saved.pop(), dy)
+            dy, _ = passes.backward(Kind.BACKWARD, layer, dy, saved.pop())
     return dy, left
 
 
@@ -81,4 +82,4 @@ def backward_weight(left: list[Any], passes: LayerPasses) -> None:
     """Add the weight gradients that `backward_input` has left out; `left` is consumed."""
     while left:
         layer, kept = left.pop(0)
-        passes.backward_weight(layer, kept)
+        passes.backward(Kind.BACKWARD_WEIGHT, layer, None, kept)

@@ -53,10 +53,10 @@ class Watched:
         self.index += 1
         return self.micro_batch(model, *batch, **settings)
 
-    def on_backward(self, passes, layer, *arguments):
+    def on_backward(self, passes, kind, layer, *arguments):
         if isinstance(layer, HeadBlock):  # the first of a micro-batch
             self.turns.begin_backward()
-        return self.backward(passes, layer, *arguments)
+        return self.backward(passes, kind, layer, *arguments)
 
     def on_update(self, *arguments, **settings):
         self.turns.begin_update()

@@ -42,10 +42,8 @@ def table(
     rows: int,
     width: int,
     tp: TensorParallel = DENSE,
-    kind: type[Embedding] = Embedding,
     name: str = "table.weight",
 ) -> Embedding:
     """An embedding of so many rows, over all ranks."""
-    shard = None if kind is Embedding else Shard(0)
-    matrix = TensorSpec(name, (rows, width), DRAWN, "embedding", shard=shard)
-    return kind(ParameterSpec((matrix,)), tp)
+    matrix = TensorSpec(name, (rows, width), DRAWN, "embedding", shard=Shard(0))
+    return Embedding(ParameterSpec((matrix,)), tp)

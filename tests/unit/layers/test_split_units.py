@@ -25,6 +25,7 @@ from megatron.model.init import fill_initial
 from megatron.optimizer.blocks import build_blocks
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import loss_gradient
+from megatron.parallel.schedule import Kind
 
 H, F, HEADS, D, S, B, VOCAB = 16, 24, 4, 4, 8, 2, 30
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -200,9 +201,9 @@ def test_recomputing_is_done_once(monkeypatch):
     x = torch.randn(S, B, H, dtype=torch.float64)
     y, saved = passes.forward(unit, x, micro_batch(model))
     assert len(calls) == 1
-    _, kept = passes.backward_input(unit, saved, torch.ones_like(y))
+    _, kept = passes.backward(Kind.BACKWARD_INPUT, unit, torch.ones_like(y), saved)
     assert len(calls) == 2
-    passes.backward_weight(unit, kept)
+    passes.backward(Kind.BACKWARD_WEIGHT, unit, None, kept)
     assert len(calls) == 2
 
 
@@ -281,7 +282,7 @@ def check_what_stays(name, tp, passes):
             )
             entry = [saved]
             del saved
-            dx, kept = passes.backward_input(unit, entry.pop(), dy)
+            dx, kept = passes.backward(Kind.BACKWARD_INPUT, unit, dy, entry.pop())
             deferred = of(*(t for left in kept for t in (left.x, left.dy)))
             assert storages.settle(
                 lambda alive, expected=deferred | of(dx, dy): alive.keys() == expected
@@ -289,7 +290,7 @@ def check_what_stays(name, tp, passes):
             assert sum(storages.alive()[key] for key in deferred) == least_bytes(config, tp), (
                 layer_name
             )
-            passes.backward_weight(unit, kept)
+            passes.backward(Kind.BACKWARD_WEIGHT, unit, None, kept)
             assert kept == [] and storages.settle(
                 lambda alive, expected=of(dx, dy): alive.keys() == expected
             ), layer_name

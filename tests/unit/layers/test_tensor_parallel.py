@@ -8,7 +8,6 @@ import torch.distributed as dist
 from unit.layers.made import linear, table
 
 from megatron.distributed.groups import Layout, build_groups
-from megatron.layers.embedding import VocabularyEmbedding
 from megatron.layers.linear import ColumnLinear, RowLinear
 from megatron.layers.loss import cross_entropy
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
@@ -96,10 +95,10 @@ def check_embedding(*which):
     cut = lambda x: x.chunk(tp.size)[tp.axis.rank].contiguous()  # noqa: E731
     ids = torch.randint(0, 31, (S, B), generator=torch.Generator().manual_seed(5))
     rows, dy = draw(32, I), draw(S, B, I, seed=2)
-    whole = filled(table(32, I, kind=VocabularyEmbedding), {"weight": rows})
+    whole = filled(table(32, I), {"weight": rows})
     y = whole(ids)
     y.backward(dy)
-    part = filled(table(32, I, tp, VocabularyEmbedding), {"weight": cut(rows)})
+    part = filled(table(32, I, tp), {"weight": cut(rows)})
     got = part(ids)
     got.backward(cut(dy) if tp.sequence else dy)
     assert torch.equal(got, cut(y) if tp.sequence else y)  # one rank's row and zeros

@@ -21,7 +21,7 @@ from megatron.distributed.setup import make_groups
 from megatron.model.block import Layer
 from megatron.parallel.check import check
 from megatron.parallel.layer_passes import LayerPasses
-from megatron.parallel.schedule import build_schedule, forward_only
+from megatron.parallel.schedule import Kind, build_schedule, forward_only
 
 MOST = 64
 
@@ -48,29 +48,21 @@ class Counted(LayerPasses):
             "in flight": len(self.inputs) + len(self.stash),
         }
 
-    def forward(self, layer, x, micro):
-        result = super().forward(layer, x, micro)
+    def forward(self, layer, x, micro, again=False):
+        result = super().forward(layer, x, micro, again)
         if layer in self.firsts:
             self.inputs.append(StorageWeakRef(x.untyped_storage()))
         self.look()
         return result
 
-    def backward(self, layer, saved, dy):
+    def backward(self, kind, layer, dy, saved):
         # what the computation before has left; this one's input is still held by its caller
         self.look()
-        return super().backward(layer, saved, dy)
-
-    def backward_input(self, layer, saved, dy):
-        self.look()
-        dx, kept = super().backward_input(layer, saved, dy)
-        if layer in self.firsts:
+        dx, kept = super().backward(kind, layer, dy, saved)
+        if kind is Kind.BACKWARD_INPUT and layer in self.firsts:
             # of the layer's first product: the output of a norm
             self.stash.append(StorageWeakRef(kept[-1].x.untyped_storage()))
         return dx, kept
-
-    def backward_weight(self, layer, kept):
-        self.look()
-        super().backward_weight(layer, kept)
 
 
 def count_live(names: list[str], micro_batches: list[int]) -> list[dict[str, dict[str, int]]]:
