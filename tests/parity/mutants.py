@@ -331,8 +331,8 @@ MUTANTS = (
     Mutant(
         "a gradient scaled on its way to the stage before",
         PIPELINE,
-        "stage - 1, micro), y)",
-        "stage - 1, micro), y / len(self.placement))",
+        "(self.inbox if here else self.outbox)[to] = y",
+        "(self.inbox if here else self.outbox)[to] = y if forward else y / len(self.placement)",
         ("fp64-m5-pp2-1f1b",),
     ),
     Mutant(

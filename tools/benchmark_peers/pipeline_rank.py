@@ -329,13 +329,20 @@ class SleepingPasses:
     def begin(self, scale: float, objectives: set[str]) -> None:
         pass
 
-    def run(self, kind: Kind, layer: Sleeper, x: Tensor | None, held: Any) -> tuple[Tensor, None]:
+    def forward(self, layer: Sleeper, x: Tensor | None, micro: Any) -> tuple[Tensor, None]:
+        return self._sleep("F", layer)
+
+    def backward(
+        self, kind: Kind, layer: Sleeper, dy: Tensor | None, saved: Any
+    ) -> tuple[Tensor, None]:
         parts = {
-            Kind.FORWARD: "F",
             Kind.BACKWARD: "IW",
             Kind.BACKWARD_INPUT: "I",
             Kind.BACKWARD_WEIGHT: "W",
-        }[kind]
+        }
+        return self._sleep(parts[kind], layer)
+
+    def _sleep(self, parts: str, layer: Sleeper) -> tuple[Tensor, None]:
         for part in parts:
             if seconds := self.costs[part][layer.stage]:
                 time.sleep(seconds)

@@ -46,8 +46,13 @@ class Clocked:
     def begin(self, scale: float, objectives: set[str]) -> None:
         pass
 
-    def run(
-        self, kind: Kind, layer: Clock, x: torch.Tensor | None, held: None
+    def forward(
+        self, layer: Clock, x: torch.Tensor | None, micro: None
+    ) -> tuple[torch.Tensor, None]:
+        return self.backward(Kind.FORWARD, layer, x, micro)
+
+    def backward(
+        self, kind: Kind, layer: Clock, x: torch.Tensor | None, saved: None
     ) -> tuple[torch.Tensor, None]:
         begin = self.clock if x is None else max(self.clock, x.item())
         self.clock = begin + sum(self.costs[part][layer.stage] for part in PARTS[kind])

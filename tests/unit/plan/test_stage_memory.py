@@ -218,12 +218,19 @@ class CountingPasses:
     def begin(self, scale: float, objectives: set[str]) -> None:
         pass
 
-    def run(
-        self, kind: Kind, layer: Layer, x: torch.Tensor | None, held: object
+    def forward(
+        self, layer: Layer, x: torch.Tensor | None, micro: object
     ) -> tuple[torch.Tensor, None]:
         if isinstance(layer, LayerBlock):
-            self.now += (kind is Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
+            self.now += 1
             self.most = max(self.most, self.now)
+        return torch.empty(2, device="meta"), None
+
+    def backward(
+        self, kind: Kind, layer: Layer, dy: torch.Tensor | None, saved: object
+    ) -> tuple[torch.Tensor, None]:
+        if isinstance(layer, LayerBlock):
+            self.now -= kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         return torch.empty(2, device="meta"), None
 
 
