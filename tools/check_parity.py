@@ -29,8 +29,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file of a checkout
+    import _checkout  # noqa: F401
 
 from megatron.tools.compare_runs import computed_rows, differences  # noqa: E402
 

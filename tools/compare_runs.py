@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from pathlib import Path
 
-if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file of a checkout
+    import _checkout  # noqa: F401
 
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.observe.metrics import is_measured  # noqa: E402

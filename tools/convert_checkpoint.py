@@ -36,8 +36,8 @@ from typing import Any
 
 import torch
 
-if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file of a checkout
+    import _checkout  # noqa: F401
 
 from megatron.checkpoint.manifest import list_iterations  # noqa: E402
 from megatron.checkpoint.ranks import Ranks  # noqa: E402

@@ -9,8 +9,8 @@ import dataclasses
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+if not __package__:  # run as a file of a checkout
+    import _checkout  # noqa: F401
 
 from megatron.config.arguments import COMMANDS, Option, options, options_by_flag  # noqa: E402
 from megatron.config.compatibility import (  # noqa: E402
@@ -27,6 +27,8 @@ from megatron.config.compatibility import (  # noqa: E402
     rows,
 )
 from megatron.config.groups import Config  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
 
 INTRODUCTION = """# Flags
 

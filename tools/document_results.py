@@ -21,6 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+if not __package__:  # run as a file of a checkout
+    import _checkout  # noqa: F401
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT  # where README.md and docs/ are
 RESULTS = ROOT / "docs" / "results"
@@ -507,14 +510,10 @@ def data_first_run() -> str:
 
 @cache
 def checkpoint_tables() -> Callable[[Any], str]:
-    """The function with which tools/benchmark_checkpoint.py writes its tables."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        from benchmark_checkpoint import tables
+    """The function with which benchmarks/checkpoint.py writes its tables."""
+    from megatron.benchmarks.checkpoint import tables
 
-        return tables
-    finally:
-        sys.path.pop(0)
+    return tables
 
 
 FIGURES["checkpoint.disk"] = lambda: f"\n{checkpoint_tables()(result('checkpoint_disk'))}\n"

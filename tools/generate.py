@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file of a checkout
+    import _checkout  # noqa: F401
 
 from megatron.kernels import philox
 

@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from pathlib import Path
 
-if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file of a checkout
+    import _checkout  # noqa: F401
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.errors import ArgumentErrors, UserError

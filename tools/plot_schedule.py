@@ -20,8 +20,8 @@ import statistics
 import sys
 from pathlib import Path
 
-if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file of a checkout
+    import _checkout  # noqa: F401
 
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.parallel.schedule import BUILDERS, Action, Kind, Schedule, build_schedule

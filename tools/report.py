@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file of a checkout
+    import _checkout  # noqa: F401
 
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.input_files import read_json  # noqa: E402

@@ -17,8 +17,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-if not __package__:  # run as a file of a checkout; as an installed command it finds all by itself
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # run as a file of a checkout
+    import _checkout  # noqa: F401
 
 from megatron.tools.preprocess_data import (  # noqa: E402
     LARGEST_CHUNK,

@@ -5,7 +5,6 @@ memory, atomic output, errors by file and line.
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from megatron.tools import preprocess_data as tool
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, DataConfig, EvaluationConfig
@@ -25,10 +25,6 @@ from megatron.data.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).parents[3]
 TOOL = ROOT / "tools" / "preprocess_data.py"
-spec = importlib.util.spec_from_file_location("preprocess_data", TOOL)
-tool = importlib.util.module_from_spec(spec)
-sys.modules["preprocess_data"] = tool  # worker processes look their functions up by module name
-spec.loader.exec_module(tool)
 
 
 def run(*flags: object, vocab_size: int = 1000) -> list[dict]:
@@ -491,10 +487,10 @@ def test_killed_half_way_leaves_the_old_output_and_a_second_run_repairs(tmp_path
         f"{str(tmp_path / 'slow.jsonl.gz')!r}] + {flags!r}\n"
     )
     patched += (
-        "import os, runpy; os.path.isfile = lambda path: True; "
-        f"runpy.run_path({str(TOOL)!r}, run_name='__main__')"
+        "import os; os.path.isfile = lambda path: True; "
+        "from megatron.tools.preprocess_data import main; main()"
     )
-    process = subprocess.Popen([sys.executable, "-c", patched])
+    process = subprocess.Popen([sys.executable, "-c", patched], cwd=ROOT)
     deadline = time.monotonic() + 300
     while not (tmp_path / "x_text_document.bin.part").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -525,11 +521,10 @@ def test_a_killed_worker_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_the_tool_starts_without_torch(tmp_path):
-    code = f"import runpy, sys; runpy.run_path({str(TOOL)!r}); print('torch' in sys.modules)"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
-        == "False\n"
-    )
+    code = "import sys, megatron.tools.preprocess_data; print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
 
 
 def test_memory_is_bounded(tmp_path):
@@ -543,12 +538,13 @@ def test_memory_is_bounded(tmp_path):
         f"import sys, resource; sys.argv = ['t', '--input', {str(path)!r}, "
         f"'--output-prefix', {str(tmp_path / 'x')!r}, "
         "'--tokenizer-type', 'NullTokenizer', '--vocab-size', '2000', '--workers', "
-        "sys.argv[1]]\nimport runpy, numpy, zstandard\n"
-        f"module = runpy.run_path({str(TOOL)!r}); begin = "
-        "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; module['main']()\n"
+        "sys.argv[1]]\nimport numpy, zstandard\n"
+        "from megatron.tools.preprocess_data import main; begin = "
+        "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; main()\n"
         "print('PEAK', (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin) / 1024)"
     )
-    done = subprocess.run([sys.executable, "-c", code, "1"], capture_output=True, text=True)
+    command = [sys.executable, "-c", code, "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split("PEAK")[1]) < 120
 
