@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from campaigns.cases import ODD, Verdicts, Wrong, damage, places, put
-from campaigns.settings_files import clear, not_a_file
 from torch import Tensor
 
+from campaigns.odd_input.cases import ODD, Verdicts, Wrong, damage, places, put
+from campaigns.odd_input.settings_files import clear, not_a_file
 from megatron.checkpoint import manifest
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint

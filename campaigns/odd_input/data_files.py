@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
 import os
 import random
 import shutil
-import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
 import numpy as np
-from campaigns.cases import Verdicts, Wrong, damage
-from campaigns.settings_files import clear, not_a_file
+from megatron.tools import preprocess_data
 
+from campaigns.odd_input.cases import Verdicts, Wrong, damage
+from campaigns.odd_input.settings_files import clear, not_a_file
 from megatron.config.errors import UserError
 from megatron.config.groups import DataConfig
 from megatron.data.indexed_dataset import IndexedDataset
@@ -27,19 +26,7 @@ VOCAB = 1000
 TEXTS = ["The king's crown", "", " \n\tx", "日本語 🎈 é", "<|endoftext|>", "aaaa" * 50]
 
 
-def load_tool():
-    name = "preprocess_data"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(
-            name, Path(__file__).parents[2] / "tools" / "preprocess_data.py"
-        )
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
 def preprocess(path: Path, prefix: Path, *flags: str) -> None:
-    tool = load_tool()
     given = [
         "--input",
         str(path),
@@ -54,7 +41,7 @@ def preprocess(path: Path, prefix: Path, *flags: str) -> None:
         *flags,
     ]
     with redirect_stdout(StringIO()):
-        tool.preprocess(tool.parser().parse_args(given))
+        preprocess_data.preprocess(preprocess_data.parser().parse_args(given))
 
 
 def tokens_of(raw: bytes) -> list[int]:

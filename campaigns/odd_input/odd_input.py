@@ -1,4 +1,4 @@
-"""Campaigns of odd input: python tests/campaigns/odd_input.py all [--seed N] [--out FILE.json]
+"""Campaigns of odd input: python campaigns/odd_input/odd_input.py all [--seed N] [--out FILE]
 
 Every reader of a file that a user gives is run on many damaged and odd files. A case ends in one
 error of the user's kind, or in the result that an independent oracle gives; a bare traceback, a
@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
 
 def campaigns() -> dict:
     """Name -> (the campaign, its number of cases)."""
-    from campaigns import checkpoint_files, data_files, settings_files
+    from campaigns.odd_input import checkpoint_files, data_files, settings_files
 
     return {
         "configurations": (settings_files.configurations, 700),

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from campaigns.cases import ODD, Verdicts, Wrong, damage, places, put
 
+from campaigns.odd_input.cases import ODD, Verdicts, Wrong, damage, places, put
 from megatron.config.arguments import NO_PATHS, Option, options, parse_arguments
 from megatron.config.deepspeed import compare_with_deepspeed
 from megatron.config.errors import ArgumentErrors

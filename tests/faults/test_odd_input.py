@@ -5,10 +5,10 @@ check.
 from __future__ import annotations
 
 import pytest
-from campaigns.checkpoint_files import checkpoint_damages
-from campaigns.odd_input import campaigns
-from campaigns.settings_files import configurations, deepspeed
 
+from campaigns.odd_input.checkpoint_files import checkpoint_damages
+from campaigns.odd_input.odd_input import campaigns
+from campaigns.odd_input.settings_files import configurations, deepspeed
 from megatron.checkpoint import manifest
 from megatron.config import arguments
 from megatron.config import deepspeed as comparison
