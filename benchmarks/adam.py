@@ -1,19 +1,19 @@
 """The optimizer's step on a CPU, from bf16 gradients to bf16 weights: our pass against torch's
 AdamW and DeepSpeedCPUAdam.
 
-    python tools/benchmark_adam.py --setup DIR                                  # DeepSpeed's
-    environment, pinned, and its kernel, once
-    python tools/benchmark_adam.py --peers DIR --out docs/results/adam.json     # the machine should
-    be quiet
+    python benchmarks/adam.py --setup DIR    # once: DeepSpeed's environment, pinned, and its kernel
+    python benchmarks/adam.py --peers DIR --out docs/results/adam.json
+
+The machine should be quiet.
 
 Every side unscales and clips the gradient by one coefficient and updates fp32 master weights and
 moments of 16 flat tensors, each as large as a layer 768 wide: 113M parameters, 14 GB for all sides.
 Ours is one pass; the peers' are the passes that ZeRO-Offload makes: widen, scale, update, round
-(benchmark_peers/adam_step.py). Each side is a process of its own that takes steps when it is told
+(peers/adam_step.py). Each side is a process of its own that takes steps when it is told
 to and sleeps meanwhile. A round is one turn of a few steps of each side, in turning order; a ratio
 is a peer's seconds by ours in the same round; it counts when other processes used less than --quiet
-cores in both turns. A row passes by tools/ratio_rule.py. CPU seconds, of which every round counts,
-are judged beside elapsed ones. Equal work shows in how far the weights have moved (its move by
+cores in both turns. A row passes by ratio_rule.py. CPU seconds, of which every round counts, are
+judged beside elapsed ones. Equal work shows in how far the weights have moved (its move by
 ours). Our bf16 moments have no peer and no goal.
 """
 
@@ -33,8 +33,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import ratio_rule
-from benchmark_training import SCRIPTS, busy_seconds, machine, setup, wait_until_quiet
+if not __package__:  # run as a file: this folder's `kernels` and `data` must hide no package
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from megatron.benchmarks import ratio_rule
+from megatron.benchmarks.training import (
+    SCRIPTS,
+    busy_seconds,
+    machine,
+    setup,
+    wait_until_quiet,
+)
 
 SEGMENTS, SIZE = 16, 12 * 768 * 768
 OURS, NARROW, DEEPSPEED = "ours", "ours, bf16 moments", "DeepSpeedCPUAdam"
@@ -80,7 +89,7 @@ class Side:
         )
 
     def turn(self, what: str) -> dict[str, Any]:
-        """The answer to a line (benchmark_peers/turns.py). Raises RuntimeError when the process
+        """The answer to a line (peers/turns.py). Raises RuntimeError when the process
         ends instead.
         """
         patience = threading.Timer(PATIENCE, self.process.kill)

@@ -1,12 +1,11 @@
 """Saving a checkpoint: ours against raw pwrite, safetensors, torch.save, torch's distributed
 checkpoints and DeepSpeed, in 1 and 2 processes.
 
-    python tools/benchmark_checkpoint.py --setup DIR                                          #
-    DeepSpeed's environment, pinned, once python tools/benchmark_checkpoint.py --peers DIR --out
-    docs/results/checkpoint.json --table docs/performance.md
+    python benchmarks/checkpoint.py --setup DIR    # once: DeepSpeed's environment, pinned
+    python benchmarks/checkpoint.py --peers DIR --out FILE.json --table docs/performance.md
 
 Every rank holds an equal share of a GPT's fp32 weights and Adam moments
-(benchmark_peers/checkpoint_rank.py), and every system saves the same bytes into a new folder, on
+(peers/checkpoint_rank.py), and every system saves the same bytes into a new folder, on
 tmpfs and on disk; DeepSpeed, whose format holds bf16 weights too, is shown without a goal. All
 systems are alive together and take turns, in turning order; each sleeps meanwhile. One turn of each
 is not counted (buffers, processes and plans are made then; its stall is the column `first stall`),
@@ -20,7 +19,7 @@ before their first one, of the fullest rank (Pss)
 kept    what they keep of it between saves
 
 A ratio is of two turns in the same round; it counts when other processes used less than --quiet
-cores in both; it passes by tools/ratio_rule.py. The machine should be quiet.
+cores in both; it passes by ratio_rule.py. The machine should be quiet.
 """
 
 from __future__ import annotations
@@ -42,9 +41,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import ratio_rule
-from benchmark_training import SCRIPTS, busy_seconds, machine, setup, wait_until_quiet
-from turn_group import Group
+if not __package__:  # run as a file: this folder's `kernels` and `data` must hide no package
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from megatron.benchmarks import ratio_rule
+from megatron.benchmarks.training import (
+    SCRIPTS,
+    busy_seconds,
+    machine,
+    setup,
+    wait_until_quiet,
+)
+from megatron.benchmarks.turn_group import Group
 
 OURS, ASYNC, RAW, COPY = "ours", "ours, async", "raw pwrite", "memcpy"
 # equal terms: ours takes a thread for each core of a rank, raw pwrite one
@@ -66,8 +74,8 @@ SYSTEMS = (
     DEEPSPEED,
 )
 MIB = 1 << 20
-BEGIN = "<!-- benchmark_checkpoint: begin -->"
-END = "<!-- benchmark_checkpoint: end -->"
+BEGIN = "<!-- checkpoint: begin -->"
+END = "<!-- checkpoint: end -->"
 Row = dict[str, Any]
 
 
@@ -343,7 +351,7 @@ def section(document: Row) -> str:
         f"{document['started'][:10]}, {about['cores']} cores ({about['cpu']}), Python "
         f"{about['python']}, {versions}; {document['rounds']} rounds; disk: "
         f"{document['disk']}. Every run in `{document['out']}`.\n\n    python "
-        f"tools/benchmark_checkpoint.py {' '.join(document['command'])}\n\n"
+        f"benchmarks/checkpoint.py {' '.join(document['command'])}\n\n"
         f"{tables(document)}"
     )
 

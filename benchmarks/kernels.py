@@ -1,12 +1,13 @@
 """The kernels of kernels/ on a GPU, beside PyTorch's, torch.compile's and Liger's, against what the
 device can do: one call of at most 9 minutes.
 
-    python tools/benchmark_kernels.py --out FOLDER                 # writes kernels.json and
-    kernels.md there python tools/benchmark_kernels.py --out FOLDER --parts attention
-    python tools/adopt_kernels.py FOLDER/kernels.json              # then: what has won is taken by
-    `auto` from now on
-    python tools/benchmark_kernels.py --out FOLDER --tiny          # the same cases in small shapes,
-    also on a CPU in Triton's interpreter: to try the tool
+    python benchmarks/kernels.py --out FOLDER                      # kernels.json and kernels.md
+    python benchmarks/kernels.py --out FOLDER --parts attention
+    python benchmarks/kernels.py --out FOLDER --tiny               # to try the program
+    python kernels/tools/adopt.py FOLDER/kernels.json
+
+--tiny takes small shapes of the same cases, on a CPU in Triton's interpreter. After adopt.py `auto`
+takes what has won.
 
 Parts (--parts), in this order until --minutes are used up; the rest is listed as not run:
 
@@ -42,7 +43,8 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools" / "benchmark_peers")]
+if not __package__:  # run as a file: this folder's `kernels` and `data` must hide no package
+    sys.path[0] = str(ROOT)
 
 import torch
 from torch import Tensor
@@ -54,9 +56,9 @@ if not torch.cuda.is_available():
 
     interpreter.mend()
 
-from kernel_cases import PARTS
+from megatron.benchmarks.peers.kernel_cases import PARTS
+from megatron.benchmarks.peers.one_call import OneCall
 from megatron.kernels import lang
-from one_call import OneCall
 
 WARM_UP, REPETITIONS = 3, 20
 

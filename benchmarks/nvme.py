@@ -1,15 +1,15 @@
 """The optimizer's step through files (--optimizer-nvme-offload) against the disk's own streaming of
 the same bytes.
 
-    OMP_WAIT_POLICY=passive python tools/benchmark_nvme.py DIR --out docs/results/nvme.json
+    OMP_WAIT_POLICY=passive python benchmarks/nvme.py DIR --out docs/results/nvme.json
 
 DIR lies on the disk to measure; the machine should be quiet. Ours is the whole step of a GPT (125M
 parameters by default) in bf16: fp32 master weights and moments are read, stepped, and written back,
 24 bytes a parameter, and the weights rounded; it ends when all is written. Raw moves the same bytes
 in requests of the same size, with as many threads, around the page cache, and computes nothing:
 each thread reads a piece and writes it back. A round is a turn of each, in turning order; a ratio
-is our seconds by those of raw in the same round, and passes by tools/ratio_rule.py when it is at
-most the goal.
+is our seconds by those of raw in the same round, and passes by ratio_rule.py when it is at most the
+goal.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import ratio_rule
+if not __package__:  # run as a file: this folder's `kernels` and `data` must hide no package
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import torch
-from benchmark_training import busy_seconds, machine
+from megatron.benchmarks import ratio_rule
+from megatron.benchmarks.training import busy_seconds, machine
 
 from megatron.config.groups import Config, ModelConfig, OptimizerConfig
 from megatron.model.gpt import GPTModel

@@ -1,8 +1,7 @@
 """Who writes how much of a checkpoint, and what that costs: `--ckpt-parallel-write balanced`
 against `owner`, on one machine.
 
-    python tools/parallel_write.py --out docs/results/parallel_write.json --picture
-    docs/images/parallel_write.svg --table docs/performance.md
+    python benchmarks/parallel_write.py --out FILE.json --picture FILE.svg --table PAGE.md
 
 The case is that of a published experiment, 8 layers, tensor-parallel 2, data-parallel 8, 16
 processes, at a smaller hidden size (--hidden). Every process computes with this project's own code,
@@ -39,12 +38,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
+if not __package__:  # run as a file: this folder's `kernels` and `data` must hide no package
+    sys.path[0] = str(ROOT)
 
 import torch
 import torch.distributed as dist
-from benchmark_checkpoint import put_section
-from benchmark_training import machine
+from megatron.benchmarks.checkpoint import put_section
+from megatron.benchmarks.training import machine
 
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.ranks import Ranks
@@ -379,7 +379,7 @@ def main(argv: list[str]) -> None:
             args.table,
             f"{started[:10]}, {about['cores']} cores, torch {about['torch']}, hidden size "
             f"{args.hidden}, median of {args.rounds} rounds:\n\n"
-            f"    python tools/parallel_write.py {' '.join(argv)}\n\n{text}",
+            f"    python benchmarks/parallel_write.py {' '.join(argv)}\n\n{text}",
             BEGIN,
             END,
         )

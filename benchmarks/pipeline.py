@@ -1,10 +1,10 @@
 """The pipeline executor measured on CPU processes over Gloo: memory, time against the simulator,
 overhead, speed against torch's own pipelines.
 
-    python tools/benchmark_pipeline.py --out docs/results/pipeline.json                      # all
-    of it; the machine should be quiet
-    python tools/benchmark_pipeline.py --sleeps --out docs/results/pipeline_sleeps.json      # one
-    section
+    python benchmarks/pipeline.py --out docs/results/pipeline.json                    # all of it
+    python benchmarks/pipeline.py --sleeps --out docs/results/pipeline_sleeps.json    # one section
+
+The machine should be quiet.
 
 --memory    live bytes of every schedule's ranks for 4 to 64 micro-batches, GPipe against 1F1B, and
 the bounds of 20 ranks at 90% efficiency.
@@ -16,9 +16,9 @@ a step against the simulator's, for equal
 --torch     2 processes of one thread, 4 micro-batches: steps of torch.distributed.pipelining and of
 the executor in turn, on the same stages,
             micro-batches and processes, so that the runtimes alone differ
-            (benchmark_peers/torch_pipelining.py). A pair is one turn of each; its ratio is torch's
+            (peers/torch_pipelining.py). A pair is one turn of each; its ratio is torch's
             time by ours; it counts when other processes used less than --quiet cores in both. A row
-            passes by tools/ratio_rule.py.
+            passes by ratio_rule.py.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import ratio_rule
-from benchmark_training import machine, wait_until_quiet
-
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = Path(__file__).resolve().parent / "benchmark_peers" / "pipeline_rank.py"
-sys.path.insert(0, str(ROOT))
+SCRIPT = Path(__file__).resolve().parent / "peers" / "pipeline_rank.py"
+if not __package__:  # run as a file: this folder's `kernels` and `data` must hide no package
+    sys.path[0] = str(ROOT)
+
+from megatron.benchmarks import ratio_rule
+from megatron.benchmarks.training import machine, wait_until_quiet
 
 from megatron.parallel.check import check  # noqa: E402
 from megatron.parallel.schedule import Kind, build_schedule  # noqa: E402

@@ -2,17 +2,16 @@
 against Hugging Face Trainer, litgpt and a plain PyTorch loop; in two processes over Gloo against
 torch's DistributedDataParallel, DeepSpeed's ZeRO-0 and PipelineModule, and megatron-core.
 
-    python tools/benchmark_training.py --setup DIR                                   # the peers'
-    environments, pinned, once python tools/benchmark_training.py --peers DIR --settings fp32 --out
-    docs/results/training_cpu.json
+    python benchmarks/training.py --setup DIR    # once: the peers' environments, pinned
+    python benchmarks/training.py --peers DIR --settings fp32 --out docs/results/training_cpu.json
 
 Every run is a whole job (torchrun, where it has several processes) that trains the same
-8.9M-parameter Llama-style GPT from the same weights on the same tokens (peers: benchmark_peers/)
+8.9M-parameter Llama-style GPT from the same weights on the same tokens (peers: benchmarks/peers/)
 and is timed from the end of its last warm-up step to the end of its last step; ours is
 `pretrain_gpt.py` itself, timed by the stamps of its console lines. A round runs ours and each peer
 once, in turning order. A ratio is our tokens per second by the peer's in the same round; it passes
-by tools/ratio_rule.py. The table ends with the mean loss of the last steps of both sides: equal
-work gives equal losses (Hugging Face Trainer and litgpt draw weights of their own, and the Trainer
+by ratio_rule.py. The table ends with the mean loss of the last steps of both sides: equal work
+gives equal losses (Hugging Face Trainer and litgpt draw weights of their own, and the Trainer
 shuffles). A pair counts when other processes used less than --quiet cores during both of its runs;
 the JSON keeps every run, counted or not. On a machine that never is quiet, --cpu-time compares
 tokens per CPU second on one thread instead: less than the whole truth, but steady. torch.compile is
@@ -39,15 +38,15 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-import ratio_rule
-
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = Path(__file__).resolve().parent / "benchmark_peers"
-sys.path[:0] = [str(ROOT), str(SCRIPTS)]
+SCRIPTS = Path(__file__).resolve().parent / "peers"
+if not __package__:  # run as a file: this folder's `kernels` and `data` must hide no package
+    sys.path[0] = str(ROOT)
 
-from common import Work
-from start import write_start
-from turn_group import KEPT_MEMORY
+from megatron.benchmarks import ratio_rule
+from megatron.benchmarks.peers.common import Work
+from megatron.benchmarks.peers.start import write_start
+from megatron.benchmarks.turn_group import KEPT_MEMORY
 
 TORCH = "torch==2.13.0"
 ENVIRONMENTS = {  # torch is installed first, by its pin, so that no requirement replaces it

@@ -1,33 +1,31 @@
 """ZeRO stages 0-3 against DeepSpeed's, torch's FSDP2 and torch's DistributedDataParallel: memory,
 bytes on the wire and time of a step.
 
-    python tools/benchmark_zero.py --setup DIR                                                    #
-    DeepSpeed's environment, pinned, once
-    python tools/benchmark_zero.py --peers DIR --memory --out docs/results/zero_peers.json        #
-    on any machine
-    python tools/benchmark_zero.py --peers DIR --time --out docs/results/zero_peers.json          #
-    the machine should be quiet
+    python benchmarks/zero.py --setup DIR    # once: DeepSpeed's environment, pinned
+    python benchmarks/zero.py --peers DIR --memory --out docs/results/zero_peers.json
+    python benchmarks/zero.py --peers DIR --time --out docs/results/zero_peers.json
 
-All train the same GPT of 12.5M parameters (benchmark_peers/) from the same weights on the same
-tokens in 2 and 4 processes of one thread over Gloo, with 1 and 4 micro-batches a step, in bf16 with
-fp32 master weights; ours is `pretrain_gpt.py` itself. Gradients are accumulated and sent in fp32,
-except where a peer refuses (benchmark_peers/zero_peer.py). Equal work shows in equal losses of the
-first step.
+--memory gives the same on any machine; for --time it should be quiet.
+
+All train the same GPT of 12.5M parameters (peers/) from the same weights on the same tokens in 2
+and 4 processes of one thread over Gloo, with 1 and 4 micro-batches a step, in bf16 with fp32 master
+weights; ours is `pretrain_gpt.py` itself. Gradients are accumulated and sent in fp32, except where
+a peer refuses (peers/zero_peer.py). Equal work shows in equal losses of the first step.
 
 --memory    of the fullest rank, in bytes per parameter, summed over live storages after every
 dispatched operator
-            (benchmark_peers/live_bytes.py): `resident` between two steps, `between` micro-batches,
+            (peers/live_bytes.py): `resident` between two steps, `between` micro-batches,
             the `peak` of a step, that of its `update` alone, and what a forward pass adds
             (`activations`); and bytes sent per rank and step, from the counters of a loopback
             interface that only this measurement uses, by parameters. A row is lost when the best
             peer has less by more than 0.1% + 64 KiB (memory) or by more than 1% (wire, whose
             counters include TCP's headers).
 --time      DeepSpeed runs twice: with the small buckets of the memory table, and as it comes
-(`deepspeed-N-default`). All programs keep
-            freed memory (tools/turn_group.py). Elapsed and CPU seconds of steps taken in turn by
-            all systems of a row, which are alive together and sleep meanwhile. A pair is one turn
-            of ours and one of a peer; its ratio is the peer's seconds by ours; it counts when other
-            processes used less than --quiet cores in both. A row passes by tools/ratio_rule.py.
+            (`deepspeed-N-default`). All programs keep freed memory (turn_group.py). Elapsed and CPU
+            seconds of steps taken in turn by all systems of a row, which are alive together and
+            sleep meanwhile. A pair is one turn of ours and one of a peer; its ratio is the peer's
+            seconds by ours; it counts when other processes used less than --quiet cores in both. A
+            row passes by ratio_rule.py.
             With 1 micro-batch also our stage 2 by our stage 1 (at most 1.05).
 """
 
@@ -44,8 +42,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import ratio_rule
-from benchmark_training import (
+if not __package__:  # run as a file: this folder's `kernels` and `data` must hide no package
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from megatron.benchmarks import ratio_rule
+from megatron.benchmarks.loopback import own_loopback, sent_bytes
+from megatron.benchmarks.training import (
     SCRIPTS,
     Work,
     busy_seconds,
@@ -55,8 +57,7 @@ from benchmark_training import (
     wait_until_quiet,
     write_start,
 )
-from loopback import own_loopback, sent_bytes
-from turn_group import Group
+from megatron.benchmarks.turn_group import Group
 
 MODEL = Work(
     layers=8,

@@ -1,10 +1,8 @@
 """ZeRO's memory and speed on one GPU that plays one rank of 4 or 8: real kernels, real memory, no
 communication (torch's fake process group).
 
-    python tools/benchmark_zero_gpu.py --out FOLDER            # on a machine with a GPU: writes
-    zero_gpu.json and zero_gpu.md there
-    python tools/benchmark_zero_gpu.py --out FOLDER --tiny     # the same cases in small shapes,
-    also on a CPU, to try the tool
+    python benchmarks/zero_gpu.py --out FOLDER           # on a GPU: zero_gpu.json and zero_gpu.md
+    python benchmarks/zero_gpu.py --out FOLDER --tiny    # to try it: small shapes, also on a CPU
 
 Every case is a process of its own, with a fresh allocator, which builds the run of
 pretrain_gpt.py's flags and takes its steps on random tokens. A case that runs out of memory is
@@ -46,11 +44,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools" / "benchmark_peers")]
+if not __package__:  # run as a file: this folder's `kernels` and `data` must hide no package
+    sys.path[0] = str(ROOT)
 
 import torch
 import torch.distributed as dist
-from live_bytes import LiveBytes
+from megatron.benchmarks.peers.live_bytes import LiveBytes
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore

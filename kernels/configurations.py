@@ -10,7 +10,7 @@ launch. `spills` and `shared` are the bytes that it may spill and what it needs 
 there is none.
 
 A GPU takes the row of its own architecture, or where there is none the newest row that is not newer
-than it. tools/tune_kernels.py writes rows; tools/kernel_manifest.py compiles every one of them for
+than it. kernels/tools/tune.py writes rows; kernels/tools/manifest.py compiles every one of them for
 each of ARCHITECTURES.
 """
 

@@ -46,7 +46,7 @@ FLAWS = {
 @dataclass(frozen=True)
 class Measurement:
     """How much faster than `rival` an implementation was: the ratio of all cases' times with its
-    95% interval. Written by tools/adopt_kernels.py.
+    95% interval. Written by kernels/tools/adopt.py.
     """
 
     rival: str

@@ -34,7 +34,7 @@ HOPPER = 90
 
 @dataclass(frozen=True)
 class Compiled:
-    """One compilation of a kernel as it is shipped: what tools/kernel_manifest.py compiles without
+    """One compilation of a kernel as it is shipped: what kernels/tools/manifest.py compiles without
     a GPU and counts instructions of.
 
     `signature` maps argument names to Triton's types ("*bf16", "fp32", "i32", "tensordesc<bf16[128,

@@ -4,7 +4,7 @@
 #   sanitize  every kernel in small shapes under compute-sanitizer, which finds accesses out of bounds and races in shared memory: about 5 minutes at most
 #   kernels  the kernels beside PyTorch's and Liger's (where it is installed), against the device's limits: at most 9 minutes
 #   tune   other configurations of the kernels than the frozen ones; only where it is named. It goes on with tuned.jsonl in FOLDER, which each call of
-#          at most 9 minutes makes longer: tools/tune_kernels.py, which writes the table when asked
+#          at most 9 minutes makes longer: kernels/tools/tune.py, which writes the table when asked
 #   zero   ZeRO's memory and speed, offload, and others' experiments, on one GPU that plays one rank of 8: at most 8 minutes
 #   train  a 125M-parameter GPT for 40 iterations on one device and, where there are two, on two: each way to share it, with communication beside
 #          computation and without
@@ -61,14 +61,14 @@ fi
 if wanted sanitize; then
   if ! command -v compute-sanitizer >/dev/null; then
     echo "sanitize: skipped, no compute-sanitizer on the PATH (see the top of scripts/gpu.sh)" | tee "$out/sanitize.txt"
-  elif ! "$python" tools/sanitize_kernels.py >"$out/sanitize.txt" 2>&1; then  # compiles what the two below run, too
+  elif ! "$python" kernels/tools/sanitize.py >"$out/sanitize.txt" 2>&1; then  # compiles what the two below run, too
     tail "$out/sanitize.txt"
     failed=1
   else
     for case in memcheck racecheck "memcheck gluon"; do
       echo "== $case"
       read -r tool which <<<"$case"
-      PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 150 compute-sanitizer --tool "$tool" "$python" tools/sanitize_kernels.py ${which:+"$which"}
+      PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 150 compute-sanitizer --tool "$tool" "$python" kernels/tools/sanitize.py ${which:+"$which"}
     done 2>&1 | tee -a "$out/sanitize.txt"
     if grep -q "Device not supported" "$out/sanitize.txt"; then
       echo "sanitize: skipped, compute-sanitizer does not take this machine's GPU" | tee -a "$out/sanitize.txt"
@@ -78,14 +78,14 @@ if wanted sanitize; then
   fi
 fi
 if wanted kernels; then
-  "$python" tools/benchmark_kernels.py --out "$out" 2>&1 | tee "$out/kernels.txt" || failed=1
-  echo "to let auto take what has won: $python tools/adopt_kernels.py $out/kernels.json"
+  "$python" benchmarks/kernels.py --out "$out" 2>&1 | tee "$out/kernels.txt" || failed=1
+  echo "to let auto take what has won: $python kernels/tools/adopt.py $out/kernels.json"
 fi
 if wanted tune; then
-  "$python" tools/tune_kernels.py --out "$out/tuned.jsonl" 2>&1 | tee -a "$out/tune.txt" || failed=1
+  "$python" kernels/tools/tune.py --out "$out/tuned.jsonl" 2>&1 | tee -a "$out/tune.txt" || failed=1
 fi
 if wanted zero; then
-  "$python" tools/benchmark_zero_gpu.py --out "$out" 2>&1 | tee "$out/zero.txt" || failed=1
+  "$python" benchmarks/zero_gpu.py --out "$out" 2>&1 | tee "$out/zero.txt" || failed=1
 fi
 wanted train || exit "$failed"
 

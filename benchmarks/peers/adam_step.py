@@ -1,4 +1,4 @@
-"""One side of tools/benchmark_adam.py: an optimizer step on a CPU, from bf16 gradients to bf16
+"""One side of benchmarks/adam.py: an optimizer step on a CPU, from bf16 gradients to bf16
 weights, taken when it is told to (turns.py).
 
     python adam_step.py SIDE THREADS SEGMENTS SIZE

@@ -3,7 +3,7 @@ safetensors, torch.save, torch DCP, DeepSpeed.
 
     python checkpoint_rank.py SYSTEM HIDDEN     # with the variables of torchrun
 
-Run by tools/benchmark_checkpoint.py. A line of standard input {"folder": ...} names an empty folder
+Run by benchmarks/checkpoint.py. A line of standard input {"folder": ...} names an empty folder
 to save into (null: none, to be ready); the answer is a line `TURN {"begin", "free", "end", "bytes",
 ...}`: clock times in seconds at which the save began, from which on the state may change again, and
 at which all that this rank has written was fsynced; and those bytes.

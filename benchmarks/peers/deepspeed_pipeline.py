@@ -1,5 +1,5 @@
 """DeepSpeed's PipelineModule, 1F1B, on the plain loop's layers, over Gloo. Run by
-tools/benchmark_training.py.
+benchmarks/training.py.
 
 No shims: settings only. Parameters carry the mark model_parallel, without which the norm for
 clipping would be that of the first stage alone.

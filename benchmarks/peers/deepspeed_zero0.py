@@ -1,5 +1,5 @@
 """DeepSpeed, ZeRO stage 0, on the plain loop's model, over Gloo. Run by
-tools/benchmark_training.py. No shims: settings only.
+benchmarks/training.py. No shims: settings only.
 
 With bf16 DeepSpeed converts the whole model, keeps fp32 master weights, and sums gradients over
 ranks in bf16: stage 0 offers nothing else. It also sets AdamW's state up by a step with zero

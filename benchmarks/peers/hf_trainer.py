@@ -1,4 +1,4 @@
-"""Hugging Face Trainer on transformers' Llama. Run by tools/benchmark_training.py. No shims:
+"""Hugging Face Trainer on transformers' Llama. Run by benchmarks/training.py. No shims:
 settings only.
 """
 

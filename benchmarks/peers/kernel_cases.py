@@ -1,4 +1,4 @@
-"""The cases of benchmark_kernels.py: what is computed, by whom, and how much work it is.
+"""The cases of benchmarks/kernels.py: what is computed, by whom, and how much work it is.
 
 A case builds its tensors, hands over one call for each implementation, and lets go of them. What is
 checked before a case is timed uses the same calls.

@@ -1,4 +1,4 @@
-"""litgpt's own pretrain command on its own GPT. Run by tools/benchmark_training.py.
+"""litgpt's own pretrain command on its own GPT. Run by benchmarks/training.py.
 
 Shims: torch.compile is the identity (compilation is off on both sides); AdamW is given as a class
 of ours, because litgpt asks for the fused kernel on CUDA alone; nothing is saved after the last

@@ -1,5 +1,5 @@
 """megatron-core's GPTModel, DistributedDataParallel, optimizer and schedule over Gloo. Run by
-tools/benchmark_training.py.
+benchmarks/training.py.
 
 Without TransformerEngine and apex, so with megatron-core's local layers: unfused attention, norms
 of torch; its torch.compile fusions are off as on every side. Shims, for megatron-core assumes CUDA

@@ -1,4 +1,4 @@
-"""What one pipeline rank measures for tools/benchmark_pipeline.py: live memory, time with sleeps
+"""What one pipeline rank measures for benchmarks/pipeline.py: live memory, time with sleeps
 for compute, overhead, speed against torch.
 
     torchrun --nproc-per-node 4 pipeline_rank.py '[{"what": "memory", "names": ["1f1b"],
@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmark_training import busy_seconds  # noqa: E402
+from megatron.benchmarks.training import busy_seconds  # noqa: E402
 
 from megatron.config.groups import ModelConfig  # noqa: E402
 from megatron.distributed.collectives import all_reduce, gather_bytes  # noqa: E402
@@ -447,7 +447,7 @@ def against_torch(
     """Steps of forward and backward passes by our executor and by torch's, on the same stages and
     micro-batches, turn and turn about.
     """
-    from torch_pipelining import TorchPipeline
+    from megatron.benchmarks.peers.torch_pipelining import TorchPipeline
 
     job = Job(name, groups, shape)
     schedule = build_schedule(name, groups.pp.size, job.virtual, micro_batches)

@@ -1,7 +1,7 @@
 """A plain PyTorch training loop in the style of nanoGPT, as fast as plain eager PyTorch gets
 without changing the mathematics.
 
-Run by tools/benchmark_training.py, in one process or, with torch's DistributedDataParallel over
+Run by benchmarks/training.py, in one process or, with torch's DistributedDataParallel over
 Gloo, in several. Parameters are fp32; with bf16 the forward pass runs under autocast.
 """
 

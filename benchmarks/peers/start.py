@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 import torch
-from common import Work
+from megatron.benchmarks.peers.common import Work
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import ModelConfig

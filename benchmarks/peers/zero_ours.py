@@ -1,5 +1,5 @@
 """pretrain_gpt.py's own run, which takes its steps as turns.py says. Run by
-tools/benchmark_zero.py.
+benchmarks/zero.py.
 
     python zero_ours.py --zero-stage 2 ...     # the flags of pretrain_gpt.py, with the variables of
     torchrun

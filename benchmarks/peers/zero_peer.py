@@ -4,7 +4,7 @@ plain loop's model, over Gloo.
     python zero_peer.py SYSTEM START --layers 8 ...     # with the variables of torchrun; steps are
     taken as turns.py says
 
-Run by tools/benchmark_zero.py. No shims: settings only. Everything computes in bf16, keeps fp32
+Run by benchmarks/zero.py. No shims: settings only. Everything computes in bf16, keeps fp32
 master weights and moments, and sums gradients over micro-batches and over ranks in fp32, but:
 - deepspeed-0 accumulates in bf16, for it refuses the other (`unsupported mix of model_dtype and
   grad_accum_dtype`);

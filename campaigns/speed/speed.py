@@ -1,4 +1,4 @@
-"""Whether steps are as fast as at another commit, by the ratio rule (tools/ratio_rule.py).
+"""Whether steps are as fast as at another commit, by the ratio rule (benchmarks/ratio_rule.py).
 
     python campaigns/speed/speed.py --base COMMIT --out docs/results/speed.json
 
@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools.ratio_rule import PAIRS, verdict  # noqa: E402
+from megatron.benchmarks.ratio_rule import PAIRS, verdict  # noqa: E402
 
 BASE = """
     --tokenizer-type NullTokenizer --vocab-size 2047 --mock-data --lr 1e-3 --log-interval 1

@@ -1,12 +1,12 @@
-"""From a measurement to a choice: `python tools/adopt_kernels.py kernels.json` writes what
-tools/benchmark_kernels.py has found into kernels/measured.json.
+"""From a measurement to a choice: `python kernels/tools/adopt.py kernels.json` writes what
+benchmarks/kernels.py has found into kernels/measured.json.
 
 That file is what `auto` goes by (kernels/dispatch.py), and the banner says it. Of each operator on
 the measured architecture, all cases together:
 
 - The ratio is the time of PyTorch's implementation by the kernel's, both summed over the operator's
   cases, of each turn; the median of all turns, and
-  its 95% interval by bootstrap (tools/ratio_rule.py).
+  its 95% interval by bootstrap (benchmarks/ratio_rule.py).
 - The kernel wins where the whole interval lies above 1 and no case is lost by more than 5% beyond
   its own noise.
 - A case without a time, or a wrong result, leaves the operator as it was: why is printed.
@@ -26,11 +26,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
+ROOT = Path(__file__).resolve().parents[2]
+if not __package__:  # run as a file
+    sys.path[0] = str(ROOT)
 
-from ratio_rule import PAIRS, SLACK, bootstrap
+from megatron.benchmarks.ratio_rule import PAIRS, SLACK, bootstrap
 
-MEASURED = Path(__file__).resolve().parents[1] / "kernels" / "measured.json"
+MEASURED = ROOT / "kernels" / "measured.json"
 Times = list[list[float]]  # of each case, in turns
 
 
@@ -111,14 +113,14 @@ def main(argv: Sequence[str], measured: Path = MEASURED) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "file", type=Path, metavar="FILE", help="kernels.json of tools/benchmark_kernels.py"
+        "file", type=Path, metavar="FILE", help="kernels.json of benchmarks/kernels.py"
     )
     file = parser.parse_args(argv).file
     try:
         rows, left = adopted(json.loads(file.read_text()))
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, KeyError):
-            error = f"no {error} in it: not a result of tools/benchmark_kernels.py"
+            error = f"no {error} in it: not a result of benchmarks/kernels.py"
         print(f"{file}: {error}", file=sys.stderr)
         return 2
     for row in rows:

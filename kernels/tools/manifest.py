@@ -1,16 +1,15 @@
 """Compile every shipped kernel for a GPU without one, and compare what comes out with
 kernels/manifest.json.
 
-    python tools/kernel_manifest.py                   # compare; exit code 1 where a kernel breaks a
-    rule or differs from the manifest
-    python tools/kernel_manifest.py --quick           # all of sm_90, and of other architectures one
-    configuration an operator or so
-    python tools/kernel_manifest.py --only norm       # kernels whose name contains this; prints
-    what each compiles to
-    python tools/kernel_manifest.py --rows trial.py   # the rows of another file's `aot()`: to try
-    configurations
-    python tools/kernel_manifest.py --write           # after a change that is meant: write the
-    manifest anew
+    python kernels/tools/manifest.py                    # compare
+    python kernels/tools/manifest.py --quick            # a part: below
+    python kernels/tools/manifest.py --only norm        # kernels with this in their name
+    python kernels/tools/manifest.py --rows trial.py    # the rows of another file's `aot()`
+    python kernels/tools/manifest.py --write            # write the manifest anew
+
+The exit code is 1 where a kernel breaks a rule or differs from the manifest. --quick takes all of
+sm_90, and of the other architectures about one configuration an operator. --only prints what each
+kernel compiles to; --rows is for trying configurations; --write is for a change that is meant.
 
 The rows come from the functions `aot(architecture)` of kernels/*.py, which take the table
 kernels/configurations.json. Rules, whatever the manifest says: matrix products use wgmma on sm_90,
@@ -35,8 +34,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+ROOT = Path(__file__).resolve().parents[2]
+if not __package__:  # run as a file
+    sys.path[0] = str(ROOT)
 
 from megatron.kernels import lang  # noqa: E402
 from megatron.kernels.configurations import ARCHITECTURES, shared_memory  # noqa: E402

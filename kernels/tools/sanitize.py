@@ -1,10 +1,11 @@
 """Every kernel once or twice in small shapes whose ends are no block's end, for compute-sanitizer:
 bash scripts/gpu.sh FOLDER sanitize.
 
-    compute-sanitizer --tool memcheck python tools/sanitize_kernels.py          # and --tool
-    racecheck
-    compute-sanitizer --tool memcheck python tools/sanitize_kernels.py gluon    # on Hopper: the
-    kernel in Gluon, alone since it may hang
+    compute-sanitizer --tool memcheck python kernels/tools/sanitize.py
+    compute-sanitizer --tool racecheck python kernels/tools/sanitize.py
+    compute-sanitizer --tool memcheck python kernels/tools/sanitize.py gluon    # on Hopper
+
+The last is the kernel in Gluon, alone since it may hang.
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives every tensor an allocation of its own, without which memcheck
 sees the allocator's blocks and not their ends. Without a GPU the same calls run in Triton's
@@ -18,8 +19,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+ROOT = Path(__file__).resolve().parents[2]
+if not __package__:  # run as a file
+    sys.path[0] = str(ROOT)
 
 import torch
 from torch import Tensor

@@ -1,14 +1,15 @@
 """Tries other configurations than those of kernels/configurations.json and writes those that win.
 Nothing else tunes, and nothing while a model runs.
 
-    python tools/tune_kernels.py --compile-only --only "attention dq"        # no GPU: what each
-    candidate for sm_90 compiles to (--arch 80, 100)
-    python tools/tune_kernels.py --out tuned.jsonl [--minutes 8]             # on a GPU: a line for
-    each row of the table; goes on where FILE ends
-    python tools/tune_kernels.py --out tuned.jsonl --write                   # and puts what won
-    into the table; then kernel_manifest.py --write
-    python tools/tune_kernels.py --out tuned.jsonl --tiny                    # small shapes, few
-    candidates, also on a CPU: to try the tool
+    python kernels/tools/tune.py --compile-only --only "attention dq"
+    python kernels/tools/tune.py --out tuned.jsonl [--minutes 8]
+    python kernels/tools/tune.py --out tuned.jsonl --write
+    python kernels/tools/tune.py --out tuned.jsonl --tiny
+
+The first needs no GPU: it says what each candidate for sm_90 compiles to (--arch 80, 100). The
+second, on a GPU, writes a line for each row of the table and goes on where the file ends. --write
+puts what won into the table; then run manifest.py --write. --tiny takes small shapes and few
+candidates, also on a CPU: to try the program.
 
 For each row: candidates are compiled ahead of time, in processes of their own; those that break a
 rule of the gate (shared memory, spilled bytes beyond the frozen row's, no wgmma) are dropped. What
@@ -37,8 +38,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tools" / "benchmark_peers")]
+ROOT = Path(__file__).resolve().parents[2]
+if not __package__:  # run as a file
+    sys.path[0] = str(ROOT)
 
 import torch
 
@@ -49,7 +51,7 @@ if __name__ == "__main__" and not torch.cuda.is_available() and "--tiny" in sys.
 
     interpreter.mend()
 
-import kernel_manifest
+from megatron.benchmarks.peers.one_call import OneCall
 from megatron.kernels import (
     activation,
     adamw,
@@ -66,7 +68,7 @@ from megatron.kernels import (
     rotary,
 )
 from megatron.kernels.configurations import FILE, Row, find, read, write
-from one_call import OneCall
+from megatron.kernels.tools import manifest
 
 # of kernels with matrix products
 GRID = {
@@ -89,7 +91,7 @@ MODULES = {
     "norm": norm,
     "rotary": rotary,
 }
-UNTUNED = "attention gluon"  # has few layouts, which benchmark_kernels.py measures
+UNTUNED = "attention gluon"  # has few layouts, which benchmarks/kernels.py measures
 LEAST_GAIN = 0.01
 ROUNDS = {"first": 5, "last": 25}
 # relative error in the Frobenius norm, against fp32
@@ -161,7 +163,7 @@ def compiled(row: Row, arch: int) -> list[lang.Compiled]:
 
 def gate(
     rows: list[Row], arch: int, jobs: int, *, whole: bool
-) -> list[tuple[kernel_manifest.Facts, list[str]]]:
+) -> list[tuple[manifest.Facts, list[str]]]:
     """For each row what it compiles to and the rules that it breaks, in processes that may die;
     `whole`: all variants, the worst of each number.
     """
@@ -172,16 +174,15 @@ def gate(
     }
     with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
         file.write(
-            f"import sys\nsys.path[:0] = {[str(ROOT), str(ROOT / 'tools')]!r}\nfrom "
-            "tune_kernels import again\n\n\n"
+            "from megatron.kernels.tools.tune import again\n\n\n"
             f"def aot():\n    return again({write(rows)!r}, {arch}, {whole})\n"
         )
         file.flush()
-        facts = kernel_manifest.compile_all(list(each), jobs, file.name)
+        facts = manifest.compile_all(list(each), jobs, file.name)
     result: list[tuple[dict, list[str]]] = [({}, []) for _ in rows]
     for name, (at, shape) in each.items():
         found, faults = result[at]
-        faults += kernel_manifest.faults(shape, facts[name])
+        faults += manifest.faults(shape, facts[name])
         found.update(
             {
                 key: max(value, found.get(key, 0))
@@ -200,7 +201,7 @@ def again(text: str, arch: int, whole: bool) -> Iterator[lang.Compiled]:
             yield replace(shape, name=f"{at}/{shape.name}")
 
 
-def blocks_of_an_sm(facts: kernel_manifest.Facts, arch: int) -> int:
+def blocks_of_an_sm(facts: manifest.Facts, arch: int) -> int:
     """How many blocks of threads a multiprocessor holds at once, by threads, registers (256 at a
     time a warp) and shared memory (1 KiB more each).
     """
@@ -215,7 +216,7 @@ def blocks_of_an_sm(facts: kernel_manifest.Facts, arch: int) -> int:
     )
 
 
-def show(row: Row, facts: kernel_manifest.Facts, faults: list[str], arch: int) -> str:
+def show(row: Row, facts: manifest.Facts, faults: list[str], arch: int) -> str:
     numbers = ", ".join(f"{name} {value}" for name, value in row.numbers.items())
     if "registers" not in facts:
         return f"| {title(row)} | {numbers} | - | - | - | - | {'; '.join(faults)} |"
@@ -280,7 +281,7 @@ def wrong(case: Any) -> str:
 
 def tune(row: Row, arch: int, clock: Clock, jobs: int) -> dict[str, Any]:
     """A line of the results for one row."""
-    import tuned_operators
+    from megatron.kernels.tools import tuned_operators
 
     tried = candidates(row, arch)
     if clock.tiny:

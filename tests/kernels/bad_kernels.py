@@ -1,4 +1,4 @@
-"""Rows that tools/kernel_manifest.py must refuse, each for its own reason, and one that it must
+"""Rows that kernels/tools/manifest.py must refuse, each for its own reason, and one that it must
 not.
 """
 

@@ -4,17 +4,12 @@ and that dispatch reads it.
 
 import json
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
-
-import adopt_kernels as tool
 from megatron.kernels import dispatch
 from megatron.kernels.dispatch import choose, read_measured
+from megatron.kernels.tools import adopt as tool
 
 TURNS = 20
 
@@ -172,7 +167,7 @@ def test_what_was_not_measured_whole_stays_as_it_was(adopt, capsys, broken):
     [
         ({"tiny": True}, "measured with --tiny or on a CPU"),
         ({"architecture": None}, "measured with --tiny or on a CPU"),
-        ({"rows": [{}]}, "no 'operator' in it: not a result of tools/benchmark_kernels.py"),
+        ({"rows": [{}]}, "no 'operator' in it: not a result of benchmarks/kernels.py"),
     ],
 )
 def test_what_shows_nothing_is_refused(adopt, capsys, changes, message):

@@ -153,8 +153,7 @@ def test_the_fused_projection_is_read_where_it_lies(interpreted, monkeypatch):
 @pytest.mark.gpu
 def test_on_a_gpu():
     """In a process that may hang."""
-    sys.path.append(str(ROOT / "tools" / "benchmark_peers"))
-    from kernel_cases import GLUON_CHECK
+    from megatron.benchmarks.peers.kernel_cases import GLUON_CHECK
 
     if reason := unfit(torch.device("cuda"), BF16):
         pytest.skip(reason)
@@ -329,18 +328,15 @@ def test_mutants_are_found(interpreted, monkeypatch, job, name):
 
 
 def test_the_gate_wants_what_the_design_rests_on():
-    sys.path.insert(0, str(ROOT / "tools"))
-    import kernel_manifest
+    from megatron.kernels.tools import manifest
 
     for row in attention_gluon.aot():
-        facts = json.loads(kernel_manifest.MANIFEST.read_text())["3.6.0"][row.name]
-        assert kernel_manifest.faults(row, facts) == []
-        assert (
-            "no register changes hands" in kernel_manifest.faults(row, facts | {"setmaxnreg": 0})[0]
-        )
+        facts = json.loads(manifest.MANIFEST.read_text())["3.6.0"][row.name]
+        assert manifest.faults(row, facts) == []
+        assert "no register changes hands" in manifest.faults(row, facts | {"setmaxnreg": 0})[0]
         assert (
             "the wait for the product has moved up"
-            in kernel_manifest.faults(row, facts | {"overlapped": 0})[0]
+            in manifest.faults(row, facts | {"overlapped": 0})[0]
         )
 
 

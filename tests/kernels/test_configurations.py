@@ -3,9 +3,7 @@ that lacks what a row needs is refused.
 """
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +11,7 @@ from megatron.kernels import configurations, lang
 from megatron.kernels.attention import unfit
 from megatron.kernels.attention_launch import Options, configuration
 from megatron.kernels.configurations import FILE, Row, find, index, read, shared_memory, write
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-import kernel_manifest  # noqa: E402
+from megatron.kernels.tools import manifest as gate
 
 ROWS = read(FILE.read_text())
 
@@ -28,7 +23,7 @@ def dead(rows, compiled):
 
 
 def test_every_row_is_compiled_and_none_of_its_numbers_is_dead(monkeypatch):
-    compiled = list(kernel_manifest.rows().values())
+    compiled = list(gate.rows().values())
     assert all(each.row is not None for each in compiled) and dead(ROWS, compiled) == []
     assert {each.arch for each in compiled} == set(configurations.ARCHITECTURES)
     stray = replace(ROWS[0], key={"kind": "nobody asks for it"})
@@ -44,7 +39,7 @@ def test_every_row_is_compiled_and_none_of_its_numbers_is_dead(monkeypatch):
                     "TABLE",
                     index([changed if each == row else each for each in ROWS]),
                 )
-                after = [each for each in kernel_manifest.rows().values() if each.row == changed]
+                after = [each for each in gate.rows().values() if each.row == changed]
             assert after, (row, name)
             facts, old = (
                 [(each.constants, each.num_warps, each.num_stages, each.options) for each in group]
@@ -74,9 +69,9 @@ def test_a_refused_row_says_why_and_is_one_that_attention_looks_up():
 
 def test_what_rows_accept_is_what_their_kernels_need():
     """Spills and shared memory are the most of the manifest's, no byte more."""
-    manifest = json.loads(kernel_manifest.MANIFEST.read_text())["3.6.0"]
+    manifest = json.loads(gate.MANIFEST.read_text())["3.6.0"]
     need: dict[int, list[dict]] = {}
-    for name, each in kernel_manifest.rows().items():
+    for name, each in gate.rows().items():
         need.setdefault(ROWS.index(each.row), []).append(manifest[name])
     for at, facts in need.items():
         assert ROWS[at].spills == max(each["spilled"] for each in facts), ROWS[at]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools/kernel_manifest.py"
+TOOL = ROOT / "kernels/tools/manifest.py"
 
 
 @pytest.fixture
@@ -74,20 +74,17 @@ def test_bad_configurations_are_found(gate):
 
 
 def test_a_difference_from_the_manifest_is_named():
-    sys.path.insert(0, str(ROOT / "tools"))
-    import kernel_manifest
+    from megatron.kernels.tools import manifest
 
     same, other = {"registers": 32, "spilled": 0}, {"registers": 40, "spilled": 0}
-    assert kernel_manifest.differences({"a": same}, {"a": same}, whole=True) == []
-    assert kernel_manifest.differences(
-        {"a": other, "b": same}, {"a": same, "c": same}, whole=True
-    ) == [
+    assert manifest.differences({"a": same}, {"a": same}, whole=True) == []
+    assert manifest.differences({"a": other, "b": same}, {"a": same, "c": same}, whole=True) == [
         "b: not in the manifest",
         "a: registers 40, the manifest has 32",
         "c: in the manifest, but no kernel has it",
     ]
     assert (
-        kernel_manifest.differences(
+        manifest.differences(
             {"a": {"instructions": 1020}}, {"a": {"instructions": 1000}}, whole=True
         )
         == []
@@ -95,7 +92,7 @@ def test_a_difference_from_the_manifest_is_named():
     for other in (1021, 979, None):
         assert (
             len(
-                kernel_manifest.differences(
+                manifest.differences(
                     {"a": {"instructions": other}}, {"a": {"instructions": 1000}}, whole=True
                 )
             )

@@ -5,17 +5,13 @@ stopped.
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "benchmark_peers")]
-import tune_kernels as tool  # noqa: E402
-import tuned_operators  # noqa: E402
-from megatron.kernels import configurations  # noqa: E402
-from megatron.kernels.configurations import Row, find  # noqa: E402
+from megatron.kernels import configurations
+from megatron.kernels.configurations import Row, find
+from megatron.kernels.tools import tune as tool
+from megatron.kernels.tools import tuned_operators
 
 ABOUT = {"gpu": "H200", "torch": "2.11", "triton": "3.6.0", "tiny": False, "date": "2026-01-01"}
 
@@ -150,7 +146,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(
             sys,
             "argv",
-            ["tune_kernels.py", "--tiny", "--out", str(tmp_path / "tuned.jsonl"), *arguments],
+            ["tune.py", "--tiny", "--out", str(tmp_path / "tuned.jsonl"), *arguments],
         )
         assert tool.main() == 0
         return capsys.readouterr().out.splitlines()[-1]

@@ -15,16 +15,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.benchmarks.loopback import own_loopback, sent_bytes  # noqa: F401
 from parity.worker import run_case
 from torch.distributed import distributed_c10d
 
 from megatron.distributed.collectives import ALL_GATHER, REDUCE_SCATTER
 from megatron.model.block import LayerBlock
 from megatron.parallel.layer_passes import LayerPasses
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
-from loopback import own_loopback, sent_bytes  # noqa: E402, F401
 
 # Functions of distributed/collectives.py and distributed/p2p.py that send and receive, and what
 # they are.

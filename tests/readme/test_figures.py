@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import document_results as tool  # noqa: E402
-from benchmark_checkpoint import section as checkpoint_section  # noqa: E402
+from megatron.benchmarks.checkpoint import section as checkpoint_section  # noqa: E402
 
 INTERVAL = re.compile(r"\d\.\d+ \(\d+\.\d+-\d+\.\d+\)")
 COUNTED = re.compile(
@@ -84,7 +84,7 @@ def test_the_sections_that_benchmarks_write_are_those_of_their_results():
         for part in (match[0] for match in GENERATED.finditer(text))
         for name in [re.search(r"<!-- (\w+): begin", part)[1]]
     }
-    assert found["benchmark_checkpoint"] == checkpoint_section(tool.result("checkpoint"))
+    assert found["checkpoint"] == checkpoint_section(tool.result("checkpoint"))
     runs = tool.result("parallel_write")["runs"]
     for stage, mode in {(run["stage"], run["mode"]) for run in runs}:
         most = (

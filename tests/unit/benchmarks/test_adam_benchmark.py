@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks/peers"))
 
-import benchmark_adam as tool
 from adam_step import SIDES, Segments
+from megatron.benchmarks import adam as tool
 
 
 def test_the_sides_are_those_that_can_be_told_apart():

@@ -8,14 +8,10 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
-
-import benchmark_checkpoint as tool
-import parallel_write
+from megatron.benchmarks import checkpoint as tool
+from megatron.benchmarks import parallel_write
 
 MIB = 1 << 20
 RANK_BYTES = 384 * 16**2 + 768  # --hidden 16: matrices and norms

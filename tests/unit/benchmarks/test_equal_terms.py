@@ -9,13 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
+from megatron.benchmarks import checkpoint, training, zero
+from megatron.benchmarks.turn_group import Group
 
-import benchmark_checkpoint  # noqa: E402
-import benchmark_training  # noqa: E402
-import benchmark_zero  # noqa: E402
-from turn_group import Group  # noqa: E402
+ROOT = Path(__file__).resolve().parents[3]
 
 FAULTS = """
 import resource, torch
@@ -49,7 +46,7 @@ def page_faults(ours: bool, environment: dict[str, str]) -> int:
 def test_the_settings_of_peers_keep_memory_as_our_mallopt_does():
     pages = 8 * (32 << 20) // 4096
     assert page_faults(False, {}) >= 0.5 * pages / 512  # huge pages make few faults, never none
-    assert page_faults(False, benchmark_training.KEPT_MEMORY) <= 8
+    assert page_faults(False, training.KEPT_MEMORY) <= 8
     assert page_faults(True, {}) <= 8
 
 
@@ -60,29 +57,27 @@ def test_every_program_is_started_with_them(monkeypatch):
         given.append(env)
         raise InterruptedError
 
-    monkeypatch.setattr(benchmark_training.subprocess, "Popen", popen)
-    work = benchmark_training.SETTINGS["fp32"]
+    monkeypatch.setattr(training.subprocess, "Popen", popen)
+    work = training.SETTINGS["fp32"]
     for who in ("ours", "plain loop"):
         try:
-            benchmark_training.run(who, work, Path("peers"), Path("start"))
+            training.run(who, work, Path("peers"), Path("start"))
         except InterruptedError:
             pass
-    assert len(given) == 2 and all(
-        env.items() >= benchmark_training.KEPT_MEMORY.items() for env in given
-    )
+    assert len(given) == 2 and all(env.items() >= training.KEPT_MEMORY.items() for env in given)
 
 
 def test_turns_are_taken_with_them():
     group = Group("any", [sys.executable, "-c", ANSWER], 1)
     try:
-        assert group.turn("") == [[int(benchmark_training.KEPT_MEMORY["MALLOC_TRIM_THRESHOLD_"])]]
+        assert group.turn("") == [[int(training.KEPT_MEMORY["MALLOC_TRIM_THRESHOLD_"])]]
     finally:
         group.end()
 
 
 def test_deepspeed_is_timed_with_its_own_defaults_too():
-    assert {f"deepspeed-{stage}-default" for stage in range(4)} <= benchmark_zero.SYSTEMS.keys()
-    source = ast.parse((ROOT / "tools/benchmark_peers/zero_peer.py").read_text())
+    assert {f"deepspeed-{stage}-default" for stage in range(4)} <= zero.SYSTEMS.keys()
+    source = ast.parse((ROOT / "benchmarks/peers/zero_peer.py").read_text())
     knobs = {
         node.value
         for node in ast.walk(source)
@@ -97,7 +92,7 @@ def test_deepspeed_is_timed_with_its_own_defaults_too():
                 "peer.zero_settings(2, None)]))"
             ),
         ],
-        cwd=ROOT / "tools/benchmark_peers",
+        cwd=ROOT / "benchmarks/peers",
         capture_output=True,
         text=True,
         check=True,
@@ -107,8 +102,8 @@ def test_deepspeed_is_timed_with_its_own_defaults_too():
 
 
 def test_checkpoints_are_compared_with_equal_threads():
-    assert {"ours, 1 thread", "raw pwrite, 2 threads"} <= set(benchmark_checkpoint.SYSTEMS)
-    rows = {what: (above, below) for what, above, below, *_ in benchmark_checkpoint.goals("tmpfs")}
+    assert {"ours, 1 thread", "raw pwrite, 2 threads"} <= set(checkpoint.SYSTEMS)
+    rows = {what: (above, below) for what, above, below, *_ in checkpoint.goals("tmpfs")}
     assert rows["torch.save's time by ours with 1 thread"] == ("torch.save", "ours, 1 thread")
     assert rows["DCP's time by ours with 1 thread"] == ("DCP", "ours, 1 thread")
     assert rows["time by raw pwrite's with 2 threads"] == ("ours", "raw pwrite, 2 threads")
@@ -129,5 +124,5 @@ def test_raw_writes_of_two_threads_hold_every_byte(tmp_path):
         assert files[1].read_bytes() == bytes(peer.raw_bytes(tensors["b"]))
     """
     subprocess.run(
-        [sys.executable, "-c", program, tmp_path], cwd=ROOT / "tools/benchmark_peers", check=True
+        [sys.executable, "-c", program, tmp_path], cwd=ROOT / "benchmarks/peers", check=True
     )

@@ -4,14 +4,10 @@ fault, rows that were not run say so.
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
-
-import benchmark_kernels as tool
+from megatron.benchmarks import kernels as tool
 from megatron.kernels.dispatch import OPERATORS
 
 

@@ -6,8 +6,7 @@ import random
 import statistics
 
 import pytest
-
-from tools.ratio_rule import bootstrap, verdict
+from megatron.benchmarks.ratio_rule import bootstrap, verdict
 
 
 def test_a_clear_win_passes_and_reports_its_median():

@@ -14,13 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
-
-import benchmark_training as tool
-import common
 import torch
-from common import StepClock, Work, parse_work, rank_samples, report, tensor_of
+from megatron.benchmarks import training as tool
+from megatron.benchmarks.peers import common
+from megatron.benchmarks.peers.common import (
+    StepClock,
+    Work,
+    parse_work,
+    rank_samples,
+    report,
+    tensor_of,
+)
 
 from megatron.config.arguments import parse_arguments
 

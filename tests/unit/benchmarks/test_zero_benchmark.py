@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks/peers"))
 
-import benchmark_zero as tool
 from live_bytes import LiveBytes
-from loopback import sent_bytes
-from turn_group import Group
+from megatron.benchmarks import zero as tool
+from megatron.benchmarks.loopback import sent_bytes
+from megatron.benchmarks.turn_group import Group
 from turns import Turns
 
 from megatron.config.arguments import parse_arguments

@@ -7,14 +7,10 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
-
-import benchmark_zero_gpu as tool
+from megatron.benchmarks import zero_gpu as tool
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve

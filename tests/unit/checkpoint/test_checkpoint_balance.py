@@ -5,15 +5,11 @@ in every rank's own plan and in the files.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from megatron.benchmarks.parallel_write import byte_count, imbalance, optimizers, written
 from reshard_cases import start as start_run
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
-
-from parallel_write import byte_count, imbalance, optimizers, written
 
 from megatron.checkpoint.manifest import MANIFEST, iteration_folder
 from megatron.config.arguments import parse_arguments

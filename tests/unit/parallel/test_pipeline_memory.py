@@ -4,17 +4,12 @@ bounds; and the table that users are shown.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.benchmarks.peers.pipeline_rank import TINY, VIRTUAL, Job, memory
 from torch.multiprocessing.reductions import StorageWeakRef
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools/benchmark_peers"))
-
-from pipeline_rank import TINY, VIRTUAL, Job, memory
 
 from megatron.distributed.groups import Layout
 from megatron.distributed.setup import make_groups

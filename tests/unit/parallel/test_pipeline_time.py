@@ -5,21 +5,13 @@ says so.
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path[:0] = [
-    str(Path(__file__).resolve().parents[3] / "tools"),
-    str(Path(__file__).resolve().parents[3] / "tools/benchmark_peers"),
-]
-
-import benchmark_pipeline as tool
-import pipeline_rank
+from megatron.benchmarks import pipeline as tool
+from megatron.benchmarks.peers import pipeline_rank
 from unit.by_hand import KeptWeights
 
 from megatron.distributed.groups import Layout
@@ -79,7 +71,7 @@ class Clock(Layer):
 
 
 def clocked_step(name: str, costs: dict[str, list[float]]) -> list[dict]:
-    """One step of a schedule on this rank, as benchmark_pipeline reads it."""
+    """One step of a schedule on this rank, as benchmarks/pipeline.py reads it."""
     groups = make_groups(Layout(pp=dist.get_world_size()), None)
     placement = place(name, RANKS, tool.SCHEDULES[name])
     schedule = build_schedule(name, RANKS, tool.SCHEDULES[name], MICRO_BATCHES)

@@ -6,20 +6,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.benchmarks.peers.pipeline_rank import VIRTUAL, memory
 from test_memory import BATCH, DRY, GROUPED, KERNELS, LOSS, ROPE, SEQ, VOCAB, Kept
-from unit.zero.measure import launches_of_nothing
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools/benchmark_peers"))
-
-from pipeline_rank import VIRTUAL, memory
 from unit.by_hand import KeptWeights, backward_input, forward
+from unit.zero.measure import launches_of_nothing
 
 from megatron.config.groups import (
     Config,

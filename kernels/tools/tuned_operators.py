@@ -1,4 +1,4 @@
-"""What tune_kernels.py times for a row of the table of configurations, and the definition's results
+"""What tune.py times for a row of the table of configurations, and the definition's results
 in fp32 to compare small cases with.
 """
 
