@@ -29,7 +29,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"layers", "model", "parallel", "optimizer", "checkpoint", "data", "observe", "plan", ""},
 }
 RECORDED = {"tests/unit/config/launch_scripts.py"}  # text of others, kept as it was published
-PROGRAM_FOLDERS = ("megatron", "kernels", "tools", "scripts")
+PROGRAMS = ("tools.", "benchmarks.", "campaigns.", "kernels.tools.")  # as names in `megatron`
+PROGRAM_FOLDERS = ("megatron", "kernels", "tools", "benchmarks", "scripts")
 LONGEST_FILE = 850  # lines of at most 100 columns; the aim is 500
 LARGEST_FUNCTION = 350  # syntax nodes; kernels that Triton compiles may have more
 LARGE_FUNCTIONS = {  # and these: launches with many arguments, a definition, a list of attributes
@@ -44,11 +45,13 @@ LARGE_FUNCTIONS = {  # and these: launches with many arguments, a definition, a 
 # data, one entry a line: any length
 TABLES = {"megatron/config/compatibility.py", "megatron/config/groups.py"}
 # optional libraries by a name that they are given; kernels
-COMPUTED_IMPORTS = {"megatron/data/tokenizer.py", "kernels/apex.py", "tools/kernel_manifest.py"}
+COMPUTED_IMPORTS = {"megatron/data/tokenizer.py", "kernels/apex.py", "kernels/tools/manifest.py"}
 PICKLE_MODULES = {"pickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 PICKLE_CALLS = {"torch.load", "torch.save", "numpy.load", "np.load"}
 # times others' formats; what it writes is deleted unread
-PICKLE_MEASURED = {"tools/benchmark_peers/checkpoint_rank.py"}
+PICKLE_MEASURED = {"benchmarks/peers/checkpoint_rank.py"}
+# run as a file, a tool finds `megatron` by the first; the second reads tables of tests/
+PATH_EDITS = {"tools/_checkout.py", "tools/document_results.py"}
 MACHINE_PATH = re.compile(r"(?<![\w.~}])/(?:work|root|home|farm|Users|tmp|opt|scratch)/\w")
 
 
@@ -69,9 +72,9 @@ def breaches(root: Path) -> list[str]:
         for line, module in _imports(tree, name):
             found += [f"{name}:{line}: {problem}" for problem in _import_problems(name, module)]
         found += [f"{name}:{line}: {problem}" for line, problem in _statements(tree, name)]
-        if name.startswith(("megatron/", "kernels/")):
+        if _in_library(name):
             found += [f"{name}:{line}: {problem}" for line, problem in _large(tree, name)]
-        for node in ast.walk(tree) if name.startswith(("megatron/", "kernels/")) else ():
+        for node in ast.walk(tree) if _in_library(name) else ():
             if isinstance(node, ast.ClassDef):
                 first = classes.setdefault(node.name, f"{name}:{node.lineno}")
                 if first != f"{name}:{node.lineno}":
@@ -101,6 +104,11 @@ def breaches(root: Path) -> list[str]:
 def _python_files(root: Path) -> list[Path]:
     files = [path for folder in PROGRAM_FOLDERS for path in (root / folder).rglob("*.py")]
     return sorted([*files, *root.glob("*.py")])
+
+
+def _in_library(name: str) -> bool:
+    """Whether an installation has this file: kernels/tools/ holds programs, which stay behind."""
+    return name.startswith(("megatron/", "kernels/")) and not name.startswith("kernels/tools/")
 
 
 def _packages(root: Path) -> Iterator[str]:
@@ -154,16 +162,15 @@ def _import_problems(name: str, module: str) -> Iterator[str]:
     if top in PICKLE_MODULES:
         yield f"imports {top}: nothing here reads or writes pickles"
     parts = name.split("/")
-    room = (
-        parts[0]
-        if parts[0] == "kernels"
-        else parts[1]
-        if parts[0] == "megatron" and len(parts) > 2
-        else None
-    )
+    room = None
+    if _in_library(name):
+        room = parts[0] if parts[0] == "kernels" else parts[1] if len(parts) > 2 else None
     if name == "megatron/__init__.py" and top == "megatron":
         yield "the package itself imports nothing of the project"
     if top != "megatron" or room is None:
+        return
+    if f"{rest}.".startswith(PROGRAMS):
+        yield f"imports {module}, a program that an installation may not have"
         return
     target = rest.split(".")[0] if rest.split(".")[0] in MAY_IMPORT else ""
     allowed = MAY_IMPORT.get(room, set()) | {room, "config"}
@@ -172,8 +179,10 @@ def _import_problems(name: str, module: str) -> Iterator[str]:
 
 
 def _statements(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:
-    """Pickle calls anywhere; `global` and environment variables inside the library."""
-    library = name.startswith(("megatron/", "kernels/"))
+    """Pickle calls anywhere; sys.path in tools; `global` and environment variables inside the
+    library.
+    """
+    library = _in_library(name)
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)
@@ -187,6 +196,13 @@ def _statements(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:
                     "(docs/checkpoint.md)"
                 ),
             )
+        if (
+            name.startswith("tools/")
+            and name not in PATH_EDITS
+            and isinstance(node, ast.Attribute)
+            and _dotted(node) == "sys.path"
+        ):
+            yield node.lineno, "edits sys.path: import _checkout, as the other tools do"
         if library and isinstance(node, ast.Global):
             yield node.lineno, "global statement: pass the object down"
         asks = isinstance(node, ast.Call) and _dotted(node.func) in ("os.getenv", "os.environ.get")

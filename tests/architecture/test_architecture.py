@@ -31,10 +31,11 @@ def tree(tmp_path: Path) -> Path:
         ]
         (folder / "good.py").write_text("\n".join(["import torch", *imports, ""]))
     (tmp_path / "megatron/__init__.py").write_text('__version__ = "0"\n')
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools/tool.py").write_text(
-        "from megatron.data import good\nfrom megatron.training import good as also\n"
-    )
+    for folder in ("tools", "benchmarks", "kernels/tools"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tool.py").write_text(
+            "from megatron.data import good\nfrom megatron.training import good as also\n"
+        )
     assert breaches(tmp_path) == []
     return tmp_path
 
@@ -99,6 +100,9 @@ def tree(tmp_path: Path) -> Path:
         ),
         ("kernels/__init__.py", "", "must not exist"),
         ("tools/bad.py", "import kernels.philox", "imports `kernels`"),
+        ("kernels/bad.py", "import megatron.kernels.tools.tune", "a program that"),
+        ("megatron/training/bad.py", "from megatron import benchmarks", "a program that"),
+        ("tools/bad.py", "import sys\nsys.path.append('x')", "edits sys.path"),
         (
             "megatron/__init__.py",
             "from megatron.model import gpt",
@@ -182,7 +186,7 @@ def test_all_is_formatted():
     command = [sys.executable, "-m", "ruff", "format", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    folders = ("campaigns", "kernels", "megatron", "scripts", "tests", "tools")
+    folders = ("benchmarks", "campaigns", "kernels", "megatron", "scripts", "tests", "tools")
     files = [
         *ROOT.glob("*.py"),
         *(file for name in folders for file in (ROOT / name).rglob("*.py")),

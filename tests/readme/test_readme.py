@@ -145,7 +145,12 @@ def test_paths_exist_and_every_package_is_on_the_map():
     packages = {
         f"megatron/{path.parent.name}/" for path in (ROOT / "megatron").glob("*/__init__.py")
     }
-    tools = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tools").glob("*.py")}
+    tools = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("tools", "benchmarks", "kernels/tools")
+        for path in (ROOT / folder).glob("*.py")
+        if not path.name.startswith("_")
+    }
     tests = {
         f"tests/{path.name}/" for path in (ROOT / "tests").iterdir() if any(path.glob("test_*.py"))
     }
