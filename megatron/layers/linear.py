@@ -2,10 +2,11 @@
 tensor-parallel ranks.
 
 Weight gradients never appear as `.grad`: each parameter carries `main_grad`, a view of its block's
-gradient buffer (fp32, or fp64 in a float64 run), and the functions below add into it. A weight
-whose attribute `overwrite_main_grad` is set holds nothing to add to: its first product overwrites what is there,
-which saves clearing and reading it. s sequence, b batch, i in, o out; under sequence parallelism s
-is this rank's part wherever a value lies outside a pair of column- and row-parallel layers.
+gradient buffer (fp32, or fp64 in a float64 run), and the functions below add into it. Where a
+weight's attribute `overwrite_main_grad` is set, main_grad holds nothing to add to: the first
+product overwrites it, which saves clearing and reading it. s sequence, b batch, i in, o out; under
+sequence parallelism s is this rank's part wherever a value lies outside a pair of column- and
+row-parallel layers.
 
 Tensor parallelism (Shoeybi et al. 2019): a column-parallel layer holds some of the outputs, a
 row-parallel layer some of the inputs. Sequence parallelism (Korthikanti et al. 2022) splits each

@@ -312,7 +312,7 @@ class Block:
             if low < high:
                 yield buffer[low - self.own[0] : high - self.own[0]]
 
-    def counted(self, groups: Groups, piece: Piece | None = None) -> list[slice]:
+    def counted(self, groups: Groups, piece: Piece | None = None) -> list[Piece]:
         """The parts of a buffer as in `boxes` that this rank counts, such that over all ranks each
         element of the model comes once: of those that hold the same parameters each counts a slice;
         what tensor-parallel ranks share, the first counts.

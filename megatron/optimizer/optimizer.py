@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -83,7 +83,6 @@ class Optimizer:
         self.blocks, self.groups, self.all_gather_weights = blocks, groups, all_gather_weights
         self.config = self.chosen.optimizer
         self.trained = [block for block in blocks if block.trained]
-        self.counted = {block: block.counted(groups) for block in self.trained}
         self.wide = accumulation_dtype(blocks[0].weight.dtype)
         self.rule, self.host_rule = rules_of(self.config)
         self.host = HostSteps(blocks)
@@ -183,6 +182,11 @@ class Optimizer:
                 self.used_up.add(block)
             else:
                 block.drop()
+
+    @cached_property
+    def counted(self) -> dict[Block, list[slice]]:
+        """The parts of each gradient that this rank counts."""
+        return {block: block.counted(self.groups) for block in self.trained}
 
     def grad_sq_sum(self) -> Tensor:
         """This rank's share of the gradient's sum of squares (float64)."""

@@ -84,6 +84,13 @@ class Zero:
         self.gather_stream, self.reduce_stream = (
             torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)
         )
+        self.following = dict(pairwise(blocks))
+        self._begin_with_nothing()
+
+    def _begin_with_nothing(self) -> None:
+        """What passes change; between two steps all of it is empty but `deferred`, `gathering` and
+        the counts.
+        """
         # stages 2 and 3, by layer and micro-batch: of a split backward pass, what its first half
         # completes
         self.early: dict[tuple[Layer, int], list[Tensor]] = {}
@@ -91,7 +98,6 @@ class Zero:
         self.remaining: Counter[Buffers] = Counter()
         self.gathering: dict[Block, Handle] = {}
         self.deferred: dict[Block, Callable[[], None]] = {}
-        self.following = dict(pairwise(blocks))
         # passes of a block's layers from one reduction to the next
         self.period: dict[Block, int] = {}
         self.due: dict[Block, int] = {}

@@ -113,11 +113,12 @@ class LayerPasses:
             return None, None
         if saved is None:  # a frozen embedding
             return None, None
-        graph = saved if isinstance(saved, Graph) else self.forward(layer, *saved, again=True)[1]
+        if isinstance(saved, Inputs):
+            _, saved = self.forward(layer, saved.x, saved.micro, again=True)
         if kind is Kind.BACKWARD:
-            return self._differentiate(layer, graph, dy), None
+            return self._differentiate(layer, saved, dy), None
         with deferring_weight_grads(layer) as left:
-            return self._differentiate(layer, graph, dy, left), left
+            return self._differentiate(layer, saved, dy, left), left
 
     def _differentiate(
         self, layer: Layer, graph: Graph, dy: Tensor, left: Sequence[WeightGrad] = ()

@@ -160,6 +160,7 @@ class Pipeline:
         consumed.
         """
         left: deque[Any] = deque()
+        kept: Any
         for layer, kind in self.calls[action.kind, action.stage]:
             self.weights.acquire(layer, kind, action.micro)
             if kind is Kind.FORWARD:
@@ -285,7 +286,7 @@ class _Step:
         (self.inbox if here else self.outbox)[to] = y
 
     def _received(self, message: Message, action: Action) -> Tensor:
-        """The input of a computation, which a neighbour sends or another stage of this rank made."""
+        """The input of a computation, from a neighbour or from another stage of this rank."""
         coming = self.inbox.pop(message)
         if isinstance(coming, Tensor):
             return coming

@@ -169,7 +169,9 @@ def save(run: Run) -> None:
     """Write a checkpoint of the run as it stands, or begin to, when --save is given. A failed save
     is said, and stops nothing.
     """
-    if run.checkpoints is not None:
+    if run.checkpoints is None:
+        return
+    with run.timers("save-checkpoint"):
         run.zero.wait_for_weights()  # a checkpoint is of weights after the step
         run.checkpoints.save(
             run.progress.iteration,
@@ -181,11 +183,12 @@ def save(run: Run) -> None:
 
 def save_local(run: Run) -> None:
     """Write a checkpoint to the local tier alone."""
-    run.zero.wait_for_weights()
-    check = partial(DesyncCheck(run.optimizer).check, run.checkpoints.ranks)
-    run.checkpoints.local_checkpoints.save(
-        run.progress.iteration, _own_pairs(run.config, run.optimizer), run_state(run), check
-    )
+    with run.timers("save-checkpoint"):
+        run.zero.wait_for_weights()
+        check = partial(DesyncCheck(run.optimizer).check, run.checkpoints.ranks)
+        run.checkpoints.local_checkpoints.save(
+            run.progress.iteration, _own_pairs(run.config, run.optimizer), run_state(run), check
+        )
 
 
 def finalize(run: Run) -> bool:

@@ -373,12 +373,10 @@ def train(run: Run) -> Exit:
                 or evaluate_all(run, "validation") is None
             )
             exit_now = exit_now or run.exits.check(iteration)
-        if due.save or due.save_local or due.end or exit_now:
-            with run.timers("save-checkpoint"):
-                if due.save or due.end or exit_now:
-                    save(run)
-                else:
-                    save_local(run)
+        if due.save or due.end or exit_now:
+            save(run)
+        elif due.save_local:
+            save_local(run)
         interval.outside += time.perf_counter() - paused
         if exit_now and (progress.evaluation_due or not due.end):
             return (

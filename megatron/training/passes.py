@@ -82,9 +82,15 @@ def run_micro_batches(
     if run.counts:
         for index, each in found.losses.items():
             sums[0, index] = each[1]
+    return MicroBatchSums(sums[0], sums[1], _scalars(run, found.scalars))
+
+
+def _scalars(run: Run, found: dict[str, Tensor]) -> Tensor:
+    """Scalars in the order of GPTModel.scalars, such that the sum over all ranks counts each part
+    once.
+    """
     scalars = torch.zeros(len(run.model.scalars), dtype=torch.float64, device=run.device)
     for index, spec in enumerate(run.model.scalars):
-        # such that the sum over all ranks counts each part once
-        if spec.name in found.scalars and (run.groups.tp.rank == 0 or "tp" in spec.parts):
-            scalars[index] = found.scalars[spec.name]
-    return MicroBatchSums(sums[0], sums[1], scalars)
+        if spec.name in found and (run.groups.tp.rank == 0 or "tp" in spec.parts):
+            scalars[index] = found[spec.name]
+    return scalars

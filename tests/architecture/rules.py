@@ -40,7 +40,6 @@ LARGE_FUNCTIONS = {  # and these: launches with many arguments, a definition, a 
     "kernels/attention_launch.py": {"compiled"},
     "kernels/fp8.py": {"quantise_fp8"},
     "kernels/norm.py": {"norm_backward"},
-    "megatron/optimizer/zero.py": {"__init__"},
 }
 # data, one entry a line: any length
 TABLES = {"megatron/config/compatibility.py", "megatron/config/groups.py"}

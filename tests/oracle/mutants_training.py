@@ -672,14 +672,14 @@ def _(original):
 # ---- logging and evaluation
 
 
-@mutant("logging", "the loss a mean of micro-batches' means", "documents", step.Report, "loss")
+@mutant("logging", "the loss a mean of micro-batches' means", "documents", step.StepHandle, "read")
 def _(original):
-    return property(
-        lambda self: (
-            sum(each / count for each, count in zip(self.losses, self.tokens, strict=True))
-            / len(self.losses)
-        )
-    )
+    def read(handle):
+        report = original(handle)
+        means = (each / n for each, n in zip(report.losses, report.tokens, strict=True))
+        return dataclasses.replace(report, loss=sum(means) / len(report.losses))
+
+    return read
 
 
 @mutant("logging", "the last loss of an interval for its mean", "sgd", loop, "log")

@@ -374,9 +374,9 @@ MUTANTS = (
     Mutant(
         "no dropout in the second run of recomputation",
         "megatron/parallel/layer_passes.py",
-        "self.forward(layer, *saved, again=True)[1]",
-        """self.forward(layer, saved[0], __import__("dataclasses").replace(
-            saved[1], dropout=None, hidden_dropout=None), again=True)[1]""",
+        "self.forward(layer, saved.x, saved.micro, again=True)",
+        """self.forward(layer, saved.x, __import__("dataclasses").replace(
+            saved.micro, dropout=None, hidden_dropout=None), again=True)""",
         ("fp64-recompute-pp2-zero-bubble",),
     ),
     Mutant(
