@@ -2,6 +2,7 @@
 the attention core.
 
 s query length, t key length, b batch, n query heads, g key/value heads, d head dim, h hidden.
+Called from model/block.py, once a layer; model/gpt.py asks it for the mask of a micro-batch.
 """
 
 from __future__ import annotations

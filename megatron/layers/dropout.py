@@ -1,5 +1,7 @@
 """Dropout whose mask is a pure function of (seed, layer, site, sample, position): equal under
 recompute and in every layout.
+
+s sequence, b batch, h hidden. Called from model/block.py and layers/attention.py.
 """
 
 from __future__ import annotations

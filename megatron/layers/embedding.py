@@ -1,4 +1,7 @@
-"""Embedding lookup whose weight gradient accumulates into `main_grad`."""
+"""Embedding lookup whose weight gradient accumulates into `main_grad`.
+
+s sequence, b batch, h hidden, v rows of the table. Called from model/block.py.
+"""
 
 from __future__ import annotations
 

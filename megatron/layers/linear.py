@@ -22,7 +22,9 @@ this rank's part of the sequence, never a gathered copy. Collectives of s b h el
     row          -                       -
     row, SP      all-gather of dy        all-gather of dy
 
-An unsplit backward has those of B and column's of W.
+An unsplit backward has those of B and column's of W. Called from layers/attention.py, layers/mlp.py
+and model/block.py; parallel/layer_passes.py opens and empties the list of deferred weight
+gradients.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Token cross-entropy over the real vocabulary, its gradient formed in the logits' own storage."""
+"""Token cross-entropy over the real vocabulary, its gradient formed in the logits' own storage.
+
+n tokens, s sequence, b batch, v vocabulary. Called from model/block.py and
+layers/linear_cross_entropy.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """The MLP: h -> f -> h with GELU, squared ReLU or a gated activation. s sequence, b batch, h
 hidden, f ffn width.
+
+Called from model/block.py, once a layer.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 gradients into `main_grad`.
 
 Computed by PyTorch, by NVIDIA's apex (never run), or by kernels/norm.py, which also takes the
-residual addition in front and the sum of two gradients behind.
+residual addition in front and the sum of two gradients behind. s sequence, b batch, h hidden.
+Called from model/block.py, and from layers/attention.py for queries and keys.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@ sequence, b batch, n heads, d head dim.
 
 Channels i and i + r/2 of the r rotating ones form a pair (the "halves" convention of GPT-NeoX and
 Hugging Face). Sources: Su et al. 2021 (RoPE); Chen et al. 2023 (linear); Llama 3.1 release
-(by-parts); Peng et al. 2023 (YaRN).
+(by-parts); Peng et al. 2023 (YaRN). Called from layers/attention.py; model/gpt.py makes the table
+of a micro-batch.
 """
 
 from __future__ import annotations

@@ -6,7 +6,9 @@ values, weight decay, how ranks cut it, whose gradients are added up. A *paramet
 fuse several logical tensors, hold padding, or be one rank's share of them; its `ParameterSpec` says
 which. A `Box` is the part of one logical tensor that a rank's parameter holds.
 
-No name is matched anywhere: a new layer declares its tensors here and is complete.
+No name is matched anywhere: a new layer declares its tensors here and is complete. Called from
+every module that owns parameters, and read by model/init.py, optimizer/blocks.py and the
+checkpoints.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """How a layer shares its matrices over an axis (TP), and whether activations between matrices are
 split along the sequence (SP).
+
+Made by model/build.py, and read by every layer that shares a matrix.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 An ordinary torch.nn module trains like our layers: its gradients join theirs (model/block.py), its
 weights are drawn and lie in checkpoints by the module's name (layers/spec.py). What cannot do so is
-refused here, by name, when the model gets its storage.
+refused here, by name, when the model gets its storage. Called from optimizer/blocks.py, when a
+model is given its storage.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The model of a run's flags, as one rank holds it."""
+"""The model of a run's flags, as one rank holds it.
+
+Called from training/pretrain.py and plan/memory.py.
+"""
 
 from __future__ import annotations
 

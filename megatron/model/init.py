@@ -1,5 +1,7 @@
 """Initial weights: each element of a logical tensor is a function of (seed, name, row, column),
 whatever the layout.
+
+Called from optimizer/optimizer.py, box by box of the master weights.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Which implementation computes each operator of a run: the one place where flags, device and
 precision meet the dispatch table.
+
+Called from model/build.py and optimizer/optimizer.py; the banner prints what it chose.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""How the units of a model are cut into pipeline stages."""
+"""How the units of a model are cut into pipeline stages.
+
+Called from model/build.py and the plan.
+"""
 
 from __future__ import annotations
 

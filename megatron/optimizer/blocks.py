@@ -16,7 +16,9 @@ it:
 
 Gradients exist from the first backward pass of a step to the update. A frozen block has the weight
 alone, its slice at stage 3. Of an offloaded block (stage 3) what a gather reads is in the host's
-memory: the device has the whole weight while it is needed, and nothing else of it.
+memory: the device has the whole weight while it is needed, and nothing else of it. Called from
+training/pretrain.py, which builds the buffers, and from optimizer/zero.py and
+optimizer/optimizer.py in every step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The gradient's global norm and the one coefficient that unscales, normalises and clips it."""
+"""The gradient's global norm and the one coefficient that unscales, normalises and clips it.
+
+Called from optimizer/optimizer.py, once a step.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ Blocks that are stepped on the host (offload.py) are not stepped at once: their 
 outcome, and training/step.py hands them to ZeRO, which carries each out before its weights are
 needed. What it keeps of a block is in memory or in files: state.py is how both are read and
 written. Update rules act element by element on slices (update.py), or on whole matrices
-(matrices.py).
+(matrices.py). Called from training/step.py, once a step.
 """
 
 from __future__ import annotations

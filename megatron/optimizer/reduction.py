@@ -2,7 +2,8 @@
 tensor-parallel ranks, over a tied matrix's ends.
 
 Sums, never means: the loss is divided by the global token count once, when the optimizer steps. All
-of them act on the gradients of what this rank updates, which under ZeRO are slices.
+of them act on the gradients of what this rank updates, which under ZeRO are slices. Called from
+optimizer/zero.py at the end of a step's backward passes.
 """
 
 from __future__ import annotations

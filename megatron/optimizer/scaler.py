@@ -1,4 +1,7 @@
-"""Loss scaling for fp16: dynamic as in Megatron-LM, or constant."""
+"""Loss scaling for fp16: dynamic as in Megatron-LM, or constant.
+
+Called from training/loop.py, when the outcome of a step is known.
+"""
 
 from __future__ import annotations
 

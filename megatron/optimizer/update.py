@@ -1,5 +1,7 @@
 """Update rules on flat segments: AdamW (torch's fused kernel, torch's plain loop, NVIDIA apex,
 Triton) and SGD with momentum.
+
+Called from optimizer/optimizer.py, segment by segment.
 """
 
 from __future__ import annotations

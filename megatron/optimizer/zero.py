@@ -11,7 +11,8 @@ schedule fixes, and frees it afterwards. No hook, no bucket, no threshold. What 
 gathers comes from the host's memory, likewise beside the block before.
 
 Under a split backward pass the gradients of norms, biases and positions exist before those of the
-matrices: a small buffer keeps them from one half to the other.
+matrices: a small buffer keeps them from one half to the other. Called from parallel/pipeline.py
+around each pass of a layer, and from training/step.py at the end of a step.
 """
 
 from __future__ import annotations

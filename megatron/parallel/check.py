@@ -1,5 +1,8 @@
 """Proof that a schedule is right, for any lists of actions: complete, in order, its messages
 matched, free of deadlock, bounded in memory.
+
+Called from the tests, for every schedule; parallel/pipeline.py and parallel/simulate.py take from
+it who sends what to whom.
 """
 
 from __future__ import annotations

@@ -114,7 +114,8 @@ class LayerPasses:
         if saved is None:  # a frozen embedding
             return None, None
         if isinstance(saved, Inputs):
-            _, saved = self.forward(layer, saved.x, saved.micro, again=True)
+            # the output has no name here: it would live as long as the backward pass
+            saved = self.forward(layer, saved.x, saved.micro, again=True)[1]
         if kind is Kind.BACKWARD:
             return self._differentiate(layer, saved, dy), None
         with deferring_weight_grads(layer) as left:

@@ -3,7 +3,8 @@
 A computation waits for its input alone; sends are started and forgotten until the schedule itself
 proves that they have arrived. Each computation walks the layers of its stage: weights are acquired,
 the pass is made, weights are released. A schedule knows nothing of how weights are sharded, and a
-layer nothing of either. s sequence, b batch, h hidden.
+layer nothing of either. s sequence, b batch, h hidden. Called from training/passes.py and, on
+tensors without memory, from plan/engine.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ order.
 A model is cut into stages, numbered along the forward pass; `placement` says which rank holds each
 (several per rank: virtual stages). A schedule is a pure function of (ranks, virtual stages,
 micro-batches). It knows nothing of the data-parallel side: gathers and reductions follow from the
-order of the computations.
+order of the computations. Called from training/passes.py and the plan; read by
+parallel/pipeline.py.
 """
 
 from __future__ import annotations

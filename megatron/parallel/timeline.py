@@ -1,4 +1,7 @@
-"""When each rank computed what in one step: simulated or measured."""
+"""When each rank computed what in one step: simulated or measured.
+
+Made by parallel/simulate.py and parallel/pipeline.py; drawn by tools/plot_schedule.py.
+"""
 
 from __future__ import annotations
 

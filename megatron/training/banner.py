@@ -1,4 +1,7 @@
-"""What a run says of itself before its first step: the sections of its banner."""
+"""What a run says of itself before its first step: the sections of its banner.
+
+Called from training/pretrain.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """SIGTERM and SIGUSR1 before a run listens to them: there is nothing to save, and the process ends
 with the same exit codes. No torch here.
+
+Called from pretrain_gpt.py before anything else is imported; training/exit.py takes over.
 """
 
 from __future__ import annotations

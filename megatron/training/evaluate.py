@@ -1,5 +1,7 @@
 """Evaluation: always the same batches, the same forward pass, sums divided by the count of valid
 tokens.
+
+Called from training/loop.py.
 """
 
 from __future__ import annotations

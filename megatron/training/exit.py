@@ -1,5 +1,7 @@
 """When and how a run ends before its last iteration: intervals, durations, signals; each saves
 first.
+
+Called from training/loop.py, once a step.
 """
 
 from __future__ import annotations

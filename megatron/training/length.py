@@ -1,4 +1,7 @@
-"""How long a run is: iterations, samples, tokens, and how often it reads its data."""
+"""How long a run is: iterations, samples, tokens, and how often it reads its data.
+
+Called from training/banner.py.
+"""
 
 from __future__ import annotations
 

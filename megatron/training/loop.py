@@ -1,4 +1,7 @@
-"""The training loop: straight-line, from the first line to the last."""
+"""The training loop: straight-line, from the first line to the last.
+
+Called from training/pretrain.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What else in the environment uses the name `megatron`, said once in the banner."""
+"""What else in the environment uses the name `megatron`, said once in the banner.
+
+Called from training/banner.py.
+"""
 
 from __future__ import annotations
 

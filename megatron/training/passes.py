@@ -1,5 +1,7 @@
 """Forward passes, and backward passes with them, over a number of samples: what training and
 evaluation share.
+
+Called from training/step.py and training/evaluate.py.
 """
 
 from __future__ import annotations

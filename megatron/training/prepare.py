@@ -1,4 +1,7 @@
-"""Everything that a run depends on, read and checked before its model is built."""
+"""Everything that a run depends on, read and checked before its model is built.
+
+Called from training/pretrain.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Build a run, in visible order, and carry it out."""
+"""Build a run, in visible order, and carry it out.
+
+Called from pretrain_gpt.py.
+"""
 
 from __future__ import annotations
 

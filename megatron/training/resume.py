@@ -1,4 +1,7 @@
-"""What a checkpoint holds beside tensors, and what a run that loads one must share with it."""
+"""What a checkpoint holds beside tensors, and what a run that loads one must share with it.
+
+Called from training/prepare.py, training/checkpointing.py and training/banner.py.
+"""
 
 from __future__ import annotations
 

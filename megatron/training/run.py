@@ -1,4 +1,7 @@
-"""What one run is made of, and where it stands."""
+"""What one run is made of, and where it stands.
+
+Made by training/pretrain.py, and handed to every function of the loop.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """One optimizer step: forward and backward over the micro-batches, update, and the report that the
 host reads when it must.
+
+Called from training/loop.py.
 """
 
 from __future__ import annotations
