@@ -711,7 +711,7 @@ class CheckpointConfig:
         needs=(LOCAL_FOLDER,),
     )
     """How a lost node is rebuilt. partner: each node also keeps another node's local shards; xor:
-    each node keeps a parity of its set of up to 8 nodes.
+    each node keeps XOR parity blocks of its group of up to 8 nodes.
     """
     save_rate_limit: float | None = flag(
         None,

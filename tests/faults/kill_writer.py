@@ -10,7 +10,7 @@ there.
     python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2 --mode local       # both
     tiers; now and then a node is lost as well
     python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 3 --mode local --writer xor  #
-    the nodes are a set with parities
+    the nodes are an XOR group
     python tests/faults/kill_writer.py --kills 20 --writer in-place                      # a bad
     writer: the campaign must fail
 
@@ -23,7 +23,7 @@ fails at most one save, with one error on all ranks; the next one succeeds. Nega
 `--writer in-place` (no temporary folder) and `overwrite` (one folder for all iterations); with
 --mode async `early` (says that it has saved when it has begun to) and `uncopied` (training goes on
 before the copy is made); with --mode local --ranks 2 `alone` (nothing is copied to the partner),
-with --ranks 3 `half-xor` (a piece of every column is in no parity).
+with --ranks 3 `half-xor` (a piece of every stripe is in no XOR parity block).
 """
 
 from __future__ import annotations

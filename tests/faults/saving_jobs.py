@@ -22,7 +22,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.checkpoint import manifest, writer  # noqa: E402
-from megatron.checkpoint.local import parity, saves  # noqa: E402
+from megatron.checkpoint.local import saves, xor  # noqa: E402
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints, adopt_run_id  # noqa: E402
 from megatron.checkpoint.local.rebuild import LocalCheckpoint  # noqa: E402
 from megatron.checkpoint.manager import CheckpointManager  # noqa: E402
@@ -167,7 +167,7 @@ def step(saver: CheckpointManager) -> None:
 def in_tiers(root: Path, first: int, ranks: Ranks, tell: Tell, redundancy: str = "partner") -> None:
     """Go on from the newest checkpoint of both tiers, told as `found N`, or `wrong`; save in the
     local tier, and each fourth time in both, in the background. Each rank is a node of its own;
-    with two or more each keeps another one's shards too, or a parity of all others'.
+    with two or more each keeps another one's shards too, or an XOR block of all others'.
     """
     Heard(tell)
     root.mkdir(exist_ok=True)
@@ -218,12 +218,12 @@ def uncopied_to_partner(root: Path, first: int, ranks: Ranks, tell: Tell) -> Non
 
 
 def without_a_piece(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
-    """A mutant: one piece of a column is in no parity."""
-    real = parity.Column._pieces
+    """A mutant: one piece of a stripe is in no XOR block."""
+    real = xor.Stripe._pieces
     with mock.patch.object(
-        parity.Column,
+        xor.Stripe,
         "_pieces",
-        lambda column, of, without=-1: real(column, of, without)[: None if without >= 0 else 1],
+        lambda stripe, of, without=-1: real(stripe, of, without)[: None if without >= 0 else 1],
     ):
         in_tiers(root, first, ranks, tell, "xor")
 

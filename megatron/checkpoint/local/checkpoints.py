@@ -94,8 +94,8 @@ class LocalCheckpoints:
         return self._open(run, found)
 
     def _newest_whole(self, run: RunId, oldest: int) -> Found | None:
-        """The newest local checkpoint of iteration `oldest` or later; what a set's parities can
-        make is there then.
+        """The newest local checkpoint of iteration `oldest` or later; what XOR parity blocks
+        can make is there then.
         """
         found = newest_local(self.nodes, run, oldest)
         while found is not None:

@@ -1,5 +1,5 @@
 """A restart from local checkpoints: what the nodes have together, a lost node's shards from its
-partner or set, and reading on any layout.
+partner or XOR group, and reading on any layout.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megatron.checkpoint import manifest as m
 from megatron.checkpoint.boxes import intersect
 from megatron.checkpoint.index import BATCH, load_bytes
 from megatron.checkpoint.local.nodes import Nodes, RunId
-from megatron.checkpoint.local.parity import Column, Stream, columns_in
 from megatron.checkpoint.local.saves import GIB, NodeAttempt
 from megatron.checkpoint.local.transfers import ShardTransfer, in_rounds, send_shards, share_bytes
+from megatron.checkpoint.local.xor import Stream, Stripe, stripes_in
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.errors import UserError
@@ -36,7 +36,7 @@ NAMED = 8  # most shards that a message lists
 @dataclass(frozen=True)
 class Found:
     """A local checkpoint of which the nodes together have every shard, or can make it. `held`: the
-    files that each node has whole, shards and, numbered after them, parities.
+    files that each node has whole: shards and, numbered after them, XOR parity blocks.
     """
 
     iteration: int
@@ -54,7 +54,7 @@ class Found:
 
     @property
     def all_records(self) -> list[dict[str, Any]]:
-        """Of the parities, too."""
+        """Of the shards and the XOR parity blocks."""
         return self.records + self.content.get("parities", [])
 
     @property
@@ -80,7 +80,7 @@ class _Candidate:
     iteration: int
     source: int  # a rank that has the manifest
     shards: int  # how many there are in all
-    columns: list[Column]  # none without parities
+    stripes: list[Stripe]  # none without XOR parity blocks
     held: list[set[int]]  # the files of each node
 
     @property
@@ -88,8 +88,8 @@ class _Candidate:
         """Shards that are on no node and cannot be made of what is."""
         present = set.union(*self.held)
         missing = set(range(self.shards)) - present
-        if self.columns:
-            missing &= set().union(*(column.lost(present) for column in self.columns))
+        if self.stripes:
+            missing &= set().union(*(stripe.lost(present) for stripe in self.stripes))
         return sorted(missing)
 
     def warning(self) -> str:
@@ -97,8 +97,8 @@ class _Candidate:
         lost = self.lost
         shown = ", ".join(map(str, lost[:NAMED])) + (" ..." if len(lost) > NAMED else "")
         why = ""
-        if self.columns:
-            why = "; with --local-redundancy xor one node of a set may be lost, not two"
+        if self.stripes:
+            why = "; with --local-redundancy xor one node of an XOR group may be lost, not two"
         return (
             f"the local checkpoint of iteration {self.iteration} is not taken: of its "
             f"{self.shards} shards {len(lost)} ({shown}) are whole on no node{why}"
@@ -140,9 +140,9 @@ def _candidates(nodes: Nodes, listed: list[list]) -> list[_Candidate]:
         for iteration, digest, whole, shards, sizes, sets in listed[first]:
             key = iteration, digest
             if key not in found:
-                columns = columns_in([{"bytes": size} for size in sizes], sets)
+                stripes = stripes_in([{"bytes": size} for size in sizes], sets)
                 nothing: list[set[int]] = [set() for _ in nodes.members]
-                found[key] = _Candidate(iteration, first, shards, columns, nothing)
+                found[key] = _Candidate(iteration, first, shards, stripes, nothing)
             found[key].held[node] = set(whole)
     return [found[key] for key in sorted(found, reverse=True)]
 
@@ -151,7 +151,7 @@ def _listed(
     nodes: Nodes, run: RunId, oldest: int, before: float
 ) -> list[tuple[int, str, list[int], int, list[int], list]]:
     """Of this node's checkpoints of `run`: iteration, digest of the manifest, the files that are
-    here by table and size; and what the manifest says of shards in all, their bytes, and sets.
+    here by table and size; and what the manifest says of shards in all, their bytes, and `sets`.
     """
     root, rows = nodes.root / run.folder, []
     for iteration in m.list_iterations(root):
@@ -343,8 +343,8 @@ def _rebuilt(nodes: Nodes, found: Found, gains: _Gains, source: str) -> str:
 
 
 def rebuild_lost(nodes: Nodes, run: RunId, found: Found) -> Found | None:
-    """Make what no node has out of the sets' parities, on the emptiest node that has nothing of the
-    same column, where there is one.
+    """Make what no node has out of the XOR parity blocks, on the emptiest node that has nothing of
+    the same stripe, where there is one.
 
     None when that fails and a shard is lost; a warning is logged, and nothing has changed.
     """
@@ -361,33 +361,33 @@ def rebuild_lost(nodes: Nodes, run: RunId, found: Found) -> Found | None:
     try:
         whole = _add_files(nodes, run, found, gains, fill)
     except UserError as error:
-        parities_alone = missing[0] >= shards
+        blocks_alone = missing[0] >= shards
         logger.warning(
             f"the local checkpoint of iteration {found.iteration} "
-            f"{'lacks a parity' if parities_alone else 'is not taken'}: {error}"
+            f"{'lacks an XOR parity block' if blocks_alone else 'is not taken'}: {error}"
         )
-        return found if parities_alone else None
-    logger.info(_rebuilt(nodes, found, gains, "sets"))
+        return found if blocks_alone else None
+    logger.info(_rebuilt(nodes, found, gains, "XOR groups"))
     return whole
 
 
 def _plan_rebuilding(nodes: Nodes, found: Found) -> tuple[list[Stream], _Gains]:
-    """A stream for every file that no node has. A shard and the parity of the same place go to one
-    node: of those with the fewest files of the column the emptiest.
+    """A stream for every file that no node has. A shard and the block of the same place go to one
+    node: of those with the fewest files of the stripe the emptiest.
     """
     missing, streams, gains = set(found.missing), [], _Gains(nodes, found)
-    for column in columns_in(found.records, found.content["sets"]):
-        parities = range(column.first, column.first + len(column.shards))
-        for place, (shard, parity) in enumerate(zip(column.shards, parities)):
-            lost = [number for number in (shard, parity) if number in missing]
+    for stripe in stripes_in(found.records, found.content["sets"]):
+        blocks = range(stripe.first, stripe.first + len(stripe.shards))
+        for place, (shard, block) in enumerate(zip(stripe.shards, blocks)):
+            lost = [number for number in (shard, block) if number in missing]
             if not lost:
                 continue
-            beside = {*column.shards, *parities} - {shard, parity}
+            beside = {*stripe.shards, *blocks} - {shard, block}
             shared = [len(beside & held) for held in found.held]
             to = min(range(len(shared)), key=lambda node: (shared[node], gains.load[node]))
             gains.give(lost, to)
             for number in lost:
-                make = column.shard if number == shard else column.parity
+                make = stripe.shard if number == shard else stripe.xor_block
                 streams.append(make(place, nodes.rank(to, number)))
     return streams, gains
 

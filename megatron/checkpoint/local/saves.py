@@ -2,9 +2,9 @@
 job (docs/checkpoint.md, "Local checkpoints").
 
 `<root>/run-<id>/iter_0000010/` holds on every node the manifest of all shards, and the shards of
-the node's own ranks; with a partner those of the node before it too, in a set a parity for each of
-its ranks, numbered after all shards. What is there of an iteration is whole; whether all nodes
-together have all of it is found out at a restart.
+the node's own ranks; with a partner those of the node before it, too; in an XOR group a parity
+block for each of its ranks, numbered after all shards. What a folder holds of an iteration is
+whole; whether all nodes together hold all of it is found out at a restart.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from megatron.checkpoint.files import (
     write_shard_file,
 )
 from megatron.checkpoint.local.nodes import Nodes, RunId, own_folder
-from megatron.checkpoint.local.parity import (
-    Stream,
-    columns_in,
-    columns_of,
-    exchange,
-    parity_header,
-    sets_of,
-)
 from megatron.checkpoint.local.transfers import ShardTransfer, in_rounds, send_shards
+from megatron.checkpoint.local.xor import (
+    Stream,
+    exchange,
+    stripes_in,
+    stripes_of,
+    xor_block_header,
+    xor_groups_of,
+)
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.writer import write_shard
 
@@ -79,7 +79,7 @@ def save_local(
             lambda: (attempt.write_own(pairs), datetime.now(UTC).isoformat(timespec="seconds"))
         )
         entries = [entry for entry, _ in told]
-        parities = attempt.add_redundancy(redundancy, entries)
+        described = attempt.add_redundancy(redundancy, entries)
         content = {
             "format": m.FORMAT,
             "version": m.VERSION,
@@ -88,7 +88,7 @@ def save_local(
             "created": told[0][1],
             "run": asdict(run),
             "shards": [entry for entry in entries if entry is not None],
-            **parities,
+            **described,
             "state": state,
         }
         attempt.publish(m.encode_manifest(content))
@@ -153,11 +153,11 @@ class NodeAttempt(Attempt):
         return written | self.ranks.who
 
     def add_redundancy(self, redundancy: str, told: list[dict[str, Any] | None]) -> dict[str, Any]:
-        """Copies or parities of all ranks' shards, `told` being their entries by rank; what the
-        manifest says of parities.
+        """Add copies or XOR parity blocks of all ranks' shards, whose entries by rank are `told`.
+        Returns what the manifest says of parity blocks.
         """
         if redundancy == "xor":
-            return self.add_parities(told)
+            return self.add_xor_blocks(told)
         if redundancy == "partner":
             sizes = [None if entry is None else entry["bytes"] for entry in told]
             records = [entry for entry in told if entry is not None]
@@ -188,22 +188,22 @@ class NodeAttempt(Attempt):
         )
         self.gather_or_raise(check)
 
-    def add_parities(self, told: list[dict[str, Any] | None]) -> dict[str, Any]:
-        """A parity of its column for every rank, `told` being the entries of all ranks' shards;
-        what the manifest says of them.
+    def add_xor_blocks(self, told: list[dict[str, Any] | None]) -> dict[str, Any]:
+        """Give every rank an XOR parity block of its stripe; `told` are the entries of all ranks'
+        shards. Returns what the manifest says of the blocks.
         """
-        columns, shards = (
-            columns_of(self.nodes.members),
+        stripes, shards = (
+            stripes_of(self.nodes.members),
             [record for record in told if record is not None],
         )
         writers = [rank for rank, record in enumerate(told) if record is not None]
         sets = [
             [writers.index(rank) if rank in writers else None for rank in ranks]
-            for ranks in columns
+            for ranks in stripes
         ]
         streams = [
-            column.parity(place, rank)
-            for column, ranks in zip(columns_in(shards, sets), columns)
+            stripe.xor_block(place, rank)
+            for stripe, ranks in zip(stripes_in(shards, sets), stripes)
             for place, rank in enumerate(ranks)
         ]
         made = self.make(streams, len(shards), writers.__getitem__, self.folder)
@@ -217,8 +217,9 @@ class NodeAttempt(Attempt):
         source: Path,
         records: Sequence[dict[str, Any]] = (),
     ) -> dict[int, dict[str, Any]]:
-        """Make files out of others, which `owner(number)` has in `source`: their entries by number,
-        from `shards` on parities. Those that are in `records` already must become the same.
+        """Make files out of others, which rank `owner(number)` has in `source`. Returns their
+        entries by number; from number `shards` on they are XOR parity blocks. Files whose entries
+        are in `records` must become the same again.
         """
         made: list[tuple[int, dict[str, Any]]] = []
 
@@ -226,7 +227,7 @@ class NodeAttempt(Attempt):
             header, rest = (
                 _split(pieces)
                 if number < shards
-                else (parity_header(self.iteration, number), pieces)
+                else (xor_block_header(self.iteration, number), pieces)
             )
             entry = write_shard_file(self.folder, number, header, rest)
             if number < len(records) and any(
@@ -313,7 +314,7 @@ def require_redundancy(nodes: Nodes, redundancy: str) -> None:
     """Raise CheckpointError unless every rank has one of the same place on another node."""
     sizes, flag = [len(ranks) for ranks in nodes.members], f"--local-redundancy {redundancy}"
     if len(sizes) == 1:
-        what = "a partner is another one" if redundancy == "partner" else "a set is of several"
+        what = "a partner is another one" if redundancy == "partner" else "an XOR group has several"
         raise CheckpointError(
             f"{flag}: all ranks see the same {nodes.root}, which counts as one node, and "
             f"{what}: start on two or more nodes, or give --local-redundancy none"
@@ -325,22 +326,22 @@ def require_redundancy(nodes: Nodes, redundancy: str) -> None:
             "many on each, or give --local-redundancy none"
         )
     if len(set(nodes.hosts)) < len(sizes):
-        lost = "both copies" if redundancy == "partner" else "two nodes of a set"
+        lost = "both copies" if redundancy == "partner" else "two nodes of an XOR group"
         logger.warning(
             f"{flag}: {len(sizes)} folders {nodes.root} on {len(set(nodes.hosts))} "
             f"host(s): when a host is lost, so may be {lost}"
         )
     if redundancy == "xor":
-        sets = [len(chosen) for chosen in sets_of(len(sizes))]
+        groups = [len(chosen) for chosen in xor_groups_of(len(sizes))]
         share = (
             "a copy"
-            if max(sizes_of := set(sets)) == 2
+            if max(sizes_of := set(groups)) == 2
             else " or ".join(f"1/{size - 1}" for size in sorted(sizes_of, reverse=True))
         )
         logger.info(
-            f" {flag}: {len(sizes)} nodes in {len(sets)} set(s) of "
+            f" {flag}: {len(sizes)} nodes in {len(groups)} XOR group(s) of "
             f"{' and '.join(map(str, sorted(sizes_of, reverse=True)))}; beside its own shards a "
-            f"node keeps {share} of the largest's bytes, and of each set one node may be lost"
+            f"node keeps {share} of the largest's bytes, and one node of each group may be lost"
         )
 
 
@@ -375,7 +376,7 @@ def require_room(
 
 
 def _node_bytes(nodes: Nodes, by_rank: list[int], redundancy: str) -> int:
-    """Bytes of one checkpoint on this rank's node, copies and parities included; `by_rank`: of
+    """Bytes of one checkpoint on this rank's node, copies and parity blocks included; `by_rank`: of
     every rank's shard.
     """
     own = [sum(by_rank[rank] for rank in ranks) for ranks in nodes.members]
@@ -384,7 +385,7 @@ def _node_bytes(nodes: Nodes, by_rank: list[int], redundancy: str) -> int:
         found += own[nodes.index - 1]
     elif redundancy == "xor":
         here = set(nodes.members[nodes.index])
-        for ranks in columns_of(nodes.members):
+        for ranks in stripes_of(nodes.members):
             if here & set(ranks):
                 largest = max(by_rank[rank] for rank in ranks)
                 found += largest // (len(ranks) - 1) + m.ALIGN

@@ -21,7 +21,7 @@ from reshard_cases import start
 
 from megatron.checkpoint import manifest
 from megatron.checkpoint.files import write_shard_file
-from megatron.checkpoint.local import checkpoints, nodes, parity, rebuild, saves, transfers
+from megatron.checkpoint.local import checkpoints, nodes, rebuild, saves, transfers, xor
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron.checkpoint.local.nodes import Nodes, RunId, find_nodes
 from megatron.checkpoint.local.rebuild import LocalCheckpoint, newest_local, restore_copies
@@ -77,7 +77,7 @@ def small(mutant: str | None = None, chunk: int = 256) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(manifest, "CHUNK", chunk))
         stack.enter_context(mock.patch.object(transfers, "PIECE", 1000))
-        stack.enter_context(mock.patch.object(parity, "WINDOW", 300))
+        stack.enter_context(mock.patch.object(xor, "WINDOW", 300))
         if mutant is not None:
             stack.enter_context(MUTANTS[mutant]())
         yield
@@ -164,7 +164,7 @@ def read_unfetched(root: Path, each: int) -> str:
 def save_without_room(
     root: Path, each: int, who: int, call: str, redundancy: str = "partner", iteration: int = 2
 ) -> str:
-    """Save while rank `who` finds no room for its own shard, or for the other one's or a parity."""
+    """Save while rank `who` finds no room for its own shard, or for the other one's or a block."""
 
     def fail(*args: object) -> None:
         raise OSError(28, os.strerror(28))
@@ -326,24 +326,24 @@ def _damaged_and_unverified() -> Iterator[None]:
         yield
 
 
-def _incomplete_parities() -> contextlib.AbstractContextManager:
-    real = parity.Column._pieces
+def _incomplete_xor_blocks() -> contextlib.AbstractContextManager:
+    real = xor.Stripe._pieces
     return mock.patch.object(
-        parity.Column,
+        xor.Stripe,
         "_pieces",
-        lambda column, of, without=-1: real(column, of, without)[without < 0 :],
+        lambda stripe, of, without=-1: real(stripe, of, without)[without < 0 :],
     )
 
 
 def _damaged_pieces() -> contextlib.AbstractContextManager:
-    real = parity._Files.read
+    real = xor._Files.read
 
-    def read(files: parity._Files, number: int, at: int, size: int) -> torch.Tensor:
+    def read(files: xor._Files, number: int, at: int, size: int) -> torch.Tensor:
         piece = real(files, number, at, size)
         piece[-1] ^= dist.get_rank() == 0
         return piece
 
-    return mock.patch.object(parity._Files, "read", read)
+    return mock.patch.object(xor._Files, "read", read)
 
 
 MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
@@ -363,9 +363,9 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "saves are one": _one_name,
     "damaged on the way": _damaged_on_the_way,
     "damaged and unverified": _damaged_and_unverified,
-    "a piece in no parity": _incomplete_parities,
+    "a piece in no XOR block": _incomplete_xor_blocks,
     "damaged while it is made": _damaged_pieces,
-    "sets of three": lambda: mock.patch.object(parity, "SET", 3),
+    "XOR groups of three": lambda: mock.patch.object(xor, "XOR_GROUP", 3),
     "the oldest first": lambda: mock.patch.object(
         rebuild, "sorted", lambda values, reverse=False: sorted(values), create=True
     ),

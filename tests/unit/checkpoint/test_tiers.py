@@ -114,7 +114,7 @@ def test_a_run_whose_nodes_are_a_set(gloo_world, tmp_path):
     text = gloo_world(4).run(on_nodes, 1, None, start, words)[0]
     assert (
         text.endswith("exit code 0")
-        and "--local-redundancy xor: 4 nodes in 1 set(s) of 4; " in text
+        and "--local-redundancy xor: 4 nodes in 1 XOR group(s) of 4; " in text
     ), text
     shutil.move(saved(tmp_path / "shared", 6), saved(tmp_path / "whole", 6))
     die_before(tmp_path, 6)
@@ -122,7 +122,7 @@ def test_a_run_whose_nodes_are_a_set(gloo_world, tmp_path):
     text = gloo_world(4).run(on_nodes, 1, None, start, words)[0]
     assert (
         "taking the local checkpoint of iteration 4 (" in text
-        and "rebuilt from their sets: node 2 (" in text
+        and "rebuilt from their XOR groups: node 2 (" in text
     ), text
     assert differing(saved(tmp_path / "shared", 6), saved(tmp_path / "whole", 6)) == []
 

@@ -1,11 +1,11 @@
-"""Sets of nodes that keep a parity of their shards, so that any one node of a set may be lost
-(`--local-redundancy xor`).
+"""XOR groups: nodes that keep XOR parity blocks of one another's shards, so that any one node of a
+group may be lost (`--local-redundancy xor`).
 
-The ranks of the same place on the k nodes of a set are a column. A shard of theirs is k - 1 pieces
-of equal size, zeros at its end; rank j keeps the XOR of one piece of each other one's: of i's it is
-piece (j - i - 1) mod k. So every piece is in one parity, on another node than itself, and with one
-node of k lost each piece of its shard is the XOR of a parity and of the k - 2 pieces that went into
-it as well.
+The shards of the ranks at the same place on the k nodes of a group form a stripe. Each shard is cut
+into k - 1 pieces of equal size, padded with zeros at its end. Rank j keeps the XOR of one piece of
+every other rank's shard: of rank i's shard it is piece (j - i - 1) mod k. So every piece is in one
+XOR parity block, on another node than the piece itself. When one node of the k is lost, each piece
+of its shard is the XOR of a parity block and of the k - 2 other pieces that went into that block.
 """
 
 from __future__ import annotations
@@ -28,35 +28,37 @@ from megatron.config.errors import UserError
 from megatron.distributed.collectives import is_gloo
 from megatron.distributed.p2p import Receiving, Sending
 
-SET = 8  # most nodes of a set
+XOR_GROUP = 8  # most nodes of an XOR group
 WINDOW = 1 << 20  # bytes of one message
-# windows on their way at a time: of each a rank sends and receives fewer than SET messages
+# windows on their way at a time: of each a rank sends and receives fewer than XOR_GROUP messages
 FLYING = 2
 
 Part = tuple[int, int]  # a file's number, and a byte in it
 
 
-def sets_of(nodes: int) -> list[range]:
-    """The nodes of each set: as few sets as go, of at most SET nodes and of equal size but for one;
-    neighbours, who may share a switch, are in different ones where there are several.
+def xor_groups_of(nodes: int) -> list[range]:
+    """The nodes of each XOR group: as few groups as possible, of at most XOR_GROUP nodes, whose
+    sizes differ by one at most. Neighbours, which may share a switch, are in different groups where
+    there are several.
     """
-    count = -(-nodes // SET)
+    count = -(-nodes // XOR_GROUP)
     return [range(first, nodes, count) for first in range(count)]
 
 
-def columns_of(members: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The ranks of each column, `members` being those of each node."""
+def stripes_of(members: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The ranks of each stripe; `members` are the ranks of each node."""
     return [
         [members[node][place] for node in nodes]
-        for nodes in sets_of(len(members))
+        for nodes in xor_groups_of(len(members))
         for place in range(len(members[0]))
     ]
 
 
 @dataclass(frozen=True)
-class Column:
-    """The files of a column: `shards` their numbers (None: that rank has none), `sizes` their bytes
-    (0), `first` the number of the first one's parity; those of the others follow.
+class Stripe:
+    """The files of a stripe: the numbers of its `shards` (None for a rank that has none), their
+    `sizes` in bytes (0 for such a rank), and the number of the `first` XOR parity block; the
+    numbers of the other blocks follow.
     """
 
     shards: tuple[int | None, ...]
@@ -68,7 +70,7 @@ class Column:
         return -(-max(self.sizes) // (len(self.shards) - 1))
 
     def _pieces(self, of: int, without: int = -1) -> list[Part]:
-        """What goes into a parity, but for the piece of the shard at place `without`."""
+        """The pieces that go into a parity block, except that of the shard at place `without`."""
         k = len(self.shards)
         return [
             (number, (of - i - 1) % k * self.piece)
@@ -76,8 +78,8 @@ class Column:
             if number is not None and i not in (of, without)
         ]
 
-    def parity(self, place: int, to: int) -> Stream:
-        """A parity's data, made by rank `to`."""
+    def xor_block(self, place: int, to: int) -> Stream:
+        """The data of an XOR parity block, made by rank `to`."""
         return Stream(self.first + place, to, ((self.piece, tuple(self._pieces(place))),))
 
     def shard(self, place: int, to: int) -> Stream:
@@ -107,15 +109,15 @@ class Column:
         )
 
 
-def columns_in(
+def stripes_in(
     shards: Sequence[dict[str, Any]], sets: Sequence[Sequence[int | None]]
-) -> list[Column]:
-    """The columns that a manifest's `sets` describe; parities are numbered after all shards, column
-    by column.
+) -> list[Stripe]:
+    """The stripes that a manifest's `sets` describe. Parity blocks are numbered after all shards,
+    stripe by stripe.
     """
     starts = itertools.accumulate((len(numbers) for numbers in sets), initial=len(shards))
     return [
-        Column(
+        Stripe(
             tuple(numbers),
             tuple(0 if number is None else shards[number]["bytes"] for number in numbers),
             start,
@@ -124,9 +126,9 @@ def columns_in(
     ]
 
 
-def parity_header(iteration: int, number: int) -> bytes:
-    """What stands before the data of a parity's file: a shard's header without tensors, m.ALIGN
-    bytes.
+def xor_block_header(iteration: int, number: int) -> bytes:
+    """What precedes the data in the file of an XOR parity block: the header of a shard without
+    tensors, m.ALIGN bytes long.
     """
     header = m.encode_header([], {"iteration": str(iteration), "parity": str(number)})
     assert len(header) == m.ALIGN
@@ -162,8 +164,8 @@ def exchange(
 ) -> Exception | None:
     """Make the files of `streams`; all ranks call this with the same ones in the same order.
     `owner(number)` is the rank that reads a file at `path(number)`, `write(number, pieces)` takes
-    what a rank makes. What goes wrong here is returned when all has been moved. Memory: 4 * SET
-    messages. Over NCCL they pass through the device (that way has never run).
+    what a rank makes. What goes wrong here is returned when all has been moved. Memory:
+    4 * XOR_GROUP messages. Over NCCL they pass through the device (that way has never run).
     """
     fault: Exception | None = None
     for turn in _turns(streams, owner):
@@ -185,7 +187,7 @@ def exchange(
 
 
 def _turns(streams: Iterable[Stream], owner: Callable[[int], int]) -> list[list[Stream]]:
-    """Those that are made at the same time: a rank makes one, and sends to fewer than SET."""
+    """Those that are made at the same time: a rank makes one, and sends to fewer than XOR_GROUP."""
     turns: list[tuple[list[Stream], Counter[int]]] = []
     for stream in streams:
         sends = Counter(
@@ -193,7 +195,7 @@ def _turns(streams: Iterable[Stream], owner: Callable[[int], int]) -> list[list[
         )
         for turn, busy in turns:
             if all(other.to != stream.to for other in turn) and all(
-                busy[rank] + count < SET for rank, count in sends.items()
+                busy[rank] + count < XOR_GROUP for rank, count in sends.items()
             ):
                 break
         else:

@@ -1,6 +1,4 @@
-"""Sets of nodes with an XOR of their shards: any one node of a set may be lost, and comes back bit
-for bit.
-"""
+"""XOR groups of nodes: any one node of a group may be lost, and comes back bit for bit."""
 
 from __future__ import annotations
 
@@ -13,38 +11,38 @@ from test_local import ONE, _flip, files, leftovers, outcome
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.files import write_shard_file
-from megatron.checkpoint.local.parity import (
-    SET,
-    Column,
+from megatron.checkpoint.local.xor import (
+    XOR_GROUP,
+    Stripe,
     _turns,
-    columns_in,
-    columns_of,
     exchange,
-    parity_header,
-    sets_of,
+    stripes_in,
+    stripes_of,
+    xor_block_header,
+    xor_groups_of,
 )
 from megatron.checkpoint.ranks import ONE as ALONE
 
 SEVEN = "iter_0000007"  # seeds 5 and 7 give every rank a shard
 
 
-def test_every_node_is_in_one_set_of_nearly_equal_size():
+def test_every_node_is_in_one_xor_group_of_nearly_equal_size():
     for count in range(2, 70):
-        sets = sets_of(count)
-        sizes = [len(nodes) for nodes in sets]
-        assert sorted(node for nodes in sets for node in nodes) == list(range(count))
+        groups = xor_groups_of(count)
+        sizes = [len(nodes) for nodes in groups]
+        assert sorted(node for nodes in groups for node in nodes) == list(range(count))
         assert (
-            len(sets) == -(-count // SET)
-            and max(sizes) <= SET
+            len(groups) == -(-count // XOR_GROUP)
+            and max(sizes) <= XOR_GROUP
             and min(sizes) >= 2
             and max(sizes) - min(sizes) <= 1
         )
-    columns = columns_of([(3 * node, 3 * node + 1, 3 * node + 2) for node in range(9)])
-    assert sorted(rank for ranks in columns for rank in ranks) == list(range(27)) and sorted(
-        map(len, columns)
+    stripes = stripes_of([(3 * node, 3 * node + 1, 3 * node + 2) for node in range(9)])
+    assert sorted(rank for ranks in stripes for rank in ranks) == list(range(27)) and sorted(
+        map(len, stripes)
     ) == [4, 4, 4, 5, 5, 5]
     # never two of a node
-    assert all(len({rank // 3 for rank in ranks}) == len(ranks) for ranks in columns)
+    assert all(len({rank // 3 for rank in ranks}) == len(ranks) for ranks in stripes)
 
 
 @pytest.mark.parametrize("k", [2, 3, 5, 8])
@@ -61,7 +59,7 @@ def test_any_shard_is_made_of_what_the_others_have(tmp_path, k):
                     tmp_path, len(records), m.encode_header([], {}), [memoryview(data)]
                 )
             )
-    (column,) = columns_in(records, [numbers])
+    (stripe,) = stripes_in(records, [numbers])
 
     def make(stream) -> bytes:
         made = []
@@ -76,60 +74,60 @@ def test_any_shard_is_made_of_what_the_others_have(tmp_path, k):
         return b"".join(made)
 
     for place in range(k):
-        data = make(column.parity(place, 0))
-        assert len(data) == -(-max(column.sizes) // (k - 1))
+        data = make(stripe.xor_block(place, 0))
+        assert len(data) == -(-max(stripe.sizes) // (k - 1))
         write_shard_file(
             tmp_path,
-            column.first + place,
-            parity_header(1, column.first + place),
+            stripe.first + place,
+            xor_block_header(1, stripe.first + place),
             [memoryview(data)],
         )
     for place, number in enumerate(numbers):
         if number is not None:
             kept = (tmp_path / m.shard_file(number)).read_bytes()
-            for lost in (number, column.first + place):
+            for lost in (number, stripe.first + place):
                 (tmp_path / m.shard_file(lost)).rename(tmp_path / f"lost-{lost}")
-            assert make(column.shard(place, 0)) == kept
+            assert make(stripe.shard(place, 0)) == kept
             assert (
-                make(column.parity(place, 0))
-                == (tmp_path / f"lost-{column.first + place}").read_bytes()[m.ALIGN :]
+                make(stripe.xor_block(place, 0))
+                == (tmp_path / f"lost-{stripe.first + place}").read_bytes()[m.ALIGN :]
             )
-            for lost in (number, column.first + place):
+            for lost in (number, stripe.first + place):
                 (tmp_path / f"lost-{lost}").rename(tmp_path / m.shard_file(lost))
 
 
 def test_what_can_be_lost():
-    column = Column((0, 1, None, 2), (9, 9, 0, 9), 3)
+    stripe = Stripe((0, 1, None, 2), (9, 9, 0, 9), 3)
     whole = set(range(7))
     assert not any(
-        column.lost(whole - lost) for lost in ({0}, {0, 3}, {1, 4}, {5}, {2, 6}, {3, 4, 5, 6})
+        stripe.lost(whole - lost) for lost in ({0}, {0, 3}, {1, 4}, {5}, {2, 6}, {3, 4, 5, 6})
     )
     assert (
-        column.lost(whole - {0, 1}) == {0, 1}
-        and column.lost(whole - {0, 4}) == {0}
-        and column.lost(whole - {2, 5}) == {2}
+        stripe.lost(whole - {0, 1}) == {0, 1}
+        and stripe.lost(whole - {0, 4}) == {0}
+        and stripe.lost(whole - {2, 5}) == {2}
     )
 
 
-def test_a_rank_sends_to_fewer_than_a_set_at_a_time():
-    """So its messages are few, whatever the number of nodes; all columns of a save are made at
+def test_a_rank_sends_to_fewer_than_a_group_at_a_time():
+    """So its messages are few, whatever the number of nodes; all stripes of a save are made at
     once.
     """
-    columns = columns_of([(2 * node, 2 * node + 1) for node in range(16)])
+    stripes = stripes_of([(2 * node, 2 * node + 1) for node in range(16)])
     made = [
-        Column(tuple(ranks), (9,) * len(ranks), 32 + sum(map(len, columns[:i])))
-        for i, ranks in enumerate(columns)
+        Stripe(tuple(ranks), (9,) * len(ranks), 32 + sum(map(len, stripes[:i])))
+        for i, ranks in enumerate(stripes)
     ]
     turns = _turns(
         [
-            column.parity(place, rank)
-            for column, ranks in zip(made, columns)
+            stripe.xor_block(place, rank)
+            for stripe, ranks in zip(made, stripes)
             for place, rank in enumerate(ranks)
         ],
         lambda number: number,
     )
     assert [len(turn) for turn in turns] == [32]
-    turns = _turns([column.shard(1, 5) for column in made], lambda number: number % 32)
+    turns = _turns([stripe.shard(1, 5) for stripe in made], lambda number: number % 32)
     assert [len(turn) for turn in turns] == [1] * len(made)  # all for one rank
 
 
@@ -145,23 +143,23 @@ def test_any_lost_node_is_rebuilt_bit_for_bit(gloo_world, tmp_path, size, each):
         (tmp_path / "0" / RUN.folder / ONE / m.MANIFEST).read_bytes(), tmp_path
     )
     assert [len(numbers) for numbers in content["sets"]] == [size // each] * each
-    for column, numbers in zip(columns_in(content["shards"], content["sets"]), content["sets"]):
-        records = content["parities"][column.first - len(content["shards"]) :][: len(numbers)]
+    for stripe, numbers in zip(stripes_in(content["shards"], content["sets"]), content["sets"]):
+        records = content["parities"][stripe.first - len(content["shards"]) :][: len(numbers)]
         assert {record["bytes"] for record in records} == {
-            m.ALIGN - (-max(column.sizes) // (len(numbers) - 1))
+            m.ALIGN - (-max(stripe.sizes) // (len(numbers) - 1))
         }
     for node in range(size // each):
         shutil.rmtree(tmp_path / str(node))
         told = gloo_world(size).run(restart, tmp_path, each, 7, 8)
         assert (
             outcome(told) == (1, True)
-            and f"rebuilt from their sets: node {node} (" in told[0][2][0]
+            and f"rebuilt from their XOR groups: node {node} (" in told[0][2][0]
             and told[1][2] == told[0][2]
         )
         assert files(tmp_path) == before and leftovers(tmp_path) == []
 
 
-@pytest.mark.parametrize("mutant", ["a piece in no parity", "damaged while it is made"])
+@pytest.mark.parametrize("mutant", ["a piece in no XOR block", "damaged while it is made"])
 def test_what_is_rebuilt_must_be_what_was_saved(gloo_world, tmp_path, mutant):
     gloo_world(3).run(
         save,
@@ -171,7 +169,7 @@ def test_what_is_rebuilt_must_be_what_was_saved(gloo_world, tmp_path, mutant):
         7,
         "xor",
         RUN,
-        "a piece in no parity" if mutant.startswith("a piece") else None,
+        "a piece in no XOR block" if mutant.startswith("a piece") else None,
     )
     shutil.rmtree(tmp_path / "1")
     told = gloo_world(3).run(
@@ -182,19 +180,19 @@ def test_what_is_rebuilt_must_be_what_was_saved(gloo_world, tmp_path, mutant):
     assert leftovers(tmp_path) == [] and not list((tmp_path / "1").glob("*/*"))
 
 
-def test_two_lost_nodes_of_a_set_leave_the_older_one(gloo_world, tmp_path):
+def test_two_lost_nodes_of_a_group_leave_the_older_one(gloo_world, tmp_path):
     gloo_world(4).run(save, tmp_path, 1, 5, 5, "xor")
     gloo_world(4).run(save, tmp_path, 1, 7, 7, "xor")
     for node in (1, 2):
         shutil.rmtree(tmp_path / str(node) / RUN.folder / SEVEN)
     told = gloo_world(4).run(restart, tmp_path, 1, 0, 8)
     assert outcome(told) == (5, True) and "iteration 7 is not taken: of its " in told[0][2][0]
-    assert "one node of a set may be lost, not two" in told[0][2][0]
+    assert "one node of an XOR group may be lost, not two" in told[0][2][0]
 
 
-def test_one_lost_node_in_each_of_two_sets(gloo_world, tmp_path):
-    """Sets of at most three: nodes 0 and 2, and 1 and 3."""
-    gloo_world(4).run(save, tmp_path, 1, 1, 7, "xor", RUN, "sets of three")
+def test_one_lost_node_in_each_of_two_groups(gloo_world, tmp_path):
+    """Groups of at most three: nodes 0 and 2, and 1 and 3."""
+    gloo_world(4).run(save, tmp_path, 1, 1, 7, "xor", RUN, "XOR groups of three")
     before = files(tmp_path)
     for lost, comes_back in (((0, 1), True), ((2, 3), True), ((1, 3), False)):
         for node in lost:
@@ -208,13 +206,13 @@ def test_one_lost_node_in_each_of_two_sets(gloo_world, tmp_path):
     ("damaged", "comes_back"),
     [
         (["1/shard"], True),
-        (["1/parity"], True),
-        (["1/shard", "1/parity"], True),
+        (["1/block"], True),
+        (["1/shard", "1/block"], True),
         (["1/table"], True),
         (["1/manifest"], True),
-        (["1/shard", "2/parity"], False),
+        (["1/shard", "2/block"], False),
         (["1/shard", "2/shard"], False),
-        (["0/parity", "1/parity", "2/parity"], True),
+        (["0/block", "1/block", "2/block"], True),
     ],
 )
 def test_damage_is_a_loss(gloo_world, tmp_path, damaged, comes_back):
@@ -224,14 +222,14 @@ def test_damage_is_a_loss(gloo_world, tmp_path, damaged, comes_back):
     for what in damaged:
         node, kind = what.split("/")
         folder = tmp_path / node / RUN.folder / SEVEN
-        shards, parities = (
+        shards, tables = (
             sorted(folder.glob(f"*.{suffix}")) for suffix in ("safetensors", "digests")
         )
         _flip(
             {
                 "shard": shards[0],
-                "parity": shards[1],
-                "table": parities[0],
+                "block": shards[1],
+                "table": tables[0],
                 "manifest": folder / m.MANIFEST,
             }[kind]
         )
@@ -246,7 +244,7 @@ def test_damage_is_a_loss(gloo_world, tmp_path, damaged, comes_back):
 )
 def test_other_ranks_and_nodes_than_before(gloo_world, tmp_path, before, after, lost):
     """Folders that lie on a node that is no more are found on another one when they are moved
-    there; a column may then share a node.
+    there; a stripe may then share a node.
     """
     (size, each), (ranks, there) = before, after
     gloo_world(size).run(save, tmp_path, each, 1, 7, "xor")
@@ -276,10 +274,11 @@ def test_without_room_to_rebuild_the_older_one_is_taken(gloo_world, tmp_path):
     assert outcome(told) == (7, True)
 
 
-def test_sets_are_told_and_one_node_is_refused(gloo_world, tmp_path):
+def test_xor_groups_are_logged_and_one_node_is_refused(gloo_world, tmp_path):
     told = gloo_world(2).run(checked, tmp_path, 2, "require_redundancy", "xor")
     assert all(
-        "--local-redundancy xor: all ranks see the same" in error and "a set is of several" in error
+        "--local-redundancy xor: all ranks see the same" in error
+        and "an XOR group has several" in error
         for error, _ in told
     )
     assert "found " in gloo_world(4).run(checked, tmp_path, 3, "require_redundancy", "xor")[3][0]
@@ -287,14 +286,14 @@ def test_sets_are_told_and_one_node_is_refused(gloo_world, tmp_path):
     assert (
         error == ""
         and (
-            "4 nodes in 1 set(s) of 4; beside its own shards a node keeps 1/3 of the "
+            "4 nodes in 1 XOR group(s) of 4; beside its own shards a node keeps 1/3 of the "
             "largest's bytes"
         )
         in said[1]
     )
 
 
-def test_a_save_without_room_for_one_parity_leaves_the_older_one(gloo_world, tmp_path):
+def test_a_save_without_room_for_one_block_leaves_the_older_one(gloo_world, tmp_path):
     """Nobody waits for the rank that cannot write."""
     gloo_world(3).run(save, tmp_path, 1, 5, 5, "xor")
     told = gloo_world(3).run(save_without_room, tmp_path, 1, 2, "write_shard_file", "xor", 7)
