@@ -48,7 +48,7 @@ from megatron.benchmarks.training import machine
 
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.ranks import Ranks
-from megatron.checkpoint.share import own_part
+from megatron.checkpoint.save_plan import own_part
 from megatron.checkpoint.staged import staging_bytes
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config

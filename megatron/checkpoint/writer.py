@@ -25,7 +25,7 @@ from megatron.checkpoint.files import new_file, write_all, write_shard_file
 from megatron.checkpoint.progress import WriteProgress
 from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import DTYPE_NAMES
-from megatron.checkpoint.share import in_parts
+from megatron.checkpoint.save_plan import in_parts
 
 if TYPE_CHECKING:
     from megatron.layers.spec import Box

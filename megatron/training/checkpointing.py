@@ -24,7 +24,7 @@ from megatron.checkpoint.progress import Saved
 from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.retention import Policy
-from megatron.checkpoint.share import own_part
+from megatron.checkpoint.save_plan import own_part
 from megatron.checkpoint.staged import staging_bytes
 from megatron.checkpoint.writer import shard_bytes, try_folder
 from megatron.config.groups import Config

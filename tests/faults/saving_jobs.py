@@ -28,7 +28,7 @@ from megatron.checkpoint.local.rebuild import LocalCheckpoint  # noqa: E402
 from megatron.checkpoint.manager import CheckpointManager  # noqa: E402
 from megatron.checkpoint.ranks import ONE, Ranks  # noqa: E402
 from megatron.checkpoint.reader import Checkpoint  # noqa: E402
-from megatron.checkpoint.share import own_part  # noqa: E402
+from megatron.checkpoint.save_plan import own_part  # noqa: E402
 from megatron.checkpoint.staged import (  # noqa: E402
     StagedSave,
     StagedStrategy,
