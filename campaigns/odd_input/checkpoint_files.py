@@ -25,7 +25,7 @@ from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import PrecisionConfig
-from megatron.data.blend import extend_ledger
+from megatron.data.blend import extend_history
 from megatron.interop.models import MappedFile
 from megatron.interop.pickles import (
     ARGUMENT_CLASSES,
@@ -121,8 +121,8 @@ def use(root: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         ParamSchedule(**state["schedule"]).learning_rate(progress.scheduled_samples + 16)
         changed_fields(state, config, 101, "f1")
         sources = [{"id": "a1", "content": "c1", "name": "books", "share": 65536}]
-        ledger, blend, _ = extend_ledger(state["ledger"], progress.consumed_samples, sources)
-        changed_data(state, config, ledger)
+        history, blend, _ = extend_history(state["ledger"], progress.consumed_samples, sources)
+        changed_data(state, config, history)
         checkpoint.path.joinpath(str(progress.iteration))
         return tensors, state
 

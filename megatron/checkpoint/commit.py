@@ -43,8 +43,8 @@ class Attempt:
     the first rank, and held by all while they live.
 
     `state` is what is saved beside tensors; a rank writes `own` of `shards`, from number `index` on
-    (None where it writes none). All ranks make an attempt together, which tells them of each
-    other's; CheckpointError is raised on all of them when their states differ.
+    (None where it writes none). All ranks make an attempt together, and learn of each
+    other's part in it; CheckpointError is raised on all of them when their states differ.
     """
 
     def __init__(
@@ -58,17 +58,17 @@ class Attempt:
     ) -> None:
         self.root, self.iteration, self.ranks, self.explain = root, iteration, ranks, explain
         self.lock, self.makes = -1, ranks.first
-        told = self._agree(
+        gathered = self._agree(
             lambda: (
                 secrets.token_hex(8),
                 own,
                 m.state_digests({"iteration": iteration, **(state or {})}),
             )
         )
-        self._compare([digests for _, _, digests in told])
-        self.name = told[0][0]  # the first rank's is the one for all
+        self._compare([digests for _, _, digests in gathered])
+        self.name = gathered[0][0]  # the first rank's is the one for all
         self.folder = root / f".tmp-iter-{iteration}-{self.name}"
-        counts = [count for _, count, _ in told]
+        counts = [count for _, count, _ in gathered]
         self.index = sum(counts[: ranks.world.rank]) if own else None
         self.shards = sum(counts)
 
@@ -81,10 +81,10 @@ class Attempt:
             raise
         return self
 
-    def _compare(self, told: list[dict[str, str]]) -> None:
-        for rank, digests in enumerate(told):
+    def _compare(self, states: list[dict[str, str]]) -> None:
+        for rank, digests in enumerate(states):
             differing = [
-                key for key in {**told[0], **digests} if digests.get(key) != told[0].get(key)
+                key for key in {**states[0], **digests} if digests.get(key) != states[0].get(key)
             ]
             if differing:
                 raise CheckpointError(
@@ -164,9 +164,9 @@ def commit(
     `iteration`; return its folder.
 
     `before`: iterations that were under `root` when the run began; the later ones among them are of
-    a pass that it has left.
+    a pass that this save supersedes.
     """
-    left = _attempts(root, [each for each in before if each > iteration])
+    superseded = _attempts(root, [each for each in before if each > iteration])
     content = {
         "format": m.FORMAT,
         "version": m.VERSION,
@@ -176,8 +176,8 @@ def commit(
         "shards": shards,
         "state": state,
     }
-    if left:
-        content["left"] = left
+    if superseded:
+        content["left"] = superseded
     with new_file(temporary / m.MANIFEST) as file:
         write_all(file, [memoryview(m.encode_manifest(content))])
     sync_folder(temporary)
@@ -190,10 +190,10 @@ def commit(
         return target
     sync_folder(root)
     _write_tracker(root, iteration, attempt)
-    if left:
+    if superseded:
         logger.warning(
             f"{root} holds later iterations from before this run, which resumed "
-            f"from an earlier one: {', '.join(left)}. From now on --load "
+            f"from an earlier one: {', '.join(superseded)}. From now on --load "
             f"takes iteration {iteration}, and none of them without --ckpt-step; move them "
             "away if they are not wanted"
         )

@@ -114,20 +114,20 @@ class DesyncCheck:
             involved = any(
                 ranks.world.rank in group for each in found for group in (each.most, *each.others)
             )
-            told = ranks.gather_or_raise(
+            lines = ranks.gather_or_raise(
                 lambda: [line for line in texts if line[0] in failed] if involved else []
             )
-            raise CheckpointError(explain(differences(told)))
+            raise CheckpointError(explain(differences(lines)))
 
 
-def differences(told: list[list[list[Any]]]) -> list[Difference]:
+def differences(gathered: list[list[list[Any]]]) -> list[Difference]:
     """What does not agree in [comparison, tensor, lowest of the ranks that compare, digest] of all
     ranks.
     """
     compared: dict[tuple[str, str, int], dict[str, list[int]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    for rank, lines in enumerate(told):
+    for rank, lines in enumerate(gathered):
         for among, tensor, first, digest in lines:
             compared[among, tensor, first][digest].append(rank)
     found = []

@@ -132,7 +132,7 @@ def write_shard_file(
 
     What of `data` has filled a chunk is written before more is asked for. `verify` reads both files
     back from the disk; raises CheckpointError when they are not what was written. `progress` is
-    told of bytes as they are written.
+    called with the number of bytes as they are written.
     """
     with new_file(folder / m.shard_file(index)) as file:
         write_all(file, [memoryview(header)])
@@ -179,14 +179,14 @@ def _write_data(
 
 def _chunks(data: Iterable[memoryview]) -> Iterator[list[memoryview]]:
     """The stream in lists of parts of m.CHUNK bytes in all; the last list may hold less."""
-    parts, room = [], m.CHUNK
+    parts, space = [], m.CHUNK
     for each in data:
         while len(each):
-            parts.append(each[:room])
-            each = each[room:]
-            room -= len(parts[-1])
-            if room == 0:
+            parts.append(each[:space])
+            each = each[space:]
+            space -= len(parts[-1])
+            if space == 0:
                 yield parts
-                parts, room = [], m.CHUNK
+                parts, space = [], m.CHUNK
     if parts:
         yield parts

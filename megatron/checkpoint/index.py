@@ -278,7 +278,7 @@ class Index:
         report: Callable[[int, int], None] = lambda done, total: None,
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        """Read and verify every chunk of every shard; `report` is told (bytes done, in all). Raises
+        """Read and verify every chunk of every shard; `report` is called with (bytes done, in all). Raises
         CheckpointError at the first damage.
 
         `part`: (i, n), the i-th of n about equal parts of it.
@@ -376,19 +376,23 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def newest_first(root: Path) -> tuple[list[int], list[int]]:
-    """Iterations under `root`: (those that count, those of passes that a run has left by going
+    """Iterations under `root`: (those that count, those that were superseded when a run went
     back), each newest first.
 
     A checkpoint's manifest names the later ones, and their attempts, that were there before the run
     that saved it began. What cannot be read counts.
     """
-    iterations, attempts, left = m.list_iterations(root), {}, set()
+    iterations, attempts, superseded = m.list_iterations(root), {}, set()
     for iteration in iterations if len(iterations) > 1 else ():
         with suppress(CheckpointError):
             content, _ = read_manifest(root / m.iteration_folder(iteration))
             attempts[iteration] = content["attempt"]
-            left |= {(int(later), attempt) for later, attempt in content.get("left", {}).items()}
-    behind = [iteration for iteration in iterations if (iteration, attempts.get(iteration)) in left]
+            superseded |= {
+                (int(later), attempt) for later, attempt in content.get("left", {}).items()
+            }
+    behind = [
+        iteration for iteration in iterations if (iteration, attempts.get(iteration)) in superseded
+    ]
     return [iteration for iteration in iterations if iteration not in behind], behind
 
 

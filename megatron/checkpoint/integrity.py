@@ -45,12 +45,12 @@ def _read_back(path: Path, size: int, parts: list[tuple[int, int, bytes]]) -> No
             )
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        room = memoryview(bytearray(min(PIECE, size)))
+        buffer = memoryview(bytearray(min(PIECE, size)))
         hasher = m.chunk_hasher()
         for start, stop, digest in parts:
             hasher.reset()
             for at in range(start, stop, PIECE):
-                hasher.update(_fill(file, room[: min(PIECE, stop - at)], at, path))
+                hasher.update(_fill(file, buffer[: min(PIECE, stop - at)], at, path))
             if hasher.digest() != digest:
                 raise CheckpointError(
                     f"{path}: read back from the disk: bytes {start} to {stop - 1} are not "
@@ -66,13 +66,13 @@ _FIX = (
 )
 
 
-def _fill(file: int, room: memoryview, at: int, path: Path) -> memoryview:
+def _fill(file: int, buffer: memoryview, at: int, path: Path) -> memoryview:
     done = 0
-    while done < len(room):
+    while done < len(buffer):
         try:
-            count = os.preadv(file, [room[done:]], at + done)
+            count = os.preadv(file, [buffer[done:]], at + done)
         except OSError as error:
-            where = f"bytes {at + done} to {at + len(room) - 1}"
+            where = f"bytes {at + done} to {at + len(buffer) - 1}"
             raise CheckpointError(
                 f"{path}: read back from the disk: {where} cannot be read: {error.strerror}. {_FIX}"
             ) from error
@@ -81,4 +81,4 @@ def _fill(file: int, room: memoryview, at: int, path: Path) -> memoryview:
                 f"{path}: read back from the disk: it ends at byte {at + done}. {_FIX}"
             )
         done += count
-    return room
+    return buffer

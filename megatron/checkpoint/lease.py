@@ -2,7 +2,7 @@
 file while it lives (docs/checkpoint.md).
 
 No lock of the file system is used, since many shared ones have none, and no clock of another
-machine: age is told by the file system's own clock. Nothing here imports torch.
+machine: age is measured by the file system's own clock. Nothing here imports torch.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class CheckpointManager:
     there.
 
     `ready` and `advance` carry a background save on from step to step; `finalize` waits for its
-    end. A failed save is logged, and stops nothing. A save that went well is told to `report`,
-    with its iteration; `retention` says which older ones go then.
+    end. A failed save is logged, and stops nothing. `report` is called with each save that
+    went well and its iteration; `retention` says which older ones go then.
     """
 
     def __init__(

@@ -270,10 +270,10 @@ def _require_fields(content: dict[str, Any]) -> None:
         raise ValueError("iteration, state or shards are not what they should be")
     if not isinstance(content["attempt"], str) or not isinstance(content["created"], str):
         raise ValueError("attempt or created is not text")
-    left = content.get("left", {})
-    if not isinstance(left, dict) or any(
+    superseded = content.get("left", {})
+    if not isinstance(superseded, dict) or any(
         int(later) <= content["iteration"] or not isinstance(attempt, str)
-        for later, attempt in left.items()
+        for later, attempt in superseded.items()
     ):
         raise ValueError("left is not of later iterations and their attempts")
 

@@ -48,9 +48,9 @@ class Ranks:
             line = "+" + json.dumps(part())
         except UserError as error:
             fault, line = error, "-" + (str(error) or "?")
-        lines = [told.decode() for told in gather_bytes(line.encode(), self.world, self.device)]
-        raise_rank_error([told[1:] if told[0] == "-" else "" for told in lines], self.world, fault)
-        return [json.loads(told[1:]) for told in lines]
+        lines = [each.decode() for each in gather_bytes(line.encode(), self.world, self.device)]
+        raise_rank_error([each[1:] if each[0] == "-" else "" for each in lines], self.world, fault)
+        return [json.loads(each[1:]) for each in lines]
 
     def refuse(self, error: UserError) -> None:
         """Raise it, on every rank the same."""

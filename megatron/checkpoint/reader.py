@@ -99,12 +99,12 @@ def _candidates(root: Path, step: int | None) -> list[int]:
             "choose with --ckpt-step"
         )
     if step is None:
-        iterations, left = newest_first(root)
-        if left:
+        iterations, superseded = newest_first(root)
+        if superseded:
             logger.warning(
-                f"{root}: NOT taken are iterations {', '.join(map(str, left))}: a "
+                f"{root}: NOT taken are iterations {', '.join(map(str, superseded))}: a "
                 "run resumed from an earlier one and has saved since; give "
-                f"--ckpt-step {left[0]} if you want them"
+                f"--ckpt-step {superseded[0]} if you want them"
             )
         return iterations
     if step not in iterations:

@@ -42,8 +42,8 @@ def retire(root: Path, policy: Policy, newest: int) -> list[int]:
 
     A checkpoint counts, and goes, only when it can be opened: what is damaged or of another program
     stays and is no reason for a whole one to go. Later iterations than `newest` stay too: another
-    pass over the same iterations left them. Once passed, those that a run left by going back are
-    older than all others. Nothing goes unless `newest` can be opened. An error of the file system
+    pass over the same iterations left them. Once passed, those that were superseded when
+    a run went back are older than all others. Nothing goes unless `newest` can be opened. An error of the file system
     ends the deletion, is logged, and fails no save.
     """
     if policy.newest is None:
@@ -73,8 +73,8 @@ def retire(root: Path, policy: Policy, newest: int) -> list[int]:
 
 def _surplus(root: Path, policy: Policy, newest: int) -> list[int]:
     kept, surplus = 0, []
-    counting, left = newest_first(root)
-    for iteration in counting + left:
+    counting, superseded = newest_first(root)
+    for iteration in counting + superseded:
         spared = policy.interval is not None and iteration % policy.interval == 0
         if (
             iteration > newest

@@ -121,7 +121,7 @@ def _schedule(value: Any) -> bool:
     )
 
 
-def _ledger(value: Any) -> bool:
+def _data_history(value: Any) -> bool:
     expect(value, dict)
     expect(value.get("segments"), list)
     first = -1
@@ -201,6 +201,6 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "tensors": lambda value: shapes_of(value) is not None,
     "scaler": _scaler,
     "schedule": _schedule,
-    "ledger": _ledger,
+    "ledger": _data_history,
     "config": _config,
 }

@@ -64,10 +64,10 @@ def save_checkpoint(
         root, iteration, ranks, partial(not_saved, root, iteration), state, len(parts)
     ) as attempt:
         progress = WriteProgress(iteration, shard_bytes(pairs))
-        told = attempt.gather_or_raise(
+        gathered = attempt.gather_or_raise(
             lambda: (write_shards(attempt, parts, verify, progress), ranks.who)
         )
-        written = [record | who for records, who in told for record in records]
+        written = [record | who for records, who in gathered for record in records]
         attempt.gather_or_raise(
             lambda: (
                 commit(root, attempt.folder, iteration, attempt.name, written, state, before).name

@@ -42,7 +42,7 @@ class CompatibilityRow:
     when: Callable[[Config], bool] | None = None
     otherwise: str = ""
     # the text of a refusal, from the flag's words and the settings
-    told: Callable[[list[str], Config], str] | None = None
+    explain: Callable[[list[str], Config], str] | None = None
 
     def holds(self, config: Config) -> bool:
         """Whether the settings are such as `when` asks for."""
@@ -106,7 +106,7 @@ def in_samples(ours: str) -> Callable[[list[str], Config], str]:
     they are.
     """
 
-    def told(words: list[str], config: Config) -> str:
+    def explain(words: list[str], config: Config) -> str:
         length = config.data.seq_length
         try:
             tokens = float(words[0]) if len(words) == 1 else math.nan
@@ -119,7 +119,7 @@ def in_samples(ours: str) -> Callable[[list[str], Config], str]:
             f"/ --seq-length {length})"
         )
 
-    return told
+    return explain
 
 
 EQUALS = (
@@ -626,19 +626,19 @@ REFUSED = (
         ("--train-tokens",),
         "refused",
         "use --train-samples: tokens / seq-length",
-        told=in_samples("--train-samples"),
+        explain=in_samples("--train-samples"),
     ),
     CompatibilityRow(
         ("--lr-decay-tokens",),
         "refused",
         "use --lr-decay-samples: tokens / seq-length",
-        told=in_samples("--lr-decay-samples"),
+        explain=in_samples("--lr-decay-samples"),
     ),
     CompatibilityRow(
         ("--lr-warmup-tokens",),
         "refused",
         "use --lr-warmup-samples: tokens / seq-length",
-        told=in_samples("--lr-warmup-samples"),
+        explain=in_samples("--lr-warmup-samples"),
     ),
     refused("--warmup", "use --lr-warmup-fraction: a share of the decay, not a percentage"),
     refused(
@@ -1001,7 +1001,7 @@ def rows() -> dict[str, CompatibilityRow]:
     for row in TABLE:
         for flag in row.flags:
             where, name = (families, flag[:-1]) if flag.endswith("*") else (result, key(flag))
-            assert name not in where, f"{flag} stands twice in the table"
+            assert name not in where, f"{flag} is twice in the table"
             where[name] = row
     for name in map(key, NAMES):
         beginnings = [family for family in families if name.startswith(family)]
@@ -1017,7 +1017,7 @@ def find(flag: str) -> CompatibilityRow | None:
 
 @dataclass
 class Answers:
-    """What is said about flags that are not ours; those that share a row share its line."""
+    """What is reported about flags that are not ours; those that share a row share its line."""
 
     notes: list[str]
     not_done: list[str]
@@ -1032,7 +1032,7 @@ def _fault(flag: str, words: list[str], row: CompatibilityRow, config: Config) -
     if row.verdict == "only" and not set(words) <= set(row.values):
         return f"{shown}: {row.text} (accepted: {', '.join(row.values)})"
     if row.verdict == "refused":
-        return f"{shown}: {row.told(words, config) if row.told else row.text}"
+        return f"{shown}: {row.explain(words, config) if row.explain else row.text}"
     if row.verdict == "note" and not row.holds(config):
         return f"{shown}: {row.otherwise}"
     return ""

@@ -15,7 +15,7 @@ from megatron.config.input_files import KINDS, SETTINGS_LIMIT, read_json
 
 # DeepSpeed's key -> group and field of our flag.
 SAME = {
-    key: (GROUP_OF[field], field) for field, said in METADATA.items() for key in said["deepspeed"]
+    key: (GROUP_OF[field], field) for field, rules in METADATA.items() for key in rules["deepspeed"]
 }
 
 # What gradients are sent in: values of communication_data_type -> --grad-reduce-in-bf16.

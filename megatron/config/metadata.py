@@ -152,8 +152,8 @@ class ChangeRule:
     """What it means when a run resumes from a checkpoint of one with another value.
 
     `refused`: it would be another model. `accept`: refused without this value of --accept-changed,
-    because `what` would change. `said`: the steps to come would be others on purpose, which is a
-    line of the banner. `bits`: the run does not go on bit for bit. `kernel`: so, but which
+    because `what` would change. `logged`: the steps to come would be others on purpose, which is
+    a line of the banner. `bits`: the run does not go on bit for bit. `kernel`: so, but which
     implementation was taken counts, not the flag. `taken`: --use-checkpoint-args takes the
     checkpoint's value where the flag is not given; `file`: it names a file, which may lie elsewhere
     now and is compared by its content.
@@ -162,7 +162,7 @@ class ChangeRule:
     refused: bool = False
     accept: str | None = None
     what: str = ""
-    said: bool = False
+    logged: bool = False
     bits: bool = False
     kernel: bool = False
     taken: bool = False
@@ -174,8 +174,8 @@ MODEL = ChangeRule(refused=True, bits=True, taken=True)
 TOKENIZER = ChangeRule(taken=True)
 TOKENIZER_FILE = ChangeRule(taken=True, file=True)
 LENGTH = ChangeRule(accept="data", what="the data order", taken=True)
-STEPS = ChangeRule(said=True, bits=True)
-STEPS_ALONE = ChangeRule(said=True)
+STEPS = ChangeRule(logged=True, bits=True)
+STEPS_ALONE = ChangeRule(logged=True)
 ROUNDING = ChangeRule(bits=True)
 KERNEL = ChangeRule(bits=True, kernel=True)
 ORDER = ChangeRule(accept="data", what="the data order")

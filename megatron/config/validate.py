@@ -44,8 +44,8 @@ class Resolved:
 
 
 def _ranges(run: RunView) -> Iterator[str]:
-    for field, said in METADATA.items():
-        value, bound = getattr(run, field), said["bound"]
+    for field, rules in METADATA.items():
+        value, bound = getattr(run, field), rules["bound"]
         if bound is not None and value is not None and not bound.holds(value):
             yield f"{run.show(field)}: must be {bound.text}"
     yield from _bounds(run)
@@ -99,9 +99,9 @@ def _cannot_act(run: RunView, *, fault: bool) -> Iterator[tuple[str, str]]:
     """(flag as given, what it acts with) for each field that is not at its default and cannot act,
     where that is a fault or a remark.
     """
-    for field, said in METADATA.items():
+    for field, rules in METADATA.items():
         value = getattr(run, field)
-        for need in said["needs"] if value != DEFAULTS[field] else ():
+        for need in rules["needs"] if value != DEFAULTS[field] else ():
             if need.fault == fault and not need.holds(run):
                 yield (
                     run.show(field) if value is not False else f"--no-{field.replace('_', '-')}",

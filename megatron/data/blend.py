@@ -1,4 +1,4 @@
-"""Blends: which source, and which of its samples, sample i of the run is; and the ledger that keeps
+"""Blends: which source, and which of its samples, sample i of the run is; and the data history that keeps
 this true when a blend changes mid-run.
 
 A pattern of 65,536 source numbers, quotas by largest remainder, evenly spread and repeated, so that
@@ -109,7 +109,7 @@ class Blend:
 
 
 def _blend_of(segment: dict[str, Any]) -> Blend:
-    """The blend that a segment of the ledger describes."""
+    """The blend that a segment of the data history describes."""
     sources = segment["sources"]
     shares = [source["share"] for source in sources]
     return Blend(shares, segment["first_sample"], [source["first_index"] for source in sources])
@@ -129,17 +129,17 @@ def _ids_and_shares(sources: list[dict[str, Any]]) -> list[tuple[str, int]]:
     return [(source["id"], source["share"]) for source in sources]
 
 
-def extend_ledger(
-    ledger: dict[str, Any] | None, consumed: int, sources: list[dict[str, Any]]
+def extend_history(
+    history: dict[str, Any] | None, consumed: int, sources: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], Blend, list[str]]:
-    """Continue a run's ledger with the sources it is given now.
+    """Continue a run's data history with the sources it is given now.
 
     sources: {"id": order identity, "name": path, "share": of 65,536} each. Unchanged ids and shares
     go on in the last segment; anything else opens a new one at `consumed`, in which a known id goes
-    on where it was and a new id starts at 0. Returns the ledger (plain JSON), the blend of the last
+    on where it was and a new id starts at 0. Returns the history (plain JSON), the blend of the last
     segment and lines that say what changed.
     """
-    segments = [dict(segment) for segment in ledger["segments"]] if ledger else []
+    segments = [dict(segment) for segment in history["segments"]] if history else []
     if segments and _ids_and_shares(segments[-1]["sources"]) == _ids_and_shares(sources):
         return {"segments": segments}, _blend_of(segments[-1]), []
     known = _indices_at(segments, consumed)
@@ -152,5 +152,5 @@ def extend_ledger(
             else "is new (content, range, seq-length or seed), starts at 0"
         )
         notes.append(f"blend changed at sample {consumed}: {source['name']} {where}")
-    segments.append({"first_sample": 0 if ledger is None else consumed, "sources": entered})
+    segments.append({"first_sample": 0 if history is None else consumed, "sources": entered})
     return {"segments": segments}, _blend_of(segments[-1]), notes

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megatron.config.groups import Config, DataConfig
-from megatron.data.blend import PATTERN, Blend, extend_ledger, quotas
+from megatron.data.blend import PATTERN, Blend, extend_history, quotas
 from megatron.data.indexed_dataset import DataError, IndexedDataset
 from megatron.data.token_stream import TokenStream, key_of, mix
 
@@ -165,14 +165,14 @@ class MockReader:
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run. valid and test are named sources; ledger goes into the checkpoint; notes
+    """The data of a run. valid and test are named sources; `history` goes into the checkpoint; notes
     are lines for the banner.
     """
 
     train: Source | None  # None when only evaluation was asked for
     valid: dict[str, Source]
     test: dict[str, Source]
-    ledger: dict[str, Any]
+    history: dict[str, Any]
     notes: list[str]
     eod: int
 
@@ -373,9 +373,9 @@ def _streams(opener: _Opener, split: str) -> tuple[list[TokenStream], list[float
 
 
 def build_data(
-    config: Config, tokenizer: Any, ledger: dict[str, Any] | None = None, consumed: int = 0
+    config: Config, tokenizer: Any, history: dict[str, Any] | None = None, consumed: int = 0
 ) -> Data:
-    """Open, check and mix the data of a run that has consumed so many samples under `ledger` (None:
+    """Open, check and mix the data of a run that has consumed so many samples under the data `history` (None:
     a fresh run).
 
     Validation and test are opened unless --eval-iters is 0. Raises one DataError with every fault
@@ -397,8 +397,8 @@ def build_data(
     opener.refuse()
     notes, source = opener.notes, None
     if train:
-        entries = _ledger_entries(train, weights)
-        ledger, blend, changes = extend_ledger(ledger, consumed, entries)
+        entries = _history_entries(train, weights)
+        history, blend, changes = extend_history(history, consumed, entries)
         source = _source(config, tokenizer, "train", train, blend)
         notes += [*map(_train_note, train, entries), *changes]
     for split, (streams, _) in held_out.items():
@@ -407,7 +407,7 @@ def build_data(
         train=source,
         valid=_named(config, tokenizer, "validation", *held_out["valid"]),
         test=_named(config, tokenizer, "test", *held_out["test"]),
-        ledger=ledger or {"segments": []},
+        history=history or {"segments": []},
         notes=notes,
         eod=tokenizer.eod,
     )
@@ -421,10 +421,10 @@ def _sizes(streams: list[TokenStream], weights: list[float | None]) -> list[floa
     ]
 
 
-def _ledger_entries(
+def _history_entries(
     streams: list[TokenStream], weights: list[float | None]
 ) -> list[dict[str, Any]]:
-    """The training streams as `extend_ledger` takes them."""
+    """The training streams as `extend_history` takes them."""
     names = [stream.dataset.prefix for stream in streams]
     shares = quotas(_sizes(streams, weights), names)
     return [

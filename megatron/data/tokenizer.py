@@ -2,7 +2,7 @@
 tiktoken, and whitespace-separated integers.
 
 Text is text: a special token spelled out in it is encoded as ordinary characters where the library
-can be told so (all but SentencePiece's user-defined symbols). No ids are added around a text; the
+can be set to do so (all but SentencePiece's user-defined symbols). No ids are added around a text; the
 end-of-document id is put in by preprocessing and by nobody else.
 """
 

@@ -1,5 +1,5 @@
 """Who keeps the others waiting. Each rank puts what it does into the rendezvous store every few
-seconds, from a thread; a wait for other ranks that fails is told with what they did last, and rank
+seconds, from a thread; a wait for other ranks that fails is reported with what they did last, and rank
 0 warns of a rank that has fallen silent. No collective waits for any of it.
 """
 
@@ -31,7 +31,7 @@ MOST = 1024  # ranks of a job in which each looks for itself; in a larger one ra
 
 
 class PeerError(RuntimeError):
-    """Another rank did not do its part; `cause` is what torch said."""
+    """Another rank did not do its part; `cause` is what torch reported."""
 
     def __init__(self, text: str, cause: str):
         super().__init__(text)
@@ -271,12 +271,12 @@ def waiting(text: Callable[[float], str]) -> Iterator[None]:
             else str(error).splitlines()[0].partition(". ")[0]
         )
         waited = time.monotonic() - begun
-        said = text(waited)
+        report = text(waited)
         finding = PEERS.find(waited)
-        PEERS.end(said)
+        PEERS.end(report)
         PEERS.stay()
         raise PeerError(
-            f"{said} ended or hangs{': ' + finding if finding else ''}. Look at its output "
+            f"{report} ended or hangs{': ' + finding if finding else ''}. Look at its output "
             f"first; where it is only slow, raise --distributed-timeout-minutes. ({cause})",
             cause,
         ) from error

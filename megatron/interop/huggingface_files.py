@@ -110,15 +110,15 @@ def _in_files(
 ) -> list[list[Place]]:
     """The tensors of each file; where a tensor begins is not known yet."""
     files: list[list[Place]] = []
-    room = 0
+    space = 0
     for rule in rules:
         rows, rest = sum(shapes[name][0] for name in rule.ours), shapes[rule.ours[0]][1:]
         size = rows * math.prod(rest) * itemsize
-        if not files or size > room:
+        if not files or size > space:
             files.append([])
-            room = max(size, FILE)
+            space = max(size, FILE)
         files[-1].append(Place(rule, rows, rest, len(files) - 1, start=0))
-        room -= size
+        space -= size
     return files
 
 
@@ -165,7 +165,7 @@ def write_folder(
 
 def _make_folder(temporary: Path, target: Path, layout: ExportLayout) -> list[str]:
     """Make the folder with files of the final sizes; notes about what other exports have left.
-    Raises CheckpointError when the disk has too little room.
+    Raises CheckpointError when the disk has too little space.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     leftovers = list(target.parent.glob(f".{target.name}-{'?' * 16}"))

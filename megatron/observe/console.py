@@ -99,7 +99,7 @@ def banner(sections: Mapping[str, list[str]]) -> str:
     """One screen about the run: each section's title at the left of its lines, which wrap at
     BANNER_WIDTH columns; empty sections are left out.
 
-    The section NOT_DONE, what the flags ask for and does not exist, stands above all others between
+    The section NOT_DONE, what the flags ask for and does not exist, is above all others, between
     lines of exclamation marks.
     """
     lines = ["=" * BANNER_WIDTH]

@@ -2,7 +2,7 @@
 
 Counts what this code keeps with the kernels that it takes, not what a perfect implementation would:
 tests compare it with the tensors that autograd saves and with the bytes that live while a step
-runs. What attention, MLP, norm, dropout and loss keep is said by the layer, beside its forward
+runs. What attention, MLP, norm, dropout and loss keep is stated by the layer, beside its forward
 pass; here it is put together as model/block.py puts the layers together. Per token: h hidden, f ffn
 width, q and k widths of queries and keys, V vocabulary, all of this rank.
 """

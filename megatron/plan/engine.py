@@ -3,7 +3,7 @@ and no memory.
 
 Everything is on the meta device, and nothing is sent (distributed/silent.py). Layers are not run:
 plan/activations.py says what a pass of each keeps and takes. What else a step allocates is made
-here by the code that trains, and a ledger is told of it. It leaves the ledger when torch lets go of
+here by the code that trains, and entered in a ledger. It leaves the ledger when torch lets go of
 it: when things live is written down nowhere but in the engine itself.
 """
 
@@ -111,7 +111,7 @@ class Held:
 
 
 class CountedGroup(SilentGroup):
-    """Tells a ledger what collectives and messages make."""
+    """Enters what collectives and messages make into a ledger."""
 
     KINDS = {
         "reduce-scatter": "gradients",

@@ -24,7 +24,7 @@ class Precisions(NamedTuple):
 
 
 def element_sizes(precision: PrecisionConfig) -> tuple[int, int]:
-    """Bytes of an element in the compute precision, and in that of master weights and, unless told
+    """Bytes of an element in the compute precision, and in that of master weights and, unless given
     otherwise, gradients and moments.
     """
     if precision.fp64:

@@ -141,7 +141,7 @@ def make_manager(
     pairs = _own_pairs(config, optimizer)
     memory = staging_bytes(pairs, options.async_save_host_memory) if options.async_save else None
     if local_checkpoints is not None and not config.evaluation.skip_train:
-        local_checkpoints.require_room(shard_bytes(pairs), options.async_save)
+        local_checkpoints.require_space(shard_bytes(pairs), options.async_save)
 
     def report(iteration: int, saved: Saved) -> None:
         if tracker is not None:

@@ -77,7 +77,7 @@ def prepare(
         changed: list[str] = []
         if checkpoint is not None:
             changed = said_changes(checkpoint.state, config)
-            changes += changed_data(checkpoint.state, config, data.ledger)
+            changes += changed_data(checkpoint.state, config, data.history)
             notes += accept_changes(checkpoint, changes, config)
             if not config.checkpoint.finetune:
                 changed += _schedule_lines(checkpoint, schedule, config)

@@ -40,7 +40,7 @@ def run_state(run: Run) -> dict[str, Any]:
         "optimizer_steps": run.optimizer.steps.item(),
         "scaler": run.scaler.state(),
         "schedule": asdict(run.schedule),
-        "ledger": run.data.ledger,
+        "ledger": run.data.history,
         "config": run.config.to_dict(),
         "vocab_size": run.vocab_size,
         "tokenizer": run.tokenizer_fingerprint,
@@ -108,7 +108,7 @@ def continuity(checkpoint: Checkpoint, run: Run) -> str:
     state = checkpoint.state
     changes = [
         *changed_fields(state, run.config, run.vocab_size, run.tokenizer_fingerprint),
-        *changed_data(state, run.config, run.data.ledger),
+        *changed_data(state, run.config, run.data.history),
     ]
     different += (
         []
@@ -239,7 +239,7 @@ def said_changes(state: dict[str, Any], config: Config) -> list[str]:
     if config.checkpoint.finetune or config.evaluation.skip_train:
         return []
     theirs = config_of(state)
-    said = [(name, GROUP_OF[name]) for name, change in _CHANGES.items() if change.said]
+    said = [(name, GROUP_OF[name]) for name, change in _CHANGES.items() if change.logged]
     pairs = [
         (name, getattr(getattr(theirs, group), name), getattr(getattr(config, group), name))
         for name, group in said

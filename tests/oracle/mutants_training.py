@@ -192,16 +192,16 @@ def _(original):
 
 
 @mutant(
-    "data", "sources begin anew where a blend changes", "resume-new-blend", loader, "extend_ledger"
+    "data", "sources begin anew where a blend changes", "resume-new-blend", loader, "extend_history"
 )
 def _(original):
-    def extend(ledger, consumed, sources):
-        if ledger is None:
-            return original(ledger, consumed, sources)
+    def extend(history, consumed, sources):
+        if history is None:
+            return original(history, consumed, sources)
         bare = {
             "segments": [
                 {**segment, "sources": [{**source, "id": ""} for source in segment["sources"]]}
-                for segment in ledger["segments"]
+                for segment in history["segments"]
             ]
         }
         return original(bare, consumed, sources)

@@ -29,7 +29,7 @@ from megatron.checkpoint.local.rebuild import (
     rebuild_lost,
     restore_copies,
 )
-from megatron.checkpoint.local.saves import require_redundancy, require_room, save_local
+from megatron.checkpoint.local.saves import require_redundancy, require_space, save_local
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.progress import GB
 from megatron.checkpoint.ranks import Ranks
@@ -62,9 +62,11 @@ class LocalCheckpoints:
         `older` allows it, else never. Raises as open_checkpoint.
         """
         ranks = self.nodes.ranks
-        told = ranks.gather_or_raise(lambda: _look(load, save) if ranks.first else None)[0]
-        run, shared = None if told[0] is None else RunId(**told[0]), told[1]
-        if told[2]:
+        name, shared, copied = ranks.gather_or_raise(
+            lambda: _look(load, save) if ranks.first else None
+        )[0]
+        run = None if name is None else RunId(**name)
+        if copied:
             logger.warning(
                 f"{load} was copied or moved, which makes it another run's: local "
                 "checkpoints are not looked for"
@@ -110,11 +112,11 @@ class LocalCheckpoints:
             found = restore_copies(self.nodes, run, found)
         return LocalCheckpoint(self.nodes, run, found)
 
-    def require_room(self, own_bytes: int, flushes: bool) -> None:
-        """Raise CheckpointError on every rank when a node has no room for the run's checkpoints,
+    def require_space(self, own_bytes: int, flushes: bool) -> None:
+        """Raise CheckpointError on every rank when a node has no space for the run's checkpoints,
         `own_bytes` of this rank.
         """
-        require_room(self.nodes, self.run, own_bytes, self.redundancy, flushes)
+        require_space(self.nodes, self.run, own_bytes, self.redundancy, flushes)
 
     def save(
         self,
@@ -191,5 +193,5 @@ def adopt_run_id(load: str | None, save: str, ranks: Ranks, *, local: bool) -> R
                 "give another folder"
             ) from error
 
-    told = ranks.gather_or_raise(first)[0]
-    return None if told is None else RunId(**told)
+    run = ranks.gather_or_raise(first)[0]
+    return None if run is None else RunId(**run)

@@ -257,7 +257,7 @@ def restore_copies(nodes: Nodes, run: RunId, found: Found) -> Found:
     """Give every shard that one node alone has to a second one, the emptiest: a new node gets what
     the lost one had. What is found then.
 
-    When that fails (no room) a warning is logged, and nothing has changed.
+    When that fails (no space) a warning is logged, and nothing has changed.
     """
     transfers, gains = _plan_copies(nodes, found)
     if not transfers:
@@ -329,7 +329,7 @@ def _add_files(
 
 
 def _rebuilt(nodes: Nodes, found: Found, gains: _Gains, source: str) -> str:
-    """What is said of the shards that nodes have got."""
+    """What is logged about the shards that nodes have got."""
     shards = range(len(found.records))
     to = ", ".join(
         f"node {node} ({nodes.hosts[node]}): {len(numbers & set(shards))}"
@@ -489,7 +489,7 @@ class LocalCheckpoint(Checkpoint):
                 f"--local-checkpoint-dir {self.nodes.root} on node {self.nodes.index} "
                 f"({self.nodes.hosts[self.nodes.index]}): on this layout its "
                 f"ranks read shards of {size / GIB:.3g} GiB from other nodes, and "
-                f"{disk.f_bavail * disk.f_frsize / GIB:.3g} GiB are free: make room, "
+                f"{disk.f_bavail * disk.f_frsize / GIB:.3g} GiB are free: free space, "
                 "start with the layout and the nodes of before, or take a checkpoint of "
                 "--load with --ckpt-step"
             )
@@ -525,7 +525,7 @@ def _heads(nodes: Nodes, run: RunId, found: Found) -> dict[int, tuple[bytes, byt
                 own[number] = _head(folder, number)
         return [(number, len(table), len(header)) for number, (table, header) in own.items()]
 
-    sizes = {number: sizes for told in nodes.ranks.gather_or_raise(read) for number, *sizes in told}
+    sizes = {number: sizes for rows in nodes.ranks.gather_or_raise(read) for number, *sizes in rows}
     parts: dict[int, bytes] = {}
     for at, number in enumerate(lacking):
         if number in own:

@@ -75,17 +75,17 @@ def save_local(
     """
     pairs = [(box, tensor) for box, tensor in tensors if math.prod(box.extent)]
     with NodeAttempt(nodes, run, iteration, state=state, own=int(bool(pairs))) as attempt:
-        told = attempt.gather_or_raise(
+        gathered = attempt.gather_or_raise(
             lambda: (attempt.write_own(pairs), datetime.now(UTC).isoformat(timespec="seconds"))
         )
-        entries = [entry for entry, _ in told]
+        entries = [entry for entry, _ in gathered]
         described = attempt.add_redundancy(redundancy, entries)
         content = {
             "format": m.FORMAT,
             "version": m.VERSION,
             "iteration": iteration,
             "attempt": attempt.name,
-            "created": told[0][1],
+            "created": gathered[0][1],
             "run": asdict(run),
             "shards": [entry for entry in entries if entry is not None],
             **described,
@@ -152,15 +152,17 @@ class NodeAttempt(Attempt):
         written = write_shard(self.folder, self.index, self.shards, self.iteration, pairs)
         return written | self.ranks.who
 
-    def add_redundancy(self, redundancy: str, told: list[dict[str, Any] | None]) -> dict[str, Any]:
-        """Add copies or XOR parity blocks of all ranks' shards, whose entries by rank are `told`.
+    def add_redundancy(
+        self, redundancy: str, entries: list[dict[str, Any] | None]
+    ) -> dict[str, Any]:
+        """Add copies or XOR parity blocks of all ranks' shards, whose entries by rank are `entries`.
         Returns what the manifest says of parity blocks.
         """
         if redundancy == "xor":
-            return self.add_xor_blocks(told)
+            return self.add_xor_blocks(entries)
         if redundancy == "partner":
-            sizes = [None if entry is None else entry["bytes"] for entry in told]
-            records = [entry for entry in told if entry is not None]
+            sizes = [None if entry is None else entry["bytes"] for entry in entries]
+            records = [entry for entry in entries if entry is not None]
             self.take(partner_transfers(self.nodes, sizes), self.folder, records)
         return {}
 
@@ -188,15 +190,15 @@ class NodeAttempt(Attempt):
         )
         self.gather_or_raise(check)
 
-    def add_xor_blocks(self, told: list[dict[str, Any] | None]) -> dict[str, Any]:
-        """Give every rank an XOR parity block of its stripe; `told` are the entries of all ranks'
+    def add_xor_blocks(self, entries: list[dict[str, Any] | None]) -> dict[str, Any]:
+        """Give every rank an XOR parity block of its stripe; `entries` are the entries of all ranks'
         shards. Returns what the manifest says of the blocks.
         """
         stripes, shards = (
             stripes_of(self.nodes.members),
-            [record for record in told if record is not None],
+            [record for record in entries if record is not None],
         )
-        writers = [rank for rank, record in enumerate(told) if record is not None]
+        writers = [rank for rank, record in enumerate(entries) if record is not None]
         sets = [
             [writers.index(rank) if rank in writers else None for rank in ranks]
             for ranks in stripes
@@ -246,7 +248,9 @@ class NodeAttempt(Attempt):
         fault = exchange(
             streams, self.ranks, owner, lambda number: source / m.shard_file(number), write
         )
-        return {number: entry for told in self.gather_or_raise(check) for number, entry in told}
+        return {
+            number: entry for entries in self.gather_or_raise(check) for number, entry in entries
+        }
 
     def publish(self, manifest: bytes, on: Callable[[int], bool] = lambda node: True) -> None:
         """Add the manifest and give the folder its name, in the place of one that is there, on the
@@ -345,14 +349,14 @@ def require_redundancy(nodes: Nodes, redundancy: str) -> None:
         )
 
 
-def require_room(
+def require_space(
     nodes: Nodes, run: RunId, own_bytes: int, redundancy: str, flushes: bool = False
 ) -> None:
-    """Raise CheckpointError on every rank unless each node's folder has room for KEPT checkpoints
+    """Raise CheckpointError on every rank unless each node's folder has space for KEPT checkpoints
     and the one that is being written; and, with `flushes`, for one that is no longer kept and still
     on its way to --save.
 
-    `own_bytes`: of this rank's shard. What this run has there already counts as room.
+    `own_bytes`: of this rank's shard. What this run has there already counts as free.
     """
     one = _node_bytes(nodes, nodes.ranks.gather_or_raise(lambda: own_bytes), redundancy)
     count = KEPT + 1 + flushes
@@ -361,14 +365,14 @@ def require_room(
         if not nodes.first:
             return
         disk = os.statvfs(nodes.root)
-        room = disk.f_bavail * disk.f_frsize + _size(nodes.root / run.folder)
-        if count * one > room:
+        free = disk.f_bavail * disk.f_frsize + _size(nodes.root / run.folder)
+        if count * one > free:
             flushing = ", one on its way to --save" if flushes else ""
             raise CheckpointError(
                 f"--local-checkpoint-dir {nodes.root} on node {nodes.index} "
                 f"({nodes.hosts[nodes.index]}): {count} checkpoints ({KEPT} kept, one being "
                 f"written{flushing}) of {one / GIB:.3g} GiB each need {count * one / GIB:.3g} "
-                f"GiB, and {room / GIB:.3g} GiB are free.{_left_by_others(nodes, run)} Give a "
+                f"GiB, and {free / GIB:.3g} GiB are free.{_left_by_others(nodes, run)} Give a "
                 f"larger folder{', or --local-redundancy none' if redundancy != 'none' else ''}"
             )
 

@@ -176,7 +176,7 @@ def save_without_room(
 
 
 def checked(root: Path, each: int, check: str, *arguments: object) -> tuple[str, list[str]]:
-    """What `require_redundancy` or `require_room` says."""
+    """What `require_redundancy` or `require_space` says."""
     with logged() as lines:
         try:
             getattr(saves, check)(join(root, each), *arguments)
@@ -352,7 +352,7 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "nothing is read to the end": lambda: mock.patch.object(
         rebuild, "_is_whole", lambda folder, number: True
     ),
-    "no room for copies": lambda: mock.patch.object(
+    "no space for copies": lambda: mock.patch.object(
         saves, "write_shard_file", mock.Mock(side_effect=OSError(28, os.strerror(28)))
     ),
     "nothing is fetched": lambda: mock.patch.object(

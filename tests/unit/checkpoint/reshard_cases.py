@@ -166,7 +166,7 @@ def load_and_compare(
             now = {
                 **asdict(run.progress),
                 "scaler": run.scaler.state(),
-                "ledger": run.data.ledger,
+                "ledger": run.data.history,
                 "schedule": asdict(run.schedule),
             }
             state = checkpoint.state

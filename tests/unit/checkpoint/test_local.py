@@ -388,7 +388,7 @@ def test_a_full_tmpfs_on_one_node(gloo_world, tmp_path):
 def test_without_room_to_rebuild_a_restart_reads_the_one_copy(gloo_world, tmp_path):
     gloo_world(2).run(save, tmp_path, 1, 1, 5)
     shutil.rmtree(tmp_path / "1")
-    told = gloo_world(2).run(restart, tmp_path, 1, 5, 8, RUN, 0, "no room for copies")
+    told = gloo_world(2).run(restart, tmp_path, 1, 5, 8, RUN, 0, "no space for copies")
     assert (
         outcome(told) == (1, True)
         and "have one copy only: " in told[0][2][0]
@@ -416,7 +416,7 @@ def test_partners_need_two_nodes_of_one_size(gloo_world, tmp_path):
 
 
 def test_room_is_asked_for_before_training(gloo_world, tmp_path):
-    """Three times this rank's bytes, and the partner's; what the run has there counts as room."""
+    """Three times this rank's bytes, and the partner's; what the run has there counts as free."""
     disk = os.statvfs(tmp_path)
     free = disk.f_bavail * disk.f_frsize
     for part, redundancy, enough in (
@@ -428,7 +428,7 @@ def test_room_is_asked_for_before_training(gloo_world, tmp_path):
         (5, "xor", False),
     ):
         told = gloo_world(2).run(
-            checked, tmp_path, 1, "require_room", RUN, free // part, redundancy
+            checked, tmp_path, 1, "require_space", RUN, free // part, redundancy
         )
         assert {error == "" for error, _ in told} == {enough}, (part, redundancy)
     assert (

@@ -263,7 +263,7 @@ def test_without_room_to_rebuild_the_older_one_is_taken(gloo_world, tmp_path):
     gloo_world(3).run(save, tmp_path, 1, 5, 5, "xor")
     gloo_world(3).run(save, tmp_path, 1, 7, 7, "xor")
     shutil.rmtree(tmp_path / "1" / RUN.folder / SEVEN)
-    told = gloo_world(3).run(restart, tmp_path, 1, 0, 8, RUN, 0, "no room for copies")
+    told = gloo_world(3).run(restart, tmp_path, 1, 0, 8, RUN, 0, "no space for copies")
     assert (
         outcome(told) == (5, True)
         and "iteration 7 is not taken: " in told[0][2][0]

@@ -32,7 +32,7 @@ def test_the_table_is_consistent():
         )
         assert (row.values != ()) == (row.verdict == "only") or row.verdict == "not done"
         assert (row.when is None) == (row.otherwise == "") and (
-            row.told is None or row.verdict == "refused"
+            row.explain is None or row.verdict == "refused"
         )
         for flag in row.flags:
             assert flag.startswith("--") and flag.rstrip("*").replace("*", "") == flag.rstrip("*")

@@ -1,4 +1,4 @@
-"""Blends: exact quotas, even spread, and a ledger that lets every source go on where it was."""
+"""Blends: exact quotas, even spread, and a data history that lets every source go on where it was."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.blend import PATTERN, Blend, extend_ledger, pattern, quotas
+from megatron.data.blend import PATTERN, Blend, extend_history, pattern, quotas
 from megatron.data.indexed_dataset import DataError
 
 
@@ -86,7 +86,7 @@ def source(name: str, share: int) -> dict:
     return {"id": "id-" + name, "name": name, "share": share}
 
 
-def test_ledger_goes_on_where_each_source_was():
+def test_history_goes_on_where_each_source_was():
     plan = [
         (0, [source("a", 40000), source("b", 25536)]),
         (1000, [source("a", 40000), source("b", 25536)]),  # a plain resume
@@ -96,10 +96,10 @@ def test_ledger_goes_on_where_each_source_was():
         (2000, [source("c", 30000), source("a", 35536)]),  # b leaves, a returns, c enters
         (2300, [source("b", PATTERN)]),
     ]
-    ledger, read = None, {"a": [], "b": [], "c": []}
+    history, read = None, {"a": [], "b": [], "c": []}
     for number, (begin, sources) in enumerate(plan):
         end = plan[number + 1][0] if number + 1 < len(plan) else 2600
-        ledger, blend, notes = extend_ledger(json.loads(json.dumps(ledger)), begin, sources)
+        history, blend, notes = extend_history(json.loads(json.dumps(history)), begin, sources)
         chosen, index = blend.locate(np.arange(begin, end))
         for d, k in zip(chosen.tolist(), index.tolist()):
             read[sources[d]["name"]].append(k)
@@ -107,14 +107,14 @@ def test_ledger_goes_on_where_each_source_was():
     assert sum(map(len, read.values())) == 2600
     for indices in read.values():
         assert indices == list(range(len(indices)))
-    assert [segment["first_sample"] for segment in ledger["segments"]] == [
+    assert [segment["first_sample"] for segment in history["segments"]] == [
         0,
         1500,
         1700,
         2000,
         2300,
     ]
-    notes = extend_ledger(ledger, 2600, [source("d", 1), source("a", PATTERN - 1)])[2]
+    notes = extend_history(history, 2600, [source("d", 1), source("a", PATTERN - 1)])[2]
     assert (
         "d is new (content" in notes[0]
         and f"a continues at its sample {len(read['a'])}" in notes[1]
@@ -122,8 +122,8 @@ def test_ledger_goes_on_where_each_source_was():
 
 
 def test_samples_of_an_earlier_segment_are_refused():
-    ledger, _, _ = extend_ledger(None, 0, [source("a", PATTERN)])
-    _, blend, _ = extend_ledger(ledger, 100, [source("b", PATTERN)])
+    history, _, _ = extend_history(None, 0, [source("a", PATTERN)])
+    _, blend, _ = extend_history(history, 100, [source("b", PATTERN)])
     blend.locate(np.arange(100, 110))
     with pytest.raises(
         ValueError, match="sample 99 was read before the blend changed at sample 100"
@@ -132,8 +132,8 @@ def test_samples_of_an_earlier_segment_are_refused():
 
 
 def test_real_data_after_mock_data_begins_at_its_first_sample():
-    ledger, blend, _ = extend_ledger({"segments": []}, 70, [source("a", PATTERN)])
+    history, blend, _ = extend_history({"segments": []}, 70, [source("a", PATTERN)])
     assert (
         blend.locate(np.array([70, 71]))[1].tolist() == [0, 1]
-        and ledger["segments"][0]["first_sample"] == 70
+        and history["segments"][0]["first_sample"] == 70
     )

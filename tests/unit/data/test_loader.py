@@ -1,4 +1,4 @@
-"""What reaches the loop: batches, masks, splits, blends, the ledger, and faulty input answered by
+"""What reaches the loop: batches, masks, splits, blends, the history, and faulty input answered by
 one error before training.
 """
 
@@ -77,8 +77,8 @@ def config(
     )
 
 
-def build(settings: Config, ledger: dict | None = None, consumed: int = 0):
-    return build_data(settings, build_tokenizer(settings.data), ledger, consumed)
+def build(settings: Config, history: dict | None = None, consumed: int = 0):
+    return build_data(settings, build_tokenizer(settings.data), history, consumed)
 
 
 def test_a_batch_is_a_pure_function(tmp_path):
@@ -212,10 +212,10 @@ def test_sources_of_validation_are_separate_and_named(tmp_path):
 def test_blend_shares_and_token_counts_as_weights(tmp_path):
     a, b = make(tmp_path / "a", 100, 1), make(tmp_path / "b", 300, 2)
     data = build(config(train_data_path=("1", a, "3", b), eval_iters=0))
-    assert [source["share"] for source in data.ledger["segments"][0]["sources"]] == [16384, 49152]
+    assert [source["share"] for source in data.history["segments"][0]["sources"]] == [16384, 49152]
     sizes = [stream.num_tokens for stream in data.train.reader.streams]
     bare = build(config(train_data_path=(a, b), eval_iters=0))
-    share = bare.ledger["segments"][0]["sources"][0]["share"] / 65536
+    share = bare.history["segments"][0]["sources"][0]["share"] / 65536
     assert abs(share - sizes[0] / sum(sizes)) < 1 / 65536
     assert any("share 16384/65536 = 0.250000" in note for note in data.notes)
 
@@ -223,8 +223,8 @@ def test_blend_shares_and_token_counts_as_weights(tmp_path):
 def test_blend_change_mid_run_goes_on_in_each_source(tmp_path):
     a, b, c = (make(tmp_path / name, 200, seed) for seed, name in enumerate("abc"))
     first = build(config(train_data_path=("1", a, "1", b), eval_iters=0))
-    ledger = json.loads(json.dumps(first.ledger))
-    later = build(config(train_data_path=("1", c, "3", b), eval_iters=0), ledger, consumed=101)
+    history = json.loads(json.dumps(first.history))
+    later = build(config(train_data_path=("1", c, "3", b), eval_iters=0), history, consumed=101)
     alone = build(config(train_data_path=(b,), eval_iters=0)).train.batch(0, 150).tokens
     read = [
         first.train.batch(k, 1).tokens[0]
@@ -244,10 +244,10 @@ def test_blend_change_mid_run_goes_on_in_each_source(tmp_path):
     }
     same = build(
         config(train_data_path=("1", c, "3", str(moved["bin"])[:-4]), eval_iters=0),
-        later.ledger,
+        later.history,
         consumed=150,
     )
-    assert same.ledger == later.ledger and torch.equal(
+    assert same.history == later.history and torch.equal(
         same.train.batch(150, 20).tokens, later.train.batch(150, 20).tokens
     )
 
